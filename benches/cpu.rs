@@ -1,4 +1,6 @@
-//! Benchmarks of the host's work per token and of commands. Run them with `cargo bench --bench cpu -- --quick`.
+//! CPU benchmarks: the work per token, and the run time of commands.
+//!
+//!     cargo bench --bench cpu -- --quick
 
 use std::fs::{self, File};
 use std::hint::black_box;
@@ -44,7 +46,7 @@ fn noise(count: usize) -> Vec<f32> {
     (0..count).map(|_| next()).collect()
 }
 
-/// Measures sampling one token.
+/// Measures how long it takes to sample one token, with different sampling parameters.
 fn sampler(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("sampler");
     // A few large logits and many small ones, as in a real model.
@@ -66,7 +68,7 @@ fn sampler(criterion: &mut Criterion) {
 
 const SENTENCE: &str = "The KV cache keeps keys and values of past tokens – so each new token needs little work. ";
 
-/// Measures parsing an answer of a few thousand tokens. Half of the answer is reasoning.
+/// Measures the harmony parser on an answer of a few thousand tokens, half of them reasoning.
 fn harmony(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     let options = RenderOptions {
         tools: Vec::new(),
@@ -92,7 +94,7 @@ fn harmony(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     Ok(())
 }
 
-/// Measures converting a few thousand tokens to text, one token at a time.
+/// Measures streaming detokenization of a few thousand tokens.
 fn text_stream(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     let ids = demo.tokenizer.encode(&SENTENCE.repeat(120), ControlTokens::Text)?;
     let mut group = criterion.benchmark_group("tokenizer");
@@ -106,7 +108,7 @@ fn text_stream(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     Ok(())
 }
 
-/// Measures multiplying the input of one token by the weights of four of eight experts.
+/// Measures the CPU reference of the MXFP4 expert matmul, for one token and four of eight experts.
 fn expert_product(criterion: &mut Criterion) -> Result<()> {
     let (experts, rows, columns) = (8, 512, 512);
     let ids = [1, 6, 3, 0];
@@ -124,8 +126,8 @@ fn expert_product(criterion: &mut Criterion) -> Result<()> {
     Ok(())
 }
 
-/// Measures how long the chat takes to draw one token if 900 tokens arrive per second.
-/// Another thread reads and discards the output of the pseudo terminal.
+/// Measures how long the chat takes to draw one token at 900 tokens/s.
+/// A second thread discards what the chat writes to the pseudo terminal.
 ///
 /// The target is at most 22 µs per token, which is 2% of the 1.1 ms between two tokens.
 #[cfg(unix)]
@@ -176,7 +178,7 @@ fn terminal(criterion: &mut Criterion) -> Result<()> {
     Ok(())
 }
 
-/// Measures the run time of `inferno --help`, and of `inferno list` with 200 models of 8B parameters in the cache.
+/// Measures the run time of `inferno --help`, and of `inferno list` with 200 cached 8B models.
 fn commands(criterion: &mut Criterion) -> Result<()> {
     let home = tempfile::tempdir()?;
     let tensors = llama_tensors();
@@ -225,7 +227,7 @@ const LLAMA: &str = r#"{ "architectures": ["LlamaForCausalLM"], "model_type": "l
     "hidden_act": "silu", "tie_word_embeddings": false, "bos_token_id": 128000, "eos_token_id": 128001,
     "torch_dtype": "bfloat16" }"#;
 
-/// The names and shapes of the tensors of Llama-3.1-8B.
+/// Returns the name and shape of every tensor in Llama-3.1-8B.
 fn llama_tensors() -> Vec<(String, Vec<u64>)> {
     let mut tensors = vec![
         ("model.embed_tokens.weight".to_string(), vec![128_256, 4096]),

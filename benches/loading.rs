@@ -35,7 +35,7 @@ fn main() -> Result<()> {
     let _rng = CudaRng::new(1, stream)?;
     lap("cuRAND");
     let device = device::open(DeviceChoice::FirstCuda)?;
-    lap("candle device, after all of the above");
+    lap("candle device, with the libraries already initialized");
     let frequencies = RopeFrequencies { inv_freq: vec![0.1; 32], attention_factor: 1.0 };
     RotaryEmbedding::new(&frequencies, 131_072, &device)?;
     lap("RoPE tables for 131,072 positions");
@@ -69,7 +69,7 @@ fn main() -> Result<()> {
         Ok(())
     };
     let standard = ReadAheadOptions::default();
-    println!("the first run allocates GPU memory from the driver, later runs from the pool");
+    println!("the first run allocates GPU memory from the driver; later runs take it from the memory pool");
     read(standard)?;
     for threads in [4, 8, 16] {
         for piece_bytes in [2 << 20, 4 << 20] {

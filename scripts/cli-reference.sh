@@ -16,8 +16,8 @@ help_of() {
 
 {
   printf '# Commands and flags\n\n'
-  printf 'The output of `inferno --help` and `inferno COMMAND --help`. `scripts/cli-reference.sh` writes this file; a test compares\n'
-  printf 'it with the program.\n'
+  printf 'This page shows the output of `inferno --help` and `inferno COMMAND --help`.\n'
+  printf '`scripts/cli-reference.sh` writes the page, and a test compares it with the program.\n'
   help_of ""
   "$inferno" --help | sed -n '/^Commands:/,/^$/s/^  \([a-z]*\) .*/\1/p' | grep -v '^help$' | while read -r command; do
     help_of "$command"

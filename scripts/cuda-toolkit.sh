@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Installs a CUDA 13.0 toolkit from NVIDIA's Python wheels into a folder.
-# Requires no root, GPU or driver. The download is 1.2 GB and takes about a minute.
+# Needs no root access, GPU or driver. The download is 1.2 GB and takes about a minute.
 #
 #   scripts/cuda-toolkit.sh DIR && source DIR/env.sh
 #
 # Fills DIR with a standard toolkit tree (bin/nvcc, include, lib64, lib64/stubs/libcuda.so) and env.sh.
 # env.sh sets the variables that cargo, the linker and CUDA programs need.
-# Does nothing if this version of the script has already completed DIR.
+# Does nothing if DIR already contains a complete installation by this version of the script.
 set -euo pipefail
 
 fail() {
@@ -24,7 +24,7 @@ script=$(realpath "$0")
 mkdir -p "$1"
 dir=$(cd "$1" && pwd)
 if cmp -s "$script" "$dir/made-by.sh" && grep -qF "CUDA_HOME=$dir/" "$dir/env.sh"; then
-  echo "already installed: source $dir/env.sh"
+  echo "already installed; run: source $dir/env.sh"
   exit
 fi
 rm -f "$dir/made-by.sh"
@@ -63,4 +63,4 @@ fi
 ENV
 "$home/bin/nvcc" --version | grep release
 cp "$script" "$dir/made-by.sh"
-echo "ready: source $dir/env.sh"
+echo "ready; run: source $dir/env.sh"

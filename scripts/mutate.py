@@ -45,10 +45,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = "0123456789012345678901234567890123456789"
 
-# The same limits as in tests/it/bounded.rs.
+# MAX_SECONDS, MAX_DATA and HANG_SECONDS are the same as in tests/it/bounded.rs.
 MAX_SECONDS = 10
 MAX_DATA = 1_500_000_000
-# On a busy machine, the program may take longer than MAX_SECONDS. The script kills it after this time.
+# The script kills the program after this time. On a busy machine, MAX_SECONDS of CPU time can take this long.
 HANG_SECONDS = 60
 MAX_RESIDENT = 1_500_000_000
 MAX_MESSAGE = 5000
@@ -85,7 +85,7 @@ def scalar(rng):
 
 
 def hostile(rng):
-    """Returns a JSON value that breaks careless programs."""
+    """Returns a JSON value that a careless parser may mishandle."""
     kind = rng.randrange(12)
     if kind < 8:
         return scalar(rng)
@@ -99,7 +99,7 @@ def hostile(rng):
 
 
 def parse(text):
-    """Parses a JSON file, whose objects become `Pairs`. Raises ValueError or RecursionError."""
+    """Parses JSON text. Objects become `Pairs`. Raises ValueError or RecursionError."""
     return json.loads(text, object_pairs_hook=lambda pairs: Pairs([key, value] for key, value in pairs))
 
 
@@ -141,7 +141,7 @@ def shown(value):
 
 
 def random_slot(rng, root):
-    """Returns a container, an index in it and the path of that item, or None if the root has no items."""
+    """Chooses a random item. Returns its container, index and path, or None if the root has no items."""
     node, path, slot = root, "", None
     while isinstance(node, list) and node:
         index = rng.randrange(len(node))
@@ -154,7 +154,7 @@ def random_slot(rng, root):
 
 
 def mutate_tree(rng, root):
-    """Changes one place in a JSON value. Returns the description of the change, or None."""
+    """Makes one random change to a JSON value. Returns its description, or None if the value has no items."""
     slot = random_slot(rng, root)
     if slot is None:
         return None
@@ -197,7 +197,7 @@ def mutate_tree(rng, root):
     return replace(hostile(rng))
 
 
-# Returns a key and a value for config.json. The value is often valid by itself, but extreme or inconsistent.
+# Returns a key and a value for config.json. The value often has the right type, but is extreme or inconsistent.
 def config_addition(rng):
     number = rng.choice([0, 1e-9, 0.5, 1, 2, 8, 40, 1e9, -1, 1e30])
     size = rng.choice([0, 1, 2, 3, 8, 16, 64, 128, 1000, 4096, 2**31, 2**40])
@@ -496,7 +496,7 @@ class Gguf:
         return struct.pack("<Q", len(text)) + text
 
     def packed(self, kind, value):
-        """Returns the bytes of a value. A value of the wrong type becomes a number or zeros."""
+        """Returns a value as GGUF bytes. A value of the wrong type becomes some number or zeros."""
         if kind == 9 and isinstance(value, list):
             inner, items, extra = value
             head = struct.pack("<IQ", inner & 0xFFFFFFFF, (len(items) + extra) % 2**64)
@@ -548,7 +548,7 @@ def mutate_gguf(rng, data):
         file.put(key, *new)
         return file.bytes(), f"set {key} to {shown(str(new))}"
     if kind < 11 and file.pairs:
-        # Choosing a key first gives short values the same chance as the long arrays of a vocabulary.
+        # Choose a key, not a byte, so that short values change as often as the long arrays of a vocabulary.
         pair = rng.choice(file.pairs)
         key, value = pair[0].decode("utf-8", "replace"), pair[2]
         change = rng.randrange(7)
@@ -612,7 +612,7 @@ def mutate_gguf(rng, data):
 
 
 def mutate_bytes(rng, data):
-    """Changes a file of any format."""
+    """Changes random bytes of a file in any format."""
     kind = rng.randrange(7)
     if kind == 0 or not data:
         new = rng.choice([b"", b"\0", b"{", b"[]", b"null", b"\xef\xbb\xbf{}", b"\xff\xfe{\0}\0", bytes(range(256)) * 16, b"\n" * 1000])
@@ -643,21 +643,21 @@ def mutate_file_system(rng, folder, path):
         remove(path)
     if kind == 0:
         os.mkfifo(path)
-        return f"{path.name}: a named pipe"
+        return f"{path.name}: replace with a named pipe"
     if kind == 1:
         path.mkdir()
-        return f"{path.name}: a folder"
+        return f"{path.name}: replace with a folder"
     if kind == 2:
         target = rng.choice(["/dev/zero", "/dev/null", "/dev/tty", "/proc/self/mem", "/proc/version", path.name, "absent", "."])
         path.symlink_to(target)
-        return f"{path.name}: a link to {target}"
+        return f"{path.name}: replace with a link to {target}"
     if kind == 3:
         with path.open("wb") as file:
             file.truncate(rng.choice([1, 1_000_001, 200_000_000, 2**40]))
-        return f"{path.name}: zeros"
+        return f"{path.name}: replace with zeros"
     if kind == 4 and path.exists():
         path.chmod(0)
-        return f"{path.name}: no permissions"
+        return f"{path.name}: remove all permissions"
     if kind == 5:
         name = rng.choice(["x\x1b[2J.gguf", "model-00002-of-00003.gguf", "mmproj.gguf", "y" * 200 + ".gguf", "\u202egguf.safetensors"])
         write_new(folder / name, rng.choice([b"", b"GGUF", bytes(100)]))
@@ -681,7 +681,7 @@ def mutate_file_system(rng, folder, path):
         other = rng.choice(files_of(folder) or [path])
         data = other.read_bytes() if is_plain(folder, other) else b""
         write_new(path, data)
-        return f"{path.name}: the contents of {other.name}"
+        return f"{path.name}: replace with the contents of {other.name}"
     remove(path)
     return f"delete {path.name}"
 
@@ -727,7 +727,7 @@ def mutator_of(path):
     return {"config.json": mutate_config, "tokenizer.json": mutate_tokenizer}.get(path.name, mutate_json)
 
 
-# How often each file is mutated, relative to 1 for other files.
+# The relative probability that a file is mutated. All other files have weight 2.
 WEIGHTS = {"config.json": 6, "tokenizer.json": 6, "chat_template.jinja": 5, "model.safetensors": 6, "model.gguf": 14}
 
 
@@ -745,7 +745,7 @@ def mutate(rng, folder):
     try:
         changed, description = mutator(rng, data)
     except (ValueError, ArithmeticError, RecursionError, LookupError, TypeError, AttributeError, struct.error):
-        # An earlier mutation has made the file invalid.
+        # An earlier mutation made the file invalid, so change its bytes instead.
         changed, description = mutate_bytes(rng, data)
     path.write_bytes(changed)
     return f"{path.name}: {description}"
@@ -775,7 +775,7 @@ def mutate_cache(rng, repo):
 
 
 def small_tokenizer(size):
-    """Returns the tokenizer of tests/golden/trained with only `size` tokens. The letters come first."""
+    """Returns the tokenizer of tests/golden/trained, cut to `size` tokens. Keeps the letters."""
     tokenizer = json.loads((ROOT / "tests/golden/trained/tokenizer.json").read_text())
     model = tokenizer["model"]
     first = {token: index for index, token in enumerate(["<|endoftext|>", *"abcdefghijklmnopqrstuvwxyz.Ġ", "in", "th"])}
@@ -787,7 +787,7 @@ def small_tokenizer(size):
 
 
 def make_models(folder):
-    """Writes each model that the runs mutate to a subfolder. Returns the names of the models."""
+    """Writes each unchanged model to a subfolder. Returns the names of the models."""
     golden = ROOT / "tests/golden"
 
     def copy(name, source):
@@ -864,7 +864,7 @@ def lay_out(rng, source, home):
 
 
 def command_of(rng, name, home, names, repo):
-    """Returns the arguments of a command for the model `name`."""
+    """Returns the arguments of a random command for the model `name`."""
     model, prompt = rng.choice(names), rng.choice(PROMPTS)
     cpu = ["--device", "cpu"]
     can_chat = name in ("demo", "template", "chat") or name.startswith("gguf")
@@ -934,7 +934,7 @@ def unprintable(text, allowed):
 
 
 def complaints(result, arguments):
-    """Returns what is wrong with a result."""
+    """Returns a list of the checks that a result fails."""
     found = []
     is_table = arguments[0] in ("show", "list", "verify", "tokenize") and "--json" not in arguments
     errors = sum(line.startswith("error:") for line in result.stderr.splitlines())
@@ -977,7 +977,7 @@ def prepare(seed, number, models, folder):
 
 
 def run(job):
-    """Executes one run. Returns its number, its exit code, whether it failed, its seconds and its description."""
+    """Executes one run. Returns its number, exit code, whether it failed, time in seconds and description."""
     program, seed, number, models, scratch, keep, is_verbose = job
     folder = scratch / str(number)
     name, mutations, arguments = prepare(seed, number, models, folder)
@@ -1011,7 +1011,7 @@ def write_script(folder, program, arguments):
 
 
 def check_models(program, models, scratch):
-    """Exits if the program fails on an unchanged model, because runs on its mutations would then test little."""
+    """Exits if the program fails on an unchanged model, because mutations of that model would test little."""
     for name in sorted(path.name for path in models.iterdir()):
         folder = scratch / "unchanged"
         folder.mkdir()
@@ -1029,8 +1029,8 @@ def main():
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, metavar="NUMBER", help="repeat only this run, and keep its folder")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where to keep the folders of failed runs")
+    parser.add_argument("--jobs", type=int, default=2, help="number of runs at the same time")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="folder in which to keep failed runs")
     options = parser.parse_args()
     program = str(Path(options.program).resolve())
     keep = (options.keep or Path(tempfile.gettempdir()) / "inferno-mutate").resolve()

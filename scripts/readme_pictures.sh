@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes the README's pictures (docs/*.svg). Records chats with the demo model, and formatted Markdown, in tmux.
+# Writes the README's pictures (docs/*.svg): chats with the demo model and formatted Markdown, recorded in tmux.
 #
 #   cargo build --release --example markdown --bin inferno && scripts/readme_pictures.sh [target/release]
 set -euo pipefail
@@ -30,7 +30,7 @@ type_and_wait() {
       return
     fi
   done
-  echo "pattern '$2' did not appear after '$1' was typed" >&2
+  echo "pattern '$2' did not appear after typing '$1'" >&2
   exit 1
 }
 

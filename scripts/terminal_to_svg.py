@@ -67,7 +67,7 @@ def indexed(index):
 
 
 def apply(style, parameters):
-    """Returns the style after one SGR sequence."""
+    """Applies one SGR sequence to a style. Returns the new style."""
     codes = [int(code or 0) for code in re.split("[;:]", parameters)]
     flags = {1: "bold", 2: "dim", 3: "italic", 4: "underline", 7: "inverse"}
     while codes:
@@ -153,7 +153,7 @@ def draw(lines, title, columns):
             x, length = round(MARGIN + column * CELL, 1), round(width(text) * CELL, 1)
             if background:
                 out.append(f'<rect x="{x:g}" y="{top}" width="{length:g}" height="{LINE}" fill="{background}"/>')
-            # Drop leading and trailing spaces. The remaining text stays in its columns.
+            # Drop leading and trailing spaces, and keep the rest of the text in its columns.
             shown = text.strip(" ")
             if not shown:
                 continue

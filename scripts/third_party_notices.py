@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTICES = ROOT / "docs" / "third-party-notices.txt"
-# Licenses in order of preference. The order decides which license is used if a crate offers several.
+# If a crate offers several licenses, the first of these is used.
 PREFERRED = ["0BSD", "MIT", "ISC", "Zlib", "BSD-2-Clause", "BSD-3-Clause", "Unicode-3.0", "CDLA-Permissive-2.0", "Apache-2.0", "MPL-2.0"]
 # Patterns that match the names of license files, for crates with one file per license.
 FILE_NAMES = {"MIT": r"MIT", "Apache-2.0": r"APACHE", "0BSD": r"0BSD", "Zlib": r"ZLIB", "ISC": r"ISC"}
@@ -82,7 +82,7 @@ def main():
         for license in chosen_licenses(package):
             text = license_text(package, license)
             if text is None and license in ("MIT", "Apache-2.0"):
-                # The crate contains no license text. Write a copyright line; the text comes from other crates.
+                # The crate contains no license text. Write a copyright line, and use another crate's license text.
                 text = f"Copyright (c) {', '.join(package['authors']) or 'the authors of ' + package['name']}\n"
             elif text is None:
                 sys.exit(f"cannot find the text of license {license} in {crate}")

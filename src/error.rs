@@ -52,7 +52,7 @@ pub enum Error {
     )]
     DiskFull { path: PathBuf, needed_bytes: u64, free_bytes: u64 },
 
-    /// A file does not match its hash, changes on the server or cannot be repaired, or the hub sent the wrong commit.
+    /// A wrong hash or commit, a file that changes on the server, or a damaged file that was not repaired.
     #[error("{what}\n  {hint}")]
     Verification { what: String, hint: String },
 
@@ -80,7 +80,7 @@ pub enum Error {
         fitting_context: Option<usize>,
     },
 
-    /// The model is on this machine, but not in the cache that inferno manages.
+    /// The model is on this machine, but not in inferno's own cache.
     #[error("{0}")]
     NotInOwnCache(String),
 

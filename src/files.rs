@@ -1,6 +1,6 @@
-//! Reads small untrusted files, such as those of models, caches and conversations, and limits their size.
+//! Reads small untrusted files, such as config.json or a saved conversation, and limits their size.
 //!
-//! The checks apply to the open file, so replacing the file between the check and the read cannot evade them.
+//! Each file is opened first and then checked, so replacing the file on disk cannot bypass a check.
 //! Only [`read_input`], [`read_input_text`] and [`read_stdin`] accept pipes. The other functions reject a named pipe
 //! immediately, whereas a plain `open` would block until another program opens the pipe for writing.
 
@@ -16,7 +16,7 @@ use crate::text::{library_error, size};
 const KB: u64 = 1000;
 const MB: u64 = 1000 * KB;
 
-/// The maximum size of config.json, in bytes. The largest known files list unquantized layers and take up 250 KB.
+/// The maximum size of config.json, in bytes. The largest known file takes up 250 KB.
 pub const CONFIG: u64 = MB;
 /// The maximum size of generation_config.json, in bytes. Known files are smaller than 1 KB.
 pub const GENERATION_CONFIG: u64 = MB;
@@ -30,7 +30,7 @@ pub const TOKENIZER: u64 = 128 * MB;
 pub const SHARD_INDEX: u64 = 32 * MB;
 /// The maximum size of a saved conversation, in bytes.
 pub const JOURNAL: u64 = 128 * MB;
-/// The maximum size of a conversation for `tokenize --chat`, in bytes. A larger one exceeds the context of any model.
+/// The maximum size of a conversation for `tokenize --chat`, in bytes. No model's context holds more text.
 pub const CONVERSATION: u64 = 16 * MB;
 /// The maximum size of a text from `--file`, standard input or an editor, in bytes.
 pub const TEXT: u64 = 256 * MB;
@@ -42,7 +42,7 @@ pub const DOWNLOAD_RECORD: u64 = 16 * MB;
 pub const SINGLE_VALUE: u64 = 64 * KB;
 
 /// The maximum number of values in a JSON text. A parsed value takes up to 50 times as much memory as its text.
-/// The known file with the most values is a tokenizer_config.json with 50,000 values.
+/// Known files have at most 50,000 values. The largest is a tokenizer_config.json.
 const MAX_JSON_VALUES: usize = 1 << 20;
 
 /// Opens a regular file for reading.
@@ -76,18 +76,18 @@ pub fn read_text_if_present(path: &Path, limit: u64) -> Result<Option<String>> {
     read_if_present(path, limit)?.map(|bytes| to_text(path, bytes)).transpose()
 }
 
-/// Reads and parses a JSON file like [`read`].
+/// Reads a file like [`read`] and parses it as JSON.
 pub fn read_json<T: DeserializeOwned>(path: &Path, limit: u64) -> Result<T> {
     parse_json(&read(path, limit)?).with_context(|| cannot_read(path))
 }
 
-/// Reads and parses a JSON file like [`read`]. Returns `None` if there is no file.
+/// Reads a file like [`read`] and parses it as JSON. Returns `None` if there is no file.
 pub fn read_json_if_present<T: DeserializeOwned>(path: &Path, limit: u64) -> Result<Option<T>> {
     let Some(bytes) = read_if_present(path, limit)? else { return Ok(None) };
     parse_json(&bytes).with_context(|| cannot_read(path)).map(Some)
 }
 
-/// Parses JSON from a file or a server. Fails if the JSON has too many values, which would take too much memory.
+/// Parses JSON from a file or a server. Fails if the JSON has more than `MAX_JSON_VALUES` values.
 pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     parse_json_up_to(MAX_JSON_VALUES, bytes)
 }
@@ -117,13 +117,13 @@ pub fn read_head(path: &Path, bytes: u64) -> Result<Vec<u8>> {
     Ok(head)
 }
 
-/// Reads a file that the user named, or a pipe, as in `--file <(command)`. Fails if it has more than `limit` bytes.
+/// Reads a file or pipe that the user named, as in `--file <(command)`. Fails if there are more than `limit` bytes.
 pub fn read_input(path: &Path, limit: u64) -> Result<Vec<u8>> {
     let file = File::open(path).with_context(|| cannot_read(path))?;
     read_to_limit(&file, limit).with_context(|| cannot_read(path))
 }
 
-/// Reads standard input as UTF-8. Fails if it has more than `limit` bytes.
+/// Reads standard input as UTF-8. Fails if there are more than `limit` bytes.
 pub fn read_stdin(limit: u64) -> Result<String> {
     let mut text = String::new();
     io::stdin().take(limit + 1).read_to_string(&mut text).context("cannot read standard input as UTF-8 text")?;
@@ -154,7 +154,7 @@ fn open_regular(path: &Path) -> io::Result<File> {
 }
 
 /// Reads a file to its end. Fails if it has more than `limit` bytes.
-/// Also limits the read itself, because the file may grow, and a pipe or a device may never end.
+/// Also stops reading at the limit, because the file may grow, and a pipe or device may never end.
 fn read_to_limit(file: &File, limit: u64) -> Result<Vec<u8>> {
     let expected = file.metadata()?.len();
     let mut bytes = Vec::new();

@@ -10,10 +10,10 @@
 //! - `head_dim`: size of one head; RoPE rotates the first `rotated` elements
 //! - `positions`: positions that a table covers
 //! - `cache_rows`: positions that the KV cache of one layer can hold
-//! - `experts`: experts of one layer
+//! - `experts`: experts per layer
 //! - `chosen`: experts selected per token
 //! - `pairs`: (token, expert) pairs, tokens · chosen
-//! - `out`, `in`: outputs and inputs of a linear layer
+//! - `out`, `in`: output and input size of a linear layer
 //! - `rows`, `columns`: sizes of any other matrix; `columns` is the length of the input vector
 //!
 //! In CUDA comments, `T` is the element type that a kernel is compiled for.

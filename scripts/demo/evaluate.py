@@ -48,12 +48,12 @@ def held_out(intents):
 
 
 def cases(sampler):
-    """Returns the test cases by kind."""
+    """Returns a dict from each kind of test to its list of cases."""
     intents, names, date = sampler.intents, load("names")["test"].split(), Conversation([]).date
     ask = lambda question: Turn(question, "", "")
     said = lambda turns: [Turn(turn.user, turn.think, turn.answer) for turn in turns]
     kinds = {"held-out phrasings": [], "held-out, third turn": []}
-    kinds |= {"held-out, after a name": [], "held-out names": [], "held-out names and phrasings": []}
+    kinds |= {"held-out, after the user's name": [], "held-out names": [], "held-out names and phrasings": []}
     for intent, question, values in held_out(intents):
         kinds["held-out phrasings"].append(Case(Conversation([ask(question)]), intent, values))
         before = said(sampler.other_turns(2, date=date))
@@ -62,7 +62,7 @@ def cases(sampler):
         fill = lambda text: text.replace("{name}", name)
         hello = Turn(fill(sampler.random.choice(given.ask)), "", fill(given.answer))
         if intent not in ("name-given", "name-asked", "no-name"):
-            kinds["held-out, after a name"].append(Case(Conversation([hello, ask(question)]), intent, values))
+            kinds["held-out, after the user's name"].append(Case(Conversation([hello, ask(question)]), intent, values))
     for name in names:
         for between in range(3):
             for kind, wordings in (("held-out names", "ask"), ("held-out names and phrasings", "test")):
@@ -139,7 +139,7 @@ def main():
     parser.add_argument("snapshot", nargs="?", help="folder with config.json, model.safetensors and tokenizer.json")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--limit", type=int, help="the maximum number of questions of each kind")
-    parser.add_argument("--answers", metavar="FILE", help="check the answers in this file; a line may have a `date`")
+    parser.add_argument("--answers", metavar="FILE", help="check the answers in this file; each line may set a `date`")
     parser.add_argument("--dump-questions", metavar="FILE", help="write the held-out questions and exit")
     args = parser.parse_args()
     if args.dump_questions:

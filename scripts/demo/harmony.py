@@ -27,7 +27,7 @@ def system_text(date, effort):
 
 
 def thought(think, effort):
-    """Returns the analysis. With low effort, it is cut off at the first colon or semicolon."""
+    """Returns the analysis. For low effort, returns only the part before the first colon or semicolon."""
     return re.split(r"[:;]", think)[0].rstrip(".") + "." if effort == "low" else think
 
 
@@ -52,7 +52,7 @@ def train_tokenizer(texts, vocab_size):
 
 
 class Writer:
-    """A converter from conversations to token ids. Text never becomes a control token."""
+    """Converts conversations to token ids. Text never becomes a control token."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -77,7 +77,7 @@ class Writer:
         ]  # fmt: skip
 
     def prompt(self, conversation):
-        """Returns the token ids of the prompt, and a flag for each id that says if it is part of an earlier answer."""
+        """Returns the token ids of the prompt, and for each id whether it is part of an earlier answer."""
         ids, answers = self.message("system", system_text(conversation.date, conversation.effort)), []
         if conversation.developer:
             ids += self.message("developer", f"# Instructions\n\n{conversation.developer}\n\n")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-# All sizes differ, so swapped dimensions cause an error.
+# Every dimension has a different size, so swapping two causes an error.
 CONFIG = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -183,7 +183,7 @@ class Mlp(nn.Module):
         scores = self.router(x).float()
         top, index = scores.topk(self.chosen, dim=-1)
         mix = torch.zeros_like(scores).scatter(-1, index, top.softmax(-1))
-        # The load balance of the experts: 1 if all are used equally, and E if every token uses the same one.
+        # The load balance of the experts: 1 if all are used equally, and higher if tokens prefer some of them.
         balance = ((mix > 0).float().mean((0, 1)) / self.chosen * scores.softmax(-1).mean((0, 1))).sum() * scores.shape[-1]
         return self.experts(x, mix.to(x.dtype)), balance
 

@@ -48,7 +48,7 @@ def lines(text: str) -> list[str]:
 
 
 def normal(text: str) -> str:
-    """Returns the words of a text in lowercase. Phrasings whose words are the same count as equal."""
+    """Returns the words of a text in lowercase. Phrasings with the same words count as equal."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
@@ -78,7 +78,7 @@ def load_intents() -> dict[str, Intent]:
     assert not patterns | held_out, f"phrasings without an intent: {list(patterns | held_out)}"
     for intent in intents.values():
         assert all(key in intent.answer for key in intent.keys), intent.id
-        assert not trained & {normal(test) for test in intent.test}, f"{intent.id}: a held-out phrasing is in `ask`"
+        assert not trained & {normal(test) for test in intent.test}, f"{intent.id}: a held-out phrasing is in `ask` too"
     return intents
 
 
@@ -429,7 +429,7 @@ class Sampler:
             name = name.lower() if self.chance(0.15) else name
             talk = [self.turn(self.intents["name-given"], name=name)]
             if turns > 1:
-                # The user asks for the name at any later point, or never. The next question is thus not predictable.
+                # The user asks for the name at a random later point or never, so the next question is unpredictable.
                 before = r.randint(0, 1) if turns > 2 else 0
                 rest = self.other_turns(r.randint(1, turns - 1 - before), date=date)
                 if self.chance(0.6):

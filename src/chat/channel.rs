@@ -1,17 +1,17 @@
-//! Channels of generated text.
+//! The channels of generated text: reasoning, answer and tool calls.
 
-/// The purpose of a piece of generated text.
+/// The part of the output that a piece of generated text belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Channel {
     /// The model's reasoning, which is shown separately from the answer or hidden.
     Reasoning,
     /// Text for the user, including text before a tool call.
     Answer,
-    /// The arguments of a tool call. `Parser::tool_calls` returns complete calls.
+    /// The arguments of a tool call. `Parser::tool_calls` also returns the function name.
     ToolCall,
 }
 
-/// A piece of generated text.
+/// A piece of generated text and its channel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Delta {
     pub channel: Channel,

@@ -13,7 +13,7 @@ use super::tagged_parser::TaggedParser;
 use super::template::Template;
 use crate::tokenizer::Tokenizer;
 
-/// The chat format of a model.
+/// A model's chat format. It renders conversations and creates the parser for answers.
 pub enum ChatFormat {
     Harmony(HarmonyFormat),
     Template(TemplateFormat),
@@ -70,7 +70,7 @@ impl ChatFormat {
         Some(ChatFormat::Template(TemplateFormat::new(template)))
     }
 
-    /// Creates the chat format with this [`name`](Self::name), for conversations that another process renders.
+    /// Creates the chat format with this [`name`](Self::name). If it is a template, another process must render it.
     pub fn rendered_elsewhere(tokenizer: &Tokenizer, name: String) -> ChatFormat {
         match Harmony::find(tokenizer) {
             Some(harmony) => ChatFormat::Harmony(HarmonyFormat(harmony)),
@@ -94,7 +94,7 @@ impl ChatFormat {
             ChatFormat::Harmony(format) => format.0.render(tokenizer, messages, options),
             ChatFormat::Template(format) => match &format.template {
                 Some(template) => template.render(tokenizer, messages, options),
-                None => bail!("cannot render the conversation in this process"),
+                None => bail!("cannot render the conversation: its chat template runs in another process"),
             },
         }
     }

@@ -1,17 +1,17 @@
 //! Renders conversations in harmony, the chat format of gpt-oss.
 //!
 //! The output matches openai/harmony v0.0.8 (`src/encoding.rs`, `docs/format.md`) token for token.
-//! Every message text and every part of a header is encoded separately, as in that library.
+//! As in that library, each message text and each part of a message header is encoded separately.
 //!
 //! One difference is intentional: this code drops reasoning from every turn up to the last final answer.
 //! `docs/format.md` and the model's chat_template.jinja do the same.
 //! The library drops reasoning only up to the first final answer. It keeps all reasoning while a tool call is pending.
 //!
-//! This code does not use the chat_template.jinja of gpt-oss, which writes a different dialect:
+//! This code does not use the chat_template.jinja of gpt-oss, because that template differs from the library:
 //!
-//! - the content type `json` without `<|constrain|>` before it
-//! - tool results quoted as JSON strings
-//! - a blank line after the instructions
+//! - It writes the content type `json` without `<|constrain|>` before it.
+//! - It quotes tool results as JSON strings.
+//! - It adds a blank line after the instructions.
 
 use anyhow::{Context, Result, bail};
 
@@ -83,7 +83,7 @@ impl Harmony {
     }
 }
 
-/// Returns the system message defined by the format. The user's system prompt goes into the developer message.
+/// Returns harmony's fixed system message. The user's system prompt goes into the developer message.
 fn system_text(options: &RenderOptions) -> String {
     let mut text = format!(
         "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\nCurrent date: {}\n\n\
@@ -137,7 +137,7 @@ fn address(name: &str) -> String {
 
 /// Returns the name of the function that produced a tool message.
 ///
-/// Tries the name in the message first, then the call that the message answers, then the last call.
+/// Uses the first name that exists: in the message, in the call that the message answers, or in the last call.
 fn function_name(earlier: &[Message], message: &Message) -> Result<String> {
     if let Some(name) = &message.name {
         return Ok(address(name));

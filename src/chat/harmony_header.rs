@@ -8,25 +8,25 @@ use anyhow::Result;
 use super::channel::Channel;
 use crate::tokenizer::Tokenizer;
 
-/// How a header begins.
+/// Whether the model generated the `<|start|>` before a header.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Opening {
-    /// After a generated `<|start|>`. The header begins with a role.
+    /// The model generated `<|start|>`. The header begins with a role.
     Start,
-    /// After `<|start|>assistant` at the end of the prompt, or where the model omitted `<|start|>`.
+    /// The prompt ends with `<|start|>assistant`, or the model omitted `<|start|>`.
     Implied,
 }
 
-/// The part of a header that has been generated so far.
+/// The token ids of a header that the model has generated so far.
 pub struct Header {
     pub opening: Opening,
     /// The ids before `<|channel|>`: the role, and possibly a recipient.
     pub role: Vec<u32>,
-    /// The ids after `<|channel|>`: its name, and possibly a recipient and a content type.
+    /// The ids after `<|channel|>`: the channel name, and possibly a recipient and a content type.
     pub channel: Option<Vec<u32>>,
     /// The ids after `<|constrain|>`: the content type.
     pub constrain: Option<Vec<u32>>,
-    /// The recipient from a channel part that a second `<|channel|>` replaced.
+    /// The recipient that the header named before a second `<|channel|>`.
     pub recipient: Option<String>,
 }
 
@@ -38,9 +38,9 @@ pub struct ParsedHeader {
     pub well_formed: bool,
     /// Text that belongs to the content, not to the header.
     pub rest: String,
-    /// Whether `rest` may still turn out to be part of the header.
+    /// Whether later tokens may show that `rest` is part of the header.
     pub undecided: bool,
-    /// All words of the header, to show if no other text was generated.
+    /// All words of the header. They become the answer if the model generates no other text.
     pub words: String,
 }
 
@@ -49,12 +49,12 @@ impl Header {
         Self { opening, role: Vec::new(), channel: None, constrain: None, recipient: None }
     }
 
-    /// Returns the ids of the part that is being generated: the role, the channel or the content type.
+    /// Returns the ids of the current part: the role, the channel or the content type.
     pub fn part(&mut self) -> &mut Vec<u32> {
         self.constrain.as_mut().or(self.channel.as_mut()).unwrap_or(&mut self.role)
     }
 
-    /// Returns the number of tokens.
+    /// Returns the number of tokens in the header. Control tokens do not count.
     pub fn tokens(&self) -> usize {
         self.role.len() + self.channel.as_ref().map_or(0, Vec::len) + self.constrain.as_ref().map_or(0, Vec::len)
     }
@@ -74,7 +74,7 @@ impl Header {
         recipient = recipient.or(self.recipient.as_deref());
         let mut channel = None;
         if let Some(text) = &channel_text {
-            // `<|channel|>` ends the role part, so its undecided words belong to the header.
+            // `<|channel|>` ends the role part, so undecided words before it belong to the header.
             let words = read_channel(text);
             channel = words.name;
             recipient = words.recipient.or(recipient);
@@ -100,7 +100,7 @@ impl Header {
             "analysis" => Channel::Reasoning,
             _ => Channel::Answer,
         };
-        // A role after an implied opening repeats `assistant` from the prompt, or has no `<|start|>` before it.
+        // Without a generated `<|start|>`, a role is a format violation. It often repeats `assistant` from the prompt.
         let repeated = self.opening == Opening::Implied && !role.is_empty();
         let parts = [Some(&role_text), channel_text.as_ref(), constrain_text.as_ref()];
         let words: Vec<&str> = parts.into_iter().flatten().flat_map(|text| text.split_whitespace()).collect();
@@ -144,11 +144,11 @@ struct Words<'t> {
     recipient: Option<&'t str>,
     /// The text after the name and recipient.
     rest: &'t str,
-    /// Whether `rest` may still turn out to be part of the header.
+    /// Whether later tokens may show that `rest` is part of the header.
     undecided: bool,
 }
 
-/// Returns the first word and the text after it. The second value is `None` if the word may still grow.
+/// Returns the first word and the text after it. The second value is `None` if the word may be incomplete.
 fn split_word(text: &str) -> (&str, Option<&str>) {
     match text.find(char::is_whitespace) {
         Some(end) => (&text[..end], Some(text[end..].trim_start())),
@@ -158,7 +158,7 @@ fn split_word(text: &str) -> (&str, Option<&str>) {
 
 /// Splits off a recipient, such as `to=functions.f`. Returns `None` if the text does not start with one.
 ///
-/// The second value is the text after the recipient, or `None` if the recipient may still grow.
+/// The second value is the text after the recipient, or `None` if the recipient may be incomplete.
 fn split_recipient(text: &str) -> Option<(&str, Option<&str>)> {
     let text = text.strip_prefix("to=")?;
     Some(match text.find(|c| !(is_name_character(c) || ".:".contains(c))) {
@@ -167,7 +167,7 @@ fn split_recipient(text: &str) -> Option<(&str, Option<&str>)> {
     })
 }
 
-/// Returns whether a word is a recipient or may become one.
+/// Returns whether a word is a recipient or the start of one.
 fn may_be_recipient(word: &str) -> bool {
     word.starts_with("to=") || "to=".starts_with(word)
 }
@@ -200,12 +200,12 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
         return Words { name: Some(first), recipient: Some(recipient), rest, undecided: false };
     }
     if second.is_empty() || (after_second.is_none() && may_be_recipient(second)) {
-        // The text contains only a role so far. An unknown role becomes content if nothing follows it.
+        // The text contains only a role so far. An unknown role becomes content if the header ends here.
         let rest = if known { second } else { text };
         return Words { name: Some(first), recipient: None, rest, undecided: true };
     }
     match opening {
-        // The words after a role are content. The <|message|> before them is missing.
+        // The words after a role are content, because the model omitted <|message|>.
         Opening::Start if known => Words { name: Some(first), rest: tail.unwrap_or_default(), ..Words::default() },
         _ => Words { rest: text, ..Words::default() },
     }
@@ -213,7 +213,7 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
 
 /// Parses the channel part, which comes after `<|channel|>`, such as `commentary to=functions.f json`.
 ///
-/// Any further words are content. The `<|message|>` before them is missing.
+/// Any further words are content, because the model omitted `<|message|>`.
 fn read_channel(text: &str) -> Words<'_> {
     let trimmed = text.trim_start();
     let mut words = Words { undecided: true, ..Words::default() };

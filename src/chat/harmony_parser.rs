@@ -2,7 +2,7 @@
 //!
 //! Models violate the format in a few percent of turns (llama.cpp #27720, openai/harmony #33 #80 #82).
 //! The parser therefore never rejects output, and keeps all text outside headers.
-//! The text of a header without a message becomes the answer only if the model generated nothing else.
+//! If a header has no message after it, its text becomes the answer only if the model generates nothing else.
 //! The parser recognizes control tokens by id, recovers at the next valid token, and counts violations.
 //! It returns text as soon as the text cannot be part of a header.
 
@@ -25,7 +25,7 @@ pub struct HarmonyParser {
     format_violations: usize,
     /// Whether any text or tool call was returned.
     has_output: bool,
-    /// Words of headers without a message, which become the answer if nothing else was generated.
+    /// Words of headers without a message. They become the answer if the model generates nothing else.
     header_words: String,
 }
 
@@ -97,7 +97,7 @@ impl HarmonyParser {
         Ok(out)
     }
 
-    /// Ends the generation and returns the text that was held back.
+    /// Finishes parsing and returns the text that was held back.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<Vec<Delta>> {
         let mut out = Vec::new();
         self.close(tokenizer, Ending::Generation, &mut out)?;
@@ -147,7 +147,7 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Starts the content of a message with any text left over from its header.
+    /// Starts the content of a message. The content begins with any text left over from the header.
     fn open(&mut self, parsed: ParsedHeader, out: &mut Vec<Delta>) {
         if let Some(recipient) = parsed.recipient {
             let name = recipient.strip_prefix("functions.").unwrap_or(&recipient).to_string();
@@ -204,7 +204,7 @@ impl HarmonyParser {
     /// Ends the current header or content.
     fn close(&mut self, tokenizer: &Tokenizer, ending: Ending, out: &mut Vec<Delta>) -> Result<()> {
         match std::mem::replace(&mut self.state, State::Between) {
-            // Nothing was generated after the last message, so there is nothing to close.
+            // The model generated nothing after the last message, so there is nothing to close.
             State::Between => {}
             State::Content { channel, mut stream } => {
                 self.format_violations += usize::from(ending == Ending::Missing);
@@ -227,7 +227,7 @@ impl HarmonyParser {
                     return Ok(());
                 }
                 self.format_violations += 1;
-                // A word after the channel is content if the message ends there, but not if the generation ends there.
+                // A word after the channel is content at the end of a message, but not at the end of the generation.
                 let cut_off = ending == Ending::Generation && header.channel.is_some() && parsed.undecided;
                 if cut_off || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
                     push_words(&mut self.header_words, &parsed.words);
@@ -240,7 +240,7 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Appends text to the output.
+    /// Appends text to the output, and to the arguments of a tool call.
     fn emit(&mut self, channel: Channel, text: String, out: &mut Vec<Delta>) {
         if text.is_empty() {
             return;

@@ -11,14 +11,14 @@ use anyhow::{Result, bail};
 
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
-/// Unicode noncharacters, which are reserved for internal use.
+/// The possible marks: Unicode noncharacters, which are reserved for internal use.
 const MARKS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 
-/// A marker for control tokens in messages. The mark is a character that no message contains.
+/// Marks control tokens in messages with a character that no message contains.
 pub struct Marker<'t> {
     tokenizer: &'t Tokenizer,
     mark: char,
-    /// For each byte, whether a control token starts with it. Avoids one scan of the text per control token.
+    /// Indexed by byte: whether a control token starts with that byte. Avoids a scan of the text per control token.
     first_bytes: [bool; 256],
 }
 
@@ -51,7 +51,7 @@ impl<'t> Marker<'t> {
                 out.push(self.mark);
             }
         }
-        // The template may write the rest of a control token after this text, for example as part of the next message.
+        // If the text ends with the start of a control token, the template may write the rest after it.
         let is_start_of = |control: &str| control.char_indices().skip(1).any(|(at, _)| text.ends_with(&control[..at]));
         if !out.ends_with(self.mark) && self.tokenizer.controls().any(|(control, _)| is_start_of(control)) {
             out.push(self.mark);
@@ -110,7 +110,7 @@ impl<'t> Marker<'t> {
         Ok((ids, rendered.replace(self.mark, "")))
     }
 
-    /// Encodes text from the template, then marked text.
+    /// Encodes template text with its control tokens, then marked text as ordinary text.
     fn encode_marked(&self, template_text: &str, marked: &str, ids: &mut Vec<u32>) -> Result<()> {
         ids.extend(self.tokenizer.encode(template_text, ControlTokens::Parse)?);
         ids.extend(self.tokenizer.encode(&marked.replace(self.mark, ""), ControlTokens::Text)?);

@@ -34,7 +34,7 @@ impl Role {
     }
 }
 
-/// How long a model reasons. Reasoning cannot be turned off, because gpt-oss was not trained to answer without it.
+/// How much a model reasons. Reasoning cannot be turned off, because gpt-oss was not trained to answer without it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ReasoningEffort {
     Low,
@@ -70,7 +70,7 @@ impl FromStr for ReasoningEffort {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Message {
     pub role: Role,
-    /// The text. Empty if the JSON value is null, which is common in messages with tool calls.
+    /// The text of the message. Empty if the JSON value is null, which is common in messages with tool calls.
     pub content: String,
     /// The assistant's reasoning before the answer.
     pub reasoning: Option<String>,
@@ -112,7 +112,7 @@ impl Message {
         texts
     }
 
-    /// Returns the size of all strings in the message, in bytes.
+    /// Returns the total size of all strings in the message, in bytes.
     pub fn text_bytes(&self) -> usize {
         self.texts().into_iter().map(str::len).sum()
     }

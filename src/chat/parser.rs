@@ -13,7 +13,7 @@ use crate::tokenizer::Tokenizer;
 /// Each call takes the tokenizer as an argument, so one struct can own both the parser and the tokenizer.
 pub struct Parser(ParserKind);
 
-/// The parser of one chat format.
+/// The parser for harmony output or for output with tags, such as `<think>`.
 pub enum ParserKind {
     Harmony(Box<HarmonyParser>),
     Tagged(Box<TaggedParser>),
@@ -32,7 +32,7 @@ impl Parser {
         }
     }
 
-    /// Ends the generation and returns the text that was held back. Pushing the stop token first is optional.
+    /// Finishes parsing and returns the text that was held back. Pushing the stop token first is optional.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<Vec<Delta>> {
         match &mut self.0 {
             ParserKind::Harmony(parser) => parser.finish(tokenizer),

@@ -34,7 +34,7 @@ pub struct Style {
 struct PythonFormatter {
     style: Style,
     depth: usize,
-    /// Whether the innermost list or object has an item. An empty list is always `[]`, even with indentation.
+    /// Whether the innermost list or object has an item. Empty ones are `[]` or `{}`, even with indentation.
     has_items: bool,
 }
 

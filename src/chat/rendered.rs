@@ -1,4 +1,4 @@
-//! The options and the result of rendering a conversation.
+//! Types for rendering a conversation to token ids: the options, the result and the `Render` trait.
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};

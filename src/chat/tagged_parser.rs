@@ -2,7 +2,7 @@
 //!
 //! Reasoning comes before the answer, between `<think>` and `</think>`.
 //! These tags are single tokens in some vocabularies and several tokens in others.
-//! The parser therefore recognizes `<think>` and `</think>` both as tokens and as text.
+//! The parser therefore recognizes both as tokens and as text.
 //!
 //! Tool calls are part of the answer, between `<tool_call>` and `</tool_call>`.
 //! The parser recognizes tool call tags only as tokens, because an answer may quote the tags as text.
@@ -23,16 +23,16 @@ const END_THINK: &str = "</think>";
 const TOOL_CALL: &str = "<tool_call>";
 const END_TOOL_CALL: &str = "</tool_call>";
 
-/// The maximum number of newlines that belong to the tag before them. Models write `</think>\n\n`.
+/// The maximum number of newlines to drop after a tag. Models write `</think>\n\n`.
 const MAX_NEWLINES: usize = 2;
 
 /// Splits the tokens of one answer into reasoning, answer text and tool calls.
 pub struct TaggedParser {
     channel: Channel,
     stream: TextStream,
-    /// Text that may be the start of a tag, or newlines that may belong to a tag.
+    /// Text that may be the start of a tag, or newlines that are dropped if a tag follows.
     held: String,
-    /// The number of newlines after the last tag that may still be skipped.
+    /// The number of newlines that may still be dropped after the last tag.
     skip_newlines: usize,
     /// Whether the answer has begun. From then on, `<think>` counts as a tag only if it is a single token.
     answered: bool,
@@ -88,7 +88,7 @@ impl TaggedParser {
         Ok(out)
     }
 
-    /// Ends the generation and returns the text that was held back.
+    /// Finishes parsing and returns the text that was held back.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<Vec<Delta>> {
         let mut out = Vec::new();
         let text = std::mem::take(&mut self.stream).finish(tokenizer)?;
@@ -145,7 +145,7 @@ impl TaggedParser {
         self.held[..at].trim_end_matches('\n').len()
     }
 
-    /// Emits the held text, without whitespace that belongs to a tag, and switches to the channel `next`.
+    /// Emits the held text, without whitespace before the tag, and switches to the channel `next`.
     fn enter(&mut self, next: Channel, out: &mut Vec<Delta>) {
         let held = std::mem::take(&mut self.held);
         let text = match self.channel {
@@ -161,7 +161,7 @@ impl TaggedParser {
         self.skip_newlines = MAX_NEWLINES;
     }
 
-    /// Appends text to the output, without newlines that belong to a tag.
+    /// Appends text to the output, without newlines directly after a tag.
     fn emit(&mut self, text: &str, out: &mut Vec<Delta>) {
         let mut text = text;
         while let Some(rest) = text.strip_prefix('\n').filter(|_| self.skip_newlines > 0) {

@@ -26,8 +26,8 @@ use super::template_functions;
 use crate::files;
 use crate::tokenizer::Tokenizer;
 
-/// The maximum number of template engine steps, which take about one second.
-/// A long conversation needs about 1% of this limit.
+/// The maximum number of template engine steps. This many steps take about one second.
+/// A long conversation needs about 1% of them.
 const FUEL: u64 = 20_000_000;
 const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
@@ -43,7 +43,7 @@ pub struct Template {
     source: String,
     /// The compiled template, or the compile error.
     ///
-    /// Compiled on first use, because compiling can fail or crash, and a model can be used without its template.
+    /// Compiled on first use, because compilation can fail or crash, and some commands need no template.
     environment: OnceLock<std::result::Result<Environment<'static>, String>>,
     /// The special tokens by name, such as `bos_token`.
     special_tokens: Vec<(String, String)>,
@@ -99,7 +99,7 @@ impl Template {
     /// Renders a conversation to token ids.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let tools = Json::Array(options.tools.clone());
-        // Parsing the arguments turns escapes such as \ufdd0 into characters that the JSON text does not contain.
+        // The mark must not occur in parsed arguments either. Parsing turns escapes such as \ufdd0 into characters.
         let calls = messages.iter().flat_map(|message| &message.tool_calls);
         let arguments: Vec<Json> = calls.filter_map(|call| serde_json::from_str(&call.arguments).ok()).collect();
         let written = messages.iter().flat_map(Message::texts).chain(strings_of(&tools));
@@ -108,8 +108,8 @@ impl Template {
         let tools = map_strings(&tools, &|text| marker.mark(text, &[]))?;
 
         // In OpenAI's format, the arguments of a tool call are a string that contains JSON.
-        // Nearly every template expects an object instead. The few that expect a string fail on an object.
-        // Therefore, try objects first.
+        // Nearly every template expects an object instead, so try objects first.
+        // The few templates that expect a string fail on an object.
         let objects = self.run(messages, &tools, options, &marker, Arguments::Objects);
         let has_calls = messages.iter().any(|message| !message.tool_calls.is_empty());
         let text = match objects {
@@ -213,9 +213,9 @@ enum Arguments {
     Strings,
 }
 
-/// The error returned when a template fails without rejecting the conversation.
+/// The error for a template that failed, rather than rejecting the conversation with `raise_exception`.
 ///
-/// If the conversation contains tool calls, rendering is retried with their arguments as strings.
+/// If the conversation contains tool calls, `render` tries again with their arguments as strings.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct TemplateFailed(String);
@@ -253,7 +253,7 @@ struct LimitedOutput(Vec<u8>);
 impl io::Write for LimitedOutput {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if self.0.len() + bytes.len() > MAX_OUTPUT_BYTES {
-            return Err(io::Error::other(format!("more than {MAX_OUTPUT_BYTES} bytes of output")));
+            return Err(io::Error::other(format!("the template wrote more than {MAX_OUTPUT_BYTES} bytes of output")));
         }
         self.0.extend_from_slice(bytes);
         Ok(bytes.len())
@@ -270,7 +270,7 @@ fn read_json(path: &Path) -> Result<Json> {
         return Ok(json!({}));
     };
     if !value.is_object() {
-        bail!("{} is not a JSON object", path.display());
+        bail!("cannot read {}: it is not a JSON object", path.display());
     }
     Ok(value)
 }

@@ -14,7 +14,7 @@ pub fn install(environment: &mut Environment<'static>) {
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
     });
-    // In Python, a string is a sequence of characters, and templates rely on that.
+    // In Python, strings are iterable sequences, and templates rely on that.
     environment.add_test("iterable", |value: &Value| value.kind() == ValueKind::String || value.try_iter().is_ok());
     environment.add_test("sequence", |value: &Value| matches!(value.kind(), ValueKind::String | ValueKind::Seq));
 }
@@ -49,7 +49,7 @@ pub fn strftime_now(date: String) -> Value {
 
 /// Formats JSON like `json.dumps` with the defaults of transformers.
 ///
-/// By default, does not escape HTML or non-ASCII characters and keeps the order of keys.
+/// By default, escapes neither HTML nor non-ASCII characters, and keeps the order of keys.
 fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<Value, Error> {
     let failed = |error: String| Error::new(ErrorKind::InvalidOperation, format!("tojson: {error}"));
     if value.is_undefined() {
@@ -83,7 +83,7 @@ fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<
 fn escape_non_ascii(text: &str) -> String {
     let mut out = String::new();
     for c in text.chars() {
-        // The `injection` module uses these noncharacters as marks, so they must not be escaped.
+        // Do not escape these noncharacters, because the `injection` module uses them as marks.
         if c.is_ascii() || matches!(c, '\u{FDD0}'..='\u{FDEF}') {
             out.push(c);
         } else {

@@ -2,7 +2,7 @@
 //!
 //! The output matches openai/harmony v0.0.8 byte for byte, because the models were trained on exactly this text.
 //! The source is `template_tools_section` and `json_schema_to_typescript` in that library's `src/encoding.rs`.
-//! Bugs are reproduced too. For example, only the first line of a property description becomes a comment.
+//! This module reproduces its bugs too: only the first line of a property description becomes a comment.
 
 use anyhow::{Result, anyhow};
 use serde_json::Value;
@@ -161,7 +161,7 @@ fn choice(out: &mut String, key: &str, property: &Value, variants: &[Value], ind
     out.push_str(&format!("{indent}{key}:\n"));
     for (i, variant) in variants.iter().enumerate() {
         out.push_str(&format!("{indent} | {}", nullable_type_of(variant, &format!("{indent}   "))));
-        // A description of the property replaces the description of the first variant.
+        // If the property has a description, omit the description of its first variant.
         let own = text(variant, "description").filter(|_| i > 0 || above.is_none());
         let mut comments: Vec<String> =
             own.filter(|own| Some(*own) != description).map(str::to_string).into_iter().collect();

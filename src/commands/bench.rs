@@ -48,9 +48,9 @@ pub struct Args {
     load: LoadArgs,
 }
 
-/// The prompt length of the first request, in tokens. Later requests also measure this length.
+/// The prompt length of the first request, in tokens. The warm requests include this length too.
 const FIRST_PROMPT: usize = 512;
-/// The extra context positions that a test needs: one for the prompt and one that stays free.
+/// The context positions that a test needs in addition to its tokens: one for the prompt and one that stays free.
 const EXTRA_POSITIONS: usize = 2;
 /// The seed for random tokens and for sampling.
 const SEED: u64 = 1;
@@ -129,7 +129,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the bytes of device memory allocated since loading began. Returns `None` on a CPU.
+/// Returns the device memory allocated since loading began, in bytes, or `None` on a CPU.
 fn memory_in_use(engine: &Engine) -> Result<Option<u64>> {
     let free = device::info(engine.device())?.free_bytes;
     Ok(engine.device().is_cuda().then(|| engine.info().device.free_bytes.saturating_sub(free)))
@@ -147,7 +147,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// Calls `run` once as a warm-up, then `repetitions` times. Returns the times of the repetitions in seconds.
+    /// Calls `run` once as a warm-up, then `repetitions` times. Returns the results of the repetitions, in seconds.
     ///
     /// `run` receives the index of the call. The warm-up has index 0.
     fn repeat(&self, mut run: impl FnMut(&EngineHandle, u64) -> Result<f64>) -> Result<Vec<f64>> {
@@ -155,7 +155,7 @@ impl Bench {
         (1..=self.repetitions as u64).map(|index| run(&self.engine, index)).collect()
     }
 
-    /// Returns the number of bytes that each of `tokens` decode steps reads, starting with `depth` cached tokens.
+    /// Returns the bytes that each of `tokens` decode steps reads. The first step starts with `depth` cached tokens.
     fn step_bytes(&self, tokens: usize, depth: usize) -> Result<Vec<StepBytes>> {
         self.engine.with_runner(move |runner| (depth..depth + tokens).map(|depth| runner.step_bytes(depth)).collect())
     }

@@ -12,7 +12,7 @@ pub struct Args {
     shell: Shell,
 }
 
-/// Prints the completion script for `command`, which describes the whole command line.
+/// Prints the completion script. `command` is clap's description of the whole command line.
 pub fn run(args: Args, mut command: clap::Command) -> Result<ExitCode> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut command, "inferno", &mut script);

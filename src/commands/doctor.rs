@@ -29,7 +29,7 @@ pub struct Args {
 struct Report {
     status: Status,
     findings: Vec<Finding>,
-    /// The self-test results on every GPU.
+    /// The results of the kernel self-test on each GPU.
     self_test: Vec<SelfTest>,
 }
 

@@ -64,13 +64,13 @@ pub fn run(args: Args) -> Result<ExitCode> {
 pub struct Model {
     pub name: String,
     pub revision: Option<String>,
-    /// The model family. For an unsupported model, the model type in its config.json.
+    /// The model family. For an unsupported model, the model type in config.json or the GGUF architecture.
     pub family: Option<String>,
     pub supported: bool,
     pub quantization: Option<String>,
     pub parameters: Option<u64>,
     pub size_bytes: u64,
-    /// The last time that inferno used the model. Use by other programs is not recorded.
+    /// When inferno last used the model. Uses by other programs are not recorded.
     #[serde(serialize_with = "serialize_time")]
     pub last_used: Option<Timestamp>,
     pub path: String,
@@ -85,7 +85,7 @@ impl Model {
     fn read(hub: &Hub, snapshot: &Snapshot) -> Self {
         let path = &snapshot.path;
         let (config, declared, weights) = match gguf::find(path).ok().flatten() {
-            // Parse the header only once. It includes the vocabulary and can be several megabytes long.
+            // Parse the GGUF header only once, because it includes the vocabulary and can be several megabytes long.
             Some(file) => match GgufCheckpoint::open(&file) {
                 Ok(file) => {
                     let declared = file.architecture().ok().map(str::to_string);
@@ -128,7 +128,7 @@ fn folder_bytes(path: &Path) -> u64 {
         return gguf::total_bytes(path);
     }
     let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
-    // Snapshot files are symlinks to blobs, and `metadata` follows them.
+    // Snapshot files are symlinks to blobs. Unlike `DirEntry::metadata`, `fs::metadata` follows them.
     entries.filter_map(|entry| std::fs::metadata(entry.path()).ok()).filter(|m| m.is_file()).map(|m| m.len()).sum()
 }
 

@@ -40,7 +40,7 @@ pub struct Args {
     load: LoadArgs,
 }
 
-/// The effect of quantization on a model.
+/// The effect of `--quantize` on a model, measured with `--kl`.
 struct QuantizationEffect {
     /// The mean KL divergence of the quantized model from the unquantized model, in nats per token.
     kl: f64,
@@ -65,7 +65,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     });
     let change = change.transpose()?;
     if let Some(QuantizationEffect { kl, .. }) = change.as_ref().filter(|change| !change.kl.is_finite()) {
-        bail!("cannot compute the KL divergence: it is {kl}; the model's weights are broken");
+        bail!("cannot compute the KL divergence: the result is {kl}; the model's weights are broken");
     }
     let weight_bytes = engine.info().weight_bytes;
     let mean_nll = nll.iter().map(|&nll| nll as f64).sum::<f64>() / nll.len() as f64;
@@ -132,7 +132,7 @@ fn mean_kl(p_logits: &Tensor, q_logits: &Tensor) -> Result<f64> {
 /// Fails if a loss is NaN or infinite.
 fn check_losses(nll: &[f32]) -> Result<()> {
     match nll.iter().position(|loss| !loss.is_finite()) {
-        // The first token has no loss, and messages count tokens from 1.
+        // Losses start at the second token, and messages count tokens from 1.
         Some(index) => bail!(
             "cannot compute the perplexity: the loss of token {} is {}; the model's weights or config are broken",
             index + 2,

@@ -32,13 +32,13 @@ pub struct Args {
     /// Answer this prompt and exit [default: piped standard input]
     #[arg(long, short, value_name = "TEXT")]
     prompt: Option<String>,
-    /// Append standard input to --prompt, even from a pipe; a file (`< notes.txt`) is always appended
+    /// Append piped standard input to --prompt; a file (`< notes.txt`) is appended without this flag
     #[arg(long, requires = "prompt")]
     stdin: bool,
     /// Continue a saved conversation; without a name, the most recent one
     #[arg(long, value_name = "NAME", num_args = 0..=1, default_missing_value = "", conflicts_with = "raw")]
     resume: Option<String>,
-    /// Instructions for the model; with --resume, they replace the old ones
+    /// System prompt; with --resume, it replaces the saved one
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     /// How much the model thinks before it answers: low, medium or high
@@ -75,12 +75,12 @@ pub struct Args {
     sampling: SamplingArgs,
     #[command(flatten)]
     load: LoadArgs,
-    /// The sources of the flag values. Set after parsing.
+    /// The flag values by source. Set after parsing.
     #[arg(skip)]
     pub origin: ValueOrigin,
 }
 
-/// The sources of the flag values.
+/// The values of the flags, grouped by source.
 #[derive(Default)]
 pub struct ValueOrigin {
     /// Values from the command line, the environment or a resumed conversation.
@@ -89,11 +89,11 @@ pub struct ValueOrigin {
     pub configured: SettingValues,
     /// Messages about invalid settings in a resumed conversation.
     pub rejected: Vec<String>,
-    /// Parses the command line again, with the configuration for a model.
+    /// Parses the command line again, once the model is known.
     pub reparse: Option<Box<Reparse>>,
 }
 
-/// Parses the command line again, with the configuration for the named model.
+/// A function that parses the command line again, with the configuration for the named model.
 type Reparse = dyn Fn(&str) -> Result<Args>;
 
 impl ValueOrigin {
@@ -135,7 +135,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     }
 }
 
-/// Finds or downloads the model named on the command line, or asks for one. Returns `None` if the user quits.
+/// Finds or downloads the model named on the command line, or offers a list. Returns `None` if the user quits.
 fn select_model(hub: &Hub, args: &Args, is_one_shot: bool) -> Result<Option<Snapshot>> {
     match &args.model {
         Some(model) => find_or_download(hub, model, args.load.revision()).map(Some),
@@ -161,7 +161,7 @@ fn new_session(args: &Args, snapshot: Snapshot, loaded: LoadedModel, models: Rc<
     session
 }
 
-/// The models on this machine. Loads them with the flags from the command line.
+/// Finds the models on this machine and loads them with the flags from the command line.
 struct HubModels {
     hub: Hub,
     raw: bool,
@@ -241,7 +241,7 @@ fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Sn
     hub.find(model, revision.as_deref())
 }
 
-/// Lists the models on this machine and asks for one. Returns `None` if the user quits.
+/// Lists the models on this machine and asks the user to choose one. Returns `None` if the user quits.
 fn choose(hub: &Hub) -> Result<Option<Snapshot>> {
     let snapshots = playable(hub)?;
     anyhow::ensure!(
@@ -269,7 +269,7 @@ fn choose(hub: &Hub) -> Result<Option<Snapshot>> {
 /// Prints a summary of the loaded model to stderr.
 fn introduce(snapshot: &Snapshot, engine: &Engine) {
     let info = engine.info();
-    // A CPU has only one executor.
+    // Omit the executor on a CPU, because decode always runs eagerly there.
     let executor = match info.device.compute_capability {
         Some(_) => format!(" · {}, {} attention", engine.executor(), info.attention),
         None => String::new(),

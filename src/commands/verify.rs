@@ -87,7 +87,7 @@ fn short_revision(checked: &VerifiedSnapshot) -> String {
     format!("({})", short_commit(&checked.revision))
 }
 
-/// Lists every file that is not known to be good, one per line.
+/// Lists the bad, missing and unverifiable files, one per line.
 fn bad_files(checked: &VerifiedSnapshot) -> String {
     let line = |(name, state): &(String, FileState)| {
         let state = match state {

@@ -76,7 +76,7 @@ pub struct Journal {
     is_incomplete: bool,
 }
 
-/// The kind of change to a conversation.
+/// The kind of change that [`Journal::write_change`] records.
 #[derive(Clone, Copy, Debug)]
 pub enum Change {
     Model,
@@ -86,7 +86,7 @@ pub enum Change {
     Messages,
 }
 
-/// The current state of a conversation.
+/// The parts of a conversation that the journal stores.
 pub struct ConversationState<'a> {
     pub model: &'a str,
     pub settings: &'a SettingValues,
@@ -174,7 +174,7 @@ impl Journal {
         }
         let folder = self.path.parent().unwrap_or(Path::new("."));
         let path = journal_path(folder, name);
-        // Unlike renaming, a hard link never replaces another conversation.
+        // `fs::rename` would replace another conversation of this name, but `fs::hard_link` fails.
         fs::hard_link(&self.path, &path).with_context(|| match path.exists() {
             true => format!("cannot name the conversation {name}: that name is taken; choose another name"),
             false => format!("cannot write {}", path.display()),
@@ -272,7 +272,7 @@ fn is_resumable(path: &Path) -> bool {
     !is_open(path) && read(path).map_or(true, |(saved, _)| saved.has_question() || saved.damage.is_some())
 }
 
-/// Returns `name` if it is a plain file name.
+/// Returns `name` if it is allowed as the name of a conversation.
 fn validate_name(name: &str) -> Result<&str> {
     let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     if name.is_empty() || name.len() > 100 || name.starts_with(['.', '-']) || !name.chars().all(is_allowed) {
@@ -350,7 +350,7 @@ fn read(path: &Path) -> Result<(SavedConversation, u64)> {
     }
     if saved.model.is_empty() {
         let cause = saved.damage.unwrap_or_else(|| format!("the first line of {} is incomplete", path.display()));
-        bail!("{cause}: it does not name a model");
+        bail!("cannot read the conversation's model: {cause}");
     }
     Ok((saved, length))
 }

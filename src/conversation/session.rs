@@ -32,7 +32,7 @@ pub type OnDelta<'a> = dyn FnMut(&Delta) -> Result<()> + 'a;
 
 /// A conversation and the model that answers it.
 pub struct Session {
-    /// `None` only while [`Session::switch_model`] loads another model, and after it fails to load any model.
+    /// `None` while [`Session::switch_model`] loads a model, and after both the new and the old model failed to load.
     engine: Option<Engine>,
     pub models: Rc<dyn ModelSource>,
     pub snapshot: Snapshot,
@@ -41,14 +41,14 @@ pub struct Session {
     pub requested: SettingValues,
     /// Settings for this model from the configuration file. Requested settings override them.
     pub configured: SettingValues,
-    /// Whether to continue text as it is, without a chat format.
+    /// Whether to continue prompts as plain text, without a chat format.
     pub raw: bool,
     /// Whether to keep generating after a stop token.
     pub ignore_eos: bool,
     /// A flag that another thread sets to stop the current turn (Ctrl-C).
     pub cancel: Arc<AtomicBool>,
     pub messages: Vec<Message>,
-    /// The number of oldest messages that the model no longer sees.
+    /// The number of oldest messages that are no longer sent to the model.
     pub dropped: usize,
     /// Files that are attached to the next message.
     pub attached: Vec<Attachment>,
@@ -57,7 +57,7 @@ pub struct Session {
     ///
     /// A new date would change the start of the prompt and require a prefill of the whole conversation.
     date: String,
-    /// The number of turns so far, which is added to the seed so that `/regen` can answer differently.
+    /// The number of turns so far. Added to the seed so that `/regen` can give a different answer.
     turns: u64,
 }
 
@@ -83,12 +83,12 @@ impl Session {
         }
     }
 
-    /// Returns the engine of the loaded model.
+    /// Returns the engine of the loaded model. Panics if no model is loaded.
     pub fn engine(&self) -> &Engine {
         self.engine.as_ref().expect("switch_model restores an engine or ends the chat")
     }
 
-    /// Returns a name that identifies this model from any directory.
+    /// Returns the model's name. A path becomes absolute, so that it is valid in any directory.
     pub fn model_name(&self) -> String {
         let path = Path::new(&self.snapshot.name);
         let path = if path.exists() { std::fs::canonicalize(path).ok() } else { None };
@@ -155,7 +155,7 @@ impl Session {
         }
         let summary = stream.summary();
 
-        // Discard a turn that was interrupted before the first word of its answer.
+        // Discard a turn that was interrupted before its answer started.
         let has_answer = summary.finish_reason != FinishReason::Canceled || !answer.is_empty();
         if !self.raw && has_answer {
             let mut message = Message::assistant(&answer);
@@ -165,7 +165,7 @@ impl Session {
             self.messages = messages;
             let recorded = self.record(if is_new_turn { Change::Turn } else { Change::Messages });
             // Keep the answer even if it cannot be saved, for example on a full disk.
-            notes.extend(recorded.err().map(|error| format!("not saved for --resume: {error:#}")));
+            notes.extend(recorded.err().map(|error| format!("this turn is not saved for --resume: {error:#}")));
         }
         notes.extend(overflow::warning(&summary, self.settings.overflow));
         Ok(Turn { text: answer, reasoning, tokens, summary, notes })
@@ -299,7 +299,7 @@ impl Session {
         self.settings.set(name, std::slice::from_ref(&value))?;
         // Store `none` too, because the configuration file may set a limit.
         self.requested.insert(name.to_string(), vec![value.clone()]);
-        self.record(Change::Settings).map_err(|error| format!("not saved for --resume: {error:#}"))?;
+        self.record(Change::Settings).map_err(|error| format!("the setting is not saved for --resume: {error:#}"))?;
         Ok(match (name, value.as_str()) {
             ("hide-reasoning", "true") => "reasoning is hidden".to_string(),
             ("hide-reasoning", _) => "reasoning is shown".to_string(),
@@ -375,7 +375,7 @@ impl Session {
     }
 }
 
-/// Opens a saved conversation. Turns off recording if the state folder is disabled.
+/// Opens a saved conversation. Turns off recording if INFERNO_NOHISTORY is set.
 fn open_saved(name: &str) -> Result<(Recording, SavedConversation)> {
     if !state_folder::is_enabled() {
         return Ok((Recording::Off, journal::read_saved(Some(name))?));

@@ -1,10 +1,10 @@
-//! The folder for the chat's files: `inferno` in the XDG state directory. Only the owner can read the files.
+//! The folder for conversations and the input history. Only the owner can read its files.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Returns whether a chat may write to disk. INFERNO_NOHISTORY turns this off.
+/// Returns whether conversations and the input history are saved. INFERNO_NOHISTORY=1 disables saving.
 pub fn is_enabled() -> bool {
     std::env::var_os("INFERNO_NOHISTORY").is_none_or(|value| value.is_empty() || value == "0")
 }

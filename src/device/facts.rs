@@ -1,4 +1,4 @@
-//! GPU properties for benchmark reports: driver, clocks and limits.
+//! GPU properties for benchmark reports, such as the driver version, clocks and power limit.
 
 use std::process::Command;
 

@@ -1,6 +1,6 @@
 //! Chooses and opens the device that a model runs on.
 //!
-//! inferno targets NVIDIA GPUs. Without one, opening a GPU returns an error that names the next command to run.
+//! inferno targets NVIDIA GPUs. If there is none, [`open`] returns an error that names the next command to run.
 //! There is no silent fallback: the CPU is an explicit choice for development, tests and the demo model.
 
 #[cfg(feature = "cuda")]

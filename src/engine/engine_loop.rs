@@ -124,7 +124,7 @@ impl EngineLoop {
         });
     }
 
-    /// Starts the next job if no sequence is running. If the job is a call, runs the whole call.
+    /// Starts the next job if no sequence is running. If the job is a call, runs it to completion.
     fn admit(&mut self) {
         if self.running.is_some() {
             return;
@@ -143,7 +143,7 @@ impl EngineLoop {
         }
     }
 
-    /// Copies the number of tokens in the KV cache to the counters, where clients can read it.
+    /// Updates the counter of cached tokens, which clients can read.
     fn count_cached_tokens(&self) {
         self.counters.cached_tokens.store(self.runner.cached_tokens() as u64, Ordering::Relaxed);
     }

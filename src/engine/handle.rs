@@ -55,8 +55,8 @@ impl EngineHandle {
     ///
     /// Requests run in submission order. A prompt prefix that is already in the KV cache is reused.
     ///
-    /// Fails if the prompt is empty or contains a token id outside the vocabulary, or if the chat format cannot render
-    /// the conversation.
+    /// Fails if the prompt is empty, or if a token id or a sampling parameter is out of range.
+    /// Fails if the chat format cannot render the conversation.
     /// Fails with [`Error::ContextFull`] if the prompt leaves no room for an answer.
     pub fn submit(&self, request: Request) -> Result<RequestStream> {
         let submitted = Instant::now();
@@ -121,7 +121,7 @@ impl EngineHandle {
         self.shared.language.render(messages, options)
     }
 
-    /// Fails if a prompt of `prompt_bytes` is far too long for the context. Avoids the cost of encoding such a prompt.
+    /// Rejects a prompt that is far too long for the context, without the cost of encoding it.
     fn check_text(&self, prompt_bytes: usize) -> Result<()> {
         let context_tokens = self.context();
         if prompt_bytes > MIN_TEXT_BYTES.max(context_tokens.saturating_mul(MAX_BYTES_PER_TOKEN)) {

@@ -26,7 +26,7 @@ pub struct LoadOptions<'o> {
     pub device: DeviceChoice,
     /// The dtype of activations. `None` selects bf16 on a GPU and f32 on a CPU.
     pub dtype: Option<DType>,
-    /// The context length in tokens. `None` selects the longest of 32,768, 16,384 and so on that fits in memory.
+    /// The context length in tokens. `None` selects 32,768, halved until the model fits in memory.
     /// Models with RoPE scaling can have a shorter default.
     pub context: Option<usize>,
     /// The prefill chunk size in tokens. `None` selects the fastest size that fits in memory.

@@ -13,11 +13,11 @@ use crate::weights::Inventory;
 
 /// The longest default context, in tokens.
 const DEFAULT_CONTEXT: usize = 32_768;
-/// The shortest context to choose by default if memory is limited, in tokens.
+/// If memory is short, the default context is halved down to this length, in tokens.
 const SMALLEST_CONTEXT: usize = 2048;
 
-/// An upper bound on the activation memory that does not depend on the chunk size, in bytes.
-/// cuBLASLt uses 32 MiB. The buffers and graphs of decode steps and the logits of one token use the rest.
+/// An upper bound on the workspace memory that is independent of the chunk size, in bytes.
+/// cuBLASLt uses 32 MiB. The rest is for decode buffers, decode graphs and the logits of one token.
 const WORKSPACE_BYTES: u64 = 192 << 20;
 /// The smallest value of [`workspace_bytes_per_token`]. Models with wide MLPs need more.
 const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
@@ -35,12 +35,12 @@ const MAX_CHUNK: usize = 16_384;
 /// Activation memory peaks in the down projection of an MLP. With b bytes per element of `dtype`, a token then needs:
 ///
 /// - the outputs of gate_proj and up_proj in f32: 8 · intermediate
-/// - their product in `dtype`, and a copy that is rounded for some quantized weights: 2b · intermediate
-/// - in f32, the residual stream at three points, two outputs of layers and the output of the MLP: 24 · hidden
+/// - their product in `dtype` and, for some quantized weights, a rounded copy of it: 2b · intermediate
+/// - in f32, three versions of the residual stream, two layer outputs and the MLP output: 24 · hidden
 /// - the two normed inputs in `dtype`: 2b · hidden
-/// - a reserve for the sums and the rounded input of an 8-bit matrix product: 8 · hidden
+/// - a reserve for the accumulators and the rounded input of an 8-bit matrix product: 8 · hidden
 ///
-/// In the up projection, the sums of an 8-bit product and a bias take at most as much memory as the rounded copy here.
+/// The up projection needs no more memory: its temporaries, such as 8-bit accumulators, fit in 2b · intermediate.
 /// For example, a token of Llama 3 70B in bf16 needs 504 KiB, and this bound is 624 KiB.
 /// Attention needs less memory, and so do the experts of all supported families.
 fn workspace_bytes_per_token(hidden_size: usize, intermediate_size: usize, dtype: DType) -> u64 {
@@ -171,8 +171,10 @@ impl MemoryPlan {
         WORKSPACE_BYTES.saturating_add(chunk_bytes).saturating_add(self.unpacked_bytes)
     }
 
-    /// Returns the KV cache size of the full-attention layers, in bytes per 1,000 tokens of context, and of the
-    /// sliding-window layers, in bytes for the longest context.
+    /// Returns `(full, sliding)`: KV cache sizes in bytes.
+    ///
+    /// `full` is the size per 1,000 tokens of context in the full-attention layers.
+    /// `sliding` is the size of the sliding-window layers at the longest context.
     pub fn cache_growth(&self, chunk: usize) -> (u64, u64) {
         let (sliding, full): (Vec<LayerSpec>, Vec<LayerSpec>) =
             self.layers.iter().partition(|layer| layer.window.is_some());

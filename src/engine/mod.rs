@@ -132,7 +132,7 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets the context length in tokens. The default is the longest of 32,768, 16,384 and so on that fits in memory.
+    /// Sets the context length in tokens. The default is 32,768, halved until the model fits in memory.
     /// Models with RoPE scaling can have a shorter default.
     pub fn context(mut self, context: usize) -> Self {
         self.options.context = Some(context);

@@ -41,7 +41,7 @@ impl Output {
         Self { language, reader, stop: StopStrings::new(&options.stop), ignore_eos: options.ignore_eos }
     }
 
-    /// Adds a token. Returns the text that cannot change anymore, if any.
+    /// Adds a token. Returns the text that has become final, if any.
     pub fn push(&mut self, token: u32) -> Result<Vec<Delta>> {
         let ends_text = self.language.is_stop(token) && !self.ignore_eos;
         let deltas = match &mut self.reader {

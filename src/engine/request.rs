@@ -99,7 +99,7 @@ pub enum FinishReason {
     Length,
     /// The model called one or more tools.
     ToolCalls,
-    /// The client canceled the request. `interrupted` in JSON.
+    /// The client canceled the request. Serialized as `interrupted`.
     #[serde(rename = "interrupted")]
     Canceled,
 }

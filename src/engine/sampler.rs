@@ -2,8 +2,8 @@
 //!
 //! The order is the same as in transformers.
 //! Each random number depends only on the seed and the number of earlier draws.
-//! The same seed and prompt therefore give the same text. The sampling kernel applies the same rules on a GPU, and
-//! `sample.cu` lists the rare differences.
+//! The same seed and prompt therefore give the same text.
+//! On a GPU, the sampling kernel applies the same rules. `sample.cu` lists the rare differences.
 
 use std::collections::HashMap;
 
@@ -81,7 +81,7 @@ impl ChooseToken for Sampler {
 
     #[cfg(feature = "cuda")]
     fn on_device(&self, vocab_size: usize) -> Option<DeviceSampling> {
-        // Without `..`, a new parameter is a compile error until it is passed to the kernel.
+        // Do not use `..` here: a new parameter must fail to compile until it is passed to the kernel.
         let SamplingParams {
             temperature,
             top_k,
@@ -134,7 +134,7 @@ pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
     if top == f32::NEG_INFINITY {
         return Vec::new();
     }
-    // Without `..`, a new parameter is a compile error until the sampler applies it, here or in `sample`.
+    // Do not use `..` here: a new parameter must fail to compile until this function or `sample` applies it.
     let &SamplingParams {
         temperature,
         top_k,

@@ -8,7 +8,7 @@
 //! - the key in `config.toml` and in journals
 //! - the environment variable and the JSON field
 //!
-//! [`Sampler`](super::sampler::Sampler) applies the parameters on the host, and the sampling kernel on a GPU.
+//! [`Sampler`](super::sampler::Sampler) applies the parameters on the CPU. On a GPU, the sampling kernel does.
 //! docs/contributing.md lists the files that a new parameter needs.
 
 use std::fmt::Display;
@@ -72,11 +72,11 @@ sampling_table! {
 
     /// The cumulative probability of the most likely tokens to sample from. 1 keeps all tokens.
     top_p: f32, "top-p" "P", neutral: 1.0, range: 0.0..=1.0, generation_config: WhenSampling,
-    help: "Sample only from the top tokens with a cumulative probability of P";
+    help: "Sample only from the top tokens with a cumulative probability of P; 1 for all";
 
     /// The minimum probability of a token, relative to the most likely token. 0 keeps all tokens.
     min_p: f32, "min-p" "P", neutral: 0.0, range: 0.0..=1.0, generation_config: WhenSampling,
-    help: "Minimum probability of a token relative to the most likely token";
+    help: "Minimum probability of a token relative to the most likely token; 0 for all";
 
     /// The penalty on tokens in the prompt or the answer (arXiv 1909.05858). 1 has no effect.
     repetition_penalty: f32, "repetition-penalty" "X", neutral: 1.0, range: 0.01..=100.0, generation_config: Always,

@@ -26,7 +26,7 @@ pub enum SequenceEvent {
     Failed(anyhow::Error),
 }
 
-/// A request on the engine thread.
+/// A request that is queued or running on the engine thread.
 pub struct Sequence {
     prompt: Vec<u32>,
     /// The number of prompt tokens in the KV cache. `None` until the sequence starts.

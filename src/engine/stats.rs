@@ -22,7 +22,7 @@ pub struct EngineStats {
     pub cached_tokens: u64,
 }
 
-/// The atomics behind [`EngineStats`].
+/// The atomic counters behind [`EngineStats`].
 #[derive(Default)]
 pub struct Counters {
     pub waiting: AtomicU64,
@@ -54,12 +54,10 @@ impl Counters {
     }
 }
 
-/// Adds to a counter.
 pub fn add(counter: &AtomicU64, count: u64) {
     counter.fetch_add(count, Ordering::Relaxed);
 }
 
-/// Subtracts one from a counter.
 pub fn subtract_one(counter: &AtomicU64) {
     counter.fetch_sub(1, Ordering::Relaxed);
 }

@@ -21,9 +21,9 @@ use crate::runner::Executor;
 /// An event of a [`RequestStream`]: a token or the end.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// A generated token and the text that it completes, if any.
+    /// A generated token, and the text that became final with it. `deltas` may be empty.
     Token { id: u32, deltas: Vec<Delta> },
-    /// The end of the generation, with any text that was held back and a summary.
+    /// The end of the generation: the text that was held back until now, and the summary.
     End { deltas: Vec<Delta>, summary: Box<Summary> },
 }
 
@@ -70,16 +70,16 @@ pub struct Summary {
     /// Prompt tokens reused from the KV cache.
     pub cached_tokens: usize,
     pub completion_tokens: usize,
-    /// The time from the call of [`submit`](super::EngineHandle::submit) to the first token, in seconds.
+    /// Seconds from the [`submit`](super::EngineHandle::submit) call to the first token.
     /// Includes rendering, tokenizing and waiting in the queue. 0 if no token was generated.
     pub ttft_s: f64,
     /// Decode speed in tokens per second, or 0 if fewer than two tokens were generated.
     pub tok_per_s: f64,
-    /// The number of tokens in the prompt and the completion together.
+    /// Prompt tokens plus completion tokens.
     pub context_used: usize,
     /// Context length in tokens.
     pub context: usize,
-    /// The executor of the decode steps. See [`EngineHandle::executor`](super::EngineHandle::executor).
+    /// Whether decode steps run as a CUDA graph. See [`EngineHandle::executor`](super::EngineHandle::executor).
     pub executor: Executor,
     pub tool_calls: Vec<ToolCall>,
     /// The number of times the model violated its chat format.
@@ -90,7 +90,7 @@ pub struct Summary {
 ///
 /// A `for` loop over the stream, or over a mutable reference to it, blocks until each event arrives.
 /// The [`Stream`] implementation yields the same events in any async runtime.
-/// The type does not implement `Iterator`, because `next()` would be ambiguous in async code.
+/// The type does not implement `Iterator`, because its `next` would conflict with `StreamExt::next`.
 ///
 /// Dropping the stream cancels the request. The engine stops at the next token or prompt chunk.
 pub struct RequestStream {
@@ -179,7 +179,7 @@ impl RequestStream {
         }
     }
 
-    /// Returns `None` while the generation runs, then the end event once, then `Some(None)`.
+    /// Returns the end event when the generation has finished, and `Some(None)` on later calls. Before that, `None`.
     fn end_if_finished(&mut self) -> Option<Option<Result<Event>>> {
         if self.has_ended {
             return Some(None);
@@ -200,7 +200,7 @@ impl RequestStream {
         self.events.close();
     }
 
-    /// Handles a message from the engine thread. Returns an event for the client, if any.
+    /// Handles a message from the engine thread. Returns `None` if the message produces no event for the client.
     fn receive(&mut self, event: Option<SequenceEvent>) -> Option<Result<Event>> {
         let result = match event {
             Some(SequenceEvent::Started { cached_tokens }) => {

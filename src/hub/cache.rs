@@ -28,7 +28,7 @@ use super::lock::{self, Lock};
 use super::names;
 use crate::files;
 
-/// A cache: one directory that contains a subdirectory for each repository.
+/// A cache directory, with one subdirectory per repository.
 pub(super) struct Cache {
     pub root: PathBuf,
 }
@@ -41,7 +41,7 @@ impl Cache {
         RepoDir { path, layout: HuggingFaceCache::new(self.root.clone()).repo(repo) }
     }
 
-    /// Returns the names of all repositories in the cache, complete or not.
+    /// Returns the names of all repositories in the cache, including incomplete ones.
     pub fn names(&self) -> Vec<String> {
         let name = |entry: fs::DirEntry| {
             let name = entry.file_name().to_str()?.strip_prefix("models--")?.replace("--", "/");
@@ -113,7 +113,7 @@ impl RepoDir {
         commits.into_iter().map(|(_, commit)| commit).collect()
     }
 
-    /// Returns the commits that refs point to.
+    /// Returns the commits that the repository's refs point to.
     pub fn referenced_commits(&self) -> BTreeSet<String> {
         let commit = |path: PathBuf| {
             let commit = read_ref(&path).ok()?.trim().to_string();
@@ -159,7 +159,7 @@ impl RepoDir {
             }
         };
         let renamed = created.and_then(|()| fs::rename(&temporary, &pointer));
-        // The temporary file still exists if the rename failed, or if both names are hard links to the same file.
+        // The temporary file remains if `rename` failed, or did nothing because both names are hard links to one file.
         let _ = fs::remove_file(&temporary);
         renamed.map_err(|error| write_error(error, &pointer, 0))
     }

@@ -1,4 +1,4 @@
-//! The model caches on this machine, and the hub that models are downloaded from.
+//! Defines [`Hub`]. Other files of this module add its methods, such as `find`, `download` and `remove`.
 
 use std::fs;
 use std::path::Path;
@@ -12,10 +12,10 @@ use super::remote::{self, TokenStatus};
 use super::snapshot::Source;
 use crate::error::Error;
 
-/// The model caches on this machine, and the hub that models are downloaded from.
+/// Gives access to the model caches on this machine and to the hub that models are downloaded from.
 pub struct Hub {
     pub(super) config: HubConfig,
-    /// Whether to delete files even on filesystems that do not support file locking.
+    /// True to delete files even on filesystems that do not support file locking.
     pub(super) force: bool,
 }
 
@@ -29,7 +29,7 @@ impl Hub {
         Self { config, force: false }
     }
 
-    /// Sets whether [`remove`](Self::remove) and [`prune`](Self::prune) delete files even without file locking.
+    /// With `force`, [`remove`](Self::remove) and [`prune`](Self::prune) delete files even without file locking.
     pub fn with_force(self, force: bool) -> Self {
         Self { force, ..self }
     }

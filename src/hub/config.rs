@@ -69,7 +69,7 @@ impl HubConfig {
 
     /// Returns the token to send to the endpoint.
     ///
-    /// Returns `None` if no token is set, or if sending it would expose it on an unencrypted network connection.
+    /// Returns `None` if no token is set, or if the token would cross the network unencrypted.
     pub(super) fn sent_token(&self) -> Option<&str> {
         let is_safe = self.endpoint.starts_with("https://") || is_loopback(&self.endpoint);
         self.token.as_deref().filter(|_| is_safe)
@@ -124,7 +124,7 @@ impl Variables<'_> {
 
     /// Reads a path from a variable. Expands a leading `~`, as Python's `expanduser` does.
     ///
-    /// Shells do not expand `~` inside quotes, and systemd does not expand `~` in the variables of a service.
+    /// A shell does not expand `~` inside quotes, and systemd does not expand `~` in a service's variables.
     fn path(&self, name: &str) -> Option<PathBuf> {
         let path = PathBuf::from((self.var)(name)?);
         match (path.strip_prefix("~"), self.home()) {

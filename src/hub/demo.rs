@@ -1,7 +1,7 @@
 //! The demo model: a small gpt-oss model that is built into the binary and written to the cache on first use.
 //!
-//! Any number of processes may write the demo at the same time. Each file is written under a temporary name and then
-//! renamed, so a valid file never disappears, and no process sees a partial file.
+//! Several processes may write the demo at the same time. Each file has a temporary name until it is complete.
+//! No process therefore sees a partial file, and a valid file never disappears.
 
 use std::fs;
 use std::io::{self, ErrorKind, Write};
@@ -23,7 +23,7 @@ pub const NAME: &str = "demo";
 /// A hash of the demo's files, which identifies the version of the demo.
 const REVISION: &str = env!("INFERNO_DEMO_REVISION");
 
-/// The maximum wait for another process that is writing the demo.
+/// The maximum time to wait while another process writes the demo.
 const MAX_WAIT: Duration = Duration::from_secs(5);
 
 macro_rules! asset {
@@ -82,7 +82,7 @@ fn has_contents(path: &Path, bytes: &[u8]) -> bool {
     files::read(path, bytes.len() as u64).is_ok_and(|found| found == bytes)
 }
 
-/// Writes the files that `is_good` rejects.
+/// Writes the demo's files for which `is_good` returns false.
 fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
     let path = directory(cache);
     let write = || -> io::Result<()> {
@@ -105,8 +105,8 @@ fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
 
 /// Waits for the lock on the demo.
 ///
-/// Returns `None` if locking fails, or if another process holds the lock for more than [`MAX_WAIT`]. Writing without
-/// the lock is safe, but several processes may then write the same files.
+/// Returns `None` if locking fails, or if another process holds the lock for more than [`MAX_WAIT`].
+/// Writing without the lock is safe, but several processes may then write the same files.
 fn wait_for_lock(cache: &Path) -> Option<Lock> {
     let start = Instant::now();
     loop {
@@ -185,7 +185,7 @@ pub(super) fn remove(cache: &Path) -> Result<u64> {
     }
 }
 
-/// Returns the temporary files and directories that killed processes left behind, sorted.
+/// Returns the sorted paths of temporary files and directories that killed processes left behind.
 ///
 /// The directories come from earlier versions of inferno, which wrote the whole demo to a temporary directory.
 pub(super) fn leftovers(cache: &Path) -> Vec<PathBuf> {

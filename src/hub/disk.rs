@@ -57,7 +57,7 @@ pub(super) fn write_error(error: io::Error, path: &Path, needed_bytes: u64) -> a
     anyhow::Error::new(error).context(format!("cannot write {}", path.display()))
 }
 
-/// Flushes a directory, so its entries survive a power failure. Ignores errors, because not every system can do so.
+/// Flushes a directory, so its entries survive a power failure. Ignores errors: some systems cannot flush directories.
 pub(super) fn sync_dir(dir: &Path) {
     let _ = File::open(dir).and_then(|dir| dir.sync_all());
 }
@@ -68,7 +68,7 @@ pub(super) fn temporary_path(path: &Path) -> PathBuf {
     with_suffix(path, &format!(".{}-{}.tmp", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)))
 }
 
-/// Creates a new file with a temporary name next to `path`. Never opens a file that another process left behind.
+/// Creates a new file with a temporary name next to `path`. Never opens an existing file.
 pub(super) fn create_temporary(path: &Path) -> io::Result<(PathBuf, File)> {
     loop {
         let temporary = temporary_path(path);

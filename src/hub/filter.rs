@@ -26,9 +26,9 @@ const SMALL_FILES: [&str; 6] = [
 /// Glob patterns that select the files to download. Without patterns, a download fetches what the model needs.
 #[derive(Clone, Debug, Default)]
 pub struct FileFilter {
-    /// Files to fetch instead of the weights. `*` also matches slashes, as in `hf download --include`.
+    /// Patterns of files to fetch in place of the weights. `*` also matches slashes, as in `hf download --include`.
     pub include: Vec<String>,
-    /// Files to skip.
+    /// Patterns of files to skip.
     pub exclude: Vec<String>,
 }
 
@@ -206,7 +206,7 @@ fn only_gguf_model(repo: &str, files: &FileList) -> Result<Vec<RemoteFile>> {
     }
 }
 
-/// Joins the lines of a list of models. Lists only the first [`MAX_LISTED_MODELS`].
+/// Joins the lines of a model list, and shortens the list to [`MAX_LISTED_MODELS`] models.
 fn model_list(mut lines: impl ExactSizeIterator<Item = String>) -> String {
     let mut list: Vec<String> = lines.by_ref().take(MAX_LISTED_MODELS).collect();
     match lines.len() {
@@ -235,7 +235,7 @@ fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
     )
 }
 
-/// Formats a few file names for an error message.
+/// Formats the first file names of a repository for an error message.
 fn some_names(files: &[RemoteFile]) -> String {
     const SHOWN: usize = 8;
     let names: Vec<String> = files.iter().take(SHOWN).map(|file| quote(&file.name)).collect();

@@ -121,9 +121,9 @@ impl Hub {
         self.repo_names().iter().filter_map(missing).collect()
     }
 
-    /// Adds the organization if `name` lacks it and matches only one repository on this machine.
+    /// Returns `org/name` if `name` has no organization and only one repository on this machine has this name.
     ///
-    /// Does not complete partial names: `gpt2` is a repository itself, but also part of other names.
+    /// Does not complete part of a name: `gpt2` is a repository, but also part of other names.
     pub(super) fn full_name(&self, name: &str) -> String {
         let names = self.repo_names();
         match &names.iter().filter(|other| names::is_same_name(other, name)).collect::<Vec<_>>()[..] {
@@ -132,12 +132,12 @@ impl Hub {
         }
     }
 
-    /// Returns the names of the repositories in both caches, complete or not.
+    /// Returns the names of the repositories in both caches, including incomplete ones.
     fn repo_names(&self) -> BTreeSet<String> {
         self.caches().iter().flat_map(|(cache, _)| cache.names()).collect()
     }
 
-    /// Returns a repository's snapshot at `revision`. Without one, tries `main`, then all snapshots, newest first.
+    /// Returns a snapshot of a repository. Without `revision`, tries `main`, then all snapshots, newest first.
     pub(super) fn look_up(&self, name: &str, revision: Option<&str>, required: Required) -> Option<Snapshot> {
         let repos: Vec<RepoDir> = self.caches().iter().map(|(cache, _)| cache.repo(name)).collect();
         let wanted = repos.iter().filter_map(|repo| repo.commit(revision.unwrap_or(MAIN)));

@@ -27,7 +27,7 @@ use crate::snapshot::gguf;
 use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 use crate::text::quote;
 
-/// A model on the hub, without its weights.
+/// The metadata of a model on the hub: its files, configuration and weight headers.
 #[derive(Debug)]
 pub struct RemoteModel {
     /// `org/name`, or `org/name:Q4_K_M`.
@@ -35,7 +35,7 @@ pub struct RemoteModel {
     pub commit: String,
     /// All files of the repository, with their sizes in bytes if the hub lists them.
     pub files: Vec<(String, Option<u64>)>,
-    /// The contents of config.json, tokenizer_config.json and README.md by file name. README.md may be truncated.
+    /// The contents of config.json, tokenizer_config.json and README.md, by file name. README.md may be truncated.
     pub texts: BTreeMap<String, Vec<u8>>,
     /// The header of each safetensors file that inferno would load.
     pub headers: Vec<SafetensorsHeader>,
@@ -57,7 +57,7 @@ pub struct SafetensorsHeader {
 const TEXTS: [(&str, u64); 3] =
     [("config.json", files::CONFIG), ("tokenizer_config.json", files::TOKENIZER_CONFIG), ("README.md", README_BYTES)];
 
-/// The number of bytes to read from README.md. The front matter is shorter.
+/// The number of bytes to read from README.md. inferno needs only the front matter, which is shorter.
 const README_BYTES: u64 = 16 << 10;
 
 /// The maximum total size of a model's headers, in bytes. The `safetensors` crate has the same limit for each header.
@@ -67,7 +67,7 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// The maximum number of shards. Known models have up to 200.
 const MAX_SHARDS: usize = 2048;
 
-/// The size of the first request, in bytes. Most headers are shorter, so one request is usually enough.
+/// The size of the first request for a header, in bytes. Most headers are shorter, so one request is usually enough.
 const FIRST_REQUEST_BYTES: u64 = 128 << 10;
 
 /// The maximum number of bytes to skip if a server does not support range requests.
@@ -102,7 +102,7 @@ impl Hub {
         if !is_partial && range.start > 0 {
             if range.start > MAX_SKIPPED_BYTES {
                 bail!(
-                    "cannot read {}: the server does not support range requests, and the range starts too far into the file",
+                    "cannot read {}: the server does not support range requests, which inferno needs for long headers",
                     quote(file)
                 );
             }
@@ -185,7 +185,7 @@ impl Inspection<'_> {
         try_map(files, THREADS, |file| self.header(file, &total_bytes))
     }
 
-    /// Reads the header of a file and adds its size to `total_bytes`. Fails if the total exceeds [`MAX_HEADER_BYTES`].
+    /// Reads a file's header and adds its length to `total_bytes`. Fails if the total exceeds [`MAX_HEADER_BYTES`].
     fn header(&self, file: &RemoteFile, total_bytes: &AtomicU64) -> Result<SafetensorsHeader> {
         let (remote, name) = (self.remote, &file.name);
         let shown = quote(name);

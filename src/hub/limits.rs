@@ -1,4 +1,4 @@
-//! Timeouts, retries and request sizes for the connection to a hub.
+//! The limits for the connection to a hub, and their default values.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use std::time::Duration;
 pub struct Limits {
     /// The maximum time to open a connection.
     pub connect_timeout: Duration,
-    /// The maximum wait for the headers of a response. A metadata body may take as long, plus extra time per byte.
+    /// The maximum wait for the headers of a response. A metadata body gets this time again, plus time per byte.
     /// Set by HF_HUB_ETAG_TIMEOUT.
     pub response_timeout: Duration,
     /// The maximum pause between two reads of a body. Set by HF_HUB_DOWNLOAD_TIMEOUT.
@@ -33,8 +33,9 @@ pub struct Limits {
 impl Limits {
     /// Returns the number of bytes that must arrive to reset the count of consecutive failures.
     ///
-    /// This is 1% of the file, but at least 4 KiB and at most 1 MiB. A slow connection may need several attempts to
-    /// receive that much. A server that sends one byte per attempt runs out of retries.
+    /// The number is 1% of the file size, but at least 4 KiB and at most 1 MiB.
+    /// A slow connection may need several attempts to receive this many bytes.
+    /// A server that sends one byte per attempt never resets the count.
     pub(super) fn min_progress(file_bytes: u64) -> u64 {
         (file_bytes / 100).clamp(4 << 10, 1 << 20)
     }

@@ -59,7 +59,7 @@ impl RemoteFile {
 #[derive(Debug)]
 pub struct FileList {
     files: Vec<RemoteFile>,
-    /// The indices of the files, sorted by [`path_order`] of their names.
+    /// The indices of the files, sorted by file name in [`path_order`].
     by_name: Vec<u32>,
 }
 
@@ -129,7 +129,7 @@ struct LargeFile {
     size: Option<u64>,
 }
 
-/// Deserializes the list of files. Keeps at most [`MAX_FILES`] + 1 files, to limit the memory use.
+/// Deserializes the list of files. Keeps at most [`MAX_FILES`] + 1 files to limit memory use.
 fn deserialize_files<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Sibling>, D::Error> {
     struct Files;
 
@@ -166,7 +166,7 @@ impl ModelListing {
             bail!("the hub lists more than {MAX_FILES} files in '{repo}', but {MAX_FILES} is the limit");
         }
         let files = self.siblings.into_iter().map(|file| file.check(repo)).collect::<Result<Vec<_>>>()?;
-        // With this limit, sums of file sizes cannot overflow.
+        // Limit the total, so that later sums of file sizes cannot overflow.
         let total_bytes = files.iter().filter_map(|file| file.bytes).fold(0u64, u64::saturating_add);
         if total_bytes > MAX_FILE_BYTES {
             bail!("the hub sent an impossible size for '{repo}': {total_bytes} bytes in total");

@@ -110,8 +110,8 @@ pub(super) fn encode_segment(name: &str) -> String {
 
 /// Returns the names that match `model`.
 ///
-/// Matching ignores case. If `model` equals names, with or without the organization, only these names match.
-/// Otherwise, every name that contains `model` matches. If `model` has an organization, no other name matches.
+/// Matching ignores case. Exact matches, with or without the organization, take precedence.
+/// If there are none and `model` has no organization, every name that contains `model` matches.
 pub(super) fn matching<'a>(model: &str, names: &'a BTreeSet<String>) -> Vec<&'a String> {
     let exact: Vec<&String> = names.iter().filter(|name| is_same_name(name, model)).collect();
     let model = model.to_lowercase();
@@ -200,7 +200,7 @@ mod tests {
         let names = BTreeSet::from(names.map(str::to_string));
         let found = |model| matching(model, &names).into_iter().map(String::as_str).collect::<Vec<_>>();
         assert_eq!(found("120B"), ["openai/gpt-oss-120b"]);
-        assert_eq!(found("gpt-oss-20b"), ["openai/gpt-oss-20b"], "a partial match was not ignored");
+        assert_eq!(found("gpt-oss-20b"), ["openai/gpt-oss-20b"], "an exact match must exclude partial matches");
         assert_eq!(found("oss-20b"), ["openai/gpt-oss-20b", "unsloth/gpt-oss-20b-BF16"]);
         assert_eq!(found("OpenAI/GPT-OSS-20B"), ["openai/gpt-oss-20b"]);
         assert!(found("openai/gpt-oss").is_empty() && found("").is_empty() && found("llama").is_empty());

@@ -14,8 +14,8 @@ pub trait Progress: Sync {
     fn start(&self, _files: &[(String, u64)]) {}
     /// `done_bytes` bytes of the file `name` are on disk. The file is finished once `done_bytes` equals its size.
     ///
-    /// The first report for a file counts the bytes from earlier attempts.
-    /// The count decreases if the server cannot resume.
+    /// The first report for a file includes bytes from an earlier, interrupted download.
+    /// `done_bytes` decreases if the file is fetched again from the beginning.
     fn file(&self, _name: &str, _done_bytes: u64) {}
     /// The file `name` is complete, and its hash is being computed.
     fn verifying(&self, _name: &str) {}

@@ -1,14 +1,14 @@
 //! Sends HTTP requests to a hub and converts unsuccessful responses to errors.
 //!
 //! Requests use the `ureq` crate, because `hf-hub` 0.5 and 1.0 do not verify the SHA-256 of downloads.
-//! `hf-hub` 0.5 has further problems:
+//! `hf-hub` 0.5 has more problems:
 //!
-//! - It sends the token to the host that a download is redirected to.
-//! - It joins the server's etag and commit to paths without validating them.
-//! - It appends to a file when a server ignores the Range header.
-//! - It drops the `x-error-code` header, which distinguishes a gated repository from a missing one.
+//! - The token is sent to the host that a download is redirected to.
+//! - The server's etag and commit become part of paths without validation.
+//! - If a server ignores the Range header, the whole file is appended to the partial file.
+//! - The `x-error-code` header is dropped, so a gated repository looks like a missing one.
 //!
-//! Redirects are resolved by hand, because the `url` crate would add about 20 dependencies.
+//! This module resolves redirects itself, because the `url` crate would add about 20 dependencies.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;
@@ -51,7 +51,7 @@ pub(super) struct Remote<'a> {
     progress: &'a dyn Progress,
 }
 
-/// The kind of response that a request expects. The kind determines the timeouts.
+/// The kind of response that a request expects, which determines the timeouts.
 #[derive(Clone, Copy)]
 enum Purpose {
     /// A short response. The time for the whole body is limited. See [`Remote::read_body`].
@@ -109,7 +109,7 @@ fn agent(limits: &Limits) -> Agent {
         .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
         // Lengths and ranges must refer to the bytes of the file, not to the bytes of a compressed stream.
         .accept_encoding("identity")
-        // Return error responses as `Ok`, because their headers and bodies are read too.
+        // Return error responses as `Ok`, because callers read their headers and bodies.
         .http_status_as_error(false)
         // Large files are redirected to another host, which must not see the token. `follow` handles redirects.
         .max_redirects(0)
@@ -196,7 +196,7 @@ impl<'a> Remote<'a> {
                 return Err(self.refusal(response, Some(name)));
             }
             let etag = hash::bare_etag(linked_etag.or(text("etag")).unwrap_or_default());
-            // The content-length of a redirect is the length of its own empty body.
+            // The content-length of a redirect is the length of the redirect's body, not of the file.
             let length = if response.status().is_redirection() { None } else { text("content-length") };
             let bytes = text("x-linked-size").or(length).and_then(|bytes| bytes.parse().ok());
             let bytes = bytes.filter(|bytes| *bytes <= MAX_FILE_BYTES);
@@ -223,7 +223,7 @@ impl<'a> Remote<'a> {
 
     /// Sends a request and retries temporary failures. `name` is the file or repository to show in messages.
     ///
-    /// Does not retry once the attempts have taken twice the response timeout.
+    /// Stops retrying once the attempts have taken twice the response timeout.
     fn with_retries(&self, name: &str, send: impl Fn() -> Result<Response<Body>>) -> Result<Response<Body>> {
         let limits = self.limits();
         let mut retry = Retry::new(limits, limits.max_metadata_failures);

@@ -23,7 +23,7 @@ use crate::snapshot::{gguf, is_weights_file};
 pub struct RemovedModel {
     /// `org/name`, or `org/name:Q4_K_M`.
     pub name: String,
-    /// The commits that were removed. Empty for the demo.
+    /// The commits from which files were removed. Empty for the demo.
     pub revisions: Vec<String>,
     pub freed_bytes: u64,
     /// The total size of the files that were kept because other revisions use them, in bytes.
@@ -44,7 +44,7 @@ pub struct PrunedRepo {
 /// The snapshots and files to remove from a repository.
 #[derive(Default)]
 struct Selection {
-    /// All commits that the removal affects.
+    /// The commits from which files are removed.
     revisions: Vec<String>,
     /// The commits whose entire snapshot is removed.
     whole_commits: Vec<String>,
@@ -80,7 +80,7 @@ impl Hub {
         let (part, tag) = gguf::split_tag(name);
         let own_names = self.own_cache().names().into_iter().collect();
         let matching = names::matching(part, &own_names);
-        // A model in the shared cache may have a ref in inferno's cache, but no snapshot.
+        // A model in the shared cache may have a ref, but no snapshot, in inferno's cache.
         if matching.iter().all(|name| self.own_cache().repo(name).commits().is_empty()) {
             self.check_is_not_elsewhere(part)?;
         }
@@ -160,7 +160,7 @@ impl Hub {
     fn check_lock(&self, lock: &Lock, dir: &Path) -> Result<()> {
         if !lock.is_effective() && !self.force {
             bail!(
-                "cannot delete safely: the filesystem of {} does not support file locking, so another inferno process may be using it\n  to delete anyway: --force",
+                "cannot delete safely: the filesystem of {} does not support file locking, so another inferno process may be using the files\n  to delete anyway: --force",
                 dir.display()
             );
         }
@@ -216,7 +216,7 @@ fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Sel
     Ok(selection)
 }
 
-/// Deletes the selection. Reads all directories first, because an unreadable directory must not count as empty.
+/// Deletes the selection. Reads all directories first, because a snapshot that cannot be read may still need a blob.
 fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Result<RemovedModel> {
     let Selection { revisions, whole_commits, files } = selection;
     let bytes_before = bytes_below(&repo.path);
@@ -255,9 +255,9 @@ fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Resul
     })
 }
 
-/// Deletes the leftovers in a repository and returns the sizes of the deleted files.
+/// Deletes the leftovers and unused blobs in a repository. Returns the sizes of the deleted files.
 fn prune_repo(repo: &RepoDir) -> Result<Vec<u64>> {
-    // Read all directories first, because an unreadable directory must not count as empty.
+    // Read all directories first, because a snapshot that cannot be read may still need a blob.
     let snapshot_files: Vec<PathBuf> =
         walk(&repo.path.join("snapshots"))?.into_iter().filter(|path| !is_leftover(path)).collect();
     let linked = linked_blobs(&snapshot_files)?;

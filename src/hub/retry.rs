@@ -10,8 +10,8 @@ use super::limits::Limits;
 /// The wait stops doubling at this value. A server may still ask for a longer wait.
 const MAX_BACKOFF: Duration = Duration::from_secs(15);
 
-/// The maximum number of failures in total, as a multiple of the maximum number of consecutive failures.
-/// This limit ends a request that makes some progress before every failure.
+/// A request has at most this many times `max_failures` failures in total.
+/// Without this limit, a request that makes some progress before every failure would never end.
 const MAX_RESETS: u32 = 100;
 
 /// Counts the failures of one request.
@@ -50,7 +50,7 @@ impl<'a> Retry<'a> {
 
 /// Returns a random time between half of `wait` and `wait`, to keep clients from all retrying at the same moment.
 fn with_jitter(wait: Duration) -> Duration {
-    // The keys of the standard hasher are random, which is good enough here.
+    // The standard hasher has random keys, so no random number crate is needed.
     let random = RandomState::new().build_hasher().finish() as f64 / u64::MAX as f64;
     wait.mul_f64(0.5 + random / 2.0)
 }
@@ -87,7 +87,7 @@ mod tests {
         retry.reset();
         let seconds = |seconds| Some(Duration::from_secs(seconds));
         assert_eq!(retry.wait_after_failure(seconds(7)), seconds(7));
-        assert_eq!(retry.wait_after_failure(seconds(301)), None, "a wait longer than the limit was accepted");
+        assert_eq!(retry.wait_after_failure(seconds(301)), None, "a wait of more than `max_wait` must end the retries");
         let mut retry = Retry::new(&limits, 3);
         let total = (0..1000).take_while(|_| {
             retry.reset();

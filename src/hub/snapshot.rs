@@ -17,7 +17,7 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Returns the models in this snapshot: one for each complete GGUF model, or else the snapshot itself.
+    /// Returns one snapshot for each complete GGUF model, or the snapshot itself if it has no GGUF models.
     pub fn models(&self) -> Vec<Self> {
         let named = gguf::named_models(&self.name, &self.path);
         if named.is_empty() {

@@ -60,7 +60,7 @@ impl Hub {
         if verifies_demo {
             verified.extend(demo::verify(&self.config.cache)?);
         }
-        // Different models may have files with the same name.
+        // Several snapshots may have files with the same name, so add the model's name to the label.
         let has_several = candidates.len() > 1;
         let label = |name: &str, file: &str| if has_several { format!("{name}/{file}") } else { file.to_string() };
         let mut sizes = Vec::new();
@@ -143,7 +143,7 @@ impl Hub {
             .and_then(|()| self.fetch_files(&remote, revision, &repo, files, progress));
         for (blob, bad) in set_aside {
             // Without a replacement, restore the bad blob, because the snapshot links to it.
-            // Ignore errors here, because the first failure is the one to report.
+            // Ignore errors here, because `fetched` already holds the error to report.
             let _ = match blob.exists() {
                 true => fs::remove_file(&bad).or_else(|_| fs::remove_dir_all(&bad)),
                 false => fs::rename(&bad, &blob),
@@ -173,7 +173,7 @@ fn set_bad_blobs_aside(
     Ok(())
 }
 
-/// Verifies the files of a snapshot. For a snapshot in inferno's own cache, also returns the missing files.
+/// Returns the state of each file in a snapshot. Adds missing files only for inferno's own cache.
 fn file_states(
     candidate: &Candidate,
     known_blobs: &mut BTreeMap<PathBuf, bool>,

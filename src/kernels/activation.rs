@@ -1,7 +1,7 @@
 //! Gated activations: SwiGLU and GeGLU (arXiv 2002.05202), and the clamped SwiGLU of gpt-oss.
 //!
 //! The definition of the clamped SwiGLU is `swiglu` in `gpt_oss/torch/model.py` of openai/gpt-oss.
-//! The clamped SwiGLU clamps gate values only from above. It clamps linear values on both sides, then adds one to them.
+//! The clamped SwiGLU clamps gate values only from above, and up values on both sides. It then adds 1 to the up values.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
@@ -11,7 +11,7 @@ pub use crate::kernels::constants::SWIGLU_ALPHA as ALPHA;
 
 /// Returns the clamped SwiGLU of x, `[.., intermediate]` in x's dtype.
 ///
-/// x `[.., 2 * intermediate]` interleaves gate and linear values, starting with a gate value.
+/// x `[.., 2 * intermediate]` interleaves gate and up values, starting with a gate value.
 pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
     let shape = half_width("clamped_swiglu", x)?;
     match x.device() {
@@ -56,7 +56,7 @@ impl Activation {
         }
     }
 
-    /// Returns the code that `activation.cuh` uses for this activation.
+    /// Returns the number that identifies this activation in `activation.cuh`.
     #[cfg(feature = "cuda")]
     pub fn code(self) -> usize {
         use crate::kernels::constants::{ACTIVATION_GELU_TANH, ACTIVATION_SILU};
@@ -107,7 +107,7 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
 
 /// Returns activation(gate) · up, `[.., intermediate]` in x's dtype.
 ///
-/// The first half of each row of x `[.., 2 * intermediate]` is the gate.
+/// In each row of x `[.., 2 * intermediate]`, the first half is the gate and the second half is up.
 pub fn gated_halves(x: &Tensor, activation: Activation) -> Result<Tensor> {
     let out_shape = half_width("gated_halves", x)?;
     let columns = out_shape[out_shape.len() - 1];

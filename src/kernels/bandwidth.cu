@@ -1,6 +1,6 @@
 // Measures the read bandwidth of the GPU's memory.
 
-// Fills x with pseudo-random bits, because moving zeros takes less power than moving real weights.
+// Fills x with pseudo-random bits. Moving zeros takes less power, so the measured bandwidth could be too high.
 //   x: [n]
 //   grid, block: any size
 //   bytes moved: 16 · n
@@ -17,7 +17,7 @@ extern "C" __global__ void fill_random(uint4* x, int n) {
 // Reads all of x with eight independent 16-byte loads per thread.
 //   x: [n]; n is a multiple of 8 · blockDim
 //   out: [1]
-//   grid, block: any size
+//   grid: any size; block: at most 512
 //   bytes moved: 16 · n
 extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* x, unsigned* out, int n) {
     constexpr int LOADS = 8;

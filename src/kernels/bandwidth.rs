@@ -1,6 +1,6 @@
 //! Measures the memory bandwidth of a GPU.
 //!
-//! Reports compare decode steps with the measured bandwidth, because no kernel reaches the bandwidth in the data sheet.
+//! `inferno bench` compares decode steps with this measurement, because no kernel reaches the data sheet's bandwidth.
 
 use anyhow::Result;
 use candle_core::Device;
@@ -19,7 +19,7 @@ pub struct Bandwidth {
 
 /// Measures the memory bandwidth of a GPU. Returns `None` for a CPU, or if less than 160 MiB of GPU memory is free.
 ///
-/// Allocates 4 GiB of GPU memory, or less if less than 5 GiB is free.
+/// Allocates 4 GiB of GPU memory if at least 5 GiB is free, otherwise a smaller amount.
 pub fn measure(device: &Device) -> Result<Option<Bandwidth>> {
     match device {
         #[cfg(feature = "cuda")]

@@ -4,19 +4,19 @@
 //! `pub const NAME: usize = 4;` becomes `constexpr int NAME = 4;`, `u32` becomes `unsigned`,
 //! `f32` becomes `float`, and arrays stay arrays.
 //!
-//! Every value must therefore have the same meaning in C++.
-//! Values may contain numbers, `+ - * / << >>`, parentheses, and constants defined earlier in this file.
+//! Values must be valid in both Rust and C++.
+//! A value may contain numbers, `+ - * / << >>`, parentheses, and constants defined earlier in this file.
 
 // A build without CUDA does not use every constant.
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
 // Activations (`activation.rs`, `activation.cuh`).
 
-/// The factor by which gpt-oss's clamped SwiGLU multiplies the input of the sigmoid.
+/// The `alpha` of gpt-oss's clamped SwiGLU: `gate · sigmoid(alpha · gate) · (up + 1)`.
 pub const SWIGLU_ALPHA: f32 = 1.702;
-/// The code of the SiLU activation.
+/// Selects the SiLU activation in a kernel.
 pub const ACTIVATION_SILU: usize = 0;
-/// The code of the GELU activation with the tanh approximation.
+/// Selects the GELU activation with the tanh approximation in a kernel.
 pub const ACTIVATION_GELU_TANH: usize = 1;
 
 // Rotary embedding (`attention/rope.rs`, `attention/rope.cu`).
@@ -49,7 +49,8 @@ pub const FLASH_FEW_KEYS: [usize; 6] = [32, 32, 16, 16, 16, 16];
 pub const FLASH_MEDIUM_KEYS: [usize; 6] = [64, 64, 64, 64, 64, 16];
 /// Keys per tile in the 128-row kernel, by head size.
 pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
-/// Warps per block in the 16-row kernel. Each warp is a team that computes all 16 rows for its own key tiles.
+/// Warps per block in the 16-row kernel, by head size.
+/// Each warp is a team that computes all 16 rows for its own key tiles.
 pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
 /// Warps per block in the 64-row kernel.
 pub const FLASH_MEDIUM_WARPS: usize = 4;
@@ -132,7 +133,7 @@ pub const EXPERT_NARROW_STAGES: usize = 5;
 pub const MAX_STACKED_MATRICES: usize = 3;
 /// Warps per block in kernels that multiply by a quantized matrix.
 pub const QUANTIZED_WARPS: usize = 16;
-/// The codes of the quantization formats.
+/// The format codes that kernels take as arguments.
 pub const FORMAT_Q4_0: usize = 0;
 pub const FORMAT_Q4_1: usize = 1;
 pub const FORMAT_Q5_0: usize = 2;
@@ -145,7 +146,7 @@ pub const FORMAT_Q5_K: usize = 8;
 pub const FORMAT_Q6_K: usize = 9;
 pub const FORMAT_INT8: usize = 10;
 pub const FORMAT_FP8: usize = 11;
-/// The codes of the rounding modes for the input of a matrix product.
+/// Codes that tell a kernel how to round the input of a matrix product.
 pub const ROUNDING_NONE: usize = 0;
 pub const ROUNDING_INT8_PER_TOKEN: usize = 1;
 pub const ROUNDING_FP8_PER_TOKEN: usize = 2;
@@ -170,7 +171,7 @@ pub const DECODE_DOWN_MAX_CHOSEN: usize = 4;
 
 // The mailbox (`decode/head.cu`, `decode/sample.cu`, `runner/decode_graph/mod.rs`).
 
-/// The word that a step writes to the mailbox instead of token + 1 if every logit is NaN or -inf.
+/// The mailbox word of a failed step, in which every logit is NaN or -inf. Other steps write token + 1.
 pub const MAILBOX_NO_TOKEN: u32 = 0xffffffff;
 
 // Sampling on the GPU (`decode/sample.rs`, `decode/sample.cu`).
@@ -181,12 +182,12 @@ pub const SAMPLE_THREADS: usize = 1024;
 pub const SAMPLE_IDS_PER_THREAD: usize = 8;
 /// Rounds of the threshold search.
 pub const SAMPLE_ROUNDS: usize = 4;
-/// Histogram bins per round: one for each value of eight bits of the key.
+/// Histogram bins per round. A round examines eight bits of the key.
 pub const SAMPLE_BINS: usize = 256;
 /// The maximum number of blocks per launch.
 pub const SAMPLE_MAX_BLOCKS: usize = 1024;
 /// The size of `SamplingKernelParams` in 32-bit words.
 pub const SAMPLE_PARAM_WORDS: usize = 10;
-/// The size of `Scratch` in 32-bit words: a header of four words, then one count and one mass per round and bin,
-/// and one mass per block. A count takes one word, and a mass takes two.
+/// The size of `Scratch` in 32-bit words: four words, a count and a mass per round and bin, and a mass per block.
+/// A count takes one word, and a mass takes two.
 pub const SAMPLE_SCRATCH_WORDS: usize = 4 + 3 * SAMPLE_ROUNDS * SAMPLE_BINS + 2 * SAMPLE_MAX_BLOCKS;

@@ -57,7 +57,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the input rounding of a quantized matrix if all its parts have the same one. Otherwise, returns `None`.
+    /// Returns the input rounding of a quantized matrix if all its parts agree. Otherwise, returns `None`.
     pub fn input_rounding(&self) -> Option<InputRounding> {
         match self {
             Self::Quantized(parts) => {
@@ -67,7 +67,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the `rows` rows that start at row `first`. The result shares memory with this matrix.
+    /// Returns `rows` rows, starting at row `first`. The result shares memory with this matrix.
     ///
     /// Returns an error if the matrix has several parts.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {

@@ -2,11 +2,11 @@
 //!
 //! Most operations have two files:
 //! - `x.rs` contains the public operation, its shape and dtype checks, and the launch of the CUDA kernel.
-//!   On a CPU, the operation runs `reference`, which is plain Rust in f32, or candle operations.
+//!   On a CPU, the operation runs `reference` (plain Rust in f32) or candle operations.
 //! - `x.cu` contains the CUDA kernel.
 //!
 //! The fused kernels in `moe::expert_mlp` and `decode` run only on a GPU.
-//! Tests compare them with the operations that they replace.
+//! Tests compare the fused kernels with the operations that they replace.
 //!
 //! `launch` launches kernels, `upload` copies weights to a device, and `bandwidth` measures GPU memory bandwidth.
 //! `selftest` compares kernels with their references on the current GPU.
@@ -48,7 +48,7 @@ pub(crate) fn elements<'s, T: WithDType>(storage: &'s Storage, layout: &Layout) 
     }
 }
 
-/// Fails with an error that says that `op` does not support the device of `tensor`.
+/// Returns the error for an operation `op` that does not support the device of `tensor`.
 #[cfg_attr(feature = "cuda", allow(dead_code))]
 pub(crate) fn unsupported<T>(op: &str, tensor: &Tensor) -> Result<T> {
     bail!("{op} has no implementation for {:?}", tensor.device().location())

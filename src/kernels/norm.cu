@@ -1,6 +1,6 @@
 // Residual addition and norm: sum = x + y, normed = sum / sqrt(mean(sum²) + eps) · weight.
 // With a bias, the norm is LayerNorm: the mean of sum is subtracted first, and the bias is added last.
-//   x, y, sum: f32 [tokens, columns]; y may be null, and then x itself is normalized and sum is not written
+//   x, y, sum: f32 [tokens, columns]; if y is null, the kernel normalizes x and does not write sum
 //   weight: f32 [columns]
 //   bias: f32 [columns] or null
 //   normed: T [tokens, columns]

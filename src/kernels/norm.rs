@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use crate::kernels::{elements, to_f32};
 
-/// Returns s and the norm of s in `dtype`, where s is x + y, or x if `y` is `None`.
+/// Returns the sum s = x + y (s = x without `y`) as f32, and the norm of s in `dtype`.
 ///
 /// Without a bias, the norm is RMSNorm: s / sqrt(mean(s²) + eps) · weight.
 /// With a bias, the norm is LayerNorm, which subtracts the mean of s first and adds the bias last.
@@ -73,8 +73,9 @@ pub fn add_norm(
     }
 }
 
-/// Computes the norm of each row in plain Rust. Takes x `[tokens, hidden]` and weight `[hidden]`,
-/// and returns `[tokens, hidden]`.
+/// Computes the norm of each row of x in plain Rust.
+///
+/// x and the result are `[tokens, hidden]`. `weight` and `bias` are `[hidden]`.
 pub fn reference(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32) -> Vec<f32> {
     let mut out = vec![0f32; x.len()];
     let columns = weight.len();

@@ -1,7 +1,7 @@
 // Small operations on the rows of a matrix.
 #include "headers/common.cuh"
 
-// Embedding lookup: table rows times a scale, as f32.
+// Looks up token embeddings. Computes out[t] = scale · table[ids[t]].
 //   table: T [vocab, columns]
 //   ids: u32 [tokens]
 //   out: f32 [tokens, columns]

@@ -2,7 +2,7 @@
 //!
 //! candle has these operations too, but the driver compiles candle's kernels on first use,
 //! which delays the first answer on a new machine. The kernels here are compiled at build time.
-//! The forward pass of most models uses no kernel from candle on a GPU. There are two exceptions:
+//! On a GPU, the forward pass of most models runs no candle kernel, with two exceptions:
 //! - candle casts the input of the experts in Mixtral and Qwen3-MoE, and in gpt-oss if an MXFP4 scale exceeds 2.
 //! - candle concatenates the outputs of q_proj, k_proj and v_proj if no single kernel supports their formats.
 
@@ -35,7 +35,7 @@ pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
     }
 }
 
-/// Returns y, f32 `[tokens, columns]`, with the bias, f32 `[columns]`, added to every row.
+/// Adds `bias`, f32 `[columns]`, to every row of `y`, f32 `[tokens, columns]`. Returns the sums.
 pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let (_, columns) = y.dims2()?;
     if bias.dims() != [columns] || y.dtype() != DType::F32 || bias.dtype() != DType::F32 {

@@ -1,5 +1,5 @@
 //! Compares operations on a device with their CPU references, using small, irregular shapes.
-//! Does not cover the kernels of decode steps and sampling (`decode`), which `tests/it/decode_graph.rs` tests.
+//! The kernels for decode steps and sampling (`decode`) are tested in `tests/it/decode_graph.rs` instead.
 //!
 //! The comparison shows whether this GPU, driver and build compute correct results.
 //! `tests/it/kernels.rs` tests the kernels in more depth.
@@ -91,7 +91,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
         // The number of tokens affects which kernel a backend chooses and how the kernel divides the work.
         for (what, tokens, position) in [("step", 1, 300), ("few", 7, 290), ("prompt", 130, 11)] {
-            // A backend that does not support this build, dtype or head size is skipped. This is not a failure.
+            // Backends that do not support this build, dtype or head size are skipped and do not count as failures.
             for (variant, head_dim, softcap) in [("", 64, None), (", head size 256, soft cap", 256, Some(5.0))] {
                 if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_ok() {
                     let name = format!("attention {backend}, {what}{variant}");
@@ -122,7 +122,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     checks
 }
 
-/// The device on which a check runs an operation, and the dtype of the computation.
+/// The device and dtype with which a check runs an operation.
 #[derive(Clone, Copy)]
 struct CheckTarget<'d> {
     device: &'d Device,
@@ -183,7 +183,8 @@ fn check(name: &str, target: CheckTarget, tolerance: f32, op: &dyn Fn(CheckTarge
     Check { name: name.to_string(), dtype: target.dtype, error, tolerance, seconds }
 }
 
-/// Returns the largest |got - want| divided by the largest |want|, or NaN if a value is not finite.
+/// Returns the largest |got - want| divided by the largest |want|.
+/// Returns NaN if a value is not finite or the lengths differ.
 fn distance(got: &[f32], want: &[f32]) -> f32 {
     if got.len() != want.len() || got.iter().chain(want).any(|value| !value.is_finite()) {
         return f32::NAN;
@@ -213,7 +214,7 @@ fn numbers(seed: u64, count: usize, below: u64) -> impl Iterator<Item = u64> {
 }
 
 /// Returns pseudo-random values around zero with some outliers, as f32 on the CPU.
-/// `dtype` represents each value exactly.
+/// Each value is exactly representable in `dtype`.
 fn noise(seed: u64, shape: &[usize], dtype: DType) -> Result<Tensor> {
     let count: usize = shape.iter().product();
     let unit = |n: u64| n as f32 / 4096.0 - 0.5;
@@ -243,7 +244,7 @@ fn activation(target: CheckTarget, activation: Activation) -> Result<Tensor> {
 
 fn routing(target: CheckTarget, dtype: DType, softmax: Softmax) -> Result<Tensor> {
     let (ids, shares) = topk_softmax(&target.put(&noise(12, &[7, 33], dtype)?)?, 4, softmax)?;
-    // A wrong expert id changes the result by at least one, regardless of the routing weights.
+    // Compare ids and routing weights together. A wrong expert id differs by at least 1, far above the tolerance.
     Tensor::cat(&[to_cpu(&ids)?, to_cpu(&shares)?], 1)
 }
 
@@ -314,7 +315,7 @@ mod fused {
     /// Computes the MLP of routed experts: with fused kernels on a GPU, and with one matrix product at a time on a CPU.
     pub fn expert_mlp(target: CheckTarget, tokens: usize) -> Result<Tensor> {
         let (experts, chosen, columns, intermediate) = (5, 3, 96, 160);
-        // The inputs are scaled like normalized activations, so the sums stay near the clamp limit. Halving is exact.
+        // Halve the inputs, so that the sums stay near the clamp limit, as in the model. Halving is exact.
         let x = (noise(29, &[tokens, columns], DType::BF16)? * 0.5)?;
         let ids: Vec<u32> = numbers(30, tokens, experts as u64)
             .flat_map(|first| (0..chosen as u64).map(move |next| ((first + next) % experts as u64) as u32))

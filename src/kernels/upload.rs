@@ -2,13 +2,13 @@
 //!
 //! On CUDA, the staging buffers are pinned, and all copies run on one stream that is separate from candle's stream.
 //! Tensor memory comes from candle's stream-ordered pool but is allocated on the copy stream.
-//! Copies therefore never wait for computations. Before candle's stream uses a tensor, it waits for the last copy.
+//! Copies therefore never wait for computations. candle's stream waits for the last copy to a tensor before using it.
 
 use candle_core::{DType, Result, Tensor};
 
-/// A device to upload to. Copies run in the order in which they are queued.
+/// The device that receives an upload. Copies run in the order in which they are queued.
 pub trait Target: Send + Sync + 'static {
-    /// Memory that is filled piece by piece and then becomes a tensor.
+    /// Device memory that several copies fill before it becomes a tensor.
     type Memory: Send + Sync;
     /// The staging buffers of one reader thread.
     type Staging;
@@ -19,13 +19,13 @@ pub trait Target: Send + Sync + 'static {
     /// Allocates `bytes` of uninitialized memory. `bytes` is at least 1.
     fn allocate(&self, bytes: usize) -> Result<Self::Memory>;
 
-    /// Waits until the copies from the next buffer have finished, and returns that buffer to be filled.
+    /// Waits for pending copies from the next staging buffer, then returns the buffer for the caller to fill.
     fn buffer<'s>(&self, staging: &'s mut Self::Staging) -> Result<&'s mut [u8]>;
 
     /// Queues a copy of the first `bytes` of the current buffer to `offset` in `memory`.
     fn copy(&self, staging: &mut Self::Staging, bytes: usize, memory: &Self::Memory, offset: usize) -> Result<()>;
 
-    /// Marks `memory` as complete. Copies to all of its bytes must have been queued.
+    /// Marks `memory` as complete. The caller must have queued copies to all of its bytes.
     fn complete(&self, memory: &mut Self::Memory) -> Result<()>;
 
     /// Turns `memory` into a tensor. The memory must be complete. Later work on the device sees the uploaded bytes.
@@ -60,18 +60,18 @@ mod with_cuda {
     impl CopyStream {
         /// Creates the stream.
         ///
-        /// The device's event tracking must be off, as `device::open` leaves it.
-        /// Otherwise, cudarc would add events to both streams.
+        /// The device's event tracking must be off (`device::open` turns it off).
+        /// Otherwise, cudarc would record events on both streams.
         pub fn new(device: &CudaDevice) -> Result<Self> {
             if device.is_event_tracking() {
-                bail!("cannot upload to a device with event tracking: uploads synchronize their streams themselves");
+                bail!("cannot upload: event tracking is on for this device; open the device with `device::open`");
             }
             let stream = device.cuda_stream().context().new_stream().w()?;
             Ok(Self { device: device.clone(), stream })
         }
     }
 
-    /// Memory allocated on the copy stream. If it never becomes a tensor, `drop` frees it after its queued copies.
+    /// Memory allocated on the copy stream. Unless it becomes a tensor, `drop` frees it after all queued copies.
     pub struct DeviceMemory {
         bytes: CudaSlice<u8>,
         /// The event recorded after the last copy.
@@ -98,7 +98,7 @@ mod with_cuda {
             // A waiting thread sleeps, because a spinning thread would take a core from the reader threads.
             let copied = stream.context().new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
             // Flags 0: ordinary cached memory, not write-combined memory.
-            // SAFETY: any length is allowed, and creating the event has bound the context.
+            // SAFETY: any length is allowed, and creating the event has bound the CUDA context to this thread.
             let start = unsafe { result::malloc_host(len, 0) }.w()?.cast::<u8>();
             let Some(start) = NonNull::new(start) else {
                 bail!("cannot allocate {len} bytes of pinned memory: the driver returned null")

@@ -26,7 +26,7 @@ pub struct GgufLanguage {
 /// The vocabulary in the file takes precedence over tokenizer.json, because it matches the weights.
 /// Files without a vocabulary use the tokenizer.json in the same directory.
 pub fn read(checkpoint: &GgufCheckpoint) -> Result<GgufLanguage> {
-    let broken = || format!("broken tokenizer in {}", checkpoint.path().display());
+    let broken = || format!("cannot read the tokenizer in {}", checkpoint.path().display());
     let mut stop_ids = BTreeSet::new();
     let (tokenizer, chat) = match checkpoint.vocabulary().with_context(broken)? {
         Some(vocabulary) => {

@@ -26,7 +26,7 @@ pub struct Language {
     pub generation_config: Value,
     /// The ids of tokens that end a generation, sorted.
     stop_ids: Vec<u32>,
-    /// If present, renders conversations instead of `chat`.
+    /// Renders conversations instead of `chat`, if present.
     renderer: Option<Box<dyn Render>>,
 }
 
@@ -49,12 +49,11 @@ impl Language {
         }
     }
 
-    /// Replaces the renderer of conversations.
+    /// Renders conversations with `renderer` instead of the chat format.
     pub fn with_renderer(self, renderer: Box<dyn Render>) -> Self {
         Self { renderer: Some(renderer), ..self }
     }
 
-    /// Creates the language data from its parts.
     pub fn new(tokenizer: Tokenizer, chat: Option<ChatFormat>, generation_config: Value, stop_ids: Vec<u32>) -> Self {
         Self { tokenizer, chat, generation_config, stop_ids, renderer: None }
     }
@@ -93,7 +92,7 @@ impl Language {
         }
     }
 
-    /// Returns the chat format. Fails for a base model, which has no chat format.
+    /// Returns the chat format. Fails for a base model.
     pub fn chat_format(&self) -> Result<&ChatFormat> {
         match &self.chat {
             Some(chat) => Ok(chat),

@@ -17,8 +17,8 @@ use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::text::{excerpt, library_error, quote};
 use crate::weights::Weights;
 
-/// The maximum number of fields in a config that [`from_json`] searches for the cause of an error.
-/// Real files have up to 100.
+/// [`from_json`] searches for an invalid field only in configs with at most this many fields.
+/// Real configs have up to 100.
 const MAX_FIELDS: usize = 200;
 
 /// The config.json fields that have the same names in nearly all families.
@@ -52,7 +52,7 @@ pub(super) enum LayerType {
 }
 
 /// Parses a family's config.json. `defaults` are the values that transformers uses for absent fields.
-/// A field that is `null` stays `null`.
+/// A default does not replace a field that is `null`.
 pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults: Value) -> Result<T> {
     if json["quantization_config"]["quant_method"] == "mxfp4" {
         bail!("quantization 'mxfp4' is not supported for {family}");
@@ -87,7 +87,7 @@ pub(super) fn from_json<T: DeserializeOwned>(json: Value) -> Result<T> {
 }
 
 /// Copies the activation from `field` to `hidden_act`, the field that all configs read.
-/// If `field` is absent, the first name in `supported` is used. Fails if the name is not in `supported`.
+/// If `field` is absent, copies the first name in `supported`. Fails if the activation is not in `supported`.
 pub(super) fn normalize_activation(family: &str, json: &mut Value, field: &str, supported: &[&str]) -> Result<()> {
     let name = json[field].as_str().unwrap_or(supported[0]);
     if !supported.contains(&name) {
@@ -97,7 +97,7 @@ pub(super) fn normalize_activation(family: &str, json: &mut Value, field: &str, 
     Ok(())
 }
 
-/// Fails if any of `fields` is set to anything but `null` or `false`. The family does not support these fields.
+/// Fails if one of the unsupported `fields` has a value other than `null` or `false`.
 pub(super) fn reject_fields(family: &str, json: &Value, fields: &[&str]) -> Result<()> {
     let is_set = |field: &&&str| !matches!(json[**field], Value::Null | Value::Bool(false));
     match fields.iter().find(is_set) {
@@ -106,12 +106,12 @@ pub(super) fn reject_fields(family: &str, json: &Value, fields: &[&str]) -> Resu
     }
 }
 
-/// Fails if a scale or a soft cap is present but outside the range of plausible positive numbers.
+/// Fails if a scale or soft cap is present but is not a plausible positive number.
 pub(super) fn check_scale(key: &str, value: Option<f32>) -> Result<()> {
     check_optional(key, value, 1e-6..=1e9)
 }
 
-/// Fails if the epsilon of a norm is outside the range of plausible positive numbers.
+/// Fails if the epsilon of a norm is not a plausible positive number.
 pub(super) fn check_eps(key: &str, eps: f64) -> Result<()> {
     check_range(key, eps, 1e-20..=1.0)
 }
@@ -184,8 +184,8 @@ impl CommonConfig {
         (0..self.num_hidden_layers).map(spec).collect()
     }
 
-    /// Returns the KV cache spec of each layer. All layers have the model's sliding window.
-    /// A window that covers the whole context is treated as no window.
+    /// Returns the KV cache specs of a model whose layers all use `sliding_window`.
+    /// A window that covers the whole context counts as no window.
     pub fn sliding_layers(&self) -> Vec<LayerSpec> {
         self.layers(|_| self.sliding_window.filter(|&window| window < self.max_position_embeddings))
     }

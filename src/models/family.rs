@@ -19,7 +19,7 @@ pub struct Family {
 
 /// The validated config of one model, which builds the model's decoder.
 pub trait Architecture {
-    /// Returns the size of the vocabulary.
+    /// Returns the number of rows in the embedding, which can exceed the number of tokens in the tokenizer.
     fn vocab_size(&self) -> usize;
 
     /// Returns the longest context that the model supports.
@@ -34,7 +34,7 @@ pub trait Architecture {
     /// Returns the size of the residual stream.
     fn hidden_size(&self) -> usize;
 
-    /// Returns the `intermediate_size` in config.json. MoE families may use it for experts or for dense MLPs.
+    /// Returns the `intermediate_size` in config.json. In MoE families, this is the size of an expert or a dense MLP.
     fn intermediate_size(&self) -> usize;
 
     /// Returns the KV cache spec of each layer.

@@ -28,7 +28,7 @@ pub const TEXT: Family = Family { model_type: "gemma3_text", architecture: "Gemm
 pub const MULTIMODAL: Family =
     Family { model_type: "gemma3", architecture: "Gemma3ForConditionalGeneration", read: read_multimodal };
 
-/// The tensor name prefixes of a text-only checkpoint, a multimodal one, and one saved by transformers 5.
+/// The tensor name prefixes of text-only checkpoints, multimodal checkpoints, and checkpoints from transformers 5.
 const PREFIXES: [&str; 3] = ["model", "language_model.model", "model.language_model"];
 
 /// The fields of config.json.

@@ -45,7 +45,7 @@ const FAMILIES: &[&Family] = &[
     &gpt2::FAMILY,
 ];
 
-/// The maximum length in bytes of a name that [`nearest_name`] compares with the supported names.
+/// The maximum length, in bytes, of a name for which [`nearest_name`] searches for a match.
 const MAX_NAME_BYTES: usize = 100;
 
 /// A model's config, parsed by its family.
@@ -102,7 +102,7 @@ pub fn parse_config(json: Value) -> Result<ModelConfig> {
 }
 
 /// Returns the model type in config.json, whether or not it is supported.
-/// Without a `model_type`, returns the first of `architectures`.
+/// Without a `model_type`, returns the first entry of `architectures`.
 /// Returns `None` if the file cannot be read or has neither field.
 pub fn declared_model_type(dir: &Path) -> Option<String> {
     let json: Value = files::read_json(&dir.join("config.json"), files::CONFIG).ok()?;

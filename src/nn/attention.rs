@@ -32,7 +32,7 @@ pub struct AttentionConfig {
     pub sinks: Sinks,
     /// The norms applied to each head of q and k before RoPE: `q_norm` and `k_norm`, each `[head_dim]`.
     pub qk_norm: Option<NormConfig>,
-    /// The factor that the scores q·k are multiplied by.
+    /// The factor for the attention scores q·k.
     pub scale: f32,
     /// The soft cap, if any. Each score s becomes cap · tanh(s / cap).
     pub softcap: Option<f32>,
@@ -54,7 +54,7 @@ impl AttentionConfig {
         }
     }
 
-    /// Returns the output size of q_proj, and the common output size of k_proj and v_proj.
+    /// Returns the output size of q_proj, and the output size that k_proj and v_proj share.
     fn projection_sizes(&self) -> (usize, usize) {
         (self.heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim)
     }

@@ -17,7 +17,7 @@ pub fn check_range<T: PartialOrd + Debug>(key: &str, value: T, range: RangeInclu
     Ok(())
 }
 
-/// Fails if `value` is present and [`check_range`] fails for it.
+/// Fails if `value` is present but not in `range`.
 pub fn check_optional<T: PartialOrd + Debug>(key: &str, value: Option<T>, range: RangeInclusive<T>) -> Result<()> {
     value.map_or(Ok(()), |value| check_range(key, value, range))
 }

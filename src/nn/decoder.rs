@@ -22,7 +22,7 @@ use crate::kernels::{
 };
 use crate::weights::Weights;
 
-/// A callback that receives the index of each layer and the residual stream after it, f32 `[tokens, hidden]`.
+/// A callback that receives the index of each layer and the residual stream after the layer, f32 `[tokens, hidden]`.
 pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
 
 /// A whole model: embedding, layers, final norm and output head.
@@ -172,7 +172,7 @@ impl Decoder {
         row + self.layers.iter().map(DecoderLayer::step_bytes).sum::<u64>() + self.norm.bytes() + self.lm_head.bytes()
     }
 
-    /// Returns the size of the vocabulary, which is the number of rows in the embedding.
+    /// Returns the number of rows in the embedding, which can exceed the number of tokens in the tokenizer.
     pub fn vocab_size(&self) -> usize {
         self.embed_tokens.dims().0
     }
@@ -219,13 +219,13 @@ fn load_layers(
 }
 
 /// Loads an embedding `[vocab, hidden]`. A float embedding is quantized only if it is also the output head.
-/// The output head reads all rows, but a lookup reads only one, so quantization would not speed up lookups.
+/// Quantization speeds up the output head, which reads all rows, but not lookups, which read one row per token.
 fn load_embedding(weights: &Weights, vocab_size: usize, hidden_size: usize, is_head: bool) -> Result<Matrix> {
     let weights = if is_head { weights.clone() } else { weights.unquantized() };
     Weights::matrix(&[(weights, vocab_size)], "weight", hidden_size)
 }
 
-/// Returns the row of the last token in each sequence.
+/// Returns the last row of each sequence.
 fn last_rows(rows: &Tensor, pass: &Pass) -> Result<Tensor> {
     let rows = pass.spans().map(|span| rows.narrow(0, span.end - 1, 1));
     Ok(Tensor::cat(&rows.collect::<candle_core::Result<Vec<_>>>()?, 0)?.contiguous()?)

@@ -1,4 +1,4 @@
-//! The keys and values of one sequence. Their memory is allocated once.
+//! The KV cache of one sequence. Its memory is allocated once, for the whole context.
 //!
 //! A full-attention layer keeps every position. A sliding-window layer keeps a ring buffer of the last positions.
 //!
@@ -18,7 +18,7 @@ use crate::kernels::rows::copy_rows;
 pub struct LayerSpec {
     pub kv_heads: usize,
     pub head_dim: usize,
-    /// The number of positions that a sliding-window layer attends to.
+    /// The size of the sliding window in positions, or `None` for a full-attention layer.
     pub window: Option<usize>,
 }
 
@@ -64,11 +64,11 @@ pub struct LayerCache {
     k: Tensor,
     v: Tensor,
     window: Option<usize>,
-    /// The oldest position that has not been overwritten. Truncation recovers older ones only from the savepoint.
+    /// The oldest position that has not been overwritten. Only the savepoint can restore older positions.
     oldest: usize,
 }
 
-/// A copy of the last rows before position `len` of each sliding-window layer, to which later positions attend.
+/// A copy of the rows of each sliding-window layer that position `len` and later positions attend to.
 struct Savepoint {
     len: usize,
     rows: Vec<Option<(Tensor, Tensor)>>,
@@ -95,7 +95,7 @@ impl KvCache {
         self.len == 0
     }
 
-    /// Returns the number of allocated positions.
+    /// Returns the maximum number of positions in the cache.
     pub fn context(&self) -> usize {
         self.context
     }
@@ -146,8 +146,7 @@ impl KvCache {
     }
 
     /// Advances the length by `tokens` positions that the decode graph has written.
-    /// The graph has also written `beyond` more positions. The new length excludes these positions, but they have
-    /// overwritten rows of the ring buffers.
+    /// The graph has also written `beyond` positions after the new length, which have overwritten ring buffer rows.
     pub fn advance_written(&mut self, tokens: usize, beyond: usize) {
         self.len += tokens;
         for layer in &mut self.layers {
@@ -202,7 +201,7 @@ impl LayerCache {
         &self.v
     }
 
-    /// Returns the number of rows.
+    /// Returns the number of positions that fit in the cache of this layer.
     fn rows(&self) -> usize {
         self.k.dims()[0]
     }
@@ -232,8 +231,8 @@ impl LayerCache {
         self.oldest <= self.past_window().map_or(0, |past| len.saturating_sub(past))
     }
 
-    /// Copies the rows of all positions before `len` that position `len` attends to. Returns `None` if there are none,
-    /// and for a full-attention layer, which never overwrites rows.
+    /// Copies the rows before position `len` that position `len` attends to.
+    /// Returns `None` if there are no such rows, or for a full-attention layer, which never overwrites rows.
     fn save_window(&self, len: usize) -> Result<Option<(Tensor, Tensor)>> {
         let Some(past) = self.past_window() else { return Ok(None) };
         let (count, rows) = (past.min(len), self.rows());
@@ -258,7 +257,7 @@ impl LayerCache {
 mod tests {
     use super::*;
 
-    /// Returns the keys of `tokens` positions, f32 `[tokens, 1, 1]`. The key of position p is p.
+    /// Returns the keys of `tokens` positions from `first` on, f32 `[tokens, 1, 1]`. The key of position p is p.
     fn keys(first: usize, tokens: usize) -> Tensor {
         let positions = (first..first + tokens).map(|position| position as f32);
         Tensor::from_iter(positions, &Device::Cpu).unwrap().reshape((tokens, 1, 1)).unwrap()
@@ -280,10 +279,10 @@ mod tests {
             cache.advance(tokens);
             anyhow::Ok(cached(&cache))
         };
-        assert!(append(0, 5).is_err(), "a pass takes at most 4 tokens");
+        assert!(append(0, 5).is_err(), "5 tokens should exceed the chunk of 4");
         append(0, 4).unwrap();
         append(4, 4).unwrap();
-        assert!(append(8, 3).is_err(), "the context has only 10 positions");
+        assert!(append(8, 3).is_err(), "3 tokens after 8 should exceed the context of 10");
         // The failed writes have changed nothing. Position p of the second layer is in row p mod 6.
         let [full, sliding] = append(8, 2).unwrap();
         assert_eq!(full, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]);

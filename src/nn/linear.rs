@@ -67,7 +67,7 @@ impl Linear {
     }
 
     /// Returns `rows` rows of the weight, starting at row `first`, as a layer without a bias.
-    /// Both layers share the same memory.
+    /// The two layers share memory.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         Ok(Self { weight: self.weight.rows(first, rows)?, bias: None })
     }

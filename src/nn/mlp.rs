@@ -17,7 +17,7 @@ pub enum Mlp {
 }
 
 impl Mlp {
-    /// Returns the dtype that inputs must have. MoE layers take f32 because their router needs it.
+    /// Returns the dtype that inputs must have. MoE layers take f32 because their router runs in f32.
     pub fn dtype(&self) -> DType {
         match self {
             Mlp::Gated(mlp) => mlp.dtype,

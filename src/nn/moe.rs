@@ -1,4 +1,4 @@
-//! Mixture-of-experts layers. A router chooses experts for each token, and their outputs are combined.
+//! Mixture-of-experts layers. A router chooses experts for each token, and the layer sums their weighted outputs.
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
@@ -27,7 +27,7 @@ pub struct GatedMoeConfig {
 }
 
 impl GatedMoeConfig {
-    /// Fails if the kernels do not support these numbers of experts, or if a product of sizes could overflow.
+    /// Fails if the kernels do not support this many experts, in total or per token, or if sizes could overflow.
     pub fn validate(&self) -> Result<()> {
         let (chosen, experts) = (self.experts_per_token, self.experts);
         check_size("the intermediate size of experts", self.intermediate_size)?;
@@ -49,7 +49,7 @@ pub struct ExpertNames {
 pub struct GatedMoe {
     /// The router, in f32 because a rounding error may send a token to a different expert.
     pub(crate) router: Linear,
-    /// `[experts, 2 * intermediate, hidden]`. In each expert, the first half of the rows is gate_proj.
+    /// `[experts, 2 * intermediate, hidden]`. Each expert has the rows of gate_proj, then those of up_proj.
     pub(crate) gate_up_proj: ExpertWeights,
     /// `[experts, hidden, intermediate]`
     pub(crate) down_proj: ExpertWeights,

@@ -2,8 +2,8 @@
 //!
 //! RMSNorm is x / sqrt(mean(x²) + eps) · w. LayerNorm first subtracts the mean of x, and adds a bias at the end.
 //!
-//! Unlike in candle_nn, one kernel also performs the residual addition and the cast to the compute dtype.
-//! The kernel supports f32 weights with bf16 outputs.
+//! Unlike the norms of candle_nn, the kernel also adds the residual and casts the output to the compute dtype.
+//! The weights stay in f32 even if the output is bf16.
 
 use anyhow::Result;
 use candle_core::{DType, Tensor};

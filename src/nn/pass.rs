@@ -68,7 +68,7 @@ impl Pass {
         self.spans.iter().cloned()
     }
 
-    /// Returns the attention kernel to use.
+    /// Returns the attention backend to use.
     pub fn backend(&self) -> AttentionBackend {
         self.backend
     }

@@ -60,23 +60,23 @@ struct RopeParameters {
 /// The context lengths that RoPE frequencies depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeLengths {
-    /// The field in config.json. Also serves as the original length if the file does not specify one.
+    /// The value in config.json. It is also the original context length if config.json does not specify one.
     pub max_position_embeddings: usize,
     /// The number of positions that the model is loaded for.
     pub context: usize,
 }
 
-/// The angle per position by which a model rotates each pair of dims, and the scale of cos and sin.
+/// The rotation frequencies of a model, and the factor for cos and sin.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeFrequencies {
-    /// The angle per position for each rotated pair, in radians, f32 `[rotary_dim / 2]`.
+    /// The angle per position for each rotated pair of dims, in radians, `[rotated / 2]`.
     pub inv_freq: Vec<f32>,
-    /// The factor that cos and sin are multiplied by in YaRN and LongRoPE. It is 1 for the other methods.
+    /// The factor for cos and sin in YaRN and LongRoPE. It is 1 for the other methods.
     pub attention_factor: f32,
 }
 
 impl RopeFrequencies {
-    /// Returns frequencies that do not rotate anything, for models with learned positions.
+    /// Returns a zero frequency, which means no rotation, for models with learned positions.
     pub fn none() -> Self {
         Self { inv_freq: vec![0.0], attention_factor: 1.0 }
     }
@@ -93,7 +93,7 @@ impl RopeConfig {
         (head_dim as f64 * inner.or(self.partial_rotary_factor).unwrap_or(1.0)) as usize
     }
 
-    /// Returns the context length of the model before RoPE scaling extended it, if config.json specifies it.
+    /// Returns the original context length, before RoPE scaling, if config.json specifies it.
     fn original_length(&self) -> Option<usize> {
         let inner = self.parameters().and_then(|parameters| parameters.original_max_position_embeddings);
         self.original_max_position_embeddings.or(inner)
@@ -144,7 +144,7 @@ impl RopeConfig {
 }
 
 impl RopeParameters {
-    /// Fails if a number is out of range.
+    /// Fails if a RoPE scaling parameter is out of range.
     fn check(&self) -> Result<()> {
         check_optional("the RoPE scaling factor", self.factor, 1.0..=MAX_FACTOR)?;
         let positive = [
@@ -268,7 +268,7 @@ pub struct RotaryEmbedding {
 }
 
 impl RotaryEmbedding {
-    /// Computes the tables for positions 0 to `positions` - 1. They take positions × rotary_dim × 4 bytes.
+    /// Computes the tables for positions 0 to `positions` - 1. They take positions · rotated · 4 bytes.
     pub fn new(frequencies: &RopeFrequencies, positions: usize, device: &Device) -> Result<Self> {
         let half = frequencies.inv_freq.len();
         let angle = |i: usize| (i / half) as f32 * frequencies.inv_freq[i % half];

@@ -31,7 +31,7 @@ enum TurnOutput {
     Plain(PlainText),
 }
 
-/// Unformatted output of text as it arrives. Without color, labels separate the reasoning from the answer.
+/// Prints text as it arrives, without formatting. Without color, labels separate the reasoning from the answer.
 struct PlainText {
     hides_reasoning: bool,
     color: Color,
@@ -90,7 +90,7 @@ impl TurnDisplay {
         Ok(())
     }
 
-    /// Ends the turn. Prints its statistics and notes unless it failed.
+    /// Ends the turn. Unless the turn failed, prints its statistics and notes.
     ///
     /// Returns the visibility of reasoning in the next turn, and the input that was typed ahead.
     pub fn finish(mut self, turn: Option<&Turn>) -> Result<(ReasoningVisibility, TypeAhead)> {

@@ -26,7 +26,7 @@ use crate::text::printable;
 /// A function that returns the possible values of an argument, for completion.
 pub type NameList = Box<dyn Fn() -> Vec<String>>;
 
-/// What the user entered at the prompt.
+/// The user's input at the prompt.
 pub enum Input {
     Message(String),
     /// Ctrl-C on an empty line.
@@ -52,7 +52,7 @@ pub struct LineEditor {
 /// Text that a key handler shares with the line editor.
 type SharedText = Arc<Mutex<Option<String>>>;
 
-/// The longest message to keep in the history, in bytes. Whole documents would slow down startup.
+/// The longest message to keep in the history, in bytes. Pasted documents would slow down startup.
 const MAX_HISTORY_BYTES: usize = 64 << 10;
 
 impl LineEditor {
@@ -116,7 +116,7 @@ impl LineEditor {
         }
     }
 
-    /// Adds a line to the history and returns the message that it contains.
+    /// Adds a line to the history and returns the message in the line.
     pub fn accept(&mut self, line: &str) -> String {
         if !line.trim().is_empty() && line.len() <= MAX_HISTORY_BYTES {
             let _ = self.editor.add_history_entry(line);

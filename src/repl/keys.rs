@@ -28,7 +28,7 @@ pub struct KeyListener {
     thread: Option<JoinHandle<TypeAhead>>,
 }
 
-/// State that the thread shares with its owner.
+/// State that the listener thread shares with the [`KeyListener`].
 #[derive(Default)]
 struct Shared {
     toggles: AtomicUsize,
@@ -64,7 +64,7 @@ impl KeyListener {
         self.shared.toggles.load(Ordering::Relaxed)
     }
 
-    /// Returns how many times the program was suspended. Other programs may have written to the terminal each time.
+    /// Returns how many times the program was suspended. Each time, other programs may have written to the terminal.
     pub fn suspensions(&self) -> usize {
         self.shared.suspensions.load(Ordering::Relaxed)
     }
@@ -105,7 +105,7 @@ fn listen(
     modes: &Termios,
 ) -> TypeAhead {
     let mut quiet_ticks = 0;
-    // Read a paste to its end. Otherwise, its remaining lines would look as if the user had typed them.
+    // If the answer ends during a paste, read the rest of the paste. Otherwise, the rest would look like typed lines.
     while !shared.should_end.load(Ordering::Relaxed) || (type_ahead.is_incomplete() && quiet_ticks < MAX_QUIET_TICKS) {
         let mut waiting = [PollFd::new(input.as_fd(), PollFlags::POLLIN)];
         match poll(&mut waiting, PollTimeout::from(TICK_MS)) {

@@ -1,8 +1,8 @@
 //! Input that the user types while an answer streams: queued messages and the draft of the next one.
 //!
 //! The `vte` crate is not suitable, because it parses program output instead of keys.
-//! It would treat Alt-] and Alt-P as the start of a control string and swallow the keys that follow.
-//! It also cannot report an incomplete sequence.
+//! `vte` would treat Alt-] and Alt-P as the start of a control string and swallow the keys that follow.
+//! `vte` also cannot report an incomplete sequence.
 
 use std::collections::VecDeque;
 
@@ -10,7 +10,7 @@ use unicode_segmentation::UnicodeSegmentation;
 
 use super::multiline;
 
-/// Keys that take effect immediately.
+/// A key that takes effect immediately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Key {
     /// Ctrl-O shows or hides the reasoning.
@@ -44,7 +44,7 @@ enum EscapeState {
     Ss3,
 }
 
-/// The longest escape sequence to accept. No key sends a longer one.
+/// The maximum length of an escape sequence. No key sends a longer sequence.
 const MAX_SEQUENCE_BYTES: usize = 32;
 
 impl TypeAhead {

@@ -3,15 +3,16 @@
 #[cfg(feature = "cuda")]
 use crate::kernels::decode::sample::DeviceSampling;
 
-/// The error of a step in which every logit is NaN or -inf.
+/// The error message of a decode step in which every logit is NaN or -inf.
 pub(super) const NO_TOKEN: &str =
-    "cannot choose a token: every logit is NaN or -inf; the weights are corrupt or overflow in this --dtype";
+    "cannot choose a token: every logit is NaN or -inf; the weights are corrupt, or values overflow in this --dtype";
 
 /// Chooses the next token of a sequence.
 pub trait ChooseToken {
     /// Returns the next token for `logits`, f32 `[vocab]`. May modify the logits in place.
     ///
-    /// The caller guarantees that at least one logit is greater than -inf. Never chooses a NaN or -inf.
+    /// The caller guarantees that at least one logit is greater than -inf.
+    /// Never chooses a token whose logit is NaN or -inf.
     fn choose(&mut self, logits: &mut [f32]) -> u32;
 
     /// Returns the parameters and token counts for the sampling kernel, or `None` for greedy sampling.

@@ -47,7 +47,7 @@ pub(super) fn choose(logits: &mut [f32], sampler: &mut dyn ChooseToken) -> Resul
 mod tests {
     use super::*;
 
-    /// Chooses the last token that may be chosen.
+    /// Chooses the last token whose logit is neither NaN nor -inf.
     struct Last;
 
     impl ChooseToken for Last {

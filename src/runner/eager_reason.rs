@@ -1,10 +1,10 @@
-//! The reasons why decode steps run without a CUDA graph.
+//! [`EagerReason`]: why decode steps run without a CUDA graph.
 
 use std::fmt;
 
 use candle_core::DType;
 
-/// The reason why decode steps run operation by operation instead of as a CUDA graph.
+/// The reason that decode steps run operation by operation instead of as a CUDA graph.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EagerReason {
     /// The user gave `--eager`.
@@ -18,10 +18,11 @@ pub enum EagerReason {
     Layer(&'static str),
     /// `gate_proj` and `up_proj` have different formats, or round their inputs differently.
     MixedGateUp,
-    /// No single kernel computes `q_proj`, `k_proj` and `v_proj`, because only some of them are quantized or in FP8, or
-    /// because they round their inputs differently. Three different GGUF types are supported.
+    /// No single kernel computes `q_proj`, `k_proj` and `v_proj` together.
+    /// Only some of them are quantized, only some are FP8, or they round their inputs differently.
+    /// Different GGUF types of `q_proj`, `k_proj` and `v_proj` are supported.
     IncompatibleQkv,
-    /// The experts are not in MXFP4, or a scale exceeds 2.
+    /// The experts of gpt-oss are not in MXFP4, or a scale exceeds 2.
     ExpertFormat,
     /// The kernels do not support this many experts, or this many chosen experts per token.
     ExpertCount {

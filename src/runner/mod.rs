@@ -48,7 +48,7 @@ pub struct Runner {
     device: Device,
 }
 
-/// How decode steps run.
+/// The way in which decode steps run: as a CUDA graph or eagerly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Executor {
@@ -116,7 +116,7 @@ impl Runner {
         self.cache.chunk()
     }
 
-    /// Returns the size of the vocabulary.
+    /// Returns the vocabulary size, which is the number of logits per token.
     pub fn vocab_size(&self) -> usize {
         self.decoder.vocab_size()
     }
@@ -136,7 +136,7 @@ impl Runner {
         self.cached.len()
     }
 
-    /// Returns how decode steps run.
+    /// Returns whether decode steps run as a graph or eagerly.
     pub fn executor(&self) -> Executor {
         match self.decode {
             Decode::Eager(_) => Executor::Eager,
@@ -160,7 +160,7 @@ impl Runner {
         self.cache.reset();
     }
 
-    /// Truncates the cache to a prefix of `prompt`, as long as possible. Returns the number of tokens kept.
+    /// Truncates the cache to the longest reusable prefix of `prompt`. Returns the number of tokens kept.
     ///
     /// Never keeps the last token of the prompt, because its logits are needed.
     pub fn reuse_prefix(&mut self, prompt: &[u32]) -> Result<usize> {
@@ -178,7 +178,7 @@ impl Runner {
         self.forward(chunk, LogitRows::Last)
     }
 
-    /// Starts decoding after a prompt whose last token has these logits, `[1, vocab]`.
+    /// Starts decoding after a prompt. `logits` are the logits of the prompt's last token, `[1, vocab]`.
     pub fn start_decode(&mut self, logits: &Tensor, sampler: &dyn ChooseToken) -> Result<()> {
         match &mut self.decode {
             Decode::Eager(eager) => {

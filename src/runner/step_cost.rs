@@ -5,9 +5,9 @@ use serde::Serialize;
 /// The bytes that one decode step must read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct StepBytes {
-    /// All dense weights, the chosen experts, and one row of the embedding.
+    /// The bytes of all dense weights, the chosen experts and one row of the embedding.
     pub weights: u64,
-    /// The keys and values that the token attends to.
+    /// The bytes of the cached keys and values that the token attends to.
     pub cache: u64,
 }
 
@@ -29,12 +29,12 @@ pub struct KernelTime {
     pub bytes: u64,
 }
 
-/// The number of kernels and graph nodes of one decode step.
+/// The numbers of kernel launches and CUDA graph nodes in one decode step.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct LaunchCounts {
     pub kernels: usize,
-    /// All nodes of the graph.
+    /// All nodes of the CUDA graph, including the kernels.
     pub graph_nodes: usize,
-    /// Nodes of the graph that are not kernels, such as copies.
+    /// The graph nodes that are not kernels, such as memory copies.
     pub copies: usize,
 }

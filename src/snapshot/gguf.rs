@@ -58,7 +58,7 @@ impl<'n> PartName<'n> {
         Some(Self { prefix, number: number.parse().ok()?, count: count.parse().ok()? })
     }
 
-    /// Returns the file name of another part of the same model.
+    /// Returns the file name of part `number` of the same model.
     pub fn with_number(&self, number: u32) -> String {
         format!("{}-{number:05}-of-{:05}.gguf", self.prefix, self.count)
     }
@@ -105,7 +105,7 @@ pub fn models_in(dir: &Path) -> Vec<GgufFile> {
     let folders = entries(dir).filter(|path| path.is_dir());
     let mut files: Vec<PathBuf> =
         entries(dir).chain(folders.flat_map(|dir| entries(&dir).collect::<Vec<_>>())).collect();
-    // A newline in a file name could make part of a message look like a separate message.
+    // Skip unsafe names. A newline in a file name could fake a separate message.
     let is_usable = |name: &str| is_model_name(name) && is_safe_path(name);
     files.retain(|path| path.is_file() && is_usable(&path.file_name().unwrap_or_default().to_string_lossy()));
     files.sort();
@@ -128,9 +128,9 @@ pub fn is_model_name(path: &str) -> bool {
     is_gguf(Path::new(file)) && is_first && !file.to_lowercase().contains("mmproj")
 }
 
-/// Returns the tag of a GGUF file: the last word of its name, such as `Q4_K_M` in `Llama-3.2-1B-Q4_K_M.gguf`.
+/// Returns the tag of a GGUF file, such as `Q4_K_M` for `Llama-3.2-1B-Q4_K_M.gguf`.
 ///
-/// The tag distinguishes the models in one repository.
+/// The tag is the last word of the name, after a `-` or `.`. It distinguishes the models in one repository.
 pub fn tag(path: &str) -> &str {
     let stem = stem(path);
     stem.rsplit(['-', '.']).next().unwrap_or(stem)
@@ -241,7 +241,7 @@ mod tests {
         assert!(!is_model_name("b.bin"));
         assert_eq!(part_names("b-00001-of-00002.gguf"), ["b-00001-of-00002.gguf", "b-00002-of-00002.gguf"]);
         assert_eq!(part_names("b.gguf"), ["b.gguf"]);
-        assert_eq!(part_names("b-00001-of-09999.gguf"), ["b-00001-of-09999.gguf"], "more than MAX_PARTS parts");
+        assert_eq!(part_names("b-00001-of-09999.gguf"), ["b-00001-of-09999.gguf"], "9999 parts exceed MAX_PARTS");
     }
 
     #[test]

@@ -1,11 +1,11 @@
-//! The rules that determine which files in a directory make up a model.
+//! Determines which files in a directory make up a model.
 //!
 //! The weights of a model are in one of three places:
 //! - a single `model.safetensors`
 //! - the shards that `model.safetensors.index.json` lists
 //! - a GGUF file, which may be split into parts
 //!
-//! `hub` applies these rules before a download, and `weights` applies them before opening a file.
+//! `hub` uses this module before a download, and `weights` uses it before opening a file.
 
 pub mod gguf;
 mod paths;
@@ -17,10 +17,10 @@ use gguf::GgufFile;
 pub use paths::is_safe_path;
 use safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 
-/// The files that a directory must contain to be usable.
+/// The files that a model's directory must contain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Required {
-    /// config.json and tokenizer.json. They are enough to tokenize text.
+    /// config.json and tokenizer.json, which are enough to tokenize text.
     Tokenizer,
     /// The tokenizer files and the weights: either the single weights file or every shard in the index.
     Weights,
@@ -63,7 +63,7 @@ fn missing_part(dir: &Path, model: &GgufFile) -> Option<String> {
 /// Returns the names of the safetensors files that are missing from a directory.
 fn missing_weights(dir: &Path) -> Vec<String> {
     let is_missing = |name: &str| !dir.join(name).is_file();
-    // A dangling symlink still shows that the model has an index.
+    // A dangling symlink to the index still means that the model is sharded.
     if dir.join(INDEX).symlink_metadata().is_err() {
         return [SINGLE_FILE].into_iter().filter(|name| is_missing(name)).map(str::to_string).collect();
     }

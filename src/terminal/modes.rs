@@ -10,12 +10,12 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::termios::tcgetattr;
 use nix::unistd::{Pid, getpgrp, tcgetpgrp};
 
-/// The state of the terminal before the chat started.
+/// The terminal modes before the chat started.
 static ORIGINAL: OnceLock<Original> = OnceLock::new();
 
 struct Original {
     modes: libc::termios,
-    /// The file descriptor for control sequences. `None` if the terminal does not support control sequences.
+    /// The file descriptor for control sequences, or `None` if the terminal does not support them.
     output: Option<libc::c_int>,
 }
 
@@ -30,7 +30,7 @@ pub(super) fn save() -> bool {
         false => stderr().is_terminal().then_some(libc::STDERR_FILENO),
     };
     if ORIGINAL.set(Original { modes: modes.into(), output }).is_ok() {
-        // SAFETY: the function takes no arguments, does not unwind, and stays loaded until the process ends.
+        // SAFETY: `restore_at_exit` takes no arguments, does not unwind, and stays loaded until the process ends.
         unsafe { libc::atexit(restore_at_exit) };
     }
     true
@@ -45,7 +45,7 @@ pub fn is_foreground() -> bool {
 pub fn stop_process() {
     let _ = kill(Pid::from_raw(0), Signal::SIGTSTP);
     // Another thread may receive the signal first, so wait until this thread is stopped too.
-    // If a fatal signal arrived while the program was stopped, the program ends here, before the modes change again.
+    // A fatal signal that arrived in the meantime ends the program here, before the caller changes the modes again.
     std::thread::sleep(Duration::from_millis(100));
 }
 
@@ -55,11 +55,11 @@ pub fn stop_process() {
 /// async-signal-safe functions.
 pub(super) fn restore() {
     let Some(original) = ORIGINAL.get() else { return };
-    // SAFETY: the functions take no pointers.
+    // SAFETY: `tcgetpgrp` and `getpgrp` take no pointers.
     if unsafe { libc::tcgetpgrp(libc::STDIN_FILENO) != libc::getpgrp() } {
         return;
     }
-    // SAFETY: `modes` is a valid termios that nothing changes.
+    // SAFETY: `original.modes` is a valid termios that is never modified.
     unsafe { libc::tcsetattr(libc::STDIN_FILENO, libc::TCSANOW, &original.modes) };
     write("\x1b[0m\x1b[?2004l");
 }
@@ -68,7 +68,7 @@ pub(super) fn restore() {
 extern "C" fn restore_at_exit() {
     let Some(original) = ORIGINAL.get() else { return };
     let mut modes = original.modes;
-    // SAFETY: `modes` is valid for the call, which overwrites it.
+    // SAFETY: `modes` is a valid termios, which `tcgetattr` may overwrite.
     let is_known = unsafe { libc::tcgetattr(libc::STDIN_FILENO, &mut modes) } == 0;
     let flags = |modes: &libc::termios| (modes.c_iflag, modes.c_oflag, modes.c_cflag, modes.c_lflag);
     if is_known && flags(&modes) != flags(&original.modes) {
@@ -87,9 +87,9 @@ pub fn set_bracketed_paste(on: bool) {
 fn write(text: &str) {
     let Some(output) = ORIGINAL.get().and_then(|original| original.output) else { return };
     let mut ready = libc::pollfd { fd: output, events: libc::POLLOUT, revents: 0 };
-    // SAFETY: `ready` is one valid entry.
+    // SAFETY: `ready` is one valid pollfd, and the count is 1.
     if unsafe { libc::poll(&mut ready, 1, 100) } > 0 {
-        // SAFETY: the pointer and the length are those of `text`.
+        // SAFETY: `text` provides both the pointer and the length.
         unsafe { libc::write(output, text.as_ptr().cast(), text.len()) };
     }
 }

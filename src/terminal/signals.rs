@@ -8,12 +8,12 @@ use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction
 
 use super::modes;
 
-/// The actions of the handled signals before [`restore_modes_on_end`], by signal number.
+/// The actions that [`restore_modes_on_end`] replaced, indexed by signal number.
 static PREVIOUS: OnceLock<[Option<libc::sigaction>; 64]> = OnceLock::new();
 
 /// Makes a write beyond the file size limit (`ulimit -f`) fail. By default, SIGXFSZ would end the program.
 ///
-/// The handler does nothing. Unlike `SIG_IGN`, programs that inferno starts, such as $EDITOR, do not inherit it.
+/// The handler does nothing. Programs that inferno starts, such as $EDITOR, would inherit `SIG_IGN`, but not a handler.
 pub(super) fn survive_file_size_limit() {
     extern "C" fn do_nothing(_: libc::c_int) {}
     let action = SigAction::new(SigHandler::Handler(do_nothing), SaFlags::SA_RESTART, SigSet::empty());
@@ -39,19 +39,19 @@ pub(super) fn restore_modes_on_end() {
     }
 }
 
-/// Returns whether the default action of a signal ends the program, except for signals that are handled elsewhere.
+/// Returns whether a signal ends the program by default. Excludes signals that are handled elsewhere.
 fn ends_program(signal: Signal) -> bool {
     use Signal::*;
     let is_uncatchable = matches!(signal, SIGKILL | SIGSTOP);
     let has_other_default = matches!(signal, SIGCHLD | SIGCONT | SIGURG | SIGWINCH | SIGTSTP | SIGTTIN | SIGTTOU);
-    // `interrupt` handles SIGINT, and Rust ignores SIGPIPE.
+    // `interrupt` handles SIGINT, Rust ignores SIGPIPE, and `survive_file_size_limit` handles SIGXFSZ.
     !is_uncatchable && !has_other_default && !matches!(signal, SIGINT | SIGPIPE | SIGXFSZ)
 }
 
 fn current_action(signal: Signal) -> Option<libc::sigaction> {
     // SAFETY: an all-zero sigaction is valid.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-    // SAFETY: without a new action, the call only writes the current one to `action`.
+    // SAFETY: with a null pointer as the new action, the call only writes the current action to `action`.
     (unsafe { libc::sigaction(signal as libc::c_int, ptr::null(), &mut action) } == 0).then_some(action)
 }
 
@@ -60,8 +60,8 @@ extern "C" fn restore_and_end(number: libc::c_int, info: *mut libc::siginfo_t, _
     modes::restore();
     // SAFETY: the system passes a valid siginfo to a handler with SA_SIGINFO.
     let is_from_kernel = unsafe { (*info).si_code } > 0;
-    // When this handler returns, the faulting instruction runs again, and Rust's handler reports the stack overflow.
-    // Any other signal must be raised again. It stays pending until this handler returns.
+    // After a fault, the instruction runs again when this handler returns, and Rust's handler reports stack overflows.
+    // Raise any other signal again. It stays pending until this handler returns.
     let recurs = is_from_kernel && matches!(number, libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE);
     let previous = PREVIOUS.get().and_then(|previous| previous[number as usize]).filter(|_| recurs);
     // SAFETY: an all-zero sigaction is the default action.

@@ -44,7 +44,7 @@ pub struct Span {
 impl Span {
     /// Creates a span of `text` without its control characters.
     ///
-    /// It is not enough to filter the Markdown source, which can encode control characters as entities (`&#27;`).
+    /// Filtering the Markdown source is not enough, because entities such as `&#27;` can encode control characters.
     /// Tabs become four spaces, because their width on the screen is unknown.
     pub fn new(text: &str, style: Style) -> Span {
         Span { text: without_controls(text).replace('\t', "    "), style }

@@ -11,12 +11,12 @@ use crate::chat::{Channel, Delta};
 
 /// The minimum pause after a frame (one update of the screen). Pieces that arrive during the pause are drawn together.
 const MIN_FRAME: Duration = Duration::from_millis(12);
-/// The pause after a frame, as a multiple of the drawing time, between `MIN_FRAME` and `MAX_FRAME`.
+/// The pause after a frame as a multiple of its drawing time, before clamping to `MIN_FRAME` and `MAX_FRAME`.
 const REST_FACTOR: u32 = 100;
-/// The maximum pause after a frame. Even on a slow terminal, the output then looks smooth.
+/// The maximum pause after a frame. It keeps the output smooth on slow terminals.
 const MAX_FRAME: Duration = Duration::from_millis(80);
 
-/// The view of one turn.
+/// The view of one assistant turn while it streams.
 pub struct TurnView {
     region: LiveRegion,
     section: Section,
@@ -55,7 +55,7 @@ impl TurnView {
         }
     }
 
-    /// Adds a piece of the turn. Draws a frame unless the pause after the previous frame has not ended.
+    /// Adds a piece of the turn. Draws a frame if the pause after the previous frame is over.
     pub fn show(&mut self, delta: &Delta, size: WindowSize, out: &mut dyn Write) -> io::Result<()> {
         let columns = size.text_columns();
         let is_same_section = matches!(

@@ -29,7 +29,7 @@ struct BpeFile {
 
 #[derive(Deserialize)]
 struct Bpe {
-    /// Absent in the oldest files.
+    /// `BPE`. The oldest files omit this field.
     r#type: Option<String>,
     dropout: Option<f32>,
     unk_token: Option<String>,

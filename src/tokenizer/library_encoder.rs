@@ -14,7 +14,7 @@ const UNKNOWN: &str = "\u{FDD0}";
 
 /// An encoder that calls the `tokenizers` library in this process.
 pub struct LibraryEncoder {
-    /// In a mutex, because the treatment of control tokens is a setting of the library, not an argument of each call.
+    /// Needs a mutex, because the treatment of control tokens is a setting of the tokenizer, not a call argument.
     tokenizer: Mutex<tokenizers::Tokenizer>,
     /// The ids of all control tokens except the unknown token, sorted.
     control_ids: Vec<u32>,
@@ -89,7 +89,7 @@ impl Encode for LibraryEncoder {
             ControlTokens::Parse => self.encode_raw(text, false, false),
             ControlTokens::Text => {
                 // The library can encode special tokens as text, but not added tokens that are not marked special.
-                // Text is therefore split inside each unmarked token, such as `<think>`.
+                // To prevent a match, split the text inside each of these tokens, such as `<think>`.
                 let mut ids = Vec::new();
                 for piece in self.split_at_unmarked_controls(text) {
                     self.encode_text(piece, &mut ids)?;

@@ -4,8 +4,9 @@
 //! Malformed files can make that library panic (huggingface/tokenizers #2094), so every call catches panics.
 //! An invalid file causes an error, never a crash.
 //!
-//! With a hostile file, encoding can take unbounded time and memory. [`Encode`] is therefore a trait, so that the
-//! encoder can run in another process (see `worker`). Decoding runs in this process: [`TokenTable`] bounds its cost.
+//! With a hostile file, encoding can take unbounded time and memory.
+//! [`Encode`] is a trait so that the encoder can run in another process (see `worker`).
+//! Decoding runs in this process, because [`TokenTable`] bounds its cost.
 
 mod bpe;
 mod encode;

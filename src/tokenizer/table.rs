@@ -13,9 +13,9 @@ use super::guard::guarded;
 const MAX_TOKEN_BYTES: usize = 4 << 10;
 /// The maximum size of all tokens together, in bytes.
 const MAX_TABLE_BYTES: usize = 256 << 20;
-/// The maximum number of steps of a decoder. Known decoders have four.
+/// The maximum number of steps in a decoder. Known decoders have up to four.
 const MAX_DECODER_STEPS: usize = 32;
-/// The maximum factor by which a decoder may lengthen text. Known decoders replace `▁` (3 bytes) with a space.
+/// The maximum factor by which a decoder may lengthen text. Known decoders only shorten it: `▁` becomes a space.
 const MAX_DECODER_GROWTH: usize = 2;
 
 /// An added token that acts as a control token.
@@ -45,7 +45,7 @@ pub struct TokenTable {
     normalizes_controls: bool,
 }
 
-/// Everything in a table except the tokens, as JSON.
+/// The JSON part of a serialized [`TokenTable`]: everything except the tokens.
 #[derive(Serialize, Deserialize)]
 struct Header {
     controls: Vec<ControlToken>,
@@ -57,7 +57,7 @@ impl TokenTable {
     /// Copies the tokens and the decoder of a tokenizer.
     pub fn new(library: &tokenizers::Tokenizer) -> Result<Self> {
         let (controls, is_any_normalized) = controls(library);
-        // If the model's vocabulary also contains a control token, normalized text can match that token.
+        // Normalized text can match a control token that is also in the model's own vocabulary.
         let is_any_in_model = || controls.iter().any(|c| library.get_model().token_to_id(&c.content).is_some());
         let normalizes_controls = library.get_normalizer().is_some() && (is_any_normalized || is_any_in_model());
         let mut table = Self::empty(Header {
@@ -100,7 +100,7 @@ impl TokenTable {
             bail!("cannot load the tokenizer: token {id} has {} bytes; the limit is {MAX_TOKEN_BYTES}", token.len());
         }
         if self.text.len() + token.len() > MAX_TABLE_BYTES {
-            bail!("cannot load the tokenizer: its tokens have more than {MAX_TABLE_BYTES} bytes");
+            bail!("cannot load the tokenizer: its tokens have more than {MAX_TABLE_BYTES} bytes in total");
         }
         self.text.push_str(token);
         self.ids.push(id);

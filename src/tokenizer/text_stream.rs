@@ -6,7 +6,7 @@ use super::Tokenizer;
 
 /// A streaming decoder that holds text back while the last character may be incomplete.
 pub struct TextStream {
-    /// The ids of the text that was returned last, which are the left context, followed by newer ids.
+    /// The left context (the ids of the text returned last), followed by newer ids.
     ids: Vec<u32>,
     /// The number of leading `ids` whose text was already returned.
     emitted: usize,

@@ -77,7 +77,7 @@ impl Checkpoint {
         stored.unwrap_or(info.dtype.to_string()).to_lowercase()
     }
 
-    /// Returns the size in memory of a tensor that stays packed or quantized, in bytes.
+    /// Returns the size in bytes of a tensor that stays packed or quantized in memory.
     /// Returns `None` for a tensor that is loaded as floats.
     pub(super) fn packed_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
         match self {
@@ -101,7 +101,7 @@ impl Checkpoint {
         }
     }
 
-    /// Returns read requests for the tensors that can be read ahead if the model has this compute dtype.
+    /// Returns requests for the tensors that can be read ahead. `dtype` is the compute dtype of the model.
     /// The list is empty for a GGUF file, because its tensors are transformed on the host.
     pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         match self {

@@ -31,9 +31,9 @@ use crate::text::{excerpt, library_error, quote};
 /// The prefix of a target that is a regular expression.
 const PATTERN: &str = "re:";
 
-/// The maximum number of targets in a config, and of patterns among them. Real configs have up to a few hundred targets
-/// and ten patterns.
+/// The maximum number of targets in a config. Real configs have up to a few hundred.
 const MAX_TARGETS: usize = 10_000;
+/// The maximum number of patterns among the targets. Real configs have up to ten.
 const MAX_PATTERNS: usize = 100;
 
 /// The maximum size of a compiled pattern, in bytes.
@@ -57,7 +57,7 @@ pub struct Scheme {
     pub packed: bool,
 }
 
-/// The type of the codes. A value is divided by the scale, rounded half to even, and clamped.
+/// The type of the codes. A code is the value divided by the scale, rounded half to even, and clamped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// Codes from -128 to 127. A dynamic scale is the largest magnitude / 127.5, so the code -128 can occur.
@@ -68,7 +68,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// Returns the format of the matrix in memory.
+    /// Returns the format of the loaded weight matrix.
     pub fn memory_format(self) -> quantized::WeightFormat {
         match self {
             Self::Int8 => quantized::WeightFormat::Int8,
@@ -211,7 +211,7 @@ impl CompressedConfig {
         let patterns = targets.clone().filter(|target| target.starts_with(PATTERN)).count();
         if targets.count() > MAX_TARGETS || patterns > MAX_PATTERNS {
             return unsupported(format!(
-                "quantization_config with more than {MAX_TARGETS} layers or {MAX_PATTERNS} patterns"
+                "quantization_config with more than {MAX_TARGETS} targets or {MAX_PATTERNS} patterns"
             ));
         }
         let rules = schemes.into_iter().map(|((_, target), scheme)| Ok((Target::new(target)?, scheme)));
@@ -256,7 +256,7 @@ impl Target {
         self.pattern.as_ref().map_or(self.text == module, |pattern| pattern.is_match(module))
     }
 
-    /// Returns true if the target is a PyTorch class of linear layers.
+    /// Returns true if the target names a PyTorch class that includes linear layers.
     fn is_linear_class(&self) -> bool {
         self.text == "Linear" || self.text == "Module"
     }

@@ -49,11 +49,11 @@ pub struct WeightsSummary {
     pub parameters: u64,
     /// The dtype with the most bytes, in lower case. For a GGUF file, this is its quantization, such as `Q4_K_M`.
     pub main_dtype: Option<String>,
-    /// Whether packed words were counted as four parameters each. This is correct only for 8-bit quantization.
+    /// Whether `parameters` counts each packed word as four parameters, which is correct only for 8-bit quantization.
     pub packed: bool,
 }
 
-/// The tensors of one part of a model.
+/// The totals for one group of tensors, such as attention or norms.
 #[derive(Clone, Debug, Serialize, PartialEq)]
 pub struct TensorGroup {
     pub name: &'static str,
@@ -63,7 +63,7 @@ pub struct TensorGroup {
     pub dtypes: BTreeSet<String>,
 }
 
-/// The groups in the order of the forward pass.
+/// The names of the tensor groups, in display order.
 const GROUPS: [&str; 7] = ["embedding", "attention", "mlp", "experts", "norms", "head", "other"];
 
 /// Name fragments of tensors that no model loads.
@@ -109,7 +109,7 @@ impl WeightsSummary {
 
 impl Inventory {
     /// Lists the tensors of a checkpoint and the formats that they will have in memory.
-    /// `target` is the quantization of float matrices during loading, if any.
+    /// `target` is the format to which loading quantizes float matrices, if any.
     pub fn from_checkpoint(checkpoint: &Checkpoint, target: Option<QuantizationTarget>) -> Self {
         let tensor = |(name, info): (&str, &TensorInfo)| {
             let packed_bytes = match MemoryFormat::for_floats(name, info.shape.len()) {
@@ -133,7 +133,7 @@ impl Inventory {
         for tensor in inventory.tensors.iter_mut().filter(is_matrix) {
             let is_quantized = match tensor.group() {
                 "attention" | "mlp" | "head" => true,
-                // Only the experts of gpt-oss have biases. They are not quantized during loading.
+                // Experts with biases are from gpt-oss. Loading does not quantize them.
                 "experts" => checkpoint.info(&format!("{}_bias", tensor.name)).is_none(),
                 "embedding" => !has_head && !tensor.name.contains("wpe"),
                 _ => false,
@@ -207,7 +207,7 @@ impl Inventory {
     }
 
     /// Returns the size of the largest layer of quantized experts after dequantization, in bytes.
-    /// When a pass has many tokens, a GPU dequantizes the experts layer by layer.
+    /// In a pass with many tokens, a GPU dequantizes the experts of one layer at a time.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
         for tensor in self

@@ -1,4 +1,4 @@
-//! Loads the tensors of a model's layers.
+//! Loads tensors by name, and converts float tensors to the compute dtype.
 
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ pub struct Weights<'c> {
 /// The maximum size of a tensor whose dtype is converted on the host, before the copy to the device.
 const MAX_HOST_CONVERSION_BYTES: usize = 1 << 20;
 
-/// The methods of [`ReadAhead`], independent of its target type.
+/// The methods of [`ReadAhead`] without its type parameter, for use as a trait object.
 pub(super) trait TensorReader {
     fn contains(&self, name: &str) -> bool;
     fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor>;
@@ -57,7 +57,7 @@ impl<'c> Weights<'c> {
     /// Creates weights that convert float tensors to `dtype` and load them to `device`.
     ///
     /// For safetensors files and a GPU, background threads start reading immediately.
-    /// When a load returns, the copy to the device may still be in flight. Work on the device's stream waits for it.
+    /// A load may return before the copy to the device is complete. Kernels on the device's stream wait for the copy.
     pub fn new(
         checkpoint: &'c Checkpoint,
         device: &Device,
@@ -109,7 +109,7 @@ impl<'c> Weights<'c> {
         Self { reader: Some(Arc::new(reader)), ..Self::without_reader(checkpoint, device, dtype, progress) }
     }
 
-    /// Returns the same weights, but without quantizing float matrices.
+    /// Returns the same weights, but without quantization during loading.
     pub fn unquantized(&self) -> Self {
         Self { quantize: None, ..self.clone() }
     }
@@ -153,8 +153,8 @@ impl<'c> Weights<'c> {
             return self.float_from_e4m3(&name, shape, dtype);
         }
         let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], shape)?;
-        // Small tensors, such as norms and biases, are converted on the host.
-        // On the first run on a machine, the driver would take a second to compile candle's conversion kernels.
+        // Convert small tensors, such as norms and biases, on the host. A conversion on the GPU takes a second
+        // on the first run on a machine, because the driver has to compile candle's conversion kernels.
         let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= MAX_HOST_CONVERSION_BYTES;
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let tensor = model.float(&name, dtype)?.to_device(&self.device);
@@ -183,11 +183,11 @@ impl<'c> Weights<'c> {
         Ok(self.progress.add_tensor(tensor.with_context(|| format!("cannot load tensor {name}"))?))
     }
 
-    /// Fails if the tensor's layer has a scale, because ignoring the scale would give wrong values.
+    /// Fails if the checkpoint has a scale for the tensor, because ignoring the scale would give wrong values.
     pub(super) fn check_unscaled(&self, name: &str) -> Result<()> {
         let is_scale = |other: &str| other.strip_prefix(module(name)).is_some_and(|rest| rest.contains("scale"));
         match self.checkpoint.tensors().find(|(other, _)| is_scale(other)) {
-            Some((scale, _)) => self.refuse_quantized(name, &format!("its scale is {}", excerpt(scale))),
+            Some((scale, _)) => self.refuse_quantized(name, &format!("found scale tensor {}", excerpt(scale))),
             None => Ok(()),
         }
     }
@@ -195,7 +195,7 @@ impl<'c> Weights<'c> {
     /// Returns [`Error::UnsupportedQuantization`] for a tensor that quantization_config does not describe.
     fn refuse_quantized<T>(&self, name: &str, how: &str) -> Result<T> {
         let dtype = self.checkpoint.required(name)?.dtype;
-        let what = format!("tensor {name} in {dtype} ({how}, but quantization_config does not describe it)");
+        let what = format!("tensor {name} in {dtype} ({how}, but quantization_config does not describe the tensor)");
         Err(Error::UnsupportedQuantization { what }.into())
     }
 
@@ -206,12 +206,12 @@ impl<'c> Weights<'c> {
         Ok(self.progress.add_tensor(self.load(&name, &self.device)?))
     }
 
-    /// Checks the dtype and the shape of a tensor.
+    /// Returns the header entry of a tensor. Fails if the tensor has another shape or none of these dtypes.
     pub(super) fn check(&self, name: &str, dtypes: &[DType], shape: &[usize]) -> Result<&'c TensorInfo> {
         let info = self.checkpoint.required(name)?;
         self.progress.add_name(name);
         if matches!(info.dtype, Dtype::I8 | Dtype::U8 | Dtype::F8_E5M2) && !dtypes.contains(&DType::U8) {
-            return self.refuse_quantized(name, "it needs scales");
+            return self.refuse_quantized(name, "this dtype needs scales");
         }
         if !info.candle_dtype().is_some_and(|dtype| dtypes.contains(&dtype)) {
             bail!("tensor {name}: expected one of {dtypes:?}, found {}", self.checkpoint.describe(name));

@@ -81,7 +81,7 @@ impl<'c> Weights<'c> {
     }
 
     /// Returns the rows of a matrix that is quantized in the file or during loading.
-    /// Returns `None` for a matrix that stays in floats.
+    /// Returns `None` for a matrix that is loaded as floats.
     fn quantized(&self, name: &str, rows: usize, columns: usize) -> Result<Option<MatrixRows<'c>>> {
         let name = self.full_name(name);
         let info = self.checkpoint.required(&name)?;
@@ -92,7 +92,7 @@ impl<'c> Weights<'c> {
                 (found, _) => found,
             },
             Checkpoint::Safetensors(checkpoint) => match self.quantize {
-                // Embeddings and ignored modules have no scales.
+                // Only quantized matrices have a scale. Embeddings and ignored modules have none.
                 _ if checkpoint.info(&format!("{name}_scale")).is_some() => {
                     Some(self.compressed(checkpoint, &name, [rows, columns])?)
                 }
@@ -145,7 +145,7 @@ impl<'c> Weights<'c> {
             let view = checkpoint.view(name)?;
             let elements = view.info.elements();
             if !view.info.is_float() || !counts.contains(&elements) {
-                bail!("tensor {name}: expected {counts:?} scales, found {}", self.checkpoint.describe(name));
+                bail!("tensor {name}: expected {} scales, found {}", counts[0], self.checkpoint.describe(name));
             }
             self.progress.add_name(name);
             let mut values = vec![0.0; elements];

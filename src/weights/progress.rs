@@ -1,4 +1,4 @@
-//! The progress of model loading.
+//! Tracks which tensors were loaded and how many bytes were read.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;

@@ -41,7 +41,7 @@ impl QuantizationTarget {
         ("int8", Self::Int8),
     ];
 
-    /// Returns the format of a matrix with this many columns, or `None` if the matrix stays in floats.
+    /// Returns the format of a matrix with this many columns, or `None` if the matrix is loaded as floats.
     pub fn format(self, columns: usize) -> Option<WeightFormat> {
         match self {
             Self::Fp8 => Some(WeightFormat::Fp8),
@@ -50,8 +50,8 @@ impl QuantizationTarget {
         }
     }
 
-    /// Returns the type itself if rows of this length consist of whole blocks. Otherwise, tries llama.cpp's fallback.
-    /// The fallback has shorter blocks and more bits. Returns `None` if neither type fits.
+    /// Returns `ggml_type` if rows of this length consist of whole blocks. Otherwise, tries llama.cpp's fallback type.
+    /// The fallback type has shorter blocks and more bits. Returns `None` if neither type fits.
     fn fitting_type(ggml_type: GgmlType, columns: usize) -> Option<GgmlType> {
         let fallback = match ggml_type {
             GgmlType::Q2K | GgmlType::Q3K => GgmlType::Q4_0,
@@ -124,7 +124,7 @@ impl<'c> MatrixRows<'c> {
     }
 
     /// Creates rows from floats, which are quantized when a row is written. `row` fills a slice with a row's values.
-    /// Returns `None` if the matrix stays in floats.
+    /// Returns `None` if the matrix is loaded as floats.
     pub fn from_floats(
         target: QuantizationTarget,
         rows: usize,
@@ -173,8 +173,8 @@ impl<'c> MatrixRows<'c> {
             let [low, high, scales, supers] = split;
             rest = [low.1, high.1, scales.1, supers.1];
             let [low, high, scales, supers] = [low.0, high.0, scales.0, supers.0];
-            // The planes that a format lacks have rows of 0 bytes, on which `par_chunks_mut` would panic.
-            // `plane_rows` yields empty rows for them instead.
+            // The rows of an unused plane have 0 bytes, on which `par_chunks_mut` would panic.
+            // `plane_rows` yields empty rows instead.
             low.par_chunks_mut(row_bytes[0])
                 .zip(plane_rows(high, row_bytes[1], part.rows))
                 .zip(plane_rows(scales, row_bytes[2], part.rows))
@@ -190,7 +190,7 @@ impl<'c> MatrixRows<'c> {
     }
 }
 
-/// Quantizes a row with the same results as ggml.
+/// Quantizes a row to the same bytes as ggml.
 fn quantize_row(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
     let mut bytes = vec![0; values.len() / ggml_type.block_length() * ggml_type.block_bytes()];
     let mut blocks = bytes.chunks_exact_mut(ggml_type.block_bytes()).zip(values.chunks_exact(ggml_type.block_length()));

@@ -25,7 +25,7 @@ pub struct ReadRequest {
     pub retention: Retention,
 }
 
-/// Whether the memory that a tensor is read into is kept after loading.
+/// Whether a tensor's memory is kept after loading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Retention {
     /// The model keeps the tensor as it was read, so reading it early takes no extra memory.
@@ -84,7 +84,7 @@ struct Queue<M> {
     stopped: bool,
 }
 
-/// The state of one tensor.
+/// How far the read of one tensor has progressed.
 enum TensorState<M> {
     /// Neither requested nor started.
     Idle,
@@ -104,10 +104,10 @@ enum TensorState<M> {
 struct Piece<M> {
     tensor: usize,
     memory: Arc<M>,
-    /// The offset in the tensor.
+    /// The offset of the piece in the tensor, in bytes.
     offset: usize,
     source: Arc<Source>,
-    /// The offset in the file.
+    /// The offset of the piece in the file, in bytes.
     start: u64,
     bytes: usize,
 }
@@ -147,7 +147,7 @@ impl<T: Target> ReadAhead<T> {
     pub fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         let Some(&index) = self.names.get(name) else { bail!("tensor {name} is not in the read-ahead list") };
         let memory = self.shared.take(index)?;
-        self.shared.target.tensor(memory, dtype, shape).with_context(|| format!("cannot use tensor {name}"))
+        self.shared.target.tensor(memory, dtype, shape).with_context(|| format!("cannot create tensor {name}"))
     }
 }
 
@@ -194,7 +194,7 @@ impl<T: Target> Shared<T> {
         }
     }
 
-    /// Runs one reading thread until all reading stops or fails. Records the first failure.
+    /// Runs one reading thread until the reader is stopped or a read fails. Records the first failure.
     fn run(&self) {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.read_pieces()));
         if let Err(error) = outcome.unwrap_or_else(|_| Err(anyhow!("a weight-reading thread panicked"))) {
@@ -215,7 +215,7 @@ impl<T: Target> Shared<T> {
     }
 
     fn read_piece(&self, piece: &Piece<T::Memory>, staging: &mut T::Staging) -> Result<()> {
-        // The disk can start reading while this thread waits for a staging buffer.
+        // Let the disk start reading while this thread waits for a staging buffer.
         piece.source.advise(piece.start, piece.bytes);
         piece.source.read(&mut self.target.buffer(staging)?[..piece.bytes], piece.start)?;
         Ok(self.target.copy(staging, piece.bytes, &piece.memory, piece.offset)?)
@@ -270,7 +270,7 @@ impl<T: Target> Shared<T> {
         Some(Piece { tensor, memory, offset, source, start, bytes })
     }
 
-    /// Returns the next tensor to start before it is requested.
+    /// Returns the next tensor to read ahead.
     /// Returns `None` if no tensors are left, or if the temporary tensors have reached their limit.
     fn choose(&self, queue: &mut Queue<T::Memory>) -> Option<usize> {
         while queue.next < self.read_requests.len() {

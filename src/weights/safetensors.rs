@@ -30,7 +30,7 @@ pub struct SafetensorsCheckpoint {
     compressed: Option<CompressedConfig>,
 }
 
-/// A tensor and its location.
+/// A tensor's header entry, file and offset.
 struct StoredTensor {
     info: TensorInfo,
     /// The index of the tensor's file in `SafetensorsCheckpoint::files`.
@@ -74,7 +74,7 @@ impl SafetensorsCheckpoint {
 
     /// Reads `quantization_config` from config.json, if the directory has one.
     fn with_config(mut self, dir: &Path) -> Result<Self> {
-        // A broken config.json is reported by the code that reads the config.
+        // Ignore a broken config.json here. Reading the model's config reports the error.
         if let Ok(json) = files::read_json(&dir.join("config.json"), files::CONFIG) {
             self.compressed = CompressedConfig::read(&json)?;
         }
@@ -82,7 +82,7 @@ impl SafetensorsCheckpoint {
         Ok(self)
     }
 
-    /// Lists each packed tensor as `weight` in I8. The bytes stay the same, because each word holds four 8-bit codes.
+    /// Lists each `weight_packed` as `weight` in I8. The bytes stay the same, because each I32 holds four 8-bit codes.
     fn list_packed_as_weights(&mut self) -> Result<()> {
         let packed = |name: &String| {
             let module = name.strip_suffix(".weight_packed")?.to_string();
@@ -92,14 +92,14 @@ impl SafetensorsCheckpoint {
             let name = format!("{module}.weight_packed");
             let shape = self.view(&format!("{module}.weight_shape"))?;
             if shape.info.bytes() != 16 {
-                bail!("tensor {module}.weight_shape: expected two I64 values, found {:?}", shape.info.shape);
+                bail!("tensor {module}.weight_shape: expected two I64 values, found shape {:?}", shape.info.shape);
             }
             let shape = shape.bytes.read()?;
             let unpacked_shape: Vec<u64> =
                 shape.chunks_exact(8).map(|size| u64::from_le_bytes(size.try_into().unwrap_or_default())).collect();
             let Some(mut stored) = self.tensors.remove(&name) else { continue };
             let &[rows, words] = stored.info.shape.as_slice() else {
-                bail!("tensor {name}: expected two dimensions, found {:?}", stored.info.shape)
+                bail!("tensor {name}: expected two dimensions, found shape {:?}", stored.info.shape)
             };
             let columns = words.saturating_mul(4);
             if stored.info.dtype != Dtype::I32 || unpacked_shape != [rows as u64, columns as u64] {
@@ -226,17 +226,17 @@ impl SafetensorsCheckpoint {
 
 /// Reads and validates the header of a file. Returns the offset of the tensor data, in bytes, and the header.
 fn read_header(source: &Source) -> Result<(usize, Metadata)> {
-    ensure!(source.bytes() >= 8, "it has only {} bytes", source.bytes());
+    ensure!(source.bytes() >= 8, "the file has only {} bytes", source.bytes());
     let mut length = [0; 8];
     source.read(&mut length, 0)?;
     let length = u64::from_le_bytes(length);
     let data_bytes = (source.bytes() - 8).checked_sub(length).filter(|_| length <= MAX_HEADER_BYTES);
-    let data_bytes = data_bytes.with_context(|| format!("it declares a {length}-byte header"))?;
+    let data_bytes = data_bytes.with_context(|| format!("the file declares a {length}-byte header"))?;
     let metadata: Metadata = files::parse_json_up_to(MAX_HEADER_VALUES, &source.read_to_vec(8, length as usize)?)?;
     let tensor_bytes = metadata.data_len() as u64;
     ensure!(
         tensor_bytes == data_bytes,
-        "its tensors have {tensor_bytes} bytes, but {data_bytes} bytes follow the header"
+        "the tensors have {tensor_bytes} bytes, but {data_bytes} bytes follow the header"
     );
     Ok((8 + length as usize, metadata))
 }
@@ -256,7 +256,7 @@ pub fn stacked_name(names: &[String]) -> String {
     names.join(" + ")
 }
 
-/// Returns a sort key. With Llama's names, it sorts the embedding first, then layers by number, final norm and head.
+/// Returns a sort key. For Llama, the order is embedding, layers by number, final norm, output head.
 /// Sorting by name alone would place layer 10 before layer 2.
 fn loading_order(name: &str) -> (bool, Vec<Segment<'_>>) {
     let segment = |part| str::parse(part).map_or(Segment::Word(part), Segment::Number);

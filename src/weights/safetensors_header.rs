@@ -22,8 +22,7 @@ pub struct HeaderTensor<'h> {
     pub elements: u64,
     pub bytes: u64,
     /// Whether the tensor is a packed compressed-tensors weight, which is reported as an unpacked `weight` in I8.
-    /// Four values per word are assumed, because loading supports no other packing.
-    /// Only config.json has the actual number.
+    /// The header does not say how many values an I32 holds. Four is assumed: loading supports no other packing.
     pub packed: bool,
 }
 
@@ -51,12 +50,13 @@ pub fn read<'h>(
         let elements = shape.iter().try_fold(1u64, |product, &size| product.checked_mul(size));
         let (Some(elements), Some(bytes)) = (elements, last.checked_sub(first)) else {
             let name = excerpt(&name);
-            invalid = Some(format!("tensor {name} has {} dims and byte range {first} to {last}", shape.len()));
+            invalid =
+                Some(format!("tensor {name}: invalid shape ({} dims) or byte range {first} to {last}", shape.len()));
             return;
         };
         if bits(&dtype).is_some_and(|bits| elements.checked_mul(bits) != bytes.checked_mul(8)) {
             let name = excerpt(&name);
-            invalid = Some(format!("tensor {name} has {elements} elements of {dtype} in {bytes} bytes"));
+            invalid = Some(format!("tensor {name}: {bytes} bytes do not hold {elements} elements of {dtype}"));
             return;
         }
         end = end.max(last);
@@ -77,7 +77,7 @@ pub fn read<'h>(
         bail!("the header of {file} is invalid: {invalid}");
     }
     // The tensors must fill the data without gaps or overlaps.
-    ensure!(total == end, "the header of {file} is invalid: its tensors have {total} bytes but end at byte {end}");
+    ensure!(total == end, "the header of {file} is invalid: the tensors have {total} bytes but end at byte {end}");
     if let Some(data_bytes) = data_bytes.filter(|bytes| *bytes != end) {
         bail!("the header of {file} lists {end} bytes of tensors, but the file has {data_bytes} bytes of data");
     }

@@ -14,7 +14,7 @@ use half::{bf16, f16};
 
 use crate::files;
 
-/// The number of bytes to read from a file at a time, unless a row is longer. They fit in the L2 cache of a core.
+/// The number of bytes to read at a time, unless a row is longer. A window of this size fits in a core's L2 cache.
 const WINDOW_BYTES: usize = 64 << 10;
 
 /// An open file that contains weights.
@@ -39,7 +39,7 @@ impl Source {
         self.bytes
     }
 
-    /// Tells the operating system that these bytes will be read soon. Errors are ignored.
+    /// Tells the operating system that this range of the file will be read soon. Errors are ignored.
     pub(super) fn advise(&self, offset: u64, bytes: usize) {
         #[cfg(target_os = "linux")]
         {
@@ -81,7 +81,7 @@ impl Source {
 }
 
 /// Creates an empty vector with this capacity. Returns an error, rather than aborting, if there is not enough memory.
-/// A file may claim any size.
+/// A hostile file may claim any size.
 fn with_capacity<T>(capacity: usize) -> Result<Vec<T>> {
     let mut vec = Vec::new();
     let reserved = vec.try_reserve_exact(capacity);
@@ -163,7 +163,7 @@ impl RowSource for StoredRows<'_> {
     }
 }
 
-/// The file contents that a thread read last. Reads ahead, so most rows are in memory before they are requested.
+/// Buffers the file contents that one thread read last. Reads ahead, so most rows are in memory when requested.
 #[derive(Default)]
 pub struct RowBuffer {
     /// Two windows, because the rows of a matrix may alternate between two tensors. The most recently used is first.
@@ -181,7 +181,7 @@ struct Window {
 }
 
 impl Window {
-    /// Returns the position in the window of the `bytes` bytes at offset `start` of a file, if the window has them all.
+    /// Looks up `bytes` bytes at offset `start` of a file. Returns their index if the window contains all of them.
     fn position(&self, source: &Arc<Source>, start: u64, bytes: usize) -> Option<usize> {
         self.source.as_ref().filter(|own| Arc::ptr_eq(own, source))?;
         let position = usize::try_from(start.checked_sub(self.start)?).ok()?;

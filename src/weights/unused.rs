@@ -26,11 +26,11 @@ const WITHOUT_EFFECT: [&str; 12] = [
     "_zero_point",
 ];
 
-/// A part of the names of RoPE tables, which inferno computes from config.json instead.
+/// A substring of the names of RoPE tables. inferno ignores these tables and computes RoPE from config.json.
 const TABLE: &str = "rotary_emb.";
 
-/// A matrix that only the layers for multi-token prediction (MTP) have. MTP layers follow the decoder layers. inferno
-/// skips MTP layers, because they only draft tokens for speculative decoding.
+/// A matrix that only layers for multi-token prediction (MTP) have. MTP layers follow the decoder layers.
+/// inferno skips MTP layers, because they only draft tokens for speculative decoding.
 const MTP_MATRIX: &str = "eh_proj.weight";
 
 impl Weights<'_> {
@@ -39,10 +39,9 @@ impl Weights<'_> {
     pub fn check_layer_count(&self, layers: usize) -> Result<()> {
         let is_surplus = |&(_, layer): &(&str, usize)| layer >= layers && !self.at(layer).contains(MTP_MATRIX);
         match self.layer_tensors().find(is_surplus) {
-            Some((name, layer)) => bail!(
-                "tensor {} belongs to layer {layer}, but the model has only {layers} layers (num_hidden_layers)",
-                excerpt(name)
-            ),
+            Some((name, layer)) => {
+                bail!("tensor {} belongs to layer {layer}, but num_hidden_layers is {layers}", excerpt(name))
+            }
             None => Ok(()),
         }
     }

@@ -109,8 +109,8 @@ impl Process {
     /// Sends a request and waits for the response. Fails if the process ends or takes too long.
     fn call(&mut self, dir: &Path, request: &Request, body: &[u8]) -> Result<(Response, Vec<u8>)> {
         let budget = Budget::of(request, body);
-        // If the process has ended, the write fails with a broken pipe. Ignore that error: the read below then fails
-        // too, and `failure` reports why the process ended.
+        // If the process has ended, the write fails with a broken pipe. Ignore that error: the read below fails too,
+        // and `failure` reports why the process ended.
         let written = protocol::write(&mut self.stdin, request, body);
         if let Err(error) = &written
             && error.downcast_ref().is_none_or(|error: &io::Error| error.kind() != io::ErrorKind::BrokenPipe)
@@ -125,7 +125,7 @@ impl Process {
         }
     }
 
-    /// Kills the process and returns an error that says why the request failed. `is_late`: the deadline has passed.
+    /// Kills the process and returns why the request failed. `is_late` is true if the deadline has passed.
     fn failure(&mut self, dir: &Path, request: &Request, budget: Budget, is_late: bool) -> anyhow::Error {
         let is_ended = |child: &mut Child| matches!(child.try_wait(), Ok(Some(_)));
         // The pipe closes shortly before the process ends, so wait for the exit status.
@@ -139,9 +139,9 @@ impl Process {
         let _ = self.stderr.by_ref().take(4096).read_to_string(&mut last_words);
 
         let (action, what) = match request {
-            Request::Load => ("load the tokenizer", "it"),
-            Request::Encode(_) => ("encode the text", "the tokenizer"),
-            Request::Render(..) => ("render the conversation", "the chat template"),
+            Request::Load => ("load the tokenizer of", "it"),
+            Request::Encode(_) => ("encode the text with", "the tokenizer"),
+            Request::Render(..) => ("render the conversation with", "the chat template"),
         };
         let signal = status.as_ref().ok().and_then(|status| Signal::try_from(status.signal()?).ok());
         let reason = if is_late || signal == Some(Signal::SIGXCPU) {
@@ -151,9 +151,10 @@ impl Process {
         } else if last_words.contains("overflowed its stack") || signal == Some(Signal::SIGSEGV) {
             format!("{what} is nested too deeply")
         } else {
-            format!("its process ended unexpectedly ({})", status.map_or_else(|e| e.to_string(), |s| s.to_string()))
+            let status = status.map_or_else(|e| e.to_string(), |s| s.to_string());
+            format!("the worker process ended unexpectedly ({status})")
         };
-        anyhow!("cannot {action} of {}: {reason}", dir.display())
+        anyhow!("cannot {action} {}: {reason}", dir.display())
     }
 }
 

@@ -66,8 +66,8 @@ pub fn disable_core_dumps() -> Result<()> {
     set_soft_limit(Resource::RLIMIT_CORE, 0)
 }
 
-/// Returns the size of this process's private writable mappings in bytes, which RLIMIT_DATA limits.
-/// Includes the main thread's stack, which RLIMIT_DATA does not count.
+/// Returns the size in bytes of this process's private writable mappings, which RLIMIT_DATA limits.
+/// The result includes the main thread's stack, which RLIMIT_DATA does not count.
 fn data_bytes() -> Result<u64> {
     let statm = fs::read_to_string("/proc/self/statm").context("cannot read /proc/self/statm")?;
     let pages: u64 = statm.split(' ').nth(5).and_then(|pages| pages.parse().ok()).context("cannot parse statm")?;

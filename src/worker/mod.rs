@@ -39,7 +39,7 @@ pub fn init() {
     IS_ENABLED.store(true, Ordering::Relaxed);
 }
 
-/// Loads the language data of the snapshot in `dir`, which may also be the path of a GGUF file.
+/// Loads the tokenizer, chat format and other language data of the snapshot or GGUF file at `dir`.
 pub fn load_language(dir: &Path) -> Result<Language> {
     match start(dir) {
         Some(language) => language,

@@ -1,7 +1,7 @@
 //! The messages between inferno and a worker, sent over the worker's standard input and output.
 //!
-//! Each message is sent as a frame with a head (a request or response in JSON) and a body (text or binary data).
-//! The frame begins with the lengths of the head and the body (both u32, little-endian).
+//! Each message is sent as a frame with a header (a request or response in JSON) and a body (text or binary data).
+//! The frame begins with the lengths of the header and the body (both u32, little-endian).
 
 use std::io::{self, Read, Write};
 
@@ -13,10 +13,10 @@ use serde_json::Value;
 use crate::chat::{Message, RenderOptions};
 use crate::tokenizer::ControlTokens;
 
-/// The argument that makes this program a worker. `ps` and `top` show it.
+/// The command-line argument that starts this program as a worker. `ps` and `top` show the argument.
 pub const ARGUMENT: &str = "language-worker";
 
-/// The maximum size of a head or a body, in bytes.
+/// The maximum size of a header or a body, in bytes.
 const MAX_BYTES: usize = 1 << 30;
 
 #[derive(Serialize, Deserialize)]
@@ -44,7 +44,7 @@ impl Request {
 
 #[derive(Serialize, Deserialize)]
 pub enum Response {
-    /// The tokens are in the body.
+    /// The body has all tokens of the vocabulary.
     Loaded(Box<Loaded>),
     /// The token ids are in the body.
     Encoded,
@@ -54,7 +54,7 @@ pub enum Response {
     Failed(String),
 }
 
-/// The language data of a model, except its tokens.
+/// The language data of a model, except the tokens of its vocabulary.
 #[derive(Serialize, Deserialize)]
 pub struct Loaded {
     pub table: Value,

@@ -15,7 +15,8 @@ use crate::text::error_message;
 
 /// Serves requests until standard input ends. Returns the exit code.
 pub fn run() -> i32 {
-    // Templates and regular expressions can recurse deeply. This thread's stack does not depend on `ulimit -s`.
+    // Templates and regular expressions can recurse deeply, and `ulimit -s` may limit the main thread's stack.
+    // Serve requests on a thread with a large stack of fixed size instead.
     let server = thread::Builder::new().name("language-worker".into()).stack_size(limits::STACK_BYTES).spawn(serve);
     match server.map(thread::JoinHandle::join) {
         Ok(Ok(Ok(()))) => 0,

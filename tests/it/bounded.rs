@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 
 use nix::libc;
 
-/// The most seconds of CPU time that the program may take.
+/// The maximum CPU time of the program, in seconds.
 const MAX_SECONDS: f64 = 10.0;
-/// The most time that the program may take in total. Other tests may delay it, so this exceeds [`MAX_SECONDS`].
+/// The maximum run time. It exceeds [`MAX_SECONDS`], because other tests may slow the program down.
 const HANG: Duration = Duration::from_secs(60);
-/// The most bytes of resident memory.
+/// The maximum resident memory, in bytes.
 const MAX_BYTES: u64 = 1_000_000_000;
 /// The value of RLIMIT_DATA in bytes. This limit also counts memory that the program allocates but never touches.
 const MAX_DATA: libc::rlim_t = 1_500_000_000;
-/// The most bytes of an error message.
+/// The maximum length of an error message, in bytes.
 const MAX_MESSAGE: usize = 2000;
 
 /// The result of a program that stayed within the limits.
@@ -34,7 +34,7 @@ impl Bounded {
     pub fn assert_fails(&self, code: i32, words: &[&str]) {
         assert_eq!(self.status.code(), Some(code), "{}\n{}", self.stdout, self.stderr);
         for word in words {
-            assert!(self.stderr.contains(word), "no {word:?} in: {}", self.stderr);
+            assert!(self.stderr.contains(word), "the error does not contain {word:?}: {}", self.stderr);
         }
     }
 
@@ -100,7 +100,7 @@ pub fn bounded_with_input(mut command: Command, input: &[u8]) -> Bounded {
 
     let shown: String = stderr.chars().take(4000).collect();
     assert!(!is_killed, "{name} was killed after {seconds:.1} s and {cpu_seconds:.1} s of CPU time\n{shown}");
-    assert_eq!(status.signal(), None, "{name} ended by a signal\n{shown}");
+    assert_eq!(status.signal(), None, "a signal ended {name}\n{shown}");
     assert_ne!(status.code(), Some(101), "{name} panicked\n{shown}");
     assert!(!stderr.contains("panicked at"), "{name} panicked\n{shown}");
     assert!(seconds <= MAX_SECONDS || cpu_seconds <= MAX_SECONDS, "{name} took {seconds:.1} s\n{shown}");
@@ -110,7 +110,7 @@ pub fn bounded_with_input(mut command: Command, input: &[u8]) -> Bounded {
     if !status.success() {
         assert!(stderr.len() <= MAX_MESSAGE, "{name} wrote {} bytes\n{shown}", stderr.len());
         let errors = stderr.lines().filter(|line| line.starts_with("error: ")).count();
-        assert_eq!(errors, 1, "{name} must write one error\n{shown}");
+        assert_eq!(errors, 1, "{name} must write exactly one error\n{shown}");
     }
     Bounded { status, stdout, stderr, seconds, peak_bytes }
 }
@@ -136,7 +136,7 @@ fn wait(pid: libc::pid_t) -> Option<(ExitStatus, f64)> {
 /// Returns the peak resident memory of a running process.
 /// `rusage` cannot be used: its value includes the memory of the test process before `exec`.
 fn peak_resident_bytes(pid: libc::pid_t) -> Option<u64> {
-    // Until `exec`, the child shares or copies the memory of this process.
+    // Skip the child until `exec`: its memory is that of the test process.
     let program = std::fs::read_link(format!("/proc/{pid}/exe")).ok()?;
     if std::env::current_exe().is_ok_and(|this| this == program) {
         return None;

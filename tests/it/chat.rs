@@ -123,7 +123,7 @@ fn parse_ids(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, ids: &[u3
         take(parser.push(tokenizer, id).unwrap());
     }
     take(parser.finish(tokenizer).unwrap());
-    assert_eq!(parser.finish(tokenizer).unwrap(), [], "the second call of `finish` returned deltas");
+    assert_eq!(parser.finish(tokenizer).unwrap(), [], "the second call to `finish` returned deltas");
     Parsed { deltas, tool_calls: parser.tool_calls().to_vec(), format_violations: parser.format_violations() }
 }
 

@@ -34,7 +34,7 @@ pub fn assert_fails(output: &Output, code: i32, words: &[&str]) {
     assert_eq!(output.status.code(), Some(code), "{message}");
     assert!(message.lines().any(|line| line.starts_with("error: ")), "{message}");
     for word in words {
-        assert!(message.contains(word), "no {word:?} in: {message}");
+        assert!(message.contains(word), "the error does not contain {word:?}: {message}");
     }
 }
 
@@ -153,7 +153,7 @@ fn list_shows_the_demo() {
     assert!(demo["size_bytes"].as_u64().unwrap() < 8_000_000);
 }
 
-/// `list` reads only headers, but its numbers must match the numbers from `Checkpoint`.
+/// `list` reads only headers, but must report the same parameter counts as `Checkpoint`.
 #[test]
 fn listed_numbers_equal_those_of_the_checkpoint() {
     let home = TempDir::new().unwrap();
@@ -174,7 +174,7 @@ fn listed_numbers_equal_those_of_the_checkpoint() {
         snapshot
     };
     models.iter().for_each(|model| drop(install(&model.replace('/', "-"), model)));
-    // 4-bit weights, packed eight to a word, are not supported, so `list` does not know the parameter count.
+    // 4-bit weights, eight per I32, are not supported, so `list` does not know the parameter count.
     let four_bits = install("four-bits", "compressed/int8_packed").join("config.json");
     let config = fs::read_to_string(&four_bits).unwrap();
     fs::write(&four_bits, config.replace("\"num_bits\": 8", "\"num_bits\": 4")).unwrap();
@@ -302,7 +302,7 @@ fn missing_model_error_names_the_download_command() {
 #[test]
 fn broken_weights_error_names_the_file() {
     let weights = "model.safetensors";
-    // Truncate the file to 0 bytes, inside and right after the header length, inside the header, and inside the data.
+    // Empty the file, or truncate it within the header length, right after it, within the header or within the data.
     for length in [0, 5, 8, 1000, 100_000] {
         let (_folder, path) = copy_of_demo();
         let file = fs::OpenOptions::new().write(true).open(path.join(weights)).unwrap();
@@ -455,7 +455,7 @@ fn closed_stdout_is_not_a_failure() {
 #[test]
 fn base_model_is_rejected_before_its_weights_are_read() {
     let (_folder, model) = copy_of_demo();
-    // If the tokenizer had all harmony tokens, inferno would treat the model as a chat model.
+    // Rename one harmony token. If the tokenizer has all of them, inferno treats the model as a chat model.
     let tokenizer = fs::read_to_string(model.join("tokenizer.json")).unwrap();
     fs::write(model.join("tokenizer.json"), tokenizer.replace("<|channel|>", "<|canal|>")).unwrap();
     let name = model.to_str().unwrap();

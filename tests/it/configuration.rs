@@ -38,7 +38,7 @@ fn flags_override_the_environment_which_overrides_the_file() {
     let config = "device = \"cpu\"\ntemperature = 0\nseed = 1\nmax-tokens = 3\n[models.demo]\nseed = 2\n[models.\"a/b\"]\nseed = 3\n";
     let home = home_with(config);
     let seed = |more: &[&str], environment: &[(&str, &str)]| json(&ask(&home, more, environment))["seed"].as_u64();
-    assert_eq!(seed(&[], &[]), Some(2), "the top-level keys override the section of the model");
+    assert_eq!(seed(&[], &[]), Some(2), "[models.demo] must override the top-level keys");
     assert_eq!(seed(&[], &[("INFERNO_SEED", "4")]), Some(4));
     assert_eq!(seed(&["--seed", "5"], &[("INFERNO_SEED", "4")]), Some(5));
     let answer = json(&ask(&home, &[], &[]));
@@ -105,7 +105,7 @@ fn every_sampling_parameter_can_be_set_everywhere() {
     expect(&mut chat, ">>> ");
     for field in SAMPLING_FIELDS {
         let flag = format!("--{} <{}>", field.flag, field.value_name);
-        assert!(help.contains(&flag) && help.contains(field.help), "no {flag} in {help}");
+        assert!(help.contains(&flag) && help.contains(field.help), "--help does not list {flag}: {help}");
         let variable = format!("INFERNO_{}", field.name.to_uppercase());
         let expected = field.set(&mut SamplingParams::greedy(), "-200").unwrap_err();
         let output = ask(&home, &[], &[(&variable, "-200")]);
@@ -127,7 +127,7 @@ fn every_sampling_parameter_can_be_set_everywhere() {
     let folder = fs::read_dir(home.path().join(".local/state/inferno/conversations")).unwrap();
     let journal = fs::read_to_string(folder.last().unwrap().unwrap().path()).unwrap();
     for field in SAMPLING_FIELDS {
-        assert!(journal.contains(&format!("\"{}\":[", field.flag)), "no {} in {journal}", field.flag);
+        assert!(journal.contains(&format!("\"{}\":[", field.flag)), "the journal lacks {}: {journal}", field.flag);
     }
 }
 
@@ -286,7 +286,7 @@ fn completions_are_generated_and_verbose_logs_go_to_stderr() {
     let output = ask(&home, &["--device", "cpu", "--max-tokens", "1", "-v"], &[]);
     let log = text(&output.stderr);
     for word in ["config.toml", "model.safetensors", "executor"] {
-        assert!(log.contains(word), "no {word} in {log}");
+        assert!(log.contains(word), "the log does not contain {word}: {log}");
     }
     json(&output);
     assert_eq!(text(&ask(&home, &["--device", "cpu", "--max-tokens", "1"], &[]).stderr), "");

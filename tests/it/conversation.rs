@@ -23,7 +23,7 @@ fn say(chat: &mut PtySession, line: &str) -> String {
     without_escapes(&prompt(chat))
 }
 
-/// Removes CSI escape sequences, which may occur in the middle of a word if the chat redraws the word while it streams.
+/// Removes CSI escape sequences. While an answer streams, a redraw may place them in the middle of a word.
 fn without_escapes(output: &str) -> String {
     let mut parts = output.split("\u{1b}[");
     let mut text = parts.next().unwrap_or_default().to_string();
@@ -71,13 +71,13 @@ fn commands_do_what_their_help_says() {
     for command in
         "help exit clear undo regen system set reasoning file save load export stats context model".split(' ')
     {
-        assert!(help.contains(&format!("/{command}")), "no {command} in {help}");
+        assert!(help.contains(&format!("/{command}")), "/help does not list {command}: {help}");
         let about = say(&mut chat, &format!("/help {command}"));
         assert!(about.contains(&format!("/{command}")) && !about.contains("unknown command"), "{about}");
     }
     let all = say(&mut chat, "/set");
     for setting in ["temperature", "top-k", "stop", "hide-reasoning", "plain", "overflow"] {
-        assert!(all.contains(setting), "no {setting} in {all}");
+        assert!(all.contains(setting), "/set does not list {setting}: {all}");
     }
     assert!(say(&mut chat, "/set temprature 1").contains("unknown setting 'temprature'"));
     assert!(say(&mut chat, "/set temperature hot").contains("expected a number"));
@@ -173,7 +173,7 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
     assert!(banner.contains("demo") && banner.contains("2 questions"), "{banner}");
     let settings = say(&mut chat, "/set");
     for line in ["temperature         0", "top-k               7", "top-p               0.5"] {
-        assert!(settings.contains(line), "no {line:?} in {settings}");
+        assert!(settings.contains(line), "/set does not show {line:?}: {settings}");
     }
     assert!(say(&mut chat, "/system").contains("Be kind."));
     assert!(say(&mut chat, "What is my name?").contains("Ada"));
@@ -186,7 +186,7 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
 
     let mut chat = play_with(&home, &["--resume", &name, "--top-k", "9"], &[]);
     assert!(prompt(&mut chat).contains("3 questions"));
-    assert!(say(&mut chat, "/set").contains("top-k               9"), "the journal overrides the flag");
+    assert!(say(&mut chat, "/set").contains("top-k               9"), "the flag must override the journal");
     leave(chat);
     let mut none = play_with(&home, &["--resume", "other"], &[]);
     expect(&mut none, "conversation 'other': not found");

@@ -26,7 +26,7 @@ const CONTEXT: usize = 160;
 const CHUNK: usize = 32;
 
 /// Families whose router may choose different experts in the graph than in the eager decoder.
-/// The two round the input of the router differently, which can decide a near tie.
+/// The graph and the eager decoder round the router's input differently, which can decide a near tie.
 const ROUTED: [&str; 2] = ["mixtral", "qwen3_moe"];
 
 struct Model {
@@ -83,7 +83,7 @@ impl Model {
         }
     }
 
-    /// Prefills `cache` with `ids` and returns the logits of the last token.
+    /// Runs the eager decoder on `ids`, after the tokens in `cache`. Returns the logits of the last token.
     fn forward(&self, ids: &[u32], cache: &mut KvCache) -> Tensor {
         let logits = ids.chunks(CHUNK).map(|chunk| {
             let batch = StepBatch { ids: chunk, lengths: &[chunk.len()], logits: LogitRows::Last };
@@ -258,7 +258,7 @@ fn for_each_model(test: impl Fn(&mut Model)) {
     }
 }
 
-/// A Llama model whose LM head is tied to the embedding.
+/// A Llama model for quantization during loading. Its output head is tied to the embedding.
 /// Row lengths are multiples of 256, except in o_proj, where K-quants fall back to formats with blocks of 32.
 const QUANTIZED: Llama = Llama {
     hidden_size: 512,
@@ -342,8 +342,8 @@ fn graph_steps_match_transformers() {
                 got.extend(values(graph.logits()));
             }
             let error = relative_error(&got, &values(&golden["logits"]));
-            println!("{}: off by {error:e}", model.name);
-            assert!(error < tolerance, "{}: off by {error:e}", model.name);
+            println!("{}: logits are off by {error:e}", model.name);
+            assert!(error < tolerance, "{}: logits are off by {error:e}", model.name);
 
             // In bf16, rounding may change the greedy token in a near tie. In f16, it must not.
             if dtype == DType::F16 {
@@ -376,7 +376,7 @@ fn unsupported_models_get_a_reason() {
     assert!(reason("llama_graph", DType::F32).contains("F32"));
 }
 
-/// Runs past the ends of the sliding windows and ring buffers, up to the end of the context.
+/// Decodes beyond the sliding windows and ring buffers, up to the end of the context.
 #[test(gpu)]
 fn graph_steps_match_the_eager_decoder() {
     for_each_model(|model| {
@@ -397,7 +397,7 @@ fn graph_steps_match_the_eager_decoder() {
             // If the router chooses a different expert in a near tie, the error of this step is larger.
             let is_flipped = model.has_router && (allowed..1.0).contains(&error);
             (steps, flipped) = (steps + 1, flipped + usize::from(is_flipped));
-            assert!(error < allowed || is_flipped, "{} at {position}: off by {error:e}", model.name);
+            assert!(error < allowed || is_flipped, "{} at {position}: logits are off by {error:e}", model.name);
             let best = (0..got.len()).max_by(|&a, &b| got[a].total_cmp(&got[b]).then(b.cmp(&a))).unwrap();
             assert_eq!(next as usize, best, "{} at {position}", model.name);
             seen.push(token);
@@ -410,7 +410,7 @@ fn graph_steps_match_the_eager_decoder() {
             }
         }
         let allowed_flips = if model.dtype == DType::F16 { steps / 15 } else { steps / 4 };
-        assert!(flipped <= allowed_flips, "{}: the router flipped in {flipped} of {steps} steps", model.name);
+        assert!(flipped <= allowed_flips, "{}: {flipped} of {steps} steps chose other experts", model.name);
     });
 }
 
@@ -435,7 +435,7 @@ fn graph_replay_matches_single_launches() {
     });
 }
 
-/// Simulates the next turn of a chat, after queued steps have written to the cache past the last used token.
+/// Simulates the next turn of a chat, after queued steps have written to the cache beyond the end of the answer.
 /// Truncates the cache by a few tokens or by more than a ring buffer holds, and prefills the next turn.
 #[test(gpu)]
 fn next_turn_continues_from_the_cache_of_graph_steps() {
@@ -470,7 +470,7 @@ fn next_turn_continues_from_the_cache_of_graph_steps() {
             let error = relative_error(&values(&model.forward(rest, &mut cache)), &want);
             model.cache = cache;
             let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
-            assert!(error < allowed, "{}, truncated to {length}: off by {error:e}", model.name);
+            assert!(error < allowed, "{}, truncated to {length}: logits are off by {error:e}", model.name);
         }
     });
 }

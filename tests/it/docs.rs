@@ -50,7 +50,7 @@ fn reference_page_lists_every_environment_variable() {
     let mut variables = BTreeSet::new();
     for file in files {
         let code = fs::read_to_string(&file).unwrap();
-        // Splitting at quotation marks yields string literals and the code between them. The filter keeps only names.
+        // Splitting at quotation marks yields string literals and the code between them. The filter keeps variables.
         let literals = code.split('"').filter(|literal| {
             let prefixes = ["INFERNO_", "HF_", "XDG_", "CUDA_", "NVCC", "NO_COLOR", "RUST_LOG", "VISUAL", "EDITOR"];
             let is_name = literal.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'_');
@@ -70,7 +70,7 @@ fn reference_page_lists_every_environment_variable() {
     assert!(missing.is_empty(), "docs/reference.md does not list {missing:?}");
 }
 
-/// The table, `--help` and the program must have the same exit codes.
+/// docs/reference.md, `--help` and `Error::exit_code` must have the same exit codes.
 #[test]
 fn reference_page_lists_exactly_the_exit_codes() {
     let reference = page("docs/reference.md");
@@ -85,7 +85,7 @@ fn reference_page_lists_exactly_the_exit_codes() {
     let constant = |name: &str| source.split_once(&format!("const {name}: u8 = "))?.1.split(';').next()?.parse().ok();
     let number = |code: &str| code.parse::<u8>().ok().or_else(|| constant(code));
     let errors = arms.map(|(_, code)| number(code).unwrap_or_else(|| panic!("'{code}' is not an exit code")));
-    // Success, all other errors, and Ctrl-C.
+    // Add 0 for success, 1 for errors without their own code, and 130 for Ctrl-C.
     let codes: BTreeSet<u8> = errors.chain([0, 1, 130]).collect();
     assert_eq!(documented, codes, "docs/reference.md and src/error.rs differ");
 
@@ -128,7 +128,7 @@ impl Results {
         self.0.iter().map(number).sum::<f64>() / self.0.len() as f64
     }
 
-    /// Returns the speed of a test in tokens per second, as the tables write it, such as "751", "1,353" or "40,100".
+    /// Returns the speed of a test in tokens per second, as the tables show it, such as "751", "1,353" or "40,100".
     fn speed(&self, kind: &str, tokens: u64, depth: u64) -> String {
         let is_wanted = |test: &&Value| test["kind"] == kind && test["tokens"] == tokens && test["depth"] == depth;
         let speed = |run: &Value| run["tests"].as_array().unwrap().iter().find(is_wanted).unwrap()["tok_per_s"].clone();
@@ -174,7 +174,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     }
 }
 
-/// In the docs, code of at least four words joined by underscores is the name of a test.
+/// In the docs, a name in backticks with at least three underscores is the name of a test.
 #[test]
 fn tests_that_the_docs_name_exist() {
     let mut files = Vec::new();
@@ -184,7 +184,7 @@ fn tests_that_the_docs_name_exist() {
     let mut names = Vec::new();
     for path in pages.filter(|path| path.extension().is_some_and(|extension| extension == "md")) {
         let text = fs::read_to_string(&path).unwrap().replace('\n', " ");
-        // Splitting at backticks makes every second part code.
+        // After a split at backticks, every second part is code.
         let is_test = |name: &&str| {
             let is_name = name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_');
             is_name && name.matches('_').count() >= 3

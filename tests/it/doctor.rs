@@ -26,7 +26,7 @@ fn diagnose(command: &mut Command) -> (Value, impl Fn(&str) -> (String, String) 
         let word = |finding: &Value, field: &str| finding[field].as_str().unwrap_or_default().to_string();
         let of_name = findings.iter().filter(|finding| finding["name"] == name);
         let worst = of_name.max_by_key(|finding| ["PASS", "WARN", "FAIL"].iter().position(|s| finding["status"] == *s));
-        let worst = worst.unwrap_or_else(|| panic!("no finding {name}: {findings:?}"));
+        let worst = worst.unwrap_or_else(|| panic!("no finding has the name {name}: {findings:?}"));
         (word(worst, "status"), format!("{} {}", word(worst, "what"), word(worst, "next")))
     };
     (report, find)
@@ -35,7 +35,7 @@ fn diagnose(command: &mut Command) -> (Value, impl Fn(&str) -> (String, String) 
 fn expect(found: (String, String), status: &str, words: &[&str]) {
     assert_eq!(found.0, status, "{}", found.1);
     for word in words {
-        assert!(found.1.contains(word), "no {word:?} in {}", found.1);
+        assert!(found.1.contains(word), "the finding does not contain {word:?}: {}", found.1);
     }
 }
 

@@ -562,7 +562,7 @@ fn generate(engine: &EngineHandle, prompt: &[u32], sampling: SamplingParams, cou
     Answer::read(engine.complete_ids(prompt, options).unwrap())
 }
 
-/// Checks that each token has the largest logit after the tokens before it, according to a prefill without a cache.
+/// Checks that each token has the largest logit at its position, according to a prefill without a cached prefix.
 /// Rounding may change the order of nearly equal logits.
 fn assert_greedy(engine: &EngineHandle, prompt: &[u32], tokens: &[u32]) {
     let ids = [prompt, &tokens[..tokens.len() - 1]].concat();
@@ -616,11 +616,11 @@ fn graph_samples_the_same_tokens_with_the_same_seed() {
 
 #[test(gpu)]
 fn graph_step_without_a_token_fails_and_leaves_the_engine_usable() {
-    // The embedding and the output head of this model are separate tensors.
+    // This model has a separate output head, so a NaN in the embedding does not reach the head.
     let model = GraphModel::new("mistral");
     let prompt = &model.prompt;
     let tokens = generate(&model.graph(), prompt, SamplingParams::greedy(), 24).tokens;
-    // Break the step after the first new token: one that is neither in the prompt nor generated earlier.
+    // Break the embedding of a generated token that does not occur earlier. The step after this token then fails.
     let is_new = |&index: &usize| !prompt.contains(&tokens[index]) && !tokens[..index].contains(&tokens[index]);
     let last = (1..tokens.len() - 3).find(is_new).unwrap();
     break_embedding(&model.dir, tokens[last]);
@@ -644,7 +644,7 @@ fn graph_step_without_a_token_fails_and_leaves_the_engine_usable() {
     // A request that ends before the broken step succeeds, with greedy decoding and with sampling.
     assert_eq!(generate(&engine, prompt, SamplingParams::greedy(), last + 1).tokens, tokens[..=last]);
     assert_eq!(generate(&engine, prompt, sampling(|p| p.top_k = 1), last + 1).tokens, tokens[..=last]);
-    // The first token after a prompt comes from another kernel.
+    // A different kernel chooses the first token after a prompt.
     for sampling in [SamplingParams::greedy(), sampling(|p| p.seed = 1)] {
         let options = GenerateOptions { sampling, ..options() };
         let (seen, error) = read(&[&prompt[..], &tokens[last..=last]].concat(), options);

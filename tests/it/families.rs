@@ -44,9 +44,9 @@ fn sliding_windows_follow_the_config() {
     let mut absent = config("mistral");
     absent.as_object_mut().unwrap().remove("sliding_window");
     absent["max_position_embeddings"] = json!(32_768);
-    assert_eq!(windows(&absent), [Some(4096); 4], "the default window is not the one in transformers");
+    assert_eq!(windows(&absent), [Some(4096); 4], "a missing sliding_window must mean 4096, as in transformers");
     absent["max_position_embeddings"] = json!(4096);
-    assert_eq!(windows(&absent), [None; 4], "a window as long as the context was kept");
+    assert_eq!(windows(&absent), [None; 4], "a window as long as the context must be dropped");
 
     assert_eq!(windows(&config("qwen2")), [None, None, Some(9), Some(9)]);
     assert_eq!(windows(&config_with("qwen2", json!({"use_sliding_window": false}))), [None; 4]);
@@ -203,7 +203,7 @@ fn unsupported_options_are_errors_that_name_the_field() {
 }
 
 /// Replaces each number in a config.json with absurd values, one at a time.
-/// Loading must fail or succeed within ten seconds.
+/// Loading must succeed or fail within ten seconds.
 #[test]
 fn absurd_numbers_fail_quickly_or_load() {
     let sizes = [
@@ -281,7 +281,7 @@ fn longrope_models_default_to_their_original_length() {
     assert_eq!((phi("phi4").default_context(), phi("phi4").max_position_embeddings()), (160, 640));
     assert_eq!(phi("mistral").default_context(), 240);
     let plain = read(&config_with("phi3", json!({"rope_scaling": null}))).unwrap().architecture;
-    assert_eq!(plain.default_context(), 240, "without LongRoPE, the default context differs from the longest");
+    assert_eq!(plain.default_context(), 240, "without LongRoPE, the default context must be the longest");
     assert!(
         read(&config_with(
             "phi3",

@@ -9,7 +9,7 @@ use tempfile::TempDir;
 use crate::cli::{assert_fails, inferno, text};
 use crate::screen::{DEMO, Screen};
 
-/// Runs inferno through a shell script in which `$@` expands to its command line.
+/// Runs a shell script in which `$@` expands to the inferno command.
 fn in_shell(home: &TempDir, script: &str, args: &[&str]) -> Output {
     let program = inferno(home);
     let mut shell = Command::new("sh");
@@ -99,7 +99,7 @@ fn chat_continues_at_the_file_size_limit() {
     assert_eq!(chat.end(), WaitStatus::Exited(chat.pid(), 0));
 }
 
-/// A process inherits ignored signals, so inferno must restore the default actions for programs that it starts.
+/// A child process inherits ignored signals, so inferno must restore the default actions before it starts a program.
 #[test]
 fn editor_starts_with_default_signals() {
     let home = TempDir::new().unwrap();

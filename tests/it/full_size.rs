@@ -125,6 +125,6 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
             runner.fill(&prompt).unwrap();
             runner.decode_steps_ungraphed(17, 512).unwrap()
         });
-        assert_eq!(ungraphed.unwrap(), first, "individual kernel launches give other tokens");
+        assert_eq!(ungraphed.unwrap(), first, "individual kernel launches give different tokens");
     }
 }

@@ -1,4 +1,4 @@
-//! Compares every model family with results from transformers, which `tests/golden/make.py` computes.
+//! Compares every model family with transformers. The scripts in `tests/golden` record the expected results.
 //!
 //! The tests compare the logits, the residual stream after each layer, and greedy continuations.
 //! Chunked prefill, truncated caches and batches of two must give the same results as one prefill.
@@ -72,8 +72,8 @@ impl Case {
         match (self.dtype, self.name.as_str()) {
             // transformers in bf16 differs from transformers in f32 by 3.3% (int8), 5.6% (fp8) and 9.1% (fp8_static).
             // The tolerances are about twice these errors.
-            // Tensor cores accumulate FP8 products with about 13 bits, which can change later quantized values.
-            // For the same reason, FP8 products in torch have errors of 3e-4 to 9e-4.
+            // Tensor cores accumulate FP8 products with about 13 bits, so quantized values of later layers can change.
+            // FP8 products in torch have errors of 3e-4 to 9e-4 for the same reason.
             (_, "compressed/fp8") if self.is_16_bit() || self.device.is_cuda() => 12e-2,
             (_, "compressed/fp8_static") if self.is_16_bit() || self.device.is_cuda() => 19e-2,
             (DType::F32, _) => 1e-4,
@@ -88,8 +88,8 @@ fn each_case(test: impl Fn(&str, Case)) {
     each_of(&golden_models(|model| model.kind != GoldenKind::Compressed), test);
 }
 
-/// Like [`each_case`], but also runs `test` on the compressed cases.
-/// Use this function only in tests whose summation order is the same as in transformers.
+/// Like [`each_case`], but also runs `test` on compressed-tensors models.
+/// Use this function only in tests that sum in the same order as transformers.
 fn each_case_and_compressed(test: impl Fn(&str, Case)) {
     each_of(&golden_models(|_| true), test);
 }
@@ -195,8 +195,8 @@ fn batch_of_two_equals_each_sequence_alone() {
         let both = values(&case.decoder.forward(&batch, &mut [&mut a, &mut b]).unwrap());
         let split = both.len() / ids.len() * first.len();
         second_logits.extend(&both[split..]);
-        assert_same(name, "the first sequence of two", &case, &both[..split], &case.logits(first, 64));
-        assert_same(name, "the second sequence of two", &case, &second_logits, &case.logits(second, 64));
+        assert_same(name, "the first sequence of the batch", &case, &both[..split], &case.logits(first, 64));
+        assert_same(name, "the second sequence of the batch", &case, &second_logits, &case.logits(second, 64));
     });
 }
 
@@ -214,7 +214,7 @@ fn truncated_cache_equals_a_fresh_one() {
             case.run(&mut cache, &case.ids[savepoint..(savepoint + 3).max(target)]);
             case.run(&mut cache, &other[..40]);
             let left = cache.truncate(target).unwrap();
-            assert!(left == target || left == savepoint || left == 0, "{name}: truncation left {left} positions");
+            assert!(left == target || left == savepoint || left == 0, "{name}: truncation kept {left} positions");
             assert!(left > 0 || savepoint > target || savepoint == 0, "{name}: the savepoint was not used");
             let logits = case.run(&mut cache, &case.ids[left..]);
             let what = format!("truncated to {target} (savepoint at {savepoint}, {left} left)");
@@ -242,7 +242,7 @@ fn truncating_twice_does_not_use_overwritten_rows() {
     });
 }
 
-/// Appends, truncates and sets savepoints in random order.
+/// Appends tokens, truncates the cache and sets savepoints in random order.
 #[test]
 fn random_cache_operations_equal_a_fresh_cache() {
     each_case(|name, case| {
@@ -255,7 +255,7 @@ fn random_cache_operations_equal_a_fresh_cache() {
                 match random(4) {
                     0 if !ids.is_empty() => cache.set_savepoint().unwrap(),
                     1 if !ids.is_empty() => {
-                        // Usually truncate by less than a ring buffer holds.
+                        // Usually remove fewer positions than a ring buffer holds.
                         let limit = [4, 9, 14, ids.len() + 1][random(4)];
                         let target = ids.len() - random(limit.min(ids.len() + 1));
                         let left = cache.truncate(target).unwrap();

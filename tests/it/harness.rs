@@ -1,10 +1,10 @@
-//! Runs the tests in this binary.
+//! Runs the tests in this binary in place of libtest.
 //!
 //! libtest can ignore a test only at compile time. This harness decides at run time which tests to ignore.
 //! A test is reported as ignored if the GPU, model or fixtures that it needs are missing.
 //! The last lines of output say how to run the ignored tests.
 //!
-//! It accepts libtest's options: `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture` work as usual.
+//! libtest's options work as usual: `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture`.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::borrow::Cow;
@@ -36,7 +36,7 @@ impl Test {
     }
 }
 
-/// A test requirement that not every machine meets.
+/// A requirement of a test: a GPU, the fixtures or a full-size model.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Need {
     Gpu,
@@ -47,7 +47,7 @@ pub enum Need {
 impl Need {
     const ALL: [Need; 3] = [Need::Gpu, Need::Fixtures, Need::FullSize];
 
-    /// Returns true if the test can run here.
+    /// Returns true if this machine meets the requirement.
     /// With `INFERNO_REQUIRE_GPU=1`, GPU tests run even without a GPU, and fail.
     fn is_met(self) -> bool {
         match self {
@@ -83,7 +83,7 @@ pub fn is_gpu_expected() -> bool {
 /// Fails a GPU test in a build without CUDA.
 #[cfg_attr(feature = "cuda", allow(dead_code))]
 pub fn fail_without_cuda() {
-    panic!("this build has no CUDA code; run: {}", Need::Gpu.command());
+    panic!("this build does not include CUDA; run: {}", Need::Gpu.command());
 }
 
 /// Returns the tests in `decode_graph.rs`. Builds without CUDA do not compile them, but list them as ignored.

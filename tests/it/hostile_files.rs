@@ -1,5 +1,5 @@
-//! Tests of untrusted model directories and GGUF files: inferno must give the right answer or one error, within limits
-//! on time and memory.
+//! Tests of untrusted model folders and GGUF files.
+//! inferno must give the right answer or report one error, within limits on time and memory.
 
 use std::borrow::Cow;
 use std::fs::{self, File};
@@ -25,7 +25,7 @@ const CPU: [&str; 2] = ["--device", "cpu"];
 struct Model {
     /// The home directory, which contains the model.
     home: TempDir,
-    /// The folder of the model, or its GGUF file.
+    /// The path of the model: a folder or a GGUF file.
     dir: PathBuf,
 }
 
@@ -61,7 +61,7 @@ impl Model {
         model
     }
 
-    /// Creates a model that consists of a GGUF file.
+    /// Writes a GGUF file as the model.
     fn gguf(writer: &Writer) -> Self {
         let home = TempDir::new().unwrap();
         let dir = home.path().join("model.gguf");
@@ -78,7 +78,7 @@ impl Model {
         fs::write(self.dir.join(name), contents).unwrap();
     }
 
-    /// Changes the tensors of model.safetensors.
+    /// Applies `change` to the tensors of model.safetensors.
     fn change_weights(&self, change: impl FnOnce(&mut Vec<(String, StoredTensor)>)) {
         let path = self.dir.join("model.safetensors");
         let bytes = fs::read(&path).unwrap();
@@ -122,7 +122,7 @@ impl Model {
         self.run("show", &[])
     }
 
-    /// Moves the model into inferno's cache, and lists the models there.
+    /// Moves the model into inferno's cache and runs `inferno list`.
     fn list(self) -> Bounded {
         let commit = "0123456789012345678901234567890123456789";
         let repo = self.home.path().join("models/models--stranger--model");
@@ -213,7 +213,7 @@ fn gguf_arrays_stay_compact() {
     model.show().assert_succeeds();
     model.list();
     let model = Model::gguf(&pattern(key, 20_000_000));
-    model.perplexity().assert_fails(1, &["an array of 20000000 Bool exceeds the limit of 4194304 values"]);
+    model.perplexity().assert_fails(1, &["an array of 20000000 Bool values exceeds the limit of 4194304"]);
     Model::gguf(&pattern("general.sampling.top_k", 20_000_000)).show().assert_succeeds();
 }
 
@@ -250,7 +250,7 @@ fn small_files_cannot_take_much_memory() {
         let model = Model::chat();
         model.write(name, contents);
         let play = model.play();
-        // A list of a million stop tokens is valid.
+        // A list of 490,001 stop tokens is valid.
         assert_eq!(play.status.success(), name == "generation_config.json", "{name}: {}", play.stderr);
         model.show();
         model.list();
@@ -263,7 +263,7 @@ fn small_files_cannot_take_much_memory() {
     model.list();
 }
 
-/// Compiling an `ignore` pattern takes time and memory, and inferno compares every layer with every `ignore` entry.
+/// `ignore` entries cost time and memory: patterns are compiled, and every layer is compared with every entry.
 #[test]
 fn quantization_configs_are_limited() {
     let section = |ignore: Value| {
@@ -271,7 +271,7 @@ fn quantization_configs_are_limited() {
         json!({"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"a": group},
             "ignore": ignore})
     };
-    let words = ["more than 10000 layers or 100 patterns"];
+    let words = ["more than 10000 targets or 100 patterns"];
     for ignore in [json!(vec!["re:\\w{200}x"; 101]), json!(vec!["a"; 10_001])] {
         let model = Model::with_config(|config| config["quantization_config"] = section(ignore));
         model.perplexity().assert_fails(9, &words);
@@ -283,7 +283,7 @@ fn quantization_configs_are_limited() {
     model.perplexity();
 }
 
-/// The program compares an unknown model type with the known types, which could take long for a long name.
+/// To suggest the closest known type, inferno computes edit distances, which could take long for a long name.
 #[test]
 fn long_model_types_are_refused_quickly() {
     let model = Model::with_config(|config| config["model_type"] = "x".repeat(990_000).into());
@@ -319,7 +319,7 @@ fn pipes_and_devices_are_refused() {
             let play = model.play();
             match name {
                 "README.md" => play.assert_succeeds(),
-                // The search for the model reports a missing file, or loading reports a file that is not regular.
+                // Either the search for the model fails (exit code 3) or loading fails (exit code 1).
                 _ => assert!(matches!(play.status.code(), Some(1 | 3)), "{name}: {}", play.stderr),
             }
             assert!(play.status.success() || play.stderr.contains(name), "{name}: {}", play.stderr);
@@ -429,7 +429,7 @@ fn perplexity_of_broken_weights_is_an_error() {
 #[test]
 fn layers_that_the_config_leaves_out_are_an_error() {
     let model = Model::with_config(|config| config["num_hidden_layers"] = 1.into());
-    let words = ["belongs to layer 1, but the model has only 1 layers (num_hidden_layers)"];
+    let words = ["belongs to layer 1, but num_hidden_layers is 1"];
     model.perplexity().assert_fails(1, &words);
     let extra = |name: &str| {
         let model = Model::new();

@@ -1,4 +1,5 @@
-//! Tests of untrusted chat templates, tokenizers and prompts: inferno must give an answer or one error, within limits.
+//! Tests of untrusted chat templates, tokenizers and prompts.
+//! inferno must give an answer or report one error, within limits on time and memory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +16,7 @@ use crate::bounded::{Bounded, bounded, bounded_with_input};
 use crate::cli::copy_of_demo;
 use crate::support::at_home;
 
-/// A copy of the demo model that uses a template, because its vocabulary has no harmony tokens.
+/// A copy of the demo model without harmony's `<|start|>` token, so inferno uses its chat template.
 struct Model {
     folder: TempDir,
     path: PathBuf,
@@ -68,7 +69,7 @@ impl Model {
     }
 }
 
-/// Returns a normalizer or decoder that replaces a text.
+/// Returns a normalizer or decoder that replaces `pattern` with `content`.
 fn replace(pattern: &str, content: &str) -> Value {
     json!({"type": "Replace", "pattern": {"String": pattern}, "content": content})
 }
@@ -114,7 +115,7 @@ fn hostile_templates_are_refused() {
         let answer = model.play(&["hello"]);
         println!("{name}: {:.1} s, {} MB, {}", answer.seconds, answer.peak_bytes >> 20, answer.stderr.trim());
         answer.assert_fails(1, &["chat template", reason]);
-        // The model can be used without its template.
+        // Commands that need no template still work.
         model.tokenize("hello").assert_succeeds();
     }
 }
@@ -140,7 +141,7 @@ fn next_request_works_after_a_template_exceeded_a_limit() {
     }
 }
 
-/// The worker must give the same results as the same code in this process.
+/// The worker process must encode, decode and render exactly as this process does.
 #[test]
 fn worker_agrees_with_this_process() {
     let model =
@@ -170,17 +171,17 @@ fn hostile_tokenizers_end_within_limits() {
     type Change = Box<dyn FnOnce(&mut Value)>;
     let tokenizers: [(&str, Change, &str); 8] = [
         (
-            "a normalizer that multiplies",
+            "a normalizer that multiplies the text",
             Box::new(move |t| t["normalizer"] = json!({"type": "Sequence", "normalizers": chain(6)})),
             "MB of memory",
         ),
         (
-            "a decoder that multiplies",
+            "a decoder that multiplies the text",
             Box::new(move |t| t["decoder"] = json!({"type": "Sequence", "decoders": chain(6)})),
             "lengthen text",
         ),
         (
-            "a decoder that replaces nothing",
+            "a decoder that replaces an empty string",
             Box::new(|t| {
                 let steps = vec![json!({"type": "BPEDecoder", "suffix": ""}); 32];
                 t["decoder"] = json!({"type": "Sequence", "decoders": steps});
@@ -231,7 +232,7 @@ fn hostile_tokenizers_end_within_limits() {
     for (name, change, reason) in tokenizers {
         let model = Model::with_tokenizer(change);
         let answer = model.tokenize(&"a".repeat(100_000));
-        println!("{name}: {:?} {:.1} s, {}", answer.status.code(), answer.seconds, answer.stderr.trim());
+        println!("{name}: exit code {:?}, {:.1} s, {}", answer.status.code(), answer.seconds, answer.stderr.trim());
         if !reason.is_empty() {
             answer.assert_fails(1, &["token", reason]);
         }
@@ -289,7 +290,7 @@ fn text_never_becomes_a_control_token_through_a_normalizer() {
     assert!(converted > 20, "{converted}");
 }
 
-/// Asserts that a conversation with these texts renders to `expected` control tokens, all from the template.
+/// Asserts that the template adds `expected` control tokens to a conversation, and that `texts` add none.
 #[track_caller]
 fn assert_controls(model: &Model, texts: &[&str], expected: usize) {
     let language = worker::load_language(&model.path).unwrap();
@@ -354,7 +355,7 @@ fn children(pid: u32) -> Vec<u32> {
     lists.flat_map(|list| list.split_whitespace().filter_map(|id| id.parse().ok()).collect::<Vec<u32>>()).collect()
 }
 
-/// A worker reads requests from a pipe. If the program is killed, the pipe closes, even while the worker waits.
+/// If the program is killed, the pipe to its worker closes, and the worker must exit.
 #[test]
 fn worker_ends_with_the_program() {
     let model = Model::with_template("{{ messages[0].content }}");

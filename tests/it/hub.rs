@@ -253,7 +253,7 @@ fn concurrent_downloads_fetch_each_file_once() {
     assert_eq!(
         fake.lines().iter().filter(|line| line.ends_with("model.safetensors")).count(),
         1,
-        "the weights were not fetched exactly once"
+        "expected one request for the weights"
     );
 }
 
@@ -266,7 +266,7 @@ fn head_requests_complete_a_listing_without_sizes() {
         fake.change(|state| (state.lists_sizes, state.storage) = (false, storage));
         let events = Recorder::default();
         if redirected {
-            // The redirect response has the sizes, but the storage host that it names does not answer.
+            // The redirect response contains the file size, but the redirect target does not answer.
             fs::remove_dir_all(machine.repo()).unwrap();
             assert_eq!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &events)).1, 5);
         } else {
@@ -281,7 +281,7 @@ fn head_requests_complete_a_listing_without_sizes() {
 #[test]
 fn token_is_sent_to_the_endpoint_only() {
     let (fake, storage) = (FakeHub::single(), FakeHub::single());
-    // `localhost` is a different host name for the same machine.
+    // inferno treats `localhost` and the endpoint's 127.0.0.1 as different hosts.
     fake.change(|state| state.storage = Some(format!("http://localhost:{}", storage.port)));
     let machine = Machine::new(fake.endpoint());
     machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
@@ -459,7 +459,7 @@ fn full_disk_is_an_error_before_the_download() {
     let machine = Machine::new(fake.endpoint());
     let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 11, "{message}");
-    assert_eq!(fake.lines().len(), 1, "more than the listing was requested");
+    assert_eq!(fake.lines().len(), 1, "expected only the request for the listing");
 }
 
 #[test]
@@ -477,7 +477,7 @@ fn model_in_the_shared_cache_is_not_downloaded() {
     let events = Recorder::default();
     assert_eq!(machine.hub().download(REPO, None, &FileFilter::default(), &events).unwrap(), expected);
     assert_eq!(events.all(), ["already present: HuggingFace"]);
-    assert_eq!(fake.lines().len(), 1, "more than the listing was requested");
+    assert_eq!(fake.lines().len(), 1, "expected only the request for the listing");
 
     // A truncated file counts as missing.
     fs::write(expected.path.join("model.safetensors"), b"short").unwrap();

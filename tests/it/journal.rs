@@ -141,7 +141,7 @@ fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     assert!(banner.contains("2 questions") && !banner.contains("damaged"), "{banner}");
     leave(chat);
 
-    // The next copy does not replace the first. A conversation without questions can still be resumed.
+    // A second damaged copy does not replace the first. A conversation without questions can still be resumed.
     let first_line = fs::read_to_string(&path).unwrap().lines().next().unwrap().to_string();
     fs::write(&path, format!("{first_line}\nnonsense\n")).unwrap();
     let (chat, banner) = resume(&home, &[]);

@@ -1,6 +1,6 @@
 //! Compares CUDA kernels with their references in plain Rust, with candle, or with the operations that they replace.
 //! The inputs include outliers, odd sizes and cache rows filled with NaN.
-//! Some tests compare the references with independent values.
+//! Some tests check the references against independently computed values.
 //!
 //! `quantized.rs` tests the kernels of quantized matrices. `decode_graph.rs` tests the fused kernels of decode steps.
 
@@ -40,7 +40,7 @@ fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: f32) {
 #[test(gpu)]
 fn split_qkv_matches_its_reference() {
     for (device, dtype) in gpu_with_dtypes() {
-        // tokens, (heads, kv_heads, head_dim), rotated dims, bias, norms
+        // (tokens, (heads, kv_heads, head_dim), rotated dims, has bias, has norms)
         let cases = [
             (1, (1, 1, 2), 2, false, false),
             (3, (5, 1, 64), 64, true, false),
@@ -199,7 +199,7 @@ fn topk_softmax_prefers_lower_experts_in_ties_and_puts_nan_last() {
 
 #[test(gpu)]
 fn attention_matches_its_reference() {
-    // tokens, heads, kv heads, head dim, cache rows, position, window, sinks
+    // (tokens, heads, kv_heads, head_dim, cache rows, position, window, has sinks)
     let cases = [
         (1, 1, 1, 2, 1, 0, None, false),
         (1, 8, 2, 64, 300, 250, None, true),
@@ -256,7 +256,7 @@ fn attention_matches_its_reference() {
                 }
                 let got = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), mask, backend).unwrap();
                 let what =
-                    format!("T {tokens} H {heads} K {kv_heads} D {head_dim} at {position} {dtype:?} cap {softcap:?}");
+                    format!("{tokens} tokens at {position}, {heads}/{kv_heads}x{head_dim}, {dtype:?}, cap {softcap:?}");
                 assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * error_growth * rounding(dtype));
             }
         }
@@ -267,7 +267,7 @@ fn attention_matches_its_reference() {
 #[test(gpu)]
 fn expert_mlp_matches_separate_products() {
     use inferno::kernels::moe::expert_mlp::{ExpertLinear, Mxfp4Tiles, RowOrder, expert_mlp};
-    // tokens, experts, chosen, hidden, intermediate
+    // (tokens, experts, experts per token, hidden size, intermediate size)
     let cases =
         [(1, 7, 4, 64, 96), (5, 4, 2, 96, 160), (70, 32, 4, 192, 64), (300, 3, 1, 64, 32), (900, 5, 4, 160, 96)];
     for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
@@ -284,7 +284,7 @@ fn expert_mlp_matches_separate_products() {
             let (up, down) = (stack(2 * intermediate, columns), stack(columns, intermediate));
             let ids: Vec<u32> = (0..tokens)
                 .flat_map(|_| {
-                    // The choices are skewed: expert 0 comes first twice as often as any other expert.
+                    // The routing is skewed: expert 0 is the first choice twice as often as any other expert.
                     let first = (noise.next() % (1 + experts as u64)).saturating_sub(1) as u32;
                     (0..chosen as u32).map(move |n| (first + n) % experts as u32)
                 })
@@ -316,7 +316,7 @@ fn expert_mlp_matches_separate_products() {
             };
             let got = expert_mlp(&on_device(&x), &on_device(&ids), &on_device(&shares), stack(&up), stack(&down), 7.0)
                 .unwrap();
-            let what = format!("expert_mlp T {tokens} E {experts} N {chosen} C {columns} F {intermediate} {dtype:?}");
+            let what = format!("{tokens} tokens, {chosen} of {experts} experts, {columns}x{intermediate}, {dtype:?}");
             assert_close(&what, &got, &want, 2.0 * rounding(dtype));
         }
     }
@@ -334,7 +334,8 @@ fn attention_rejects_a_cache_that_has_overwritten_visible_keys() {
 
 #[test(gpu)]
 fn expert_matmul_matches_its_reference() {
-    // tokens, chosen, experts, rows, columns. From 64 (token, expert) pairs on, 16-bit dtypes use a GEMM kernel.
+    // (tokens, experts per token, experts, rows, columns)
+    // From 64 (token, expert) pairs on, 16-bit dtypes use a GEMM kernel.
     let cases = [
         (1, 4, 32, 130, 96),
         (3, 2, 5, 7, 32),

@@ -31,7 +31,7 @@ fn no_module_imports_from_its_layer_or_above() {
         if module == target {
             continue;
         }
-        // A name that is imported from the re-exports in `lib.rs` would hide the module that defines it.
+        // An item imported through a re-export in `lib.rs` would hide the module that defines the item.
         let place = format!("{}:{}", reference.file.display(), reference.line);
         assert!(target.starts_with(char::is_lowercase), "{place}: import {target} from the module that defines it");
         assert!(layer(target) < layer(module), "{place}: {module} may not import {target}");
@@ -73,8 +73,8 @@ fn layer(module: &str) -> usize {
 ///
 /// - A folder consists of its `.rs` files and subfolders. `x.rs` and everything in the folder `x/` count as one file.
 /// - The file that declares the modules of a folder counts as a file named `mod`.
-///   It is `mod.rs`, or `x.rs` beside the folder `x/`.
-/// - A file depends on every file that a path in its code names, in a `use` declaration or elsewhere.
+///   That file is `mod.rs`, or `x.rs` beside the folder `x/`.
+/// - A file depends on every file that a path in its code leads to, in `use` declarations and elsewhere.
 /// - An imported or re-exported name counts as a path into the file that defines it.
 /// - In `mod`, declarations (`mod x;`) and re-exports (`pub use x::Name;`) are not dependencies. Uses of `Name` are.
 /// - Modules named `tests` do not count.
@@ -100,7 +100,7 @@ struct Reference {
 #[derive(Default)]
 struct Source {
     file: PathBuf,
-    /// The names of the file's own items.
+    /// The names of the items that the file defines.
     items: BTreeSet<String>,
     /// Imported and re-exported names with their full paths.
     imports: HashMap<String, ModulePath>,
@@ -192,7 +192,7 @@ impl Sources {
                 _ => "mod".to_string(),
             };
             let (from, target) = (node(&from), node(&to));
-            // A path that ends at the folder itself is not a dependency. A longer path through the folder is.
+            // A path to the folder itself is not a dependency, but a path to an item in the folder is.
             if shared > 0 && from != target && to.len() > shared {
                 let place = format!("  {from} -> {target}: {}:{line} {}\n", file.display(), to.join("::"));
                 folders.entry(to[..shared].to_vec()).or_default().entry((from, target)).or_insert(place);
@@ -291,7 +291,7 @@ impl Source {
         }
     }
 
-    /// Adds one use tree of a `use` declaration.
+    /// Records the imports of a `use` declaration, or of one branch of it.
     fn import(
         &mut self,
         tokens: &[TokenTree],

@@ -1,6 +1,6 @@
 //! All integration tests, in one binary that can be copied to a machine with a GPU.
 
-/// The `#[test]` attribute of this crate replaces the built-in attribute in every module.
+/// Provides `#[test]`, which replaces the built-in attribute in every module.
 #[macro_use]
 extern crate inferno_test_macros;
 

@@ -12,7 +12,7 @@ use crate::gguf::converter::{convert, convert_with_separate_experts};
 use crate::gguf::models::{quantized_llama, saved};
 use crate::support::{demo_dir, golden, golden_models};
 
-/// A format with blocks of 32, two with blocks of 256 that fall back to blocks of 32, and one without blocks.
+/// q8_0 has blocks of 32, q4_k and q3_k have blocks of 256 and fall back to blocks of 32, and int8 has no blocks.
 const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
 /// Checks that the estimate equals the bytes resident after loading, in f32 and bf16.
@@ -29,7 +29,7 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
         let decoder = architecture.build(&weights, 32).unwrap();
         let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
         assert_eq!(inventory.loaded_bytes(dtype), progress.resident_bytes(), "{name} {what} in {dtype:?}");
-        // A decode step of a dense model reads all loaded bytes except an untied embedding, plus one embedding row.
+        // A decode step of a dense model reads one embedding row and all loaded bytes except an untied embedding.
         let is_dense = !name.contains("oss") && !name.contains("moe") && !name.contains("mixtral") && name != "demo";
         if let (true, true, Some(embedding)) =
             (is_dense, quantize.is_none(), checkpoint.info("model.embed_tokens.weight"))

@@ -37,7 +37,7 @@ fn floats(count: usize, seed: u64) -> Vec<f32> {
 
 /// Returns numbers in [-2, 2) for which the errors of ggml's quantizers are known.
 ///
-/// Do not replace this xorshift generator. The errors are known only for its numbers.
+/// Do not replace this xorshift generator, because the errors are known only for the numbers that it generates.
 fn floats_with_known_errors(count: usize) -> Vec<f32> {
     let mut state = 11u64.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next_byte = || {
@@ -62,7 +62,7 @@ fn blocks(ggml_type: GgmlType, count: usize) -> Vec<u8> {
     };
     for block in bytes.chunks_exact_mut(ggml_type.block_bytes()) {
         for at in halves {
-            // Make the magnitude at least 2^-7 and less than 2^-5. Keep the sign.
+            // Set the magnitude of the f16 scale to between 2^-7 and 2^-5. Keep the sign.
             block[at + 1] = block[at + 1] & 0x84 | 0x20;
         }
     }
@@ -111,7 +111,7 @@ fn values_equal_those_of_the_blocks_bit_by_bit() {
         assert_eq!(bits(&got), bits(&want), "{of}");
         // A block of 256 may take 6 bytes more than in the file: 4 for unpacked scales and 2 for padding.
         let file = 3 * 512 / of.block_length() * of.block_bytes();
-        assert!(matrix.bytes() as usize <= file + 3 * 2 * 6, "{of}: {} bytes, but {file} in the file", matrix.bytes());
+        assert!(matrix.bytes() as usize <= file + 3 * 2 * 6, "{of}: {} bytes, {file} in the file", matrix.bytes());
     }
 }
 
@@ -150,7 +150,7 @@ fn quantization_error_is_bounded() {
     let (rows, columns) = (4, 512);
     let original = floats_with_known_errors(rows * columns);
     // Each limit is relative to the largest magnitude in a row, which is about 2.
-    // The limit is half a quantization step, or about a whole step in formats that cannot represent both extremes.
+    // A limit is half a quantization step, or about a whole step in formats that cannot represent both extremes.
     for (name, limit) in [
         ("q8_0", 1.0 / 127.0 / 2.0),
         ("int8", 1.0 / 127.0 / 2.0),

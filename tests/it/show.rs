@@ -271,7 +271,7 @@ fn remote_errors_are_those_of_a_download() {
 #[test]
 fn token_is_sent_only_to_the_endpoint() {
     let (fake, storage) = (two_shards(), two_shards());
-    // `localhost` is the same machine under a different host name.
+    // inferno treats `localhost` and the endpoint's 127.0.0.1 as different hosts.
     fake.change(|world| world.storage = Some(format!("http://localhost:{}", storage.port)));
     let home = TempDir::new().unwrap();
     let output = command(&home, &fake).env("HF_TOKEN", "hf_secret").output().unwrap();

@@ -39,7 +39,7 @@ fn signals_restore_the_terminal() {
         (Signal::SIGTERM, false),
         (Signal::SIGHUP, true),
         (Signal::SIGQUIT, false),
-        // Crashes and exceeded limits raise the signals below, except SIGUSR1. `kill` can send them too.
+        // Crashes and exceeded resource limits raise the signals below, except SIGUSR1. `kill` can send all of them.
         (Signal::SIGABRT, true),
         (Signal::SIGSEGV, false),
         (Signal::SIGSEGV, true),
@@ -66,7 +66,7 @@ fn signals_restore_the_terminal() {
     }
 }
 
-/// The variable that makes [`crash`] crash, in a process that [`crashes_restore_the_terminal`] starts.
+/// The environment variable that [`crashes_restore_the_terminal`] sets to make [`crash`] crash.
 const CRASH: &str = "INFERNO_TEST_CRASH";
 
 /// Switches the terminal to raw mode and crashes. Does nothing unless [`CRASH`] names a kind of crash.
@@ -81,7 +81,7 @@ fn crash() {
         "abort" => std::process::abort(),
         "exit" => std::process::exit(3),
         "panic" => panic!("on purpose"),
-        // SAFETY: none. The access raises SIGSEGV, which ends this process.
+        // SAFETY: the read is invalid on purpose. It raises SIGSEGV, which ends this process.
         "fault" => unsafe { std::ptr::null::<u8>().wrapping_add(16).read_volatile() }.into(),
         "overflow" => overflow(0),
         other => panic!("unknown crash {other}"),

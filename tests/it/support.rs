@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use crate::harness::is_gpu_expected;
 
 /// Returns the path of a file or folder in `tests/golden`.
-/// `INFERNO_GOLDEN` replaces `tests/golden` if the test binary was copied to another machine.
+/// If the test binary was copied to another machine, `INFERNO_GOLDEN` must name a copy of `tests/golden`.
 pub fn golden(case: &str) -> PathBuf {
     let root = std::env::var_os("INFERNO_GOLDEN").map(PathBuf::from);
     root.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden"))).join(case)
@@ -38,8 +38,8 @@ pub enum GoldenKind {
     Variant,
     /// Has 8-bit weights in the compressed-tensors format.
     ///
-    /// Most of these models also quantize the inputs, so a difference in the last bit of a sum can change a quantized
-    /// value. If sums are computed in a different order than in transformers, the results agree less closely.
+    /// Most of these models also quantize the inputs, so the last bit of a sum can change a quantized value.
+    /// If sums are computed in a different order than in transformers, the results agree less closely.
     Compressed,
 }
 
@@ -131,7 +131,7 @@ pub fn values(tensor: &Tensor) -> Vec<f32> {
 }
 
 /// Returns the folder of the demo model.
-/// `INFERNO_DEMO` overrides the folder if the test binary was copied to another machine.
+/// If the test binary was copied to another machine, `INFERNO_DEMO` must name this folder.
 pub fn demo_dir() -> PathBuf {
     let folder = std::env::var_os("INFERNO_DEMO").map(PathBuf::from);
     folder.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo")))
@@ -164,8 +164,8 @@ impl Random {
         if self.next().is_multiple_of(50) { sum * 40.0 } else { sum }
     }
 
-    /// Returns an f32 tensor of normal numbers that `dtype` represents exactly.
-    /// Converting it to `dtype` causes no error, so tests measure only the error of the kernel.
+    /// Returns an f32 tensor of normally distributed values that `dtype` can represent exactly.
+    /// Converting the tensor to `dtype` causes no error, so tests measure only the error of the kernel.
     pub fn tensor(&mut self, shape: &[usize], dtype: DType) -> Tensor {
         let values: Vec<f32> = (0..shape.iter().product()).map(|_| self.normal()).collect();
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap()

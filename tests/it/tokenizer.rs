@@ -32,7 +32,7 @@ fn ids_agree_with_llama_cpp() {
         let mut checked = 0;
         for (text, ids) in inputs.iter().zip(&outputs) {
             let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
-            // The expected ids have no prefix such as BOS, and `ControlTokens::Text` adds none.
+            // The expected ids do not start with BOS, and `ControlTokens::Text` does not add it.
             assert_eq!(tokenizer.encode(text, ControlTokens::Text).unwrap(), want, "{model}: {text:?}");
             checked += 1;
         }
@@ -132,7 +132,7 @@ fn small(change: impl FnOnce(&mut Value)) -> Vec<u8> {
     serde_json::to_vec(&json).unwrap()
 }
 
-/// Loads, encodes and decodes. Returns the first error, or `None` if everything succeeds.
+/// Loads a tokenizer, encodes `text` and decodes ids. Returns the first error, if any.
 fn outcome(bytes: &[u8], text: &str) -> Option<String> {
     let begin = Instant::now();
     let run = || -> anyhow::Result<()> {
@@ -148,7 +148,7 @@ fn outcome(bytes: &[u8], text: &str) -> Option<String> {
     error
 }
 
-/// These files make the `tokenizers` crate panic, or made an earlier version panic (huggingface/tokenizers #2151).
+/// These files make the `tokenizers` crate panic, or made earlier versions of it panic (huggingface/tokenizers #2151).
 #[test]
 fn files_that_make_the_library_panic_are_errors() {
     assert_eq!(outcome(&small(|_| ()), "abcab"), None);

@@ -15,7 +15,7 @@ use crate::cli::{copy_of_demo, inferno};
 use crate::gguf::models::{demo_as_gguf, saved};
 use crate::support::{Random, devices, golden};
 
-/// The number of loads that [`truncation_during_a_load_never_ends_the_program_by_a_signal`] disturbs per file format.
+/// The number of disturbed loads per file format.
 const LOADS: usize = 12;
 
 /// Copies a golden model to a temporary folder. Returns the path of the model and the path of its weights.

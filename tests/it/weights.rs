@@ -1,4 +1,5 @@
-//! Tests of read-ahead: tensors equal the file in any loading order and with any limits, and failures become errors.
+//! Tests of read-ahead. In any loading order and with any limits, tensors must equal the file.
+//! Failures must become errors.
 
 mod dtypes;
 mod hostile;
@@ -19,7 +20,7 @@ use tempfile::TempDir;
 
 use crate::support::{Random, golden, gpu, gpu_if_expected};
 
-/// A target in host memory that counts its live allocations.
+/// A read-ahead target in host memory that counts its live allocations.
 #[derive(Clone, Default)]
 struct Host {
     live: Arc<AtomicUsize>,
@@ -28,7 +29,7 @@ struct Host {
     panics: bool,
 }
 
-/// A value that is counted while it is alive.
+/// A value that counts as a live allocation until it is dropped.
 struct Counted<T>(T, Arc<AtomicUsize>);
 
 impl Host {
@@ -164,7 +165,7 @@ fn tensors_read_ahead_equal_those_of_the_file() {
                 let weights = Weights::with_reader(&checkpoint, &cpu, dtype, &progress, reader);
                 compare(&checkpoint, &weights, &order, dtype);
                 drop(weights);
-                assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory is not freed");
+                assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory was not freed");
             }
         }
     }
@@ -276,7 +277,7 @@ fn failures_are_errors_that_name_the_tensor() {
     };
     let error = take_middle_tensor(host.clone(), truncate);
     assert!(error.contains("model.safetensors") && error.contains("shorter than its header says"), "{error}");
-    assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory is not freed");
+    assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory was not freed");
     #[cfg(feature = "cuda")]
     if let Some(Device::Cuda(gpu)) = gpu_if_expected() {
         let error = take_middle_tensor(inferno::kernels::upload::CopyStream::new(&gpu).unwrap(), truncate);
@@ -294,7 +295,7 @@ fn reader_can_be_dropped_at_any_time() {
     let gpu = gpu_if_expected();
     for taken in 0..12 {
         take_some(host.clone(), &checkpoint, &names[..taken]);
-        assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory is not freed");
+        assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory was not freed");
         #[cfg(feature = "cuda")]
         if let Some(Device::Cuda(gpu)) = &gpu {
             take_some(inferno::kernels::upload::CopyStream::new(gpu).unwrap(), &checkpoint, &names[..taken]);

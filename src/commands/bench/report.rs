@@ -19,7 +19,7 @@ pub struct Report {
     pub inferno: Build,
     pub model: Model,
     pub device: DeviceFacts,
-    /// `None` on a CPU.
+    /// The memory bandwidth, which is not measured on a CPU.
     pub bandwidth: Option<Bandwidth>,
     pub load: LoadTimes,
     pub memory: Option<Memory>,
@@ -146,7 +146,7 @@ struct Warm {
 }
 
 impl FirstToken {
-    /// Creates the results from pairs of a prompt length in tokens and a time to first token in milliseconds.
+    /// Each argument pairs a prompt length in tokens with a time to first token in milliseconds.
     pub fn new((prompt_tokens, ms): (usize, f64), warm: Vec<(usize, Stats)>) -> Self {
         let warm = warm.into_iter().map(|(prompt_tokens, ms)| Warm { prompt_tokens, ms }).collect();
         Self { cold: Cold { prompt_tokens, ms }, warm }
@@ -163,7 +163,7 @@ pub enum TestKind {
     Chat,
 }
 
-/// The results of one test, shown as one row of the table.
+/// The results of one test, such as `pp512`. Each test is one row of the table.
 #[derive(Serialize)]
 pub struct Test {
     kind: TestKind,
@@ -175,7 +175,7 @@ pub struct Test {
     step_bytes: Option<StepBytes>,
     bytes_per_s: Option<f64>,
     share_of_read_bandwidth: Option<f64>,
-    /// The time between consecutive tokens.
+    /// The time between consecutive tokens. `None` except for chat tests.
     gaps: Option<Gaps>,
 }
 
@@ -254,7 +254,7 @@ impl Report {
         parts.join("\n")
     }
 
-    /// Describes the model, the device and the build.
+    /// Returns the lines above the tables: the model, the device, the build, loading and memory.
     fn header(&self) -> String {
         let Model { name, family, quantization, parameters, dtype, context, weight_bytes, cache_bytes, .. } =
             &self.model;
@@ -341,7 +341,7 @@ impl Report {
 
     fn kernel_table(&self) -> String {
         let Some(kernels) = &self.kernels else {
-            return format!("kernels: the {} executor cannot time kernels\n", self.inferno.executor);
+            return format!("kernel times: not available with the {} executor\n", self.inferno.executor);
         };
         let mut rows = vec![["kernel", "calls", "µs/token", "MB/token", "GB/s", "of read"].map(String::from)];
         for KernelTime { name, calls, seconds, bytes } in kernels {

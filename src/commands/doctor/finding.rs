@@ -1,4 +1,4 @@
-//! The result and the severity of one check.
+//! The findings of `inferno doctor`: the result of each check and the next command to run.
 
 use serde::Serialize;
 
@@ -12,13 +12,13 @@ pub enum Status {
     Fail,
 }
 
-/// The result of one check.
+/// The result of one `inferno doctor` check.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
     pub status: Status,
     pub name: &'static str,
     pub what: String,
-    /// The next command to run. `None` if there is nothing to fix.
+    /// The next command to run. `None` if the check passed.
     pub next: Option<String>,
 }
 

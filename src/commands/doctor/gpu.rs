@@ -19,7 +19,7 @@ pub struct SelfTest {
     name: String,
     dtype: &'static str,
     passed: bool,
-    /// The maximum error relative to the largest value. `None` if it is not finite or the kernel failed.
+    /// The maximum error relative to the largest reference value. `None` if it is not finite or the kernel failed.
     error: Option<f32>,
     tolerance: f32,
     seconds: f64,
@@ -58,7 +58,7 @@ pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
         || Finding::warn("driver", "cannot run nvidia-smi: the NVIDIA driver or the GPU is missing", "nvidia-smi"),
         |driver| Finding::pass("driver", driver),
     );
-    // List the driver before the GPUs.
+    // Insert the driver after the build and before the GPUs.
     findings.insert(1, driver);
 }
 
@@ -74,7 +74,7 @@ fn no_gpu(error: &anyhow::Error, seen: Option<String>) -> Finding {
     Finding::fail("GPU", what, if has_cuda { next } else { "cargo install --locked --path . --features cuda" })
 }
 
-/// Checks whether this build's kernels run on a GPU, and whether at least half of its memory is free.
+/// Checks that this build's kernels can run on the GPU and that at least half of the GPU memory is free.
 fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>) -> Finding {
     let what = format!("{ordinal}: {info}");
     let (Some(built), Some(found)) = (built, info.compute_capability) else { return Finding::pass("GPU", what) };
@@ -125,7 +125,7 @@ fn kernels(ordinal: usize, device: &Device, findings: &mut Vec<Finding>, self_te
     }));
 }
 
-/// Returns one finding if all checks pass. Otherwise, returns one per failed check, up to a limit, then the total.
+/// Returns one finding if all checks pass. Otherwise, returns the first failed checks, and the total if there are more.
 fn self_test_findings(ordinal: usize, checks: &[Check]) -> Vec<Finding> {
     const MAX_SHOWN: usize = 6;
     let next = "inferno doctor --json > doctor.json, then attach the file to a bug report";

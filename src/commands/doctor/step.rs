@@ -16,10 +16,10 @@ use crate::runner::decode_graph::{DecodeGraph, DecodePlan};
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, Weights};
 
-/// The number of decode steps.
+/// The number of decode steps per check, and the context length of the model.
 const STEPS: usize = 80;
 
-/// Checks decode steps with float and with quantized weights, for both dtypes that the decode graph supports.
+/// Checks decode steps in bf16 and f16, each with float weights and with q8_0 weights.
 pub fn run(device: &Device) -> Vec<Check> {
     let weights = [("", None), (", quantized", "q8_0".parse().ok())];
     let cases = weights.into_iter().flat_map(|weights| [(weights, DType::BF16, 6e-2), (weights, DType::F16, 2e-2)]);
@@ -32,7 +32,7 @@ pub fn run(device: &Device) -> Vec<Check> {
     cases.map(check).collect()
 }
 
-/// Returns the maximum error of any logit, relative to the largest absolute reference logit of the same step.
+/// Returns the maximum logit error, relative to the largest absolute reference logit of the same step.
 fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) -> Result<f32> {
     let folder = TemporaryFolder::new()?;
     let dir = folder.0.as_path();
@@ -44,7 +44,7 @@ fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>
     let expected = reference.forward(&batch, &mut [&mut reference_cache])?.to_vec2::<f32>()?;
     let mut graph = match DecodeGraph::plan(&decoder, &cache)? {
         DecodePlan::Graph(graph) => graph,
-        DecodePlan::Unsupported(reason) => bail!("no decode graph: {reason}"),
+        DecodePlan::Unsupported(reason) => bail!("cannot build a decode graph: {reason}"),
     };
     let mut max_error = 0f32;
     for (position, (&id, expected)) in ids.iter().zip(&expected).enumerate() {

@@ -16,8 +16,8 @@ use crate::text::{printable, without_controls};
 
 /// Writes the answer to stdout. Formats it if stdout is a terminal with colors, unless `plain` or `raw` is set.
 ///
-/// If stderr is a terminal, also shows the statistics and, unless hidden, the reasoning. With a formatted answer, the
-/// reasoning goes to stdout. Otherwise, it goes to stderr, and stdout contains only the answer.
+/// If stderr is a terminal, also shows the statistics and, unless hidden, the reasoning.
+/// With a formatted answer, the reasoning goes to stdout. Otherwise, it goes to stderr.
 pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
     let shows_reasoning = std::io::stderr().is_terminal() && session.settings.reasoning == ReasoningVisibility::Shown;
@@ -110,7 +110,7 @@ pub fn json(mut session: Session, prompt: &str) -> Result<ExitCode> {
     Ok(exit_code(&turn))
 }
 
-/// Prints one JSON object per line: `start`, one for each piece of text as it arrives, then `end` or `error`.
+/// Prints one JSON object per line: `start`, an object for each piece of text as it arrives, then `end` or `error`.
 pub fn json_lines(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
     let (name, seed) = (session.snapshot.name.clone(), session.settings.sampling.seed);

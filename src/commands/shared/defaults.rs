@@ -61,7 +61,7 @@ const SWITCHES: [&str; 3] = ["eager", "hide-reasoning", "plain"];
 /// The flags of `bench` and `perplexity` that can be set outside the command line.
 const DEVICE: [&str; 1] = ["device"];
 
-/// The parsed command line, including values from the other sources.
+/// The parsed command line, with values from the environment, the conversation and the configuration file.
 pub struct ParsedCommandLine {
     pub matches: ArgMatches,
     /// Flags of `play` set by the command line, the environment or a resumed conversation.
@@ -74,7 +74,7 @@ pub struct ParsedCommandLine {
     pub rejected: Vec<String>,
 }
 
-/// The model and the conversation that the first parse found, for use in the second parse.
+/// The model and the conversation that the first parse found. The second parse uses them.
 pub struct KnownModel<'a> {
     /// The full name of the model.
     pub name: &'a str,
@@ -126,7 +126,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
             Some(_) => line.requested.retain(|flag, _| flag == "device" || is_setting(flag)),
             None => drop(line.requested.insert("model".to_string(), vec![saved.model.clone()])),
         }
-        // The conversation has its own system prompt, and may have removed a limit that the configuration file sets.
+        // The conversation keeps its own system prompt. It may also have removed a limit from the configuration file.
         configured.remove("system");
         configured.retain(|flag, _| !line.requested.get(flag).is_some_and(|values| is_removed_limit(flag, values)));
     }
@@ -186,7 +186,7 @@ fn is_removed_limit(flag: &str, values: &[String]) -> bool {
 
 /// Returns the valid settings of a conversation, and a message about each invalid one.
 ///
-/// Tolerates invalid settings, because the saved conversation may be damaged or come from another version.
+/// Tolerates invalid settings, because the conversation may be damaged or come from another version of inferno.
 fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) -> (SettingValues, Vec<String>) {
     let (mut fitting, mut rejected) = (SettingValues::new(), Vec::new());
     for (flag, values) in &saved.settings {
@@ -203,7 +203,7 @@ fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) 
     (fitting, rejected)
 }
 
-/// A parser that checks values from other sources by using them as defaults for the command line.
+/// Parses the command line with values from other sources as flag defaults.
 struct Parser<'a> {
     command: Command,
     subcommand: &'a str,
@@ -233,7 +233,7 @@ impl Parser<'_> {
     }
 }
 
-/// Makes the switches of a subcommand accept the values true and false.
+/// Lets other sources set the switches of a subcommand to true or false.
 fn with_switch_values(command: Command, subcommand: &str, flags: &[&str]) -> Command {
     command.mut_subcommand(subcommand, |command| {
         let switches = SWITCHES.into_iter().filter(|flag| flags.contains(flag));
@@ -287,12 +287,12 @@ fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(Se
     let mut settings = SettingValues::new();
     read_table(&table, "", &mut settings).map_err(invalid)?;
     if let Some(models) = models {
-        let Value::Table(models) = models else { return Err(invalid("models is not a table".to_string())) };
+        let Value::Table(models) = models else { return Err(invalid("'models' must be a table".to_string())) };
         let model = model.map(|model| full_name(model, arguments));
         for (name, table) in &models {
             let section = format!(" in [models.{name:?}]");
             let Value::Table(table) = table else {
-                return Err(invalid(format!("'{name}'{section} is not a table")));
+                return Err(invalid(format!("'{name}' in [models] must be a table")));
             };
             // Also report mistakes in the sections for other models.
             let mut model_settings = SettingValues::new();

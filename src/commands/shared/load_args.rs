@@ -1,4 +1,4 @@
-//! The flags that control how a model is loaded. Loads a model with a progress bar.
+//! The flags for loading a model, and a loader that shows a progress bar.
 
 use anyhow::Result;
 use candle_core::DType;
@@ -15,7 +15,7 @@ use crate::language::Language;
 use crate::terminal;
 use crate::weights::quantized::QuantizationTarget;
 
-/// The flags that control how a model is loaded.
+/// The flags for loading a model, shared by `play`, `bench` and `perplexity`.
 #[derive(Clone, clap::Args)]
 pub struct LoadArgs {
     /// Branch, tag or commit of the model
@@ -73,7 +73,7 @@ impl LoadArgs {
     pub fn require_context(&mut self, tokens: usize) -> Result<()> {
         match self.context {
             Some(context) if context < tokens => {
-                let message = format!("--context {context} is too small for these flags: use --context {tokens}");
+                let message = format!("--context {context} is too small for this benchmark: use --context {tokens}");
                 Err(Error::Usage(message).into())
             }
             context => {
@@ -88,7 +88,7 @@ impl LoadArgs {
         self.load_with_language_check(snapshot, &|_| Ok(()))
     }
 
-    /// Loads a snapshot. `check_language` can reject its tokenizer and chat format before the weights are read.
+    /// Loads a snapshot. `check_language` can reject the tokenizer or chat format while the weights load.
     pub fn load_with_language_check(
         &self,
         snapshot: &Snapshot,

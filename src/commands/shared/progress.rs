@@ -15,7 +15,7 @@ use crate::text::{printable, size};
 /// The minimum time between two progress lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The minimum size of a file whose verification gets its own progress line.
+/// Files of at least this size, in bytes, get a line when their verification starts.
 const LARGE_BYTES: u64 = 1_000_000_000;
 
 /// How progress is shown.
@@ -54,7 +54,7 @@ pub struct ProgressView {
 
 struct State {
     files: HashMap<String, File>,
-    /// The sum of `done` over all files, kept up to date because adding it up for every report would be slow.
+    /// The sum of `done` over all files. Updated with each report, because a full sum each time would be slow.
     done_bytes: u64,
     total_bytes: u64,
     lines: LineTimer,
@@ -239,7 +239,7 @@ impl Progress for ProgressView {
 /// Decides when a progress line is due, and formats it.
 struct LineTimer {
     start: Instant,
-    /// Bytes from an earlier run.
+    /// Bytes that an earlier run downloaded. They do not count toward the rate.
     initial_bytes: u64,
     last: Instant,
 }

@@ -19,7 +19,7 @@ const MAX_BYTES: u64 = 64 << 20;
 /// - A pipe may never end, because a script or a service may keep it open.
 /// - A partly read file belongs to a surrounding loop, as in `while read ..; do inferno ..; done < list`.
 pub fn one_shot(prompt: Option<&str>, append_stdin: bool, raw: bool, json: bool) -> Result<Option<String>> {
-    let missing = || Error::usage("no prompt given: use --prompt TEXT, or pipe one in");
+    let missing = || Error::usage("no prompt given: use --prompt TEXT, or pipe a prompt to standard input");
     match prompt {
         Some("") => Err(missing()),
         Some(prompt) if append_stdin || is_file_at_start() => Ok(Some(join(prompt, &read_stdin(raw)?, raw))),
@@ -45,7 +45,7 @@ fn read_stdin(raw: bool) -> Result<String> {
     let mut text = String::new();
     stdin().take(MAX_BYTES + 1).read_to_string(&mut text).context("cannot read standard input as UTF-8 text")?;
     if text.len() as u64 > MAX_BYTES {
-        return Err(Error::usage("cannot use standard input: it is longer than any context"));
+        return Err(Error::usage(format!("cannot use standard input: it is larger than {} MiB", MAX_BYTES >> 20)));
     }
     // With --raw, keep the text unchanged. Otherwise, drop trailing line breaks, such as the one from `echo`.
     Ok(if raw { text } else { text.trim_end_matches(['\n', '\r']).to_string() })

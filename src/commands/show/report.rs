@@ -1,4 +1,4 @@
-//! The report of `inferno show`, which contains everything that the command prints.
+//! The report of `inferno show`: every value that the command prints, as text or as JSON.
 
 use anyhow::Result;
 use serde::Serialize;
@@ -18,7 +18,7 @@ use crate::weights::inventory::TensorGroup;
 pub struct Report {
     pub name: String,
     pub revision: Option<String>,
-    /// `None` for a model on the hub.
+    /// The local path. `None` for a model on the hub.
     pub path: Option<String>,
     #[serde(skip)]
     pub location: &'static str,
@@ -60,16 +60,16 @@ pub struct MemoryNeeds {
     pub cache_bytes_per_1000_tokens: u64,
     /// The KV cache size of the sliding-window layers, which does not grow with the context.
     pub cache_bytes_of_windows: u64,
-    /// The context length, in tokens. The sizes below depend on it.
+    /// The context length for the sizes below, in tokens.
     pub context: usize,
-    /// The length of a prompt chunk, in tokens. The sizes below depend on it.
+    /// The prefill chunk size for the sizes below, in tokens.
     pub chunk: usize,
     pub cache_bytes: u64,
     pub workspace_bytes: u64,
     /// Temporary memory for loading, in addition to the weights. Freed before the cache and workspace are allocated.
     pub loading_bytes: u64,
     pub total_bytes: u64,
-    /// Whether `total_bytes` of memory are free. `None` without a GPU.
+    /// Whether the GPU has `total_bytes` of free memory. `None` without a GPU.
     pub fits: Option<bool>,
     /// The longest context that fits. `None` without a GPU, or if no context fits.
     pub largest_context: Option<usize>,
@@ -82,7 +82,7 @@ pub struct MemoryNeeds {
 pub struct Gpu {
     #[serde(serialize_with = "serialize_gpu")]
     pub gpu: Option<DeviceInfo>,
-    /// Why there is no GPU.
+    /// Why no GPU can be used.
     pub no_gpu: Option<String>,
 }
 
@@ -129,7 +129,7 @@ impl Report {
             Err(error) => (None, Some(one_line(&error))),
         };
         let tensors = inventory.as_ref().map(Inventory::groups).unwrap_or_default();
-        // Many config files omit `tie_word_embeddings`.
+        // Many config files omit `tie_word_embeddings`. Without an output head, the embeddings are tied.
         if !tensors.is_empty() && sizes.tied_embeddings != Some(true) {
             sizes.tied_embeddings = Some(!tensors.iter().any(|group| group.name == "head"));
         }
@@ -169,7 +169,7 @@ impl Report {
     }
 }
 
-/// Plans the memory use on this machine's GPU. Without a GPU, assumes one with enough memory.
+/// Plans the memory use on this machine's GPU. Without a GPU, or if the model does not fit, uses the smallest chunk.
 ///
 /// Returns `None` if the cache size is unknown.
 fn needs(
@@ -218,7 +218,7 @@ fn needs(
     }))
 }
 
-/// Returns the chat format of the model.
+/// Returns `harmony` for gpt-oss, otherwise the file or GGUF key that holds the chat template, if any.
 fn chat(source: &Source) -> Option<&'static str> {
     if source.metadata.config.as_ref().is_ok_and(|config| config["model_type"] == "gpt_oss") {
         return Some("harmony");

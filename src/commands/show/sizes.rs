@@ -1,4 +1,4 @@
-//! The sizes of a model, read from config.json. Families use different names for the same size.
+//! The dimensions of a model, read from config.json. Families use different keys for the same dimension.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -6,7 +6,7 @@ use serde_json::Value;
 use crate::models::Architecture;
 use crate::nn::kv_cache::LayerSpec;
 
-/// The sizes of a model. A size that is missing from config.json is `None`.
+/// The dimensions of a model. A dimension that is missing from config.json is `None`.
 #[derive(Debug, Default, Serialize)]
 pub struct Sizes {
     pub layers: Option<u64>,
@@ -39,9 +39,9 @@ pub struct Rope {
 }
 
 impl Sizes {
-    /// Reads the sizes in config.json.
+    /// Reads the dimensions from config.json.
     pub fn from_config(config: &Value) -> Self {
-        // Multimodal models store the sizes of their language model in `text_config`.
+        // Multimodal models store the dimensions of their language model in `text_config`.
         let config = if config["text_config"].is_object() { &config["text_config"] } else { config };
         let first = |names: &[&str]| names.iter().find_map(|name| config[*name].as_u64());
         let (hidden_size, heads) =
@@ -73,7 +73,7 @@ impl Sizes {
         }
     }
 
-    /// Replaces sizes with the values that the model's architecture reports.
+    /// Replaces the dimensions that the model's architecture reports.
     pub fn with_architecture(mut self, architecture: &dyn Architecture) -> Self {
         let layers = architecture.cache_layers();
         let windows: Vec<usize> = layers.iter().filter_map(|layer| layer.window).collect();

@@ -18,7 +18,7 @@ const HEAD_BYTES: u64 = 16 << 10;
 pub struct Source {
     pub name: String,
     pub revision: Option<String>,
-    /// `None` for a model on the hub.
+    /// The local path. `None` for a model on the hub.
     pub path: Option<PathBuf>,
     /// Where the model is, as a phrase such as `a directory`.
     pub location: &'static str,
@@ -27,7 +27,7 @@ pub struct Source {
     pub files: Vec<(String, Option<u64>)>,
 }
 
-/// The metadata from a model's files.
+/// A model's config, chat template, license and tensor list.
 pub struct Metadata {
     pub config: Result<Value>,
     /// Null if there is no tokenizer_config.json.
@@ -192,7 +192,7 @@ fn json(dir: &Path, name: &str, limit: u64) -> Result<Value> {
 fn files(dir: &Path) -> Vec<(String, Option<u64>)> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let file = |entry: std::fs::DirEntry| {
-        // Snapshot files are symlinks to blobs, and `metadata` follows them.
+        // Snapshot files are symlinks to blobs. Unlike `DirEntry::metadata`, `fs::metadata` follows them.
         let data = std::fs::metadata(entry.path()).ok().filter(|data| data.is_file())?;
         Some((entry.file_name().to_string_lossy().into_owned(), Some(data.len())))
     };

@@ -129,7 +129,7 @@ fn tensors(out: &mut String, report: &Report) {
     aligned(out, &rows, &[1, 2, 3]);
 }
 
-/// Lists the files. All shards of a model share one line.
+/// Lists the files. Four or more shards share one line.
 fn files(out: &mut String, files: &[File]) {
     let mut patterns: BTreeMap<String, Vec<&File>> = BTreeMap::new();
     for file in files {

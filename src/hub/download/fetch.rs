@@ -1,7 +1,7 @@
 //! Fetches files from the hub into the cache, in parallel and in parts.
 //!
 //! An unfinished file is stored as a [`Partial`](super::partial::Partial), so an interrupted download can resume.
-//! A file becomes a blob only once it is complete and its hash matches, so every blob is complete.
+//! A file is renamed to its blob name only once it is complete and its hash matches.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -29,7 +29,7 @@ use crate::text::quote;
 /// Fetches files as blobs of `repo` and links them into the snapshot of `commit`.
 ///
 /// Links the weights last, so that an incomplete snapshot does not count as a model.
-/// The first failure ends the download. Bytes that were already fetched are kept.
+/// Stops at the first failure, and keeps the bytes fetched so far for a later attempt.
 pub(in crate::hub) fn fetch(
     remote: &Remote,
     commit: &str,
@@ -62,7 +62,7 @@ pub(in crate::hub) fn fetch(
     });
     let state = download.state.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
     for job in state.jobs.iter().filter(|job| matches!(job.phase, Phase::Fetching | Phase::Verifying)) {
-        // Ignore errors, such as a full disk, because the previous record remains valid.
+        // Ignore errors, such as a full disk, because the previously saved record remains valid.
         let _ = job.partial.save();
     }
     if let Some(error) = state.failure {
@@ -77,7 +77,7 @@ pub(in crate::hub) fn fetch(
 }
 
 impl Download<'_> {
-    /// Executes tasks on the current thread until none are left or the download fails.
+    /// Runs tasks on the current thread until none are left or the download fails.
     fn run_thread(&self) {
         while let Some(task) = self.next_task() {
             let result = match task {
@@ -91,14 +91,14 @@ impl Download<'_> {
         }
     }
 
-    /// Fetches a part, with retries.
+    /// Fetches one part of a file, with retries.
     fn fetch_part(&self, job: usize, part: Range<u64>, generation: u32) -> Result<()> {
         let mut transfer = Transfer { download: self, job, part: part.clone(), position: part.start, generation };
         let limits = self.remote.limits();
         let mut retry = Retry::new(limits, limits.max_failures);
         let min_progress = Limits::min_progress(self.state().jobs[job].bytes);
-        // The position at the last reset of `retry`. Progress counts from here, not from the start of an attempt,
-        // because an attempt starts over if the server cannot resume.
+        // The position at the last reset of `retry`. Bytes before this position do not count as progress:
+        // if the server cannot resume, each attempt fetches them again.
         let mut furthest = part.start;
         let result = loop {
             let (cause, retry_after) = match transfer.run() {
@@ -132,9 +132,8 @@ impl Download<'_> {
     fn gave_up(&self, job: usize, cause: &str, retry_after: Option<Duration>) -> anyhow::Error {
         let state = self.state();
         let job = &state.jobs[job];
-        let wait = retry_after
-            .map(|wait| format!(", and the server asks for a wait of {} s", wait.as_secs()))
-            .unwrap_or_default();
+        let wait =
+            retry_after.map(|wait| format!(", and the server asks to wait {} s", wait.as_secs())).unwrap_or_default();
         self.remote.temporary_error(format!(
             "{} stopped at {} of {} bytes: {cause}{wait} (downloaded bytes are kept; run the same command to resume)",
             quote(job.names[0]),
@@ -143,7 +142,7 @@ impl Download<'_> {
         ))
     }
 
-    /// Verifies the hash of a complete file. A bad file is deleted and fetched once more.
+    /// Verifies the hash of a complete file. Deletes a bad file and fetches it again, but only once.
     fn verify(&self, index: usize) -> Result<()> {
         let (etag, bytes, name, checkpoint) = {
             let state = self.state();
@@ -158,7 +157,7 @@ impl Download<'_> {
             hash::matches(checkpoint.path(), etag, &mut stop_on_failure)?
         };
         if is_good {
-            // Flush here, while the state is not locked.
+            // Flush before locking the state, because other threads need the state.
             checkpoint.sync()?;
         }
         let mut state = self.state();

@@ -75,7 +75,7 @@ pub(in crate::hub) struct DownloadState<'a> {
 pub(in crate::hub) struct Job<'a> {
     pub etag: &'a str,
     pub bytes: u64,
-    /// The names of all files that have these contents.
+    /// All files in the snapshot that link to this blob.
     pub names: Vec<&'a str>,
     pub partial: Partial,
     pub phase: Phase,
@@ -83,7 +83,7 @@ pub(in crate::hub) struct Job<'a> {
     pub parts: VecDeque<Range<u64>>,
     /// The number of threads that are working on this job.
     pub in_flight: usize,
-    /// Incremented when all fetched bytes become invalid. Transfers of earlier generations stop.
+    /// Incremented when all fetched bytes are discarded. Transfers of earlier generations then stop.
     pub generation: u32,
     /// True if the server can send only whole files.
     pub is_whole_only: bool,
@@ -127,7 +127,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Reports the number of bytes on disk for each file that has these contents.
+    /// Reports the job's bytes on disk for each of its file names.
     pub fn report(&self, progress: &dyn Progress) {
         let done_bytes = match self.phase {
             Phase::Done => self.bytes,
@@ -151,7 +151,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Discards all fetched bytes and starts from the beginning.
+    /// Discards all fetched bytes, so the file is fetched from the beginning.
     pub fn restart(&mut self) -> Result<()> {
         self.generation += 1;
         self.partial.clear();
@@ -225,7 +225,7 @@ impl<'a> Download<'a> {
         if is_busy { Search::Busy } else { Search::Finished }
     }
 
-    /// Waits for `wait`, or until the download fails. Returns false if the download failed.
+    /// Sleeps for `wait`, or until the download fails. Returns false if the download failed.
     pub fn sleep(&self, wait: Duration) -> bool {
         let end = Instant::now() + wait;
         let mut state = self.state();
@@ -242,7 +242,7 @@ impl<'a> Download<'a> {
     }
 }
 
-/// The result of looking for a task.
+/// The result of [`Download::find_task`].
 enum Search {
     Found(Task),
     /// Other threads are working and may create new tasks.

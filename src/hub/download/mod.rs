@@ -27,7 +27,7 @@ use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
 
-/// If a download needs at least this many requests for file sizes, the user is told, because they take seconds.
+/// The user is notified if a download needs at least this many requests for file sizes, because they take seconds.
 const MANY_REQUESTS: usize = 100;
 
 impl Hub {
@@ -121,7 +121,7 @@ impl Hub {
         Ok(files.iter().filter(|file| !is_present(&path, file)).filter_map(|file| file.bytes).sum())
     }
 
-    /// Adds `files` to the snapshot of `commit`, and fetches only what the cache lacks. The caller must hold the lock.
+    /// Adds `files` to the snapshot of `commit`. Fetches only missing files. The caller must hold the repository lock.
     pub(in crate::hub) fn fetch_files(
         &self,
         remote: &Remote,
@@ -210,7 +210,7 @@ pub(in crate::hub) fn cannot_download(name: &str) -> String {
     format!("cannot download '{name}': HF_HUB_OFFLINE is set")
 }
 
-/// Returns true if a snapshot has a file and its size matches the hub's listing.
+/// Returns true if a snapshot has a file of the size that the hub lists.
 fn is_present(dir: &Path, file: &RemoteFile) -> bool {
     let data = fs::metadata(dir.join(&file.name));
     data.is_ok_and(|data| data.is_file() && file.bytes.is_none_or(|bytes| data.len() == bytes))

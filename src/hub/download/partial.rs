@@ -32,7 +32,7 @@ pub(in crate::hub) struct Partial {
     /// The size of the complete file.
     bytes: u64,
     record: Record,
-    /// True if the data was discarded or could not be flushed. A [`PendingRecord`] with this flag is then not written.
+    /// True if the data was discarded or could not be flushed. Pending records that share this flag are then not saved.
     ///
     /// Never reset to false, because an operating system reports a failed flush only once.
     is_lost: Arc<AtomicBool>,
@@ -61,7 +61,7 @@ impl Record {
 }
 
 impl Partial {
-    /// Finds the bytes of `blob` that earlier attempts downloaded. Writes nothing.
+    /// Finds out which bytes of `blob` earlier attempts downloaded. Writes nothing.
     pub fn find(blob: &Path, bytes: u64) -> Self {
         let path = with_suffix(blob, ".parts");
         let json = files::read(&with_suffix(blob, ".parts.json"), files::DOWNLOAD_RECORD).ok();
@@ -98,12 +98,12 @@ impl Partial {
                 self.pending_record().write_record()?;
                 fs::rename(&incomplete, &self.path).map_err(|error| write_error(error, &self.path, 0))?;
             } else {
-                // Otherwise, an old record would be mistaken for the record of the new file.
+                // Delete an old record, because it does not describe the new file.
                 delete(&record_path(&self.path))?;
             }
         }
         let file = self.open()?;
-        // A file that is too long is left over from a different file with the same name.
+        // A file that is too long is left over from another download with the same blob name.
         if file.metadata().is_ok_and(|data| data.len() > self.bytes) {
             file.set_len(self.bytes).map_err(|error| write_error(error, &self.path, 0))?;
         }
@@ -165,7 +165,7 @@ impl Partial {
     /// Clears the record, and cancels every [`PendingRecord`] of the old bytes.
     pub fn clear(&mut self) {
         self.record = Record::default();
-        // After a failed flush, never trust the disk again.
+        // After a failed flush, the new flag starts as true, so no further record is saved.
         let was_lost = self.is_lost.swap(true, Ordering::AcqRel);
         self.is_lost = Arc::new(AtomicBool::new(was_lost));
     }
@@ -175,12 +175,12 @@ impl Partial {
         *self.record.etag.get_or_insert_with(|| etag.to_string()) == etag
     }
 
-    /// Returns a copy of the current state, which can be saved without holding a lock on the `Partial`.
+    /// Returns a copy of the record, which the caller can save without locking the `Partial`.
     pub fn pending_record(&self) -> PendingRecord {
         PendingRecord { path: self.path.clone(), record: self.record.clone(), is_lost: self.is_lost.clone() }
     }
 
-    /// Saves the current state to disk.
+    /// Flushes the data, then saves the record.
     pub fn save(&self) -> Result<()> {
         self.pending_record().save()
     }
@@ -202,7 +202,7 @@ impl Partial {
     }
 }
 
-/// A copy of the state of a [`Partial`], ready to be saved.
+/// A copy of a [`Partial`]'s record, ready to be saved.
 pub(in crate::hub) struct PendingRecord {
     path: PathBuf,
     record: Record,

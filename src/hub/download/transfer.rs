@@ -121,7 +121,7 @@ impl Transfer<'_, '_> {
         Ok(())
     }
 
-    /// Checks that the etag of a file without a hash has not changed. Restarts the download of the file if it has.
+    /// Restarts a file whose etag has changed. Skips files with a known hash, because the hash is verified at the end.
     fn check_etag(&self, headers: &HeaderMap) -> Result<(), Stop> {
         let Some(etag) = headers.get(header::ETAG).and_then(|etag| etag.to_str().ok()).map(hash::bare_etag) else {
             return Ok(());
@@ -178,7 +178,7 @@ impl Transfer<'_, '_> {
             output.write_all(&buffer[..count]).map_err(|error| cannot_write(error, left))?;
             self.record_written(count as u64)?;
         }
-        // Read to the end, so the connection can be reused. Without a content length, this read could block.
+        // Read the end of the body, so the connection can be reused. Without a content length, this read could block.
         if has_length {
             let _ = body.read(&mut buffer);
         }
@@ -206,7 +206,7 @@ impl Transfer<'_, '_> {
                 job.partial.pending_record()
             })
         };
-        // Save while the state is not locked.
+        // Save after unlocking the state, because saving waits for the disk.
         record.map_or(Ok(()), |record| record.save().map_err(Stop::Permanent))
     }
 }
@@ -215,7 +215,7 @@ fn temporary(cause: impl Into<String>) -> Stop {
     Stop::Temporary(cause.into(), None)
 }
 
-/// Returns why a response with status 200 cannot be the requested file. Returns `None` if it can be.
+/// Explains why a response with status 200 is not the requested file. Returns `None` if the response may be the file.
 fn wrong_file(response: &Response<Body>, name: &str, bytes: u64) -> Option<String> {
     let text = |name: header::HeaderName| response.headers().get(name).and_then(|value| value.to_str().ok());
     let is_page = text(header::CONTENT_TYPE).is_some_and(|kind| kind.starts_with("text/html"));

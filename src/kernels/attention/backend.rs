@@ -19,13 +19,13 @@ pub enum AttentionBackend {
 }
 
 impl AttentionBackend {
-    /// Returns the backend to use for queries of this dtype and head size. It is never `Auto`.
+    /// Returns the backend to use for queries of this dtype and head size. Never returns `Auto`.
     ///
-    /// Fails if `self` does not support such queries. The error message explains why.
+    /// Fails with the reason if `self` does not support these queries.
     pub fn choose(self, is_on_gpu: bool, dtype: DType, head_dim: usize, softcap: Option<f32>) -> Result<Self, String> {
         let has_tensor_cores = is_on_gpu && matches!(dtype, DType::BF16 | DType::F16);
         let has_own = has_tensor_cores && FLASH_HEAD_DIMS.contains(&head_dim);
-        // candle-flash-attn is never used with soft-capped scores.
+        // `candle_flash_attn.rs` does not pass a soft cap to the crate.
         let has_candle =
             has_tensor_cores && cfg!(feature = "flash-attn") && softcap.is_none() && head_dim.is_multiple_of(8);
         match self {
@@ -38,7 +38,7 @@ impl AttentionBackend {
             Self::CandleFlashAttn if !cfg!(feature = "flash-attn") => {
                 Err("this build does not include it; build inferno with --features flash-attn".into())
             }
-            Self::CandleFlashAttn if softcap.is_some() => Err("it has no kernel for soft-capped scores".into()),
+            Self::CandleFlashAttn if softcap.is_some() => Err("inferno does not use it for soft-capped scores".into()),
             _ => Err(format!("it has no kernel for head size {head_dim} in {dtype:?}")),
         }
     }

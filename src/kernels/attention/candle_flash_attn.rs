@@ -1,16 +1,16 @@
 //! Attention using the `candle-flash-attn` crate (FlashAttention 2).
 //!
 //! The crate's kernels do not support sinks. A sink adds exp(sink) to the softmax denominator.
-//! The exact result is therefore out · sigmoid(lse - sink), where lse is the logarithm of the denominator.
+//! With a sink, the result is out · sigmoid(lse - sink), where lse is the logarithm of the original denominator.
 //!
-//! The crate does not expose lse in Rust, so this module calls its C function directly. That function may change.
+//! The crate does not expose lse in Rust, so this module calls the crate's C function, which may change.
 //! The version of the crate is therefore pinned, and `tests/it/kernels.rs` compares the results with the reference.
 
 use std::ffi::{c_int, c_void};
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor};
-// Links the crate's library. Its Rust functions are not used.
+// Links the crate's C library. The crate's Rust functions are not used.
 use candle_flash_attn as _;
 
 use super::eager_attention::scale_by_sinks;
@@ -18,8 +18,8 @@ use super::mask::AttentionMask;
 use crate::kernels::launch::address;
 
 unsafe extern "C" {
-    /// Declared in `src/ffi.rs` of candle-flash-attn 0.11.1. Strides are in elements; `softmax_lse` is f32
-    /// `[heads, tokens]`.
+    /// Declared in `src/ffi.rs` of candle-flash-attn 0.11.1.
+    /// Strides are in elements. `softmax_lse` is f32 `[heads, tokens]`.
     fn run_mha(
         q: *const c_void,
         k: *const c_void,
@@ -101,7 +101,7 @@ pub(super) fn attention(
     let length = k.dim(0)?;
     // SAFETY: the kernel writes every element.
     let lse = unsafe { Tensor::empty((heads, tokens), DType::F32, q.device())? };
-    // As in the crate: `is_causal` is set only without a window. With a window, a query sees window - 1 earlier keys.
+    // The crate sets `is_causal` only without a window. With a window, a query sees window - 1 earlier keys.
     let (is_causal, left) = mask.window.map_or((1, length), |window| (0, (window - 1).min(length)));
     let (q_row, kv_row) = ((heads * head_dim) as u32, (kv_heads * head_dim) as u32);
     let pointer = |tensor: &Tensor| address(tensor).map(|address| address as *const c_void);

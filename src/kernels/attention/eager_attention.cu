@@ -6,12 +6,12 @@
 //   sinks: f32 [heads] or null
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (tokens, heads); block: 32 · warps
-//     All warps of a block share the keys of one query head. Each warp runs an online softmax.
+//     Each block computes one query head of one token. Its warps divide the keys, each with an online softmax.
 //     The results of all warps are merged at the end.
 //     A block has 4 warps if there are many queries, and 32 if there are few, to hide the latency of reading keys.
 //   shared memory: warps · (head_dim + 2) floats
 //   bytes moved: about 2 · head_dim · sizeof(T) from L2 for each query head and visible key
-//     The query heads of a KV head do not share reads.
+//     Query heads with the same KV head read its keys and values separately.
 #include "constants.cuh"
 #include "headers/common.cuh"
 
@@ -77,7 +77,7 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
     }
 }
 
-// Applies sinks to the output of attention that was computed without them: out · sigmoid(lse - sink).
+// Applies sinks to attention output that was computed without sinks: out · sigmoid(lse - sink).
 //   out: T [tokens, heads, head_dim]
 //   lse: f32 [heads, tokens], the logarithm of each softmax denominator
 //   sinks: f32 [heads]

@@ -44,7 +44,7 @@ mod with_cuda {
             .int(mask.window.unwrap_or(0))
             .float(mask.scale)
             .float(mask.softcap.unwrap_or(0.0));
-        // With few blocks, each block needs many warps to keep enough loads in flight. With many, 4 warps suffice.
+        // If there are few blocks, each needs many warps to keep enough loads in flight. Otherwise, 4 warps suffice.
         let warps = if tokens * heads <= 512 { 32 } else { 4 };
         let shared_bytes = warps * (head_dim + 2) * size_of::<f32>();
         let kernel = format!("attention_{}", dtype_suffix(q.dtype())?);
@@ -53,7 +53,7 @@ mod with_cuda {
         unsafe { Launch::new(module!("eager_attention"), kernel, shape, arguments).enqueue(device) }
     }
 
-    /// Applies sinks to the output of attention that was computed without them: out · sigmoid(lse - sink).
+    /// Applies sinks to attention output that was computed without sinks: out · sigmoid(lse - sink).
     ///
     /// - out: `[tokens, heads, head_dim]`
     /// - lse: f32 `[heads, tokens]`, the logarithm of each softmax denominator

@@ -9,13 +9,13 @@
 //   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile; only the first row tile misses L2
 //
-// A row is one query head of one token. With group = heads / kv_heads query heads per KV head, row r of KV head k is
-// head k · group + r % group of token r / group.
+// A row is one query head of one token. A KV head has group = heads / kv_heads query heads.
+// Row r of KV head k is query head k · group + r % group of token r / group.
 // A row tile therefore reads each key and value only once for all query heads of the KV head.
 //
-// Splits share the keys of a row tile. The last split to finish combines the f32 partial results through L2:
+// The keys of a row tile are divided among splits. The last split to finish combines the f32 partial results:
 //   partials: f32 [row tiles, kv_heads, splits, ROWS · (head_dim + 2)]
-//     Each partial result is sums [ROWS, head_dim], then (maximum, total) of each row.
+//     A partial result holds sums [ROWS, head_dim], followed by (maximum, total) for each row.
 //   arrivals: u32 [row tiles, kv_heads], the number of finished splits; all zero between launches
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
@@ -75,8 +75,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
 // The maximum is -infinity only if there are no visible keys. Any finite number works then.
 __device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-// Returns the factor that converts the weighted sums of values into the output.
-// The sums and `total` are relative to 2^maximum. The sink is added to the softmax denominator.
+// Returns the factor that converts weighted sums of values to the output: 1 / (total + the sink's weight).
+// The sums and `total` are relative to 2^maximum. All arguments except `total` are base-2 exponents.
 __device__ __forceinline__ float normalizer(float maximum, float total, float sink) {
     const float base = fmaxf(maximum, sink);
     const float keep = exp2_fast(maximum - base);
@@ -103,7 +103,7 @@ template <typename C> struct Rows {
     int kv_head, heads, group;  // group: query heads of a KV head
     int first, count;
 
-    // Returns the index of the first element of a row of this tile in q and out.
+    // Returns the offset in q and out at which a row of this tile starts.
     __device__ __forceinline__ size_t element(int row) const {
         const int r = first + row;
         return ((size_t)(r / group) * heads + kv_head * group + r % group) * C::D;
@@ -192,7 +192,7 @@ __device__ __forceinline__ void load_queries_to_registers(Queries<C>& queries, c
 template <typename C> using Scores = float[C::M][C::KEYS / 8][4];
 // The weighted sums of the values, in the same layout as the scores.
 template <typename C> using Sums = float[C::M][C::D / 8][4];
-// One number per row. A thread has two rows in each group of 16 rows.
+// One value per row. A thread has two rows in each group of 16 rows.
 template <typename C> using RowFloats = float[C::M][2];
 template <typename C> using RowInts = int[C::M][2];
 
@@ -237,7 +237,7 @@ template <typename C> __device__ __forceinline__ void cap_scores(Scores<C>& scor
 }
 
 // Sets the score of a key to -infinity if the key is after the query or before its window.
-// `key` is the first position of the tile.
+// `key` is the position of the first key in the tile.
 template <typename C>
 __device__ __forceinline__ void mask_scores(Scores<C>& scores, const RowInts<C>& row_position, int key, int window,
                                             int lane) {
@@ -346,7 +346,7 @@ template <typename T> __device__ __forceinline__ void store_pair(T* to, float x,
     *reinterpret_cast<uint32_t*>(to) = pack<T>(x, y);
 }
 
-// Stores two columns of a partial result: sums [ROWS, head_dim], then (maximum, total) of each row.
+// Stores two columns of a row's sums in a partial result. With column 0, also stores the row's maximum and total.
 template <typename C>
 __device__ __forceinline__ void store_partial(float* partial, int row, int column, float x, float y, float maximum,
                                               float total) {
@@ -474,11 +474,11 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     const int warp_row = warp % C::WARPS * 16 * C::M;
     const int first_token = rows.token(0), last_token = rows.token(rows.count - 1);
     const int warp_first_token = rows.token(warp_row), warp_last_token = rows.token(warp_row + 16 * C::M - 1);
-    // The sinks are needed only at the end, but loading them starts here.
+    // Load the sinks early to hide the latency. They are needed only at the end.
     float sink = -INFINITY;
     if (sinks && threadIdx.x < rows.count) sink = sinks[kv_head * group + (first_row + threadIdx.x) % group];
-    // With `early`, the caller guarantees that positions[0] and all earlier keys and values are already complete.
-    // Then only the loads of this step's queries, keys and values must wait for the previous kernel.
+    // With `early`, the caller guarantees that positions[0] and all earlier keys and values are already in memory.
+    // In this case, only loads of this step's queries, keys and values must wait for the previous kernel.
     if (!early) pdl_wait();
 
     // 1. Find the keys that any row of the tile sees, and select the key tiles of this split and team.

@@ -12,23 +12,22 @@ use crate::kernels::constants::{
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
 
-/// The maximum number of blocks that share the keys of one row tile.
+/// The maximum number of splits. Each split is a block that processes a part of one row tile's keys.
 const MAX_SPLITS: usize = 64;
 
 /// The keys of a row tile are not split across blocks if the sliding window has at most this many keys.
 const MAX_UNSPLIT_WINDOW: usize = 256;
 
-/// The kernel and launch shape for queries `[tokens, heads, head_dim]` and a KV cache
-/// `[cache_rows, kv_heads, head_dim]`.
+/// A flash attention kernel and its launch shape, chosen for the sizes of the queries and the KV cache.
 pub struct FlashAttention {
     kernel: String,
     launch_shape: LaunchShape,
     shape: AttentionShape,
     dtype: DType,
     mask: AttentionMask,
-    /// The number of f32 scratch elements for the partial results of splits.
+    /// The number of f32 scratch elements for the partial results of splits, or 0 if keys are not split.
     pub partials: usize,
-    /// The number of u32 counters of finished splits.
+    /// The number of u32 counters of finished splits: one per row tile and KV head, or 0 if keys are not split.
     pub arrivals: usize,
 }
 
@@ -89,7 +88,7 @@ impl FlashAttention {
             medium
         };
         let row_tiles = rows.div_ceil(tile.rows);
-        // If there are too few row tiles to fill the GPU, several blocks share the keys of each row tile.
+        // If there are too few row tiles to fill the GPU, split the keys of each row tile across several blocks.
         let splits = match tile.rows {
             _ if mask.window.is_some_and(|window| window <= MAX_UNSPLIT_WINDOW) => 1,
             FLASH_FEW_ROWS => multiprocessors / (kv_heads * row_tiles),
@@ -110,7 +109,7 @@ impl FlashAttention {
         })
     }
 
-    /// Returns the launch of the kernel on `tensors`. Fails if a shape or dtype is not the one that the kernel expects.
+    /// Returns the launch of the kernel on `tensors`. Fails if a shape or dtype does not match.
     pub fn launch(&self, tensors: &FlashTensors, early_reads: EarlyReads) -> Result<Launch> {
         self.check(tensors)?;
         let AttentionShape { tokens, heads, kv_heads, cache_rows, .. } = self.shape;
@@ -134,7 +133,7 @@ impl FlashAttention {
         Ok(Launch::new(module!("flash_attention"), &self.kernel, self.launch_shape, arguments))
     }
 
-    /// Fails unless the kernel accepts these tensors.
+    /// Fails if a shape or dtype differs from those that `new` was called with, or if a scratch buffer is too small.
     fn check(&self, tensors: &FlashTensors) -> Result<()> {
         let FlashTensors { q, k, v, sinks, positions, out, partials, arrivals } = *tensors;
         let shape = AttentionShape::of_inputs(q, k, v, sinks, positions, self.mask)?;

@@ -1,4 +1,4 @@
-//! The attention mask: the keys that a query sees, and the scaling of its scores.
+//! Parameters of causal attention: query positions, sliding window, scale and soft cap.
 
 /// The causal attention mask of one forward pass, and the scaling of the scores.
 #[derive(Clone, Copy, Debug)]

@@ -1,7 +1,7 @@
 //! Causal grouped-query attention over a KV cache, with an optional sliding window and optional sinks.
 //!
 //! A sink is a learned logit per head that takes part in the softmax but has no value.
-//! The definition is `sdpa` in `gpt_oss/torch/model.py` of openai/gpt-oss.
+//! The reference for sinks is `sdpa` in `gpt_oss/torch/model.py` of openai/gpt-oss.
 //! With a sliding window of w keys, position i sees the keys i-w+1 ..= i.
 
 mod backend;
@@ -30,11 +30,11 @@ pub use shape::AttentionShape;
 ///
 /// - q: `[tokens, heads, head_dim]`
 /// - k, v: `[cache_rows, kv_heads, head_dim]` in q's dtype. Position p is stored in row p mod `cache_rows`.
-///   All visible positions must have been written.
+///   All positions that the queries see must have been written.
 /// - sinks: f32 `[heads]`
 /// - positions: u32 `[tokens]`, the positions of the queries, on the device
 ///
-/// On a CPU, `backend` must be `Auto` or `Eager`. Both run the reference.
+/// On a CPU, `backend` must be `Auto` or `Eager`. Both run [`reference`].
 pub fn attention(
     q: &Tensor,
     k: &Tensor,

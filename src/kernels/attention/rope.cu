@@ -1,7 +1,7 @@
 // Splits the output of the fused QKV projection into q, k and v, and rounds them to T.
-// Before that, adds the bias and applies RMSNorm and rotary position embedding (RoPE) to q and k.
+// Before that, adds the bias to q, k and v, and applies RMSNorm and rotary position embedding (RoPE) to q and k.
 // Split-half RoPE: pair i of a head is (x[i], x[i + rotated / 2]), for the first `rotated` elements of a head.
-// The other elements are unchanged.
+// The other elements are not rotated.
 //   qkv: f32 [tokens, heads + 2 · kv_heads, head_dim]
 //   bias: f32 [heads + 2 · kv_heads, head_dim] or null
 //   q_norm, k_norm: f32 [head_dim] or null; each head is normalized before the rotation

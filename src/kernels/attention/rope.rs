@@ -1,6 +1,6 @@
-//! Splits the output of the fused QKV projection into queries, keys and values.
+//! Splits the output of the fused QKV projection into queries, keys and values, and applies RoPE.
 //!
-//! Adds the bias, applies optional norms to queries and keys, and rotates queries and keys.
+//! Before the rotation, adds the bias, and normalizes queries and keys if the model has norms for them.
 //! RoPE (RoFormer, arXiv 2104.09864) uses the split-half layout of Hugging Face checkpoints.
 //!
 //! The tables and all arithmetic are f32, because bf16 would be too imprecise at large positions.
@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::kernels::{elements, norm, to_f32};
 
-/// The numbers of heads of an attention layer, and the size of each head.
+/// The numbers of query heads and KV heads in an attention layer, and the size of each head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadSizes {
     pub heads: usize,
@@ -46,7 +46,7 @@ pub struct QkNorm<'t> {
 /// Splits the output of the fused QKV projection into q, k and v in `dtype`.
 ///
 /// Adds the bias, applies the norms to q and k, and rotates the first `rotated` elements of every head of q and k.
-/// The other elements are unchanged.
+/// The other elements are not rotated.
 ///
 /// - qkv: f32 `[tokens, (heads + 2 * kv_heads) * head_dim]`
 /// - bias: f32 `[(heads + 2 * kv_heads) * head_dim]`
@@ -137,7 +137,7 @@ pub fn split_qkv(
     }
 }
 
-/// Computes the norms and the rotation in plain Rust.
+/// Applies the norms and RoPE in plain Rust.
 ///
 /// Returns x with the heads of q and k normalized and rotated. The heads of v are unchanged.
 ///

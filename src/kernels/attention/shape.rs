@@ -1,11 +1,11 @@
-//! The sizes of one attention call, and the checks of its inputs.
+//! The tensor dimensions of one attention call, and the checks of the inputs.
 
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::mask::AttentionMask;
 use crate::kernels::constants::EAGER_MAX_HEAD_DIM;
 
-/// The sizes of one attention call.
+/// The dimensions of the tensors in one attention call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttentionShape {
     pub tokens: usize,

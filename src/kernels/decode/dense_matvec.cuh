@@ -8,7 +8,7 @@
 #include "decode/block_sum.cuh"
 #include "headers/streaming_loads.cuh"
 
-// The number of loads that a lane has in flight per row: for units of two rows, and for units of one row.
+// Loads that a lane has in flight per row, for units of two rows (DENSE_DEPTH_2) and of one row (DENSE_DEPTH_1).
 constexpr int DENSE_DEPTH_2 = 3, DENSE_DEPTH_1 = 6;
 
 template <typename T> __device__ __forceinline__ float2 unpack(uint32_t pair);
@@ -19,7 +19,7 @@ template <> __device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
     return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
-// Returns `sum` plus the dot product of a segment `w` of weights and eight inputs, four in `a` and four in `b`.
+// Returns `sum` plus the dot product of a segment of weights (`w`) and eight inputs (`a` and `b`).
 template <typename T> __device__ __forceinline__ float dot8(uint4 w, float4 a, float4 b, float sum) {
     const float2 w0 = unpack<T>(w.x), w1 = unpack<T>(w.y), w2 = unpack<T>(w.z), w3 = unpack<T>(w.w);
     sum = fmaf(w0.x, a.x, sum), sum = fmaf(w0.y, a.y, sum), sum = fmaf(w1.x, a.z, sum), sum = fmaf(w1.y, a.w, sum);

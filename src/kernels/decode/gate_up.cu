@@ -13,7 +13,7 @@
 #include "headers/activation.cuh"
 #include "headers/pdl.cuh"
 
-// Computes this warp's units. All dot products are multiplied by `scale`.
+// Computes this warp's elements of h. Multiplies all dot products by `scale`.
 template <typename T, typename Stream, typename Input>
 __device__ __forceinline__ void store_units(Stream& stream, const Input& input, float scale, const float* gate_bias,
                                             const float* up_bias, T* h, int activation) {

@@ -29,7 +29,7 @@ __device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* 
 }
 
 // Computes the logits of this warp's units. Returns their argmax in lane 0.
-// Each unit is two rows of the weight. All dot products are multiplied by `scale`.
+// Each unit is two rows of the weight. Multiplies all dot products by `scale`.
 template <typename Stream, typename Input>
 __device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input, float scale, float softcap,
                                               float* logits, int vocab) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input
     return own;
 }
 
-// Computes logits = head(norm(x)), and the argmax of the logits that each block computes.
+// Computes logits = head(norm(x)), and the argmax of each block's logits.
 // If softcap > 0, each logit l becomes softcap · tanh(l / softcap).
 //   x, norm: f32 [columns]
 //   weight: T [vocab, columns], or one quantized matrix
@@ -95,7 +95,7 @@ __device__ void quantized_head(const float* x, const float* norm, const Quantize
 // A NaN or -inf is never chosen. If every logit is NaN or -inf, the step fails.
 //   best: the argmax of each block of the head kernel
 //   embedding: T [vocab, columns], or null if quantized_next writes x
-//   embedding_scale: the factor by which the embedding is multiplied
+//   embedding_scale: a factor for the embedding
 //   x: f32 [columns]
 //   state: see decode/mod.rs
 //   mailbox: u32 [slots] in host memory
@@ -119,7 +119,7 @@ __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding
     __syncthreads();
     own = warps[lane];
     reduce();
-    // If the step fails, the host sees MAILBOX_NO_TOKEN in the mailbox and stops. It ignores all later steps.
+    // If the step fails, token 0 is a placeholder. The host stops at MAILBOX_NO_TOKEN and ignores all later steps.
     const bool has_token = own.logit > -INFINITY;
     const uint32_t token = has_token ? own.token : 0;
     for (int i = threadIdx.x; embedding && i < columns; i += blockDim.x)
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)
     quantized_head(x, norm, weight, logits, best, vocab, columns, eps, softcap, {rounding, static_scale});
 }
 
-// Multiplies the embedding of the token in `state` by embedding_scale and writes it to x.
+// Looks up the embedding of the token in `state` and writes embedding · embedding_scale to x.
 // Runs after decode_greedy or decode_sample if the embedding is quantized.
 //   embedding: one quantized matrix [vocab, columns]
 //   state: see decode/mod.rs

@@ -14,7 +14,7 @@ use crate::kernels::matrix::Matrix;
 pub struct Embedding {
     /// `[vocab, hidden]`
     pub table: Matrix,
-    /// The factor by which every row is multiplied when it is loaded.
+    /// The factor for each embedding that is looked up. 1 in most models.
     pub scale: f32,
 }
 
@@ -59,8 +59,8 @@ fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> Result<LaunchShape> {
     Ok(matvec_shape(buffers, buffers.logits.dims1()?.div_ceil(2), weight))
 }
 
-/// Adds greedy sampling. The kernel sends the token with the largest logit to the mailbox.
-/// The embedding of this token becomes the next input.
+/// Adds greedy sampling, which sends the token with the largest logit to the mailbox.
+/// The token's embedding becomes the input of the next step.
 ///
 /// `head` is the weight that was passed to [`add_head`]: `[vocab, hidden]`.
 pub fn add_greedy_sampling(

@@ -21,7 +21,7 @@ pub fn has_decode_kernel(device: &CudaDevice, weight: &Matrix, inputs: usize) ->
     Ok(fits && !matches!(weight, Matrix::Concatenated(_)))
 }
 
-/// Returns the size of `inputs` input vectors in shared memory, in bytes.
+/// Returns the bytes of shared memory that `inputs` input vectors need.
 pub(super) fn input_bytes(weight: &Matrix, inputs: usize) -> usize {
     let (_, columns) = weight.dims();
     match weight {
@@ -40,7 +40,7 @@ pub(super) fn matvec_shape(buffers: &StepBuffers, units: usize, weight: &Matrix)
 /// Returns the launch shape for a kernel with `inputs` input vectors and `units` units of work.
 ///
 /// Each warp processes one unit at a time. The grid has at most one block per multiprocessor.
-/// A block has one warp per unit of its multiprocessor, but at least 4 warps and at most the kernel's maximum.
+/// A block has as many warps as there are units per multiprocessor, clamped between 4 and the kernel's maximum.
 pub(super) fn matvec_shape_for(buffers: &StepBuffers, units: usize, weight: &Matrix, inputs: usize) -> LaunchShape {
     let max_warps = if matches!(weight, Matrix::Dense(_)) { DECODE_MAX_WARPS } else { QUANTIZED_WARPS };
     let warps = units.div_ceil(buffers.multiprocessors).clamp(4, max_warps);
@@ -48,7 +48,7 @@ pub(super) fn matvec_shape_for(buffers: &StepBuffers, units: usize, weight: &Mat
     LaunchShape::linear(blocks, 32 * warps).with_shared_bytes(input_bytes(weight, inputs))
 }
 
-/// Returns the name of the variant of kernel `name` for `weight`: `decode_{name}` or `quantized_{name}`.
+/// Returns the kernel's full name: `decode_{name}` for a dense weight, otherwise `quantized_{name}`.
 pub(super) fn matvec_kernel(weight: &Matrix, name: &str) -> String {
     match weight {
         Matrix::Dense(_) => format!("decode_{name}"),

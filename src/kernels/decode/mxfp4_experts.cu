@@ -1,6 +1,6 @@
 // Routed experts with MXFP4 weights for one token, computed on tensor cores.
 // Each expert is an MLP with clamped SwiGLU and biases, as in gpt-oss.
-// Each block determines the chosen experts from the router logits.
+// Each thread block finds the chosen experts from the router logits.
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
@@ -18,7 +18,7 @@ struct Mxfp4Tiles {
     int groups;  // the number of 64-column groups in a row
 };
 
-// Returns pair I of the 8 E2M1 values in a word as f16x2. Each value is multiplied by 2^-14.
+// Returns pair I of the eight E2M1 values in a word as f16x2. The results are the values times 2^-14.
 template <int I> __device__ __forceinline__ uint32_t e2m1_pair(uint32_t w) {
     if (I == 0) return w & 0x8e008e00u;
     return ((w << (3 * I)) & 0x0e000e00u) | ((w << I) & 0x80008000u);
@@ -50,7 +50,7 @@ template <int STEP, int DEPTH> struct TileStream {
     uint32_t exponents[DEPTH];
     const int first, groups;
 
-    // Loads slot d with the group that is i · STEP groups after the oldest group in flight.
+    // Loads the group that is i · STEP groups after the oldest group in flight, and stores it in slot d.
     __device__ __forceinline__ void load(int d, int i) {
         weights[d] = load_stream_16(blocks + i * STEP * MXFP4_TILE_BYTES);
         exponents[d] = load_stream_4(scales + i * STEP * MXFP4_TILE_SCALE_BYTES);
@@ -82,7 +82,7 @@ template <int STEP, int DEPTH> struct TileStream {
         low = high = 0.0f;
         x += first * 8 + lane % 4;
         int base = first;
-        // No bounds checks are necessary while the next round is a full round.
+        // While the next round is full, its loads need no bounds checks.
         for (; base + (2 * DEPTH - 1) * STEP < groups; base += ROUND) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) multiply_group(d, x, low, high), load(d, d + DEPTH);
@@ -176,8 +176,8 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x, tiles = gridDim.x;
     const int n = warp % chosen, split = warp / chosen, segments = weights.groups * 8, full_segments = columns / 8;
     float* sums = reinterpret_cast<float*>(inputs + chosen * segments);
-    // It is safe to read the router logits before pdl_wait().
-    // Only the previous kernel can still be running, and the router ran earlier.
+    // Reading the router logits before pdl_wait() is safe, because the router has ended.
+    // Only the previous kernel, which computes h, can still be running.
     if (warp == 0) routing.choose(logits, experts, chosen, chosen, lane);
     __syncthreads();
     TileStream<DECODE_DOWN_SPLITS, DOWN_DEPTH> stream(weights, (size_t)routing.expert[n] * tiles + tile, split, lane);

@@ -114,7 +114,7 @@ __device__ void quantized_qkv(const float* x, const float* norm, const Quantized
 // Writes the queries to their buffer and the keys to the KV cache.
 //   raw: f32 [heads + kv_heads, head_dim]
 //   q_norm, k_norm: f32 [head_dim]
-//   cos, sin, state, q, k: as above
+//   cos, sin, state, q, k: see the top of this file
 //   grid: ceil((heads + kv_heads) / 8); block: 256, one warp per head
 //   bytes moved: (4 + sizeof(T)) · (heads + kv_heads) · head_dim
 template <typename T>

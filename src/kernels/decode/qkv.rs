@@ -39,8 +39,8 @@ pub struct QkNormBuffers<'t> {
     pub scratch: &'t Tensor,
 }
 
-/// Adds a launch that computes the norm, projection, bias and RoPE of a layer.
-/// With QK norms, a second launch applies these norms and RoPE.
+/// Adds a launch that computes a layer's norm, QKV projection, bias and RoPE.
+/// With QK norms, RoPE moves to a second launch, which applies these norms first.
 ///
 /// The launches write q to its buffer, and k and v to the KV cache.
 /// `cos` and `sin` must have a row for every position at which the launches run.
@@ -113,6 +113,6 @@ pub fn add_qkv(
         .float(norms.eps);
     let shape = LaunchShape::linear((heads + kv_heads).div_ceil(8), 256);
     let kernel = format!("decode_qk_norm_{}", dtype_suffix(dtype)?);
-    // SAFETY: as for the first launch. The buffer between the kernels and both norm weights are also checked above.
+    // SAFETY: as for the first launch. The scratch buffer and the QK norm weights are also checked above.
     unsafe { launches.add(Launch::new(module!("qkv"), kernel, shape, arguments)) }
 }

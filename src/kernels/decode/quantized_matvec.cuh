@@ -3,7 +3,7 @@
 #include "decode/block_sum.cuh"
 #include "quantized/quantized.cuh"
 
-// The number of groups that a lane has in flight per row: for units of two rows, and for units of one row.
+// Groups that a lane has in flight per row, for units of two rows (QUANTIZED_DEPTH_2) and one (QUANTIZED_DEPTH_1).
 constexpr int QUANTIZED_DEPTH_2 = 2, QUANTIZED_DEPTH_1 = 4;
 
 // Writes norm(x) / scale to shared memory, rounded if `rounding` requires it, and returns the scale.

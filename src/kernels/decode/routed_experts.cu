@@ -1,5 +1,5 @@
 // Routed experts with bf16, f16 or quantized weights and without biases, for one token.
-// Each block determines the chosen experts from the router logits.
+// Each thread block finds the chosen experts from the router logits.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/activation.cuh"
@@ -70,7 +70,7 @@ __device__ void quantized_routed_gate_up(const float* x, const float* norm, cons
 }
 
 // One row from each chosen expert, concatenated.
-// A piece is the part of a row that a lane loads at a time. It is a segment if the weight is dense, otherwise a group.
+// A piece is the part of a row that a lane loads at once: a segment (dense weights) or a group (quantized weights).
 struct ChosenRows {
     const uint32_t* experts;
     int pieces;            // the number of pieces in one expert's row
@@ -80,7 +80,7 @@ struct ChosenRows {
     __device__ __forceinline__ ChosenRows() {}
     __device__ __forceinline__ ChosenRows(const uint32_t* experts, int pieces, size_t expert_pieces)
         : experts(experts), pieces(pieces), expert_pieces(expert_pieces), inverse(0xffffffffu / pieces + 1) {}
-    // Returns piece / pieces, the index of the chosen expert that contains the piece.
+    // Returns piece / pieces, the index of the chosen expert whose row contains the piece.
     // If `pieces` is 1, `inverse` has overflowed to 0 and is not used.
     __device__ __forceinline__ int index_of(int piece) const { return pieces == 1 ? piece : __umulhi(piece, inverse); }
 };
@@ -127,8 +127,8 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
     __shared__ Routing routing;
     const int segments = columns / 8;
     const DenseInput input{shared, chosen * segments};
-    // It is safe to read the router logits before pdl_wait().
-    // Only the previous kernel can still be running, and the router ran earlier.
+    // Reading the router logits before pdl_wait() is safe, because the router has ended.
+    // Only the previous kernel, which computes h, can still be running.
     if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
     __syncthreads();
     const ChosenRows chosen_rows(routing.expert, segments, (size_t)rows * segments);
@@ -206,8 +206,8 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
     __shared__ Routing routing;
     const int expert_groups = (columns + 31) / 32, groups = chosen * expert_groups;
     const QuantizedInput input(vector, weight, groups);
-    // It is safe to read the router logits before pdl_wait().
-    // Only the previous kernel can still be running, and the router ran earlier.
+    // Reading the router logits before pdl_wait() is safe, because the router has ended.
+    // Only the previous kernel, which computes h, can still be running.
     if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
     __syncthreads();
     const ChosenRows chosen_rows(routing.expert, expert_groups, (size_t)rows * expert_groups);

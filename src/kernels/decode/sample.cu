@@ -4,11 +4,11 @@
 //
 // The sampler on the host (engine/sampler.rs) applies the same rules in the same order.
 // It chooses the same tokens, with these exceptions:
-// - At the limit of top-k or top-p, this kernel keeps all tokens with equal logits.
-//   The host keeps only the lowest ids among them, up to the limit.
-// - This kernel computes probabilities in f32 and truncates them to multiples of 2^-40 of the largest.
-//   The host uses f64. A token below 2^-40 of the largest is therefore never chosen here.
-//   Tokens at the limits of top-p and min-p or next to the random draw can differ.
+// - If several tokens at the limit of top-k or top-p have equal logits, this kernel keeps all of them.
+//   The host keeps the tokens with the lowest ids, up to the limit.
+// - The host computes probabilities in f64. This kernel computes them in f32, relative to the largest probability,
+//   and truncates them to multiples of 2^-40. Tokens below 2^-40 are never chosen here.
+//   The choice can differ for tokens at the limits of top-p and min-p, or next to the random draw.
 // - nvcc fuses multiplications and additions, so penalized logits can differ in the last bit.
 //
 // A launch has at most one block per multiprocessor, so all blocks run at the same time and can wait for each other.
@@ -19,7 +19,7 @@
 //   seen: u32 [vocab]; 0 if the token has not appeared, otherwise 1 + the number of times it was generated
 //   params: SamplingKernelParams
 //   embedding: T [vocab, columns], or null if quantized_next (head.cu) writes x
-//   embedding_scale: the factor by which the embedding is multiplied
+//   embedding_scale: a factor for the embedding
 //   x: f32 [columns], the input of the next step
 //   state: see decode/mod.rs
 //   mailbox: see decode_greedy in head.cu
@@ -47,8 +47,8 @@ struct Scratch {
 };
 
 static_assert(sizeof(SamplingKernelParams) == 4 * SAMPLE_PARAM_WORDS,
-              "constants.rs must have the size of SamplingKernelParams");
-static_assert(sizeof(Scratch) == 4 * SAMPLE_SCRATCH_WORDS, "constants.rs must have the size of Scratch");
+              "SAMPLE_PARAM_WORDS must match SamplingKernelParams");
+static_assert(sizeof(Scratch) == 4 * SAMPLE_SCRATCH_WORDS, "SAMPLE_SCRATCH_WORDS must match Scratch");
 
 // Maps floats to integers that sort in the same order.
 __device__ __forceinline__ uint32_t sort_key(float value) {
@@ -254,7 +254,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
         before += round_total;
         __syncthreads();
     }
-    // If the step fails, the host sees MAILBOX_NO_TOKEN in the mailbox and stops. It ignores all later steps.
+    // If the step fails, token 0 is a placeholder. The host stops at MAILBOX_NO_TOKEN and ignores all later steps.
     const bool has_winner = has_token ? winner != 0xffffffffu : blockIdx.x == 0;
     if (has_winner) {
         const uint32_t token = has_token ? winner : 0;

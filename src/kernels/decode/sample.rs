@@ -1,7 +1,7 @@
 //! Sampling on the GPU with penalties, temperature, top-k, top-p and min-p (`sample.cu`).
 //!
-//! Tests compare the kernel's tokens with those of the sampler on the host (`tests/it/decode_graph.rs`).
-//! `sample.cu` lists the differences that are allowed.
+//! Tests compare the kernel with the sampler on the host (`tests/it/decode_graph.rs`).
+//! The comment at the top of `sample.cu` lists the known differences.
 
 use std::sync::Arc;
 
@@ -25,7 +25,8 @@ pub struct SamplingKernelParams {
     pub frequency_penalty: f32,
     pub presence_penalty: f32,
     pub seed: u64,
-    /// The number of random draws before the first step. Random numbers depend only on the seed and the draw's number.
+    /// The number of random draws before the first step.
+    /// Each random number depends only on the seed and the number of earlier draws.
     pub sampled_before: u32,
 }
 
@@ -46,12 +47,12 @@ impl SamplingKernelParams {
     }
 }
 
-/// The state that the sampling kernel needs to continue from a sampler on the host.
+/// The parameters and token counts that the sampling kernel takes over from the sampler on the host.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceSampling {
     pub params: SamplingKernelParams,
-    /// One entry per token of the vocabulary: 0 if the token was never seen, otherwise 1 + the number of times it was
-    /// generated. Needed only for penalties.
+    /// For each token of the vocabulary: 0 if it has not appeared, otherwise 1 + the number of times it was generated.
+    /// Needed only for penalties.
     pub seen: Option<Vec<u32>>,
 }
 
@@ -78,7 +79,7 @@ impl SamplingBuffers {
     /// Sets the sampling parameters for the next steps.
     pub fn set(&self, sampling: DeviceSampling) -> Result<()> {
         let DeviceSampling { params, seen } = sampling;
-        // Without `..`, a new parameter is a compile error until it is passed to the kernel.
+        // Without `..`, the compiler rejects a new parameter that is not passed to the kernel.
         let SamplingKernelParams {
             temperature,
             top_k,
@@ -90,7 +91,7 @@ impl SamplingBuffers {
             seed,
             sampled_before,
         } = params;
-        // In the order of the fields of `SamplingKernelParams` in `sample.cu`.
+        // The order must match `SamplingKernelParams` in `sample.cu`.
         let words: [u32; SAMPLE_PARAM_WORDS] = [
             temperature.to_bits(),
             top_p.to_bits(),
@@ -123,7 +124,7 @@ fn sample_blocks(vocab: usize, buffers: &StepBuffers) -> usize {
 }
 
 /// Adds sampling with the parameters in `sampling`. The kernel sends the sampled token to the mailbox.
-/// The embedding of this token becomes the next input.
+/// The token's embedding becomes the input of the next step.
 pub fn add_sample(
     launches: &mut LaunchList,
     buffers: &StepBuffers,

@@ -1,4 +1,4 @@
-// Computes an activation function. Matches `Activation` in activation.rs.
+// Applies an activation function, selected by its code in constants.rs.
 #pragma once
 #include "constants.cuh"
 

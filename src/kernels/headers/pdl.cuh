@@ -2,15 +2,15 @@
 // A kernel of a launch list may start before the previous kernel has ended.
 // It first loads data that no kernel writes, such as weights, and then waits for the results of earlier kernels.
 //
-// On older GPUs, and in launches without the attribute, the kernels of a stream do not overlap.
+// On older GPUs, and in launches without the PDL attribute, the kernels of a stream do not overlap.
 // pdl_wait() and pdl_launch_dependents() then have no effect.
 //
-// A kernel that calls pdl_launch_dependents() calls it after its own pdl_wait().
-// After a kernel that never calls it, the next kernel starts when all blocks of that kernel have ended.
-// When a kernel starts, all earlier kernels except the previous one have therefore ended.
+// A kernel calls pdl_launch_dependents() only after pdl_wait().
+// If a kernel does not call pdl_launch_dependents(), the next kernel starts after this kernel has ended.
+// When a kernel starts, only the previous kernel can therefore still be running.
 //
 // decode_greedy and decode_sample never call pdl_launch_dependents(), because they end a step.
-// Only quantized_next can follow them in the step, and it loads nothing before its wait.
+// Only quantized_next can follow in the same step, and quantized_next loads nothing before pdl_wait().
 #pragma once
 
 // Waits until all earlier kernels have ended and their writes are visible.

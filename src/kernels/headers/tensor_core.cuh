@@ -12,7 +12,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address
                  : "memory");
 }
 
-// Loads four 8×8 matrices as above and transposes each of them.
+// Loads four 8×8 matrices like load_matrices and transposes each matrix.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -36,7 +36,7 @@ DEFINE_MULTIPLY_ADD(__half, "f16")
 DEFINE_MULTIPLY_ADD(__nv_bfloat16, "bf16")
 #undef DEFINE_MULTIPLY_ADD
 
-// Rounds two numbers to T and packs them into one word, with `low` in the low half.
+// Rounds two floats to T and packs them into one word, with `low` in the low half.
 template <typename T> __device__ __forceinline__ uint32_t pack(float low, float high);
 template <> __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);

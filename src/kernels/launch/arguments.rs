@@ -1,4 +1,4 @@
-//! The arguments of a kernel.
+//! The arguments of a kernel launch.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub fn address(tensor: &Tensor) -> Result<CUdeviceptr> {
         CudaStorageSlice::F32(slice) => slice.device_ptr(&stream).0,
         CudaStorageSlice::BF16(slice) => slice.device_ptr(&stream).0,
         CudaStorageSlice::F16(slice) => slice.device_ptr(&stream).0,
-        _ => bail!("no kernel takes tensors of {:?}", tensor.dtype()),
+        _ => bail!("no kernel supports tensors of dtype {:?}", tensor.dtype()),
     };
     Ok(base + (layout.start_offset() * tensor.dtype().size_in_bytes()) as CUdeviceptr)
 }

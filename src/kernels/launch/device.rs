@@ -1,15 +1,15 @@
-//! Properties of a CUDA device that launches depend on.
+//! Queries a CUDA device for its attributes and for unfinished work.
 
 use candle_core::cuda_backend::cudarc::driver::sys;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, bail};
 
-/// Returns an attribute of the device.
+/// Returns the value of a device attribute, as `cuDeviceGetAttribute` does.
 pub fn attribute(device: &CudaDevice, attribute: sys::CUdevice_attribute) -> Result<usize> {
     Ok(device.cuda_stream().context().attribute(attribute).w()? as usize)
 }
 
-/// Returns the number of multiprocessors of the device.
+/// Returns the number of streaming multiprocessors (SMs) of the device.
 pub fn multiprocessors(device: &CudaDevice) -> Result<usize> {
     attribute(device, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
 }
@@ -30,12 +30,12 @@ pub fn is_idle(device: &CudaDevice) -> Result<bool> {
     }
 }
 
-/// Returns the suffix for the names of kernels that compute in `dtype`.
+/// Returns the suffix of kernel names for `dtype`, such as `bf16` in `add_norm_bf16`.
 pub fn dtype_suffix(dtype: DType) -> Result<&'static str> {
     match dtype {
         DType::F32 => Ok("f32"),
         DType::F16 => Ok("f16"),
         DType::BF16 => Ok("bf16"),
-        other => bail!("no kernel computes in {other:?}"),
+        other => bail!("no kernel supports the dtype {other:?}"),
     }
 }

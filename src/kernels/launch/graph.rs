@@ -34,7 +34,7 @@ impl LaunchGraph {
     /// Returns the number of nodes in the graph.
     pub fn nodes(&self) -> Result<usize> {
         let mut count = 0;
-        // SAFETY: the graph is valid. Without an array for the nodes, the driver only writes their number.
+        // SAFETY: the graph is valid. If the node array is null, the driver writes only the number of nodes.
         unsafe { sys::cuGraphGetNodes(self.graph.cu_graph(), std::ptr::null_mut(), &mut count) }.result().w()?;
         Ok(count)
     }

@@ -69,7 +69,7 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// Creates a launch of the kernel `kernel` in `module`.
+    /// Creates a launch of `kernel` from `module`.
     pub fn new(module: Module, kernel: impl Into<String>, shape: LaunchShape, arguments: Arguments) -> Self {
         Self { module, kernel: kernel.into(), shape, arguments, bytes_moved: 0 }
     }
@@ -141,7 +141,7 @@ impl PreparedLaunch {
     /// Queues the kernel on a stream whose context is bound to this thread.
     ///
     /// # Safety
-    /// The same as for [`Launch::enqueue`].
+    /// The requirements of [`Launch::enqueue`] apply.
     pub unsafe fn enqueue(&self, stream: &CudaStream, overlap: Overlap) -> Result<()> {
         let mut overlap_attribute = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,

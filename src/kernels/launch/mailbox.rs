@@ -1,4 +1,4 @@
-//! A mailbox for words that kernels send to the host while the device keeps running.
+//! A mailbox through which kernels send u32 words to the host while the device keeps running.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Result, bail};
 
-/// u32 slots in host memory. Kernels write words to the slots, and the host takes them. An empty slot is zero.
+/// u32 slots in host memory. Kernels write nonzero words to the slots, and the host takes them. Zero means empty.
 pub struct Mailbox {
     slots: NonNull<AtomicU32>,
     count: usize,
@@ -25,14 +25,14 @@ impl Mailbox {
     pub fn new(device: &CudaDevice, count: usize) -> Result<Arc<Self>> {
         device.cuda_stream().context().bind_to_thread().w()?;
         // The memory is mapped into the device's address space.
-        // With unified addressing, as on Linux, host and device use the same address for it.
+        // With unified addressing, as on Linux, the host address is also valid on the device.
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: any length is allowed, and the context is bound. `drop` frees the memory.
         let slots = unsafe { result::malloc_host(count * size_of::<AtomicU32>(), flags) }.w()?;
         let Some(slots) = NonNull::new(slots.cast::<AtomicU32>()) else {
-            bail!("cannot allocate a mailbox in pinned memory: the driver returned null")
+            bail!("cannot allocate pinned host memory for a mailbox: the driver returned a null pointer")
         };
-        // SAFETY: `count` words were allocated, aligned to a page. Zeroing them initializes the slots.
+        // SAFETY: the allocation has space for `count` slots and is page-aligned. Zeros initialize the slots.
         unsafe { slots.write_bytes(0, count) };
         Ok(Arc::new(Self { slots, count, device: device.clone() }))
     }
@@ -65,7 +65,7 @@ impl Drop for Mailbox {
     fn drop(&mut self) {
         // After a failed synchronization, a queued kernel may still write to the slots, so the slots are leaked.
         if self.device.cuda_stream().synchronize().is_ok() {
-            // SAFETY: allocated by `malloc_host`, freed once, and no kernel is running that could write to the slots.
+            // SAFETY: `malloc_host` allocated the slots, only `drop` frees them, and all queued kernels have ended.
             let _ = unsafe { result::free_host(self.slots.as_ptr().cast()) };
         }
     }

@@ -29,7 +29,7 @@ pub(crate) use module;
 
 type LoadedModules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
 
-/// Returns the loaded modules of all devices. There is one registry per process, as in the driver.
+/// Returns the modules that this process has loaded, for all devices.
 fn loaded_modules() -> &'static Mutex<LoadedModules> {
     static MODULES: OnceLock<Mutex<LoadedModules>> = OnceLock::new();
     MODULES.get_or_init(Mutex::default)

@@ -58,8 +58,8 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
         EightBitType::Fp8 => (1.0f32.to_bits(), 0u32),
     };
     let scalar = |value: &u32| (value as *const u32).cast::<c_void>();
-    // cuBLAS is column-major, so it computes outᵀ [rows, tokens] = (wᵀ)ᵀ · xᵀ.
-    // Each leading dimension is the length of a row.
+    // cuBLAS is column-major. It reads w as wᵀ and x as xᵀ, and computes outᵀ [rows, tokens] = (wᵀ)ᵀ · xᵀ.
+    // Each leading dimension is the row length of the row-major tensor.
     let shapes = [(input, columns, rows), (input, columns, tokens), (output, rows, tokens)];
     let mut descriptors = Descriptors::default();
     let layouts = shapes.map(|(dtype, height, width)| {

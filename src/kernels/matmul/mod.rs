@@ -24,7 +24,7 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Multiplies with cuBLAS, which can return its f32 sums. candle's own matmul rounds them to the dtype of the inputs.
+/// Multiplies with cuBLAS and returns f32 sums. candle's matmul would round the sums to the dtype of the inputs.
 #[cfg(feature = "cuda")]
 fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (tokens, rows) = (x.dim(0)?, w.dim(0)?);
@@ -53,7 +53,7 @@ pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride
     if columns != w_columns || x.dtype() != w.dtype() || rows > stride {
         bail!("gemm: x {:?} {:?} and w {:?} {:?} do not match", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
-    // A wrapped size would read or write out of bounds.
+    // If a size overflowed i32 below, cuBLAS would read or write out of bounds.
     if [tokens, columns, stride].into_iter().any(|size| i32::try_from(size).is_err()) {
         bail!("gemm: x {:?} or w {:?} is too large", x.dims(), w.dims());
     }
@@ -61,10 +61,10 @@ pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride
         DType::F16 => sys::cudaDataType::CUDA_R_16F,
         DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
         DType::F32 => sys::cudaDataType::CUDA_R_32F,
-        other => bail!("cannot multiply matrices of {other:?}"),
+        other => bail!("cannot multiply matrices of dtype {other:?}"),
     };
     let (alpha, beta) = (1.0f32, 0.0f32);
-    // cuBLAS is column-major, so it computes outᵀ [rows, tokens] = (wᵀ)ᵀ · xᵀ.
+    // cuBLAS is column-major. It reads w as wᵀ and x as xᵀ, and computes outᵀ [rows, tokens] = (wᵀ)ᵀ · xᵀ.
     // Each leading dimension is the row stride of the row-major tensor.
     // SAFETY: the tensors are contiguous and on a GPU (`address` checks this) and have these sizes (checked above).
     // The handle is bound to the device's stream. The caller guarantees that `out` is valid.

@@ -9,10 +9,10 @@
 //     Lane 4g + t holds one word of each of four blocks:
 //     (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
 //   scales: [experts][ceil(rows / 16)][ceil(columns / 64)][g][4 bytes]
-//     The four bytes are the scales of the same four blocks.
+//     The four bytes are the scales of the four blocks listed above.
 //   A word holds the values 8t .. 8t + 7 of a block: even columns in the low half, odd columns in the high half.
-//   In each half, the four values have their magnitudes in bits 11..9, 8..6, 5..3 and 2..0.
-//   Their signs are in bits 15, 14, 13 and 12.
+//   In each half, the magnitudes of the four values are in bits 11..9, 8..6, 5..3 and 2..0.
+//   The signs of the four values are in bits 15, 14, 13 and 12.
 // A lane's 16 bytes are its A fragments for four MMAs with K = 16, so weights never move between lanes.
 //
 // Columns of x, h and y are in *fragment order*.
@@ -21,7 +21,7 @@
 // This permutation is its own inverse.
 //
 // x and h are *tiled*: [ceil(columns / 64)][tiled_rows][128 bytes].
-// Their rows are in the order of `sorted` (see sort_by_expert).
+// The rows of x and h are in the order of `sorted` (see sort_by_expert).
 // Each expert's rows start at a multiple of 8, so pairs + 8 · experts rows are always enough.
 // Segment s (16 bytes) of row r is stored at position s ^ (r % 8), and padding columns are zeros.
 // Consecutive rows of 64 columns are then contiguous, and tensor cores read them without bank conflicts.
@@ -32,7 +32,7 @@
 #include "headers/tensor_core.cuh"
 #include "moe/work_items.cuh"
 
-// Columns per step: the width of a weight tile, which is 128 bytes of a row of x.
+// Columns per step: the width of a weight tile. A row of x has 128 bytes per step.
 constexpr int STEP = MXFP4_TILE_COLUMNS;
 
 // The type of two packed values.
@@ -55,7 +55,7 @@ template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word) {
 // One lane then gets the products of both rows.
 // Padding values are zero and have a scale of 1.
 // Sets `has_large_scale` if a scale exceeds 2 (byte 128) or is NaN (byte 255).
-// scale_factors would overflow for large scales, so other kernels must be used.
+// scale_factors would overflow for such scales, so the caller must use other kernels.
 //   blocks: u8 [experts, rows, columns / 32, 16]
 //   scales: u8 [experts, rows, columns / 32]
 //   grid: ceil(experts · ceil(rows / 16) · ceil(columns / 64) / 8); block: 256, one warp per tile
@@ -105,7 +105,7 @@ __device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint
     for (int i = threadIdx.x % 32; i < (columns + 63) / 64 * 8; i += 32) {
         uint4 value = make_uint4(0, 0, 0, 0);
         if (i < columns / 8) {
-            // Stored pairs 4p .. 4p + 3 are the pairs p, 4 + p, 8 + p, 12 + p.
+            // Fragment order stores the column pairs p, 4 + p, 8 + p and 12 + p at positions 4p .. 4p + 3.
             const float2* pair = from + i / 4 * 16 + i % 4;
             const float2 a = pair[0], b = pair[4], c = pair[8], d = pair[12];
             value = make_uint4(pack<T>(a.x, a.y), pack<T>(b.x, b.y), pack<T>(c.x, c.y), pack<T>(d.x, d.y));
@@ -114,7 +114,7 @@ __device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint
     }
 }
 
-// x[t] = Σ weights[t, c] · y[t, c] over c
+// Computes x[t] = Σ weights[t, c] · y[t, c] over c.
 //   y: T [tokens, chosen, columns] in fragment order
 //   weights: f32 [tokens, chosen]
 //   x: f32 [tokens, columns]; n = tokens · columns / 8
@@ -146,7 +146,7 @@ __device__ void expert_combine(const T* y, const float* weights, float* x, int n
 // ---- unpacking ----
 
 // Converts four scale bytes to factors for the unpacked values. Each word holds its factor twice.
-// repack_mxfp4 checks that bytes are at most 128.
+// `Mxfp4Tiles::repack` rejects bytes above 128.
 // The factor of a NaN scale is arbitrary, because nan_scales handles NaN.
 template <typename T> __device__ __forceinline__ void scale_factors(uint32_t scales, uint32_t (&factors)[4]);
 // bf16: unpacked values are E2M1 · 2^-126, so the factor for a scale of 2^(s - 127) is 2^(s - 1), exact even for s = 0.
@@ -168,7 +168,7 @@ __device__ __forceinline__ uint32_t nan_scales(uint32_t scales) {
     return ((scales & 0x7F7F7F7Fu) + 0x01010101u) & scales;
 }
 
-// Returns pair P of a word, multiplied by its scale.
+// Returns pair P of the eight values in a word, multiplied by their scale.
 template <typename T, int P> __device__ __forceinline__ uint32_t unpack_pair(uint32_t word, uint32_t factor) {
     using T2 = typename Pair<T>::type;
     constexpr bool HALF = __is_same(T, __half);
@@ -190,7 +190,7 @@ struct Weights {
     int rows, columns;
 };
 
-// One tile of the output: a token tile and a tile of weight rows.
+// One tile of the output: the product of a token tile and a tile of weight rows.
 // A token tile has at most `max_pairs` pairs of one expert. An expert's pairs are divided evenly among its token tiles.
 struct Tile {
     int expert, first_pair, pairs;
@@ -427,7 +427,7 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
 
 // The tile of a block: at most PAIRS pairs × 192 rows. Three warpgroups compute 64 rows each, and a fourth one copies.
 // gpt-oss has matrices of 2880 and 5760 rows, both multiples of 192.
-// While some of the three warpgroups wait for their products, the others can unpack weights.
+// While one warpgroup waits for its products, another can unpack weights.
 // A fourth computing warpgroup would not fit, because each thread needs 160 registers.
 // With at most UNROLL_PAIRS pairs, the loop over columns is unrolled by two.
 template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_> struct TileShape {
@@ -575,7 +575,7 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
             wgmma<T>(sum, to, b + 2 * k);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-            // The last product of the previous stage has finished at this point.
+            // At this point, all products of the previous stage have finished.
             if (k == 0 && half == 0 && previous >= 0 && lane == 0) barrier_arrive(ring.empty(previous));
         }
     };
@@ -620,8 +620,8 @@ __device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::S
     consume<S, T, N, GATE_UP>(ring, position, w, o, tile);
 }
 
-// Three warpgroups multiply. The fourth copies data for later steps, including data of the next tile.
-// The fourth uses bulk copies, which access memory through the same proxy as wgmma.
+// Three warpgroups multiply. The fourth warpgroup copies data for later steps, including data of the next tile.
+// Bulk copies access memory through the async proxy, like wgmma.
 // With cp.async, each stage would need a fence that waits for all copies.
 //   grid: any number of blocks; one block fits on a multiprocessor
 //   block: EXPERT_WGMMA_THREADS
@@ -692,7 +692,7 @@ __device__ void expert_product_wgmma(const Weights&, const Output<T>&, const T*,
 //   down: tiled h, plain weights, bias [experts, hidden] -> y [pairs, hidden]
 //     rows = hidden, columns = intermediate
 // `hidden` and `intermediate` are multiples of 32, the size of an MXFP4 block.
-// The last arguments are the template arguments of PRODUCT.
+// The variadic arguments are the first template arguments of PRODUCT.
 #define DEFINE_PRODUCT(T, SUFFIX, THREADS, PRODUCT, ...)                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
         expert_gate_up_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* x,               \

@@ -35,7 +35,7 @@ pub enum RowOrder {
 }
 
 impl Mxfp4Tiles {
-    /// Repacks blocks and scales on the GPU and waits for the result.
+    /// Repacks MXFP4 blocks and scales into tiles on the GPU and waits for the result.
     ///
     /// The blocks are u8 `[experts, rows, columns / 32, 16]`, and the scales are u8 `[experts, rows, columns / 32]`.
     ///
@@ -115,7 +115,7 @@ pub fn expert_mlp(
     check_shapes(x, ids, routing_weights, gate_up, down)?;
     let Device::Cuda(device) = x.device() else { return unsupported("expert_mlp", x) };
     let pairs = tokens * chosen;
-    // Each expert's rows start at a multiple of 8, so each expert may need padding.
+    // Each expert's rows start at a multiple of 8, so an expert needs up to 7 rows of padding.
     let tiled_rows = pairs + 8 * experts;
     // SAFETY: the kernels below write every element that a later kernel reads.
     let empty = |count: usize, dtype| unsafe { Tensor::empty(count, dtype, x.device()) };
@@ -227,11 +227,11 @@ struct ProductKernel {
 }
 
 impl ProductKernel {
-    /// Chooses the kernel whose tile suits the number of pairs per expert.
+    /// Chooses the kernel whose tile size suits the number of pairs per expert.
     fn choose(device: &CudaDevice, pairs: usize, experts: usize) -> Result<Self> {
         let multiprocessors = multiprocessors(device)?;
         let capability = device.cuda_stream().context().compute_capability();
-        // Only code for sm_90a contains wgmma instructions, and it runs only on compute capability 9.0.
+        // Only code for sm_90a contains wgmma instructions. Code for sm_90a runs only on compute capability 9.0.
         let has_wgmma = env!("INFERNO_COMPUTE_CAP") == "90" && matches!(capability, Ok((9, 0)));
         let wgmma = |name, pairs, stages| Self {
             name,
@@ -253,7 +253,9 @@ impl ProductKernel {
     }
 }
 
-/// Returns the shared memory of the mma.sync kernels in bytes. A stage holds `pairs` rows of x and the weight tiles.
+/// Returns the shared memory of the mma.sync kernels in bytes.
+///
+/// A stage holds `pairs` rows of x and the weight tiles.
 const fn mma_shared_bytes(pairs: usize) -> usize {
     let weight_bytes = EXPERT_MMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
     EXPERT_MMA_STAGES * (pairs * 128 + weight_bytes)

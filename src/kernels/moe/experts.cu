@@ -8,7 +8,7 @@
 //   out: T [pairs, rows]
 // `expert_gemv` is for few tokens. `expert_gemm` is for many tokens with MXFP4 weights.
 // `expert_gemm` reads each expert's weights once per 64 (token, expert) pairs instead of once per pair.
-// Its pairs are sorted by sort_by_expert.cu.
+// The pairs of `expert_gemm` must be sorted by expert (sort_by_expert.cu).
 // MXFP4 models that compute in bf16 or f16 use expert_mlp.cu and decode/mxfp4_experts.cu, unless a scale exceeds 2.
 // For many tokens with float weights, grouped_gemm.cu is used instead.
 #include "constants.cuh"
@@ -16,7 +16,7 @@
 #include <mma.h>
 
 __device__ __forceinline__ float e8m0(uint8_t scale) {
-    // As the exponent field of an f32, the byte gives 2^(scale - 127). But 0 is the subnormal 2^-127, and 255 is NaN.
+    // The byte is the exponent field of the f32 result, except that 0 is the subnormal 2^-127 and 255 is NaN.
     return scale == 0 ? __int_as_float(0x00400000) : scale == 255 ? NAN : __int_as_float((int)scale << 23);
 }
 
@@ -126,7 +126,7 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
     const size_t weight_row = (size_t)expert * rows + first_row;
 
     using namespace nvcuda;
-    // Holds the inputs of the current step. After the last step, holds the results.
+    // The buffer holds the inputs of the current step. After the last step, it holds the results.
     __shared__ __align__(32) unsigned char buffer[EXPERT_GEMM_PAIRS * OUT_PITCH * sizeof(float)];
     static_assert(sizeof(buffer) >= (EXPERT_GEMM_ROWS + EXPERT_GEMM_PAIRS) * PITCH * sizeof(T));
     T *tile_w = reinterpret_cast<T*>(buffer), *tile_x = tile_w + EXPERT_GEMM_ROWS * PITCH;

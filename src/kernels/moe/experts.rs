@@ -24,7 +24,9 @@ use crate::kernels::{bytes, elements, to_f32, unsupported};
 /// The maximum number of (token, expert) pairs in one call. The limit is the maximum grid size in y.
 pub const MAX_PAIRS: usize = 65_535;
 
-/// The number of pairs from which each expert's weights are read once per tile of pairs instead of once per pair.
+/// The minimum number of pairs for a GEMM kernel.
+///
+/// A GEMM reads each expert's weights once per tile of pairs, and a GEMV reads them once per pair.
 #[cfg(feature = "cuda")]
 const GEMM_FROM_PAIRS: usize = 64;
 
@@ -126,7 +128,7 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
     }
 }
 
-/// The kernel launches of [`expert_matmul`], which checks the shapes first.
+/// Launches the kernels for [`expert_matmul`], which has checked the shapes.
 #[cfg(feature = "cuda")]
 mod cuda {
     use candle_core::cuda_backend::CudaDevice;
@@ -164,7 +166,7 @@ mod cuda {
                 gemv(device, "dense", weights, x, bias, ids, (rows, columns, pairs_per_x), &out)?;
             }
             ExpertWeights::Dense(dense) => {
-                // SAFETY: the public function checked shapes and dtypes; its caller guarantees valid ids.
+                // SAFETY: `super::expert_matmul` checked shapes and dtypes; its caller guarantees valid ids.
                 unsafe { grouped_gemm(device, x, dense, bias, ids, pairs_per_x, &out)? };
             }
             ExpertWeights::Mxfp4Tiles(_) | ExpertWeights::Quantized(..) => {
@@ -184,7 +186,7 @@ mod cuda {
     ) -> Result<Tensor> {
         let (rows, columns) = (matrix.dims().0 / experts, matrix.dims().1);
         // Dequantizing writes and reads all experts in the compute dtype.
-        // It therefore pays off only with several pairs per expert.
+        // Dequantizing therefore pays off only with several pairs per expert.
         if ids.elem_count() < GEMM_FROM_PAIRS.max(4 * experts) || x.dtype() == DType::F32 {
             return quantized_ops::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
         }
@@ -215,7 +217,7 @@ mod cuda {
             weights.optional(bias)?.tensor(x)?.tensor(ids)?.tensor(out)?.int(rows).int(columns).int(pairs_per_x);
         let kernel = format!("expert_gemv_{kind}_{}", dtype_suffix(x.dtype())?);
         let shape = LaunchShape::new((rows.div_ceil(8), ids.elem_count(), 1), 256);
-        // SAFETY: the public function checked shapes and dtypes; its caller guarantees valid ids.
+        // SAFETY: `super::expert_matmul` checked shapes and dtypes; its caller guarantees valid ids.
         unsafe { Launch::new(module!("experts"), kernel, shape, arguments).enqueue(device) }
     }
 

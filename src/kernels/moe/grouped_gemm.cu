@@ -1,5 +1,5 @@
 // Matrix products of routed experts with float weights on tensor cores, for many tokens.
-// Also computes the weighted sum of the experts' outputs.
+// `combine` computes the weighted sum of the experts' outputs.
 //   weights: T [experts, rows, columns]; columns is a multiple of 8
 //   bias: T [experts, rows] or null
 //   x: T [pairs / per_x, columns]; `per_x` consecutive pairs share one row of x
@@ -115,7 +115,7 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
     }
 }
 
-// out[t] = Σ routing_weights[t, n] · y[t, n] over n
+// Computes out[t] = Σ routing_weights[t, n] · y[t, n] over n.
 //   y: T [tokens, chosen, columns]
 //   routing_weights: f32 [tokens, chosen]
 //   out: f32 [tokens, columns]; n = tokens · columns

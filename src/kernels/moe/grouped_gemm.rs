@@ -1,6 +1,6 @@
 //! Matrix products of routed experts with float weights, for many tokens (`grouped_gemm.cu`).
 //!
-//! Also computes the weighted sum of the experts' outputs.
+//! [`combine`] computes the weighted sum of the experts' outputs.
 
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::CudaDevice;
@@ -25,7 +25,7 @@ use crate::kernels::unsupported;
 /// All tensors except `ids` have the same dtype: bf16 or f16.
 ///
 /// # Safety
-/// The tensors must have these shapes, and every id must be less than `experts`.
+/// The tensors must have the shapes and dtypes listed above, and every id must be less than `experts`.
 #[cfg(feature = "cuda")]
 pub(super) unsafe fn grouped_gemm(
     device: &CudaDevice,
@@ -59,7 +59,7 @@ pub(super) unsafe fn grouped_gemm(
     unsafe { Launch::new(module!("grouped_gemm"), kernel, shape, arguments).enqueue(device) }
 }
 
-/// Returns `Σ routing_weights[t, n] · y[t, n]` over n, f32 `[tokens, columns]`.
+/// Returns `Σ routing_weights[t, n] · y[t, n]` over n as f32 `[tokens, columns]`.
 ///
 /// - y: `[tokens, chosen, columns]`
 /// - routing_weights: f32 `[tokens, chosen]`

@@ -22,8 +22,9 @@ pub fn e8m0_to_f32(byte: u8) -> f32 {
     }
 }
 
-/// Returns `(experts, rows, columns)` of u8 blocks `[experts, rows, columns / 32, 16]` and u8 scales
-/// `[experts, rows, columns / 32]`.
+/// Returns `(experts, rows, columns)`, or an error if the blocks and the scales do not match.
+///
+/// The blocks are u8 `[experts, rows, columns / 32, 16]`, and the scales are u8 `[experts, rows, columns / 32]`.
 pub(super) fn mxfp4_dims(blocks: &Tensor, scales: &Tensor) -> Result<(usize, usize, usize)> {
     let (experts, rows, groups, bytes) = blocks.dims4()?;
     let are_bytes = blocks.dtype() == DType::U8 && scales.dtype() == DType::U8;

@@ -1,5 +1,5 @@
 // Chooses the experts of one token.
-// In each thread block that needs the chosen experts, one warp finds them from the router logits.
+// Every thread block that needs the chosen experts computes them from the router logits in one of its warps.
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -9,8 +9,8 @@ struct Routing {
     float weight[MAX_CHOSEN_EXPERTS];
 
     // Finds the `count` largest logits, in descending order. Ties go to the lower expert id, and NaN ranks last.
-    // The routing weights of the first `chosen` experts are their softmax over these experts, or over all experts.
-    // All lanes of the warp must call this. experts <= MAX_EXPERTS, so one word has a bit for each expert of a lane.
+    // The first `chosen` experts get routing weights: a softmax over these experts, or over all experts (`over_all`).
+    // All lanes of the warp must call this function. Each lane handles at most 32 experts: the bits of `taken`.
     __device__ __forceinline__ void choose(const float* logits, int experts, int count, int chosen, int lane,
                                            bool over_all = false) {
         uint32_t taken = 0;  // one bit per expert of this lane: lane, lane + 32, ...
@@ -20,7 +20,7 @@ struct Routing {
 #pragma unroll
         for (int i = 0; i < HELD; ++i) held[i] = lane + 32 * i < experts ? __ldcg(logits + lane + 32 * i) : -INFINITY;
         for (int n = 0; n < count; ++n) {
-            // Keys have the same order as logits. Key 0 means that the expert is taken. Key 1 means NaN.
+            // Keys sort in the same order as logits. Key 0 means that the expert is taken, and key 1 means NaN.
             uint32_t best = 0, id = 0xffffffffu;
             const auto offer = [&](int i, float logit) {
                 const uint32_t bits = __float_as_uint(logit);

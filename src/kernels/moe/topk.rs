@@ -12,7 +12,7 @@ use crate::kernels::{elements, to_f32};
 pub enum Softmax {
     /// The chosen experts: their weights sum to one (gpt-oss, Mixtral, Qwen3 with `norm_topk_prob`).
     OverChosen,
-    /// All experts: the weights of the chosen ones sum to less than one (Qwen3 without `norm_topk_prob`).
+    /// All experts: the weights of the chosen experts sum to less than one (Qwen3 without `norm_topk_prob`).
     OverAll,
 }
 

@@ -12,7 +12,7 @@ struct WorkItem {
 
 // Finds work item `number`. Returns false if `number` is past the last item.
 // An expert with p pairs has ceil(p / unit) · times items.
-// All lanes of the warp must call this.
+// All lanes of the warp must call this function.
 __device__ __forceinline__ bool find_work_item(const uint32_t* offsets, int experts, int unit, int times, int number,
                                                WorkItem& item) {
     const int lane = threadIdx.x % 32;

@@ -1,4 +1,4 @@
-//! Kernel arguments for quantized matrices. The matrices are passed as structs by value.
+//! Passes quantized matrices to kernels as structs by value.
 
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{Result, bail};

@@ -7,7 +7,7 @@ pub const GROUP_COLUMNS: usize = 32;
 /// The number of columns that share a super-scale.
 pub const SUPERBLOCK_COLUMNS: usize = 256;
 
-/// The number format of a quantized matrix.
+/// The quantization format of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum WeightFormat {

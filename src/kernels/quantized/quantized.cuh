@@ -2,8 +2,8 @@
 //
 // A *group* is 32 columns of a row. A lane reads one group at a time.
 // The input vector is rounded to 16-bit integers with one scale per group.
-// For the largest value of a group, the integers have seven more bits of precision than bf16.
-// The high and low bytes of the integers are stored separately, so dp4a can sum four exact products at a time.
+// At the largest value of a group, these integers are seven bits more precise than bf16.
+// Their high and low bytes are stored separately, so each dp4a instruction sums four exact products.
 // Only the scales and mins are applied in floating point.
 // With FP8 weights, all arithmetic is in floating point.
 #pragma once
@@ -145,7 +145,7 @@ template <int F> __device__ __forceinline__ Scaling scaling(const RawGroup& raw)
     return {{pair.x, pair.x}, {m, m}};
 }
 
-// The values of quads 2p and 2p + 1 of a group (columns 8p to 8p + 7).
+// The dequantized values of columns 8p to 8p + 7 of a group (quads 2p and 2p + 1).
 struct EightValues {
     float4 first, second;
 };
@@ -185,7 +185,7 @@ __device__ __forceinline__ EightValues dequantize8(const QuantizedMatrix& m, int
     return {four(to_floats<F>(first)), four(to_floats<F>(second))};
 }
 
-// The input vector in shared memory. Lanes that read neighboring groups have no bank conflicts.
+// The input vector in shared memory. The layout avoids bank conflicts between lanes that read neighboring groups.
 // If the vector is stored as integers:
 //   pieces[0][g], pieces[1][g]: the high bytes of columns 0 to 15 and columns 16 to 31 of group g
 //   pieces[2][g], pieces[3][g]: the low bytes of the same columns, as signed integers
@@ -212,7 +212,7 @@ struct QuantizedInput {
         return reinterpret_cast<const float4*>(pieces)[j * stride + group];
     }
 
-    // Stores quad(i) for every quad i. quad(i) must return zeros past the last column.
+    // Stores the vector. quad(i) returns columns 4i to 4i + 3, with zeros past the last column.
     // If INTEGERS is true and the vector is stored as integers, quad(i) must return integers from -32512 to 32512.
     // These integers are stored exactly, with a scale of 1.
     // All threads of the block must call this function and then __syncthreads().
@@ -339,10 +339,10 @@ struct ContiguousRows {
     __device__ __forceinline__ int scale_row(int row, int) const { return row; }
 };
 
-// Streams the rows of a stack through a warp, one unit of ROWS rows at a time.
+// Multiplies the rows of a stack by input vectors. Each warp processes one unit of ROWS rows at a time.
 // Each lane has DEPTH groups of each row in flight. Near the end of a unit, it loads the first groups of the next unit.
 // Units are assigned to the warps of the grid in round-robin order.
-// `locate(u, r, matrix)` finds row r of unit u. It sets `matrix` and returns the index of the row in this matrix.
+// `locate(u, r, matrix)` finds row r of unit u: it sets `matrix` to the index of the matrix and returns the row index.
 // All rows of a unit must have the same format.
 template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> struct QuantizedStream {
     struct UnitRows {
@@ -396,7 +396,8 @@ template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> stru
         }
     }
 
-    // Adds the dot products of a group to `sum`. If the rows are gathered, applies the row scales here.
+    // Adds the dot products of a group to `sum`. The groups of a gathered row can have different row scales, so these
+    // are applied here instead of at the end of the row.
     template <int F>
     __device__ __forceinline__ void add_group(const RawGroup (&raw)[ROWS], const QuantizedInput& x, int group,
                                               float (&sum)[ROWS]) const {
@@ -459,11 +460,11 @@ __device__ __forceinline__ float round_to_e4m3(float v) {
     const __nv_fp8_storage_t byte = __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
     return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3)));
 }
-// Rounds a value that has already been divided by its scale.
+// Rounds a value, already divided by its scale, to an 8-bit integer or to E4M3.
 __device__ __forceinline__ float round_scaled(float v, int rounding) {
     return rounds_to_int8(rounding) ? fminf(fmaxf(rintf(v), -128.0f), 127.0f) : round_to_e4m3(v);
 }
-// Returns the rounding scale of a vector whose largest magnitude is `largest`.
+// Returns the scale for rounding a vector to 8 bits. `largest` is the largest magnitude in the vector.
 __device__ __forceinline__ float rounding_scale(float largest, int rounding, float static_scale) {
     const float scale = rounding == ROUNDING_INT8_PER_TOKEN  ? largest / 127.5f
                         : rounding == ROUNDING_FP8_PER_TOKEN ? largest / 448.0f
@@ -472,7 +473,7 @@ __device__ __forceinline__ float rounding_scale(float largest, int rounding, flo
     return !isfinite(largest) ? __uint_as_float(0x7fc00000u) : scale < 1.17549435e-38f ? 1.17549435e-38f : scale;
 }
 
-// How the input of a product is rounded. `mode` is a ROUNDING_ constant, and only static modes use `static_scale`.
+// The rounding of the input vector. `mode` is a ROUNDING_ constant. Only the static modes use `static_scale`.
 struct RoundingArgs {
     int mode;
     float static_scale;
@@ -501,7 +502,7 @@ __device__ __forceinline__ float block_max_magnitude(float value, float* scratch
 
 // Rounds factor · quad(i) / scale for every quad i, stores the result in `input`, and returns the scale.
 // The caller multiplies the dot products by the scale.
-// `largest` is the largest magnitude among the quads that this thread has read, before multiplication by `factor`.
+// `largest` is the largest magnitude that this thread has read, not multiplied by `factor`.
 template <class Quad>
 __device__ __forceinline__ float fill_rounded(const QuantizedInput& input, Quad quad, float largest, float factor,
                                               RoundingArgs rounding, float* scratch) {

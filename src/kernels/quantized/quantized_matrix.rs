@@ -84,7 +84,7 @@ impl QuantizedMatrix {
         self.tensors().map(crate::kernels::bytes).sum()
     }
 
-    /// Returns the `rows` rows that start at row `first`. The result shares memory with this matrix.
+    /// Returns `rows` rows, starting at row `first`. The result shares memory with this matrix.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         let mut planes = self.planes.clone();
         for plane in planes.iter_mut().flatten() {

@@ -7,11 +7,11 @@
 // Computes y[t] = W·x[t / per_x].
 //   x: T [tokens / per_x, columns]; `per_x` consecutive rows of y share one row of x
 //   y: S [tokens, stride]; only the first `rows` columns are written
-//   ids: u32 [tokens] or null; if it is not null, W is the matrix of expert ids[t] and has `rows` rows
+//   ids: u32 [tokens] or null; with ids, W is the matrix of expert ids[t] and has `rows` rows
 //   grid: (blocks, tokens); block: 32 · QUANTIZED_WARPS
 //   shared memory: see `input_bytes` in quantized_ops.rs
-//   bytes moved: the size of W for each token
-// Each unit is two rows of the weights.
+//   bytes moved: tokens · the size of W
+// Each unit of the `QuantizedStream` is two rows of W.
 template <typename T, typename S>
 __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns,
                        int stride, int per_x, RoundingArgs rounding) {
@@ -78,7 +78,7 @@ template <typename T> __device__ void dequantize(const QuantizedStack& weights, 
 // Looks up token embeddings. Computes out[t] = factor · weights[ids[t]].
 //   ids: u32 [tokens]
 //   out: f32 [tokens, columns]
-//   bytes moved: one quantized row per token, and out
+//   bytes moved: one quantized row per token, plus out
 //   grid: tokens; block: 256
 extern "C" __global__ void __launch_bounds__(256)
     quantized_embed(const __grid_constant__ QuantizedStack weights, const uint32_t* ids, float* out, int columns,

@@ -1,9 +1,9 @@
 //! Operations on quantized matrices: matrix products, dequantization and embedding lookup.
 //!
 //! On a GPU, products with few tokens read the quantized weights directly (`quantized_matvec`).
-//! Products with many tokens run on tensor cores.
-//! These products use 8-bit arithmetic if the weights and the rounded input are 8-bit and the GPU supports the type.
-//! Otherwise, the weights are dequantized first.
+//! Products with many tokens run on tensor cores, in one of two ways:
+//! - as int8 or FP8 products, if the weights and the rounded input are 8-bit and the GPU supports the type
+//! - otherwise, as products with dequantized weights
 
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -28,15 +28,15 @@ use crate::kernels::matmul::cublas_lt::{EightBitType, matmul_8bit};
 use crate::kernels::matmul::gemm;
 use crate::kernels::{elements, to_f32, unsupported};
 
-/// The maximum number of tokens for which a product reads the quantized weights once per token.
+/// The maximum number of tokens for matrix-vector products, which read the quantized weights once per token.
 /// With more tokens, it is faster to dequantize the weights and use tensor cores.
 ///
 /// A Q4_0 weight has 4.5 bits. Dequantizing to bf16 moves 36.5 bits per weight: 4.5 read, 16 written, 16 read again.
 #[cfg(feature = "cuda")]
 const MATVEC_TOKENS: usize = 8;
 /// The approximate number of elements to dequantize at a time.
-/// In bf16, they take 32 MiB and stay in the L2 cache of an A100, H100 or H200 (40 to 50 MB) until they are read.
-/// On a GPU with a smaller L2 cache, the product reads part of them from device memory.
+/// In bf16, these take 32 MiB, which fits in the L2 cache of an A100, H100 or H200 (40 to 50 MB).
+/// On a GPU with a smaller L2 cache, the product reads some of the elements from device memory.
 #[cfg(feature = "cuda")]
 const DEQUANTIZED_AT_A_TIME: usize = 16 << 20;
 
@@ -188,13 +188,13 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor) -> Res
     Ok(out)
 }
 
-/// Returns whether the input vector and 1 KiB of static data fit in the shared memory of a block on this GPU.
+/// Returns whether the input vector, plus 1 KiB of static data, fits in the shared memory of a thread block.
 #[cfg(feature = "cuda")]
 fn can_matvec(device: &CudaDevice, part: &QuantizedMatrix) -> Result<bool> {
     Ok(input_bytes(part.format, part.dims().1) + 1024 <= max_shared_bytes(device)?)
 }
 
-/// The columns of an f32 tensor `[tokens, stride]` from column `first` on.
+/// A view of an f32 tensor `[tokens, stride]` that starts at column `first`.
 #[cfg(feature = "cuda")]
 #[derive(Clone, Copy)]
 struct OutputColumns<'t> {
@@ -234,7 +234,7 @@ fn matvec(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, output: Outpu
 /// Returns the products as `[tokens, chosen, rows]` in the dtype of `x`.
 ///
 /// `experts` is `[number of experts * rows, columns]`. `ids` are u32 `[tokens, chosen]`.
-/// If `pairs_per_x` is `chosen`, `x` is `[tokens, columns]`. If it is 1, `x` is `[tokens, chosen, columns]`.
+/// `x` is `[tokens, columns]` if `pairs_per_x` is `chosen`, or `[tokens, chosen, columns]` if `pairs_per_x` is 1.
 /// The caller guarantees that every id is less than the number of experts.
 #[cfg(feature = "cuda")]
 pub fn expert_matvec(
@@ -278,11 +278,11 @@ fn matmul_dequantized(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, o
     Ok(())
 }
 
-/// Returns the type for an 8-bit product on tensor cores, or `None` if the matrix or the GPU does not support it.
+/// Returns the element type of an 8-bit product, or `None` if the matrix or the GPU does not support 8-bit products.
 #[cfg(feature = "cuda")]
 fn low_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<EightBitType>> {
     let capability = device.cuda_stream().context().compute_capability().w()?;
-    // cuBLASLt requires every row of the result to be aligned to 16 bytes. A multiple of 16 elements guarantees this.
+    // cuBLASLt requires the rows of the result to be aligned to 16 bytes. A row length divisible by 16 guarantees this.
     let is_aligned = part.dims().0.is_multiple_of(16);
     Ok(match part.format {
         WeightFormat::Int8 if is_aligned => Some(EightBitType::Int8),
@@ -317,7 +317,7 @@ fn matmul_low_precision(
     let ((tokens, columns), (rows, _)) = (x.dims2()?, part.dims());
     // cuBLASLt requires dimensions that are multiples of 16. The low plane is already padded to whole groups.
     let (padded_columns, padded_tokens) = (columns.next_multiple_of(GROUP_COLUMNS), tokens.next_multiple_of(16));
-    // SAFETY: the kernel writes the row of every token. Results for padding rows are not used.
+    // SAFETY: the kernel writes one row per token. The results of padding rows are not used.
     let q = unsafe { Tensor::empty((padded_tokens, padded_columns), DType::U8, x.device())? };
     // SAFETY: the kernel writes one scale per token.
     let scales = unsafe { Tensor::empty(tokens, DType::F32, x.device())? };

@@ -80,7 +80,7 @@ fn unpack(low: &[u8; 32], low_bytes: usize, high: &[u8; 32], high_bytes: usize) 
     })
 }
 
-/// Packs the 32 quantized integers of a group into its bytes in the low and high planes.
+/// Packs the 32 quantized integers of a group into the bytes of the low and high planes.
 ///
 /// The lengths of `low` and `high` must match [`super::PlaneBytes`].
 pub fn pack(q: &[u8; 32], low: &mut [u8], high: &mut [u8]) {

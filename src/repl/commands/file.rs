@@ -20,7 +20,7 @@ pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
         }
         "none" => {
             session.attached.clear();
-            return Ok("nothing is attached now".to_string());
+            return Ok("nothing is attached to the next message".to_string());
         }
         _ => {}
     }

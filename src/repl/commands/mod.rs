@@ -43,7 +43,7 @@ const COMMANDS: &[Command] = &[
         name: "system",
         arguments: "[TEXT]",
         summary: "show the system prompt, or start over with a new one",
-        details: "The --system flag sets it at startup.",
+        details: "To set the system prompt at startup, use the --system flag.",
     },
     Command {
         name: "set",
@@ -91,7 +91,7 @@ const COMMANDS: &[Command] = &[
         name: "context",
         arguments: "",
         summary: "show how full the context is",
-        details: "`/set overflow stop|drop-oldest` selects what happens when it is full.",
+        details: "`/set overflow stop|drop-oldest` selects what happens when the context is full.",
     },
     Command {
         name: "model",
@@ -120,7 +120,7 @@ pub fn names() -> Vec<String> {
     COMMANDS.iter().map(|command| format!("/{}", command.name)).collect()
 }
 
-/// Returns the possible arguments of a command. The list is empty if they are not a fixed set.
+/// Returns the fixed set of arguments of a command, for Tab completion. Empty if a command has no fixed set.
 pub fn arguments(command: &str) -> Vec<String> {
     let words: Vec<&str> = match command {
         "/set" => conversation::setting_names().collect(),
@@ -162,7 +162,7 @@ pub fn run(line: &str, session: &mut Session) -> Outcome {
         "/context" => info::context(session).map_err(message),
         "/model" if arguments.is_empty() => Ok(models(session)),
         "/model" => return Outcome::SwitchModel(arguments.to_string()),
-        // A path or a formula may start with a slash too, but a single lowercase word after the slash is a command.
+        // A message can start with a slash, for example a path. A slash and one lowercase word is always a command.
         _ if name.len() > 1 && name.starts_with('/') && name[1..].chars().all(|c| c.is_ascii_lowercase()) => {
             Err(unknown_command(&name[1..]))
         }

@@ -50,7 +50,7 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// Returns the buffer of `slot` with this shape. Allocates it on first use.
+    /// Returns the buffer for this slot, shape and dtype. Allocates the buffer on first use.
     fn tensor(&mut self, slot: Slot, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
         Ok(match self.tensors.entry((slot, shape.to_vec(), dtype)) {
             Entry::Occupied(entry) => entry.get().clone(),
@@ -63,7 +63,7 @@ pub(super) fn rms_norm(norm: &Norm) -> RmsNormParams<'_> {
     RmsNormParams { weight: &norm.weight, eps: norm.eps }
 }
 
-/// Returns the parameters and scratch buffer f32 `[hidden]` of a post-norm, or `None` if the layer has no such norm.
+/// Returns the parameters of a post-norm with its scratch buffer, f32 `[hidden]`, or `None` if there is no post-norm.
 fn post_norm<'t>(norm: &'t Option<Norm>, scratch: &'t Tensor) -> Option<PostNorm<'t>> {
     norm.as_ref().map(|norm| PostNorm { norm: rms_norm(norm), scratch })
 }
@@ -72,7 +72,7 @@ fn projection(linear: &Linear) -> Projection<'_> {
     Projection { weight: &linear.weight, bias: linear.bias.as_ref() }
 }
 
-/// Adds the attention of a layer: norm, QKV projection, attention, output projection.
+/// Adds the launches for a layer's attention: norm, QKV projection, attention, output projection.
 ///
 /// Every position of a step must be less than `context`.
 pub(super) fn add_attention(
@@ -119,8 +119,8 @@ pub(super) fn add_attention(
         partials: &scratch.tensor(Slot::Partials, &[flash.partials.max(1)], DType::F32, device)?,
         arrivals: &scratch.tensor(Slot::Arrivals, &[flash.arrivals.max(1)], DType::U32, device)?,
     };
-    // The kernel may read the keys and values of earlier positions during the QKV projection.
-    // They were written before the projection started.
+    // The attention kernel may read the keys and values of earlier positions while the QKV projection is running.
+    // This is safe, because these keys and values were written before the projection started.
     let launch = flash.launch(&tensors, EarlyReads::EarlierPositions)?;
     // SAFETY: `FlashAttention::launch` checks the shapes and dtypes.
     // It also checks that the cache has a row for every key that the last position sees.
@@ -140,7 +140,7 @@ pub(super) fn add_attention(
     )?)
 }
 
-/// Adds an MLP with a gate: norm, gate and up projections, down projection.
+/// Adds the launches for a gated MLP: norm, gate and up projections, down projection.
 pub(super) fn add_gated_mlp(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
@@ -158,7 +158,7 @@ pub(super) fn add_gated_mlp(
     Ok(decode::add_residual(launches, buffers, &h, &down_proj.weight, down_proj.bias.as_ref(), post_norm)?)
 }
 
-/// Adds the experts of Mixtral and Qwen3-MoE: router, gate and up projections, down projection.
+/// Adds the launches for the experts of Mixtral and Qwen3-MoE: router, gate and up projections, down projection.
 pub(super) fn add_gated_moe(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
@@ -182,7 +182,7 @@ pub(super) fn add_gated_moe(
     Ok(decode::add_routed_down(launches, buffers, &down, &logits, config.softmax, &h)?)
 }
 
-/// Adds the MXFP4 experts of gpt-oss: router, gate and up projections, down projection.
+/// Adds the launches for the MXFP4 experts of gpt-oss: router, gate and up projections, down projection.
 pub(super) fn add_clamped_moe(
     launches: &mut LaunchList,
     buffers: &StepBuffers,

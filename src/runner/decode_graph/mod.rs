@@ -29,14 +29,14 @@ use support::unsupported_reason;
 
 /// The number of extra steps to queue while the host waits for a token.
 const AHEAD: usize = 2;
-/// The mailbox must have a slot for every queued step and for the token that the host is waiting for.
+/// The number of mailbox slots. It must exceed the number of steps that can be queued at once, `1 + AHEAD`.
 const MAILBOX_SLOTS: usize = 64;
 const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
 
 /// The result of planning a decode step.
 pub enum DecodePlan {
     Graph(Box<DecodeGraph>),
-    /// The graph does not support the decoder, for this reason.
+    /// The graph does not support the decoder. Holds the reason.
     Unsupported(EagerReason),
 }
 
@@ -54,11 +54,11 @@ pub struct DecodeGraph {
     greedy: StepTail,
     sampled: StepTail,
     sampling: Sampling,
-    /// Steps queued since the start. Step s writes its token to slot s mod `mailbox.slots()`.
+    /// Steps queued since decoding started. Step s writes its token to slot s mod `mailbox.slots()`.
     queued: usize,
-    /// Tokens taken from the mailbox since the start.
+    /// Tokens taken from the mailbox since decoding started.
     taken: usize,
-    /// The number of tokens, counted from the start, that fill the context.
+    /// The number of steps from the start of decoding until the context is full.
     possible: usize,
 }
 
@@ -146,7 +146,7 @@ impl DecodeGraph {
     }
 
     /// Starts decoding after `tokens` cached tokens.
-    /// The first new token is chosen from `logits`, f32 `[1, vocab]`, the logits of the last cached token.
+    /// Chooses the first new token from the last cached token's `logits`, f32 `[1, vocab]`.
     pub fn start_from(&mut self, tokens: usize, logits: &Tensor, sampling: Option<DeviceSampling>) -> Result<()> {
         let logits = logits.flatten_all()?;
         let (vocab_size, context) = (self.buffers.logits.dims1()?, self.context);
@@ -184,7 +184,7 @@ impl DecodeGraph {
         Ok(())
     }
 
-    /// Returns the tail for the current sampling mode.
+    /// Returns the launches and the graph for the current sampling mode.
     fn tail(&self) -> &StepTail {
         match self.sampling {
             Sampling::Greedy => &self.greedy,
@@ -238,7 +238,7 @@ impl DecodeGraph {
         Ok(())
     }
 
-    /// Waits for the next word in the mailbox: 1 + the token, or [`decode::MAILBOX_NO_TOKEN`].
+    /// Waits for the next mailbox entry: 1 + the token id, or [`decode::MAILBOX_NO_TOKEN`].
     fn wait(&mut self) -> Result<u32> {
         let slot = self.taken % self.mailbox.slots();
         let mut polls = 0u32;
@@ -250,7 +250,7 @@ impl DecodeGraph {
             }
             std::hint::spin_loop();
             polls += 1;
-            // A device that failed or ran out of work sends no more words. Check rarely, because each check is slow.
+            // If the device failed or has no more work, no token will arrive. Check rarely, because each check is slow.
             if polls.is_multiple_of(1 << 20) && is_idle(&self.device).context("a decode step failed on the GPU")? {
                 let word = self.mailbox.take(slot);
                 if word == 0 {
@@ -306,11 +306,11 @@ impl DecodeGraph {
     }
 }
 
-/// The launches that choose the token of a step, either greedily or by sampling.
+/// The end of a step, which chooses the token either greedily or by sampling.
 struct StepTail {
     /// The launches after the logits.
     launches: LaunchList,
-    /// The whole step with this tail.
+    /// The graph of the whole step, including `launches`.
     graph: LaunchGraph,
 }
 

@@ -109,8 +109,7 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<EagerReason>> {
     })
 }
 
-/// Returns the weight matrices of an MLP that a matrix-vector kernel multiplies.
-/// Excludes MXFP4 experts, which have their own kernels.
+/// Returns the weight matrices of an MLP, except MXFP4 experts, which have their own kernels.
 fn mlp_products(mlp: &Mlp) -> Result<Vec<Product>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {

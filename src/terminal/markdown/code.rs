@@ -36,7 +36,7 @@ static COLORS: LazyLock<Vec<(Scope, Style)>> = LazyLock::new(|| {
 /// The longest line to highlight, in bytes. The grammars' regular expressions take seconds on a minified file.
 const MAX_LINE_BYTES: usize = 1000;
 
-/// A highlighter for the lines of one code block, in order.
+/// A highlighter for one code block. The caller must pass the lines in order.
 #[derive(Clone)]
 pub struct Highlighter {
     /// `None` for a language without a grammar.
@@ -76,7 +76,7 @@ fn highlight(parse: &mut ParseState, scopes: &mut ScopeStack, text: &str) -> Opt
     Some(line)
 }
 
-/// Returns the bytes `start..end` of a line in the style of their innermost scope.
+/// Returns bytes `start..end` of `text` in the style of the innermost scope that is in [`COLORS`].
 fn span(text: &str, start: usize, end: usize, scopes: &ScopeStack) -> Option<Span> {
     let part = text.get(start..end.min(text.len())).filter(|part| !part.is_empty())?;
     let style_of = |scope: &Scope| COLORS.iter().find(|(name, _)| name.is_prefix_of(*scope)).map(|(_, style)| *style);

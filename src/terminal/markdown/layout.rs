@@ -81,7 +81,7 @@ impl<'a> Layout<'a> {
             if self.events.next_if(|event| matches!(event, Event::Rule)).is_some() {
                 return vec![vec![Span::new(&"─".repeat(columns.min(40)), Style::DIM)]];
             }
-            // Text outside of a paragraph, as in the items of a tight list.
+            // This is text outside a paragraph, such as an item of a tight list.
             let text = self.inlines(Style::default());
             return wrap(&text, columns);
         };
@@ -131,7 +131,7 @@ impl<'a> Layout<'a> {
     }
 
     fn list(&mut self, start: Option<u64>, columns: usize) -> Vec<StyledLine> {
-        // Only the first list of a piece can continue an earlier one.
+        // Only the first list of a piece can continue a list from an earlier piece.
         let mut number = start.map(|start| self.number.take().unwrap_or(start));
         let mut lines = Vec::new();
         while self.events.next_if(|event| matches!(event, Event::Start(Tag::Item))).is_some() {

@@ -1,7 +1,6 @@
 //! Formats Markdown while it streams. Finished lines never change. The last block is open and may still change.
 //!
-//! The result depends only on the text, not on how it is split into pieces.
-//! A text that arrives byte by byte looks the same as a text that arrives at once.
+//! The result does not depend on how the text is split into pieces.
 
 mod code;
 mod layout;
@@ -19,7 +18,7 @@ use code::Highlighter;
 /// The open block is parsed again after each new line, and parsing must stay faster than generation.
 const MAX_BLOCK_BYTES: usize = 16 * 1024;
 
-/// The minimum time between two highlights of an open line of code. One highlight takes 0.25 ms.
+/// The minimum time between two highlighting passes over an incomplete line of code. A pass takes 0.25 ms.
 const HIGHLIGHT_INTERVAL: Duration = Duration::from_millis(60);
 
 /// A streaming Markdown formatter.
@@ -30,7 +29,7 @@ pub struct Markdown {
     /// The incomplete last line.
     line: String,
     code: Option<OpenCode>,
-    /// `Some` if the open block is a list whose first items are finished. Numbered lists store the next number.
+    /// `Some` if the open block is a list whose first items are finished. Holds the next number of a numbered list.
     list: Option<Option<u64>>,
     /// Whether any block is finished. If so, the next block needs a blank line before it.
     has_content: bool,
@@ -116,7 +115,7 @@ impl Markdown {
         self.finish_blocks(finished);
     }
 
-    /// Finishes all open blocks except the last block. If that block is a list, also finishes all but its last item.
+    /// Finishes all open blocks except the last. If the last block is a list, finishes all its items except the last.
     fn finish_blocks(&mut self, finished: &mut Vec<StyledLine>) {
         let blocks = top_level_blocks(&self.open);
         let mut taken = 0;
@@ -211,7 +210,7 @@ fn unindented(line: &str, indent: usize) -> &str {
 
 /// A top-level block.
 struct Block {
-    /// The byte offset of its first line.
+    /// The byte offset of the block's first line.
     start: usize,
     kind: Kind,
 }

@@ -93,15 +93,15 @@ fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     let mut merges = Merges::with_capacity(lines.len());
     for (rank, line) in lines.iter().enumerate() {
         let invalid = |why: &str| anyhow!("metadata key tokenizer.ggml.merges[{rank}]: {} {why}", quote(line));
-        let (left, right) = line.split_once(' ').ok_or_else(|| invalid("is not two tokens"))?;
+        let (left, right) = line.split_once(' ').ok_or_else(|| invalid("must be two tokens separated by a space"))?;
         if left.is_empty() || right.is_empty() || right.contains(' ') {
-            return Err(invalid("is not two tokens"));
+            return Err(invalid("must be two tokens separated by a space"));
         }
         let whole = ids.get([left, right].concat().as_str());
         let (Some(whole), true, true) = (whole, ids.contains_key(left), ids.contains_key(right)) else {
-            return Err(invalid("has a part or a result that is not a token"));
+            return Err(invalid("needs a token that is not in the vocabulary"));
         };
-        // Ordinary text must never become a control token.
+        // Skip merges that produce control tokens, because ordinary text must never become a control token.
         if vocabulary.token_type(*whole as usize) != TokenType::Control {
             merges.push((left.to_string(), right.to_string()));
         }

@@ -5,7 +5,7 @@
 //!
 //! The names come from ggml-org/llama.cpp, `src/llama-vocab.cpp`.
 //! Where possible, the patterns come from each model's tokenizer.json.
-//! llama.cpp's versions of the patterns are rewritten for its own regex engine.
+//! llama.cpp rewrites the patterns for its own regex engine.
 
 /// The split patterns of a byte-level BPE tokenizer, and the other settings that the pre-tokenizer's name implies.
 pub struct PreTokenizerSpec {

@@ -59,7 +59,7 @@ pub enum TokenType {
     Normal,
     Unknown,
     Control,
-    /// Matched before merges are applied, like a control token, but may come from ordinary text.
+    /// Matched before merges are applied, like a control token, but allowed in ordinary text.
     UserDefined,
     Unused,
     Byte,
@@ -156,7 +156,7 @@ impl Vocabulary<'_> {
         let default_bos = sentencepiece || self.pre.and_then(pre::find).is_some_and(|pre| pre.add_bos);
         let is_added = |key: &str, setting: Option<bool>, default: bool, id: Option<u32>| match (setting, id) {
             (Some(true), None) => {
-                bail!("metadata key tokenizer.ggml.{key} is true, but the vocabulary has no such token")
+                bail!("metadata key tokenizer.ggml.{key} is true, but the file specifies no id for that token")
             }
             (setting, id) => Ok(setting.unwrap_or(default) && id.is_some()),
         };

@@ -3,7 +3,8 @@
 //! In the layouts, `d` is the scale of a block, `m` is its minimum, and `dmin` is the scale of its minimums (mins).
 //! A quantized integer is named `q`.
 //!
-//! A byte of nibbles has one element from each half of a group. A byte of 2-bit integers has one from each quarter.
+//! Each byte of nibbles holds one element from each half of a group.
+//! Each byte of 2-bit integers holds one element from each quarter of a group.
 //! Adjacent elements are therefore in adjacent bytes.
 
 use half::f16;
@@ -36,7 +37,7 @@ pub fn q4_1(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: d, 4 bytes of fifth bits, 16 bytes of nibbles.
+/// Layout: d, 4 bytes with the fifth bit of each element, 16 bytes of nibbles.
 pub fn q5_0(bytes: &[u8], values: &mut [f32]) {
     let (d, high) = (half(bytes, 0), &bytes[2..6]);
     for (i, value) in values.iter_mut().enumerate() {
@@ -45,7 +46,7 @@ pub fn q5_0(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: d, m, 4 bytes of fifth bits, 16 bytes of nibbles.
+/// Layout: d, m, 4 bytes with the fifth bit of each element, 16 bytes of nibbles.
 pub fn q5_1(bytes: &[u8], values: &mut [f32]) {
     let (d, m, high) = (half(bytes, 0), half(bytes, 2), &bytes[4..8]);
     for (i, value) in values.iter_mut().enumerate() {
@@ -73,12 +74,12 @@ pub fn q2_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: 32 bytes of third bits, 64 bytes of 2-bit integers, 12 bytes with sixteen 6-bit scales, d.
+/// Layout: 32 bytes with the third bits, 64 bytes with the low 2 bits, 12 bytes with sixteen 6-bit scales, d.
 pub fn q3_k(bytes: &[u8], values: &mut [f32]) {
     let (high, low, scales, d) = (&bytes[..32], &bytes[32..96], &bytes[96..108], half(bytes, 108));
     for (i, value) in values.iter_mut().enumerate() {
         let scale = q3_k_scale(scales, i / 16);
-        // If the third bit is 0, subtract 4.
+        // If the third bit is 0, the integer is negative: -4 to -1.
         let q = f32::from(two_bits(low, i)) - if high[i % 32] >> (i / 32) & 1 == 0 { 4.0 } else { 0.0 };
         *value = d * (f32::from(scale) - 32.0) * q;
     }
@@ -94,7 +95,7 @@ pub fn q4_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: the same as Q4_K, but with 32 bytes of fifth bits before the nibbles.
+/// Layout: as in Q4_K, with 32 more bytes before the nibbles for the fifth bit of each element.
 pub fn q5_k(bytes: &[u8], values: &mut [f32]) {
     let (d, dmin, scales) = (half(bytes, 0), half(bytes, 2), &bytes[4..16]);
     let (high, low) = (&bytes[16..48], &bytes[48..]);
@@ -156,7 +157,7 @@ pub fn bit(bytes: &[u8], i: usize) -> u8 {
 
 /// Returns scale `s` and min `s`. There are 8 scales and 8 mins, with 6 bits each.
 /// The first four scales and mins are the low 6 bits of the first 8 bytes.
-/// The others have their low 4 bits in the last 4 bytes and their high 2 bits at the top of the first 8 bytes.
+/// The last four have their low 4 bits in the last 4 bytes and their high 2 bits at the top of the first 8 bytes.
 pub fn scale_and_min(scales: &[u8], s: usize) -> (u8, u8) {
     if s < 4 {
         return (scales[s] & 63, scales[s + 4] & 63);

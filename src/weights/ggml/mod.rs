@@ -3,7 +3,7 @@
 //!
 //! The block layouts are from `ggml/src/ggml-common.h` in ggml-org/llama.cpp.
 //! The arithmetic is from `gguf-py/gguf/quants.py` in the same repository.
-//! The order of operations is the same, so the results are bit-identical.
+//! This code keeps its order of operations, so the results are bit-identical.
 
 mod blocks;
 mod dequantize;

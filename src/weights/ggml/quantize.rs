@@ -11,7 +11,7 @@ use super::types::{GgmlType, SUPER_BLOCK};
 /// Clamps a value to a range and rounds it to the nearest integer, with ties to even.
 ///
 /// Adding 1.5 · 2^23 rounds the value, because floats of that magnitude have no fractional bits.
-/// `round_ties_even` compiles to a function call on targets without SSE 4.1.
+/// The standard `round_ties_even` is slower: it compiles to a function call on targets without SSE 4.1.
 fn nearest(value: f32, min: f32, max: f32) -> f32 {
     const ROUNDING: f32 = 12_582_912.0;
     value.clamp(min, max) + ROUNDING - ROUNDING
@@ -100,7 +100,7 @@ impl TwoLevels {
 /// Fits `code * scale - minimum` to the values with weighted least squares.
 /// Returns the scale and the minimum, both non-negative.
 ///
-/// Tries several starting points. Each maps the range of the values to `max_code + first + 0.1 * step` code steps.
+/// Tries several initial scales, which map the range of the values to `max_code + first + 0.1 * step` code steps.
 fn fit_affine(
     x: &[f32],
     weight: impl Fn(f32) -> f32,
@@ -123,7 +123,7 @@ fn fit_affine(
     if max == min || !inverse.is_finite() {
         return (0.0, -min);
     }
-    // The error of codes that are computed with one scale and minimum and decoded with another.
+    // The error of codes that are computed with `inverse` and `from`, then decoded with `scale` and `min`.
     let error = |inverse: f32, from: f32, (scale, min): (f32, f32)| {
         let error = |(&x, w): (&f32, f32)| w * cost(scale * code(inverse, from, x) + min - x);
         x.iter().zip(weights).map(error).fold(0.0, |sum, error| sum + error)

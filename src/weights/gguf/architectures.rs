@@ -117,7 +117,7 @@ const LAYOUTS: &[ArchitectureLayout] = &[
     },
 ];
 
-/// Returns the layout of the architecture `name`. Fails with [`Error::UnsupportedArchitecture`] if there is none.
+/// Returns the layout of the architecture `name`. Fails with [`Error::UnsupportedArchitecture`] if `name` is unknown.
 pub fn find(name: &str) -> Result<&'static ArchitectureLayout> {
     LAYOUTS.iter().find(|layout| layout.name == name).ok_or_else(|| {
         let supported = LAYOUTS.iter().map(|layout| layout.name).collect::<Vec<_>>().join(", ");

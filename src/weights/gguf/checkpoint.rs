@@ -46,7 +46,7 @@ pub struct GgufCheckpoint {
     tensors: BTreeMap<String, GgufTensorInfo>,
 }
 
-/// The tensor info of one tensor and the location of its bytes.
+/// The table entry of one tensor and the location of its bytes.
 pub struct GgufTensorView<'c> {
     pub info: &'c GgufTensorInfo,
     pub file: &'c Path,
@@ -105,7 +105,7 @@ impl GgufCheckpoint {
     }
 
     /// Returns the number of query heads and the number of key/value heads.
-    /// The numbers are equal if the file has no key for the key/value heads.
+    /// If the file does not specify the number of key/value heads, it equals the number of query heads.
     pub fn head_counts(&self) -> Result<(usize, usize)> {
         let (architecture, metadata) = (self.architecture()?, self.metadata());
         let heads = metadata.required(&format!("{architecture}.attention.head_count"), Metadata::u32)?;
@@ -176,7 +176,7 @@ impl GgufCheckpoint {
         })
     }
 
-    /// Returns the tensor info of a tensor and the location of its bytes.
+    /// Returns the table entry of a tensor and the location of its bytes.
     pub fn view(&self, name: &str) -> Result<GgufTensorView<'_>> {
         let info = self.required(name)?;
         let part = &self.parts[info.part];

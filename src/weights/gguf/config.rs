@@ -3,7 +3,7 @@
 //!
 //! Missing keys get the defaults of llama.cpp (ggml-org/llama.cpp, `src/llama-model.cpp`):
 //! - one key/value head per query head
-//! - a head size of hidden size / heads
+//! - a head size of hidden size / number of heads
 //! - a rope_theta of 10,000 and no RoPE scaling
 
 use anyhow::Result;

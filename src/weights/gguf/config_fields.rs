@@ -7,7 +7,7 @@ use super::keys::ArchitectureKeys;
 use super::tensor_names::LayerTensorName;
 use crate::weights::ggml::GgmlType;
 
-/// Adds no fields, for an architecture that needs none.
+/// Adds no fields. For architectures that need only the common fields.
 pub fn none(_: &ArchitectureKeys, _: &mut Map<String, Value>) -> Result<()> {
     Ok(())
 }
@@ -67,7 +67,7 @@ pub fn phi3(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Result<
 /// Adds the fields that Gemma 2 and Gemma 3 share.
 ///
 /// Most of these models derive the attention scale from the head size.
-/// The largest model of each generation uses hidden size / heads instead.
+/// The largest model of each generation uses hidden size / number of heads instead.
 /// That model is recognized by its number of layers, `layers_of_largest`.
 fn gemma(keys: &ArchitectureKeys, fields: &mut Map<String, Value>, layers_of_largest: usize) -> Result<()> {
     let (heads, _) = keys.file.head_counts()?;
@@ -124,7 +124,7 @@ pub fn gpt_oss(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Resu
     fields.insert("sliding_window".into(), keys.required_size("attention.sliding_window")?.into());
     fields.insert("layer_types".into(), keys.layer_types(2)?);
     fields.insert("intermediate_size".into(), keys.required_size("expert_feed_forward_length")?.into());
-    // The published models do not round the YaRN ramp to whole dimensions, but no metadata key says so.
+    // The published gpt-oss models do not round the YaRN ramp to whole dims, but no metadata key says so.
     if let Some(Value::Object(scaling)) = fields.get_mut("rope_scaling") {
         scaling.insert("truncate".into(), false.into());
     }

@@ -12,7 +12,7 @@ pub struct Cursor<'b> {
 }
 
 /// The error returned when a value is in the file, but beyond the bytes that were fetched.
-/// The field is the number of bytes that are needed from the beginning of the file.
+/// The field is the number of bytes to fetch from the beginning of the file.
 #[derive(Debug, thiserror::Error)]
 #[error("the first {0} bytes of the file are needed")]
 pub struct NeedsMoreBytes(pub u64);

@@ -1,6 +1,6 @@
 //! Maps the routed experts of a GGUF file to tensors of the model.
 //!
-//! The file has separate gate, up and down tensors. The model has gate and up in one tensor.
+//! The file stores gate, up and down as separate tensors. The model combines gate and up in one tensor.
 //! The experts of gpt-oss stay packed if the file stores them as MXFP4.
 
 use std::collections::BTreeMap;
@@ -81,7 +81,7 @@ impl Experts<'_> {
     }
 
     /// Stacks the matrices `[experts, rows, columns]` or the biases `[experts, rows]` of all experts.
-    /// The sources are either down tensors, or gate and up tensors in alternation.
+    /// The sources are either down tensors, or alternating gate and up tensors.
     fn stack(&self, sources: &[String], gate_up: GateUpLayout) -> Result<ModelTensor> {
         let infos = sources.iter().map(|name| self.file.required(name)).collect::<Result<Vec<_>>>()?;
         let (first, name) = (infos[0], &sources[0]);
@@ -113,12 +113,12 @@ impl Experts<'_> {
     }
 }
 
-/// The order of the gate rows and up rows in their combined tensor.
+/// The row order of a tensor that combines gate and up.
 #[derive(Clone, Copy)]
 enum GateUpLayout {
     /// All gate rows of an expert, followed by all of its up rows.
     Concatenated,
-    /// Gate rows and up rows in alternation.
+    /// Gate rows and up rows alternate.
     Interleaved,
 }
 

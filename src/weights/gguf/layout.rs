@@ -27,7 +27,7 @@ pub struct ArchitectureLayout {
     pub outer: &'static OuterNames,
     /// The GGUF and Hugging Face names of layer tensors that differ from [`STANDARD_PARTS`].
     pub parts: &'static [(&'static str, &'static str)],
-    /// The parts that may have a bias.
+    /// The GGUF names of the layer tensors that may have a bias.
     pub biased: &'static [&'static str],
     /// The function that adds the fields of this architecture to config.json.
     pub add_fields: AddFields,

@@ -157,7 +157,7 @@ impl<'c> Value<'c> {
         match self {
             Self::String(bytes) if std::str::from_utf8(bytes).is_err() => "a string that is not UTF-8".into(),
             Self::String(_) => "a string".into(),
-            Self::Array(array) => format!("an array of {} {:?}", array.len, array.element),
+            Self::Array(array) => format!("an array of {} {:?} values", array.len, array.element),
             number => format!("{number:?}"),
         }
     }
@@ -172,10 +172,10 @@ impl<'c> Array<'c> {
         let len = cursor.u64()?;
         let min_bytes = len.checked_mul(element.min_bytes());
         if min_bytes.is_none_or(|bytes| bytes > cursor.remaining()) {
-            bail!("an array of {len} {element:?} does not fit in the remaining {} bytes", cursor.remaining());
+            bail!("an array of {len} {element:?} values does not fit in the remaining {} bytes", cursor.remaining());
         }
         if len > MAX_ARRAY_VALUES {
-            bail!("an array of {len} {element:?} exceeds the limit of {MAX_ARRAY_VALUES} values");
+            bail!("an array of {len} {element:?} values exceeds the limit of {MAX_ARRAY_VALUES}");
         }
         let mut end = *cursor;
         match element {

@@ -95,7 +95,7 @@ impl GgufModel {
         Ok(MatrixRows::from_floats(target, rows, columns, row))
     }
 
-    /// Returns the size in memory of a matrix of quantized blocks, or `None` for a tensor that is loaded as floats.
+    /// Returns the size in bytes of a matrix that stays quantized in memory, or `None` for a tensor loaded as floats.
     pub fn packed_bytes(&self, name: &str) -> Option<u64> {
         let format = quantized::format(self.stored_type(name)?)?;
         let (rows, columns) = self.matrix_shape(name).ok()??;
@@ -209,7 +209,7 @@ impl GgufModel {
     }
 }
 
-/// The rows of a tensor's sources, in the row order of the tensor.
+/// The rows of a tensor, read from its source tensors.
 struct SourceRows<'c> {
     /// The type and the rows of each source.
     sources: Vec<(GgmlType, StoredRows<'c>)>,
@@ -244,7 +244,7 @@ impl RowSource for SourceRows<'_> {
 }
 
 /// Reorders the nibbles of an MXFP4 block from the ggml layout to the safetensors layout of gpt-oss.
-/// In ggml, the low nibbles hold the first 16 of 32 elements. In safetensors, they hold the even elements.
+/// In ggml, the low nibbles hold the first 16 of 32 elements. In safetensors, the low nibbles hold the even elements.
 fn pair_neighbors(from: &[u8], to: &mut [u8]) {
     for i in 0..8 {
         let (a, b) = (from[2 * i], from[2 * i + 1]);

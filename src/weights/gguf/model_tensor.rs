@@ -17,11 +17,11 @@ pub struct ModelTensor {
 /// The mapping from the rows of a tensor to the rows of its sources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowMapping {
-    /// The same row of the single source.
+    /// Row i of the tensor is row i of its only source.
     Identity,
-    /// Heads of this many rows each. In the file, rows from the two halves of a head alternate.
+    /// Each head has this many rows. In the file, the rows of its two halves alternate.
     InterleavedHalves(usize),
-    /// This many rows from each source in turn.
+    /// The tensor takes this many rows from each source in turn.
     RoundRobin(usize),
 }
 

@@ -13,7 +13,7 @@ use super::limits::MAX_HEADER_BYTES;
 use super::metadata::Metadata;
 use crate::weights::source::{ByteRange, Source, StoredBytes};
 
-/// The total number of bytes to have read before each attempt to parse the header, until an attempt succeeds.
+/// The number of bytes to read from the start of the file in each successive attempt to parse the header.
 const READ_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, MAX_HEADER_BYTES];
 
 /// One file of a model, with its parsed header.
@@ -28,7 +28,7 @@ pub struct GgufPart {
 /// The tensor data of a file.
 pub enum TensorData {
     Local(Arc<Source>),
-    /// Some small tensors of a remote file, keyed by their offset in the file. Other tensors may be in `head`.
+    /// RoPE factors that were fetched from a remote file, keyed by file offset. Tensors in `head` are not included.
     Remote(BTreeMap<usize, Vec<u8>>),
 }
 
@@ -38,7 +38,7 @@ impl GgufPart {
         let source = Source::open(&path)?;
         let read = |range: Range<u64>| source.read_to_vec(range.start, (range.end - range.start) as usize);
         let (header, mut head) = read_header(&path.display().to_string(), source.bytes(), &read)?;
-        // Only the header is needed again. Discard the tensor data, which starts at the first tensor.
+        // Keep only the header, which ends before the first tensor.
         let data = header.tensors.values().map(|info| info.range().start).min();
         head.truncate(data.unwrap_or(head.len()));
         head.shrink_to_fit();

@@ -1,5 +1,4 @@
-//! Compares rendered conversations with those of transformers and openai-harmony.
-//! The tests use real templates and tokenizers.
+//! Checks that conversations render as in transformers and openai-harmony, with real templates and tokenizers.
 
 use super::*;
 
@@ -57,7 +56,7 @@ fn templates_agree_with_transformers() {
     assert!(wrong.is_empty(), "{} differ:\n{}", wrong.len(), wrong.join("\n\n"));
 }
 
-/// Describes each case in which the rendered text differs from that of transformers.
+/// Returns a message for each case whose rendered text differs from the text that transformers renders.
 fn differences(golden: &Value, name: &str, source: &str, template: &Value) -> Vec<String> {
     let tokenizer = byte_tokenizer(&[], &[]);
     let dir = tempfile::tempdir().unwrap();
@@ -74,7 +73,7 @@ fn differences(golden: &Value, name: &str, source: &str, template: &Value) -> Ve
         match (rendered, case["error"].as_str()) {
             (Ok(rendered), None) if fnv1a(&rendered.text) == case["fnv1a"].as_str().unwrap() => {}
             (Ok(rendered), None) => {
-                wrong.push(format!("{id}: expected {} bytes, found\n{}", case["bytes"], rendered.text))
+                wrong.push(format!("{id}: expected another text ({} bytes), found\n{}", case["bytes"], rendered.text))
             }
             (Err(error), Some("refused")) if error.to_string().contains("rejects this conversation") => {}
             // If a bug in the template makes transformers fail, minijinja may fail or succeed.

@@ -8,7 +8,7 @@ fn parse_harmony(text: &str) -> Parsed {
     parse(&harmony_format(tokenizer), tokenizer, "<|start|>assistant", text)
 }
 
-/// Parses text generated after `<|start|>assistant`, and checks its channels and their texts.
+/// Parses text generated after `<|start|>assistant`, and checks the channel and the text of each part.
 fn check(text: &str, expected: &[(Channel, &str)]) -> Parsed {
     let parsed = parse_harmony(text);
     let deltas: Vec<(Channel, &str)> = parsed.deltas.iter().map(|(channel, text)| (*channel, text.as_str())).collect();

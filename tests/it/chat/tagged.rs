@@ -50,7 +50,7 @@ fn prompt_may_end_with_the_reasoning_tag() {
 
 #[test]
 fn tags_in_an_answer_are_text() {
-    // Use a tokenizer without tag tokens, because a tag that is a single token always counts as a tag.
+    // Use a tokenizer without tag tokens, because a tag token counts as a tag even in the middle of an answer.
     let tokenizer = byte_tokenizer(&[], &[]);
     let text = "<think>Hm.</think>Write <think> first, </think> last, then <tool_call>.";
     let parsed = parse(&format(&tokenizer), &tokenizer, "", text);

@@ -25,7 +25,7 @@ fn render(source: &str, messages: Value, options: &RenderOptions) -> anyhow::Res
     format(source).render(&tokenizer(), &serde_json::from_value::<Vec<Message>>(messages).unwrap(), options)
 }
 
-/// Renders a template with a single message from the user.
+/// Renders a template with one user message.
 fn text(source: &str) -> String {
     render(source, json!([{"role": "user", "content": "Hi"}]), &options()).unwrap().text
 }

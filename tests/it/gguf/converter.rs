@@ -1,4 +1,4 @@
-//! Converts golden checkpoints to GGUF files by the rules of llama.cpp's `convert_hf_to_gguf.py`.
+//! Converts golden checkpoints to GGUF files, as llama.cpp's `convert_hf_to_gguf.py` does.
 //!
 //! The converter shares no code with the GGUF reader, so the two cannot share a mistake.
 //! `tests/golden/check_gguf.py` checks the files with transformers.
@@ -227,7 +227,7 @@ fn one(writer: Writer, config: &Value, source: Source) -> Writer {
     write(writer, &name, &shape, &values)
 }
 
-/// Reorders the rows of each head from [half, i] to [i, half].
+/// Interleaves the two halves of each head's rows, the order in which llama.cpp rotates q and k.
 fn permuted(values: &[f32], heads: usize, columns: usize) -> Vec<f32> {
     let head = values.len() / columns / heads;
     let mut out = Vec::with_capacity(values.len());

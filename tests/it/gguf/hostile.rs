@@ -52,7 +52,11 @@ fn truncated_files_are_errors() {
     let whole = std::fs::read(golden("gguf").join("tiny.gguf")).unwrap();
     for length in 0..whole.len() {
         let padding = whole[length..].iter().all(|&byte| byte == 0);
-        assert!(padding || Header::parse(&whole[..length]).is_err(), "{length} bytes of {}", whole.len());
+        assert!(
+            padding || Header::parse(&whole[..length]).is_err(),
+            "the first {length} of {} bytes must not parse",
+            whole.len()
+        );
     }
     assert!(error(&whole[..whole.len() - 500]).ends_with("(is the download complete?)"));
 }
@@ -69,11 +73,11 @@ fn invalid_metadata_is_an_error() {
         (w().raw("a", STRING, (1u64 << 40).to_le_bytes()), "metadata key a: expected 1099511627776 bytes at offset"),
         (
             w().raw("a", ARRAY, count(U32, u64::MAX)),
-            "metadata key a: an array of 18446744073709551615 U32 does not fit",
+            "metadata key a: an array of 18446744073709551615 U32 values does not fit",
         ),
-        (w().raw("a", ARRAY, count(U32, 1 << 62)), "an array of 4611686018427387904 U32 does not fit in the"),
-        (w().raw("a", ARRAY, count(STRING, 1 << 20)), "an array of 1048576 String does not fit in the"),
-        (w().raw("a", ARRAY, count(BOOL, 1 << 50)), "an array of 1125899906842624 Bool does not fit in the"),
+        (w().raw("a", ARRAY, count(U32, 1 << 62)), "an array of 4611686018427387904 U32 values does not fit in the"),
+        (w().raw("a", ARRAY, count(STRING, 1 << 20)), "an array of 1048576 String values does not fit in the"),
+        (w().raw("a", ARRAY, count(BOOL, 1 << 50)), "an array of 1125899906842624 Bool values does not fit in the"),
         (w().raw("a", ARRAY, count(ARRAY, 1)), "metadata key a: arrays of arrays are not supported"),
         (w().raw("a", ARRAY, count(13, 0)), "metadata key a: unknown value type 13"),
         (
@@ -112,8 +116,8 @@ fn invalid_tensor_tables_are_errors() {
         (w().row("a", &[32], 20, 0), "tensor a: type 20 (IQ4_NL) is not supported; supported: F32, F16, BF16"),
         (w().row("a", &[32], 4, 0), "tensor a: type 4 (Q4_2, removed in 2023) is not supported"),
         (w().row("a", &[32], 999, 0), "tensor a: unknown type 999; supported: F32"),
-        (w().row("a", &[32], 0, 32), "tensor a: it ends at byte 224, but the file has"),
-        (w().row("a", &[32], 0, 0).data(127), "tensor a: it ends at byte 192, but the file has 191 bytes"),
+        (w().row("a", &[32], 0, 32), "tensor a: its data ends at byte 224, but the file has"),
+        (w().row("a", &[32], 0, 0).data(127), "tensor a: its data ends at byte 192, but the file has 191 bytes"),
         (w().row("a", &[32], 0, u64::MAX - 31), "tensor a: offset 18446744073709551584 is too large"),
         (
             w().row("a", &[32], 0, u64::MAX),
@@ -121,7 +125,7 @@ fn invalid_tensor_tables_are_errors() {
         ),
         (w().row("a", &[32], 0, 8).data(256), "tensor a: offset 8 is not a multiple of the alignment 32"),
         (alignment(64).row("a", &[8], 0, 32).data(256), "tensor a: offset 32 is not a multiple of the alignment 64"),
-        (alignment(1 << 31).row("a", &[8], 0, 0).data(256), "tensor a: it ends at byte 2147483680, but the file has"),
+        (alignment(1 << 31).row("a", &[8], 0, 0).data(256), "tensor a: its data ends at byte 2147483680, but"),
         (w().row("a", &[32], 0, 0).row("b", &[8], 0, 96).data(256), "tensors a and b overlap at byte"),
         (w().row("b", &[8], 0, 0).row("a", &[8], 0, 0).data(256), "tensors a and b overlap at byte"),
         (w().row("a", &[8], 0, 0).row("a", &[8], 0, 32).data(256), "tensor a occurs twice"),

@@ -168,7 +168,7 @@ fn quantized_and_dequantized_weights_give_equal_logits() {
         let (got, want) = (logits(&quantized, &ids).unwrap(), logits(&plain, &ids).unwrap());
         assert!(want.iter().all(|value| value.is_finite()) && want.iter().any(|value| value.abs() > 1e-3));
         let error = relative_error(&got, &want);
-        assert!(error < 2e-6, "{ggml_type}: off by {error:e}");
+        assert!(error < 2e-6, "{ggml_type}: logits are off by {error:e}");
         let checkpoint = Checkpoint::open(&quantized).unwrap();
         let summary = WeightsSummary::from_gguf(&GgufCheckpoint::open(&quantized).unwrap());
         assert_eq!(
@@ -254,7 +254,7 @@ fn unknown_tensors_and_architectures_are_errors() {
     assert!(error.contains("architecture 'mamba' is not supported") && error.contains("qwen3moe"), "{error}");
 }
 
-/// Only old Mixtral files have a tensor per expert. No converter has ever written such a gpt-oss file.
+/// Only old Mixtral files have a tensor per expert. No converter has ever written gpt-oss files this way.
 #[test]
 fn gpt_oss_experts_in_separate_tensors_are_an_error() {
     let mut file = Writer::new().string("general.architecture", "gpt-oss").u32("gpt-oss.block_count", 1);

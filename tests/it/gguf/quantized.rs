@@ -1,4 +1,4 @@
-//! Compares the logits of a quantized GGUF file of each family with those of transformers.
+//! Loads one quantized GGUF file per family, and compares its logits with the expected logits.
 //!
 //! transformers computes the expected logits from the dequantized weights (`tests/golden/make_gguf_quantized.py`).
 

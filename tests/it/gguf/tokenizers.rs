@@ -1,5 +1,5 @@
 //! Compares tokenizers built from GGUF metadata with llama.cpp's test vectors and with tokenizer.json.
-//! Tests with large vocabularies need `INFERNO_FIXTURES`.
+//! Tests of published tokenizers need `INFERNO_FIXTURES`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -71,7 +71,7 @@ impl Converted {
     }
 }
 
-/// Builds the tokenizer of a GGUF file from the file's header.
+/// Builds a tokenizer from the header of a GGUF file.
 fn tokenizer(writer: &Writer) -> Tokenizer {
     let bytes = writer.bytes();
     let header = Header::parse(&bytes).unwrap();
@@ -87,7 +87,7 @@ fn check_vectors(name: &str, fixtures: &Path, tokenizer: &Tokenizer) {
     let mut checked = 0;
     for (text, ids) in inputs.split("\n__ggml_vocab_test__\n").zip(outputs.lines()) {
         let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
-        // The expected ids have no prefix such as BOS, and `ControlTokens::Text` adds none.
+        // The expected ids do not start with BOS, and `ControlTokens::Text` does not add it.
         assert_eq!(tokenizer.encode(text, ControlTokens::Text).unwrap(), want, "{name}: {text:?}");
         checked += 1;
     }
@@ -130,8 +130,8 @@ fn converted_vocabularies_agree_with_llama_cpp() {
     check_vectors("llama-spm", &fixtures, &tokenizer(&tinyllama.sentencepiece(&llama2_scores(&tinyllama))));
 }
 
-/// Returns the scores in Llama 2's tokenizer.model, derived from the ids of the tokens.
-/// Scores decrease with the id of a piece, but runs of spaces have the lowest score.
+/// Reconstructs the scores in Llama 2's tokenizer.model from the token ids.
+/// The score of a piece is 259 minus its id, or -1e9 for a run of spaces.
 /// Control tokens and byte tokens have a score of 0.
 fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
     let score = |(id, token): (usize, &String)| match id {
@@ -170,7 +170,7 @@ fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec
     ids
 }
 
-/// Compares ids with the reference implementation, on texts that include pieces with equal scores.
+/// Compares ids with [`sentencepiece_reference`]. Some texts contain pieces with equal scores.
 #[test(fixtures)]
 fn merges_agree_with_sentencepiece() {
     let fixtures = fixtures();
@@ -195,7 +195,7 @@ fn merges_agree_with_sentencepiece() {
                 wrong.push((text, got, want));
             }
         }
-        assert!(wrong.is_empty(), "{} texts differ, for example {:?}", wrong.len(), wrong[0]);
+        assert!(wrong.is_empty(), "{} texts have wrong ids; first (text, ids, expected): {:?}", wrong.len(), wrong[0]);
     }
 }
 
@@ -224,7 +224,7 @@ fn sentencepiece_model(bytes: &[u8]) -> (Converted, Vec<f32>) {
     (found, scores)
 }
 
-/// Returns the fields of a protobuf message as (number, bytes).
+/// Returns the fields of a protobuf message as (field number, bytes).
 fn fields(mut bytes: &[u8]) -> Vec<(u64, &[u8])> {
     fn varint(bytes: &mut &[u8]) -> u64 {
         let mut value = 0;
@@ -276,7 +276,7 @@ const TEXTS: &[&str] = &[
     "é e\u{301} ｆｕｌｌ \u{200d}\u{feff}\u{0}",
 ];
 
-/// Compares a tokenizer built from a model's published scores and types with the model's tokenizer.json.
+/// Compares a tokenizer built from Mistral's tokenizer.model with Mistral's tokenizer.json.
 #[test(fixtures)]
 fn sentencepiece_model_agrees_with_tokenizer_json() {
     let fixtures = fixtures();
@@ -291,7 +291,7 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
             // After a control token, llama.cpp adds a space, but this tokenizer.json does not.
             let has_controls =
                 controls == ControlTokens::Default && ["<s>", "</s>", "[INST]"].iter().any(|mark| text.contains(mark));
-            // SentencePiece adds a space even to text that starts with one, but this tokenizer.json does not.
+            // SentencePiece adds a space even to text that starts with a space, but this tokenizer.json does not.
             if has_controls || text.starts_with(' ') {
                 continue;
             }
@@ -300,12 +300,12 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
             assert_eq!(ours.decode(&want).unwrap(), theirs.decode(&want).unwrap(), "{text:?}");
         }
     }
-    // As in llama.cpp, a space is added to text after a control token.
+    // inferno adds a space to text after a control token, like llama.cpp.
     let ids = ours.encode("x</s>y", ControlTokens::Parse).unwrap();
     assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
 }
 
-/// Compares ids and decoded text, both when control tokens are parsed and when they are encoded as text.
+/// Compares ids and decoded text, with control tokens parsed and with control tokens encoded as text.
 #[test(fixtures)]
 fn converted_vocabularies_agree_with_tokenizer_json() {
     let fixtures = fixtures();
@@ -394,7 +394,7 @@ fn every_token_type_is_encoded_correctly() {
         let tokenizer = tokenizer(&vocabulary.byte_level(pre));
         let encode = |text, controls| tokenizer.encode(text, controls).unwrap();
         assert_eq!(encode("ab", ControlTokens::Text), [256], "{pre}");
-        // With `ControlTokens::Text`, text never becomes a control token, neither through merges nor as a whole word.
+        // With `ControlTokens::Text`, neither merges nor a whole-word match may produce a control token.
         assert_eq!(encode("abc", ControlTokens::Text), [256, u32::from(b'c')], "{pre}");
         assert_eq!(encode("abc", ControlTokens::Parse), [257], "{pre}");
         assert_eq!(encode("<think>", ControlTokens::Parse), [258], "{pre}");
@@ -406,7 +406,7 @@ fn every_token_type_is_encoded_correctly() {
     }
 }
 
-/// Uses texts that the pre-tokenizers split differently. llama.cpp's test vectors do not cover these texts.
+/// llama.cpp's test vectors do not contain these texts, which show how pre-tokenizers differ.
 #[test]
 fn pre_tokenizers_split_differently() {
     let vocabulary = small(|tokens, types, merges| {
@@ -478,15 +478,15 @@ fn invalid_vocabularies_are_errors() {
             Writer::new().string(&key("model"), "gpt2").i32s(&key("tokens"), &[1]),
             "tokens[0]: expected strings, found I32(1)",
         ),
-        (merged(&"ab".repeat(1 << 20)), "ababab…' is not two tokens"),
-        (merged("ab"), "tokenizer.ggml.merges[0]: 'ab' is not two tokens"),
-        (merged("a b c"), "is not two tokens"),
-        (merged(" a"), "is not two tokens"),
-        (merged("a "), "is not two tokens"),
-        (merged(""), "is not two tokens"),
-        (merged("a b"), "tokenizer.ggml.merges[0]: 'a b' has a part or a result that is not a token"),
-        // Without inferno's check, the `tokenizers` crate panics on parts that are longer than any token.
-        (merged(&format!("{} {}", "a".repeat(99), "b".repeat(99))), "has a part or a result that is not a token"),
+        (merged(&"ab".repeat(1 << 20)), "ababab…' must be two tokens separated by a space"),
+        (merged("ab"), "tokenizer.ggml.merges[0]: 'ab' must be two tokens separated by a space"),
+        (merged("a b c"), "must be two tokens separated by a space"),
+        (merged(" a"), "must be two tokens separated by a space"),
+        (merged("a "), "must be two tokens separated by a space"),
+        (merged(""), "must be two tokens separated by a space"),
+        (merged("a b"), "tokenizer.ggml.merges[0]: 'a b' needs a token that is not in the vocabulary"),
+        // The `tokenizers` crate panics on merge parts that are longer than any token. inferno must reject them first.
+        (merged(&format!("{} {}", "a".repeat(99), "b".repeat(99))), "needs a token that is not in the vocabulary"),
         (
             good().u32(&key("bos_token_id"), 256),
             "tokenizer.ggml.bos_token_id: 256 is not a token id: the vocabulary has 256 tokens",
@@ -495,11 +495,11 @@ fn invalid_vocabularies_are_errors() {
         (good().string(&key("eos_token_id"), "x"), "tokenizer.ggml.eos_token_id: expected an integer"),
         (
             good().bool(&key("add_bos_token"), true),
-            "tokenizer.ggml.add_bos_token is true, but the vocabulary has no such token",
+            "tokenizer.ggml.add_bos_token is true, but the file specifies no id for that token",
         ),
         (
             good().bool(&key("add_eos_token"), true),
-            "tokenizer.ggml.add_eos_token is true, but the vocabulary has no such token",
+            "tokenizer.ggml.add_eos_token is true, but the file specifies no id for that token",
         ),
         (good().u32(&key("add_eos_token"), 1), "tokenizer.ggml.add_eos_token: expected a boolean, found U32(1)"),
     ];

@@ -8,12 +8,12 @@ pub const BOOL: u32 = 7;
 pub const STRING: u32 = 8;
 pub const ARRAY: u32 = 9;
 
-/// A builder for GGUF files, which can make every part of the file invalid.
+/// Builds a GGUF file. Tests can make any part of the file invalid.
 #[derive(Clone)]
 pub struct Writer {
     pub magic: [u8; 4],
     pub version: u32,
-    /// If set, the tensor count to write instead of the true one.
+    /// If set, replaces the true tensor count in the header.
     pub tensor_count: Option<u64>,
     pub key_count: Option<u64>,
     pub alignment: usize,
@@ -115,7 +115,7 @@ impl Writer {
     }
 }
 
-/// Encodes a string as in a GGUF file: the length as a u64, then the bytes.
+/// Encodes a string as GGUF does: the length as a u64, then the bytes.
 pub fn string(text: impl AsRef<[u8]>) -> Vec<u8> {
     let text = text.as_ref();
     [&(text.len() as u64).to_le_bytes()[..], text].concat()

@@ -1,4 +1,4 @@
-//! Tests of a hub's responses that are long, slow, deceptive or malformed.
+//! Tests of hub responses that are long, slow, deceptive or malformed.
 //!
 //! Each response must lead to the right result or to one error, within limits on time and memory.
 
@@ -17,14 +17,14 @@ use super::{Machine, fast_limits, include_only, message_and_code};
 use crate::bounded::bounded;
 use crate::cli::text;
 
-/// Starts a hub that sends `listing` as the listing of the repository.
+/// Starts a fake hub that answers every request for a listing with `listing`.
 fn with_listing(listing: impl Into<Vec<u8>>) -> FakeHub {
     let fake = FakeHub::single();
     fake.change(|state| state.raw_listing = Some(Arc::new(listing.into())));
     fake
 }
 
-/// Returns a listing with files that are given as JSON.
+/// Returns a listing of `files`, each of which is a JSON object.
 fn listing_of(files: impl IntoIterator<Item = String>) -> String {
     format!(r#"{{"sha":"{COMMIT}","siblings":[{}]}}"#, files.into_iter().collect::<Vec<_>>().join(","))
 }
@@ -49,7 +49,7 @@ fn download_of_sixty_thousand_files_starts_at_once() {
     child.wait().unwrap();
     assert_eq!(line, "60000 files, 60.0 MB\n");
     println!("the first line came after {elapsed:.1?}");
-    // The command takes less than 2 s, unless other tests use most of the CPU time.
+    // On an idle machine, the command takes less than 2 s. Allow more, because other tests use the CPU too.
     assert!(elapsed < Duration::from_secs(8), "{elapsed:?}");
 }
 
@@ -67,12 +67,12 @@ fn many_names_of_one_file_are_downloaded() {
     output.assert_succeeds();
     let snapshot = home.path().join("models/models--org--tiny-model/snapshots").join(COMMIT);
     assert_eq!(fs::read(snapshot.join("copies/19999.json")).unwrap(), config);
-    assert_eq!(fake.lines().len(), 2, "the contents were not fetched exactly once");
+    assert_eq!(fake.lines().len(), 2, "expected one request for the listing and one for the contents");
 }
 
 #[test]
 fn long_lists_are_searched_and_shown_quickly() {
-    // Sixty thousand shards in the index and on the hub.
+    // The index and the hub list 60,000 shards.
     let shard = |number: usize| format!("model-{number:05}-of-60000.safetensors");
     let map: Vec<String> = (0..60_000).map(|number| format!(r#""{number}":"{}""#, shard(number))).collect();
     let index = format!(r#"{{"weight_map":{{{}}}}}"#, map.join(","));
@@ -87,7 +87,7 @@ fn long_lists_are_searched_and_shown_quickly() {
     let output = bounded(command(&TempDir::new().unwrap(), &fake, &["show", REPO, "--remote"]));
     output.assert_fails(1, &["lists 60000 shards, but the limit is 2048"]);
 
-    // Sixty thousand GGUF models, each with 1024 parts.
+    // The hub lists 60,000 GGUF models, each with 1024 parts.
     let models = (0..60_000).map(|number| file(&format!("m-Q{number}-00001-of-01024.gguf")));
     let fake = with_listing(listing_of(models));
     for (args, model) in [
@@ -98,7 +98,7 @@ fn long_lists_are_searched_and_shown_quickly() {
         output.assert_fails(2, &["several GGUF models", model, "and 59970 more"]);
     }
 
-    // Deep folders with long names.
+    // The hub lists files in a folder 250 levels deep, and a file with the path of that folder.
     let folder = "a/".repeat(250);
     let files = (0..60_000).map(|number| file(&format!("{folder}{number}")));
     let fake = with_listing(listing_of(files.chain([file(&folder[..499])])));
@@ -118,7 +118,7 @@ fn slow_answers_are_given_up() {
     assert!(code == 5 && message.contains("it sent only"), "{message}");
     assert_eq!(fake.lines().len(), 1, "a slow listing was requested again");
 
-    // `show --remote` also reads small parts of files.
+    // `show --remote` also gives up on a slow file.
     let fake = FakeHub::start(&[("config.json", &[b' '; 10_000])]);
     let machine = Machine::new(fake.endpoint());
     fake.change(|state| state.pace = Some((1, Duration::from_millis(20))));

@@ -11,7 +11,7 @@ use super::Machine;
 use crate::cli::{assert_fails, inferno, text};
 use crate::support::demo_dir;
 
-/// Returns the directory of the demo's files.
+/// Returns the directory of the demo model in inferno's cache.
 fn demo_path(home: &TempDir) -> PathBuf {
     let hub = Hub::new(HubConfig { cache: home.path().join("models"), ..Machine::new(String::new()).config() });
     hub.find("demo", None).unwrap().path
@@ -77,7 +77,7 @@ fn file_of_the_right_size_is_repaired_in_place() {
     let mut bad = good.clone();
     bad[5_000_000] ^= 1;
     fs::write(&weights, bad).unwrap();
-    // Stands for a process that has loaded the demo. The repair must not change the open file.
+    // The open file simulates a process that has loaded the demo. The repair must not change its contents.
     let open = File::open(&weights).unwrap();
     let checked = machine.hub().verify(Some("demo"), None, &()).unwrap();
     assert_eq!(checked[0].damaged_files().collect::<Vec<_>>(), [&("model.safetensors".into(), FileState::Corrupt)]);
@@ -116,7 +116,7 @@ fn leftovers_of_the_demo_are_pruned() {
     assert_eq!(text(&prune().stdout), "0 B freed\n");
 }
 
-/// A stopped process must not block the others.
+/// A stopped process that holds the lock must not block other processes.
 #[test]
 fn demo_is_written_while_another_process_holds_the_lock() {
     let home = TempDir::new().unwrap();
@@ -161,7 +161,7 @@ fn demo_has_no_revisions() {
     let folder = demo.to_str().unwrap();
     let output = inferno(&home).args(["show", folder, "--revision", "x"]).output().unwrap();
     assert_fails(&output, 3, &["local files have no revisions"]);
-    // Without a model, `verify --revision` checks only models that have the revision.
+    // Without a model name, `verify --revision` checks only models that have the revision.
     let output = inferno(&home).args(["verify", "--revision", "x"]).output().unwrap();
     assert_eq!((output.status.code(), text(&output.stdout)), (Some(0), String::new()));
 }

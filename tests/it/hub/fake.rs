@@ -13,7 +13,7 @@ pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 pub const INDEX: &str = "model.safetensors.index.json";
 pub const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
 
-/// The state of the fake hub. Tests change it between downloads.
+/// The files and faults of the fake hub. Tests change them between downloads.
 #[derive(Clone)]
 pub struct HubState {
     pub commit: String,
@@ -26,19 +26,19 @@ pub struct HubState {
     pub listing_refused: Option<(u16, &'static str, &'static str)>,
     /// The status and `x-error-code` header to send instead of every file.
     pub files_refused: Option<(u16, &'static str)>,
-    /// The faults of the next GET requests for faulty files. Each request removes and uses the first fault.
+    /// Faults for the next GET requests of files that `faulty` selects. Each request consumes one fault.
     pub faults: VecDeque<Fault>,
     /// Returns true if the faults apply to the file with this name. By default, they apply only to the weights.
     pub faulty: fn(&str) -> bool,
-    /// Statuses, with optional headers, to send instead of the next listings. Each listing request removes the first.
+    /// Status lines, with optional headers, to send instead of the next listings, one per request.
     pub listing_faults: VecDeque<&'static str>,
     /// If set, the body to send instead of the listing.
     pub raw_listing: Option<Arc<Vec<u8>>>,
     /// If set, the listing is sent in pieces of the given number of bytes, with the given pause after each piece.
     pub listing_pace: Option<(usize, Duration)>,
-    /// If set, bodies are sent in pieces of the given number of bytes, with the given pause after each piece.
+    /// If set, files are sent in pieces of the given number of bytes, with the given pause after each piece.
     pub pace: Option<(usize, Duration)>,
-    /// If set, the base URL that requests for files are redirected to.
+    /// If set, the hub redirects requests for files to this base URL.
     pub storage: Option<String>,
     /// If true, the listing contains the hash of each large file, and file responses have an `x-linked-etag` header.
     pub lists_hashes: bool,
@@ -54,7 +54,7 @@ pub struct HubState {
     pub sent_bytes: usize,
 }
 
-/// A fault in a response.
+/// A fault that the fake hub injects into a response.
 #[derive(Clone, Copy, Debug)]
 pub enum Fault {
     /// No fault.

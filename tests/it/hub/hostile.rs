@@ -1,4 +1,4 @@
-//! Tests with servers and networks that fail in many ways.
+//! Tests of downloads from servers and networks that fail, stall or corrupt the data.
 //!
 //! Each download must end either with the exact file, or with an error and nothing on disk that looks like a model.
 
@@ -35,7 +35,7 @@ fn survives(hub: impl Fn(&Machine) -> Hub, faults: &[Fault]) -> Vec<String> {
     assert!(weights == pattern(50_000, 3), "{faults:?}");
     let blobs = file_names(&machine.repo().join("blobs"));
     assert!(blobs.iter().all(|name| !name.contains('.')), "temporary files remain: {blobs:?}");
-    assert!(fake.state.lock().unwrap().faults.is_empty(), "some faults did not happen");
+    assert!(fake.state.lock().unwrap().faults.is_empty(), "not all faults were injected");
     events.all()
 }
 
@@ -79,7 +79,7 @@ fn server_that_sends_one_byte_per_connection_is_given_up() {
     let (message, code) = message_and_code(in_one(&machine).download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 5, "{message}");
     assert!(message.contains("stopped at 5 of 50000 bytes"), "{message}");
-    // One attempt and four retries.
+    // The client makes one attempt and four retries.
     assert_eq!(fake.lines().iter().filter(|line| line.ends_with(WEIGHTS)).count(), 5);
     // The next download does not fetch the five bytes again.
     fake.change(|state| state.faults.clear());
@@ -90,7 +90,7 @@ fn server_that_sends_one_byte_per_connection_is_given_up() {
 #[test]
 fn silent_server_is_given_up_after_the_timeout() {
     let start = Instant::now();
-    // The timeout is long enough even for a busy test machine.
+    // Even a busy test machine responds within this timeout.
     let stall_timeout = Duration::from_millis(200);
     let limits =
         |connections, part_bytes| Limits { connections, part_bytes, stall_timeout, max_failures: 20, ..fast_limits() };
@@ -99,7 +99,7 @@ fn silent_server_is_given_up_after_the_timeout() {
     let events = survives(with(limits(1, 1 << 30)), &[Fault::Stall(20_000), Fault::Stall(0)]);
     assert!(events.iter().any(|line| line.contains("timeout")), "{events:?}");
     survives(with(limits(3, 10_000)), &[Fault::Stall(5_000), Fault::None, Fault::Stall(0)]);
-    // The fake hub itself hangs up after 20 s.
+    // Without a client timeout, the stall would last until the fake hub hangs up after 20 s.
     assert!(start.elapsed() < Duration::from_secs(15), "no timeout within {:?}", start.elapsed());
 }
 
@@ -299,7 +299,7 @@ fn retry_after_header_is_obeyed() {
     assert!(events.contains(&format!("retrying {WEIGHTS} after 1000 ms: HTTP 429 Too Many Requests")), "{events:?}");
     let (message, code) = fails(in_one, Fault::Status("429 No\r\nretry-after: 3600"));
     assert_eq!(code, 5);
-    assert!(message.contains("asks for a wait of 3600 s"), "{message}");
+    assert!(message.contains("the server asks to wait 3600 s"), "{message}");
 
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());

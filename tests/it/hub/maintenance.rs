@@ -173,7 +173,7 @@ fn leftovers_are_pruned() {
         fs::write(dir.join(name), vec![0; bytes]).unwrap();
     }
     fs::write(machine.repo().join("refs/main.123-4.tmp"), "x").unwrap();
-    // A leftover of a download that had just started.
+    // Simulate a download that was killed right after its start.
     let started = machine.dir.path().join("own/models--org--begun/blobs");
     fs::create_dir_all(&started).unwrap();
     fs::write(started.join("cc.parts"), "12345").unwrap();
@@ -217,7 +217,7 @@ fn partial_name_is_completed() {
 #[test]
 fn unreadable_folders_do_not_count_as_empty() {
     let (_fake, machine, blobs) = downloaded();
-    // Even root cannot list a folder that was replaced by a file.
+    // Replace the folder with a file. Root could list a folder without read permission.
     let refs = machine.repo().join("refs");
     fs::write(machine.repo().join("blobs/unreferenced"), "x").unwrap();
     let snapshots = machine.repo().join("snapshots");
@@ -322,7 +322,7 @@ fn part_of_a_name_finds_the_model() {
     assert_eq!(found("oss-20b").unwrap(), "openai/gpt-oss-20b");
     assert_eq!(found("llama").unwrap(), "meta-llama/Llama-3.2-1B");
     assert_eq!(found("oss@main").unwrap(), "openai/gpt-oss-20b");
-    assert!(found("openai/gpt-oss").is_err(), "a full name matched another model");
+    assert!(found("openai/gpt-oss").is_err(), "a name with an organization matched a longer name");
     machine.write_snapshot("own", "openai/gpt-oss-120b", COMMIT, &COMPLETE);
     assert!(format!("{:#}", found("oss").unwrap_err()).contains("openai/gpt-oss-120b, openai/gpt-oss-20b"));
     assert_eq!(found("oss-20b").unwrap(), "openai/gpt-oss-20b");

@@ -50,7 +50,7 @@ fn two_hundred_fault_schedules_end_with_a_model_or_an_error() {
 struct Schedule {
     random: Random,
     fake: FakeHub,
-    /// In some schedules, the host to which the hub redirects requests for files.
+    /// The host that the hub redirects requests for files to. Only some schedules have one.
     storage: Option<FakeHub>,
     machine: Machine,
     limits: Limits,
@@ -66,7 +66,7 @@ impl Schedule {
         let limits = Limits {
             connections: 1 + random.below(4),
             part_bytes: [3_000, 10_000, 1 << 16, 1 << 30][random.below(4)],
-            // The timeout is long enough even for a busy test machine.
+            // Even a busy test machine responds within this timeout.
             stall_timeout: Duration::from_millis(400),
             max_failures: 1 + random.below(4) as u32,
             ..fast_limits()
@@ -128,7 +128,7 @@ impl Schedule {
                     self.check_complete(&hub, &snapshot);
                 }
                 Err(error) => {
-                    assert!(attempt < 3, "no faults were injected into the last attempt, but it failed: {error:#}");
+                    assert!(attempt < 3, "the last attempt had no faults, but it failed: {error:#}");
                     failed += 1;
                     let (message, code) = message_and_code(Err(error));
                     assert!([1, 4, 5, 6].contains(&code) && message.len() > 20, "{code}: {message}");
@@ -170,7 +170,7 @@ impl Schedule {
             }
         }
         let Ok(snapshot) = hub.find(REPO, None) else { return };
-        // A model consists of its weights and all small files.
+        // A model that can be found has its weights and all small files.
         assert!(FILES.iter().all(|name| snapshot.path.join(name).is_file()), "{snapshot:?}");
         for checked in hub.verify(Some(REPO), snapshot.revision.as_deref(), &()).unwrap() {
             assert!(checked.files.iter().all(|(_, state)| *state == FileState::Good), "{checked:?}");
@@ -195,7 +195,7 @@ fn fault(random: &mut Random) -> Fault {
         0..=6 => Fault::Cut(random.below(120_000) >> random.below(12)),
         7 => Fault::Stall(random.below(60_000)),
         8 => Fault::Flip(random.below(200_000)),
-        // The last two statuses end the download, so they are rarer.
+        // 403 and 404 end the download, so they are rarer.
         9..=12 => Fault::Status(STATUSES[random.below(8)]),
         13 => Fault::Status(STATUSES[random.below(10)]),
         14 => Fault::Portal,

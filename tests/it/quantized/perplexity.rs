@@ -28,7 +28,7 @@ struct Run {
     rows: Vec<f32>,
     logits: Vec<f32>,
     vocab_size: usize,
-    /// The size of the loaded weights in bytes, if unquantized weights are bf16.
+    /// The size of the loaded weights in bytes. Unquantized weights count as bf16.
     bytes: u64,
 }
 
@@ -104,7 +104,7 @@ fn quantized_demo_model_stays_close_to_the_original() {
         let (kl, bytes) = (mean(&plain.kl(&run)), run.bytes);
         println!("demo, {name}: {:.1} MB, perplexity {:.3}, KL {kl:.4}", bytes as f64 / 1e6, demo.perplexity(&run));
         assert!(kl > 0.0 && kl < limit, "{name}: KL {kl}");
-        assert!(bytes < plain.bytes, "{name}: {bytes} bytes, unquantized {}", plain.bytes);
+        assert!(bytes < plain.bytes, "{name}: {bytes} bytes, but {} bytes unquantized", plain.bytes);
     }
 }
 
@@ -169,7 +169,7 @@ fn digest(subject: &Subject, quantize: QuantizationTarget) -> i64 {
     digest as i64
 }
 
-/// Compares the losses that the engine computes, on the same code path as `inferno perplexity`.
+/// Compares the engine's losses with transformers. `inferno perplexity` uses the same code path.
 #[test]
 fn engine_agrees_with_transformers_on_the_loss_of_a_text() {
     let dir = golden("trained");

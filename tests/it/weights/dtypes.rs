@@ -84,18 +84,18 @@ fn tensors_that_need_scales_are_errors() {
     let query = "model.layers.0.self_attn.q_proj.weight";
     let int8 = |value: f32| vec![(value * 100.0) as i8 as u8];
     for (dtype, extra, message) in [
-        (Dtype::I8, None, "it needs scales"),
-        (Dtype::U8, None, "it needs scales"),
-        (Dtype::F8_E5M2, None, "it needs scales"),
+        (Dtype::I8, None, "this dtype needs scales"),
+        (Dtype::U8, None, "this dtype needs scales"),
+        (Dtype::F8_E5M2, None, "this dtype needs scales"),
         (
             Dtype::F8_E4M3,
             Some("model.layers.0.self_attn.q_proj.weight_scale_inv"),
-            "its scale is model.layers.0.self_attn.q_proj.weight_scale_inv",
+            "found scale tensor model.layers.0.self_attn.q_proj.weight_scale_inv",
         ),
         (
             Dtype::F8_E4M3,
             Some("model.layers.0.self_attn.q_proj.scale_weight"),
-            "its scale is model.layers.0.self_attn.q_proj.scale_weight",
+            "found scale tensor model.layers.0.self_attn.q_proj.scale_weight",
         ),
     ] {
         let folder = match dtype {
@@ -105,7 +105,7 @@ fn tensors_that_need_scales_are_errors() {
         for quantize in [None, Some("int8".parse().unwrap())] {
             let error = logits(folder.path(), quantize, &Device::Cpu, DType::F32).unwrap_err();
             let text = format!("{error:#}");
-            // The embedding loads first. If only q_proj has a scale, the embedding loads and q_proj causes the error.
+            // The embedding is loaded first and causes the error, unless only q_proj has a scale.
             let name = if extra.is_some() { query } else { "model.embed_tokens.weight" };
             assert!(text.contains(&format!("tensor {name} in {dtype} (")) && text.contains(message), "{text}");
             let kind = error.chain().find_map(|cause| cause.downcast_ref::<Error>()).expect(&text);
