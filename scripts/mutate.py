@@ -45,7 +45,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = "0123456789012345678901234567890123456789"
 
-# MAX_SECONDS, MAX_DATA and HANG_SECONDS are the same as in tests/it/bounded.rs.
+# MAX_SECONDS, MAX_DATA and HANG_SECONDS have the same values as in tests/it/bounded.rs.
 MAX_SECONDS = 10
 MAX_DATA = 1_500_000_000
 # The script kills the program after this time. On a busy machine, MAX_SECONDS of CPU time can take this long.
@@ -62,7 +62,7 @@ PATHS = ["../../config.json", "/etc/passwd", "..", "a/b", "a\\b", "a\0b", "model
 
 
 class Raw(str):
-    """Text that is written to a JSON file unquoted."""
+    """JSON text that `encoded` writes as is, even if it is invalid."""
 
 
 class Pairs(list):
@@ -141,7 +141,7 @@ def shown(value):
 
 
 def random_slot(rng, root):
-    """Chooses a random item. Returns its container, index and path, or None if the root has no items."""
+    """Chooses a random item in a JSON value. Returns its container, index and path, or None if `root` has no items."""
     node, path, slot = root, "", None
     while isinstance(node, list) and node:
         index = rng.randrange(len(node))
@@ -496,7 +496,7 @@ class Gguf:
         return struct.pack("<Q", len(text)) + text
 
     def packed(self, kind, value):
-        """Returns a value as GGUF bytes. A value of the wrong type becomes some number or zeros."""
+        """Returns a value as GGUF bytes, even if it does not match the type `kind`."""
         if kind == 9 and isinstance(value, list):
             inner, items, extra = value
             head = struct.pack("<IQ", inner & 0xFFFFFFFF, (len(items) + extra) % 2**64)
@@ -775,7 +775,7 @@ def mutate_cache(rng, repo):
 
 
 def small_tokenizer(size):
-    """Returns the tokenizer of tests/golden/trained, cut to `size` tokens. Keeps the letters."""
+    """Returns the tokenizer of tests/golden/trained, cut to `size` tokens. Keeps the tokens of single letters."""
     tokenizer = json.loads((ROOT / "tests/golden/trained/tokenizer.json").read_text())
     model = tokenizer["model"]
     first = {token: index for index, token in enumerate(["<|endoftext|>", *"abcdefghijklmnopqrstuvwxyz.Ġ", "in", "th"])}
@@ -843,7 +843,10 @@ CHATS = [
 
 
 def lay_out(rng, source, home):
-    """Copies a model to a home folder. Returns the folder of the copy, the names for the command line, and the cached repository."""
+    """Copies a model to a home folder or to the cache in it.
+
+    Returns the folder of the copy, the names that select it on the command line, and its cached repository or None.
+    """
     if rng.randrange(3) > 0:
         folder = home / "model"
         shutil.copytree(source, folder)
@@ -934,7 +937,7 @@ def unprintable(text, allowed):
 
 
 def complaints(result, arguments):
-    """Returns a list of the checks that a result fails."""
+    """Returns a description of each check that a result fails."""
     found = []
     is_table = arguments[0] in ("show", "list", "verify", "tokenize") and "--json" not in arguments
     errors = sum(line.startswith("error:") for line in result.stderr.splitlines())

@@ -42,7 +42,7 @@ pub const DOWNLOAD_RECORD: u64 = 16 * MB;
 pub const SINGLE_VALUE: u64 = 64 * KB;
 
 /// The maximum number of values in a JSON text. A parsed value takes up to 50 times as much memory as its text.
-/// Known files have at most 50,000 values. The largest is a tokenizer_config.json.
+/// Known config files have at most 50,000 values. The one with the most is a tokenizer_config.json.
 const MAX_JSON_VALUES: usize = 1 << 20;
 
 /// Opens a regular file for reading.

@@ -8,7 +8,7 @@
 //! - `intermediate`: intermediate size of an MLP, or of one expert
 //! - `heads`, `kv_heads`: query heads and key/value heads
 //! - `head_dim`: size of one head; RoPE rotates the first `rotated` elements
-//! - `positions`: positions that a table covers
+//! - `positions`: positions that a RoPE table or a position embedding covers
 //! - `cache_rows`: positions that the KV cache of one layer can hold
 //! - `experts`: experts per layer
 //! - `chosen`: experts selected per token

@@ -48,7 +48,7 @@ def held_out(intents):
 
 
 def cases(sampler):
-    """Returns a dict from each kind of test to its list of cases."""
+    """Returns a dict that maps each kind of test to its cases."""
     intents, names, date = sampler.intents, load("names")["test"].split(), Conversation([]).date
     ask = lambda question: Turn(question, "", "")
     said = lambda turns: [Turn(turn.user, turn.think, turn.answer) for turn in turns]
@@ -97,7 +97,7 @@ def report(kind, intents, answered, show_failures):
 
 
 def evaluate(snapshot, device="cpu", limit=None, max_tokens=160, batch=192, show_failures=True):
-    """Asks the snapshot all questions. Prints and returns the share of correct answers by kind."""
+    """Generates an answer for every test case. Prints and returns the share of correct answers per kind of test."""
     from tokenizers import Tokenizer
 
     from harmony import Writer
@@ -139,7 +139,7 @@ def main():
     parser.add_argument("snapshot", nargs="?", help="folder with config.json, model.safetensors and tokenizer.json")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--limit", type=int, help="the maximum number of questions of each kind")
-    parser.add_argument("--answers", metavar="FILE", help="check the answers in this file; each line may set a `date`")
+    parser.add_argument("--answers", metavar="FILE", help="check answers in FILE; a line may set the prompt's `date`")
     parser.add_argument("--dump-questions", metavar="FILE", help="write the held-out questions and exit")
     args = parser.parse_args()
     if args.dump_questions:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-# Every dimension has a different size, so swapping two causes an error.
+# Every dimension has a different size, so code that swaps two fails.
 CONFIG = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -73,7 +73,7 @@ MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def mxfp4_round(weight):
-    """Rounds [..., in] to MXFP4 values [..., in/32, 32] in units of the scale, and exponents [..., in/32, 1]."""
+    """Rounds [..., in] to MXFP4: values [..., in/32, 32] divided by the scale, and its exponents [..., in/32, 1]."""
     blocks = weight.unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
     exponents = torch.ceil(torch.log2(largest / 6))  # the smallest scale that clips no value
@@ -100,7 +100,7 @@ def mxfp4_unpack(blocks, scales):
 
 
 def through_mxfp4(weight):
-    """Rounds the weight in the forward pass; the backward pass is the identity."""
+    """Rounds the weight to MXFP4. The backward pass ignores the rounding (straight-through estimator)."""
     return weight + (mxfp4_dequantize(*mxfp4_round(weight)) - weight).detach()
 
 
@@ -183,7 +183,7 @@ class Mlp(nn.Module):
         scores = self.router(x).float()
         top, index = scores.topk(self.chosen, dim=-1)
         mix = torch.zeros_like(scores).scatter(-1, index, top.softmax(-1))
-        # The load balance of the experts: 1 if all are used equally, and higher if tokens prefer some of them.
+        # The load-balancing loss: 1 if all experts are used equally, and higher if the router prefers some of them.
         balance = ((mix > 0).float().mean((0, 1)) / self.chosen * scores.softmax(-1).mean((0, 1))).sum() * scores.shape[-1]
         return self.experts(x, mix.to(x.dtype)), balance
 

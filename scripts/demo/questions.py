@@ -373,7 +373,7 @@ class Sampler:
         return text[:at] + text[at + 1] + text[at] + text[at + 2 :]  # swap two letters
 
     def question(self, intent: Intent) -> str:
-        """Returns a training phrasing that is not held out."""
+        """Returns a random phrasing of an intent. Never returns a held-out phrasing."""
         while normal(question := self.typed(self.wording(intent))) in self.held_out:
             pass
         return question
@@ -449,7 +449,7 @@ if __name__ == "__main__":
     intents = sampler.intents.values()
     print(
         f"{len(intents)} intents, {sum(len(i.ask) for i in intents)} training phrasings, "
-        f"{sum(len(i.patterns) for i in intents)} patterns for more, {sum(len(i.test) for i in intents)} held-out phrasings"
+        f"{sum(len(i.patterns) for i in intents)} patterns, {sum(len(i.test) for i in intents)} held-out phrasings"
     )
     for turns in (1, 1, 1, 1, 1, 1, 1, 1, 1, 3, 3):
         print()

@@ -56,7 +56,7 @@ impl ChatFormat {
     /// Creates the chat format from a template that was read from `file`.
     ///
     /// `special_tokens` are the tokens that the template can use by name, such as `bos_token`.
-    /// Harmony takes precedence over the template.
+    /// Harmony takes precedence over the template. Returns `None` if the model has neither.
     pub fn from_template(
         tokenizer: &Tokenizer,
         file: &str,
@@ -70,7 +70,7 @@ impl ChatFormat {
         Some(ChatFormat::Template(TemplateFormat::new(template)))
     }
 
-    /// Creates the chat format with this [`name`](Self::name). If it is a template, another process must render it.
+    /// Creates the chat format named `name` without loading its template, which another process renders.
     pub fn rendered_elsewhere(tokenizer: &Tokenizer, name: String) -> ChatFormat {
         match Harmony::find(tokenizer) {
             Some(harmony) => ChatFormat::Harmony(HarmonyFormat(harmony)),
@@ -88,7 +88,7 @@ impl ChatFormat {
 
     /// Renders a conversation to token ids.
     ///
-    /// Fails if the template is invalid or rejects the conversation, or if a tool message does not answer a call.
+    /// Fails if the template is invalid or rejects the conversation, or if harmony cannot render a tool call or result.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         match self {
             ChatFormat::Harmony(format) => format.0.render(tokenizer, messages, options),

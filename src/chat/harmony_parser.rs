@@ -23,7 +23,7 @@ pub struct HarmonyParser {
     state: State,
     tool_calls: Vec<ToolCall>,
     format_violations: usize,
-    /// Whether any text or tool call was returned.
+    /// Whether the parser has returned any text or found a tool call.
     has_output: bool,
     /// Words of headers without a message. They become the answer if the model generates nothing else.
     header_words: String,
@@ -227,7 +227,7 @@ impl HarmonyParser {
                     return Ok(());
                 }
                 self.format_violations += 1;
-                // A word after the channel is content at the end of a message, but not at the end of the generation.
+                // An undecided word after the channel is content if the message ended, but not if it was cut off.
                 let cut_off = ending == Ending::Generation && header.channel.is_some() && parsed.undecided;
                 if cut_off || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
                     push_words(&mut self.header_words, &parsed.words);

@@ -89,7 +89,7 @@ impl<'t> Marker<'t> {
         // `begin` is the start of the text that is not encoded yet. `control_end` is the end of the last control token.
         let (mut begin, mut control_end, mut at) = (0, 0, 0);
         while at < rendered.len() {
-            // A mark right after a one-character control token belongs to that token.
+            // If a mark follows a one-character control token, the token came from a message, so it is ordinary text.
             let control = self.control_at(&rendered, at);
             let Some(control) = control.filter(|control| !rendered[at + control.len()..].starts_with(self.mark)) else {
                 at += rendered[at..].chars().next().map_or(1, char::len_utf8);
@@ -110,7 +110,7 @@ impl<'t> Marker<'t> {
         Ok((ids, rendered.replace(self.mark, "")))
     }
 
-    /// Encodes template text with its control tokens, then marked text as ordinary text.
+    /// Encodes `template_text` with its control tokens, then all of `marked` as ordinary text.
     fn encode_marked(&self, template_text: &str, marked: &str, ids: &mut Vec<u32>) -> Result<()> {
         ids.extend(self.tokenizer.encode(template_text, ControlTokens::Parse)?);
         ids.extend(self.tokenizer.encode(&marked.replace(self.mark, ""), ControlTokens::Text)?);

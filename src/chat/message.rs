@@ -34,7 +34,7 @@ impl Role {
     }
 }
 
-/// How much a model reasons. Reasoning cannot be turned off, because gpt-oss was not trained to answer without it.
+/// How much a model reasons. No value turns reasoning off: gpt-oss was not trained to answer without it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ReasoningEffort {
     Low,

@@ -3,7 +3,7 @@
 //! gpt-oss uses harmony, which this module implements.
 //! All other models use a Jinja template.
 //! In both cases, text from users and tools never becomes a control token.
-//! The parsers accept malformed output and never drop text.
+//! The parsers accept malformed output and drop only headers, control tokens, tags and whitespace around tags.
 
 mod channel;
 mod format;

@@ -2,7 +2,7 @@
 //!
 //! Reasoning comes before the answer, between `<think>` and `</think>`.
 //! These tags are single tokens in some vocabularies and several tokens in others.
-//! The parser therefore recognizes both as tokens and as text.
+//! The parser therefore recognizes a tag in both forms: as a token and as text.
 //!
 //! Tool calls are part of the answer, between `<tool_call>` and `</tool_call>`.
 //! The parser recognizes tool call tags only as tokens, because an answer may quote the tags as text.

@@ -33,7 +33,7 @@ const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
 const NAME: &str = "chat_template";
 
-/// Tags that models write around reasoning. Templates search for the tags to remove reasoning from earlier answers.
+/// Tags around reasoning, which stay unmarked in answers: templates search for them to remove earlier reasoning.
 const ASSISTANT_TAGS: [&str; 2] = ["<think>", "</think>"];
 
 /// A compiled chat template.
@@ -213,7 +213,7 @@ enum Arguments {
     Strings,
 }
 
-/// The error for a template that failed, rather than rejecting the conversation with `raise_exception`.
+/// The error if a template fails for a reason other than `raise_exception` or the step limit.
 ///
 /// If the conversation contains tool calls, `render` tries again with their arguments as strings.
 #[derive(Debug, thiserror::Error)]
@@ -275,7 +275,9 @@ fn read_json(path: &Path) -> Result<Json> {
     Ok(value)
 }
 
-/// Returns the default template from `chat_template`, which is a string or a list of `{name, template}`.
+/// Returns the template from `chat_template`: a string, or a list of `{name, template}`.
+///
+/// From a list, returns the template named `default`, or the first one if there is none.
 fn named_template(value: &Json) -> Option<&str> {
     let source = match value {
         Json::Array(list) => {

@@ -7,7 +7,7 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 
 use super::python;
 
-/// Adds all functions to an environment.
+/// Adds all functions, filters, tests and methods to an environment, except `strftime_now`, which needs a date.
 pub fn install(environment: &mut Environment<'static>) {
     environment.set_unknown_method_callback(method);
     environment.add_filter("tojson", tojson);

@@ -2,7 +2,7 @@
 //!
 //! The output matches openai/harmony v0.0.8 byte for byte, because the models were trained on exactly this text.
 //! The source is `template_tools_section` and `json_schema_to_typescript` in that library's `src/encoding.rs`.
-//! This module reproduces its bugs too: only the first line of a property description becomes a comment.
+//! This module also reproduces the library's bugs: only the first line of a property description becomes a comment.
 
 use anyhow::{Result, anyhow};
 use serde_json::Value;
@@ -92,7 +92,7 @@ fn one_of(variants: &[Value], indent: &str) -> String {
         out.push_str(&format!("\n{indent} | {}", nullable_type_of(variant, &format!("{indent}   "))));
         let mut comments: Vec<String> = text(variant, "description").map(str::to_string).into_iter().collect();
         if let Some(default) = variant.get("default") {
-            // Unlike elsewhere, the default of an enum is quoted here.
+            // As in the library, only this function quotes the default of an enum.
             let default = default.as_str().filter(|_| !is_enum(variant)).map(|text| format!("\"{text}\""));
             comments.push(format!("default: {}", default.unwrap_or_else(|| variant["default"].to_string())));
         }

@@ -48,7 +48,7 @@ pub struct Args {
     load: LoadArgs,
 }
 
-/// The prompt length of the first request, in tokens. The warm requests include this length too.
+/// The prompt length of the first request, in tokens. Later requests are measured with this length too.
 const FIRST_PROMPT: usize = 512;
 /// The context positions that a test needs in addition to its tokens: one for the prompt and one that stays free.
 const EXTRA_POSITIONS: usize = 2;
@@ -99,7 +99,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
             runner.kernel_times()
         })??;
     }
-    // Measure the bandwidth last, because the allocator keeps the memory that this measurement uses.
+    // Measure the bandwidth after `at_end_bytes`, because the allocator keeps the buffers of this measurement.
     let bandwidth = bandwidth::measure(engine.device())?;
     tests.iter_mut().for_each(|test| test.set_bandwidth_share(bandwidth.as_ref()));
 
@@ -223,7 +223,7 @@ impl Bench {
         let mut gaps: Vec<Vec<Duration>> = Vec::new();
         let seconds = self.repeat(|engine, index| {
             let prompt = engine.random_tokens(SEED, depth.max(1));
-            // Two tokens are not timed: the first comes from the prefill, and no decode step follows the last.
+            // Do not time the first token, which the prefill produces, or the last, which no queued step follows.
             let stream = engine.complete_ids(&prompt, chat_options(tokens + 2, SEED + 1 + index))?;
             let mut events = stream.into_iter();
             events.next().transpose()?;

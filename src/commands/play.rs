@@ -146,7 +146,7 @@ fn select_model(hub: &Hub, args: &Args, is_one_shot: bool) -> Result<Option<Snap
     }
 }
 
-/// Starts a session with the settings from the command line.
+/// Creates a session with the settings in `args`.
 fn new_session(args: &Args, snapshot: Snapshot, loaded: LoadedModel, models: Rc<dyn ModelSource>) -> Session {
     let mut session = Session::new(snapshot, loaded, models, today());
     let settings = &mut session.settings;
@@ -161,7 +161,7 @@ fn new_session(args: &Args, snapshot: Snapshot, loaded: LoadedModel, models: Rc<
     session
 }
 
-/// Finds the models on this machine and loads them with the flags from the command line.
+/// The models on this machine. Each one is loaded with the flags that apply to it.
 struct HubModels {
     hub: Hub,
     raw: bool,
@@ -171,7 +171,7 @@ struct HubModels {
 impl ModelSource for HubModels {
     fn find(&self, name: &str) -> Result<Snapshot> {
         let snapshot = self.hub.find(name, None)?;
-        // Check the flags for the new model while the old model is still loaded.
+        // Fail here if the flags do not fit the new model, because the old model is still loaded.
         let args = (self.reparse)(&snapshot.name)?;
         let revision = args.origin.configured.get("revision").and_then(|values| values.first());
         let has_revisions = matches!(snapshot.source, Source::Inferno | Source::HuggingFace);

@@ -1,4 +1,4 @@
-//! `inferno prune`: deletes files that no model uses.
+//! `inferno prune`: deletes partial downloads and unused files from inferno's cache.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -8,10 +8,10 @@ use anyhow::Result;
 use crate::hub::Hub;
 use crate::text::size;
 
-/// Delete partial downloads and files that no model uses
+/// Delete partial downloads and unused files from inferno's cache
 #[derive(clap::Args)]
 pub struct Args {
-    /// Delete even if the filesystem does not support file locking; first make sure no other inferno is running
+    /// Delete even if the filesystem does not support file locking; make sure that no other inferno process is running
     #[arg(long)]
     force: bool,
 }

@@ -19,7 +19,7 @@ pub struct Args {
     /// Delete only this branch, tag or commit; files that other revisions use are kept
     #[arg(long, value_name = "REV")]
     revision: Option<String>,
-    /// Delete even if the filesystem does not support file locking; first make sure no other inferno is running
+    /// Delete even if the filesystem does not support file locking; make sure that no other inferno process is running
     #[arg(long)]
     force: bool,
 }
@@ -46,7 +46,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
 /// Asks for confirmation to delete the model `name`, because the user typed only `part` of the name.
 ///
-/// A script must pass the full name, because the same part could match a different model on the next run.
+/// Fails without a terminal: a script must pass the full name, because `part` could match a different model later.
 fn is_confirmed(part: &str, name: &str) -> Result<bool> {
     if !stdin().is_terminal() || !stderr().is_terminal() {
         let message = format!("'{part}' is only part of a name; to delete the model: inferno remove {name}");

@@ -28,7 +28,7 @@ pub struct Args {
     /// Read a conversation: a JSON array of OpenAI-style messages, or an object with `messages` and `tools`
     #[arg(long, value_name = "PATH", conflicts_with_all = ["text", "file"])]
     chat: Option<PathBuf>,
-    /// Do not add the start of the assistant's turn
+    /// Leave out the generation prompt, which starts the assistant's turn
     #[arg(long, requires = "chat")]
     no_generation_prompt: bool,
     /// Reasoning effort in the prompt: low, medium or high

@@ -73,7 +73,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if files == 0 {
         return Ok(ExitCode::SUCCESS);
     }
-    let what = format!("{} of {} bad or missing", parameter_count(files, "file"), parameter_count(models, "model"));
+    let what =
+        format!("found {} in {}", parameter_count(files, "bad or missing file"), parameter_count(models, "model"));
     let model = args.model.map(|model| format!(" {model}")).unwrap_or_default();
     Err(Error::Verification { what, hint: format!("inferno verify{model} --repair") }.into())
 }

@@ -25,7 +25,7 @@ const VERSION: u32 = 1;
 #[derive(Serialize, Deserialize)]
 #[serde(tag = "record", rename_all = "snake_case")]
 enum Record {
-    /// The first line: the model and its settings.
+    /// The first line of a journal: the model and the settings of the conversation.
     Start {
         version: u32,
         model: String,
@@ -43,7 +43,7 @@ enum Record {
     Turn {
         messages: Vec<Message>,
     },
-    /// All messages. Written after `/undo`, `/clear`, `/system` or `/regen`.
+    /// All messages. Replaces the messages of earlier lines, for example after `/undo` or `/regen`.
     Messages {
         messages: Vec<Message>,
     },
@@ -200,7 +200,7 @@ impl Journal {
         if self.is_incomplete {
             self.file.set_len(self.length)?;
         }
-        // Write all lines at once, so that a crash truncates at most one line. Readers ignore a truncated line.
+        // After a crash during this write, only the last line in the file can be truncated. Readers ignore such a line.
         if let Err(error) = self.file.write_all(lines).and_then(|()| self.file.sync_data()) {
             let _ = self.file.set_len(self.length);
             return Err(error);

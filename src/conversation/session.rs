@@ -88,7 +88,7 @@ impl Session {
         self.engine.as_ref().expect("switch_model restores an engine or ends the chat")
     }
 
-    /// Returns the model's name. A path becomes absolute, so that it is valid in any directory.
+    /// Returns the model's name. A path becomes absolute, so that it is valid from any directory.
     pub fn model_name(&self) -> String {
         let path = Path::new(&self.snapshot.name);
         let path = if path.exists() { std::fs::canonicalize(path).ok() } else { None };
@@ -126,7 +126,9 @@ impl Session {
         self.run_turn(self.messages[..question].to_vec(), &text, on_delta)
     }
 
-    /// Answers `text` after `history`. The history, `text` and the answer become the conversation.
+    /// Generates the answer to `text` after `history`.
+    ///
+    /// Unless `raw` is set, `history`, `text` and the answer replace the messages of the conversation.
     fn run_turn(&mut self, history: Vec<Message>, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let is_new_turn = history.len() == self.messages.len();
         let mut messages = history;
@@ -202,7 +204,7 @@ impl Session {
         Ok(visible)
     }
 
-    /// Returns whether a message and its attachments would fit in the context of an empty conversation.
+    /// Returns whether a message with the attached files would fit in the context after only the system prompt.
     pub fn fits_alone(&self, text: &str) -> bool {
         let mut messages = visible_messages(&self.messages, usize::MAX);
         messages.push(Message::user(with_attachments(&self.attached, text)));
@@ -240,7 +242,7 @@ impl Session {
         if messages == self.messages { Ok(()) } else { self.replace_messages(messages) }
     }
 
-    /// Starts a new conversation. Uses a new journal if the old conversation has a question.
+    /// Starts a new conversation. If the old one has a question, keeps its journal and starts a new journal.
     fn start_over(&mut self, messages: Vec<Message>) -> Result<Option<String>> {
         let old_name = match &self.recording {
             Recording::Journal(journal) if self.last_question().is_some() => Some(journal.name().to_string()),
@@ -297,7 +299,7 @@ impl Session {
     pub fn change_setting(&mut self, name: &str, value: &str) -> Result<String, String> {
         let (name, value) = settings::normalize(name, value)?;
         self.settings.set(name, std::slice::from_ref(&value))?;
-        // Store `none` too, because the configuration file may set a limit.
+        // Store `none` too, because it overrides a limit from the configuration file.
         self.requested.insert(name.to_string(), vec![value.clone()]);
         self.record(Change::Settings).map_err(|error| format!("the setting is not saved for --resume: {error:#}"))?;
         Ok(match (name, value.as_str()) {

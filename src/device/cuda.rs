@@ -26,8 +26,8 @@ pub fn open(ordinal: usize) -> Result<Device> {
         return Err(Error::no_gpu(reason, "list the GPUs: nvidia-smi").into());
     }
     let device = CudaDevice::new_with_stream(ordinal).with_context(|| format!("cannot open GPU {ordinal}"))?;
-    // SAFETY: every tensor on this device is used and freed on the device's single stream.
-    // Uploads run on another stream and record their own events.
+    // SAFETY: candle uses and frees all tensors of this device on one stream.
+    // `kernels::upload` copies on a second stream and records its own events.
     unsafe { device.disable_event_tracking() };
     keep_freed_memory(&device)?;
     Ok(Device::Cuda(device))
@@ -60,7 +60,7 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     Ok(())
 }
 
-/// Returns this process's unused GPU memory to the driver, then returns [`info`].
+/// Releases this process's unused GPU memory to the driver, then returns [`info`].
 pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
     if let Device::Cuda(cuda) = device {
         let stream = cuda.cuda_stream();

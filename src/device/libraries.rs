@@ -1,6 +1,6 @@
 //! Loads NVIDIA's libraries on the first use of a GPU. docs/nvidia-libraries.md explains why and lists alternatives.
 //!
-//! candle links against these libraries, so the system would load them before `main`.
+//! candle links against these libraries, so the dynamic loader would load them before `main`.
 //! `inferno --help` would then wait 80 ms for cuBLAS.
 //! Without a driver, the program could not even start to report the problem.
 //!
@@ -79,8 +79,8 @@ fn load_library((file, functions): &LibraryTable) -> Result<(), LoadError> {
     Ok(())
 }
 
-/// Opens a library with the system's loader. If the loader does not find it, tries other common directories.
-/// The error is the loader's message.
+/// Opens a library with `dlopen`. If the dynamic loader does not find it, tries other common directories.
+/// The error is the dynamic loader's message.
 fn open(file: &str) -> Result<Library, String> {
     let open = |path: &OsStr| {
         // SAFETY: the initializers of NVIDIA's libraries have no preconditions.
@@ -97,7 +97,7 @@ fn open(file: &str) -> Result<Library, String> {
     }
 }
 
-/// Returns common directories of NVIDIA's libraries that the system's loader may not search.
+/// Returns common directories of NVIDIA's libraries that the dynamic loader may not search.
 fn other_directories() -> Vec<PathBuf> {
     let toolkits = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(std::env::var_os).map(PathBuf::from);
     let toolkits = toolkits.chain(["/usr/local/cuda".into()]).map(|toolkit| toolkit.join("lib64"));

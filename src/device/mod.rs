@@ -48,7 +48,7 @@ impl FromStr for DeviceChoice {
 
 /// Opens a device. A GPU gets its own stream, and candle's per-tensor event tracking is off.
 ///
-/// `kernels::upload` records its own events to order uploads from another stream.
+/// `kernels::upload` copies on a second stream and records its own events to order the copies.
 pub fn open(choice: DeviceChoice) -> Result<Device> {
     match choice {
         DeviceChoice::Cpu => Ok(Device::Cpu),
@@ -96,7 +96,7 @@ pub fn info(_: &Device) -> Result<DeviceInfo> {
     Ok(DeviceInfo::cpu())
 }
 
-/// Returns this process's unused GPU memory to the driver, then returns [`info`].
+/// Releases this process's unused GPU memory to the driver, then returns [`info`].
 #[cfg(not(feature = "cuda"))]
 pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
     info(device)

@@ -60,7 +60,7 @@ pub(super) struct RepoDir {
 }
 
 impl RepoDir {
-    /// Acquires the lock for this directory. A process must hold the lock to change the directory.
+    /// Acquires the lock that a process must hold to change this directory. Calls `on_wait` before waiting.
     pub fn lock(&self, on_wait: impl FnOnce()) -> Result<Lock> {
         lock::acquire(&self.lock_path(), on_wait)
     }
@@ -169,7 +169,7 @@ impl RepoDir {
         revision == commit || read_ref(&self.path.join("refs").join(revision)).is_ok_and(|c| c == commit)
     }
 
-    /// Points the ref `revision` at `commit`. Call this once the snapshot is complete.
+    /// Points the ref `revision` at `commit`. Call this only after the snapshot is complete.
     pub fn write_ref(&self, revision: &str, commit: &str) -> Result<()> {
         if self.has_ref(revision, commit) {
             return Ok(());

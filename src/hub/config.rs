@@ -1,4 +1,4 @@
-//! Reads the cache directories and the connection settings from environment variables.
+//! Reads the paths of the caches and the connection settings from environment variables.
 //!
 //! Variable names and precedence follow the `huggingface_hub` docs, "Environment variables".
 //! A machine that is configured for Hugging Face's Python tools needs no further configuration.

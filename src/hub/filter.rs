@@ -26,13 +26,13 @@ const SMALL_FILES: [&str; 6] = [
 /// Glob patterns that select the files to download. Without patterns, a download fetches what the model needs.
 #[derive(Clone, Debug, Default)]
 pub struct FileFilter {
-    /// Patterns of files to fetch in place of the weights. `*` also matches slashes, as in `hf download --include`.
+    /// Patterns that replace the default choice of weights. `*` also matches slashes, as in `hf download --include`.
     pub include: Vec<String>,
     /// Patterns of files to skip.
     pub exclude: Vec<String>,
 }
 
-/// Splits a model name into the repository, the revision, and a filter for the files that match the tag.
+/// Splits `org/name:Q4_K_M@revision` into the name, the revision, and a filter for the files of the tag `Q4_K_M`.
 pub fn parse_download_name(model: &str, revision: Option<&str>) -> Result<(String, Option<String>, FileFilter)> {
     let (name, revision) = names::split_revision(model, revision)?;
     let (name, tag) = gguf::split_tag(name);

@@ -7,8 +7,8 @@ use std::time::Duration;
 pub struct Limits {
     /// The maximum time to open a connection.
     pub connect_timeout: Duration,
-    /// The maximum wait for the headers of a response. A metadata body gets this time again, plus time per byte.
-    /// Set by HF_HUB_ETAG_TIMEOUT.
+    /// The maximum wait for the headers of a response. Set by HF_HUB_ETAG_TIMEOUT.
+    /// The body of a metadata response may take this long too, plus some time for each byte.
     pub response_timeout: Duration,
     /// The maximum pause between two reads of a body. Set by HF_HUB_DOWNLOAD_TIMEOUT.
     pub stall_timeout: Duration,
@@ -22,7 +22,7 @@ pub struct Limits {
     pub max_metadata_failures: u32,
     /// The maximum number of parallel requests for files.
     pub connections: usize,
-    /// The maximum number of bytes per request.
+    /// The maximum size of a part of a file, in bytes. Each part has its own request.
     pub part_bytes: u64,
     /// The minimum time between two saves of a file's progress.
     ///

@@ -8,7 +8,7 @@ use anyhow::Result;
 
 /// Applies `function` to every item, on at most `threads` threads. Returns the results in the order of the items.
 ///
-/// After the first failure, starts no further items and returns the error.
+/// After the first failure, starts no further calls, and returns the first error.
 pub(super) fn try_map<T: Sync, R: Send>(
     items: &[T],
     threads: usize,

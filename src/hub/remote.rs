@@ -41,7 +41,7 @@ const TIME_PER_BYTE: Duration = Duration::from_nanos(1_000_000_000 / (16 << 10))
 /// The maximum number of redirects. The hub normally redirects once, to a storage host.
 const MAX_REDIRECTS: usize = 5;
 
-/// One repository on a hub.
+/// A client for one revision of a repository on a hub.
 pub(super) struct Remote<'a> {
     agent: Agent,
     config: &'a HubConfig,
@@ -260,7 +260,7 @@ impl<'a> Remote<'a> {
         Ok(bytes)
     }
 
-    /// Reads and discards at most `limit` bytes of a metadata response, like [`read_body`](Self::read_body).
+    /// Discards at most `limit` bytes of a metadata response, with the time limit of [`read_body`](Self::read_body).
     pub fn skip_body(&self, body: &mut impl Read, limit: u64) -> Result<()> {
         self.copy_body(body, limit, &mut io::sink())
     }
@@ -394,7 +394,7 @@ impl<'a> Remote<'a> {
     ) -> RequestBuilder<WithoutBody> {
         if let Purpose::Metadata = purpose {
             let timeout = self.limits().response_timeout;
-            // The total also limits bytes that arrive slowly but are not part of the body, such as chunk headers.
+            // The total also limits slow bytes that are not part of the contents, such as HTTP chunk headers.
             let total = timeout.saturating_mul(5);
             request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();
         }

@@ -26,7 +26,7 @@ pub struct RemovedModel {
     /// The commits from which files were removed. Empty for the demo.
     pub revisions: Vec<String>,
     pub freed_bytes: u64,
-    /// The total size of the files that were kept because other revisions use them, in bytes.
+    /// The total size in bytes of the files that were kept because other revisions use them.
     pub shared_bytes: u64,
 }
 
@@ -53,9 +53,9 @@ struct Selection {
 }
 
 impl Hub {
-    /// Returns the full name if `model` is only part of one model's name. Returns `None` if `model` is a whole name.
+    /// Expands part of a name to the full name. Returns `None` if `model` is a whole name, or does not match one model.
     ///
-    /// `inferno remove` asks before it deletes by part of a name, because the part may match a different model later.
+    /// `inferno remove` confirms a partial name, because on the next run the same part could match a different model.
     pub fn resolve_partial_name(&self, model: &str) -> Option<String> {
         let (name, _) = names::split_revision(model, None).ok()?;
         let (part, _) = gguf::split_tag(name);
@@ -66,7 +66,8 @@ impl Hub {
         }
     }
 
-    /// Removes one revision or all revisions of a model from inferno's cache. `:Q4_K_M` selects a GGUF model.
+    /// Removes one revision or all revisions of a model from inferno's cache.
+    /// With a tag such as `:Q4_K_M`, removes only the GGUF model with this tag.
     ///
     /// Keeps files that other revisions use. Waits while another process uses the same repository.
     pub fn remove(&self, model: &str, revision: Option<&str>, progress: &dyn Progress) -> Result<RemovedModel> {
@@ -80,7 +81,7 @@ impl Hub {
         let (part, tag) = gguf::split_tag(name);
         let own_names = self.own_cache().names().into_iter().collect();
         let matching = names::matching(part, &own_names);
-        // A model in the shared cache may have a ref, but no snapshot, in inferno's cache.
+        // inferno's cache may have only a ref, and no snapshot, of a model in the shared cache.
         if matching.iter().all(|name| self.own_cache().repo(name).commits().is_empty()) {
             self.check_is_not_elsewhere(part)?;
         }
@@ -167,7 +168,7 @@ impl Hub {
         Ok(())
     }
 
-    /// Fails if a model is on this machine, but not in inferno's cache.
+    /// Fails if `model` is the path of a file or directory, or a model in the shared cache.
     fn check_is_not_elsewhere(&self, model: &str) -> Result<()> {
         let [_, (shared, _)] = self.caches();
         let shared_names = shared.names().into_iter().collect();
@@ -184,9 +185,9 @@ impl Hub {
     }
 }
 
-/// Selects what to remove: whole snapshots, or the GGUF files that `tag` selects.
+/// Chooses what to remove: whole snapshots, or only the GGUF files that match `tag`.
 ///
-/// Selects the whole snapshot if removing the GGUF files would leave it without weights.
+/// If a snapshot has no weights other than these GGUF files, chooses the whole snapshot.
 fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Selection> {
     let Some(tag) = tag else {
         return Ok(Selection { revisions: commits.clone(), whole_commits: commits, files: Vec::new() });
@@ -216,7 +217,7 @@ fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Sel
     Ok(selection)
 }
 
-/// Deletes the selection. Reads all directories first, because a snapshot that cannot be read may still need a blob.
+/// Deletes the selection. Deletes nothing if a directory cannot be read, because its files may still link to a blob.
 fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Result<RemovedModel> {
     let Selection { revisions, whole_commits, files } = selection;
     let bytes_before = bytes_below(&repo.path);
@@ -227,7 +228,7 @@ fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Resul
     let (removed_blobs, remaining_blobs) = (linked_blobs(&removed)?, linked_blobs(&remaining)?);
     let refs = read_refs(repo)?;
 
-    // Delete the refs first, then the links, then the blobs, so no name ever refers to a partial model.
+    // Delete the refs first, then the links, then the blobs, so that no ref or link ever points to a deleted file.
     for (path, _) in refs.into_iter().filter(|(_, commit)| whole_commits.contains(commit)) {
         remove_file(&path)?;
     }
@@ -257,7 +258,7 @@ fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Resul
 
 /// Deletes the leftovers and unused blobs in a repository. Returns the sizes of the deleted files.
 fn prune_repo(repo: &RepoDir) -> Result<Vec<u64>> {
-    // Read all directories first, because a snapshot that cannot be read may still need a blob.
+    // Read all snapshots before the first deletion. If one cannot be read, its files may still link to a blob.
     let snapshot_files: Vec<PathBuf> =
         walk(&repo.path.join("snapshots"))?.into_iter().filter(|path| !is_leftover(path)).collect();
     let linked = linked_blobs(&snapshot_files)?;
@@ -315,7 +316,7 @@ fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
         if kind.is_dir() {
             files.extend(walk(&path)?);
         } else if kind.is_symlink() && path.is_dir() {
-            // The symlink means that the user moved part of the cache elsewhere. Do not delete files there.
+            // The user may have moved part of the cache to this directory. Do not delete files there.
             bail!("cannot delete safely: {} is a link to another directory; nothing was deleted there", path.display());
         } else {
             files.push(path);

@@ -10,7 +10,7 @@ use super::limits::Limits;
 /// The wait stops doubling at this value. A server may still ask for a longer wait.
 const MAX_BACKOFF: Duration = Duration::from_secs(15);
 
-/// A request has at most this many times `max_failures` failures in total.
+/// A request is given up if its failures exceed `MAX_RESETS * max_failures` in total.
 /// Without this limit, a request that makes some progress before every failure would never end.
 const MAX_RESETS: u32 = 100;
 
@@ -18,7 +18,7 @@ const MAX_RESETS: u32 = 100;
 pub(super) struct Retry<'a> {
     limits: &'a Limits,
     max_failures: u32,
-    /// The failures since the last reset.
+    /// The failures since the request last made progress.
     failures: u32,
     total_failures: u32,
 }
@@ -33,7 +33,7 @@ impl<'a> Retry<'a> {
         self.failures = 0;
     }
 
-    /// Counts a failure and returns how long to wait before the next attempt. Returns `None` to give up.
+    /// Counts a failure and returns how long to wait before the next attempt, or `None` if the caller must give up.
     ///
     /// `retry_after` is the wait that the server asked for.
     pub fn wait_after_failure(&mut self, retry_after: Option<Duration>) -> Option<Duration> {
@@ -48,7 +48,7 @@ impl<'a> Retry<'a> {
     }
 }
 
-/// Returns a random time between half of `wait` and `wait`, to keep clients from all retrying at the same moment.
+/// Returns a random wait between half of `wait` and `wait`, so that clients do not all retry at the same moment.
 fn with_jitter(wait: Duration) -> Duration {
     // The standard hasher has random keys, so no random number crate is needed.
     let random = RandomState::new().build_hasher().finish() as f64 / u64::MAX as f64;

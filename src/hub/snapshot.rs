@@ -11,7 +11,7 @@ pub struct Snapshot {
     pub name: String,
     /// The commit, or a hash of the demo's files. `None` for a path.
     pub revision: Option<String>,
-    /// The directory with the files, or the GGUF file of the model (the first part if there are several).
+    /// The directory with the files, or the model's GGUF file (the first part of a split file).
     pub path: PathBuf,
     pub source: Source,
 }

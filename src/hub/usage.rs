@@ -12,7 +12,7 @@ use super::snapshot::{Snapshot, Source};
 use crate::files;
 
 impl Hub {
-    /// Records that a model is being used now. Ignores write errors.
+    /// Records that a model is in use now, unless the user named it by its path. Ignores write errors.
     pub fn record_use(&self, snapshot: &Snapshot) {
         if snapshot.source == Source::Directory {
             return;

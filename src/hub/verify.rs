@@ -81,7 +81,7 @@ impl Hub {
         Ok(verified)
     }
 
-    /// Returns the snapshots to verify. Without `model`, returns all snapshots that are models.
+    /// Returns the snapshots to verify. Without `model`, skips incomplete models in the shared cache.
     fn candidates(&self, model: Option<&str>, revision: Option<&str>) -> Vec<Candidate> {
         let all_names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
         let selected = match model {
@@ -109,7 +109,7 @@ impl Hub {
         candidates
     }
 
-    /// Replaces the damaged files that [`verify`](Self::verify) found. Repairs only inferno's own cache.
+    /// Replaces the damaged files that [`verify`](Self::verify) found. Fails for files outside inferno's own cache.
     pub fn repair(&self, verified: &VerifiedSnapshot, progress: &dyn Progress) -> Result<()> {
         let damaged: BTreeSet<&str> = verified.damaged_files().map(|(file, _)| file.as_str()).collect();
         if damaged.is_empty() {
@@ -153,7 +153,8 @@ impl Hub {
     }
 }
 
-/// Renames the blobs of damaged files, so that they are fetched again. Adds the old and new paths to `set_aside`.
+/// Renames the blobs of damaged files, so that the files are downloaded again.
+/// Adds the old and new path of each blob to `set_aside`.
 fn set_bad_blobs_aside(
     repo: &RepoDir,
     commit: &str,
@@ -173,7 +174,7 @@ fn set_bad_blobs_aside(
     Ok(())
 }
 
-/// Returns the state of each file in a snapshot. Adds missing files only for inferno's own cache.
+/// Returns the name and state of each file in a snapshot. Lists missing files only for inferno's own cache.
 fn file_states(
     candidate: &Candidate,
     known_blobs: &mut BTreeMap<PathBuf, bool>,

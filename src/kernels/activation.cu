@@ -20,7 +20,7 @@ template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, 
 // out = activation(gate) · up, or activation(gate) if up is null.
 //   gate, up: f32 [n]
 //   out: T [n]
-//   bytes moved: n · (8 + sizeof(T))
+//   bytes moved: n · (8 + sizeof(T)), or n · (4 + sizeof(T)) without up
 template <typename T> __device__ void gated(const float* gate, const float* up, T* out, int n, int activation) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = from_float<T>(activate(gate[i], activation) * (up ? up[i] : 1.0f));

@@ -1,6 +1,6 @@
 //! Gated activations: SwiGLU and GeGLU (arXiv 2002.05202), and the clamped SwiGLU of gpt-oss.
 //!
-//! The definition of the clamped SwiGLU is `swiglu` in `gpt_oss/torch/model.py` of openai/gpt-oss.
+//! The clamped SwiGLU follows the function `swiglu` in `gpt_oss/torch/model.py` of openai/gpt-oss.
 //! The clamped SwiGLU clamps gate values only from above, and up values on both sides. It then adds 1 to the up values.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
@@ -107,7 +107,7 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
 
 /// Returns activation(gate) · up, `[.., intermediate]` in x's dtype.
 ///
-/// In each row of x `[.., 2 * intermediate]`, the first half is the gate and the second half is up.
+/// Each row of x `[.., 2 * intermediate]` holds all gate values, followed by all up values.
 pub fn gated_halves(x: &Tensor, activation: Activation) -> Result<Tensor> {
     let out_shape = half_width("gated_halves", x)?;
     let columns = out_shape[out_shape.len() - 1];

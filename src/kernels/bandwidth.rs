@@ -1,6 +1,7 @@
 //! Measures the memory bandwidth of a GPU.
 //!
-//! `inferno bench` compares decode steps with this measurement, because no kernel reaches the data sheet's bandwidth.
+//! `inferno bench` compares the bandwidth of decode steps with this measurement instead of the data sheet's value,
+//! which no kernel reaches.
 
 use anyhow::Result;
 use candle_core::Device;
@@ -87,7 +88,8 @@ mod with_cuda {
         let read = || {
             let arguments = Arguments::new().tensor(&from)?.tensor(&sum)?.int(words);
             let launch = Launch::new(module!("bandwidth"), "read_all", shape, arguments);
-            // SAFETY: as above; `words` is a power of two of at least 2^22, and therefore a multiple of 8 · `BLOCK`.
+            // SAFETY: `from` holds `words` 16-byte words.
+            // `words` is a power of two of at least 2^22, and therefore a multiple of 8 · `BLOCK`.
             unsafe { launch.enqueue(device)? };
             Ok(())
         };

@@ -33,7 +33,7 @@ pub const EAGER_MAX_HEAD_DIM: usize = 256;
 //
 // There is one kernel for each combination of head size and query rows per tile.
 // Arrays have one value per head size, in the order of `FLASH_HEAD_DIMS`.
-// Tile sizes and the numbers of warps and teams affect only speed, and were chosen for an H200.
+// Tile sizes and the numbers of warps and teams affect only speed. They were tuned on an H200.
 
 /// The supported head sizes.
 pub const FLASH_HEAD_DIMS: [usize; 6] = [16, 64, 80, 96, 128, 256];
@@ -78,7 +78,7 @@ pub const MAX_CHOSEN_EXPERTS: usize = 32;
 pub const MXFP4_TILE_ROWS: usize = 16;
 /// Weight columns per tile: two MXFP4 blocks.
 pub const MXFP4_TILE_COLUMNS: usize = 64;
-/// Bytes of values per tile.
+/// Bytes of E2M1 values per tile.
 pub const MXFP4_TILE_BYTES: usize = 512;
 /// Bytes of scales per tile.
 pub const MXFP4_TILE_SCALE_BYTES: usize = 32;
@@ -146,7 +146,7 @@ pub const FORMAT_Q5_K: usize = 8;
 pub const FORMAT_Q6_K: usize = 9;
 pub const FORMAT_INT8: usize = 10;
 pub const FORMAT_FP8: usize = 11;
-/// Codes that tell a kernel how to round the input of a matrix product.
+/// Codes that tell a kernel how to quantize the activations, which are the input of a matrix product.
 pub const ROUNDING_NONE: usize = 0;
 pub const ROUNDING_INT8_PER_TOKEN: usize = 1;
 pub const ROUNDING_FP8_PER_TOKEN: usize = 2;
@@ -156,7 +156,7 @@ pub const ROUNDING_INT8_STATIC: usize = 4;
 // Kernels of a decode step (`decode/`).
 
 /// The maximum number of warps per block in kernels that multiply by float weights.
-/// Every block reads the whole input vector, so one large block per multiprocessor causes less traffic than small ones.
+/// Every block reads the whole input vector, so one large block per multiprocessor reads less than several small ones.
 pub const DECODE_MAX_WARPS: usize = 24;
 /// Tiles of gate and up rows per block in `decode_gate_up_mxfp4`.
 pub const DECODE_UP_TILES: usize = 3;
@@ -182,7 +182,7 @@ pub const SAMPLE_THREADS: usize = 1024;
 pub const SAMPLE_IDS_PER_THREAD: usize = 8;
 /// Rounds of the threshold search.
 pub const SAMPLE_ROUNDS: usize = 4;
-/// Histogram bins per round. A round examines eight bits of the key.
+/// Histogram bins per round. A round determines eight bits of the threshold.
 pub const SAMPLE_BINS: usize = 256;
 /// The maximum number of blocks per launch.
 pub const SAMPLE_MAX_BLOCKS: usize = 1024;

@@ -57,7 +57,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the input rounding of a quantized matrix if all its parts agree. Otherwise, returns `None`.
+    /// Returns how a product quantizes its input, or `None` if the matrix is not quantized or its parts differ in this.
     pub fn input_rounding(&self) -> Option<InputRounding> {
         match self {
             Self::Quantized(parts) => {

@@ -1,5 +1,5 @@
-// Residual addition and norm: sum = x + y, normed = sum / sqrt(mean(sum²) + eps) · weight.
-// With a bias, the norm is LayerNorm: the mean of sum is subtracted first, and the bias is added last.
+// Residual addition and RMSNorm: sum = x + y, normed = sum / sqrt(mean(sum²) + eps) · weight.
+// With a bias, LayerNorm replaces RMSNorm: the mean of sum is subtracted first, and the bias is added last.
 //   x, y, sum: f32 [tokens, columns]; if y is null, the kernel normalizes x and does not write sum
 //   weight: f32 [columns]
 //   bias: f32 [columns] or null

@@ -91,7 +91,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
         // The number of tokens affects which kernel a backend chooses and how the kernel divides the work.
         for (what, tokens, position) in [("step", 1, 300), ("few", 7, 290), ("prompt", 130, 11)] {
-            // Backends that do not support this build, dtype or head size are skipped and do not count as failures.
+            // Skip backends that are not in this build or do not support the dtype, the head size or the soft cap.
             for (variant, head_dim, softcap) in [("", 64, None), (", head size 256, soft cap", 256, Some(5.0))] {
                 if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_ok() {
                     let name = format!("attention {backend}, {what}{variant}");
@@ -122,7 +122,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     checks
 }
 
-/// The device and dtype with which a check runs an operation.
+/// The device and dtype that a check tests.
 #[derive(Clone, Copy)]
 struct CheckTarget<'d> {
     device: &'d Device,
@@ -193,10 +193,10 @@ fn distance(got: &[f32], want: &[f32]) -> f32 {
     got.iter().zip(want).fold(0f32, |max, (got, want)| max.max((got - want).abs())) / scale
 }
 
-/// Returns the tolerance for one rounding to `dtype`.
+/// Returns the relative error to allow for one rounding to `dtype`.
 fn rounding(dtype: DType) -> f32 {
     match dtype {
-        // Only the order of summation differs.
+        // In f32, only the order of summation differs.
         DType::F32 => 1e-5,
         DType::F16 => 1e-3,
         _ => 8e-3,
@@ -315,7 +315,7 @@ mod fused {
     /// Computes the MLP of routed experts: with fused kernels on a GPU, and with one matrix product at a time on a CPU.
     pub fn expert_mlp(target: CheckTarget, tokens: usize) -> Result<Tensor> {
         let (experts, chosen, columns, intermediate) = (5, 3, 96, 160);
-        // Halve the inputs, so that the sums stay near the clamp limit, as in the model. Halving is exact.
+        // Halve the inputs, so that the sums stay near the clamp limit, as in gpt-oss. Halving is exact.
         let x = (noise(29, &[tokens, columns], DType::BF16)? * 0.5)?;
         let ids: Vec<u32> = numbers(30, tokens, experts as u64)
             .flat_map(|first| (0..chosen as u64).map(move |next| ((first + next) % experts as u64) as u32))

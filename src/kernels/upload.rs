@@ -2,7 +2,7 @@
 //!
 //! On CUDA, the staging buffers are pinned, and all copies run on one stream that is separate from candle's stream.
 //! Tensor memory comes from candle's stream-ordered pool but is allocated on the copy stream.
-//! Copies therefore never wait for computations. candle's stream waits for the last copy to a tensor before using it.
+//! Copies therefore never wait for computations. Before using a tensor, candle's stream waits for the tensor's copies.
 
 use candle_core::{DType, Result, Tensor};
 
@@ -16,13 +16,13 @@ pub trait Target: Send + Sync + 'static {
     /// Creates the staging buffers of one reader thread, each `bytes` long.
     fn staging(&self, bytes: usize) -> Result<Self::Staging>;
 
-    /// Allocates `bytes` of uninitialized memory. `bytes` is at least 1.
+    /// Allocates `bytes` bytes of uninitialized device memory. `bytes` is at least 1.
     fn allocate(&self, bytes: usize) -> Result<Self::Memory>;
 
     /// Waits for pending copies from the next staging buffer, then returns the buffer for the caller to fill.
     fn buffer<'s>(&self, staging: &'s mut Self::Staging) -> Result<&'s mut [u8]>;
 
-    /// Queues a copy of the first `bytes` of the current buffer to `offset` in `memory`.
+    /// Queues a copy of the first `bytes` bytes of the next staging buffer to `offset` in `memory`.
     fn copy(&self, staging: &mut Self::Staging, bytes: usize, memory: &Self::Memory, offset: usize) -> Result<()>;
 
     /// Marks `memory` as complete. The caller must have queued copies to all of its bytes.
@@ -74,7 +74,7 @@ mod with_cuda {
     /// Memory allocated on the copy stream. Unless it becomes a tensor, `drop` frees it after all queued copies.
     pub struct DeviceMemory {
         bytes: CudaSlice<u8>,
-        /// The event recorded after the last copy.
+        /// The event recorded after the last copy. `None` until `complete` is called.
         arrived: Option<CudaEvent>,
     }
 

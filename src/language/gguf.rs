@@ -1,4 +1,4 @@
-//! Reads the tokenizer, chat format and sampling defaults from the metadata of a GGUF file.
+//! Reads the tokenizer, chat format, stop tokens and sampling defaults from the metadata of a GGUF file.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::tokenizer::Tokenizer;
 use crate::tokenizer::gguf::Vocabulary;
 use crate::weights::gguf::GgufCheckpoint;
 
-/// The tokenizer, chat format and sampling defaults of a GGUF file.
+/// The tokenizer, chat format, stop tokens and sampling defaults of a GGUF file.
 pub struct GgufLanguage {
     pub tokenizer: Tokenizer,
     pub chat: Option<ChatFormat>,
@@ -21,7 +21,7 @@ pub struct GgufLanguage {
     pub stop_ids: Vec<u32>,
 }
 
-/// Reads the language data of an open GGUF file.
+/// Reads the tokenizer, chat format, stop tokens and sampling defaults of an open GGUF file.
 ///
 /// The vocabulary in the file takes precedence over tokenizer.json, because it matches the weights.
 /// Files without a vocabulary use the tokenizer.json in the same directory.
@@ -61,7 +61,7 @@ fn chat_format(
     Ok(ChatFormat::from_template(tokenizer, &file_name(checkpoint), template, named))
 }
 
-/// Loads tokenizer.json from the directory of a GGUF file that has no vocabulary.
+/// Loads the tokenizer.json beside a GGUF file that has no vocabulary, and the chat format of the file or directory.
 fn from_folder(checkpoint: &GgufCheckpoint) -> Result<(Tokenizer, Option<ChatFormat>)> {
     let dir = checkpoint.path().parent().unwrap_or(Path::new(""));
     let missing = || format!("{} has no vocabulary and needs a tokenizer.json beside it", checkpoint.path().display());

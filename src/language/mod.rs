@@ -1,4 +1,4 @@
-//! The language data of a model: tokenizer, chat format, stop tokens and sampling defaults.
+//! What a model needs besides its weights: tokenizer, chat format, stop tokens and sampling defaults.
 //!
 //! Loading reads the tokenizer and config files, or the metadata of a GGUF file. It never reads the weights.
 
@@ -31,7 +31,7 @@ pub struct Language {
 }
 
 impl Language {
-    /// Loads the language data of the snapshot in `dir`, which may also be the path of a GGUF file.
+    /// Loads the tokenizer and the other fields from a snapshot. `dir` is a directory or the path of a GGUF file.
     ///
     /// With a hostile model, loading can take unbounded time and memory. `worker::load_language` limits both.
     pub fn load(dir: &Path) -> Result<Self> {
@@ -41,7 +41,7 @@ impl Language {
         }
     }
 
-    /// Loads the language data of a snapshot whose checkpoint is already open. Does not parse GGUF metadata again.
+    /// Like [`Self::load`], for a snapshot whose checkpoint is already open. Does not parse GGUF metadata again.
     pub fn from_checkpoint(dir: &Path, checkpoint: &Checkpoint) -> Result<Self> {
         match checkpoint {
             Checkpoint::Gguf(model) => Self::from_gguf(model.file()),
@@ -58,13 +58,13 @@ impl Language {
         Self { tokenizer, chat, generation_config, stop_ids, renderer: None }
     }
 
-    /// Loads the language data from GGUF metadata.
+    /// Loads the tokenizer and the other fields from GGUF metadata.
     fn from_gguf(checkpoint: &GgufCheckpoint) -> Result<Self> {
         let GgufLanguage { tokenizer, chat, generation_config, stop_ids } = gguf::read(checkpoint)?;
         Ok(Self::new(tokenizer, chat, generation_config, stop_ids))
     }
 
-    /// Loads the language data from tokenizer.json and the config files.
+    /// Loads the tokenizer and the other fields from tokenizer.json and the config files.
     fn from_files(dir: &Path) -> Result<Self> {
         let tokenizer = Tokenizer::from_dir(dir)?;
         let chat = ChatFormat::load(dir, &tokenizer)?;

@@ -1,4 +1,4 @@
-//! Collects the ids of stop tokens from all files of a snapshot.
+//! Collects the ids of stop tokens from the config files of a snapshot.
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -17,8 +17,8 @@ use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::text::{excerpt, library_error, quote};
 use crate::weights::Weights;
 
-/// [`from_json`] searches for an invalid field only in configs with at most this many fields.
-/// Real configs have up to 100.
+/// To find an invalid field, [`from_json`] parses the config once per field, but only if it has at most this many.
+/// Real configs have up to 100 fields.
 const MAX_FIELDS: usize = 200;
 
 /// The config.json fields that have the same names in nearly all families.
@@ -106,12 +106,12 @@ pub(super) fn reject_fields(family: &str, json: &Value, fields: &[&str]) -> Resu
     }
 }
 
-/// Fails if a scale or soft cap is present but is not a plausible positive number.
+/// Fails if a scale or soft cap is present but is not between 1e-6 and 1e9.
 pub(super) fn check_scale(key: &str, value: Option<f32>) -> Result<()> {
     check_optional(key, value, 1e-6..=1e9)
 }
 
-/// Fails if the epsilon of a norm is not a plausible positive number.
+/// Fails if the epsilon of a norm is not between 1e-20 and 1.
 pub(super) fn check_eps(key: &str, eps: f64) -> Result<()> {
     check_range(key, eps, 1e-20..=1.0)
 }
@@ -190,7 +190,7 @@ impl CommonConfig {
         self.layers(|_| self.sliding_window.filter(|&window| window < self.max_position_embeddings))
     }
 
-    /// Returns the sliding window of a layer, if it has one. If `layer_types` is absent, `is_sliding` decides.
+    /// Returns the sliding window of a layer, if it has one. Without `layer_types`, `is_sliding` selects the layers.
     pub fn window(&self, layer: usize, is_sliding: impl Fn(usize) -> bool) -> Option<usize> {
         let sliding = match &self.layer_types {
             Some(types) => types[layer] == LayerType::SlidingAttention,

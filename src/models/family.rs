@@ -34,7 +34,7 @@ pub trait Architecture {
     /// Returns the size of the residual stream.
     fn hidden_size(&self) -> usize;
 
-    /// Returns the `intermediate_size` in config.json. In MoE families, this is the size of an expert or a dense MLP.
+    /// Returns the `intermediate_size` in config.json. In Mixtral and gpt-oss, this is the size of one expert.
     fn intermediate_size(&self) -> usize;
 
     /// Returns the KV cache spec of each layer.

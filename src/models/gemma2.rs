@@ -24,8 +24,8 @@ use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "gemma2", architecture: "Gemma2ForCausalLM", read };
 
-/// In Gemma, `post_attention_layernorm` is the norm of the attention output.
-/// The norm before the MLP is `pre_feedforward_layernorm`.
+/// In Llama, `post_attention_layernorm` is the norm before the MLP. In Gemma, it is the norm of the attention output,
+/// and the norm before the MLP is `pre_feedforward_layernorm`.
 pub(super) const NAMES: DecoderNames = DecoderNames {
     mlp_norm: "pre_feedforward_layernorm",
     post_norms: Some(("post_attention_layernorm", "post_feedforward_layernorm")),
@@ -59,14 +59,14 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
 }
 
 /// Returns the decoder config that all Gemma models share.
-/// The checkpoint stores norm weights as w - 1, and embeddings are multiplied by sqrt(hidden_size).
+/// Gemma checkpoints store norm weights as w - 1. The decoder multiplies embeddings by sqrt(hidden_size).
 pub(super) fn decoder_config(
     common: &CommonConfig,
     weights: &Weights,
     layers: Vec<LayerSpec>,
     context: usize,
 ) -> Result<DecoderConfig> {
-    // transformers rounds the embedding scale to the compute dtype.
+    // Like transformers, round the embedding scale to the compute dtype.
     let scale = Tensor::new((common.hidden_size as f64).sqrt() as f32, &Device::Cpu)?;
     let scale = scale.to_dtype(weights.dtype())?.to_dtype(DType::F32)?.to_scalar::<f32>()?;
     let config = common.decoder_config(layers, context)?;

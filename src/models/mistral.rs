@@ -1,6 +1,6 @@
 //! Mistral 7B, Nemo, Small, and all other `MistralForCausalLM` models.
 //!
-//! The layers are the same as in Llama. In v0.1, all layers have a sliding window. In later versions, none do.
+//! The layers are the same as in Llama. In Mistral 7B v0.1, all layers have a sliding window. From v0.2 on, none do.
 //!
 //! Source: arXiv 2310.06825; transformers `modeling_mistral.py`.
 

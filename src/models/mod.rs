@@ -130,7 +130,7 @@ fn find_family(json: &Value) -> Result<&'static Family> {
 
 /// Returns the supported name that is most similar to `found`, if any name is similar enough.
 fn nearest_name(found: &str) -> Option<&'static str> {
-    // Comparing two names takes time proportional to the product of their lengths.
+    // Skip long names, because comparing two names takes time proportional to the product of their lengths.
     if found.len() > MAX_NAME_BYTES {
         return None;
     }

@@ -69,7 +69,7 @@ impl TurnDisplay {
         }
     }
 
-    /// Shows a piece of the turn.
+    /// Shows the next piece of reasoning, answer or tool call.
     pub fn show(&mut self, delta: &Delta) -> Result<()> {
         let mut out = std::io::stdout().lock();
         match &mut self.output {
@@ -121,7 +121,7 @@ impl TurnDisplay {
     }
 }
 
-/// Returns the visibility after `presses` presses of Ctrl-O.
+/// Returns the visibility of the reasoning after `presses` presses of Ctrl-O.
 #[cfg(unix)]
 fn toggled(reasoning: ReasoningVisibility, presses: usize) -> ReasoningVisibility {
     match (reasoning, presses % 2) {

@@ -1,6 +1,6 @@
 //! Handles keys while an answer streams.
 //!
-//! The terminal sends each key immediately and does not echo it. Ctrl-C still raises a signal.
+//! Meanwhile, the terminal sends each key immediately and does not echo it. Ctrl-C still raises a signal.
 //! The original terminal modes are always restored afterwards.
 
 use std::fs::File;
@@ -18,7 +18,7 @@ use crate::terminal::modes;
 
 /// The interval, in milliseconds, at which the listener checks whether the answer has ended.
 const TICK_MS: u8 = 20;
-/// The number of ticks without input after which an incomplete key or paste is abandoned.
+/// After the answer has ended, an incomplete key or paste is abandoned after this many ticks without input.
 const MAX_QUIET_TICKS: usize = 25;
 
 /// A thread that listens for keys until it is stopped or dropped.

@@ -58,7 +58,7 @@ impl<'n> PartName<'n> {
         Some(Self { prefix, number: number.parse().ok()?, count: count.parse().ok()? })
     }
 
-    /// Returns the file name of part `number` of the same model.
+    /// Returns the file name of part `number` of this model.
     pub fn with_number(&self, number: u32) -> String {
         format!("{}-{number:05}-of-{:05}.gguf", self.prefix, self.count)
     }

@@ -43,7 +43,7 @@ impl Row {
     }
 }
 
-/// The open rows below the finished lines. The cursor is at the end of the last open row.
+/// The open rows, which may still change, below the finished lines. The cursor is at the end of the last open row.
 pub struct LiveRegion {
     size: WindowSize,
     shown: Vec<Row>,
@@ -127,7 +127,7 @@ impl LiveRegion {
         if open.is_empty() && !finished.is_empty() {
             text.push('\n');
         }
-        // Terminals that support synchronized output (mode 2026) show no intermediate state.
+        // With synchronized output (mode 2026), terminals that support it show no intermediate state.
         if overwrites {
             text = format!("\x1b[?2026h{text}\x1b[?2026l");
         }

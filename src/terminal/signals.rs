@@ -60,7 +60,7 @@ extern "C" fn restore_and_end(number: libc::c_int, info: *mut libc::siginfo_t, _
     modes::restore();
     // SAFETY: the system passes a valid siginfo to a handler with SA_SIGINFO.
     let is_from_kernel = unsafe { (*info).si_code } > 0;
-    // After a fault, the instruction runs again when this handler returns, and Rust's handler reports stack overflows.
+    // After a fault, the instruction faults again when this handler returns. Rust's handler reports stack overflows.
     // Raise any other signal again. It stays pending until this handler returns.
     let recurs = is_from_kernel && matches!(number, libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE);
     let previous = PREVIOUS.get().and_then(|previous| previous[number as usize]).filter(|_| recurs);

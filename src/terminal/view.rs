@@ -55,7 +55,7 @@ impl TurnView {
         }
     }
 
-    /// Adds a piece of the turn. Draws a frame if the pause after the previous frame is over.
+    /// Adds the next piece of reasoning, answer or tool call. Draws a frame if the pause after the last frame is over.
     pub fn show(&mut self, delta: &Delta, size: WindowSize, out: &mut dyn Write) -> io::Result<()> {
         let columns = size.text_columns();
         let is_same_section = matches!(

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// How `encode` treats control tokens in a text, such as `<|start|>` and `</s>`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ControlTokens {
-    /// Parse control tokens, and add the tokenizer's own prefix and suffix, such as `<s>`.
+    /// Parse control tokens, and add the tokenizer's special tokens before and after the text, such as `<s>`.
     /// This is the default of `encode` in Hugging Face libraries.
     Default,
     /// Parse control tokens and add nothing. Used for rendered chat templates.

@@ -35,7 +35,7 @@ pub struct TokenTable {
     text: String,
     /// The ids of the tokens, sorted.
     ids: Vec<u32>,
-    /// The end of each token in `text`.
+    /// The byte offset in `text` at which each token ends.
     ends: Vec<u32>,
     /// Control tokens, longest first: special tokens and added tokens of the form `<...>` or `[...]`.
     controls: Vec<ControlToken>,

@@ -41,7 +41,7 @@ impl TextStream {
     }
 
     fn take(&mut self, tokenizer: &Tokenizer, force: bool) -> Result<String> {
-        // Some text depends on its left context, such as the space before a word in SentencePiece vocabularies.
+        // Decode with left context. In SentencePiece vocabularies, the space before a word depends on it.
         let emitted = tokenizer.decode(&self.ids[..self.emitted])?;
         let text = tokenizer.decode(&self.ids)?;
         if !force && text.ends_with('\u{FFFD}') {

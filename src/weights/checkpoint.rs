@@ -92,7 +92,7 @@ impl Checkpoint {
     pub(super) fn matrix_shape(&self, name: &str) -> Option<(usize, usize)> {
         match self {
             Self::Gguf(model) => model.matrix_shape(name).ok()?,
-            // GPT-2 stores these matrices transposed.
+            // GPT-2 stores these matrices as `[in, out]`.
             Self::Safetensors(_) if name.contains(".c_") => None,
             Self::Safetensors(checkpoint) => match checkpoint.info(name)?.shape.as_slice() {
                 [rows @ .., columns] if !rows.is_empty() => Some((rows.iter().product(), *columns)),

@@ -3,7 +3,7 @@
 //! `quantization_config` in config.json lists the quantized linear layers and their schemes.
 //!
 //! A quantized layer has a `weight` of shape `[out, in]` in I8 or F8_E4M3.
-//! Its `weight_scale` has shape `[out, 1]` or `[1]`.
+//! The `weight_scale` of the layer has shape `[out, 1]` or `[1]`.
 //! With static input quantization, the layer also has an `input_scale` of shape `[1]`.
 //! Older files may store scalars in place of tensors of shape `[1]`.
 //!
@@ -127,7 +127,7 @@ struct Group {
     output_activations: Value,
 }
 
-/// The quantization arguments of one tensor. Observers are ignored because the scales are already known.
+/// The quantization arguments of one tensor. `observer` is ignored, because it only matters during calibration.
 #[derive(Deserialize)]
 struct QuantizationArgs {
     /// The number of bits. Some tools write an object with one number per layer.

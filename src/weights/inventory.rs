@@ -67,7 +67,7 @@ pub struct TensorGroup {
 const GROUPS: [&str; 7] = ["embedding", "attention", "mlp", "experts", "norms", "head", "other"];
 
 /// Name fragments of tensors that no model loads.
-/// They match computed tables and masks, input scales, shapes of packed weights, and vision modules.
+/// They match RoPE frequencies, attention masks, input scales, shapes of packed weights, and vision modules.
 /// Input scales are read as numbers, not loaded as tensors.
 const NEVER_LOADED: [&str; 7] = [
     "rotary_emb.inv_freq",
@@ -207,7 +207,7 @@ impl Inventory {
     }
 
     /// Returns the size of the largest layer of quantized experts after dequantization, in bytes.
-    /// In a pass with many tokens, a GPU dequantizes the experts of one layer at a time.
+    /// In a forward pass over many tokens, a GPU dequantizes the experts of one layer at a time.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
         for tensor in self

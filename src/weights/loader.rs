@@ -54,9 +54,9 @@ impl<T: Target> TensorReader for ReadAhead<T> {
 }
 
 impl<'c> Weights<'c> {
-    /// Creates weights that convert float tensors to `dtype` and load them to `device`.
+    /// Returns weights that load to `device`. Float tensors are converted to `dtype`.
     ///
-    /// For safetensors files and a GPU, background threads start reading immediately.
+    /// If safetensors files are loaded to a GPU, background threads start reading immediately.
     /// A load may return before the copy to the device is complete. Kernels on the device's stream wait for the copy.
     pub fn new(
         checkpoint: &'c Checkpoint,
@@ -86,7 +86,7 @@ impl<'c> Weights<'c> {
         Self { checkpoint, prefix, device, dtype, quantize: None, progress, reader: None }
     }
 
-    /// Creates weights that quantize float matrices during loading.
+    /// Like [`Weights::new`], but float matrices are quantized during loading.
     /// Nothing is read ahead, because quantizing takes longer than reading.
     pub fn quantizing(
         checkpoint: &'c Checkpoint,
@@ -109,7 +109,7 @@ impl<'c> Weights<'c> {
         Self { reader: Some(Arc::new(reader)), ..Self::without_reader(checkpoint, device, dtype, progress) }
     }
 
-    /// Returns the same weights, but without quantization during loading.
+    /// Returns a copy of these weights that loads float matrices without quantizing them.
     pub fn unquantized(&self) -> Self {
         Self { quantize: None, ..self.clone() }
     }
@@ -168,7 +168,7 @@ impl<'c> Weights<'c> {
         Ok(self.progress.add_tensor(converted))
     }
 
-    /// Loads an E4M3 tensor that has no scales. It is converted on the host, because few GPUs support E4M3.
+    /// Loads an E4M3 tensor that has no scales. Converts it on the host, because GPUs before Ada do not support E4M3.
     fn float_from_e4m3(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
         let view = self.checkpoint.view(name)?;
         self.check_unscaled(name)?;
@@ -206,7 +206,7 @@ impl<'c> Weights<'c> {
         Ok(self.progress.add_tensor(self.load(&name, &self.device)?))
     }
 
-    /// Returns the header entry of a tensor. Fails if the tensor has another shape or none of these dtypes.
+    /// Returns the header entry of a tensor. Fails unless the tensor has this shape and one of these dtypes.
     pub(super) fn check(&self, name: &str, dtypes: &[DType], shape: &[usize]) -> Result<&'c TensorInfo> {
         let info = self.checkpoint.required(name)?;
         self.progress.add_name(name);

@@ -14,7 +14,7 @@ use crate::kernels::matrix::Matrix;
 use crate::kernels::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
 
 impl<'c> Weights<'c> {
-    /// Loads the matrix `name` of each module in `parts`, with shape `[rows, columns]`, and stacks the matrices.
+    /// Loads and stacks the matrix `name` of each `(module, rows)` in `parts`, with shape `[rows, columns]`.
     /// A matrix that is quantized in the file stays quantized. With a quantization target, a float matrix is quantized
     /// if the target supports its row length. All other matrices are loaded as floats in the compute dtype.
     pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
@@ -92,7 +92,7 @@ impl<'c> Weights<'c> {
                 (found, _) => found,
             },
             Checkpoint::Safetensors(checkpoint) => match self.quantize {
-                // Only quantized matrices have a scale. Embeddings and ignored modules have none.
+                // Only quantized matrices have a scale. Embeddings and the modules in `ignore` have none.
                 _ if checkpoint.info(&format!("{name}_scale")).is_some() => {
                     Some(self.compressed(checkpoint, &name, [rows, columns])?)
                 }
@@ -184,7 +184,7 @@ impl<'c> Weights<'c> {
         Ok(MatrixRows { format, rows, columns, rounding, write: Box::new(write) })
     }
 
-    /// Loads the float matrix `name` of each module in `parts`, with shape `[rows, columns]`, and stacks the matrices.
+    /// Loads and stacks the float matrix `name` of each `(module, rows)` in `parts`, with shape `[rows, columns]`.
     /// The result has the compute dtype.
     pub fn stacked(parts: &[(Weights, usize)], name: &str, columns: usize) -> Result<Tensor> {
         if let [(weights, rows)] = parts {

@@ -190,7 +190,7 @@ impl<'c> MatrixRows<'c> {
     }
 }
 
-/// Quantizes a row to the same bytes as ggml.
+/// Quantizes a row to blocks that are bit-identical to those of ggml.
 fn quantize_row(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
     let mut bytes = vec![0; values.len() / ggml_type.block_length() * ggml_type.block_bytes()];
     let mut blocks = bytes.chunks_exact_mut(ggml_type.block_bytes()).zip(values.chunks_exact(ggml_type.block_length()));

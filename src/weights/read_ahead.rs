@@ -1,8 +1,8 @@
 //! Background threads that read tensors before they are requested.
 //!
 //! Each thread takes the next piece of a tensor, reads it into a staging buffer, and queues the copy to the device.
-//! The threads start tensors in the listed order.
-//! A requested tensor whose read has not started goes first, even if it exceeds the read-ahead limit.
+//! The threads read the tensors in the order of the list.
+//! A tensor that is requested before its read has started goes first, even if it exceeds the read-ahead limit.
 //! A request therefore never waits forever.
 //! A request returns once all copies of its tensor are queued, which may be before they complete.
 
@@ -40,7 +40,7 @@ pub struct ReadAheadOptions {
     pub threads: usize,
     /// The number of bytes that a thread reads and copies at a time.
     pub piece_bytes: usize,
-    /// The maximum total size of temporary tensors that were started but not yet taken, in bytes.
+    /// The maximum total size of temporary tensors that are in memory but not yet taken, in bytes.
     pub ahead_bytes: usize,
 }
 
@@ -72,13 +72,13 @@ struct Shared<T: Target> {
 
 struct Queue<M> {
     tensors: Vec<TensorState<M>>,
-    /// Tensors that were requested before they were started.
+    /// Tensors that were requested before their reads started.
     requested: VecDeque<usize>,
-    /// The index of the next tensor in the listed order.
+    /// The index of the next tensor to read ahead.
     next: usize,
-    /// Partially read tensors, each with the offset of its next piece.
+    /// Allocated tensors that have unread pieces, each with the offset of its next piece.
     open: VecDeque<(usize, usize)>,
-    /// The total size of temporary tensors that were started but not yet taken, in bytes.
+    /// The total size of temporary tensors that are in memory but not yet taken, in bytes.
     ahead_bytes: usize,
     failure: Option<String>,
     stopped: bool,
@@ -255,7 +255,7 @@ impl<T: Target> Shared<T> {
         }
     }
 
-    /// Returns the next piece of a started tensor.
+    /// Takes the next piece of the first tensor in `open`. Returns `None` if `open` is empty.
     fn cut_piece(&self, queue: &mut Queue<T::Memory>) -> Option<Piece<T::Memory>> {
         let (tensor, offset) = queue.open.pop_front()?;
         let (range, inside) = self.read_requests[tensor].range_at(offset)?;

@@ -199,7 +199,7 @@ impl SafetensorsCheckpoint {
     }
 
     /// Returns the names of all tensors in the stack that this tensor belongs to.
-    /// Returns `None` if the tensor belongs to no stack, or if the stack is incomplete or not all in the compute dtype.
+    /// Returns `None` if there is no stack, or if one of its tensors is missing, empty or not in the compute dtype.
     fn stack(&self, name: &str, dtype: DType) -> Option<Vec<String>> {
         let prefix = STACKED.iter().find_map(|part| name.strip_suffix(part))?;
         let names: Vec<String> = STACKED.iter().map(|part| format!("{prefix}{part}")).collect();
@@ -224,7 +224,7 @@ impl SafetensorsCheckpoint {
     }
 }
 
-/// Reads and validates the header of a file. Returns the offset of the tensor data, in bytes, and the header.
+/// Reads and validates the header of a file. Returns the offset of the data section, in bytes, and the header.
 fn read_header(source: &Source) -> Result<(usize, Metadata)> {
     ensure!(source.bytes() >= 8, "the file has only {} bytes", source.bytes());
     let mut length = [0; 8];

@@ -26,7 +26,7 @@ pub struct HeaderTensor<'h> {
     pub packed: bool,
 }
 
-/// The maximum total size of the headers of all shards, in bytes. The `safetensors` crate allows as much per header.
+/// The maximum total size of the headers of all shards, in bytes. The `safetensors` crate limits each header to this.
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// The maximum number of JSON values in a header: about 12 for each of 300,000 tensors.
@@ -56,7 +56,7 @@ pub fn read<'h>(
         };
         if bits(&dtype).is_some_and(|bits| elements.checked_mul(bits) != bytes.checked_mul(8)) {
             let name = excerpt(&name);
-            invalid = Some(format!("tensor {name}: {bytes} bytes do not hold {elements} elements of {dtype}"));
+            invalid = Some(format!("tensor {name}: {bytes} bytes do not match {elements} elements of {dtype}"));
             return;
         }
         end = end.max(last);

@@ -163,7 +163,7 @@ impl RowSource for StoredRows<'_> {
     }
 }
 
-/// Buffers the file contents that one thread read last. Reads ahead, so most rows are in memory when requested.
+/// A buffer of what one thread read last from files. It reads ahead, so most rows are in memory when requested.
 #[derive(Default)]
 pub struct RowBuffer {
     /// Two windows, because the rows of a matrix may alternate between two tensors. The most recently used is first.

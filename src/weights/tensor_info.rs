@@ -6,7 +6,7 @@ use safetensors::tensor::Dtype;
 /// The header entry of one tensor.
 #[derive(Clone, Debug)]
 pub struct TensorInfo {
-    /// The dtype in the file. Quantized GGUF tensors are listed as F32, and packed MXFP4 experts as U8.
+    /// The dtype in the file. Quantized GGUF tensors count as F32, and packed MXFP4 experts as U8.
     pub dtype: Dtype,
     pub shape: Vec<usize>,
     bytes: usize,
@@ -38,7 +38,7 @@ impl TensorInfo {
         self.dtype == Dtype::U8
     }
 
-    /// Returns the candle dtype, or `None` for dtypes that are not loaded directly.
+    /// Returns the candle dtype, or `None` for dtypes that cannot be loaded without conversion.
     pub fn candle_dtype(&self) -> Option<DType> {
         match self.dtype {
             Dtype::F32 => Some(DType::F32),

@@ -27,7 +27,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts a worker that loads the language data of the snapshot in `dir`.
+    /// Starts a worker that loads the tokenizer, chat format and sampling defaults of the model at `dir`.
     pub fn load(dir: &Path) -> Result<Language> {
         let dir = std::path::absolute(dir)?;
         let (process, Loaded { table, chat, generation_config, stop_ids }, tokens) = Process::start(&dir)?;
@@ -88,7 +88,7 @@ impl Process {
         // /proc/self/exe works even if the executable was replaced on disk.
         let mut command = Command::new("/proc/self/exe");
         command.arg(protocol::ARGUMENT).env_clear().env("RAYON_NUM_THREADS", "2");
-        // A build with CUDA may find its libraries only through this variable. The worker needs no other variable.
+        // A build with CUDA may find its libraries only through this variable. The worker inherits no other variable.
         command.envs(std::env::var_os("LD_LIBRARY_PATH").map(|path| ("LD_LIBRARY_PATH", path)));
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         // Ctrl-C sends SIGINT to the whole process group. The worker must survive, so it gets its own group.

@@ -39,7 +39,7 @@ pub fn init() {
     IS_ENABLED.store(true, Ordering::Relaxed);
 }
 
-/// Loads the tokenizer, chat format and other language data of the snapshot or GGUF file at `dir`.
+/// Loads the tokenizer, chat format and sampling defaults of the snapshot or GGUF file at `dir`.
 pub fn load_language(dir: &Path) -> Result<Language> {
     match start(dir) {
         Some(language) => language,
@@ -47,7 +47,7 @@ pub fn load_language(dir: &Path) -> Result<Language> {
     }
 }
 
-/// Loads the language data of the snapshot in `dir`. Reads `checkpoint`, which is already open, if there is no worker.
+/// Like [`load_language`], but reads the open `checkpoint` if the program cannot start workers.
 pub fn load_language_of(dir: &Path, checkpoint: &Checkpoint) -> Result<Language> {
     match start(dir) {
         Some(language) => language,
@@ -55,7 +55,7 @@ pub fn load_language_of(dir: &Path, checkpoint: &Checkpoint) -> Result<Language>
     }
 }
 
-/// Loads the language data in a worker. Returns `None` if the program cannot start workers.
+/// Starts a worker that loads the model at `dir`. Returns `None` if the program cannot start workers.
 #[cfg_attr(not(target_os = "linux"), expect(unused_variables))]
 fn start(dir: &Path) -> Option<Result<Language>> {
     #[cfg(target_os = "linux")]

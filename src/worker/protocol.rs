@@ -21,7 +21,7 @@ const MAX_BYTES: usize = 1 << 30;
 
 #[derive(Serialize, Deserialize)]
 pub enum Request {
-    /// Load the language data of the model whose path is in the body. Always the first request.
+    /// Load the tokenizer, chat format and sampling defaults of the model at the path in the body. Always comes first.
     Load,
     /// Encode the text in the body.
     Encode(ControlTokens),
@@ -54,7 +54,7 @@ pub enum Response {
     Failed(String),
 }
 
-/// The language data of a model, except the tokens of its vocabulary.
+/// The tokenizer, chat format and sampling defaults of a model, without the tokens of the vocabulary.
 #[derive(Serialize, Deserialize)]
 pub struct Loaded {
     pub table: Value,

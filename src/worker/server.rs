@@ -69,7 +69,7 @@ fn path(bytes: Vec<u8>) -> PathBuf {
     OsString::from_vec(bytes).into()
 }
 
-/// Closes the files that child processes inherit from NVIDIA's driver. Otherwise, the worker could hold GPU memory.
+/// Closes all inherited files except the standard streams. An open file of NVIDIA's driver could hold GPU memory.
 fn close_inherited_files() {
     let Ok(files) = std::fs::read_dir("/proc/self/fd") else { return };
     let numbers: Vec<i32> = files.flatten().filter_map(|file| file.file_name().to_str()?.parse().ok()).collect();

@@ -161,7 +161,7 @@ fn rewind_restores_the_same_state() {
         }
         runner.fill(&more[..450]).unwrap();
         runner.rewind(150).unwrap();
-        // Position 150 is before the savepoint, so the rewind has prefilled the missing tokens again.
+        // Position 150 is before the savepoint, so the rewind prefilled tokens that the KV cache no longer held.
         runner.fill(&tokens[150..]).unwrap();
         assert_eq!(runner.decode_steps(7, 8).unwrap(), first);
         assert!(runner.rewind(500).is_err());

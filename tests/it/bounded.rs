@@ -104,7 +104,7 @@ pub fn bounded_with_input(mut command: Command, input: &[u8]) -> Bounded {
     assert_ne!(status.code(), Some(101), "{name} panicked\n{shown}");
     assert!(!stderr.contains("panicked at"), "{name} panicked\n{shown}");
     assert!(seconds <= MAX_SECONDS || cpu_seconds <= MAX_SECONDS, "{name} took {seconds:.1} s\n{shown}");
-    assert!(peak_bytes <= MAX_BYTES, "{name} needed {peak_bytes} bytes\n{shown}");
+    assert!(peak_bytes <= MAX_BYTES, "{name} used {peak_bytes} bytes of memory\n{shown}");
     let has_controls = stderr.chars().any(|c| c != '\n' && c.is_control());
     assert!(!has_controls, "{name} wrote control characters\n{shown:?}");
     if !status.success() {
@@ -136,7 +136,7 @@ fn wait(pid: libc::pid_t) -> Option<(ExitStatus, f64)> {
 /// Returns the peak resident memory of a running process.
 /// `rusage` cannot be used: its value includes the memory of the test process before `exec`.
 fn peak_resident_bytes(pid: libc::pid_t) -> Option<u64> {
-    // Skip the child until `exec`: its memory is that of the test process.
+    // Before `exec`, the child still has the memory of the test process, so do not measure it.
     let program = std::fs::read_link(format!("/proc/{pid}/exe")).ok()?;
     if std::env::current_exe().is_ok_and(|this| this == program) {
         return None;

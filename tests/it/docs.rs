@@ -1,5 +1,5 @@
 //! Checks that the pages in `docs/` list all flags, environment variables, exit codes and configuration keys.
-//! Also compares the speeds with benches/results, and checks that every test named on a page exists.
+//! Also compares documented speeds and memory with benches/results, and checks that every test named in `docs/` exists.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -50,7 +50,7 @@ fn reference_page_lists_every_environment_variable() {
     let mut variables = BTreeSet::new();
     for file in files {
         let code = fs::read_to_string(&file).unwrap();
-        // Splitting at quotation marks yields string literals and the code between them. The filter keeps variables.
+        // Splitting at quotation marks yields string literals and the code between them. The filter keeps the names.
         let literals = code.split('"').filter(|literal| {
             let prefixes = ["INFERNO_", "HF_", "XDG_", "CUDA_", "NVCC", "NO_COLOR", "RUST_LOG", "VISUAL", "EDITOR"];
             let is_name = literal.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'_');
@@ -128,7 +128,7 @@ impl Results {
         self.0.iter().map(number).sum::<f64>() / self.0.len() as f64
     }
 
-    /// Returns the speed of a test in tokens per second, as the tables show it, such as "751", "1,353" or "40,100".
+    /// Returns the speed of a test in tokens per second, formatted as in the docs: "751", "1,353" or "40,100".
     fn speed(&self, kind: &str, tokens: u64, depth: u64) -> String {
         let is_wanted = |test: &&Value| test["kind"] == kind && test["tokens"] == tokens && test["depth"] == depth;
         let speed = |run: &Value| run["tests"].as_array().unwrap().iter().find(is_wanted).unwrap()["tok_per_s"].clone();

@@ -27,7 +27,7 @@ const ASK_DEMO: [&str; 6] = ["play", "demo", "--device", "cpu", "--prompt", "Hi"
 
 #[test]
 fn file_size_limit_exits_with_11() {
-    // `play demo` writes the demo to the cache. The other commands write their output to a file.
+    // `play demo` cannot write the demo to the cache. The other commands cannot write their output to a file.
     let home = TempDir::new().unwrap();
     let output = in_shell(&home, "ulimit -f 0; exec \"$@\"", &ASK_DEMO);
     assert_fails(&output, 11, &["File too large"]);

@@ -1,4 +1,4 @@
-//! Tests of GGUF files: valid files from Python's gguf package, and hostile files.
+//! Tests of GGUF files: headers, hostile files, split models, tokenizers, and the logits of whole models.
 
 mod blocks;
 pub mod converter;

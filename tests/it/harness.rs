@@ -100,7 +100,7 @@ fn tests_of_cuda_builds() -> Vec<Test> {
     Vec::new()
 }
 
-/// The command-line options of libtest. Unlike libtest-mimic, libtest accepts several filters.
+/// The command-line options of libtest: those of libtest-mimic, plus several filters and `--no-capture`.
 #[derive(Parser)]
 struct Options {
     #[command(flatten)]

@@ -21,7 +21,7 @@ use crate::support::golden;
 
 const CPU: [&str; 2] = ["--device", "cpu"];
 
-/// A small trained Llama model with a tokenizer, in a folder that a test may change.
+/// A model that a test may change: by default, a small trained Llama with a tokenizer.
 struct Model {
     /// The home directory, which contains the model.
     home: TempDir,
@@ -34,7 +34,7 @@ impl Model {
         Self::copy_of(&golden("trained"))
     }
 
-    /// Creates the model with a chat template.
+    /// Creates the default model with a chat template.
     fn chat() -> Self {
         let model = Self::new();
         model.write("tokenizer_config.json", r#"{"chat_template": "{{ messages[0].content }}"}"#);
@@ -61,7 +61,7 @@ impl Model {
         model
     }
 
-    /// Writes a GGUF file as the model.
+    /// Creates a model that consists of one GGUF file.
     fn gguf(writer: &Writer) -> Self {
         let home = TempDir::new().unwrap();
         let dir = home.path().join("model.gguf");
@@ -142,7 +142,7 @@ impl Model {
     }
 }
 
-/// A tensor that `safetensors::serialize` accepts.
+/// An owned tensor that `safetensors::serialize` accepts.
 struct StoredTensor {
     dtype: Dtype,
     shape: Vec<usize>,
@@ -167,12 +167,12 @@ impl safetensors::View for &StoredTensor {
     }
 }
 
-/// The metadata of a Llama model with two layers and a head size of 8.
+/// Returns the GGUF metadata of a Llama model with two layers and a head size of 8.
 fn llama() -> Writer {
     sizes("llama").raw("llama.attention.layer_norm_rms_epsilon", F32, 1e-5f32.to_le_bytes())
 }
 
-/// The metadata that every architecture needs.
+/// Returns the GGUF metadata that every architecture needs.
 fn sizes(architecture: &str) -> Writer {
     let sizes = [
         ("block_count", 2),
@@ -198,7 +198,7 @@ fn gguf_rope_factors_are_checked_before_they_are_read() {
     let listed = model.list();
     assert!(listed.stdout.contains("stranger/model"), "{}", listed.stdout);
     let nan = Model::gguf(&llama().tensor("rope_freqs.weight", &[4], 0, &f32::NAN.to_le_bytes().repeat(4)));
-    nan.perplexity().assert_fails(1, &["tensor rope_freqs.weight: one of its factors is NaN"]);
+    nan.perplexity().assert_fails(1, &["tensor rope_freqs.weight: expected finite factors, found NaN"]);
 }
 
 #[test]
@@ -283,7 +283,7 @@ fn quantization_configs_are_limited() {
     model.perplexity();
 }
 
-/// To suggest the closest known type, inferno computes edit distances, which could take long for a long name.
+/// To suggest the closest known type, inferno computes edit distances, which are slow for long names.
 #[test]
 fn long_model_types_are_refused_quickly() {
     let model = Model::with_config(|config| config["model_type"] = "x".repeat(990_000).into());

@@ -16,7 +16,7 @@ use crate::bounded::{Bounded, bounded, bounded_with_input};
 use crate::cli::copy_of_demo;
 use crate::support::at_home;
 
-/// A copy of the demo model without harmony's `<|start|>` token, so inferno uses its chat template.
+/// A copy of the demo model without harmony's `<|start|>` token, so inferno uses chat_template.jinja.
 struct Model {
     folder: TempDir,
     path: PathBuf,
@@ -336,7 +336,7 @@ fn text_never_becomes_a_short_or_a_split_control_token() {
     }
 }
 
-/// The arguments of a tool call are parsed before they are rendered, so JSON escapes can produce any character.
+/// JSON escapes in tool call arguments can spell U+FDD0. inferno must not confuse it with its injection marks.
 #[test]
 fn spelled_noncharacters_are_kept() {
     let model = Model::with_template("{{ messages[0].tool_calls[0].function.arguments | tojson }}");

@@ -31,7 +31,7 @@ fn no_module_imports_from_its_layer_or_above() {
         if module == target {
             continue;
         }
-        // An item imported through a re-export in `lib.rs` would hide the module that defines the item.
+        // A path through a re-export in `lib.rs` (`crate::Name`) does not name the module, so its layer is unknown.
         let place = format!("{}:{}", reference.file.display(), reference.line);
         assert!(target.starts_with(char::is_lowercase), "{place}: import {target} from the module that defines it");
         assert!(layer(target) < layer(module), "{place}: {module} may not import {target}");
@@ -182,7 +182,7 @@ impl Sources {
 
     /// Returns the folder of each import cycle and the imports that form the cycle.
     fn cycles(&self) -> Vec<(String, String)> {
-        // Maps each folder to its dependencies (from, to). Each dependency has one example import.
+        // Maps each folder to the dependencies (from, to) between its files. The value is one import as an example.
         let mut folders: BTreeMap<ModulePath, BTreeMap<(String, String), String>> = BTreeMap::new();
         for Reference { file, line, from, to } in self.references() {
             let to = self.definition(&to);

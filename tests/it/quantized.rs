@@ -176,7 +176,7 @@ fn quantization_error_is_bounded() {
         assert!(worst / 2.0 <= limit * 1.1, "{quantize}: off by {worst}");
         assert!(worst > 0.0, "{quantize} changes nothing");
     }
-    // If the row length is not a multiple of the block length, the matrix gets another format or stays in floats.
+    // If the row length is not a multiple of the block length, the matrix gets another format or stays unquantized.
     let format = |name: &str, columns| name.parse::<QuantizationTarget>().unwrap().format(columns);
     assert_eq!(format("q4_k", 320), Some(WeightFormat::Q5_0));
     assert_eq!(format("q2_k", 320), Some(WeightFormat::Q4_0));
@@ -299,7 +299,7 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
                             .unwrap(),
                     )
                 };
-                let what = format!("{quantize:?}, {tokens} tokens of {columns}, {rounding:?}");
+                let what = format!("{quantize:?}, {tokens} tokens, {columns} columns, {rounding:?}");
                 let error = relative_error(&product(&there, &x), &product(&cpu, &x));
                 assert!(error < 3e-3, "{what}: off by {error:e}");
                 let mut broken = values(&x);
@@ -317,8 +317,8 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu() {
     let gpu = gpu();
-    // The row counts include an odd one, counts above the number of warps, and multiples of 16 for cuBLASLt.
-    // The column counts need one or several loop iterations per lane.
+    // The row counts include an odd one, counts above the number of warps in a grid, and multiples of 16 for cuBLASLt.
+    // With these column counts, each lane runs its loop once or several times.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
         let here = matrices_of_each_format(rows, columns, &Device::Cpu);
@@ -358,7 +358,7 @@ fn gpu_kernels_agree_with_the_cpu() {
                         let error = relative_error(&values(&got), &values(&want));
                         // With up to 8 tokens, the kernels use exact weights and inputs rounded to 16-bit integers.
                         // With more tokens, the kernels round the weights to the dtype of the input.
-                        // Tensor cores sum products of 8-bit integers exactly, and products of FP8 with about 13 bits.
+                        // Tensor cores accumulate int8 products exactly, but FP8 products with only about 13 bits.
                         let tolerance = match rounding {
                             _ if tokens <= 8 => 5e-5,
                             InputRounding::None => tolerance,
@@ -368,11 +368,11 @@ fn gpu_kernels_agree_with_the_cpu() {
                             _ => 3e-3,
                         };
                         if error > 1e-3 {
-                            println!("{format:?}, {tokens} of {columns} in {dtype:?}, {rounding:?}: off by {error:e}");
+                            println!("{format:?}, [{tokens}, {columns}], {dtype:?}, {rounding:?}: off by {error:e}");
                         }
                         assert!(
                             error < tolerance,
-                            "{format:?}, {tokens} tokens of {columns} in {dtype:?}, {rounding:?}: off by {error:e}"
+                            "{format:?}, [{tokens}, {columns}], {dtype:?}, {rounding:?}: off by {error:e}"
                         );
                     }
                 }

@@ -232,7 +232,7 @@ fn pathological_markdown_is_laid_out_in_time() {
 #[test]
 fn finished_lines_are_never_written_again() {
     let out = String::from_utf8(written(ORDINARY, 1, SIZE)).unwrap();
-    // Only the open block is redrawn, so the output stays small.
+    // Only the unfinished Markdown block is redrawn, so the output stays small.
     assert!(out.len() < 30 * ORDINARY.len(), "{} for {}", out.len(), ORDINARY.len());
     let plain =
         "A sentence of ordinary words that is longer than one row of this window and wraps to the next. ".repeat(3);
@@ -247,7 +247,7 @@ fn a_resized_window_applies_at_once() {
     let mut view = TurnView::new(narrow, false, false);
     let mut terminal = terminal(narrow);
     let mut show = |text: &str, size: WindowSize, terminal: &mut vt100::Parser| {
-        // Wait longer than the maximum time between two redraws.
+        // Wait longer than the maximum pause between two redraws, so the text is drawn at once.
         std::thread::sleep(std::time::Duration::from_millis(100));
         let mut out = Vec::new();
         view.show(&delta(Channel::Answer, text), size, &mut out).unwrap();
@@ -260,7 +260,7 @@ fn a_resized_window_applies_at_once() {
     let contents = terminal.screen().contents();
     assert!(contents.starts_with("First\n\nfinished.\n\nalpha"), "{contents}");
     let longest = contents.lines().map(str::len).max().unwrap();
-    assert!((70..80).contains(&longest), "the open paragraph does not fill the wide window:\n{contents}");
+    assert!((70..80).contains(&longest), "the unfinished paragraph does not fill the wide window:\n{contents}");
     assert_eq!(contents.matches("kappa").count(), 6, "{contents}");
 }
 
@@ -273,7 +273,7 @@ fn reasoning_folds_and_unfolds() {
         terminal.screen().contents()
     };
     let think = |view: &mut TurnView, text: &str| {
-        // Wait longer than the maximum time between two redraws.
+        // Wait longer than the maximum pause between two redraws, so the text is drawn at once.
         std::thread::sleep(std::time::Duration::from_millis(100));
         let mut out = Vec::new();
         view.show(&delta(Channel::Reasoning, text), SIZE, &mut out).unwrap();

@@ -126,7 +126,7 @@ fn unsupported_model_is_shown_with_the_reason() {
     let (_folder, path) = demo_with_config(|config| config["num_attention_heads"] = 0.into());
     assert!(show(&[path.to_str().unwrap()])["reason"].as_str().unwrap().contains("num_attention_heads"));
 
-    // If config.json and the weights are broken, the rest of the report is still shown.
+    // If config.json and the weights are broken, the report names both problems and still shows the license.
     let (_folder, path) = copy_of_demo();
     fs::write(path.join("config.json"), "{").unwrap();
     fs::write(path.join("model.safetensors"), "short").unwrap();

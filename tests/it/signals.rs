@@ -39,7 +39,7 @@ fn signals_restore_the_terminal() {
         (Signal::SIGTERM, false),
         (Signal::SIGHUP, true),
         (Signal::SIGQUIT, false),
-        // Crashes and exceeded resource limits raise the signals below, except SIGUSR1. `kill` can send all of them.
+        // The signals below come from crashes and exceeded resource limits, except SIGUSR1, which other programs send.
         (Signal::SIGABRT, true),
         (Signal::SIGSEGV, false),
         (Signal::SIGSEGV, true),

@@ -38,8 +38,8 @@ pub enum GoldenKind {
     Variant,
     /// Has 8-bit weights in the compressed-tensors format.
     ///
-    /// Most of these models also quantize the inputs, so the last bit of a sum can change a quantized value.
-    /// If sums are computed in a different order than in transformers, the results agree less closely.
+    /// Most of these models also quantize the activations. If a sum is computed in another order than in
+    /// transformers, its last bit can change a quantized activation, so the logits agree less closely.
     Compressed,
 }
 
@@ -99,13 +99,13 @@ pub fn gpu_if_expected() -> Option<Device> {
     is_gpu_expected().then(gpu)
 }
 
-/// Returns the first GPU once for each dtype that kernels support, for tests marked `#[test(gpu)]`.
+/// Returns the first GPU with each dtype that the kernels support, for tests marked `#[test(gpu)]`.
 pub fn gpu_with_dtypes() -> Vec<(Device, DType)> {
     let gpu = gpu();
     [DType::F32, DType::BF16, DType::F16].map(|dtype| (gpu.clone(), dtype)).into()
 }
 
-/// Returns the CPU with f32 and, if there is a GPU, the first GPU once for each dtype that kernels support.
+/// Returns the CPU with f32 and, if there is a GPU, the first GPU with each dtype that the kernels support.
 pub fn devices() -> Vec<(Device, DType)> {
     let mut devices = vec![(Device::Cpu, DType::F32)];
     if is_gpu_expected() {
@@ -158,7 +158,7 @@ impl Random {
         (self.next() >> 7) as f32 / (1u64 << 24) as f32
     }
 
-    /// Returns a number from an approximate normal distribution. One in fifty is an outlier.
+    /// Returns a number from an approximate normal distribution. One number in fifty is multiplied by 40.
     pub fn normal(&mut self) -> f32 {
         let sum: f32 = (0..4).map(|_| self.next() as f32 / (1u64 << 31) as f32 - 0.5).sum();
         if self.next().is_multiple_of(50) { sum * 40.0 } else { sum }
@@ -180,7 +180,7 @@ impl Random {
     }
 }
 
-/// Gives a command its own home directory, a terminal type and an unreachable hub.
+/// Gives a command the home directory `home`, a terminal type and an unreachable hub.
 /// Removes the environment variables that would change inferno's behavior.
 pub fn at_home(mut command: Command, home: &TempDir) -> Command {
     let prefixes = ["HF_", "INFERNO_", "XDG_", "NO_COLOR", "RUST_LOG"];

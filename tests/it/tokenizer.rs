@@ -56,7 +56,7 @@ fn streamed_text_is_complete_and_never_splits_a_character() {
         streamed.push_str(&stream.finish(&tokenizer).unwrap());
         assert_eq!(streamed, tokenizer.decode(&ids).unwrap(), "{model}");
         assert_eq!(streamed.trim_start(), text, "{model}");
-        // A stream that continues after part of the text returns the rest, including a leading space.
+        // A stream that continues after the first ids returns the remaining text, including a leading space.
         let complete = |&end: &usize| !tokenizer.decode(&ids[..end]).unwrap().ends_with('\u{FFFD}');
         let half = (0..ids.len() / 2).rev().find(complete).unwrap();
         let mut stream = TextStream::continuing(&ids[..half]);

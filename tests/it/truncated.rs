@@ -15,7 +15,7 @@ use crate::cli::{copy_of_demo, inferno};
 use crate::gguf::models::{demo_as_gguf, saved};
 use crate::support::{Random, devices, golden};
 
-/// The number of disturbed loads per file format.
+/// The number of loads per file format.
 const LOADS: usize = 12;
 
 /// Copies a golden model to a temporary folder. Returns the path of the model and the path of its weights.
@@ -74,7 +74,7 @@ fn truncation_between_header_and_tensors_is_an_error() {
     }
 }
 
-/// Starts processes that load `model` and answer. Truncates the weights at a random time after each process opens them.
+/// Starts `inferno play` processes. Truncates the weights file at a random time after each process opens it.
 fn disturb_loads(model: &Path, weights_file: &Path) {
     let (home, original) = (TempDir::new().unwrap(), fs::read(weights_file).unwrap());
     let mut random = Random(original.len() as u64);

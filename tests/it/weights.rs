@@ -1,5 +1,5 @@
-//! Tests of read-ahead. In any loading order and with any limits, tensors must equal the file.
-//! Failures must become errors.
+//! Tests of read-ahead. In any loading order and with any limits, the loaded tensors must equal those in the file.
+//! Failed reads, failed allocations and panics must become errors.
 
 mod dtypes;
 mod hostile;
@@ -107,7 +107,7 @@ fn random(elements: usize, dtype: DType) -> Tensor {
     (values.abs().unwrap() * 50.0).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Writes tensors of four dtypes, with sizes around and above the default piece size.
+/// Writes tensors of four dtypes, with sizes below, around and above the default piece size.
 fn mixed() -> TempDir {
     let sizes = [1, 2, 3, 4, 5, 100, 4096, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 11 << 20];
     let dtypes = [DType::F32, DType::F16, DType::BF16, DType::U8];

@@ -1,4 +1,4 @@
-//! Checks the build, the disk, the hub and the models.
+//! Checks the build, the cache, the disk, the hub and the models.
 
 use super::finding::Finding;
 use crate::commands::list::Model;

@@ -14,10 +14,10 @@ use crate::terminal::interrupt::cancel_on_ctrl_c;
 use crate::terminal::{self, Color, TurnView, WindowSize, dim, stderr_color, stdout_color};
 use crate::text::{printable, without_controls};
 
-/// Writes the answer to stdout. Formats it if stdout is a terminal with colors, unless `plain` or `raw` is set.
+/// Answers `prompt` on stdout. Renders Markdown if stdout is a terminal with colors, unless `plain` or `raw` is set.
 ///
 /// If stderr is a terminal, also shows the statistics and, unless hidden, the reasoning.
-/// With a formatted answer, the reasoning goes to stdout. Otherwise, it goes to stderr.
+/// If the answer is rendered, the reasoning goes to stdout too. Otherwise, the reasoning goes to stderr.
 pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
     let shows_reasoning = std::io::stderr().is_terminal() && session.settings.reasoning == ReasoningVisibility::Shown;
@@ -47,7 +47,7 @@ fn missing_answer(turn: &Turn) -> Option<String> {
     Some(format!("the model used all {} tokens for reasoning; raise {flag}", summary.completion_tokens))
 }
 
-/// Draws the formatted answer on a terminal, as in an interactive chat.
+/// Renders the answer's Markdown on a terminal, as in an interactive chat.
 fn draw(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Turn> {
     let mut out = std::io::stdout().lock();
     let mut view = TurnView::new(WindowSize::now(), false, false);
@@ -61,7 +61,7 @@ fn draw(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Tu
     turn
 }
 
-/// Writes the answer without formatting, to a pipe, a file or a terminal without colors.
+/// Writes the answer without rendering its Markdown.
 fn write(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Turn> {
     let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
     let (is_terminal, color) = (std::io::stdout().is_terminal(), stderr_color());
@@ -136,7 +136,7 @@ pub fn json_lines(mut session: Session, prompt: &str) -> Result<ExitCode> {
     Ok(exit_code(&turn))
 }
 
-/// Returns the finish reason, the token counts and the timings of a turn as JSON.
+/// Returns the finish reason, token counts, timings and tool calls of a turn as JSON.
 fn figures(session: &Session, turn: &Turn) -> Result<Value> {
     let summary = &turn.summary;
     let load_s = session.engine().info().load.total_s;

@@ -64,9 +64,9 @@ const DEVICE: [&str; 1] = ["device"];
 /// The parsed command line, with values from the environment, the conversation and the configuration file.
 pub struct ParsedCommandLine {
     pub matches: ArgMatches,
-    /// Flags of `play` set by the command line, the environment or a resumed conversation.
+    /// Values of flags from the command line, the environment or a resumed conversation.
     pub requested: SettingValues,
-    /// Flags of `play` set by the configuration file.
+    /// Values of flags from the configuration file.
     pub configured: SettingValues,
     /// The resumed conversation.
     pub saved: Option<SavedConversation>,
@@ -74,14 +74,16 @@ pub struct ParsedCommandLine {
     pub rejected: Vec<String>,
 }
 
-/// The model and the conversation that the first parse found. The second parse uses them.
+/// The model that `play` selected and the conversation that it resumes, for further calls of [`parse`].
 pub struct KnownModel<'a> {
     /// The full name of the model.
     pub name: &'a str,
     pub saved: Option<&'a SavedConversation>,
 }
 
-/// Parses the command line of this process. If it is invalid, prints an error and exits, as clap does.
+/// Parses the command line and fills in flags from the other sources.
+///
+/// If the command line is invalid, prints an error and exits, as clap does.
 pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedCommandLine> {
     let args: Vec<OsString> = std::env::args_os().collect();
     let matches = command.clone().try_get_matches_from(&args).unwrap_or_else(|error| error.exit());
@@ -126,7 +128,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
             Some(_) => line.requested.retain(|flag, _| flag == "device" || is_setting(flag)),
             None => drop(line.requested.insert("model".to_string(), vec![saved.model.clone()])),
         }
-        // The conversation keeps its own system prompt. It may also have removed a limit from the configuration file.
+        // The conversation keeps its system prompt. A limit that it removed with `/set` must not come back.
         configured.remove("system");
         configured.retain(|flag, _| !line.requested.get(flag).is_some_and(|values| is_removed_limit(flag, values)));
     }

@@ -21,7 +21,7 @@ pub struct LoadArgs {
     /// Branch, tag or commit of the model
     #[arg(long, value_name = "REV")]
     revision: Option<String>,
-    /// cuda, cuda:N, or cpu (for development and the demo model)
+    /// Device to run on: cuda, cuda:N, or cpu (for development and the demo model)
     #[arg(long, default_value = "cuda", value_name = "DEVICE")]
     device: DeviceChoice,
     /// Compute dtype [default: bf16 on a GPU, f32 on a CPU]

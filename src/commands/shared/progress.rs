@@ -54,7 +54,7 @@ pub struct ProgressView {
 
 struct State {
     files: HashMap<String, File>,
-    /// The sum of `done` over all files. Updated with each report, because a full sum each time would be slow.
+    /// The sum of `done` over all files. Each report updates this sum, because adding up all files would be slow.
     done_bytes: u64,
     total_bytes: u64,
     lines: LineTimer,
@@ -118,7 +118,7 @@ impl ProgressView {
         let _ = self.bars.clear();
     }
 
-    /// Writes a message above the bars.
+    /// Writes a message above the bars, or as a line if there are no bars. `Silent` writes nothing.
     fn message(&self, text: &str) {
         let text = printable(text);
         match self.style {
@@ -157,7 +157,7 @@ impl Progress for ProgressView {
     }
 
     fn asking_for_sizes(&self, files: usize) {
-        self.message(&format!("asking for the sizes of {files} files"));
+        self.message(&format!("asking the hub for the sizes of {files} files"));
     }
 
     fn start(&self, files: &[(String, u64)]) {

@@ -129,7 +129,7 @@ impl Report {
             Err(error) => (None, Some(one_line(&error))),
         };
         let tensors = inventory.as_ref().map(Inventory::groups).unwrap_or_default();
-        // Many config files omit `tie_word_embeddings`. Without an output head, the embeddings are tied.
+        // Many config files omit `tie_word_embeddings`. The embeddings are tied if the checkpoint has no output head.
         if !tensors.is_empty() && sizes.tied_embeddings != Some(true) {
             sizes.tied_embeddings = Some(!tensors.iter().any(|group| group.name == "head"));
         }

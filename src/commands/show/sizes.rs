@@ -73,7 +73,7 @@ impl Sizes {
         }
     }
 
-    /// Replaces the dimensions that the model's architecture reports.
+    /// Overrides dimensions with the values that the model's architecture reports.
     pub fn with_architecture(mut self, architecture: &dyn Architecture) -> Self {
         let layers = architecture.cache_layers();
         let windows: Vec<usize> = layers.iter().filter_map(|layer| layer.window).collect();
@@ -90,9 +90,10 @@ impl Sizes {
 
     /// Estimates the KV cache shape of each layer from config.json, for an unsupported family.
     ///
-    /// Assumes that each layer caches one key and one value per position and KV head. Returns `None` for other caches.
+    /// Assumes that each layer caches one key and one value per position and KV head.
+    /// Returns `None` for other caches, and for missing or implausible dimensions.
     pub fn cache_layers(&self, config: &Value) -> Option<Vec<LayerSpec>> {
-        // Latent attention and state-space models do not cache keys and values per position.
+        // MLA, state-space and linear-attention models do not cache keys and values per position and KV head.
         let config = if config["text_config"].is_object() { &config["text_config"] } else { config };
         let other_caches = ["kv_lora_rank", "ssm_cfg", "state_size", "mamba_d_state", "linear_num_key_heads"];
         if other_caches.iter().any(|name| !config[*name].is_null()) {

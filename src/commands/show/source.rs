@@ -30,7 +30,7 @@ pub struct Source {
 /// A model's config, chat template, license and tensor list.
 pub struct Metadata {
     pub config: Result<Value>,
-    /// Null if there is no tokenizer_config.json.
+    /// The parsed tokenizer_config.json, or null without one. For GGUF, an object with the chat template.
     pub tokenizer_config: Value,
     /// The name of the file or GGUF key that `tokenizer_config` was read from.
     pub tokenizer_config_name: &'static str,
@@ -87,7 +87,7 @@ fn remote_gguf(hub: &Hub, model: &RemoteModel) -> Result<Result<GgufCheckpoint>>
 }
 
 impl Source {
-    /// Reads a model on this machine. Never fails: errors in its files become part of the metadata.
+    /// Reads the metadata of a model on this machine. Never fails: errors in its files become part of the metadata.
     pub fn local(snapshot: &Snapshot) -> Self {
         let gguf = gguf_files::find(&snapshot.path).ok().flatten();
         // A GGUF file is a whole model. The other files in its directory matter only for the license.
@@ -130,7 +130,7 @@ impl Source {
         }
     }
 
-    /// Reads a model on the hub. Fails only if a request fails. Errors in the files become part of the metadata.
+    /// Reads the metadata of a model on the hub. Fails only if a request fails. File errors are part of the metadata.
     pub fn remote(hub: &Hub, model: RemoteModel) -> Result<Self> {
         let text = |name: &str| model.texts.get(name).map(|bytes| String::from_utf8_lossy(bytes));
         let readme = text("README.md").and_then(|readme| front_matter_license(&readme));

@@ -20,7 +20,7 @@ pub fn table(report: &Report) -> String {
     match &report.needs {
         Some(needs) => memory(&mut out, needs, &report.gpu),
         None if report.weights_problem.is_none() => {
-            let text = "memory needs unknown: config.json does not specify the size of the KV cache";
+            let text = "memory needs unknown: cannot determine the size of the KV cache from config.json";
             out += &format!("\n{text}\n");
         }
         None => {}
@@ -75,7 +75,7 @@ fn facts(out: &mut String, report: &Report) {
     fact(
         "heads",
         sizes.heads.map(|heads| {
-            let keys = sizes.kv_heads.map(|heads| format!(", {heads} for keys and values")).unwrap_or_default();
+            let keys = sizes.kv_heads.map(|heads| format!(", {heads} KV heads")).unwrap_or_default();
             let each = sizes.head_dim.map(|dim| format!(", {dim} dims each")).unwrap_or_default();
             format!("{heads}{keys}{each}")
         }),

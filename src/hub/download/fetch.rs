@@ -157,7 +157,7 @@ impl Download<'_> {
             hash::matches(checkpoint.path(), etag, &mut stop_on_failure)?
         };
         if is_good {
-            // Flush before locking the state, because other threads need the state.
+            // Flush before locking the state, so that other threads do not wait for the disk.
             checkpoint.sync()?;
         }
         let mut state = self.state();
@@ -171,7 +171,7 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Links a good file into the snapshot, or restarts the download of a bad one. [`fetch`] links weights later.
+    /// Renames a good file to its blob and links it, or restarts a bad file. [`fetch`] links the weights later.
     fn conclude(&self, job: &mut Job, is_good: bool) -> Result<()> {
         job.in_flight -= 1;
         if is_good {

@@ -26,7 +26,7 @@ pub(in crate::hub) struct WantedFile {
 }
 
 impl WantedFile {
-    /// Adds the size and the etag to a listed file, with a HEAD request if necessary.
+    /// Converts a file from the listing. Requests its size and etag with HEAD if the listing lacks them.
     pub fn new(remote: &Remote, commit: &str, file: RemoteFile) -> Result<Self> {
         let complete = if file.has_size_and_etag() { file } else { remote.head(commit, &file.name)? };
         let (Some(bytes), Some(etag)) = (complete.bytes, complete.etag) else {

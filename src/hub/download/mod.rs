@@ -27,7 +27,7 @@ use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
 
-/// The user is notified if a download needs at least this many requests for file sizes, because they take seconds.
+/// The minimum number of requests for file sizes that is reported to the user, because so many take seconds.
 const MANY_REQUESTS: usize = 100;
 
 impl Hub {

@@ -100,7 +100,8 @@ impl Transfer<'_, '_> {
 
     /// Switches to fetching the whole file, because the server ignores ranges. Other transfers of the file stop.
     ///
-    /// Discards the bytes on disk only after several such responses, because other servers may support ranges.
+    /// If some bytes are on disk, the first few such responses only cause a retry, because the next response may come
+    /// from a server that supports ranges.
     fn restart_whole(&mut self) -> Result<(), Stop> {
         let mut state = self.download.state();
         let job = &mut state.jobs[self.job];

@@ -104,7 +104,7 @@ template <typename T, int ROWS, int DEPTH, class Locate, class Address = const u
     }
 };
 
-// Writes x · norm (elementwise) to shared memory and returns 1 / rms(x).
+// Multiplies x by the norm weight (`norm`), writes the result to shared memory, and returns 1 / rms(x).
 // The caller multiplies the dot products by the returned factor.
 __device__ __forceinline__ float load_normed(const DenseInput& input, const float* x, const float* norm, int columns,
                                              float eps, float* scratch) {

@@ -95,13 +95,13 @@ __device__ void quantized_head(const float* x, const float* norm, const Quantize
 // A NaN or -inf is never chosen. If every logit is NaN or -inf, the step fails.
 //   best: the argmax of each block of the head kernel
 //   embedding: T [vocab, columns], or null if quantized_next writes x
-//   embedding_scale: a factor for the embedding
+//   embedding_scale: the factor by which the embedding is multiplied
 //   x: f32 [columns]
 //   state: see decode/mod.rs
 //   mailbox: u32 [slots] in host memory
 //     Step s writes its token + 1 to slot s % slots, or MAILBOX_NO_TOKEN if it fails.
 //   grid: 1; block: 1024
-//   bytes moved: 8 · blocks, one row of the embedding and 4 · columns
+//   bytes moved: 8 · blocks + one row of the embedding + 4 · columns
 template <typename T>
 __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,
                               volatile uint32_t* mailbox, int slots, int columns, float embedding_scale) {
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)
 //   state: see decode/mod.rs
 //   x: f32 [columns]
 //   grid: ceil(columns / 8 / 256); block: 256, one thread per 8 columns
-//   bytes moved: one row of the embedding and 4 · columns
+//   bytes moved: one row of the embedding + 4 · columns
 extern "C" __global__ void __launch_bounds__(256)
     quantized_next(const __grid_constant__ QuantizedStack embedding, const uint32_t* state, float* x, int columns,
                    float embedding_scale) {

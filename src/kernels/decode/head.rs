@@ -14,7 +14,7 @@ use crate::kernels::matrix::Matrix;
 pub struct Embedding {
     /// `[vocab, hidden]`
     pub table: Matrix,
-    /// The factor for each embedding that is looked up. 1 in most models.
+    /// Each embedding is multiplied by this factor, which is 1 in most models.
     pub scale: f32,
 }
 

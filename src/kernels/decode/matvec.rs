@@ -94,11 +94,11 @@ impl Arguments {
         }
     }
 
-    /// Adds the arguments for input rounding if the weight is quantized. Kernels take these arguments last.
+    /// If the weight is quantized, adds the arguments that tell the kernel how to quantize its input. They come last.
     pub(super) fn rounding(self, weight: &Matrix) -> Result<Self> {
         let Matrix::Quantized(_) = weight else { return Ok(self) };
         let Some(rounding) = weight.input_rounding() else {
-            bail!("cannot plan a decode step: the parts of a weight require different input rounding")
+            bail!("cannot plan a decode step: the parts of a weight require different quantization of the input")
         };
         Ok(self.input_rounding(rounding))
     }

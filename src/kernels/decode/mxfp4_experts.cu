@@ -37,7 +37,7 @@ __device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4
 
 // Returns 2^(s - 127), where s is byte `index` of a word of scales.
 // If s is 0, returns 0 instead of 2^-127, which is too small to matter in an f32 sum.
-// If s were 255, the result would be infinity, but `Mxfp4Tiles::repack` rejects scales above 2.
+// If s were 255 (NaN), the result would be infinity, but `Mxfp4Tiles::repack` rejects NaN scales.
 __device__ __forceinline__ float scale_of(uint32_t word, int index) {
     return __uint_as_float((index == 3 ? word >> 1 : word << (23 - 8 * index)) & 0x7f800000u);
 }
@@ -82,7 +82,7 @@ template <int STEP, int DEPTH> struct TileStream {
         low = high = 0.0f;
         x += first * 8 + lane % 4;
         int base = first;
-        // While the next round is full, its loads need no bounds checks.
+        // A round is DEPTH groups. While the next round is full, its loads need no bounds checks.
         for (; base + (2 * DEPTH - 1) * STEP < groups; base += ROUND) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) multiply_group(d, x, low, high), load(d, d + DEPTH);

@@ -8,7 +8,7 @@ use crate::kernels::constants::{DECODE_DOWN_SPLITS, DECODE_UP_THREADS, DECODE_UP
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, module};
 use crate::kernels::moe::expert_mlp::Mxfp4Tiles;
 
-/// The maximum number of experts per token with MXFP4 weights.
+/// The maximum number of experts per token that the decode kernels for MXFP4 weights support.
 pub use crate::kernels::constants::DECODE_DOWN_MAX_CHOSEN as MAX_CHOSEN_MXFP4;
 
 /// The maximum intermediate size of experts with MXFP4 weights.

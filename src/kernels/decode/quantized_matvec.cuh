@@ -1,12 +1,12 @@
-// Loads and rounds the input vector for the decode kernels with quantized weights.
+// Loads the input vector for the decode kernels with quantized weights, in 8 bits if the checkpoint requires it.
 #pragma once
 #include "decode/block_sum.cuh"
 #include "quantized/quantized.cuh"
 
-// Groups that a lane has in flight per row, for units of two rows (QUANTIZED_DEPTH_2) and one (QUANTIZED_DEPTH_1).
+// Groups that a lane has in flight per row: in units of two rows (QUANTIZED_DEPTH_2), of one row (QUANTIZED_DEPTH_1).
 constexpr int QUANTIZED_DEPTH_2 = 2, QUANTIZED_DEPTH_1 = 4;
 
-// Writes norm(x) / scale to shared memory, rounded if `rounding` requires it, and returns the scale.
+// Writes norm(x) / scale to shared memory, quantized to 8 bits if `rounding` requires it, and returns the scale.
 // The caller multiplies the dot products by the scale.
 __device__ __forceinline__ float load_normed(const QuantizedInput& input, const float* x, const float* norm,
                                              int columns, float eps, RoundingArgs rounding, float* scratch) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ float load_normed(const QuantizedInput& input, const 
     return fill_rounded(input, [&](int i) { return weighted(i, quad(i)); }, largest, rms, rounding, scratch);
 }
 
-// Writes y / scale to shared memory, rounded if `rounding` requires it, and returns the scale.
+// Writes y / scale to shared memory, quantized to 8 bits if `rounding` requires it, and returns the scale.
 // The caller multiplies the dot products by the scale.
 template <typename T>
 __device__ __forceinline__ float load_vector(const QuantizedInput& input, const T* y, int columns,

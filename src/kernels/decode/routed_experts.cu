@@ -149,8 +149,8 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
 }
 
 // Writes h to shared memory.
-// Rounds the input of each expert separately and multiplies it by the expert's routing weight.
-// `factors` is shared memory for the rounding scale of each chosen expert.
+// Quantizes each expert's row to 8 bits if `rounding` requires it, and multiplies it by the expert's routing weight.
+// `factors` is shared memory for the quantization scale of each expert's row.
 template <typename T>
 __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T* h, const Routing& routing,
                                             const ChosenRows& rows, int chosen, int columns, RoundingArgs rounding,

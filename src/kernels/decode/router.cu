@@ -10,7 +10,7 @@
 //   bytes moved: the weight
 // Each block computes the logit of one expert and a slice of `normed`.
 // `normed` is f16, because f16 has three more bits of precision than bf16.
-// k is 0 if all magnitudes in norm(x) are below 2^15. Otherwise, k scales norm(x) down to this range.
+// k is the smallest integer >= 0 for which all magnitudes in norm(x) / 2^k are below 2^15.
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
 

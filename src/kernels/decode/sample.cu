@@ -4,22 +4,22 @@
 //
 // The sampler on the host (engine/sampler.rs) applies the same rules in the same order.
 // It chooses the same tokens, with these exceptions:
-// - If several tokens at the limit of top-k or top-p have equal logits, this kernel keeps all of them.
-//   The host keeps the tokens with the lowest ids, up to the limit.
+// - If several tokens at the cutoff of top-k or top-p have equal logits, this kernel keeps all of them.
+//   The host keeps only as many as it needs, starting with the lowest token ids.
 // - The host computes probabilities in f64. This kernel computes them in f32, relative to the largest probability,
 //   and truncates them to multiples of 2^-40. Tokens below 2^-40 are never chosen here.
-//   The choice can differ for tokens at the limits of top-p and min-p, or next to the random draw.
+//   The choice can differ at the cutoffs of top-p and min-p, or if the draw is near the boundary of two tokens.
 // - nvcc fuses multiplications and additions, so penalized logits can differ in the last bit.
 //
 // A launch has at most one block per multiprocessor, so all blocks run at the same time and can wait for each other.
 // Each block handles a range of token ids. Each thread holds up to SAMPLE_IDS_PER_THREAD logits in registers.
 // Probability masses are 64-bit integers. The mass of the most likely token is 2^40.
-// Integer sums do not depend on the order of the additions, so the same seed always gives the same text.
+// Integer sums do not depend on the order of the additions, so the same logits and seed always give the same token.
 //   logits: f32 [vocab]
 //   seen: u32 [vocab]; 0 if the token has not appeared, otherwise 1 + the number of times it was generated
 //   params: SamplingKernelParams
 //   embedding: T [vocab, columns], or null if quantized_next (head.cu) writes x
-//   embedding_scale: a factor for the embedding
+//   embedding_scale: the factor by which the embedding is multiplied
 //   x: f32 [columns], the input of the next step
 //   state: see decode/mod.rs
 //   mailbox: see decode_greedy in head.cu
@@ -57,7 +57,7 @@ __device__ __forceinline__ uint32_t sort_key(float value) {
 }
 
 // Waits until all blocks of the grid have called this function. Writes before the call are visible after it.
-// `expected` is the number of earlier arrivals. It must be 0 before the first call.
+// `expected` is the number of arrivals at earlier barriers. It must be 0 before the first call.
 __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
     __syncthreads();
     expected += gridDim.x;

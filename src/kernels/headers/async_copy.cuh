@@ -12,7 +12,7 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
 }
 
 // Copies 16 bytes if `is_valid`; otherwise writes zeros without reading.
-// Prefetches the 128 bytes around `from` into L2.
+// Prefetches the aligned 128 bytes that contain `from` into L2.
 __device__ __forceinline__ void copy_async_or_zero(uint32_t to, const void* from, bool is_valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_valid ? 16 : 0));
 }
@@ -20,7 +20,7 @@ __device__ __forceinline__ void copy_async_or_zero(uint32_t to, const void* from
 // Commits all uncommitted copies of this thread as one group.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
 
-// Waits until at most PENDING copy groups of this thread are pending.
+// Waits until at most PENDING of this thread's copy groups are unfinished.
 template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }

@@ -74,7 +74,7 @@ impl Launch {
         Self { module, kernel: kernel.into(), shape, arguments, bytes_moved: 0 }
     }
 
-    /// Sets the number of bytes that the kernel reads and writes in device memory, for reports.
+    /// Sets the number of bytes that the kernel reads and writes in device memory, for bandwidth reports.
     pub fn with_bytes_moved(self, bytes_moved: u64) -> Self {
         Self { bytes_moved, ..self }
     }
@@ -128,7 +128,7 @@ pub(super) enum Overlap {
     No,
 }
 
-/// A launch whose kernel is loaded.
+/// A launch that has been checked and whose kernel is loaded.
 pub(super) struct PreparedLaunch {
     pub kernel: String,
     function: CudaFunction,

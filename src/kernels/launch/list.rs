@@ -62,7 +62,7 @@ impl LaunchList {
         self.launches.iter().try_for_each(|launch| unsafe { launch.enqueue(&stream, self.overlap) })
     }
 
-    /// Runs the launches without overlap, measures each one with CUDA events, and waits for all of them.
+    /// Runs the launches without overlap, times each one with CUDA events, and waits for all of them.
     pub fn time_each(&self) -> Result<Vec<TimedLaunch>> {
         let stream = self.device.cuda_stream();
         stream.context().bind_to_thread().w()?;
@@ -87,7 +87,7 @@ impl LaunchList {
         &self.device
     }
 
-    /// Returns the memory that the launches use.
+    /// Returns the memory that each launch keeps alive.
     pub(super) fn memory(&self) -> impl Iterator<Item = &Memory> {
         self.launches.iter().map(|launch| launch.arguments.memory())
     }

@@ -1,5 +1,5 @@
 //! Matrix products y = x·Wᵀ with f32 results.
-//! The result of a projection is rounded only once, after the bias is added. Logits are not rounded at all.
+//! Callers add the bias in f32 before they round to the compute dtype. Logits stay f32.
 
 #[cfg(feature = "cuda")]
 pub mod cublas_lt;

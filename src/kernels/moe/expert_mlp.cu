@@ -6,7 +6,7 @@
 //
 // At load time, `repack_mxfp4` repacks the weights [experts, rows, columns] into tiles of 16 rows × 64 columns:
 //   blocks: [experts][ceil(rows / 16)][ceil(columns / 64)][lane][16 bytes]
-//     Lane 4g + t holds one word of each of four blocks:
+//     In column tile j, lane 4g + t holds one word of each of four blocks:
 //     (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
 //   scales: [experts][ceil(rows / 16)][ceil(columns / 64)][g][4 bytes]
 //     The four bytes are the scales of the four blocks listed above.
@@ -16,7 +16,7 @@
 // A lane's 16 bytes are its A fragments for four MMAs with K = 16, so weights never move between lanes.
 //
 // Columns of x, h and y are in *fragment order*.
-// Within each group of 32 columns, the column pair (2i, 2i + 1) with i = 4t + p is stored as pair 4p + t.
+// In each group of 32 columns, pair i is columns 2i and 2i + 1. Pair 4t + p is stored as pair 4p + t (t, p: 0 to 3).
 // In this order, each lane reads the columns that match its weights.
 // This permutation is its own inverse.
 //
@@ -25,7 +25,7 @@
 // Each expert's rows start at a multiple of 8, so pairs + 8 · experts rows are always enough.
 // Segment s (16 bytes) of row r is stored at position s ^ (r % 8), and padding columns are zeros.
 // Consecutive rows of 64 columns are then contiguous, and tensor cores read them without bank conflicts.
-// y is [pairs, hidden], in the order of the pairs.
+// y is [pairs, hidden], in the original order of the pairs instead of the order of `sorted`.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/common.cuh"
@@ -147,7 +147,7 @@ __device__ void expert_combine(const T* y, const float* weights, float* x, int n
 
 // Converts four scale bytes to factors for the unpacked values. Each word holds its factor twice.
 // `Mxfp4Tiles::repack` rejects bytes above 128.
-// The factor of a NaN scale is arbitrary, because nan_scales handles NaN.
+// For a NaN scale, the factor does not matter: nan_scales finds it, and row_bias makes the row's results NaN.
 template <typename T> __device__ __forceinline__ void scale_factors(uint32_t scales, uint32_t (&factors)[4]);
 // bf16: unpacked values are E2M1 · 2^-126, so the factor for a scale of 2^(s - 127) is 2^(s - 1), exact even for s = 0.
 template <> __device__ __forceinline__ void scale_factors<__nv_bfloat16>(uint32_t scales, uint32_t (&factors)[4]) {
@@ -218,7 +218,7 @@ __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, 
 
 // ---- results ----
 
-// Transposes an 8 × 8 matrix. This lane holds columns 2t and 2t + 1 of row g.
+// Transposes an 8 × 8 matrix. Lane 4g + t passes columns 2t and 2t + 1 of row g.
 // Returns rows 2t and 2t + 1 of column g.
 template <typename T> __device__ __forceinline__ uint32_t transposed(float a, float b) {
     uint32_t word = pack<T>(a, b);
@@ -270,7 +270,7 @@ template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* 
 
 // Stores the results of 8 tokens × TILES weight tiles.
 // TILES is 1 or 2. With 2, the index of the first tile is even.
-// For each tile, `sums` has the products of row g with tokens 2t and 2t + 1, then the same products of row g + 8.
+// For each tile, `sums` has the products of row g and tokens 2t and 2t + 1, then of row g + 8 and these two tokens.
 template <typename T, bool GATE_UP, int TILES>
 __device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& tile, int row_tile, int token,
                                       const float* const (&sums)[TILES], const float2 (&bias)[TILES]) {
@@ -440,7 +440,7 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_> struct TileShape {
 };
 // For many pairs per expert. Wide tiles need fewer passes over the weights.
 using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES>;
-// For few pairs per expert, where each unpacked weight is used for few products.
+// For few pairs per expert. Narrow tiles have more pipeline stages and an unrolled loop over columns.
 using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES>;
 
 // In builds for targets other than sm_90a, the wgmma kernels (narrow and wide) are empty and must not be launched.
@@ -648,7 +648,7 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
     if (threadIdx.x >= MULTIPLYING) {
         // Each thread starts with 128 registers. The copying warpgroup gives most of its registers to the others.
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-        // In each warp, three lanes copy the blocks of one weight tile each, and three lanes copy the scales.
+        // In each warp, three lanes copy the blocks of one weight tile each, and three other lanes copy the scales.
         // A warp issues its copies one by one, so the copies are spread over the warps.
         const int lane = threadIdx.x % 32, row_tile = threadIdx.x / 32 % 4 * (ROW_TILES / 4) + lane % (ROW_TILES / 4);
         const bool blocks = lane < ROW_TILES / 4;

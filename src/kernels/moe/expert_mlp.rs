@@ -1,6 +1,6 @@
 //! MXFP4 weights in tiles for tensor cores, and the MLP of routed experts that uses them (`expert_mlp.cu`).
 //!
-//! The CPU reference of the MLP combines `expert_matmul` and `clamped_swiglu`.
+//! `selftest` compares this MLP with `expert_matmul` and `clamped_swiglu` on the CPU.
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};

@@ -9,8 +9,8 @@
 // `expert_gemv` is for few tokens. `expert_gemm` is for many tokens with MXFP4 weights.
 // `expert_gemm` reads each expert's weights once per 64 (token, expert) pairs instead of once per pair.
 // The pairs of `expert_gemm` must be sorted by expert (sort_by_expert.cu).
-// MXFP4 models that compute in bf16 or f16 use expert_mlp.cu and decode/mxfp4_experts.cu, unless a scale exceeds 2.
-// For many tokens with float weights, grouped_gemm.cu is used instead.
+// If no scale exceeds 2, MXFP4 models in bf16 or f16 use expert_mlp.cu and decode/mxfp4_experts.cu instead.
+// With float weights in bf16 or f16, grouped_gemm.cu handles many tokens.
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include <mma.h>

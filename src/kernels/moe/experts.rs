@@ -1,4 +1,4 @@
-//! Matrix products of routed experts, for all weight formats (`experts.cu`).
+//! Matrix products of routed experts with MXFP4, float or quantized weights.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
@@ -79,7 +79,7 @@ impl ExpertWeights {
     }
 }
 
-/// Returns `out[t, n] = weights[ids[t, n]] · x + bias[ids[t, n]]`, where x is `x[t]` or `x[t, n]`.
+/// Returns `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`, or uses `x[t, n]` for `x[t]` if x has rank 3.
 ///
 /// - x: `[tokens, columns]`, shared by a token's experts, or `[tokens, chosen, columns]`
 /// - ids: u32 `[tokens, chosen]`; the caller guarantees that each id is less than `experts`
@@ -185,7 +185,7 @@ mod cuda {
         pairs_per_x: usize,
     ) -> Result<Tensor> {
         let (rows, columns) = (matrix.dims().0 / experts, matrix.dims().1);
-        // Dequantizing writes and reads all experts in the compute dtype.
+        // Dequantizing writes the weights of all experts in the compute dtype, and the product reads them again.
         // Dequantizing therefore pays off only with several pairs per expert.
         if ids.elem_count() < GEMM_FROM_PAIRS.max(4 * experts) || x.dtype() == DType::F32 {
             return quantized_ops::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);

@@ -10,7 +10,7 @@ struct Routing {
 
     // Finds the `count` largest logits, in descending order. Ties go to the lower expert id, and NaN ranks last.
     // The first `chosen` experts get routing weights: a softmax over these experts, or over all experts (`over_all`).
-    // All lanes of the warp must call this function. Each lane handles at most 32 experts: the bits of `taken`.
+    // All lanes of the warp must call this function. Each lane handles at most 32 experts, one per bit of `taken`.
     __device__ __forceinline__ void choose(const float* logits, int experts, int count, int chosen, int lane,
                                            bool over_all = false) {
         uint32_t taken = 0;  // one bit per expert of this lane: lane, lane + 32, ...

@@ -61,7 +61,7 @@ impl Arguments {
         Ok(self.value(RawStack::new(matrices)?, matrices.iter().flat_map(QuantizedMatrix::tensors)))
     }
 
-    /// Adds two arguments for the input rounding: the rounding mode and the static scale.
+    /// Adds the two arguments that tell a kernel how to quantize its input: the rounding mode and the static scale.
     pub fn input_rounding(self, rounding: InputRounding) -> Self {
         let (number, scale) = match rounding {
             InputRounding::None => (ROUNDING_NONE, 0.0),

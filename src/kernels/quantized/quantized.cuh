@@ -1,7 +1,7 @@
 // Quantized matrices in the layout of `quantized/mod.rs`, and products of their rows with one input vector.
 //
 // A *group* is 32 columns of a row. A lane reads one group at a time.
-// The input vector is rounded to 16-bit integers with one scale per group.
+// The input vector is quantized to 16-bit integers with one scale per group.
 // At the largest value of a group, these integers are seven bits more precise than bf16.
 // Their high and low bytes are stored separately, so each dp4a instruction sums four exact products.
 // Only the scales and mins are applied in floating point.
@@ -396,8 +396,8 @@ template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> stru
         }
     }
 
-    // Adds the dot products of a group to `sum`. The groups of a gathered row can have different row scales, so these
-    // are applied here instead of at the end of the row.
+    // Adds the dot products of a group to `sum`. The groups of a gathered row come from different rows of the matrix,
+    // so their row scales are applied here instead of at the end of the row.
     template <int F>
     __device__ __forceinline__ void add_group(const RawGroup (&raw)[ROWS], const QuantizedInput& x, int group,
                                               float (&sum)[ROWS]) const {
@@ -464,7 +464,7 @@ __device__ __forceinline__ float round_to_e4m3(float v) {
 __device__ __forceinline__ float round_scaled(float v, int rounding) {
     return rounds_to_int8(rounding) ? fminf(fmaxf(rintf(v), -128.0f), 127.0f) : round_to_e4m3(v);
 }
-// Returns the scale for rounding a vector to 8 bits. `largest` is the largest magnitude in the vector.
+// Returns the scale that quantizes a vector to 8 bits. `largest` is the largest magnitude in the vector.
 __device__ __forceinline__ float rounding_scale(float largest, int rounding, float static_scale) {
     const float scale = rounding == ROUNDING_INT8_PER_TOKEN  ? largest / 127.5f
                         : rounding == ROUNDING_FP8_PER_TOKEN ? largest / 448.0f
@@ -473,7 +473,7 @@ __device__ __forceinline__ float rounding_scale(float largest, int rounding, flo
     return !isfinite(largest) ? __uint_as_float(0x7fc00000u) : scale < 1.17549435e-38f ? 1.17549435e-38f : scale;
 }
 
-// The rounding of the input vector. `mode` is a ROUNDING_ constant. Only the static modes use `static_scale`.
+// How to quantize the input vector. `mode` is a ROUNDING_ constant. Only the static modes use `static_scale`.
 struct RoundingArgs {
     int mode;
     float static_scale;
@@ -500,7 +500,7 @@ __device__ __forceinline__ float block_max_magnitude(float value, float* scratch
     return largest;
 }
 
-// Rounds factor · quad(i) / scale for every quad i, stores the result in `input`, and returns the scale.
+// Rounds factor · quad(i) / scale to 8 bits for every quad i, stores the results in `input`, and returns the scale.
 // The caller multiplies the dot products by the scale.
 // `largest` is the largest magnitude that this thread has read, not multiplied by `factor`.
 template <class Quad>

@@ -4,19 +4,19 @@ use candle_core::{Device, Result, Tensor, bail};
 
 use super::format::{GROUP_COLUMNS, SUPERBLOCK_COLUMNS, WeightFormat};
 
-/// How the input of a matrix product is rounded to 8 bits. W8A8 and FP8 checkpoints were calibrated for this rounding.
+/// How a matrix product quantizes its input (the activations) to 8 bits. W8A8 and FP8 checkpoints specify this.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum InputRounding {
-    /// The input is not rounded.
+    /// The input is not quantized.
     None,
-    /// Rounds to integers from -128 to 127 with one scale per token.
+    /// Quantizes to integers from -128 to 127 with one scale per token.
     /// The scale is the token's largest magnitude divided by 127.5 (compressed-tensors, `calculate_qparams`).
     Int8PerToken,
-    /// Rounds to integers from -128 to 127 with a fixed scale.
+    /// Quantizes to integers from -128 to 127 with the static scale of the checkpoint.
     Int8Static(f32),
-    /// Rounds to E4M3 with one scale per token. The scale is the token's largest magnitude divided by 448.
+    /// Quantizes to E4M3 with one scale per token. The scale is the token's largest magnitude divided by 448.
     Fp8PerToken,
-    /// Rounds to E4M3 with a fixed scale.
+    /// Quantizes to E4M3 with the static scale of the checkpoint.
     Fp8Static(f32),
 }
 
@@ -25,7 +25,7 @@ pub enum InputRounding {
 pub struct QuantizedMatrix {
     pub format: WeightFormat,
     pub(super) columns: usize,
-    /// The planes low, high, scales and supers, each u8 `[rows, bytes per row]`. Unused planes are `None`.
+    /// The low, high, scales and supers planes (see [`super`]), each u8 `[rows, bytes per row]`. `None` if unused.
     pub(super) planes: [Option<Tensor>; 4],
     pub input_rounding: InputRounding,
 }

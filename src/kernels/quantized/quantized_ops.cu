@@ -1,17 +1,17 @@
 // Kernels for quantized matrices outside the decode graph:
 // - matrix-vector products, for few tokens
-// - dequantization and 8-bit rounding, for many tokens
+// - dequantization of weights and 8-bit quantization of activations, for many tokens
 // - embedding lookup
 #include "quantized/quantized.cuh"
 
 // Computes y[t] = W·x[t / per_x].
 //   x: T [tokens / per_x, columns]; `per_x` consecutive rows of y share one row of x
-//   y: S [tokens, stride]; only the first `rows` columns are written
+//   y: S [tokens, stride], where S is f32 or T; only the first `rows` columns are written
 //   ids: u32 [tokens] or null; with ids, W is the matrix of expert ids[t] and has `rows` rows
 //   grid: (blocks, tokens); block: 32 · QUANTIZED_WARPS
 //   shared memory: see `input_bytes` in quantized_ops.rs
 //   bytes moved: tokens · the size of W
-// Each unit of the `QuantizedStream` is two rows of W.
+// Each warp multiplies two rows of W at a time. These two rows are one unit of the `QuantizedStream`.
 template <typename T, typename S>
 __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns,
                        int stride, int per_x, RoundingArgs rounding) {
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(256)
     });
 }
 
-// Rounds rows to 8 bits for an int8 or FP8 matrix product.
+// Quantizes each row of x to int8 or E4M3 for an 8-bit matrix product.
 //   x: T [tokens, columns]
 //   q: 8-bit values [tokens, padded], with zeros after the last column of x
 //   scales: f32 [tokens]
@@ -114,7 +114,7 @@ __device__ void round_rows(const T* x, uint8_t* q, float* scales, int columns, i
     }
 }
 
-// Rounds rows to 8 bits and converts them back to T.
+// Quantizes each row of x to 8 bits and dequantizes it to T.
 //   x, y: T [tokens, columns]
 //   bytes moved: x twice, y once
 //   grid: tokens; block: 256

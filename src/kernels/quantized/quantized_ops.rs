@@ -2,7 +2,7 @@
 //!
 //! On a GPU, products with few tokens read the quantized weights directly (`quantized_matvec`).
 //! Products with many tokens run on tensor cores, in one of two ways:
-//! - as int8 or FP8 products, if the weights and the rounded input are 8-bit and the GPU supports the type
+//! - as int8 or FP8 products, if weights and activations are both 8-bit and cuBLASLt supports the type and shape
 //! - otherwise, as products with dequantized weights
 
 #[cfg(feature = "cuda")]
@@ -61,7 +61,7 @@ impl QuantizedMatrix {
 
     /// Returns `x · Wᵀ` as f32 `[tokens, rows]`.
     ///
-    /// `x` is `[tokens, columns]` in any float dtype. It is first rounded according to `input_rounding`.
+    /// `x` is `[tokens, columns]` in any float dtype. The product first quantizes `x` as `input_rounding` specifies.
     pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
         let ((tokens, columns), (rows, _)) = (x.dims2()?, self.dims());
         if columns != self.columns {
@@ -121,7 +121,7 @@ impl QuantizedMatrix {
     }
 }
 
-/// Returns the size in bytes of a kernel's input vector in shared memory (`QuantizedInput`).
+/// Returns the bytes of shared memory that a kernel needs for its input vector (`QuantizedInput`).
 #[cfg(feature = "cuda")]
 pub fn input_bytes(format: WeightFormat, columns: usize) -> usize {
     let groups = columns.div_ceil(GROUP_COLUMNS);
@@ -291,7 +291,7 @@ fn low_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<EightB
     })
 }
 
-/// Returns `x` rounded to 8 bits and converted back to its dtype. `x` is `[tokens, columns]`.
+/// Quantizes `x` to 8 bits and returns it dequantized, in the same dtype. `x` is `[tokens, columns]`.
 #[cfg(feature = "cuda")]
 pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
@@ -305,7 +305,7 @@ pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: InputRounding) ->
     Ok(out)
 }
 
-/// Rounds `x` to 8 bits and multiplies it by 8-bit weights on tensor cores.
+/// Quantizes `x` to int8 or E4M3 and multiplies it by 8-bit weights on tensor cores.
 #[cfg(feature = "cuda")]
 fn matmul_low_precision(
     device: &CudaDevice,
@@ -315,9 +315,9 @@ fn matmul_low_precision(
     low_type: EightBitType,
 ) -> Result<()> {
     let ((tokens, columns), (rows, _)) = (x.dims2()?, part.dims());
-    // cuBLASLt requires dimensions that are multiples of 16. The low plane is already padded to whole groups.
+    // cuBLASLt requires dimensions that are multiples of 16. The low plane is already padded to groups of 32.
     let (padded_columns, padded_tokens) = (columns.next_multiple_of(GROUP_COLUMNS), tokens.next_multiple_of(16));
-    // SAFETY: the kernel writes one row per token. The results of padding rows are not used.
+    // SAFETY: the kernel writes one row per token. Padding rows stay uninitialized, and their products are not used.
     let q = unsafe { Tensor::empty((padded_tokens, padded_columns), DType::U8, x.device())? };
     // SAFETY: the kernel writes one scale per token.
     let scales = unsafe { Tensor::empty(tokens, DType::F32, x.device())? };

@@ -5,7 +5,7 @@ use anyhow::Result;
 use crate::conversation::{Overflow, Recording, Session, visible_messages};
 use crate::text;
 
-/// Describes the loaded model.
+/// Returns the text of `/stats`, which describes the loaded model and the conversation.
 pub fn stats(session: &Session) -> String {
     let engine = session.engine();
     let info = engine.info();
@@ -37,13 +37,13 @@ pub fn stats(session: &Session) -> String {
     ])
 }
 
-/// Describes how full the context is.
+/// Returns the text of `/context`, which shows how full the context is.
 pub fn context(session: &Session) -> Result<String> {
     let engine = session.engine();
     let visible = visible_messages(&session.messages, session.dropped);
     let used = match (session.raw, visible.is_empty()) {
         (true, _) => engine.cached_tokens(),
-        // The cache may still hold an earlier conversation.
+        // Do not count the cached tokens, because they may be from an earlier conversation.
         (false, true) => 0,
         (false, false) => session.count_tokens(&visible)?,
     };

@@ -120,7 +120,7 @@ pub fn names() -> Vec<String> {
     COMMANDS.iter().map(|command| format!("/{}", command.name)).collect()
 }
 
-/// Returns the fixed set of arguments of a command, for Tab completion. Empty if a command has no fixed set.
+/// Returns the words that Tab can complete after a command. Empty if the arguments are not from a fixed list.
 pub fn arguments(command: &str) -> Vec<String> {
     let words: Vec<&str> = match command {
         "/set" => conversation::setting_names().collect(),
@@ -162,7 +162,7 @@ pub fn run(line: &str, session: &mut Session) -> Outcome {
         "/context" => info::context(session).map_err(message),
         "/model" if arguments.is_empty() => Ok(models(session)),
         "/model" => return Outcome::SwitchModel(arguments.to_string()),
-        // A message can start with a slash, for example a path. A slash and one lowercase word is always a command.
+        // A message can start with a path, such as /etc/hosts. A slash and only lowercase letters are always a command.
         _ if name.len() > 1 && name.starts_with('/') && name[1..].chars().all(|c| c.is_ascii_lowercase()) => {
             Err(unknown_command(&name[1..]))
         }

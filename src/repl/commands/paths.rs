@@ -13,7 +13,7 @@ pub fn unquote(path: &str) -> String {
     path.replace("\\ ", " ")
 }
 
-/// Replaces `~` at the start of a path with the home directory.
+/// Replaces `~/` at the start of a path with the home directory.
 pub fn expand_home(path: &str) -> PathBuf {
     match (path.strip_prefix("~/"), std::env::home_dir()) {
         (Some(rest), Some(home)) => home.join(rest),

@@ -18,11 +18,11 @@ pub fn options() -> Options {
 
 /// Lays out a piece of Markdown.
 ///
-/// If the piece starts with a list that continues an earlier piece, `number` is the number of its first item.
+/// If the piece starts with a list that continues an earlier piece, `number` is the list's next number.
 pub fn layout(source: &str, columns: usize, number: Option<u64>) -> Vec<StyledLine> {
     let mut layout = Layout { events: Parser::new_ext(source, options()).peekable(), number, depth: 0 };
     let mut lines = layout.blocks(columns, Gap::Blank);
-    // The parser's start and end events always match. If they ever do not, still show the remaining text.
+    // The parser's start and end events should match. If they do not, still show the remaining text.
     while layout.events.peek().is_some() {
         layout.events.next();
         lines.extend(layout.blocks(columns, Gap::Blank));
@@ -33,7 +33,7 @@ pub fn layout(source: &str, columns: usize, number: Option<u64>) -> Vec<StyledLi
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Gap {
     Blank,
-    /// No blank line before a nested list.
+    /// Puts no blank line before a nested list.
     ///
     /// Loose lists look like tight lists, because a list may turn out to be loose after its first items are shown.
     None,
@@ -117,7 +117,7 @@ impl<'a> Layout<'a> {
         lines
     }
 
-    /// Consumes events up to and including the end of the block.
+    /// Consumes events up to and including the end event of the current block.
     fn skip_to_end(&mut self) {
         let mut depth = 0;
         for event in self.events.by_ref() {

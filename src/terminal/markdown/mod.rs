@@ -75,7 +75,7 @@ impl Markdown {
             return if closing { Vec::new() } else { vec![code.open_line(&self.line)] };
         }
         let source = format!("{}{}", self.open, shown_part(&self.line));
-        // A table header looks like a paragraph until the line below it arrives.
+        // A table header looks like a paragraph until the line below it arrives. Do not show it yet.
         if source.trim_start().starts_with('|')
             && matches!(Parser::new_ext(&source, layout::options()).next(), Some(Event::Start(Tag::Paragraph)))
         {

@@ -76,7 +76,7 @@ fn column_widths(rows: &[Vec<StyledLine>], columns: usize) -> Vec<usize> {
     let mut excess = widths.iter().sum::<usize>().saturating_sub(available);
     while excess > 0 {
         let Some(widest) = widths.iter().copied().max().filter(|&widest| widest > MIN_COLUMN) else { break };
-        // Shrink all of the widest columns to the next smaller width, or split the excess among them.
+        // Shrink all of the widest columns to the next smaller width, or by less if that removes the excess.
         let next_width = widths.iter().copied().filter(|&width| width < widest).max().unwrap_or(0).max(MIN_COLUMN);
         let widest_count = widths.iter().filter(|&&width| width == widest).count();
         let step = (widest - next_width).min(excess.div_ceil(widest_count)).max(1);

@@ -87,7 +87,7 @@ fn byte_level(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Parts
     })
 }
 
-/// Returns the merges. Each merge joins two tokens into a third token.
+/// Returns the merges, except those that produce control tokens. Fails if a token is not in the vocabulary.
 fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     let lines = vocabulary.merges.as_ref().context("metadata key tokenizer.ggml.merges is missing")?;
     let mut merges = Merges::with_capacity(lines.len());
@@ -111,7 +111,7 @@ fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
 
 /// Returns whether the pre-tokenizer keeps any control token as one word.
 ///
-/// In that case, looking up whole words in the vocabulary could turn ordinary text into a control token.
+/// If it does, `ignore_merges` could turn ordinary text into a control token, because it looks up whole words.
 fn words_make_controls(vocabulary: &Vocabulary, pre_tokenizer: &PreTokenizerWrapper) -> Result<bool> {
     for (id, token) in vocabulary.tokens.iter().enumerate() {
         if vocabulary.token_type(id) != TokenType::Control || token.is_empty() {

@@ -4,8 +4,8 @@
 //! Each pattern splits the pieces from the previous pattern. Text between matches also becomes a piece.
 //!
 //! The names come from ggml-org/llama.cpp, `src/llama-vocab.cpp`.
-//! Where possible, the patterns come from each model's tokenizer.json.
-//! llama.cpp rewrites the patterns for its own regex engine.
+//! Where possible, the patterns come from each model's tokenizer.json,
+//! because llama.cpp rewrites them for its own regex engine.
 
 /// The split patterns of a byte-level BPE tokenizer, and the other settings that the pre-tokenizer's name implies.
 pub struct PreTokenizerSpec {

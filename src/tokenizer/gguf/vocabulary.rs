@@ -148,7 +148,7 @@ impl Vocabulary<'_> {
             .zip(0u32..)
             .filter_map(|(token, id)| (STOPS.contains(token) && control(id as usize)).then_some((*token, id)))
             .collect();
-        // gpt-oss ends each message with <|end|> and then continues.
+        // In gpt-oss, <|end|> ends a message but not the generation.
         let harmony = marks.contains_key("<|return|>") && marks.contains_key("<|call|>");
         stop.extend(marks.iter().filter(|(mark, _)| !(harmony && **mark == "<|end|>")).map(|(_, id)| id));
         stop.sort_unstable();

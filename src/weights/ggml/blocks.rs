@@ -3,8 +3,8 @@
 //! In the layouts, `d` is the scale of a block, `m` is its minimum, and `dmin` is the scale of its minimums (mins).
 //! A quantized integer is named `q`.
 //!
-//! Each byte of nibbles holds one element from each half of a group.
-//! Each byte of 2-bit integers holds one element from each quarter of a group.
+//! Each byte of nibbles holds one element from each half of a group of 32, 64 or 128 elements.
+//! Each byte of 2-bit integers holds one element from each quarter of a group of 128 elements.
 //! Adjacent elements are therefore in adjacent bytes.
 
 use half::f16;
@@ -95,7 +95,7 @@ pub fn q4_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: as in Q4_K, with 32 more bytes before the nibbles for the fifth bit of each element.
+/// Layout: d, dmin, 12 bytes of scales and mins as in Q4_K, 32 bytes with the fifth bits, 128 bytes of nibbles.
 pub fn q5_k(bytes: &[u8], values: &mut [f32]) {
     let (d, dmin, scales) = (half(bytes, 0), half(bytes, 2), &bytes[4..16]);
     let (high, low) = (&bytes[16..48], &bytes[48..]);

@@ -9,7 +9,7 @@ impl GgmlType {
     /// Dequantizes whole blocks.
     pub fn dequantize(self, bytes: &[u8], values: &mut [f32]) -> Result<()> {
         if self.bytes(values.len() as u64, 1) != Some(bytes.len() as u64) {
-            bail!("{} bytes do not hold {} elements of {self}", bytes.len(), values.len());
+            bail!("{} bytes do not match {} elements of {self}", bytes.len(), values.len());
         }
         let block = match self {
             Self::F32 => blocks::f32,

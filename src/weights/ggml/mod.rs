@@ -2,8 +2,8 @@
 //! Tests use this code as the reference for the kernels.
 //!
 //! The block layouts are from `ggml/src/ggml-common.h` in ggml-org/llama.cpp.
-//! The arithmetic is from `gguf-py/gguf/quants.py` in the same repository.
-//! This code keeps its order of operations, so the results are bit-identical.
+//! Dequantization does the operations of `gguf-py/gguf/quants.py`, in the same repository, in the same order.
+//! The results are therefore bit-identical.
 
 mod blocks;
 mod dequantize;

@@ -72,6 +72,7 @@ impl TwoLevels {
     }
 
     /// Quantizes eight groups of 32 values, with 6-bit scales and minimums.
+    /// [`fit_affine`] explains `first` and `steps`.
     fn with_groups_of_32(x: &[f32], max_code: f32, first: f32, steps: u8) -> Self {
         Self::new(x, 32, max_code, 63.0, |x| {
             let squares = x.iter().fold(0.0, |sum, x| sum + x * x);
@@ -100,7 +101,7 @@ impl TwoLevels {
 /// Fits `code * scale - minimum` to the values with weighted least squares.
 /// Returns the scale and the minimum, both non-negative.
 ///
-/// Tries several initial scales, which map the range of the values to `max_code + first + 0.1 * step` code steps.
+/// For each `step` from 0 to `steps`, tries an initial scale at which `x` spans `max_code + first + 0.1 * step` codes.
 fn fit_affine(
     x: &[f32],
     weight: impl Fn(f32) -> f32,
@@ -123,7 +124,7 @@ fn fit_affine(
     if max == min || !inverse.is_finite() {
         return (0.0, -min);
     }
-    // The error of codes that are computed with `inverse` and `from`, then decoded with `scale` and `min`.
+    // The weighted error if `inverse` and `from` encode the values, and `scale` and `min` decode them.
     let error = |inverse: f32, from: f32, (scale, min): (f32, f32)| {
         let error = |(&x, w): (&f32, f32)| w * cost(scale * code(inverse, from, x) + min - x);
         x.iter().zip(weights).map(error).fold(0.0, |sum, error| sum + error)

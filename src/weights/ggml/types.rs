@@ -26,7 +26,7 @@ pub enum GgmlType {
 /// The number of elements in a block of any K type.
 pub const SUPER_BLOCK: usize = 256;
 
-/// The unsupported types and their names for error messages.
+/// The IDs of types that inferno does not support, with their names for error messages.
 const UNSUPPORTED: &[(u32, &str)] = &[
     (4, "Q4_2, removed in 2023"),
     (5, "Q4_3, removed in 2023"),
@@ -77,7 +77,7 @@ impl GgmlType {
         Self::Mxfp4,
     ];
 
-    /// Returns the type with this ID in GGUF files.
+    /// Returns the type with this ID in GGUF files. Fails if the type is unknown or not supported.
     pub fn from_id(id: u32) -> Result<Self> {
         if let Some(found) = Self::ALL.into_iter().find(|candidate| candidate.id() == id) {
             return Ok(found);

@@ -61,10 +61,10 @@ impl GgufCheckpoint {
     }
 
     /// Opens a model on a hub. Only headers and RoPE factors are fetched.
-    /// A header with a vocabulary takes a few megabytes.
+    /// With a large vocabulary, a header takes about 16 MB.
     ///
     /// `files` lists the parts and their sizes in bytes. `read` fetches a range of a file.
-    /// All tensors are listed, but the data of most of them is not available.
+    /// The checkpoint lists all tensors, but reading a tensor that was not fetched fails.
     pub fn open_remote(files: &[(String, u64)], read: &ReadRange) -> Result<Self> {
         let (first, _) = files.first().context("cannot open a GGUF model: the list of files is empty")?;
         Self::from_parts(split::open_parts(Path::new(first), &RemoteParts { files, read })?)
@@ -105,14 +105,14 @@ impl GgufCheckpoint {
     }
 
     /// Returns the number of query heads and the number of key/value heads.
-    /// If the file does not specify the number of key/value heads, it equals the number of query heads.
+    /// The number of key/value heads defaults to the number of query heads.
     pub fn head_counts(&self) -> Result<(usize, usize)> {
         let (architecture, metadata) = (self.architecture()?, self.metadata());
         let heads = metadata.required(&format!("{architecture}.attention.head_count"), Metadata::u32)?;
         let kv_heads = metadata.u32(&format!("{architecture}.attention.head_count_kv"))?.unwrap_or(heads);
         if heads == 0 || kv_heads == 0 {
             let key = format!("{}.attention.head_count", excerpt(architecture));
-            bail!("metadata key {key} ({heads}) or head_count_kv ({kv_heads}) is 0");
+            bail!("metadata keys {key} ({heads}) and head_count_kv ({kv_heads}) must not be 0");
         }
         Ok((heads as usize, kv_heads as usize))
     }

@@ -1,5 +1,5 @@
 //! Converts GGUF metadata to the fields of config.json and generation_config.json.
-//! Model families can then read and validate the same fields for every file format.
+//! Each model family therefore reads and validates the same fields for every file format.
 //!
 //! Missing keys get the defaults of llama.cpp (ggml-org/llama.cpp, `src/llama-model.cpp`):
 //! - one key/value head per query head

@@ -49,7 +49,7 @@ impl Experts<'_> {
         }
         let gate_up: Vec<String> = gate.into_iter().zip(up).flat_map(|(gate, up)| [gate, up]).collect();
         if self.layout.model_type == "gpt_oss" && down.len() > 1 {
-            // The model interleaves the rows of gate and up, which requires stacked experts.
+            // The code that interleaves the rows of gate and up supports only stacked experts.
             // No known converter writes gpt-oss files with one tensor per expert.
             bail!("layer {}: gpt-oss needs all experts in one tensor, found {} tensors", self.layer, down.len());
         }
@@ -67,7 +67,7 @@ impl Experts<'_> {
                 tensors.insert(format!("{name}_blocks"), blocks);
                 tensors.insert(format!("{name}_scales"), scales);
             } else {
-                // Unpacked gpt-oss checkpoints store the input dimension first.
+                // Unpacked gpt-oss checkpoints store the matrices as `[experts, in, out]`.
                 let mut tensor = tensor;
                 tensor.info.shape.swap(1, 2);
                 tensors.insert(name.clone(), ModelTensor { transform: Transform::Transposed, ..tensor });
@@ -81,7 +81,7 @@ impl Experts<'_> {
     }
 
     /// Stacks the matrices `[experts, rows, columns]` or the biases `[experts, rows]` of all experts.
-    /// The sources are either down tensors, or alternating gate and up tensors.
+    /// `sources` contains only down tensors, or gate and up tensors in alternation.
     fn stack(&self, sources: &[String], gate_up: GateUpLayout) -> Result<ModelTensor> {
         let infos = sources.iter().map(|name| self.file.required(name)).collect::<Result<Vec<_>>>()?;
         let (first, name) = (infos[0], &sources[0]);
@@ -95,7 +95,7 @@ impl Experts<'_> {
         }
         let experts = if is_stacked { first.shape[0] } else { sources.len() / matrices };
         let expert_shape = &first.shape[usize::from(is_stacked)..];
-        // The header parser checked the size of each source, but the combined size of empty sources can overflow.
+        // Empty tensors can have huge dimensions, because no data limits them. The combined product may overflow.
         let mut lengths = [experts, matrices].into_iter().chain(expert_shape.iter().copied());
         if lengths.try_fold(1usize, |product, length| product.checked_mul(length.max(1))).is_none() {
             bail!("tensor {name}: {experts} experts of shape {expert_shape:?} have too many elements");

@@ -128,7 +128,7 @@ fn alignment(metadata: &Metadata) -> Result<u64> {
 /// A row of the tensor table before its offset is checked.
 struct UncheckedTensor {
     info: GgufTensorInfo,
-    /// The offset from the beginning of the tensor data.
+    /// The offset from the start of the data section.
     offset: u64,
 }
 
@@ -184,7 +184,7 @@ fn read_row(cursor: &mut Cursor) -> Result<UncheckedTensor> {
 }
 
 /// Checks that a tensor lies within the file and computes its offset in the file.
-/// `data` is the offset of the tensor data.
+/// `data` is the offset in the file at which the data section starts.
 fn check_offset(row: UncheckedTensor, alignment: u64, data: u64, file_bytes: u64) -> Result<GgufTensorInfo> {
     let UncheckedTensor { mut info, offset } = row;
     if !offset.is_multiple_of(alignment) {

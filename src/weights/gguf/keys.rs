@@ -62,7 +62,7 @@ impl<'c> ArchitectureKeys<'c> {
         }
     }
 
-    /// Returns the vocabulary size from the `vocab_size` key, the list of tokens, or the rows of the embedding.
+    /// Returns the vocabulary size: the `vocab_size` key, else the number of tokens, else the rows of the embedding.
     pub fn vocab_size(&self) -> Result<Option<u64>> {
         let rows = self.file.info("token_embd.weight").and_then(|info| info.shape.first()).map(|rows| *rows as u64);
         let tokens = match self.file.metadata().get("tokenizer.ggml.tokens")? {
@@ -74,10 +74,10 @@ impl<'c> ArchitectureKeys<'c> {
 
     /// Returns the attention type of each layer, as in `layer_types` of config.json.
     ///
-    /// The file has either one boolean per layer or a period n.
+    /// The key is an array with one value per layer, where true means a sliding window, or it is a period n.
     /// With a period, every n-th layer has full attention, and the other layers have a sliding window.
     /// A period of 0 means full attention in every layer.
-    /// `default_period` is used if the file has neither.
+    /// If the key is missing, the period is `default_period`.
     pub fn layer_types(&self, default_period: u64) -> Result<Value> {
         let key = self.key("attention.sliding_window_pattern");
         let metadata = self.file.metadata();
@@ -114,7 +114,7 @@ impl<'c> ArchitectureKeys<'c> {
             let values = self.file.values(name)?;
             // JSON has no NaN and no infinity.
             if let Some(value) = values.iter().find(|value| !value.is_finite()) {
-                bail!("tensor {name}: one of its factors is {value}");
+                bail!("tensor {name}: expected finite factors, found {value}");
             }
             Ok(Some(values.into_iter().map(widen).collect()))
         };

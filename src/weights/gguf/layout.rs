@@ -17,7 +17,7 @@ pub struct ArchitectureLayout {
     pub name: &'static str,
     /// The value of `model_type` in config.json.
     pub model_type: &'static str,
-    /// Whether the rows of q and k are interleaved. If so, the two rows of each RoPE pair are adjacent.
+    /// Whether the file interleaves the rows of q and k, so that the two rows of each RoPE pair are adjacent.
     pub permuted: bool,
     /// Whether the file stores each norm weight as the Hugging Face value plus 1.
     pub norms_plus_one: bool,
@@ -60,7 +60,7 @@ pub enum Role {
     Tensor(String),
     /// One of the tensors that make up the routed experts of a layer.
     Expert,
-    /// A tensor that is not a weight: RoPE factors, which belong in config.json, or an obsolete tensor.
+    /// A tensor that is not a weight: RoPE factors, which belong in config.json, or the obsolete `attn_rot_embd`.
     NotAWeight,
 }
 

@@ -6,9 +6,9 @@ pub const MAX_KEYS: u64 = 1 << 16;
 pub const MAX_TENSORS: u64 = 1 << 17;
 /// The maximum number of tensors in all parts of a split model.
 pub const MAX_SPLIT_TENSORS: usize = 1 << 19;
-/// The longest metadata key that the format allows.
+/// The maximum length of a metadata key that the format allows, in bytes.
 pub const MAX_KEY_BYTES: usize = (1 << 16) - 1;
-/// The longest tensor name that the format allows.
+/// The maximum length of a tensor name that the format allows, in bytes.
 pub const MAX_NAME_BYTES: usize = 64;
 /// The maximum number of values in an array. The longest arrays in real files are the BPE merges, up to 450,000.
 pub const MAX_ARRAY_VALUES: u64 = 1 << 22;

@@ -43,7 +43,7 @@ pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor
     let used: HashSet<&str> = tensors.values().flat_map(|tensor| &tensor.sources).map(String::as_str).collect();
     let is_unused = |name: &&str| layout.role(name) == Some(Role::Expert) && !used.contains(name);
     if let Some(name) = file.tensors().map(|(name, _)| name).find(is_unused) {
-        bail!("tensor {} is not part of the experts of {}", excerpt(name), layout.name);
+        bail!("unexpected expert tensor {} in a {} model", excerpt(name), layout.name);
     }
     Ok(tensors)
 }

@@ -184,7 +184,7 @@ impl<'c> Array<'c> {
             _ => drop(end.take(len * element.min_bytes())?),
         }
         let bytes = cursor.take((end.position() - cursor.position()) as u64)?;
-        // The bytes are in memory, so the length fits in a usize.
+        // Each value takes at least one byte of `bytes`, so the length fits in a usize.
         Ok(Self { element, len: len as usize, bytes })
     }
 

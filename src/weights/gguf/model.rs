@@ -1,6 +1,7 @@
 //! A GGUF file as a checkpoint: tensors under their Hugging Face names.
 //!
-//! Matrices keep their quantized blocks ([`GgufModel::quantized`]).
+//! Quantized matrices keep their blocks ([`GgufModel::quantized`]).
+//! MXFP4 experts of gpt-oss stay packed ([`GgufModel::packed`]).
 //! All other tensors are loaded as floats ([`GgufModel::float`]).
 
 use std::collections::BTreeMap;
@@ -65,7 +66,7 @@ impl GgufModel {
         self.file.info(self.tensors.get(name)?.sources.first()?).map(|info| info.ggml_type)
     }
 
-    /// Describes the shape and the source tensors of a tensor for an error message.
+    /// Describes a tensor's shape and its first source tensors for an error message.
     pub fn describe(&self, name: &str) -> String {
         let Ok(tensor) = self.required(name) else { return "nothing".into() };
         let source = |name: &String| match self.file.view(name) {

@@ -13,7 +13,7 @@ use super::limits::MAX_HEADER_BYTES;
 use super::metadata::Metadata;
 use crate::weights::source::{ByteRange, Source, StoredBytes};
 
-/// The number of bytes to read from the start of the file in each successive attempt to parse the header.
+/// The lengths, in bytes, of the file prefixes from which [`read_header`] tries to parse the header.
 const READ_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, MAX_HEADER_BYTES];
 
 /// One file of a model, with its parsed header.
@@ -67,7 +67,7 @@ impl GgufPart {
 
 /// Reads and parses the header of a file with `file_bytes` bytes. Returns the header and all bytes that were read.
 ///
-/// `read` returns a range of the file. Most headers are complete after the first or second call.
+/// `read` returns a range of the file. It is called up to four times, until the header is complete.
 pub fn read_header(
     name: &str,
     file_bytes: u64,

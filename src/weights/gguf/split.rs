@@ -107,7 +107,7 @@ fn check_part(part: &GgufPart, expected: &SplitInfo) -> Result<()> {
     if found != *expected {
         let tensors = |split: &SplitInfo| split.tensors.map_or("unknown".into(), |tensors| tensors.to_string());
         bail!(
-            "{} belongs to another model: it is part {} of {} with {} tensors in total, expected part {} of {} with {}",
+            "{} belongs to another model: it is part {} of {} (tensors: {}), expected part {} of {} (tensors: {})",
             part.path.display(),
             found.number + 1,
             found.count,

@@ -52,7 +52,7 @@ fn partial_blocks_are_errors() {
             [(length, bytes - 1), (length, bytes + 1), (length / 2, bytes), (length + 1, bytes), (0, bytes)]
         {
             let error = ggml_type.dequantize(&vec![0; bytes], &mut vec![0.0; values]).unwrap_err().to_string();
-            assert_eq!(error, format!("{bytes} bytes do not hold {values} elements of {ggml_type}"));
+            assert_eq!(error, format!("{bytes} bytes do not match {values} elements of {ggml_type}"));
         }
         ggml_type.dequantize(&[], &mut []).unwrap();
         assert_eq!(ggml_type.bytes(length as u64 + 1, 1), None);

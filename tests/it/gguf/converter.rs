@@ -1,7 +1,7 @@
 //! Converts golden checkpoints to GGUF files, as llama.cpp's `convert_hf_to_gguf.py` does.
 //!
-//! The converter shares no code with the GGUF reader, so the two cannot share a mistake.
-//! `tests/golden/check_gguf.py` checks the files with transformers.
+//! The converter shares no code with the GGUF reader, so the same bug is unlikely in both.
+//! `tests/golden/check_gguf.py` loads the converted files with transformers and compares the logits.
 
 use std::path::Path;
 
@@ -14,14 +14,14 @@ use crate::support::values;
 
 const MXFP4: u32 = 39;
 
-/// One tensor in f32.
+/// A tensor of the checkpoint, converted to f32.
 struct Source {
     name: String,
     shape: Vec<usize>,
     values: Vec<f32>,
 }
 
-/// Returns the `general.architecture` in GGUF for the `model_type` in config.json.
+/// Returns GGUF's `general.architecture` for the `model_type` in config.json.
 fn architecture(config: &Value) -> &'static str {
     match config["model_type"].as_str().unwrap() {
         "llama" | "mistral" | "mixtral" => "llama",
@@ -219,7 +219,7 @@ fn one(writer: Writer, config: &Value, source: Source) -> Writer {
         shape.swap(0, 1);
     }
     if config["scale_attn_by_inverse_layer_idx"] == true && name.contains("attn_qkv") {
-        // GGUF has no key for this option. Scaling down the queries has the same effect.
+        // GGUF has no key for this option. Dividing the query projection by `layer + 1` has the same effect.
         let layer: f32 = name.split('.').nth(1).unwrap().parse().unwrap();
         let queries = values.len() / 3;
         values[..queries].iter_mut().for_each(|value| *value /= layer + 1.0);
@@ -227,7 +227,7 @@ fn one(writer: Writer, config: &Value, source: Source) -> Writer {
     write(writer, &name, &shape, &values)
 }
 
-/// Interleaves the two halves of each head's rows, the order in which llama.cpp rotates q and k.
+/// Interleaves the two halves of each head's rows, because llama.cpp rotates adjacent pairs in q and k.
 fn permuted(values: &[f32], heads: usize, columns: usize) -> Vec<f32> {
     let head = values.len() / columns / heads;
     let mut out = Vec::with_capacity(values.len());

@@ -1,4 +1,4 @@
-//! Compares whole GGUF models with the results that transformers computes from the original checkpoints.
+//! Compares the logits of GGUF models with the logits that transformers computes from the original checkpoints.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -30,7 +30,7 @@ fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
     let checkpoint = Checkpoint::open(path)?;
     let progress = LoadProgress::silent();
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress)?;
-    // Use the same context as golden.rs, because LongRoPE depends on it.
+    // LongRoPE chooses its factors by the context length, so use the context length of golden.rs.
     let decoder = config.architecture.build(&weights, 160)?;
     let mut cache = KvCache::new(decoder.cache_layers(), 160, ids.len(), DType::F32, &Device::Cpu)?;
     let batch = StepBatch { ids, lengths: &[ids.len()], logits: LogitRows::All };
@@ -42,7 +42,7 @@ fn error(writer: &Writer) -> String {
     format!("{:#}", logits(&path, &[1, 2, 3]).expect_err("an error"))
 }
 
-/// If `INFERNO_GGUF_OUT` is set, copies the files to that folder for `tests/golden/check_gguf.py`.
+/// If `INFERNO_GGUF_OUT` is set, copies the GGUF files to that folder for `tests/golden/check_gguf.py`.
 #[test]
 fn logits_agree_with_transformers() {
     for case in golden_models(|model| model.has_gguf) {
@@ -76,7 +76,7 @@ fn random_blocks(ggml_type: GgmlType, elements: usize, random: &mut Random) -> V
     let mut bytes = vec![0; elements / ggml_type.block_length() * ggml_type.block_bytes()];
     bytes.fill_with(|| random.next() as u8);
     // The f16 scales range from 2^-15 to 2^-12.
-    // A magnitude is at most 128 times the scale in Q8_0, and about 63 * 15 times the scale in Q4_K.
+    // The magnitude of a value is at most 128 times the scale in Q8_0, and about 63 * 15 times the scale in Q4_K.
     let scales: &[(usize, u16)] = match ggml_type {
         GgmlType::Q8_0 => &[(0, 0x0c00)],
         GgmlType::Q4K => &[(0, 0x0400), (2, 0x0800)],
@@ -91,7 +91,7 @@ fn random_blocks(ggml_type: GgmlType, elements: usize, random: &mut Random) -> V
     bytes
 }
 
-/// Returns a Llama model whose matrices use three types. The q, k and v projections all have different types.
+/// Returns a Llama model whose matrices use three ggml types. The q, k and v projections differ in type.
 #[cfg(feature = "cuda")]
 pub fn llama_in_many_types() -> Writer {
     let type_of = |name: &str| match name.rsplit('.').nth(1).unwrap_or_default() {
@@ -158,7 +158,7 @@ fn llama_with_types(ggml_type: impl Fn(&str) -> GgmlType, dequantized: bool) -> 
 }
 
 /// The logits may differ only because of the order of summation.
-/// `gguf/blocks.rs` and `tests/it/quantized.rs` compare the values bit by bit.
+/// `gguf/blocks.rs` and `tests/it/quantized.rs` compare the dequantized values bit by bit.
 #[test]
 fn quantized_and_dequantized_weights_give_equal_logits() {
     let ids: Vec<u32> = (0..32).map(|i| i * 7 % 64).collect();
@@ -202,7 +202,7 @@ fn metadata_that_contradicts_the_tensors_is_an_error() {
     let llama = convert(&golden("llama2"));
     let cases: &[(&[(&str, u32)], &str)] = &[
         (&[("attention.head_count", 5)], "llama.attention.head_count"),
-        (&[("attention.head_count", 0)], "llama.attention.head_count (0) or "),
+        (&[("attention.head_count", 0)], "llama.attention.head_count (0) and "),
         (&[("attention.head_count", 12)], "rotates 8 of 4 dims"),
         (&[("block_count", 2)], "llama.block_count is 2"),
         (&[("block_count", 4)], "model.layers.3."),
@@ -346,7 +346,7 @@ fn demo_model_plays_from_a_gguf_file() {
     assert_eq!(ids, wanted);
 }
 
-/// Opening a GGUF file parses its header, so inferno must open it only once per model.
+/// Opening a GGUF file parses its whole header, which takes time, so inferno opens the file only once per load.
 /// The config, vocabulary, chat template, sampling defaults and tensors all come from the same open file.
 #[test]
 fn loading_a_model_opens_its_gguf_file_once() {

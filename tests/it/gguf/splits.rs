@@ -63,10 +63,7 @@ fn missing_and_mixed_parts_are_errors() {
 
     let folder = copied(&[all[0], ("tiny.gguf", PARTS[1]), all[2]]);
     let message = error(&folder.path().join(PARTS[0]));
-    assert!(
-        message.contains("it is part 1 of 1 with unknown tensors in total, expected part 2 of 3 with 15"),
-        "{message}"
-    );
+    assert!(message.contains("it is part 1 of 1 (tensors: unknown), expected part 2 of 3 (tensors: 15)"), "{message}");
 }
 
 #[test]
@@ -78,7 +75,7 @@ fn inconsistent_split_metadata_is_an_error() {
     let cases = [
         (one(part(0, 2, 2)), one(part(1, 2, 2)), "tensor a.weight is in two parts; the second is "),
         (one(part(0, 2, 2)), part(1, 2, 2), "hold 1 tensors, but their metadata says 2; are they parts of one model?"),
-        (one(part(0, 2, 1)), part(1, 2, 9), "it is part 2 of 2 with 9 tensors in total, expected part 2 of 2 with 1"),
+        (one(part(0, 2, 1)), part(1, 2, 9), "it is part 2 of 2 (tensors: 9), expected part 2 of 2 (tensors: 1)"),
         (one(part(2, 2, 1)), part(1, 2, 1), "metadata key split.no: 2 is not less than split.count 2"),
         (part(0, 1 << 20, 1), part(1, 2, 1), "1048576 parts exceed the limit of 1024"),
         (Writer::new().u32("split.count", 2), part(1, 2, 1), "metadata key split.no is missing"),

@@ -170,7 +170,7 @@ fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec
     ids
 }
 
-/// Compares ids with [`sentencepiece_reference`]. Some texts contain pieces with equal scores.
+/// Compares ids with [`sentencepiece_reference`]. Some texts contain pieces with equal scores, to test ties.
 #[test(fixtures)]
 fn merges_agree_with_sentencepiece() {
     let fixtures = fixtures();
@@ -305,7 +305,7 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
     assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
 }
 
-/// Compares ids and decoded text, with control tokens parsed and with control tokens encoded as text.
+/// Compares ids and decoded text with tokenizer.json. Control tokens are parsed, or encoded as text.
 #[test(fixtures)]
 fn converted_vocabularies_agree_with_tokenizer_json() {
     let fixtures = fixtures();
@@ -406,7 +406,7 @@ fn every_token_type_is_encoded_correctly() {
     }
 }
 
-/// llama.cpp's test vectors do not contain these texts, which show how pre-tokenizers differ.
+/// Tests texts that the pre-tokenizers split differently and that llama.cpp's test vectors lack.
 #[test]
 fn pre_tokenizers_split_differently() {
     let vocabulary = small(|tokens, types, merges| {

@@ -1,6 +1,6 @@
 //! Writes valid and invalid GGUF files for tests.
 
-/// The ids of GGUF metadata types.
+/// GGUF's ids for the types of metadata values.
 pub const U32: u32 = 4;
 pub const I32: u32 = 5;
 pub const F32: u32 = 6;
@@ -96,7 +96,7 @@ impl Writer {
         self.row(name, shape, kind, offset as u64)
     }
 
-    /// Appends zero bytes to the data section without adding a tensor.
+    /// Appends `bytes` zeros to the data section without adding a tensor.
     pub fn data(mut self, bytes: usize) -> Self {
         self.data.resize(self.data.len() + bytes, 0);
         self

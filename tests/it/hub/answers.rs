@@ -72,7 +72,7 @@ fn many_names_of_one_file_are_downloaded() {
 
 #[test]
 fn long_lists_are_searched_and_shown_quickly() {
-    // The index and the hub list 60,000 shards.
+    // The index lists 60,000 shards. The hub lists all of them except the last.
     let shard = |number: usize| format!("model-{number:05}-of-60000.safetensors");
     let map: Vec<String> = (0..60_000).map(|number| format!(r#""{number}":"{}""#, shard(number))).collect();
     let index = format!(r#"{{"weight_map":{{{}}}}}"#, map.join(","));
@@ -87,7 +87,7 @@ fn long_lists_are_searched_and_shown_quickly() {
     let output = bounded(command(&TempDir::new().unwrap(), &fake, &["show", REPO, "--remote"]));
     output.assert_fails(1, &["lists 60000 shards, but the limit is 2048"]);
 
-    // The hub lists 60,000 GGUF models, each with 1024 parts.
+    // The hub lists the first part of 60,000 GGUF models that have 1024 parts each.
     let models = (0..60_000).map(|number| file(&format!("m-Q{number}-00001-of-01024.gguf")));
     let fake = with_listing(listing_of(models));
     for (args, model) in [
@@ -198,7 +198,7 @@ fn malformed_listings_are_one_error() {
         let fake = with_listing(listing);
         bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO])).assert_fails(1, &[expected]);
     }
-    // Names that differ only in case are different files. Unknown fields may have any form.
+    // Names that differ only in case are different files.
     let fake = FakeHub::start(&[("README.md", b"1"), ("readme.md", b"2"), ("config.json", b"{}")]);
     let machine = Machine::new(fake.endpoint());
     let snapshot = machine.hub().download(REPO, None, &include_only("*.md"), &()).unwrap();

@@ -77,7 +77,7 @@ fn file_of_the_right_size_is_repaired_in_place() {
     let mut bad = good.clone();
     bad[5_000_000] ^= 1;
     fs::write(&weights, bad).unwrap();
-    // The open file simulates a process that has loaded the demo. The repair must not change its contents.
+    // A running process may have the damaged file open. The repair must replace the file, not truncate it.
     let open = File::open(&weights).unwrap();
     let checked = machine.hub().verify(Some("demo"), None, &()).unwrap();
     assert_eq!(checked[0].damaged_files().collect::<Vec<_>>(), [&("model.safetensors".into(), FileState::Corrupt)]);

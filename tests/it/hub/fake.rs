@@ -26,7 +26,7 @@ pub struct HubState {
     pub listing_refused: Option<(u16, &'static str, &'static str)>,
     /// The status and `x-error-code` header to send instead of every file.
     pub files_refused: Option<(u16, &'static str)>,
-    /// Faults for the next GET requests of files that `faulty` selects. Each request consumes one fault.
+    /// Faults for the next GET requests for files that `faulty` selects. Each request consumes one fault.
     pub faults: VecDeque<Fault>,
     /// Returns true if the faults apply to the file with this name. By default, they apply only to the weights.
     pub faulty: fn(&str) -> bool,

@@ -90,7 +90,7 @@ fn server_that_sends_one_byte_per_connection_is_given_up() {
 #[test]
 fn silent_server_is_given_up_after_the_timeout() {
     let start = Instant::now();
-    // Even a busy test machine responds within this timeout.
+    // The fake hub responds within this time even on a busy machine.
     let stall_timeout = Duration::from_millis(200);
     let limits =
         |connections, part_bytes| Limits { connections, part_bytes, stall_timeout, max_failures: 20, ..fast_limits() };
@@ -328,7 +328,7 @@ fn refusals_are_not_retried() {
 #[test]
 fn redirects_never_take_the_token_to_another_host() {
     let storage = FakeHub::single();
-    // The storage server runs on another port of this machine. The URLs name the machine by address or as `localhost`.
+    // The storage server runs on another port of this machine. In the last URL, 127.0.0.1 is only a user name.
     for to in ["http://127.0.0.1:", "//127.0.0.1:", "http://localhost:", "http://127.0.0.1@localhost:"] {
         let fake = FakeHub::single();
         fake.change(|state| state.storage = Some(format!("{to}{}", storage.port)));

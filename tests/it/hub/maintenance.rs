@@ -196,7 +196,7 @@ fn folders_behind_links_are_not_pruned() {
         let (_fake, machine, blobs) = downloaded();
         let elsewhere = machine.dir.path().join("elsewhere");
         fs::rename(machine.repo().join(&moved), &elsewhere).unwrap();
-        // After the move, the snapshot's relative links are dangling.
+        // If the snapshot was moved, its relative links now point nowhere.
         std::os::unix::fs::symlink(&elsewhere, machine.repo().join(&moved)).unwrap();
         let error = machine.hub().prune().unwrap_err();
         assert!(error.to_string().contains("nothing was deleted"), "{error}");
@@ -217,7 +217,7 @@ fn partial_name_is_completed() {
 #[test]
 fn unreadable_folders_do_not_count_as_empty() {
     let (_fake, machine, blobs) = downloaded();
-    // Replace the folder with a file. Root could list a folder without read permission.
+    // Replace the folder with a file. Removing the read permission would not stop root.
     let refs = machine.repo().join("refs");
     fs::write(machine.repo().join("blobs/unreferenced"), "x").unwrap();
     let snapshots = machine.repo().join("snapshots");

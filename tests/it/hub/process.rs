@@ -1,4 +1,4 @@
-//! Tests `inferno download` as a process: kills, concurrent downloads, full and read-only disks, a proxy, its output.
+//! Tests `inferno download` as a process: kills, concurrent downloads, full and read-only disks, proxies and output.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -92,7 +92,7 @@ fn killed_download_is_resumed() {
     );
 }
 
-/// Kills 50 downloads, both during transfers and while files are verified, renamed and linked.
+/// Kills 50 downloads at random times: during transfers, and while files are verified, renamed or linked.
 #[test]
 fn repeatedly_killed_download_stays_consistent() {
     std::thread::scope(|scope| {
@@ -397,7 +397,7 @@ fn verify_prune_and_remove_report_what_they_did() {
     assert_eq!(text(&output.stdout), format!("{REPO}: 3 of 3 files good (0123456)\n"));
     fs::write(repo(&home).join("blobs").join(etag(WEIGHTS, &pattern(50_000, 3))), "other").unwrap();
     let output = run(&["verify", "tiny", "-q"]);
-    assert_fails(&output, 6, &["1 file of 1 model bad or missing", "inferno verify tiny --repair"]);
+    assert_fails(&output, 6, &["found 1 bad or missing file in 1 model", "inferno verify tiny --repair"]);
     assert!(text(&output.stdout).contains("bad      model.safetensors"), "{}", text(&output.stdout));
     let output = run(&["verify", "--repair"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
