@@ -175,9 +175,12 @@ fn read_row(cursor: &mut Cursor) -> Result<UncheckedTensor> {
     if elements.is_none_or(|elements| elements > i64::MAX as u64) {
         bail!("shape {shape:?} has too many elements");
     }
-    let rows = shape.iter().skip(1).product();
-    let bytes = ggml_type.bytes(columns, rows).and_then(|bytes| usize::try_from(bytes).ok());
-    let Some(bytes) = bytes else { bail!("shape {shape:?} has too many bytes") };
+    // Likewise, one row of an empty tensor must not have too many bytes.
+    let bytes = |rows| ggml_type.bytes(columns, rows).and_then(|bytes| usize::try_from(bytes).ok());
+    let all_rows = bytes(shape.iter().skip(1).map(|&length| length.max(1)).product());
+    let (Some(_), Some(bytes)) = (all_rows, bytes(shape.iter().skip(1).product())) else {
+        bail!("shape {shape:?} has too many bytes")
+    };
     shape.reverse();
     let shape = shape.into_iter().map(usize::try_from).collect::<Result<_, _>>().context("the shape is too large")?;
     Ok(UncheckedTensor { info: GgufTensorInfo { ggml_type, shape, bytes, part: 0, start: 0 }, offset })

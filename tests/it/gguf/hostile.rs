@@ -110,6 +110,7 @@ fn invalid_tensor_tables_are_errors() {
         (w().row("a", &[u64::MAX], 0, 0), "tensor a: shape [18446744073709551615] has too many elements"),
         (w().row("a", &[1 << 62, 2, 0], 0, 0), "tensor a: shape [4611686018427387904, 2, 0] has too many elements"),
         (w().row("a", &[1 << 62], 0, 0), "tensor a: shape [4611686018427387904] has too many bytes"),
+        (w().row("a", &[1 << 62, 0], 0, 0), "tensor a: shape [4611686018427387904, 0] has too many bytes"),
         (w().row("a", &[33], 8, 0), "tensor a: row length 33 is not a multiple of the Q8_0 block length 32"),
         (w().row("a", &[32, 8], 12, 0), "tensor a: row length 32 is not a multiple of the Q4_K block length 256"),
         (w().row("a", &[], 39, 0), "tensor a: row length 1 is not a multiple of the MXFP4 block length 32"),
