@@ -3,6 +3,7 @@
 //! Follows llama-bench: random token ids as prompts, batch size 1, and one warm-up run before the measured runs.
 
 mod report;
+mod serving;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -20,6 +21,7 @@ use crate::kernels::bandwidth;
 use crate::runner::StepBytes;
 use crate::text::printable;
 use report::{Build, DeviceFacts, FirstToken, Gaps, Memory, Model, Report, Stats, Test, TestKind};
+use serving::{Lengths, Load, Serving};
 
 /// Measure how fast a model runs
 #[derive(clap::Args)]
@@ -38,6 +40,27 @@ pub struct Args {
     /// Measured runs of each test, after one warm-up run
     #[arg(short, long, default_value_t = 5, value_parser = value_parser!(u32).range(1..), value_name = "TIMES")]
     repetitions: u32,
+    /// Measure this many requests at once instead of a single one, for example 1,8,32
+    #[arg(long, value_delimiter = ',', value_parser = value_parser!(u32).range(1..=4096), value_name = "REQUESTS")]
+    #[arg(conflicts_with_all = ["prompt", "decode", "depth", "kernels"])]
+    concurrency: Vec<u32>,
+    /// Prompt tokens per request
+    #[arg(long, default_value_t = 512, value_parser = value_parser!(u32).range(1..), value_name = "TOKENS")]
+    #[arg(requires = "concurrency")]
+    input: u32,
+    /// Tokens to generate per request
+    #[arg(long, default_value_t = 128, value_parser = value_parser!(u32).range(1..), value_name = "TOKENS")]
+    #[arg(requires = "concurrency")]
+    output: u32,
+    /// Requests per value of --concurrency [default: as many as run at once]
+    #[arg(long, value_parser = value_parser!(u32).range(1..=1_000_000), value_name = "COUNT", requires = "concurrency")]
+    requests: Option<u32>,
+    /// Mean requests per second, at random times [default: submit each request as soon as another one ends]
+    #[arg(long, value_parser = positive, value_name = "RATE", requires = "concurrency")]
+    rate: Option<f64>,
+    /// Prompt and answer lengths: fixed, or like ShareGPT conversations with --input and --output as maximums
+    #[arg(long, value_enum, default_value_t = Lengths::Fixed, value_name = "KIND", requires = "concurrency")]
+    lengths: Lengths,
     /// Print JSON with every sample
     #[arg(long)]
     json: bool,
@@ -61,12 +84,18 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     prompts.retain(|&prompt| prompt > 0);
     let decode = args.decode as usize;
     let longest = prompts.iter().copied().max().unwrap_or(0).max(decode);
+    let is_serving = !args.concurrency.is_empty();
     if longest == 0 {
         return Err(Error::Usage("nothing to measure: -p and -n are both 0".into()).into());
     }
     let last_depth = depths.last().copied().unwrap_or(0);
     let deepest = depths.iter().copied().max().unwrap_or(0);
-    args.load.require_context((deepest + longest).max(FIRST_PROMPT) + EXTRA_POSITIONS)?;
+    let positions = match is_serving {
+        true => args.input as usize + args.output as usize,
+        false => (deepest + longest).max(FIRST_PROMPT),
+    };
+    args.load.require_context(positions + EXTRA_POSITIONS)?;
+    args.load.set_sequences(args.concurrency.iter().copied().max().unwrap_or(1) as usize);
 
     let hub = Hub::from_env()?;
     let snapshot = hub.find(&args.model, args.load.revision())?;
@@ -77,9 +106,15 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let after_load_bytes = memory_in_use(&engine)?;
 
     let bench = Bench { engine, repetitions: args.repetitions as usize };
-    let first_token = bench.first_tokens(&prompts)?;
-    let mut tests = Vec::new();
-    for &depth in &depths {
+    let mut first_token = None;
+    let (mut tests, mut serving) = (Vec::new(), Vec::new());
+    for &concurrency in &args.concurrency {
+        serving.push(bench.serving(&args, concurrency as usize)?);
+    }
+    if !is_serving {
+        first_token = Some(bench.first_tokens(&prompts)?);
+    }
+    for &depth in depths.iter().filter(|_| !is_serving) {
         bench.fill_cache(depth)?;
         for &prompt in &prompts {
             tests.push(bench.prompt(prompt, depth)?);
@@ -94,8 +129,10 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let at_end_bytes = memory_in_use(&engine)?;
     let mut kernels = None;
     if args.kernels {
+        let tokens = engine.random_tokens(SEED, last_depth);
         kernels = engine.with_runner(move |runner| {
-            runner.rewind(last_depth)?;
+            runner.reset();
+            runner.fill(&tokens)?;
             runner.kernel_times()
         })??;
     }
@@ -116,6 +153,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         repetitions: args.repetitions,
         tests,
         first_token,
+        serving,
         launches_per_token: engine.with_runner(|runner| runner.launch_counts())??,
         kernels,
     };
@@ -216,6 +254,24 @@ impl Bench {
         Ok(test.with_step_bytes(&self.step_bytes(tokens, depth)?).with_seconds(&seconds))
     }
 
+    /// Measures several requests at once, after a warm-up with `concurrency` other requests.
+    fn serving(&self, args: &Args, concurrency: usize) -> Result<Serving> {
+        note(&format!("{concurrency} requests at once"));
+        let load = Load {
+            concurrency,
+            requests: args.requests.map_or(concurrency, |requests| requests as usize),
+            input: args.input as usize,
+            output: args.output as usize,
+            rate: args.rate,
+            lengths: args.lengths,
+            seed: SEED + 1,
+        };
+        serving::measure(&self.engine, &Load { requests: concurrency, rate: None, seed: SEED, ..load })?;
+        // Each call of `with_runner` empties the prefix cache, so no blocks of the warm-up are reused.
+        self.engine.with_runner(|runner| runner.reset())?;
+        serving::measure(&self.engine, &load)
+    }
+
     /// Measures decoding as in a chat, with sampling and detokenization.
     fn chat(&self, tokens: usize, depth: usize) -> Result<Test> {
         let test = Test::new(TestKind::Chat, tokens, depth);
@@ -243,6 +299,13 @@ impl Bench {
             .with_step_bytes(&self.step_bytes(tokens, depth)?)
             .with_seconds(&seconds)
             .with_gaps(Gaps::new(gaps[1..].concat())))
+    }
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(rate) if rate > 0.0 && f64::is_finite(rate) => Ok(rate),
+        _ => Err("expected a number above 0".into()),
     }
 }
 

@@ -1,6 +1,7 @@
 //! Opens NVIDIA GPUs and queries their memory.
 
 use std::ptr;
+use std::sync::{Mutex, MutexGuard};
 
 use anyhow::{Context, Result};
 use candle_core::Device;
@@ -11,6 +12,13 @@ use super::info::DeviceInfo;
 use super::libraries;
 use crate::error::Error;
 use crate::text::plain_cuda_errors;
+
+/// Waits until no graph is being captured, and keeps others from capturing one. A device cannot be opened while any
+/// stream of the process is captured.
+pub fn capture_lock() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    LOCK.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
 
 /// Opens GPU `ordinal`. Fails with [`Error::NoGpu`] if the driver or the GPU is missing.
 pub fn open(ordinal: usize) -> Result<Device> {
@@ -25,6 +33,7 @@ pub fn open(ordinal: usize) -> Result<Device> {
         let reason = format!("GPU {ordinal} does not exist (visible GPUs: {count})");
         return Err(Error::no_gpu(reason, "list the GPUs: nvidia-smi").into());
     }
+    let _lock = capture_lock();
     let device = CudaDevice::new_with_stream(ordinal).with_context(|| format!("cannot open GPU {ordinal}"))?;
     // SAFETY: candle uses and frees all tensors of this device on one stream.
     // `kernels::upload` copies on a second stream and records its own events.

@@ -97,7 +97,7 @@ fn open(file: &str) -> Result<Library, String> {
     }
 }
 
-/// Returns common directories of NVIDIA's libraries that the dynamic loader may not search.
+/// Returns directories that often contain NVIDIA's libraries but are not always on the dynamic loader's search path.
 fn other_directories() -> Vec<PathBuf> {
     let toolkits = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(std::env::var_os).map(PathBuf::from);
     let toolkits = toolkits.chain(["/usr/local/cuda".into()]).map(|toolkit| toolkit.join("lib64"));

@@ -16,7 +16,7 @@ use anyhow::Result;
 use candle_core::{DType, Device};
 
 #[cfg(feature = "cuda")]
-pub use cuda::{gpu_count, info, info_after_trim};
+pub use cuda::{capture_lock, gpu_count, info, info_after_trim};
 pub use facts::{GpuFacts, GpuState, nvidia_smi_gpus};
 pub use info::DeviceInfo;
 

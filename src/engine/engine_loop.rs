@@ -1,22 +1,25 @@
 //! The engine thread's loop: plan, step, deliver. Only this thread uses the model.
 //!
-//! Each decode step sends its token to the client. `deliver` sends the finish reason or the error of a sequence.
-//!
-//! Requests run one at a time, in submission order.
+//! - `plan`: the [`Scheduler`] decides which tokens of which sequences the next step computes.
+//! - `step`: the [`Runner`] computes them. If the last token of a sequence is among them, it chooses the next one.
+//! - `deliver`: the loop sends each chosen token to its client, and removes sequences that have ended.
 
-use std::collections::VecDeque;
-use std::ops::Range;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::Instant;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Result, anyhow, bail};
 
+use super::blocks::BlockManager;
+use super::memory::MAX_LOGIT_ROWS;
 use super::request::FinishReason;
+use super::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork, StepPlan};
 use super::sequence::Sequence;
 use super::stats::{self, Counters};
 use crate::language::Language;
-use crate::runner::{DecodeStep, Runner};
+use crate::runner::{Chosen, Runner, RunnerLimits, StepSequence};
 
 /// A message from a client to the engine thread.
 pub enum Command {
@@ -33,38 +36,45 @@ pub enum Command {
 /// A function that needs exclusive access to the model.
 pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
 
-/// A queued request or call.
+/// A request or call that the scheduler does not know yet.
 enum Job {
     Sequence(Box<Sequence>),
     Call(RunnerCall),
 }
 
-/// The action that the engine loop performs next.
-enum Plan {
-    /// Start the sequence: keep the longest prefix of its prompt that is already in the KV cache.
-    Start,
-    /// Prefill the chunk of the prompt in this range of token positions.
-    Prefill(Range<usize>),
-    /// Generate a token.
-    Decode,
-    /// End the running sequence.
-    Finish(FinishReason),
-}
-
 /// The state of the engine thread.
 pub struct EngineLoop {
     runner: Runner,
+    scheduler: Scheduler,
     language: Arc<Language>,
     commands: Receiver<Command>,
     counters: Arc<Counters>,
-    waiting: VecDeque<Job>,
-    running: Option<Box<Sequence>>,
+    /// The jobs that have not started. A call at the front waits until all sequences have ended.
+    queue: VecDeque<Job>,
+    /// The sequences that the scheduler knows.
+    sequences: HashMap<SequenceId, Box<Sequence>>,
+    next_id: SequenceId,
+    started: Instant,
     is_draining: bool,
 }
 
 impl EngineLoop {
     pub fn new(runner: Runner, language: Arc<Language>, commands: Receiver<Command>, counters: Arc<Counters>) -> Self {
-        Self { runner, language, commands, counters, waiting: VecDeque::new(), running: None, is_draining: false }
+        let RunnerLimits { context, chunk } = runner.limits();
+        let config = SchedulerConfig { token_budget: chunk, max_sequences: MAX_LOGIT_ROWS.min(chunk), context };
+        let blocks = BlockManager::new(runner.cache().layout().windows().to_vec(), runner.cache().blocks());
+        Self {
+            runner,
+            scheduler: Scheduler::new(config, blocks),
+            language,
+            commands,
+            counters,
+            queue: VecDeque::new(),
+            sequences: HashMap::new(),
+            next_id: 0,
+            started: Instant::now(),
+            is_draining: false,
+        }
     }
 
     /// Runs until shutdown, or until all handles are dropped.
@@ -72,15 +82,14 @@ impl EngineLoop {
         while self.receive_commands() {
             self.end_canceled();
             self.admit();
-            if let Some(sequence) = &mut self.running {
-                let plan = plan(sequence, &self.runner);
-                let outcome = step(plan, sequence, &mut self.runner, &self.language, &self.counters);
-                if outcome.is_err() {
-                    // After an error, the contents of the KV cache are unknown.
-                    self.runner.reset();
-                }
-                self.count_cached_tokens();
-                self.deliver(outcome);
+            let plan = self.scheduler.plan(self.started.elapsed());
+            for &id in &plan.expired {
+                self.end(id, Err(anyhow!("the request waited longer than its limit")));
+            }
+            if !plan.work.is_empty() {
+                let outcome = self.step(&plan);
+                stats::add(&self.counters.steps, 1);
+                self.deliver(&plan.work, outcome);
             }
         }
     }
@@ -88,7 +97,7 @@ impl EngineLoop {
     /// Queues incoming commands. Blocks while idle. Returns whether the loop should continue.
     fn receive_commands(&mut self) -> bool {
         loop {
-            let is_idle = self.running.is_none() && self.waiting.is_empty();
+            let is_idle = self.scheduler.is_idle() && self.queue.is_empty();
             let command = match is_idle {
                 true => self.commands.recv().map_err(|_| TryRecvError::Disconnected),
                 false => self.commands.try_recv(),
@@ -100,19 +109,24 @@ impl EngineLoop {
                     stats::add(&self.counters.failed, 1);
                     sequence.fail(anyhow!("cannot accept a request: the engine is draining"));
                 }
-                Ok(Command::Submit(sequence)) => self.waiting.push_back(Job::Sequence(sequence)),
+                Ok(Command::Submit(sequence)) => self.queue.push_back(Job::Sequence(sequence)),
                 Ok(Command::Drain) => self.is_draining = true,
-                Ok(Command::Run(call)) => self.waiting.push_back(Job::Call(call)),
+                Ok(Command::Run(call)) => self.queue.push_back(Job::Call(call)),
                 Err(TryRecvError::Empty) => return true,
                 Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return false,
             }
         }
     }
 
-    /// Ends the queued requests that were canceled by their clients.
+    /// Ends the requests that were canceled by their clients.
     fn end_canceled(&mut self) {
+        let canceled: Vec<_> =
+            self.sequences.iter().filter(|(_, sequence)| sequence.is_canceled()).map(|(&id, _)| id).collect();
+        for id in canceled {
+            self.end(id, Ok(FinishReason::Canceled));
+        }
         let counters = &self.counters;
-        self.waiting.retain(|job| match job {
+        self.queue.retain(|job| match job {
             Job::Sequence(sequence) if sequence.is_canceled() => {
                 stats::subtract_one(&counters.waiting);
                 stats::add(&counters.ended, 1);
@@ -124,100 +138,134 @@ impl EngineLoop {
         });
     }
 
-    /// Starts the next job if no sequence is running. If the job is a call, runs it to completion.
+    /// Passes queued requests to the scheduler, up to the next call. Runs the call once all sequences have ended.
     fn admit(&mut self) {
-        if self.running.is_some() {
-            return;
-        }
-        match self.waiting.pop_front() {
-            None => {}
-            Some(Job::Call(call)) => {
-                call(&mut self.runner);
-                self.count_cached_tokens();
-            }
-            Some(Job::Sequence(sequence)) => {
-                stats::subtract_one(&self.counters.waiting);
-                stats::add(&self.counters.running, 1);
-                self.running = Some(sequence);
+        while let Some(job) = self.queue.pop_front() {
+            match job {
+                Job::Sequence(mut sequence) => {
+                    let (id, arrival) = (self.next_id, self.started.elapsed());
+                    self.next_id += 1;
+                    self.scheduler.submit(NewSequence {
+                        id,
+                        prompt: sequence.take_prompt(),
+                        max_tokens: sequence.remaining(),
+                        priority: sequence.priority,
+                        arrival,
+                        deadline: sequence.max_wait.map(|wait| arrival.saturating_add(wait)),
+                    });
+                    self.sequences.insert(id, sequence);
+                }
+                Job::Call(call) if self.scheduler.is_idle() => {
+                    // The call may overwrite any block.
+                    self.scheduler.forget_prefixes();
+                    call(&mut self.runner);
+                    self.counters.cached_tokens.store(self.runner.cached_tokens() as u64, Ordering::Relaxed);
+                }
+                Job::Call(call) => return self.queue.push_front(Job::Call(call)),
             }
         }
     }
 
-    /// Updates the counter of cached tokens, which clients can read.
-    fn count_cached_tokens(&self) {
-        self.counters.cached_tokens.store(self.runner.cached_tokens() as u64, Ordering::Relaxed);
+    /// Runs one planned step. Returns the chosen token of each sequence in the plan.
+    fn step(&mut self, plan: &StepPlan) -> Result<Vec<Chosen>> {
+        let Self { runner, scheduler, sequences, counters, .. } = self;
+        for copy in &plan.copies {
+            runner.copy_block(copy.from, copy.to)?;
+        }
+        let mut inputs = Vec::with_capacity(plan.work.len());
+        let mut borrowed: HashMap<SequenceId, &mut Box<Sequence>> =
+            sequences.iter_mut().map(|(&id, sequence)| (id, sequence)).collect();
+        for SequenceWork { id, range, is_last } in &plan.work {
+            let (Some(sequence), Some(tables)) = (borrowed.remove(id), scheduler.tables(*id)) else {
+                bail!("internal error: the scheduler planned the unknown request {id}");
+            };
+            if !sequence.has_started() {
+                stats::subtract_one(&counters.waiting);
+                stats::add(&counters.running, 1);
+                sequence.start(range.start);
+            }
+            let limit = sequence.remaining();
+            let samples = *is_last && !sequence.is_prefill_only();
+            inputs.push(StepSequence {
+                id: *id,
+                ids: &scheduler.tokens(*id)[range.clone()],
+                position: range.start,
+                tables,
+                sampler: samples.then_some(&mut sequence.sampler),
+                limit,
+            });
+        }
+        runner.step(&mut inputs)
     }
 
-    /// Ends the running sequence and sends the outcome to its client. Does nothing for `Ok(None)`.
-    fn deliver(&mut self, outcome: Result<Option<FinishReason>>) {
-        let outcome = match outcome {
-            Ok(None) => return,
-            Ok(Some(reason)) => Ok(reason),
-            Err(error) => Err(error),
+    /// Sends the tokens of a step to their clients, and ends the sequences that are complete.
+    fn deliver(&mut self, work: &[SequenceWork], outcome: Result<Vec<Chosen>>) {
+        let chosen = match outcome {
+            Ok(chosen) => chosen,
+            Err(error) => {
+                // The step may have written only some of its keys and values, so its sequences cannot continue.
+                let message = format!("{error:#}");
+                let mut first = Some(error);
+                for id in work.iter().map(|work| work.id) {
+                    self.end(id, Err(first.take().unwrap_or_else(|| anyhow!("{message}"))));
+                }
+                self.scheduler.forget_prefixes();
+                self.counters.cached_tokens.store(0, Ordering::Relaxed);
+                return;
+            }
         };
-        let Some(sequence) = self.running.take() else { return };
-        stats::subtract_one(&self.counters.running);
-        stats::add(&self.counters.ended, 1);
+        self.counters.publish(&self.scheduler);
+        let context = self.runner.limits().context;
+        for (SequenceWork { id, range, is_last }, chosen) in work.iter().zip(chosen) {
+            let Some(sequence) = self.sequences.get_mut(id) else { continue };
+            let is_prompt = range.len() > 1 || !sequence.has_generated();
+            if is_prompt {
+                stats::add(&self.counters.prompt_tokens, range.len() as u64);
+            }
+            let end = match chosen {
+                None if *is_last => Some(Ok(FinishReason::Length)),
+                None => None,
+                Some(Ok(token)) => {
+                    stats::add(&self.counters.generated_tokens, 1);
+                    self.scheduler.push(*id, token);
+                    sequence.push(token, self.language.is_stop(token), context).map(Ok)
+                }
+                Some(Err(error)) => Some(Err(error)),
+            };
+            // The keys and values of a failed sequence must not be reused.
+            let cached = match &end {
+                Some(Err(_)) => 0,
+                _ => range.end,
+            };
+            if cached > 0 {
+                self.scheduler.advance(*id, cached);
+            }
+            self.counters.cached_tokens.store(cached as u64, Ordering::Relaxed);
+            if let Some(outcome) = end {
+                self.end(*id, outcome);
+            }
+        }
+    }
+
+    /// Ends a sequence and sends the outcome to its client.
+    fn end(&mut self, id: SequenceId, outcome: Result<FinishReason>) {
+        self.scheduler.finish(id);
+        self.counters.publish(&self.scheduler);
+        let Some(sequence) = self.sequences.remove(&id) else { return };
+        let counters = &self.counters;
+        stats::subtract_one(if sequence.has_started() { &counters.running } else { &counters.waiting });
+        stats::add(&counters.ended, 1);
         match outcome {
             Ok(reason) => {
                 if reason == FinishReason::Canceled {
-                    stats::add(&self.counters.canceled, 1);
+                    stats::add(&counters.canceled, 1);
                 }
                 sequence.finish(reason);
             }
             Err(error) => {
-                stats::add(&self.counters.failed, 1);
+                stats::add(&counters.failed, 1);
                 sequence.fail(error);
             }
         }
     }
-}
-
-/// Plans the next step of the running sequence.
-fn plan(sequence: &Sequence, runner: &Runner) -> Plan {
-    if sequence.is_canceled() {
-        Plan::Finish(FinishReason::Canceled)
-    } else if sequence.is_new() {
-        Plan::Start
-    } else if let Some(chunk) = sequence.next_chunk(runner.chunk()) {
-        Plan::Prefill(chunk)
-    } else if sequence.is_prefill_only() {
-        Plan::Finish(FinishReason::Length)
-    } else {
-        Plan::Decode
-    }
-}
-
-/// Runs one planned step. Returns the finish reason if the step ends the sequence.
-fn step(
-    plan: Plan,
-    sequence: &mut Sequence,
-    runner: &mut Runner,
-    language: &Language,
-    counters: &Counters,
-) -> Result<Option<FinishReason>> {
-    match plan {
-        Plan::Start => {
-            let cached_tokens = runner.reuse_prefix(sequence.prompt())?;
-            sequence.start(cached_tokens);
-        }
-        Plan::Prefill(chunk) => {
-            let logits = runner.prefill(&sequence.prompt()[chunk.clone()])?;
-            stats::add(&counters.prompt_tokens, chunk.len() as u64);
-            if sequence.advance_prefill(chunk.end) {
-                runner.set_savepoint()?;
-                if !sequence.is_prefill_only() {
-                    runner.start_decode(&logits, &sequence.sampler)?;
-                }
-            }
-        }
-        Plan::Decode => {
-            let (input, limit) = (sequence.last, sequence.remaining());
-            let token = runner.step(&mut DecodeStep { input, sampler: &mut sequence.sampler, limit })?;
-            stats::add(&counters.generated_tokens, 1);
-            return Ok(sequence.push(token, language.is_stop(token), runner.context()));
-        }
-        Plan::Finish(reason) => return Ok(Some(reason)),
-    }
-    Ok(None)
 }

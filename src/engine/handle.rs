@@ -53,7 +53,8 @@ impl EngineHandle {
 
     /// Queues a request and returns its event stream.
     ///
-    /// Requests run in submission order. A prompt prefix that is already in the KV cache is reused.
+    /// Requests start in submission order, and run at the same time if the KV cache has enough blocks for them.
+    /// A prompt prefix that is already in the KV cache is reused.
     ///
     /// Fails if the prompt is empty, or if a token id or a sampling parameter is out of range.
     /// Fails if the chat format cannot render the conversation.
@@ -130,7 +131,7 @@ impl EngineHandle {
         Ok(())
     }
 
-    /// Submits a conversation and returns the stream of the answer. See [`submit`](Self::submit) and [`Prompt::Chat`].
+    /// Submits a conversation and streams the completion. See [`submit`](Self::submit) and [`Prompt::Chat`].
     pub fn chat(
         &self,
         messages: &[Message],
@@ -140,12 +141,12 @@ impl EngineHandle {
         self.submit(Request::chat(messages).render(render.clone()).options(options))
     }
 
-    /// Submits a text and returns the stream of its continuation. See [`submit`](Self::submit) and [`Prompt::Text`].
+    /// Submits a text and streams its continuation. See [`submit`](Self::submit) and [`Prompt::Text`].
     pub fn complete(&self, text: &str, options: GenerateOptions) -> Result<RequestStream> {
         self.submit(Request::text(text).options(options))
     }
 
-    /// Submits token ids and returns the stream of the continuation. See [`submit`](Self::submit) and [`Prompt::Ids`].
+    /// Submits token ids and streams their continuation. See [`submit`](Self::submit) and [`Prompt::Ids`].
     pub fn complete_ids(&self, ids: &[u32], options: GenerateOptions) -> Result<RequestStream> {
         self.submit(Request::ids(ids).options(options))
     }
@@ -175,7 +176,7 @@ impl EngineHandle {
         self.shared.info.context
     }
 
-    /// Returns the number of tokens in the KV cache.
+    /// Returns the number of cached tokens of the request that ran last.
     pub fn cached_tokens(&self) -> usize {
         self.stats().cached_tokens as usize
     }
@@ -185,12 +186,12 @@ impl EngineHandle {
         &self.shared.device
     }
 
-    /// Returns how decode steps run: as a CUDA graph or operation by operation. See [`ModelInfo::executor`].
+    /// Returns how the decode steps of a single request run: as a CUDA graph or operation by operation.
     pub fn executor(&self) -> Executor {
         self.shared.info.executor
     }
 
-    /// Returns why decode steps do not run as a CUDA graph, or `None` if they do.
+    /// Returns why the decode steps of a single request do not run as a CUDA graph, or `None` if they do.
     pub fn eager_reason(&self) -> Option<&EagerReason> {
         self.shared.info.eager_reason.as_ref()
     }
@@ -203,7 +204,8 @@ impl EngineHandle {
     /// Rejects new requests and waits until all submitted requests have ended.
     pub fn drain(&self) -> Result<()> {
         self.shared.counters.is_draining.store(true, Ordering::Relaxed);
-        // A request that passed the check before this point may still arrive. The engine thread rejects it.
+        // Another thread may have read `is_draining` before it was set, and may submit its request after this command.
+        // The engine thread rejects that request.
         self.send(Command::Drain)?;
         self.with_runner(|_| ())
     }

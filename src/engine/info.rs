@@ -24,11 +24,11 @@ pub struct ModelInfo {
     pub context: usize,
     /// The dtype of activations.
     pub dtype: DType,
-    /// The attention kernel for prefill and eager decode. The decode graph uses its own kernel.
+    /// The attention kernel for all steps that do not run on the decode graph. The graph uses its own kernel.
     pub attention: AttentionBackend,
-    /// How decode steps run: `graph` (a CUDA graph of fused kernels) or `eager` (one operation at a time).
+    /// How the decode steps of a single sequence run: `graph` (fused kernels) or `eager` (one operation at a time).
     pub executor: Executor,
-    /// Why decode steps do not run as a CUDA graph. `None` if they do.
+    /// Why the decode steps of a single sequence do not run as a CUDA graph. `None` if they do.
     pub eager_reason: Option<EagerReason>,
     pub device: DeviceInfo,
     /// The size of the weights on the device, in bytes.

@@ -16,7 +16,7 @@ use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
 use crate::models::{self, ModelConfig};
 use crate::nn::kv_cache::KvCache;
-use crate::runner::Runner;
+use crate::runner::{Runner, RunnerLimits};
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 use crate::worker;
@@ -31,6 +31,8 @@ pub struct LoadOptions<'o> {
     pub context: Option<usize>,
     /// The prefill chunk size in tokens. `None` selects the fastest size that fits in memory.
     pub chunk: Option<usize>,
+    /// The number of sequences of full length for which the KV cache has blocks. More fit if they are shorter.
+    pub sequences: usize,
     /// The format to which floating-point weight matrices are quantized during loading.
     pub quantize: Option<QuantizationTarget>,
     /// Whether to run decode steps one operation at a time, even if a CUDA graph could run them.
@@ -52,6 +54,7 @@ impl Default for LoadOptions<'_> {
             dtype: None,
             context: None,
             chunk: None,
+            sequences: 1,
             quantize: None,
             eager: false,
             attention: AttentionBackend::Auto,
@@ -106,7 +109,7 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
         parameters: checkpoint.parameters(),
         vocab_size: config.architecture.vocab_size(),
         max_context: config.architecture.max_position_embeddings(),
-        context: runner.context(),
+        context: runner.limits().context,
         dtype: runner.dtype(),
         attention,
         executor: runner.executor(),
@@ -170,6 +173,7 @@ fn load_onto_device(
     let device_kind = if device.is_cuda() { DeviceKind::Gpu } else { DeviceKind::Cpu };
     let inventory = Inventory::from_checkpoint(checkpoint, options.quantize);
     let plan = MemoryPlan::new(&inventory, architecture.as_ref(), dtype, device_kind).with_chunk(options.chunk)?;
+    let plan = plan.with_sequences(options.sequences)?;
     let capacity = plan.choose(options.context, &device_info)?;
 
     let allocated =
@@ -202,7 +206,8 @@ fn allocate(
     target: &Target,
     times: &mut LoadTimes,
 ) -> Result<(Runner, AttentionBackend)> {
-    let &Target { device, dtype, plan, capacity: Capacity { context, chunk } } = target;
+    let &Target { device, dtype, plan, capacity } = target;
+    let Capacity { context, chunk } = capacity;
     let total = checkpoint.bytes();
     let report = |bytes| (options.progress)(bytes, total);
     let started = Instant::now();
@@ -218,12 +223,12 @@ fn allocate(
     times.weights_s = started.elapsed().as_secs_f64();
 
     let started = Instant::now();
-    let cache = KvCache::new(plan.layers(), context, chunk, dtype, device)?;
+    let cache = KvCache::new(plan.layout().clone(), plan.cache_blocks(capacity), dtype, device)?;
     device.synchronize()?;
     times.cache_s = started.elapsed().as_secs_f64();
 
     let started = Instant::now();
-    let runner = Runner::new(decoder, cache, device.clone(), options.eager)?;
+    let runner = Runner::new(decoder, cache, RunnerLimits { context, chunk }, device.clone(), options.eager)?;
     times.graph_s = started.elapsed().as_secs_f64();
     Ok((runner, attention))
 }

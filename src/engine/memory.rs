@@ -8,7 +8,7 @@ use candle_core::DType;
 use crate::device::DeviceInfo;
 use crate::error::Error;
 use crate::models::Architecture;
-use crate::nn::kv_cache::{self, LayerSpec};
+use crate::nn::kv_cache::{BLOCK_TOKENS, CacheLayout, LayerSpec, peak_blocks};
 use crate::weights::Inventory;
 
 /// The longest default context, in tokens.
@@ -21,6 +21,9 @@ const SMALLEST_CONTEXT: usize = 2048;
 const WORKSPACE_BYTES: u64 = 192 << 20;
 /// The smallest value of [`workspace_bytes_per_token`]. Models with wide MLPs need more.
 const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
+
+/// The maximum number of sequences in a step.
+pub const MAX_LOGIT_ROWS: usize = 256;
 
 /// The maximum chunk size in tokens.
 ///
@@ -79,6 +82,11 @@ pub struct MemoryPlan {
     /// An upper bound on activation memory for each token of a chunk, in bytes.
     workspace_bytes_per_token: u64,
     layers: Vec<LayerSpec>,
+    layout: CacheLayout,
+    /// The number of sequences of full length for which the KV cache has blocks.
+    sequences: usize,
+    /// The size of the logits of one token.
+    logits_row_bytes: u64,
     /// The chunk sizes to choose from, best first.
     chunks: Vec<usize>,
     dtype: DType,
@@ -92,7 +100,7 @@ pub struct MemoryPlan {
 pub struct Capacity {
     /// The context length in tokens.
     pub context: usize,
-    /// The prefill chunk size: the maximum number of prompt tokens in one forward pass.
+    /// The chunk size: the maximum number of tokens in one forward pass, of all sequences together.
     pub chunk: usize,
 }
 
@@ -102,6 +110,7 @@ impl MemoryPlan {
         let (layers, max_context) = (architecture.cache_layers(), architecture.max_position_embeddings());
         Self {
             default_context: architecture.default_context(),
+            logits_row_bytes: 4 * architecture.vocab_size() as u64,
             workspace_bytes_per_token: workspace_bytes_per_token(
                 architecture.hidden_size(),
                 architecture.intermediate_size(),
@@ -124,11 +133,23 @@ impl MemoryPlan {
             loading_bytes: if device_kind == DeviceKind::Gpu { inventory.largest_expert_layer(dtype) } else { 0 },
             unpacked_bytes: if device_kind == DeviceKind::Gpu { inventory.unpacked_expert_layer(dtype) } else { 0 },
             workspace_bytes_per_token: MIN_WORKSPACE_BYTES_PER_TOKEN,
+            layout: CacheLayout::new(&layers),
             layers,
+            sequences: 1,
+            logits_row_bytes: 0,
             chunks: device_kind.chunk_sizes().to_vec(),
             dtype,
             max_context,
             default_context: max_context,
+        }
+    }
+
+    /// Sets the number of sequences of full length for which the KV cache has blocks. More sequences fit if they are
+    /// shorter. Fails if `sequences` is 0.
+    pub fn with_sequences(self, sequences: usize) -> Result<Self> {
+        match sequences {
+            0 => Err(Error::Usage("cannot load a model for 0 sequences: use 1 or more".into()).into()),
+            _ => Ok(Self { sequences, ..self }),
         }
     }
 
@@ -160,15 +181,31 @@ impl MemoryPlan {
         self.loading_bytes
     }
 
+    /// Returns the groups of layers that share block tables.
+    pub fn layout(&self) -> &CacheLayout {
+        &self.layout
+    }
+
+    /// Returns the number of blocks in the KV cache: those of all sequences, and the scratch block.
+    pub fn cache_blocks(&self, capacity: Capacity) -> usize {
+        let Capacity { context, chunk } = capacity;
+        // All sequences together compute at most `chunk` tokens in a step.
+        let others = self.layout.peak_blocks(context, 1).saturating_mul(self.sequences - 1);
+        self.layout.peak_blocks(context, chunk).saturating_add(others).saturating_add(1)
+    }
+
     /// Returns the size of the KV cache in bytes.
     pub fn cache_bytes(&self, capacity: Capacity) -> u64 {
-        kv_cache::bytes(&self.layers, capacity.context, capacity.chunk, self.dtype)
+        (self.cache_blocks(capacity) as u64).saturating_mul(self.layout.block_bytes(self.dtype))
     }
 
     /// Returns the number of bytes needed to run one chunk, for activations and dequantized experts.
     pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
         let chunk_bytes = self.workspace_bytes_per_token.saturating_mul(capacity.chunk as u64);
-        WORKSPACE_BYTES.saturating_add(chunk_bytes).saturating_add(self.unpacked_bytes)
+        // Steps of several sequences compute a row of logits for each, and copy them once.
+        let rows = if self.sequences > 1 { MAX_LOGIT_ROWS.min(capacity.chunk) } else { 0 };
+        let logit_bytes = (2 * rows as u64).saturating_mul(self.logits_row_bytes);
+        WORKSPACE_BYTES.saturating_add(chunk_bytes).saturating_add(self.unpacked_bytes).saturating_add(logit_bytes)
     }
 
     /// Returns `(full, sliding)`: KV cache sizes in bytes.
@@ -178,8 +215,14 @@ impl MemoryPlan {
     pub fn cache_growth(&self, chunk: usize) -> (u64, u64) {
         let (sliding, full): (Vec<LayerSpec>, Vec<LayerSpec>) =
             self.layers.iter().partition(|layer| layer.window.is_some());
-        let bytes = |layers: &[LayerSpec], context| kv_cache::bytes(layers, context, chunk, self.dtype);
-        (bytes(&full, 1000), bytes(&sliding, self.max_context))
+        let elements = |layers: &[LayerSpec]| -> u64 {
+            layers.iter().map(|layer| 2 * layer.kv_heads as u64 * layer.head_dim as u64).fold(0, u64::saturating_add)
+        };
+        let bytes = self.dtype.size_in_bytes() as u64;
+        let sliding_blocks = |layer: &LayerSpec| peak_blocks(layer.window, self.max_context, chunk) * BLOCK_TOKENS;
+        let rows = sliding.iter().map(|layer| elements(&[*layer]).saturating_mul(sliding_blocks(layer) as u64));
+        let sliding_bytes = rows.fold(0, u64::saturating_add).saturating_mul(bytes);
+        (elements(&full).saturating_mul(1000 * bytes), sliding_bytes)
     }
 
     /// Returns the peak memory of loading and running the model, in bytes.
@@ -188,9 +231,14 @@ impl MemoryPlan {
         self.weight_bytes.saturating_add(WORKSPACE_BYTES).saturating_add(running.max(self.loading_bytes))
     }
 
+    /// Limits a chunk size to the most tokens that all sequences together can have.
+    fn useful_chunk(&self, chunk: usize, context: usize) -> usize {
+        chunk.min(context.saturating_mul(self.sequences))
+    }
+
     /// Returns the capacity for this context with the smallest chunk, which needs the least memory.
     pub fn smallest(&self, context: usize) -> Capacity {
-        Capacity { context, chunk: self.chunks.last().copied().unwrap_or(context).min(context) }
+        Capacity { context, chunk: self.useful_chunk(self.chunks.last().copied().unwrap_or(context), context) }
     }
 
     /// Returns the default context length for a device that has enough memory.
@@ -220,7 +268,8 @@ impl MemoryPlan {
 
     /// Returns the capacity for this context with the largest chunk that fits.
     fn fit(&self, context: usize, device: &DeviceInfo) -> Option<Capacity> {
-        let mut capacities = self.chunks.iter().map(|&chunk| Capacity { context, chunk: chunk.min(context) });
+        let chunk = |&chunk: &usize| Capacity { context, chunk: self.useful_chunk(chunk, context) };
+        let mut capacities = self.chunks.iter().map(chunk);
         capacities.find(|capacity| self.fits(*capacity, device))
     }
 
@@ -280,7 +329,10 @@ mod tests {
             loading_bytes: 0,
             unpacked_bytes: 0,
             workspace_bytes_per_token: MIN_WORKSPACE_BYTES_PER_TOKEN,
+            layout: CacheLayout::new(&[FULL, SLIDING]),
             layers: vec![FULL, SLIDING],
+            sequences: 1,
+            logits_row_bytes: 0,
             chunks: vec![2048, 512],
             dtype: DType::BF16,
             max_context: 131_072,
@@ -331,7 +383,8 @@ mod tests {
         let plan = plan();
         assert_eq!(plan.largest_context(&device(80 << 30)), Some(131_072));
         assert_eq!(plan.largest_context(&device(1 << 30)), None);
-        for context in [1, 511, 5000, 131_071] {
+        // Beyond the smallest chunk, memory grows by blocks of 64 positions, so test only multiples of 64 there.
+        for context in [1, 511, 5056, 131_072] {
             let bytes = plan.bytes(plan.smallest(context));
             assert_eq!(plan.largest_context(&device(bytes)), Some(context));
         }
@@ -352,7 +405,11 @@ mod tests {
         let plan = plan();
         let (per_1000, fixed) = plan.cache_growth(512);
         assert_eq!(per_1000, 1000 * 2 * 8 * 64 * 2);
-        assert_eq!(fixed, (128 + 512 - 1) * 2 * 8 * 64 * 2);
-        assert_eq!(plan.cache_bytes(Capacity { context: 3000, chunk: 512 }), 3 * per_1000 + fixed);
+        // The window and the chunk fill 10 blocks. They need 11 if they start in the middle of a block.
+        assert_eq!(fixed, 11 * 64 * 2 * 8 * 64 * 2);
+        let block_bytes = 64 * 2 * 8 * 64 * 2;
+        let capacity = Capacity { context: 6400, chunk: 512 };
+        assert_eq!(plan.cache_bytes(capacity), (1 + 100 + 11) * block_bytes);
+        assert_eq!(plan.with_sequences(3).unwrap().cache_bytes(capacity), (1 + 100 + 11 + 2 * (100 + 4)) * block_bytes);
     }
 }

@@ -4,6 +4,7 @@
 //! They receive the answer as events from a [`RequestStream`].
 //! The engine thread handles only token ids. Text is encoded and decoded on the client's thread.
 
+pub mod blocks;
 mod engine_loop;
 mod handle;
 mod info;
@@ -13,6 +14,7 @@ mod output;
 mod request;
 pub mod sampler;
 pub mod sampling;
+pub mod scheduler;
 mod score;
 mod sequence;
 mod stats;
@@ -136,6 +138,14 @@ impl<'o> EngineBuilder<'o> {
     /// Models with RoPE scaling can have a shorter default.
     pub fn context(mut self, context: usize) -> Self {
         self.options.context = Some(context);
+        self
+    }
+
+    /// Sets the number of sequences of full length for which the KV cache has blocks. The default is 1.
+    ///
+    /// Requests run at the same time as long as there are enough blocks for them. All other requests wait.
+    pub fn sequences(mut self, sequences: usize) -> Self {
+        self.options.sequences = sequences;
         self
     }
 

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use serde::Serialize;
 
@@ -78,14 +79,26 @@ pub struct GenerateOptions {
     pub stop: Vec<String>,
     /// Whether to keep generating after a stop token, as benchmarks do.
     pub ignore_eos: bool,
-    /// A flag that another thread can set, for example on Ctrl-C. The request ends at the next token or prompt chunk.
+    /// A flag that another thread can set, for example on Ctrl-C. The request ends after the current step.
     pub cancel: Option<Arc<AtomicBool>>,
+    /// Requests with smaller values start first. A difference of 1 outweighs an arrival that is 2 seconds earlier.
+    pub priority: i32,
+    /// The longest time that the request may wait before it starts. It fails afterward. `None` waits without limit.
+    pub max_wait: Option<Duration>,
 }
 
 impl GenerateOptions {
     /// Creates options without limits or stop strings.
     pub fn new(sampling: SamplingParams) -> Self {
-        Self { sampling, max_tokens: None, stop: Vec::new(), ignore_eos: false, cancel: None }
+        Self {
+            sampling,
+            max_tokens: None,
+            stop: Vec::new(),
+            ignore_eos: false,
+            cancel: None,
+            priority: 0,
+            max_wait: None,
+        }
     }
 }
 

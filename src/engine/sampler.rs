@@ -36,6 +36,12 @@ impl Sampler {
         token
     }
 
+    /// Counts a token that the GPU sampled.
+    fn record(&mut self, token: u32) {
+        *self.seen.entry(token).or_default() += 1;
+        self.draws += u64::from(self.params.temperature != 0.0);
+    }
+
     fn has_penalties(&self) -> bool {
         let SamplingParams { repetition_penalty, frequency_penalty, presence_penalty, .. } = self.params;
         repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0
@@ -79,8 +85,12 @@ impl ChooseToken for Sampler {
         self.sample(logits)
     }
 
+    fn record(&mut self, token: u32) {
+        self.record(token);
+    }
+
     #[cfg(feature = "cuda")]
-    fn on_device(&self, vocab_size: usize) -> Option<DeviceSampling> {
+    fn on_device(&self) -> Option<DeviceSampling> {
         // Do not use `..` here: a new parameter must fail to compile until it is passed to the kernel.
         let SamplingParams {
             temperature,
@@ -106,15 +116,12 @@ impl ChooseToken for Sampler {
             seed,
             sampled_before: self.draws as u32,
         };
-        let seen = self.has_penalties().then(|| {
-            let mut seen = vec![0; vocab_size];
-            for (&id, &generated) in &self.seen {
-                if let Some(seen) = seen.get_mut(id as usize) {
-                    *seen = 1 + generated;
-                }
-            }
-            seen
-        });
+        // The order does not matter to the kernel, but equal samplers must give equal parameters.
+        let mut seen: Vec<(u32, u32)> = match self.has_penalties() {
+            true => self.seen.iter().map(|(&id, &generated)| (id, 1 + generated)).collect(),
+            false => Vec::new(),
+        };
+        seen.sort_unstable();
         Some(DeviceSampling { params, seen })
     }
 }
@@ -214,7 +221,7 @@ pub fn argmax(logits: &[f32]) -> u32 {
 /// Returns the random number in [0, 1) at index `counter` of the sequence for `seed`.
 ///
 /// Source: SplitMix64 (Steele et al., OOPSLA 2014).
-pub(super) fn uniform(seed: u64, counter: u64) -> f64 {
+pub fn uniform(seed: u64, counter: u64) -> f64 {
     const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
     let mix = |mut z: u64| {
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

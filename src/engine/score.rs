@@ -1,7 +1,7 @@
 //! Scores given tokens with a model. Returns their logits or negative log-likelihoods.
 
 use anyhow::{Result, bail};
-use candle_core::{D, DType, Tensor};
+use candle_core::{D, DType, Device, Tensor};
 
 use super::handle::EngineHandle;
 use crate::runner::Runner;
@@ -10,12 +10,13 @@ use crate::runner::Runner;
 const LOGITS_ROWS: usize = 256;
 
 impl EngineHandle {
-    /// Returns the logits of every token in `ids`, f32 `[tokens, vocab]`, on the engine's device.
+    /// Returns the logits of every token in `ids`, f32 `[tokens, vocab]`, on the CPU.
     ///
     /// Fails if `ids` do not fit in the context. Needs 2 × tokens × vocab × 4 bytes of device memory.
     pub fn logits(&self, ids: &[u32]) -> Result<Tensor> {
         let ids = ids.to_vec();
-        self.with_runner(move |runner| runner.logits(&ids))?
+        // A tensor on the GPU would be freed by the caller's thread, even while the engine captures a graph.
+        self.with_runner(move |runner| Ok(runner.logits(&ids)?.to_device(&Device::Cpu)?))?
     }
 
     /// Returns the negative log-likelihood, in nats, of each token after the first, given the preceding tokens.
@@ -40,7 +41,7 @@ impl EngineHandle {
 
 /// Scores a text of any length, window by window.
 fn windows_nll(runner: &mut Runner, ids: &[u32]) -> Result<Vec<f32>> {
-    let window = runner.context();
+    let window = runner.limits().context;
     let mut losses = Vec::with_capacity(ids.len() - 1);
     let mut start = 0;
     while losses.len() + 1 < ids.len() {
@@ -57,7 +58,7 @@ fn windows_nll(runner: &mut Runner, ids: &[u32]) -> Result<Vec<f32>> {
 /// Scores a text that fits in the context.
 fn window_nll(runner: &mut Runner, ids: &[u32]) -> Result<Vec<f32>> {
     runner.reset();
-    let rows = LOGITS_ROWS.min(runner.chunk());
+    let rows = LOGITS_ROWS.min(runner.limits().chunk);
     let mut losses = Vec::with_capacity(ids.len() - 1);
     for (index, inputs) in ids[..ids.len() - 1].chunks(rows).enumerate() {
         let first_target = index * rows + 1;

@@ -1,9 +1,8 @@
 //! The state of one sequence on the engine thread: token ids, sampler and limits, but no text.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -26,17 +25,18 @@ pub enum SequenceEvent {
     Failed(anyhow::Error),
 }
 
-/// A request that is queued or running on the engine thread.
+/// A request on the engine thread.
 pub struct Sequence {
     prompt: Vec<u32>,
-    /// The number of prompt tokens in the KV cache. `None` until the sequence starts.
-    prefilled: Option<usize>,
-    /// The token sampled by the last step.
-    pub last: Option<u32>,
+    prompt_tokens: usize,
+    /// Whether the client knows that the prefill has started.
+    has_started: bool,
     generated: usize,
     pub sampler: Sampler,
     max_tokens: Option<usize>,
     ignore_eos: bool,
+    pub priority: i32,
+    pub max_wait: Option<Duration>,
     /// The caller's cancel flag. Closing the event channel also cancels the sequence.
     cancel: Option<Arc<AtomicBool>>,
     events: UnboundedSender<SequenceEvent>,
@@ -46,19 +46,22 @@ impl Sequence {
     pub fn new(prompt: Vec<u32>, options: &GenerateOptions, events: UnboundedSender<SequenceEvent>) -> Self {
         Self {
             sampler: Sampler::new(options.sampling.clone(), &prompt),
+            prompt_tokens: prompt.len(),
             prompt,
-            prefilled: None,
-            last: None,
+            has_started: false,
             generated: 0,
             max_tokens: options.max_tokens,
             ignore_eos: options.ignore_eos,
+            priority: options.priority,
+            max_wait: options.max_wait,
             cancel: options.cancel.clone(),
             events,
         }
     }
 
-    pub fn prompt(&self) -> &[u32] {
-        &self.prompt
+    /// Returns the prompt. Later calls return an empty list.
+    pub fn take_prompt(&mut self) -> Vec<u32> {
+        std::mem::take(&mut self.prompt)
     }
 
     /// Returns whether the client canceled the request, dropped its stream or found a stop string.
@@ -66,27 +69,21 @@ impl Sequence {
         self.events.is_closed() || self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
     }
 
-    /// Returns whether the sequence has not started yet.
-    pub fn is_new(&self) -> bool {
-        self.prefilled.is_none()
-    }
-
-    /// Starts the prefill after the first `cached_tokens` tokens of the prompt, which are already in the KV cache.
+    /// Tells the client, once, that the prefill starts after `cached_tokens` tokens, which are already in the KV cache.
     pub fn start(&mut self, cached_tokens: usize) {
-        self.prefilled = Some(cached_tokens);
-        self.send(SequenceEvent::Started { cached_tokens });
+        if !self.has_started {
+            self.has_started = true;
+            self.send(SequenceEvent::Started { cached_tokens });
+        }
     }
 
-    /// Returns the range of the next chunk, at most `limit` tokens. Returns `None` once the prefill is complete.
-    pub fn next_chunk(&self, limit: usize) -> Option<Range<usize>> {
-        let start = self.prefilled.unwrap_or(0);
-        (start < self.prompt.len()).then(|| start..self.prompt.len().min(start + limit))
+    /// Returns whether a token was generated.
+    pub fn has_generated(&self) -> bool {
+        self.generated > 0
     }
 
-    /// Marks prompt tokens up to `end` as prefilled. Returns whether the prefill is complete.
-    pub fn advance_prefill(&mut self, end: usize) -> bool {
-        self.prefilled = Some(end);
-        end == self.prompt.len()
+    pub fn has_started(&self) -> bool {
+        self.has_started
     }
 
     /// Returns whether the request generates no tokens.
@@ -101,12 +98,11 @@ impl Sequence {
 
     /// Adds a generated token and sends it to the client. Returns the finish reason if the token ends the sequence.
     pub fn push(&mut self, token: u32, is_stop: bool, context: usize) -> Option<FinishReason> {
-        self.last = Some(token);
         self.generated += 1;
         self.send(SequenceEvent::Token { id: token, at: Instant::now() });
         if is_stop && !self.ignore_eos {
             Some(FinishReason::Stop)
-        } else if self.remaining() == 0 || self.prompt.len() + self.generated >= context {
+        } else if self.remaining() == 0 || self.prompt_tokens + self.generated >= context {
             Some(FinishReason::Length)
         } else {
             None

@@ -2,10 +2,12 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use super::scheduler::Scheduler;
+
 /// A snapshot of the engine's counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct EngineStats {
-    /// Requests in the queue.
+    /// Requests that have not started.
     pub waiting: u64,
     /// Requests in progress.
     pub running: u64,
@@ -15,11 +17,24 @@ pub struct EngineStats {
     pub canceled: u64,
     /// Requests that ended with an error.
     pub failed: u64,
-    /// Prefilled prompt tokens, excluding tokens reused from the KV cache.
+    /// Prefilled tokens, excluding tokens reused from the KV cache. Includes tokens that were computed again after a
+    /// preemption.
     pub prompt_tokens: u64,
     pub generated_tokens: u64,
-    /// Tokens in the KV cache. A prompt that starts with the same tokens reuses them.
+    /// Cached tokens of the request that ran last. A prompt that starts with the same tokens reuses their full blocks.
     pub cached_tokens: u64,
+    /// Steps that the model ran. A step can compute tokens of several requests.
+    pub steps: u64,
+    /// How often a running request gave up its blocks because the KV cache was full.
+    pub preemptions: u64,
+    /// Blocks in the KV cache.
+    pub blocks: u64,
+    /// Blocks that running requests use.
+    pub used_blocks: u64,
+    /// Tokens that were looked up in the prefix cache.
+    pub queried_tokens: u64,
+    /// Tokens that were found in the prefix cache.
+    pub hit_tokens: u64,
 }
 
 /// The atomic counters behind [`EngineStats`].
@@ -33,11 +48,28 @@ pub struct Counters {
     pub prompt_tokens: AtomicU64,
     pub generated_tokens: AtomicU64,
     pub cached_tokens: AtomicU64,
+    pub steps: AtomicU64,
+    pub preemptions: AtomicU64,
+    pub blocks: AtomicU64,
+    pub used_blocks: AtomicU64,
+    pub queried_tokens: AtomicU64,
+    pub hit_tokens: AtomicU64,
     /// Whether the engine rejects new requests.
     pub is_draining: AtomicBool,
 }
 
 impl Counters {
+    /// Publishes the counts of the scheduler.
+    pub fn publish(&self, scheduler: &Scheduler) {
+        let write = |counter: &AtomicU64, value: u64| counter.store(value, Ordering::Relaxed);
+        let blocks = scheduler.blocks().stats();
+        write(&self.preemptions, scheduler.stats().preemptions);
+        write(&self.blocks, blocks.total as u64);
+        write(&self.used_blocks, blocks.used as u64);
+        write(&self.queried_tokens, blocks.queried_tokens);
+        write(&self.hit_tokens, blocks.hit_tokens);
+    }
+
     /// Returns the current counter values.
     pub fn snapshot(&self) -> EngineStats {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -50,6 +82,12 @@ impl Counters {
             prompt_tokens: read(&self.prompt_tokens),
             generated_tokens: read(&self.generated_tokens),
             cached_tokens: read(&self.cached_tokens),
+            steps: read(&self.steps),
+            preemptions: read(&self.preemptions),
+            blocks: read(&self.blocks),
+            used_blocks: read(&self.used_blocks),
+            queried_tokens: read(&self.queried_tokens),
+            hit_tokens: read(&self.hit_tokens),
         }
     }
 }

@@ -79,7 +79,7 @@ pub struct Summary {
     pub context_used: usize,
     /// Context length in tokens.
     pub context: usize,
-    /// Whether decode steps run as a CUDA graph. See [`EngineHandle::executor`](super::EngineHandle::executor).
+    /// How the decode steps of a single request run. See [`EngineHandle::executor`](super::EngineHandle::executor).
     pub executor: Executor,
     pub tool_calls: Vec<ToolCall>,
     /// The number of times the model violated its chat format.
@@ -92,7 +92,7 @@ pub struct Summary {
 /// The [`Stream`] implementation yields the same events in any async runtime.
 /// The type does not implement `Iterator`, because its `next` would conflict with `StreamExt::next`.
 ///
-/// Dropping the stream cancels the request. The engine stops at the next token or prompt chunk.
+/// Dropping the stream cancels the request. The engine ends the request after the current step.
 pub struct RequestStream {
     events: UnboundedReceiver<SequenceEvent>,
     output: Output,

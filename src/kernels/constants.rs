@@ -24,6 +24,11 @@ pub const ACTIVATION_GELU_TANH: usize = 1;
 /// Heads per warp. A warp with several heads has enough loads in flight and reads the angles only once.
 pub const ROPE_HEADS_PER_WARP: usize = 4;
 
+// Paged KV cache (`attention/paged.rs`, `attention/paged.cuh`).
+
+/// Positions per block of the KV cache.
+pub const BLOCK_TOKENS: usize = 64;
+
 // Attention without tensor cores (`attention/eager_attention.rs`, `attention/eager_attention.cu`).
 
 /// The largest supported head size.

@@ -10,7 +10,9 @@ use candle_core::{DType, Device, Result, Tensor};
 
 use crate::kernels::activation::{Activation, clamped_swiglu, gated, gated_halves};
 use crate::kernels::attention::rope::{HeadSizes, QkNorm, Rotation, split_qkv};
-use crate::kernels::attention::{AttentionBackend, AttentionMask, attention};
+use crate::kernels::attention::{
+    AttentionBackend, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, attention,
+};
 use crate::kernels::matmul::matmul_f32;
 use crate::kernels::moe::experts::{ExpertWeights, expert_matmul};
 use crate::kernels::moe::grouped_gemm::combine;
@@ -95,7 +97,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
             for (variant, head_dim, softcap) in [("", 64, None), (", head size 256, soft cap", 256, Some(5.0))] {
                 if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_ok() {
                     let name = format!("attention {backend}, {what}{variant}");
-                    let queries = Queries { tokens, position, head_dim, softcap };
+                    let queries = AttentionCase { tokens, position, head_dim, softcap };
                     checks.push(check(&name, target, 2.0 * rounding, &|target| attend(target, queries, backend)));
                 }
             }
@@ -259,31 +261,41 @@ fn rope(target: CheckTarget, normed: bool) -> Result<Tensor> {
     let (q_norm, k_norm) =
         (target.f32(&noise(41, &[head_dim], DType::F32)?)?, target.f32(&noise(42, &[head_dim], DType::F32)?)?);
     let norms = normed.then_some(QkNorm { q: &q_norm, k: &k_norm, eps: 1e-5 });
-    let (q, k, v) = split_qkv(&target.f32(&qkv)?, Some(&target.f32(&bias)?), norms, rotation, sizes, target.dtype)?;
-    Tensor::cat(&[to_cpu(&q)?, to_cpu(&k)?, to_cpu(&v)?], 1)
+    let slots = [63u32, 0, 17, 5, 40];
+    let cache = Tensor::zeros((BLOCK_TOKENS, sizes.kv_heads, head_dim), target.dtype, target.device)?;
+    let (k, v) = (&cache, &cache.zeros_like()?);
+    let layer = CachedLayer { k, v };
+    let bias = target.f32(&bias)?;
+    let q = split_qkv(&target.f32(&qkv)?, Some(&bias), norms, rotation, sizes, layer, &target.ids(&slots)?)?;
+    let written = |rows: &Tensor| to_cpu(rows)?.index_select(&Tensor::new(&slots, &Device::Cpu)?, 0);
+    Tensor::cat(&[to_cpu(&q)?, written(k)?, written(v)?], 1)
 }
 
 #[derive(Clone, Copy)]
-struct Queries {
+struct AttentionCase {
     tokens: usize,
     position: usize,
     head_dim: usize,
     softcap: Option<f32>,
 }
 
-fn attend(target: CheckTarget, queries: Queries, backend: AttentionBackend) -> Result<Tensor> {
-    let Queries { tokens, position, head_dim, softcap } = queries;
-    let (heads, kv_heads, rows) = (6, 2, 331);
+fn attend(target: CheckTarget, case: AttentionCase, backend: AttentionBackend) -> Result<Tensor> {
+    let AttentionCase { tokens, position, head_dim, softcap } = case;
+    let (heads, kv_heads, blocks) = (6, 2, (position + tokens).div_ceil(BLOCK_TOKENS));
+    let rows = blocks * BLOCK_TOKENS;
     // Every dtype represents these bf16 values exactly, so every target gets the same values.
     let tensor = |seed, rows, heads| target.put(&noise(seed, &[rows, heads, head_dim], DType::BF16)?);
     let (q, k, v) = (tensor(19, tokens, heads)?, tensor(20, rows, kv_heads)?, tensor(21, rows, kv_heads)?);
     let sinks = target.f32(&noise(22, &[heads], DType::F32)?)?;
-    let positions: Vec<u32> = (position..position + tokens).map(|position| position as u32).collect();
-    let positions = target.ids(&positions)?;
+    let layer = CachedLayer { k: &k, v: &v };
+    // The blocks of the sequence are in reverse order.
+    let table: Vec<u32> = (0..blocks as u32).rev().collect();
+    let queries = Queries::new(&[(tokens, position)], target.device)?;
+    let pass_blocks = PassBlocks::new(&queries, &[&table], blocks, target.device)?;
     let backend = if target.device.is_cpu() { AttentionBackend::Auto } else { backend };
     let attend = |window| {
-        let mask = AttentionMask { position, window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
-        attention(&q, &k, &v, Some(&sinks), &positions, mask, backend)
+        let mask = AttentionMask { window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
+        attention(&q, layer, &queries, &pass_blocks, Some(&sinks), mask, backend)
     };
     Tensor::cat(&[to_cpu(&attend(None)?)?, to_cpu(&attend(Some(100))?)?], 0)
 }

@@ -87,7 +87,10 @@ impl Config {
         .validate()?;
         let (chosen, experts) = (self.num_experts_per_tok, self.num_local_experts);
         if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
-            bail!("cannot choose {chosen} of {experts} experts (at most {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS})");
+            bail!(
+                "cannot route each token to {chosen} of {experts} experts: the limits are 1 to {MAX_CHOSEN_EXPERTS} \
+                 experts per token, and {MAX_EXPERTS} experts"
+            );
         }
         config::check_layer_types(self.layer_types.as_ref(), self.num_hidden_layers)?;
         config::check_window(self.sliding_window)?;

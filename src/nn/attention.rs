@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use super::kv_cache::{KvCache, LayerCache, LayerSpec};
+use super::kv_cache::{KvCache, LayerSpec};
 use super::linear::{Bias, Linear};
 use super::norm::{Norm, NormConfig};
 use super::pass::Pass;
@@ -32,7 +32,7 @@ pub struct AttentionConfig {
     pub sinks: Sinks,
     /// The norms applied to each head of q and k before RoPE: `q_norm` and `k_norm`, each `[head_dim]`.
     pub qk_norm: Option<NormConfig>,
-    /// The factor for the attention scores q·k.
+    /// The factor by which the attention scores q·k are multiplied.
     pub scale: f32,
     /// The soft cap, if any. Each score s becomes cap · tanh(s / cap).
     pub softcap: Option<f32>,
@@ -136,35 +136,25 @@ impl Attention {
     }
 
     /// Computes attention for the tokens of all sequences. Maps x `[tokens, hidden]` to f32 `[tokens, hidden]`.
-    /// Appends the new keys and values to the cache of each sequence.
-    pub fn forward(&self, x: &Tensor, layer: usize, pass: &Pass, caches: &mut [&mut KvCache]) -> Result<Tensor> {
+    /// Writes the new keys and values to the cache.
+    pub fn forward(&self, x: &Tensor, layer: usize, pass: &Pass, cache: &KvCache) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
         let AttentionConfig { heads, spec, scale, softcap, .. } = self.config;
         let LayerSpec { kv_heads, head_dim, window } = spec;
+        let (cached, blocks) = (cache.layer(layer), pass.blocks(cache.layout().group(layer)));
 
-        // 1. project, normalize and rotate
+        // 1. project, normalize and rotate; write k and v to the cache
         let qkv = self.qkv_proj.matmul(x)?;
         let norms = self.qk_norm.as_ref().map(|(q, k)| QkNorm { q: &q.weight, k: &k.weight, eps: q.eps });
-        let rotation = self.rotary.rotation(pass.positions());
+        let rotation = self.rotary.rotation(pass.queries().positions());
         let sizes = HeadSizes { heads, kv_heads, head_dim };
-        let (q, k, v) = split_qkv(&qkv, self.qkv_proj.bias.as_ref(), norms, rotation, sizes, self.dtype)?;
+        let q = split_qkv(&qkv, self.qkv_proj.bias.as_ref(), norms, rotation, sizes, cached, &blocks.slots)?;
 
-        // 2. compute attention for each sequence with its own cache
-        let attend = |q: &Tensor, cached: &LayerCache, positions: &Tensor, mask: AttentionMask| {
-            attention(q, cached.k(), cached.v(), self.sinks.as_ref(), positions, mask, pass.backend())
-        };
-        let mut outputs = Vec::with_capacity(caches.len());
-        for (span, cache) in pass.spans().zip(caches.iter_mut()) {
-            let rows = |tensor: &Tensor| tensor.narrow(0, span.start, span.len())?.contiguous();
-            let position = cache.len();
-            let cached = cache.write(layer, &rows(&k)?, &rows(&v)?)?;
-            let mask = AttentionMask { position, window, scale, softcap };
-            let positions = pass.positions().narrow(0, span.start, span.len())?;
-            outputs.push(attend(&rows(&q)?, cached, &positions, mask)?);
-        }
+        // 2. attend: each token attends only to its own sequence
+        let mask = AttentionMask { window, scale, softcap };
+        let y = attention(&q, cached, pass.queries(), blocks, self.sinks.as_ref(), mask, pass.backend())?;
 
         // 3. project back
-        let y = if outputs.len() == 1 { outputs.remove(0) } else { Tensor::cat(&outputs, 0)? };
         self.o_proj.forward(&y.reshape((tokens, heads * head_dim))?)
     }
 }

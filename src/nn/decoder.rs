@@ -83,42 +83,50 @@ impl Decoder {
         Ok(decoder)
     }
 
-    /// Runs a batch and appends the new keys and values to the cache of each sequence.
+    /// Runs a batch and writes the new keys and values to the blocks of each sequence.
     /// Returns f32 logits `[rows, vocab]`, with one row per token that `batch.logits` selects.
-    pub fn forward(&self, batch: &StepBatch, caches: &mut [&mut KvCache]) -> Result<Tensor> {
-        self.forward_tapped(batch, caches, None)
+    pub fn forward(&self, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
+        self.forward_tapped(batch, cache, None)
     }
 
     /// Runs a batch like `forward`, and calls `tap` after each layer.
-    pub fn forward_tapped(
+    pub fn forward_tapped(&self, batch: &StepBatch, cache: &KvCache, tap: Option<Tap>) -> Result<Tensor> {
+        self.validate(batch)?;
+        let device = self.embed_tokens.device();
+        let pass = Pass::new(batch, cache, device, self.backend)?;
+        self.forward_pass(&Tensor::new(batch.ids, device)?, &pass, cache, batch.logits, tap)
+    }
+
+    /// Runs a pass whose inputs are already on the device. `ids` are u32 `[tokens]`.
+    ///
+    /// With one token per sequence, copies nothing between the host and the GPU, except with the attention backend
+    /// `CandleFlashAttn`. A CUDA graph can therefore capture the pass.
+    /// The caller guarantees that ids and positions are valid, and that the blocks belong to the cache.
+    pub(crate) fn forward_pass(
         &self,
-        batch: &StepBatch,
-        caches: &mut [&mut KvCache],
+        ids: &Tensor,
+        pass: &Pass,
+        cache: &KvCache,
+        logits: LogitRows,
         mut tap: Option<Tap>,
     ) -> Result<Tensor> {
-        self.validate(batch, caches)?;
-        let device = self.embed_tokens.device();
-        let pass = Pass::new(batch, caches, device, self.backend)?;
-
         // 1. embed: x is the residual stream, and y is the output that the next norm adds to x
-        let mut x = self.embed_tokens.embed(&Tensor::new(batch.ids, device)?, self.embed_scale)?;
-        let mut y = self.embed_positions.as_ref().map(|table| embed(table, pass.positions(), 1.0)).transpose()?;
+        let mut x = self.embed_tokens.embed(ids, self.embed_scale)?;
+        let mut y =
+            self.embed_positions.as_ref().map(|table| embed(table, pass.queries().positions(), 1.0)).transpose()?;
 
         // 2. layers
         for (index, layer) in self.layers.iter().enumerate() {
-            let (sum, output) = layer.forward(&x, y.as_ref(), index, &pass, caches)?;
+            let (sum, output) = layer.forward(&x, y.as_ref(), index, pass, cache)?;
             if let Some(tap) = &mut tap {
                 tap(index, &(&sum + &output)?)?;
             }
             (x, y) = (sum, Some(output));
         }
-        for (&tokens, cache) in batch.lengths.iter().zip(caches.iter_mut()) {
-            cache.advance(tokens);
-        }
 
         // 3. logits
-        if batch.logits == LogitRows::Last {
-            (x, y) = (last_rows(&x, &pass)?, y.map(|y| last_rows(&y, &pass)).transpose()?);
+        if logits == LogitRows::Last {
+            (x, y) = (last_rows(&x, pass)?, y.map(|y| last_rows(&y, pass)).transpose()?);
         }
         let (_, normed) = self.norm.add_norm(&x, y.as_ref(), self.dtype)?;
         let logits = self.lm_head.forward(&normed)?;
@@ -128,14 +136,15 @@ impl Decoder {
         })
     }
 
-    /// Fails if a token id is outside the vocabulary, or if a cache has more positions than the model was loaded for.
-    fn validate(&self, batch: &StepBatch, caches: &[&mut KvCache]) -> Result<()> {
+    /// Fails if a token id is outside the vocabulary, or if a position is beyond the loaded context.
+    fn validate(&self, batch: &StepBatch) -> Result<()> {
         let vocab_size = self.vocab_size();
         if let Some(id) = batch.ids.iter().find(|&&id| id as usize >= vocab_size) {
             bail!("token id {id} is outside the model's vocabulary of {vocab_size} tokens");
         }
-        if let Some(cache) = caches.iter().find(|cache| cache.context() > self.context) {
-            bail!("the cache has {} positions, but the model was loaded for {}", cache.context(), self.context);
+        let end = batch.sequences.iter().map(|span| span.position + span.tokens).max().unwrap_or(0);
+        if end > self.context {
+            bail!("the batch ends at position {end}, but the model was loaded for {} positions", self.context);
         }
         Ok(())
     }
@@ -155,6 +164,20 @@ impl Decoder {
         Ok(chosen)
     }
 
+    /// Returns the attention backend that [`set_attention_backend`](Self::set_attention_backend) set, or `Auto`.
+    pub fn attention_backend(&self) -> AttentionBackend {
+        self.backend
+    }
+
+    /// Returns whether attention reads block tables on the host. Such passes cannot be captured in a CUDA graph.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn reads_tables_on_host(&self) -> bool {
+        self.layers.iter().any(|layer| {
+            let config = &layer.self_attn.config;
+            let chosen = self.backend.choose(true, layer.self_attn.dtype(), config.spec.head_dim, config.softcap);
+            matches!(chosen, Ok(AttentionBackend::CandleFlashAttn))
+        })
+    }
     /// Returns the dtype of activations and of the KV cache.
     pub fn dtype(&self) -> DType {
         self.dtype
@@ -227,6 +250,13 @@ fn load_embedding(weights: &Weights, vocab_size: usize, hidden_size: usize, is_h
 
 /// Returns the last row of each sequence.
 fn last_rows(rows: &Tensor, pass: &Pass) -> Result<Tensor> {
-    let rows = pass.spans().map(|span| rows.narrow(0, span.end - 1, 1));
-    Ok(Tensor::cat(&rows.collect::<candle_core::Result<Vec<_>>>()?, 0)?.contiguous()?)
+    let spans = pass.queries().spans();
+    if let [span] = spans {
+        return Ok(rows.narrow(0, span.tokens - 1, 1)?.contiguous()?);
+    }
+    if spans.len() == rows.dim(0)? {
+        return Ok(rows.clone());
+    }
+    let last: Vec<u32> = spans.iter().map(|span| (span.first + span.tokens - 1) as u32).collect();
+    Ok(rows.index_select(&Tensor::new(last, rows.device())?, 0)?)
 }

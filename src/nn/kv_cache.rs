@@ -1,46 +1,30 @@
-//! The KV cache of one sequence. Its memory is allocated once, for the whole context.
+//! The paged KV cache: the keys and values of all sequences, in blocks of [`BLOCK_TOKENS`] positions.
 //!
-//! A full-attention layer keeps every position. A sliding-window layer keeps a ring buffer of the last positions.
+//! Layers with the same attention window form a group, and a sequence has one block table per group. The sequence keeps
+//! every block of a full-attention group, and only the blocks in the window of a sliding-window group.
 //!
-//! The next turn of a chat often changes the end of the prompt. For example, gpt-oss drops past reasoning.
-//! The cache can therefore be truncated.
-//! A full-attention layer can be truncated to any length.
-//! Once a ring buffer has overwritten its oldest positions, truncation can remove at most `chunk` positions from it.
-//! A longer truncation restores the savepoint, a copy of the sliding windows at the end of the prefill.
+//! A block has room for the same number of layers in every group, so any group can use any block. Layer i of each group
+//! uses the same tensors, in different blocks. If a model has more layers with one window than with another, as Gemma 3
+//! does, these layers are split into several groups. This is the design of vLLM's hybrid KV cache manager.
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
 
+use crate::kernels::attention::CachedLayer;
 use crate::kernels::rows::copy_rows;
+
+pub use crate::kernels::attention::BLOCK_TOKENS;
 
 /// The shape of one layer's keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerSpec {
     pub kv_heads: usize,
     pub head_dim: usize,
-    /// The size of the sliding window in positions, or `None` for a full-attention layer.
+    /// The number of positions that a sliding-window layer attends to. `None` for full attention.
     pub window: Option<usize>,
 }
 
-impl LayerSpec {
-    /// Returns the number of rows to allocate for `context` positions if one pass writes at most `chunk` positions.
-    /// After a chunk is written, the whole window of its first query must still be in the cache.
-    fn rows(&self, context: usize, chunk: usize) -> usize {
-        self.window.map_or(context, |window| context.min(window + chunk - 1))
-    }
-}
-
-/// Returns the size of a cache with these layers, in bytes.
-pub fn bytes(layers: &[LayerSpec], context: usize, chunk: usize, dtype: DType) -> u64 {
-    let elements = |layer: &LayerSpec| {
-        let row = 2 * layer.kv_heads as u64 * layer.head_dim as u64;
-        row.saturating_mul(layer.rows(context, chunk) as u64)
-    };
-    let bytes = |layer| elements(layer).saturating_mul(dtype.size_in_bytes() as u64);
-    layers.iter().map(bytes).fold(0, u64::saturating_add)
-}
-
-/// Returns the size in bytes of the keys and values that a token at position `depth` reads, including its own.
+/// Returns the size in bytes of the keys and values that a token at position `depth` attends to, including its own.
 pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
     let elements = |layer: &LayerSpec| {
         let positions = layer.window.map_or(depth + 1, |window| window.min(depth + 1));
@@ -49,207 +33,200 @@ pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
     layers.iter().map(|layer| (elements(layer) * dtype.size_in_bytes()) as u64).sum()
 }
 
-/// The KV cache of one sequence.
+/// The groups of layers that share block tables.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CacheLayout {
+    /// The attention window of each group, or `None` for full attention.
+    windows: Vec<Option<usize>>,
+    /// The group of each layer, and its index among the layers of the group.
+    places: Vec<(usize, usize)>,
+    /// The number of layers for which a block has room. Some groups may have fewer layers.
+    layers_per_group: usize,
+    /// KV heads and head size, or `None` if layers differ in them. Such a cache can be planned but not allocated.
+    heads: Option<(usize, usize)>,
+    /// The number of elements in the keys of one token and layer, for the largest layer.
+    row: usize,
+}
+
+impl CacheLayout {
+    /// Groups the layers of a model.
+    pub fn new(layers: &[LayerSpec]) -> Self {
+        let heads = layers.first().map(|layer| (layer.kv_heads, layer.head_dim));
+        let heads = heads.filter(|&heads| layers.iter().all(|layer| (layer.kv_heads, layer.head_dim) == heads));
+        let row = layers.iter().map(|layer| layer.kv_heads.saturating_mul(layer.head_dim)).max().unwrap_or(0);
+        // The windows and the number of layers with each, in the order of the first layer.
+        let mut classes: Vec<(Option<usize>, usize)> = Vec::new();
+        for layer in layers {
+            match classes.iter_mut().find(|(window, _)| *window == layer.window) {
+                Some((_, count)) => *count += 1,
+                None => classes.push((layer.window, 1)),
+            }
+        }
+        let layers_per_group = classes.iter().map(|&(_, count)| count).min().unwrap_or(0);
+        let (mut windows, mut places) = (Vec::new(), vec![(0, 0); layers.len()]);
+        for (window, _) in classes {
+            let members = (0..layers.len()).filter(|&layer| layers[layer].window == window);
+            for (index, layer) in members.enumerate() {
+                if index % layers_per_group == 0 {
+                    windows.push(window);
+                }
+                places[layer] = (windows.len() - 1, index % layers_per_group);
+            }
+        }
+        Self { windows, places, layers_per_group, heads, row }
+    }
+
+    /// Returns the attention window of each group, or `None` for full attention.
+    pub fn windows(&self) -> &[Option<usize>] {
+        &self.windows
+    }
+
+    /// Returns the number of groups.
+    pub fn groups(&self) -> usize {
+        self.windows.len()
+    }
+
+    /// Returns the group of a layer.
+    pub fn group(&self, layer: usize) -> usize {
+        self.places[layer].0
+    }
+
+    /// Returns the size of one block in bytes: the keys and values of all layers of a group.
+    pub fn block_bytes(&self, dtype: DType) -> u64 {
+        let row = (self.row as u64).saturating_mul(2 * dtype.size_in_bytes() as u64);
+        row.saturating_mul((self.layers_per_group * BLOCK_TOKENS) as u64)
+    }
+
+    /// Returns the most blocks that a sequence of `tokens` tokens uses if one step computes at most `chunk` of them.
+    pub fn peak_blocks(&self, tokens: usize, chunk: usize) -> usize {
+        self.windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
+    }
+}
+
+/// Returns the most blocks that a sequence of `tokens` tokens uses in a group with this window.
+pub fn peak_blocks(window: Option<usize>, tokens: usize, chunk: usize) -> usize {
+    let all = tokens.div_ceil(BLOCK_TOKENS);
+    // A step attends to its own tokens and the window before them. They can start and end in the middle of a block.
+    window.map_or(all, |window| all.min(window.saturating_add(chunk).div_ceil(BLOCK_TOKENS) + 1))
+}
+
+/// The block table of each group, for one sequence. Entry i of a table is the block that holds positions
+/// `i * BLOCK_TOKENS` to `(i + 1) * BLOCK_TOKENS - 1`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BlockTables {
+    groups: Vec<Vec<u32>>,
+}
+
+impl BlockTables {
+    /// Creates empty tables.
+    pub fn new(groups: usize) -> Self {
+        Self { groups: vec![Vec::new(); groups] }
+    }
+
+    /// Creates tables for a sequence of `context` positions that has the cache to itself. Block 0 stays unused.
+    ///
+    /// Sliding-window groups use their blocks as a ring buffer. A step may compute at most `chunk` tokens.
+    pub fn for_one_sequence(layout: &CacheLayout, context: usize, chunk: usize) -> Self {
+        let mut first = 1;
+        let tables = layout.windows.iter().map(|&window| {
+            let (blocks, all) = (peak_blocks(window, context, chunk), context.div_ceil(BLOCK_TOKENS));
+            let table = (0..all).map(|index| (first + index % blocks) as u32).collect();
+            first += blocks;
+            table
+        });
+        Self { groups: tables.collect() }
+    }
+
+    pub fn iter(&self) -> std::slice::Iter<'_, Vec<u32>> {
+        self.groups.iter()
+    }
+
+    /// Returns the block table of a group.
+    pub fn table(&self, group: usize) -> &[u32] {
+        &self.groups[group]
+    }
+
+    /// Returns the number of blocks in the table of a group.
+    pub fn len(&self, group: usize) -> usize {
+        self.groups[group].len()
+    }
+
+    pub fn get(&self, group: usize, index: usize) -> u32 {
+        self.groups[group][index]
+    }
+
+    pub fn set(&mut self, group: usize, index: usize, block: u32) {
+        self.groups[group][index] = block;
+    }
+
+    pub fn push(&mut self, group: usize, block: u32) {
+        self.groups[group].push(block);
+    }
+
+    /// Returns the number of positions for which every group has a block.
+    pub fn positions(&self) -> usize {
+        self.groups.iter().map(Vec::len).min().unwrap_or(0) * BLOCK_TOKENS
+    }
+}
+
+/// The keys and values of all sequences.
 pub struct KvCache {
-    layers: Vec<LayerCache>,
-    context: usize,
-    chunk: usize,
-    /// The number of cached positions.
-    len: usize,
-    savepoint: Option<Savepoint>,
-}
-
-/// The keys and values of one layer, both `[cache_rows, kv_heads, head_dim]`. Position p is in row p mod `cache_rows`.
-pub struct LayerCache {
-    k: Tensor,
-    v: Tensor,
-    window: Option<usize>,
-    /// The oldest position that has not been overwritten. Only the savepoint can restore older positions.
-    oldest: usize,
-}
-
-/// A copy of the rows of each sliding-window layer that position `len` and later positions attend to.
-struct Savepoint {
-    len: usize,
-    rows: Vec<Option<(Tensor, Tensor)>>,
+    layout: CacheLayout,
+    blocks: usize,
+    /// The keys and values of layer i of each group, both `[rows, kv_heads, head_dim]`.
+    /// Block b consists of `BLOCK_TOKENS` rows, starting at row `b * BLOCK_TOKENS`.
+    layers: Vec<(Tensor, Tensor)>,
 }
 
 impl KvCache {
-    /// Allocates a cache for `context` positions. One pass may write at most `chunk` positions.
-    pub fn new(layers: &[LayerSpec], context: usize, chunk: usize, dtype: DType, device: &Device) -> Result<Self> {
-        let layer = |spec: &LayerSpec| {
-            let shape = (spec.rows(context, chunk), spec.kv_heads, spec.head_dim);
-            let (k, v) = (Tensor::zeros(shape, dtype, device)?, Tensor::zeros(shape, dtype, device)?);
-            Ok(LayerCache { k, v, window: spec.window, oldest: 0 })
+    /// Allocates `blocks` blocks.
+    pub fn new(layout: CacheLayout, blocks: usize, dtype: DType, device: &Device) -> Result<Self> {
+        let Some((kv_heads, head_dim)) = layout.heads else {
+            bail!("cannot allocate a KV cache for layers with different numbers of KV heads or head sizes");
         };
-        let layers = layers.iter().map(layer).collect::<Result<_>>()?;
-        Ok(Self { layers, context, chunk, len: 0, savepoint: None })
+        let shape = (blocks * BLOCK_TOKENS, kv_heads, head_dim);
+        let layer = |_| Ok((Tensor::zeros(shape, dtype, device)?, Tensor::zeros(shape, dtype, device)?));
+        let layers = (0..layout.layers_per_group).map(layer).collect::<Result<_>>()?;
+        Ok(Self { layout, blocks, layers })
     }
 
-    /// Returns the number of cached positions.
-    pub fn len(&self) -> usize {
-        self.len
+    /// Allocates a cache for one sequence of `context` positions, and returns its block tables.
+    /// A step may compute any number of tokens.
+    pub fn for_one_sequence(
+        layers: &[LayerSpec],
+        context: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<(Self, BlockTables)> {
+        let layout = CacheLayout::new(layers);
+        let tables = BlockTables::for_one_sequence(&layout, context, context);
+        let blocks = 1 + layout.peak_blocks(context, context);
+        Ok((Self::new(layout, blocks, dtype, device)?, tables))
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
+    pub fn layout(&self) -> &CacheLayout {
+        &self.layout
     }
 
-    /// Returns the maximum number of positions in the cache.
-    pub fn context(&self) -> usize {
-        self.context
+    /// Returns the number of blocks.
+    pub fn blocks(&self) -> usize {
+        self.blocks
     }
 
-    /// Returns the maximum number of tokens that one pass may write.
-    pub fn chunk(&self) -> usize {
-        self.chunk
+    /// Returns the keys and values of a layer.
+    pub fn layer(&self, layer: usize) -> CachedLayer<'_> {
+        let (_, index) = self.layout.places[layer];
+        let (k, v) = &self.layers[index];
+        CachedLayer { k, v }
     }
 
-    /// Fails if the cache has no room for `tokens` more positions, or if one pass may not write that many.
-    pub fn check_capacity(&self, tokens: usize) -> Result<()> {
-        if tokens > self.chunk || self.len + tokens > self.context {
-            bail!(
-                "cannot cache {tokens} tokens: {} of {} positions are used, and a pass takes at most {} tokens",
-                self.len,
-                self.context,
-                self.chunk
-            );
+    /// Copies the keys and values of a block, of all layers of its group, to another block.
+    pub fn copy_block(&self, from: u32, to: u32) -> Result<()> {
+        for tensor in self.layers.iter().flat_map(|(k, v)| [k, v]) {
+            let rows = tensor.narrow(0, from as usize * BLOCK_TOKENS, BLOCK_TOKENS)?.force_contiguous()?;
+            copy_rows(tensor, &rows, to as usize * BLOCK_TOKENS)?;
         }
         Ok(())
-    }
-
-    /// Writes `k` and `v`, both `[tokens, kv_heads, head_dim]`, after the cached positions of one layer.
-    /// Returns the cache of this layer. Call `advance` after writing the last layer.
-    ///
-    /// Fails without writing anything if [`check_capacity`](Self::check_capacity) fails, because the tokens would
-    /// overwrite rows that are still needed.
-    pub fn write(&mut self, layer: usize, k: &Tensor, v: &Tensor) -> Result<&LayerCache> {
-        if k.dims() != v.dims() {
-            bail!("cannot cache keys {:?} with values {:?}: their shapes differ", k.dims(), v.dims());
-        }
-        self.check_capacity(k.dim(0)?)?;
-        let layer = &mut self.layers[layer];
-        layer.write(self.len, k, v)?;
-        Ok(layer)
-    }
-
-    /// Removes all positions and the savepoint.
-    pub fn reset(&mut self) {
-        self.len = 0;
-        self.savepoint = None;
-        self.layers.iter_mut().for_each(|layer| layer.oldest = 0);
-    }
-
-    /// Advances the length by `tokens` positions, which `write` must have written to all layers.
-    pub fn advance(&mut self, tokens: usize) {
-        self.len += tokens;
-    }
-
-    /// Advances the length by `tokens` positions that the decode graph has written.
-    /// The graph has also written `beyond` positions after the new length, which have overwritten ring buffer rows.
-    pub fn advance_written(&mut self, tokens: usize, beyond: usize) {
-        self.len += tokens;
-        for layer in &mut self.layers {
-            layer.oldest = layer.oldest.max((self.len + beyond).saturating_sub(layer.rows()));
-        }
-    }
-
-    /// Returns the keys and values of one layer.
-    pub fn layer(&self, layer: usize) -> &LayerCache {
-        &self.layers[layer]
-    }
-
-    /// Copies the rows of sliding-window layers that later positions attend to.
-    /// `truncate` can then restore this length, no matter how many positions are written after it.
-    pub fn set_savepoint(&mut self) -> Result<()> {
-        let rows = self.layers.iter().map(|layer| layer.save_window(self.len)).collect::<Result<_>>()?;
-        self.savepoint = Some(Savepoint { len: self.len, rows });
-        Ok(())
-    }
-
-    /// Truncates the cache to at most `len` positions and returns the number of positions left.
-    /// Fewer than `len` are left if a ring buffer has overwritten part of the window of position `len`.
-    pub fn truncate(&mut self, len: usize) -> Result<usize> {
-        let len = len.min(self.len);
-        if self.layers.iter().all(|layer| layer.has_window_of(len)) {
-            self.len = len;
-        } else if let Some(savepoint) = self.savepoint.take_if(|savepoint| savepoint.len <= len) {
-            for (layer, rows) in self.layers.iter_mut().zip(&savepoint.rows) {
-                if let Some((k, v)) = rows {
-                    layer.oldest = savepoint.len - k.dim(0)?;
-                    layer.write(layer.oldest, k, v)?;
-                }
-            }
-            self.len = savepoint.len;
-            self.savepoint = Some(savepoint);
-        } else {
-            self.reset();
-        }
-        self.savepoint.take_if(|savepoint| savepoint.len > self.len);
-        Ok(self.len)
-    }
-}
-
-impl LayerCache {
-    /// `[cache_rows, kv_heads, head_dim]`
-    pub fn k(&self) -> &Tensor {
-        &self.k
-    }
-
-    /// `[cache_rows, kv_heads, head_dim]`
-    pub fn v(&self) -> &Tensor {
-        &self.v
-    }
-
-    /// Returns the number of positions that fit in the cache of this layer.
-    fn rows(&self) -> usize {
-        self.k.dims()[0]
-    }
-
-    /// Writes `k` and `v` starting at `position`. The caller guarantees that the rows may be overwritten.
-    fn write(&mut self, position: usize, k: &Tensor, v: &Tensor) -> Result<()> {
-        let (tokens, rows) = (k.dim(0)?, self.rows());
-        let mut written = 0;
-        while written < tokens {
-            let row = (position + written) % rows;
-            let count = (tokens - written).min(rows - row);
-            copy_rows(&self.k, &k.narrow(0, written, count)?, row)?;
-            copy_rows(&self.v, &v.narrow(0, written, count)?, row)?;
-            written += count;
-        }
-        self.oldest = self.oldest.max((position + tokens).saturating_sub(rows));
-        Ok(())
-    }
-
-    /// Returns the number of previous positions that a token attends to, or `None` for a full-attention layer.
-    fn past_window(&self) -> Option<usize> {
-        self.window.map(|window| window - 1)
-    }
-
-    /// Returns true if the layer still has every position that position `len` attends to.
-    fn has_window_of(&self, len: usize) -> bool {
-        self.oldest <= self.past_window().map_or(0, |past| len.saturating_sub(past))
-    }
-
-    /// Copies the rows before position `len` that position `len` attends to.
-    /// Returns `None` if there are no such rows, or for a full-attention layer, which never overwrites rows.
-    fn save_window(&self, len: usize) -> Result<Option<(Tensor, Tensor)>> {
-        let Some(past) = self.past_window() else { return Ok(None) };
-        let (count, rows) = (past.min(len), self.rows());
-        if count == 0 {
-            return Ok(None);
-        }
-        let first = (len - count) % rows;
-        let copy = |tensor: &Tensor| -> Result<Tensor> {
-            let head = count.min(rows - first);
-            let mut parts = vec![tensor.narrow(0, first, head)?];
-            if head < count {
-                parts.push(tensor.narrow(0, 0, count - head)?);
-            }
-            // `cat` of one tensor would share memory with the ring buffer, and `copy` would copy the whole buffer.
-            Ok(if parts.len() == 1 { parts[0].force_contiguous()? } else { Tensor::cat(&parts, 0)? })
-        };
-        Ok(Some((copy(&self.k)?, copy(&self.v)?)))
     }
 }
 
@@ -257,44 +234,51 @@ impl LayerCache {
 mod tests {
     use super::*;
 
-    /// Returns the keys of `tokens` positions from `first` on, f32 `[tokens, 1, 1]`. The key of position p is p.
-    fn keys(first: usize, tokens: usize) -> Tensor {
-        let positions = (first..first + tokens).map(|position| position as f32);
-        Tensor::from_iter(positions, &Device::Cpu).unwrap().reshape((tokens, 1, 1)).unwrap()
-    }
-
-    fn cached(cache: &KvCache) -> [Vec<f32>; 2] {
-        [0, 1].map(|layer| cache.layer(layer).k().flatten_all().unwrap().to_vec1().unwrap())
+    fn specs(windows: &[Option<usize>]) -> Vec<LayerSpec> {
+        windows.iter().map(|&window| LayerSpec { kv_heads: 2, head_dim: 8, window }).collect()
     }
 
     #[test]
-    fn write_fails_without_room() {
-        let layers = [None, Some(3)].map(|window| LayerSpec { kv_heads: 1, head_dim: 1, window });
-        let mut cache = KvCache::new(&layers, 10, 4, DType::F32, &Device::Cpu).unwrap();
-        let mut append = |first: usize, tokens: usize| {
-            let k = keys(first, tokens);
-            for layer in 0..layers.len() {
-                cache.write(layer, &k, &k).map(|_| ())?;
-            }
-            cache.advance(tokens);
-            anyhow::Ok(cached(&cache))
-        };
-        assert!(append(0, 5).is_err(), "5 tokens should exceed the chunk of 4");
-        append(0, 4).unwrap();
-        append(4, 4).unwrap();
-        assert!(append(8, 3).is_err(), "3 tokens after 8 should exceed the context of 10");
-        // The failed writes have changed nothing. Position p of the second layer is in row p mod 6.
-        let [full, sliding] = append(8, 2).unwrap();
-        assert_eq!(full, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]);
-        assert_eq!(sliding, [6.0, 7.0, 8.0, 9.0, 4.0, 5.0]);
-        assert!(append(10, 1).is_err());
+    fn alternating_layers_form_two_groups() {
+        let layout = CacheLayout::new(&specs(&[Some(128), None, Some(128), None]));
+        assert_eq!(layout.windows(), [Some(128), None]);
+        assert_eq!(layout.places, [(0, 0), (1, 0), (0, 1), (1, 1)]);
+        assert_eq!(layout.block_bytes(DType::BF16), 2 * 2 * 2 * 8 * 2 * 64);
     }
 
     #[test]
-    fn write_fails_if_keys_and_values_differ_in_shape() {
-        let layers = [LayerSpec { kv_heads: 1, head_dim: 1, window: None }];
-        let mut cache = KvCache::new(&layers, 10, 4, DType::F32, &Device::Cpu).unwrap();
-        assert!(cache.write(0, &keys(0, 2), &keys(0, 3)).is_err());
-        assert!(cache.write(0, &keys(0, 3), &keys(0, 2)).is_err());
+    fn larger_classes_are_split() {
+        let layout = CacheLayout::new(&specs(&[Some(4), Some(4), Some(4), None, Some(4), Some(4), Some(4), None]));
+        assert_eq!(layout.windows(), [Some(4), Some(4), Some(4), None]);
+        assert_eq!(layout.places[..4], [(0, 0), (0, 1), (1, 0), (3, 0)]);
+    }
+
+    #[test]
+    fn layers_of_different_shapes_are_planned_but_not_allocated() {
+        let mut layers = specs(&[None, None]);
+        layers[1].head_dim = 16;
+        let layout = CacheLayout::new(&layers);
+        assert_eq!(layout.block_bytes(DType::F32), 2 * 2 * 2 * 16 * 4 * 64);
+        assert!(KvCache::new(layout, 1, DType::F32, &Device::Cpu).is_err());
+    }
+
+    #[test]
+    fn sliding_groups_need_few_blocks() {
+        let layout = CacheLayout::new(&specs(&[Some(128), None]));
+        assert_eq!(layout.peak_blocks(64, 32), 2);
+        assert_eq!(layout.peak_blocks(64_000, 64), 1000 + 4);
+        let tables = BlockTables::for_one_sequence(&layout, 64_000, 64);
+        assert_eq!((tables.get(0, 3), tables.get(0, 4), tables.get(1, 0)), (4, 1, 5));
+    }
+
+    #[test]
+    fn a_copied_block_has_the_same_rows() {
+        let layout = CacheLayout::new(&specs(&[None]));
+        let cache = KvCache::new(layout, 3, DType::F32, &Device::Cpu).unwrap();
+        let rows = Tensor::ones((BLOCK_TOKENS, 2, 8), DType::F32, &Device::Cpu).unwrap();
+        copy_rows(cache.layer(0).k, &rows, BLOCK_TOKENS).unwrap();
+        cache.copy_block(1, 2).unwrap();
+        let sums = cache.layer(0).k.reshape((3, BLOCK_TOKENS * 16)).unwrap().sum(1).unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(sums, [0.0, 1024.0, 1024.0]);
     }
 }

@@ -34,10 +34,10 @@ impl DecoderLayer {
         y: Option<&Tensor>,
         index: usize,
         pass: &Pass,
-        caches: &mut [&mut KvCache],
+        cache: &KvCache,
     ) -> Result<(Tensor, Tensor)> {
         let (x, normed) = self.attention_norm.add_norm(x, y, self.self_attn.dtype())?;
-        let y = post_norm(&self.attention_post_norm, self.self_attn.forward(&normed, index, pass, caches)?)?;
+        let y = post_norm(&self.attention_post_norm, self.self_attn.forward(&normed, index, pass, cache)?)?;
         let (x, normed) = self.mlp_norm.add_norm(&x, Some(&y), self.mlp.dtype())?;
         let y = post_norm(&self.mlp_post_norm, self.mlp.forward(&normed)?)?;
         Ok((x, y))

@@ -32,7 +32,10 @@ impl GatedMoeConfig {
         let (chosen, experts) = (self.experts_per_token, self.experts);
         check_size("the intermediate size of experts", self.intermediate_size)?;
         if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
-            bail!("cannot choose {chosen} of {experts} experts (at most {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS})");
+            bail!(
+                "cannot route each token to {chosen} of {experts} experts: the limits are 1 to {MAX_CHOSEN_EXPERTS} \
+                 experts per token, and {MAX_EXPERTS} experts"
+            );
         }
         Ok(())
     }

@@ -1,21 +1,29 @@
 //! One forward pass: its tokens and the data that all layers share.
 
-use std::ops::Range;
-
 use anyhow::{Result, bail};
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 
-use super::kv_cache::KvCache;
-use crate::kernels::attention::AttentionBackend;
+use super::kv_cache::{BlockTables, KvCache};
+use crate::kernels::attention::{AttentionBackend, PassBlocks, Queries};
 
 /// The input of one forward pass: tokens of one or more sequences.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct StepBatch<'b> {
     /// The token ids of all sequences, one sequence after the other.
     pub ids: &'b [u32],
-    /// The number of new tokens in each sequence. The positions of new tokens follow the cached positions.
-    pub lengths: &'b [usize],
+    pub sequences: &'b [SequenceSpan<'b>],
     pub logits: LogitRows,
+}
+
+/// The tokens of one sequence in a pass.
+#[derive(Clone, Copy, Debug)]
+pub struct SequenceSpan<'b> {
+    /// The number of new tokens.
+    pub tokens: usize,
+    /// The position of the first new token. The keys and values of all earlier positions are in the cache.
+    pub position: usize,
+    /// The block tables of the sequence. They cover all positions up to the last new token.
+    pub tables: &'b BlockTables,
 }
 
 /// The tokens for which a pass returns logits.
@@ -27,48 +35,54 @@ pub enum LogitRows {
     All,
 }
 
-/// The data of a forward pass that all layers share: token positions, row ranges and the attention backend.
+/// The data of a forward pass that all layers share: token positions, block tables and the attention backend.
 pub struct Pass {
-    /// u32 `[tokens]`
-    positions: Tensor,
-    spans: Vec<Range<usize>>,
+    queries: Queries,
+    /// The block tables of each group of layers, and the cache rows of the new tokens.
+    blocks: Vec<PassBlocks>,
     backend: AttentionBackend,
 }
 
 impl Pass {
-    /// Computes the position of every token. Fails if a cache has no room for the tokens of its sequence.
-    pub(super) fn new(
-        batch: &StepBatch,
-        caches: &[&mut KvCache],
-        device: &Device,
-        backend: AttentionBackend,
-    ) -> Result<Self> {
-        let StepBatch { ids, lengths, .. } = *batch;
-        if lengths.len() != caches.len() || lengths.iter().sum::<usize>() != ids.len() {
-            bail!("the batch has {} token ids, lengths {lengths:?}, and {} caches", ids.len(), caches.len());
+    /// Computes the position and the cache row of each token. Fails if a sequence has no blocks for its tokens.
+    pub(super) fn new(batch: &StepBatch, cache: &KvCache, device: &Device, backend: AttentionBackend) -> Result<Self> {
+        let StepBatch { ids, sequences, .. } = *batch;
+        let tokens: usize = sequences.iter().map(|span| span.tokens).sum();
+        if tokens != ids.len() || sequences.iter().any(|span| span.tokens == 0) {
+            let lengths: Vec<usize> = sequences.iter().map(|span| span.tokens).collect();
+            bail!("the batch has {} token ids for sequences of {lengths:?} tokens", ids.len());
         }
-        let mut spans = Vec::new();
-        let mut positions = Vec::with_capacity(ids.len());
-        for (&tokens, cache) in lengths.iter().zip(caches) {
-            cache.check_capacity(tokens)?;
-            spans.push(positions.len()..positions.len() + tokens);
-            positions.extend((cache.len()..cache.len() + tokens).map(|position| position as u32));
+        let groups = cache.layout().groups();
+        if let Some(span) = sequences.iter().find(|span| span.tables.iter().len() != groups) {
+            bail!("a sequence has block tables for {} groups, but the cache has {groups}", span.tables.iter().len());
         }
-        let count = positions.len();
-        Ok(Self { positions: Tensor::from_vec(positions, count, device)?, spans, backend })
+        let spans: Vec<(usize, usize)> = sequences.iter().map(|span| (span.tokens, span.position)).collect();
+        let queries = Queries::new(&spans, device)?;
+        let blocks = (0..groups).map(|group| {
+            let tables: Vec<&[u32]> = sequences.iter().map(|span| span.tables.table(group)).collect();
+            PassBlocks::new(&queries, &tables, cache.blocks(), device)
+        });
+        let blocks = blocks.collect::<candle_core::Result<_>>()?;
+        Ok(Self { queries, blocks, backend })
     }
 
-    /// Returns the position of every token, u32 `[tokens]`.
-    pub fn positions(&self) -> &Tensor {
-        &self.positions
+    /// Creates a pass from positions and block tables that are already on the device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn from_parts(queries: Queries, blocks: Vec<PassBlocks>, backend: AttentionBackend) -> Self {
+        Self { queries, blocks, backend }
     }
 
-    /// Returns the range of batch rows that hold the tokens of each sequence.
-    pub fn spans(&self) -> impl Iterator<Item = Range<usize>> {
-        self.spans.iter().cloned()
+    /// Returns the position and the sequence of each token.
+    pub fn queries(&self) -> &Queries {
+        &self.queries
     }
 
-    /// Returns the attention backend to use.
+    /// Returns the block tables of a group of layers, and the cache rows of the new tokens.
+    pub fn blocks(&self, group: usize) -> &PassBlocks {
+        &self.blocks[group]
+    }
+
+    /// Returns the attention kernel to use.
     pub fn backend(&self) -> AttentionBackend {
         self.backend
     }

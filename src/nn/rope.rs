@@ -292,6 +292,7 @@ mod tests {
 
     use super::*;
     use crate::kernels::attention::rope::{HeadSizes, split_qkv};
+    use crate::kernels::attention::{BLOCK_TOKENS, CachedLayer};
 
     #[test]
     fn rotation_agrees_with_candle_nn() {
@@ -304,7 +305,9 @@ mod tests {
         let positions = Tensor::arange(first as u32, (first + tokens) as u32, &Device::Cpu).unwrap();
 
         let sizes = HeadSizes { heads, kv_heads, head_dim };
-        let (q, ..) = split_qkv(&qkv, None, None, rotary.rotation(&positions), sizes, DType::F32).unwrap();
+        let cache = Tensor::zeros((BLOCK_TOKENS, kv_heads, head_dim), DType::F32, &Device::Cpu).unwrap();
+        let layer = CachedLayer { k: &cache, v: &cache };
+        let q = split_qkv(&qkv, None, None, rotary.rotation(&positions), sizes, layer, &positions).unwrap();
 
         // candle's rope takes [batch, heads, tokens, head_dim].
         let plain = qkv.narrow(1, 0, heads * head_dim).unwrap().reshape((1, tokens, heads, head_dim)).unwrap();

@@ -6,14 +6,18 @@ use anyhow::{Context, Result, bail};
 use candle_core::{D, Tensor};
 
 use super::{Decode, KernelTime, LaunchCounts, Runner, StepBytes};
-use crate::nn::kv_cache;
+use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
 use crate::nn::pass::LogitRows;
+
+/// The sequence id with which the decode graph runs the single sequence.
+#[cfg(feature = "cuda")]
+const SOLO: u64 = u64::MAX;
 
 impl Runner {
     /// Prefills `tokens` after the cached tokens, in chunks, and waits for the device.
     pub fn fill(&mut self, tokens: &[u32]) -> Result<()> {
-        for chunk in tokens.chunks(self.cache.chunk()) {
-            self.forward(chunk, LogitRows::Last)?;
+        for chunk in tokens.chunks(self.limits.chunk) {
+            self.forward_solo(chunk, LogitRows::Last)?;
         }
         Ok(self.device.synchronize()?)
     }
@@ -27,14 +31,14 @@ impl Runner {
         if self.start_graph(first)? {
             #[cfg(feature = "cuda")]
             for left in (1..=count).rev() {
-                token = self.graph_step(Some(token), left)?;
+                token = self.solo_graph_step(token, left)?;
                 chosen.push(token);
             }
             self.device.synchronize()?;
             return Ok(chosen);
         }
         for _ in 0..count {
-            let logits = self.forward(&[token], LogitRows::Last)?;
+            let logits = self.forward_solo(&[token], LogitRows::Last)?;
             // Copy only the four bytes of the token to the host, not the logits.
             token = logits.argmax(D::Minus1)?.to_vec1::<u32>()?[0];
             chosen.push(token);
@@ -48,7 +52,7 @@ impl Runner {
     /// Empties the cache afterwards. Fails if there is no graph.
     #[cfg(feature = "cuda")]
     pub fn decode_steps_ungraphed(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
-        if count > self.cache.context() - self.cache.len() || !self.start_graph(first)? {
+        if count > self.limits.context - self.solo.cached.len() || !self.start_graph(first)? {
             bail!("cannot run {count} decode steps: they exceed the context, or there is no graph");
         }
         let Decode::Graph(graph) = &mut self.decode else { bail!("no decode graph was planned") };
@@ -72,10 +76,10 @@ impl Runner {
 
     fn one_step_logits(&mut self, id: u32) -> Result<Tensor> {
         if !self.start_graph(id)? {
-            return self.forward(&[id], LogitRows::Last);
+            return self.forward_solo(&[id], LogitRows::Last);
         }
         #[cfg(feature = "cuda")]
-        self.graph_step(Some(id), 1)?;
+        self.solo_graph_step(id, 1)?;
         match &self.decode {
             Decode::Eager(_) => bail!("no decode graph was planned"),
             #[cfg(feature = "cuda")]
@@ -92,21 +96,42 @@ impl Runner {
                 Ok(false)
             }
             #[cfg(feature = "cuda")]
-            Decode::Graph(graph) => graph.start(self.cache.len(), token, None).map(|()| true),
+            Decode::Graph(graph) => {
+                graph.start(SOLO, self.solo.cached.len(), token, None, &self.solo.tables)?;
+                Ok(true)
+            }
         }
     }
 
-    /// Rewinds to the first `len` cached tokens and sets a savepoint, so the next rewind to `len` needs no prefill.
+    /// Returns the token that the graph chose after `input`.
+    #[cfg(feature = "cuda")]
+    fn solo_graph_step(&mut self, input: u32, limit: usize) -> Result<u32> {
+        let Decode::Graph(graph) = &mut self.decode else { bail!("no decode graph was planned") };
+        let token = graph.next(limit)?;
+        self.solo.cached.push(input);
+        // Steps that are already queued write to the positions after this token.
+        self.solo.written = self.solo.written.max(self.solo.cached.len() + graph.queued_steps());
+        Ok(token)
+    }
+
+    /// Rewinds to the first `len` cached tokens.
     pub fn rewind(&mut self, len: usize) -> Result<()> {
-        if len > self.cached.len() {
-            bail!("cannot rewind to {len} tokens: only {} are cached", self.cached.len());
+        if len > self.solo.cached.len() {
+            bail!("cannot rewind to {len} tokens: only {} are cached", self.solo.cached.len());
         }
-        let held = self.cache.truncate(len)?;
-        // Sliding-window layers may have kept fewer than `len` tokens. Prefill the missing tokens again.
-        let missing = self.cached[held..len].to_vec();
-        self.cached.truncate(held);
-        self.fill(&missing).context("cannot prefill the cached tokens again")?;
-        self.cache.set_savepoint()?;
+        self.stop_graph();
+        // Sliding-window groups use their blocks as a ring buffer, so later positions may have overwritten the window.
+        let overwritten = self.cache.layout().windows().iter().flatten().any(|&window| {
+            let rows = peak_blocks(Some(window), self.limits.context, self.limits.chunk) * BLOCK_TOKENS;
+            let window_start = (len + 1).saturating_sub(window) / BLOCK_TOKENS * BLOCK_TOKENS;
+            self.solo.written > window_start + rows
+        });
+        self.solo.cached.truncate(len);
+        if overwritten {
+            let tokens = self.solo.cached.clone();
+            self.reset();
+            self.fill(&tokens).context("cannot prefill the cached tokens again")?;
+        }
         Ok(self.device.synchronize()?)
     }
 
@@ -119,18 +144,18 @@ impl Runner {
     /// Times each kernel of a decode step after the cached tokens. Returns `None` if there is no graph.
     pub fn kernel_times(&mut self) -> Result<Option<Vec<KernelTime>>> {
         #[cfg(feature = "cuda")]
-        if self.cache.len() < self.cache.context() && self.start_graph(0)? {
+        if self.solo.cached.len() < self.limits.context && self.start_graph(0)? {
             let dtype = self.dtype();
             let Decode::Graph(graph) = &mut self.decode else { return Ok(None) };
             let mut times = graph.kernel_times()?;
-            let cache = kv_cache::step_bytes(self.decoder.cache_layers(), self.cache.len(), dtype);
+            let cache = kv_cache::step_bytes(self.decoder.cache_layers(), self.solo.cached.len(), dtype);
             // The bytes that attention reads depend on the number of cached tokens.
             // Report them only if all layers use the same attention kernel.
             let mut attention = times.iter_mut().filter(|time| time.name.starts_with("flash_attention"));
             if let (Some(time), None) = (attention.next(), attention.next()) {
                 time.bytes = cache;
             }
-            self.cache.advance_written(0, 1);
+            self.solo.written = self.solo.written.max(self.solo.cached.len() + 1);
             return Ok(Some(times));
         }
         Ok(None)

@@ -15,8 +15,11 @@ pub trait ChooseToken {
     /// Never chooses a token whose logit is NaN or -inf.
     fn choose(&mut self, logits: &mut [f32]) -> u32;
 
+    /// Records a token that the device chose, so that later choices count it.
+    fn record(&mut self, token: u32);
+
     /// Returns the parameters and token counts for the sampling kernel, or `None` for greedy sampling.
     /// The kernel chooses the same tokens as `choose`, except for the rare differences that `sample.cu` lists.
     #[cfg(feature = "cuda")]
-    fn on_device(&self, vocab_size: usize) -> Option<DeviceSampling>;
+    fn on_device(&self) -> Option<DeviceSampling>;
 }

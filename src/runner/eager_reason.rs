@@ -1,10 +1,10 @@
-//! [`EagerReason`]: why decode steps run without a CUDA graph.
+//! [`EagerReason`]: why the decode steps of a single sequence run without a CUDA graph.
 
 use std::fmt;
 
 use candle_core::DType;
 
-/// The reason that decode steps run operation by operation instead of as a CUDA graph.
+/// The reason that the decode steps of a single sequence do not run as a CUDA graph.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EagerReason {
     /// The user gave `--eager`.

@@ -205,3 +205,28 @@ fn step_bytes_match_a_count_by_hand() {
     assert_eq!(decoder.step_bytes(), 80 * 2 + 3 * layer + 80 * 4 + 137 * 80 * 2);
     assert_eq!(kv_cache::step_bytes(decoder.cache_layers(), 30, DType::BF16), 3 * 31 * 2 * 2 * 10 * 2);
 }
+
+#[test]
+fn requests_at_once_are_measured() {
+    let output = bench(&["--concurrency", "1,3", "--input", "20", "--output", "5", "--requests", "4", "--json"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let serving = json["serving"].as_array().unwrap();
+    assert_eq!(serving.len(), 2);
+    for (serving, concurrency) in serving.iter().zip([1, 3]) {
+        assert_eq!((&serving["concurrency"], &serving["requests"]), (&concurrency.into(), &4.into()));
+        assert_eq!((&serving["input_tokens"], &serving["output_tokens"]), (&80.into(), &20.into()));
+        assert_eq!(serving["cached_tokens"], 0, "the prompts differ");
+        for figure in ["/output_tok_per_s", "/ttft_ms/p50", "/ttft_ms/p99", "/itl_ms/p50", "/itl_ms/p99"] {
+            assert!(serving.pointer(figure).unwrap().as_f64().unwrap() > 0.0, "{figure}");
+        }
+    }
+    assert!(json["first_token"].is_null() && json["tests"].as_array().unwrap().is_empty());
+
+    let lengths = ["--lengths", "sharegpt-like", "--rate", "50"];
+    let output = bench(&[&["--concurrency", "4", "--input", "30", "--output", "8"][..], &lengths].concat());
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains("requests at once"), "{}", text(&output.stdout));
+    assert_fails(&bench(&["--concurrency", "2", "-p", "16"]), 2, &["cannot be used with"]);
+    assert_fails(&bench(&["--concurrency", "2", "--rate", "0"]), 2, &["above 0"]);
+}

@@ -10,10 +10,11 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::SamplingParams;
 use inferno::engine::sampler::{Sampler, argmax};
+use inferno::kernels::decode::sample_rows;
 use inferno::models;
 use inferno::nn::decoder::Decoder;
-use inferno::nn::kv_cache::KvCache;
-use inferno::nn::pass::{LogitRows, StepBatch};
+use inferno::nn::kv_cache::{BlockTables, KvCache};
+use inferno::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 use inferno::runner::ChooseToken;
 use inferno::runner::decode_graph::{DecodeGraph, DecodePlan};
 use inferno::weights::quantized::QuantizationTarget;
@@ -24,6 +25,7 @@ use crate::support::{Random, golden, golden_models, gpu, relative_error, values}
 
 const CONTEXT: usize = 160;
 const CHUNK: usize = 32;
+const INF: f32 = f32::INFINITY;
 
 /// Families whose router may choose different experts in the graph than in the eager decoder.
 /// The graph and the eager decoder round the router's input differently, which can decide a near tie.
@@ -33,6 +35,8 @@ struct Model {
     name: String,
     decoder: Decoder,
     cache: KvCache,
+    /// The block tables of the only sequence. The order of the blocks is reversed.
+    tables: BlockTables,
     device: Device,
     dtype: DType,
     has_router: bool,
@@ -59,37 +63,42 @@ impl Model {
         let config = models::read_config(dir).unwrap();
         let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
         let has_router = ROUTED.contains(&config.family.model_type);
-        let cache = KvCache::new(decoder.cache_layers(), CONTEXT, CHUNK, dtype, device).unwrap();
-        Self { name: format!("{name} in {dtype:?}"), decoder, cache, device: device.clone(), dtype, has_router }
+        let (cache, mut tables) = KvCache::for_one_sequence(decoder.cache_layers(), CONTEXT, dtype, device).unwrap();
+        for group in 0..cache.layout().groups() {
+            for (index, block) in tables.table(group).to_vec().into_iter().rev().enumerate() {
+                tables.set(group, index, block);
+            }
+        }
+        Self { name: format!("{name} in {dtype:?}"), decoder, cache, tables, device: device.clone(), dtype, has_router }
     }
 
     fn fresh_cache(&self) -> KvCache {
-        KvCache::new(self.decoder.cache_layers(), CONTEXT, CHUNK, self.dtype, &self.device).unwrap()
+        let layout = self.cache.layout().clone();
+        KvCache::new(layout, self.cache.blocks(), self.dtype, &self.device).unwrap()
     }
 
     fn graph(&self) -> DecodeGraph {
-        match DecodeGraph::plan(&self.decoder, &self.cache).unwrap() {
+        match DecodeGraph::plan(&self.decoder, &self.cache, CONTEXT).unwrap() {
             DecodePlan::Graph(graph) => *graph,
             DecodePlan::Unsupported(reason) => panic!("{}: {reason}", self.name),
         }
     }
 
-    /// Resets the graph's cache and prefills it with a prompt.
-    fn prefill(&mut self, prompt: &[u32]) {
-        self.cache.reset();
-        for chunk in prompt.chunks(CHUNK) {
-            let batch = StepBatch { ids: chunk, lengths: &[chunk.len()], logits: LogitRows::Last };
-            self.decoder.forward(&batch, &mut [&mut self.cache]).unwrap();
-        }
+    /// Prefills the graph's cache with a prompt.
+    fn prefill(&self, prompt: &[u32]) {
+        self.forward(prompt, 0, &self.cache);
     }
 
-    /// Runs the eager decoder on `ids`, after the tokens in `cache`. Returns the logits of the last token.
-    fn forward(&self, ids: &[u32], cache: &mut KvCache) -> Tensor {
-        let logits = ids.chunks(CHUNK).map(|chunk| {
-            let batch = StepBatch { ids: chunk, lengths: &[chunk.len()], logits: LogitRows::Last };
-            self.decoder.forward(&batch, &mut [&mut *cache]).unwrap()
-        });
-        logits.last().unwrap()
+    /// Runs `ids` on the eager decoder, starting at `position`. Returns the logits of the last token.
+    fn forward(&self, ids: &[u32], position: usize, cache: &KvCache) -> Tensor {
+        let mut logits = None;
+        for (index, chunk) in ids.chunks(CHUNK).enumerate() {
+            let position = position + index * CHUNK;
+            let span = SequenceSpan { tokens: chunk.len(), position, tables: &self.tables };
+            let batch = StepBatch { ids: chunk, sequences: &[span], logits: LogitRows::Last };
+            logits = Some(self.decoder.forward(&batch, cache).unwrap());
+        }
+        logits.unwrap()
     }
 }
 
@@ -229,32 +238,32 @@ impl Llama {
 }
 
 /// Runs a test on every model that the graph supports, in bf16 and f16.
-fn for_each_model(test: impl Fn(&mut Model)) {
+fn for_each_model(test: impl Fn(&Model)) {
     let device = gpu();
     for dtype in [DType::BF16, DType::F16] {
         for case in golden_models(|model| model.has_graph) {
-            test(&mut Model::load(case, &golden(case), &device, dtype));
+            test(&Model::load(case, &golden(case), &device, dtype));
         }
         for (name, llama) in LLAMAS {
             let dir = tempfile::tempdir().unwrap();
             llama.write(dir.path());
-            test(&mut Model::load(&format!("llama {name}"), dir.path(), &device, dtype));
+            test(&Model::load(&format!("llama {name}"), dir.path(), &device, dtype));
         }
         let dir = tempfile::tempdir().unwrap();
         QUANTIZED.write(dir.path());
         for name in ["q8_0", "q4_k", "q2_k", "q3_k", "q5_1", "fp8", "int8"] {
             let quantize: QuantizationTarget = name.parse().unwrap();
-            test(&mut Model::load_quantized(&format!("llama in {name}"), dir.path(), &device, dtype, Some(quantize)));
+            test(&Model::load_quantized(&format!("llama in {name}"), dir.path(), &device, dtype, Some(quantize)));
         }
         let dir = tempfile::tempdir().unwrap();
         write_qwen3_moe(dir.path());
         for name in ["q8_0", "q4_k", "q6_k", "q5_0", "fp8", "int8"] {
             let quantize: QuantizationTarget = name.parse().unwrap();
-            test(&mut Model::load_quantized(&format!("experts in {name}"), dir.path(), &device, dtype, Some(quantize)));
+            test(&Model::load_quantized(&format!("experts in {name}"), dir.path(), &device, dtype, Some(quantize)));
         }
         // The q, k and v projections have three different formats, and the embedding is quantized.
         let (_folder, file) = saved(&llama_in_many_types());
-        test(&mut Model::load("llama with mixed types", &file, &device, dtype));
+        test(&Model::load("llama with mixed types", &file, &device, dtype));
     }
 }
 
@@ -328,16 +337,15 @@ fn graph_steps_match_transformers() {
     let device = gpu();
     for (dtype, tolerance) in [(DType::BF16, 6e-2), (DType::F16, 2e-2)] {
         for case in golden_models(|model| model.has_graph) {
-            let mut model = Model::load(case, &golden(case), &device, dtype);
+            let model = Model::load(case, &golden(case), &device, dtype);
             let golden = safetensors::load(golden(case).join("golden.safetensors"), &Device::Cpu).unwrap();
             let ids = |name: &str| -> Vec<u32> {
                 golden[name].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect()
             };
-            model.cache.reset();
             let mut graph = model.graph();
             let mut got = Vec::new();
             for (position, &id) in ids("ids").iter().enumerate() {
-                graph.start(position, id, None).unwrap();
+                graph.start(0, position, id, None, &model.tables).unwrap();
                 graph.next(1).unwrap();
                 got.extend(values(graph.logits()));
             }
@@ -350,7 +358,7 @@ fn graph_steps_match_transformers() {
                 let (prompt, want) = (ids("greedy_prompt"), ids("greedy"));
                 let (last, rest) = prompt.split_last().unwrap();
                 model.prefill(rest);
-                graph.start(rest.len(), *last, None).unwrap();
+                graph.start(0, rest.len(), *last, None, &model.tables).unwrap();
                 let tokens: Vec<u32> = (1..=want.len()).rev().map(|left| graph.next(left).unwrap()).collect();
                 assert_eq!(tokens, want, "{}", model.name);
             }
@@ -363,7 +371,7 @@ fn unsupported_models_get_a_reason() {
     let device = gpu();
     let reason = |case, dtype| {
         let model = Model::load(case, &golden(case), &device, dtype);
-        match DecodeGraph::plan(&model.decoder, &model.cache).unwrap() {
+        match DecodeGraph::plan(&model.decoder, &model.cache, CONTEXT).unwrap() {
             DecodePlan::Graph(_) => String::new(),
             DecodePlan::Unsupported(reason) => reason.to_string(),
         }
@@ -384,14 +392,14 @@ fn graph_steps_match_the_eager_decoder() {
         let mut seen = prompt(model, 21);
         let mut eager = model.fresh_cache();
         model.prefill(&seen);
-        model.forward(&seen, &mut eager);
+        model.forward(&seen, 0, &eager);
         let (mut token, mut steps, mut flipped) = (3, 0, 0);
         for position in seen.len()..CONTEXT {
             // Start the graph again at each position. Otherwise, queued steps could overwrite the logits.
-            graph.start(position, token, None).unwrap();
+            graph.start(0, position, token, None, &model.tables).unwrap();
             let next = graph.next(1).unwrap();
             let got = values(graph.logits());
-            let want = values(&model.forward(&[token], &mut eager));
+            let want = values(&model.forward(&[token], position, &eager));
             let error = relative_error(&got, &want);
             let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
             // If the router chooses a different expert in a near tie, the error of this step is larger.
@@ -406,7 +414,7 @@ fn graph_steps_match_the_eager_decoder() {
                 // A different expert also changes the cache, so rebuild both caches from the same tokens.
                 model.prefill(&seen);
                 eager = model.fresh_cache();
-                model.forward(&seen, &mut eager);
+                model.forward(&seen, 0, &eager);
             }
         }
         let allowed_flips = if model.dtype == DType::F16 { steps / 15 } else { steps / 4 };
@@ -423,7 +431,7 @@ fn graph_replay_matches_single_launches() {
         let mut runs = Vec::new();
         for use_graph in [true, false, true] {
             model.prefill(&prompt);
-            graph.start(prompt.len(), 5, None).unwrap();
+            graph.start(0, prompt.len(), 5, None, &model.tables).unwrap();
             let step = |left: usize| match use_graph {
                 true => graph.next(left).unwrap(),
                 false => graph.next_ungraphed().unwrap(),
@@ -435,8 +443,8 @@ fn graph_replay_matches_single_launches() {
     });
 }
 
-/// Simulates the next turn of a chat, after queued steps have written to the cache beyond the end of the answer.
-/// Truncates the cache by a few tokens or by more than a ring buffer holds, and prefills the next turn.
+/// Simulates the next turn of a chat: an eager prefill continues from keys and values that the graph wrote, after
+/// queued steps have written beyond the end of the answer.
 #[test(gpu)]
 fn next_turn_continues_from_the_cache_of_graph_steps() {
     for_each_model(|model| {
@@ -447,30 +455,17 @@ fn next_turn_continues_from_the_cache_of_graph_steps() {
         let mut graph = model.graph();
         for length in [opening.len() + steps - 2, opening.len() + 20, opening.len()] {
             model.prefill(&opening);
-            model.cache.set_savepoint().unwrap();
-            graph.start(opening.len(), 5, None).unwrap();
+            graph.start(0, opening.len(), 5, None, &model.tables).unwrap();
             let answer: Vec<u32> = (0..steps).map(|_| graph.next(CONTEXT - opening.len() - steps).unwrap()).collect();
-            let ahead = graph.queued_steps();
-            assert!(ahead > 0);
+            assert!(graph.queued_steps() > 0);
             graph.drain().unwrap();
-            model.cache.advance_written(steps, ahead);
             let mut ids = [&opening[..], &[5], &answer[..]].concat();
             ids.truncate(length);
-            let cached = model.cache.truncate(length).unwrap();
-            assert!(
-                opening.len() <= cached && cached <= length,
-                "{}: {cached} of {length} tokens are cached",
-                model.name
-            );
             ids.extend(prompt(model, 9));
-            let want = values(&model.forward(&ids, &mut model.fresh_cache()));
-            let rest = &ids[cached..];
-            let fresh = model.fresh_cache();
-            let mut cache = std::mem::replace(&mut model.cache, fresh);
-            let error = relative_error(&values(&model.forward(rest, &mut cache)), &want);
-            model.cache = cache;
+            let want = values(&model.forward(&ids, 0, &model.fresh_cache()));
+            let error = relative_error(&values(&model.forward(&ids[length..], length, &model.cache)), &want);
             let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
-            assert!(error < allowed, "{}, truncated to {length}: logits are off by {error:e}", model.name);
+            assert!(error < allowed, "{}, after {length} tokens: logits are off by {error:e}", model.name);
         }
     });
 }
@@ -495,10 +490,9 @@ fn device_sampling_matches_host_sampling() {
         for params in &cases {
             model.prefill(&prompt);
             let mut host = Sampler::new(params.clone(), &prompt);
-            let vocab = model.decoder.vocab_size();
             let mut token = 3;
             for position in prompt.len()..CONTEXT {
-                graph.start(position, token, host.on_device(vocab)).unwrap();
+                graph.start(0, position, token, host.on_device(), &model.tables).unwrap();
                 token = graph.next(1).unwrap();
                 let want = host.sample(&mut values(graph.logits()));
                 assert_eq!(token, want, "{} at {position}, {params:?}", model.name);
@@ -506,12 +500,52 @@ fn device_sampling_matches_host_sampling() {
             // Two runs that sample only on the GPU must give the same tokens.
             let host = Sampler::new(params.clone(), &prompt);
             let run = |graph: &mut DecodeGraph| -> Vec<u32> {
-                graph.start(prompt.len(), 3, host.on_device(vocab)).unwrap();
+                graph.start(0, prompt.len(), 3, host.on_device(), &model.tables).unwrap();
                 (0..30).map(|step| graph.next(30 - step).unwrap()).collect()
             };
             assert_eq!(run(&mut graph), run(&mut graph), "{}, {params:?}", model.name);
         }
     });
+}
+
+/// Each row of a batch has its own parameters, and gets the token that the sampler on the host chooses.
+#[test(gpu)]
+fn sampled_rows_match_host_sampling() {
+    let device = gpu();
+    let base = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };
+    let mut params = vec![
+        SamplingParams::greedy(),
+        base.clone(),
+        SamplingParams { temperature: 0.6, ..base.clone() },
+        SamplingParams { top_k: 7, temperature: 1.7, ..base.clone() },
+        SamplingParams { top_p: 0.7, ..base.clone() },
+        SamplingParams { min_p: 0.3, ..base.clone() },
+        SamplingParams { top_k: 50, top_p: 0.9, min_p: 0.02, temperature: 1.3, ..base.clone() },
+        SamplingParams { repetition_penalty: 1.3, frequency_penalty: 0.2, presence_penalty: -0.1, ..base.clone() },
+        SamplingParams { temperature: 0.0, repetition_penalty: 1.5, ..base },
+    ];
+    let mut random = Random(9);
+    for vocab in [1, 31, 301, 5000] {
+        for seed in 0..20 {
+            params.iter_mut().for_each(|params| params.seed = seed);
+            let prompt: Vec<u32> = (0..20).map(|_| random.below(vocab) as u32).collect();
+            let mut hosts: Vec<Sampler> = params.iter().map(|params| Sampler::new(params.clone(), &prompt)).collect();
+            for _ in 0..3 {
+                let logits = (random.tensor(&[hosts.len(), vocab], DType::F32) * 4.0).unwrap();
+                let rows: Vec<_> = hosts.iter().map(ChooseToken::on_device).collect();
+                let tokens = sample_rows(&logits.to_device(&device).unwrap(), &rows).unwrap();
+                for (row, (host, token)) in hosts.iter_mut().zip(tokens).enumerate() {
+                    let want = host.sample(&mut logits.get(row).unwrap().to_vec1::<f32>().unwrap());
+                    assert_eq!(token, Some(want), "{vocab} tokens, {:?}", params[row]);
+                }
+            }
+        }
+    }
+    let special = Tensor::new(&[[f32::NAN, -INF, 3.0, 3.0], [f32::NAN, -INF, -INF, f32::NAN]], &device).unwrap();
+    for host in [Sampler::new(params[0].clone(), &[]), Sampler::new(params[1].clone(), &[])] {
+        let tokens = sample_rows(&special, &[host.on_device(), host.on_device()]).unwrap();
+        assert!(matches!(tokens[..], [Some(2 | 3), None]), "{tokens:?}");
+    }
 }
 
 /// Returns 301 logits: those in `special`, and -3 for all others.
@@ -525,7 +559,6 @@ fn logits_with(special: &[(usize, f32)]) -> Vec<f32> {
 /// The kernel also chooses the first token after a prompt in greedy decoding, so the cases include greedy decoding.
 #[test(gpu)]
 fn special_logits_are_sampled_as_on_the_host() {
-    const INF: f32 = f32::INFINITY;
     let (device, dir) = (gpu(), tempfile::tempdir().unwrap());
     LLAMAS[0].1.write(dir.path());
     let model = Model::load("llama", dir.path(), &device, DType::BF16);
@@ -533,7 +566,7 @@ fn special_logits_are_sampled_as_on_the_host() {
     let vocab = model.decoder.vocab_size();
     let mut start = |logits: &[f32], host: &Sampler| {
         let logits = Tensor::new(logits, &device).unwrap().unsqueeze(0).unwrap();
-        graph.start_from(1, &logits, host.on_device(vocab)).unwrap();
+        graph.start_from(0, 1, &logits, host.on_device(), &model.tables).unwrap();
         graph.next(1)
     };
 
@@ -603,7 +636,7 @@ fn special_logits_of_greedy_steps_follow_the_host() {
     let mut graph = model.graph();
     let (mut token, mut ties) = (3, 0);
     for position in 0..40 {
-        graph.start(position, token, None).unwrap();
+        graph.start(0, position, token, None, &model.tables).unwrap();
         let next = graph.next(1).unwrap();
         let logits = values(graph.logits());
         assert_eq!(next, argmax(&logits), "at {position}");
@@ -615,7 +648,7 @@ fn special_logits_of_greedy_steps_follow_the_host() {
     let model = graph_with_head(&|row| (row % 3 != 0).then_some(row));
     let mut graph = model.graph();
     for position in 0..10 {
-        graph.start(position, 5, None).unwrap();
+        graph.start(0, position, 5, None, &model.tables).unwrap();
         let next = graph.next(1).unwrap();
         let logits = values(graph.logits());
         assert!(logits[0].is_nan() && logits[300].is_nan());
@@ -625,7 +658,7 @@ fn special_logits_of_greedy_steps_follow_the_host() {
     let model = graph_with_head(&|_| None);
     let mut graph = model.graph();
     for use_graph in [true, false] {
-        graph.start(0, 5, None).unwrap();
+        graph.start(0, 0, 5, None, &model.tables).unwrap();
         let token = if use_graph { graph.next(1) } else { graph.next_ungraphed() };
         let error = token.unwrap_err();
         assert!(error.to_string().contains("every logit is NaN or -inf"), "{error}");

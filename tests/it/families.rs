@@ -7,12 +7,10 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::models;
-use inferno::nn::kv_cache::KvCache;
-use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use serde_json::{Value, json};
 
-use crate::support::{GoldenKind, golden, golden_models, relative_error, values};
+use crate::support::{GoldenKind, golden, golden_models, logits_of, relative_error, values};
 
 fn config(case: &str) -> Value {
     serde_json::from_str(&std::fs::read_to_string(golden(case).join("config.json")).unwrap()).unwrap()
@@ -180,7 +178,7 @@ fn unsupported_options_are_errors_that_name_the_field() {
         ("qwen2", json!({"use_mrope": true}), "use_mrope"),
         ("qwen2", json!({"layer_types": ["full_attention"]}), "layer_types has 1 entries, but the model has 4 layers"),
         ("qwen2", json!({"layer_types": ["chunked_attention", "", "", ""]}), "chunked_attention"),
-        ("qwen3_moe", json!({"num_experts_per_tok": 8}), "cannot choose 8 of 7"),
+        ("qwen3_moe", json!({"num_experts_per_tok": 8}), "cannot route each token to 8 of 7 experts"),
         ("mixtral", json!({"num_local_experts": 2000}), "of 2000 experts"),
         ("phi3", json!({"rope_scaling": {"type": "linear", "factor": 2.0}}), "'linear'"),
         ("phi3", json!({"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}), "short_factor"),
@@ -298,9 +296,7 @@ fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     let progress = LoadProgress::silent();
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress).unwrap();
     let decoder = models::read_config(dir).unwrap().architecture.build(&weights, 160).unwrap();
-    let mut cache = KvCache::new(decoder.cache_layers(), 160, ids.len(), DType::F32, &Device::Cpu).unwrap();
-    let batch = StepBatch { ids, lengths: &[ids.len()], logits: LogitRows::All };
-    values(&decoder.forward(&batch, &mut [&mut cache]).unwrap())
+    values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu).unwrap())
 }
 
 /// Asserts that a golden checkpoint still gives the golden logits with this config and renamed tensors.

@@ -1,15 +1,16 @@
 //! Compares every model family with transformers. The scripts in `tests/golden` record the expected results.
 //!
 //! The tests compare the logits, the residual stream after each layer, and greedy continuations.
-//! Chunked prefill, truncated caches and batches of two must give the same results as one prefill.
+//! Chunks, batches, reused prefixes, forks and preemption must give the same results as one prefill of one sequence.
 
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor, safetensors};
+use inferno::engine::blocks::{BlockHashes, BlockManager, SequenceBlocks};
 use inferno::models;
 use inferno::nn::decoder::Decoder;
-use inferno::nn::kv_cache::KvCache;
-use inferno::nn::pass::{LogitRows, StepBatch};
+use inferno::nn::kv_cache::{BLOCK_TOKENS, BlockTables, CacheLayout, KvCache};
+use inferno::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 use inferno::nn::rope::{RopeConfig, RopeLengths};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
@@ -24,6 +25,7 @@ struct Case {
     dtype: DType,
     ids: Vec<u32>,
     golden: HashMap<String, Tensor>,
+    has_router: bool,
 }
 
 fn load(case: &str, device: &Device, dtype: DType) -> Case {
@@ -35,31 +37,69 @@ fn load(case: &str, device: &Device, dtype: DType) -> Case {
     let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
     let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
     let ids = integers(&golden["ids"]);
-    Case { name: case.into(), decoder, device: device.clone(), dtype, ids, golden }
+    let has_router = ["gpt_oss", "mixtral", "qwen3_moe"].contains(&config.family.model_type);
+    Case { name: case.into(), decoder, device: device.clone(), dtype, ids, golden, has_router }
 }
 
 fn integers(tensor: &Tensor) -> Vec<u32> {
     tensor.to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect()
 }
 
+/// A cache with one sequence.
+struct OneSequence {
+    cache: KvCache,
+    tables: BlockTables,
+    len: usize,
+}
+
+/// A cache with several sequences, and the manager of its blocks.
+struct SharedCache<'c> {
+    case: &'c Case,
+    cache: KvCache,
+    blocks: BlockManager,
+}
+
+/// A sequence in a shared cache, with the logits of all tokens computed so far.
+struct Member {
+    ids: Vec<u32>,
+    blocks: SequenceBlocks,
+    logits: Vec<f32>,
+}
+
 impl Case {
-    fn cache(&self, chunk: usize) -> KvCache {
-        KvCache::new(self.decoder.cache_layers(), CONTEXT, chunk, self.dtype, &self.device).unwrap()
+    fn cache(&self) -> OneSequence {
+        let (cache, tables) =
+            KvCache::for_one_sequence(self.decoder.cache_layers(), CONTEXT, self.dtype, &self.device).unwrap();
+        OneSequence { cache, tables, len: 0 }
     }
 
-    /// Runs `ids` after the cached tokens, in chunks of `cache.chunk()`. Returns the logits of all `ids`.
-    fn run(&self, cache: &mut KvCache, ids: &[u32]) -> Vec<f32> {
-        let mut logits = Vec::new();
-        for part in ids.chunks(cache.chunk()) {
-            let batch = StepBatch { ids: part, lengths: &[part.len()], logits: LogitRows::All };
-            logits.extend(values(&self.decoder.forward(&batch, &mut [cache]).unwrap()));
-        }
-        logits
+    /// Creates a cache with blocks for `sequences` sequences of `CONTEXT` tokens.
+    fn shared_cache(&self, sequences: usize) -> SharedCache<'_> {
+        let layout = CacheLayout::new(self.decoder.cache_layers());
+        let blocks = 1 + sequences * layout.peak_blocks(CONTEXT, CONTEXT);
+        let manager = BlockManager::new(layout.windows().to_vec(), blocks);
+        let cache = KvCache::new(layout, blocks, self.dtype, &self.device).unwrap();
+        SharedCache { case: self, cache, blocks: manager }
     }
 
-    /// Runs `ids` with an empty cache and returns the logits of all `ids`.
+    /// Runs `ids` after the cached tokens in one pass. Returns the logits of all `ids`.
+    fn append(&self, sequence: &mut OneSequence, ids: &[u32]) -> Vec<f32> {
+        let span = SequenceSpan { tokens: ids.len(), position: sequence.len, tables: &sequence.tables };
+        let batch = StepBatch { ids, sequences: &[span], logits: LogitRows::All };
+        sequence.len += ids.len();
+        values(&self.decoder.forward(&batch, &sequence.cache).unwrap())
+    }
+
+    /// Runs `ids` with an empty cache, in chunks. Returns the logits of all `ids`.
     fn logits(&self, ids: &[u32], chunk: usize) -> Vec<f32> {
-        self.run(&mut self.cache(chunk), ids)
+        let mut sequence = self.cache();
+        ids.chunks(chunk).flat_map(|part| self.append(&mut sequence, part)).collect()
+    }
+
+    /// Returns random token ids.
+    fn random_ids(&self, random: &mut Random, count: usize) -> Vec<u32> {
+        let vocab = self.golden["logits"].dim(1).unwrap();
+        (0..count).map(|_| random.below(vocab) as u32).collect()
     }
 
     fn is_16_bit(&self) -> bool {
@@ -105,14 +145,15 @@ fn each_of(cases: &[&str], test: impl Fn(&str, Case)) {
 #[test]
 fn logits_and_every_layer_agree_with_transformers() {
     each_case_and_compressed(|name, case| {
-        let mut cache = case.cache(case.ids.len());
-        let batch = StepBatch { ids: &case.ids, lengths: &[case.ids.len()], logits: LogitRows::All };
+        let OneSequence { cache, tables, .. } = case.cache();
+        let span = SequenceSpan { tokens: case.ids.len(), position: 0, tables: &tables };
+        let batch = StepBatch { ids: &case.ids, sequences: &[span], logits: LogitRows::All };
         let mut taps = Vec::new();
         let mut tap = |_: usize, x: &Tensor| {
             taps.push(values(x));
             Ok(())
         };
-        let logits = case.decoder.forward_tapped(&batch, &mut [&mut cache], Some(&mut tap)).unwrap();
+        let logits = case.decoder.forward_tapped(&batch, &cache, Some(&mut tap)).unwrap();
         for (layer, tap) in taps.iter().enumerate() {
             let error = relative_error(tap, &values(&case.golden[&format!("hidden.{layer}")]));
             assert!(error < case.tolerance(), "{name}: layer {layer} is off by {error:e}");
@@ -152,11 +193,11 @@ fn greedy_tokens_agree_with_transformers() {
         }
         let mut ids = integers(&case.golden["greedy_prompt"]);
         let expected = integers(&case.golden["greedy"]);
-        let mut cache = case.cache(ids.len());
+        let mut sequence = case.cache();
         let mut tokens = Vec::new();
         while tokens.len() < expected.len() {
-            let batch = StepBatch { ids: &ids, lengths: &[ids.len()], logits: LogitRows::Last };
-            let logits = values(&case.decoder.forward(&batch, &mut [&mut cache]).unwrap());
+            let logits = case.append(&mut sequence, &ids);
+            let logits = &logits[logits.len() - case.golden["logits"].dim(1).unwrap()..];
             let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32;
             tokens.push(best);
             ids = vec![best];
@@ -182,105 +223,172 @@ fn chunked_prefill_equals_whole_prefill() {
     });
 }
 
-#[test]
-fn batch_of_two_equals_each_sequence_alone() {
-    each_case(|name, case| {
-        let (first, second) = (&case.ids[..19], &case.ids[7..20]);
-        let (mut a, mut b) = (case.cache(64), case.cache(64));
-        // The second sequence has cached tokens when the batch starts.
-        let start = StepBatch { ids: &second[..4], lengths: &[4], logits: LogitRows::All };
-        let mut second_logits = values(&case.decoder.forward(&start, &mut [&mut b]).unwrap());
-        let ids = [first, &second[4..]].concat();
-        let batch = StepBatch { ids: &ids, lengths: &[first.len(), second.len() - 4], logits: LogitRows::All };
-        let both = values(&case.decoder.forward(&batch, &mut [&mut a, &mut b]).unwrap());
-        let split = both.len() / ids.len() * first.len();
-        second_logits.extend(&both[split..]);
-        assert_same(name, "the first sequence of the batch", &case, &both[..split], &case.logits(first, 64));
-        assert_same(name, "the second sequence of the batch", &case, &second_logits, &case.logits(second, 64));
-    });
-}
+impl SharedCache<'_> {
+    /// Starts a sequence, which reuses the cached prefix of `ids`. The reused tokens have no logits.
+    fn start(&mut self, ids: Vec<u32>) -> Member {
+        Member { blocks: self.blocks.start(&ids, BlockHashes::default()), ids, logits: Vec::new() }
+    }
 
-#[test]
-fn truncated_cache_equals_a_fresh_one() {
-    each_case(|name, case| {
-        let vocab = case.golden["logits"].dim(1).unwrap();
-        let fresh = case.logits(&case.ids, 8);
-        for (savepoint, target) in [(20, 20), (20, 23), (41, 41), (6, 9), (0, 12), (30, 10)] {
-            let mut cache = case.cache(8);
-            case.run(&mut cache, &case.ids[..savepoint]);
-            cache.set_savepoint().unwrap();
-            // Run a different continuation that is long enough to overwrite the ring buffers.
-            let other: Vec<u32> = case.ids.iter().rev().copied().collect();
-            case.run(&mut cache, &case.ids[savepoint..(savepoint + 3).max(target)]);
-            case.run(&mut cache, &other[..40]);
-            let left = cache.truncate(target).unwrap();
-            assert!(left == target || left == savepoint || left == 0, "{name}: truncation kept {left} positions");
-            assert!(left > 0 || savepoint > target || savepoint == 0, "{name}: the savepoint was not used");
-            let logits = case.run(&mut cache, &case.ids[left..]);
-            let what = format!("truncated to {target} (savepoint at {savepoint}, {left} left)");
-            assert_same(name, &what, &case, &logits, &fresh[left * vocab..]);
-        }
-    });
-}
-
-/// Truncation does not restore overwritten rows of a ring buffer, so a second truncation must not use those rows.
-#[test]
-fn truncating_twice_does_not_use_overwritten_rows() {
-    each_case(|name, case| {
-        let vocab = case.golden["logits"].dim(1).unwrap();
-        let fresh = case.logits(&case.ids[..60.min(case.ids.len())], 8);
-        let last = case.ids.len().min(60);
-        for step in 1..16 {
-            let mut cache = case.cache(8);
-            case.run(&mut cache, &case.ids[..last]);
-            let first = cache.truncate(last - 5).unwrap();
-            case.run(&mut cache, &case.ids[first..first + 1]);
-            let left = cache.truncate((first + 1).saturating_sub(step)).unwrap();
-            let logits = case.run(&mut cache, &case.ids[left..last]);
-            assert_same(name, &format!("truncated by {step}"), &case, &logits, &fresh[left * vocab..]);
-        }
-    });
-}
-
-/// Appends tokens, truncates the cache and sets savepoints in random order.
-#[test]
-fn random_cache_operations_equal_a_fresh_cache() {
-    each_case(|name, case| {
-        let vocab = case.golden["logits"].dim(1).unwrap() as u64;
-        let mut numbers = Random(7);
-        let mut random = move |limit: usize| numbers.below(limit);
-        for round in 0..8 {
-            let (mut cache, mut ids) = (case.cache(8), Vec::new());
-            for _ in 0..12 {
-                match random(4) {
-                    0 if !ids.is_empty() => cache.set_savepoint().unwrap(),
-                    1 if !ids.is_empty() => {
-                        // Usually remove fewer positions than a ring buffer holds.
-                        let limit = [4, 9, 14, ids.len() + 1][random(4)];
-                        let target = ids.len() - random(limit.min(ids.len() + 1));
-                        let left = cache.truncate(target).unwrap();
-                        assert!(left <= target, "{name}");
-                        ids.truncate(left);
-                    }
-                    _ => {
-                        let limit = if random(2) == 0 { 4 } else { 30 };
-                        let more = (1 + random(limit)).min(CONTEXT - 2 - ids.len());
-                        let new: Vec<u32> = (0..more).map(|_| random(vocab as usize) as u32).collect();
-                        for part in new.chunks(8) {
-                            let batch = StepBatch { ids: part, lengths: &[part.len()], logits: LogitRows::Last };
-                            case.decoder.forward(&batch, &mut [&mut cache]).unwrap();
-                        }
-                        ids.extend(new);
-                    }
-                }
-                assert_eq!(cache.len(), ids.len(), "{name}");
+    /// Runs the next tokens of each sequence in one pass: `steps[i]` tokens of `members[i]`.
+    fn step(&mut self, members: &mut [&mut Member], steps: &[usize]) {
+        let mut ids = Vec::new();
+        for (member, &tokens) in members.iter_mut().zip(steps) {
+            let start = member.blocks.computed();
+            ids.extend(&member.ids[start..start + tokens]);
+            for copy in self.blocks.grow(&mut member.blocks, start + tokens).expect("enough blocks") {
+                self.cache.copy_block(copy.from, copy.to).unwrap();
             }
-            let next = [random(vocab as usize) as u32];
-            let batch = StepBatch { ids: &next, lengths: &[1], logits: LogitRows::Last };
-            let logits = values(&case.decoder.forward(&batch, &mut [&mut cache]).unwrap());
-            ids.extend(next);
-            let fresh = case.logits(&ids, 8);
-            assert_same(name, &format!("round {round}"), &case, &logits, &fresh[fresh.len() - vocab as usize..]);
+        }
+        let spans: Vec<SequenceSpan> = members
+            .iter()
+            .zip(steps)
+            .filter(|(_, tokens)| **tokens > 0)
+            .map(|(member, &tokens)| {
+                let (position, tables) = (member.blocks.computed(), member.blocks.tables());
+                SequenceSpan { tokens, position, tables }
+            })
+            .collect();
+        let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::All };
+        let logits = values(&self.case.decoder.forward(&batch, &self.cache).unwrap());
+        let vocab = logits.len() / ids.len();
+        let mut rows = logits.chunks(vocab);
+        for (member, &tokens) in members.iter_mut().zip(steps) {
+            member.logits.extend(rows.by_ref().take(tokens).flatten());
+            let end = member.blocks.computed() + tokens;
+            self.blocks.commit(&mut member.blocks, &member.ids[..end]);
+        }
+    }
+
+    /// Computes the remaining tokens of a sequence in one pass.
+    fn finish(&mut self, member: &mut Member) {
+        let left = member.ids.len() - member.blocks.computed();
+        self.step(&mut [member], &[left]);
+    }
+
+    /// Asserts that the logits of a sequence equal those of the same tokens in a cache of their own.
+    ///
+    /// Skips 16-bit models with a router, because rounding can change the chosen experts and thereby all later logits.
+    /// The same models are compared in f32, also on a GPU.
+    fn assert_like_alone(&self, name: &str, what: &str, member: &Member) {
+        if self.case.is_16_bit() && self.case.has_router {
+            return;
+        }
+        let alone = self.case.logits(&member.ids, CONTEXT);
+        let first = alone.len() - member.logits.len();
+        assert_same(name, what, self.case, &member.logits, &alone[first..]);
+    }
+}
+
+/// Sequences of random lengths advance by random numbers of tokens, so that passes start and end anywhere in a block.
+#[test]
+fn batch_equals_each_sequence_alone() {
+    each_case(|name, case| {
+        let mut random = Random(3);
+        for size in [1, 2, 3, 5, 9] {
+            let mut shared = case.shared_cache(size);
+            let mut members: Vec<Member> = (0..size)
+                .map(|_| {
+                    let length = 1 + random.below(CONTEXT);
+                    let ids = case.random_ids(&mut random, length);
+                    shared.start(ids)
+                })
+                .collect();
+            loop {
+                let mut steps: Vec<usize> = Vec::new();
+                for member in &members {
+                    let left = member.ids.len() - member.blocks.computed();
+                    let most = [0, 1, 1, 7, 70][random.below(5)];
+                    steps.push(left.min(most));
+                }
+                if members.iter().all(|member| member.ids.len() == member.blocks.computed()) {
+                    break;
+                }
+                if steps.iter().any(|&tokens| tokens > 0) {
+                    shared.step(&mut members.iter_mut().collect::<Vec<_>>(), &steps);
+                }
+            }
+            for (index, member) in members.iter().enumerate() {
+                shared.assert_like_alone(name, &format!("sequence {index} of {size}"), member);
+            }
+        }
+    });
+}
+
+#[test]
+fn reused_prefix_equals_a_fresh_prefill() {
+    each_case(|name, case| {
+        let mut random = Random(5);
+        let mut shared = case.shared_cache(2);
+        let ids = case.random_ids(&mut random, 140);
+        let mut first = shared.start(ids.clone());
+        shared.finish(&mut first);
+        shared.blocks.release(first.blocks);
+        for common in [1, 63, 64, 65, 127, 128, 129, 139] {
+            let mut tokens = ids[..common].to_vec();
+            tokens.extend(case.random_ids(&mut random, 3));
+            // The token after the common prefix must differ.
+            tokens[common] = (ids[common] + 1) % case.golden["logits"].dim(1).unwrap() as u32;
+            let mut second = shared.start(tokens);
+            assert!(second.blocks.computed() <= common / BLOCK_TOKENS * BLOCK_TOKENS, "{name}");
+            if shared.cache.layout().windows().iter().all(Option::is_none) {
+                assert_eq!(second.blocks.computed(), common / BLOCK_TOKENS * BLOCK_TOKENS, "{name}");
+            }
+            shared.finish(&mut second);
+            shared.assert_like_alone(name, &format!("a prefix of {common} tokens"), &second);
+            shared.blocks.release(second.blocks);
+        }
+    });
+}
+
+#[test]
+fn forked_sequences_equal_separate_ones() {
+    each_case(|name, case| {
+        let mut random = Random(6);
+        for prompt in [1, 50, 64, 70, 128] {
+            let mut shared = case.shared_cache(3);
+            let ids = case.random_ids(&mut random, prompt);
+            let mut parent = shared.start(ids.clone());
+            shared.finish(&mut parent);
+            let mut forks: Vec<Member> = (0..2)
+                .map(|_| {
+                    let mut ids = ids.clone();
+                    ids.extend(case.random_ids(&mut random, 20));
+                    Member { ids, blocks: shared.blocks.fork(&parent.blocks), logits: Vec::new() }
+                })
+                .collect();
+            parent.ids.extend(case.random_ids(&mut random, 20));
+            for _ in 0..20 {
+                let mut members: Vec<&mut Member> = forks.iter_mut().collect();
+                members.push(&mut parent);
+                shared.step(&mut members, &[1, 1, 1]);
+            }
+            for member in forks.iter().chain([&parent]) {
+                shared.assert_like_alone(name, &format!("a fork after {prompt} tokens"), member);
+            }
+        }
+    });
+}
+
+/// A preempted sequence gives up its blocks. Later, it computes all tokens again whose blocks are no longer cached.
+#[test]
+fn preempted_sequence_continues_as_before() {
+    each_case(|name, case| {
+        let mut random = Random(8);
+        let mut shared = case.shared_cache(2);
+        for preempted_at in [1, 20, 63, 64, 65, 100, 128, 150] {
+            let ids = case.random_ids(&mut random, 155);
+            let mut member = shared.start(ids.clone());
+            shared.step(&mut [&mut member], &[preempted_at]);
+            shared.blocks.release(member.blocks);
+            // Another sequence takes some of the blocks in the meantime.
+            let other = case.random_ids(&mut random, preempted_at);
+            let mut other = shared.start(other);
+            shared.finish(&mut other);
+            shared.blocks.release(other.blocks);
+            let mut again = shared.start(ids);
+            shared.finish(&mut again);
+            shared.assert_like_alone(name, &format!("preempted after {preempted_at} tokens"), &again);
+            shared.blocks.release(again.blocks);
         }
     });
 }

@@ -7,7 +7,9 @@
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::kernels::activation::{Activation, clamped_swiglu, gated, gated_halves};
 use inferno::kernels::attention::rope::{HeadSizes, QkNorm, Rotation, split_qkv};
-use inferno::kernels::attention::{AttentionBackend, AttentionMask, attention};
+use inferno::kernels::attention::{
+    AttentionBackend, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, attention, slot,
+};
 use inferno::kernels::bandwidth;
 use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
 use inferno::kernels::moe::grouped_gemm::combine;
@@ -60,14 +62,21 @@ fn split_qkv_matches_its_reference() {
             let norms = [noise.tensor(&[head_dim], DType::F32), noise.tensor(&[head_dim], DType::F32)];
             let positions: Vec<u32> = (0..tokens).map(|_| (noise.next() % 400) as u32).collect();
             let positions = Tensor::new(positions, &Device::Cpu).unwrap();
+            // The slots of the tokens are in different blocks and not in ascending order.
+            let slots: Vec<u32> = (0..tokens).map(|token| (token * 77 % (4 * BLOCK_TOKENS)) as u32).collect();
+            let slots = Tensor::new(slots, &Device::Cpu).unwrap();
             let run = |device: &Device, dtype| {
                 let on_device = |tensor: &Tensor| tensor.to_device(device).unwrap();
                 let (cos, sin, positions) = (on_device(&cos), on_device(&sin), on_device(&positions));
                 let rotation = Rotation { cos: &cos, sin: &sin, positions: &positions };
                 let [q, k] = norms.each_ref().map(on_device);
                 let norms = with_norms.then_some(QkNorm { q: &q, k: &k, eps: 1e-3 });
-                split_qkv(&on_device(&qkv), bias.as_ref().map(on_device).as_ref(), norms, rotation, sizes, dtype)
-                    .unwrap()
+                let cache = Tensor::zeros((4 * BLOCK_TOKENS, kv_heads, head_dim), dtype, device).unwrap();
+                let (k, v) = (&cache, &cache.zeros_like().unwrap());
+                let (qkv, bias, slots) = (on_device(&qkv), bias.as_ref().map(on_device), on_device(&slots));
+                let layer = CachedLayer { k, v };
+                let q = split_qkv(&qkv, bias.as_ref(), norms, rotation, sizes, layer, &slots).unwrap();
+                (q, k.clone(), v.clone())
             };
             let (want, got) = (run(&Device::Cpu, DType::F32), run(&device, dtype));
             assert_close("q", &got.0, &want.0, rounding(dtype));
@@ -199,68 +208,130 @@ fn topk_softmax_prefers_lower_experts_in_ties_and_puts_nan_last() {
 
 #[test(gpu)]
 fn attention_matches_its_reference() {
-    // (tokens, heads, kv_heads, head_dim, cache rows, position, window, has sinks)
-    let cases = [
-        (1, 1, 1, 2, 1, 0, None, false),
-        (1, 8, 2, 64, 300, 250, None, true),
-        (5, 6, 3, 10, 40, 35, None, false),
-        (1, 64, 8, 64, 160, 1000, Some(128), true),
-        (33, 4, 2, 80, 160, 500, Some(128), true),
-        (7, 6, 2, 128, 20, 0, Some(3), true),
-        (130, 2, 1, 256, 257, 127, Some(128), false),
-        (1, 8, 8, 256, 3000, 2900, None, true),
-        (50, 16, 4, 64, 300, 250, None, true),
-        (300, 3, 1, 40, 427, 64, Some(128), true),
-        (1, 64, 8, 64, 9000, 8500, None, true),
-        (1, 32, 8, 128, 3000, 2999, None, false),
-        (3, 10, 2, 16, 40, 35, Some(9), true),
-        (9, 32, 8, 128, 3000, 2900, None, false),
-        (200, 12, 4, 96, 700, 431, Some(250), true),
-        (513, 8, 8, 128, 600, 17, None, false),
-        (5, 8, 2, 256, 300, 250, Some(100), false),
-        (3, 8, 4, 256, 1300, 1290, None, false),
-        (1, 8, 2, 64, 700, 1650, Some(600), true),
-        (2, 4, 2, 256, 700, 1650, Some(600), false),
-        // These cases have enough heads for tiles of 128 rows.
-        (130, 140, 140, 256, 133, 3, None, true),
-        (130, 140, 140, 128, 140, 3, Some(90), true),
+    // (sequences: (tokens, first position), heads, KV heads, head size, window, sinks)
+    type Case = (&'static [(usize, usize)], usize, usize, usize, Option<usize>, bool);
+    let cases: [Case; 29] = [
+        (&[(1, 0)], 1, 1, 2, None, false),
+        (&[(1, 250)], 8, 2, 64, None, true),
+        (&[(5, 35)], 6, 3, 10, None, false),
+        (&[(1, 1000)], 64, 8, 64, Some(128), true),
+        (&[(33, 500)], 4, 2, 80, Some(128), true),
+        (&[(7, 0)], 6, 2, 128, Some(3), true),
+        (&[(130, 127)], 2, 1, 256, Some(128), false),
+        (&[(1, 2900)], 8, 8, 256, None, true),
+        (&[(50, 250)], 16, 4, 64, None, true),
+        (&[(300, 64)], 3, 1, 40, Some(128), true),
+        (&[(1, 8500)], 64, 8, 64, None, true),
+        (&[(1, 2999)], 32, 8, 128, None, false),
+        (&[(3, 35)], 10, 2, 16, Some(9), true),
+        (&[(9, 2900)], 32, 8, 128, None, false),
+        (&[(200, 431)], 12, 4, 96, Some(250), true),
+        (&[(513, 17)], 8, 8, 128, None, false),
+        (&[(5, 250)], 8, 2, 256, Some(100), false),
+        (&[(3, 1290)], 8, 4, 256, None, false),
+        (&[(1, 1650)], 8, 2, 64, Some(600), true),
+        (&[(2, 1650)], 4, 2, 256, Some(600), false),
+        // These cases have enough KV heads and rows to fill the GPU with tiles of 128 rows, so this size is chosen.
+        (&[(130, 3)], 140, 140, 256, None, true),
+        (&[(130, 3)], 140, 140, 128, Some(90), true),
+        // Several sequences: decode steps only, chunks of the same length, and both mixed.
+        (&[(1, 250), (1, 0), (1, 999), (1, 64)], 8, 2, 64, None, true),
+        (&[(1, 250), (1, 0), (1, 999), (1, 63)], 64, 8, 64, Some(128), true),
+        (&[(70, 0), (70, 128)], 8, 1, 128, None, false),
+        (&[(1, 300), (130, 64), (1, 0), (5, 700), (33, 31)], 32, 8, 128, None, false),
+        (&[(1, 300), (130, 64), (1, 0), (5, 700), (33, 31)], 16, 2, 64, Some(100), true),
+        (&[(1, 3000), (2, 127), (300, 0)], 4, 4, 256, None, true),
+        (&[(1, 100), (40, 100)], 6, 3, 10, Some(64), false),
     ];
     for (device, dtype) in gpu_with_dtypes() {
         for (case, softcap) in cases.iter().flat_map(|case| [(case, None), (case, Some(2.0))]) {
-            let &(tokens, heads, kv_heads, head_dim, rows, position, window, with_sinks) = case;
+            let &(spans, heads, kv_heads, head_dim, window, with_sinks) = case;
             let mut noise = Random(4);
+            let tokens: usize = spans.iter().map(|(tokens, _)| tokens).sum();
+            let tables = random_tables(&mut noise, spans);
+            let blocks = 1 + tables.iter().map(Vec::len).sum::<usize>();
+            let rows = blocks * BLOCK_TOKENS;
             let q = noise.tensor(&[tokens, heads, head_dim], dtype);
             let k = noise.tensor(&[rows, kv_heads, head_dim], dtype);
             let v = noise.tensor(&[rows, kv_heads, head_dim], dtype);
+            let mask = AttentionMask { window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
             // Rows that no query attends to hold NaN, so a kernel that reads such a row fails the test.
-            let first = window.map_or(0, |window: usize| (position + 1usize).saturating_sub(window));
-            let row_poison: Vec<f32> = (0..rows)
-                .map(|row| if (first..position + tokens).any(|p| p % rows == row) { 0.0 } else { f32::NAN })
-                .collect();
+            let mut row_poison = vec![f32::NAN; rows];
+            for (&(tokens, position), table) in spans.iter().zip(&tables) {
+                for visible in mask.first_key(position)..position + tokens {
+                    row_poison[slot(table, visible) as usize] = 0.0;
+                }
+            }
             let poison = Tensor::from_vec(row_poison, (rows, 1, 1), &Device::Cpu).unwrap();
             let (k, v) = (k.broadcast_add(&poison).unwrap(), v.broadcast_add(&poison).unwrap());
             let sinks = with_sinks.then(|| noise.tensor(&[heads], DType::F32));
-            let mask = AttentionMask { position, window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
-            let positions = |q: &Tensor| {
-                let positions: Vec<u32> = (0..tokens).map(|t| (position + t) as u32).collect();
-                Tensor::new(positions, q.device()).unwrap()
+            let run = |q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, backend| {
+                let queries = Queries::new(spans, q.device()).unwrap();
+                let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
+                let pass_blocks = PassBlocks::new(&queries, &tables, blocks, q.device()).unwrap();
+                attention(q, CachedLayer { k, v }, &queries, &pass_blocks, sinks, mask, backend).unwrap()
             };
-            let want = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), mask, AttentionBackend::Auto).unwrap();
+            let want = run(&q, &k, &v, sinks.as_ref(), AttentionBackend::Auto);
             let sinks = sinks.map(|sinks| to_device(&sinks, &device, DType::F32));
             let [q, k, v] = [q, k, v].map(|tensor| to_device(&tensor, &device, dtype));
             // The error of a sum grows with its length. In 16-bit dtypes, rounding the result hides the growth.
-            let error_growth = if dtype == DType::F32 { 1.0 + (position + tokens) as f32 / 2880.0 } else { 1.0 };
+            let keys = spans.iter().map(|(tokens, position)| tokens + position).max().unwrap();
+            let error_growth = if dtype == DType::F32 { 1.0 + keys as f32 / 2880.0 } else { 1.0 };
             for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
                 if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_err() {
                     continue;
                 }
-                let got = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), mask, backend).unwrap();
-                let what =
-                    format!("{tokens} tokens at {position}, {heads}/{kv_heads}x{head_dim}, {dtype:?}, cap {softcap:?}");
+                let got = run(&q, &k, &v, sinks.as_ref(), backend);
+                let what = format!("{spans:?}, {heads}/{kv_heads}x{head_dim}, {dtype:?}, cap {softcap:?}");
                 assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * error_growth * rounding(dtype));
             }
         }
     }
+}
+
+/// Returns a block table for each sequence. No two sequences share a block, and block 0 stays unused.
+fn random_tables(random: &mut Random, spans: &[(usize, usize)]) -> Vec<Vec<u32>> {
+    let lengths: Vec<usize> =
+        spans.iter().map(|(tokens, position)| (tokens + position).div_ceil(BLOCK_TOKENS)).collect();
+    let mut free: Vec<u32> = (1..=lengths.iter().sum::<usize>() as u32).collect();
+    let mut take = |_| free.swap_remove(random.below(free.len()));
+    lengths.into_iter().map(|length| (0..length).map(&mut take).collect()).collect()
+}
+
+/// Sequences in one pass must not attend to each other.
+#[test]
+fn attention_of_a_batch_equals_attention_of_its_sequences() {
+    let spans = [(3, 70), (1, 0), (1, 200), (65, 1)];
+    let mut noise = Random(11);
+    let tables = random_tables(&mut noise, &spans);
+    let blocks = 1 + tables.iter().map(Vec::len).sum::<usize>();
+    let k = noise.tensor(&[blocks * BLOCK_TOKENS, 2, 8], DType::F32);
+    let v = noise.tensor(&[blocks * BLOCK_TOKENS, 2, 8], DType::F32);
+    let q = noise.tensor(&[70, 4, 8], DType::F32);
+    let run = |q: &Tensor, spans: &[(usize, usize)], tables: &[&[u32]]| {
+        let queries = Queries::new(spans, &Device::Cpu).unwrap();
+        let pass_blocks = PassBlocks::new(&queries, tables, blocks, &Device::Cpu).unwrap();
+        let mask = AttentionMask { window: Some(50), scale: 0.3, softcap: None };
+        attention(q, CachedLayer { k: &k, v: &v }, &queries, &pass_blocks, None, mask, AttentionBackend::Auto).unwrap()
+    };
+    let all: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
+    let batched = run(&q, &spans, &all);
+    let mut first = 0;
+    for (&(tokens, position), table) in spans.iter().zip(&all) {
+        let alone = run(&q.narrow(0, first, tokens).unwrap().contiguous().unwrap(), &[(tokens, position)], &[*table]);
+        assert_close("a sequence", &batched.narrow(0, first, tokens).unwrap(), &alone, 0.0);
+        first += tokens;
+    }
+}
+
+#[test]
+fn block_tables_are_checked() {
+    let queries = Queries::new(&[(1, 64)], &Device::Cpu).unwrap();
+    let new = |table: &[u32]| PassBlocks::new(&queries, &[table], 3, &Device::Cpu);
+    assert!(new(&[1, 2]).is_ok());
+    assert!(new(&[1]).is_err(), "the table has no block for position 64");
+    assert!(new(&[1, 3]).is_err(), "the cache has no block 3");
+    assert!(PassBlocks::new(&queries, &[], 3, &Device::Cpu).is_err());
 }
 
 #[cfg(feature = "cuda")]
@@ -320,16 +391,6 @@ fn expert_mlp_matches_separate_products() {
             assert_close(&what, &got, &want, 2.0 * rounding(dtype));
         }
     }
-}
-
-#[test]
-fn attention_rejects_a_cache_that_has_overwritten_visible_keys() {
-    let zeros = |shape: (usize, usize, usize)| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
-    let mask = AttentionMask { position: 100, window: Some(16), scale: 1.0, softcap: None };
-    let positions = Tensor::new(&[100u32, 101, 102, 103], &Device::Cpu).unwrap();
-    let attend = |k: &Tensor| attention(&zeros((4, 2, 8)), k, k, None, &positions, mask, AttentionBackend::Auto);
-    assert!(attend(&zeros((19, 1, 8))).is_ok());
-    assert!(attend(&zeros((18, 1, 8))).is_err());
 }
 
 #[test(gpu)]

@@ -20,6 +20,7 @@ macro_rules! eprintln {
 }
 
 mod bench;
+mod blocks;
 mod bounded;
 mod chat;
 mod cli;
@@ -48,6 +49,7 @@ mod layers;
 mod memory;
 mod quantized;
 mod render;
+mod scheduler;
 mod screen;
 mod show;
 mod signals;

@@ -6,6 +6,9 @@ use std::process::Command;
 
 use candle_core::{DType, Device, Tensor};
 use inferno::device::{self, DeviceChoice};
+use inferno::nn::decoder::Decoder;
+use inferno::nn::kv_cache::KvCache;
+use inferno::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 use tempfile::TempDir;
 
 use crate::harness::is_gpu_expected;
@@ -135,6 +138,13 @@ pub fn values(tensor: &Tensor) -> Vec<f32> {
 pub fn demo_dir() -> PathBuf {
     let folder = std::env::var_os("INFERNO_DEMO").map(PathBuf::from);
     folder.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo")))
+}
+
+/// Runs `ids` in one pass with an empty KV cache. Returns the logits of every token.
+pub fn logits_of(decoder: &Decoder, ids: &[u32], dtype: DType, device: &Device) -> anyhow::Result<Tensor> {
+    let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layers(), ids.len(), dtype, device)?;
+    let span = SequenceSpan { tokens: ids.len(), position: 0, tables: &tables };
+    decoder.forward(&StepBatch { ids, sequences: &[span], logits: LogitRows::All }, &cache)
 }
 
 /// Reproducible random numbers from the linear congruential generator of Knuth's MMIX.

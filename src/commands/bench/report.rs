@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use super::serving::Serving;
 use crate::device::{GpuFacts, GpuState};
 use crate::engine::{EngineHandle, LoadTimes, ModelInfo};
 use crate::hub::Snapshot;
@@ -26,7 +27,10 @@ pub struct Report {
     pub seed: u64,
     pub repetitions: u32,
     pub tests: Vec<Test>,
-    pub first_token: FirstToken,
+    /// `None` with `--concurrency`.
+    pub first_token: Option<FirstToken>,
+    /// One measurement for each value of `--concurrency`.
+    pub serving: Vec<Serving>,
     pub launches_per_token: Option<LaunchCounts>,
     pub kernels: Option<Vec<KernelTime>>,
 }
@@ -247,7 +251,13 @@ impl Gaps {
 impl Report {
     /// Formats the report as tables, including the kernel table if `with_kernels` is true.
     pub fn table(&self, with_kernels: bool) -> String {
-        let mut parts = vec![self.header(), self.speed(), self.latency()];
+        let mut parts = vec![self.header()];
+        if let Some(first_token) = &self.first_token {
+            parts.extend([self.speed(), self.latency(first_token)]);
+        }
+        if !self.serving.is_empty() {
+            parts.push(self.serving());
+        }
         if with_kernels {
             parts.push(self.kernel_table());
         }
@@ -316,11 +326,11 @@ impl Report {
         aligned(&rows)
     }
 
-    fn latency(&self) -> String {
+    fn latency(&self, first_token: &FirstToken) -> String {
         let mut rows = vec![["time to first token", "ms", ""].map(String::from)];
-        let Cold { prompt_tokens, ms } = self.first_token.cold;
+        let Cold { prompt_tokens, ms } = first_token.cold;
         rows.push([format!("{prompt_tokens} tokens, cold"), format!("{ms:.1}"), String::new()]);
-        for Warm { prompt_tokens, ms } in &self.first_token.warm {
+        for Warm { prompt_tokens, ms } in &first_token.warm {
             let tokens = if *prompt_tokens == 1 { "token" } else { "tokens" };
             rows.push([format!("{prompt_tokens} {tokens}"), format!("{:.1}", ms.mean), format!("± {:.1}", ms.sd)]);
         }
@@ -337,6 +347,25 @@ impl Report {
             text += &aligned(&rows);
         }
         text
+    }
+
+    fn serving(&self) -> String {
+        let header =
+            ["requests at once", "tok/s", "decode tok/s", "first token, ms", "p99", "between tokens, ms", "p99"];
+        let mut rows = vec![header.map(String::from)];
+        for serving in &self.serving {
+            let rate = serving.rate.map_or(String::new(), |rate| format!(", {rate} per s"));
+            rows.push([
+                format!("{}{rate}", serving.concurrency),
+                format!("{:.0}", serving.output_tok_per_s),
+                serving.decode_tok_per_s.map_or(String::new(), |rate| format!("{rate:.0}")),
+                format!("{:.1}", serving.ttft_ms.p50),
+                format!("{:.1}", serving.ttft_ms.p99),
+                format!("{:.2}", serving.itl_ms.p50),
+                format!("{:.2}", serving.itl_ms.p99),
+            ]);
+        }
+        aligned(&rows)
     }
 
     fn kernel_table(&self) -> String {

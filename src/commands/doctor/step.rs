@@ -10,8 +10,8 @@ use candle_core::{DType, Device, Tensor};
 use crate::kernels::selftest::Check;
 use crate::models;
 use crate::nn::decoder::Decoder;
-use crate::nn::kv_cache::KvCache;
-use crate::nn::pass::{LogitRows, StepBatch};
+use crate::nn::kv_cache::{BlockTables, KvCache};
+use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 use crate::runner::decode_graph::{DecodeGraph, DecodePlan};
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, Weights};
@@ -37,18 +37,19 @@ fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>
     let folder = TemporaryFolder::new()?;
     let dir = folder.0.as_path();
     write_checkpoint(dir)?;
-    let (reference, mut reference_cache) = load(dir, &Device::Cpu, DType::F32, quantize)?;
-    let (decoder, cache) = load(dir, device, dtype, quantize)?;
+    let (reference, reference_cache, tables) = load(dir, &Device::Cpu, DType::F32, quantize)?;
+    let (decoder, cache, _) = load(dir, device, dtype, quantize)?;
     let ids: Vec<u32> = (0..STEPS).map(|step| (step * 31 + 7) as u32 % reference.vocab_size() as u32).collect();
-    let batch = StepBatch { ids: &ids, lengths: &[STEPS], logits: LogitRows::All };
-    let expected = reference.forward(&batch, &mut [&mut reference_cache])?.to_vec2::<f32>()?;
-    let mut graph = match DecodeGraph::plan(&decoder, &cache)? {
+    let span = SequenceSpan { tokens: STEPS, position: 0, tables: &tables };
+    let batch = StepBatch { ids: &ids, sequences: &[span], logits: LogitRows::All };
+    let expected = reference.forward(&batch, &reference_cache)?.to_vec2::<f32>()?;
+    let mut graph = match DecodeGraph::plan(&decoder, &cache, STEPS)? {
         DecodePlan::Graph(graph) => graph,
         DecodePlan::Unsupported(reason) => bail!("cannot build a decode graph: {reason}"),
     };
     let mut max_error = 0f32;
     for (position, (&id, expected)) in ids.iter().zip(&expected).enumerate() {
-        graph.start(position, id, None)?;
+        graph.start(0, position, id, None, &tables)?;
         graph.next(1)?;
         let actual = graph.logits().to_vec1::<f32>()?;
         let scale = expected.iter().fold(f32::MIN_POSITIVE, |scale, value| scale.max(value.abs()));
@@ -61,7 +62,12 @@ fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>
     Ok(max_error)
 }
 
-fn load(dir: &Path, device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) -> Result<(Decoder, KvCache)> {
+fn load(
+    dir: &Path,
+    device: &Device,
+    dtype: DType,
+    quantize: Option<QuantizationTarget>,
+) -> Result<(Decoder, KvCache, BlockTables)> {
     let checkpoint = Checkpoint::open(dir)?;
     let progress = LoadProgress::silent();
     let weights = match quantize {
@@ -69,8 +75,8 @@ fn load(dir: &Path, device: &Device, dtype: DType, quantize: Option<Quantization
         None => Weights::new(&checkpoint, device, dtype, &progress)?,
     };
     let decoder = models::read_config(dir)?.architecture.build(&weights, STEPS)?;
-    let cache = KvCache::new(decoder.cache_layers(), STEPS, STEPS, dtype, device)?;
-    Ok((decoder, cache))
+    let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layers(), STEPS, dtype, device)?;
+    Ok((decoder, cache, tables))
 }
 
 /// A temporary directory that is deleted on drop.

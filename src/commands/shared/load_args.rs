@@ -42,6 +42,9 @@ pub struct LoadArgs {
     /// Attention kernel for prompts: auto, own, flash (needs the flash-attn feature) or eager
     #[arg(long, default_value = "auto", value_name = "KERNEL", hide_short_help = true)]
     attention: Attention,
+    /// The number of sequences of full length for which the KV cache has blocks.
+    #[arg(skip = 1usize)]
+    sequences: usize,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -83,6 +86,11 @@ impl LoadArgs {
         }
     }
 
+    /// Sets the number of sequences of full length for which the KV cache has blocks.
+    pub fn set_sequences(&mut self, sequences: usize) {
+        self.sequences = sequences;
+    }
+
     /// Loads a snapshot. Shows a progress bar and a line about the device on stderr.
     pub fn load(&self, snapshot: &Snapshot) -> Result<Engine> {
         self.load_with_language_check(snapshot, &|_| Ok(()))
@@ -109,6 +117,7 @@ impl LoadArgs {
                 }),
                 context: self.context,
                 chunk: self.chunk,
+                sequences: self.sequences,
                 quantize: self.quantize,
                 eager: self.eager,
                 attention: match self.attention {

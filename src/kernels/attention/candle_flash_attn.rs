@@ -15,6 +15,7 @@ use candle_flash_attn as _;
 
 use super::eager_attention::scale_by_sinks;
 use super::mask::AttentionMask;
+use super::paged::{CachedLayer, PassBlocks, Queries, slot};
 use crate::kernels::launch::address;
 
 unsafe extern "C" {
@@ -69,27 +70,35 @@ unsafe extern "C" {
     );
 }
 
-/// Returns the keys and values that the queries see, ordered by position, `[visible, kv_heads, head_dim]`.
+/// Writes the attention of the queries to `out`, with one launch per sequence.
 ///
-/// The results are views, or copies if the positions wrap around the end of the cache.
-fn visible_rows(k: &Tensor, v: &Tensor, tokens: usize, mask: AttentionMask) -> Result<(Tensor, Tensor)> {
-    let (rows, end) = (k.dim(0)?, mask.position + tokens);
-    let first = mask.window.map_or(0, |window| (mask.position + 1).saturating_sub(window));
-    let (row, length) = (first % rows, end - first);
-    let slice = |tensor: &Tensor| match row + length <= rows {
-        true => tensor.narrow(0, row, length),
-        false => Tensor::cat(&[tensor.narrow(0, row, rows - row)?, tensor.narrow(0, 0, row + length - rows)?], 0),
-    };
-    Ok((slice(k)?, slice(v)?))
+/// q and out are bf16 or f16 `[tokens, heads, head_dim]`, and `head_dim` is a multiple of 8.
+/// The caller must have checked the inputs.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn attention(
+    device: &CudaDevice,
+    q: &Tensor,
+    layer: CachedLayer,
+    queries: &Queries,
+    blocks: &PassBlocks,
+    sinks: Option<&Tensor>,
+    mask: AttentionMask,
+    out: &Tensor,
+) -> Result<()> {
+    let tables: Vec<Vec<u32>> = blocks.tables.to_vec2()?;
+    for (span, table) in queries.spans().iter().zip(&tables) {
+        let visible = mask.first_key(span.position)..span.position + span.tokens;
+        let rows: Vec<u32> = visible.map(|position| slot(table, position)).collect();
+        let rows = Tensor::new(rows, q.device())?;
+        let (k, v) = (layer.k.index_select(&rows, 0)?, layer.v.index_select(&rows, 0)?);
+        let (q, part) = (q.narrow(0, span.first, span.tokens)?.contiguous()?, out.narrow(0, span.first, span.tokens)?);
+        attend(device, (&q, &k, &v), sinks, mask, &part)?;
+    }
+    Ok(())
 }
 
-/// Writes the attention of q, k and v to `out`.
-///
-/// - q, out: bf16 or f16 `[tokens, heads, head_dim]`; `head_dim` is a multiple of 8
-/// - k, v: `[cache_rows, kv_heads, head_dim]` in q's dtype
-///
-/// The caller must have checked the inputs.
-pub(super) fn attention(
+/// Writes the attention of one sequence to `out`. k and v hold the visible keys and values, in order of position.
+fn attend(
     device: &CudaDevice,
     (q, k, v): (&Tensor, &Tensor, &Tensor),
     sinks: Option<&Tensor>,
@@ -97,7 +106,6 @@ pub(super) fn attention(
     out: &Tensor,
 ) -> Result<()> {
     let ((tokens, heads, head_dim), (_, kv_heads, _)) = (q.dims3()?, k.dims3()?);
-    let (k, v) = visible_rows(k, v, tokens, mask)?;
     let length = k.dim(0)?;
     // SAFETY: the kernel writes every element.
     let lse = unsafe { Tensor::empty((heads, tokens), DType::F32, q.device())? };
@@ -110,8 +118,8 @@ pub(super) fn attention(
     unsafe {
         run_mha(
             pointer(q)?,
-            pointer(&k)?,
-            pointer(&v)?,
+            pointer(k)?,
+            pointer(v)?,
             pointer(out)?,
             pointer(&lse)?,
             std::ptr::null(),

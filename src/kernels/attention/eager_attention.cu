@@ -2,7 +2,9 @@
 // Supports grouped-query attention, and optionally a sliding window, sinks and a soft cap.
 // Used for f32, and for head sizes that flash_attention.cu does not support.
 //   q, out: T [tokens, heads, head_dim]; head_dim <= EAGER_MAX_HEAD_DIM
-//   k, v: T [cache_rows, kv_heads, head_dim]; position p is in row p mod cache_rows
+//   k, v: the KV cache; see attention/paged.cuh
+//   positions, sequences: u32 [tokens], the position of each query and the index of its sequence
+//   tables: u32 [sequences, table_blocks], the block table of each sequence
 //   sinks: f32 [heads] or null
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (tokens, heads); block: 32 · warps
@@ -12,17 +14,20 @@
 //   shared memory: warps · (head_dim + 2) floats
 //   bytes moved: about 2 · head_dim · sizeof(T) from L2 for each query head and visible key
 //     Query heads with the same KV head read its keys and values separately.
+#include "attention/paged.cuh"
 #include "constants.cuh"
 #include "headers/common.cuh"
 
 constexpr int MAX_LANE_DIMS = EAGER_MAX_HEAD_DIM / 32;
 
 template <typename T>
-__device__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out, int heads, int kv_heads,
-                          int head_dim, int cache_rows, int position, int window, float scale, float softcap) {
+__device__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out, const uint32_t* positions,
+                          const uint32_t* sequences, const uint32_t* tables, int table_blocks, int heads, int kv_heads,
+                          int head_dim, int window, float scale, float softcap) {
     const int token = blockIdx.x, head = blockIdx.y, kv_head = head / (heads / kv_heads);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    const int last = position + token;                                       // the position of this query
+    const uint32_t* table = tables + (size_t)sequences[token] * table_blocks;
+    const int last = positions[token];                                       // the newest visible key: the query's own
     const int first = window > 0 && last >= window ? last - window + 1 : 0;  // the oldest visible key
     const size_t base = ((size_t)token * heads + head) * head_dim;
 
@@ -35,7 +40,7 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
     }
     float top = -INFINITY, total = 0.0f;
     for (int p = first + warp; p <= last; p += warps) {
-        const size_t row = ((size_t)(p % cache_rows) * kv_heads + kv_head) * head_dim;
+        const size_t row = ((size_t)cache_row(table, p) * kv_heads + kv_head) * head_dim;
         float score = 0.0f;
 #pragma unroll
         for (int i = 0; i < MAX_LANE_DIMS; ++i) {
@@ -93,9 +98,11 @@ __device__ void scale_by_sinks(T* out, const float* lse, const float* sinks, int
 
 #define DEFINE(T, SUFFIX)                                                                                              \
     extern "C" __global__ void attention_##SUFFIX(const T* q, const T* k, const T* v, const float* sinks, T* out,      \
-                                                  int heads, int kv_heads, int head_dim, int cache_rows, int position, \
-                                                  int window, float scale, float softcap) {                            \
-        attention<T>(q, k, v, sinks, out, heads, kv_heads, head_dim, cache_rows, position, window, scale, softcap);    \
+                                                  const uint32_t* positions, const uint32_t* sequences,                \
+                                                  const uint32_t* tables, int table_blocks, int heads, int kv_heads,   \
+                                                  int head_dim, int window, float scale, float softcap) {              \
+        attention<T>(q, k, v, sinks, out, positions, sequences, tables, table_blocks, heads, kv_heads, head_dim,       \
+                     window, scale, softcap);                                                                          \
     }                                                                                                                  \
     extern "C" __global__ void scale_by_sinks_##SUFFIX(T* out, const float* lse, const float* sinks, int tokens,       \
                                                        int heads, int head_dim) {                                      \

@@ -5,6 +5,7 @@
 use rayon::prelude::*;
 
 use super::mask::AttentionMask;
+use super::paged::{QuerySpan, slot};
 use super::shape::AttentionShape;
 
 #[cfg(feature = "cuda")]
@@ -17,30 +18,36 @@ mod with_cuda {
     use candle_core::cuda_backend::CudaDevice;
     use candle_core::{Result, Tensor};
 
-    use super::{AttentionMask, AttentionShape};
+    use super::AttentionMask;
+    use crate::kernels::attention::{CachedLayer, PassBlocks, Queries};
     use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 
-    /// Writes the attention of q, k and v to `out`. The caller has checked all shapes and dtypes.
+    /// Writes the attention of the queries to `out`. The caller has checked all shapes and dtypes.
+    #[allow(clippy::too_many_arguments)]
     pub fn launch(
         device: &CudaDevice,
-        (q, k, v): (&Tensor, &Tensor, &Tensor),
+        q: &Tensor,
+        layer: CachedLayer,
+        queries: &Queries,
+        blocks: &PassBlocks,
         sinks: Option<&Tensor>,
         mask: AttentionMask,
-        shape: AttentionShape,
         out: &Tensor,
     ) -> Result<()> {
-        let AttentionShape { tokens, heads, kv_heads, head_dim, cache_rows } = shape;
+        let ((tokens, heads, head_dim), (_, kv_heads, _)) = (q.dims3()?, layer.k.dims3()?);
         let arguments = Arguments::new()
             .tensor(q)?
-            .tensor(k)?
-            .tensor(v)?
+            .tensor(layer.k)?
+            .tensor(layer.v)?
             .optional(sinks)?
             .tensor(out)?
+            .tensor(queries.positions())?
+            .tensor(queries.sequences())?
+            .tensor(&blocks.tables)?
+            .int(blocks.tables.dim(1)?)
             .int(heads)
             .int(kv_heads)
             .int(head_dim)
-            .int(cache_rows)
-            .int(mask.position)
             .int(mask.window.unwrap_or(0))
             .float(mask.scale)
             .float(mask.softcap.unwrap_or(0.0));
@@ -49,7 +56,7 @@ mod with_cuda {
         let shared_bytes = warps * (head_dim + 2) * size_of::<f32>();
         let kernel = format!("attention_{}", dtype_suffix(q.dtype())?);
         let shape = LaunchShape::new((tokens, heads, 1), 32 * warps).with_shared_bytes(shared_bytes);
-        // SAFETY: the caller has checked shapes and dtypes; the kernel wraps positions modulo the number of cache rows.
+        // SAFETY: the caller has checked shapes and dtypes, and that the tables cover the positions of all queries.
         unsafe { Launch::new(module!("eager_attention"), kernel, shape, arguments).enqueue(device) }
     }
 
@@ -69,39 +76,48 @@ mod with_cuda {
     }
 }
 
+/// The inputs of [`reference()`].
+#[derive(Clone, Copy)]
+pub struct ReferenceInputs<'t> {
+    /// `[tokens, heads, head_dim]`
+    pub q: &'t [f32],
+    /// `[rows, kv_heads, head_dim]`
+    pub k: &'t [f32],
+    /// `[rows, kv_heads, head_dim]`
+    pub v: &'t [f32],
+    /// `[heads]`
+    pub sinks: Option<&'t [f32]>,
+    /// The tokens of each sequence.
+    pub spans: &'t [QuerySpan],
+    /// The block table of each sequence.
+    pub tables: &'t [Vec<u32>],
+}
+
 /// Computes attention in plain Rust: scores, softmax with the sink in its denominator, weighted sum of values.
 ///
-/// - q: `[tokens, heads, head_dim]`
-/// - k, v: `[cache_rows, kv_heads, head_dim]`
-/// - sinks: `[heads]`
-///
 /// Returns `[tokens, heads, head_dim]`.
-pub fn reference(
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    sinks: Option<&[f32]>,
-    shape: AttentionShape,
-    mask: AttentionMask,
-) -> Vec<f32> {
-    let AttentionShape { tokens, heads, kv_heads, head_dim, cache_rows } = shape;
+pub fn reference(inputs: ReferenceInputs, shape: AttentionShape, mask: AttentionMask) -> Vec<f32> {
+    let ReferenceInputs { q, k, v, sinks, spans, tables } = inputs;
+    let AttentionShape { tokens, heads, kv_heads, head_dim } = shape;
     let mut out = vec![0f32; tokens * heads * head_dim];
     out.par_chunks_exact_mut(head_dim).enumerate().for_each(|(row, out)| {
         let (token, head) = (row / heads, row % heads);
         let kv_head = head / (heads / kv_heads);
-        let last = mask.position + token;
-        let first = mask.window.map_or(0, |window| (last + 1).saturating_sub(window));
+        let sequence = spans.partition_point(|span| span.first + span.tokens <= token);
+        let QuerySpan { first, position, .. } = spans[sequence];
+        let last_key = position + token - first;
+        let first_key = mask.first_key(last_key);
         let query = &q[row * head_dim..][..head_dim];
-        let offset = |position: usize| ((position % cache_rows) * kv_heads + kv_head) * head_dim;
+        let offset = |position| (slot(&tables[sequence], position) as usize * kv_heads + kv_head) * head_dim;
         let score = |position| {
             let score = dot(query, &k[offset(position)..][..head_dim]) * mask.scale;
             mask.softcap.map_or(score, |cap| cap * (score / cap).tanh())
         };
-        let scores: Vec<f32> = (first..=last).map(score).collect();
+        let scores: Vec<f32> = (first_key..=last_key).map(score).collect();
         let sink = sinks.map(|sinks| sinks[head]);
         let max = scores.iter().copied().chain(sink).fold(f32::NEG_INFINITY, f32::max);
         let mut total = sink.map_or(0.0, |sink| (sink - max).exp());
-        for (position, score) in (first..=last).zip(&scores) {
+        for (position, score) in (first_key..=last_key).zip(&scores) {
             let weight = (score - max).exp();
             total += weight;
             for (out, value) in out.iter_mut().zip(&v[offset(position)..][..head_dim]) {

@@ -1,22 +1,26 @@
 // Causal attention on tensor cores over a KV cache (FlashAttention-2, arXiv 2307.08691).
 // Supports grouped-query attention, and optionally a sliding window, sinks and a soft cap.
 //   q, out: T [tokens, heads, head_dim]
-//   k, v: T [cache_rows, kv_heads, head_dim]; position p is in row p mod cache_rows
+//   k, v: the KV cache; see attention/paged.cuh
 //   sinks: f32 [heads] or null
-//   positions: u32 [tokens]; query t is at position positions[0] + t
+//   positions: u32 [tokens], the position of each query. The positions of a sequence are consecutive.
 //     Positions are in device memory, so that a CUDA graph can be replayed at any position.
+//   tables: u32 [sequences, table_blocks], the block table of each sequence
+//   row_tiles: u32 [row tiles, 4] or null: for each row tile, the index of its sequence, its index within the sequence,
+//     and the first token and the number of tokens of the sequence. If null, every sequence has `tokens` tokens.
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile; only the first row tile misses L2
 //
 // A row is one query head of one token. A KV head has group = heads / kv_heads query heads.
-// Row r of KV head k is query head k · group + r % group of token r / group.
+// Row r of KV head k is query head k · group + r % group of token r / group of the sequence.
 // A row tile therefore reads each key and value only once for all query heads of the KV head.
 //
 // The keys of a row tile are divided among splits. The last split to finish combines the f32 partial results:
 //   partials: f32 [row tiles, kv_heads, splits, ROWS · (head_dim + 2)]
 //     A partial result holds sums [ROWS, head_dim], followed by (maximum, total) for each row.
 //   arrivals: u32 [row tiles, kv_heads], the number of finished splits; all zero between launches
+#include "attention/paged.cuh"
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/common.cuh"
@@ -101,16 +105,35 @@ __device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t last) {
 // The query rows of a block.
 template <typename C> struct Rows {
     int kv_head, heads, group;  // group: query heads of a KV head
-    int first, count;
+    int first_token;            // the index in q of the sequence's first token
+    int first, count;           // the first row of this tile among the rows of the sequence, and the number of rows
 
     // Returns the offset in q and out at which a row of this tile starts.
     __device__ __forceinline__ size_t element(int row) const {
         const int r = first + row;
-        return ((size_t)(r / group) * heads + kv_head * group + r % group) * C::D;
+        return ((size_t)(first_token + r / group) * heads + kv_head * group + r % group) * C::D;
     }
     // Returns the token of a row. Rows past the end repeat the last row.
     __device__ __forceinline__ int token(int row) const { return (first + min(row, count - 1)) / group; }
 };
+
+// A row tile of a sequence.
+struct RowTile {
+    int sequence, tile;       // the index of the sequence, and the index of the tile within it
+    int first_token, tokens;  // the index of the sequence's first token, and its number of tokens
+};
+
+// Returns the row tile of this thread block. If `tiles` is null, all sequences have `tokens` tokens.
+// With a causal mask, the last row tiles have the most keys, so they start first.
+template <typename C> __device__ __forceinline__ RowTile find_row_tile(const uint4* tiles, int tokens, int group) {
+    if (tiles) {
+        const uint4 tile = __ldg(tiles + blockIdx.y);
+        return {(int)tile.x, (int)tile.y, (int)tile.z, (int)tile.w};
+    }
+    const int each = (tokens * group + C::ROWS - 1) / C::ROWS, index = gridDim.y - 1 - blockIdx.y;
+    const int sequence = index / each;
+    return {sequence, index % each, sequence * tokens, tokens};
+}
 
 // The key tiles of this team: begin, begin + TEAMS, and so on, up to but not including end.
 // Tile 0 starts at position `oldest`.
@@ -123,13 +146,16 @@ struct Keys {
 // Starts copying a tile of keys and values to the buffers of a stage, and commits the copies as one group.
 //
 // Keys and values after position `newest` become zeros. Their memory may hold NaN, and zero times NaN is NaN.
-// At most cache_rows positions are visible, so a tile wraps around the end of the cache at most once.
+// A tile has at most BLOCK_TOKENS keys, so it spans at most two blocks.
 template <typename T, typename C>
 __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* pipeline, const Keys& keys, int tile,
-                                                     int stage, int cache_rows, int kv_heads, int kv_head) {
+                                                     int stage, const uint32_t* table, int kv_heads, int kv_head) {
+    static_assert(C::KEYS <= BLOCK_TOKENS);
     if (tile < keys.end) {
         constexpr uint32_t SEGMENTS = C::D / 8, COPIES = C::KEYS * SEGMENTS, THREADS = C::TEAM_THREADS;
-        const uint32_t key = keys.oldest + tile * C::KEYS, size = cache_rows, base = key < size ? key : key % size;
+        const uint32_t key = keys.oldest + tile * C::KEYS, newest = keys.newest, block = key / BLOCK_TOKENS;
+        const uint32_t last_block = min(key + C::KEYS - 1, newest) / BLOCK_TOKENS;
+        const uint32_t first_row = __ldg(table + block) * BLOCK_TOKENS, last_row = __ldg(table + last_block) * BLOCK_TOKENS;
         const uint32_t thread = threadIdx.x % THREADS, left = keys.newest - key;
         const uint32_t row_elements = kv_heads * C::D;
         const uint32_t to = shared_address(pipeline + stage * 2 * C::KEY_ELEMENTS);
@@ -140,7 +166,8 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
             const bool even = THREADS % SEGMENTS == 0;  // if true, a thread copies the same segment of each row
             const uint32_t j = even ? thread / SEGMENTS + c * (THREADS / SEGMENTS) : copy / SEGMENTS;
             const uint32_t segment = even ? thread % SEGMENTS : copy % SEGMENTS;
-            const uint32_t row = min(base + j, base + j - size);  // with unsigned wraparound, the smaller is in range
+            const uint32_t position = key + j;
+            const uint32_t row = (position / BLOCK_TOKENS == block ? first_row : last_row) + position % BLOCK_TOKENS;
             const size_t from = (size_t)row * row_elements + kv_head * C::D + segment * 8;
             const uint32_t target = to + (j * C::STRIDE + segment * 8) * sizeof(T);
             copy_async_or_zero(target, k + from, j <= left);
@@ -461,28 +488,30 @@ __device__ __forceinline__ void combine_splits(const float* partials, int splits
 
 template <typename T, typename C>
 __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out,
-                                          const uint32_t* positions, float* partials, uint32_t* arrivals, int tokens,
-                                          int heads, int kv_heads, int cache_rows, int window, float scale,
-                                          float softcap, int early) {
+                                          const uint32_t* positions, const uint32_t* tables, const uint4* row_tiles,
+                                          float* partials, uint32_t* arrivals, int table_blocks, int tokens, int heads,
+                                          int kv_heads, int window, float scale, float softcap, int early) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ float row_sinks[C::ROWS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / C::WARPS;
-    // With a causal mask, the last rows have the most keys, so they start first.
-    const int kv_head = blockIdx.x, row_tile = gridDim.y - 1 - blockIdx.y, split = blockIdx.z;
-    const int group = heads / kv_heads, first_row = row_tile * C::ROWS;
-    const Rows<C> rows = {kv_head, heads, group, first_row, min(C::ROWS, tokens * group - first_row)};
+    const int kv_head = blockIdx.x, split = blockIdx.z, group = heads / kv_heads;
+    const RowTile row_tile = find_row_tile<C>(row_tiles, tokens, group);
+    const uint32_t* const table = tables + (size_t)row_tile.sequence * table_blocks;
+    const int first_row = row_tile.tile * C::ROWS;
+    const Rows<C> rows = {kv_head, heads, group, row_tile.first_token, first_row,
+                          min(C::ROWS, row_tile.tokens * group - first_row)};
     const int warp_row = warp % C::WARPS * 16 * C::M;
     const int first_token = rows.token(0), last_token = rows.token(rows.count - 1);
     const int warp_first_token = rows.token(warp_row), warp_last_token = rows.token(warp_row + 16 * C::M - 1);
     // Load the sinks early to hide the latency. They are needed only at the end.
     float sink = -INFINITY;
     if (sinks && threadIdx.x < rows.count) sink = sinks[kv_head * group + (first_row + threadIdx.x) % group];
-    // With `early`, the caller guarantees that positions[0] and all earlier keys and values are already in memory.
+    // With `early`, the caller guarantees that positions, tables and all earlier keys and values are in memory.
     // In this case, only loads of this step's queries, keys and values must wait for the previous kernel.
     if (!early) pdl_wait();
 
     // 1. Find the keys that any row of the tile sees, and select the key tiles of this split and team.
-    const int position = (int)__ldcg(positions), newest = position + last_token;
+    const int position = (int)__ldcg(positions + row_tile.first_token), newest = position + last_token;
     const int oldest = window > 0 ? max(0, position + first_token - window + 1) : 0;
     const int tiles = (newest - oldest) / C::KEYS + 1;
     const int share = max(C::MIN_TILES, (tiles + (int)gridDim.z - 1) / (int)gridDim.z);
@@ -493,7 +522,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     T* const query_tile = reinterpret_cast<T*>(shared);
     T* const pipeline = reinterpret_cast<T*>(shared + C::QUERY_BYTES) + team * C::STAGES * 2 * C::KEY_ELEMENTS;
     const auto load = [&](int tile, int stage) {
-        load_keys_and_values<T, C>(k, v, pipeline, keys, tile, stage, cache_rows, kv_heads, kv_head);
+        load_keys_and_values<T, C>(k, v, pipeline, keys, tile, stage, table, kv_heads, kv_head);
     };
 #pragma unroll
     for (int stage = 0; stage < C::STAGES - 1; ++stage) {
@@ -556,10 +585,10 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
     reduce_totals<C>(totals);
 
-    // 4. Write the output, or a partial result if other splits process the rest of the keys.
+    // 4. Write the output, or a partial result if other splits process other keys of the row tile.
     if (threadIdx.x < rows.count) row_sinks[threadIdx.x] = sink * LOG2_E;
     __syncthreads();  // from here on, the memory of the pipeline is free
-    const int slot = row_tile * kv_heads + kv_head;
+    const int slot = blockIdx.y * kv_heads + kv_head;
     float* const slot_partials = partials + (size_t)slot * gridDim.z * C::ROWS * (C::D + 2);
     float* const partial = slot_partials + split * C::ROWS * (C::D + 2);
     if constexpr (C::TEAMS == 1) {
@@ -581,11 +610,12 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
 #define DEFINE_KERNEL(ROWS, D, T, SUFFIX)                                                                              \
     extern "C" __global__ void __launch_bounds__(Tile<D, ROWS>::THREADS, Tile<D, ROWS>::MIN_BLOCKS)                    \
         flash_attention_##ROWS##_rows_##D##_##SUFFIX(const T* q, const T* k, const T* v, const float* sinks, T* out,   \
-                                                     const uint32_t* positions, float* partials, uint32_t* arrivals,   \
-                                                     int tokens, int heads, int kv_heads, int cache_rows, int window,  \
-                                                     float scale, float softcap, int early) {                          \
-        attention<T, Tile<D, ROWS>>(q, k, v, sinks, out, positions, partials, arrivals, tokens, heads, kv_heads,       \
-                                    cache_rows, window, scale, softcap, early);                                        \
+                                                     const uint32_t* positions, const uint32_t* tables,                \
+                                                     const uint4* row_tiles, float* partials, uint32_t* arrivals,      \
+                                                     int table_blocks, int tokens, int heads, int kv_heads,            \
+                                                     int window, float scale, float softcap, int early) {              \
+        attention<T, Tile<D, ROWS>>(q, k, v, sinks, out, positions, tables, row_tiles, partials, arrivals,              \
+                                    table_blocks, tokens, heads, kv_heads, window, scale, softcap, early);             \
     }
 // Tiles have 16 rows for decoding, 128 rows for long prompts, and 64 rows if 128 would leave multiprocessors idle.
 #define DEFINE_HEAD_DIM(D)                                                                                             \

@@ -4,6 +4,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::mask::AttentionMask;
+use super::paged::{CachedLayer, PassBlocks, Queries};
 use super::shape::AttentionShape;
 use crate::kernels::constants::{
     FLASH_FEW_KEYS, FLASH_FEW_ROWS, FLASH_FEW_TEAMS, FLASH_HEAD_DIMS, FLASH_MANY_KEYS, FLASH_MANY_ROWS,
@@ -18,32 +19,40 @@ const MAX_SPLITS: usize = 64;
 /// The keys of a row tile are not split across blocks if the sliding window has at most this many keys.
 const MAX_UNSPLIT_WINDOW: usize = 256;
 
-/// A flash attention kernel and its launch shape, chosen for the sizes of the queries and the KV cache.
+/// A flash attention kernel and its launch shape, chosen for some of the queries of a pass.
 pub struct FlashAttention {
     kernel: String,
     launch_shape: LaunchShape,
     shape: AttentionShape,
     dtype: DType,
     mask: AttentionMask,
-    /// The number of f32 scratch elements for the partial results of splits, or 0 if keys are not split.
+    rows: Rows,
+    /// The number of f32 scratch elements for the partial results of splits.
     pub partials: usize,
-    /// The number of u32 counters of finished splits: one per row tile and KV head, or 0 if keys are not split.
+    /// The number of u32 counters of finished splits.
     pub arrivals: usize,
+}
+
+/// The rows that a launch computes. A row is one query head of one token.
+enum Rows {
+    /// All rows of sequences that have this many tokens each.
+    Uniform { tokens: usize },
+    /// The row tiles in a list, u32 `[tiles, 4]` (see [`Queries::row_tiles`]).
+    Listed(Tensor),
 }
 
 /// The tensors of one launch, all contiguous.
 pub struct FlashTensors<'t> {
     /// The queries: bf16 or f16 `[tokens, heads, head_dim]`.
     pub q: &'t Tensor,
-    /// The cached keys: `[cache_rows, kv_heads, head_dim]` in the dtype of `q`.
-    pub k: &'t Tensor,
-    /// The cached values: `[cache_rows, kv_heads, head_dim]` in the dtype of `q`.
-    pub v: &'t Tensor,
+    /// The keys and values in the dtype of `q`.
+    pub layer: CachedLayer<'t>,
     /// The sinks: f32 `[heads]`.
     pub sinks: Option<&'t Tensor>,
-    /// The positions of the queries: u32 `[tokens]`. The kernel reads only the first element,
-    /// which must not exceed [`AttentionMask::position`].
+    /// The position of each query: u32 `[tokens]`. The positions of a sequence are consecutive.
     pub positions: &'t Tensor,
+    /// The block table of each sequence: u32 `[sequences, blocks]`.
+    pub tables: &'t Tensor,
     /// The output: `[tokens, heads, head_dim]` in the dtype of `q`.
     pub out: &'t Tensor,
     /// Scratch memory for partial results: at least [`FlashAttention::partials`] elements, f32.
@@ -58,37 +67,96 @@ pub struct FlashTensors<'t> {
 pub enum EarlyReads {
     /// Nothing.
     None,
-    /// The first element of `positions`, and the keys and values of earlier positions.
+    /// The positions, the block tables, and the keys and values of earlier positions.
     /// All of this data must have been written before the previous kernel starts.
     EarlierPositions,
 }
 
+/// Writes the attention of all queries of a pass to `out`. The caller has checked all shapes and dtypes.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn attention(
+    device: &CudaDevice,
+    q: &Tensor,
+    layer: CachedLayer,
+    queries: &Queries,
+    blocks: &PassBlocks,
+    sinks: Option<&Tensor>,
+    mask: AttentionMask,
+    out: &Tensor,
+) -> Result<()> {
+    for flash in FlashAttention::for_pass(device, q, layer, queries, mask)? {
+        // SAFETY: the kernel writes every partial result before it reads it.
+        let partials = &unsafe { Tensor::empty(flash.partials.max(1), DType::F32, q.device())? };
+        let arrivals = &Tensor::zeros(flash.arrivals.max(1), DType::U32, q.device())?;
+        let (positions, tables) = (queries.positions(), &blocks.tables);
+        let tensors = FlashTensors { q, layer, sinks, positions, tables, out, partials, arrivals };
+        // SAFETY: `launch` checks shapes and dtypes. The caller has checked that the tables cover all positions.
+        // `PassBlocks::new` has checked that the tables hold only blocks of the cache.
+        unsafe { flash.launch(&tensors, EarlyReads::None)?.enqueue(device)? };
+    }
+    Ok(())
+}
+
 impl FlashAttention {
-    /// Chooses the kernel. q must be bf16 or f16 and have a head size in [`FLASH_HEAD_DIMS`].
-    ///
-    /// `mask.position` is the largest position that the first query will have in any launch.
-    pub fn new(device: &CudaDevice, q: &Tensor, k: &Tensor, mask: AttentionMask) -> Result<Self> {
-        let ((tokens, heads, head_dim), (cache_rows, kv_heads, _)) = (q.dims3()?, k.dims3()?);
-        if kv_heads == 0 || heads % kv_heads != 0 {
-            bail!("flash_attention: {heads} query heads cannot share {kv_heads} KV heads");
+    /// Chooses the kernel for sequences that have `tokens` tokens each.
+    /// q must be bf16 or f16 and have a head size in [`FLASH_HEAD_DIMS`].
+    pub fn new(
+        device: &CudaDevice,
+        q: &Tensor,
+        layer: CachedLayer,
+        tokens: usize,
+        mask: AttentionMask,
+    ) -> Result<Self> {
+        let shape = AttentionShape::of_tensors(q, layer, None)?;
+        let (group, sequences) = (shape.heads / shape.kv_heads, shape.tokens / tokens.max(1));
+        if tokens == 0 || sequences * tokens != shape.tokens {
+            bail!("flash_attention: {} tokens are not whole sequences of {tokens} tokens", shape.tokens);
         }
-        let Some(tiles) = Tile::for_head_dim(head_dim).filter(|_| matches!(q.dtype(), DType::BF16 | DType::F16)) else {
-            bail!("flash_attention has no kernel for head size {head_dim} in {:?}", q.dtype());
-        };
-        let (max_shared_bytes, multiprocessors) = (max_shared_bytes(device)?, multiprocessors(device)?);
-        // Each row is one query head of one token. The row tiles of a KV head contain all query heads that share it.
-        let rows = tokens * (heads / kv_heads);
-        let [few, medium, many] = tiles;
-        let fills_gpu = kv_heads * rows.div_ceil(FLASH_MANY_ROWS) >= 2 * multiprocessors;
-        let tile = if rows <= 2 * FLASH_FEW_ROWS && few.shared_bytes <= max_shared_bytes {
-            few
-        } else if fills_gpu && many.shared_bytes <= max_shared_bytes {
-            many
-        } else {
-            medium
-        };
-        let row_tiles = rows.div_ceil(tile.rows);
-        // If there are too few row tiles to fill the GPU, split the keys of each row tile across several blocks.
+        let rows = tokens * group;
+        let tile = Tile::choose(device, q, shape.kv_heads, rows, sequences * rows)?;
+        let row_tiles = sequences * rows.div_ceil(tile.rows);
+        Self::with_tiles(device, shape, q.dtype(), mask, tile, Rows::Uniform { tokens }, row_tiles)
+    }
+
+    /// Chooses the kernels for all queries of a pass: one for sequences with few tokens, such as decode steps, and one
+    /// for sequences with many tokens.
+    fn for_pass(
+        device: &CudaDevice,
+        q: &Tensor,
+        layer: CachedLayer,
+        queries: &Queries,
+        mask: AttentionMask,
+    ) -> Result<Vec<Self>> {
+        if let Some(tokens) = queries.uniform_tokens() {
+            return Ok(vec![Self::new(device, q, layer, tokens, mask)?]);
+        }
+        let shape = AttentionShape::of_tensors(q, layer, None)?;
+        let group = shape.heads / shape.kv_heads;
+        let mut launches = Vec::with_capacity(2);
+        for few in [true, false] {
+            let spans = || queries.spans().iter().filter(|span| span.is_few(group) == few);
+            let Some(longest) = spans().map(|span| span.tokens * group).max() else { continue };
+            let total: usize = spans().map(|span| span.tokens * group).sum();
+            let tile = Tile::choose(device, q, shape.kv_heads, longest, total)?;
+            let tiles = queries.row_tiles(group, tile.rows, few)?;
+            let count = tiles.dim(0)?;
+            launches.push(Self::with_tiles(device, shape, q.dtype(), mask, tile, Rows::Listed(tiles), count)?);
+        }
+        Ok(launches)
+    }
+
+    fn with_tiles(
+        device: &CudaDevice,
+        shape: AttentionShape,
+        dtype: DType,
+        mask: AttentionMask,
+        tile: Tile,
+        rows: Rows,
+        row_tiles: usize,
+    ) -> Result<Self> {
+        let AttentionShape { kv_heads, head_dim, .. } = shape;
+        let multiprocessors = multiprocessors(device)?;
+        // If there are too few row tiles to fill the GPU, several blocks share the keys of each row tile.
         let splits = match tile.rows {
             _ if mask.window.is_some_and(|window| window <= MAX_UNSPLIT_WINDOW) => 1,
             FLASH_FEW_ROWS => multiprocessors / (kv_heads * row_tiles),
@@ -98,34 +166,43 @@ impl FlashAttention {
         let splits = splits.clamp(1, MAX_SPLITS);
         let is_split = splits > 1;
         Ok(Self {
-            kernel: format!("flash_attention_{}_rows_{head_dim}_{}", tile.rows, dtype_suffix(q.dtype())?),
+            kernel: format!("flash_attention_{}_rows_{head_dim}_{}", tile.rows, dtype_suffix(dtype)?),
             launch_shape: LaunchShape::new((kv_heads, row_tiles, splits), tile.threads)
                 .with_shared_bytes(tile.shared_bytes),
-            shape: AttentionShape { tokens, heads, kv_heads, head_dim, cache_rows },
-            dtype: q.dtype(),
+            shape,
+            dtype,
             mask,
+            rows,
             partials: if is_split { row_tiles * kv_heads * splits * tile.rows * (head_dim + 2) } else { 0 },
             arrivals: if is_split { row_tiles * kv_heads } else { 0 },
         })
     }
 
-    /// Returns the launch of the kernel on `tensors`. Fails if a shape or dtype does not match.
+    /// Returns the launch of the kernel on `tensors`. Fails if `tensors` do not have the expected shapes and dtypes.
+    ///
+    /// The caller guarantees that the block tables cover the positions of all queries, and hold blocks of the cache.
     pub fn launch(&self, tensors: &FlashTensors, early_reads: EarlyReads) -> Result<Launch> {
         self.check(tensors)?;
-        let AttentionShape { tokens, heads, kv_heads, cache_rows, .. } = self.shape;
+        let AttentionShape { heads, kv_heads, .. } = self.shape;
+        let (tiles, tokens) = match &self.rows {
+            Rows::Uniform { tokens } => (None, *tokens),
+            Rows::Listed(tiles) => (Some(tiles), 0),
+        };
         let arguments = Arguments::new()
             .tensor(tensors.q)?
-            .tensor(tensors.k)?
-            .tensor(tensors.v)?
+            .tensor(tensors.layer.k)?
+            .tensor(tensors.layer.v)?
             .optional(tensors.sinks)?
             .tensor(tensors.out)?
             .tensor(tensors.positions)?
+            .tensor(tensors.tables)?
+            .optional(tiles)?
             .tensor(tensors.partials)?
             .tensor(tensors.arrivals)?
+            .int(tensors.tables.dim(1)?)
             .int(tokens)
             .int(heads)
             .int(kv_heads)
-            .int(cache_rows)
             .int(self.mask.window.unwrap_or(0))
             .float(self.mask.scale)
             .float(self.mask.softcap.unwrap_or(0.0))
@@ -133,37 +210,29 @@ impl FlashAttention {
         Ok(Launch::new(module!("flash_attention"), &self.kernel, self.launch_shape, arguments))
     }
 
-    /// Fails if a shape or dtype differs from those that `new` was called with, or if a scratch buffer is too small.
+    /// Fails if a tensor does not have the shape or dtype that the kernel expects.
     fn check(&self, tensors: &FlashTensors) -> Result<()> {
-        let FlashTensors { q, k, v, sinks, positions, out, partials, arrivals } = *tensors;
-        let shape = AttentionShape::of_inputs(q, k, v, sinks, positions, self.mask)?;
+        let FlashTensors { q, layer, sinks, positions, tables, out, partials, arrivals } = *tensors;
+        let shape = AttentionShape::of_tensors(q, layer, sinks)?;
         let has_dtype = q.dtype() == self.dtype && out.dtype() == self.dtype;
         if shape != self.shape || out.dims() != q.dims() || !has_dtype {
             let (q_dtype, out_dtype, out) = (q.dtype(), out.dtype(), out.dims());
             bail!("flash_attention: expected {:?}, got {shape:?} {q_dtype:?}, out {out:?} {out_dtype:?}", self.shape);
+        }
+        let is_u32 = positions.dtype() == DType::U32 && tables.dtype() == DType::U32;
+        let sequences = match &self.rows {
+            Rows::Uniform { tokens } => shape.tokens / tokens,
+            Rows::Listed(_) => 1,
+        };
+        if !is_u32 || positions.elem_count() < shape.tokens || tables.dims2()?.0 < sequences {
+            let (positions, tables) = (positions.shape(), tables.shape());
+            bail!("flash_attention: positions {positions:?} and tables {tables:?} must be U32 and fit {shape:?}");
         }
         let is_scratch = |tensor: &Tensor, dtype, count| tensor.dtype() == dtype && tensor.elem_count() >= count;
         if !is_scratch(partials, DType::F32, self.partials) || !is_scratch(arrivals, DType::U32, self.arrivals) {
             bail!("flash_attention: a scratch buffer is too small or has the wrong dtype");
         }
         Ok(())
-    }
-
-    /// Allocates scratch memory and queues the kernel immediately.
-    pub(super) fn enqueue(
-        &self,
-        device: &CudaDevice,
-        (q, k, v): (&Tensor, &Tensor, &Tensor),
-        sinks: Option<&Tensor>,
-        positions: &Tensor,
-        out: &Tensor,
-    ) -> Result<()> {
-        // SAFETY: the kernel writes every partial result before it reads it.
-        let partials = &unsafe { Tensor::empty(self.partials.max(1), DType::F32, q.device())? };
-        let arrivals = &Tensor::zeros(self.arrivals.max(1), DType::U32, q.device())?;
-        let tensors = FlashTensors { q, k, v, sinks, positions, out, partials, arrivals };
-        // SAFETY: `launch` checks shapes and dtypes. The kernel wraps positions modulo the number of cache rows.
-        unsafe { self.launch(&tensors, EarlyReads::None)?.enqueue(device) }
     }
 }
 
@@ -177,6 +246,24 @@ struct Tile {
 }
 
 impl Tile {
+    /// Chooses the tile for queries with `total` rows per KV head, at most `longest` of them in one sequence.
+    fn choose(device: &CudaDevice, q: &Tensor, kv_heads: usize, longest: usize, total: usize) -> Result<Self> {
+        let (_, _, head_dim) = q.dims3()?;
+        let Some(tiles) = Self::for_head_dim(head_dim).filter(|_| matches!(q.dtype(), DType::BF16 | DType::F16)) else {
+            bail!("flash_attention has no kernel for head size {head_dim} in {:?}", q.dtype());
+        };
+        let (max_shared_bytes, multiprocessors) = (max_shared_bytes(device)?, multiprocessors(device)?);
+        let [few, medium, many] = tiles;
+        let fills_gpu = kv_heads * total.div_ceil(FLASH_MANY_ROWS) >= 2 * multiprocessors;
+        Ok(if longest <= 2 * FLASH_FEW_ROWS && few.shared_bytes <= max_shared_bytes {
+            few
+        } else if fills_gpu && many.shared_bytes <= max_shared_bytes {
+            many
+        } else {
+            medium
+        })
+    }
+
     /// Returns the tiles of 16, 64 and 128 rows for a head size, or `None` if no kernel supports the head size.
     fn for_head_dim(head_dim: usize) -> Option<[Self; 3]> {
         let index = FLASH_HEAD_DIMS.iter().position(|&dim| dim == head_dim)?;

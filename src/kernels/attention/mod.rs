@@ -11,6 +11,7 @@ mod eager_attention;
 #[cfg(feature = "cuda")]
 mod flash_attention;
 mod mask;
+mod paged;
 pub mod rope;
 mod shape;
 
@@ -20,31 +21,31 @@ use crate::kernels::{elements, to_f32};
 
 pub use crate::kernels::constants::FLASH_HEAD_DIMS;
 pub use backend::AttentionBackend;
-pub use eager_attention::reference;
+pub use eager_attention::{ReferenceInputs, reference};
 #[cfg(feature = "cuda")]
 pub use flash_attention::{EarlyReads, FlashAttention, FlashTensors};
 pub use mask::AttentionMask;
+pub use paged::{BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, QuerySpan, slot};
 pub use shape::AttentionShape;
 
 /// Returns the attention of the queries over the cached keys and values, in the shape and dtype of q.
 ///
-/// - q: `[tokens, heads, head_dim]`
-/// - k, v: `[cache_rows, kv_heads, head_dim]` in q's dtype. Position p is stored in row p mod `cache_rows`.
-///   All positions that the queries see must have been written.
+/// - q: `[tokens, heads, head_dim]`, the tokens of all sequences in `queries`
+/// - layer: the keys and values, in q's dtype. All positions that the queries attend to must have been written.
+/// - blocks: the block table of each sequence in `queries`
 /// - sinks: f32 `[heads]`
-/// - positions: u32 `[tokens]`, the positions of the queries, on the device
 ///
-/// On a CPU, `backend` must be `Auto` or `Eager`. Both run [`reference`].
+/// On a CPU, `backend` must be `Auto` or `Eager`. Both run [`reference()`].
 pub fn attention(
     q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
+    layer: CachedLayer,
+    queries: &Queries,
+    blocks: &PassBlocks,
     sinks: Option<&Tensor>,
-    positions: &Tensor,
     mask: AttentionMask,
     backend: AttentionBackend,
 ) -> Result<Tensor> {
-    let shape = AttentionShape::of_inputs(q, k, v, sinks, positions, mask)?;
+    let shape = AttentionShape::of_inputs(q, layer, queries, blocks, sinks)?;
     let AttentionShape { tokens, heads, head_dim, .. } = shape;
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     let backend = backend
@@ -53,11 +54,18 @@ pub fn attention(
     match q.device() {
         Device::Cpu => {
             let sinks = sinks.map(Tensor::to_vec1::<f32>).transpose()?;
-            let (queries, keys, values) = (to_f32(q)?, to_f32(k)?, to_f32(v)?);
-            let ((queries, ql), (keys, kl), (values, vl)) =
-                (queries.storage_and_layout(), keys.storage_and_layout(), values.storage_and_layout());
-            let (queries, keys, values) = (elements(&queries, ql)?, elements(&keys, kl)?, elements(&values, vl)?);
-            let out = reference(queries, keys, values, sinks.as_deref(), shape, mask);
+            let (q_f32, k, v) = (to_f32(q)?, to_f32(layer.k)?, to_f32(layer.v)?);
+            let ((q_f32, ql), (k, kl), (v, vl)) =
+                (q_f32.storage_and_layout(), k.storage_and_layout(), v.storage_and_layout());
+            let inputs = ReferenceInputs {
+                q: elements(&q_f32, ql)?,
+                k: elements(&k, kl)?,
+                v: elements(&v, vl)?,
+                sinks: sinks.as_deref(),
+                spans: queries.spans(),
+                tables: &blocks.tables.to_vec2()?,
+            };
+            let out = reference(inputs, shape, mask);
             Tensor::from_vec(out, (tokens, heads, head_dim), &Device::Cpu)?.to_dtype(q.dtype())
         }
         #[cfg(feature = "cuda")]
@@ -66,14 +74,13 @@ pub fn attention(
             let out = unsafe { Tensor::empty((tokens, heads, head_dim), q.dtype(), q.device())? };
             match backend {
                 AttentionBackend::Own => {
-                    let flash = FlashAttention::new(device, q, k, mask)?;
-                    flash.enqueue(device, (q, k, v), sinks, positions, &out)?;
+                    flash_attention::attention(device, q, layer, queries, blocks, sinks, mask, &out)?
                 }
                 #[cfg(feature = "flash-attn")]
                 AttentionBackend::CandleFlashAttn => {
-                    candle_flash_attn::attention(device, (q, k, v), sinks, mask, &out)?;
+                    candle_flash_attn::attention(device, q, layer, queries, blocks, sinks, mask, &out)?;
                 }
-                _ => eager_attention::launch(device, (q, k, v), sinks, mask, shape, &out)?,
+                _ => eager_attention::launch(device, q, layer, queries, blocks, sinks, mask, &out)?,
             }
             Ok(out)
         }

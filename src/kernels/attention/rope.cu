@@ -8,7 +8,8 @@
 //   cos, sin: f32 [positions, rotated / 2]
 //   positions: u32 [tokens]
 //   q: T [tokens, heads, head_dim]
-//   k, v: T [tokens, kv_heads, head_dim]
+//   k, v: the KV cache, T [rows, kv_heads, head_dim]
+//   slots: u32 [tokens], the row of k and v for each token
 //   grid: ceil(tokens · ceil((heads + 2 · kv_heads) / HEADS) / 8); block: 256, one warp per HEADS heads of a token
 //   bytes moved: tokens · (heads + 2 · kv_heads) · head_dim · (4 + sizeof(T))
 #include "constants.cuh"
@@ -18,8 +19,9 @@ constexpr int HEADS = ROPE_HEADS_PER_WARP;
 
 template <typename T>
 __device__ void split_qkv(const float* qkv, const float* bias, const float* q_norm, const float* k_norm,
-                          const float* cos, const float* sin, const uint32_t* positions, T* q, T* k, T* v, int tokens,
-                          int heads, int kv_heads, int head_dim, int rotated, float eps) {
+                          const float* cos, const float* sin, const uint32_t* positions, T* q, T* k, T* v,
+                          const uint32_t* slots, int tokens, int heads, int kv_heads, int head_dim, int rotated,
+                          float eps) {
     const int all = heads + 2 * kv_heads, groups = (all + HEADS - 1) / HEADS, half = rotated / 2;
     const int lane = threadIdx.x % 32;
     const int item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, token = item / groups;
@@ -46,11 +48,12 @@ __device__ void split_qkv(const float* qkv, const float* bias, const float* q_no
         const float whole = biased(h, i);
         return q_norm && is_rotated(h) ? whole * scale[h] * (is_query(h) ? q_norm : k_norm)[i] : whole;
     };
+    const size_t cache_row = slots[token];
     const auto out = [&](int h) {
         const int head = first + h;
         return is_query(h)     ? q + ((size_t)token * heads + head) * head_dim
-               : is_rotated(h) ? k + ((size_t)token * kv_heads + head - heads) * head_dim
-                               : v + ((size_t)token * kv_heads + head - heads - kv_heads) * head_dim;
+               : is_rotated(h) ? k + (cache_row * kv_heads + head - heads) * head_dim
+                               : v + (cache_row * kv_heads + head - heads - kv_heads) * head_dim;
     };
     const float *c = cos + (size_t)positions[token] * half, *s = sin + (size_t)positions[token] * half;
     for (int i = lane; i < half; i += 32) {
@@ -76,9 +79,10 @@ __device__ void split_qkv(const float* qkv, const float* bias, const float* q_no
 #define DEFINE(T, SUFFIX)                                                                                              \
     extern "C" __global__ void split_qkv_##SUFFIX(const float* qkv, const float* bias, const float* q_norm,            \
                                                   const float* k_norm, const float* cos, const float* sin,             \
-                                                  const uint32_t* positions, T* q, T* k, T* v, int tokens, int heads,  \
-                                                  int kv_heads, int head_dim, int rotated, float eps) {                \
-        split_qkv<T>(qkv, bias, q_norm, k_norm, cos, sin, positions, q, k, v, tokens, heads, kv_heads, head_dim,       \
-                     rotated, eps);                                                                                    \
+                                                  const uint32_t* positions, T* q, T* k, T* v, const uint32_t* slots,  \
+                                                  int tokens, int heads, int kv_heads, int head_dim, int rotated,      \
+                                                  float eps) {                                                         \
+        split_qkv<T>(qkv, bias, q_norm, k_norm, cos, sin, positions, q, k, v, slots, tokens, heads, kv_heads,          \
+                     head_dim, rotated, eps);                                                                          \
     }
 FOR_EACH_DTYPE(DEFINE)

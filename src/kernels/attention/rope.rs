@@ -7,6 +7,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::paged::CachedLayer;
 use crate::kernels::{elements, norm, to_f32};
 
 /// The numbers of query heads and KV heads in an attention layer, and the size of each head.
@@ -43,23 +44,25 @@ pub struct QkNorm<'t> {
     pub eps: f32,
 }
 
-/// Splits the output of the fused QKV projection into q, k and v in `dtype`.
+/// Splits the output of the fused QKV projection into q, k and v. Writes k and v to the KV cache.
 ///
 /// Adds the bias, applies the norms to q and k, and rotates the first `rotated` elements of every head of q and k.
 /// The other elements are not rotated.
 ///
 /// - qkv: f32 `[tokens, (heads + 2 * kv_heads) * head_dim]`
 /// - bias: f32 `[(heads + 2 * kv_heads) * head_dim]`
+/// - slots: u32 `[tokens]`, the row of the cache for each token. The caller guarantees that the cache has these rows.
 ///
-/// Returns q, `[tokens, heads, head_dim]`, and k and v, both `[tokens, kv_heads, head_dim]`.
+/// Returns q, `[tokens, heads, head_dim]`, in the dtype of the cache.
 pub fn split_qkv(
     qkv: &Tensor,
     bias: Option<&Tensor>,
     norms: Option<QkNorm>,
     rotation: Rotation,
     sizes: HeadSizes,
-    dtype: DType,
-) -> Result<(Tensor, Tensor, Tensor)> {
+    layer: CachedLayer,
+    slots: &Tensor,
+) -> Result<Tensor> {
     let Rotation { cos, sin, positions } = rotation;
     let HeadSizes { heads, kv_heads, head_dim } = sizes;
     let ((tokens, width), (_, half)) = (qkv.dims2()?, cos.dims2()?);
@@ -71,6 +74,15 @@ pub fn split_qkv(
         let (cos, sin, positions) = (cos.dims(), sin.dims(), positions.dims());
         bail!("split_qkv: shapes do not match: cos {cos:?}, sin {sin:?}, positions {positions:?}, head_dim {head_dim}");
     }
+    let CachedLayer { k: k_rows, v: v_rows } = layer;
+    let (rows, dtype) = (k_rows.dim(0)?, k_rows.dtype());
+    let has_rows = k_rows.dims() == [rows, kv_heads, head_dim] && v_rows.dims() == k_rows.dims();
+    if !has_rows || v_rows.dtype() != dtype || slots.dims() != [tokens] || slots.dtype() != DType::U32 {
+        let (k, v, slots) = (k_rows.dims(), v_rows.dims(), slots.dims());
+        bail!(
+            "split_qkv: the KV cache does not match {sizes:?}: k {k:?}, v {v:?}, slots {slots:?} for {tokens} tokens"
+        );
+    }
     let (q_norm, k_norm) = (norms.map(|norms| norms.q), norms.map(|norms| norms.k));
     if let Some(norm) = [q_norm, k_norm].into_iter().flatten().find(|norm| norm.dims() != [head_dim]) {
         bail!("split_qkv: norm {:?} does not match head size {head_dim}", norm.dims());
@@ -80,7 +92,6 @@ pub fn split_qkv(
     if !all_f32 || positions.dtype() != DType::U32 {
         bail!("split_qkv: positions must be U32 and all other tensors F32");
     }
-    let (q_shape, kv_shape) = ((tokens, heads, head_dim), (tokens, kv_heads, head_dim));
     match qkv.device() {
         Device::Cpu => {
             let qkv = match bias {
@@ -97,18 +108,20 @@ pub fn split_qkv(
             let norms = q_norm.as_deref().zip(k_norm.as_deref()).map(|(q, k)| (q, k, eps));
             let out = reference(elements(&values, v)?, norms, tables, &positions, sizes, 2 * half);
             let out = Tensor::from_vec(out, (tokens, width), &Device::Cpu)?.to_dtype(dtype)?;
-            let part = |first: usize, shape: (usize, usize, usize)| {
-                out.narrow(1, first * head_dim, shape.1 * head_dim)?.reshape(shape)?.contiguous()
+            let part = |first: usize, heads: usize| {
+                out.narrow(1, first * head_dim, heads * head_dim)?.reshape((tokens, heads, head_dim))?.contiguous()
             };
-            Ok((part(0, q_shape)?, part(heads, kv_shape)?, part(heads + kv_heads, kv_shape)?))
+            let slots: Vec<u32> = slots.to_vec1()?;
+            scatter_rows(k_rows, &part(heads, kv_heads)?, &slots)?;
+            scatter_rows(v_rows, &part(heads + kv_heads, kv_heads)?, &slots)?;
+            part(0, heads)
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
             use crate::kernels::constants::ROPE_HEADS_PER_WARP;
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
-            // SAFETY: the kernel writes every element of all three tensors.
-            let empty = |shape| unsafe { Tensor::empty(shape, dtype, qkv.device()) };
-            let (q, k, v) = (empty(q_shape)?, empty(kv_shape)?, empty(kv_shape)?);
+            // SAFETY: the kernel writes every element.
+            let q = unsafe { Tensor::empty((tokens, heads, head_dim), dtype, qkv.device())? };
             let arguments = Arguments::new()
                 .tensor(qkv)?
                 .optional(bias)?
@@ -118,8 +131,9 @@ pub fn split_qkv(
                 .tensor(sin)?
                 .tensor(positions)?
                 .tensor(&q)?
-                .tensor(&k)?
-                .tensor(&v)?
+                .tensor(k_rows)?
+                .tensor(v_rows)?
+                .tensor(slots)?
                 .int(tokens)
                 .int(heads)
                 .int(kv_heads)
@@ -129,12 +143,23 @@ pub fn split_qkv(
             let kernel = format!("split_qkv_{}", dtype_suffix(dtype)?);
             let warps = tokens * (heads + 2 * kv_heads).div_ceil(ROPE_HEADS_PER_WARP);
             let launch = Launch::new(module!("rope"), kernel, LaunchShape::linear(warps.div_ceil(8), 256), arguments);
-            // SAFETY: shapes and dtypes are checked above; the caller guarantees that the tables cover all positions.
+            // SAFETY: shapes and dtypes are checked above. The caller guarantees that the tables cover all positions,
+            // and that the cache has all slots.
             unsafe { launch.enqueue(device)? };
-            Ok((q, k, v))
+            Ok(q)
         }
         _ => crate::kernels::unsupported("split_qkv", qkv),
     }
+}
+
+/// Copies row i of `from` to row `slots[i]` of `to`, for all i. Copies runs of consecutive slots at once.
+fn scatter_rows(to: &Tensor, from: &Tensor, slots: &[u32]) -> Result<()> {
+    let mut first = 0;
+    for run in slots.chunk_by(|a, b| a + 1 == *b) {
+        to.slice_set(&from.narrow(0, first, run.len())?.contiguous()?, 0, run[0] as usize)?;
+        first += run.len();
+    }
+    Ok(())
 }
 
 /// Applies the norms and RoPE in plain Rust.

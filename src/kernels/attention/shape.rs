@@ -1,8 +1,8 @@
-//! The tensor dimensions of one attention call, and the checks of the inputs.
+//! The tensor dimensions of one attention call, and the checks of its inputs.
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::mask::AttentionMask;
+use super::paged::{BLOCK_TOKENS, CachedLayer, PassBlocks, Queries};
 use crate::kernels::constants::EAGER_MAX_HEAD_DIM;
 
 /// The dimensions of the tensors in one attention call.
@@ -12,32 +12,40 @@ pub struct AttentionShape {
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
-    /// Rows of the KV cache. Position p is stored in row p mod `cache_rows`.
-    pub cache_rows: usize,
 }
 
 impl AttentionShape {
     /// Checks the inputs of [`attention`](super::attention()) and returns their sizes.
-    ///
-    /// Also checks that the cache has a row for every key that the queries see.
     pub(super) fn of_inputs(
         q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
+        layer: CachedLayer,
+        queries: &Queries,
+        blocks: &PassBlocks,
         sinks: Option<&Tensor>,
-        positions: &Tensor,
-        mask: AttentionMask,
     ) -> Result<Self> {
+        let shape = Self::of_tensors(q, layer, sinks)?;
+        if queries.tokens() != shape.tokens {
+            bail!("attention: q has {} tokens, but the pass has {}", shape.tokens, queries.tokens());
+        }
+        queries.check(blocks)?;
+        Ok(shape)
+    }
+
+    /// Checks q, k, v and the sinks, and returns their sizes.
+    pub(super) fn of_tensors(q: &Tensor, layer: CachedLayer, sinks: Option<&Tensor>) -> Result<Self> {
+        let CachedLayer { k, v } = layer;
         let (tokens, heads, head_dim) = q.dims3()?;
-        let (cache_rows, kv_heads, kv_head_dim) = k.dims3()?;
+        let (rows, kv_heads, kv_head_dim) = k.dims3()?;
         if kv_head_dim != head_dim
             || k.dims() != v.dims()
             || kv_heads == 0
-            || heads % kv_heads != 0
+            || !heads.is_multiple_of(kv_heads)
+            || !rows.is_multiple_of(BLOCK_TOKENS)
             || head_dim > EAGER_MAX_HEAD_DIM
         {
             bail!(
-                "attention: unsupported shapes: q {:?}, k {:?}, v {:?} (the maximum head_dim is {EAGER_MAX_HEAD_DIM})",
+                "attention: unsupported shapes: q {:?}, k {:?}, v {:?} (the maximum head_dim is {EAGER_MAX_HEAD_DIM}, \
+                 and a block has {BLOCK_TOKENS} rows)",
                 q.dims(),
                 k.dims(),
                 v.dims()
@@ -51,14 +59,6 @@ impl AttentionShape {
         {
             bail!("attention: sinks are {:?} {:?}, expected F32 [{heads}]", sinks.dtype(), sinks.dims());
         }
-        if positions.dims() != [tokens] || positions.dtype() != DType::U32 {
-            bail!("attention: positions are {:?} {:?}, expected U32 [{tokens}]", positions.dtype(), positions.dims());
-        }
-        // Cache rows are reused. The key of the last query must not overwrite the oldest key that the first query sees.
-        let visible = mask.window.unwrap_or(usize::MAX).min(mask.position + 1) + tokens - 1;
-        if visible > cache_rows {
-            bail!("attention: the queries see {visible} positions, but the cache has only {cache_rows} rows");
-        }
-        Ok(Self { tokens, heads, kv_heads, head_dim, cache_rows })
+        Ok(Self { tokens, heads, kv_heads, head_dim })
     }
 }

@@ -58,18 +58,20 @@ pub(super) fn matvec_kernel(weight: &Matrix, name: &str) -> String {
 
 /// Returns an error unless `weight` has shape `[rows, columns]` and a kernel supports it for activations in `dtype`.
 pub(super) fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: DType) -> Result<()> {
-    let has_kernel = match weight {
-        Matrix::Dense(weight) => weight.dtype() == dtype,
-        Matrix::Quantized(_) => true,
-        Matrix::Concatenated(_) => false,
+    let (has_kernel, kind) = match weight {
+        Matrix::Dense(weight) => (weight.dtype() == dtype, weight.dtype().as_str()),
+        Matrix::Quantized(_) => (true, "quantized"),
+        Matrix::Concatenated(_) => (false, "concatenated"),
     };
     let fits = weight.dims() == (rows, columns) && columns.is_multiple_of(8);
     if fits && has_kernel && matches!(dtype, DType::BF16 | DType::F16) {
         return Ok(());
     }
     bail!(
-        "cannot plan a decode step: unsupported weight of shape {:?}, expected [{rows}, {columns}] in {dtype:?}",
-        weight.dims()
+        "cannot plan a decode step: no kernel for a {kind} weight of shape {:?} with activations in {dtype:?}; expected \
+         shape {:?}",
+        weight.dims(),
+        (rows, columns)
     )
 }
 

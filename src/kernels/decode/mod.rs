@@ -26,6 +26,7 @@ mod residual;
 mod routed_experts;
 mod router;
 pub mod sample;
+mod sample_rows;
 
 pub use crate::kernels::constants::MAILBOX_NO_TOKEN;
 pub use buffers::{RmsNormParams, StepBuffers};
@@ -37,3 +38,4 @@ pub use qkv::{QkNormBuffers, QkvProjection, add_qkv};
 pub use residual::{PostNorm, add_residual};
 pub use routed_experts::{add_routed_down, add_routed_gate_up};
 pub use router::add_router;
+pub use sample_rows::sample_rows;

@@ -7,13 +7,15 @@
 //   cos, sin: f32 [positions, rotated / 2]; RoPE applies to the first `rotated` elements of a head
 //   state: see decode/mod.rs
 //   q: T [heads, head_dim]
-//   k, v: the KV cache, T [cache_rows, kv_heads, head_dim]; position p is in row p mod cache_rows
+//   k, v: the KV cache; see attention/paged.cuh
+//   table: u32 [blocks], the block table of the sequence
 //   raw: f32 [heads + kv_heads, head_dim] or null
 //     If the model has QK norms, `raw` receives queries and keys before RoPE, as the input of decode_qk_norm.
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weight
 // Each unit is two rows of the weight. RoPE rotates the outputs of the two rows as a pair.
+#include "attention/paged.cuh"
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/pdl.cuh"
@@ -22,8 +24,9 @@
 template <typename T> struct QkvTarget {
     const float *bias, *cos, *sin;
     T *q, *k, *v;
+    const uint32_t* table;
     float* raw;
-    int heads, kv_heads, head_dim, rotated, cache_rows;
+    int heads, kv_heads, head_dim, rotated;
 
     __device__ __forceinline__ int units() const { return (heads + 2 * kv_heads) * (head_dim / 2); }
     __device__ __forceinline__ int in_head(int unit, int r) const {
@@ -51,16 +54,17 @@ template <typename T> struct QkvPair {
         sin = rotates ? __ldg(to.sin + (size_t)position * half + first) : 0.0f;
     }
 
-    __device__ __forceinline__ void store(const QkvTarget<T>& to, int position, float a, float b) const {
-        const size_t base = (size_t)head * to.head_dim, cache_row = (size_t)(position % to.cache_rows) * to.kv_heads;
+    // `row` is the row of the KV cache for this position.
+    __device__ __forceinline__ void store(const QkvTarget<T>& to, uint32_t row, float a, float b) const {
+        const size_t base = (size_t)head * to.head_dim, kv_row = (size_t)row * to.kv_heads;
         a += a_bias, b += b_bias;
         if (to.raw && head < to.heads + to.kv_heads) {
             to.raw[base + first] = a, to.raw[base + second] = b;
             return;
         }
         T* out = head < to.heads                 ? to.q + base
-                 : head < to.heads + to.kv_heads ? to.k + (cache_row + head - to.heads) * to.head_dim
-                                                 : to.v + (cache_row + head - to.heads - to.kv_heads) * to.head_dim;
+                 : head < to.heads + to.kv_heads ? to.k + (kv_row + head - to.heads) * to.head_dim
+                                                 : to.v + (kv_row + head - to.heads - to.kv_heads) * to.head_dim;
         out[first] = from_float<T>(a * cos - b * sin), out[second] = from_float<T>(b * cos + a * sin);
     }
 };
@@ -77,11 +81,12 @@ __device__ void decode_qkv(const float* x, const float* norm, const T* weight, c
     pdl_launch_dependents();
     const float scale = load_normed(input, x, norm, columns, eps, scratch);
     const int position = __ldcg(state);
+    const uint32_t row_in_cache = cache_row(qkv.table, position);
     while (stream.has_unit()) {
         const QkvPair<T> pair(qkv, stream.unit, position);
         float sum[2];
         stream.multiply(input, sum);
-        if (stream.lane == 0) pair.store(qkv, position, sum[0] * scale, sum[1] * scale);
+        if (stream.lane == 0) pair.store(qkv, row_in_cache, sum[0] * scale, sum[1] * scale);
     }
 }
 
@@ -102,11 +107,12 @@ __device__ void quantized_qkv(const float* x, const float* norm, const Quantized
     pdl_launch_dependents();
     const float scale = load_normed(input, x, norm, columns, eps, rounding, scratch);
     const int position = __ldcg(state);
+    const uint32_t row_in_cache = cache_row(qkv.table, position);
     while (stream.has_unit()) {
         const QkvPair<T> pair(qkv, stream.unit, position);
         float sum[2];
         stream.multiply(input, sum);
-        if (stream.lane == 0) pair.store(qkv, position, sum[0] * scale, sum[1] * scale);
+        if (stream.lane == 0) pair.store(qkv, row_in_cache, sum[0] * scale, sum[1] * scale);
     }
 }
 
@@ -119,8 +125,8 @@ __device__ void quantized_qkv(const float* x, const float* norm, const Quantized
 //   bytes moved: (4 + sizeof(T)) · (heads + kv_heads) · head_dim
 template <typename T>
 __device__ void decode_qk_norm(const float* raw, const float* q_norm, const float* k_norm, const float* cos,
-                               const float* sin, const uint32_t* state, T* q, T* k, int heads, int kv_heads,
-                               int head_dim, int rotated, int cache_rows, float eps) {
+                               const float* sin, const uint32_t* state, T* q, T* k, const uint32_t* table, int heads,
+                               int kv_heads, int head_dim, int rotated, float eps) {
     const int head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, half = rotated / 2;
     pdl_wait();
     pdl_launch_dependents();
@@ -129,7 +135,7 @@ __device__ void decode_qk_norm(const float* raw, const float* q_norm, const floa
     const float *x = raw + (size_t)head * head_dim, *weight = head < heads ? q_norm : k_norm;
     const float *c = cos + (size_t)position * half, *s = sin + (size_t)position * half;
     T* out = head < heads ? q + (size_t)head * head_dim
-                          : k + ((size_t)(position % cache_rows) * kv_heads + head - heads) * head_dim;
+                          : k + ((size_t)cache_row(table, position) * kv_heads + head - heads) * head_dim;
     float squares = 0.0f;
     for (int i = lane; i < head_dim; i += 32) squares += __ldcg(x + i) * __ldcg(x + i);
     const float scale = rsqrtf(warp_sum(squares) / head_dim + eps);
@@ -143,25 +149,24 @@ __device__ void decode_qk_norm(const float* raw, const float* q_norm, const floa
 #define DEFINE(T, SUFFIX)                                                                                              \
     extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
         decode_qkv_##SUFFIX(const float* x, const float* norm, const T* weight, const float* bias, const float* cos,   \
-                            const float* sin, const uint32_t* state, T* q, T* k, T* v, float* raw, int columns,        \
-                            int heads, int kv_heads, int head_dim, int rotated, int cache_rows, float eps) {           \
-        const QkvTarget<T> target{bias, cos, sin, q, k, v, raw, heads, kv_heads, head_dim, rotated, cache_rows};       \
+                            const float* sin, const uint32_t* state, T* q, T* k, T* v, const uint32_t* table,          \
+                            float* raw, int columns, int heads, int kv_heads, int head_dim, int rotated, float eps) {  \
+        const QkvTarget<T> target{bias, cos, sin, q, k, v, table, raw, heads, kv_heads, head_dim, rotated};            \
         decode_qkv<T>(x, norm, weight, state, target, columns, eps);                                                   \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_qkv_##SUFFIX(const float* x, const float* norm, const __grid_constant__ QuantizedStack weight,       \
                                const float* bias, const float* cos, const float* sin, const uint32_t* state, T* q,     \
-                               T* k, T* v, float* raw, int columns, int heads, int kv_heads, int head_dim,             \
-                               int rotated, int cache_rows, float eps, int rounding, float static_scale) {             \
-        const QkvTarget<T> target{bias, cos, sin, q, k, v, raw, heads, kv_heads, head_dim, rotated, cache_rows};       \
+                               T* k, T* v, const uint32_t* table, float* raw, int columns, int heads, int kv_heads,    \
+                               int head_dim, int rotated, float eps, int rounding, float static_scale) {               \
+        const QkvTarget<T> target{bias, cos, sin, q, k, v, table, raw, heads, kv_heads, head_dim, rotated};            \
         quantized_qkv<T>(x, norm, weight, state, target, columns, eps, {rounding, static_scale});                      \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         decode_qk_norm_##SUFFIX(const float* raw, const float* q_norm, const float* k_norm, const float* cos,          \
-                                const float* sin, const uint32_t* state, T* q, T* k, int heads, int kv_heads,          \
-                                int head_dim, int rotated, int cache_rows, float eps) {                                \
-        decode_qk_norm<T>(raw, q_norm, k_norm, cos, sin, state, q, k, heads, kv_heads, head_dim, rotated, cache_rows,  \
-                          eps);                                                                                        \
+                                const float* sin, const uint32_t* state, T* q, T* k, const uint32_t* table, int heads, \
+                                int kv_heads, int head_dim, int rotated, float eps) {                                  \
+        decode_qk_norm<T>(raw, q_norm, k_norm, cos, sin, state, q, k, table, heads, kv_heads, head_dim, rotated, eps); \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

@@ -4,6 +4,7 @@ use candle_core::{DType, Result, Tensor};
 
 use super::buffers::{RmsNormParams, StepBuffers, check, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
+use crate::kernels::attention::CachedLayer;
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, dtype_suffix, module};
 use crate::kernels::matrix::Matrix;
 
@@ -19,10 +20,10 @@ pub struct QkvProjection<'t> {
     pub sin: &'t Tensor,
     /// bf16 or f16 `[heads, head_dim]`
     pub q: &'t Tensor,
-    /// The keys in the KV cache: `[cache_rows, kv_heads, head_dim]` in the dtype of `q`.
-    pub k: &'t Tensor,
-    /// The values in the KV cache: `[cache_rows, kv_heads, head_dim]` in the dtype of `q`.
-    pub v: &'t Tensor,
+    /// The keys and values in the KV cache, in the dtype of `q`.
+    pub layer: CachedLayer<'t>,
+    /// The block table of the sequence: u32 `[1, blocks]`.
+    pub table: &'t Tensor,
     /// The norms that are applied to query and key heads before RoPE, if the model has them.
     pub qk_norm: Option<QkNormBuffers<'t>>,
 }
@@ -43,15 +44,15 @@ pub struct QkNormBuffers<'t> {
 /// With QK norms, RoPE moves to a second launch, which applies these norms first.
 ///
 /// The launches write q to its buffer, and k and v to the KV cache.
-/// `cos` and `sin` must have a row for every position at which the launches run.
+/// For every position at which the launches run, `cos` and `sin` must have a row, and `table` must have a block.
 pub fn add_qkv(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
     norm: RmsNormParams,
     projection: &QkvProjection,
 ) -> Result<()> {
-    let QkvProjection { weight, bias, cos, sin, q, k, v, qk_norm } = *projection;
-    let ((heads, head_dim), (cache_rows, kv_heads, kv_dim)) = (q.dims2()?, k.dims3()?);
+    let QkvProjection { weight, bias, cos, sin, q, layer: CachedLayer { k, v }, table, qk_norm } = *projection;
+    let ((heads, head_dim), (_, kv_heads, kv_dim)) = (q.dims2()?, k.dims3()?);
     let (columns, rows) = (buffers.x.dims1()?, (heads + 2 * kv_heads) * head_dim);
     let (_, half_rotated) = cos.dims2()?;
     let dtype = q.dtype();
@@ -59,6 +60,7 @@ pub fn add_qkv(
     check_f32("the norm weight", norm.weight, columns)?;
     let fits = kv_dim == head_dim && head_dim % 2 == 0 && k.dtype() == dtype && v.dtype() == dtype;
     check("the KV cache", fits && v.dims() == k.dims(), k)?;
+    check("the block table", table.dtype() == DType::U32, table)?;
     check("the cosine table", cos.dtype() == DType::F32 && 2 * half_rotated <= head_dim, cos)?;
     check("the sine table", sin.dtype() == DType::F32 && sin.dims() == cos.dims(), sin)?;
     if let Some(bias) = bias {
@@ -80,20 +82,19 @@ pub fn add_qkv(
         .tensor(q)?
         .tensor(k)?
         .tensor(v)?
+        .tensor(table)?
         .optional(qk_norm.map(|norms| norms.scratch))?
         .int(columns)
         .int(heads)
         .int(kv_heads)
         .int(head_dim)
         .int(2 * half_rotated)
-        .int(cache_rows)
         .float(norm.eps)
         .rounding(weight)?;
     let kernel = matvec_kernel(weight, &format!("qkv_{}", dtype_suffix(dtype)?));
     let launch = Launch::new(module!("qkv"), kernel, matvec_shape(buffers, rows / 2, weight), arguments);
     // SAFETY: the shapes and dtypes of all tensors are checked above, or by `StepBuffers::new` for `x` and `state`.
-    // The caller guarantees that the RoPE tables cover every position.
-    // The kernel wraps positions modulo the number of cache rows.
+    // The caller guarantees that the RoPE tables and the block table cover every position.
     unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
     let Some(norms) = qk_norm else { return Ok(()) };
     let arguments = Arguments::new()
@@ -105,11 +106,11 @@ pub fn add_qkv(
         .tensor(&buffers.state)?
         .tensor(q)?
         .tensor(k)?
+        .tensor(table)?
         .int(heads)
         .int(kv_heads)
         .int(head_dim)
         .int(2 * half_rotated)
-        .int(cache_rows)
         .float(norms.eps);
     let shape = LaunchShape::linear((heads + kv_heads).div_ceil(8), 256);
     let kernel = format!("decode_qk_norm_{}", dtype_suffix(dtype)?);

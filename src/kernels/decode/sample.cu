@@ -27,17 +27,8 @@
 //   grid: ceil(vocab / 1024), but at most one block per multiprocessor; block: 1024
 //   bytes moved: 4 · vocab, or 8 · vocab with penalties
 // A launch has 2 to 10 grid-wide barriers.
-#include "constants.cuh"
-#include "headers/common.cuh"
+#include "decode/sampling.cuh"
 #include "headers/pdl.cuh"
-
-constexpr float UNIT = 1099511627776.0f;  // 2^40
-
-struct SamplingKernelParams {
-    float temperature, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty;
-    uint32_t top_k, sampled_before;  // sampled_before: the number of random draws before the first step
-    uint32_t seed[2];
-};
 
 struct Scratch {
     uint32_t arrived, finished, top, padding;
@@ -46,15 +37,7 @@ struct Scratch {
     unsigned long long block_masses[SAMPLE_MAX_BLOCKS];
 };
 
-static_assert(sizeof(SamplingKernelParams) == 4 * SAMPLE_PARAM_WORDS,
-              "SAMPLE_PARAM_WORDS must match SamplingKernelParams");
 static_assert(sizeof(Scratch) == 4 * SAMPLE_SCRATCH_WORDS, "SAMPLE_SCRATCH_WORDS must match Scratch");
-
-// Maps floats to integers that sort in the same order.
-__device__ __forceinline__ uint32_t sort_key(float value) {
-    const uint32_t bits = __float_as_uint(value);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
 
 // Waits until all blocks of the grid have called this function. Writes before the call are visible after it.
 // `expected` is the number of arrivals at earlier barriers. It must be 0 before the first call.
@@ -69,34 +52,6 @@ __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
         __threadfence();
     }
     __syncthreads();
-}
-
-__device__ __forceinline__ unsigned long long mix(unsigned long long z) {
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
-}
-
-// Returns a random number in [0, 1) from a seed and a counter, using SplitMix64.
-__device__ double uniform(unsigned long long seed, unsigned long long counter) {
-    const unsigned long long golden = 0x9E3779B97F4A7C15ull;
-    return (double)(mix(mix(seed + golden) + (counter + 1) * golden) >> 11) / 9007199254740992.0;
-}
-
-// Returns the inclusive prefix sum of `value` over the threads of the block.
-// `warps` is shared memory for 32 values.
-__device__ unsigned long long inclusive_scan(unsigned long long value, unsigned long long* warps) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int offset = 1; offset < 32; offset *= 2) {
-        const unsigned long long other = __shfl_up_sync(0xffffffffu, value, offset);
-        if (lane >= offset) value += other;
-    }
-    __syncthreads();
-    if (lane == 31) warps[warp] = value;
-    __syncthreads();
-    unsigned long long before = 0;
-    for (int w = 0; w < warp; ++w) before += warps[w];
-    return value + before;
 }
 
 // Returns the largest key k such that the tokens with keys >= k together reach the target.
@@ -195,7 +150,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     if (threadIdx.x % 32 == 0 && top > 0) atomicMax(&scratch->top, top);
     grid_barrier(scratch, expected);
     top = __ldcg(&scratch->top);
-    const float best = __uint_as_float(top & 0x80000000u ? top & 0x7fffffffu : ~top);
+    const float best = from_sort_key(top);
     const bool has_token = top > sort_key(-INFINITY);
 
     // 2. Compute the probability mass of each token, and set the mass of dropped tokens to 0.

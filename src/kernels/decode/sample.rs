@@ -14,7 +14,7 @@ use crate::kernels::constants::{SAMPLE_IDS_PER_THREAD, SAMPLE_PARAM_WORDS, SAMPL
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, Mailbox, module};
 use crate::kernels::rows::copy_rows;
 
-/// The parameters of the sampling kernel (the struct of the same name in `sample.cu`).
+/// The parameters of the sampling kernel (the struct of the same name in `sampling.cuh`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplingKernelParams {
     pub temperature: f32,
@@ -25,7 +25,7 @@ pub struct SamplingKernelParams {
     pub frequency_penalty: f32,
     pub presence_penalty: f32,
     pub seed: u64,
-    /// The number of random draws before the first step.
+    /// The number of random draws that the host sampler made before the first step of the kernel.
     /// Each random number depends only on the seed and the number of earlier draws.
     pub sampled_before: u32,
 }
@@ -45,20 +45,52 @@ impl SamplingKernelParams {
             sampled_before: 0,
         }
     }
+
+    /// Returns whether the kernel needs the tokens that have appeared.
+    fn has_penalties(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
+    }
+
+    /// Returns the parameters as u32 words, in the order of `SamplingKernelParams` in `sampling.cuh`.
+    pub(super) fn words(&self) -> [u32; SAMPLE_PARAM_WORDS] {
+        // Without `..`, the compiler rejects a new parameter that is not passed to the kernel.
+        let &Self {
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            frequency_penalty,
+            presence_penalty,
+            seed,
+            sampled_before,
+        } = self;
+        [
+            temperature.to_bits(),
+            top_p.to_bits(),
+            min_p.to_bits(),
+            repetition_penalty.to_bits(),
+            frequency_penalty.to_bits(),
+            presence_penalty.to_bits(),
+            top_k,
+            sampled_before,
+            seed as u32,
+            (seed >> 32) as u32,
+        ]
+    }
 }
 
 /// The parameters and token counts that the sampling kernel takes over from the sampler on the host.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceSampling {
     pub params: SamplingKernelParams,
-    /// For each token of the vocabulary: 0 if it has not appeared, otherwise 1 + the number of times it was generated.
-    /// Needed only for penalties.
-    pub seen: Option<Vec<u32>>,
+    /// The tokens that have appeared, each with 1 + the number of times it was generated. Empty without penalties.
+    pub seen: Vec<(u32, u32)>,
 }
 
 /// The device buffers of the sampling kernel.
 pub struct SamplingBuffers {
-    /// The contents of `SamplingKernelParams` in `sample.cu`, as u32 words.
+    /// The contents of `SamplingKernelParams` in `sampling.cuh`, as u32 words.
     params: Tensor,
     /// u32 `[vocab]`: 0 for a token that has not appeared, otherwise 1 + the number of times it was generated.
     seen: Tensor,
@@ -78,34 +110,14 @@ impl SamplingBuffers {
 
     /// Sets the sampling parameters for the next steps.
     pub fn set(&self, sampling: DeviceSampling) -> Result<()> {
-        let DeviceSampling { params, seen } = sampling;
-        // Without `..`, the compiler rejects a new parameter that is not passed to the kernel.
-        let SamplingKernelParams {
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            repetition_penalty,
-            frequency_penalty,
-            presence_penalty,
-            seed,
-            sampled_before,
-        } = params;
-        // The order must match `SamplingKernelParams` in `sample.cu`.
-        let words: [u32; SAMPLE_PARAM_WORDS] = [
-            temperature.to_bits(),
-            top_p.to_bits(),
-            min_p.to_bits(),
-            repetition_penalty.to_bits(),
-            frequency_penalty.to_bits(),
-            presence_penalty.to_bits(),
-            top_k,
-            sampled_before,
-            seed as u32,
-            (seed >> 32) as u32,
-        ];
-        copy_rows(&self.params, &Tensor::new(&words, self.params.device())?, 0)?;
-        if let Some(seen) = seen {
+        copy_rows(&self.params, &Tensor::new(&sampling.params.words(), self.params.device())?, 0)?;
+        if sampling.params.has_penalties() {
+            let mut seen = vec![0u32; self.seen.dims1()?];
+            for (token, times) in sampling.seen {
+                if let Some(seen) = seen.get_mut(token as usize) {
+                    *seen = times;
+                }
+            }
             copy_rows(&self.seen, &Tensor::new(seen, self.seen.device())?, 0)?;
         }
         Ok(())

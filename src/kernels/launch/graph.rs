@@ -1,11 +1,12 @@
 //! Launch lists captured as one CUDA graph, so a whole decode step costs the host a single call.
 
-use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, sys};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Result, bail};
 
 use super::arguments::Memory;
 use super::list::LaunchList;
+use crate::device::capture_lock;
 
 /// A CUDA graph of captured launches.
 pub struct LaunchGraph {
@@ -20,6 +21,7 @@ unsafe impl Send for LaunchGraph {}
 impl LaunchGraph {
     /// Captures the launches of `first`, followed by the launches of `second`, on the stream of their device.
     pub fn capture(first: &LaunchList, second: &LaunchList) -> Result<Self> {
+        let _lock = capture_lock();
         let stream = first.device().cuda_stream();
         stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).w()?;
         let queued = first.enqueue().and_then(|()| second.enqueue());
@@ -29,6 +31,32 @@ impl LaunchGraph {
         let Some(graph) = graph? else { bail!("cannot capture a CUDA graph: no launches were captured") };
         graph.upload().w()?;
         Ok(Self { graph, _memory: first.memory().chain(second.memory()).cloned().collect() })
+    }
+
+    /// Captures everything that `enqueue` queues on the stream of `device`.
+    ///
+    /// # Safety
+    /// Memory that `enqueue` allocates must be freed when it returns. All other memory that it uses must live as long as
+    /// the graph. No other thread may use the stream in the meantime.
+    pub unsafe fn capture_with(
+        device: &CudaDevice,
+        enqueue: impl FnOnce() -> anyhow::Result<()>,
+    ) -> anyhow::Result<Self> {
+        let _lock = capture_lock();
+        let stream = device.cuda_stream();
+        stream.context().bind_to_thread().w()?;
+        stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).w()?;
+        let queued = enqueue();
+        // cudarc keeps errors of freed tensors and returns them from the next call, which would then not end the capture.
+        let freed = stream.context().check_err().w();
+        let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0)).w();
+        // Errors that were reported here must not make a later call fail.
+        let _ = stream.context().check_err();
+        queued?;
+        freed?;
+        let Some(graph) = graph? else { anyhow::bail!("cannot capture a CUDA graph: no launches were captured") };
+        graph.upload().w()?;
+        Ok(Self { graph, _memory: Vec::new() })
     }
 
     /// Returns the number of nodes in the graph.

@@ -2,7 +2,7 @@
 //
 // A *group* is 32 columns of a row. A lane reads one group at a time.
 // The input vector is quantized to 16-bit integers with one scale per group.
-// At the largest value of a group, these integers are seven bits more precise than bf16.
+// For the largest magnitude of a group, they keep 15 significant bits, where bf16 keeps 8.
 // Their high and low bytes are stored separately, so each dp4a instruction sums four exact products.
 // Only the scales and mins are applied in floating point.
 // With FP8 weights, all arithmetic is in floating point.

@@ -6,7 +6,7 @@ use std::collections::hash_map::Entry;
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
 
-use crate::kernels::attention::{AttentionMask, EarlyReads, FlashAttention, FlashTensors};
+use crate::kernels::attention::{AttentionMask, CachedLayer, EarlyReads, FlashAttention, FlashTensors};
 use crate::kernels::decode::{
     self, ExpertBuffers, PostNorm, Projection, QkNormBuffers, QkvProjection, RmsNormParams, StepBuffers,
 };
@@ -14,7 +14,6 @@ use crate::kernels::launch::LaunchList;
 use crate::kernels::matrix::Matrix;
 use crate::kernels::moe::experts::ExpertWeights;
 use crate::nn::attention::Attention;
-use crate::nn::kv_cache::LayerCache;
 use crate::nn::layer::DecoderLayer;
 use crate::nn::linear::Linear;
 use crate::nn::mlp::GatedMlp;
@@ -30,7 +29,7 @@ enum Slot {
     Attended,
     /// The partial results of attention over parts of the cache.
     Partials,
-    /// Counters of the thread blocks that have finished their part of the cache.
+    /// Counters of the splits of attention that have finished.
     Arrivals,
     /// The input of the down projection.
     Intermediate,
@@ -74,14 +73,14 @@ fn projection(linear: &Linear) -> Projection<'_> {
 
 /// Adds the launches for a layer's attention: norm, QKV projection, attention, output projection.
 ///
-/// Every position of a step must be less than `context`.
+/// `table` is u32 `[1, blocks]`, the block table of the sequence. It must have a block for the position of every step.
 pub(super) fn add_attention(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
     scratch: &mut Scratch,
     layer: &DecoderLayer,
-    cache: &LayerCache,
-    context: usize,
+    cache: CachedLayer,
+    table: &Tensor,
 ) -> Result<()> {
     let Attention { qkv_proj, o_proj, sinks, qk_norm, rotary, config, .. } = &layer.self_attn;
     let (device, dtype) = (buffers.x.device(), layer.self_attn.dtype());
@@ -97,24 +96,23 @@ pub(super) fn add_attention(
         cos: &rotary.cos,
         sin: &rotary.sin,
         q: &q,
-        k: cache.k(),
-        v: cache.v(),
+        layer: cache,
+        table,
         qk_norm,
     };
     decode::add_qkv(launches, buffers, rms_norm(&layer.attention_norm), &qkv)?;
 
     let Device::Cuda(cuda) = device else { bail!("the decode graph needs a GPU") };
-    // The kernel reads the position from `state`. Plan for the last position, which needs the most cache rows.
-    let position = context.saturating_sub(1);
-    let mask = AttentionMask { position, window: config.spec.window, scale: config.scale, softcap: config.softcap };
+    let mask = AttentionMask { window: config.spec.window, scale: config.scale, softcap: config.softcap };
     let queries = q.unsqueeze(0)?;
-    let flash = FlashAttention::new(cuda, &queries, cache.k(), mask)?;
+    let flash = FlashAttention::new(cuda, &queries, cache, 1, mask)?;
     let tensors = FlashTensors {
         q: &queries,
-        k: cache.k(),
-        v: cache.v(),
+        layer: cache,
         sinks: sinks.as_ref(),
+        // The kernel reads the position from `state`, so the graph can be replayed at any position.
         positions: &buffers.state.narrow(0, 0, 1)?,
+        tables: table,
         out: &attended.unsqueeze(0)?,
         partials: &scratch.tensor(Slot::Partials, &[flash.partials.max(1)], DType::F32, device)?,
         arrivals: &scratch.tensor(Slot::Arrivals, &[flash.arrivals.max(1)], DType::U32, device)?,
@@ -123,9 +121,7 @@ pub(super) fn add_attention(
     // This is safe, because these keys and values were written before the projection started.
     let launch = flash.launch(&tensors, EarlyReads::EarlierPositions)?;
     // SAFETY: `FlashAttention::launch` checks the shapes and dtypes.
-    // It also checks that the cache has a row for every key that the last position sees.
-    // `DecodeGraph` runs no step at a position beyond the context.
-    // The kernel wraps positions modulo the number of cache rows.
+    // `DecodeGraph` runs no step at a position without a block, and its `set_tables` accepts only blocks of the cache.
     unsafe { launches.add(launch)? };
 
     let raw = scratch.tensor(Slot::UnnormalizedOutput, buffers.x.dims(), DType::F32, device)?;

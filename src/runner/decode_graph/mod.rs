@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use candle_core::cuda_backend::CudaDevice;
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::choose_token::NO_TOKEN;
 use super::{EagerReason, KernelTime};
@@ -22,7 +22,7 @@ use crate::kernels::decode::{self, Embedding, StepBuffers};
 use crate::kernels::launch::{LaunchGraph, LaunchList, Mailbox, is_idle};
 use crate::kernels::rows::copy_rows;
 use crate::nn::decoder::Decoder;
-use crate::nn::kv_cache::KvCache;
+use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
 use crate::nn::mlp::Mlp;
 use layers::{Scratch, add_attention, add_clamped_moe, add_gated_mlp, add_gated_moe, rms_norm};
 use support::unsupported_reason;
@@ -45,7 +45,7 @@ pub struct DecodeGraph {
     device: CudaDevice,
     buffers: StepBuffers,
     embedding: Embedding,
-    /// The number of positions that fit in both the cache and the rotary tables.
+    /// The most positions of a sequence. The RoPE tables cover all of them.
     context: usize,
     mailbox: Arc<Mailbox>,
     sampling_buffers: SamplingBuffers,
@@ -58,13 +58,23 @@ pub struct DecodeGraph {
     queued: usize,
     /// Tokens taken from the mailbox since decoding started.
     taken: usize,
-    /// The number of steps from the start of decoding until the context is full.
+    /// How many steps can run from the start of decoding until the context or the last block is full.
     possible: usize,
+    /// The id of the sequence that is decoded, and the position of its first input since decoding started.
+    sequence: Option<(u64, usize)>,
+    /// The block table of each group of layers, u32 `[1, blocks]`.
+    tables: Vec<Tensor>,
+    /// The number of entries of each table that were copied to the device.
+    blocks: Vec<usize>,
+    /// The number of blocks in the KV cache.
+    cache_blocks: usize,
 }
 
 impl DecodeGraph {
     /// Plans and captures the decode step of `decoder` on `cache`.
-    pub fn plan(decoder: &Decoder, cache: &KvCache) -> Result<DecodePlan> {
+    ///
+    /// The sequence may have up to `context` positions.
+    pub fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<DecodePlan> {
         let Device::Cuda(device) = decoder.embed_tokens.device() else {
             return Ok(DecodePlan::Unsupported(EagerReason::NotOnGpu));
         };
@@ -81,9 +91,12 @@ impl DecodeGraph {
         let mut launches = LaunchList::new(device)?;
         let sampling_buffers = SamplingBuffers::new(&buffers.logits)?;
         let mut scratch = Scratch::default();
-        let context = cache.context().min(decoder.context());
+        let context = context.min(decoder.context());
+        let table = |_| Tensor::zeros((1, context.div_ceil(BLOCK_TOKENS)), DType::U32, decoder.embed_tokens.device());
+        let tables = (0..cache.layout().groups()).map(table).collect::<candle_core::Result<Vec<_>>>()?;
         for (index, layer) in decoder.layers.iter().enumerate() {
-            add_attention(&mut launches, &buffers, &mut scratch, layer, cache.layer(index), context)?;
+            let table = &tables[cache.layout().group(index)];
+            add_attention(&mut launches, &buffers, &mut scratch, layer, cache.layer(index), table)?;
             match &layer.mlp {
                 Mlp::Gated(mlp) => add_gated_mlp(&mut launches, &buffers, &mut scratch, layer, mlp)?,
                 Mlp::ClampedMoe(mlp) => add_clamped_moe(&mut launches, &buffers, &mut scratch, layer, mlp)?,
@@ -122,13 +135,24 @@ impl DecodeGraph {
             queued: 0,
             taken: 0,
             possible: 0,
+            sequence: None,
+            blocks: vec![0; tables.len()],
+            tables,
+            cache_blocks: cache.blocks(),
         })))
     }
 
-    /// Starts decoding at `position` with `token` as the input of the first step.
+    /// Starts decoding a sequence at `position` with `token` as the input of the first step.
     ///
     /// Without `sampling`, every step chooses the most likely token.
-    pub fn start(&mut self, position: usize, token: u32, sampling: Option<DeviceSampling>) -> Result<()> {
+    pub fn start(
+        &mut self,
+        sequence: u64,
+        position: usize,
+        token: u32,
+        sampling: Option<DeviceSampling>,
+        tables: &BlockTables,
+    ) -> Result<()> {
         let vocab_size = self.buffers.logits.dims1()?;
         if token as usize >= vocab_size || position >= self.context {
             bail!(
@@ -136,18 +160,62 @@ impl DecodeGraph {
                 self.context
             );
         }
+        // After an error, no sequence continues.
+        self.stop();
         self.set_sampling(sampling)?;
         let id = Tensor::new(&[token], self.buffers.x.device())?;
         copy_rows(&self.buffers.x, &self.embedding.table.embed(&id, self.embedding.scale)?.flatten_all()?, 0)?;
         let state = Tensor::new(&[position as u32, token, 0, 0], self.buffers.x.device())?;
         copy_rows(&self.buffers.state, &state, 0)?;
-        (self.queued, self.taken, self.possible) = (0, 0, self.context - position);
+        self.begin(sequence, position, 0, tables)
+    }
+
+    /// Resets the step counts and copies the block tables to the device. `queued` steps are already queued.
+    fn begin(&mut self, sequence: u64, position: usize, queued: usize, tables: &BlockTables) -> Result<()> {
+        (self.queued, self.taken) = (queued, 0);
+        self.sequence = Some((sequence, position));
+        self.blocks.fill(0);
+        self.set_tables(tables)
+    }
+
+    /// Returns whether the next step of the graph is the step of this sequence at `position`.
+    pub fn continues(&self, sequence: u64, position: usize) -> bool {
+        self.sequence.is_some_and(|(current, start)| current == sequence && start + self.taken == position)
+    }
+
+    /// Forgets the sequence. Call [`start`](Self::start) or [`start_from`](Self::start_from) before the next step.
+    pub fn stop(&mut self) {
+        self.sequence = None;
+    }
+
+    /// Copies the tables that have grown to the device. Later steps can use the positions that the new blocks hold.
+    pub fn set_tables(&mut self, tables: &BlockTables) -> Result<()> {
+        let Some((_, start)) = self.sequence else { bail!("no sequence was started") };
+        for ((device, blocks), table) in self.tables.iter().zip(&mut self.blocks).zip(tables.iter()) {
+            let used = table.len().min(device.dim(1)?);
+            if used != *blocks {
+                if let Some(block) = table[..used].iter().find(|&&block| block as usize >= self.cache_blocks) {
+                    bail!("block {block} is not one of the {} blocks of the KV cache", self.cache_blocks);
+                }
+                let values = Tensor::new(&table[..used], device.device())?;
+                copy_rows(&device.flatten_all()?, &values, 0)?;
+                *blocks = used;
+            }
+        }
+        self.possible = self.context.min(tables.positions()).saturating_sub(start);
         Ok(())
     }
 
     /// Starts decoding after `tokens` cached tokens.
     /// Chooses the first new token from the last cached token's `logits`, f32 `[1, vocab]`.
-    pub fn start_from(&mut self, tokens: usize, logits: &Tensor, sampling: Option<DeviceSampling>) -> Result<()> {
+    pub fn start_from(
+        &mut self,
+        sequence: u64,
+        tokens: usize,
+        logits: &Tensor,
+        sampling: Option<DeviceSampling>,
+        tables: &BlockTables,
+    ) -> Result<()> {
         let logits = logits.flatten_all()?;
         let (vocab_size, context) = (self.buffers.logits.dims1()?, self.context);
         if tokens == 0 || tokens > context || logits.dims1()? != vocab_size {
@@ -157,6 +225,7 @@ impl DecodeGraph {
                 logits.dims1()?
             );
         }
+        self.stop();
         self.set_sampling(sampling)?;
         copy_rows(&self.buffers.logits, &logits, 0)?;
         let state = Tensor::new(&[tokens as u32 - 1, 0, 0, 0], logits.device())?;
@@ -164,11 +233,10 @@ impl DecodeGraph {
         // The argmax kernel reads the maxima that the head kernel writes, but no head kernel ran for these logits.
         // The sampling kernel reads only the logits, so it also makes the first greedy choice.
         if self.sampling == Sampling::Greedy {
-            self.sampling_buffers.set(DeviceSampling { params: SamplingKernelParams::greedy(), seen: None })?;
+            self.sampling_buffers.set(DeviceSampling { params: SamplingKernelParams::greedy(), seen: Vec::new() })?;
         }
         self.sampled.launches.enqueue()?;
-        (self.queued, self.taken, self.possible) = (1, 0, 1 + context - tokens);
-        Ok(())
+        self.begin(sequence, tokens - 1, 1, tables)
     }
 
     /// Waits for all queued steps, then sets the sampling mode and parameters of later steps.
@@ -195,7 +263,7 @@ impl DecodeGraph {
     /// Waits for the next token. First queues its step and up to `AHEAD` later steps, but none beyond `limit`.
     ///
     /// `limit` is the maximum number of tokens still to generate, including this one.
-    /// Steps beyond the context are never queued.
+    /// Steps at positions beyond the context or the last block are never queued.
     pub fn next(&mut self, limit: usize) -> Result<u32> {
         let limit = limit.min(self.possible - self.taken);
         if limit == 0 {
@@ -208,7 +276,7 @@ impl DecodeGraph {
         self.take_token()
     }
 
-    /// Counts one more queued step. Fails if the context is full.
+    /// Counts one more queued step. Fails if the context or the last block is full.
     fn count_step(&mut self) -> Result<()> {
         if self.queued == self.possible {
             bail!("cannot decode a token: the context is full");

@@ -5,8 +5,6 @@ use std::process::Command;
 
 use candle_core::{DType, Device, safetensors};
 use inferno::models;
-use inferno::nn::kv_cache::KvCache;
-use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::gguf::GgufCheckpoint;
 use inferno::weights::{Checkpoint, LoadProgress, Weights, WeightsSummary};
@@ -15,7 +13,7 @@ use tempfile::TempDir;
 use super::converter::{convert, convert_with_separate_experts};
 use super::tokenizers::converted;
 use super::writer::Writer;
-use crate::support::{Random, demo_dir, golden, golden_models, relative_error, values};
+use crate::support::{Random, demo_dir, golden, golden_models, logits_of, relative_error, values};
 
 /// Writes a file to a temporary folder. Dropping the returned `TempDir` deletes the file.
 pub fn saved(writer: &Writer) -> (TempDir, PathBuf) {
@@ -32,9 +30,7 @@ fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress)?;
     // LongRoPE chooses its factors by the context length, so use the context length of golden.rs.
     let decoder = config.architecture.build(&weights, 160)?;
-    let mut cache = KvCache::new(decoder.cache_layers(), 160, ids.len(), DType::F32, &Device::Cpu)?;
-    let batch = StepBatch { ids, lengths: &[ids.len()], logits: LogitRows::All };
-    Ok(values(&decoder.forward(&batch, &mut [&mut cache])?))
+    Ok(values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu)?))
 }
 
 fn error(writer: &Writer) -> String {
@@ -229,7 +225,7 @@ fn metadata_that_contradicts_the_tensors_is_an_error() {
     let oss = convert(&golden("gpt_oss_graph"));
     for (key, value, message) in [
         ("gpt-oss.expert_count", 6, "gate_up_proj"),
-        ("gpt-oss.expert_used_count", 8, "cannot choose 8 of 7 experts"),
+        ("gpt-oss.expert_used_count", 8, "cannot route each token to 8 of 7 experts"),
         ("gpt-oss.attention.sliding_window", 0, "sliding_window is 0"),
     ] {
         let error = error(&oss.clone().with_u32(key, value));

@@ -4,11 +4,9 @@
 
 use candle_core::{DType, Device, safetensors};
 use inferno::models;
-use inferno::nn::kv_cache::KvCache;
-use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 
-use crate::support::{devices, golden, relative_error, values};
+use crate::support::{devices, golden, logits_of, relative_error, values};
 
 const FAMILIES: [&str; 10] =
     ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"];
@@ -30,9 +28,7 @@ fn check(family: &str, device: &Device, dtype: DType) {
     let progress = LoadProgress::silent();
     let weights = Weights::new(&checkpoint, device, dtype, &progress).unwrap();
     let decoder = models::read_config(&path).unwrap().architecture.build(&weights, ids.len()).unwrap();
-    let mut cache = KvCache::new(decoder.cache_layers(), ids.len(), ids.len(), dtype, device).unwrap();
-    let batch = StepBatch { ids: &ids, lengths: &[ids.len()], logits: LogitRows::All };
-    let logits = values(&decoder.forward(&batch, &mut [&mut cache]).unwrap());
+    let logits = values(&logits_of(&decoder, &ids, dtype, device).unwrap());
     let error = relative_error(&logits, &values(&expected["logits"]));
     println!("{family} on {:?} in {dtype:?}: logits are off by {error:e}", device.location());
     // The GPU tolerances match those in golden.rs.

@@ -6,14 +6,12 @@ use candle_core::{DType, Device, safetensors};
 use inferno::device::DeviceChoice;
 use inferno::kernels::matrix::Matrix;
 use inferno::models;
-use inferno::nn::kv_cache::KvCache;
-use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::tokenizer::{ControlTokens, Tokenizer};
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 use inferno::{Engine, LoadOptions};
 
-use crate::support::{demo_dir, golden, relative_error, values};
+use crate::support::{demo_dir, golden, logits_of, relative_error, values};
 
 /// A model and a text to evaluate it on.
 struct Subject {
@@ -51,9 +49,7 @@ impl Subject {
         let progress = LoadProgress::silent();
         let weights = self.weights(quantize, &progress);
         let decoder = models::read_config(&self.dir).unwrap().architecture.build(&weights, tokens).unwrap();
-        let mut cache = KvCache::new(decoder.cache_layers(), tokens, tokens, DType::F32, &Device::Cpu).unwrap();
-        let batch = StepBatch { ids: &self.ids, lengths: &[tokens], logits: LogitRows::All };
-        let logits = values(&decoder.forward(&batch, &mut [&mut cache]).unwrap());
+        let logits = values(&logits_of(&decoder, &self.ids, DType::F32, &Device::Cpu).unwrap());
         let mut rows = logits.clone();
         for row in rows.chunks_exact_mut(decoder.vocab_size()) {
             let sum: f64 = row.iter().map(|&logit| f64::from(logit).exp()).sum();

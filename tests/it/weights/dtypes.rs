@@ -6,14 +6,12 @@ use candle_core::{DType, Device};
 use float8::F8E4M3;
 use inferno::Error;
 use inferno::models;
-use inferno::nn::kv_cache::KvCache;
-use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
-use crate::support::{devices, golden, values};
+use crate::support::{devices, golden, logits_of, values};
 
 const IDS: [u32; 7] = [3, 1, 4, 1, 5, 9, 2];
 
@@ -50,9 +48,7 @@ fn logits(dir: &Path, quantize: Option<QuantizationTarget>, device: &Device, dty
     };
     let decoder = models::read_config(dir)?.architecture.build(&weights, IDS.len())?;
     assert_eq!(Inventory::from_checkpoint(&checkpoint, quantize).loaded_bytes(dtype), progress.resident_bytes());
-    let mut cache = KvCache::new(decoder.cache_layers(), IDS.len(), IDS.len(), dtype, device)?;
-    let batch = StepBatch { ids: &IDS, lengths: &[IDS.len()], logits: LogitRows::All };
-    Ok(values(&decoder.forward(&batch, &mut [&mut cache])?))
+    Ok(values(&logits_of(&decoder, &IDS, dtype, device)?))
 }
 
 fn e4m3(value: f32) -> Vec<u8> {

@@ -1,39 +1,8 @@
-//! Decode steps that run operation by operation, on any device.
-//!
-//! Eager decode is the reference for the decode graph and the fallback for models and devices without graph support.
+//! Chooses tokens on the host.
 
-use anyhow::{Context, Result, bail};
-use candle_core::Tensor;
+use anyhow::{Result, bail};
 
-use super::EagerReason;
 use super::choose_token::{ChooseToken, NO_TOKEN};
-
-/// The state of decoding without a graph.
-pub(super) struct EagerDecode {
-    reason: EagerReason,
-    /// The logits of a prompt's last token, until a token is chosen from them.
-    logits: Option<Vec<f32>>,
-}
-
-impl EagerDecode {
-    pub(super) fn new(reason: EagerReason) -> Self {
-        Self { reason, logits: None }
-    }
-
-    pub(super) fn reason(&self) -> &EagerReason {
-        &self.reason
-    }
-
-    /// Stores the logits of a prompt's last token, `[1, vocab]`.
-    pub(super) fn start(&mut self, logits: &Tensor) -> Result<()> {
-        self.logits = Some(logits.flatten_all()?.to_vec1()?);
-        Ok(())
-    }
-
-    pub(super) fn take_logits(&mut self) -> Result<Vec<f32>> {
-        self.logits.take().context("no prompt was prefilled")
-    }
-}
 
 /// Chooses a token on the host. Fails if every logit is NaN or -inf, as the kernels in `head.cu` and `sample.cu` do.
 pub(super) fn choose(logits: &mut [f32], sampler: &mut dyn ChooseToken) -> Result<u32> {
@@ -55,8 +24,10 @@ mod tests {
             logits.iter().rposition(|&logit| logit > f32::NEG_INFINITY).unwrap() as u32
         }
 
+        fn record(&mut self, _: u32) {}
+
         #[cfg(feature = "cuda")]
-        fn on_device(&self, _: usize) -> Option<crate::kernels::decode::sample::DeviceSampling> {
+        fn on_device(&self) -> Option<crate::kernels::decode::sample::DeviceSampling> {
             None
         }
     }

@@ -1,0 +1,249 @@
+//! Measures many requests at once: throughput, time to first token, and time between tokens.
+
+use std::sync::Mutex;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use serde::Serialize;
+
+use crate::engine::sampler::uniform;
+use crate::engine::{EngineHandle, GenerateOptions, SamplingParams};
+
+/// How the prompt and answer lengths of requests are chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Lengths {
+    /// Every request has --input prompt tokens and --output answer tokens.
+    Fixed,
+    /// Log-normal lengths like in ShareGPT, with means of 215 prompt tokens and 198 answer tokens.
+    SharegptLike,
+}
+
+/// The requests of one measurement.
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    /// The most requests that run at once.
+    pub concurrency: usize,
+    /// The number of requests.
+    pub requests: usize,
+    /// Prompt tokens per request, or their maximum.
+    pub input: usize,
+    /// Generated tokens per request, or their maximum.
+    pub output: usize,
+    /// Mean requests per second, at random times. `None` submits each request as soon as another one ends.
+    pub rate: Option<f64>,
+    pub lengths: Lengths,
+    pub seed: u64,
+}
+
+/// The result of one measurement.
+#[derive(Clone, Debug, Serialize)]
+pub struct Serving {
+    pub concurrency: usize,
+    pub requests: usize,
+    pub input_tokens: usize,
+    pub output_tokens: usize,
+    pub rate: Option<f64>,
+    /// The time from the first request to the last token.
+    pub seconds: f64,
+    /// Generated tokens of all requests, divided by `seconds`.
+    pub output_tok_per_s: f64,
+    /// Generated tokens per second while all requests decode: after the last request got its first token, and before
+    /// the first request ended. `None` if there is no such time.
+    pub decode_tok_per_s: Option<f64>,
+    pub ttft_ms: Percentiles,
+    /// The time between two tokens of a request.
+    pub itl_ms: Percentiles,
+    /// Prompt tokens reused from the prefix cache.
+    pub cached_tokens: usize,
+}
+
+/// The median and the 99th percentile.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Percentiles {
+    pub p50: f64,
+    pub p99: f64,
+}
+
+impl Percentiles {
+    fn of_ms(mut values: Vec<Duration>) -> Self {
+        values.sort_unstable();
+        let at = |share: f64| match values.len() {
+            0 => 0.0,
+            count => values[((count - 1) as f64 * share).round() as usize].as_secs_f64() * 1e3,
+        };
+        Self { p50: at(0.5), p99: at(0.99) }
+    }
+}
+
+/// The times of one request.
+struct RequestTimes {
+    submitted: Instant,
+    tokens: Vec<Instant>,
+    prompt_tokens: usize,
+    cached_tokens: usize,
+}
+
+/// Runs the requests and measures them.
+pub fn measure(engine: &EngineHandle, load: &Load) -> Result<Serving> {
+    let lengths: Vec<(usize, usize)> = (0..load.requests as u64).map(|index| load.request_lengths(index)).collect();
+    let prompts: Vec<Vec<u32>> = lengths
+        .iter()
+        .zip(1..)
+        .map(|(&(input, _), index)| engine.random_tokens(load.seed.wrapping_mul(1 << 20).wrapping_add(index), input))
+        .collect();
+    let arrivals = load.arrivals();
+    let jobs = Mutex::new(prompts.into_iter().zip(lengths).zip(arrivals).collect::<Vec<_>>().into_iter());
+    let started = Instant::now();
+    let run_next = || -> Result<Option<RequestTimes>> {
+        let next = jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).next();
+        let Some(((prompt, (_, output)), arrival)) = next else { return Ok(None) };
+        thread::sleep(arrival.saturating_sub(started.elapsed()));
+        // With a rate, a request that had to wait for a client also waited for its first token.
+        let submitted = if load.rate.is_some() { started + arrival } else { Instant::now() };
+        let options = GenerateOptions {
+            max_tokens: Some(output),
+            ignore_eos: true,
+            ..GenerateOptions::new(SamplingParams::greedy())
+        };
+        let mut stream = engine.complete_ids(&prompt, options)?;
+        let mut tokens = Vec::with_capacity(output);
+        while let Some(event) = stream.next_blocking() {
+            if event?.token().is_some() {
+                tokens.push(Instant::now());
+            }
+        }
+        let summary = stream.summary();
+        let (prompt_tokens, cached_tokens) = (summary.prompt_tokens, summary.cached_tokens);
+        Ok(Some(RequestTimes { submitted, tokens, prompt_tokens, cached_tokens }))
+    };
+    let client = || -> Result<Vec<RequestTimes>> {
+        let mut times = Vec::new();
+        while let Some(request) = run_next()? {
+            times.push(request);
+        }
+        Ok(times)
+    };
+    let times: Vec<RequestTimes> = thread::scope(|scope| {
+        let clients: Vec<_> = (0..load.concurrency.min(load.requests)).map(|_| scope.spawn(client)).collect();
+        let results =
+            clients.into_iter().map(|client| client.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        results.collect::<Result<Vec<_>>>()
+    })?
+    .into_iter()
+    .flatten()
+    .collect();
+    Ok(load.summarize(started, &times))
+}
+
+impl Load {
+    /// Returns the prompt length and the answer length of a request.
+    fn request_lengths(&self, index: u64) -> (usize, usize) {
+        match self.lengths {
+            Lengths::Fixed => (self.input, self.output),
+            Lengths::SharegptLike => (
+                log_normal(self.seed, 2 * index, 215.0).min(self.input),
+                log_normal(self.seed, 2 * index + 1, 198.0).min(self.output),
+            ),
+        }
+    }
+
+    /// Returns the earliest time of each request, counted from the start. Without a rate, all times are 0.
+    fn arrivals(&self) -> Vec<Duration> {
+        let mut at = 0.0_f64;
+        let mut next = |index| {
+            let Some(rate) = self.rate else { return Duration::ZERO };
+            // Requests form a Poisson process, so the times between them are exponentially distributed.
+            at += -(1.0_f64 - uniform(self.seed.wrapping_add(1), index)).ln() / rate;
+            Duration::from_secs_f64(at)
+        };
+        (0..self.requests as u64).map(&mut next).collect()
+    }
+
+    fn summarize(&self, started: Instant, times: &[RequestTimes]) -> Serving {
+        let all = || times.iter().flat_map(|request| &request.tokens);
+        let last = all().max().copied().unwrap_or(started);
+        let seconds = (last - started).as_secs_f64();
+        let generated = all().count();
+        let ttft = times.iter().filter_map(|request| Some(*request.tokens.first()? - request.submitted));
+        let gaps = times.iter().flat_map(|request| request.tokens.windows(2).map(|pair| pair[1] - pair[0]));
+        let last_start = times.iter().filter_map(|request| request.tokens.first()).max();
+        let first_end = times.iter().filter_map(|request| request.tokens.last()).min();
+        let decode_tok_per_s = last_start.zip(first_end).filter(|(start, end)| start < end).map(|(start, end)| {
+            let decoded = all().filter(|&at| at > start && at <= end).count();
+            decoded as f64 / (*end - *start).as_secs_f64()
+        });
+        Serving {
+            concurrency: self.concurrency,
+            requests: times.len(),
+            input_tokens: times.iter().map(|request| request.prompt_tokens).sum(),
+            output_tokens: generated,
+            rate: self.rate,
+            seconds,
+            output_tok_per_s: generated as f64 / seconds.max(f64::MIN_POSITIVE),
+            decode_tok_per_s,
+            ttft_ms: Percentiles::of_ms(ttft.collect()),
+            itl_ms: Percentiles::of_ms(gaps.collect()),
+            cached_tokens: times.iter().map(|request| request.cached_tokens).sum(),
+        }
+    }
+}
+
+/// Draws a length of at least 1 from a log-normal distribution with this mean and a sigma of 1.2.
+fn log_normal(seed: u64, index: u64, mean: f64) -> usize {
+    const SIGMA: f64 = 1.2;
+    // The Box-Muller transform gives a normally distributed number from two uniform ones.
+    let (a, b) = (uniform(seed, 2 * index), uniform(seed, 2 * index + 1));
+    let normal = (-2.0 * (1.0_f64 - a).ln()).sqrt() * (std::f64::consts::TAU * b).cos();
+    let length = (mean.ln() - SIGMA * SIGMA / 2.0 + SIGMA * normal).exp();
+    (length.round() as usize).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOAD: Load = Load {
+        concurrency: 4,
+        requests: 2000,
+        input: 1 << 20,
+        output: 1 << 20,
+        rate: Some(10.0),
+        lengths: Lengths::SharegptLike,
+        seed: 1,
+    };
+
+    #[test]
+    fn lengths_have_the_means_of_sharegpt() {
+        let lengths: Vec<_> = (0..20_000).map(|index| LOAD.request_lengths(index)).collect();
+        let mean = |part: fn(&(usize, usize)) -> usize| lengths.iter().map(part).sum::<usize>() as f64 / 20_000.0;
+        assert!((195.0..235.0).contains(&mean(|lengths| lengths.0)), "{}", mean(|lengths| lengths.0));
+        assert!((180.0..216.0).contains(&mean(|lengths| lengths.1)), "{}", mean(|lengths| lengths.1));
+    }
+
+    #[test]
+    fn arrivals_have_the_requested_rate() {
+        let arrivals = LOAD.arrivals();
+        assert!(arrivals.is_sorted());
+        assert!((180.0..220.0).contains(&arrivals[1999].as_secs_f64()), "{:?}", arrivals[1999]);
+        assert_eq!(Load { rate: None, ..LOAD }.arrivals(), [Duration::ZERO; 2000]);
+    }
+
+    #[test]
+    fn times_become_rates() {
+        let started = Instant::now();
+        let at = |ms| started + Duration::from_millis(ms);
+        let request = |tokens: &[u64]| RequestTimes {
+            submitted: started,
+            tokens: tokens.iter().map(|&ms| at(ms)).collect(),
+            prompt_tokens: 10,
+            cached_tokens: 3,
+        };
+        let serving = LOAD.summarize(started, &[request(&[100, 200, 300, 400]), request(&[200, 300, 400, 500])]);
+        assert_eq!((serving.requests, serving.output_tokens, serving.cached_tokens), (2, 8, 6));
+        assert!((serving.output_tok_per_s - 16.0).abs() < 1e-6);
+        // Both requests decode from 200 ms to 400 ms: four tokens.
+        assert!((serving.decode_tok_per_s.unwrap() - 20.0).abs() < 1e-6);
+        assert!((serving.ttft_ms.p99 - 200.0).abs() < 1e-6 && (serving.itl_ms.p50 - 100.0).abs() < 1e-6);
+    }
+}

@@ -1,0 +1,335 @@
+//! Gives blocks of the KV cache to sequences, and finds blocks that already hold the start of a prompt.
+//!
+//! Layers with the same attention window form a group. A sequence has one block table per group.
+//! Full-attention groups keep every block of a sequence. Sliding-window groups release the blocks that no later token
+//! attends to. All groups share one pool, as in vLLM's hybrid KV cache manager.
+//!
+//! A full block is identified by a hash of all tokens up to its end. A prompt that starts with the same tokens reuses
+//! the block, whether or not another sequence still uses it.
+
+mod pool;
+
+use std::hash::{BuildHasher, Hash, Hasher, RandomState};
+
+use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, peak_blocks};
+
+pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BLOCK};
+
+/// One hash per full block of a sequence, each of all tokens up to the end of the block.
+#[derive(Clone, Debug, Default)]
+pub struct BlockHashes(Vec<u128>);
+
+/// The blocks of one sequence.
+#[derive(Debug, Default)]
+pub struct SequenceBlocks {
+    /// One table per group. Entry i is the scratch block if no later token attends to the positions of block i.
+    tables: BlockTables,
+    hashes: BlockHashes,
+    /// The first entry of each table that is not the scratch block.
+    oldest: Vec<usize>,
+    /// The number of tokens whose keys and values are in the blocks.
+    computed: usize,
+    /// The number of tokens with which the sequence started.
+    prompt: usize,
+}
+
+impl SequenceBlocks {
+    /// Returns the block table of each group.
+    pub fn tables(&self) -> &BlockTables {
+        &self.tables
+    }
+
+    /// Returns the number of tokens whose keys and values are in the blocks.
+    pub fn computed(&self) -> usize {
+        self.computed
+    }
+}
+
+/// A copy of one block to another, before the next step writes to the copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCopy {
+    pub from: BlockId,
+    pub to: BlockId,
+}
+
+/// Counts blocks and prefix hits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BlockStats {
+    /// Blocks in the pool.
+    pub total: usize,
+    /// Blocks that a sequence uses.
+    pub used: usize,
+    /// Blocks with reusable contents, used or not.
+    pub cached: usize,
+    /// Reusable contents that were evicted so far.
+    pub evicted: u64,
+    /// Prompt tokens that were looked up so far.
+    pub queried_tokens: u64,
+    /// Prompt tokens that were found so far.
+    pub hit_tokens: u64,
+}
+
+/// Gives blocks to sequences.
+pub struct BlockManager {
+    /// The window of each group, or `None` for full attention.
+    windows: Vec<Option<usize>>,
+    pool: BlockPool,
+    /// Hashers with random keys, so that nobody can construct two prompts with equal hashes.
+    hashers: [RandomState; 2],
+    queried_tokens: u64,
+    hit_tokens: u64,
+}
+
+impl BlockManager {
+    /// Creates a manager of `blocks` blocks, one of which is the scratch block.
+    pub fn new(windows: Vec<Option<usize>>, blocks: usize) -> Self {
+        let hashers = [RandomState::new(), RandomState::new()];
+        Self { windows, pool: BlockPool::new(blocks), hashers, queried_tokens: 0, hit_tokens: 0 }
+    }
+
+    pub fn stats(&self) -> BlockStats {
+        BlockStats {
+            total: self.pool.total(),
+            used: self.pool.total() - self.pool.free(),
+            cached: self.pool.cached(),
+            evicted: self.pool.evicted(),
+            queried_tokens: self.queried_tokens,
+            hit_tokens: self.hit_tokens,
+        }
+    }
+
+    /// Returns the number of blocks that are not in use.
+    pub fn free(&self) -> usize {
+        self.pool.free()
+    }
+
+    /// Returns the number of blocks that a sequence uses.
+    pub fn held(&self, sequence: &SequenceBlocks) -> usize {
+        sequence.tables.iter().zip(&sequence.oldest).map(|(table, oldest)| table.len() - oldest).sum()
+    }
+
+    /// Returns the most blocks that a sequence of `tokens` tokens uses if one step computes at most `chunk` of them.
+    pub fn peak(&self, tokens: usize, chunk: usize) -> usize {
+        self.windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
+    }
+
+    /// Creates the blocks of a sequence. Reuses the longest cached prefix of `tokens`, without the last token.
+    ///
+    /// `hashes` is empty for a new sequence. To continue a sequence, pass what [`release`](Self::release) returned.
+    pub fn start(&mut self, tokens: &[u32], hashes: BlockHashes) -> SequenceBlocks {
+        let mut sequence = SequenceBlocks {
+            tables: BlockTables::new(self.windows.len()),
+            hashes,
+            oldest: vec![0; self.windows.len()],
+            computed: 0,
+            prompt: tokens.len(),
+        };
+        let limit = tokens.len().saturating_sub(1) / BLOCK_TOKENS;
+        self.extend_hashes(&mut sequence.hashes, &tokens[..limit * BLOCK_TOKENS]);
+        let hashes = &sequence.hashes.0[..limit];
+        let hit = self.longest_hit(tokens, hashes);
+        for group in 0..self.windows.len() {
+            let first = self.first_visible_block(group, hit * BLOCK_TOKENS);
+            sequence.oldest[group] = first;
+            for index in 0..hit {
+                let block = match index < first {
+                    true => None,
+                    false => self.find(group, tokens, hashes, index),
+                };
+                let block = block.unwrap_or(SCRATCH_BLOCK);
+                self.pool.retain(block);
+                sequence.tables.push(group, block);
+            }
+        }
+        sequence.computed = hit * BLOCK_TOKENS;
+        self.queried_tokens += tokens.len() as u64;
+        self.hit_tokens += sequence.computed as u64;
+        sequence
+    }
+
+    /// Returns the length in blocks of the longest prefix that is cached in every group, at most `hashes.len()`.
+    fn longest_hit(&self, tokens: &[u32], hashes: &[u128]) -> usize {
+        let groups = 0..self.windows.len();
+        let has = |group, index| self.find(group, tokens, hashes, index).is_some();
+        let mut hit = hashes.len();
+        for group in groups.clone().filter(|&group| self.windows[group].is_none()) {
+            hit = (0..hit).take_while(|&index| has(group, index)).count();
+        }
+        // A sliding-window group needs only the blocks that the token after the prefix attends to. If block i of them
+        // is missing, shorten the prefix to i blocks, because every longer prefix also needs block i.
+        let last_missing = |hit: usize| {
+            groups.clone().filter(|&group| self.windows[group].is_some()).find_map(|group| {
+                (self.first_visible_block(group, hit * BLOCK_TOKENS)..hit).rev().find(|&index| !has(group, index))
+            })
+        };
+        while let Some(missing) = last_missing(hit) {
+            hit = missing;
+        }
+        hit
+    }
+
+    fn find(&self, group: usize, tokens: &[u32], hashes: &[u128], index: usize) -> Option<BlockId> {
+        let parent = index.checked_sub(1).map_or(0, |before| hashes[before]);
+        let tokens = &tokens[index * BLOCK_TOKENS..][..BLOCK_TOKENS];
+        self.pool.find(BlockKey { group, hash: hashes[index] }, parent, tokens)
+    }
+
+    /// Returns the index of the first block that a token at `position` attends to.
+    fn first_visible_block(&self, group: usize, position: usize) -> usize {
+        self.windows[group].map_or(0, |window| (position + 1).saturating_sub(window) / BLOCK_TOKENS)
+    }
+
+    /// Appends the hashes of the full blocks of `tokens` that are not hashed yet.
+    fn extend_hashes(&self, BlockHashes(hashes): &mut BlockHashes, tokens: &[u32]) {
+        for block in tokens.chunks_exact(BLOCK_TOKENS).skip(hashes.len()) {
+            let parent = hashes.last().copied().unwrap_or(0);
+            let half = |state: &RandomState| {
+                let mut hasher = state.build_hasher();
+                hasher.write_u128(parent);
+                u32::hash_slice(block, &mut hasher);
+                hasher.finish()
+            };
+            hashes.push(u128::from(half(&self.hashers[0])) << 64 | u128::from(half(&self.hashers[1])));
+        }
+    }
+
+    /// Returns how many more blocks the sequence needs before a step can write all positions below `end`.
+    pub fn missing(&self, sequence: &SequenceBlocks, end: usize) -> usize {
+        (0..self.windows.len()).map(|group| self.missing_in_group(group, sequence, end)).sum()
+    }
+
+    fn missing_in_group(&self, group: usize, sequence: &SequenceBlocks, end: usize) -> usize {
+        let added = end.div_ceil(BLOCK_TOKENS).saturating_sub(sequence.tables.len(group));
+        self.blocks_to_copy(group, sequence, end).count() + added
+    }
+
+    /// Returns how many free blocks the sequence needs to reach `tokens` tokens if one step computes at most `chunk` of
+    /// them. Blocks that leave its window on the way become free again, so they are not counted twice.
+    pub fn demand(&self, sequence: &SequenceBlocks, tokens: usize, chunk: usize) -> usize {
+        let demand = |group: usize| {
+            let missing = self.missing_in_group(group, sequence, tokens);
+            let Some(window) = self.windows[group] else { return missing };
+            // A shared block does not become free when it leaves the window of this sequence.
+            let unshared = (sequence.oldest[group]..sequence.tables.len(group))
+                .filter(|&index| self.pool.references(sequence.tables.get(group, index)) == 1);
+            missing.min(peak_blocks(Some(window), tokens, chunk).saturating_sub(unshared.count()))
+        };
+        (0..self.windows.len()).map(demand).sum()
+    }
+
+    /// Gives the sequence blocks for all positions below `end`. Returns `None` and changes nothing if too few are free.
+    ///
+    /// If a step would write to a shared or cached block, the sequence gets a copy instead. The caller must make all
+    /// copies before the next step, in the order of the calls, because a later call may reuse the source of a copy.
+    pub fn grow(&mut self, sequence: &mut SequenceBlocks, end: usize) -> Option<Vec<BlockCopy>> {
+        if self.missing(sequence, end) > self.pool.free() {
+            return None;
+        }
+        let mut copies = Vec::new();
+        for group in 0..self.windows.len() {
+            let copied: Vec<_> = self.blocks_to_copy(group, sequence, end).collect();
+            for index in copied {
+                let (from, to) = (sequence.tables.get(group, index), self.pool.allocate()?);
+                sequence.tables.set(group, index, to);
+                copies.push(BlockCopy { from, to });
+                self.pool.release(from, Retention::Keep);
+            }
+            while sequence.tables.len(group) < end.div_ceil(BLOCK_TOKENS) {
+                let block = self.pool.allocate()?;
+                sequence.tables.push(group, block);
+            }
+        }
+        Some(copies)
+    }
+
+    /// Returns the indices of the shared or cached blocks that a step with positions below `end` would write to.
+    fn blocks_to_copy(&self, group: usize, sequence: &SequenceBlocks, end: usize) -> impl Iterator<Item = usize> {
+        // Full blocks are never written again.
+        let written = sequence.computed / BLOCK_TOKENS..end.div_ceil(BLOCK_TOKENS).min(sequence.tables.len(group));
+        let is_written = end > sequence.computed;
+        written.filter(move |&index| is_written && !self.pool.is_writable(sequence.tables.get(group, index)))
+    }
+
+    /// Records that the keys and values of all `tokens` are in the blocks of the sequence.
+    /// Full blocks become reusable, and blocks that no later token attends to are released.
+    pub fn commit(&mut self, sequence: &mut SequenceBlocks, tokens: &[u32]) {
+        let (first, full) = (sequence.computed / BLOCK_TOKENS, tokens.len() / BLOCK_TOKENS);
+        sequence.computed = tokens.len();
+        self.extend_hashes(&mut sequence.hashes, &tokens[..full * BLOCK_TOKENS]);
+        let hashes = &sequence.hashes.0;
+        for group in 0..self.windows.len() {
+            for index in first.max(sequence.oldest[group])..full {
+                let content = BlockContent {
+                    key: BlockKey { group, hash: hashes[index] },
+                    parent: index.checked_sub(1).map_or(0, |before| hashes[before]),
+                    tokens: tokens[index * BLOCK_TOKENS..][..BLOCK_TOKENS].into(),
+                };
+                self.pool.publish(sequence.tables.get(group, index), content);
+            }
+            let visible = self.first_visible_block(group, tokens.len());
+            for index in sequence.oldest[group]..visible {
+                let retention = self.retention_behind_window(group, index, sequence.prompt);
+                self.pool.release(sequence.tables.get(group, index), retention);
+                sequence.tables.set(group, index, SCRATCH_BLOCK);
+            }
+            sequence.oldest[group] = visible.max(sequence.oldest[group]);
+        }
+    }
+
+    /// Returns how soon to evict a block that left the window of a sequence.
+    ///
+    /// A prompt can reuse a prefix only if all blocks in the window at the end of the prefix are cached. Blocks in the
+    /// window at the end of a prompt or at a multiple of [`CHECKPOINT_TOKENS`] are kept. All others are evicted first.
+    fn retention_behind_window(&self, group: usize, index: usize, prompt: usize) -> Retention {
+        let checkpoint = (index * BLOCK_TOKENS / CHECKPOINT_TOKENS + 1) * CHECKPOINT_TOKENS;
+        let is_visible_from = |position| index >= self.first_visible_block(group, position);
+        // Keep the window for a longer prompt, and for the same prompt, which must compute its last token again.
+        let prompt_start = prompt.saturating_sub(1) / BLOCK_TOKENS * BLOCK_TOKENS;
+        let is_before_prompt_end = index < prompt / BLOCK_TOKENS && is_visible_from(prompt_start);
+        match is_visible_from(checkpoint) || is_before_prompt_end {
+            true => Retention::Keep,
+            false => Retention::EvictFirst,
+        }
+    }
+
+    /// Creates a sequence that shares all blocks of `sequence`.
+    pub fn fork(&mut self, sequence: &SequenceBlocks) -> SequenceBlocks {
+        sequence.tables.iter().flatten().for_each(|&block| self.pool.retain(block));
+        SequenceBlocks {
+            tables: sequence.tables.clone(),
+            hashes: sequence.hashes.clone(),
+            oldest: sequence.oldest.clone(),
+            computed: sequence.computed,
+            prompt: sequence.prompt,
+        }
+    }
+
+    /// Releases all blocks of a sequence. Its full blocks stay cached. The block with the last tokens is evicted first.
+    /// Returns the hashes, which [`start`](Self::start) takes if the sequence continues later.
+    pub fn release(&mut self, sequence: SequenceBlocks) -> BlockHashes {
+        let groups = 0..self.windows.len();
+        let longest = groups.clone().map(|group| sequence.tables.len(group)).max().unwrap_or(0);
+        // A prefix needs the blocks of all groups, so release the blocks for the same positions one after another.
+        for index in (0..longest).rev() {
+            for group in groups.clone().filter(|&group| index < sequence.tables.len(group)) {
+                self.pool.release(sequence.tables.get(group, index), Retention::Keep);
+            }
+        }
+        sequence.hashes
+    }
+
+    /// Undoes [`start`](Self::start) for a sequence that cannot run yet. Returns its hashes.
+    pub fn abandon(&mut self, sequence: SequenceBlocks) -> BlockHashes {
+        self.queried_tokens -= sequence.prompt as u64;
+        self.hit_tokens -= sequence.computed as u64;
+        self.release(sequence)
+    }
+
+    /// Forgets all cached prefixes.
+    pub fn forget_prefixes(&mut self) {
+        self.pool.forget();
+    }
+}
+
+/// At multiples of this position, a sliding-window group keeps the blocks of its window longer.
+const CHECKPOINT_TOKENS: usize = 1024;

@@ -1,0 +1,391 @@
+//! Decides which tokens each step computes, for many sequences.
+//!
+//! The scheduler handles token ids and blocks. It uses no device, and the caller passes the time. A simulator can
+//! therefore test it with millions of requests.
+//!
+//! Prefill and decode are not separate phases. Every sequence has tokens to compute: the part of its prompt that is not
+//! computed yet, or the last sampled token.
+//! A step first takes one token of every sequence that decodes, then chunks of prompts, until its token budget is used.
+//!
+//! If the KV cache runs out of blocks, the least senior sequence is preempted: it gives up its blocks and computes its
+//! tokens again later. By then, most of these blocks are usually still cached.
+
+mod order;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::mem;
+use std::ops::Range;
+use std::time::Duration;
+
+use super::blocks::{BlockCopy, BlockHashes, BlockManager, SequenceBlocks};
+use crate::nn::kv_cache::BlockTables;
+use order::Seniority;
+
+pub use order::SequenceId;
+
+/// A sequence is admitted only if there are enough free blocks for this many decode steps of all running sequences.
+const GROWTH_STEPS: usize = 8;
+
+/// The number of preemptions after which a sequence is admitted only with blocks for its longest possible answer.
+/// It is then never preempted again.
+const MAX_PREEMPTIONS: u32 = 2;
+
+/// The limits of a scheduler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SchedulerConfig {
+    /// The most tokens that one step computes.
+    pub token_budget: usize,
+    /// The most sequences that run at once. At most `token_budget`.
+    pub max_sequences: usize,
+    /// The most tokens of a sequence: prompt and answer together.
+    pub context: usize,
+}
+
+/// A sequence to submit to the scheduler.
+#[derive(Clone, Debug)]
+pub struct NewSequence {
+    pub id: SequenceId,
+    pub prompt: Vec<u32>,
+    /// The most tokens to generate.
+    pub max_tokens: usize,
+    /// Sequences with smaller values run first. One level has the same effect as arriving 2 seconds earlier.
+    pub priority: i32,
+    pub arrival: Duration,
+    /// The time at which the sequence expires if it has not started by then.
+    pub deadline: Option<Duration>,
+}
+
+/// What one step computes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StepPlan {
+    /// Sequences that decode come first, then chunks of prompts.
+    pub work: Vec<SequenceWork>,
+    /// Blocks to copy before the step.
+    pub copies: Vec<BlockCopy>,
+    /// Sequences that expired while they waited. They are no longer known to the scheduler.
+    pub expired: Vec<SequenceId>,
+    /// Sequences that gave up their blocks and wait again.
+    pub preempted: Vec<SequenceId>,
+}
+
+/// The tokens of one sequence in a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SequenceWork {
+    pub id: SequenceId,
+    /// The positions whose keys and values the step computes.
+    pub range: Range<usize>,
+    /// Whether `range` includes the last known token, so that the next token can be sampled.
+    pub is_last: bool,
+}
+
+/// The current numbers of sequences, and the number of preemptions so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SchedulerStats {
+    pub waiting: usize,
+    pub running: usize,
+    pub preemptions: u64,
+}
+
+/// The queues of waiting and running sequences, and their blocks.
+pub struct Scheduler {
+    config: SchedulerConfig,
+    blocks: BlockManager,
+    sequences: BTreeMap<SequenceId, Sequence>,
+    /// The sequences without blocks, the most senior first.
+    waiting: BTreeSet<Seniority>,
+    /// The sequences with blocks, the most senior first.
+    running: BTreeSet<Seniority>,
+    preemptions: u64,
+}
+
+struct Sequence {
+    /// The prompt and all tokens generated so far.
+    tokens: Vec<u32>,
+    prompt: usize,
+    max_tokens: usize,
+    seniority: Seniority,
+    deadline: Option<Duration>,
+    /// The blocks of a running sequence. `None` while it waits.
+    blocks: Option<SequenceBlocks>,
+    /// The block hashes of a waiting sequence, so that they are not computed again. A running one has them in `blocks`.
+    hashes: BlockHashes,
+    preemptions: u32,
+}
+
+impl Sequence {
+    fn computed(&self) -> usize {
+        self.blocks.as_ref().map_or(0, SequenceBlocks::computed)
+    }
+
+    /// Returns the number of tokens that are not computed yet.
+    fn left(&self) -> usize {
+        self.tokens.len() - self.computed()
+    }
+
+    fn is_running(&self) -> bool {
+        self.blocks.is_some()
+    }
+
+    /// Returns whether the last sampled token is the only one that is not computed yet.
+    fn is_decoding(&self) -> bool {
+        self.is_running() && self.left() == 1 && self.computed() >= self.prompt
+    }
+
+    /// Returns whether the sequence has tokens to compute before it decodes.
+    fn needs_prefill(&self) -> bool {
+        self.left() > 0 && !self.is_decoding()
+    }
+
+    /// Returns the most tokens that the sequence can have, including its prompt.
+    fn longest(&self, context: usize) -> usize {
+        self.prompt.saturating_add(self.max_tokens).min(context)
+    }
+}
+
+impl Scheduler {
+    /// Creates a scheduler. The blocks must hold at least one sequence of `config.context` tokens.
+    pub fn new(config: SchedulerConfig, blocks: BlockManager) -> Self {
+        let SchedulerConfig { token_budget, max_sequences, context } = config;
+        assert!((1..=token_budget).contains(&max_sequences), "{max_sequences} sequences exceed {token_budget} tokens");
+        assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "a sequence of {context} tokens must fit");
+        let (waiting, running) = (BTreeSet::new(), BTreeSet::new());
+        Self { config, blocks, sequences: BTreeMap::new(), waiting, running, preemptions: 0 }
+    }
+
+    /// Adds a waiting sequence.
+    pub fn submit(&mut self, new: NewSequence) {
+        let NewSequence { id, prompt, max_tokens, priority, arrival, deadline } = new;
+        assert!((1..=self.config.context).contains(&prompt.len()), "cannot submit {} tokens", prompt.len());
+        let sequence = Sequence {
+            prompt: prompt.len(),
+            tokens: prompt,
+            max_tokens,
+            seniority: Seniority::new(priority, arrival, id),
+            deadline,
+            blocks: None,
+            hashes: BlockHashes::default(),
+            preemptions: 0,
+        };
+        let seniority = sequence.seniority;
+        assert!(self.sequences.insert(id, sequence).is_none(), "sequence {id} was submitted twice");
+        self.waiting.insert(seniority);
+    }
+
+    /// Returns the prompt of a sequence and all tokens generated so far.
+    pub fn tokens(&self, id: SequenceId) -> &[u32] {
+        &self.sequences[&id].tokens
+    }
+
+    /// Returns the number of tokens of a sequence whose keys and values are in the cache.
+    pub fn computed(&self, id: SequenceId) -> usize {
+        self.sequences[&id].computed()
+    }
+
+    /// Returns the block tables of a running sequence.
+    pub fn tables(&self, id: SequenceId) -> Option<&BlockTables> {
+        self.sequences[&id].blocks.as_ref().map(SequenceBlocks::tables)
+    }
+
+    /// Returns whether no sequence waits or runs.
+    pub fn is_idle(&self) -> bool {
+        self.sequences.is_empty()
+    }
+
+    pub fn stats(&self) -> SchedulerStats {
+        SchedulerStats { waiting: self.waiting.len(), running: self.running.len(), preemptions: self.preemptions }
+    }
+
+    pub fn blocks(&self) -> &BlockManager {
+        &self.blocks
+    }
+
+    /// Forgets all cached prefixes, for example after a failed step.
+    pub fn forget_prefixes(&mut self) {
+        self.blocks.forget_prefixes();
+    }
+
+    /// Records that the keys and values of positions before `end` are in the cache.
+    pub fn advance(&mut self, id: SequenceId, end: usize) {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        if let Some(blocks) = &mut sequence.blocks {
+            self.blocks.commit(blocks, &sequence.tokens[..end]);
+        }
+    }
+
+    /// Appends a sampled token to a sequence.
+    pub fn push(&mut self, id: SequenceId, token: u32) {
+        if let Some(sequence) = self.sequences.get_mut(&id) {
+            sequence.tokens.push(token);
+        }
+    }
+
+    /// Removes a sequence that has ended or was canceled. Its blocks stay reusable until they are evicted.
+    pub fn finish(&mut self, id: SequenceId) {
+        let Some(sequence) = self.sequences.remove(&id) else { return };
+        self.waiting.remove(&sequence.seniority);
+        self.running.remove(&sequence.seniority);
+        if let Some(blocks) = sequence.blocks {
+            self.blocks.release(blocks);
+        }
+    }
+
+    /// Plans the next step at time `now`.
+    ///
+    /// A plan without work means that every sequence waits for [`push`](Self::push), or that none is left.
+    pub fn plan(&mut self, now: Duration) -> StepPlan {
+        let mut plan = StepPlan { expired: self.expire(now), ..StepPlan::default() };
+        let mut budget = self.config.token_budget;
+        self.plan_decodes(&mut budget, &mut plan);
+        self.plan_prefills(&mut budget, &mut plan);
+        // Planning one sequence can preempt others that are already in the plan.
+        plan.work.retain(|work| self.sequences[&work.id].is_running());
+        plan
+    }
+
+    /// Removes the waiting sequences whose deadline has passed, unless they already started once.
+    fn expire(&mut self, now: Duration) -> Vec<SequenceId> {
+        let has_expired = |sequence: &Sequence| {
+            let has_started = sequence.is_running() || sequence.preemptions > 0;
+            !has_started && sequence.deadline.is_some_and(|deadline| deadline <= now)
+        };
+        let expired: Vec<_> = self.sequences.iter().filter(|(_, s)| has_expired(s)).map(|(&id, _)| id).collect();
+        expired.iter().for_each(|&id| self.finish(id));
+        expired
+    }
+
+    /// Plans one token of every sequence that decodes. Preempts the least senior sequences if blocks run out.
+    fn plan_decodes(&mut self, budget: &mut usize, plan: &mut StepPlan) {
+        let running: Vec<_> = self.running.iter().map(Seniority::id).collect();
+        for id in running {
+            let sequence = &self.sequences[&id];
+            let end = sequence.tokens.len();
+            let ahead = sequence.longest(self.config.context).min(end + GROWTH_STEPS);
+            if sequence.is_decoding() && self.give_blocks(id, end, plan) {
+                // The decode graph queues later steps before this token is known. They need blocks too, so give the
+                // sequence free blocks in advance, but preempt no other sequence for them.
+                self.try_give_blocks(id, ahead, plan);
+                plan.work.push(SequenceWork { id, range: end - 1..end, is_last: true });
+                *budget -= 1;
+            }
+        }
+    }
+
+    /// Plans chunks of prompts, of running sequences and of waiting ones.
+    fn plan_prefills(&mut self, budget: &mut usize, plan: &mut StepPlan) {
+        let running: Vec<_> =
+            self.running.iter().copied().filter(|other| self.sequences[&other.id()].needs_prefill()).collect();
+        let mut running = running.into_iter().peekable();
+        let first_chunk = plan.work.len();
+        let mut can_admit = true;
+        while *budget > 0 {
+            // Admit no sequence after a preemption: the preempted one needs the free blocks to run again.
+            can_admit &= plan.preempted.is_empty() && self.running.len() < self.config.max_sequences;
+            let candidate = self.waiting.first().copied().filter(|_| can_admit);
+            let id = match (candidate, running.peek()) {
+                (Some(candidate), next) if next.is_none_or(|next| candidate < *next) => {
+                    // If the most senior sequence cannot start, no other one may start before it.
+                    can_admit = self.admit(candidate.id());
+                    candidate.id()
+                }
+                _ => match running.next() {
+                    Some(next) => next.id(),
+                    None => break,
+                },
+            };
+            let sequence = &self.sequences[&id];
+            if !sequence.is_running() {
+                continue;
+            }
+            let (start, left) = (sequence.computed(), sequence.left());
+            // A prompt first gets at most half of the token budget, so that other prompts get the other half.
+            let end = start + left.min(*budget).min(self.config.token_budget.div_ceil(2));
+            if self.give_blocks(id, end, plan) {
+                plan.work.push(SequenceWork { id, range: start..end, is_last: end == start + left });
+                *budget -= end - start;
+            }
+        }
+        // Give the rest of the budget to prompts that were cut at half.
+        for index in first_chunk..plan.work.len() {
+            let SequenceWork { id, range, .. } = plan.work[index].clone();
+            let tokens = self.sequences[&id].tokens.len();
+            let end = tokens.min(range.end + *budget);
+            if end > range.end && self.try_give_blocks(id, end, plan) {
+                *budget -= end - range.end;
+                plan.work[index] = SequenceWork { id, range: range.start..end, is_last: end == tokens };
+            }
+        }
+    }
+
+    /// Starts a waiting sequence if there are enough free blocks for its demand and that of all running sequences.
+    fn admit(&mut self, id: SequenceId) -> bool {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return false };
+        // The blocks of a cached prefix are in use from here on, so they do not count as free below.
+        sequence.blocks = Some(self.blocks.start(&sequence.tokens, mem::take(&mut sequence.hashes)));
+        let seniority = sequence.seniority;
+        let demand: usize = self.running.iter().chain([&seniority]).map(|other| self.demand(other)).sum();
+        if demand <= self.blocks.free() {
+            self.waiting.remove(&seniority);
+            self.running.insert(seniority);
+            return true;
+        }
+        if let Some(sequence) = self.sequences.get_mut(&id)
+            && let Some(blocks) = sequence.blocks.take()
+        {
+            sequence.hashes = self.blocks.abandon(blocks);
+        }
+        false
+    }
+
+    /// Returns how many more blocks a sequence needs for its next [`GROWTH_STEPS`] tokens, or for its longest possible
+    /// answer if it must never be preempted again.
+    fn demand(&self, seniority: &Seniority) -> usize {
+        let sequence = &self.sequences[&seniority.id()];
+        let Some(held) = &sequence.blocks else { return 0 };
+        let longest = sequence.longest(self.config.context);
+        let tokens = match seniority.is_protected() {
+            true => longest,
+            false => longest.min(sequence.tokens.len() + GROWTH_STEPS),
+        };
+        self.blocks.demand(held, tokens, sequence.left().clamp(1, self.config.token_budget))
+    }
+
+    /// Gives a sequence blocks for all positions below `end`. If there are too few, preempts the least senior sequence,
+    /// repeatedly. If this is the sequence itself, preempts it and returns false.
+    ///
+    /// A protected sequence is never preempted and never lacks blocks: it can preempt all sequences that are not
+    /// protected, and [`admit`](Self::admit) starts it only if there are enough blocks for all protected ones.
+    fn give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
+        while !self.try_give_blocks(id, end, plan) {
+            // The least senior sequence can be the one that needs the blocks.
+            let victim = self.running.last().filter(|victim| !victim.is_protected()).map(Seniority::id);
+            let Some(victim) = victim else { return false };
+            self.preempt(victim, plan);
+            if victim == id {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Gives a sequence blocks for all positions below `end`, or returns false if there are too few.
+    fn try_give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
+        let held = self.sequences.get_mut(&id).and_then(|sequence| sequence.blocks.as_mut());
+        let Some(copies) = held.and_then(|held| self.blocks.grow(held, end)) else { return false };
+        plan.copies.extend(copies);
+        true
+    }
+
+    fn preempt(&mut self, id: SequenceId, plan: &mut StepPlan) {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        let Some(blocks) = sequence.blocks.take() else { return };
+        sequence.hashes = self.blocks.release(blocks);
+        self.running.remove(&sequence.seniority);
+        sequence.preemptions += 1;
+        if sequence.preemptions >= MAX_PREEMPTIONS {
+            sequence.seniority = sequence.seniority.protected();
+        }
+        self.waiting.insert(sequence.seniority);
+        self.preemptions += 1;
+        plan.preempted.push(id);
+    }
+}

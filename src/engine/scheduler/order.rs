@@ -1,0 +1,72 @@
+//! The order in which sequences get tokens and blocks.
+
+use std::cmp::Reverse;
+use std::time::Duration;
+
+/// Identifies a sequence. Later sequences have larger ids.
+pub type SequenceId = u64;
+
+/// How much earlier a sequence must arrive to make up for one level of priority.
+const AGING: Duration = Duration::from_secs(2);
+
+/// The rank of a sequence. More senior sequences compare as less.
+///
+/// The rank does not depend on the current time, because all sequences age equally. A sequence outranks every sequence
+/// that arrives much later, whatever its priority, so no sequence waits forever.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Seniority {
+    /// Whether the sequence was preempted so often that it must run next.
+    is_protected: Reverse<bool>,
+    /// The time in nanoseconds at which a sequence of priority 0 with the same rank would arrive.
+    adjusted_arrival: i128,
+    arrival: Duration,
+    id: SequenceId,
+}
+
+impl Seniority {
+    pub fn new(priority: i32, arrival: Duration, id: SequenceId) -> Self {
+        let nanoseconds = |time: Duration| time.as_nanos() as i128;
+        let adjusted_arrival = nanoseconds(arrival) + i128::from(priority) * nanoseconds(AGING);
+        Self { is_protected: Reverse(false), adjusted_arrival, arrival, id }
+    }
+
+    /// Returns the rank of the sequence after it was preempted too often.
+    pub fn protected(self) -> Self {
+        Self { is_protected: Reverse(true), ..self }
+    }
+
+    pub fn is_protected(&self) -> bool {
+        self.is_protected.0
+    }
+
+    pub fn id(&self) -> SequenceId {
+        self.id
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rank(priority: i32, arrival_s: u64) -> Seniority {
+        Seniority::new(priority, Duration::from_secs(arrival_s), arrival_s)
+    }
+
+    #[test]
+    fn earlier_sequences_come_first_within_a_priority() {
+        assert!(rank(0, 1) < rank(0, 2));
+        assert!(rank(-1, 3) < rank(0, 2), "one second does not outweigh a level of priority");
+    }
+
+    #[test]
+    fn waiting_outweighs_priority() {
+        assert!(rank(5, 0) > rank(0, 9));
+        assert!(rank(5, 0) < rank(0, 10));
+        assert!(rank(i32::MAX, 0) > rank(i32::MIN, 9));
+    }
+
+    #[test]
+    fn protected_sequences_come_first() {
+        assert!(rank(9, 9).protected() < rank(-5, 0));
+    }
+}

@@ -1,0 +1,193 @@
+//! The inputs of attention over a paged KV cache: the cached layer, the queries of all sequences, and their blocks.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use crate::kernels::constants::FLASH_FEW_ROWS;
+
+pub use crate::kernels::constants::BLOCK_TOKENS;
+
+/// The cached keys and values of one layer, for all sequences.
+#[derive(Clone, Copy)]
+pub struct CachedLayer<'t> {
+    /// `[rows, kv_heads, head_dim]`. Block b consists of `BLOCK_TOKENS` rows, starting at row `b * BLOCK_TOKENS`.
+    pub k: &'t Tensor,
+    /// `[rows, kv_heads, head_dim]`
+    pub v: &'t Tensor,
+}
+
+/// The new tokens of one sequence in a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QuerySpan {
+    /// The index of the first token among the tokens of all sequences.
+    pub first: usize,
+    pub tokens: usize,
+    /// The position of the first token.
+    pub position: usize,
+}
+
+impl QuerySpan {
+    /// Returns whether the kernel for few query rows computes this span. A token has `group` rows per KV head.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(super) fn is_few(&self, group: usize) -> bool {
+        self.tokens * group <= 2 * FLASH_FEW_ROWS
+    }
+}
+
+/// The queries of one pass: tokens of one or more sequences, one sequence after the other.
+pub struct Queries {
+    spans: Vec<QuerySpan>,
+    /// u32 `[tokens]`: the position of each token.
+    positions: Tensor,
+    /// u32 `[tokens]`: the index of each token's sequence.
+    sequences: Tensor,
+    /// Lists of row tiles, by (query heads per KV head, rows per tile). Layers with equal shapes share a list.
+    tiles: RefCell<HashMap<(usize, usize, bool), Tensor>>,
+}
+
+/// The block tables of all sequences of a pass, and the rows to write, for one group of layers.
+pub struct PassBlocks {
+    /// u32 `[sequences, blocks]`. Shorter tables are padded with zeros.
+    pub tables: Tensor,
+    /// u32 `[tokens]`: the row of k and v to which each new token is written.
+    pub slots: Tensor,
+}
+
+impl Queries {
+    /// Creates the queries of a pass. `sequences` lists the number of tokens and the first position of each sequence.
+    pub fn new(sequences: &[(usize, usize)], device: &Device) -> Result<Self> {
+        let mut spans = Vec::with_capacity(sequences.len());
+        let (mut positions, mut indices) = (Vec::new(), Vec::new());
+        for (index, &(tokens, position)) in sequences.iter().enumerate() {
+            spans.push(QuerySpan { first: positions.len(), tokens, position });
+            positions.extend((position..position + tokens).map(|position| position as u32));
+            indices.resize(positions.len(), index as u32);
+        }
+        let tokens = positions.len();
+        Ok(Self {
+            spans,
+            positions: Tensor::from_vec(positions, tokens, device)?,
+            sequences: Tensor::from_vec(indices, tokens, device)?,
+            tiles: RefCell::default(),
+        })
+    }
+
+    /// Creates the queries of sequences with one token each, at `positions`, u32 `[sequences]`.
+    ///
+    /// The positions are known only on the device, so `spans` has 0 for each position.
+    #[cfg(feature = "cuda")]
+    pub fn one_token_each(positions: Tensor) -> Result<Self> {
+        let count = positions.dims1()?;
+        let spans = (0..count).map(|first| QuerySpan { first, tokens: 1, position: 0 }).collect();
+        let sequences = Tensor::arange(0, count as u32, positions.device())?;
+        Ok(Self { spans, positions, sequences, tiles: RefCell::default() })
+    }
+
+    /// Returns the tokens of each sequence.
+    pub fn spans(&self) -> &[QuerySpan] {
+        &self.spans
+    }
+
+    /// Returns the number of tokens of all sequences.
+    pub fn tokens(&self) -> usize {
+        self.spans.iter().map(|span| span.tokens).sum()
+    }
+
+    /// Returns the position of each token, u32 `[tokens]`.
+    pub fn positions(&self) -> &Tensor {
+        &self.positions
+    }
+
+    /// Returns the index of each token's sequence, u32 `[tokens]`.
+    pub fn sequences(&self) -> &Tensor {
+        &self.sequences
+    }
+
+    /// Returns the number of tokens per sequence if it is the same for all sequences.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(super) fn uniform_tokens(&self) -> Option<usize> {
+        let tokens = self.spans.first()?.tokens;
+        self.spans.iter().all(|span| span.tokens == tokens).then_some(tokens)
+    }
+
+    /// Returns the row tiles of the sequences with few query rows, or of those with many, u32 `[tiles, 4]`. Each tile has
+    /// the index of its sequence, its index within the sequence, and the first token and the number of tokens of the
+    /// sequence.
+    ///
+    /// A row is one query head of one token. `group` is the number of query heads per KV head.
+    /// Tiles with the most keys come first.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(super) fn row_tiles(&self, group: usize, rows_per_tile: usize, few: bool) -> Result<Tensor> {
+        if let Some(tiles) = self.tiles.borrow().get(&(group, rows_per_tile, few)) {
+            return Ok(tiles.clone());
+        }
+        let mut tiles = Vec::new();
+        for (sequence, span) in self.spans.iter().enumerate().filter(|(_, span)| span.is_few(group) == few) {
+            for tile in 0..(span.tokens * group).div_ceil(rows_per_tile) {
+                let last_token = span.tokens.min(((tile + 1) * rows_per_tile).div_ceil(group));
+                let tile = [sequence as u32, tile as u32, span.first as u32, span.tokens as u32];
+                tiles.push((span.position + last_token, tile));
+            }
+        }
+        tiles.sort_by_key(|&(keys, _)| std::cmp::Reverse(keys));
+        let count = tiles.len();
+        let values: Vec<u32> = tiles.into_iter().flat_map(|(_, tile)| tile).collect();
+        let tiles = Tensor::from_vec(values, (count, 4), self.positions.device())?;
+        self.tiles.borrow_mut().insert((group, rows_per_tile, few), tiles.clone());
+        Ok(tiles)
+    }
+
+    /// Checks that `blocks` has one table per sequence, long enough for its last token, and one slot per token.
+    pub(super) fn check(&self, blocks: &PassBlocks) -> Result<()> {
+        let (sequences, columns) = blocks.tables.dims2()?;
+        let end = self.spans.iter().map(|span| span.position + span.tokens).max().unwrap_or(0);
+        let are_u32 = blocks.tables.dtype() == DType::U32 && blocks.slots.dtype() == DType::U32;
+        if !are_u32
+            || sequences != self.spans.len()
+            || columns * BLOCK_TOKENS < end
+            || blocks.slots.dims() != [self.tokens()]
+        {
+            let (tables, slots) = (blocks.tables.dims(), blocks.slots.dims());
+            bail!("attention: block tables {tables:?} and slots {slots:?} do not fit {:?}", self.spans);
+        }
+        Ok(())
+    }
+}
+
+impl PassBlocks {
+    /// Copies the block tables of all sequences to the device, and computes the slot of each new token.
+    ///
+    /// `tables` has one block table per sequence, and `blocks` is the number of blocks in the cache.
+    /// Fails if a table is too short for its sequence, or if the cache has no such block.
+    pub fn new(queries: &Queries, tables: &[&[u32]], blocks: usize, device: &Device) -> Result<Self> {
+        let ends = queries.spans.iter().map(|span| span.position + span.tokens);
+        let used: Vec<usize> = ends.map(|end| end.div_ceil(BLOCK_TOKENS)).collect();
+        let are_long_enough = tables.len() == used.len() && tables.iter().zip(&used).all(|(t, &used)| t.len() >= used);
+        if !are_long_enough {
+            bail!("attention: the block tables are too short for {:?}", queries.spans);
+        }
+        let columns = used.iter().copied().max().unwrap_or(0).max(1);
+        let mut rows = Vec::with_capacity(columns * tables.len());
+        let mut slots = Vec::with_capacity(queries.tokens());
+        for ((table, &used), span) in tables.iter().zip(&used).zip(&queries.spans) {
+            if let Some(block) = table[..used].iter().find(|&&block| block as usize >= blocks) {
+                bail!("attention: block {block} is not one of the {blocks} blocks of the KV cache");
+            }
+            rows.extend_from_slice(&table[..used]);
+            rows.resize(rows.len() + columns - used, 0);
+            slots.extend((span.position..span.position + span.tokens).map(|position| slot(table, position)));
+        }
+        let (sequences, tokens) = (tables.len(), slots.len());
+        Ok(Self {
+            tables: Tensor::from_vec(rows, (sequences, columns), device)?,
+            slots: Tensor::from_vec(slots, tokens, device)?,
+        })
+    }
+}
+
+/// Returns the row of k and v for `position`, in the sequence with this block table.
+pub fn slot(table: &[u32], position: usize) -> u32 {
+    table[position / BLOCK_TOKENS] * BLOCK_TOKENS as u32 + (position % BLOCK_TOKENS) as u32
+}

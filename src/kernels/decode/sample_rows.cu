@@ -1,0 +1,177 @@
+// Samples one token from each row of logits, with temperature, top-k, top-p and min-p.
+// Applies the same rules as sample.cu and draws the same random numbers, so both choose the same token.
+// Does not apply penalties. Launch apply_penalties before to apply them to the logits.
+//   logits: f32 [rows, vocab]
+//   params: SamplingKernelParams [rows]; temperature 0 chooses the largest logit
+//   tokens: u32 [rows], the chosen tokens, or NO_TOKEN if every logit of the row is NaN or -inf
+//   grid: rows; block: SAMPLE_THREADS
+//   bytes moved: 4 · vocab per row for each pass: 2 passes, 4 more with top-k, 4 more with top-p; later passes hit L2
+#include "decode/sampling.cuh"
+
+constexpr uint32_t NO_TOKEN = 0xffffffffu;
+
+// One row of logits and its temperature.
+struct Row {
+    const float* logits;
+    int vocab;
+    float best, inverse_temperature;
+    uint32_t top;  // the key of the largest logit
+
+    // Returns the key of a token, or 0 if its logit is NaN.
+    __device__ __forceinline__ uint32_t key(int id) const {
+        const float logit = __ldcg(logits + id);
+        return isnan(logit) ? 0 : sort_key(logit + 0.0f);  // -0 becomes +0, which is equal to it
+    }
+    // Returns the probability mass of a token relative to the most likely one, in units of 2^-40.
+    __device__ __forceinline__ unsigned long long mass(uint32_t key) const {
+        if (key == 0) return 0;
+        return key == top ? UNIT : expf((from_sort_key(key) - best) * inverse_temperature) * UNIT;
+    }
+};
+
+// Returns the largest key k such that the tokens with keys >= k together reach the target.
+// The parameters are those of the function with this name in sample.cu.
+template <bool BY_MASS>
+__device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsigned long long target,
+                              unsigned long long* warps) {
+    __shared__ unsigned long long bins[SAMPLE_BINS];
+    __shared__ uint32_t chosen;
+    __shared__ unsigned long long rest;
+    uint32_t prefix = 0;
+    for (int round = 0; round < SAMPLE_ROUNDS; ++round) {
+        const int shift = 24 - 8 * round;
+        if (threadIdx.x < SAMPLE_BINS) bins[threadIdx.x] = 0;
+        __syncthreads();
+        // All lanes of a warp take part in the votes below, so all threads run the same number of iterations.
+        for (int base = 0; base < row.vocab; base += SAMPLE_THREADS) {
+            const int id = base + threadIdx.x;
+            const uint32_t key = id < row.vocab ? row.key(id) : 0;
+            const unsigned long long mass = row.mass(key);
+            const bool counts = mass > 0 && key >= floor && (round == 0 || key >> (shift + 8) == prefix);
+            // The keys of a warp usually fall into few bins. Sum them per bin, so that each bin needs one atomicAdd.
+            uint32_t left = __ballot_sync(0xffffffffu, counts);
+            while (left) {
+                const uint32_t bin = __shfl_sync(0xffffffffu, key >> shift & 255, __ffs(left) - 1);
+                const bool is_in = counts && (key >> shift & 255) == bin;
+                unsigned long long sum = is_in ? (BY_MASS ? mass : 1ull) : 0;
+                for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+                if (threadIdx.x % 32 == 0) atomicAdd(&bins[bin], sum);
+                left &= ~__ballot_sync(0xffffffffu, is_in);
+            }
+        }
+        __syncthreads();
+        // Sums start at the highest bin, so thread t handles bin 255 - t.
+        const int bin = SAMPLE_BINS - 1 - threadIdx.x;
+        const unsigned long long value = bin >= 0 ? bins[bin] : 0;
+        const unsigned long long sum = inclusive_scan(value, warps);
+        if (round == 0 && BY_MASS) {
+            // Thread 255 has the sum of all bins, which is the total mass.
+            if (threadIdx.x == SAMPLE_BINS - 1) rest = (unsigned long long)((double)share * (double)sum);
+            __syncthreads();
+            target = rest;
+            __syncthreads();  // before `rest` is overwritten below
+        }
+        if (threadIdx.x == 0) chosen = 0, rest = 0;
+        __syncthreads();
+        if (bin >= 0 && value > 0 && sum >= target && sum - value < target) chosen = bin, rest = target - (sum - value);
+        // If the target is 0, choose the highest bin that is not empty.
+        if (bin >= 0 && value > 0 && target == 0 && sum == value) chosen = bin;
+        __syncthreads();
+        prefix = prefix << 8 | chosen, target = rest;
+        __syncthreads();
+    }
+    return prefix;
+}
+
+extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
+    sample_rows(const float* logits, const uint32_t* param_words, uint32_t* tokens, int vocab) {
+    __shared__ unsigned long long warps[32];
+    __shared__ uint32_t top_key, winner;
+    const SamplingKernelParams params =
+        *reinterpret_cast<const SamplingKernelParams*>(param_words + (size_t)blockIdx.x * SAMPLE_PARAM_WORDS);
+    const bool is_greedy = params.temperature == 0.0f;
+    Row row{logits + (size_t)blockIdx.x * vocab, vocab, 0.0f, 1.0f / fmaxf(params.temperature, 1e-6f), 0};
+    if (threadIdx.x == 0) top_key = 0, winner = NO_TOKEN;
+    __syncthreads();
+
+    // 1. Find the largest logit. Of equal logits, the greedy choice is the lowest token id.
+    uint32_t top = 0, first = NO_TOKEN;
+    for (int id = threadIdx.x; id < vocab; id += SAMPLE_THREADS) {
+        const uint32_t key = row.key(id);
+        if (key > top) top = key, first = id;
+    }
+    const uint32_t warp_top = __reduce_max_sync(0xffffffffu, top);
+    if (threadIdx.x % 32 == 0) atomicMax(&top_key, warp_top);
+    __syncthreads();
+    row.top = top_key, row.best = from_sort_key(row.top);
+    if (row.top <= sort_key(-INFINITY) || is_greedy) {
+        if (top == row.top) atomicMin(&winner, first);
+        __syncthreads();
+        if (threadIdx.x == 0) tokens[blockIdx.x] = row.top <= sort_key(-INFINITY) ? NO_TOKEN : winner;
+        return;
+    }
+
+    // 2. Find the smallest key that top-k and top-p keep.
+    uint32_t floor = 1;
+    if (params.top_k > 0 && params.top_k < vocab)
+        floor = max(floor, threshold<false>(row, floor, 0.0f, params.top_k, warps));
+    if (params.top_p < 1.0f) floor = max(floor, threshold<true>(row, floor, params.top_p, 0, warps));
+    const unsigned long long min_mass = (unsigned long long)(params.min_p * UNIT);
+    const auto kept_mass = [&](int id) {
+        const uint32_t key = row.key(id);
+        const unsigned long long mass = row.mass(key);
+        return key < floor || mass < min_mass ? 0ull : mass;
+    };
+
+    // 3. Draw a random point below the total mass. The winner is the token whose mass contains the point.
+    // Each warp sums a contiguous range of ids, so that the masses are lined up in the order of the ids.
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int ids = (vocab + 31) / 32, begin = warp * ids, end = min(begin + ids, vocab);
+    unsigned long long own = 0;
+    for (int id = begin + lane; id < end; id += 32) own += kept_mass(id);
+    for (int offset = 16; offset > 0; offset /= 2) own += __shfl_xor_sync(0xffffffffu, own, offset);
+    __syncthreads();
+    if (lane == 0) warps[warp] = own;
+    __syncthreads();
+    unsigned long long before = 0, all = 0;
+    for (int w = 0; w < SAMPLE_THREADS / 32; ++w) {
+        if (w == warp) before = all;
+        all += warps[w];
+    }
+    const unsigned long long seed = (unsigned long long)params.seed[1] << 32 | params.seed[0];
+    const unsigned long long point =
+        min((unsigned long long)(uniform(seed, params.sampled_before) * (double)all), all - 1);
+    if (before <= point && point < before + own) {  // true for all lanes of exactly one warp
+        for (int base = begin; base < end; base += 32) {
+            const int id = base + lane;
+            const unsigned long long mass = id < end ? kept_mass(id) : 0;
+            unsigned long long sum = mass;
+            for (int offset = 1; offset < 32; offset *= 2) {
+                const unsigned long long other = __shfl_up_sync(0xffffffffu, sum, offset);
+                if (lane >= offset) sum += other;
+            }
+            if (mass > 0 && before + sum > point && before + sum - mass <= point) tokens[blockIdx.x] = id;
+            before += __shfl_sync(0xffffffffu, sum, 31);
+            if (before > point) break;
+        }
+    }
+}
+
+// Applies penalties to the logits of tokens that appeared before.
+//   logits: f32 [rows, vocab]
+//   params: SamplingKernelParams [rows]
+//   seen: u32 [count, 3]: row, token, 1 + the number of times that the token was generated; each token once per row
+//   grid: ceil(count / 256); block: 256
+//   bytes moved: 20 · count
+extern "C" __global__ void __launch_bounds__(256)
+    apply_penalties(float* logits, const uint32_t* param_words, const uint32_t* seen, int count, int vocab) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= count) return;
+    const uint32_t row = seen[3 * i], token = seen[3 * i + 1], times = seen[3 * i + 2];
+    const SamplingKernelParams params =
+        *reinterpret_cast<const SamplingKernelParams*>(param_words + (size_t)row * SAMPLE_PARAM_WORDS);
+    float logit = logits[(size_t)row * vocab + token];
+    logit = logit > 0.0f ? logit / params.repetition_penalty : logit * params.repetition_penalty;
+    if (times > 1) logit -= params.frequency_penalty * (times - 1) + params.presence_penalty;
+    logits[(size_t)row * vocab + token] = logit;
+}

@@ -1,0 +1,54 @@
+// The parameters, random numbers and prefix sums that all sampling kernels use.
+#pragma once
+#include "constants.cuh"
+#include "headers/common.cuh"
+
+// The probability mass of the most likely token. Masses are integers, so their sum is exact in any order.
+constexpr float UNIT = 1099511627776.0f;  // 2^40
+
+struct SamplingKernelParams {
+    float temperature, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty;
+    uint32_t top_k, sampled_before;  // sampled_before: the number of random draws before the first step
+    uint32_t seed[2];
+};
+
+static_assert(sizeof(SamplingKernelParams) == 4 * SAMPLE_PARAM_WORDS,
+              "SAMPLE_PARAM_WORDS must match SamplingKernelParams");
+
+// Maps floats to integers that sort in the same order.
+__device__ __forceinline__ uint32_t sort_key(float value) {
+    const uint32_t bits = __float_as_uint(value);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// Returns the float with this key.
+__device__ __forceinline__ float from_sort_key(uint32_t key) {
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+__device__ __forceinline__ unsigned long long mix(unsigned long long z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+}
+
+// Returns a random number in [0, 1) from a seed and a counter, using SplitMix64.
+__device__ __forceinline__ double uniform(unsigned long long seed, unsigned long long counter) {
+    const unsigned long long golden = 0x9E3779B97F4A7C15ull;
+    return (double)(mix(mix(seed + golden) + (counter + 1) * golden) >> 11) / 9007199254740992.0;
+}
+
+// Returns the inclusive prefix sum of `value` over the threads of the block. `warps` has shared memory for 32 values.
+__device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long value, unsigned long long* warps) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (int offset = 1; offset < 32; offset *= 2) {
+        const unsigned long long other = __shfl_up_sync(0xffffffffu, value, offset);
+        if (lane >= offset) value += other;
+    }
+    __syncthreads();
+    if (lane == 31) warps[warp] = value;
+    __syncthreads();
+    unsigned long long before = 0;
+    for (int w = 0; w < warp; ++w) before += warps[w];
+    return value + before;
+}

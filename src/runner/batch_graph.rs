@@ -1,0 +1,208 @@
+//! Decode steps of several sequences as CUDA graphs, one graph for each batch size.
+//!
+//! A graph replays the operations of [`Decoder::forward_pass`], so it supports every model that runs on a GPU, and has
+//! the same results as the eager decoder. The host launches one graph instead of hundreds of kernels.
+//!
+//! Batches are padded to a few sizes, so that few graphs are needed. A padding row repeats the last sequence: it reads
+//! no other experts, and writes the same keys and values to the same place.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Result, bail};
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{DType, Device, Tensor};
+
+use super::step_sequence::StepSequence;
+use crate::kernels::attention::{PassBlocks, Queries, slot};
+use crate::kernels::launch::LaunchGraph;
+use crate::kernels::rows::copy_rows;
+use crate::nn::decoder::Decoder;
+use crate::nn::kv_cache::{BLOCK_TOKENS, KvCache};
+use crate::nn::pass::{LogitRows, Pass};
+
+/// The largest batch that runs as a graph.
+const MAX_BATCH: usize = 256;
+
+/// The graphs of a model, by batch size.
+pub struct BatchGraphs {
+    device: CudaDevice,
+    /// The number of entries in each block table.
+    table_blocks: usize,
+    graphs: BTreeMap<usize, BatchGraph>,
+    /// f32 `[MAX_BATCH, vocab]`, shared by all graphs. The first batch allocates it.
+    logits: Option<Tensor>,
+    /// Whether a capture has failed. From then on, all steps run operation by operation.
+    has_failed: bool,
+}
+
+/// The graph of one batch size, and its buffers.
+struct BatchGraph {
+    /// u32: ids and positions, the cache rows to write for each group, and the block tables of each group.
+    inputs: Tensor,
+    /// The block tables that `inputs` contains, which are copied to the device only if they change.
+    tables: Vec<u32>,
+    ids: Tensor,
+    pass: Pass,
+    /// f32 `[batch, vocab]`
+    logits: Tensor,
+    /// `None` until the first step of this size has run.
+    graph: Option<LaunchGraph>,
+}
+
+impl BatchGraphs {
+    /// Creates graphs for sequences of up to `context` positions.
+    pub fn new(device: &CudaDevice, context: usize) -> Self {
+        let table_blocks = context.div_ceil(BLOCK_TOKENS);
+        Self { device: device.clone(), table_blocks, graphs: BTreeMap::new(), logits: None, has_failed: false }
+    }
+
+    /// Runs a decode step of all sequences. Returns their logits, f32 `[sequences, vocab]`.
+    /// The next step overwrites the logits.
+    ///
+    /// Returns `None` if the step cannot run as a graph: for single sequences, large batches and prompts, with the
+    /// backend `CandleFlashAttn`, and after a failed capture.
+    pub fn run(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Option<Tensor>> {
+        let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
+        let is_batch = (2..=MAX_BATCH).contains(&sequences.len());
+        if self.has_failed || !is_decode || !is_batch || decoder.reads_tables_on_host() {
+            return Ok(None);
+        }
+        match self.run_batch(decoder, cache, sequences) {
+            Ok(logits) => Ok(Some(logits)),
+            Err(error) => {
+                // The step has only written keys and values that an eager step writes again.
+                tracing::warn!(%error, "cannot run batches as CUDA graphs");
+                self.has_failed = true;
+                self.graphs.clear();
+                self.logits = None;
+                Ok(None)
+            }
+        }
+    }
+
+    fn run_batch(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
+        let size = padded(sequences.len());
+        let logits = match &self.logits {
+            Some(logits) => logits.clone(),
+            None => Tensor::zeros((MAX_BATCH, decoder.vocab_size()), DType::F32, cache.layer(0).k.device())?,
+        };
+        let logits = self.logits.insert(logits).narrow(0, 0, size)?;
+        if !self.graphs.contains_key(&size) {
+            self.graphs.insert(size, BatchGraph::new(size, self.table_blocks, decoder, cache, logits.clone())?);
+        }
+        let Some(batch) = self.graphs.get_mut(&size) else { bail!("no graph for {size} sequences") };
+        batch.set_inputs(decoder, cache, sequences, self.table_blocks)?;
+        match &batch.graph {
+            Some(graph) => graph.enqueue()?,
+            None => {
+                // The first step loads all kernels, which must not happen while a graph is captured.
+                batch.forward(decoder, cache)?;
+                // SAFETY: `forward_pass` frees all memory that it allocates, except for the logits, which `forward`
+                // frees. `Runner` drops the graphs before the decoder and the cache, and `BatchGraph` owns its buffers.
+                // Only the engine thread uses the stream after loading.
+                batch.graph =
+                    Some(unsafe { LaunchGraph::capture_with(&self.device, || batch.forward(decoder, cache))? });
+            }
+        }
+        Ok(logits.narrow(0, 0, sequences.len())?)
+    }
+}
+
+/// Returns the size to which a batch is padded. Up to 64 sequences, it adds at most 7 rows. Beyond, it adds at most 15.
+fn padded(sequences: usize) -> usize {
+    match sequences {
+        ..=8 => sequences,
+        9..=64 => sequences.next_multiple_of(8),
+        _ => sequences.next_multiple_of(16),
+    }
+}
+
+impl BatchGraph {
+    /// Creates the buffers of a batch, except for its `logits`, f32 `[size, vocab]`.
+    fn new(size: usize, table_blocks: usize, decoder: &Decoder, cache: &KvCache, logits: Tensor) -> Result<Self> {
+        let (groups, device) = (cache.layout().groups(), cache.layer(0).k.device());
+        let total = size * (2 + groups + groups * table_blocks);
+        let inputs = Tensor::zeros(total, DType::U32, device)?;
+        let part = |first: usize, count: usize| inputs.narrow(0, first * size, count * size);
+        let blocks = |group: usize| {
+            let tables = part(2 + groups + group * table_blocks, table_blocks)?.reshape((size, table_blocks))?;
+            Ok(PassBlocks { tables, slots: part(2 + group, 1)? })
+        };
+        let blocks = (0..groups).map(blocks).collect::<candle_core::Result<Vec<_>>>()?;
+        let pass = Pass::from_parts(Queries::one_token_each(part(1, 1)?)?, blocks, decoder.attention_backend());
+        Ok(Self { ids: part(0, 1)?, pass, logits, tables: Vec::new(), graph: None, inputs })
+    }
+
+    /// Copies the ids, positions, cache rows and block tables of all sequences to the device.
+    fn set_inputs(
+        &mut self,
+        decoder: &Decoder,
+        cache: &KvCache,
+        sequences: &[StepSequence],
+        table_blocks: usize,
+    ) -> Result<()> {
+        let (groups, size, blocks) = (cache.layout().groups(), self.ids.dims1()?, cache.blocks());
+        let Some(last) = sequences.last() else { bail!("a batch needs at least one sequence") };
+        let rows = || sequences.iter().chain(std::iter::repeat_n(last, size - sequences.len()));
+        let mut head: Vec<u32> = rows().map(|sequence| sequence.ids[0]).collect();
+        if let Some(id) = head.iter().find(|&&id| id as usize >= decoder.vocab_size()) {
+            bail!("token id {id} is outside the model's vocabulary of {} tokens", decoder.vocab_size());
+        }
+        head.extend(rows().map(|sequence| sequence.position as u32));
+        let mut tables = Vec::with_capacity(groups * size * table_blocks);
+        for group in 0..groups {
+            for sequence in rows() {
+                let (table, position) = (sequence.tables.table(group), sequence.position);
+                let used = position / BLOCK_TOKENS + 1;
+                if used > table.len().min(table_blocks) || position >= decoder.context() {
+                    bail!("position {position} has no block, or is beyond the context");
+                }
+                if let Some(block) = table[..used].iter().find(|&&block| block as usize >= blocks) {
+                    bail!("block {block} is not one of the {blocks} blocks of the KV cache");
+                }
+                head.push(slot(table, position));
+                tables.extend_from_slice(&table[..used]);
+                tables.resize(tables.len() + table_blocks - used, 0);
+            }
+        }
+        let device = self.inputs.device();
+        let first = head.len();
+        copy_rows(&self.inputs, &Tensor::new(head, device)?, 0)?;
+        if tables != self.tables {
+            copy_rows(&self.inputs, &Tensor::new(tables.as_slice(), device)?, first)?;
+            self.tables = tables;
+        }
+        Ok(())
+    }
+
+    /// Computes the logits of the current inputs.
+    fn forward(&self, decoder: &Decoder, cache: &KvCache) -> Result<()> {
+        let logits = decoder.forward_pass(&self.ids, &self.pass, cache, LogitRows::Last, None)?;
+        Ok(copy_rows(&self.logits, &logits, 0)?)
+    }
+}
+
+const _: fn() = || {
+    fn is_send<T: Send>() {}
+    is_send::<BatchGraphs>();
+};
+
+/// Returns `device` as a GPU, or `None` if it is not one.
+pub fn gpu(device: &Device) -> Option<&CudaDevice> {
+    match device {
+        Device::Cuda(device) => Some(device),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_are_padded_to_few_sizes() {
+        let sizes: Vec<usize> = [2, 7, 8, 9, 16, 17, 64, 65, 128, 129, 250].into_iter().map(padded).collect();
+        assert_eq!(sizes, [2, 7, 8, 16, 16, 24, 64, 80, 128, 144, 256]);
+        assert!((1..=MAX_BATCH).all(|size| padded(size) >= size && padded(size) <= MAX_BATCH));
+    }
+}

@@ -1,0 +1,85 @@
+//! The parts of a step that run only on a GPU: CUDA graphs, and sampling on the device.
+
+use anyhow::{Result, anyhow};
+use candle_core::Tensor;
+
+use super::choose_token::{ChooseToken, NO_TOKEN};
+use super::decode_graph::DecodeGraph;
+use super::step_sequence::{Chosen, StepSequence};
+use super::{Decode, Runner};
+use crate::kernels::decode::sample_rows;
+
+/// Chooses the next token of each sequence on the GPU, so that the logits need not be copied to the host.
+pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
+    let rows: Vec<u32> = (0..).zip(&*sequences).filter(|(_, s)| s.sampler.is_some()).map(|(row, _)| row).collect();
+    if rows.is_empty() {
+        return Ok(sequences.iter().map(|_| None).collect());
+    }
+    let logits = match rows.len() == sequences.len() {
+        true => logits.clone(),
+        false => logits.index_select(&Tensor::new(rows, logits.device())?, 0)?,
+    };
+    let samplers = sequences.iter().filter_map(|sequence| sequence.sampler.as_deref());
+    let parameters: Vec<_> = samplers.map(|sampler| sampler.on_device()).collect();
+    let mut tokens = sample_rows(&logits, &parameters)?.into_iter();
+    let chosen = sequences.iter_mut().map(|sequence| {
+        let sampler = sequence.sampler.as_deref_mut()?;
+        Some(match tokens.next().flatten() {
+            Some(token) => {
+                sampler.record(token);
+                Ok(token)
+            }
+            None => Err(anyhow!(NO_TOKEN)),
+        })
+    });
+    Ok(chosen.collect())
+}
+
+impl Runner {
+    /// Runs a decode step of several sequences as a CUDA graph. Returns their logits, f32 `[sequences, vocab]`.
+    /// Returns `None` if the step cannot run as a graph.
+    pub(super) fn batch_graph_logits(&mut self, sequences: &[StepSequence]) -> Result<Option<Tensor>> {
+        self.forget_sequences();
+        let Some(batches) = &mut self.batches else { return Ok(None) };
+        batches.run(&self.decoder, &self.cache, sequences)
+    }
+
+    /// Runs a decode step of one sequence on the graph. Returns `None` if there is no graph, if the step has several
+    /// tokens, or if no token is to be chosen.
+    pub(super) fn graph_step(&mut self, sequence: &mut StepSequence) -> Result<Option<Result<u32>>> {
+        let (&[input], Some(sampler), Decode::Graph(graph)) =
+            (sequence.ids, sequence.sampler.as_deref_mut(), &mut self.decode)
+        else {
+            return Ok(None);
+        };
+        self.solo.cached.clear();
+        // The token can also be a prompt of one token, which runs on the graph like a generated one.
+        if !graph.continues(sequence.id, sequence.position) {
+            graph.start(sequence.id, sequence.position, input, sampler.on_device(), sequence.tables)?;
+        }
+        graph.set_tables(sequence.tables)?;
+        Ok(Some(take_token(graph, sequence.limit, sampler)))
+    }
+
+    /// Chooses the first token of one sequence from the logits of its prompt. With a decode graph, the token also stays
+    /// on the device as the input of the next step.
+    pub(super) fn first_graph_token(&mut self, sequence: &mut StepSequence, logits: &Tensor) -> Result<Chosen> {
+        let Decode::Graph(graph) = &mut self.decode else {
+            return Ok(choose_on_device(std::slice::from_mut(sequence), logits)?.remove(0));
+        };
+        let Some(sampler) = sequence.sampler.as_deref_mut() else { return Ok(None) };
+        let end = sequence.position + sequence.ids.len();
+        graph.start_from(sequence.id, end, logits, sampler.on_device(), sequence.tables)?;
+        Ok(Some(take_token(graph, sequence.limit, sampler)))
+    }
+}
+
+/// Waits for the graph's next token and records it. After an error, the graph must be started again.
+fn take_token(graph: &mut DecodeGraph, limit: usize, sampler: &mut dyn ChooseToken) -> Result<u32> {
+    let token = graph.next(limit);
+    match token {
+        Ok(token) => sampler.record(token),
+        Err(_) => graph.stop(),
+    }
+    token
+}

@@ -1,0 +1,55 @@
+//! One sequence that has the KV cache to itself, for `bench`, `perplexity` and `logits`.
+
+use anyhow::{Result, bail};
+use candle_core::Tensor;
+
+use super::{Runner, RunnerLimits};
+use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
+
+/// Runs single sequences. Overwrites the blocks of all other sequences, which must have ended.
+impl Runner {
+    /// Returns the number of cached tokens of the single sequence.
+    pub fn cached_tokens(&self) -> usize {
+        self.solo.cached.len()
+    }
+
+    /// Forgets the cached tokens. The next tokens start at position 0.
+    pub fn reset(&mut self) {
+        self.stop_graph();
+        self.solo.cached.clear();
+        self.solo.written = 0;
+    }
+
+    /// Runs up to `chunk` tokens after the cached tokens. Returns f32 logits.
+    pub(super) fn forward_solo(&mut self, ids: &[u32], logits: LogitRows) -> Result<Tensor> {
+        let (position, RunnerLimits { context, chunk }) = (self.solo.cached.len(), self.limits);
+        if ids.len() > chunk || position + ids.len() > context {
+            bail!(
+                "cannot cache {} tokens: {position} of {context} positions are used, and a pass takes at most {chunk} \
+                 tokens",
+                ids.len()
+            );
+        }
+        self.stop_graph();
+        let span = SequenceSpan { tokens: ids.len(), position, tables: &self.solo.tables };
+        let logits = self.decoder.forward(&StepBatch { ids, sequences: &[span], logits }, &self.cache)?;
+        self.solo.cached.extend(ids);
+        self.solo.written = self.solo.written.max(self.solo.cached.len());
+        Ok(logits)
+    }
+
+    /// Runs up to `chunk` tokens after the cached tokens. Returns the logits of every token, f32 `[tokens, vocab]`.
+    pub fn chunk_logits(&mut self, chunk: &[u32]) -> Result<Tensor> {
+        self.forward_solo(chunk, LogitRows::All)
+    }
+
+    /// Runs `ids` from an empty cache. Returns the logits of every token, f32 `[tokens, vocab]`.
+    ///
+    /// Fails if `ids` do not fit in the context. Needs 2 · tokens · vocab · 4 bytes on the device.
+    pub fn logits(&mut self, ids: &[u32]) -> Result<Tensor> {
+        self.reset();
+        let rows: Vec<Tensor> =
+            ids.chunks(self.limits.chunk).map(|chunk| self.chunk_logits(chunk)).collect::<Result<_>>()?;
+        Ok(Tensor::cat(&rows, 0)?)
+    }
+}

@@ -1,0 +1,20 @@
+//! The state of one sequence that has the KV cache to itself.
+
+use super::limits::RunnerLimits;
+use crate::nn::kv_cache::{BlockTables, CacheLayout};
+
+/// The tokens of the sequence and their block tables.
+pub(super) struct SoloSequence {
+    /// The tokens whose keys and values are in the cache.
+    pub cached: Vec<u32>,
+    pub tables: BlockTables,
+    /// The largest position written so far, plus one. Tells which positions were overwritten in sliding-window groups.
+    pub written: usize,
+}
+
+impl SoloSequence {
+    pub fn new(layout: &CacheLayout, limits: RunnerLimits) -> Self {
+        let tables = BlockTables::for_one_sequence(layout, limits.context, limits.chunk);
+        Self { cached: Vec::new(), tables, written: 0 }
+    }
+}

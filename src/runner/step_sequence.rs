@@ -1,0 +1,26 @@
+//! The input and the result of one sequence in a step.
+
+use anyhow::Result;
+
+use super::choose_token::ChooseToken;
+use crate::nn::kv_cache::BlockTables;
+
+/// The tokens of one sequence in a step.
+pub struct StepSequence<'s> {
+    /// The id of the sequence, which must be the same in all of its steps.
+    pub id: u64,
+    /// The input tokens.
+    pub ids: &'s [u32],
+    /// The position of the first input token. All earlier positions are in the cache.
+    pub position: usize,
+    /// The block tables of the sequence. They cover at least all positions up to the last input token.
+    pub tables: &'s BlockTables,
+    /// Chooses the next token. `None` if no token is needed, for example before the end of the prompt.
+    pub sampler: Option<&'s mut dyn ChooseToken>,
+    /// The most tokens that the sequence still generates, including the one of this step.
+    /// The decode graph queues no steps beyond it.
+    pub limit: usize,
+}
+
+/// The token that a sequence's sampler chose. `None` if the sequence had no sampler.
+pub type Chosen = Option<Result<u32>>;

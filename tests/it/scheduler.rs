@@ -1,0 +1,738 @@
+//! Simulates the scheduler with random requests and a virtual clock, and checks every plan.
+//!
+//! To simulate a million requests:
+//! `INFERNO_SIMULATED_REQUESTS=1000000 cargo test --release --test it scheduler::`
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use inferno::engine::blocks::{BlockManager, SCRATCH_BLOCK};
+use inferno::engine::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork, StepPlan};
+use inferno::nn::kv_cache::{BLOCK_TOKENS, peak_blocks};
+
+use crate::support::Random;
+
+/// Returns the most blocks that one sequence uses.
+fn most_blocks(windows: &[Option<usize>], tokens: usize, chunk: usize) -> usize {
+    windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
+}
+
+/// A request of a client, and how long its answer is.
+#[derive(Clone, Debug)]
+struct Request {
+    prompt: Vec<u32>,
+    max_tokens: usize,
+    /// The number of tokens after which the answer stops. At most `max_tokens`.
+    answer: usize,
+    priority: i32,
+    arrival: Duration,
+    deadline: Option<Duration>,
+    /// The time at which the client cancels the request.
+    cancel: Option<Duration>,
+}
+
+/// The limits and blocks of a scheduler, and the requests to submit.
+#[derive(Clone, Debug)]
+struct Scenario {
+    config: SchedulerConfig,
+    windows: Vec<Option<usize>>,
+    blocks: usize,
+    /// In the order of arrival. The index is the id.
+    requests: Vec<Request>,
+}
+
+/// How a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Outcome {
+    Finished,
+    Canceled,
+    Expired,
+}
+
+/// What the simulator knows about a sequence.
+#[derive(Default)]
+struct Tracked {
+    /// For each position, a digest of all tokens up to it.
+    digests: Vec<u64>,
+    computed: usize,
+    /// The time of its first step, if it has started.
+    started: Option<Duration>,
+    is_running: bool,
+    preemptions: usize,
+    outcome: Option<Outcome>,
+    /// The number of steps that ran while it waited.
+    waited: usize,
+    /// The most steps that can run before it starts: those of all sequences that may run before it.
+    ahead: usize,
+}
+
+/// The rank of a waiting sequence: whether it was preempted less than twice, its arrival in nanoseconds plus 2 seconds
+/// per level of priority, its arrival, and its id.
+type Rank = (bool, i128, Duration, SequenceId);
+
+struct Simulator<'a> {
+    scenario: &'a Scenario,
+    scheduler: Scheduler,
+    now: Duration,
+    tracked: Vec<Tracked>,
+    /// Submitted sequences without an outcome.
+    unfinished: BTreeSet<SequenceId>,
+    /// Submitted sequences that do not run, the most senior first.
+    waiting: BTreeSet<Rank>,
+    /// The deadlines of sequences that have not started.
+    deadlines: BTreeSet<(Duration, SequenceId)>,
+    /// For every position of every block, the digest that was written there plus the index of the group.
+    contents: Vec<u64>,
+    /// The last step that wrote each block.
+    written: Vec<usize>,
+    steps: usize,
+    /// Whether there are enough blocks for `max_sequences` sequences of full length.
+    has_ample_blocks: bool,
+    random: Random,
+    summary: Summary,
+}
+
+/// The results of a simulation.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Summary {
+    /// A digest of all plans.
+    plans: u64,
+    finished: usize,
+    canceled: usize,
+    expired: usize,
+    preemptions: usize,
+    /// Sequences that were preempted twice.
+    protected: usize,
+    hit_tokens: u64,
+    /// Chunks of more than half of the budget.
+    long_chunks: usize,
+    steps: usize,
+    duration: Duration,
+}
+
+/// Returns the digest of a sequence after one more token.
+fn digest(before: u64, token: u64) -> u64 {
+    (before ^ token).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29)
+}
+
+/// Returns the approximate time that a step of `tokens` tokens takes on an H200.
+fn step_time(tokens: usize) -> Duration {
+    Duration::from_nanos(5_800_000 + 11_800 * tokens as u64)
+}
+
+impl<'a> Simulator<'a> {
+    fn new(scenario: &'a Scenario, seed: u64) -> Self {
+        let Scenario { config, ref windows, blocks, ref requests } = *scenario;
+        let scheduler = Scheduler::new(config, BlockManager::new(windows.clone(), blocks));
+        let most = most_blocks(windows, config.context, config.token_budget) * config.max_sequences;
+        Self {
+            scenario,
+            scheduler,
+            now: Duration::ZERO,
+            tracked: requests.iter().map(|_| Tracked::default()).collect(),
+            unfinished: BTreeSet::new(),
+            waiting: BTreeSet::new(),
+            deadlines: BTreeSet::new(),
+            contents: vec![0; blocks * BLOCK_TOKENS],
+            written: vec![0; blocks],
+            steps: 0,
+            has_ample_blocks: most < blocks,
+            random: Random(seed),
+            summary: Summary::default(),
+        }
+    }
+
+    /// Runs all requests to their end.
+    fn run(&mut self) -> Summary {
+        let requests = &self.scenario.requests;
+        let mut arrivals = (0..).zip(requests).peekable();
+        let mut cancels: Vec<_> = (0..).zip(requests).filter_map(|(id, request)| Some((request.cancel?, id))).collect();
+        cancels.sort();
+        let mut cancels = cancels.into_iter().peekable();
+        while arrivals.peek().is_some() || !self.unfinished.is_empty() {
+            if self.unfinished.is_empty()
+                && let Some((_, next)) = arrivals.peek()
+            {
+                self.now = self.now.max(next.arrival);
+            }
+            while let Some((id, request)) = arrivals.next_if(|(_, request)| request.arrival <= self.now) {
+                self.submit(id, request);
+            }
+            while let Some((_, id)) = cancels.next_if(|&(time, _)| time <= self.now) {
+                self.cancel(id);
+            }
+            let plan = self.scheduler.plan(self.now);
+            self.check(&plan);
+            self.write(&plan);
+            self.read(&plan);
+            self.now += step_time(plan.work.iter().map(|work| work.range.len()).sum());
+            // Some clients cancel while the step runs.
+            while let Some((_, id)) = cancels.next_if(|&(time, _)| time <= self.now && is_during_step(time)) {
+                self.cancel(id);
+            }
+            self.finish_step(&plan);
+        }
+        assert!(self.scheduler.is_idle());
+        assert_eq!(self.scheduler.blocks().stats().used, 0, "all blocks are free at the end");
+        let stats = self.scheduler.blocks().stats();
+        let Summary { finished, canceled, expired, .. } = self.summary;
+        assert_eq!(finished + canceled + expired, requests.len());
+        let duration = self.now;
+        Summary { hit_tokens: stats.hit_tokens, steps: self.steps, duration, ..self.summary.clone() }
+    }
+
+    fn submit(&mut self, id: SequenceId, request: &Request) {
+        let Request { ref prompt, max_tokens, priority, arrival, deadline, .. } = *request;
+        self.scheduler.submit(NewSequence { id, prompt: prompt.clone(), max_tokens, priority, arrival, deadline });
+        let rank = self.rank(id);
+        // While a sequence waits, every step computes at least one token of a sequence that arrived earlier or is more
+        // senior. A sequence is preempted at most twice, so each of its tokens is computed at most three times.
+        let steps = |id: SequenceId| {
+            let Request { prompt, answer, .. } = &self.scenario.requests[id as usize];
+            3 * (prompt.len() + answer)
+        };
+        let ahead = self.unfinished.iter().map(|&other| steps(other)).sum();
+        let own = steps(id);
+        for &(.., other) in self.waiting.range(rank..) {
+            self.tracked[other as usize].ahead += own;
+        }
+        let tracked = &mut self.tracked[id as usize];
+        tracked.ahead = ahead;
+        tracked.digests = prompt
+            .iter()
+            .scan(1, |last, &token| {
+                *last = digest(*last, token.into());
+                Some(*last)
+            })
+            .collect();
+        self.unfinished.insert(id);
+        self.waiting.insert(rank);
+        if let Some(deadline) = deadline {
+            self.deadlines.insert((deadline, id));
+        }
+    }
+
+    fn rank(&self, id: SequenceId) -> Rank {
+        let Request { arrival, priority, .. } = self.scenario.requests[id as usize];
+        let nanoseconds = arrival.as_nanos() as i128 + i128::from(priority) * 2_000_000_000;
+        (self.tracked[id as usize].preemptions < 2, nanoseconds, arrival, id)
+    }
+
+    fn cancel(&mut self, id: SequenceId) {
+        if self.unfinished.contains(&id) {
+            self.scheduler.finish(id);
+            self.end(id, Outcome::Canceled);
+        }
+    }
+
+    fn end(&mut self, id: SequenceId, outcome: Outcome) {
+        let request = &self.scenario.requests[id as usize];
+        assert!(self.unfinished.remove(&id), "{outcome:?} without being submitted, or twice");
+        self.waiting.remove(&self.rank(id));
+        if let Some(deadline) = request.deadline {
+            self.deadlines.remove(&(deadline, id));
+        }
+        let tracked = &mut self.tracked[id as usize];
+        tracked.outcome = Some(outcome);
+        tracked.is_running = false;
+        tracked.digests = Vec::new();
+        match outcome {
+            Outcome::Finished => self.summary.finished += 1,
+            Outcome::Canceled => self.summary.canceled += 1,
+            Outcome::Expired => self.summary.expired += 1,
+        }
+    }
+
+    /// Checks that a plan keeps every guarantee of the scheduler.
+    fn check(&mut self, plan: &StepPlan) {
+        let SchedulerConfig { token_budget, max_sequences, .. } = self.scenario.config;
+        self.steps += 1;
+        for &id in &plan.expired {
+            let deadline = self.scenario.requests[id as usize].deadline;
+            assert!(deadline.is_some_and(|deadline| deadline <= self.now), "{id} expired before its deadline");
+            assert!(self.tracked[id as usize].started.is_none(), "{id} expired after its start");
+            self.end(id, Outcome::Expired);
+        }
+        let decoding = self.decoding();
+        for &id in &plan.preempted {
+            assert!(!self.has_ample_blocks, "{id} was preempted although there are blocks for all");
+            let tracked = &mut self.tracked[id as usize];
+            assert!(tracked.is_running, "{id} was preempted, but does not run");
+            tracked.is_running = false;
+            tracked.computed = 0;
+            tracked.preemptions += 1;
+            assert!(tracked.preemptions <= 2, "{id} was preempted too often");
+            self.summary.preemptions += 1;
+            self.summary.protected += usize::from(tracked.preemptions == 2);
+            self.waiting.insert(self.rank(id));
+        }
+        let tokens: usize = plan.work.iter().map(|work| work.range.len()).sum();
+        assert!(tokens <= token_budget, "{tokens} tokens exceed a budget of {token_budget}");
+        assert!(!plan.work.is_empty() || self.unfinished.is_empty(), "nothing to do for {:?}", self.unfinished);
+
+        // Decodes come first, and every sequence that decodes is part of the step unless it was preempted.
+        let is_decode = |work: &SequenceWork| decoding.contains(&work.id);
+        assert!(plan.work.is_sorted_by_key(|work| !is_decode(work)), "decodes come first");
+        let preempted = decoding.iter().filter(|id| plan.preempted.contains(id)).count();
+        assert_eq!(plan.work.iter().filter(|work| is_decode(work)).count(), decoding.len() - preempted);
+
+        let mut ids = BTreeSet::new();
+        for work in &plan.work {
+            assert!(ids.insert(work.id), "{} is in the plan twice", work.id);
+            assert!(!plan.preempted.contains(&work.id), "{} was preempted", work.id);
+            self.check_work(work);
+        }
+        let running = self.tracked_running();
+        assert!(running.len() <= max_sequences);
+        let stats = self.scheduler.stats();
+        assert_eq!((stats.running, stats.waiting), (running.len(), self.unfinished.len() - running.len()));
+        assert_eq!(stats.preemptions as usize, self.summary.preemptions);
+        assert!(self.deadlines.first().is_none_or(|&(deadline, _)| deadline > self.now), "a deadline was missed");
+
+        // The chunk of a long prompt exceeds half of the budget only if all other prompts are computed to their end.
+        let is_done = |id: &SequenceId| {
+            let len = self.tracked[*id as usize].digests.len();
+            decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == len)
+        };
+        let undone = running.iter().filter(|id| !is_done(id)).count();
+        for work in plan.work.iter().filter(|work| work.range.len() > token_budget.div_ceil(2)) {
+            self.summary.long_chunks += 1;
+            assert!(undone == 0 || undone == 1 && !is_done(&work.id), "{} took the budget of others", work.id);
+        }
+        // If blocks are not short, only the budget and the number of sequences limit a step.
+        if self.has_ample_blocks && tokens < token_budget {
+            assert_eq!(undone, 0, "{} tokens of the budget are left", token_budget - tokens);
+            assert!(running.len() == max_sequences || running.len() == self.unfinished.len(), "a sequence could start");
+        }
+        for &(.., id) in &self.waiting {
+            self.tracked[id as usize].waited += 1;
+        }
+        for work in &plan.work {
+            let SequenceWork { id, ref range, is_last } = *work;
+            for value in [id, range.start as u64, range.end as u64, u64::from(is_last)] {
+                self.summary.plans = digest(self.summary.plans, value);
+            }
+        }
+    }
+
+    /// Returns the running sequences of which only the last sampled token is not computed yet.
+    fn decoding(&self) -> BTreeSet<SequenceId> {
+        let is_decoding = |id: &SequenceId| {
+            let tracked = &self.tracked[*id as usize];
+            let prompt = self.scenario.requests[*id as usize].prompt.len();
+            tracked.is_running && tracked.computed + 1 == tracked.digests.len() && tracked.computed >= prompt
+        };
+        self.unfinished.iter().copied().filter(is_decoding).collect()
+    }
+
+    fn tracked_running(&self) -> Vec<SequenceId> {
+        self.unfinished.iter().copied().filter(|&id| self.tracked[id as usize].is_running).collect()
+    }
+
+    /// Checks the work of one sequence, and records that it runs.
+    fn check_work(&mut self, work: &SequenceWork) {
+        let SequenceWork { id, ref range, is_last } = *work;
+        let tracked = &mut self.tracked[id as usize];
+        let len = tracked.digests.len();
+        assert!(self.unfinished.contains(&id), "{id} does not exist");
+        assert!(!range.is_empty() && range.end <= len, "{range:?} of {len} tokens");
+        assert_eq!(self.scheduler.tokens(id).len(), len);
+        assert_eq!(is_last, range.end == len);
+        assert_eq!(range.start, self.scheduler.computed(id));
+        let (was_running, last) = (tracked.is_running, tracked.computed);
+        tracked.is_running = true;
+        tracked.computed = range.start;
+        if was_running {
+            assert_eq!(range.start, last, "{id} continues where it stopped");
+        } else {
+            assert!(range.start.is_multiple_of(BLOCK_TOKENS), "only full blocks are reused");
+            if tracked.started.is_none() {
+                tracked.started = Some(self.now);
+                assert!(tracked.waited <= tracked.ahead, "{id} waited {} steps of {}", tracked.waited, tracked.ahead);
+                if let Some(deadline) = self.scenario.requests[id as usize].deadline {
+                    assert!(self.deadlines.remove(&(deadline, id)));
+                }
+            }
+            assert_eq!(self.waiting.pop_first(), Some(self.rank(id)), "the most senior waiting sequence starts");
+        }
+        let tables = self.scheduler.tables(id).expect("a planned sequence has blocks");
+        for (group, &window) in self.scenario.windows.iter().enumerate() {
+            let first = window.map_or(0, |window| range.start.saturating_sub(window - 1)) / BLOCK_TOKENS;
+            for index in first..range.end.div_ceil(BLOCK_TOKENS) {
+                let block = tables.get(group, index);
+                assert_ne!(block, SCRATCH_BLOCK, "block {index} of {id} in group {group}");
+                if index >= range.start / BLOCK_TOKENS {
+                    let last = std::mem::replace(&mut self.written[block as usize], self.steps);
+                    assert_ne!(last, self.steps, "two sequences write block {block}");
+                }
+            }
+        }
+    }
+
+    /// Writes digests where a step would write keys and values.
+    fn write(&mut self, plan: &StepPlan) {
+        for copy in &plan.copies {
+            let from = copy.from as usize * BLOCK_TOKENS;
+            self.contents.copy_within(from..from + BLOCK_TOKENS, copy.to as usize * BLOCK_TOKENS);
+        }
+        for SequenceWork { id, range, .. } in &plan.work {
+            let tables = self.scheduler.tables(*id).expect("a planned sequence has blocks");
+            for group in 0..self.scenario.windows.len() {
+                for position in range.clone() {
+                    let block = tables.get(group, position / BLOCK_TOKENS) as usize;
+                    self.contents[block * BLOCK_TOKENS + position % BLOCK_TOKENS] =
+                        self.tracked[*id as usize].digests[position].wrapping_add(group as u64);
+                }
+            }
+        }
+    }
+
+    /// Checks the digests at some of the positions that a step attends to.
+    fn read(&mut self, plan: &StepPlan) {
+        for SequenceWork { id, range, .. } in &plan.work {
+            let tables = self.scheduler.tables(*id).expect("a planned sequence has blocks");
+            for (group, &window) in self.scenario.windows.iter().enumerate() {
+                let first = window.map_or(0, |window| range.start.saturating_sub(window - 1));
+                for position in [first, first + self.random.below(range.start - first + 1), range.end - 1] {
+                    let block = tables.get(group, position / BLOCK_TOKENS) as usize;
+                    let read = self.contents[block * BLOCK_TOKENS + position % BLOCK_TOKENS];
+                    let want = self.tracked[*id as usize].digests[position].wrapping_add(group as u64);
+                    assert_eq!(read, want, "{id} reads position {position} of group {group} at {range:?}");
+                }
+            }
+        }
+    }
+
+    /// Commits a step, and appends the sampled tokens.
+    fn finish_step(&mut self, plan: &StepPlan) {
+        for &SequenceWork { id, ref range, is_last } in &plan.work {
+            self.scheduler.advance(id, range.end);
+            let tracked = &mut self.tracked[id as usize];
+            if tracked.outcome.is_some() {
+                continue;
+            }
+            tracked.computed = range.end;
+            if is_last {
+                let last = tracked.digests[range.end - 1];
+                // Equal prompts get equal answers.
+                let token = (last >> 20) as u32 % 1000;
+                tracked.digests.push(digest(last, token.into()));
+                self.scheduler.push(id, token);
+                let Request { prompt, answer, .. } = &self.scenario.requests[id as usize];
+                if tracked.digests.len() == prompt.len() + answer {
+                    self.scheduler.finish(id);
+                    self.end(id, Outcome::Finished);
+                }
+            }
+        }
+    }
+}
+
+/// Returns whether a cancel at `time` happens while a step runs. True for about half of all times.
+fn is_during_step(time: Duration) -> bool {
+    (time.as_nanos() / 1000).is_multiple_of(2)
+}
+
+/// Returns a random number from 1 to `most`. Its logarithm is roughly uniformly distributed.
+fn skewed(random: &mut Random, most: usize) -> usize {
+    let bits = random.below(most.ilog2() as usize + 1);
+    (1 + random.below(2 << bits)).min(most)
+}
+
+/// Returns a random scheduler and `count` random requests.
+fn random_scenario(seed: u64, count: usize) -> Scenario {
+    // Similar seeds give similar first random numbers, so mix the seed first.
+    let mut random = Random(digest(seed, 1));
+    let random = &mut random;
+    // Short prompts, long answers and few blocks lead to preemptions.
+    let is_tight = random.below(3) == 0;
+    let token_budget = match random.below(4) {
+        0 if !is_tight => skewed(random, 64),
+        _ => 32 + skewed(random, 2000),
+    };
+    let max_sequences = match is_tight {
+        true => token_budget.min(4 + random.below(60)),
+        false => skewed(random, token_budget.min(100)),
+    };
+    let context = match random.below(4) {
+        _ if is_tight => 200 + random.below(500),
+        0 => 1 + random.below(100),
+        1 => BLOCK_TOKENS * (1 + random.below(8)),
+        _ => 100 + random.below(900),
+    };
+    let windows: &[Option<usize>] = match random.below(8) {
+        0..2 => &[None],
+        2..5 => &[None, Some(128)],
+        5 => &[Some(100)],
+        6 => &[Some(1), None, Some(65)],
+        _ => &[Some(512), Some(64)],
+    };
+    let peak = most_blocks(windows, context, token_budget);
+    let blocks = 1 + match random.below(4) {
+        _ if is_tight => peak + random.below(peak),
+        0 => peak,
+        1 => peak + random.below(peak * 2),
+        2 => peak * (1 + random.below(8)),
+        _ => peak * max_sequences,
+    };
+    let texts: Vec<Vec<u32>> = (0..3).map(|_| (0..context).map(|_| random.below(1000) as u32).collect()).collect();
+    // With a gap of 0, all requests arrive at once. With a large gap, only a few run at the same time.
+    let gap_us = [0, 100, 1000, 10_000, 40_000][random.below(if is_tight { 3 } else { 5 })];
+    let (has_priorities, has_deadlines, has_cancels) =
+        (random.below(2) == 0, random.below(2) == 0, random.below(2) == 0);
+    let most_tokens = match is_tight {
+        true => context / 2 + random.below(context / 2),
+        false => [1, 8, 40, 100][random.below(4)],
+    };
+    let mut arrival = Duration::ZERO;
+    let requests = (0..count).map(|_| {
+        arrival += Duration::from_micros(random.below(2 * gap_us + 1) as u64);
+        let len = match random.below(3) {
+            _ if is_tight => 1 + random.below(context.min(70)),
+            0 => 1 + random.below(context),
+            1 => (BLOCK_TOKENS * random.below(5) + random.below(3)).clamp(2, context + 1) - 1,
+            _ => skewed(random, context),
+        };
+        let text = random.below(texts.len());
+        let mut prompt = texts[text][..len].to_vec();
+        // About half of the prompts share only their start with others.
+        let shared = random.below(2 * len);
+        prompt.iter_mut().skip(shared).for_each(|token| *token = random.below(1000) as u32);
+        let room = (context - len).max(1);
+        let max_tokens = match random.below(8) {
+            0 => usize::MAX,
+            _ => 1 + random.below(most_tokens),
+        };
+        let answer = (1 + random.below(max_tokens.min(most_tokens))).min(room);
+        let soon =
+            |random: &mut Random, most_ms: usize| arrival + Duration::from_micros(random.below(most_ms * 1000) as u64);
+        Request {
+            prompt,
+            max_tokens,
+            answer,
+            priority: if has_priorities { random.below(4) as i32 - 1 } else { 0 },
+            arrival,
+            deadline: (has_deadlines && random.below(3) == 0).then(|| soon(random, 3000)),
+            cancel: (has_cancels && random.below(5) == 0).then(|| soon(random, 1000)),
+        }
+    });
+    let requests = requests.collect();
+    let config = SchedulerConfig { token_budget, max_sequences, context };
+    Scenario { config, windows: windows.to_vec(), blocks, requests }
+}
+
+#[test]
+fn random_requests_get_what_the_scheduler_promises() {
+    let count: usize = match std::env::var("INFERNO_SIMULATED_REQUESTS") {
+        Ok(count) => count.parse().expect("INFERNO_SIMULATED_REQUESTS is a number"),
+        Err(_) => 20_000,
+    };
+    let mut total = Summary::default();
+    let mut simulated = 0;
+    for seed in 0.. {
+        if simulated >= count {
+            break;
+        }
+        let scenario = random_scenario(seed, 20 + seed as usize % 200);
+        simulated += scenario.requests.len();
+        let Scenario { config, windows, blocks, .. } = &scenario;
+        let summary = on_panic(
+            || eprintln!("seed {seed}: {config:?}, windows {windows:?}, {blocks} blocks"),
+            || Simulator::new(&scenario, seed).run(),
+        );
+        if seed % 16 == 0 {
+            assert_eq!(Simulator::new(&scenario, seed).run(), summary, "the same requests give the same plans");
+        }
+        total.plans ^= summary.plans;
+        total.finished += summary.finished;
+        total.canceled += summary.canceled;
+        total.expired += summary.expired;
+        total.preemptions += summary.preemptions;
+        total.protected += summary.protected;
+        total.hit_tokens += summary.hit_tokens;
+        total.long_chunks += summary.long_chunks;
+        total.steps += summary.steps;
+        total.duration += summary.duration;
+    }
+    println!("{total:?}");
+    let Summary { finished, canceled, expired, preemptions, protected, hit_tokens, long_chunks, .. } = total;
+    assert!(finished > count / 2 && canceled > count / 50 && expired > count / 50, "{total:?}");
+    assert!(preemptions > count / 50 && protected > count / 200, "{total:?}");
+    assert!(hit_tokens as usize > count && long_chunks > count / 10, "{total:?}");
+}
+
+/// Calls `run`, and `report` if it panics.
+fn on_panic<T>(report: impl Fn(), run: impl FnOnce() -> T) -> T {
+    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
+        Ok(result) => result,
+        Err(panic) => {
+            report();
+            std::panic::resume_unwind(panic)
+        }
+    }
+}
+
+#[test]
+fn low_priority_finishes_while_high_priority_requests_arrive() {
+    let request = |arrival_ms: u64, priority| Request {
+        prompt: (0..100).map(|position| arrival_ms as u32 + position).collect(),
+        max_tokens: 20,
+        answer: 20,
+        priority,
+        arrival: Duration::from_millis(arrival_ms),
+        deadline: None,
+        cancel: None,
+    };
+    // For 30 seconds, 50 requests per second arrive. Four slots serve about 33 per second.
+    let mut requests: Vec<_> = (0..1500).map(|n| request(20 * n, 0)).collect();
+    let low = requests.partition_point(|request| request.arrival < Duration::from_secs(1));
+    requests.insert(low, request(1001, 3));
+    let config = SchedulerConfig { token_budget: 256, max_sequences: 4, context: 200 };
+    let scenario = Scenario { config, windows: vec![None], blocks: 100, requests };
+    let mut simulator = Simulator::new(&scenario, 1);
+    let summary = simulator.run();
+    assert!(summary.duration > Duration::from_secs(40), "{summary:?}");
+    // Three levels of priority count as six seconds of waiting.
+    let before = scenario.requests.iter().filter(|request| request.arrival < Duration::from_secs(7)).count();
+    let started = |tracked: &Tracked| tracked.started.expect("all requests start");
+    let start = started(&simulator.tracked[low]);
+    let earlier = simulator.tracked.iter().filter(|tracked| started(tracked) < start).count();
+    assert!((before - 5..before + 5).contains(&earlier), "{earlier} requests started before, expected {before}");
+}
+
+/// Returns two schedulers: for a model with full attention, and for one that also has layers with 128-token windows.
+fn schedulers(config: SchedulerConfig, blocks: usize) -> [Scheduler; 2] {
+    let new = |windows| Scheduler::new(config, BlockManager::new(windows, blocks + 1));
+    [new(vec![None]), new(vec![None, Some(128)])]
+}
+
+fn submit(scheduler: &mut Scheduler, id: SequenceId, len: usize, max_tokens: usize) {
+    let prompt = (0..len as u32).map(|position| position ^ (id as u32) << 16).collect();
+    let arrival = Duration::from_millis(id);
+    scheduler.submit(NewSequence { id, prompt, max_tokens, priority: 0, arrival, deadline: None });
+}
+
+/// Plans a step and completes it. Returns the id and the number of tokens of each sequence in the step.
+fn step(scheduler: &mut Scheduler) -> Vec<(SequenceId, usize)> {
+    let plan = scheduler.plan(Duration::from_secs(1));
+    for &SequenceWork { id, ref range, is_last } in &plan.work {
+        scheduler.advance(id, range.end);
+        if is_last {
+            scheduler.push(id, 1);
+        }
+    }
+    plan.work.into_iter().map(|work| (work.id, work.range.len())).collect()
+}
+
+#[test]
+fn a_long_prompt_leaves_half_of_the_budget_to_others() {
+    let config = SchedulerConfig { token_budget: 1000, max_sequences: 10, context: 5000 };
+    for mut scheduler in schedulers(config, 400) {
+        submit(&mut scheduler, 0, 2500, 10);
+        assert_eq!(step(&mut scheduler), [(0, 1000)], "nobody else needs the budget");
+        submit(&mut scheduler, 1, 100, 10);
+        submit(&mut scheduler, 2, 150, 10);
+        assert_eq!(step(&mut scheduler), [(0, 750), (1, 100), (2, 150)]);
+        submit(&mut scheduler, 3, 450, 10);
+        submit(&mut scheduler, 4, 450, 10);
+        assert_eq!(step(&mut scheduler), [(1, 1), (2, 1), (0, 500), (3, 450), (4, 48)]);
+        assert_eq!(step(&mut scheduler), [(1, 1), (2, 1), (3, 1), (0, 250), (4, 402)]);
+        assert_eq!(step(&mut scheduler), [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)]);
+    }
+}
+
+#[test]
+fn a_prompt_may_fill_the_context_and_all_blocks() {
+    for context in [1, 63, 64, 65, 128, 640] {
+        for windows in [vec![None], vec![None, Some(128)], vec![Some(100)]] {
+            let config = SchedulerConfig { token_budget: 100, max_sequences: 2, context };
+            let blocks = most_blocks(&windows, context, config.token_budget);
+            let mut scheduler = Scheduler::new(config, BlockManager::new(windows, blocks + 1));
+            submit(&mut scheduler, 0, context, usize::MAX);
+            let steps = std::iter::from_fn(|| (scheduler.computed(0) < context).then(|| step(&mut scheduler)));
+            assert_eq!(steps.map(|work| work[0].1).sum::<usize>(), context);
+            scheduler.finish(0);
+            assert_eq!(scheduler.blocks().stats().used, 0);
+        }
+    }
+}
+
+#[test]
+fn a_sequence_whose_token_is_not_sampled_yet_is_not_planned() {
+    let config = SchedulerConfig { token_budget: 100, max_sequences: 4, context: 200 };
+    for mut scheduler in schedulers(config, 20) {
+        submit(&mut scheduler, 0, 50, 10);
+        submit(&mut scheduler, 1, 200, 10);
+        let plan = scheduler.plan(Duration::ZERO);
+        let work = |id, range| SequenceWork { id, range, is_last: id == 0 };
+        assert_eq!(plan.work, [work(0, 0..50), work(1, 0..50)]);
+        plan.work.iter().for_each(|work| scheduler.advance(work.id, work.range.end));
+        assert_eq!(scheduler.plan(Duration::ZERO).work, [work(1, 50..150)], "the token of 0 is not known");
+        scheduler.push(0, 7);
+        assert_eq!(scheduler.plan(Duration::ZERO).work, [work(0, 50..51), work(1, 50..149)]);
+    }
+}
+
+#[test]
+fn a_sequence_that_is_preempted_twice_runs_to_its_end() {
+    // Each sequence alone needs all 10 blocks. Two sequences start because their prompts are short.
+    let config = SchedulerConfig { token_budget: 64, max_sequences: 2, context: 640 };
+    let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 11));
+    submit(&mut scheduler, 0, 10, usize::MAX);
+    submit(&mut scheduler, 1, 10, usize::MAX);
+    let (mut preemptions, mut ends) = (Vec::new(), Vec::new());
+    for _ in 0..10_000 {
+        let plan = scheduler.plan(Duration::ZERO);
+        preemptions.extend(plan.preempted);
+        for SequenceWork { id, range, is_last } in plan.work {
+            scheduler.advance(id, range.end);
+            if is_last && range.end == 640 {
+                scheduler.finish(id);
+                ends.push(id);
+                // Submit sequence 0 again. It is senior to sequence 1 until sequence 1 is protected.
+                if id == 0 && ends.len() < 4 {
+                    submit(&mut scheduler, 0, 10, usize::MAX);
+                }
+            } else if is_last {
+                scheduler.push(id, id as u32);
+            }
+        }
+    }
+    assert_eq!(preemptions, [1, 1]);
+    assert_eq!(ends, [0, 0, 1, 0]);
+    assert!(scheduler.is_idle());
+}
+
+#[test]
+fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget() {
+    let mut reached = BTreeSet::new();
+    for head_start in 1..4 {
+        // The prompt needs 10 of 11 blocks. Sequence 1 starts early, and its answer grows to three blocks meanwhile.
+        let config = SchedulerConfig { token_budget: 4, max_sequences: 2, context: 640 };
+        let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 12));
+        submit(&mut scheduler, 0, 600, 10);
+        for _ in 0..head_start {
+            assert_eq!(step(&mut scheduler), [(0, 4)]);
+        }
+        submit(&mut scheduler, 1, 1, usize::MAX);
+        loop {
+            let start = scheduler.computed(0);
+            let plan = scheduler.plan(Duration::ZERO);
+            let preempts = start % BLOCK_TOKENS + 2 > BLOCK_TOKENS || start.is_multiple_of(BLOCK_TOKENS);
+            if !plan.preempted.is_empty() {
+                assert_eq!(plan.preempted, [1]);
+                assert!(preempts, "the second half of the budget was worth a preemption at {start}");
+                assert_eq!(plan.work.len(), 1, "the preempted sequence was already planned");
+                reached.insert(start % BLOCK_TOKENS);
+                break;
+            }
+            for SequenceWork { id, range, is_last } in plan.work {
+                scheduler.advance(id, range.end);
+                if is_last {
+                    scheduler.push(id, 1);
+                }
+            }
+        }
+    }
+    assert_eq!(reached.len(), 2, "{reached:?}");
+}
