@@ -32,7 +32,7 @@ pub struct Args {
     /// Answer this prompt and exit [default: piped standard input]
     #[arg(long, short, value_name = "TEXT")]
     prompt: Option<String>,
-    /// Append piped standard input to --prompt; a file (`< notes.txt`) is appended without this flag
+    /// Append piped standard input to --prompt; not needed for a redirected file (`< notes.txt`)
     #[arg(long, requires = "prompt")]
     stdin: bool,
     /// Continue a saved conversation; without a name, the most recent one

@@ -39,7 +39,8 @@ impl fmt::Display for Overflow {
     }
 }
 
-/// Returns the messages to send to the model, and the number of oldest messages that were dropped.
+/// Drops the oldest messages if the conversation does not fit.
+/// Returns the messages to send, and how many messages are dropped in all.
 ///
 /// `dropped_before` counts the messages dropped in earlier turns.
 /// Up to a quarter of the context is reserved for the answer.

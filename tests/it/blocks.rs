@@ -418,7 +418,7 @@ fn the_tail_of_the_sequence_that_was_released_first_is_evicted_first() {
         assert_eq!(manager.stats().evicted as usize, 2 * groups);
         assert_eq!(hit(&mut manager, &first), 3 * BLOCK_TOKENS, "{groups} groups");
         assert_eq!(hit(&mut manager, &second), 5 * BLOCK_TOKENS);
-        // The lookups below use the other two texts after the third was released, so the third is evicted next.
+        // Release the third text, then look up the first two. The third is then the least recently used.
         manager.release(third);
         hit(&mut manager, &first);
         hit(&mut manager, &second);

@@ -146,7 +146,10 @@ impl Scheduler {
     /// Creates a scheduler. The blocks must hold at least one sequence of `config.context` tokens.
     pub fn new(config: SchedulerConfig, blocks: BlockManager) -> Self {
         let SchedulerConfig { token_budget, max_sequences, context } = config;
-        assert!((1..=token_budget).contains(&max_sequences), "{max_sequences} sequences exceed {token_budget} tokens");
+        assert!(
+            (1..=token_budget).contains(&max_sequences),
+            "{max_sequences} sequences, expected 1 to the token budget of {token_budget}"
+        );
         assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "a sequence of {context} tokens must fit");
         let (waiting, running) = (BTreeSet::new(), BTreeSet::new());
         Self { config, blocks, sequences: BTreeMap::new(), waiting, running, preemptions: 0 }

@@ -21,7 +21,7 @@ use crate::text::quote;
 pub(in crate::hub) struct WantedFile {
     pub name: String,
     pub bytes: u64,
-    /// The hash of the contents if the hub sends one. Otherwise, a name that [`hash::weak_etag`] derives.
+    /// The hash of the contents if the hub sends one, otherwise an etag from [`hash::weak_etag`]. Names the blob.
     pub etag: String,
 }
 

@@ -7,13 +7,14 @@
 //     Positions are in device memory, so that a CUDA graph can be replayed at any position.
 //   tables: u32 [sequences, table_blocks], the block table of each sequence
 //   row_tiles: u32 [row tiles, 4] or null: for each row tile, the index of its sequence, its index within the sequence,
-//     and the first token and the number of tokens of the sequence. If null, every sequence has `tokens` tokens.
+//     and the first token and the number of tokens of the sequence.
+//     If null, every sequence has the same number of tokens, which the argument `tokens` gives.
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile; only the first row tile misses L2
 //
 // A row is one query head of one token. A KV head has group = heads / kv_heads query heads.
-// Row r of KV head k is query head k · group + r % group of token r / group of the sequence.
+// Row r of KV head k belongs to token r / group of the sequence. Its query head is k · group + r % group.
 // A row tile therefore reads each key and value only once for all query heads of the KV head.
 //
 // The keys of a row tile are divided among splits. The last split to finish combines the f32 partial results:
@@ -155,7 +156,8 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
         constexpr uint32_t SEGMENTS = C::D / 8, COPIES = C::KEYS * SEGMENTS, THREADS = C::TEAM_THREADS;
         const uint32_t key = keys.oldest + tile * C::KEYS, newest = keys.newest, block = key / BLOCK_TOKENS;
         const uint32_t last_block = min(key + C::KEYS - 1, newest) / BLOCK_TOKENS;
-        const uint32_t first_row = __ldg(table + block) * BLOCK_TOKENS, last_row = __ldg(table + last_block) * BLOCK_TOKENS;
+        const uint32_t first_row = __ldg(table + block) * BLOCK_TOKENS;
+        const uint32_t last_row = __ldg(table + last_block) * BLOCK_TOKENS;
         const uint32_t thread = threadIdx.x % THREADS, left = keys.newest - key;
         const uint32_t row_elements = kv_heads * C::D;
         const uint32_t to = shared_address(pipeline + stage * 2 * C::KEY_ELEMENTS);

@@ -170,7 +170,8 @@ impl DecodeGraph {
         self.begin(sequence, position, 0, tables)
     }
 
-    /// Resets the step counts and copies the block tables to the device. `queued` steps are already queued.
+    /// Starts a sequence: sets the step counts and copies the block tables to the device.
+    /// The caller has queued `queued` steps.
     fn begin(&mut self, sequence: u64, position: usize, queued: usize, tables: &BlockTables) -> Result<()> {
         (self.queued, self.taken) = (queued, 0);
         self.sequence = Some((sequence, position));

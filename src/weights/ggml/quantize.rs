@@ -20,7 +20,7 @@ fn nearest(value: f32, min: f32, max: f32) -> f32 {
 /// Groups whose largest magnitude is below this limit are quantized as zeros.
 const SMALLEST_MAGNITUDE: f32 = 1e-15;
 
-/// Quantizes 256 finite values to one block. Returns false if the type is not a K type.
+/// Quantizes 256 finite values to one block. Returns false if the type is not a K-quant.
 pub fn quantize(ggml_type: GgmlType, values: &[f32], block: &mut [u8]) -> bool {
     match ggml_type {
         GgmlType::Q2K => q2_k(values, block),
