@@ -29,7 +29,15 @@ impl GgufModel {
     /// Maps the tensors of the file to tensors of the model. Fails if the architecture or a tensor is unknown.
     pub fn new(file: GgufCheckpoint) -> Result<Self> {
         let tensors = map_tensors(&file).with_context(|| format!("cannot use {}", file.path().display()))?;
-        Ok(Self { file, tensors })
+        let model = Self { file, tensors };
+        for (name, tensor) in model.tensors.iter().filter(|(_, tensor)| tensor.transform == Transform::Vector) {
+            // Loading reorders single elements, which a block-quantized type does not store separately.
+            let types = tensor.sources.iter().filter_map(|source| model.file.info(source)).map(|info| info.ggml_type);
+            if let Some(quantized) = types.into_iter().find(|ggml_type| ggml_type.block_length() != 1) {
+                bail!("tensor {name}: found type {quantized}, expected a vector of floats");
+            }
+        }
+        Ok(model)
     }
 
     /// Returns the open file.
