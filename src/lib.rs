@@ -9,7 +9,7 @@
 //! - `heads`, `kv_heads`: query heads and key/value heads
 //! - `head_dim`: size of one head; RoPE rotates the first `rotated` elements
 //! - `positions`: positions that a RoPE table or a position embedding covers
-//! - `cache_rows`: positions that the KV cache of one layer can hold
+//! - `blocks`: entries of a block table; a block holds 64 positions of the KV cache
 //! - `experts`: experts per layer
 //! - `chosen`: experts selected per token
 //! - `pairs`: (token, expert) pairs, tokens · chosen

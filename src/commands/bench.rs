@@ -42,7 +42,7 @@ pub struct Args {
     repetitions: u32,
     /// Measure this many requests at once instead of a single one, for example 1,8,32
     #[arg(long, value_delimiter = ',', value_parser = value_parser!(u32).range(1..=4096), value_name = "REQUESTS")]
-    #[arg(conflicts_with_all = ["prompt", "decode", "depth", "kernels"])]
+    #[arg(conflicts_with_all = ["prompt", "decode", "depth", "repetitions", "kernels"])]
     concurrency: Vec<u32>,
     /// Prompt tokens per request
     #[arg(long, default_value_t = 512, value_parser = value_parser!(u32).range(1..), value_name = "TOKENS")]
@@ -256,7 +256,7 @@ impl Bench {
 
     /// Measures several requests at once, after a warm-up with `concurrency` other requests.
     fn serving(&self, args: &Args, concurrency: usize) -> Result<Serving> {
-        note(&format!("{concurrency} requests at once"));
+        note(&format!("requests at once: {concurrency}"));
         let load = Load {
             concurrency,
             requests: args.requests.map_or(concurrency, |requests| requests as usize),

@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use crate::kernels::activation::{Activation, clamped_swiglu, gated, gated_halves};
 use crate::kernels::attention::rope::{HeadSizes, QkNorm, Rotation, split_qkv};
 use crate::kernels::attention::{
-    AttentionBackend, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, attention,
+    AttentionBackend, AttentionInputs, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, attention,
 };
 use crate::kernels::matmul::matmul_f32;
 use crate::kernels::moe::experts::{ExpertWeights, expert_matmul};
@@ -295,7 +295,8 @@ fn attend(target: CheckTarget, case: AttentionCase, backend: AttentionBackend) -
     let backend = if target.device.is_cpu() { AttentionBackend::Auto } else { backend };
     let attend = |window| {
         let mask = AttentionMask { window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
-        attention(&q, layer, &queries, &pass_blocks, Some(&sinks), mask, backend)
+        let (sinks, blocks) = (Some(&sinks), &pass_blocks);
+        attention(AttentionInputs { q: &q, layer, queries: &queries, blocks, sinks, mask }, backend)
     };
     Tensor::cat(&[to_cpu(&attend(None)?)?, to_cpu(&attend(Some(100))?)?], 0)
 }

@@ -15,7 +15,7 @@ use super::rope::RotaryEmbedding;
 use crate::kernels::{
     self,
     attention::{
-        AttentionMask, attention,
+        AttentionInputs, AttentionMask, attention,
         rope::{HeadSizes, QkNorm, split_qkv},
     },
 };
@@ -152,7 +152,8 @@ impl Attention {
 
         // 2. attend: each token attends only to its own sequence
         let mask = AttentionMask { window, scale, softcap };
-        let y = attention(&q, cached, pass.queries(), blocks, self.sinks.as_ref(), mask, pass.backend())?;
+        let (queries, sinks) = (pass.queries(), self.sinks.as_ref());
+        let y = attention(AttentionInputs { q: &q, layer: cached, queries, blocks, sinks, mask }, pass.backend())?;
 
         // 3. project back
         self.o_proj.forward(&y.reshape((tokens, heads * head_dim))?)

@@ -36,17 +36,25 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
 }
 
 impl Runner {
-    /// Runs a decode step of several sequences as a CUDA graph. Returns their logits, f32 `[sequences, vocab]`.
+    /// Runs a decode step as a CUDA graph: the decode graph for one sequence, or a batch graph for several.
     /// Returns `None` if the step cannot run as a graph.
-    pub(super) fn batch_graph_logits(&mut self, sequences: &[StepSequence]) -> Result<Option<Tensor>> {
+    pub(super) fn step_on_graph(&mut self, sequences: &mut [StepSequence]) -> Result<Option<Vec<Chosen>>> {
+        if let [sequence] = sequences
+            && let Some(token) = self.decode_graph_step(sequence)?
+        {
+            return Ok(Some(vec![Some(token)]));
+        }
         self.forget_sequences();
         let Some(batches) = &mut self.batches else { return Ok(None) };
-        batches.run(&self.decoder, &self.cache, sequences)
+        match batches.run(&self.decoder, &self.cache, sequences)? {
+            Some(logits) => choose_on_device(sequences, &logits).map(Some),
+            None => Ok(None),
+        }
     }
 
     /// Runs a decode step of one sequence on the graph. Returns `None` if there is no graph, if the step has several
     /// tokens, or if no token is to be chosen.
-    pub(super) fn graph_step(&mut self, sequence: &mut StepSequence) -> Result<Option<Result<u32>>> {
+    fn decode_graph_step(&mut self, sequence: &mut StepSequence) -> Result<Option<Result<u32>>> {
         let (&[input], Some(sampler), Decode::Graph(graph)) =
             (sequence.ids, sequence.sampler.as_deref_mut(), &mut self.decode)
         else {

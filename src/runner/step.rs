@@ -20,14 +20,8 @@ impl Runner {
             bail!("cannot run a step of {tokens} tokens: the limit is {}", self.limits.chunk);
         }
         #[cfg(feature = "cuda")]
-        if let [sequence] = sequences
-            && let Some(token) = self.graph_step(sequence)?
-        {
-            return Ok(vec![Some(token)]);
-        }
-        #[cfg(feature = "cuda")]
-        if let Some(logits) = self.batch_graph_logits(sequences)? {
-            return choose_on_device(sequences, &logits);
+        if let Some(chosen) = self.step_on_graph(sequences)? {
+            return Ok(chosen);
         }
         let logits = self.forward(sequences)?;
         self.choose(sequences, &logits)

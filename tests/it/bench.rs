@@ -152,7 +152,7 @@ fn rewind_restores_the_same_state() {
         runner.fill(&tokens).unwrap();
         let first = runner.decode_steps(7, 8).unwrap();
         // After 1 or 3 more tokens, the sliding-window layers still hold the old window.
-        // After 400 or 480, the rewind needs the savepoint.
+        // After 400 or 480, they have overwritten it, so the rewind prefills the tokens again.
         for behind in [1, 400, 480, 3] {
             runner.fill(&more[..behind]).unwrap();
             runner.rewind(200).unwrap();
@@ -161,7 +161,6 @@ fn rewind_restores_the_same_state() {
         }
         runner.fill(&more[..450]).unwrap();
         runner.rewind(150).unwrap();
-        // Position 150 is before the savepoint, so the rewind prefilled tokens that the KV cache no longer held.
         runner.fill(&tokens[150..]).unwrap();
         assert_eq!(runner.decode_steps(7, 8).unwrap(), first);
         assert!(runner.rewind(500).is_err());

@@ -384,7 +384,7 @@ fn unsupported_models_get_a_reason() {
     assert!(reason("llama_graph", DType::F32).contains("F32"));
 }
 
-/// Decodes beyond the sliding windows and ring buffers, up to the end of the context.
+/// Decodes beyond the sliding windows and across blocks, up to the end of the context.
 #[test(gpu)]
 fn graph_steps_match_the_eager_decoder() {
     for_each_model(|model| {

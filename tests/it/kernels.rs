@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::kernels::activation::{Activation, clamped_swiglu, gated, gated_halves};
 use inferno::kernels::attention::rope::{HeadSizes, QkNorm, Rotation, split_qkv};
 use inferno::kernels::attention::{
-    AttentionBackend, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, attention, slot,
+    AttentionBackend, AttentionInputs, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, attention, slot,
 };
 use inferno::kernels::bandwidth;
 use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
@@ -269,7 +269,9 @@ fn attention_matches_its_reference() {
                 let queries = Queries::new(spans, q.device()).unwrap();
                 let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
                 let pass_blocks = PassBlocks::new(&queries, &tables, blocks, q.device()).unwrap();
-                attention(q, CachedLayer { k, v }, &queries, &pass_blocks, sinks, mask, backend).unwrap()
+                let layer = CachedLayer { k, v };
+                let inputs = AttentionInputs { q, layer, queries: &queries, blocks: &pass_blocks, sinks, mask };
+                attention(inputs, backend).unwrap()
             };
             let want = run(&q, &k, &v, sinks.as_ref(), AttentionBackend::Auto);
             let sinks = sinks.map(|sinks| to_device(&sinks, &device, DType::F32));
@@ -312,7 +314,9 @@ fn attention_of_a_batch_equals_attention_of_its_sequences() {
         let queries = Queries::new(spans, &Device::Cpu).unwrap();
         let pass_blocks = PassBlocks::new(&queries, tables, blocks, &Device::Cpu).unwrap();
         let mask = AttentionMask { window: Some(50), scale: 0.3, softcap: None };
-        attention(q, CachedLayer { k: &k, v: &v }, &queries, &pass_blocks, None, mask, AttentionBackend::Auto).unwrap()
+        let layer = CachedLayer { k: &k, v: &v };
+        let inputs = AttentionInputs { q, layer, queries: &queries, blocks: &pass_blocks, sinks: None, mask };
+        attention(inputs, AttentionBackend::Auto).unwrap()
     };
     let all: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
     let batched = run(&q, &spans, &all);

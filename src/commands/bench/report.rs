@@ -271,17 +271,19 @@ impl Report {
         let Build { version, commit, executor, attention } = &self.inferno;
         let quantization = quantization.as_deref().unwrap_or("unquantized");
         let (weights, cache) = (text::size(*weight_bytes), text::size(*cache_bytes));
-        let repetitions = if self.repetitions == 1 { "repetition" } else { "repetitions" };
+        // Requests at once are measured only once.
+        let repetitions = match (&self.first_token, self.repetitions) {
+            (None, _) => String::new(),
+            (_, 1) => ", 1 repetition".into(),
+            (_, count) => format!(", {count} repetitions"),
+        };
         let mut lines = vec![
             format!(
                 "{name}: {family} {quantization}, {} parameters, computed in {dtype}",
                 text::parameter_count(*parameters)
             ),
             self.device.line(),
-            format!(
-                "inferno {version}, commit {commit}, executor {executor}, attention {attention}, {} {repetitions}",
-                self.repetitions
-            ),
+            format!("inferno {version}, commit {commit}, executor {executor}, attention {attention}{repetitions}"),
             format!("weights {weights}, cache {cache} for {context} tokens"),
             self.load_line(*weight_bytes),
         ];

@@ -14,8 +14,9 @@ use candle_core::{DType, Result, Tensor};
 use candle_flash_attn as _;
 
 use super::eager_attention::scale_by_sinks;
+use super::inputs::AttentionInputs;
 use super::mask::AttentionMask;
-use super::paged::{CachedLayer, PassBlocks, Queries, slot};
+use super::paged::slot;
 use crate::kernels::launch::address;
 
 unsafe extern "C" {
@@ -74,17 +75,8 @@ unsafe extern "C" {
 ///
 /// q and out are bf16 or f16 `[tokens, heads, head_dim]`, and `head_dim` is a multiple of 8.
 /// The caller must have checked the inputs.
-#[allow(clippy::too_many_arguments)]
-pub(super) fn attention(
-    device: &CudaDevice,
-    q: &Tensor,
-    layer: CachedLayer,
-    queries: &Queries,
-    blocks: &PassBlocks,
-    sinks: Option<&Tensor>,
-    mask: AttentionMask,
-    out: &Tensor,
-) -> Result<()> {
+pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
+    let AttentionInputs { q, layer, queries, blocks, sinks, mask } = inputs;
     let tables: Vec<Vec<u32>> = blocks.tables.to_vec2()?;
     for (span, table) in queries.spans().iter().zip(&tables) {
         let visible = mask.first_key(span.position)..span.position + span.tokens;

@@ -18,22 +18,12 @@ mod with_cuda {
     use candle_core::cuda_backend::CudaDevice;
     use candle_core::{Result, Tensor};
 
-    use super::AttentionMask;
-    use crate::kernels::attention::{CachedLayer, PassBlocks, Queries};
+    use crate::kernels::attention::AttentionInputs;
     use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 
     /// Writes the attention of the queries to `out`. The caller has checked all shapes and dtypes.
-    #[allow(clippy::too_many_arguments)]
-    pub fn launch(
-        device: &CudaDevice,
-        q: &Tensor,
-        layer: CachedLayer,
-        queries: &Queries,
-        blocks: &PassBlocks,
-        sinks: Option<&Tensor>,
-        mask: AttentionMask,
-        out: &Tensor,
-    ) -> Result<()> {
+    pub fn launch(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
+        let AttentionInputs { q, layer, queries, blocks, sinks, mask } = inputs;
         let ((tokens, heads, head_dim), (_, kv_heads, _)) = (q.dims3()?, layer.k.dims3()?);
         let arguments = Arguments::new()
             .tensor(q)?

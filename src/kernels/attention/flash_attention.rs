@@ -3,8 +3,9 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
 
+use super::inputs::AttentionInputs;
 use super::mask::AttentionMask;
-use super::paged::{CachedLayer, PassBlocks, Queries};
+use super::paged::{CachedLayer, Queries};
 use super::shape::AttentionShape;
 use crate::kernels::constants::{
     FLASH_FEW_KEYS, FLASH_FEW_ROWS, FLASH_FEW_TEAMS, FLASH_HEAD_DIMS, FLASH_MANY_KEYS, FLASH_MANY_ROWS,
@@ -73,17 +74,8 @@ pub enum EarlyReads {
 }
 
 /// Writes the attention of all queries of a pass to `out`. The caller has checked all shapes and dtypes.
-#[allow(clippy::too_many_arguments)]
-pub(super) fn attention(
-    device: &CudaDevice,
-    q: &Tensor,
-    layer: CachedLayer,
-    queries: &Queries,
-    blocks: &PassBlocks,
-    sinks: Option<&Tensor>,
-    mask: AttentionMask,
-    out: &Tensor,
-) -> Result<()> {
+pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
+    let AttentionInputs { q, layer, queries, blocks, sinks, mask } = inputs;
     for flash in FlashAttention::for_pass(device, q, layer, queries, mask)? {
         // SAFETY: the kernel writes every partial result before it reads it.
         let partials = &unsafe { Tensor::empty(flash.partials.max(1), DType::F32, q.device())? };

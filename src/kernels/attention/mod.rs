@@ -10,6 +10,7 @@ mod candle_flash_attn;
 mod eager_attention;
 #[cfg(feature = "cuda")]
 mod flash_attention;
+mod inputs;
 mod mask;
 mod paged;
 pub mod rope;
@@ -24,28 +25,17 @@ pub use backend::AttentionBackend;
 pub use eager_attention::{ReferenceInputs, reference};
 #[cfg(feature = "cuda")]
 pub use flash_attention::{EarlyReads, FlashAttention, FlashTensors};
+pub use inputs::AttentionInputs;
 pub use mask::AttentionMask;
 pub use paged::{BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, QuerySpan, slot};
 pub use shape::AttentionShape;
 
 /// Returns the attention of the queries over the cached keys and values, in the shape and dtype of q.
 ///
-/// - q: `[tokens, heads, head_dim]`, the tokens of all sequences in `queries`
-/// - layer: the keys and values, in q's dtype. All positions that the queries attend to must have been written.
-/// - blocks: the block table of each sequence in `queries`
-/// - sinks: f32 `[heads]`
-///
 /// On a CPU, `backend` must be `Auto` or `Eager`. Both run [`reference()`].
-pub fn attention(
-    q: &Tensor,
-    layer: CachedLayer,
-    queries: &Queries,
-    blocks: &PassBlocks,
-    sinks: Option<&Tensor>,
-    mask: AttentionMask,
-    backend: AttentionBackend,
-) -> Result<Tensor> {
-    let shape = AttentionShape::of_inputs(q, layer, queries, blocks, sinks)?;
+pub fn attention(inputs: AttentionInputs, backend: AttentionBackend) -> Result<Tensor> {
+    let AttentionInputs { q, layer, queries, blocks, sinks, mask } = inputs;
+    let shape = AttentionShape::of_inputs(inputs)?;
     let AttentionShape { tokens, heads, head_dim, .. } = shape;
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     let backend = backend
@@ -57,7 +47,7 @@ pub fn attention(
             let (q_f32, k, v) = (to_f32(q)?, to_f32(layer.k)?, to_f32(layer.v)?);
             let ((q_f32, ql), (k, kl), (v, vl)) =
                 (q_f32.storage_and_layout(), k.storage_and_layout(), v.storage_and_layout());
-            let inputs = ReferenceInputs {
+            let reference_inputs = ReferenceInputs {
                 q: elements(&q_f32, ql)?,
                 k: elements(&k, kl)?,
                 v: elements(&v, vl)?,
@@ -65,7 +55,7 @@ pub fn attention(
                 spans: queries.spans(),
                 tables: &blocks.tables.to_vec2()?,
             };
-            let out = reference(inputs, shape, mask);
+            let out = reference(reference_inputs, shape, mask);
             Tensor::from_vec(out, (tokens, heads, head_dim), &Device::Cpu)?.to_dtype(q.dtype())
         }
         #[cfg(feature = "cuda")]
@@ -73,14 +63,10 @@ pub fn attention(
             // SAFETY: every backend writes every element.
             let out = unsafe { Tensor::empty((tokens, heads, head_dim), q.dtype(), q.device())? };
             match backend {
-                AttentionBackend::Own => {
-                    flash_attention::attention(device, q, layer, queries, blocks, sinks, mask, &out)?
-                }
+                AttentionBackend::Own => flash_attention::attention(device, inputs, &out)?,
                 #[cfg(feature = "flash-attn")]
-                AttentionBackend::CandleFlashAttn => {
-                    candle_flash_attn::attention(device, q, layer, queries, blocks, sinks, mask, &out)?;
-                }
-                _ => eager_attention::launch(device, q, layer, queries, blocks, sinks, mask, &out)?,
+                AttentionBackend::CandleFlashAttn => candle_flash_attn::attention(device, inputs, &out)?,
+                _ => eager_attention::launch(device, inputs, &out)?,
             }
             Ok(out)
         }

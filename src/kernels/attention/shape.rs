@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::paged::{BLOCK_TOKENS, CachedLayer, PassBlocks, Queries};
+use super::inputs::AttentionInputs;
+use super::paged::{BLOCK_TOKENS, CachedLayer};
 use crate::kernels::constants::EAGER_MAX_HEAD_DIM;
 
 /// The dimensions of the tensors in one attention call.
@@ -16,13 +17,8 @@ pub struct AttentionShape {
 
 impl AttentionShape {
     /// Checks the inputs of [`attention`](super::attention()) and returns their sizes.
-    pub(super) fn of_inputs(
-        q: &Tensor,
-        layer: CachedLayer,
-        queries: &Queries,
-        blocks: &PassBlocks,
-        sinks: Option<&Tensor>,
-    ) -> Result<Self> {
+    pub(super) fn of_inputs(inputs: AttentionInputs) -> Result<Self> {
+        let AttentionInputs { q, layer, queries, blocks, sinks, .. } = inputs;
         let shape = Self::of_tensors(q, layer, sinks)?;
         if queries.tokens() != shape.tokens {
             bail!("attention: q has {} tokens, but the pass has {}", shape.tokens, queries.tokens());

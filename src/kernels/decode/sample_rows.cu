@@ -35,8 +35,6 @@ template <bool BY_MASS>
 __device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsigned long long target,
                               unsigned long long* warps) {
     __shared__ unsigned long long bins[SAMPLE_BINS];
-    __shared__ uint32_t chosen;
-    __shared__ unsigned long long rest;
     uint32_t prefix = 0;
     for (int round = 0; round < SAMPLE_ROUNDS; ++round) {
         const int shift = 24 - 8 * round;
@@ -60,25 +58,9 @@ __device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsig
             }
         }
         __syncthreads();
-        // Sums start at the highest bin, so thread t handles bin 255 - t.
-        const int bin = SAMPLE_BINS - 1 - threadIdx.x;
+        const int bin = SAMPLE_BINS - 1 - threadIdx.x;  // see choose_bin
         const unsigned long long value = bin >= 0 ? bins[bin] : 0;
-        const unsigned long long sum = inclusive_scan(value, warps);
-        if (round == 0 && BY_MASS) {
-            // Thread 255 has the sum of all bins, which is the total mass.
-            if (threadIdx.x == SAMPLE_BINS - 1) rest = (unsigned long long)((double)share * (double)sum);
-            __syncthreads();
-            target = rest;
-            __syncthreads();  // before `rest` is overwritten below
-        }
-        if (threadIdx.x == 0) chosen = 0, rest = 0;
-        __syncthreads();
-        if (bin >= 0 && value > 0 && sum >= target && sum - value < target) chosen = bin, rest = target - (sum - value);
-        // If the target is 0, choose the highest bin that is not empty.
-        if (bin >= 0 && value > 0 && target == 0 && sum == value) chosen = bin;
-        __syncthreads();
-        prefix = prefix << 8 | chosen, target = rest;
-        __syncthreads();
+        choose_bin<BY_MASS>(value, round == 0, share, target, prefix, warps);
     }
     return prefix;
 }

@@ -52,3 +52,32 @@ __device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long 
     for (int w = 0; w < warp; ++w) before += warps[w];
     return value + before;
 }
+
+// One round of the search for the largest key k such that the tokens with keys >= k together reach the target (see
+// `threshold`). A round determines eight bits of the key and appends them to `prefix`.
+// Sums start at the highest bin: `value` is the mass or the count of bin SAMPLE_BINS - 1 - threadIdx.x, or 0 in threads
+// without a bin. `target` becomes what is left of the target within the chosen bin.
+// If BY_MASS is true, the first round sets the target to the fraction `share` of the total mass.
+template <bool BY_MASS>
+__device__ __forceinline__ void choose_bin(unsigned long long value, bool is_first_round, float share,
+                                           unsigned long long& target, uint32_t& prefix, unsigned long long* warps) {
+    __shared__ uint32_t chosen;
+    __shared__ unsigned long long rest;
+    const int bin = SAMPLE_BINS - 1 - threadIdx.x;
+    const unsigned long long sum = inclusive_scan(value, warps);
+    if (is_first_round && BY_MASS) {
+        // The last thread with a bin has the sum of all bins, which is the total mass.
+        if (threadIdx.x == SAMPLE_BINS - 1) rest = (unsigned long long)((double)share * (double)sum);
+        __syncthreads();
+        target = rest;
+        __syncthreads();  // before `rest` is overwritten below
+    }
+    if (threadIdx.x == 0) chosen = 0, rest = 0;
+    __syncthreads();
+    if (bin >= 0 && value > 0 && sum >= target && sum - value < target) chosen = bin, rest = target - (sum - value);
+    // If the target is 0, choose the highest bin that is not empty.
+    if (bin >= 0 && value > 0 && target == 0 && sum == value) chosen = bin;
+    __syncthreads();
+    prefix = prefix << 8 | chosen, target = rest;
+    __syncthreads();
+}

@@ -1,0 +1,21 @@
+//! The inputs of one attention call, which all backends share.
+
+use candle_core::Tensor;
+
+use super::mask::AttentionMask;
+use super::paged::{CachedLayer, PassBlocks, Queries};
+
+/// The inputs of [`attention`](super::attention()).
+#[derive(Clone, Copy)]
+pub struct AttentionInputs<'t> {
+    /// `[tokens, heads, head_dim]`, the tokens of all sequences in `queries`.
+    pub q: &'t Tensor,
+    /// The keys and values, in the dtype of `q`. All positions that the queries attend to must have been written.
+    pub layer: CachedLayer<'t>,
+    pub queries: &'t Queries,
+    /// The block table of each sequence in `queries`.
+    pub blocks: &'t PassBlocks,
+    /// f32 `[heads]`
+    pub sinks: Option<&'t Tensor>,
+    pub mask: AttentionMask,
+}
