@@ -77,7 +77,19 @@ pub const MAX_EXPERTS: usize = 1024;
 /// The maximum number of experts per token: one per lane of a warp.
 pub const MAX_CHOSEN_EXPERTS: usize = 32;
 
-// MXFP4 weights in tiles (`moe/expert_mlp.rs`, `moe/expert_mlp.cu`, `decode/mxfp4_experts.cu`).
+// Residual addition and norm (`norm.rs`, `norm.cu`).
+
+/// Threads per block.
+pub const ADD_NORM_THREADS: usize = 512;
+
+// Routing of few tokens (`moe/route.rs`, `moe/route.cu`).
+
+/// The maximum number of tokens in one launch.
+pub const ROUTE_TOKENS: usize = 256;
+/// The number of experts whose logits one thread block computes.
+pub const ROUTE_EXPERTS: usize = 4;
+
+// MXFP4 weights in tiles (`moe/mxfp4_tiles.rs`, `moe/mxfp4_tiles.cuh`, `decode/mxfp4_experts.cu`).
 
 /// Weight rows per tile.
 pub const MXFP4_TILE_ROWS: usize = 16;
@@ -131,6 +143,13 @@ pub const EXPERT_WIDE_STAGES: usize = 4;
 pub const EXPERT_NARROW_PAIRS: usize = 96;
 /// Stages of the ring buffer for narrow tiles.
 pub const EXPERT_NARROW_STAGES: usize = 5;
+
+// The same products for few pairs per expert (`moe/expert_few.rs`, `moe/expert_few.cu`).
+
+/// Threads per block.
+pub const EXPERT_FEW_THREADS: usize = 512;
+/// Column tiles that are loaded together. gpt-oss has matrices of 2880 columns: 45 column tiles.
+pub const EXPERT_FEW_STEPS: usize = 3;
 
 // Quantized matrices (`quantized/mod.rs`, `quantized/quantized.cuh`).
 

@@ -4,9 +4,11 @@
 //   weight: f32 [columns]
 //   bias: f32 [columns] or null
 //   normed: T [tokens, columns]
-//   grid: tokens; block: 256
+//   grid: tokens; block: ADD_NORM_THREADS
 //   bytes moved: tokens · columns · (12 + sizeof(T)), or tokens · columns · (4 + sizeof(T)) without y
+#include "constants.cuh"
 #include "headers/common.cuh"
+#include "headers/tensor_core.cuh"
 
 // Sums `value` over the block and returns the sum to every thread.
 // The first barrier waits for all earlier reads of `scratch`.
@@ -20,38 +22,112 @@ __device__ float block_sum(float value, float* scratch) {
     return value;
 }
 
-template <typename T>
+// The elements of a row that a thread keeps in registers: HELD times WIDTH. It rereads all others from `sum`.
+constexpr int THREADS = ADD_NORM_THREADS, HELD = 2;
+
+// WIDTH adjacent elements.
+template <int WIDTH> struct alignas(4 * WIDTH) Elements {
+    float v[WIDTH];
+};
+template <int WIDTH> __device__ __forceinline__ Elements<WIDTH> load(const float* from) {
+    Elements<WIDTH> e;
+    if constexpr (WIDTH == 4)
+        *reinterpret_cast<float4*>(e.v) = *reinterpret_cast<const float4*>(from);
+    else
+        e.v[0] = *from;
+    return e;
+}
+template <int WIDTH> __device__ __forceinline__ void store(float* to, const Elements<WIDTH>& e) {
+    if constexpr (WIDTH == 4)
+        *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(e.v);
+    else
+        *to = e.v[0];
+}
+template <int WIDTH, typename T> __device__ __forceinline__ void store(T* to, const Elements<WIDTH>& e) {
+    if constexpr (WIDTH == 4)
+        *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(e.v[0], e.v[1]), pack<T>(e.v[2], e.v[3]));
+    else
+        *to = from_float<T>(e.v[0]);
+}
+
+template <typename T, int WIDTH>
 __device__ void add_norm(const float* x, const float* y, const float* weight, const float* bias, float* sum, T* normed,
                          int columns, float eps) {
     __shared__ float scratch[32];
     const size_t row = (size_t)blockIdx.x * columns;
+    const int count = columns / WIDTH;
+    x += row, y += y ? row : 0, sum += y ? row : 0, normed += row;
+    const float* const added = y ? sum : x;  // each thread rereads only its own elements
+
+    // 1. Add. All loads of the held elements are in flight at once.
+    Elements<WIDTH> held[HELD], other[HELD], weights[HELD];
     float squares = 0.0f, total = 0.0f, center = 0.0f;
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) {
-        float value = x[row + i];
-        if (y) {
-            value += y[row + i];
-            sum[row + i] = value;
-        }
-        squares += value * value;
-        total += value;
+#pragma unroll
+    for (int h = 0; h < HELD; ++h) {
+        const int i = threadIdx.x + h * THREADS;
+        if (i >= count) continue;
+        held[h] = load<WIDTH>(x + i * WIDTH);
+        if (y) other[h] = load<WIDTH>(y + i * WIDTH);
+        weights[h] = load<WIDTH>(weight + i * WIDTH);
     }
-    const float* added = y ? sum : x;  // each thread rereads only its own elements, which are still in L1
+    const auto accumulate = [&](const Elements<WIDTH>& e) {
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) squares += e.v[k] * e.v[k], total += e.v[k];
+    };
+    const auto add = [&](Elements<WIDTH>& e, const Elements<WIDTH>& addend, int i) {
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) e.v[k] += addend.v[k];
+        store(sum + i * WIDTH, e);
+    };
+#pragma unroll
+    for (int h = 0; h < HELD; ++h) {
+        const int i = threadIdx.x + h * THREADS;
+        if (i >= count) continue;
+        if (y) add(held[h], other[h], i);
+        accumulate(held[h]);
+    }
+    for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS) {
+        Elements<WIDTH> e = load<WIDTH>(x + i * WIDTH);
+        if (y) add(e, load<WIDTH>(y + i * WIDTH), i);
+        accumulate(e);
+    }
+
+    // 2. Find the mean, for LayerNorm, and the scale.
+    const auto for_each = [&](auto&& visit) {
+#pragma unroll
+        for (int h = 0; h < HELD; ++h) {
+            const int i = threadIdx.x + h * THREADS;
+            if (i < count) visit(held[h], weights[h], i);
+        }
+        for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS)
+            visit(load<WIDTH>(added + i * WIDTH), load<WIDTH>(weight + i * WIDTH), i);
+    };
     if (bias) {
         center = block_sum(total, scratch) / columns;
         squares = 0.0f;
-        for (int i = threadIdx.x; i < columns; i += blockDim.x) {
-            const float value = added[row + i] - center;
-            squares += value * value;
-        }
+        for_each([&](const Elements<WIDTH>& e, const Elements<WIDTH>&, int) {
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) squares += (e.v[k] - center) * (e.v[k] - center);
+        });
     }
     const float scale = rsqrtf(block_sum(squares, scratch) / columns + eps);
-    for (int i = threadIdx.x; i < columns; i += blockDim.x)
-        normed[row + i] = from_float<T>((added[row + i] - center) * scale * weight[i] + (bias ? bias[i] : 0.0f));
+
+    // 3. Normalize.
+    for_each([&](const Elements<WIDTH>& e, const Elements<WIDTH>& w, int i) {
+        Elements<WIDTH> out;
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k)
+            out.v[k] = (e.v[k] - center) * scale * w.v[k] + (bias ? bias[i * WIDTH + k] : 0.0f);
+        store(normed + i * WIDTH, out);
+    });
 }
 
 #define DEFINE(T, SUFFIX)                                                                                              \
-    extern "C" __global__ void add_norm_##SUFFIX(const float* x, const float* y, const float* weight,                  \
+    extern "C" __global__ void __launch_bounds__(THREADS) add_norm_##SUFFIX(const float* x, const float* y, const float* weight,                  \
                                                  const float* bias, float* sum, T* normed, int columns, float eps) {   \
-        add_norm<T>(x, y, weight, bias, sum, normed, columns, eps);                                                    \
+        if (columns % 4 == 0)                                                                                          \
+            add_norm<T, 4>(x, y, weight, bias, sum, normed, columns, eps);                                             \
+        else                                                                                                           \
+            add_norm<T, 1>(x, y, weight, bias, sum, normed, columns, eps);                                             \
     }
 FOR_EACH_DTYPE(DEFINE)

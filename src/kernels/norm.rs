@@ -46,6 +46,7 @@ pub fn add_norm(
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
+            use crate::kernels::constants::ADD_NORM_THREADS;
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
             // SAFETY: the kernel writes every element of both outputs.
             let normed = unsafe { Tensor::empty((tokens, columns), dtype, x.device())? };
@@ -64,7 +65,7 @@ pub fn add_norm(
                 .int(columns)
                 .float(eps);
             let kernel = format!("add_norm_{}", dtype_suffix(dtype)?);
-            let launch = Launch::new(module!("norm"), kernel, LaunchShape::linear(tokens, 256), arguments);
+            let launch = Launch::new(module!("norm"), kernel, LaunchShape::linear(tokens, ADD_NORM_THREADS), arguments);
             // SAFETY: shapes and dtypes are checked above.
             unsafe { launch.enqueue(device)? };
             Ok((sum, normed))
