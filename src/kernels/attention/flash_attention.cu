@@ -23,6 +23,7 @@
 //   arrivals: u32 [row tiles, kv_heads], the number of finished splits; all zero between launches
 #include "attention/paged.cuh"
 #include "constants.cuh"
+#include "headers/arrive.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
@@ -91,14 +92,6 @@ __device__ __forceinline__ float normalizer(float maximum, float total, float si
 // cap · tanh(x / cap)
 __device__ __forceinline__ float soft_cap(float x, float cap) {
     return cap - __fdividef(2.0f * cap, 1.0f + exp2_fast(2.0f * LOG2_E / cap * x));
-}
-
-// Increments the counter and returns its previous value. The counter wraps from `last` to 0.
-// Earlier writes of this block are visible to blocks that increment the counter later.
-__device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t last) {
-    uint32_t before;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
-    return before;
 }
 
 // ---- work of a block ----
@@ -602,11 +595,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     if (splits == 1) return;
 
     // 5. The last split to finish combines all partial results. Its arrival resets the counter for the next launch.
-    __shared__ bool is_last;
-    __syncthreads();
-    if (threadIdx.x == 0) is_last = arrive(arrivals + slot, splits - 1) == (uint32_t)splits - 1;
-    __syncthreads();
-    if (is_last) combine_splits<T, C>(slot_partials, splits, rows, row_sinks, out);
+    if (is_last_block(arrivals + slot, splits)) combine_splits<T, C>(slot_partials, splits, rows, row_sinks, out);
 }
 
 #define DEFINE_KERNEL(ROWS, D, T, SUFFIX)                                                                              \

@@ -79,7 +79,7 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
     for flash in FlashAttention::for_pass(device, q, layer, queries, mask)? {
         // SAFETY: the kernel writes every partial result before it reads it.
         let partials = &unsafe { Tensor::empty(flash.partials.max(1), DType::F32, q.device())? };
-        let arrivals = &Tensor::zeros(flash.arrivals.max(1), DType::U32, q.device())?;
+        let arrivals = &queries.counters(flash.arrivals.max(1))?;
         let (positions, tables) = (queries.positions(), &blocks.tables);
         let tensors = FlashTensors { q, layer, sinks, positions, tables, out, partials, arrivals };
         // SAFETY: `launch` checks shapes and dtypes. The caller has checked that the tables cover all positions.

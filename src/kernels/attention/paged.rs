@@ -45,6 +45,8 @@ pub struct Queries {
     sequences: Tensor,
     /// Lists of row tiles, by (query heads per KV head, rows per tile). Layers with equal shapes share a list.
     tiles: RefCell<HashMap<(usize, usize, bool), Tensor>>,
+    /// u32: counters of finished splits, which all layers share. They are zero before and after each layer.
+    counters: RefCell<Option<Tensor>>,
 }
 
 /// The block tables of all sequences of a pass, and the rows to write, for one group of layers.
@@ -71,6 +73,7 @@ impl Queries {
             positions: Tensor::from_vec(positions, tokens, device)?,
             sequences: Tensor::from_vec(indices, tokens, device)?,
             tiles: RefCell::default(),
+            counters: RefCell::default(),
         })
     }
 
@@ -82,7 +85,7 @@ impl Queries {
         let count = positions.dims1()?;
         let spans = (0..count).map(|first| QuerySpan { first, tokens: 1, position: 0 }).collect();
         let sequences = Tensor::arange(0, count as u32, positions.device())?;
-        Ok(Self { spans, positions, sequences, tiles: RefCell::default() })
+        Ok(Self { spans, positions, sequences, tiles: RefCell::default(), counters: RefCell::default() })
     }
 
     /// Returns the tokens of each sequence.
@@ -137,6 +140,16 @@ impl Queries {
         let tiles = Tensor::from_vec(values, (count, 4), self.positions.device())?;
         self.tiles.borrow_mut().insert((group, rows_per_tile, few), tiles.clone());
         Ok(tiles)
+    }
+
+    /// Returns at least `count` counters, which are zero, u32. A kernel must leave them zero.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(super) fn counters(&self, count: usize) -> Result<Tensor> {
+        let mut counters = self.counters.borrow_mut();
+        match &*counters {
+            Some(counters) if counters.elem_count() >= count => Ok(counters.clone()),
+            _ => Ok(counters.insert(Tensor::zeros(count, DType::U32, self.positions.device())?).clone()),
+        }
     }
 
     /// Checks that `blocks` has one table per sequence, long enough for its last token, and one slot per token.

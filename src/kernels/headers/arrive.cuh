@@ -1,0 +1,22 @@
+// Counting the thread blocks that have finished their part of a shared task.
+#pragma once
+#include <stdint.h>
+
+// Increments the counter and returns its previous value. The counter wraps from `last` to 0.
+// Earlier writes of this thread are visible to threads that increment the counter later.
+__device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t last) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
+    return before;
+}
+
+// Returns whether this block is the last of `count` blocks to arrive. Every thread gets the result.
+// Earlier writes of all blocks are then visible to all threads of the last block, if they bypass L1 (__ldcg).
+// The counter is zero before the first block arrives and after the last one.
+__device__ __forceinline__ bool is_last_block(uint32_t* counter, uint32_t count) {
+    __shared__ bool is_last;
+    __syncthreads();
+    if (threadIdx.x == 0) is_last = arrive(counter, count - 1) == count - 1;
+    __syncthreads();
+    return is_last;
+}
