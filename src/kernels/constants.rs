@@ -57,6 +57,8 @@ pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
 /// Warps per block in the 16-row kernel, by head size.
 /// Each warp is a team that computes all 16 rows for its own key tiles.
 pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
+/// Teams per block in tiles of 16 rows, if there are enough tiles to fill the GPU several times.
+pub const FLASH_BATCH_TEAMS: usize = 2;
 /// Warps per block in the 64-row kernel.
 pub const FLASH_MEDIUM_WARPS: usize = 4;
 /// Warps per block in the 128-row kernel, by head size.
@@ -86,8 +88,10 @@ pub const ADD_NORM_THREADS: usize = 512;
 
 /// The maximum number of tokens in one launch.
 pub const ROUTE_TOKENS: usize = 256;
-/// The number of experts whose logits one thread block computes.
-pub const ROUTE_EXPERTS: usize = 4;
+/// The maximum number of experts.
+pub const ROUTE_EXPERTS: usize = 256;
+/// The number of columns that one thread block multiplies.
+pub const ROUTE_COLUMNS: usize = 128;
 
 // MXFP4 weights in tiles (`moe/mxfp4_tiles.rs`, `moe/mxfp4_tiles.cuh`, `decode/mxfp4_experts.cu`).
 

@@ -12,6 +12,8 @@ use crate::kernels::matrix::Matrix;
 use crate::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
 use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, expert_matmul};
 use crate::kernels::moe::grouped_gemm::combine;
+#[cfg(feature = "cuda")]
+use crate::kernels::moe::route::RoutedPairs;
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::moe::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
 use crate::weights::{Weights, mxfp4};
@@ -180,17 +182,18 @@ impl ClampedMoe {
 
     /// Maps x, f32 `[tokens, hidden]`, to f32 `[tokens, hidden]`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
-        let (ids, weights) =
-            topk_softmax(&self.router.forward(x)?, self.config.experts_per_token, Softmax::OverChosen)?;
+        let chosen = self.config.experts_per_token;
         #[cfg(feature = "cuda")]
-        if let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down)) =
-            (&self.gate_up_proj, &self.down_proj)
+        if let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down), Matrix::Dense(router)) =
+            (&self.gate_up_proj, &self.down_proj, &self.router.weight)
         {
+            let routed = RoutedPairs::route(x, router, self.router.bias.as_ref(), chosen)?;
             let gate_up = ExpertLinear { tiles: gate_up, bias: &self.gate_up_bias };
             let down = ExpertLinear { tiles: down, bias: &self.down_bias };
-            return Ok(expert_mlp(x, &ids, &weights, gate_up, down, self.config.swiglu_limit)?);
+            return Ok(expert_mlp(x, &routed, gate_up, down, self.config.swiglu_limit)?);
         }
+        // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
+        let (ids, weights) = topk_softmax(&self.router.forward(x)?, chosen, Softmax::OverChosen)?;
         let x = x.to_dtype(self.gate_up_bias.dtype())?;
         // 2. run the chosen experts: [tokens, chosen, 2 * intermediate] → [tokens, chosen, hidden]
         let gate_up = expert_matmul(&x, &self.gate_up_proj, Some(&self.gate_up_bias), &ids)?;

@@ -3,10 +3,10 @@
 use anyhow::{Result, bail};
 
 use super::loader::Weights;
-#[cfg(feature = "cuda")]
-use crate::kernels::moe::expert_mlp::{Mxfp4Tiles, RowOrder};
 use crate::kernels::moe::experts::ExpertWeights;
 use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
+#[cfg(feature = "cuda")]
+use crate::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
 
 /// Loads the stacked matrices of all experts, with shape `[experts, rows, columns]`.
 ///

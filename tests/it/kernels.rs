@@ -341,10 +341,24 @@ fn block_tables_are_checked() {
 #[cfg(feature = "cuda")]
 #[test(gpu)]
 fn expert_mlp_matches_separate_products() {
-    use inferno::kernels::moe::expert_mlp::{ExpertLinear, Mxfp4Tiles, RowOrder, expert_mlp};
+    use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
+    use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
+    use inferno::kernels::moe::route::RoutedPairs;
     // (tokens, experts, experts per token, hidden size, intermediate size)
-    let cases =
-        [(1, 7, 4, 64, 96), (5, 4, 2, 96, 160), (70, 32, 4, 192, 64), (300, 3, 1, 64, 32), (900, 5, 4, 160, 96)];
+    // The kernels for few pairs per expert need sizes that are multiples of 192.
+    let cases = [
+        (1, 7, 4, 64, 96),
+        (5, 4, 2, 96, 160),
+        (70, 32, 4, 192, 64),
+        (300, 3, 1, 64, 32),
+        (900, 5, 4, 160, 96),
+        (1, 7, 4, 192, 192),
+        (8, 3, 2, 384, 192),
+        (9, 32, 4, 192, 576),
+        (33, 130, 4, 576, 384),
+        (50, 10, 4, 192, 384),
+        (160, 40, 4, 384, 192),
+    ];
     for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
         for (tokens, experts, chosen, columns, intermediate) in cases {
             let mut noise = Random(9);
@@ -389,10 +403,46 @@ fn expert_mlp_matches_separate_products() {
                 let (tiles, bias): &(Mxfp4Tiles, Tensor) = part;
                 ExpertLinear { tiles, bias }
             };
-            let got = expert_mlp(&on_device(&x), &on_device(&ids), &on_device(&shares), stack(&up), stack(&down), 7.0)
-                .unwrap();
+            let routed = RoutedPairs::new(&on_device(&ids), on_device(&shares), experts).unwrap();
+            let got = expert_mlp(&on_device(&x), &routed, stack(&up), stack(&down), 7.0).unwrap();
             let what = format!("{tokens} tokens, {chosen} of {experts} experts, {columns}x{intermediate}, {dtype:?}");
             assert_close(&what, &got, &want, 2.0 * rounding(dtype));
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test(gpu)]
+fn routed_pairs_match_separate_operations() {
+    use crate::support::gpu;
+    use inferno::kernels::matmul::matmul_f32;
+    use inferno::kernels::moe::route::RoutedPairs;
+    // (tokens, experts, experts per token, hidden size); more than 256 tokens are routed by separate kernels
+    for (tokens, experts, chosen, columns) in
+        [(1, 3, 1, 4), (7, 32, 4, 132), (64, 5, 5, 60), (129, 128, 8, 68), (256, 33, 2, 64), (257, 32, 4, 64)]
+    {
+        let mut noise = Random(11);
+        let (x, weight) = (noise.tensor(&[tokens, columns], DType::F32), noise.tensor(&[experts, columns], DType::F32));
+        let bias = noise.tensor(&[experts], DType::F32);
+        let logits = matmul_f32(&x, &weight).unwrap().broadcast_add(&bias).unwrap();
+        let (ids, want) = topk_softmax(&logits, chosen, Softmax::OverChosen).unwrap();
+        let ids: Vec<u32> = ids.flatten_all().unwrap().to_vec1().unwrap();
+        let device = gpu();
+        let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
+        let (x, weight, bias) = (on_device(&x), on_device(&weight), on_device(&bias));
+        // The second launch finds the counters as the first one left them.
+        for _ in 0..2 {
+            let routed = RoutedPairs::route(&x, &weight, Some(&bias), chosen).unwrap();
+            assert_close(&format!("{tokens} tokens, {chosen} of {experts}"), &routed.shares, &want, 1e-4);
+            let sorted: Vec<u32> = routed.sorted.to_vec1().unwrap();
+            let offsets: Vec<u32> = routed.offsets.to_vec1().unwrap();
+            let mut got = vec![None; tokens * chosen];
+            for expert in 0..experts {
+                for &pair in &sorted[offsets[expert] as usize..offsets[expert + 1] as usize] {
+                    assert_eq!(got[pair as usize].replace(expert as u32), None, "pair {pair} occurs twice");
+                }
+            }
+            assert_eq!(got, ids.iter().copied().map(Some).collect::<Vec<_>>());
         }
     }
 }

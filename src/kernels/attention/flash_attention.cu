@@ -46,11 +46,11 @@ constexpr int head_dim_index(int head_dim) {
 //   TEAMS = 1 (prompts): all warps use the same tiles of KEYS keys. Each warp computes its own 16·M rows.
 //   TEAMS > 1 (decoding): each team is one warp. All teams compute the same 16 rows, each for its own key tiles.
 //   The sums of the teams are merged at the end.
-template <int HEAD_DIM, int TILE_ROWS> struct Tile {
+template <int HEAD_DIM, int TILE_ROWS, bool BATCH = false> struct Tile {
     static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, INDEX = head_dim_index(HEAD_DIM);
     static constexpr bool FEW = ROWS == FLASH_FEW_ROWS, MANY = ROWS == FLASH_MANY_ROWS;
     static constexpr int WARPS = FEW ? 1 : MANY ? FLASH_MANY_WARPS[INDEX] : FLASH_MEDIUM_WARPS;
-    static constexpr int TEAMS = FEW ? FLASH_FEW_TEAMS[INDEX] : 1;
+    static constexpr int TEAMS = !FEW ? 1 : BATCH ? FLASH_BATCH_TEAMS : FLASH_FEW_TEAMS[INDEX];
     static constexpr int KEYS = FEW ? FLASH_FEW_KEYS[INDEX] : MANY ? FLASH_MANY_KEYS[INDEX] : FLASH_MEDIUM_KEYS[INDEX];
     static constexpr int STAGES = FLASH_STAGES;
     static constexpr int M = ROWS / 16 / WARPS;
@@ -598,24 +598,26 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     if (is_last_block(arrivals + slot, splits)) combine_splits<T, C>(slot_partials, splits, rows, row_sinks, out);
 }
 
-#define DEFINE_KERNEL(ROWS, D, T, SUFFIX)                                                                              \
-    extern "C" __global__ void __launch_bounds__(Tile<D, ROWS>::THREADS, Tile<D, ROWS>::MIN_BLOCKS)                    \
-        flash_attention_##ROWS##_rows_##D##_##SUFFIX(const T* q, const T* k, const T* v, const float* sinks, T* out,   \
-                                                     const uint32_t* positions, const uint32_t* tables,                \
-                                                     const uint4* row_tiles, float* partials, uint32_t* arrivals,      \
-                                                     int table_blocks, int tokens, int heads, int kv_heads,            \
-                                                     int window, float scale, float softcap, int early) {              \
-        attention<T, Tile<D, ROWS>>(q, k, v, sinks, out, positions, tables, row_tiles, partials, arrivals,              \
-                                    table_blocks, tokens, heads, kv_heads, window, scale, softcap, early);             \
+#define DEFINE_KERNEL(NAME, D, T, SUFFIX, ...)                                                                         \
+    extern "C" __global__ void __launch_bounds__(Tile<D, __VA_ARGS__>::THREADS, Tile<D, __VA_ARGS__>::MIN_BLOCKS)      \
+        flash_attention_##NAME##_##D##_##SUFFIX(const T* q, const T* k, const T* v, const float* sinks, T* out,        \
+                                                const uint32_t* positions, const uint32_t* tables,                     \
+                                                const uint4* row_tiles, float* partials, uint32_t* arrivals,           \
+                                                int table_blocks, int tokens, int heads, int kv_heads, int window,     \
+                                                float scale, float softcap, int early) {                               \
+        attention<T, Tile<D, __VA_ARGS__>>(q, k, v, sinks, out, positions, tables, row_tiles, partials, arrivals,      \
+                                           table_blocks, tokens, heads, kv_heads, window, scale, softcap, early);      \
     }
 // Tiles have 16 rows for decoding, 128 rows for long prompts, and 64 rows if 128 would leave multiprocessors idle.
+// Batches of many sequences use blocks with fewer teams, because more of these fit on a multiprocessor.
+#define DEFINE_DTYPE(D, T, SUFFIX)                                                                                     \
+    DEFINE_KERNEL(16_rows, D, T, SUFFIX, 16)                                                                            \
+    DEFINE_KERNEL(16_rows_batch, D, T, SUFFIX, 16, true)                                                                \
+    DEFINE_KERNEL(64_rows, D, T, SUFFIX, 64)                                                                           \
+    DEFINE_KERNEL(128_rows, D, T, SUFFIX, 128)
 #define DEFINE_HEAD_DIM(D)                                                                                             \
-    DEFINE_KERNEL(16, D, __half, f16)                                                                                  \
-    DEFINE_KERNEL(64, D, __half, f16)                                                                                  \
-    DEFINE_KERNEL(128, D, __half, f16)                                                                                 \
-    DEFINE_KERNEL(16, D, __nv_bfloat16, bf16)                                                                          \
-    DEFINE_KERNEL(64, D, __nv_bfloat16, bf16)                                                                          \
-    DEFINE_KERNEL(128, D, __nv_bfloat16, bf16)
+    DEFINE_DTYPE(D, __half, f16)                                                                                       \
+    DEFINE_DTYPE(D, __nv_bfloat16, bf16)
 DEFINE_HEAD_DIM(16)
 DEFINE_HEAD_DIM(64)
 DEFINE_HEAD_DIM(80)

@@ -8,9 +8,9 @@ use super::mask::AttentionMask;
 use super::paged::{CachedLayer, Queries};
 use super::shape::AttentionShape;
 use crate::kernels::constants::{
-    FLASH_FEW_KEYS, FLASH_FEW_ROWS, FLASH_FEW_TEAMS, FLASH_HEAD_DIMS, FLASH_MANY_KEYS, FLASH_MANY_ROWS,
-    FLASH_MANY_WARPS, FLASH_MEDIUM_KEYS, FLASH_MEDIUM_ROWS, FLASH_MEDIUM_WARPS, FLASH_REGISTER_ELEMENTS,
-    FLASH_ROW_PADDING, FLASH_STAGES,
+    FLASH_BATCH_TEAMS, FLASH_FEW_KEYS, FLASH_FEW_ROWS, FLASH_FEW_TEAMS, FLASH_HEAD_DIMS, FLASH_MANY_KEYS,
+    FLASH_MANY_ROWS, FLASH_MANY_WARPS, FLASH_MEDIUM_KEYS, FLASH_MEDIUM_ROWS, FLASH_MEDIUM_WARPS,
+    FLASH_REGISTER_ELEMENTS, FLASH_ROW_PADDING, FLASH_STAGES,
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
 
@@ -19,6 +19,9 @@ const MAX_SPLITS: usize = 64;
 
 /// The keys of a row tile are not split across blocks if the sliding window has at most this many keys.
 const MAX_UNSPLIT_WINDOW: usize = 256;
+
+/// Blocks with fewer teams are used if there are at least this many blocks per multiprocessor.
+const BATCH_WAVES: usize = 2;
 
 /// A flash attention kernel and its launch shape, chosen for some of the queries of a pass.
 pub struct FlashAttention {
@@ -158,7 +161,7 @@ impl FlashAttention {
         let splits = splits.clamp(1, MAX_SPLITS);
         let is_split = splits > 1;
         Ok(Self {
-            kernel: format!("flash_attention_{}_rows_{head_dim}_{}", tile.rows, dtype_suffix(dtype)?),
+            kernel: format!("flash_attention_{}_{head_dim}_{}", tile.name, dtype_suffix(dtype)?),
             launch_shape: LaunchShape::new((kv_heads, row_tiles, splits), tile.threads)
                 .with_shared_bytes(tile.shared_bytes),
             shape,
@@ -230,6 +233,8 @@ impl FlashAttention {
 
 /// The tile that one thread block computes. Must match `Tile` in `flash_attention.cu`.
 struct Tile {
+    /// The part of the kernel's name that identifies the tile.
+    name: &'static str,
     /// Query rows.
     rows: usize,
     /// Threads per block.
@@ -245,9 +250,12 @@ impl Tile {
             bail!("flash_attention has no kernel for head size {head_dim} in {:?}", q.dtype());
         };
         let (max_shared_bytes, multiprocessors) = (max_shared_bytes(device)?, multiprocessors(device)?);
-        let [few, medium, many] = tiles;
+        let [few, batch, medium, many] = tiles;
         let fills_gpu = kv_heads * total.div_ceil(FLASH_MANY_ROWS) >= 2 * multiprocessors;
-        Ok(if longest <= 2 * FLASH_FEW_ROWS && few.shared_bytes <= max_shared_bytes {
+        let fills_gpu_with_few_rows = kv_heads * total.div_ceil(FLASH_FEW_ROWS) >= BATCH_WAVES * multiprocessors;
+        Ok(if longest <= 2 * FLASH_FEW_ROWS && fills_gpu_with_few_rows {
+            batch
+        } else if longest <= 2 * FLASH_FEW_ROWS && few.shared_bytes <= max_shared_bytes {
             few
         } else if fills_gpu && many.shared_bytes <= max_shared_bytes {
             many
@@ -256,20 +264,22 @@ impl Tile {
         })
     }
 
-    /// Returns the tiles of 16, 64 and 128 rows for a head size, or `None` if no kernel supports the head size.
-    fn for_head_dim(head_dim: usize) -> Option<[Self; 3]> {
+    /// Returns the tiles of 16 rows for single sequences and for batches, and those of 64 and 128 rows, for a head size.
+    /// Returns `None` if no kernel supports the head size.
+    fn for_head_dim(head_dim: usize) -> Option<[Self; 4]> {
         let index = FLASH_HEAD_DIMS.iter().position(|&dim| dim == head_dim)?;
-        let tile = |rows: usize, warps: usize, teams: usize, keys: usize| {
+        let tile = |name, rows: usize, warps: usize, teams: usize, keys: usize| {
             let rows_of_keys_and_values = teams * FLASH_STAGES * 2 * keys;
             let rows_in_registers = rows / warps / 16 * head_dim <= FLASH_REGISTER_ELEMENTS;
             let rows_in_shared = rows_of_keys_and_values + if rows_in_registers { 0 } else { rows };
             let shared_bytes = 2 * rows_in_shared * (head_dim + FLASH_ROW_PADDING);
-            Self { rows, threads: 32 * warps * teams, shared_bytes }
+            Self { name, rows, threads: 32 * warps * teams, shared_bytes }
         };
         Some([
-            tile(FLASH_FEW_ROWS, 1, FLASH_FEW_TEAMS[index], FLASH_FEW_KEYS[index]),
-            tile(FLASH_MEDIUM_ROWS, FLASH_MEDIUM_WARPS, 1, FLASH_MEDIUM_KEYS[index]),
-            tile(FLASH_MANY_ROWS, FLASH_MANY_WARPS[index], 1, FLASH_MANY_KEYS[index]),
+            tile("16_rows", FLASH_FEW_ROWS, 1, FLASH_FEW_TEAMS[index], FLASH_FEW_KEYS[index]),
+            tile("16_rows_batch", FLASH_FEW_ROWS, 1, FLASH_BATCH_TEAMS, FLASH_FEW_KEYS[index]),
+            tile("64_rows", FLASH_MEDIUM_ROWS, FLASH_MEDIUM_WARPS, 1, FLASH_MEDIUM_KEYS[index]),
+            tile("128_rows", FLASH_MANY_ROWS, FLASH_MANY_WARPS[index], 1, FLASH_MANY_KEYS[index]),
         ])
     }
 }
@@ -281,9 +291,9 @@ mod tests {
     #[test]
     fn tiles_have_the_sizes_that_the_kernels_expect() {
         let sizes = |head_dim| Tile::for_head_dim(head_dim).unwrap().map(|tile| (tile.threads, tile.shared_bytes));
-        assert_eq!(sizes(64), [(256, 147_456), (128, 36_864), (128, 27_648)]);
-        assert_eq!(sizes(128), [(256, 139_264), (128, 69_632), (128, 87_040)]);
-        assert_eq!(sizes(256), [(128, 143_616), (128, 67_584), (256, 135_168)]);
+        assert_eq!(sizes(64), [(256, 147_456), (64, 36_864), (128, 36_864), (128, 27_648)]);
+        assert_eq!(sizes(128), [(256, 139_264), (64, 34_816), (128, 69_632), (128, 87_040)]);
+        assert_eq!(sizes(256), [(128, 143_616), (64, 76_032), (128, 67_584), (256, 135_168)]);
         assert!(Tile::for_head_dim(40).is_none());
     }
 }

@@ -6,7 +6,7 @@ use super::buffers::{StepBuffers, check, check_f32};
 use crate::kernels::activation::ALPHA;
 use crate::kernels::constants::{DECODE_DOWN_SPLITS, DECODE_UP_THREADS, DECODE_UP_TILES, MXFP4_TILE_ROWS};
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, module};
-use crate::kernels::moe::expert_mlp::Mxfp4Tiles;
+use crate::kernels::moe::mxfp4_tiles::Mxfp4Tiles;
 
 /// The maximum number of experts per token that the decode kernels for MXFP4 weights support.
 pub use crate::kernels::constants::DECODE_DOWN_MAX_CHOSEN as MAX_CHOSEN_MXFP4;

@@ -4,10 +4,10 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
-use super::expert_mlp::Mxfp4Tiles;
-#[cfg(feature = "cuda")]
 use super::grouped_gemm::grouped_gemm;
 use super::mxfp4::{E2M1_VALUES, MXFP4_BLOCK, e8m0_to_f32, mxfp4_dims};
+#[cfg(feature = "cuda")]
+use super::mxfp4_tiles::Mxfp4Tiles;
 #[cfg(feature = "cuda")]
 use super::sort_by_expert::{SortedPairs, sort_by_expert};
 use crate::kernels::constants::MAX_EXPERTS;

@@ -8,6 +8,12 @@ pub mod experts;
 pub mod grouped_gemm;
 pub mod mxfp4;
 #[cfg(feature = "cuda")]
+pub mod mxfp4_tiles;
+#[cfg(feature = "cuda")]
+mod product_kernel;
+#[cfg(feature = "cuda")]
+pub mod route;
+#[cfg(feature = "cuda")]
 mod sort_by_expert;
 pub mod topk;
 

@@ -11,14 +11,16 @@ struct Routing {
     // Finds the `count` largest logits, in descending order. Ties go to the lower expert id, and NaN ranks last.
     // The first `chosen` experts get routing weights: a softmax over these experts, or over all experts (`over_all`).
     // All lanes of the warp must call this function. Each lane handles at most 32 experts, one per bit of `taken`.
-    __device__ __forceinline__ void choose(const float* logits, int experts, int count, int chosen, int lane,
-                                           bool over_all = false) {
+    // `logit_of(e)` returns the logit of expert e.
+    template <typename Logit>
+    __device__ __forceinline__ void choose_by(Logit&& logit_of, int experts, int count, int chosen, int lane,
+                                              bool over_all = false) {
         uint32_t taken = 0;  // one bit per expert of this lane: lane, lane + 32, ...
         float top = 0.0f, own = -INFINITY;
         constexpr int HELD = 4;  // logits per lane in registers; the others are reloaded in every round
         float held[HELD];
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) held[i] = lane + 32 * i < experts ? __ldcg(logits + lane + 32 * i) : -INFINITY;
+        for (int i = 0; i < HELD; ++i) held[i] = lane + 32 * i < experts ? logit_of(lane + 32 * i) : -INFINITY;
         for (int n = 0; n < count; ++n) {
             // Keys sort in the same order as logits. Key 0 means that the expert is taken, and key 1 means NaN.
             uint32_t best = 0, id = 0xffffffffu;
@@ -35,7 +37,7 @@ struct Routing {
 #pragma unroll
                 for (int i = 1; i < HELD; ++i)
                     if (lane + 32 * i < experts) offer(i, held[i]);
-                for (int i = HELD; lane + 32 * i < experts; ++i) offer(i, __ldcg(logits + lane + 32 * i));
+                for (int i = HELD; lane + 32 * i < experts; ++i) offer(i, logit_of(lane + 32 * i));
             }
             const uint32_t largest = __reduce_max_sync(0xffffffffu, best);
             id = __reduce_min_sync(0xffffffffu, best == largest ? id : 0xffffffffu);
@@ -50,11 +52,17 @@ struct Routing {
         if (over_all) {
             total = 0.0f;
             for (int i = lane; i < experts; i += 32) {
-                const float logit = __ldcg(logits + i);
+                const float logit = logit_of(i);
                 total += isnan(logit) ? 0.0f : expf(logit - top);
             }
         }
         total = warp_sum(total);
         if (lane < chosen) weight[lane] = exponential / total;
+    }
+
+    // Like choose_by, with logits in device memory.
+    __device__ __forceinline__ void choose(const float* logits, int experts, int count, int chosen, int lane,
+                                           bool over_all = false) {
+        choose_by([&](int expert) { return __ldcg(logits + expert); }, experts, count, chosen, lane, over_all);
     }
 };

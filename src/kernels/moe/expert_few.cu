@@ -1,0 +1,266 @@
+// The products of routed experts with MXFP4 weights, for few pairs per expert, as in decode steps.
+//
+//   x [tokens, hidden] -> expert_few_gate_up -> h [pairs, intermediate] -> expert_few_down -> y [pairs, hidden]
+//
+// See mxfp4_tiles.cuh for the layout of weights and h. y is [pairs, hidden], in the original order of the pairs.
+//
+// With few pairs, reading and unpacking the weights takes longer than the products.
+// A warp therefore reads a contiguous range of weights straight to registers, and uses each weight for all pairs.
+// Only mma.sync is used: at this size, it needs fewer cycles per weight than wgmma.
+//
+// All row pairs (two row tiles, 32 rows) are divided evenly among the thread blocks, and those of a block among its
+// warps. A warp's share can start or end within the columns of a row pair. The warp in which a row pair starts then
+// adds the partial sums of the warps that follow.
+// The order of these additions depends on the number of routed experts, so results are not bit for bit independent of
+// the rest of a batch.
+#include "headers/async_copy.cuh"
+#include "moe/mxfp4_tiles.cuh"
+
+constexpr int WARPS = EXPERT_FEW_THREADS / 32;
+// Steps whose weights a lane holds in registers: while it multiplies those of one step, the others are being loaded.
+constexpr int STEPS = EXPERT_FEW_STEPS;
+
+// The matrix of one expert. `steps`, the number of column tiles, is a multiple of STEPS.
+struct Matrix {
+    const uint8_t *blocks, *scales;
+    int row_tiles, steps;
+};
+
+// The weights that a lane reads: all column tiles of a row pair, then those of the next one.
+// A group is STEPS column tiles.
+struct Cursor {
+    const uint8_t *block, *scale;
+    int group, groups, steps;
+
+    __device__ __forceinline__ Cursor(const Matrix& matrix, int row_pair, int group_, int lane)
+        : group(group_), groups(matrix.steps / STEPS), steps(matrix.steps) {
+        const size_t tile = (size_t)2 * row_pair * steps + group * STEPS;
+        block = matrix.blocks + tile * MXFP4_TILE_BYTES + lane * 16;
+        scale = matrix.scales + tile * MXFP4_TILE_SCALE_BYTES + lane / 4 * 4;
+    }
+    // Loads step j of this group, for both row tiles.
+    __device__ __forceinline__ void load(int j, uint4 (&words)[2], uint32_t (&scales)[2]) const {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            const size_t tile = (size_t)m * steps;
+            words[m] = __ldcs(reinterpret_cast<const uint4*>(block + (tile + j) * MXFP4_TILE_BYTES));
+            scales[m] = __ldcs(reinterpret_cast<const uint32_t*>(scale + (tile + j) * MXFP4_TILE_SCALE_BYTES));
+        }
+    }
+    __device__ __forceinline__ void next() {
+        int tiles = STEPS;
+        if (++group == groups) group = 0, tiles += steps;  // skip the second row tile
+        block += tiles * MXFP4_TILE_BYTES, scale += tiles * MXFP4_TILE_SCALE_BYTES;
+    }
+};
+
+// The sums of a row pair for 8 · N pairs, in the layout of mma.sync results.
+template <int N> using Sums = float[2][N][4];
+
+template <int N> __device__ __forceinline__ void clear(Sums<N>& sums) {
+#pragma unroll
+    for (int i = 0; i < 2 * N * 4; ++i) sums[i / (4 * N)][i / 4 % N][i % 4] = 0.0f;
+}
+
+// Multiplies the weights of one step with 8 · N rows of x in shared memory.
+// `x_low` and `x_high` are the addresses of this lane's matrix rows, for the two blocks of 32 columns.
+template <typename T, int N>
+__device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2], const uint32_t (&scales)[2],
+                                         uint32_t x_low, uint32_t x_high) {
+    uint32_t factors[2][4];
+    scale_factors<T>(scales[0], factors[0]);
+    scale_factors<T>(scales[1], factors[1]);
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+        uint32_t b[N][4];
+#pragma unroll
+        for (int n = 0; n < N; ++n) load_matrices(b[n], (block ? x_high : x_low) + n * 1024);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            const uint32_t low = block ? words[m].z : words[m].x, high = block ? words[m].w : words[m].y;
+            const uint32_t f = factors[m][2 * block], f8 = factors[m][2 * block + 1];
+            const uint32_t a[2][4] = {{unpack_pair<T, 0>(low, f), unpack_pair<T, 0>(high, f8),
+                                       unpack_pair<T, 1>(low, f), unpack_pair<T, 1>(high, f8)},
+                                      {unpack_pair<T, 2>(low, f), unpack_pair<T, 2>(high, f8),
+                                       unpack_pair<T, 3>(low, f), unpack_pair<T, 3>(high, f8)}};
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+#pragma unroll
+                for (int n = 0; n < N; ++n) multiply_add<T>(sums[m][n], a[k], b[n][2 * k], b[n][2 * k + 1]);
+        }
+    }
+}
+
+// Adds the biases and stores the results of a row pair.
+template <typename T, bool GATE_UP, int N>
+__device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, const Tile& tile, int row_pair,
+                                               const Sums<N>& sums) {
+    const float2 bias[2] = {row_bias<T, GATE_UP>(o, rows, tile.expert, 2 * row_pair),
+                            row_bias<T, GATE_UP>(o, rows, tile.expert, 2 * row_pair + 1)};
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+        store<T, GATE_UP, 2>(o, rows, tile, 2 * row_pair, n * 8, {sums[0][n], sums[1][n]}, bias);
+}
+
+// Multiplies row pairs `first` to `last` - 1 of one expert with the tile's pairs, whose x is on its way to shared
+// memory at `xs`: [steps][8 · N rows][128 bytes].
+template <typename T, bool GATE_UP, int N>
+__device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& o, int rows, const Tile& tile,
+                                                   int first, int last, uint32_t xs, float4* partials) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int groups = matrix.steps / STEPS, total = (last - first) * groups;
+    const auto begin = [&](int warp) { return total * warp / WARPS; };
+    int left = begin(warp + 1) - begin(warp), group = begin(warp) % groups, row_pair = first + begin(warp) / groups;
+
+    // 1. Load the first weights while x is on its way.
+    uint4 words[STEPS][2];
+    uint32_t scales[STEPS][2];
+    Cursor cursor(matrix, row_pair, group, lane);
+    if (left > 0) {
+#pragma unroll
+        for (int j = 0; j < STEPS; ++j) cursor.load(j, words[j], scales[j]);
+        cursor.next();
+    }
+    wait_for_copies<0>();
+    __syncthreads();
+
+    // 2. Multiply group by group.
+    constexpr int STEP_BYTES = N * 1024;
+    const uint32_t x_start = xs + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
+    uint32_t x = x_start + group * STEPS * STEP_BYTES;
+    bool starts_here = group == 0, is_open = false;
+    Sums<N> sums = {};
+#pragma unroll 1
+    for (; left > 0; --left) {
+#pragma unroll
+        for (int j = 0; j < STEPS; ++j) {
+            multiply<T, N>(sums, words[j], scales[j], x + j * STEP_BYTES, (x ^ 64) + j * STEP_BYTES);
+            if (left > 1) cursor.load(j, words[j], scales[j]);
+        }
+        cursor.next();
+        x += STEPS * STEP_BYTES;
+        const bool ends_here = ++group == groups;
+        if (!ends_here && left > 1) continue;
+        if (!starts_here) {
+#pragma unroll
+            for (int i = 0; i < 2 * N; ++i)
+                partials[(warp * 2 * N + i) * 32 + lane] = *reinterpret_cast<const float4*>(sums[i / N][i % N]);
+        } else if (ends_here) {
+            store_row_pair<T, GATE_UP, N>(o, rows, tile, row_pair, sums);
+        } else {
+            is_open = true;
+        }
+        if (ends_here) {
+            group = 0, ++row_pair, starts_here = true, x = x_start;
+            clear<N>(sums);
+        }
+    }
+
+    // 3. Complete the row pair that later warps have finished.
+    __syncthreads();
+    if (!is_open) return;
+    for (int other = warp + 1; other < WARPS && begin(other) < (row_pair - first + 1) * groups; ++other) {
+        if (begin(other) == begin(other + 1)) continue;
+#pragma unroll
+        for (int i = 0; i < 2 * N; ++i) {
+            const float4 part = partials[(other * 2 * N + i) * 32 + lane];
+            float (&sum)[4] = sums[i / N][i % N];
+            sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+        }
+    }
+    store_row_pair<T, GATE_UP, N>(o, rows, tile, row_pair, sums);
+}
+
+// Reads the rows of x for gate_up, f32 [tokens, columns], and stores them in shared memory as T.
+template <typename T>
+__device__ __forceinline__ void load_x(const float* x, const Output<T>& o, const Tile& tile, int columns, int steps,
+                                       int chosen, int padded_pairs, unsigned char* shared) {
+    const int segments = steps * 8;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < tile.pairs * segments; i += EXPERT_FEW_THREADS) {
+        const int row = i / segments, segment = i % segments;
+        const int token = __ldg(o.sorted + tile.first_pair + row) / chosen;
+        const float2* from = reinterpret_cast<const float2*>(x + (size_t)token * columns);
+        unsigned char* to = shared + (segment / 8 * padded_pairs + row) * 128 + (segment ^ row) % 8 * 16;
+        *reinterpret_cast<uint4*>(to) = fragment_segment<T>(from, segment, columns);
+    }
+}
+
+// Starts to copy the rows of h for down, which are tiled.
+template <typename T>
+__device__ __forceinline__ void load_x(const T* h, const Output<T>& o, const Tile& tile, int, int steps, int,
+                                       int padded_pairs, unsigned char* shared) {
+    const uint4* from = reinterpret_cast<const uint4*>(h) + (size_t)tile.row * 8;
+    const uint32_t to = shared_address(shared);
+    for (int i = threadIdx.x; i < steps * padded_pairs * 8; i += EXPERT_FEW_THREADS)
+        copy_async(to + i * 16, from + (size_t)(i / (padded_pairs * 8)) * o.tiled_rows * 8 + i % (padded_pairs * 8));
+    commit_copies();
+}
+
+//   grid: one block per multiprocessor; block: EXPERT_FEW_THREADS
+//   shared memory: x [steps][max_pairs][128 bytes], then the partial sums f32 [WARPS][32][max_pairs]
+//   max_pairs: 8, 16 or 24; experts with more pairs are processed in several tiles
+template <typename T, bool GATE_UP, typename X>
+__device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* x, const uint32_t* offsets, int experts,
+                                 int chosen, int max_pairs) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP, row_pairs = (w.rows + 31) / 32;
+    float4* const partials = reinterpret_cast<float4*>(shared + (size_t)steps * max_pairs * 128);
+
+    // 1. Find the row pairs of this block. An expert has row_pairs of them for each tile of pairs.
+    int total = 0;
+    for (int base = 0; base < experts; base += 32) {
+        const int expert = base + threadIdx.x % 32;
+        const int pairs = expert < experts ? offsets[expert + 1] - offsets[expert] : 0;
+        total += __reduce_add_sync(0xffffffffu, (pairs + max_pairs - 1) / max_pairs * row_pairs);
+    }
+    int next = (long long)total * blockIdx.x / gridDim.x;
+    const int end = (long long)total * (blockIdx.x + 1) / gridDim.x;
+
+    // 2. Multiply, one expert and tile of pairs at a time.
+    WorkItem item;
+    while (next < end && find_work_item(offsets, experts, max_pairs, row_pairs, next, item)) {
+        const int tiles = item.count / row_pairs, tile_pairs = ((item.pairs + tiles - 1) / tiles + 7) / 8 * 8;
+        const int start = item.index / row_pairs * tile_pairs, first = item.index % row_pairs;
+        const int last = min(row_pairs, first + end - next);
+        const Tile tile = {item.expert, item.first + start, min(tile_pairs, item.pairs - start), item.row + start, 0};
+        next += last - first;
+        if (tile.pairs <= 0) continue;  // rounding up to multiples of 8 can leave nothing for the last tile
+        const size_t first_tile = (size_t)item.expert * row_tiles * steps;
+        const Matrix matrix = {w.blocks + first_tile * MXFP4_TILE_BYTES, w.scales + first_tile * MXFP4_TILE_SCALE_BYTES,
+                               row_tiles, steps};
+        const uint32_t xs = shared_address(shared);
+        __syncthreads();  // slower warps may still read x or partial sums of the previous tile
+        const int padded_pairs = (tile.pairs + 7) / 8 * 8;
+        load_x<T>(x, o, tile, w.columns, steps, chosen, padded_pairs, shared);
+        if (padded_pairs == 8)
+            multiply_row_pairs<T, GATE_UP, 1>(matrix, o, w.rows, tile, first, last, xs, partials);
+        else if (padded_pairs == 16)
+            multiply_row_pairs<T, GATE_UP, 2>(matrix, o, w.rows, tile, first, last, xs, partials);
+        else
+            multiply_row_pairs<T, GATE_UP, 3>(matrix, o, w.rows, tile, first, last, xs, partials);
+    }
+}
+
+//   gate_up: x f32 [tokens, hidden], paired weights, bias [experts, 2 · intermediate] -> tiled h [pairs, intermediate]
+//     rows = 2 · intermediate, columns = hidden
+//   down: tiled h, plain weights, bias [experts, hidden] -> y [pairs, hidden]
+//     rows = hidden, columns = intermediate
+// `hidden` and `intermediate` are multiples of 64 · STEPS.
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(EXPERT_FEW_THREADS, 1)                                                \
+        expert_few_gate_up_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const float* x,       \
+                                    const uint32_t* sorted, const uint32_t* offsets, T* h, int rows, int columns,      \
+                                    int tiled_rows, int experts, int chosen, int max_pairs, float limit) {             \
+        multiply_experts<T, true>({blocks, scales, rows, columns}, {bias, sorted, h, tiled_rows, limit}, x, offsets,   \
+                                  experts, chosen, max_pairs);                                                         \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(EXPERT_FEW_THREADS, 1)                                                \
+        expert_few_down_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* h,              \
+                                 const uint32_t* sorted, const uint32_t* offsets, T* y, int rows, int columns,         \
+                                 int tiled_rows, int experts, int chosen, int max_pairs) {                             \
+        multiply_experts<T, false>({blocks, scales, rows, columns}, {bias, sorted, y, tiled_rows, 0.0f}, h, offsets,   \
+                                   experts, chosen, max_pairs);                                                        \
+    }
+DEFINE(__half, f16)
+DEFINE(__nv_bfloat16, bf16)

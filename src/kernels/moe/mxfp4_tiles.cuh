@@ -1,0 +1,188 @@
+// MXFP4 weights and activations in tiles, for the products of routed experts on tensor cores.
+//
+// At load time, `repack_mxfp4` repacks the weights [experts, rows, columns] into tiles of 16 rows × 64 columns:
+//   blocks: [experts][ceil(rows / 16)][ceil(columns / 64)][lane][16 bytes]
+//     In column tile j, lane 4g + t holds one word of each of four blocks:
+//     (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
+//   scales: [experts][ceil(rows / 16)][ceil(columns / 64)][g][4 bytes]
+//     The four bytes are the scales of the four blocks listed above.
+//   A word holds the values 8t .. 8t + 7 of a block: even columns in the low half, odd columns in the high half.
+//   In each half, the magnitudes of the four values are in bits 11..9, 8..6, 5..3 and 2..0.
+//   The signs of the four values are in bits 15, 14, 13 and 12.
+// A lane's 16 bytes are its A fragments for four MMAs with K = 16, so weights never move between lanes.
+//
+// Columns of x, h and y are in *fragment order*.
+// In each group of 32 columns, pair i is columns 2i and 2i + 1. Pair 4t + p is stored as pair 4p + t (t, p: 0 to 3).
+// In this order, each lane reads the columns that match its weights.
+// This permutation is its own inverse.
+//
+// x and h are *tiled*: [ceil(columns / 64)][tiled_rows][128 bytes].
+// The rows of x and h are in the order of `sorted` (see sort_by_expert).
+// Each expert's rows start at a multiple of 8, so pairs + 8 · experts rows are always enough.
+// Segment s (16 bytes) of row r is stored at position s ^ (r % 8), and padding columns are zeros.
+// Consecutive rows of 64 columns are then contiguous, and tensor cores read them without bank conflicts.
+#pragma once
+#include "constants.cuh"
+#include "headers/common.cuh"
+#include "headers/tensor_core.cuh"
+#include "moe/work_items.cuh"
+
+// Columns per step: the width of a weight tile. A row of x has 128 bytes per step.
+constexpr int STEP = MXFP4_TILE_COLUMNS;
+
+// The type of two packed values.
+template <typename T> struct Pair;
+template <> struct Pair<__half> {
+    using type = __half2;
+};
+template <> struct Pair<__nv_bfloat16> {
+    using type = __nv_bfloat162;
+};
+template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word) {
+    const T* halves = reinterpret_cast<const T*>(&word);
+    return make_float2(to_float(halves[0]), to_float(halves[1]));
+}
+
+// ---- fragment order ----
+
+// Returns segment `index` (8 columns in fragment order) of a row, rounded to T. Padding columns are zeros.
+template <typename T> __device__ __forceinline__ uint4 fragment_segment(const float2* row, int index, int columns) {
+    if (index >= columns / 8) return make_uint4(0, 0, 0, 0);
+    // Fragment order stores the column pairs p, 4 + p, 8 + p and 12 + p at positions 4p .. 4p + 3.
+    const float2* pair = row + index / 4 * 16 + index % 4;
+    const float2 a = pair[0], b = pair[4], c = pair[8], d = pair[12];
+    return make_uint4(pack<T>(a.x, a.y), pack<T>(b.x, b.y), pack<T>(c.x, c.y), pack<T>(d.x, d.y));
+}
+
+// ---- unpacking ----
+
+// Converts four scale bytes to factors for the unpacked values. Each word holds its factor twice.
+// `Mxfp4Tiles::repack` rejects bytes above 128.
+template <typename T> __device__ __forceinline__ void scale_factors(uint32_t scales, uint32_t (&factors)[4]);
+// bf16: unpacked values are E2M1 · 2^-126, so the factor for a scale of 2^(s - 127) is 2^(s - 1), exact even for s = 0.
+template <> __device__ __forceinline__ void scale_factors<__nv_bfloat16>(uint32_t scales, uint32_t (&factors)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) factors[i] = __byte_perm(scales, 0, 0x4040 + 0x0101 * i) * 128u + 0x3F003F00u;
+}
+// f16: unpacked values are E2M1 · 2^-14, so the factor is 2^(s - 113), which is a normal number for s >= 99.
+// For smaller s, all products round to zero.
+template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scales, uint32_t (&factors)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t exponents = __vmaxs2(__byte_perm(scales, 0, 0x4040 + 0x0101 * i), 0x00620062u) - 0x00620062u;
+        factors[i] = exponents << 10;
+    }
+}
+// Returns pair P of the eight values in a word, multiplied by their scale.
+template <typename T, int P> __device__ __forceinline__ uint32_t unpack_pair(uint32_t word, uint32_t factor) {
+    using T2 = typename Pair<T>::type;
+    constexpr bool HALF = __is_same(T, __half);
+    uint32_t magnitude;
+    if constexpr (HALF) {
+        magnitude = word << (3 * P) & 0x0E000E00u;
+    } else {
+        magnitude = (P == 0 ? word >> 3 : word << (3 * (P > 0 ? P - 1 : 0))) & 0x01C001C0u;
+    }
+    uint32_t bits = magnitude | (word << P & 0x80008000u);
+    const T2 product = __hmul2(*reinterpret_cast<T2*>(&bits), *reinterpret_cast<T2*>(&factor));
+    return *reinterpret_cast<const uint32_t*>(&product);
+}
+
+// ---- tiles ----
+
+struct Weights {
+    const uint8_t *blocks, *scales;
+    int rows, columns;
+};
+
+// One tile of the output: the product of a token tile and a tile of weight rows.
+// A token tile has at most `max_pairs` pairs of one expert. An expert's pairs are divided evenly among its token tiles.
+struct Tile {
+    int expert, first_pair, pairs;
+    int row;       // the first row of tiled x and h
+    int row_tile;  // the first of ROW_TILES tiles of 16 weight rows each
+};
+
+// ---- results ----
+
+// Transposes an 8 × 8 matrix. Lane 4g + t passes columns 2t and 2t + 1 of row g.
+// Returns rows 2t and 2t + 1 of column g.
+template <typename T> __device__ __forceinline__ uint32_t transposed(float a, float b) {
+    uint32_t word = pack<T>(a, b);
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
+    return word;
+}
+
+__device__ __forceinline__ float clamped_swiglu(float g, float u, float limit) {
+    // Comparisons keep NaN; fminf and fmaxf would return the limit.
+    const float gate = g > limit ? limit : g, up = u > limit ? limit : u < -limit ? -limit : u;
+    return __fdividef(gate, 1.0f + __expf(-SWIGLU_ALPHA * gate)) * (up + 1.0f);
+}
+
+template <typename T> struct Output {
+    const T* bias;  // [experts, rows] or null
+    const uint32_t* sorted;
+    T* out;  // gate_up: h [pairs, rows / 2], tiled; down: y [pairs, rows]
+    int tiled_rows;
+    float limit;
+};
+
+// Returns the biases of rows g and g + 8 of a weight tile.
+template <typename T, bool GATE_UP>
+__device__ __forceinline__ float2 row_bias(const Output<T>& o, int rows, int expert, int row_tile) {
+    const int g = threadIdx.x % 32 / 4;
+    const int first = row_tile * 16 + (GATE_UP ? 2 * g : g), second = first + (GATE_UP ? 1 : 8);
+    const T* bias = o.bias + (size_t)expert * rows;
+    if (!o.bias || row_tile * 16 >= rows) return make_float2(0.0f, 0.0f);
+    return make_float2(to_float(bias[first]), to_float(bias[second]));
+}
+
+template <int WORDS> struct Vector;
+template <> struct Vector<1> {
+    using type = uint32_t;
+};
+template <> struct Vector<2> {
+    using type = uint2;
+};
+template <> struct Vector<4> {
+    using type = uint4;
+};
+template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* to, const uint32_t (&words)[WORDS]) {
+    using V = typename Vector<WORDS>::type;
+    *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(words);
+}
+
+// Stores the results of 8 tokens × TILES weight tiles.
+// TILES is 1 or 2. With 2, the index of the first tile is even.
+// For each tile, `sums` has the products of row g and tokens 2t and 2t + 1, then of row g + 8 and these two tokens.
+template <typename T, bool GATE_UP, int TILES>
+__device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& tile, int row_tile, int token,
+                                      const float* const (&sums)[TILES], const float2 (&bias)[TILES]) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    if constexpr (GATE_UP) {
+        alignas(16) uint32_t words[TILES];
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            const float first = clamped_swiglu(sums[i][0] + bias[i].x, sums[i][2] + bias[i].y, o.limit);
+            const float second = clamped_swiglu(sums[i][1] + bias[i].x, sums[i][3] + bias[i].y, o.limit);
+            words[i] = transposed<T>(first, second);
+            if (row_tile * 16 >= rows) words[i] = 0;  // padding columns of h
+        }
+        // Columns 8·row_tile + 2t and 8·row_tile + 2t + 1 of h are word row_tile % 4 of their segment.
+        const int row = tile.row + token + g, segment = row_tile / 4 * 4 + t;
+        const size_t at = ((size_t)(segment / 8) * o.tiled_rows + row) * 8 + (segment ^ row) % 8;
+        if (token + g < tile.pairs && row_tile * 16 < (rows + 127) / 128 * 128)
+            store_words(o.out + at * 8 + row_tile % 4 * 2, words);
+    } else {
+        alignas(16) uint32_t words[2 * TILES];
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            words[2 * i] = transposed<T>(sums[i][0] + bias[i].x, sums[i][1] + bias[i].x);
+            words[2 * i + 1] = transposed<T>(sums[i][2] + bias[i].y, sums[i][3] + bias[i].y);
+        }
+        if (token + g < tile.pairs && row_tile * 16 < rows) {
+            const size_t pair = o.sorted[tile.first_pair + token + g];
+            store_words(o.out + pair * rows + row_tile / 2 * 32 + t * 8 + row_tile % 2 * 4, words);
+        }
+    }
+}

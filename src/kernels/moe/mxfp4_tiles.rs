@@ -1,0 +1,77 @@
+//! MXFP4 weights in tiles for tensor cores. `mxfp4_tiles.cuh` describes the layout.
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use super::mxfp4::mxfp4_dims;
+use crate::kernels::constants::{MXFP4_TILE_BYTES, MXFP4_TILE_COLUMNS, MXFP4_TILE_ROWS, MXFP4_TILE_SCALE_BYTES};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
+use crate::kernels::{bytes, unsupported};
+
+/// MXFP4 matrices in tiles of 16 rows × 64 columns, in the order in which tensor cores read them.
+#[derive(Clone, Debug)]
+pub struct Mxfp4Tiles {
+    /// u8 `[experts, ceil(rows / 16), ceil(columns / 64), 512]`
+    blocks: Tensor,
+    /// u8 `[experts, ceil(rows / 16), ceil(columns / 64), 32]`
+    scales: Tensor,
+    rows: usize,
+    columns: usize,
+}
+
+/// The order of the 16 rows in a tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowOrder {
+    Plain,
+    /// Rows 2g and 2g + 1, which are a gate row and its up row, are stored at g and g + 8.
+    Paired,
+}
+
+impl Mxfp4Tiles {
+    /// Repacks MXFP4 blocks and scales into tiles on the GPU and waits for the result.
+    ///
+    /// The blocks are u8 `[experts, rows, columns / 32, 16]`, and the scales are u8 `[experts, rows, columns / 32]`.
+    ///
+    /// Returns `None` if a scale exceeds 2 or is NaN, which the tensor-core kernels do not support.
+    /// No known checkpoint contains such a scale.
+    pub fn repack(blocks: &Tensor, scales: &Tensor, order: RowOrder) -> Result<Option<Self>> {
+        let (experts, rows, columns) = mxfp4_dims(blocks, scales)?;
+        let Device::Cuda(device) = blocks.device() else { return unsupported("Mxfp4Tiles::repack", blocks) };
+        let (row_tiles, column_tiles) = (rows.div_ceil(MXFP4_TILE_ROWS), columns.div_ceil(MXFP4_TILE_COLUMNS));
+        // SAFETY: the kernel writes every byte of every tile.
+        let empty =
+            |bytes| unsafe { Tensor::empty((experts, row_tiles, column_tiles, bytes), DType::U8, blocks.device()) };
+        let tiles = Self { blocks: empty(MXFP4_TILE_BYTES)?, scales: empty(MXFP4_TILE_SCALE_BYTES)?, rows, columns };
+        let has_large_scale = Tensor::zeros(1, DType::U32, blocks.device())?;
+        let arguments = Arguments::new()
+            .tensor(blocks)?
+            .tensor(scales)?
+            .tensor(&tiles.blocks)?
+            .tensor(&tiles.scales)?
+            .tensor(&has_large_scale)?
+            .int(experts)
+            .int(rows)
+            .int(columns)
+            .flag(order == RowOrder::Paired);
+        let shape = LaunchShape::linear((experts * row_tiles * column_tiles).div_ceil(8), 256);
+        // SAFETY: `mxfp4_dims` checked blocks and scales; the tiles have the sizes that the kernel expects.
+        unsafe { Launch::new(module!("expert_mlp"), "repack_mxfp4", shape, arguments).enqueue(device)? };
+        Ok((has_large_scale.to_vec1::<u32>()?[0] == 0).then_some(tiles))
+    }
+
+    /// Returns `(experts, rows, columns)`.
+    pub fn dims(&self) -> (usize, usize, usize) {
+        (self.blocks.dims()[0], self.rows, self.columns)
+    }
+
+    pub fn blocks(&self) -> &Tensor {
+        &self.blocks
+    }
+
+    pub fn scales(&self) -> &Tensor {
+        &self.scales
+    }
+
+    pub fn bytes(&self) -> u64 {
+        bytes(&self.blocks) + bytes(&self.scales)
+    }
+}

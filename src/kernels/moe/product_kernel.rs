@@ -1,0 +1,104 @@
+//! Selects the kernel for the matrix products of routed experts with MXFP4 tiles.
+
+use candle_core::Result;
+use candle_core::cuda_backend::CudaDevice;
+
+use crate::kernels::constants::{
+    EXPERT_FEW_STEPS, EXPERT_FEW_THREADS, EXPERT_MMA_ROW_TILES, EXPERT_MMA_STAGES, EXPERT_MMA_THREADS,
+    EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, EXPERT_WGMMA_ROW_TILES, EXPERT_WGMMA_THREADS, EXPERT_WIDE_PAIRS,
+    EXPERT_WIDE_STAGES, MXFP4_TILE_BYTES, MXFP4_TILE_COLUMNS, MXFP4_TILE_SCALE_BYTES,
+};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, max_shared_bytes, module, multiprocessors};
+
+/// Up to this many pairs per expert on average, `expert_few.cu` is faster than `expert_mlp.cu`.
+const FEW_PAIRS_PER_EXPERT: usize = 20;
+
+/// A kernel for the matrix products of all experts. Each of its blocks processes several tiles.
+#[derive(Clone, Copy)]
+pub(super) enum ProductKernel {
+    /// From `expert_few.cu`. A tile has at most `max_pairs` pairs.
+    Few { max_pairs: usize, shape: LaunchShape },
+    /// From `expert_mlp.cu`. `name` is the suffix of the kernel's name.
+    Many { name: &'static str, shape: LaunchShape },
+}
+
+impl ProductKernel {
+    /// Chooses the kernel whose tiles suit the number of pairs per expert.
+    /// `gate_up` is the number of experts and the rows and columns of their gate and up matrices.
+    pub fn choose(device: &CudaDevice, pairs: usize, gate_up: (usize, usize, usize)) -> Result<Self> {
+        let (experts, rows, columns) = gate_up;
+        let multiprocessors = multiprocessors(device)?;
+        if pairs <= FEW_PAIRS_PER_EXPERT * experts
+            && let Some((max_pairs, shared_bytes)) = few_tile(columns, rows / 2, max_shared_bytes(device)?)
+        {
+            let shape = LaunchShape::linear(multiprocessors, EXPERT_FEW_THREADS).with_shared_bytes(shared_bytes);
+            return Ok(Self::Few { max_pairs, shape });
+        }
+        let capability = device.cuda_stream().context().compute_capability();
+        // Only code for sm_90a contains wgmma instructions. Code for sm_90a runs only on compute capability 9.0.
+        let has_wgmma = env!("INFERNO_COMPUTE_CAP") == "90" && matches!(capability, Ok((9, 0)));
+        let wgmma = |name, pairs, stages| Self::Many {
+            name,
+            shape: LaunchShape::linear(multiprocessors, EXPERT_WGMMA_THREADS)
+                .with_shared_bytes(wgmma_shared_bytes(pairs, stages)),
+        };
+        let mma = |name, pairs, blocks| Self::Many {
+            name,
+            shape: LaunchShape::linear(blocks * multiprocessors, EXPERT_MMA_THREADS)
+                .with_shared_bytes(mma_shared_bytes(pairs)),
+        };
+        Ok(match (has_wgmma, pairs) {
+            (true, pairs) if pairs <= 80 * experts => wgmma("narrow", EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES),
+            (true, _) => wgmma("wide", EXPERT_WIDE_PAIRS, EXPERT_WIDE_STAGES),
+            (false, pairs) if pairs <= 24 * experts => mma("t32", 32, 2),
+            (false, pairs) if pairs <= 48 * experts => mma("t64", 64, 2),
+            (false, _) => mma("t128", 128, 1),
+        })
+    }
+
+    /// Returns whether the kernel reads x itself. The other kernels need its rows gathered by expert.
+    pub fn is_for_few_pairs(self) -> bool {
+        matches!(self, Self::Few { .. })
+    }
+
+    /// Returns the launch of a product: `gate_up` or `down`.
+    pub fn launch(self, product: &str, dtype: &str, arguments: Arguments) -> Launch {
+        match self {
+            Self::Few { shape, .. } => {
+                Launch::new(module!("expert_few"), format!("expert_few_{product}_{dtype}"), shape, arguments)
+            }
+            Self::Many { name, shape } => {
+                Launch::new(module!("expert_mlp"), format!("expert_{product}_{dtype}_{name}"), shape, arguments)
+            }
+        }
+    }
+}
+
+/// Returns the largest number of pairs per tile, and the shared memory for it, with which `expert_few.cu` can run both
+/// products. Returns `None` if it supports no such tile.
+fn few_tile(hidden: usize, intermediate: usize, max_shared_bytes: usize) -> Option<(usize, usize)> {
+    let group = MXFP4_TILE_COLUMNS * EXPERT_FEW_STEPS;
+    if !hidden.is_multiple_of(group) || !intermediate.is_multiple_of(group) {
+        return None;
+    }
+    let columns = hidden.max(intermediate);
+    // The rows of x or h, and f32 partial sums of 32 weight rows per warp
+    let bytes = |pairs: usize| pairs * (2 * columns + EXPERT_FEW_THREADS / 32 * 32 * 4);
+    [24, 16, 8].into_iter().map(|pairs| (pairs, bytes(pairs))).find(|&(_, bytes)| bytes <= max_shared_bytes)
+}
+
+/// Returns the shared memory of the mma.sync kernels in bytes.
+///
+/// A stage holds `pairs` rows of x and the weight tiles.
+const fn mma_shared_bytes(pairs: usize) -> usize {
+    let weight_bytes = EXPERT_MMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
+    EXPERT_MMA_STAGES * (pairs * 128 + weight_bytes)
+}
+
+/// Returns the shared memory of the wgmma kernels in bytes.
+///
+/// A stage of the ring buffer holds two steps and two barriers. The ring buffer is aligned to 1024 bytes.
+const fn wgmma_shared_bytes(pairs: usize, stages: usize) -> usize {
+    let weight_bytes = EXPERT_WGMMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
+    stages * (2 * (pairs * 128 + weight_bytes) + 16) + 1024
+}

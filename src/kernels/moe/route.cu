@@ -1,0 +1,117 @@
+// Routes a few tokens in one launch: router logits, the chosen experts of each token, and all pairs sorted by expert.
+//   x: f32 [tokens, columns]
+//   weight: f32 [experts, columns]
+//   bias: f32 [experts] or null
+//   partials: f32 [slices, tokens, experts], scratch memory: the sums of each slice of columns
+//   ids: u32 [tokens, chosen], scratch memory
+//   shares: f32 [tokens, chosen], the routing weights
+//   sorted, offsets: see sort_by_expert
+//   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS
+//   grid: (ceil(tokens / 8), slices, ceil(experts / 32)) with slices = ceil(columns / ROUTE_COLUMNS)
+//   block: 256, one warp per token and one lane per expert
+//   bytes moved: 4 · (tokens + experts) · columns
+// The last block of 8 tokens adds the partial sums and chooses the experts, and the last block of all sorts the pairs.
+// The sums do not depend on other tokens.
+#include "constants.cuh"
+#include "headers/arrive.cuh"
+#include "headers/common.cuh"
+#include "moe/routing.cuh"
+
+constexpr int TOKENS = 8, THREADS = 32 * TOKENS, QUADS = ROUTE_COLUMNS / 4;
+
+// The blocks that have finished: for each 8 tokens, and for all of them. All counters are zero between launches.
+// Every device loads this module separately and runs its kernels in order, so launches do not share the counters.
+__device__ uint32_t finished[ROUTE_TOKENS / TOKENS + 1];
+
+// Sorts all pairs by expert, like sort_by_expert.
+__device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, int pairs,
+                                           int experts) {
+    __shared__ uint32_t next[ROUTE_EXPERTS];
+    for (int e = threadIdx.x; e < experts; e += THREADS) next[e] = 0;
+    __syncthreads();
+    for (int p = threadIdx.x; p < pairs; p += THREADS) atomicAdd(&next[__ldcg(ids + p)], 1u);
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        uint32_t before = 0;
+        for (int base = 0; base < experts; base += 32) {
+            const int e = base + threadIdx.x;
+            const uint32_t count = e < experts ? next[e] : 0;
+            uint32_t end = count;
+#pragma unroll
+            for (int offset = 1; offset < 32; offset *= 2) {
+                const uint32_t other = __shfl_up_sync(0xffffffffu, end, offset);
+                if (threadIdx.x >= offset) end += other;
+            }
+            if (e < experts) offsets[e] = next[e] = before + end - count;
+            before += __shfl_sync(0xffffffffu, end, 31);
+        }
+        if (threadIdx.x == 0) offsets[experts] = before;
+    }
+    __syncthreads();
+    for (int p = threadIdx.x; p < pairs; p += THREADS) sorted[atomicAdd(&next[__ldcg(ids + p)], 1u)] = p;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    route_f32(const float* x, const float* weight, const float* bias, float* partials, uint32_t* ids, float* shares,
+              uint32_t* sorted, uint32_t* offsets, int tokens, int columns, int experts, int chosen) {
+    __shared__ float4 xs[TOKENS][QUADS];
+    __shared__ float4 weights[32][QUADS + 1];  // one more, so that lanes read different banks
+    __shared__ float logits[TOKENS][ROUTE_EXPERTS];
+    __shared__ Routing routing[TOKENS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.x * TOKENS + warp;
+    const int first_expert = blockIdx.z * 32, first_column = blockIdx.y * ROUTE_COLUMNS;
+
+    // 1. Multiply one slice of columns: 8 tokens and 32 experts.
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const auto load = [&](const float* matrix, int row, int rows, int quad) {
+        const bool valid = row < rows && first_column + 4 * quad < columns;
+        const float* from = matrix + (size_t)row * columns + first_column;
+        return valid ? __ldg(reinterpret_cast<const float4*>(from) + quad) : zero;
+    };
+    static_assert(QUADS <= 32);
+    float4 loaded[32 / TOKENS];
+#pragma unroll
+    for (int i = 0; i < 32 / TOKENS; ++i)
+        loaded[i] = lane < QUADS ? load(weight, first_expert + warp + i * TOKENS, experts, lane) : zero;
+    const float4 own = lane < QUADS ? load(x, token, tokens, lane) : zero;
+    if (lane < QUADS) {
+        xs[warp][lane] = own;
+#pragma unroll
+        for (int i = 0; i < 32 / TOKENS; ++i) weights[warp + i * TOKENS][lane] = loaded[i];
+    }
+    __syncthreads();
+    float4 sums = zero;
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i) {
+        const float4 a = xs[warp][i], b = weights[lane][i];
+        sums.x += a.x * b.x, sums.y += a.y * b.y, sums.z += a.z * b.z, sums.w += a.w * b.w;
+    }
+    if (token < tokens && first_expert + lane < experts)
+        partials[((size_t)blockIdx.y * tokens + token) * experts + first_expert + lane] =
+            (sums.x + sums.y) + (sums.z + sums.w);
+    __threadfence();
+    if (!is_last_block(finished + blockIdx.x, gridDim.y * gridDim.z)) return;
+
+    // 2. Add all slices and choose the experts of 8 tokens.
+    if (token < tokens) {
+        for (int e = lane; e < experts; e += 32) {
+            float sum = bias ? bias[e] : 0.0f;
+#pragma unroll 24
+            for (int slice = 0; slice < gridDim.y; ++slice)
+                sum += __ldcg(partials + ((size_t)slice * tokens + token) * experts + e);
+            logits[warp][e] = sum;
+        }
+        __syncwarp();
+        routing[warp].choose_by([&](int expert) { return logits[warp][expert]; }, experts, chosen, chosen, lane);
+        __syncwarp();
+        if (lane < chosen) {
+            ids[(size_t)token * chosen + lane] = routing[warp].expert[lane];
+            shares[(size_t)token * chosen + lane] = routing[warp].weight[lane];
+        }
+    }
+    __threadfence();
+
+    // 3. Sort the pairs of all tokens.
+    if (is_last_block(finished + ROUTE_TOKENS / TOKENS, gridDim.x))
+        sort_pairs(ids, sorted, offsets, tokens * chosen, experts);
+}

@@ -1,0 +1,106 @@
+//! Routes tokens to experts on a GPU: chooses the experts and sorts the (token, expert) pairs by expert (`route.cu`).
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use super::sort_by_expert::{SortedPairs, sort_by_expert};
+use super::topk::{Softmax, topk_softmax};
+use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS, ROUTE_COLUMNS, ROUTE_EXPERTS, ROUTE_TOKENS};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
+use crate::kernels::matmul::matmul_f32;
+use crate::kernels::rows::add_bias;
+use crate::kernels::unsupported;
+
+/// The (token, expert) pairs of a batch, sorted by expert, and their routing weights.
+pub struct RoutedPairs {
+    /// u32 `[pairs]`: pair t · chosen + n is expert n of token t.
+    pub sorted: Tensor,
+    /// u32 `[experts + 1]`: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e, in any order.
+    pub offsets: Tensor,
+    /// f32 `[tokens, chosen]`: the routing weight of each pair.
+    pub shares: Tensor,
+}
+
+impl RoutedPairs {
+    /// Sorts the pairs of `ids`, u32 `[tokens, chosen]`, with the routing weights `shares`, f32 `[tokens, chosen]`.
+    /// The caller guarantees that every id is less than `experts`.
+    pub fn new(ids: &Tensor, shares: Tensor, experts: usize) -> Result<Self> {
+        let Device::Cuda(device) = ids.device() else { return unsupported("RoutedPairs::new", ids) };
+        let is_valid = ids.dims2()?.1 <= MAX_CHOSEN_EXPERTS && ids.dims() == shares.dims();
+        if !is_valid || ids.dtype() != DType::U32 || shares.dtype() != DType::F32 {
+            let (ids_dtype, shares_dtype) = (ids.dtype(), shares.dtype());
+            let (ids, shares) = (ids.dims(), shares.dims());
+            bail!(
+                "RoutedPairs: invalid inputs: ids {ids_dtype:?} {ids:?}, routing weights {shares_dtype:?} {shares:?}"
+            );
+        }
+        let SortedPairs { sorted, offsets } = sort_by_expert(device, ids, experts)?;
+        Ok(Self { sorted, offsets, shares })
+    }
+
+    /// Chooses the `chosen` experts with the largest router logits x·weightᵀ + bias for each token.
+    /// The routing weights are the softmax over the chosen experts.
+    ///
+    /// - x: f32 `[tokens, hidden]`
+    /// - weight: f32 `[experts, hidden]`
+    /// - bias: f32 `[experts]`
+    pub fn route(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, chosen: usize) -> Result<Self> {
+        let ((tokens, columns), (experts, weight_columns)) = (x.dims2()?, weight.dims2()?);
+        let all_f32 = [Some(x), Some(weight), bias].into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
+        if !all_f32 || columns != weight_columns || bias.is_some_and(|bias| bias.dims() != [experts]) {
+            let (x, weight, bias) = (x.dims(), weight.dims(), bias.map(Tensor::dims));
+            bail!("route: the inputs must be F32 and have matching shapes: x {x:?}, weight {weight:?}, bias {bias:?}");
+        }
+        if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
+            bail!("route: cannot choose {chosen} of {experts} experts");
+        }
+        let Device::Cuda(device) = x.device() else { return unsupported("RoutedPairs::route", x) };
+        if (1..=ROUTE_TOKENS).contains(&tokens) && experts <= ROUTE_EXPERTS && columns.is_multiple_of(4) {
+            return Self::route_few(device, x, weight, bias, chosen);
+        }
+        let logits = matmul_f32(x, weight)?;
+        let logits = match bias {
+            Some(bias) => add_bias(&logits, bias)?,
+            None => logits,
+        };
+        let (ids, shares) = topk_softmax(&logits, chosen, Softmax::OverChosen)?;
+        Self::new(&ids, shares, experts)
+    }
+
+    /// Routes up to `ROUTE_TOKENS` tokens in one launch. The caller has checked all shapes.
+    fn route_few(
+        device: &CudaDevice,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        chosen: usize,
+    ) -> Result<Self> {
+        let ((tokens, columns), (experts, _)) = (x.dims2()?, weight.dims2()?);
+        // SAFETY: the kernel writes every element before a kernel reads it.
+        let empty = |shape: &[usize], dtype| unsafe { Tensor::empty(shape, dtype, x.device()) };
+        let slices = columns.div_ceil(ROUTE_COLUMNS);
+        let (partials, ids) = (empty(&[slices, tokens, experts], DType::F32)?, empty(&[tokens, chosen], DType::U32)?);
+        let routed = Self {
+            sorted: empty(&[tokens * chosen], DType::U32)?,
+            offsets: empty(&[experts + 1], DType::U32)?,
+            shares: empty(&[tokens, chosen], DType::F32)?,
+        };
+        let arguments = Arguments::new()
+            .tensor(x)?
+            .tensor(weight)?
+            .optional(bias)?
+            .tensor(&partials)?
+            .tensor(&ids)?
+            .tensor(&routed.shares)?
+            .tensor(&routed.sorted)?
+            .tensor(&routed.offsets)?
+            .int(tokens)
+            .int(columns)
+            .int(experts)
+            .int(chosen);
+        let shape = LaunchShape::new((tokens.div_ceil(8), slices, experts.div_ceil(32)), 256);
+        // SAFETY: `route` has checked all shapes and dtypes, and the grid covers all tokens and experts.
+        unsafe { Launch::new(module!("route"), "route_f32", shape, arguments).enqueue(device)? };
+        Ok(routed)
+    }
+}
