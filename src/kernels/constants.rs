@@ -126,7 +126,7 @@ pub const GROUPED_GEMM_THREADS: usize = 256;
 
 // Matrix products of routed experts with MXFP4 tiles (`moe/expert_mlp.rs`, `moe/expert_mlp.cu`).
 // Some of these kernels use mma.sync, and others use wgmma.
-// The wgmma kernels have wide tiles for many pairs per expert and narrow tiles for few pairs per expert.
+// The wgmma kernels have wide, narrow and slim tiles, depending on the number of pairs per expert.
 
 /// 16-row weight tiles per thread block in the mma.sync kernels.
 pub const EXPERT_MMA_ROW_TILES: usize = 16;
@@ -147,6 +147,10 @@ pub const EXPERT_WIDE_STAGES: usize = 4;
 pub const EXPERT_NARROW_PAIRS: usize = 96;
 /// Stages of the ring buffer for narrow tiles.
 pub const EXPERT_NARROW_STAGES: usize = 5;
+/// The maximum number of pairs in a slim tile.
+pub const EXPERT_SLIM_PAIRS: usize = 48;
+/// Stages of the ring buffer for slim tiles.
+pub const EXPERT_SLIM_STAGES: usize = 4;
 
 // The same products for few pairs per expert (`moe/expert_few.rs`, `moe/expert_few.cu`).
 

@@ -1,6 +1,7 @@
 // Residual addition and RMSNorm: sum = x + y, normed = sum / sqrt(mean(sum²) + eps) · weight.
 // With a bias, LayerNorm replaces RMSNorm: the mean of sum is subtracted first, and the bias is added last.
 //   x, y, sum: f32 [tokens, columns]; if y is null, the kernel normalizes x and does not write sum
+//   y_bias: f32 [columns] or null; it is added to y
 //   weight: f32 [columns]
 //   bias: f32 [columns] or null
 //   normed: T [tokens, columns]
@@ -51,8 +52,8 @@ template <int WIDTH, typename T> __device__ __forceinline__ void store(T* to, co
 }
 
 template <typename T, int WIDTH>
-__device__ void add_norm(const float* x, const float* y, const float* weight, const float* bias, float* sum, T* normed,
-                         int columns, float eps) {
+__device__ void add_norm(const float* x, const float* y, const float* y_bias, const float* weight, const float* bias,
+                         float* sum, T* normed, int columns, float eps) {
     __shared__ float scratch[32];
     const size_t row = (size_t)blockIdx.x * columns;
     const int count = columns / WIDTH;
@@ -60,7 +61,7 @@ __device__ void add_norm(const float* x, const float* y, const float* weight, co
     const float* const added = y ? sum : x;  // each thread rereads only its own elements
 
     // 1. Add. All loads of the held elements are in flight at once.
-    Elements<WIDTH> held[HELD], other[HELD], weights[HELD];
+    Elements<WIDTH> held[HELD], other[HELD], biases[HELD], weights[HELD];
     float squares = 0.0f, total = 0.0f, center = 0.0f;
 #pragma unroll
     for (int h = 0; h < HELD; ++h) {
@@ -68,27 +69,28 @@ __device__ void add_norm(const float* x, const float* y, const float* weight, co
         if (i >= count) continue;
         held[h] = load<WIDTH>(x + i * WIDTH);
         if (y) other[h] = load<WIDTH>(y + i * WIDTH);
+        if (y_bias) biases[h] = load<WIDTH>(y_bias + i * WIDTH);
         weights[h] = load<WIDTH>(weight + i * WIDTH);
     }
     const auto accumulate = [&](const Elements<WIDTH>& e) {
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) squares += e.v[k] * e.v[k], total += e.v[k];
     };
-    const auto add = [&](Elements<WIDTH>& e, const Elements<WIDTH>& addend, int i) {
+    const auto add = [&](Elements<WIDTH>& e, const Elements<WIDTH>& addend, const Elements<WIDTH>& added_bias, int i) {
 #pragma unroll
-        for (int k = 0; k < WIDTH; ++k) e.v[k] += addend.v[k];
+        for (int k = 0; k < WIDTH; ++k) e.v[k] += y_bias ? addend.v[k] + added_bias.v[k] : addend.v[k];
         store(sum + i * WIDTH, e);
     };
 #pragma unroll
     for (int h = 0; h < HELD; ++h) {
         const int i = threadIdx.x + h * THREADS;
         if (i >= count) continue;
-        if (y) add(held[h], other[h], i);
+        if (y) add(held[h], other[h], biases[h], i);
         accumulate(held[h]);
     }
     for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS) {
         Elements<WIDTH> e = load<WIDTH>(x + i * WIDTH);
-        if (y) add(e, load<WIDTH>(y + i * WIDTH), i);
+        if (y) add(e, load<WIDTH>(y + i * WIDTH), load<WIDTH>((y_bias ? y_bias : weight) + i * WIDTH), i);
         accumulate(e);
     }
 
@@ -123,11 +125,12 @@ __device__ void add_norm(const float* x, const float* y, const float* weight, co
 }
 
 #define DEFINE(T, SUFFIX)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS) add_norm_##SUFFIX(const float* x, const float* y, const float* weight,                  \
-                                                 const float* bias, float* sum, T* normed, int columns, float eps) {   \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        add_norm_##SUFFIX(const float* x, const float* y, const float* y_bias, const float* weight, const float* bias, \
+                          float* sum, T* normed, int columns, float eps) {                                             \
         if (columns % 4 == 0)                                                                                          \
-            add_norm<T, 4>(x, y, weight, bias, sum, normed, columns, eps);                                             \
+            add_norm<T, 4>(x, y, y_bias, weight, bias, sum, normed, columns, eps);                                     \
         else                                                                                                           \
-            add_norm<T, 1>(x, y, weight, bias, sum, normed, columns, eps);                                             \
+            add_norm<T, 1>(x, y, y_bias, weight, bias, sum, normed, columns, eps);                                     \
     }
 FOR_EACH_DTYPE(DEFINE)

@@ -5,34 +5,52 @@ use rayon::prelude::*;
 
 use crate::kernels::{elements, to_f32};
 
+/// What a norm adds to its input first: the output of a linear layer.
+#[derive(Clone, Copy)]
+pub struct Addend<'t> {
+    /// f32 `[tokens, hidden]`
+    pub rows: &'t Tensor,
+    /// The bias of the layer, if it is not in `rows` yet: f32 `[hidden]`.
+    pub bias: Option<&'t Tensor>,
+}
+
+impl<'t> From<&'t Tensor> for Addend<'t> {
+    fn from(rows: &'t Tensor) -> Self {
+        Self { rows, bias: None }
+    }
+}
+
 /// Returns the sum s = x + y (s = x without `y`) as f32, and the norm of s in `dtype`.
 ///
 /// Without a bias, the norm is RMSNorm: s / sqrt(mean(s²) + eps) · weight.
 /// With a bias, the norm is LayerNorm, which subtracts the mean of s first and adds the bias last.
 ///
-/// - x, y: f32 `[tokens, hidden]`
+/// - x: f32 `[tokens, hidden]`
 /// - weight, bias: f32 `[hidden]`
 pub fn add_norm(
     x: &Tensor,
-    y: Option<&Tensor>,
+    y: Option<Addend>,
     weight: &Tensor,
     bias: Option<&Tensor>,
     eps: f32,
     dtype: DType,
 ) -> Result<(Tensor, Tensor)> {
     let (tokens, columns) = x.dims2()?;
-    let all_f32 = [Some(x), y, Some(weight), bias].into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
+    let (y, y_bias) = (y.map(|y| y.rows), y.and_then(|y| y.bias));
+    let tensors = [Some(x), y, y_bias, Some(weight), bias].into_iter().flatten();
     let shapes_match = y.is_none_or(|y| y.dims() == x.dims())
-        && weight.dims() == [columns]
-        && bias.is_none_or(|bias| bias.dims() == [columns]);
-    if !all_f32 || !shapes_match {
+        && [y_bias, Some(weight), bias].into_iter().flatten().all(|vector| vector.dims() == [columns]);
+    if !shapes_match || tensors.into_iter().any(|tensor| tensor.dtype() != DType::F32) {
         let (x, y, weight) = (x.dims(), y.map(Tensor::dims), weight.dims());
         bail!("add_norm: the inputs must be F32 and have matching shapes: x {x:?}, y {y:?}, weight {weight:?}");
     }
     match x.device() {
         Device::Cpu => {
             let sum = match y {
-                Some(y) => (x + y)?,
+                Some(y) => match y_bias {
+                    Some(bias) => (x + y.broadcast_add(bias)?)?,
+                    None => (x + y)?,
+                },
                 None => x.clone(),
             };
             let (values, weights) = (to_f32(&sum)?, to_f32(weight)?);
@@ -58,6 +76,7 @@ pub fn add_norm(
             let arguments = Arguments::new()
                 .tensor(x)?
                 .optional(y)?
+                .optional(y_bias)?
                 .tensor(weight)?
                 .optional(bias)?
                 .tensor(&sum)?

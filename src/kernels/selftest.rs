@@ -17,7 +17,7 @@ use crate::kernels::matmul::matmul_f32;
 use crate::kernels::moe::experts::{ExpertWeights, expert_matmul};
 use crate::kernels::moe::grouped_gemm::combine;
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
-use crate::kernels::norm::add_norm;
+use crate::kernels::norm::{Addend, add_norm};
 use crate::kernels::quantized::{PlaneBytes, QuantizedMatrix, WeightFormat};
 use crate::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
 
@@ -239,7 +239,9 @@ fn norm(target: CheckTarget, layer_norm: bool) -> Result<Tensor> {
     let (x, y) = (noise(6, &[5, 1027], DType::F32)?, noise(7, &[5, 1027], DType::F32)?);
     let (weight, bias) = (target.f32(&noise(8, &[1027], DType::F32)?)?, target.f32(&noise(40, &[1027], DType::F32)?)?);
     let bias = layer_norm.then_some(&bias);
-    Ok(add_norm(&target.f32(&x)?, Some(&target.f32(&y)?), &weight, bias, 1e-5, target.dtype)?.1)
+    let (y, y_bias) = (target.f32(&y)?, target.f32(&noise(45, &[1027], DType::F32)?)?);
+    let y = Addend { rows: &y, bias: Some(&y_bias) };
+    Ok(add_norm(&target.f32(&x)?, Some(y), &weight, bias, 1e-5, target.dtype)?.1)
 }
 
 fn activation(target: CheckTarget, activation: Activation) -> Result<Tensor> {

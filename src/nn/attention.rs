@@ -137,7 +137,9 @@ impl Attention {
 
     /// Computes attention for the tokens of all sequences. Maps x `[tokens, hidden]` to f32 `[tokens, hidden]`.
     /// Writes the new keys and values to the cache.
-    pub fn forward(&self, x: &Tensor, layer: usize, pass: &Pass, cache: &KvCache) -> Result<Tensor> {
+    ///
+    /// The result does not include the bias of `o_proj`, which is returned separately: the next norm adds both.
+    pub fn forward(&self, x: &Tensor, layer: usize, pass: &Pass, cache: &KvCache) -> Result<(Tensor, Option<&Tensor>)> {
         let (tokens, _) = x.dims2()?;
         let AttentionConfig { heads, spec, scale, softcap, .. } = self.config;
         let LayerSpec { kv_heads, head_dim, window } = spec;
@@ -156,6 +158,6 @@ impl Attention {
         let y = attention(AttentionInputs { q: &q, layer: cached, queries, blocks, sinks, mask }, pass.backend())?;
 
         // 3. project back
-        self.o_proj.forward(&y.reshape((tokens, heads * head_dim))?)
+        Ok((self.o_proj.matmul(&y.reshape((tokens, heads * head_dim))?)?, self.o_proj.bias.as_ref()))
     }
 }

@@ -18,6 +18,7 @@ use crate::error::Error;
 use crate::kernels::{
     attention::AttentionBackend,
     matrix::Matrix,
+    norm::Addend,
     rows::{embed, soft_cap},
 };
 use crate::weights::Weights;
@@ -128,7 +129,7 @@ impl Decoder {
         if logits == LogitRows::Last {
             (x, y) = (last_rows(&x, pass)?, y.map(|y| last_rows(&y, pass)).transpose()?);
         }
-        let (_, normed) = self.norm.add_norm(&x, y.as_ref(), self.dtype)?;
+        let (_, normed) = self.norm.add_norm(&x, y.as_ref().map(Addend::from), self.dtype)?;
         let logits = self.lm_head.forward(&normed)?;
         Ok(match self.final_softcap {
             Some(cap) => soft_cap(&logits, cap)?,

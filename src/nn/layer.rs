@@ -8,6 +8,7 @@ use super::kv_cache::KvCache;
 use super::mlp::Mlp;
 use super::norm::Norm;
 use super::pass::Pass;
+use crate::kernels::{norm::Addend, rows::add_bias};
 
 /// A decoder layer. It computes x + attention(norm(x)), then x + mlp(norm(x)).
 ///
@@ -36,11 +37,20 @@ impl DecoderLayer {
         pass: &Pass,
         cache: &KvCache,
     ) -> Result<(Tensor, Tensor)> {
-        let (x, normed) = self.attention_norm.add_norm(x, y, self.self_attn.dtype())?;
-        let y = post_norm(&self.attention_post_norm, self.self_attn.forward(&normed, index, pass, cache)?)?;
-        let (x, normed) = self.mlp_norm.add_norm(&x, Some(&y), self.mlp.dtype())?;
-        let y = post_norm(&self.mlp_post_norm, self.mlp.forward(&normed)?)?;
-        Ok((x, y))
+        let (x, normed) = self.attention_norm.add_norm(x, y.map(Addend::from), self.self_attn.dtype())?;
+        let (y, bias) = self.self_attn.forward(&normed, index, pass, cache)?;
+        let (x, normed) = match &self.attention_post_norm {
+            None => self.mlp_norm.add_norm(&x, Some(Addend { rows: &y, bias }), self.mlp.dtype())?,
+            Some(post_norm) => {
+                let y = match bias {
+                    Some(bias) => add_bias(&y, bias)?,
+                    None => y,
+                };
+                self.mlp_norm.add_norm(&x, Some(Addend::from(&post_norm.forward(&y)?)), self.mlp.dtype())?
+            }
+        };
+        let y = self.mlp.forward(&normed)?;
+        Ok((x, self.mlp_post_norm.as_ref().map(|norm| norm.forward(&y)).transpose()?.unwrap_or(y)))
     }
 
     /// Returns the number of weight bytes that a decode step reads for one token.
@@ -53,12 +63,5 @@ impl DecoderLayer {
     pub(crate) fn norms(&self) -> impl Iterator<Item = &Norm> {
         let post_norms = [&self.attention_post_norm, &self.mlp_post_norm].into_iter().flatten();
         [&self.attention_norm, &self.mlp_norm].into_iter().chain(post_norms)
-    }
-}
-
-fn post_norm(norm: &Option<Norm>, y: Tensor) -> Result<Tensor> {
-    match norm {
-        Some(norm) => norm.forward(&y),
-        None => Ok(y),
     }
 }

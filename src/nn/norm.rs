@@ -9,6 +9,7 @@ use anyhow::Result;
 use candle_core::{DType, Tensor};
 
 use crate::kernels;
+use crate::kernels::norm::Addend;
 use crate::weights::Weights;
 
 /// The kind of norm that a model uses, and its epsilon.
@@ -59,7 +60,7 @@ impl Norm {
     }
 
     /// Returns x + y as f32 `[tokens, hidden]`, and the normalized sum in `dtype`. Without y, the sum is x.
-    pub fn add_norm(&self, x: &Tensor, y: Option<&Tensor>, dtype: DType) -> Result<(Tensor, Tensor)> {
+    pub fn add_norm(&self, x: &Tensor, y: Option<Addend>, dtype: DType) -> Result<(Tensor, Tensor)> {
         Ok(kernels::norm::add_norm(x, y, &self.weight, self.bias.as_ref(), self.eps, dtype)?)
     }
 

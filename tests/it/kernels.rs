@@ -15,7 +15,7 @@ use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
 use inferno::kernels::moe::grouped_gemm::combine;
 use inferno::kernels::moe::mxfp4::{E2M1_VALUES, e8m0_to_f32};
 use inferno::kernels::moe::topk::{Softmax, topk_softmax};
-use inferno::kernels::norm::add_norm;
+use inferno::kernels::norm::{Addend, add_norm};
 use inferno::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
 
 use crate::support::{Random, devices, golden, gpu_with_dtypes, relative_error, values};
@@ -92,19 +92,23 @@ fn add_norm_matches_its_reference() {
         let cases = [
             (1, 2, true, false),
             (3, 64, false, false),
-            (5, 2880, true, false),
+            (6, 2880, true, false),
             (2, 5000, true, true),
             (3, 33, false, true),
+            (2, 4101, true, true),
         ];
         for (tokens, columns, has_y, has_bias) in cases {
             let mut noise = Random(7);
             let (x, y) = (noise.tensor(&[tokens, columns], DType::F32), noise.tensor(&[tokens, columns], DType::F32));
             let weight = noise.tensor(&[columns], DType::F32);
+            let y_bias = noise.tensor(&[columns], DType::F32);
             let bias = has_bias.then(|| noise.tensor(&[columns], DType::F32));
             let run = |device: &Device, dtype| {
                 let on_device = |tensor: &Tensor| tensor.to_device(device).unwrap();
-                let (y, bias) = (has_y.then(|| on_device(&y)), bias.as_ref().map(on_device));
-                add_norm(&on_device(&x), y.as_ref(), &on_device(&weight), bias.as_ref(), 1e-5, dtype).unwrap()
+                let (y, y_bias, bias) = (on_device(&y), on_device(&y_bias), bias.as_ref().map(on_device));
+                // Half of the cases with y have a bias for y.
+                let y = has_y.then_some(Addend { rows: &y, bias: (tokens % 2 == 0).then_some(&y_bias) });
+                add_norm(&on_device(&x), y, &on_device(&weight), bias.as_ref(), 1e-5, dtype).unwrap()
             };
             let (want, got) = (run(&Device::Cpu, DType::F32), run(&device, dtype));
             assert_close("sum", &got.0, &want.0, 1e-6);

@@ -493,8 +493,8 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     const RowTile row_tile = find_row_tile<C>(row_tiles, tokens, group);
     const uint32_t* const table = tables + (size_t)row_tile.sequence * table_blocks;
     const int first_row = row_tile.tile * C::ROWS;
-    const Rows<C> rows = {kv_head, heads, group, row_tile.first_token, first_row,
-                          min(C::ROWS, row_tile.tokens * group - first_row)};
+    const Rows<C> rows = {
+        kv_head, heads, group, row_tile.first_token, first_row, min(C::ROWS, row_tile.tokens * group - first_row)};
     const int warp_row = warp % C::WARPS * 16 * C::M;
     const int first_token = rows.token(0), last_token = rows.token(rows.count - 1);
     const int warp_first_token = rows.token(warp_row), warp_last_token = rows.token(warp_row + 16 * C::M - 1);
@@ -611,8 +611,8 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
 // Tiles have 16 rows for decoding, 128 rows for long prompts, and 64 rows if 128 would leave multiprocessors idle.
 // Batches of many sequences use blocks with fewer teams, because more of these fit on a multiprocessor.
 #define DEFINE_DTYPE(D, T, SUFFIX)                                                                                     \
-    DEFINE_KERNEL(16_rows, D, T, SUFFIX, 16)                                                                            \
-    DEFINE_KERNEL(16_rows_batch, D, T, SUFFIX, 16, true)                                                                \
+    DEFINE_KERNEL(16_rows, D, T, SUFFIX, 16)                                                                           \
+    DEFINE_KERNEL(16_rows_batch, D, T, SUFFIX, 16, true)                                                               \
     DEFINE_KERNEL(64_rows, D, T, SUFFIX, 64)                                                                           \
     DEFINE_KERNEL(128_rows, D, T, SUFFIX, 128)
 #define DEFINE_HEAD_DIM(D)                                                                                             \

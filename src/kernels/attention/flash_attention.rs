@@ -20,9 +20,6 @@ const MAX_SPLITS: usize = 64;
 /// The keys of a row tile are not split across blocks if the sliding window has at most this many keys.
 const MAX_UNSPLIT_WINDOW: usize = 256;
 
-/// Blocks with fewer teams are used if there are at least this many blocks per multiprocessor.
-const BATCH_WAVES: usize = 2;
-
 /// A flash attention kernel and its launch shape, chosen for some of the queries of a pass.
 pub struct FlashAttention {
     kernel: String,
@@ -108,7 +105,8 @@ impl FlashAttention {
             bail!("flash_attention: {} tokens are not whole sequences of {tokens} tokens", shape.tokens);
         }
         let rows = tokens * group;
-        let tile = Tile::choose(device, q, shape.kv_heads, rows, sequences * rows)?;
+        let few_tiles = sequences * rows.div_ceil(FLASH_FEW_ROWS);
+        let tile = Tile::choose(device, q, shape.kv_heads, rows, few_tiles, sequences * rows)?;
         let row_tiles = sequences * rows.div_ceil(tile.rows);
         Self::with_tiles(device, shape, q.dtype(), mask, tile, Rows::Uniform { tokens }, row_tiles)
     }
@@ -132,7 +130,8 @@ impl FlashAttention {
             let spans = || queries.spans().iter().filter(|span| span.is_few(group) == few);
             let Some(longest) = spans().map(|span| span.tokens * group).max() else { continue };
             let total: usize = spans().map(|span| span.tokens * group).sum();
-            let tile = Tile::choose(device, q, shape.kv_heads, longest, total)?;
+            let few_tiles = spans().map(|span| (span.tokens * group).div_ceil(FLASH_FEW_ROWS)).sum();
+            let tile = Tile::choose(device, q, shape.kv_heads, longest, few_tiles, total)?;
             let tiles = queries.row_tiles(group, tile.rows, few)?;
             let count = tiles.dim(0)?;
             launches.push(Self::with_tiles(device, shape, q.dtype(), mask, tile, Rows::Listed(tiles), count)?);
@@ -244,7 +243,15 @@ struct Tile {
 
 impl Tile {
     /// Chooses the tile for queries with `total` rows per KV head, at most `longest` of them in one sequence.
-    fn choose(device: &CudaDevice, q: &Tensor, kv_heads: usize, longest: usize, total: usize) -> Result<Self> {
+    /// `few_tiles` is the number of row tiles per KV head, if each has 16 rows.
+    fn choose(
+        device: &CudaDevice,
+        q: &Tensor,
+        kv_heads: usize,
+        longest: usize,
+        few_tiles: usize,
+        total: usize,
+    ) -> Result<Self> {
         let (_, _, head_dim) = q.dims3()?;
         let Some(tiles) = Self::for_head_dim(head_dim).filter(|_| matches!(q.dtype(), DType::BF16 | DType::F16)) else {
             bail!("flash_attention has no kernel for head size {head_dim} in {:?}", q.dtype());
@@ -252,8 +259,7 @@ impl Tile {
         let (max_shared_bytes, multiprocessors) = (max_shared_bytes(device)?, multiprocessors(device)?);
         let [few, batch, medium, many] = tiles;
         let fills_gpu = kv_heads * total.div_ceil(FLASH_MANY_ROWS) >= 2 * multiprocessors;
-        let fills_gpu_with_few_rows = kv_heads * total.div_ceil(FLASH_FEW_ROWS) >= BATCH_WAVES * multiprocessors;
-        Ok(if longest <= 2 * FLASH_FEW_ROWS && fills_gpu_with_few_rows {
+        Ok(if longest <= 2 * FLASH_FEW_ROWS && kv_heads * few_tiles > multiprocessors {
             batch
         } else if longest <= 2 * FLASH_FEW_ROWS && few.shared_bytes <= max_shared_bytes {
             few

@@ -243,8 +243,11 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
 // While one warpgroup waits for its products, another can unpack weights.
 // A fourth computing warpgroup would not fit, because each thread needs 160 registers.
 // With at most UNROLL_PAIRS pairs, the loop over columns is unrolled by two.
-template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_> struct TileShape {
-    static constexpr int PAIRS = PAIRS_, UNROLL_PAIRS = UNROLL_PAIRS_, STAGES = STAGES_;
+// BLOCKS thread blocks fit on a multiprocessor.
+template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int BLOCKS_> struct TileShape {
+    static constexpr int PAIRS = PAIRS_, UNROLL_PAIRS = UNROLL_PAIRS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
+    // Registers per thread of the copying and the multiplying warpgroups
+    static constexpr int COPY_REGISTERS = BLOCKS == 1 ? 32 : 24, REGISTERS = BLOCKS == 1 ? 160 : 72;
     // A stage holds two steps.
     static constexpr int HALF_X = PAIRS * 128, X_BYTES = 2 * HALF_X;
     static constexpr int WEIGHT_BYTES = 2 * EXPERT_WGMMA_ROW_TILES * MXFP4_TILE_BYTES;
@@ -252,11 +255,14 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_> struct TileShape {
     static constexpr int W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
 };
 // For many pairs per expert. Wide tiles need fewer passes over the weights.
-using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES>;
+using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, 1>;
 // For few pairs per expert. Narrow tiles have more pipeline stages and an unrolled loop over columns.
-using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES>;
+using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, 1>;
+// For even fewer pairs per expert. With two blocks per multiprocessor, more warps unpack weights at the same time.
+using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, 2>;
 
-// In builds for targets other than sm_90a, the wgmma kernels (narrow and wide) are empty and must not be launched.
+// In builds for targets other than sm_90a, the wgmma kernels (slim, narrow and wide) are empty and must not be
+// launched.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // sum [64, N] += a [64, 16] · b [16, N]: a in registers, b in shared memory (swizzled rows of 128 bytes).
@@ -434,7 +440,7 @@ __device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::S
 // Three warpgroups multiply. The fourth warpgroup copies data for later steps, including data of the next tile.
 // Bulk copies access memory through the async proxy, like wgmma.
 // With cp.async, each stage would need a fence that waits for all copies.
-//   grid: any number of blocks; one block fits on a multiprocessor
+//   grid: any number of blocks; BLOCKS of them fit on a multiprocessor
 //   block: EXPERT_WGMMA_THREADS
 //   shared memory: see `wgmma_shared_bytes` in expert_mlp.rs
 template <typename S, typename T, bool GATE_UP>
@@ -457,8 +463,9 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
         return find_tile<ROW_TILES, GATE_UP>(offsets, experts, w.rows, S::PAIRS, number, tile);
     };
     if (threadIdx.x >= MULTIPLYING) {
-        // Each thread starts with 128 registers. The copying warpgroup gives most of its registers to the others.
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+        // Each thread starts with 128 / BLOCKS registers. The copying warpgroup gives most of its registers to the
+        // others.
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::COPY_REGISTERS));
         // In each warp, three lanes copy the blocks of one weight tile each, and three other lanes copy the scales.
         // A warp issues its copies one by one, so the copies are spread over the warps.
         const int lane = threadIdx.x % 32, row_tile = threadIdx.x / 32 % 4 * (ROW_TILES / 4) + lane % (ROW_TILES / 4);
@@ -488,7 +495,7 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
             }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::REGISTERS));
         for (int number = blockIdx.x; next(number); number += gridDim.x)
             multiply_tile<S, T, 16, GATE_UP>(ring, position, w, o, tile);
     }
@@ -504,15 +511,15 @@ __device__ void expert_product_wgmma(const Weights&, const Output<T>&, const T*,
 //     rows = hidden, columns = intermediate
 // `hidden` and `intermediate` are multiples of 32, the size of an MXFP4 block.
 // The variadic arguments are the first template arguments of PRODUCT.
-#define DEFINE_PRODUCT(T, SUFFIX, THREADS, PRODUCT, ...)                                                               \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
+#define DEFINE_PRODUCT(T, SUFFIX, THREADS, BLOCKS, PRODUCT, ...)                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
         expert_gate_up_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* x,               \
                                 const uint32_t* sorted, const uint32_t* offsets, T* h, int rows, int columns,          \
                                 int tiled_rows, int experts, float limit) {                                            \
         PRODUCT<__VA_ARGS__, true>({blocks, scales, rows, columns}, {bias, sorted, h, tiled_rows, limit}, x, offsets,  \
                                    experts);                                                                           \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
         expert_down_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* h,                  \
                              const uint32_t* sorted, const uint32_t* offsets, T* y, int rows, int columns,             \
                              int tiled_rows, int experts) {                                                            \
@@ -528,10 +535,11 @@ __device__ void expert_product_wgmma(const Weights&, const Output<T>&, const T*,
                                                        int chosen) {                                                   \
         expert_combine<T>(y, weights, x, n, columns, chosen);                                                          \
     }                                                                                                                  \
-    DEFINE_PRODUCT(T, SUFFIX##_t32, EXPERT_MMA_THREADS, expert_product, T, 32)                                         \
-    DEFINE_PRODUCT(T, SUFFIX##_t64, EXPERT_MMA_THREADS, expert_product, T, 64)                                         \
-    DEFINE_PRODUCT(T, SUFFIX##_t128, EXPERT_MMA_THREADS, expert_product, T, 128)                                       \
-    DEFINE_PRODUCT(T, SUFFIX##_narrow, EXPERT_WGMMA_THREADS, expert_product_wgmma, Narrow, T)                          \
-    DEFINE_PRODUCT(T, SUFFIX##_wide, EXPERT_WGMMA_THREADS, expert_product_wgmma, Wide, T)
+    DEFINE_PRODUCT(T, SUFFIX##_t32, EXPERT_MMA_THREADS, 1, expert_product, T, 32)                                      \
+    DEFINE_PRODUCT(T, SUFFIX##_t64, EXPERT_MMA_THREADS, 1, expert_product, T, 64)                                      \
+    DEFINE_PRODUCT(T, SUFFIX##_t128, EXPERT_MMA_THREADS, 1, expert_product, T, 128)                                    \
+    DEFINE_PRODUCT(T, SUFFIX##_slim, EXPERT_WGMMA_THREADS, 2, expert_product_wgmma, Slim, T)                           \
+    DEFINE_PRODUCT(T, SUFFIX##_narrow, EXPERT_WGMMA_THREADS, 1, expert_product_wgmma, Narrow, T)                       \
+    DEFINE_PRODUCT(T, SUFFIX##_wide, EXPERT_WGMMA_THREADS, 1, expert_product_wgmma, Wide, T)
 DEFINE(__half, f16)
 DEFINE(__nv_bfloat16, bf16)

@@ -5,13 +5,14 @@ use candle_core::cuda_backend::CudaDevice;
 
 use crate::kernels::constants::{
     EXPERT_FEW_STEPS, EXPERT_FEW_THREADS, EXPERT_MMA_ROW_TILES, EXPERT_MMA_STAGES, EXPERT_MMA_THREADS,
-    EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, EXPERT_WGMMA_ROW_TILES, EXPERT_WGMMA_THREADS, EXPERT_WIDE_PAIRS,
-    EXPERT_WIDE_STAGES, MXFP4_TILE_BYTES, MXFP4_TILE_COLUMNS, MXFP4_TILE_SCALE_BYTES,
+    EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_WGMMA_ROW_TILES,
+    EXPERT_WGMMA_THREADS, EXPERT_WIDE_PAIRS, EXPERT_WIDE_STAGES, MXFP4_TILE_BYTES, MXFP4_TILE_COLUMNS,
+    MXFP4_TILE_SCALE_BYTES,
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, max_shared_bytes, module, multiprocessors};
 
 /// Up to this many pairs per expert on average, `expert_few.cu` is faster than `expert_mlp.cu`.
-const FEW_PAIRS_PER_EXPERT: usize = 20;
+const FEW_PAIRS_PER_EXPERT: usize = 12;
 
 /// A kernel for the matrix products of all experts. Each of its blocks processes several tiles.
 #[derive(Clone, Copy)]
@@ -37,9 +38,9 @@ impl ProductKernel {
         let capability = device.cuda_stream().context().compute_capability();
         // Only code for sm_90a contains wgmma instructions. Code for sm_90a runs only on compute capability 9.0.
         let has_wgmma = env!("INFERNO_COMPUTE_CAP") == "90" && matches!(capability, Ok((9, 0)));
-        let wgmma = |name, pairs, stages| Self::Many {
+        let wgmma = |name, pairs, stages, blocks| Self::Many {
             name,
-            shape: LaunchShape::linear(multiprocessors, EXPERT_WGMMA_THREADS)
+            shape: LaunchShape::linear(blocks * multiprocessors, EXPERT_WGMMA_THREADS)
                 .with_shared_bytes(wgmma_shared_bytes(pairs, stages)),
         };
         let mma = |name, pairs, blocks| Self::Many {
@@ -48,8 +49,9 @@ impl ProductKernel {
                 .with_shared_bytes(mma_shared_bytes(pairs)),
         };
         Ok(match (has_wgmma, pairs) {
-            (true, pairs) if pairs <= 80 * experts => wgmma("narrow", EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES),
-            (true, _) => wgmma("wide", EXPERT_WIDE_PAIRS, EXPERT_WIDE_STAGES),
+            (true, pairs) if pairs <= 24 * experts => wgmma("slim", EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, 2),
+            (true, pairs) if pairs <= 80 * experts => wgmma("narrow", EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, 1),
+            (true, _) => wgmma("wide", EXPERT_WIDE_PAIRS, EXPERT_WIDE_STAGES, 1),
             (false, pairs) if pairs <= 24 * experts => mma("t32", 32, 2),
             (false, pairs) if pairs <= 48 * experts => mma("t64", 64, 2),
             (false, _) => mma("t128", 128, 1),

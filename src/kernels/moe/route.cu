@@ -89,7 +89,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (token < tokens && first_expert + lane < experts)
         partials[((size_t)blockIdx.y * tokens + token) * experts + first_expert + lane] =
             (sums.x + sums.y) + (sums.z + sums.w);
-    __threadfence();
     if (!is_last_block(finished + blockIdx.x, gridDim.y * gridDim.z)) return;
 
     // 2. Add all slices and choose the experts of 8 tokens.
@@ -109,7 +108,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             shares[(size_t)token * chosen + lane] = routing[warp].weight[lane];
         }
     }
-    __threadfence();
 
     // 3. Sort the pairs of all tokens.
     if (is_last_block(finished + ROUTE_TOKENS / TOKENS, gridDim.x))
