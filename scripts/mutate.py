@@ -357,7 +357,7 @@ TEMPLATES = [
     "{{ 'abc'[::-1] }}{{ 'abc'[0:10000000000:0] }}", "{{ messages[-9223372036854775808] }}", "{{ dict(a=1) | dictsort(by='x') }}", "{{ loop }}",
     "{% generation %}{% generation %}", "{{ [1, 2] | sort | batch(0) }}", "{{ range(0, 10, 0) }}", "{{ 'é' | slice(0) }}", "{{ 'a' | indent(10000000000) }}",
 ]
-# Each of these templates runs until the limit of three seconds, so the script chooses them rarely.
+# Each of these templates runs until inferno's CPU limit of three seconds, so the script chooses them rarely.
 SLOW_TEMPLATES = ["{% set ns = namespace() %}{% set ns.x = ns %}{{ ns | pprint }}",
                   repeated("{% set ns.l = [ns.l, ns.l] %}{% set ns.x = [ns.x, ns.x] %}", 40) + "{{ ns.l == ns.x }}"]
 
@@ -637,7 +637,7 @@ def mutate_bytes(rng, data):
 
 
 def mutate_file_system(rng, folder, path):
-    """Replaces, adds or deletes a file. Returns the description of the change."""
+    """Replaces, adds or deletes a file, or removes its permissions. Returns the description of the change."""
     kind = rng.randrange(13)
     if kind < 4 or leads_outside(folder, path):
         remove(path)
@@ -687,7 +687,7 @@ def mutate_file_system(rng, folder, path):
 
 
 def leads_outside(folder, path):
-    """Returns whether a path leads out of the home folder of its model. The script must not change files outside."""
+    """Returns whether a path resolves to a file outside the run's home folder, which the script must not change."""
     home = next(parent for parent in folder.parents if parent.name == "home")
     try:
         return not path.resolve().is_relative_to(home)

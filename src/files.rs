@@ -30,7 +30,7 @@ pub const TOKENIZER: u64 = 128 * MB;
 pub const SHARD_INDEX: u64 = 32 * MB;
 /// The maximum size of a saved conversation, in bytes.
 pub const JOURNAL: u64 = 128 * MB;
-/// The maximum size of a conversation for `tokenize --chat`, in bytes. No model's context holds more text.
+/// The maximum size of a conversation for `tokenize --chat`, in bytes. English text has about 4 bytes per token.
 pub const CONVERSATION: u64 = 16 * MB;
 /// The maximum size of a text from `--file`, standard input or an editor, in bytes.
 pub const TEXT: u64 = 256 * MB;
@@ -42,7 +42,7 @@ pub const DOWNLOAD_RECORD: u64 = 16 * MB;
 pub const SINGLE_VALUE: u64 = 64 * KB;
 
 /// The maximum number of values in a JSON text. A parsed value takes up to 50 times as much memory as its text.
-/// Known config files have at most 50,000 values. The one with the most is a tokenizer_config.json.
+/// Known config files have at most 50,000 values, in tokenizer_config.json.
 const MAX_JSON_VALUES: usize = 1 << 20;
 
 /// Opens a regular file for reading.
@@ -154,7 +154,7 @@ fn open_regular(path: &Path) -> io::Result<File> {
 }
 
 /// Reads a file to its end. Fails if it has more than `limit` bytes.
-/// Also stops reading at the limit, because the file may grow, and a pipe or device may never end.
+/// Never reads more than `limit + 1` bytes, because the file may grow, and a pipe or device may never end.
 fn read_to_limit(file: &File, limit: u64) -> Result<Vec<u8>> {
     let expected = file.metadata()?.len();
     let mut bytes = Vec::new();

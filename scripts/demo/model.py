@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-# Every dimension has a different size, so code that swaps two fails.
+# Every dimension has a different size, so swapping two causes an error.
 CONFIG = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -73,7 +73,7 @@ MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def mxfp4_round(weight):
-    """Rounds [..., in] to MXFP4: values [..., in/32, 32] divided by the scale, and its exponents [..., in/32, 1]."""
+    """Rounds [..., in] to MXFP4. Returns values divided by the scale [..., in/32, 32] and exponents [..., in/32, 1]."""
     blocks = weight.unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
     exponents = torch.ceil(torch.log2(largest / 6))  # the smallest scale that clips no value
@@ -244,7 +244,7 @@ class GptOss(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompts, stop_ids, max_tokens):
-        """Returns greedy completions, without the stop token, of several prompts (lists of ids) in one batch."""
+        """Completes prompts (lists of ids) greedily in one batch. Returns the completions without stop tokens."""
         device, longest = self.frequencies.device, max(map(len, prompts))
         padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)

@@ -347,7 +347,7 @@ class Sampler:
         return re.sub(r"\{(\w+)\}", choose, text)
 
     def wording(self, intent: Intent) -> str:
-        """Returns a phrasing of an intent: a handwritten one, an expanded pattern, or a frame with a term, flag or task."""
+        """Returns a phrasing of an intent: handwritten, from a pattern, or from a frame such as `Explain {}`."""
         if intent.terms and self.chance(0.25):
             return self.random.choice(TERM_FRAMES).format(self.random.choice(intent.terms))
         if intent.flags and self.chance(0.2):
@@ -429,7 +429,7 @@ class Sampler:
             name = name.lower() if self.chance(0.15) else name
             talk = [self.turn(self.intents["name-given"], name=name)]
             if turns > 1:
-                # The user asks for the name at a random later point or never, so the next question is unpredictable.
+                # The user asks for the name at a random later point or never, so the model cannot expect the question.
                 before = r.randint(0, 1) if turns > 2 else 0
                 rest = self.other_turns(r.randint(1, turns - 1 - before), date=date)
                 if self.chance(0.6):

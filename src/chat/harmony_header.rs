@@ -100,7 +100,7 @@ impl Header {
             "analysis" => Channel::Reasoning,
             _ => Channel::Answer,
         };
-        // Without a generated `<|start|>`, a role is a format violation. It often repeats `assistant` from the prompt.
+        // Without a generated `<|start|>`, a role violates the format. Models often repeat `assistant` from the prompt.
         let repeated = self.opening == Opening::Implied && !role.is_empty();
         let parts = [Some(&role_text), channel_text.as_ref(), constrain_text.as_ref()];
         let words: Vec<&str> = parts.into_iter().flatten().flat_map(|text| text.split_whitespace()).collect();

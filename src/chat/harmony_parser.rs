@@ -227,7 +227,7 @@ impl HarmonyParser {
                     return Ok(());
                 }
                 self.format_violations += 1;
-                // An undecided word after the channel is content if the message ended, but not if it was cut off.
+                // An undecided word after the channel is content, unless the generation ended before the message did.
                 let cut_off = ending == Ending::Generation && header.channel.is_some() && parsed.undecided;
                 if cut_off || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
                     push_words(&mut self.header_words, &parsed.words);
@@ -240,7 +240,7 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Appends text to the output, and to the arguments of a tool call.
+    /// Appends text to the output. Text in the tool call channel is also appended to the arguments of the last call.
     fn emit(&mut self, channel: Channel, text: String, out: &mut Vec<Delta>) {
         if text.is_empty() {
             return;

@@ -18,7 +18,7 @@ const MARKS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 pub struct Marker<'t> {
     tokenizer: &'t Tokenizer,
     mark: char,
-    /// Indexed by byte: whether a control token starts with that byte. Avoids a scan of the text per control token.
+    /// Indexed by byte: whether a control token starts with that byte. `control_at` does not search at other bytes.
     first_bytes: [bool; 256],
 }
 

@@ -103,7 +103,8 @@ impl TaggedParser {
         Ok(out)
     }
 
-    /// Returns the tag that ends the current channel, and the channel after it.
+    /// Returns the text of the tag that ends the current channel, and the next channel.
+    /// Returns `None` if only a control token can end the current channel.
     fn tag(&self) -> Option<(&'static str, Channel)> {
         match self.channel {
             Channel::Reasoning => Some((END_THINK, Channel::Answer)),

@@ -55,7 +55,7 @@ pub struct Args {
     /// Requests per value of --concurrency [default: as many as run at once]
     #[arg(long, value_parser = value_parser!(u32).range(1..=1_000_000), value_name = "COUNT", requires = "concurrency")]
     requests: Option<u32>,
-    /// Mean requests per second, at random times [default: submit each request as soon as another one ends]
+    /// Mean arrival rate in requests per second [default: submit each request as soon as another one ends]
     #[arg(long, value_parser = positive, value_name = "RATE", requires = "concurrency")]
     rate: Option<f64>,
     /// Prompt and answer lengths: fixed, or like ShareGPT conversations with --input and --output as maximums
@@ -279,7 +279,7 @@ impl Bench {
         let mut gaps: Vec<Vec<Duration>> = Vec::new();
         let seconds = self.repeat(|engine, index| {
             let prompt = engine.random_tokens(SEED, depth.max(1));
-            // Do not time the first token, which the prefill produces, or the last, which no queued step follows.
+            // Do not time the first token, which the prefill produces, or the last, because no step is queued after it.
             let stream = engine.complete_ids(&prompt, chat_options(tokens + 2, SEED + 1 + index))?;
             let mut events = stream.into_iter();
             events.next().transpose()?;

@@ -99,7 +99,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Loads the unquantized model. Returns its logits for the first tokens, and the size of its weights in bytes.
+/// Loads the unquantized model. Returns its logits for up to [`KL_TOKENS`] tokens, and its weight size in bytes.
 ///
 /// The logits are f32 `[tokens, vocab]` on the CPU.
 fn unquantized(load: &LoadArgs, snapshot: &Snapshot, text: &str) -> Result<(Tensor, u64)> {

@@ -161,7 +161,7 @@ fn new_session(args: &Args, snapshot: Snapshot, loaded: LoadedModel, models: Rc<
     session
 }
 
-/// The models on this machine. Each one is loaded with the flags that apply to it.
+/// The models on this machine. Loads each model with its own section of the configuration file.
 struct HubModels {
     hub: Hub,
     raw: bool,
@@ -171,7 +171,7 @@ struct HubModels {
 impl ModelSource for HubModels {
     fn find(&self, name: &str) -> Result<Snapshot> {
         let snapshot = self.hub.find(name, None)?;
-        // Fail here if the flags do not fit the new model, because the old model is still loaded.
+        // Report invalid settings of the new model now, while the old model is still loaded.
         let args = (self.reparse)(&snapshot.name)?;
         let revision = args.origin.configured.get("revision").and_then(|values| values.first());
         let has_revisions = matches!(snapshot.source, Source::Inferno | Source::HuggingFace);
@@ -266,7 +266,7 @@ fn choose(hub: &Hub) -> Result<Option<Snapshot>> {
     }
 }
 
-/// Prints a summary of the loaded model to stderr.
+/// Prints a summary of the loaded model to stderr, if stderr is a terminal.
 fn introduce(snapshot: &Snapshot, engine: &Engine) {
     let info = engine.info();
     // Omit the executor on a CPU, because decode always runs eagerly there.

@@ -8,7 +8,7 @@ pub struct Attachment {
 
 /// Returns the message for the model: the attached files, followed by `text`.
 ///
-/// Each file is fenced with more backticks than any run in its text, so that the text cannot close the fence.
+/// The fence of a file is longer than every run of backticks in the file, so the file cannot close the fence.
 pub fn with_attachments(attachments: &[Attachment], text: &str) -> String {
     let mut message = String::new();
     for Attachment { path, text } in attachments {

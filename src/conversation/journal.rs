@@ -174,7 +174,7 @@ impl Journal {
         }
         let folder = self.path.parent().unwrap_or(Path::new("."));
         let path = journal_path(folder, name);
-        // `fs::rename` would replace another conversation of this name, but `fs::hard_link` fails.
+        // `fs::rename` would overwrite another conversation with this name. `fs::hard_link` fails instead.
         fs::hard_link(&self.path, &path).with_context(|| match path.exists() {
             true => format!("cannot name the conversation {name}: that name is taken; choose another name"),
             false => format!("cannot write {}", path.display()),

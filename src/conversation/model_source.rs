@@ -24,7 +24,7 @@ pub trait ModelSource {
 /// A loaded model with its settings.
 pub struct LoadedModel {
     pub engine: Engine,
-    /// The model's default sampling parameters, with requested settings applied.
+    /// The model's default sampling parameters, overridden by the user's settings.
     pub sampling: SamplingParams,
     /// Settings for this model from the configuration file.
     pub configured: SettingValues,

@@ -8,7 +8,7 @@ use anyhow::Result;
 use crate::chat::{Message, Role};
 use crate::engine::{FinishReason, Summary};
 
-/// The values of `--overflow`.
+/// What to do when a conversation no longer fits in the context: the value of `--overflow`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Overflow {
     /// Report that the context is full and let the user decide.

@@ -30,7 +30,7 @@ pub enum Recording {
 /// A callback that receives each piece of a turn's text as it arrives.
 pub type OnDelta<'a> = dyn FnMut(&Delta) -> Result<()> + 'a;
 
-/// A conversation and the model that answers it.
+/// A conversation and its loaded model.
 pub struct Session {
     /// `None` while [`Session::switch_model`] loads a model, and after both the new and the old model failed to load.
     engine: Option<Engine>,
@@ -48,7 +48,7 @@ pub struct Session {
     /// A flag that another thread sets to stop the current turn (Ctrl-C).
     pub cancel: Arc<AtomicBool>,
     pub messages: Vec<Message>,
-    /// The number of oldest messages that are no longer sent to the model.
+    /// How many of the oldest messages are no longer sent to the model.
     pub dropped: usize,
     /// Files that are attached to the next message.
     pub attached: Vec<Attachment>,
@@ -204,7 +204,7 @@ impl Session {
         Ok(visible)
     }
 
-    /// Returns whether a message with the attached files would fit in the context after only the system prompt.
+    /// Returns whether the system prompt, the attached files and `text` alone fit in the context.
     pub fn fits_alone(&self, text: &str) -> bool {
         let mut messages = visible_messages(&self.messages, usize::MAX);
         messages.push(Message::user(with_attachments(&self.attached, text)));
@@ -325,7 +325,7 @@ impl Session {
         problems
     }
 
-    /// Returns all settings that were configured or requested.
+    /// Returns the configured settings, overridden by the requested ones.
     pub fn all_settings(&self) -> SettingValues {
         self.configured.clone().into_iter().chain(self.requested.clone()).collect()
     }

@@ -31,7 +31,7 @@ pub enum ReasoningVisibility {
     Hidden,
 }
 
-/// The settings of a chat.
+/// The current settings of a chat.
 #[derive(Clone, Debug)]
 pub struct ChatSettings {
     pub sampling: SamplingParams,

@@ -13,8 +13,7 @@ use super::libraries;
 use crate::error::Error;
 use crate::text::plain_cuda_errors;
 
-/// Waits until no graph is being captured, and keeps others from capturing one. A device cannot be opened while any
-/// stream of the process is captured.
+/// Locks graph capture and device opening. No device can be opened while any stream of the process is captured.
 pub fn capture_lock() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     LOCK.lock().unwrap_or_else(|poisoned| poisoned.into_inner())

@@ -46,7 +46,7 @@ impl FromStr for DeviceChoice {
     }
 }
 
-/// Opens a device. A GPU gets its own stream, and candle's per-tensor event tracking is off.
+/// Opens a device. On a GPU, candle uses one stream of its own, so its event tracking across streams is off.
 ///
 /// `kernels::upload` copies on a second stream and records its own events to order the copies.
 pub fn open(choice: DeviceChoice) -> Result<Device> {

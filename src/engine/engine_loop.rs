@@ -1,7 +1,7 @@
 //! The engine thread's loop: plan, step, deliver. Only this thread uses the model.
 //!
 //! - `plan`: the [`Scheduler`] decides which tokens of which sequences the next step computes.
-//! - `step`: the [`Runner`] computes them. If the last token of a sequence is among them, it chooses the next one.
+//! - `step`: the [`Runner`] computes these tokens. After the last token of a sequence, it also chooses the next token.
 //! - `deliver`: the loop sends each chosen token to its client, and removes sequences that have ended.
 
 use std::collections::{HashMap, VecDeque};
@@ -36,7 +36,7 @@ pub enum Command {
 /// A function that needs exclusive access to the model.
 pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
 
-/// A request or call that the scheduler does not know yet.
+/// A queued request or call.
 enum Job {
     Sequence(Box<Sequence>),
     Call(RunnerCall),
@@ -51,7 +51,7 @@ pub struct EngineLoop {
     counters: Arc<Counters>,
     /// The jobs that have not started. A call at the front waits until all sequences have ended.
     queue: VecDeque<Job>,
-    /// The sequences that the scheduler knows.
+    /// The waiting and running sequences of the scheduler.
     sequences: HashMap<SequenceId, Box<Sequence>>,
     next_id: SequenceId,
     started: Instant,

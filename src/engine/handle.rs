@@ -53,7 +53,7 @@ impl EngineHandle {
 
     /// Queues a request and returns its event stream.
     ///
-    /// Requests start in submission order, and run at the same time if the KV cache has enough blocks for them.
+    /// Requests of equal priority start in submission order. They run at the same time if they fit in the KV cache.
     /// A prompt prefix that is already in the KV cache is reused.
     ///
     /// Fails if the prompt is empty, or if a token id or a sampling parameter is out of range.
@@ -176,7 +176,7 @@ impl EngineHandle {
         self.shared.info.context
     }
 
-    /// Returns the number of cached tokens of the request that ran last.
+    /// Returns how many tokens of the request that ran last are in the KV cache.
     pub fn cached_tokens(&self) -> usize {
         self.stats().cached_tokens as usize
     }

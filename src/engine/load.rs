@@ -31,13 +31,13 @@ pub struct LoadOptions<'o> {
     pub context: Option<usize>,
     /// The prefill chunk size in tokens. `None` selects the fastest size that fits in memory.
     pub chunk: Option<usize>,
-    /// The number of sequences of full length for which the KV cache has blocks. More fit if they are shorter.
+    /// The number of full-context sequences that the KV cache can hold. It can hold more sequences if they are shorter.
     pub sequences: usize,
     /// The format to which floating-point weight matrices are quantized during loading.
     pub quantize: Option<QuantizationTarget>,
     /// Whether to run decode steps one operation at a time, even if a CUDA graph could run them.
     pub eager: bool,
-    /// The attention kernel for prefill and eager decode on a GPU.
+    /// The attention kernel on a GPU, for all steps that do not run on the decode graph.
     pub attention: AttentionBackend,
     /// A progress callback. Its arguments are the number of bytes loaded so far and the total number of bytes.
     pub progress: &'o dyn Fn(u64, u64),

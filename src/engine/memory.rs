@@ -1,4 +1,4 @@
-//! Computes how much memory a model needs from its config and weight headers.
+//! Computes from the config and weight headers how much memory a model needs.
 //!
 //! The loader checks that the model fits before it allocates memory. `inferno show` reports the size before a download.
 
@@ -22,7 +22,7 @@ const WORKSPACE_BYTES: u64 = 192 << 20;
 /// The smallest value of [`workspace_bytes_per_token`]. Models with wide MLPs need more.
 const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 
-/// The maximum number of sequences in a step.
+/// The maximum number of sequences in a step. Each sequence has one row of logits.
 pub const MAX_LOGIT_ROWS: usize = 256;
 
 /// The maximum chunk size in tokens.
@@ -38,10 +38,10 @@ const MAX_CHUNK: usize = 16_384;
 /// Activation memory peaks in the down projection of an MLP. With b bytes per element of `dtype`, a token then needs:
 ///
 /// - the outputs of gate_proj and up_proj in f32: 8 · intermediate
-/// - their product in `dtype` and, for some quantized weights, a rounded copy of it: 2b · intermediate
+/// - their product in `dtype` and, for some quantized weights, a quantized copy of it: 2b · intermediate
 /// - in f32, three versions of the residual stream, two layer outputs and the MLP output: 24 · hidden
 /// - the two normed inputs in `dtype`: 2b · hidden
-/// - a reserve for the accumulators and the rounded input of an 8-bit matrix product: 8 · hidden
+/// - a reserve for the accumulators and the quantized input of an 8-bit matrix product: 8 · hidden
 ///
 /// The up projection needs no more memory: its temporaries, such as 8-bit accumulators, fit in 2b · intermediate.
 /// For example, a token of Llama 3 70B in bf16 needs 504 KiB, and this bound is 624 KiB.
@@ -83,7 +83,7 @@ pub struct MemoryPlan {
     workspace_bytes_per_token: u64,
     layers: Vec<LayerSpec>,
     layout: CacheLayout,
-    /// The number of sequences of full length for which the KV cache has blocks.
+    /// The number of full-context sequences that the KV cache can hold.
     sequences: usize,
     /// The size of the logits of one token.
     logits_row_bytes: u64,
@@ -144,7 +144,7 @@ impl MemoryPlan {
         }
     }
 
-    /// Sets the number of sequences of full length for which the KV cache has blocks. More sequences fit if they are
+    /// Sets the number of full-context sequences that the KV cache can hold. It can hold more sequences if they are
     /// shorter. Fails if `sequences` is 0.
     pub fn with_sequences(self, sequences: usize) -> Result<Self> {
         match sequences {
@@ -189,7 +189,7 @@ impl MemoryPlan {
     /// Returns the number of blocks in the KV cache: those of all sequences, and the scratch block.
     pub fn cache_blocks(&self, capacity: Capacity) -> usize {
         let Capacity { context, chunk } = capacity;
-        // All sequences together compute at most `chunk` tokens in a step.
+        // All sequences share the `chunk` tokens of a step, so only one of them can have a full chunk.
         let others = self.layout.peak_blocks(context, 1).saturating_mul(self.sequences - 1);
         self.layout.peak_blocks(context, chunk).saturating_add(others).saturating_add(1)
     }
@@ -202,7 +202,7 @@ impl MemoryPlan {
     /// Returns the number of bytes needed to run one chunk, for activations and dequantized experts.
     pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
         let chunk_bytes = self.workspace_bytes_per_token.saturating_mul(capacity.chunk as u64);
-        // Steps of several sequences compute a row of logits for each, and copy them once.
+        // A step of several sequences computes one row of logits for each sequence, and copies all rows once.
         let rows = if self.sequences > 1 { MAX_LOGIT_ROWS.min(capacity.chunk) } else { 0 };
         let logit_bytes = (2 * rows as u64).saturating_mul(self.logits_row_bytes);
         WORKSPACE_BYTES.saturating_add(chunk_bytes).saturating_add(self.unpacked_bytes).saturating_add(logit_bytes)
@@ -383,7 +383,7 @@ mod tests {
         let plan = plan();
         assert_eq!(plan.largest_context(&device(80 << 30)), Some(131_072));
         assert_eq!(plan.largest_context(&device(1 << 30)), None);
-        // Beyond the smallest chunk, memory grows by blocks of 64 positions, so test only multiples of 64 there.
+        // Above the smallest chunk of 512, only every 64th position adds a block, so test only multiples of 64 there.
         for context in [1, 511, 5056, 131_072] {
             let bytes = plan.bytes(plan.smallest(context));
             assert_eq!(plan.largest_context(&device(bytes)), Some(context));

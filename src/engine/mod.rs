@@ -141,7 +141,7 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets the number of sequences of full length for which the KV cache has blocks. The default is 1.
+    /// Sets the number of full-context sequences that the KV cache can hold. The default is 1.
     ///
     /// Requests run at the same time as long as there are enough blocks for them. All other requests wait.
     pub fn sequences(mut self, sequences: usize) -> Self {
@@ -167,7 +167,7 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets the attention kernel for prefill and eager decode on a GPU.
+    /// Sets the attention kernel on a GPU, for all steps that do not run on the decode graph.
     pub fn attention(mut self, attention: AttentionBackend) -> Self {
         self.options.attention = attention;
         self

@@ -60,7 +60,7 @@ impl Request {
         self
     }
 
-    /// Sets sampling, limits and stop strings.
+    /// Sets the sampling parameters, limits and stop strings.
     pub fn options(mut self, options: GenerateOptions) -> Self {
         self.options = Some(options);
         self
@@ -81,9 +81,9 @@ pub struct GenerateOptions {
     pub ignore_eos: bool,
     /// A flag that another thread can set, for example on Ctrl-C. The request ends after the current step.
     pub cancel: Option<Arc<AtomicBool>>,
-    /// Requests with smaller values start first. A difference of 1 outweighs an arrival that is 2 seconds earlier.
+    /// Requests with smaller values start first. A value lower by 1 counts as much as arriving 2 seconds earlier.
     pub priority: i32,
-    /// The longest time that the request may wait before it starts. It fails afterward. `None` waits without limit.
+    /// The longest time to wait for the request to start. If it has not started by then, it fails. `None`: no limit.
     pub max_wait: Option<Duration>,
 }
 

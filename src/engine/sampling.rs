@@ -218,7 +218,7 @@ fn expected<T: FieldType>(range: &RangeInclusive<T>) -> String {
     }
 }
 
-/// Sets `field` to `parsed`. Fails if the value is missing, out of range or NaN.
+/// Sets `field` to `parsed`. Fails if `parsed` is `None` (the text was no number), out of range or NaN.
 fn set<T: FieldType>(field: &mut T, parsed: Option<T>, range: &RangeInclusive<T>) -> Result<(), String> {
     let value = parsed.filter(|value| range.contains(value)).ok_or_else(|| expected(range))?;
     *field = value;

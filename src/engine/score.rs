@@ -12,10 +12,10 @@ const LOGITS_ROWS: usize = 256;
 impl EngineHandle {
     /// Returns the logits of every token in `ids`, f32 `[tokens, vocab]`, on the CPU.
     ///
-    /// Fails if `ids` do not fit in the context. Needs 2 × tokens × vocab × 4 bytes of device memory.
+    /// Fails if `ids` do not fit in the context. Needs 2 × tokens × vocab × 4 bytes on the device to join the chunks.
     pub fn logits(&self, ids: &[u32]) -> Result<Tensor> {
         let ids = ids.to_vec();
-        // A tensor on the GPU would be freed by the caller's thread, even while the engine captures a graph.
+        // Return a CPU tensor: the caller's thread could free a GPU tensor while the engine captures a CUDA graph.
         self.with_runner(move |runner| Ok(runner.logits(&ids)?.to_device(&Device::Cpu)?))?
     }
 

@@ -69,7 +69,7 @@ impl Sequence {
         self.events.is_closed() || self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
     }
 
-    /// Tells the client, once, that the prefill starts after `cached_tokens` tokens, which are already in the KV cache.
+    /// Sends [`SequenceEvent::Started`] to the client. Later calls do nothing.
     pub fn start(&mut self, cached_tokens: usize) {
         if !self.has_started {
             self.has_started = true;
@@ -96,7 +96,7 @@ impl Sequence {
         self.max_tokens.map_or(usize::MAX, |max| max.saturating_sub(self.generated))
     }
 
-    /// Adds a generated token and sends it to the client. Returns the finish reason if the token ends the sequence.
+    /// Counts a generated token and sends it to the client. Returns the finish reason if the token ends the sequence.
     pub fn push(&mut self, token: u32, is_stop: bool, context: usize) -> Option<FinishReason> {
         self.generated += 1;
         self.send(SequenceEvent::Token { id: token, at: Instant::now() });

@@ -21,7 +21,7 @@ pub struct EngineStats {
     /// preemption.
     pub prompt_tokens: u64,
     pub generated_tokens: u64,
-    /// Cached tokens of the request that ran last. A prompt that starts with the same tokens reuses their full blocks.
+    /// Tokens in the KV cache of the request that ran last. A prompt that starts with them reuses their full blocks.
     pub cached_tokens: u64,
     /// Steps that the model ran. A step can compute tokens of several requests.
     pub steps: u64,
@@ -54,12 +54,12 @@ pub struct Counters {
     pub used_blocks: AtomicU64,
     pub queried_tokens: AtomicU64,
     pub hit_tokens: AtomicU64,
-    /// Whether the engine rejects new requests.
+    /// Whether the engine is draining: it rejects new requests and finishes the others.
     pub is_draining: AtomicBool,
 }
 
 impl Counters {
-    /// Publishes the counts of the scheduler.
+    /// Copies the scheduler's statistics to the counters.
     pub fn publish(&self, scheduler: &Scheduler) {
         let write = |counter: &AtomicU64, value: u64| counter.store(value, Ordering::Relaxed);
         let blocks = scheduler.blocks().stats();

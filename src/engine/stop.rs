@@ -43,7 +43,7 @@ impl StopStrings {
     }
 }
 
-/// Returns the length in bytes of the longest proper prefix of `stop` at the end of `text`.
+/// Returns the length in bytes of the longest proper prefix of `stop` that `text` ends with.
 fn longest_prefix_at_end(text: &str, stop: &str) -> usize {
     let ends = stop.char_indices().map(|(at, _)| at).skip(1);
     ends.filter(|&end| text.ends_with(&stop[..end])).max().unwrap_or(0)

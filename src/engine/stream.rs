@@ -21,7 +21,7 @@ use crate::runner::Executor;
 /// An event of a [`RequestStream`]: a token or the end.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// A generated token, and the text that became final with it. `deltas` may be empty.
+    /// A generated token, and the text released with it. `deltas` may be empty, because some text is held back.
     Token { id: u32, deltas: Vec<Delta> },
     /// The end of the generation: the text that was held back until now, and the summary.
     End { deltas: Vec<Delta>, summary: Box<Summary> },
@@ -71,7 +71,7 @@ pub struct Summary {
     pub cached_tokens: usize,
     pub completion_tokens: usize,
     /// Seconds from the [`submit`](super::EngineHandle::submit) call to the first token.
-    /// Includes rendering, tokenizing and waiting in the queue. 0 if no token was generated.
+    /// Includes rendering the chat template, tokenizing and waiting in the queue. 0 if no token was generated.
     pub ttft_s: f64,
     /// Decode speed in tokens per second, or 0 if fewer than two tokens were generated.
     pub tok_per_s: f64,
@@ -179,7 +179,7 @@ impl RequestStream {
         }
     }
 
-    /// Returns the end event when the generation has finished, and `Some(None)` on later calls. Before that, `None`.
+    /// Returns `None` until the generation has finished, then the end event once, then always `Some(None)`.
     fn end_if_finished(&mut self) -> Option<Option<Result<Event>>> {
         if self.has_ended {
             return Some(None);

@@ -60,7 +60,7 @@ pub(super) struct RepoDir {
 }
 
 impl RepoDir {
-    /// Acquires the lock that a process must hold to change this directory. Calls `on_wait` before waiting.
+    /// Acquires the lock for changing this directory. If another process holds it, calls `on_wait` and then waits.
     pub fn lock(&self, on_wait: impl FnOnce()) -> Result<Lock> {
         lock::acquire(&self.lock_path(), on_wait)
     }
@@ -70,7 +70,7 @@ impl RepoDir {
         lock::try_acquire(&self.lock_path())
     }
 
-    /// Returns the path `.locks/models--org--name.lock` in the cache. Python tools also keep their locks in `.locks`.
+    /// Returns the path of the lock file, `.locks/models--org--name.lock` in the cache.
     fn lock_path(&self) -> PathBuf {
         let name = self.path.file_name().unwrap_or_default();
         let cache = self.path.parent().unwrap_or(&self.path);

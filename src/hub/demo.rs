@@ -1,7 +1,7 @@
 //! The demo model: a small gpt-oss model that is built into the binary and written to the cache on first use.
 //!
-//! Several processes may write the demo at the same time. Each file has a temporary name until it is complete.
-//! No process therefore sees a partial file, and a valid file never disappears.
+//! Several processes may write the demo at the same time. Each file is written under a temporary name and then renamed,
+//! so other processes never see a partial file, and a valid file is never missing.
 
 use std::fs;
 use std::io::{self, ErrorKind, Write};
@@ -93,7 +93,7 @@ fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
         for (name, bytes) in FILES {
             let file = path.join(name);
             if !is_good(&file, bytes) {
-                // Another process may have written the file in the meantime.
+                // Ignore the error if another process has written the file in the meantime.
                 write_file(&file, bytes).or_else(|error| if is_good(&file, bytes) { Ok(()) } else { Err(error) })?;
             }
         }

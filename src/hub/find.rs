@@ -153,7 +153,7 @@ impl Hub {
         })
     }
 
-    /// Fails unless `names` identifies exactly one model. `model` is the name that the user typed.
+    /// Fails unless all `names` are equal and there is at least one. `model` is the name that the user typed.
     pub(super) fn check_is_one_model<'a>(&self, model: &str, names: impl Iterator<Item = &'a String>) -> Result<()> {
         let names: BTreeSet<&String> = names.collect();
         let hint = match names.len() {

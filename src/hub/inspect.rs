@@ -47,7 +47,7 @@ pub struct RemoteModel {
 #[derive(Debug)]
 pub struct SafetensorsHeader {
     pub file: String,
-    /// The JSON text, without the length that precedes it.
+    /// The JSON text, without its 8-byte length prefix.
     pub json: Vec<u8>,
     /// The size of the tensor data after the header, in bytes.
     pub data_bytes: Option<u64>,

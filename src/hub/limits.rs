@@ -34,8 +34,8 @@ impl Limits {
     /// Returns the number of bytes that must arrive to reset the count of consecutive failures.
     ///
     /// The number is 1% of the file size, but at least 4 KiB and at most 1 MiB.
-    /// A slow connection may need several attempts to receive this many bytes.
-    /// A server that sends one byte per attempt never resets the count.
+    /// A slow connection may collect these bytes over several attempts.
+    /// A server that sends one byte per attempt runs out of attempts first.
     pub(super) fn min_progress(file_bytes: u64) -> u64 {
         (file_bytes / 100).clamp(4 << 10, 1 << 20)
     }

@@ -34,8 +34,8 @@ const MAX_LISTING_BYTES: u64 = 64 << 20;
 /// The maximum number of bytes to read from the body of an error response.
 const MAX_ERROR_BYTES: u64 = 64 << 10;
 
-/// The time that each byte of a metadata response may take, in addition to the response timeout.
-/// A response that keeps arriving at less than 16 KiB/s therefore fails after the timeout.
+/// The time allowed for each byte of a metadata response, in addition to the response timeout.
+/// A long response that keeps arriving at less than 16 KiB/s therefore fails.
 const TIME_PER_BYTE: Duration = Duration::from_nanos(1_000_000_000 / (16 << 10));
 
 /// The maximum number of redirects. The hub normally redirects once, to a storage host.
@@ -303,7 +303,7 @@ impl<'a> Remote<'a> {
         let mut url = url.to_string();
         let mut is_from_other_host = false;
         for _ in 0..=MAX_REDIRECTS {
-            // If another host redirects back to the endpoint, do not send the token.
+            // Do not send the token if another host redirects back to the endpoint, because that host chose the URL.
             is_from_other_host |= !self.is_endpoint(&url);
             let mut request = self.prepare(self.agent.get(&url), &url, purpose, !is_from_other_host);
             if let Some(range) = range {
@@ -394,7 +394,7 @@ impl<'a> Remote<'a> {
     ) -> RequestBuilder<WithoutBody> {
         if let Purpose::Metadata = purpose {
             let timeout = self.limits().response_timeout;
-            // The total also limits slow bytes that are not part of the contents, such as HTTP chunk headers.
+            // `read_body` limits the time for the contents only. This limit includes HTTP chunk headers.
             let total = timeout.saturating_mul(5);
             request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();
         }

@@ -55,7 +55,7 @@ struct Selection {
 impl Hub {
     /// Expands part of a name to the full name. Returns `None` if `model` is a whole name, or does not match one model.
     ///
-    /// `inferno remove` confirms a partial name, because on the next run the same part could match a different model.
+    /// `inferno remove` asks the user to confirm a partial name, because it could match another model on the next run.
     pub fn resolve_partial_name(&self, model: &str) -> Option<String> {
         let (name, _) = names::split_revision(model, None).ok()?;
         let (part, _) = gguf::split_tag(name);

@@ -10,8 +10,8 @@ use super::limits::Limits;
 /// The wait stops doubling at this value. A server may still ask for a longer wait.
 const MAX_BACKOFF: Duration = Duration::from_secs(15);
 
-/// A request is given up if its failures exceed `MAX_RESETS * max_failures` in total.
-/// Without this limit, a request that makes some progress before every failure would never end.
+/// A request is retried at most `MAX_RESETS * max_failures` times in total.
+/// Without this limit, a request that makes some progress before every failure would be retried forever.
 const MAX_RESETS: u32 = 100;
 
 /// Counts the failures of one request.

@@ -1,7 +1,7 @@
 //! Gated activations: SwiGLU and GeGLU (arXiv 2002.05202), and the clamped SwiGLU of gpt-oss.
 //!
 //! The clamped SwiGLU follows the function `swiglu` in `gpt_oss/torch/model.py` of openai/gpt-oss.
-//! The clamped SwiGLU clamps gate values only from above, and up values on both sides. It then adds 1 to the up values.
+//! It clamps gate values only from above and up values on both sides, and then adds 1 to the up values.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 

@@ -1,6 +1,6 @@
 // Measures the read bandwidth of the GPU's memory.
 
-// Fills x with pseudo-random bits. Moving zeros takes less power, so the measured bandwidth could be too high.
+// Fills x with pseudo-random bits. Reading zeros would draw less power and could overstate the bandwidth.
 //   x: [n]
 //   grid, block: any size
 //   bytes moved: 16 · n
@@ -14,7 +14,7 @@ extern "C" __global__ void fill_random(uint4* x, int n) {
     }
 }
 
-// Reads all of x with eight independent 16-byte loads per thread.
+// Reads all of x. Each thread issues eight independent 16-byte loads per iteration.
 //   x: [n]; n is a multiple of 8 · blockDim
 //   out: [1]
 //   grid: any size; block: at most 512

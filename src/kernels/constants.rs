@@ -21,7 +21,7 @@ pub const ACTIVATION_GELU_TANH: usize = 1;
 
 // Rotary embedding (`attention/rope.rs`, `attention/rope.cu`).
 
-/// Heads per warp. A warp with several heads has enough loads in flight and reads the angles only once.
+/// Heads per warp. Several heads keep more loads in flight and share one read of the cosines and sines.
 pub const ROPE_HEADS_PER_WARP: usize = 4;
 
 // Paged KV cache (`attention/paged.rs`, `attention/paged.cuh`).
@@ -38,15 +38,15 @@ pub const EAGER_MAX_HEAD_DIM: usize = 256;
 //
 // There is one kernel for each combination of head size and query rows per tile.
 // Arrays have one value per head size, in the order of `FLASH_HEAD_DIMS`.
-// Tile sizes and the numbers of warps and teams affect only speed. They were tuned on an H200.
+// Tile sizes and warp counts were tuned for speed on an H200.
 
 /// The supported head sizes.
 pub const FLASH_HEAD_DIMS: [usize; 6] = [16, 64, 80, 96, 128, 256];
-/// Query rows per tile in the decode kernel.
+/// Query rows per tile in the decode kernels.
 pub const FLASH_FEW_ROWS: usize = 16;
-/// Query rows per tile in the kernel for short prompts.
+/// Query rows per tile in the kernel for small prefills.
 pub const FLASH_MEDIUM_ROWS: usize = 64;
-/// Query rows per tile in the kernel for long prompts.
+/// Query rows per tile in the kernel for large prefills.
 pub const FLASH_MANY_ROWS: usize = 128;
 /// Keys per tile in the 16-row kernel, by head size.
 pub const FLASH_FEW_KEYS: [usize; 6] = [32, 32, 16, 16, 16, 16];
@@ -57,7 +57,7 @@ pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
 /// Warps per block in the 16-row kernel, by head size.
 /// Each warp is a team that computes all 16 rows for its own key tiles.
 pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
-/// Teams per block in tiles of 16 rows, if there are enough tiles to fill the GPU several times.
+/// Warps per block in the 16-row kernel for batches with at least two blocks per multiprocessor.
 pub const FLASH_BATCH_TEAMS: usize = 2;
 /// Warps per block in the 64-row kernel.
 pub const FLASH_MEDIUM_WARPS: usize = 4;
@@ -117,14 +117,14 @@ pub const EXPERT_GEMM_THREADS: usize = 128;
 
 /// Weight rows in each thread block's tile.
 pub const GROUPED_GEMM_ROWS: usize = 128;
-/// Columns per step: 128 bytes of each row, because elements have 16 bits.
+/// Columns per step: 128 bytes of each row of 16-bit elements.
 pub const GROUPED_GEMM_COLUMNS: usize = 64;
 /// Pipeline stages: the number of steps whose tiles are in shared memory at once.
 pub const GROUPED_GEMM_STAGES: usize = 3;
 /// Threads per block.
 pub const GROUPED_GEMM_THREADS: usize = 256;
 
-// Matrix products of routed experts with MXFP4 tiles (`moe/expert_mlp.rs`, `moe/expert_mlp.cu`).
+// Matrix products of routed experts with MXFP4 tiles (`moe/product_kernel.rs`, `moe/expert_mlp.cu`).
 // Some of these kernels use mma.sync, and others use wgmma.
 // The wgmma kernels have wide, narrow and slim tiles, depending on the number of pairs per expert.
 
@@ -152,11 +152,11 @@ pub const EXPERT_SLIM_PAIRS: usize = 48;
 /// Stages of the ring buffer for slim tiles.
 pub const EXPERT_SLIM_STAGES: usize = 4;
 
-// The same products for few pairs per expert (`moe/expert_few.rs`, `moe/expert_few.cu`).
+// Matrix products with MXFP4 tiles for few pairs per expert (`moe/product_kernel.rs`, `moe/expert_few.cu`).
 
 /// Threads per block.
 pub const EXPERT_FEW_THREADS: usize = 512;
-/// Column tiles that are loaded together. gpt-oss has matrices of 2880 columns: 45 column tiles.
+/// Column tiles that are loaded together. gpt-oss has 2880 columns, which are 45 column tiles, a multiple of 3.
 pub const EXPERT_FEW_STEPS: usize = 3;
 
 // Quantized matrices (`quantized/mod.rs`, `quantized/quantized.cuh`).
@@ -178,7 +178,7 @@ pub const FORMAT_Q5_K: usize = 8;
 pub const FORMAT_Q6_K: usize = 9;
 pub const FORMAT_INT8: usize = 10;
 pub const FORMAT_FP8: usize = 11;
-/// Codes that tell a kernel how to quantize the activations, which are the input of a matrix product.
+/// Codes that tell a kernel how to quantize the activations.
 pub const ROUNDING_NONE: usize = 0;
 pub const ROUNDING_INT8_PER_TOKEN: usize = 1;
 pub const ROUNDING_FP8_PER_TOKEN: usize = 2;

@@ -57,7 +57,7 @@ impl Matrix {
         }
     }
 
-    /// Returns how a product quantizes its input, or `None` if the matrix is not quantized or its parts differ in this.
+    /// Returns the input quantization that all parts need. `None` if the matrix is not quantized or its parts differ.
     pub fn input_rounding(&self) -> Option<InputRounding> {
         match self {
             Self::Quantized(parts) => {

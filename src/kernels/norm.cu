@@ -23,7 +23,7 @@ __device__ float block_sum(float value, float* scratch) {
     return value;
 }
 
-// The elements of a row that a thread keeps in registers: HELD times WIDTH. It rereads all others from `sum`.
+// A thread keeps HELD · WIDTH elements of a row in registers. It loads all others again when it needs them.
 constexpr int THREADS = ADD_NORM_THREADS, HELD = 2;
 
 // WIDTH adjacent elements.
@@ -94,7 +94,7 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
         accumulate(e);
     }
 
-    // 2. Find the mean, for LayerNorm, and the scale.
+    // 2. Compute the mean (LayerNorm only) and the factor that normalizes the row.
     const auto for_each = [&](auto&& visit) {
 #pragma unroll
         for (int h = 0; h < HELD; ++h) {

@@ -20,7 +20,7 @@ impl<'t> From<&'t Tensor> for Addend<'t> {
     }
 }
 
-/// Returns the sum s = x + y (s = x without `y`) as f32, and the norm of s in `dtype`.
+/// Returns the sum s = x + y (s = x without `y`) as f32, and the normalized s in `dtype`.
 ///
 /// Without a bias, the norm is RMSNorm: s / sqrt(mean(s²) + eps) · weight.
 /// With a bias, the norm is LayerNorm, which subtracts the mean of s first and adds the bias last.
@@ -93,7 +93,7 @@ pub fn add_norm(
     }
 }
 
-/// Computes the norm of each row of x in plain Rust.
+/// Applies RMSNorm, or LayerNorm if there is a bias, to each row of x in plain Rust.
 ///
 /// x and the result are `[tokens, hidden]`. `weight` and `bias` are `[hidden]`.
 pub fn reference(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32) -> Vec<f32> {

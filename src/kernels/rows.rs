@@ -2,9 +2,10 @@
 //!
 //! candle has these operations too, but the driver compiles candle's kernels on first use,
 //! which delays the first answer on a new machine. The kernels here are compiled at build time.
-//! On a GPU, the forward pass of most models runs no candle kernel. There are two exceptions:
+//! On a GPU, most forward passes run no candle kernel. The main exceptions are:
 //! - candle casts the input of the experts in Mixtral and Qwen3-MoE, and in gpt-oss if an MXFP4 scale exceeds 2.
-//! - candle concatenates the outputs of q_proj, k_proj and v_proj if no single kernel supports their formats.
+//! - candle concatenates the outputs of q_proj, k_proj and v_proj if their weights require different kernels.
+//! - candle selects the last token of each sequence in a batch that contains prompts.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 

@@ -117,7 +117,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     }
     #[cfg(feature = "cuda")]
     if device.is_cuda() && dtype != DType::F32 {
-        // The kernels for few tokens need sizes that are multiples of 192.
+        // `expert_few.cu` requires hidden and intermediate sizes that are multiples of 192.
         for (name, tokens, sizes) in
             [("expert_mlp, few tokens", 5, (192, 384)), ("expert_mlp, many tokens", 301, (96, 160))]
         {
@@ -336,7 +336,7 @@ mod fused {
     /// `sizes` are the hidden size and the intermediate size.
     pub fn expert_mlp(target: CheckTarget, tokens: usize, sizes: (usize, usize)) -> Result<Tensor> {
         let ((experts, chosen), (columns, intermediate)) = ((5, 3), sizes);
-        // Halve the inputs, so that the sums stay near the clamp limit, as in gpt-oss. Halving is exact.
+        // Halve the inputs, so that gate and up stay near the clamp limit, as in gpt-oss. Halving is exact.
         let x = (noise(29, &[tokens, columns], DType::BF16)? * 0.5)?;
         let ids: Vec<u32> = numbers(30, tokens, experts as u64)
             .flat_map(|first| (0..chosen as u64).map(move |next| ((first + next) % experts as u64) as u32))

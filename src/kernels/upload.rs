@@ -61,7 +61,7 @@ mod with_cuda {
         /// Creates the stream.
         ///
         /// The device's event tracking must be off (`device::open` turns it off).
-        /// Otherwise, cudarc would record events on both streams.
+        /// Otherwise, cudarc would make the two streams wait for each other.
         pub fn new(device: &CudaDevice) -> Result<Self> {
             if device.is_event_tracking() {
                 bail!("cannot upload: event tracking is on for this device; open the device with `device::open`");

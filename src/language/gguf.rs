@@ -61,7 +61,8 @@ fn chat_format(
     Ok(ChatFormat::from_template(tokenizer, &file_name(checkpoint), template, named))
 }
 
-/// Loads the tokenizer.json beside a GGUF file that has no vocabulary, and the chat format of the file or directory.
+/// Loads the tokenizer.json beside a GGUF file that has no vocabulary.
+/// The chat format comes from the GGUF file or, if that has no chat template, from its directory.
 fn from_folder(checkpoint: &GgufCheckpoint) -> Result<(Tokenizer, Option<ChatFormat>)> {
     let dir = checkpoint.path().parent().unwrap_or(Path::new(""));
     let missing = || format!("{} has no vocabulary and needs a tokenizer.json beside it", checkpoint.path().display());

@@ -31,9 +31,9 @@ pub struct Language {
 }
 
 impl Language {
-    /// Loads the tokenizer and the other fields from a snapshot. `dir` is a directory or the path of a GGUF file.
+    /// Loads the tokenizer, chat format, stop tokens and sampling defaults of a snapshot directory or a GGUF file.
     ///
-    /// With a hostile model, loading can take unbounded time and memory. `worker::load_language` limits both.
+    /// With a hostile model, loading can take unbounded time and memory. On Linux, `worker::load_language` limits both.
     pub fn load(dir: &Path) -> Result<Self> {
         match snapshot::gguf::find(dir)? {
             Some(file) => Self::from_gguf(&GgufCheckpoint::open(&file)?),
@@ -58,13 +58,13 @@ impl Language {
         Self { tokenizer, chat, generation_config, stop_ids, renderer: None }
     }
 
-    /// Loads the tokenizer and the other fields from GGUF metadata.
+    /// Loads all fields from GGUF metadata. If it has no vocabulary, reads tokenizer.json.
     fn from_gguf(checkpoint: &GgufCheckpoint) -> Result<Self> {
         let GgufLanguage { tokenizer, chat, generation_config, stop_ids } = gguf::read(checkpoint)?;
         Ok(Self::new(tokenizer, chat, generation_config, stop_ids))
     }
 
-    /// Loads the tokenizer and the other fields from tokenizer.json and the config files.
+    /// Loads all fields from tokenizer.json and the config files.
     fn from_files(dir: &Path) -> Result<Self> {
         let tokenizer = Tokenizer::from_dir(dir)?;
         let chat = ChatFormat::load(dir, &tokenizer)?;

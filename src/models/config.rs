@@ -17,7 +17,7 @@ use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::text::{excerpt, library_error, quote};
 use crate::weights::Weights;
 
-/// To find an invalid field, [`from_json`] parses the config once per field, but only if it has at most this many.
+/// The most fields for which [`from_json`] searches for an invalid field. The search parses the config once per field.
 /// Real configs have up to 100 fields.
 const MAX_FIELDS: usize = 200;
 
@@ -124,7 +124,7 @@ pub(super) fn check_layer_types(layer_types: Option<&Vec<LayerType>>, layers: us
     }
 }
 
-/// Fails unless the window is absent or has a valid size.
+/// Fails if `sliding_window` is present but is not between 1 and [`MAX_SIZE`].
 pub(super) fn check_window(sliding_window: Option<usize>) -> Result<()> {
     check_optional("sliding_window", sliding_window, 1..=MAX_SIZE)
 }
@@ -190,7 +190,7 @@ impl CommonConfig {
         self.layers(|_| self.sliding_window.filter(|&window| window < self.max_position_embeddings))
     }
 
-    /// Returns the sliding window of a layer, if it has one. Without `layer_types`, `is_sliding` selects the layers.
+    /// Returns the sliding window of a layer, if it has one. `is_sliding` decides if there are no `layer_types`.
     pub fn window(&self, layer: usize, is_sliding: impl Fn(usize) -> bool) -> Option<usize> {
         let sliding = match &self.layer_types {
             Some(types) => types[layer] == LayerType::SlidingAttention,

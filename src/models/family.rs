@@ -25,8 +25,8 @@ pub trait Architecture {
     /// Returns the longest context that the model supports.
     fn max_position_embeddings(&self) -> usize;
 
-    /// Returns the longest context that uses the short factors of LongRoPE. Longer contexts are opt-in.
-    /// Without LongRoPE, this is the longest context that the model supports.
+    /// Returns the longest context that is used by default. Longer contexts are opt-in.
+    /// With LongRoPE, it is the longest with the short factors. Otherwise, it is the longest that the model supports.
     fn default_context(&self) -> usize {
         self.max_position_embeddings()
     }

@@ -12,7 +12,7 @@ use crate::nn::mlp::Mlp;
 use crate::weights::Weights;
 
 /// The config of a family whose config.json has the fields of [`CommonConfig`].
-/// Each family loads its own attention and MLPs. The rest of the decoder is shared.
+/// Each family loads its own attention and MLPs. All families share the other parts of the decoder.
 pub(super) trait StandardDecoder {
     fn common(&self) -> &CommonConfig;
 

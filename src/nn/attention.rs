@@ -1,6 +1,6 @@
 //! The self-attention of one layer.
 //!
-//! The steps: project to q, k and v, normalize q and k, apply RoPE, write to the KV cache, attend, and project back.
+//! The steps: project to q, k and v; normalize q and k; apply RoPE; write k and v to the cache; attend; apply o_proj.
 
 use std::sync::Arc;
 

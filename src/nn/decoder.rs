@@ -100,8 +100,8 @@ impl Decoder {
 
     /// Runs a pass whose inputs are already on the device. `ids` are u32 `[tokens]`.
     ///
-    /// With one token per sequence, copies nothing between the host and the GPU, except with the attention backend
-    /// `CandleFlashAttn`. A CUDA graph can therefore capture the pass.
+    /// With one token per sequence, the pass copies nothing between the host and the GPU, unless the attention backend
+    /// is `CandleFlashAttn`. A CUDA graph can therefore capture the pass.
     /// The caller guarantees that ids and positions are valid, and that the blocks belong to the cache.
     pub(crate) fn forward_pass(
         &self,

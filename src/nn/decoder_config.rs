@@ -20,7 +20,7 @@ pub struct DecoderConfig {
     /// The prefix of all tensor names except `lm_head`, or an empty string.
     pub prefix: String,
     pub names: DecoderNames,
-    /// The factor for token embeddings.
+    /// The factor by which token embeddings are multiplied.
     pub embed_scale: f32,
     /// The name and length of the learned position embedding, if any.
     pub learned_positions: Option<(&'static str, usize)>,

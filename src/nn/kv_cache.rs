@@ -15,7 +15,7 @@ use crate::kernels::rows::copy_rows;
 
 pub use crate::kernels::attention::BLOCK_TOKENS;
 
-/// The shape of one layer's keys and values.
+/// The shape of one layer's keys and values, and its attention window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerSpec {
     pub kv_heads: usize,
@@ -38,13 +38,13 @@ pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
 pub struct CacheLayout {
     /// The attention window of each group, or `None` for full attention.
     windows: Vec<Option<usize>>,
-    /// The group of each layer, and its index among the layers of the group.
+    /// The group of each layer, and the layer's index within the group.
     places: Vec<(usize, usize)>,
     /// The number of layers for which a block has room. Some groups may have fewer layers.
     layers_per_group: usize,
-    /// KV heads and head size, or `None` if layers differ in them. Such a cache can be planned but not allocated.
+    /// The KV heads and head size, or `None` if layers differ in them. [`KvCache::new`] rejects such a layout.
     heads: Option<(usize, usize)>,
-    /// The number of elements in the keys of one token and layer, for the largest layer.
+    /// The number of elements in one token's keys in one layer, for the layer with the most.
     row: usize,
 }
 
@@ -54,7 +54,7 @@ impl CacheLayout {
         let heads = layers.first().map(|layer| (layer.kv_heads, layer.head_dim));
         let heads = heads.filter(|&heads| layers.iter().all(|layer| (layer.kv_heads, layer.head_dim) == heads));
         let row = layers.iter().map(|layer| layer.kv_heads.saturating_mul(layer.head_dim)).max().unwrap_or(0);
-        // The windows and the number of layers with each, in the order of the first layer.
+        // Each distinct window and the number of layers that have it, in the order in which the windows first occur.
         let mut classes: Vec<(Option<usize>, usize)> = Vec::new();
         for layer in layers {
             match classes.iter_mut().find(|(window, _)| *window == layer.window) {
@@ -173,7 +173,7 @@ impl BlockTables {
 pub struct KvCache {
     layout: CacheLayout,
     blocks: usize,
-    /// The keys and values of layer i of each group, both `[rows, kv_heads, head_dim]`.
+    /// Entry i holds the keys and values of layer i of each group, both `[rows, kv_heads, head_dim]`.
     /// Block b consists of `BLOCK_TOKENS` rows, starting at row `b * BLOCK_TOKENS`.
     layers: Vec<(Tensor, Tensor)>,
 }
@@ -220,7 +220,7 @@ impl KvCache {
         CachedLayer { k, v }
     }
 
-    /// Copies the keys and values of a block, of all layers of its group, to another block.
+    /// Copies the keys and values of all layers from block `from` to block `to`.
     pub fn copy_block(&self, from: u32, to: u32) -> Result<()> {
         for tensor in self.layers.iter().flat_map(|(k, v)| [k, v]) {
             let rows = tensor.narrow(0, from as usize * BLOCK_TOKENS, BLOCK_TOKENS)?.force_contiguous()?;

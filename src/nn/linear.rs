@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 use crate::kernels::{self, matrix::Matrix, rows::add_bias};
 use crate::weights::Weights;
 
-/// Whether a projection has a bias. config.json decides this, not the tensors in the checkpoint.
+/// Whether a projection has a bias. The family or config.json decides this, not the tensors in the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {
     With,

@@ -54,7 +54,7 @@ pub struct ExpertNames {
 pub struct GatedMoe {
     /// The router, in f32 because a rounding error may send a token to a different expert.
     pub(crate) router: Linear,
-    /// `[experts, 2 * intermediate, hidden]`. Each expert has the rows of gate_proj, then those of up_proj.
+    /// `[experts, 2 * intermediate, hidden]`. Each expert has the gate_proj rows, then the up_proj rows.
     pub(crate) gate_up_proj: ExpertWeights,
     /// `[experts, hidden, intermediate]`
     pub(crate) down_proj: ExpertWeights,

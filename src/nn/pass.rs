@@ -82,7 +82,7 @@ impl Pass {
         &self.blocks[group]
     }
 
-    /// Returns the attention kernel to use.
+    /// Returns the attention backend to use.
     pub fn backend(&self) -> AttentionBackend {
         self.backend
     }

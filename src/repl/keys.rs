@@ -39,7 +39,7 @@ struct Shared {
 impl KeyListener {
     /// Starts listening. Appends all input to `type_ahead`.
     ///
-    /// Fails with the unchanged `type_ahead` if stdin is not a terminal or its modes cannot be set.
+    /// If stdin is not a terminal or its modes cannot be set, returns `type_ahead` unchanged as the error.
     pub fn start(type_ahead: TypeAhead) -> Result<KeyListener, TypeAhead> {
         let Some((input, original_modes)) = open_terminal() else { return Err(type_ahead) };
         let mut modes = original_modes.clone();

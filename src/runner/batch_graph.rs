@@ -3,8 +3,8 @@
 //! A graph replays the operations of [`Decoder::forward_pass`], so it supports every model that runs on a GPU, and has
 //! the same results as the eager decoder. The host launches one graph instead of hundreds of kernels.
 //!
-//! Batches are padded to a few sizes, so that few graphs are needed. A padding row repeats the last sequence: it reads
-//! no other experts, and writes the same keys and values to the same place.
+//! Batches are padded to a few sizes, so that few graphs are needed. A padding row repeats the last sequence. It
+//! therefore activates no other experts, and writes identical keys and values to the same cache row.
 
 use std::collections::BTreeMap;
 
@@ -31,7 +31,7 @@ pub struct BatchGraphs {
     graphs: BTreeMap<usize, BatchGraph>,
     /// f32 `[MAX_BATCH, vocab]`, shared by all graphs. The first batch allocates it.
     logits: Option<Tensor>,
-    /// Whether a capture has failed. From then on, all steps run operation by operation.
+    /// Whether a graph step has failed. From then on, all steps run eagerly.
     has_failed: bool,
 }
 
@@ -50,7 +50,7 @@ struct BatchGraph {
 }
 
 impl BatchGraphs {
-    /// Creates graphs for sequences of up to `context` positions.
+    /// Creates an empty set of graphs for sequences of up to `context` positions. `run` captures the graphs.
     pub fn new(device: &CudaDevice, context: usize) -> Self {
         let table_blocks = context.div_ceil(BLOCK_TOKENS);
         Self { device: device.clone(), table_blocks, graphs: BTreeMap::new(), logits: None, has_failed: false }
@@ -60,7 +60,7 @@ impl BatchGraphs {
     /// The next step overwrites the logits.
     ///
     /// Returns `None` if the step cannot run as a graph: for single sequences, large batches and prompts, with the
-    /// backend `CandleFlashAttn`, and after a failed capture.
+    /// backend `CandleFlashAttn`, and after a graph step has failed.
     pub fn run(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Option<Tensor>> {
         let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
         let is_batch = (2..=MAX_BATCH).contains(&sequences.len());
@@ -70,7 +70,7 @@ impl BatchGraphs {
         match self.run_batch(decoder, cache, sequences) {
             Ok(logits) => Ok(Some(logits)),
             Err(error) => {
-                // The step has only written keys and values that an eager step writes again.
+                // The failed step changed only keys and values in the cache, which the eager step writes again.
                 tracing::warn!(%error, "cannot run batches as CUDA graphs");
                 self.has_failed = true;
                 self.graphs.clear();
@@ -108,7 +108,7 @@ impl BatchGraphs {
     }
 }
 
-/// Returns the size to which a batch is padded. Up to 64 sequences, it adds at most 7 rows. Beyond, it adds at most 15.
+/// Returns the size to which a batch is padded. Adds at most 7 rows for up to 64 sequences, and at most 15 for more.
 fn padded(sequences: usize) -> usize {
     match sequences {
         ..=8 => sequences,
@@ -118,7 +118,7 @@ fn padded(sequences: usize) -> usize {
 }
 
 impl BatchGraph {
-    /// Creates the buffers of a batch, except for its `logits`, f32 `[size, vocab]`.
+    /// Creates the input buffers of a batch. The graph writes its output to `logits`, f32 `[size, vocab]`.
     fn new(size: usize, table_blocks: usize, decoder: &Decoder, cache: &KvCache, logits: Tensor) -> Result<Self> {
         let (groups, device) = (cache.layout().groups(), cache.layer(0).k.device());
         let total = size * (2 + groups + groups * table_blocks);
@@ -187,7 +187,7 @@ const _: fn() = || {
     is_send::<BatchGraphs>();
 };
 
-/// Returns `device` as a GPU, or `None` if it is not one.
+/// Returns the CUDA device in `device`, or `None` for other devices.
 pub fn gpu(device: &Device) -> Option<&CudaDevice> {
     match device {
         Device::Cuda(device) => Some(device),

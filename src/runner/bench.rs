@@ -9,7 +9,7 @@ use super::{Decode, KernelTime, LaunchCounts, Runner, StepBytes};
 use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
 use crate::nn::pass::LogitRows;
 
-/// The sequence id with which the decode graph runs the single sequence.
+/// The sequence id that these functions pass to the decode graph. They run a single sequence.
 #[cfg(feature = "cuda")]
 const SOLO: u64 = u64::MAX;
 
@@ -64,7 +64,7 @@ impl Runner {
     /// Runs `ids` from an empty cache, one decode step per token.
     /// Returns the logits of every token, f32 `[tokens, vocab]`.
     ///
-    /// [`logits`](Self::logits) computes the same logits with prefill.
+    /// [`logits`](Self::logits) computes them with prefill instead.
     pub fn step_logits(&mut self, ids: &[u32]) -> Result<Tensor> {
         self.reset();
         let mut rows = Vec::with_capacity(ids.len());

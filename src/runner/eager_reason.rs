@@ -14,13 +14,13 @@ pub enum EagerReason {
     Dtype(DType),
     /// No decode attention kernel supports this head size.
     HeadDim(usize),
-    /// A kind of layer without a decode kernel, such as LayerNorm.
+    /// A part of the model without a decode kernel, such as LayerNorm or a quantized router.
     Layer(&'static str),
-    /// `gate_proj` and `up_proj` have different formats, or round their inputs differently.
+    /// `gate_proj` and `up_proj` have different formats, or quantize their inputs differently.
     MixedGateUp,
     /// No single kernel computes `q_proj`, `k_proj` and `v_proj` together.
-    /// Only some of them are quantized, only some are FP8, or they round their inputs differently.
-    /// Different GGUF types of `q_proj`, `k_proj` and `v_proj` are supported.
+    /// Only some of them are quantized, only some are FP8, or they quantize their inputs differently.
+    /// Different GGUF types are supported.
     IncompatibleQkv,
     /// The experts of gpt-oss are not in MXFP4, or a scale exceeds 2.
     ExpertFormat,
@@ -29,7 +29,7 @@ pub enum EagerReason {
         chosen: usize,
         experts: usize,
     },
-    /// No matrix-vector kernel supports rows of this length.
+    /// No decode kernel supports matrices with this many columns.
     RowLength(usize),
     /// The vocabulary is too large for one launch of the sampling kernel on this GPU.
     VocabularySize(usize),

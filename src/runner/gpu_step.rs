@@ -9,7 +9,7 @@ use super::step_sequence::{Chosen, StepSequence};
 use super::{Decode, Runner};
 use crate::kernels::decode::sample_rows;
 
-/// Chooses the next token of each sequence on the GPU, so that the logits need not be copied to the host.
+/// Chooses the next token of each sequence on the GPU, which avoids copying the logits to the host.
 pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
     let rows: Vec<u32> = (0..).zip(&*sequences).filter(|(_, s)| s.sampler.is_some()).map(|(row, _)| row).collect();
     if rows.is_empty() {
@@ -52,8 +52,8 @@ impl Runner {
         }
     }
 
-    /// Runs a decode step of one sequence on the graph. Returns `None` if there is no graph, if the step has several
-    /// tokens, or if no token is to be chosen.
+    /// Runs a decode step of one sequence on the graph.
+    /// Returns `None` if there is no graph, if the step has several tokens, or if the sequence has no sampler.
     fn decode_graph_step(&mut self, sequence: &mut StepSequence) -> Result<Option<Result<u32>>> {
         let (&[input], Some(sampler), Decode::Graph(graph)) =
             (sequence.ids, sequence.sampler.as_deref_mut(), &mut self.decode)
@@ -61,7 +61,7 @@ impl Runner {
             return Ok(None);
         };
         self.solo.cached.clear();
-        // The token can also be a prompt of one token, which runs on the graph like a generated one.
+        // `input` can also be a prompt of one token, which the graph runs like a generated token.
         if !graph.continues(sequence.id, sequence.position) {
             graph.start(sequence.id, sequence.position, input, sampler.on_device(), sequence.tables)?;
         }
@@ -82,7 +82,7 @@ impl Runner {
     }
 }
 
-/// Waits for the graph's next token and records it. After an error, the graph must be started again.
+/// Waits for the graph's next token and records it in the sampler. Stops the graph after an error.
 fn take_token(graph: &mut DecodeGraph, limit: usize, sampler: &mut dyn ChooseToken) -> Result<u32> {
     let token = graph.next(limit);
     match token {

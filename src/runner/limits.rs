@@ -1,10 +1,10 @@
-//! The limits of a runner.
+//! Limits on the steps of a runner.
 
 /// The limits that all steps of a runner must respect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RunnerLimits {
-    /// The most positions of a sequence.
+    /// The maximum number of positions in one sequence.
     pub context: usize,
-    /// The most tokens that one step computes, of all sequences together.
+    /// The maximum number of tokens in one step, over all sequences.
     pub chunk: usize,
 }

@@ -1,4 +1,4 @@
-//! Runs a model on its device: steps of many sequences, and the decode graph for one.
+//! Runs a model on its device: batched steps, and a CUDA graph that decodes a single sequence.
 //!
 //! A [`Runner`] handles token ids, positions and block tables. The layers above it handle requests, text and sampling
 //! parameters.
@@ -42,7 +42,7 @@ pub use step_sequence::{Chosen, StepSequence};
 
 /// A decoder on its device, with the KV cache of all sequences.
 pub struct Runner {
-    /// These graphs use memory of the decoder and the cache but do not own it, so they are dropped first.
+    /// Declared first, so that the graphs are dropped before the decoder and the cache, whose memory they use.
     #[cfg(feature = "cuda")]
     batches: Option<BatchGraphs>,
     decoder: Decoder,
@@ -101,7 +101,7 @@ impl Decode {
 }
 
 impl Runner {
-    /// Plans the decode step of `decoder` on `cache`. With `force_eager`, no step runs as a CUDA graph.
+    /// Creates a runner and plans its decode graph. With `force_eager`, no step runs as a CUDA graph.
     ///
     /// The cache must have enough blocks for one sequence of `limits.context` positions.
     pub fn new(
@@ -130,7 +130,7 @@ impl Runner {
         })
     }
 
-    /// Returns the most positions of a sequence and the most tokens of a step.
+    /// Returns the limits on the positions of a sequence and the tokens of a step.
     pub fn limits(&self) -> RunnerLimits {
         self.limits
     }

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use super::{Runner, RunnerLimits};
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 
-/// Runs single sequences. Overwrites the blocks of all other sequences, which must have ended.
+/// Runs one sequence at a time. Overwrites the blocks of all other sequences, which must have ended.
 impl Runner {
     /// Returns the number of cached tokens of the single sequence.
     pub fn cached_tokens(&self) -> usize {
@@ -20,7 +20,7 @@ impl Runner {
         self.solo.written = 0;
     }
 
-    /// Runs up to `chunk` tokens after the cached tokens. Returns f32 logits.
+    /// Runs `ids`, at most `limits.chunk` tokens, after the cached tokens. Returns f32 logits.
     pub(super) fn forward_solo(&mut self, ids: &[u32], logits: LogitRows) -> Result<Tensor> {
         let (position, RunnerLimits { context, chunk }) = (self.solo.cached.len(), self.limits);
         if ids.len() > chunk || position + ids.len() > context {
@@ -38,14 +38,14 @@ impl Runner {
         Ok(logits)
     }
 
-    /// Runs up to `chunk` tokens after the cached tokens. Returns the logits of every token, f32 `[tokens, vocab]`.
+    /// Runs `chunk`, at most `limits.chunk` tokens, after the cached tokens. Returns f32 logits `[tokens, vocab]`.
     pub fn chunk_logits(&mut self, chunk: &[u32]) -> Result<Tensor> {
         self.forward_solo(chunk, LogitRows::All)
     }
 
     /// Runs `ids` from an empty cache. Returns the logits of every token, f32 `[tokens, vocab]`.
     ///
-    /// Fails if `ids` do not fit in the context. Needs 2 · tokens · vocab · 4 bytes on the device.
+    /// Fails if `ids` do not fit in the context. Joining the chunks takes twice the size of the logits on the device.
     pub fn logits(&mut self, ids: &[u32]) -> Result<Tensor> {
         self.reset();
         let rows: Vec<Tensor> =

@@ -13,7 +13,8 @@ use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 impl Runner {
     /// Runs one step. Returns the chosen token of each sequence.
     ///
-    /// Returns an error if the step as a whole failed. It may then have written some of its keys and values.
+    /// Returns an error if the whole step failed. Some of its keys and values may then be in the cache.
+    /// If no token can be chosen for one sequence, only its [`Chosen`] is an error.
     pub fn step(&mut self, sequences: &mut [StepSequence]) -> Result<Vec<Chosen>> {
         let tokens: usize = sequences.iter().map(|sequence| sequence.ids.len()).sum();
         if tokens > self.limits.chunk {
@@ -27,7 +28,7 @@ impl Runner {
         self.choose(sequences, &logits)
     }
 
-    /// Runs the decoder operation by operation. Returns the logits of each last token, f32 `[sequences, vocab]`.
+    /// Runs the decoder operation by operation. Returns f32 logits `[sequences, vocab]` of the last tokens.
     fn forward(&mut self, sequences: &[StepSequence]) -> Result<Tensor> {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
         let spans: Vec<SequenceSpan> = sequences
@@ -38,13 +39,13 @@ impl Runner {
         self.decoder.forward(&StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last }, &self.cache)
     }
 
-    /// Makes the decode graph and the solo sequence forget their tokens, because other sequences use their blocks.
+    /// Stops the decode graph and clears the solo sequence, because the next pass may overwrite their blocks.
     pub(super) fn forget_sequences(&mut self) {
         self.stop_graph();
         self.solo.cached.clear();
     }
 
-    /// Makes the decode graph forget its sequence, because another pass may write to its blocks.
+    /// Stops the decode graph, because another pass may overwrite the blocks of its sequence.
     pub(super) fn stop_graph(&mut self) {
         #[cfg(feature = "cuda")]
         if let Decode::Graph(graph) = &mut self.decode {

@@ -5,7 +5,7 @@ use serde::Serialize;
 /// The bytes that one decode step must read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct StepBytes {
-    /// The bytes of all dense weights, the chosen experts and one row of the embedding.
+    /// The bytes of the chosen experts, one row of the embedding, and all other weights.
     pub weights: u64,
     /// The bytes of the cached keys and values that the token attends to.
     pub cache: u64,

@@ -5,7 +5,7 @@ use anyhow::Result;
 use super::choose_token::ChooseToken;
 use crate::nn::kv_cache::BlockTables;
 
-/// The tokens of one sequence in a step.
+/// The input of one sequence in a step.
 pub struct StepSequence<'s> {
     /// The id of the sequence, which must be the same in all of its steps.
     pub id: u64,
@@ -17,8 +17,8 @@ pub struct StepSequence<'s> {
     pub tables: &'s BlockTables,
     /// Chooses the next token. `None` if no token is needed, for example before the end of the prompt.
     pub sampler: Option<&'s mut dyn ChooseToken>,
-    /// The most tokens that the sequence still generates, including the one of this step.
-    /// The decode graph queues no steps beyond it.
+    /// The maximum number of tokens that the sequence may still generate, including this step's token.
+    /// The decode graph queues no steps beyond this limit.
     pub limit: usize,
 }
 

@@ -105,7 +105,7 @@ pub fn models_in(dir: &Path) -> Vec<GgufFile> {
     let folders = entries(dir).filter(|path| path.is_dir());
     let mut files: Vec<PathBuf> =
         entries(dir).chain(folders.flat_map(|dir| entries(&dir).collect::<Vec<_>>())).collect();
-    // Skip unsafe names. A newline in a file name could fake a separate message.
+    // Skip unsafe names, because messages list the files. A newline in a name could fake a message.
     let is_usable = |name: &str| is_model_name(name) && is_safe_path(name);
     files.retain(|path| path.is_file() && is_usable(&path.file_name().unwrap_or_default().to_string_lossy()));
     files.sort();

@@ -2,7 +2,7 @@
 
 use std::path::{Component, Path};
 
-/// Returns true if a file name, joined to a directory, is a path inside that directory.
+/// Returns true if `name`, joined to a directory, stays inside it. Rejects control characters and backslashes.
 ///
 /// Every name from a server or a shard index is checked before it is used as a path.
 pub fn is_safe_path(name: &str) -> bool {

@@ -163,7 +163,7 @@ impl LiveRegion {
     }
 }
 
-/// Splits a line into rows of the window.
+/// Splits a line into rows that fit in the window.
 fn cut(line: &StyledLine, size: WindowSize) -> Vec<Row> {
     rows(line, size.text_columns()).iter().map(Row::new).collect()
 }

@@ -15,7 +15,7 @@ static ORIGINAL: OnceLock<Original> = OnceLock::new();
 
 struct Original {
     modes: libc::termios,
-    /// The file descriptor for control sequences, or `None` without a terminal that supports them.
+    /// The file descriptor for control sequences, or `None` if no terminal supports them.
     output: Option<libc::c_int>,
 }
 

@@ -6,7 +6,7 @@ use super::styled_text::{Span, Style, StyledLine, wrap};
 pub struct ReasoningText {
     /// Finished rows.
     rows: Vec<StyledLine>,
-    /// The number of rows that are already on the screen.
+    /// The number of `rows` that are already printed.
     printed: usize,
     /// The text after the last finished row.
     rest: String,

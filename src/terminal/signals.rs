@@ -21,7 +21,7 @@ pub(super) fn survive_file_size_limit() {
     let _ = unsafe { sigaction(Signal::SIGXFSZ, &action) };
 }
 
-/// Restores the terminal modes whenever a signal ends the program.
+/// Installs handlers that restore the terminal modes when a signal ends the program.
 pub(super) fn restore_modes_on_end() {
     let mut previous = [None; 64];
     for signal in Signal::iterator().filter(|signal| ends_program(*signal)) {
@@ -60,7 +60,7 @@ extern "C" fn restore_and_end(number: libc::c_int, info: *mut libc::siginfo_t, _
     modes::restore();
     // SAFETY: the system passes a valid siginfo to a handler with SA_SIGINFO.
     let is_from_kernel = unsafe { (*info).si_code } > 0;
-    // After a fault, the instruction faults again when this handler returns. Rust's handler reports stack overflows.
+    // A fault recurs when this handler returns. The previous action then runs, such as Rust's stack overflow report.
     // Raise any other signal again. It stays pending until this handler returns.
     let recurs = is_from_kernel && matches!(number, libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE);
     let previous = PREVIOUS.get().and_then(|previous| previous[number as usize]).filter(|_| recurs);

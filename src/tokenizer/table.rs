@@ -29,7 +29,7 @@ pub struct ControlToken {
 
 /// The tokens of a vocabulary by id, its control tokens and its decoder.
 ///
-/// Decoding takes time and memory proportional to the text. Rejects tokens and decoders that could take more.
+/// Decoding takes time and memory proportional to the text. Tokens and decoders that could take more are rejected.
 pub struct TokenTable {
     /// All tokens, concatenated in the order of their ids.
     text: String,

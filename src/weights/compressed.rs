@@ -9,7 +9,7 @@
 //!
 //! A packed layer has `weight_packed` and `weight_shape` in place of `weight`.
 //! `weight_packed` is an I32 tensor of shape `[out, in / 4]`.
-//! Each 32-bit word holds four codes with an offset of 128. The first code is in the lowest byte.
+//! Each 32-bit word holds four int8 codes, each stored as code + 128. The first code is in the lowest byte.
 //!
 //! Source: vllm-project/compressed-tensors 0.20:
 //! - `quantization/quant_config.py`
@@ -127,7 +127,7 @@ struct Group {
     output_activations: Value,
 }
 
-/// The quantization arguments of one tensor. `observer` is ignored, because it only matters during calibration.
+/// The quantization arguments of weights or inputs. `observer` is ignored, because it only matters during calibration.
 #[derive(Deserialize)]
 struct QuantizationArgs {
     /// The number of bits. Some tools write an object with one number per layer.

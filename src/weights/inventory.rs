@@ -187,7 +187,7 @@ impl Inventory {
     }
 
     /// Returns the size of the loaded weights in memory, in bytes.
-    /// Also counts tensors that some models skip: an output head despite tied embeddings, and MTP layers.
+    /// Also counts tensors that some models skip: MTP layers, and an output head if the embeddings are tied.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }

@@ -20,7 +20,7 @@ use crate::kernels::upload::CopyStream;
 use crate::kernels::upload::Target;
 use crate::text::excerpt;
 
-/// The tensors of a checkpoint under a name prefix, plus the target device and dtype.
+/// The tensors of a checkpoint whose names start with a prefix, plus the device and dtype to load them with.
 #[derive(Clone)]
 pub struct Weights<'c> {
     pub(super) checkpoint: &'c Checkpoint,
@@ -34,7 +34,7 @@ pub struct Weights<'c> {
     pub(super) reader: Option<Arc<dyn TensorReader>>,
 }
 
-/// The maximum size of a tensor whose dtype is converted on the host, before the copy to the device.
+/// The size in bytes up to which a tensor's dtype is converted on the host. Larger tensors are converted on the device.
 const MAX_HOST_CONVERSION_BYTES: usize = 1 << 20;
 
 /// The methods of [`ReadAhead`] without its type parameter, for use as a trait object.
@@ -119,7 +119,7 @@ impl<'c> Weights<'c> {
         &self.device
     }
 
-    /// Returns the dtype of float tensors.
+    /// Returns the compute dtype, to which float tensors are converted.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
@@ -153,8 +153,8 @@ impl<'c> Weights<'c> {
             return self.float_from_e4m3(&name, shape, dtype);
         }
         let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], shape)?;
-        // Convert small tensors, such as norms and biases, on the host. A conversion on the GPU takes a second
-        // on the first run on a machine, because the driver has to compile candle's conversion kernels.
+        // Convert small tensors, such as norms and biases, on the host. The first conversion on a machine's GPU takes
+        // a second, because the driver has to compile candle's conversion kernels.
         let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= MAX_HOST_CONVERSION_BYTES;
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let tensor = model.float(&name, dtype)?.to_device(&self.device);

@@ -14,7 +14,7 @@ use crate::kernels::matrix::Matrix;
 use crate::kernels::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
 
 impl<'c> Weights<'c> {
-    /// Loads and stacks the matrix `name` of each `(module, rows)` in `parts`, with shape `[rows, columns]`.
+    /// Loads the `[rows, columns]` matrix `name` of each `(module, rows)` in `parts` and concatenates their rows.
     /// A matrix that is quantized in the file stays quantized. With a quantization target, a float matrix is quantized
     /// if the target supports its row length. All other matrices are loaded as floats in the compute dtype.
     pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
@@ -63,8 +63,8 @@ impl<'c> Weights<'c> {
         }
     }
 
-    /// Loads a quantized matrix that is transposed in Hugging Face checkpoints but not in GGUF files.
-    /// Returns `None` if the matrix is not quantized.
+    /// Loads a quantized matrix that safetensors checkpoints store transposed, but GGUF files do not.
+    /// Returns `None` for a safetensors checkpoint, or if the matrix is loaded as floats.
     pub fn transposed(&self, name: &str, rows: usize, columns: usize) -> Result<Option<Matrix>> {
         if !matches!(self.checkpoint, Checkpoint::Gguf(_)) {
             return Ok(None);
@@ -184,7 +184,7 @@ impl<'c> Weights<'c> {
         Ok(MatrixRows { format, rows, columns, rounding, write: Box::new(write) })
     }
 
-    /// Loads and stacks the float matrix `name` of each `(module, rows)` in `parts`, with shape `[rows, columns]`.
+    /// Loads the float `[rows, columns]` matrix `name` of each `(module, rows)` in `parts` and concatenates their rows.
     /// The result has the compute dtype.
     pub fn stacked(parts: &[(Weights, usize)], name: &str, columns: usize) -> Result<Tensor> {
         if let [(weights, rows)] = parts {

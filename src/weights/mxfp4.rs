@@ -35,7 +35,7 @@ pub fn experts(
 
 /// Repacks the expert matrices of an MLP for the tensor cores of a GPU.
 ///
-/// Returns them unchanged on a CPU, in f32, if they are not packed, or if a scale exceeds 2 or is NaN.
+/// Returns them unchanged on a CPU, for compute dtype f32, if they are not packed, or if a scale exceeds 2 or is NaN.
 #[cfg(feature = "cuda")]
 pub fn for_tensor_cores(
     weights: &Weights,

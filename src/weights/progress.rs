@@ -27,7 +27,7 @@ impl<'p> LoadProgress<'p> {
         Self::new(&|_| ())
     }
 
-    /// Returns the size of the loaded tensors in memory, in bytes.
+    /// Returns the number of bytes that the loaded tensors take in memory.
     pub fn resident_bytes(&self) -> u64 {
         self.resident_bytes.get()
     }

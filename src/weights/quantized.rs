@@ -173,7 +173,7 @@ impl<'c> MatrixRows<'c> {
             let [low, high, scales, supers] = split;
             rest = [low.1, high.1, scales.1, supers.1];
             let [low, high, scales, supers] = [low.0, high.0, scales.0, supers.0];
-            // The rows of an unused plane have 0 bytes, on which `par_chunks_mut` would panic.
+            // Rows of an unused plane have 0 bytes, and `par_chunks_mut` panics on a chunk size of 0.
             // `plane_rows` yields empty rows instead.
             low.par_chunks_mut(row_bytes[0])
                 .zip(plane_rows(high, row_bytes[1], part.rows))
@@ -190,7 +190,7 @@ impl<'c> MatrixRows<'c> {
     }
 }
 
-/// Quantizes a row to blocks that are bit-identical to those of ggml.
+/// Quantizes a row to the same blocks as ggml, bit for bit.
 fn quantize_row(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
     let mut bytes = vec![0; values.len() / ggml_type.block_length() * ggml_type.block_bytes()];
     let mut blocks = bytes.chunks_exact_mut(ggml_type.block_bytes()).zip(values.chunks_exact(ggml_type.block_length()));
@@ -249,7 +249,7 @@ fn pack_row(ggml_type: GgmlType, format: WeightFormat, bytes: &[u8], planes: [&m
     }
 }
 
-/// Quantizes a row of floats to 8-bit codes. The largest magnitude determines the scale.
+/// Quantizes a row to int8 or E4M3. The scale maps the largest magnitude to 127 or 448.
 fn quantize_row_8bit(format: WeightFormat, values: &[f32], planes: [&mut [u8]; 4]) {
     let [low, _, scales, _] = planes;
     let max = values.iter().fold(0.0f32, |max, value| max.max(value.abs()));

@@ -1,10 +1,10 @@
 //! Background threads that read tensors before they are requested.
 //!
 //! Each thread takes the next piece of a tensor, reads it into a staging buffer, and queues the copy to the device.
-//! The threads read the tensors in the order of the list.
-//! A tensor that is requested before its read has started goes first, even if it exceeds the read-ahead limit.
-//! A request therefore never waits forever.
-//! A request returns once all copies of its tensor are queued, which may be before they complete.
+//! The threads read the tensors in the order of the list passed to [`ReadAhead::start`].
+//! If [`ReadAhead::take`] needs a tensor whose read has not started, that tensor goes first, even if it exceeds the
+//! read-ahead limit. `take` therefore never waits forever.
+//! It returns once all copies of its tensor are queued, which may be before they complete.
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -48,7 +48,7 @@ impl Default for ReadAheadOptions {
     fn default() -> Self {
         // Eight threads read 43 GB/s from the page cache, which is as fast as data can be copied to an H200.
         // Four threads reach 28 GB/s, and sixteen are no faster than eight.
-        // The staging buffers of eight threads take 64 MiB in total.
+        // Each thread has two staging buffers, so eight threads need 64 MiB.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self { threads: cores.clamp(2, 8), piece_bytes: 4 << 20, ahead_bytes: 512 << 20 }
     }

@@ -123,7 +123,7 @@ impl SafetensorsCheckpoint {
         self.compressed.as_ref()?.scheme(module)
     }
 
-    /// Returns the size in memory of a tensor that stays packed or quantized, in bytes.
+    /// Returns the number of bytes that a packed or quantized tensor takes in memory.
     /// Returns `None` for a tensor that is loaded as floats.
     /// The size of a matrix includes its scales, so a scale tensor counts as 0 bytes.
     pub fn packed_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
@@ -177,8 +177,8 @@ impl SafetensorsCheckpoint {
     /// Returns a read request for every tensor that a model with this compute dtype can load.
     /// The requests are roughly in loading order.
     ///
-    /// Tensors that a layer stacks form one request under a combined name.
-    /// Stacking them on the device would need twice the memory.
+    /// The q, k and v projections of a layer form one request if all have the compute dtype.
+    /// Concatenating them on the device would need twice the memory.
     pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         let mut usable: Vec<_> = self.tensors.iter().filter(|(_, stored)| stored.info.bytes() > 0).collect();
         usable.sort_by_key(|(name, _)| loading_order(name));
@@ -198,8 +198,8 @@ impl SafetensorsCheckpoint {
         usable.into_iter().filter_map(request).collect()
     }
 
-    /// Returns the names of all tensors in the stack that this tensor belongs to.
-    /// Returns `None` if there is no stack, or if one of its tensors is missing, empty or not in the compute dtype.
+    /// Returns the names of a layer's q, k and v projections if this tensor is one of them.
+    /// Returns `None` for other tensors, or if a projection is missing, empty or not in the compute dtype.
     fn stack(&self, name: &str, dtype: DType) -> Option<Vec<String>> {
         let prefix = STACKED.iter().find_map(|part| name.strip_suffix(part))?;
         let names: Vec<String> = STACKED.iter().map(|part| format!("{prefix}{part}")).collect();
@@ -248,7 +248,7 @@ enum Segment<'n> {
     Word(&'n str),
 }
 
-/// The matrices that attention stacks, in order. A single matmul then computes q, k and v.
+/// The projections that attention concatenates, in order, so that one matmul computes q, k and v.
 const STACKED: [&str; 3] = ["q_proj.weight", "k_proj.weight", "v_proj.weight"];
 
 /// Returns the combined name of stacked tensors.

@@ -26,10 +26,10 @@ pub struct HeaderTensor<'h> {
     pub packed: bool,
 }
 
-/// The maximum total size of the headers of all shards, in bytes. The `safetensors` crate limits each header to this.
+/// The maximum total size of the headers of all shards, in bytes. The `safetensors` crate has this limit per header.
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// The maximum number of JSON values in a header: about 12 for each of 300,000 tensors.
+/// The maximum number of JSON values in a header: about 12 for each of 350,000 tensors.
 pub(super) const MAX_HEADER_VALUES: usize = 1 << 22;
 
 /// Calls `each` for every tensor in a header, in the order of the JSON.

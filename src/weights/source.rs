@@ -163,7 +163,7 @@ impl RowSource for StoredRows<'_> {
     }
 }
 
-/// A buffer of what one thread read last from files. It reads ahead, so most rows are in memory when requested.
+/// The buffer through which one thread reads rows from files. It reads ahead, so most rows are already in memory.
 #[derive(Default)]
 pub struct RowBuffer {
     /// Two windows, because the rows of a matrix may alternate between two tensors. The most recently used is first.
@@ -181,7 +181,7 @@ struct Window {
 }
 
 impl Window {
-    /// Looks up `bytes` bytes at offset `start` of a file. Returns their index if the window contains all of them.
+    /// If the window contains the `bytes` bytes at offset `start` of a file, returns their index in the window.
     fn position(&self, source: &Arc<Source>, start: u64, bytes: usize) -> Option<usize> {
         self.source.as_ref().filter(|own| Arc::ptr_eq(own, source))?;
         let position = usize::try_from(start.checked_sub(self.start)?).ok()?;

@@ -33,7 +33,7 @@ impl TensorInfo {
         matches!(self.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8_E4M3)
     }
 
-    /// Returns true for packed MXFP4 blocks and scales, which are listed as U8 in both file formats.
+    /// Returns true for U8 tensors. Both safetensors and GGUF checkpoints list packed MXFP4 blocks and scales as U8.
     pub fn is_packed(&self) -> bool {
         self.dtype == Dtype::U8
     }

@@ -66,7 +66,7 @@ impl Weights<'_> {
         Ok(())
     }
 
-    /// Returns the names of the tensors of all layers, each with its layer index.
+    /// Returns the names of all layer tensors, each with its layer index.
     fn layer_tensors(&self) -> impl Iterator<Item = (&str, usize)> {
         let prefix = self.full_name("");
         self.checkpoint.tensors().filter_map(move |(name, _)| {

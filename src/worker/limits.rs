@@ -27,7 +27,7 @@ impl Budget {
     /// Returns the budget of a request with this body.
     ///
     /// Loading the 28 MB tokenizer.json of gpt-oss takes 140 MB and 0.5 s. Encoding takes about 120 bytes of memory and
-    /// 0.5 µs per byte of text. Budgets are 2 to 16 times these amounts. Requests with text get a fixed amount more.
+    /// 0.5 µs per byte of text. Budgets are 2 to 16 times these amounts. Encoding and rendering get a fixed extra.
     pub fn of(request: &Request, body: &[u8]) -> Self {
         let text_bytes = request.text_bytes(body) as u64;
         match request {

@@ -114,7 +114,7 @@ fn bench_names_the_context_that_it_needs() {
     for wrong in [["-r", "0"], ["-p", "many"], ["-n", "-1"], ["-d", ""]] {
         assert_eq!(bench(&wrong).status.code(), Some(2), "{wrong:?}");
     }
-    // The longest test has 900 prompt tokens at depth 700, plus two spare positions.
+    // The longest test has 900 prompt tokens at depth 700, and `bench` adds two positions to every test.
     let too_small = bench(&["-p", "16,900", "-n", "8", "-d", "0,700", "--context", "1024"]);
     assert_fails(&too_small, 2, &["--context 1602", "1024"]);
     // This depth exceeds the longest context of the demo model.

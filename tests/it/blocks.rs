@@ -16,7 +16,7 @@ struct Model {
     manager: BlockManager,
     /// What every block contains.
     contents: Vec<[Option<Entry>; BLOCK_TOKENS]>,
-    /// The entry at the last position of every full block committed since the last call of `forget_prefixes`.
+    /// The entry at the last position of every full block committed since the last call to `forget_prefixes`.
     committed: HashSet<Entry>,
     sequences: Vec<Sequence>,
     /// The tokens and hashes of released sequences.
@@ -32,7 +32,7 @@ struct Model {
 struct Seen {
     hits: usize,
     copies: usize,
-    /// Copies of blocks that no other sequence uses, but that are cached.
+    /// Copies that were made only because the source block is cached. No other sequence uses the source.
     copies_of_cached: usize,
     refused: usize,
     evicted: u64,
@@ -41,7 +41,7 @@ struct Seen {
 struct Sequence {
     blocks: SequenceBlocks,
     tokens: Vec<u32>,
-    /// The end of the positions that the sequence may write.
+    /// The sequence may write positions below this one.
     granted: usize,
     /// The most tokens that one step has computed so far.
     chunk: usize,
@@ -119,7 +119,7 @@ impl Model {
         let (before, free) = (self.manager.stats(), self.manager.free());
         let blocks = self.manager.start(&tokens, hashes);
         let hit = blocks.computed();
-        assert!(hit < tokens.len(), "a hit of {hit} leaves no token of {}", tokens.len());
+        assert!(hit < tokens.len(), "a hit of {hit} tokens covers the whole prompt of {}", tokens.len());
         match before.evicted {
             0 => assert_eq!(hit, longest, "a prompt of {} tokens", tokens.len()),
             _ => assert!(hit <= longest),
@@ -151,7 +151,7 @@ impl Model {
         (0..=(tokens.len() - 1) / BLOCK_TOKENS).rev().find(is_hit).unwrap_or(0) * BLOCK_TOKENS
     }
 
-    /// Gives blocks for the next step to a random sequence. Checks that `missing` predicts how many it takes.
+    /// Gives a random sequence the blocks for its next step. Checks that `missing` predicts their number.
     fn grow(&mut self) {
         let Some(index) = self.pick() else { return };
         let computed = self.sequences[index].blocks.computed();
@@ -194,7 +194,7 @@ impl Model {
         assert_eq!(self.manager.missing(&self.sequences[index].blocks, end), 0);
     }
 
-    /// Writes and commits all positions for which a random sequence has blocks, or some of them.
+    /// Writes and commits some or all of the positions that a random sequence may write.
     fn commit(&mut self) {
         let Some(index) = self.pick() else { return };
         let computed = self.sequences[index].blocks.computed();
@@ -453,7 +453,7 @@ fn windows_before_checkpoints_and_prompt_ends_survive_longer() {
         for (len, want) in [(1025, 1024), (1300, 1024), (1500, 1472), (1501, 1472), (2049, 2048), (3800, 3072)] {
             assert_eq!(hit(&mut manager, &text[..len]), want, "{len} tokens, window {window}");
         }
-        // The blocks at the end of the answer are enough for a hit of 3,968 tokens, unless its window starts earlier.
+        // The blocks kept at 4,000 allow a hit of 3,968 if the windows at 3,968 and 4,000 start in the same block.
         let want = if first(3968) == first(4000) { 3968 } else { 3072 };
         let longer: Vec<_> = text.iter().copied().chain([7]).collect();
         assert_eq!(hit(&mut manager, &longer), want, "window {window}");
@@ -505,7 +505,7 @@ fn demand_is_enough_to_reach_the_predicted_length() {
             let (before, grown) = (manager.demand(&blocks, len, chunk), manager.missing(&blocks, end));
             assert!(manager.grow(&mut blocks, end).is_some());
             taken = taken.max(free - manager.free());
-            assert!(manager.demand(&blocks, len, chunk) + grown <= before, "blocks are taken from the demand");
+            assert!(manager.demand(&blocks, len, chunk) + grown <= before, "the demand must drop by {grown}");
             let (before, free) = (manager.demand(&blocks, len, chunk), manager.free());
             manager.commit(&mut blocks, &text[..end]);
             assert!(manager.demand(&blocks, len, chunk) + free <= before + manager.free());

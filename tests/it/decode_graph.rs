@@ -28,7 +28,7 @@ const CHUNK: usize = 32;
 const INF: f32 = f32::INFINITY;
 
 /// Families whose router may choose different experts in the graph than in the eager decoder.
-/// The graph and the eager decoder round the router's input differently, which can decide a near tie.
+/// The graph and the eager decoder round the router's input differently, which can change the choice in a near tie.
 const ROUTED: [&str; 2] = ["mixtral", "qwen3_moe"];
 
 struct Model {
@@ -395,7 +395,7 @@ fn graph_steps_match_the_eager_decoder() {
         model.forward(&seen, 0, &eager);
         let (mut token, mut steps, mut flipped) = (3, 0, 0);
         for position in seen.len()..CONTEXT {
-            // Start the graph again at each position. Otherwise, queued steps could overwrite the logits.
+            // Start the graph again at each position, because the test chooses each input token itself.
             graph.start(0, position, token, None, &model.tables).unwrap();
             let next = graph.next(1).unwrap();
             let got = values(graph.logits());
@@ -575,7 +575,7 @@ fn special_logits_are_sampled_as_on_the_host() {
     let mut all_params = vec![greedy.clone(), penalties];
     for seed in 0..20 {
         all_params.push(SamplingParams { temperature: 1.0, seed, ..greedy.clone() });
-        // No case uses top-k or top-p: of equally likely tokens at the limit, the host keeps fewer than the kernel.
+        // No case uses top-k or top-p: of equally likely tokens at the cutoff, the host keeps fewer than the kernel.
         all_params.push(SamplingParams { temperature: 0.5, min_p: 0.1, seed, ..greedy.clone() });
     }
     let mut only_one = vec![-INF; vocab];

@@ -11,7 +11,7 @@ use crate::hub::fake::{COMMIT, FakeHub};
 use crate::support::demo_dir;
 
 /// Runs `inferno doctor --json`.
-/// Returns the report, and a function that takes a name and returns the status and text of the worst such finding.
+/// Returns the report, and a function that returns the status and text of the worst finding with a given name.
 fn diagnose(command: &mut Command) -> (Value, impl Fn(&str) -> (String, String) + use<>) {
     let output = command.args(["doctor", "--json"]).output().unwrap();
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();

@@ -1,7 +1,7 @@
-//! Compares every model family with transformers. The scripts in `tests/golden` record the expected results.
+//! Compares inferno with transformers for every model family. Scripts in `tests/golden` record the expected results.
 //!
 //! The tests compare the logits, the residual stream after each layer, and greedy continuations.
-//! Chunks, batches, reused prefixes, forks and preemption must give the same results as one prefill of one sequence.
+//! Chunked prefill, batching, prefix reuse, forks and preemption must not change the logits.
 
 use std::collections::HashMap;
 
@@ -52,7 +52,7 @@ struct OneSequence {
     len: usize,
 }
 
-/// A cache with several sequences, and the manager of its blocks.
+/// A cache for several sequences, with its block manager.
 struct SharedCache<'c> {
     case: &'c Case,
     cache: KvCache,
@@ -90,7 +90,7 @@ impl Case {
         values(&self.decoder.forward(&batch, &sequence.cache).unwrap())
     }
 
-    /// Runs `ids` with an empty cache, in chunks. Returns the logits of all `ids`.
+    /// Runs `ids` in chunks of `chunk` tokens with an empty cache. Returns the logits of all `ids`.
     fn logits(&self, ids: &[u32], chunk: usize) -> Vec<f32> {
         let mut sequence = self.cache();
         ids.chunks(chunk).flat_map(|part| self.append(&mut sequence, part)).collect()
@@ -112,7 +112,7 @@ impl Case {
         match (self.dtype, self.name.as_str()) {
             // transformers in bf16 differs from transformers in f32 by 3.3% (int8), 5.6% (fp8) and 9.1% (fp8_static).
             // The tolerances are about twice these errors.
-            // Tensor cores accumulate FP8 products with about 13 bits, so quantized values of later layers can change.
+            // Tensor cores accumulate FP8 products with about 13 bits, which can change later quantized activations.
             // FP8 products in torch have errors of 3e-4 to 9e-4 for the same reason.
             (_, "compressed/fp8") if self.is_16_bit() || self.device.is_cuda() => 12e-2,
             (_, "compressed/fp8_static") if self.is_16_bit() || self.device.is_cuda() => 19e-2,
@@ -129,7 +129,7 @@ fn each_case(test: impl Fn(&str, Case)) {
 }
 
 /// Like [`each_case`], but also runs `test` on compressed-tensors models.
-/// Use this function only in tests that sum in the same order as transformers.
+/// Use it only in tests that sum in the same order as transformers (see [`GoldenKind::Compressed`]).
 fn each_case_and_compressed(test: impl Fn(&str, Case)) {
     each_of(&golden_models(|_| true), test);
 }
@@ -206,7 +206,7 @@ fn greedy_tokens_agree_with_transformers() {
     });
 }
 
-/// Asserts that two results differ only by the rounding errors that a different summation order causes.
+/// Asserts that two results are equal up to rounding errors.
 fn assert_same(name: &str, what: &str, case: &Case, actual: &[f32], expected: &[f32]) {
     let error = relative_error(actual, expected);
     let tolerance = if case.dtype == DType::F32 { 2e-5 } else { case.tolerance() };
@@ -265,10 +265,10 @@ impl SharedCache<'_> {
         self.step(&mut [member], &[left]);
     }
 
-    /// Asserts that the logits of a sequence equal those of the same tokens in a cache of their own.
+    /// Asserts that a sequence has the same logits as a run of its tokens alone in an empty cache.
     ///
     /// Skips 16-bit models with a router, because rounding can change the chosen experts and thereby all later logits.
-    /// The same models are compared in f32, also on a GPU.
+    /// In f32, these models are compared on the CPU and on a GPU.
     fn assert_like_alone(&self, name: &str, what: &str, member: &Member) {
         if self.case.is_16_bit() && self.case.has_router {
             return;
@@ -369,7 +369,7 @@ fn forked_sequences_equal_separate_ones() {
     });
 }
 
-/// A preempted sequence gives up its blocks. Later, it computes all tokens again whose blocks are no longer cached.
+/// A preempted sequence gives up its blocks. Later, it recomputes the tokens whose blocks are no longer cached.
 #[test]
 fn preempted_sequence_continues_as_before() {
     each_case(|name, case| {

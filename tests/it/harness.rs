@@ -100,7 +100,7 @@ fn tests_of_cuda_builds() -> Vec<Test> {
     Vec::new()
 }
 
-/// The command-line options of libtest: those of libtest-mimic, plus several filters and `--no-capture`.
+/// libtest's command-line options. libtest-mimic lacks two of them: more than one filter, and `--no-capture`.
 #[derive(Parser)]
 struct Options {
     #[command(flatten)]
@@ -156,7 +156,7 @@ thread_local! {
     static CAPTURED: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Runs one test. Its output is shown only if the test fails.
+/// Runs one test. If `is_captured`, its output is shown only if the test fails.
 fn run_captured(run: fn(), is_captured: bool) -> Result<(), Failed> {
     CAPTURED.set(is_captured.then(String::new));
     let outcome = catch_unwind(AssertUnwindSafe(run));

@@ -336,7 +336,7 @@ fn text_never_becomes_a_short_or_a_split_control_token() {
     }
 }
 
-/// JSON escapes in tool call arguments can spell U+FDD0. inferno must not confuse it with its injection marks.
+/// JSON escapes in tool call arguments can spell U+FDD0, which `chat::injection` may use as a mark. It must be kept.
 #[test]
 fn spelled_noncharacters_are_kept() {
     let model = Model::with_template("{{ messages[0].tool_calls[0].function.arguments | tojson }}");

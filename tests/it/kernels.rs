@@ -235,7 +235,7 @@ fn attention_matches_its_reference() {
         (&[(3, 1290)], 8, 4, 256, None, false),
         (&[(1, 1650)], 8, 2, 64, Some(600), true),
         (&[(2, 1650)], 4, 2, 256, Some(600), false),
-        // These cases have enough KV heads and rows to fill the GPU with tiles of 128 rows, so this size is chosen.
+        // With this many KV heads and rows, tiles of 128 rows fill the GPU, so the kernel uses them.
         (&[(130, 3)], 140, 140, 256, None, true),
         (&[(130, 3)], 140, 140, 128, Some(90), true),
         // Several sequences: decode steps only, chunks of the same length, and both mixed.
@@ -349,7 +349,7 @@ fn expert_mlp_matches_separate_products() {
     use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
     use inferno::kernels::moe::route::RoutedPairs;
     // (tokens, experts, experts per token, hidden size, intermediate size)
-    // The kernels for few pairs per expert need sizes that are multiples of 192.
+    // The kernels for few tokens per expert need hidden and intermediate sizes that are multiples of 192.
     let cases = [
         (1, 7, 4, 64, 96),
         (5, 4, 2, 96, 160),
@@ -434,7 +434,7 @@ fn routed_pairs_match_separate_operations() {
         let device = gpu();
         let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
         let (x, weight, bias) = (on_device(&x), on_device(&weight), on_device(&bias));
-        // The second launch finds the counters as the first one left them.
+        // The kernels must reset their counters, because the second launch uses them again.
         for _ in 0..2 {
             let routed = RoutedPairs::route(&x, &weight, Some(&bias), chosen).unwrap();
             assert_close(&format!("{tokens} tokens, {chosen} of {experts}"), &routed.shares, &want, 1e-4);
@@ -454,7 +454,7 @@ fn routed_pairs_match_separate_operations() {
 #[test(gpu)]
 fn expert_matmul_matches_its_reference() {
     // (tokens, experts per token, experts, rows, columns)
-    // From 64 (token, expert) pairs on, 16-bit dtypes use a GEMM kernel.
+    // With 64 or more (token, expert) pairs, 16-bit dtypes use a GEMM kernel.
     let cases = [
         (1, 4, 32, 130, 96),
         (3, 2, 5, 7, 32),

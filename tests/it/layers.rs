@@ -182,7 +182,7 @@ impl Sources {
 
     /// Returns the folder of each import cycle and the imports that form the cycle.
     fn cycles(&self) -> Vec<(String, String)> {
-        // Maps each folder to the dependencies (from, to) between its files. The value is one import as an example.
+        // For each folder, maps each dependency (from, to) between its files to one import that causes it.
         let mut folders: BTreeMap<ModulePath, BTreeMap<(String, String), String>> = BTreeMap::new();
         for Reference { file, line, from, to } in self.references() {
             let to = self.definition(&to);

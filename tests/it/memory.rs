@@ -12,7 +12,7 @@ use crate::gguf::converter::{convert, convert_with_separate_experts};
 use crate::gguf::models::{quantized_llama, saved};
 use crate::support::{demo_dir, golden, golden_models};
 
-/// Formats with blocks of 32, with blocks of 256 (rows of other lengths use blocks of 32), and without blocks.
+/// Formats with blocks of 32 values (q8_0), with blocks of 256 values (q4_k, q3_k), and without blocks (int8).
 const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
 /// Checks that the estimate equals the bytes resident after loading, in f32 and bf16.

@@ -276,7 +276,7 @@ fn roundings(format: WeightFormat) -> Vec<InputRounding> {
     }
 }
 
-/// Tests rows whose length is not a multiple of the group size, and NaN inputs, which must give NaN outputs.
+/// Tests rows whose length is not a multiple of 32 (the group size), and NaN inputs, which must give NaN outputs.
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
     let gpu = gpu();

@@ -1,4 +1,4 @@
-//! Simulates the scheduler with random requests and a virtual clock, and checks every plan.
+//! Runs the scheduler with random requests and a virtual clock, and checks every plan.
 //!
 //! To simulate a million requests:
 //! `INFERNO_SIMULATED_REQUESTS=1000000 cargo test --release --test it scheduler::`
@@ -12,12 +12,12 @@ use inferno::nn::kv_cache::{BLOCK_TOKENS, peak_blocks};
 
 use crate::support::Random;
 
-/// Returns the most blocks that one sequence uses.
+/// Returns the most blocks that a sequence of `tokens` tokens uses if each step computes at most `chunk` of them.
 fn most_blocks(windows: &[Option<usize>], tokens: usize, chunk: usize) -> usize {
     windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
 }
 
-/// A request of a client, and how long its answer is.
+/// A simulated request, with the length of its answer.
 #[derive(Clone, Debug)]
 struct Request {
     prompt: Vec<u32>,
@@ -31,13 +31,13 @@ struct Request {
     cancel: Option<Duration>,
 }
 
-/// The limits and blocks of a scheduler, and the requests to submit.
+/// The configuration of a scheduler, and the requests to submit.
 #[derive(Clone, Debug)]
 struct Scenario {
     config: SchedulerConfig,
     windows: Vec<Option<usize>>,
     blocks: usize,
-    /// In the order of arrival. The index is the id.
+    /// Sorted by arrival. The index of a request is its id.
     requests: Vec<Request>,
 }
 
@@ -62,12 +62,12 @@ struct Tracked {
     outcome: Option<Outcome>,
     /// The number of steps that ran while it waited.
     waited: usize,
-    /// The most steps that can run before it starts: those of all sequences that may run before it.
+    /// The limit for `waited`: the most steps that the sequences ahead of it may take.
     ahead: usize,
 }
 
-/// The rank of a waiting sequence: whether it was preempted less than twice, its arrival in nanoseconds plus 2 seconds
-/// per level of priority, its arrival, and its id.
+/// The rank of a waiting sequence. The smallest rank starts first: sequences that were preempted twice, then the
+/// earliest arrival in nanoseconds plus 2 seconds per priority level. The arrival and the id break ties.
 type Rank = (bool, i128, Duration, SequenceId);
 
 struct Simulator<'a> {
@@ -81,7 +81,7 @@ struct Simulator<'a> {
     waiting: BTreeSet<Rank>,
     /// The deadlines of sequences that have not started.
     deadlines: BTreeSet<(Duration, SequenceId)>,
-    /// For every position of every block, the digest that was written there plus the index of the group.
+    /// For every position of every block, the digest that was written there plus the index of the layer group.
     contents: Vec<u64>,
     /// The last step that wrote each block.
     written: Vec<usize>,
@@ -104,7 +104,7 @@ struct Summary {
     /// Sequences that were preempted twice.
     protected: usize,
     hit_tokens: u64,
-    /// Chunks of more than half of the budget.
+    /// Chunks of more than half of the token budget.
     long_chunks: usize,
     steps: usize,
     duration: Duration,
@@ -257,7 +257,7 @@ impl<'a> Simulator<'a> {
         for &id in &plan.preempted {
             assert!(!self.has_ample_blocks, "{id} was preempted although there are blocks for all");
             let tracked = &mut self.tracked[id as usize];
-            assert!(tracked.is_running, "{id} was preempted, but does not run");
+            assert!(tracked.is_running, "{id} was preempted, but was not running");
             tracked.is_running = false;
             tracked.computed = 0;
             tracked.preemptions += 1;
@@ -268,7 +268,11 @@ impl<'a> Simulator<'a> {
         }
         let tokens: usize = plan.work.iter().map(|work| work.range.len()).sum();
         assert!(tokens <= token_budget, "{tokens} tokens exceed a budget of {token_budget}");
-        assert!(!plan.work.is_empty() || self.unfinished.is_empty(), "nothing to do for {:?}", self.unfinished);
+        assert!(
+            !plan.work.is_empty() || self.unfinished.is_empty(),
+            "the plan is empty, but sequences {:?} are unfinished",
+            self.unfinished
+        );
 
         // Decodes come first, and every sequence that decodes is part of the step unless it was preempted.
         let is_decode = |work: &SequenceWork| decoding.contains(&work.id);
@@ -289,7 +293,7 @@ impl<'a> Simulator<'a> {
         assert_eq!(stats.preemptions as usize, self.summary.preemptions);
         assert!(self.deadlines.first().is_none_or(|&(deadline, _)| deadline > self.now), "a deadline was missed");
 
-        // The chunk of a long prompt exceeds half of the budget only if all other prompts are computed to their end.
+        // A chunk exceeds half of the token budget only if the step completes all other running prompts.
         let is_done = |id: &SequenceId| {
             let len = self.tracked[*id as usize].digests.len();
             decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == len)
@@ -299,7 +303,7 @@ impl<'a> Simulator<'a> {
             self.summary.long_chunks += 1;
             assert!(undone == 0 || undone == 1 && !is_done(&work.id), "{} took the budget of others", work.id);
         }
-        // If blocks are not short, only the budget and the number of sequences limit a step.
+        // With ample blocks, only the token budget and `max_sequences` limit a step.
         if self.has_ample_blocks && tokens < token_budget {
             assert_eq!(undone, 0, "{} tokens of the budget are left", token_budget - tokens);
             assert!(running.len() == max_sequences || running.len() == self.unfinished.len(), "a sequence could start");
@@ -315,7 +319,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns the running sequences of which only the last sampled token is not computed yet.
+    /// Returns the sequences that decode: running sequences with only their last sampled token left to compute.
     fn decoding(&self) -> BTreeSet<SequenceId> {
         let is_decoding = |id: &SequenceId| {
             let tracked = &self.tracked[*id as usize];
@@ -348,7 +352,12 @@ impl<'a> Simulator<'a> {
             assert!(range.start.is_multiple_of(BLOCK_TOKENS), "only full blocks are reused");
             if tracked.started.is_none() {
                 tracked.started = Some(self.now);
-                assert!(tracked.waited <= tracked.ahead, "{id} waited {} steps of {}", tracked.waited, tracked.ahead);
+                assert!(
+                    tracked.waited <= tracked.ahead,
+                    "{id} waited {} steps, but the limit is {}",
+                    tracked.waited,
+                    tracked.ahead
+                );
                 if let Some(deadline) = self.scenario.requests[id as usize].deadline {
                     assert!(self.deadlines.remove(&(deadline, id)));
                 }
@@ -524,7 +533,7 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
 #[test]
 fn random_requests_get_what_the_scheduler_promises() {
     let count: usize = match std::env::var("INFERNO_SIMULATED_REQUESTS") {
-        Ok(count) => count.parse().expect("INFERNO_SIMULATED_REQUESTS is a number"),
+        Ok(count) => count.parse().expect("INFERNO_SIMULATED_REQUESTS must be a number"),
         Err(_) => 20_000,
     };
     let mut total = Summary::default();
@@ -667,7 +676,7 @@ fn a_sequence_whose_token_is_not_sampled_yet_is_not_planned() {
         let work = |id, range| SequenceWork { id, range, is_last: id == 0 };
         assert_eq!(plan.work, [work(0, 0..50), work(1, 0..50)]);
         plan.work.iter().for_each(|work| scheduler.advance(work.id, work.range.end));
-        assert_eq!(scheduler.plan(Duration::ZERO).work, [work(1, 50..150)], "the token of 0 is not known");
+        assert_eq!(scheduler.plan(Duration::ZERO).work, [work(1, 50..150)], "sequence 0 has no new token");
         scheduler.push(0, 7);
         assert_eq!(scheduler.plan(Duration::ZERO).work, [work(0, 50..51), work(1, 50..149)]);
     }
@@ -689,7 +698,7 @@ fn a_sequence_that_is_preempted_twice_runs_to_its_end() {
             if is_last && range.end == 640 {
                 scheduler.finish(id);
                 ends.push(id);
-                // Submit sequence 0 again. It is senior to sequence 1 until sequence 1 is protected.
+                // Submit sequence 0 again. It is senior to sequence 1 until sequence 1 has been preempted twice.
                 if id == 0 && ends.len() < 4 {
                     submit(&mut scheduler, 0, 10, usize::MAX);
                 }
@@ -707,7 +716,7 @@ fn a_sequence_that_is_preempted_twice_runs_to_its_end() {
 fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget() {
     let mut reached = BTreeSet::new();
     for head_start in 1..4 {
-        // The prompt needs 10 of 11 blocks. Sequence 1 starts early, and its answer grows to three blocks meanwhile.
+        // The prompt of sequence 0 needs 10 of 11 blocks. During its prefill, sequence 1 grows to three blocks.
         let config = SchedulerConfig { token_budget: 4, max_sequences: 2, context: 640 };
         let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 12));
         submit(&mut scheduler, 0, 600, 10);
@@ -721,7 +730,7 @@ fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget(
             let preempts = start % BLOCK_TOKENS + 2 > BLOCK_TOKENS || start.is_multiple_of(BLOCK_TOKENS);
             if !plan.preempted.is_empty() {
                 assert_eq!(plan.preempted, [1]);
-                assert!(preempts, "the second half of the budget was worth a preemption at {start}");
+                assert!(preempts, "preempted sequence 1 for the second half of the budget at position {start}");
                 assert_eq!(plan.work.len(), 1, "the preempted sequence was already planned");
                 reached.insert(start % BLOCK_TOKENS);
                 break;

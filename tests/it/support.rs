@@ -41,8 +41,8 @@ pub enum GoldenKind {
     Variant,
     /// Has 8-bit weights in the compressed-tensors format.
     ///
-    /// Most of these models also quantize the activations. If a sum is computed in another order than in
-    /// transformers, its last bit can change a quantized activation, so the logits agree less closely.
+    /// Most of these models also quantize the activations. If inferno sums in a different order than transformers, a
+    /// quantized activation can change, so the logits agree less closely.
     Compressed,
 }
 

@@ -11,7 +11,7 @@ use crate::screen::{DEMO, Screen};
 
 const QUESTION: &str = "How do I download a model?";
 
-/// Returns the words of the last turn, without the row that contains the speed, which differs in each run.
+/// Returns the words of the turn that asks [`QUESTION`], up to the row with the speed, which differs in each run.
 fn words(rows: &[String]) -> Vec<String> {
     let turn = rows.iter().skip_while(|row| !row.contains(QUESTION)).take_while(|row| !row.contains("tok/s"));
     turn.flat_map(|row| row.split_whitespace()).map(str::to_string).collect()
@@ -40,7 +40,7 @@ fn words_without_disturbance(home: &TempDir) -> Vec<String> {
 
 #[test]
 fn folding_and_unfolding_reasoning_changes_no_words() {
-    // With --ignore-eos, the demo may reason again after its answer, so compare the answers without dim text.
+    // With --ignore-eos, the demo may reason again after its answer, so compare only the answers, which are not dim.
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &LONG);
     ask(&mut chat);

@@ -174,7 +174,7 @@ fn files_that_make_the_library_panic_are_errors() {
     }
 }
 
-/// Tests patterns with catastrophic backtracking and patterns that compile to huge programs.
+/// Tests regular expressions with catastrophic backtracking, and some that compile to huge programs.
 #[test]
 fn slow_patterns_terminate() {
     let text = format!("{}!", "a".repeat(20_000));

@@ -208,7 +208,7 @@ impl Test {
         self
     }
 
-    /// Sets the duration of each repetition, in seconds.
+    /// Computes the speed from the duration of each repetition, in seconds.
     pub fn with_seconds(mut self, seconds: &[f64]) -> Self {
         self.tok_per_s = Stats::new(seconds.iter().map(|seconds| self.tokens as f64 / seconds).collect());
         self.bytes_per_s = self.step_bytes.map(|bytes| bytes.total() as f64 * self.tok_per_s.mean);
@@ -271,7 +271,7 @@ impl Report {
         let Build { version, commit, executor, attention } = &self.inferno;
         let quantization = quantization.as_deref().unwrap_or("unquantized");
         let (weights, cache) = (text::size(*weight_bytes), text::size(*cache_bytes));
-        // Requests at once are measured only once.
+        // With `--concurrency`, each measurement runs only once.
         let repetitions = match (&self.first_token, self.repetitions) {
             (None, _) => String::new(),
             (_, 1) => ", 1 repetition".into(),

@@ -26,11 +26,11 @@ pub struct Load {
     pub concurrency: usize,
     /// The number of requests.
     pub requests: usize,
-    /// Prompt tokens per request, or their maximum.
+    /// Prompt tokens per request. The maximum if `lengths` is `SharegptLike`.
     pub input: usize,
-    /// Generated tokens per request, or their maximum.
+    /// Generated tokens per request. The maximum if `lengths` is `SharegptLike`.
     pub output: usize,
-    /// Mean requests per second, at random times. `None` submits each request as soon as another one ends.
+    /// Mean arrival rate in requests per second. `None` submits each request as soon as another one ends.
     pub rate: Option<f64>,
     pub lengths: Lengths,
     pub seed: u64,
@@ -52,7 +52,7 @@ pub struct Serving {
     /// the first request ended. `None` if there is no such time.
     pub decode_tok_per_s: Option<f64>,
     pub ttft_ms: Percentiles,
-    /// The time between two tokens of a request.
+    /// The time between consecutive tokens of a request.
     pub itl_ms: Percentiles,
     /// Prompt tokens reused from the prefix cache.
     pub cached_tokens: usize,
@@ -99,7 +99,7 @@ pub fn measure(engine: &EngineHandle, load: &Load) -> Result<Serving> {
         let next = jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).next();
         let Some(((prompt, (_, output)), arrival)) = next else { return Ok(None) };
         thread::sleep(arrival.saturating_sub(started.elapsed()));
-        // With a rate, a request that had to wait for a client also waited for its first token.
+        // With a rate, the time to first token starts at the arrival, so it includes the wait for a free client.
         let submitted = if load.rate.is_some() { started + arrival } else { Instant::now() };
         let options = GenerateOptions {
             max_tokens: Some(output),
@@ -148,7 +148,7 @@ impl Load {
         }
     }
 
-    /// Returns the earliest time of each request, counted from the start. Without a rate, all times are 0.
+    /// Returns the earliest submission time of each request, relative to the start. Without a rate, all times are 0.
     fn arrivals(&self) -> Vec<Duration> {
         let mut at = 0.0_f64;
         let mut next = |index| {

@@ -1,4 +1,4 @@
-//! Checks the build, the cache, the disk, the hub and the models.
+//! The checks of `inferno doctor` that need no GPU: the build, the cache, the disk, the hub and the models.
 
 use super::finding::Finding;
 use crate::commands::list::Model;
@@ -54,7 +54,9 @@ fn reach(hub: &Hub) -> Finding {
             Finding::pass("hub", format!("{endpoint} responds; no token is set, but gated models need one"))
         }
         Ok(TokenStatus::Accepted) => Finding::pass("hub", format!("{endpoint} responds and accepts the token")),
-        Ok(TokenStatus::NotSupported) => Finding::pass("hub", format!("{endpoint} responds; a token is set")),
+        Ok(TokenStatus::NotSupported) => {
+            Finding::pass("hub", format!("{endpoint} responds, but it cannot check the token"))
+        }
         Ok(TokenStatus::NotSent) => {
             let what = format!("{endpoint} responds; HF_TOKEN is not sent, because http does not encrypt it");
             Finding::warn("hub", what, "export HF_ENDPOINT=https://...")

@@ -1,4 +1,4 @@
-//! Compares decode steps of a tiny model: fused kernels on the GPU against eager operations on the CPU.
+//! Checks the decode graph: compares its logits for a tiny model with the logits of a forward pass on the CPU.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use crate::weights::{Checkpoint, LoadProgress, Weights};
 /// The number of decode steps per check, and the context length of the model.
 const STEPS: usize = 80;
 
-/// Checks decode steps in bf16 and f16, each with float weights and with q8_0 weights.
+/// Checks decode steps in bf16 and f16, each with unquantized and with q8_0 weights.
 pub fn run(device: &Device) -> Vec<Check> {
     let weights = [("", None), (", quantized", "q8_0".parse().ok())];
     let cases = weights.into_iter().flat_map(|weights| [(weights, DType::BF16, 6e-2), (weights, DType::F16, 2e-2)]);
@@ -32,7 +32,7 @@ pub fn run(device: &Device) -> Vec<Check> {
     cases.map(check).collect()
 }
 
-/// Returns the maximum logit error, relative to the largest absolute reference logit of the same step.
+/// Returns the maximum error of the GPU's logits, relative to the largest absolute CPU logit of the same step.
 fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) -> Result<f32> {
     let folder = TemporaryFolder::new()?;
     let dir = folder.0.as_path();

@@ -14,7 +14,7 @@ use crate::terminal::interrupt::cancel_on_ctrl_c;
 use crate::terminal::{self, Color, TurnView, WindowSize, dim, stderr_color, stdout_color};
 use crate::text::{printable, without_controls};
 
-/// Answers `prompt` on stdout. Renders Markdown if stdout is a terminal with colors, unless `plain` or `raw` is set.
+/// Prints the answer to `prompt`. Renders Markdown if stdout is a terminal with colors, unless `plain` or `raw` is set.
 ///
 /// If stderr is a terminal, also shows the statistics and, unless hidden, the reasoning.
 /// If the answer is rendered, the reasoning goes to stdout too. Otherwise, the reasoning goes to stderr.

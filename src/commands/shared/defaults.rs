@@ -74,7 +74,7 @@ pub struct ParsedCommandLine {
     pub rejected: Vec<String>,
 }
 
-/// The model that `play` selected and the conversation that it resumes, for further calls of [`parse`].
+/// The selected model and the resumed conversation. `play` passes them to [`parse`] when it parses the flags again.
 pub struct KnownModel<'a> {
     /// The full name of the model.
     pub name: &'a str,
@@ -128,7 +128,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
             Some(_) => line.requested.retain(|flag, _| flag == "device" || is_setting(flag)),
             None => drop(line.requested.insert("model".to_string(), vec![saved.model.clone()])),
         }
-        // The conversation keeps its system prompt. A limit that it removed with `/set` must not come back.
+        // The conversation keeps its own system prompt, and limits that `/set` removed stay removed.
         configured.remove("system");
         configured.retain(|flag, _| !line.requested.get(flag).is_some_and(|values| is_removed_limit(flag, values)));
     }
@@ -235,7 +235,7 @@ impl Parser<'_> {
     }
 }
 
-/// Lets other sources set the switches of a subcommand to true or false.
+/// Lets sources other than the command line set the switches of a subcommand to true or false.
 fn with_switch_values(command: Command, subcommand: &str, flags: &[&str]) -> Command {
     command.mut_subcommand(subcommand, |command| {
         let switches = SWITCHES.into_iter().filter(|flag| flags.contains(flag));

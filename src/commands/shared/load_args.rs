@@ -42,7 +42,7 @@ pub struct LoadArgs {
     /// Attention kernel for prompts: auto, own, flash (needs the flash-attn feature) or eager
     #[arg(long, default_value = "auto", value_name = "KERNEL", hide_short_help = true)]
     attention: Attention,
-    /// The number of sequences of full length for which the KV cache has blocks.
+    /// The number of full-context sequences that the KV cache can hold.
     #[arg(skip = 1usize)]
     sequences: usize,
 }
@@ -86,7 +86,7 @@ impl LoadArgs {
         }
     }
 
-    /// Sets the number of sequences of full length for which the KV cache has blocks.
+    /// Sets the number of full-context sequences that the KV cache can hold.
     pub fn set_sequences(&mut self, sequences: usize) {
         self.sequences = sequences;
     }

@@ -130,7 +130,7 @@ impl Source {
         }
     }
 
-    /// Reads the metadata of a model on the hub. Fails only if a request fails. File errors are part of the metadata.
+    /// Reads the metadata of a model on the hub. Fails if a request fails. File errors become part of the metadata.
     pub fn remote(hub: &Hub, model: RemoteModel) -> Result<Self> {
         let text = |name: &str| model.texts.get(name).map(|bytes| String::from_utf8_lossy(bytes));
         let readme = text("README.md").and_then(|readme| front_matter_license(&readme));

@@ -209,7 +209,7 @@ fn memory(out: &mut String, needs: &MemoryNeeds, gpu: &Gpu) {
     wrapped(out, "total", &format!("{}{verdict}", text::size(needs.total_bytes)));
 }
 
-/// Writes a name and its value. Wraps long values between words and indents each line.
+/// Writes a name and its value. Wraps long values between words and indents the later lines.
 fn wrapped(out: &mut String, name: &str, value: &str) {
     let mut line = format!("{name:INDENT$}");
     let mut words_in_line = 0;

@@ -1,4 +1,4 @@
-//! Gives blocks of the KV cache to sequences, and finds blocks that already hold the start of a prompt.
+//! Allocates blocks of the KV cache to sequences. Reuses blocks that already hold the start of a prompt.
 //!
 //! Layers with the same attention window form a group. A sequence has one block table per group.
 //! Full-attention groups keep every block of a sequence. Sliding-window groups release the blocks that no later token
@@ -15,7 +15,7 @@ use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, peak_blocks};
 
 pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BLOCK};
 
-/// One hash per full block of a sequence, each of all tokens up to the end of the block.
+/// The hashes of the full blocks of a sequence. A block's hash covers all tokens up to the end of the block.
 #[derive(Clone, Debug, Default)]
 pub struct BlockHashes(Vec<u128>);
 
@@ -25,11 +25,11 @@ pub struct SequenceBlocks {
     /// One table per group. Entry i is the scratch block if no later token attends to the positions of block i.
     tables: BlockTables,
     hashes: BlockHashes,
-    /// The first entry of each table that is not the scratch block.
+    /// For each table, the index of the first entry that is not the scratch block.
     oldest: Vec<usize>,
     /// The number of tokens whose keys and values are in the blocks.
     computed: usize,
-    /// The number of tokens with which the sequence started.
+    /// The number of tokens that were passed to [`BlockManager::start`].
     prompt: usize,
 }
 
@@ -45,14 +45,14 @@ impl SequenceBlocks {
     }
 }
 
-/// A copy of one block to another, before the next step writes to the copy.
+/// A copy of a block that must be made before the next step, which writes to the copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCopy {
     pub from: BlockId,
     pub to: BlockId,
 }
 
-/// Counts blocks and prefix hits.
+/// Counters of blocks and of prefix cache hits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockStats {
     /// Blocks in the pool.
@@ -61,15 +61,15 @@ pub struct BlockStats {
     pub used: usize,
     /// Blocks with reusable contents, used or not.
     pub cached: usize,
-    /// Reusable contents that were evicted so far.
+    /// Blocks whose reusable contents were evicted so far.
     pub evicted: u64,
-    /// Prompt tokens that were looked up so far.
+    /// Prompt tokens looked up in the prefix cache so far.
     pub queried_tokens: u64,
-    /// Prompt tokens that were found so far.
+    /// Prompt tokens found in the prefix cache so far.
     pub hit_tokens: u64,
 }
 
-/// Gives blocks to sequences.
+/// Allocates blocks to sequences and finds cached prefixes.
 pub struct BlockManager {
     /// The window of each group, or `None` for full attention.
     windows: Vec<Option<usize>>,
@@ -108,12 +108,13 @@ impl BlockManager {
         sequence.tables.iter().zip(&sequence.oldest).map(|(table, oldest)| table.len() - oldest).sum()
     }
 
-    /// Returns the most blocks that a sequence of `tokens` tokens uses if one step computes at most `chunk` of them.
+    /// Returns the most blocks that a sequence of `tokens` tokens uses at once, in steps of at most `chunk` tokens.
     pub fn peak(&self, tokens: usize, chunk: usize) -> usize {
         self.windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
     }
 
-    /// Creates the blocks of a sequence. Reuses the longest cached prefix of `tokens`, without the last token.
+    /// Creates the blocks of a sequence. Reuses the longest cached prefix of `tokens`. The prefix never includes the
+    /// last token, because its logits must be computed.
     ///
     /// `hashes` is empty for a new sequence. To continue a sequence, pass what [`release`](Self::release) returned.
     pub fn start(&mut self, tokens: &[u32], hashes: BlockHashes) -> SequenceBlocks {
@@ -203,8 +204,8 @@ impl BlockManager {
         self.blocks_to_copy(group, sequence, end).count() + added
     }
 
-    /// Returns how many free blocks the sequence needs to reach `tokens` tokens if one step computes at most `chunk` of
-    /// them. Blocks that leave its window on the way become free again, so they are not counted twice.
+    /// Returns how many free blocks the sequence needs to reach `tokens` tokens in steps of at most `chunk` tokens.
+    /// Blocks that leave its window on the way are free again for later positions, so they are not counted twice.
     pub fn demand(&self, sequence: &SequenceBlocks, tokens: usize, chunk: usize) -> usize {
         let demand = |group: usize| {
             let missing = self.missing_in_group(group, sequence, tokens);
@@ -219,8 +220,8 @@ impl BlockManager {
 
     /// Gives the sequence blocks for all positions below `end`. Returns `None` and changes nothing if too few are free.
     ///
-    /// If a step would write to a shared or cached block, the sequence gets a copy instead. The caller must make all
-    /// copies before the next step, in the order of the calls, because a later call may reuse the source of a copy.
+    /// If a step would write to a shared or cached block, the sequence gets a copy instead. Before the next step, the
+    /// caller must make all copies in the order of the `grow` calls, because a later call may reuse a copy's source.
     pub fn grow(&mut self, sequence: &mut SequenceBlocks, end: usize) -> Option<Vec<BlockCopy>> {
         if self.missing(sequence, end) > self.pool.free() {
             return None;
@@ -283,7 +284,7 @@ impl BlockManager {
     fn retention_behind_window(&self, group: usize, index: usize, prompt: usize) -> Retention {
         let checkpoint = (index * BLOCK_TOKENS / CHECKPOINT_TOKENS + 1) * CHECKPOINT_TOKENS;
         let is_visible_from = |position| index >= self.first_visible_block(group, position);
-        // Keep the window for a longer prompt, and for the same prompt, which must compute its last token again.
+        // Longer prompts reuse this window. So does the same prompt, which must compute its last token again.
         let prompt_start = prompt.saturating_sub(1) / BLOCK_TOKENS * BLOCK_TOKENS;
         let is_before_prompt_end = index < prompt / BLOCK_TOKENS && is_visible_from(prompt_start);
         match is_visible_from(checkpoint) || is_before_prompt_end {
@@ -309,7 +310,7 @@ impl BlockManager {
     pub fn release(&mut self, sequence: SequenceBlocks) -> BlockHashes {
         let groups = 0..self.windows.len();
         let longest = groups.clone().map(|group| sequence.tables.len(group)).max().unwrap_or(0);
-        // A prefix needs the blocks of all groups, so release the blocks for the same positions one after another.
+        // Blocks are evicted in release order: the end first, and all groups together, because a prefix needs them all.
         for index in (0..longest).rev() {
             for group in groups.clone().filter(|&group| index < sequence.tables.len(group)) {
                 self.pool.release(sequence.tables.get(group, index), Retention::Keep);

@@ -9,7 +9,7 @@ pub type BlockId = u32;
 /// A block that no sequence owns. Unused table entries refer to it, and no result depends on its contents.
 pub const SCRATCH_BLOCK: BlockId = 0;
 
-/// The tokens of one full block, and the blocks before it.
+/// The tokens of one full block, and the hash of the tokens before it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockContent {
     pub key: BlockKey,
@@ -25,21 +25,21 @@ pub struct BlockKey {
     pub hash: u128,
 }
 
-/// How soon a released block with cached content is evicted. Blocks of one kind are evicted in the order of release.
+/// How soon a released block with cached content is evicted. Blocks with the same value are evicted in release order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Retention {
-    /// Evict the block after all blocks of the kind `EvictFirst`.
+    /// Evict the block after all `EvictFirst` blocks.
     Keep,
-    /// Evict the block before all blocks of the kind `Keep`.
+    /// Evict the block before all `Keep` blocks.
     EvictFirst,
 }
 
 /// Reference counts and contents of all blocks.
 ///
 /// Blocks without references form a list in eviction order: first those without content, then those to evict first,
-/// then all others. A block with known content stays reusable in this list until it is evicted.
+/// then all others. A block with content stays reusable in this list until it is evicted.
 pub struct BlockPool {
-    /// The scratch block, the blocks that sequences use, and the marker: see [`Block`].
+    /// First the scratch block, then the blocks for sequences, then the marker that [`Block`] describes.
     blocks: Vec<Block>,
     cached: HashMap<BlockKey, BlockId>,
     /// The number of blocks without references.
@@ -126,7 +126,7 @@ impl BlockPool {
         Some(id)
     }
 
-    /// Returns the block with this key if its tokens and its parent are the expected ones. Adds no reference.
+    /// Returns the block with this key if its tokens and its parent hash match. Adds no reference.
     pub fn find(&self, key: BlockKey, parent: u128, tokens: &[u32]) -> Option<BlockId> {
         let id = *self.cached.get(&key)?;
         let content = self.blocks[id as usize].content.as_ref()?;
@@ -145,7 +145,7 @@ impl BlockPool {
         self.blocks[id as usize].references += 1;
     }
 
-    /// Removes a reference.
+    /// Removes a reference. If it was the last, `retention` determines how soon the block's content is evicted.
     pub fn release(&mut self, id: BlockId, retention: Retention) {
         if id == SCRATCH_BLOCK {
             return;

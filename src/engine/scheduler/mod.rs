@@ -26,7 +26,7 @@ pub use order::SequenceId;
 /// A sequence is admitted only if there are enough free blocks for this many decode steps of all running sequences.
 const GROWTH_STEPS: usize = 8;
 
-/// The number of preemptions after which a sequence is admitted only with blocks for its longest possible answer.
+/// After this many preemptions, a sequence is admitted only if there are enough blocks for its longest possible answer.
 /// It is then never preempted again.
 const MAX_PREEMPTIONS: u32 = 2;
 
@@ -48,21 +48,21 @@ pub struct NewSequence {
     pub prompt: Vec<u32>,
     /// The most tokens to generate.
     pub max_tokens: usize,
-    /// Sequences with smaller values run first. One level has the same effect as arriving 2 seconds earlier.
+    /// Sequences with smaller values run first. A value lower by 1 counts as much as arriving 2 seconds earlier.
     pub priority: i32,
     pub arrival: Duration,
     /// The time at which the sequence expires if it has not started by then.
     pub deadline: Option<Duration>,
 }
 
-/// What one step computes.
+/// The work of one step, and the sequences that expired or were preempted while it was planned.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepPlan {
     /// Sequences that decode come first, then chunks of prompts.
     pub work: Vec<SequenceWork>,
     /// Blocks to copy before the step.
     pub copies: Vec<BlockCopy>,
-    /// Sequences that expired while they waited. They are no longer known to the scheduler.
+    /// Sequences that expired while they waited. The scheduler has removed them.
     pub expired: Vec<SequenceId>,
     /// Sequences that gave up their blocks and wait again.
     pub preempted: Vec<SequenceId>,
@@ -148,17 +148,17 @@ impl Scheduler {
         let SchedulerConfig { token_budget, max_sequences, context } = config;
         assert!(
             (1..=token_budget).contains(&max_sequences),
-            "{max_sequences} sequences, expected 1 to the token budget of {token_budget}"
+            "max_sequences is {max_sequences}: expected 1 to {token_budget}, the token budget"
         );
         assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "a sequence of {context} tokens must fit");
         let (waiting, running) = (BTreeSet::new(), BTreeSet::new());
         Self { config, blocks, sequences: BTreeMap::new(), waiting, running, preemptions: 0 }
     }
 
-    /// Adds a waiting sequence.
+    /// Adds a sequence to the waiting queue.
     pub fn submit(&mut self, new: NewSequence) {
         let NewSequence { id, prompt, max_tokens, priority, arrival, deadline } = new;
-        assert!((1..=self.config.context).contains(&prompt.len()), "cannot submit {} tokens", prompt.len());
+        assert!((1..=self.config.context).contains(&prompt.len()), "cannot submit a prompt of {} tokens", prompt.len());
         let sequence = Sequence {
             prompt: prompt.len(),
             tokens: prompt,
@@ -264,8 +264,8 @@ impl Scheduler {
             let end = sequence.tokens.len();
             let ahead = sequence.longest(self.config.context).min(end + GROWTH_STEPS);
             if sequence.is_decoding() && self.give_blocks(id, end, plan) {
-                // The decode graph queues later steps before this token is known. They need blocks too, so give the
-                // sequence free blocks in advance, but preempt no other sequence for them.
+                // The decode graph queues the next steps before this step has ended. Give the sequence free blocks for
+                // these steps too, but preempt no other sequence for them.
                 self.try_give_blocks(id, ahead, plan);
                 plan.work.push(SequenceWork { id, range: end - 1..end, is_last: true });
                 *budget -= 1;
@@ -273,7 +273,7 @@ impl Scheduler {
         }
     }
 
-    /// Plans chunks of prompts, of running sequences and of waiting ones.
+    /// Plans prompt chunks of running sequences, and admits waiting sequences.
     fn plan_prefills(&mut self, budget: &mut usize, plan: &mut StepPlan) {
         let running: Vec<_> =
             self.running.iter().copied().filter(|other| self.sequences[&other.id()].needs_prefill()).collect();
@@ -307,7 +307,7 @@ impl Scheduler {
                 *budget -= end - start;
             }
         }
-        // Give the rest of the budget to prompts that were cut at half.
+        // Give the remaining budget to prompts that were limited to half of it above.
         for index in first_chunk..plan.work.len() {
             let SequenceWork { id, range, .. } = plan.work[index].clone();
             let tokens = self.sequences[&id].tokens.len();
@@ -319,7 +319,7 @@ impl Scheduler {
         }
     }
 
-    /// Starts a waiting sequence if there are enough free blocks for its demand and that of all running sequences.
+    /// Starts a waiting sequence if the free blocks cover its demand and the demand of all running sequences.
     fn admit(&mut self, id: SequenceId) -> bool {
         let Some(sequence) = self.sequences.get_mut(&id) else { return false };
         // The blocks of a cached prefix are in use from here on, so they do not count as free below.
@@ -352,8 +352,8 @@ impl Scheduler {
         self.blocks.demand(held, tokens, sequence.left().clamp(1, self.config.token_budget))
     }
 
-    /// Gives a sequence blocks for all positions below `end`. If there are too few, preempts the least senior sequence,
-    /// repeatedly. If this is the sequence itself, preempts it and returns false.
+    /// Gives a sequence blocks for all positions below `end`. While there are too few, preempts the least senior
+    /// sequence. Returns false if it had to preempt the sequence itself.
     ///
     /// A protected sequence is never preempted and never lacks blocks: it can preempt all sequences that are not
     /// protected, and [`admit`](Self::admit) starts it only if there are enough blocks for all protected ones.

@@ -9,15 +9,15 @@ pub type SequenceId = u64;
 /// How much earlier a sequence must arrive to make up for one level of priority.
 const AGING: Duration = Duration::from_secs(2);
 
-/// The rank of a sequence. More senior sequences compare as less.
+/// The rank of a sequence. A sequence that compares as less gets tokens and blocks first.
 ///
-/// The rank does not depend on the current time, because all sequences age equally. A sequence outranks every sequence
-/// that arrives much later, whatever its priority, so no sequence waits forever.
+/// The rank does not depend on the current time, because all sequences age equally. A long enough wait outweighs any
+/// difference in priority, so no sequence waits forever.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Seniority {
     /// Whether the sequence was preempted so often that it must run next.
     is_protected: Reverse<bool>,
-    /// The time in nanoseconds at which a sequence of priority 0 with the same rank would arrive.
+    /// The arrival time in nanoseconds, plus [`AGING`] times the priority. A lower `priority` value is more urgent.
     adjusted_arrival: i128,
     arrival: Duration,
     id: SequenceId,
@@ -30,7 +30,7 @@ impl Seniority {
         Self { is_protected: Reverse(false), adjusted_arrival, arrival, id }
     }
 
-    /// Returns the rank of the sequence after it was preempted too often.
+    /// Returns the rank of a sequence that must run next, because it was preempted too often.
     pub fn protected(self) -> Self {
         Self { is_protected: Reverse(true), ..self }
     }

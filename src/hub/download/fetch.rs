@@ -171,7 +171,8 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Renames a good file to its blob and links it, or restarts a bad file. [`fetch`] links the weights later.
+    /// Renames a good file to its blob name and links it, except weights, which [`fetch`] links last.
+    /// Restarts a bad file.
     fn conclude(&self, job: &mut Job, is_good: bool) -> Result<()> {
         job.in_flight -= 1;
         if is_good {

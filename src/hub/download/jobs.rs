@@ -21,7 +21,7 @@ use crate::text::quote;
 pub(in crate::hub) struct WantedFile {
     pub name: String,
     pub bytes: u64,
-    /// The hash of the contents if the hub sends one, otherwise an etag from [`hash::weak_etag`]. Names the blob.
+    /// The name of the blob: the hash of the contents, or [`hash::weak_etag`] if the hub sends no hash.
     pub etag: String,
 }
 

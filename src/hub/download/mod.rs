@@ -27,14 +27,14 @@ use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
 
-/// The minimum number of requests for file sizes that is reported to the user, because so many take seconds.
+/// The user is told if at least this many requests for file sizes are needed, because they take several seconds.
 const MANY_REQUESTS: usize = 100;
 
 impl Hub {
     /// Downloads a model into inferno's cache and returns its snapshot. Resumes an interrupted download.
     ///
     /// `revision` is a branch, tag or commit. The default is `main`.
-    /// Fetches nothing if either cache has all selected files.
+    /// Fetches no files if either cache has all selected files.
     /// Waits while another process downloads the same model.
     pub fn download(
         &self,

@@ -17,7 +17,7 @@ use crate::hub::hash;
 use crate::hub::retry::{is_temporary, retry_after};
 use crate::text::{library_error, quote};
 
-/// The number of times a server may answer a range request with the whole file before the bytes on disk are discarded.
+/// A server may answer this many range requests with the whole file before the bytes on disk are discarded.
 const MAX_WHOLE_RESPONSES: u32 = 3;
 /// A transfer that receives fewer bytes than this within twice the stall timeout counts as stalled.
 const MIN_PROGRESS_BYTES: u64 = 64 << 10;

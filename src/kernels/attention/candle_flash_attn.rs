@@ -1,7 +1,7 @@
 //! Attention using the `candle-flash-attn` crate (FlashAttention 2).
 //!
-//! The crate's kernels do not support sinks. A sink adds exp(sink) to the softmax denominator.
-//! With a sink, the result is out · sigmoid(lse - sink), where lse is the logarithm of the original denominator.
+//! The crate's kernels do not support sinks. A sink adds exp(sink) to the softmax denominator, so this module
+//! multiplies the crate's output by sigmoid(lse - sink). lse is the logarithm of the denominator without the sink.
 //!
 //! The crate does not expose lse in Rust, so this module calls the crate's C function, which may change.
 //! The version of the crate is therefore pinned, and `tests/it/kernels.rs` compares the results with the reference.
@@ -71,10 +71,10 @@ unsafe extern "C" {
     );
 }
 
-/// Writes the attention of the queries to `out`, with one launch per sequence.
+/// Computes attention for all sequences into `out`, with one launch of the crate's kernel per sequence.
 ///
 /// q and out are bf16 or f16 `[tokens, heads, head_dim]`, and `head_dim` is a multiple of 8.
-/// The caller must have checked the inputs.
+/// The caller must have checked all shapes and dtypes.
 pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
     let AttentionInputs { q, layer, queries, blocks, sinks, mask } = inputs;
     let tables: Vec<Vec<u32>> = blocks.tables.to_vec2()?;
@@ -89,7 +89,7 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
     Ok(())
 }
 
-/// Writes the attention of one sequence to `out`. k and v hold the visible keys and values, in order of position.
+/// Computes attention for one sequence into `out`. k and v hold the visible keys and values, in order of position.
 fn attend(
     device: &CudaDevice,
     (q, k, v): (&Tensor, &Tensor, &Tensor),
@@ -101,7 +101,7 @@ fn attend(
     let length = k.dim(0)?;
     // SAFETY: the kernel writes every element.
     let lse = unsafe { Tensor::empty((heads, tokens), DType::F32, q.device())? };
-    // The crate sets `is_causal` only without a window. With a window, a query sees window - 1 earlier keys.
+    // Set `is_causal` only without a window, as the crate's Rust code does. `left` counts keys before the query's own.
     let (is_causal, left) = mask.window.map_or((1, length), |window| (0, (window - 1).min(length)));
     let (q_row, kv_row) = ((heads * head_dim) as u32, (kv_heads * head_dim) as u32);
     let pointer = |tensor: &Tensor| address(tensor).map(|address| address as *const c_void);

@@ -12,7 +12,7 @@
 //     The results of all warps are merged at the end.
 //     A block has 4 warps if there are many queries, and 32 if there are few, to hide the latency of reading keys.
 //   shared memory: warps · (head_dim + 2) floats
-//   bytes moved: about 2 · head_dim · sizeof(T) from L2 for each query head and visible key
+//   bytes moved: about 2 · head_dim · sizeof(T) from L2 for each token, query head and visible key
 //     Query heads with the same KV head read its keys and values separately.
 #include "attention/paged.cuh"
 #include "constants.cuh"

@@ -21,7 +21,7 @@ mod with_cuda {
     use crate::kernels::attention::AttentionInputs;
     use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 
-    /// Writes the attention of the queries to `out`. The caller has checked all shapes and dtypes.
+    /// Computes attention for all queries into `out`. The caller has checked all shapes and dtypes.
     pub fn launch(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
         let AttentionInputs { q, layer, queries, blocks, sinks, mask } = inputs;
         let ((tokens, heads, head_dim), (_, kv_heads, _)) = (q.dims3()?, layer.k.dims3()?);
@@ -41,7 +41,7 @@ mod with_cuda {
             .int(mask.window.unwrap_or(0))
             .float(mask.scale)
             .float(mask.softcap.unwrap_or(0.0));
-        // If there are few blocks, each needs many warps to keep enough loads in flight. Otherwise, 4 warps suffice.
+        // If there are few thread blocks, each needs many warps to keep enough loads in flight. Otherwise, 4 suffice.
         let warps = if tokens * heads <= 512 { 32 } else { 4 };
         let shared_bytes = warps * (head_dim + 2) * size_of::<f32>();
         let kernel = format!("attention_{}", dtype_suffix(q.dtype())?);

@@ -8,7 +8,7 @@
 //   tables: u32 [sequences, table_blocks], the block table of each sequence
 //   row_tiles: u32 [row tiles, 4] or null: for each row tile, the index of its sequence, its index within the sequence,
 //     and the first token and the number of tokens of the sequence.
-//     If null, every sequence has the same number of tokens, which the argument `tokens` gives.
+//     If null, every sequence has `tokens` tokens.
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile; only the first row tile misses L2
@@ -19,7 +19,7 @@
 //
 // The keys of a row tile are divided among splits. The last split to finish combines the f32 partial results:
 //   partials: f32 [row tiles, kv_heads, splits, ROWS · (head_dim + 2)]
-//     A partial result holds sums [ROWS, head_dim], followed by (maximum, total) for each row.
+//     A partial result holds the weighted sums of values [ROWS, head_dim], then (maximum score, total weight) per row.
 //   arrivals: u32 [row tiles, kv_heads], the number of finished splits; all zero between launches
 #include "attention/paged.cuh"
 #include "constants.cuh"
@@ -31,7 +31,7 @@
 
 constexpr float LOG2_E = 1.44269504f;
 // Softmax weights may grow to 2^8 before the sums are rescaled.
-// Weights of this size are safe in f32 and f16, and rescaling is needed less often.
+// This makes rescaling rare, and weights of this size are safe in f32 and f16.
 constexpr float SLACK = 8.0f;
 // The number of partial results to combine at once. All of their loads are in flight at the same time.
 constexpr int COMBINE_BATCH = 16;
@@ -55,7 +55,8 @@ template <int HEAD_DIM, int TILE_ROWS, bool BATCH = false> struct Tile {
     static constexpr int STAGES = FLASH_STAGES;
     static constexpr int M = ROWS / 16 / WARPS;
     static constexpr int MIN_TILES = FEW ? 128 / KEYS : 4;  // a split with fewer key tiles is not worth combining
-    // Resident blocks per multiprocessor. With D = 256, the sums of 16 rows take 128 registers of each thread.
+    // The minimum number of resident thread blocks per multiprocessor, which limits the registers of a thread.
+    // With D = 256, the sums of 16 rows take 128 registers of each thread.
     static constexpr int MIN_BLOCKS = FEW ? 1 : MANY ? (D <= 128 ? 2 : 1) : D <= 64 ? 3 : 2;
     static constexpr int TEAM_THREADS = 32 * WARPS, THREADS = TEAM_THREADS * TEAMS;
     static constexpr int STRIDE = D + FLASH_ROW_PADDING, KEY_ELEMENTS = KEYS * STRIDE;
@@ -81,8 +82,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
 // The maximum is -infinity only if there are no visible keys. Any finite number works then.
 __device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-// Returns the factor that converts weighted sums of values to the output: 1 / (total + the sink's weight).
-// The sums and `total` are relative to 2^maximum. All arguments except `total` are base-2 exponents.
+// Returns the factor that converts weighted sums of values to the output: 1 / (total + 2^(sink - maximum)).
+// The sums and `total` are in units of 2^maximum.
 __device__ __forceinline__ float normalizer(float maximum, float total, float sink) {
     const float base = fmaxf(maximum, sink);
     const float keep = exp2_fast(maximum - base);
@@ -258,7 +259,7 @@ template <typename C> __device__ __forceinline__ void cap_scores(Scores<C>& scor
     }
 }
 
-// Sets the score of a key to -infinity if the key is after the query or before its window.
+// Sets the scores of keys after the query, or before the query's sliding window, to -infinity.
 // `key` is the position of the first key in the tile.
 template <typename C>
 __device__ __forceinline__ void mask_scores(Scores<C>& scores, const RowInts<C>& row_position, int key, int window,
@@ -277,7 +278,7 @@ __device__ __forceinline__ void mask_scores(Scores<C>& scores, const RowInts<C>&
 }
 
 // Raises the running maxima to the maxima of this tile, and rescales totals and sums to match.
-// Does nothing if no maximum grows by more than SLACK.
+// Does nothing if no maximum of the warp grows by more than SLACK.
 // The maxima are base-2 exponents, and `factor` converts scores to base-2 exponents.
 template <typename C>
 __device__ __forceinline__ void update_maxima(const Scores<C>& scores, float factor, RowFloats<C>& maxima,

@@ -14,10 +14,10 @@ use crate::kernels::constants::{
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
 
-/// The maximum number of splits. Each split is a block that processes a part of one row tile's keys.
+/// The maximum number of splits. Each split is a thread block that processes some of a row tile's keys.
 const MAX_SPLITS: usize = 64;
 
-/// The keys of a row tile are not split across blocks if the sliding window has at most this many keys.
+/// The keys of a row tile are not split across thread blocks if the sliding window has at most this many keys.
 const MAX_UNSPLIT_WINDOW: usize = 256;
 
 /// A flash attention kernel and its launch shape, chosen for some of the queries of a pass.
@@ -73,7 +73,7 @@ pub enum EarlyReads {
     EarlierPositions,
 }
 
-/// Writes the attention of all queries of a pass to `out`. The caller has checked all shapes and dtypes.
+/// Computes attention for all queries of a pass into `out`. The caller has checked all shapes and dtypes.
 pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
     let AttentionInputs { q, layer, queries, blocks, sinks, mask } = inputs;
     for flash in FlashAttention::for_pass(device, q, layer, queries, mask)? {
@@ -150,7 +150,7 @@ impl FlashAttention {
     ) -> Result<Self> {
         let AttentionShape { kv_heads, head_dim, .. } = shape;
         let multiprocessors = multiprocessors(device)?;
-        // If there are too few row tiles to fill the GPU, several blocks share the keys of each row tile.
+        // If there are too few row tiles to fill the GPU, split the keys of each row tile across thread blocks.
         let splits = match tile.rows {
             _ if mask.window.is_some_and(|window| window <= MAX_UNSPLIT_WINDOW) => 1,
             FLASH_FEW_ROWS => multiprocessors / (kv_heads * row_tiles),
@@ -270,7 +270,7 @@ impl Tile {
         })
     }
 
-    /// Returns the tiles of 16 rows for single sequences and for batches, and those of 64 and 128 rows, for a head size.
+    /// Returns four tiles for a head size: 16 rows, 16 rows for large batches, 64 rows and 128 rows.
     /// Returns `None` if no kernel supports the head size.
     fn for_head_dim(head_dim: usize) -> Option<[Self; 4]> {
         let index = FLASH_HEAD_DIMS.iter().position(|&dim| dim == head_dim)?;

@@ -8,7 +8,7 @@ use super::paged::{CachedLayer, PassBlocks, Queries};
 /// The inputs of [`attention`](super::attention()).
 #[derive(Clone, Copy)]
 pub struct AttentionInputs<'t> {
-    /// `[tokens, heads, head_dim]`, the tokens of all sequences in `queries`.
+    /// The query vectors, `[tokens, heads, head_dim]`, in the token order of `queries`.
     pub q: &'t Tensor,
     /// The keys and values, in the dtype of `q`. All positions that the queries attend to must have been written.
     pub layer: CachedLayer<'t>,

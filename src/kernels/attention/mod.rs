@@ -30,7 +30,7 @@ pub use mask::AttentionMask;
 pub use paged::{BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, QuerySpan, slot};
 pub use shape::AttentionShape;
 
-/// Returns the attention of the queries over the cached keys and values, in the shape and dtype of q.
+/// Computes attention over the cached keys and values. Returns the output in the shape and dtype of q.
 ///
 /// On a CPU, `backend` must be `Auto` or `Eager`. Both run [`reference()`].
 pub fn attention(inputs: AttentionInputs, backend: AttentionBackend) -> Result<Tensor> {

@@ -43,13 +43,13 @@ pub struct Queries {
     positions: Tensor,
     /// u32 `[tokens]`: the index of each token's sequence.
     sequences: Tensor,
-    /// Lists of row tiles, by (query heads per KV head, rows per tile). Layers with equal shapes share a list.
+    /// Results of `row_tiles`, by (`group`, `rows_per_tile`, `few`). Layers with equal shapes share a result.
     tiles: RefCell<HashMap<(usize, usize, bool), Tensor>>,
     /// u32: counters of finished splits, which all layers share. They are zero before and after each layer.
     counters: RefCell<Option<Tensor>>,
 }
 
-/// The block tables of all sequences of a pass, and the rows to write, for one group of layers.
+/// The block tables of all sequences of a pass, and the cache rows of the new tokens, for one group of layers.
 pub struct PassBlocks {
     /// u32 `[sequences, blocks]`. Shorter tables are padded with zeros.
     pub tables: Tensor,
@@ -115,9 +115,9 @@ impl Queries {
         self.spans.iter().all(|span| span.tokens == tokens).then_some(tokens)
     }
 
-    /// Returns the row tiles of the sequences with few query rows, or of those with many, u32 `[tiles, 4]`. Each tile has
-    /// the index of its sequence, its index within the sequence, and the first token and the number of tokens of the
-    /// sequence.
+    /// Returns the row tiles of the sequences with few query rows, or with many if `few` is false, u32 `[tiles, 4]`.
+    /// The columns are the index of the sequence, the index of the tile within the sequence, and the first token and
+    /// number of tokens of the sequence.
     ///
     /// A row is one query head of one token. `group` is the number of query heads per KV head.
     /// Tiles with the most keys come first.
@@ -142,7 +142,7 @@ impl Queries {
         Ok(tiles)
     }
 
-    /// Returns at least `count` counters, which are zero, u32. A kernel must leave them zero.
+    /// Returns at least `count` u32 counters, all zero. A kernel that changes them must reset them to zero.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn counters(&self, count: usize) -> Result<Tensor> {
         let mut counters = self.counters.borrow_mut();
@@ -173,7 +173,7 @@ impl PassBlocks {
     /// Copies the block tables of all sequences to the device, and computes the slot of each new token.
     ///
     /// `tables` has one block table per sequence, and `blocks` is the number of blocks in the cache.
-    /// Fails if a table is too short for its sequence, or if the cache has no such block.
+    /// Fails if a table is too short for its sequence, or lists a block that the cache does not have.
     pub fn new(queries: &Queries, tables: &[&[u32]], blocks: usize, device: &Device) -> Result<Self> {
         let ends = queries.spans.iter().map(|span| span.position + span.tokens);
         let used: Vec<usize> = ends.map(|end| end.div_ceil(BLOCK_TOKENS)).collect();

@@ -1,5 +1,5 @@
-// Splits the output of the fused QKV projection into q, k and v, and rounds them to T.
-// Before that, adds the bias to q, k and v, and applies RMSNorm and rotary position embedding (RoPE) to q and k.
+// Splits the output of the fused QKV projection into q, k and v, adds the bias, and applies RMSNorm and rotary position
+// embedding (RoPE) to q and k. Rounds the results to T, and writes k and v to the KV cache.
 // Split-half RoPE: pair i of a head is (x[i], x[i + rotated / 2]), for the first `rotated` elements of a head.
 // The other elements are not rotated.
 //   qkv: f32 [tokens, heads + 2 · kv_heads, head_dim]

@@ -3,7 +3,7 @@
 //! Before the rotation, adds the bias, and normalizes queries and keys if the model has norms for them.
 //! RoPE (RoFormer, arXiv 2104.09864) uses the split-half layout of Hugging Face checkpoints.
 //!
-//! The tables and all arithmetic are f32, because bf16 would be too imprecise at large positions.
+//! The cosine and sine tables and all arithmetic are f32, because bf16 is too imprecise for large positions.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -25,13 +25,13 @@ impl HeadSizes {
     }
 }
 
-/// The tables and positions that determine the rotation of q and k.
+/// The cosine and sine tables and the token positions for RoPE.
 #[derive(Clone, Copy)]
 pub struct Rotation<'t> {
-    /// f32 `[positions, rotated / 2]`
+    /// f32 `[positions, rotated / 2]`. RoPE rotates the first `rotated` elements of each head.
     pub cos: &'t Tensor,
     pub sin: &'t Tensor,
-    /// u32 `[tokens]`, each less than the number of positions in `cos` and `sin`.
+    /// The position of each token: u32 `[tokens]`, less than the number of rows in `cos` and `sin`.
     pub positions: &'t Tensor,
 }
 
@@ -47,7 +47,7 @@ pub struct QkNorm<'t> {
 /// Splits the output of the fused QKV projection into q, k and v. Writes k and v to the KV cache.
 ///
 /// Adds the bias, applies the norms to q and k, and rotates the first `rotated` elements of every head of q and k.
-/// The other elements are not rotated.
+/// `rotated` is twice the number of columns in `cos`.
 ///
 /// - qkv: f32 `[tokens, (heads + 2 * kv_heads) * head_dim]`
 /// - bias: f32 `[(heads + 2 * kv_heads) * head_dim]`
@@ -90,7 +90,7 @@ pub fn split_qkv(
     let tensors = [Some(qkv), bias, q_norm, k_norm, Some(cos), Some(sin)];
     let all_f32 = tensors.into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
     if !all_f32 || positions.dtype() != DType::U32 {
-        bail!("split_qkv: positions must be U32 and all other tensors F32");
+        bail!("split_qkv: positions must be U32; qkv, bias, norms, cos and sin must be F32");
     }
     match qkv.device() {
         Device::Cpu => {
@@ -152,7 +152,7 @@ pub fn split_qkv(
     }
 }
 
-/// Copies row i of `from` to row `slots[i]` of `to`, for all i. Copies runs of consecutive slots at once.
+/// Copies row i of `from` to row `slots[i]` of `to`, for all i. Copies each run of consecutive slots in one call.
 fn scatter_rows(to: &Tensor, from: &Tensor, slots: &[u32]) -> Result<()> {
     let mut first = 0;
     for run in slots.chunk_by(|a, b| a + 1 == *b) {

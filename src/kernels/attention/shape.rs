@@ -1,4 +1,4 @@
-//! The tensor dimensions of one attention call, and the checks of its inputs.
+//! Checks the inputs of an attention call and holds their dimensions.
 
 use candle_core::{DType, Result, Tensor, bail};
 

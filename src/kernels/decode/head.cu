@@ -92,7 +92,7 @@ __device__ void quantized_head(const float* x, const float* norm, const Quantize
 }
 
 // Chooses the token with the largest logit and writes its embedding to x, the input of the next step.
-// A NaN or -inf is never chosen. If every logit is NaN or -inf, the step fails.
+// Never chooses a token whose logit is NaN or -inf. If every logit is NaN or -inf, the step fails.
 //   best: the argmax of each block of the head kernel
 //   embedding: T [vocab, columns], or null if quantized_next writes x
 //   embedding_scale: the factor by which the embedding is multiplied

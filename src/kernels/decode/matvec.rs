@@ -100,7 +100,7 @@ impl Arguments {
     pub(super) fn rounding(self, weight: &Matrix) -> Result<Self> {
         let Matrix::Quantized(_) = weight else { return Ok(self) };
         let Some(rounding) = weight.input_rounding() else {
-            bail!("cannot plan a decode step: the matrices of a fused weight quantize their input differently")
+            bail!("cannot plan a decode step: the matrices of a fused weight need different input quantization")
         };
         Ok(self.input_rounding(rounding))
     }

@@ -13,7 +13,7 @@
 //! - `x`: the residual stream, f32 `[hidden]`
 //! - `state`: u32 `[4]`, the current position, the current token, the number of finished steps and an unused word
 //!
-//! In the CUDA files, `T` (bf16 or f16) is the dtype of q, k, v and unquantized projection weights.
+//! In the CUDA files, `T` (bf16 or f16) is the dtype of q, k, v, h and unquantized projection weights.
 //! Tests compare these kernels with the eager decoder (`tests/it/decode_graph.rs`).
 
 mod buffers;

@@ -43,7 +43,7 @@ __device__ __forceinline__ float scale_of(uint32_t word, int index) {
 }
 
 // Computes one warp's share of the product of x and one row of tiles.
-// The warp processes the groups first, first + STEP, first + 2 · STEP and so on, with DEPTH groups in flight.
+// The warp processes groups `first`, `first` + STEP, `first` + 2 · STEP and so on, with DEPTH groups in flight.
 template <int STEP, int DEPTH> struct TileStream {
     const uint8_t *blocks, *scales;  // this lane's bytes of the oldest group in flight
     uint4 weights[DEPTH];

@@ -1,9 +1,9 @@
-// Loads the input vector for the decode kernels with quantized weights, in 8 bits if the checkpoint requires it.
+// Loads the input vector for decode kernels with quantized weights, and quantizes it if the checkpoint requires it.
 #pragma once
 #include "decode/block_sum.cuh"
 #include "quantized/quantized.cuh"
 
-// Groups that a lane has in flight per row: in units of two rows (QUANTIZED_DEPTH_2), of one row (QUANTIZED_DEPTH_1).
+// Groups that a lane has in flight per row, for units of two rows (QUANTIZED_DEPTH_2) and one row (QUANTIZED_DEPTH_1).
 constexpr int QUANTIZED_DEPTH_2 = 2, QUANTIZED_DEPTH_1 = 4;
 
 // Writes norm(x) / scale to shared memory, quantized to 8 bits if `rounding` requires it, and returns the scale.

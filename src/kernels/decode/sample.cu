@@ -1,13 +1,13 @@
 // Samples the next token from the logits on the GPU with penalties, temperature, top-k, top-p and min-p.
 // The random number depends only on the seed and the number of earlier draws.
-// A NaN or -inf is never chosen. If every logit is NaN or -inf, the step fails.
+// Never chooses a token whose logit is NaN or -inf. If every logit is NaN or -inf, the step fails.
 //
 // The sampler on the host (engine/sampler.rs) applies the same rules in the same order.
 // It chooses the same tokens, with these exceptions:
 // - If several tokens at the cutoff of top-k or top-p have equal logits, this kernel keeps all of them.
 //   The host keeps only as many as it needs, starting with the lowest token ids.
 // - The host computes probabilities in f64. This kernel computes them in f32, relative to the largest probability,
-//   and truncates them to multiples of 2^-40. Tokens below 2^-40 are never chosen here.
+//   and truncates them to multiples of 2^-40, so it never chooses a token below 2^-40.
 //   The choice can differ at the cutoffs of top-p and min-p, or if the draw is near the boundary of two tokens.
 // - nvcc fuses multiplications and additions, so penalized logits can differ in the last bit.
 //

@@ -46,7 +46,7 @@ impl SamplingKernelParams {
         }
     }
 
-    /// Returns whether the kernel needs the tokens that have appeared.
+    /// Returns whether any penalty is set. Only then does the kernel use `seen`.
     fn has_penalties(&self) -> bool {
         self.repetition_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
     }
@@ -108,7 +108,7 @@ impl SamplingBuffers {
         })
     }
 
-    /// Sets the sampling parameters for the next steps.
+    /// Sets the sampling parameters and token counts for the next steps.
     pub fn set(&self, sampling: DeviceSampling) -> Result<()> {
         copy_rows(&self.params, &Tensor::new(&sampling.params.words(), self.params.device())?, 0)?;
         if sampling.params.has_penalties() {

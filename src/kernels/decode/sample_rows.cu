@@ -1,6 +1,6 @@
 // Samples one token from each row of logits, with temperature, top-k, top-p and min-p.
-// Applies the same rules as sample.cu and draws the same random numbers, so both choose the same token.
-// Does not apply penalties. Launch apply_penalties before to apply them to the logits.
+// For equal logits, parameters and draw counts, chooses the same tokens as sample.cu.
+// Ignores the penalties in `params`. To apply them, launch apply_penalties first.
 //   logits: f32 [rows, vocab]
 //   params: SamplingKernelParams [rows]; temperature 0 chooses the largest logit
 //   tokens: u32 [rows], the chosen tokens, or NO_TOKEN if every logit of the row is NaN or -inf
@@ -30,7 +30,7 @@ struct Row {
 };
 
 // Returns the largest key k such that the tokens with keys >= k together reach the target.
-// The parameters are those of the function with this name in sample.cu.
+// See `threshold` in sample.cu for the parameters.
 template <bool BY_MASS>
 __device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsigned long long target,
                               unsigned long long* warps) {
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     };
 
     // 3. Draw a random point below the total mass. The winner is the token whose mass contains the point.
-    // Each warp sums a contiguous range of ids, so that the masses are lined up in the order of the ids.
+    // Each warp sums a contiguous range of ids, so that prefix sums follow the order of the ids.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int ids = (vocab + 31) / 32, begin = warp * ids, end = min(begin + ids, vocab);
     unsigned long long own = 0;

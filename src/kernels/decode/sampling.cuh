@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t sort_key(float value) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Returns the float with this key.
+// Returns the float whose sort_key is `key`.
 __device__ __forceinline__ float from_sort_key(uint32_t key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
@@ -53,10 +53,9 @@ __device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long 
     return value + before;
 }
 
-// One round of the search for the largest key k such that the tokens with keys >= k together reach the target (see
-// `threshold`). A round determines eight bits of the key and appends them to `prefix`.
-// Sums start at the highest bin: `value` is the mass or the count of bin SAMPLE_BINS - 1 - threadIdx.x, or 0 in threads
-// without a bin. `target` becomes what is left of the target within the chosen bin.
+// One round of the search in `threshold`. A round determines eight bits of the key and appends them to `prefix`.
+// Bins are summed from the highest down: `value` is the mass or the count of bin SAMPLE_BINS - 1 - threadIdx.x, or 0 in
+// threads without a bin. Subtracts the sum of the bins above the chosen bin from `target`.
 // If BY_MASS is true, the first round sets the target to the fraction `share` of the total mass.
 template <bool BY_MASS>
 __device__ __forceinline__ void choose_bin(unsigned long long value, bool is_first_round, float share,

@@ -1,4 +1,4 @@
-// Counting the thread blocks that have finished their part of a shared task.
+// Counts the thread blocks that have finished their part of a shared task.
 #pragma once
 #include <stdint.h>
 
@@ -11,7 +11,7 @@ __device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t last) {
 }
 
 // Returns whether this block is the last of `count` blocks to arrive. Every thread gets the result.
-// Earlier writes of all blocks are then visible to all threads of the last block, if they bypass L1 (__ldcg).
+// All threads of the last block can then read earlier writes of all blocks with loads that bypass L1 (__ldcg).
 // The counter is zero before the first block arrives and after the last one.
 __device__ __forceinline__ bool is_last_block(uint32_t* counter, uint32_t count) {
     __shared__ bool is_last;

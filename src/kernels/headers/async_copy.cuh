@@ -12,7 +12,7 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
 }
 
 // Copies 16 bytes if `is_valid`; otherwise writes zeros without reading.
-// Prefetches the aligned 128 bytes that contain `from` into L2.
+// Also prefetches into L2 the aligned 128 bytes that contain `from`.
 __device__ __forceinline__ void copy_async_or_zero(uint32_t to, const void* from, bool is_valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_valid ? 16 : 0));
 }

@@ -36,8 +36,8 @@ impl LaunchGraph {
     /// Captures everything that `enqueue` queues on the stream of `device`.
     ///
     /// # Safety
-    /// Memory that `enqueue` allocates must be freed when it returns. All other memory that it uses must live as long as
-    /// the graph. No other thread may use the stream in the meantime.
+    /// Memory that `enqueue` allocates must be freed before `enqueue` returns. All other memory that it uses must live
+    /// as long as the graph. No other thread may use the stream during the capture.
     pub unsafe fn capture_with(
         device: &CudaDevice,
         enqueue: impl FnOnce() -> anyhow::Result<()>,
@@ -47,10 +47,11 @@ impl LaunchGraph {
         stream.context().bind_to_thread().w()?;
         stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).w()?;
         let queued = enqueue();
-        // cudarc keeps errors of freed tensors and returns them from the next call, which would then not end the capture.
+        // cudarc stores errors from freeing tensors and returns them from its next call.
+        // Fetch them here, because `end_capture` would return them without ending the capture.
         let freed = stream.context().check_err().w();
         let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0)).w();
-        // Errors that were reported here must not make a later call fail.
+        // Discard errors that were stored since then, so that they do not make an unrelated call fail.
         let _ = stream.context().check_err();
         queued?;
         freed?;

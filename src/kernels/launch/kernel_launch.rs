@@ -95,7 +95,7 @@ impl Launch {
         unsafe { launch.enqueue(&stream, Overlap::No) }
     }
 
-    /// Looks up the kernel and raises its shared memory limit if needed.
+    /// Checks the launch, looks up the kernel and raises its shared memory limit if needed.
     pub(super) fn prepare(self, device: &CudaDevice) -> Result<PreparedLaunch> {
         let Self { module, kernel, shape, arguments, bytes_moved } = self;
         if shape.is_empty() {

@@ -40,8 +40,8 @@ fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype.
 ///
 /// # Safety
-/// `out` must be the address of an element in row 0 of an f32 matrix `[tokens, stride]` in device memory.
-/// At least `rows` - 1 elements must follow this element in row 0.
+/// `out` must point into row 0 of an f32 matrix `[tokens, stride]` in device memory,
+/// at column `stride - rows` or earlier.
 #[cfg(feature = "cuda")]
 pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride: usize) -> Result<()> {
     use candle_core::cuda_backend::WrapErr;

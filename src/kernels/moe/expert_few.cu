@@ -8,16 +8,15 @@
 // A warp therefore reads a contiguous range of weights straight to registers, and uses each weight for all pairs.
 // Only mma.sync is used: at this size, it needs fewer cycles per weight than wgmma.
 //
-// All row pairs (two row tiles, 32 rows) are divided evenly among the thread blocks, and those of a block among its
-// warps. A warp's share can start or end within the columns of a row pair. The warp in which a row pair starts then
-// adds the partial sums of the warps that follow.
-// The order of these additions depends on the number of routed experts, so results are not bit for bit independent of
-// the rest of a batch.
+// A row pair is two row tiles (32 weight rows). The row pairs of all experts are divided evenly among the blocks.
+// Each block divides its row pairs evenly among its warps. A warp's share can start or end inside a row pair.
+// The warp that starts a row pair then adds the partial sums of the warps that finish it.
+// The order of these additions depends on how the batch is divided, so a token's results can vary slightly by batch.
 #include "headers/async_copy.cuh"
 #include "moe/mxfp4_tiles.cuh"
 
 constexpr int WARPS = EXPERT_FEW_THREADS / 32;
-// Steps whose weights a lane holds in registers: while it multiplies those of one step, the others are being loaded.
+// A lane holds the weights of STEPS steps in registers. It multiplies one step while the others are being loaded.
 constexpr int STEPS = EXPERT_FEW_STEPS;
 
 // The matrix of one expert. `steps`, the number of column tiles, is a multiple of STEPS.
@@ -26,7 +25,7 @@ struct Matrix {
     int row_tiles, steps;
 };
 
-// The weights that a lane reads: all column tiles of a row pair, then those of the next one.
+// A lane's position in the weights. It advances over all column tiles of a row pair, then of the next row pair.
 // A group is STEPS column tiles.
 struct Cursor {
     const uint8_t *block, *scale;
@@ -62,8 +61,8 @@ template <int N> __device__ __forceinline__ void clear(Sums<N>& sums) {
     for (int i = 0; i < 2 * N * 4; ++i) sums[i / (4 * N)][i / 4 % N][i % 4] = 0.0f;
 }
 
-// Multiplies the weights of one step with 8 · N rows of x in shared memory.
-// `x_low` and `x_high` are the addresses of this lane's matrix rows, for the two blocks of 32 columns.
+// Multiplies the weights of one step by 8 · N rows of x in shared memory.
+// `x_low` and `x_high` are this lane's ldmatrix row addresses in the first and second block of 32 columns.
 template <typename T, int N>
 __device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2], const uint32_t (&scales)[2],
                                          uint32_t x_low, uint32_t x_high) {
@@ -102,8 +101,8 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, con
         store<T, GATE_UP, 2>(o, rows, tile, 2 * row_pair, n * 8, {sums[0][n], sums[1][n]}, bias);
 }
 
-// Multiplies row pairs `first` to `last` - 1 of one expert with the tile's pairs, whose x is on its way to shared
-// memory at `xs`: [steps][8 · N rows][128 bytes].
+// Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x.
+// These rows may still be on their way to shared memory at `xs`: [steps][8 · N rows][128 bytes].
 template <typename T, bool GATE_UP, int N>
 __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& o, int rows, const Tile& tile,
                                                    int first, int last, uint32_t xs, float4* partials) {
@@ -112,7 +111,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
     const auto begin = [&](int warp) { return total * warp / WARPS; };
     int left = begin(warp + 1) - begin(warp), group = begin(warp) % groups, row_pair = first + begin(warp) / groups;
 
-    // 1. Load the first weights while x is on its way.
+    // 1. Load the first weights while x is being copied.
     uint4 words[STEPS][2];
     uint32_t scales[STEPS][2];
     Cursor cursor(matrix, row_pair, group, lane);
@@ -156,7 +155,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
         }
     }
 
-    // 3. Complete the row pair that later warps have finished.
+    // 3. Add the partial sums of later warps to the row pair that this warp started.
     __syncthreads();
     if (!is_open) return;
     for (int other = warp + 1; other < WARPS && begin(other) < (row_pair - first + 1) * groups; ++other) {
@@ -186,7 +185,7 @@ __device__ __forceinline__ void load_x(const float* x, const Output<T>& o, const
     }
 }
 
-// Starts to copy the rows of h for down, which are tiled.
+// Starts copying the tile's rows of h, the tiled input of down.
 template <typename T>
 __device__ __forceinline__ void load_x(const T* h, const Output<T>& o, const Tile& tile, int, int steps, int,
                                        int padded_pairs, unsigned char* shared) {
@@ -207,7 +206,7 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
     const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP, row_pairs = (w.rows + 31) / 32;
     float4* const partials = reinterpret_cast<float4*>(shared + (size_t)steps * max_pairs * 128);
 
-    // 1. Find the row pairs of this block. An expert has row_pairs of them for each tile of pairs.
+    // 1. Find the row pairs of this block. Each tile of (token, expert) pairs needs all `row_pairs` of its expert.
     int total = 0;
     for (int base = 0; base < experts; base += 32) {
         const int expert = base + threadIdx.x % 32;

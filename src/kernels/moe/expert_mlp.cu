@@ -442,7 +442,7 @@ __device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::S
 // With cp.async, each stage would need a fence that waits for all copies.
 //   grid: any number of blocks; BLOCKS of them fit on a multiprocessor
 //   block: EXPERT_WGMMA_THREADS
-//   shared memory: see `wgmma_shared_bytes` in expert_mlp.rs
+//   shared memory: see `wgmma_shared_bytes` in product_kernel.rs
 template <typename S, typename T, bool GATE_UP>
 __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets,
                                      int experts) {

@@ -95,7 +95,7 @@ pub fn expert_mlp(
     Ok(out)
 }
 
-/// Copies the token of each pair to tiled rows, in the order of `routed`.
+/// Copies the row of x of each pair's token to tiled rows, in the order of `routed.sorted`.
 fn gather_tokens(
     device: &CudaDevice,
     x: &Tensor,

@@ -9,7 +9,7 @@
 // `expert_gemv` is for few tokens. `expert_gemm` is for many tokens with MXFP4 weights.
 // `expert_gemm` reads each expert's weights once per 64 (token, expert) pairs instead of once per pair.
 // The pairs of `expert_gemm` must be sorted by expert (sort_by_expert.cu).
-// If no scale exceeds 2, MXFP4 models in bf16 or f16 use expert_mlp.cu and decode/mxfp4_experts.cu instead.
+// MXFP4 models in bf16 or f16 without scales above 2 use expert_mlp.cu, expert_few.cu and decode/mxfp4_experts.cu.
 // With float weights in bf16 or f16, grouped_gemm.cu handles many tokens.
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -35,7 +35,7 @@ template <typename T> struct Dense {
 };
 
 // Returns one lane's part of the dot product of x and row `row` of the stacked matrices of all experts.
-// With MXFP4 weights, the lane processes the blocks lane, lane + 32, ...
+// With MXFP4 weights, the lane processes blocks `lane`, `lane` + 32, ...
 template <typename T> __device__ float lane_dot(const Mxfp4& w, size_t row, const T* x, int columns, int lane) {
     const int groups = columns / 32;
     float sum = 0.0f;
@@ -93,7 +93,7 @@ constexpr int STEP = 32, PITCH = STEP + 8, OUT_PITCH = EXPERT_GEMM_ROWS + 4;
 template <typename T>
 __device__ void load_weights(const Mxfp4& w, T* tile, size_t first_row, int valid, int group, int groups) {
     // Each of the 128 threads unpacks half an MXFP4 block: 16 values.
-    // E2M1 · 2^k is exact in bf16, and in f16 within its range.
+    // An E2M1 value times its scale is exact in bf16, and in f16 if it is within the range of f16.
     const int r = threadIdx.x / 2, half = threadIdx.x % 2;
     T* to = tile + r * PITCH + half * 16;
     if (r >= valid) {

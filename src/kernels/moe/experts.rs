@@ -79,7 +79,7 @@ impl ExpertWeights {
     }
 }
 
-/// Returns `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`, or uses `x[t, n]` for `x[t]` if x has rank 3.
+/// Returns `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`. If x has rank 3, `x[t, n]` replaces `x[t]`.
 ///
 /// - x: `[tokens, columns]`, shared by a token's experts, or `[tokens, chosen, columns]`
 /// - ids: u32 `[tokens, chosen]`; the caller guarantees that each id is less than `experts`

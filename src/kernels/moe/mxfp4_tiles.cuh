@@ -12,7 +12,8 @@
 // A lane's 16 bytes are its A fragments for four MMAs with K = 16, so weights never move between lanes.
 //
 // Columns of x, h and y are in *fragment order*.
-// In each group of 32 columns, pair i is columns 2i and 2i + 1. Pair 4t + p is stored as pair 4p + t (t, p: 0 to 3).
+// In each group of 32 columns, column pair i is columns 2i and 2i + 1.
+// Column pair 4t + p is stored at position 4p + t, where t and p are 0 to 3.
 // In this order, each lane reads the columns that match its weights.
 // This permutation is its own inverse.
 //

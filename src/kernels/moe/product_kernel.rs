@@ -58,7 +58,7 @@ impl ProductKernel {
         })
     }
 
-    /// Returns whether the kernel reads x itself. The other kernels need its rows gathered by expert.
+    /// Returns whether the kernel reads x directly. The other kernels read rows of x that were gathered by expert.
     pub fn is_for_few_pairs(self) -> bool {
         matches!(self, Self::Few { .. })
     }
@@ -76,15 +76,15 @@ impl ProductKernel {
     }
 }
 
-/// Returns the largest number of pairs per tile, and the shared memory for it, with which `expert_few.cu` can run both
-/// products. Returns `None` if it supports no such tile.
+/// Returns the most pairs per tile with which `expert_few.cu` can run both products, and the shared memory in bytes.
+/// Returns `None` if `expert_few.cu` cannot run them.
 fn few_tile(hidden: usize, intermediate: usize, max_shared_bytes: usize) -> Option<(usize, usize)> {
     let group = MXFP4_TILE_COLUMNS * EXPERT_FEW_STEPS;
     if !hidden.is_multiple_of(group) || !intermediate.is_multiple_of(group) {
         return None;
     }
     let columns = hidden.max(intermediate);
-    // The rows of x or h, and f32 partial sums of 32 weight rows per warp
+    // Shared memory holds the rows of x or h, and f32 partial sums of 32 weight rows per warp.
     let bytes = |pairs: usize| pairs * (2 * columns + EXPERT_FEW_THREADS / 32 * 32 * 4);
     [24, 16, 8].into_iter().map(|pairs| (pairs, bytes(pairs))).find(|&(_, bytes)| bytes <= max_shared_bytes)
 }

@@ -10,8 +10,8 @@
 //   grid: (ceil(tokens / 8), slices, ceil(experts / 32)) with slices = ceil(columns / ROUTE_COLUMNS)
 //   block: 256, one warp per token and one lane per expert
 //   bytes moved: 4 · (tokens + experts) · columns
-// The last block of 8 tokens adds the partial sums and chooses the experts, and the last block of all sorts the pairs.
-// The sums do not depend on other tokens.
+// For each 8 tokens, the last block to finish adds the partial sums and chooses the experts.
+// The last of these blocks sorts all pairs. The order of a token's sums does not depend on other tokens.
 #include "constants.cuh"
 #include "headers/arrive.cuh"
 #include "headers/common.cuh"
@@ -19,8 +19,9 @@
 
 constexpr int TOKENS = 8, THREADS = 32 * TOKENS, QUADS = ROUTE_COLUMNS / 4;
 
-// The blocks that have finished: for each 8 tokens, and for all of them. All counters are zero between launches.
-// Every device loads this module separately and runs its kernels in order, so launches do not share the counters.
+// Counters of finished blocks: one per 8 tokens, and one for the blocks that have chosen experts.
+// All counters are zero between launches. Each device loads this module separately and runs its kernels in order, so
+// launches never use the counters at the same time.
 __device__ uint32_t finished[ROUTE_TOKENS / TOKENS + 1];
 
 // Sorts all pairs by expert, like sort_by_expert.
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.x * TOKENS + warp;
     const int first_expert = blockIdx.z * 32, first_column = blockIdx.y * ROUTE_COLUMNS;
 
-    // 1. Multiply one slice of columns: 8 tokens and 32 experts.
+    // 1. Multiply one slice of columns for 8 tokens and 32 experts.
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const auto load = [&](const float* matrix, int row, int rows, int quad) {
         const bool valid = row < rows && first_column + 4 * quad < columns;

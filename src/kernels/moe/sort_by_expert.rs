@@ -6,7 +6,7 @@ use candle_core::{Result, Tensor, bail};
 use crate::kernels::constants::MAX_EXPERTS;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
 
-/// Pairs sorted by expert: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e, in any order.
+/// Indices of pairs, sorted by expert: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e, in any order.
 pub(super) struct SortedPairs {
     /// u32 `[pairs]`
     pub sorted: Tensor,
@@ -14,7 +14,8 @@ pub(super) struct SortedPairs {
     pub offsets: Tensor,
 }
 
-/// Sorts the pairs of `ids`, u32 `[tokens, chosen]`. The caller guarantees that every id is less than `experts`.
+/// Sorts pairs by expert. `ids` are the chosen experts, u32 `[tokens, chosen]`.
+/// The caller guarantees that every id is less than `experts`.
 pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) -> Result<SortedPairs> {
     if experts > MAX_EXPERTS {
         bail!("sort_by_expert: {experts} experts exceed the limit of {MAX_EXPERTS}");

@@ -4,7 +4,7 @@ use crate::kernels::constants;
 
 /// The number of columns in a group. A lane of a warp reads one group at a time.
 pub const GROUP_COLUMNS: usize = 32;
-/// The number of columns in a superblock of the K formats. A superblock shares its super-scales.
+/// The number of columns in a superblock of the K formats. Its groups share the super-scales.
 pub const SUPERBLOCK_COLUMNS: usize = 256;
 
 /// The quantization format of a matrix.

@@ -2,10 +2,10 @@
 //
 // A *group* is 32 columns of a row. A lane reads one group at a time.
 // The input vector is quantized to 16-bit integers with one scale per group.
-// For the largest magnitude of a group, they keep 15 significant bits, where bf16 keeps 8.
-// Their high and low bytes are stored separately, so each dp4a instruction sums four exact products.
+// The largest value of a group keeps 15 significant bits. In bf16, it would keep 8.
+// The high and low bytes are stored separately, because dp4a multiplies bytes. Its products and sums are exact.
 // Only the scales and mins are applied in floating point.
-// With FP8 weights, all arithmetic is in floating point.
+// With FP8 weights, the input vector is not quantized, and all arithmetic is in floating point.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -502,7 +502,7 @@ __device__ __forceinline__ float block_max_magnitude(float value, float* scratch
 
 // Rounds factor · quad(i) / scale to 8 bits for every quad i, stores the results in `input`, and returns the scale.
 // The caller multiplies the dot products by the scale.
-// `largest` is the largest magnitude that this thread has read, not multiplied by `factor`.
+// `largest` is the largest magnitude that this thread has read, before the multiplication by `factor`.
 template <class Quad>
 __device__ __forceinline__ float fill_rounded(const QuantizedInput& input, Quad quad, float largest, float factor,
                                               RoundingArgs rounding, float* scratch) {

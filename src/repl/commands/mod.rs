@@ -30,7 +30,7 @@ const COMMANDS: &[Command] = &[
         name: "undo",
         arguments: "",
         summary: "remove the last question and its answer",
-        details: "Repeat it to remove earlier turns. The model no longer sees the removed messages.",
+        details: "Repeat /undo to remove earlier turns. The model no longer sees the removed messages.",
     },
     Command {
         name: "regen",
@@ -78,7 +78,7 @@ const COMMANDS: &[Command] = &[
         name: "load",
         arguments: "[NAME]",
         summary: "continue a saved conversation, or list all",
-        details: "Its messages and settings replace the current ones. The model stays the same.",
+        details: "The saved messages and settings replace the current ones. The model stays the same.",
     },
     Command {
         name: "export",
@@ -162,7 +162,7 @@ pub fn run(line: &str, session: &mut Session) -> Outcome {
         "/context" => info::context(session).map_err(message),
         "/model" if arguments.is_empty() => Ok(models(session)),
         "/model" => return Outcome::SwitchModel(arguments.to_string()),
-        // A message can start with a path, such as /etc/hosts. A slash and only lowercase letters are always a command.
+        // A message can start with a path, such as /etc/hosts. A slash followed only by lowercase letters is a command.
         _ if name.len() > 1 && name.starts_with('/') && name[1..].chars().all(|c| c.is_ascii_lowercase()) => {
             Err(unknown_command(&name[1..]))
         }

@@ -29,7 +29,7 @@ enum Slot {
     Attended,
     /// The partial results of attention over parts of the cache.
     Partials,
-    /// Counters of the splits of attention that have finished.
+    /// The counters of finished attention splits.
     Arrivals,
     /// The input of the down projection.
     Intermediate,

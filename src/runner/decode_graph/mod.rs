@@ -160,7 +160,7 @@ impl DecodeGraph {
                 self.context
             );
         }
-        // After an error, no sequence continues.
+        // If a call below fails, `continues` must return false.
         self.stop();
         self.set_sampling(sampling)?;
         let id = Tensor::new(&[token], self.buffers.x.device())?;
@@ -179,7 +179,7 @@ impl DecodeGraph {
         self.set_tables(tables)
     }
 
-    /// Returns whether the next step of the graph is the step of this sequence at `position`.
+    /// Returns whether the graph decodes this sequence, and its next token comes from the input at `position`.
     pub fn continues(&self, sequence: u64, position: usize) -> bool {
         self.sequence.is_some_and(|(current, start)| current == sequence && start + self.taken == position)
     }

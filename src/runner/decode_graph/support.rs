@@ -66,10 +66,11 @@ fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option
     Ok(None)
 }
 
-/// A weight matrix and the number of vectors that one step multiplies by it.
+/// A weight matrix and its number of input vectors in one step.
 type Product = (Matrix, usize);
 
-/// Returns the reason that the graph cannot run an MLP, or `None` if it can. Does not check its matrices.
+/// Returns the reason that the graph cannot run an MLP, or `None` if it can.
+/// Does not check whether its matrices have decode kernels.
 fn unsupported_mlp(mlp: &Mlp) -> Result<Option<EagerReason>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {

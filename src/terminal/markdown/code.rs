@@ -53,7 +53,7 @@ impl Highlighter {
 
     /// Highlights the next line. `text` must not include the line break.
     pub fn highlight(&mut self, text: &str) -> StyledLine {
-        // Drop control characters first, so that the parser's positions stay valid.
+        // Drop control characters before parsing, so that the parser's offsets match the displayed text.
         let text = crate::text::without_controls(text).replace('\n', "");
         let highlighted = match &mut self.state {
             Some((parse, scopes)) if text.len() <= MAX_LINE_BYTES => highlight(parse, scopes, &text),

@@ -8,7 +8,7 @@ use super::super::styled_text::{Span, Style, StyledLine, wrap};
 use super::code::Highlighter;
 use super::table;
 
-/// The maximum nesting depth. Deeper blocks are flattened, because a model may write ten thousand `>` in a row.
+/// The maximum nesting depth. Deeper blocks are flattened, so that ten thousand `>` in a row cannot overflow the stack.
 const MAX_DEPTH: usize = 16;
 
 /// Returns the supported CommonMark extensions.

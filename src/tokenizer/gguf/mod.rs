@@ -87,7 +87,7 @@ fn byte_level(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Parts
     })
 }
 
-/// Returns the merges, except those that produce control tokens. Fails if a token is not in the vocabulary.
+/// Returns the merges, except those that produce control tokens. Fails if a merge needs a token outside the vocabulary.
 fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     let lines = vocabulary.merges.as_ref().context("metadata key tokenizer.ggml.merges is missing")?;
     let mut merges = Merges::with_capacity(lines.len());
@@ -197,7 +197,7 @@ fn component<T: DeserializeOwned>(json: Value) -> Result<T> {
 
 /// Returns the JSON of the byte-level pre-tokenizer and decoder, which map bytes to characters and back.
 ///
-/// The pre-tokenizer's built-in regex is off, because split patterns are separate steps.
+/// The pre-tokenizer's built-in regex is off, because separate `Split` steps apply the patterns.
 fn byte_level_json() -> Value {
     json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false})
 }

@@ -45,7 +45,7 @@ pub struct SpecialIds {
     pub eos: Option<u32>,
     pub unk: Option<u32>,
     pub pad: Option<u32>,
-    /// The ids that end a generation, sorted.
+    /// The ids of the stop tokens, sorted.
     pub stop: Vec<u32>,
     /// Whether encoding adds `bos` before the text.
     pub add_bos: bool,
@@ -65,7 +65,7 @@ pub enum TokenType {
     Byte,
 }
 
-/// Tokens that end a generation, except `<|end|>` in gpt-oss. The metadata of most files names only one such token.
+/// Known stop tokens, except `<|end|>` in gpt-oss. The metadata of most files names only one stop token.
 const STOPS: &[&str] = &[
     "<|eot_id|>",
     "<|eom_id|>",

@@ -2,8 +2,8 @@
 //! Tests use this code as the reference for the kernels.
 //!
 //! The block layouts are from `ggml/src/ggml-common.h` in ggml-org/llama.cpp.
-//! Dequantization does the operations of `gguf-py/gguf/quants.py`, in the same repository, in the same order.
-//! The results are therefore bit-identical.
+//! Dequantized values are bit-identical to those of `gguf-py/gguf/quants.py` in that repository,
+//! because the order of operations is the same.
 
 mod blocks;
 mod dequantize;

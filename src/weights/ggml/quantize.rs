@@ -1,4 +1,4 @@
-//! Quantizes floats to blocks of the K types (Q2_K to Q6_K) without an importance matrix.
+//! Quantizes floats to K-quant blocks (Q2_K to Q6_K) without an importance matrix.
 //!
 //! Source: the `quantize_row_*_ref` functions in `ggml/src/ggml-quants.c`.
 //! candle has ports of these functions too, but from an older version of ggml.
@@ -124,7 +124,8 @@ fn fit_affine(
     if max == min || !inverse.is_finite() {
         return (0.0, -min);
     }
-    // The weighted error if `inverse` and `from` encode the values, and `scale` and `min` decode them.
+    // The weighted error of codes made with the inverse scale `inverse` and the minimum `from`,
+    // and decoded with `scale` and `min`.
     let error = |inverse: f32, from: f32, (scale, min): (f32, f32)| {
         let error = |(&x, w): (&f32, f32)| w * cost(scale * code(inverse, from, x) + min - x);
         x.iter().zip(weights).map(error).fold(0.0, |sum, error| sum + error)

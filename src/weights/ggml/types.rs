@@ -23,7 +23,7 @@ pub enum GgmlType {
     Mxfp4,
 }
 
-/// The number of elements in a block of any K type.
+/// The number of elements in a K-quant block.
 pub const SUPER_BLOCK: usize = 256;
 
 /// The IDs of types that inferno does not support, with their names for error messages.

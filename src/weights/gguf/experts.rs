@@ -81,7 +81,7 @@ impl Experts<'_> {
     }
 
     /// Stacks the matrices `[experts, rows, columns]` or the biases `[experts, rows]` of all experts.
-    /// `sources` contains only down tensors, or gate and up tensors in alternation.
+    /// `sources` contains only down tensors, or alternating gate and up tensors.
     fn stack(&self, sources: &[String], gate_up: GateUpLayout) -> Result<ModelTensor> {
         let infos = sources.iter().map(|name| self.file.required(name)).collect::<Result<Vec<_>>>()?;
         let (first, name) = (infos[0], &sources[0]);

@@ -74,7 +74,7 @@ impl<'c> ArchitectureKeys<'c> {
 
     /// Returns the attention type of each layer, as in `layer_types` of config.json.
     ///
-    /// The key is an array with one value per layer, where true means a sliding window, or it is a period n.
+    /// The key `attention.sliding_window_pattern` has one value per layer (true: sliding window) or is a period n.
     /// With a period, every n-th layer has full attention, and the other layers have a sliding window.
     /// A period of 0 means full attention in every layer.
     /// If the key is missing, the period is `default_period`.
@@ -103,7 +103,7 @@ impl<'c> ArchitectureKeys<'c> {
         let rotated = self.size("rope.dimension_count")?.unwrap_or(self.head_dim()?);
         let factors = |name: &str| -> Result<Option<Vec<f64>>> {
             let Some(info) = self.file.info(name) else { return Ok(None) };
-            // Check the length first, because the tensor may have any size.
+            // Check the length before reading the values, because the tensor may have any size.
             if info.elements() as u64 != rotated / 2 || rotated > MAX_HEAD_DIM {
                 bail!(
                     "tensor {name}: expected {} factors, one per pair of dims, found {}",

@@ -31,7 +31,7 @@ impl GgufModel {
         let tensors = map_tensors(&file).with_context(|| format!("cannot use {}", file.path().display()))?;
         let model = Self { file, tensors };
         for (name, tensor) in model.tensors.iter().filter(|(_, tensor)| tensor.transform == Transform::Vector) {
-            // Loading reorders single elements, which a block-quantized type does not store separately.
+            // Loading reads a vector element by element, but a block-quantized type stores whole blocks.
             let types = tensor.sources.iter().filter_map(|source| model.file.info(source)).map(|info| info.ggml_type);
             if let Some(quantized) = types.into_iter().find(|ggml_type| ggml_type.block_length() != 1) {
                 bail!("tensor {name}: found type {quantized}, expected a vector of floats");
@@ -93,7 +93,7 @@ impl GgufModel {
         Ok(MatrixRows::from_blocks(ggml_type, rows, columns, source))
     }
 
-    /// Returns the rows of a float matrix to quantize during loading, or `None` if the matrix stays in floats.
+    /// Returns the rows of a matrix that loading quantizes to `target`, or `None` if it is loaded as floats.
     pub fn rows_to_quantize(&self, name: &str, target: QuantizationTarget) -> Result<Option<MatrixRows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
         let source = self.source_rows(self.required(name)?)?;

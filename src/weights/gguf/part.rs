@@ -13,7 +13,7 @@ use super::limits::MAX_HEADER_BYTES;
 use super::metadata::Metadata;
 use crate::weights::source::{ByteRange, Source, StoredBytes};
 
-/// The lengths, in bytes, of the file prefixes from which [`read_header`] tries to parse the header.
+/// The sizes, in bytes, of the growing file prefix that [`read_header`] reads until it has the whole header.
 const READ_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, MAX_HEADER_BYTES];
 
 /// One file of a model, with its parsed header.

@@ -262,7 +262,7 @@ fn separate_experts(mut writer: Writer, _: &Value, experts: Vec<Source>) -> Writ
     writer
 }
 
-/// Stacks the tensors `layers.N.….experts.E.matrix.weight` of all experts into one tensor per layer and matrix.
+/// Stacks the expert matrices of each layer into three tensors: gate, up and down.
 fn stacked_experts(mut writer: Writer, config: &Value, experts: Vec<Source>) -> Writer {
     let layers = size(config, "num_hidden_layers").unwrap_or(0);
     for layer in 0..layers {

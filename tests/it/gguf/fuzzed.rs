@@ -13,7 +13,7 @@ fn mutations() -> u64 {
     std::env::var("INFERNO_MUTATIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(100)
 }
 
-/// Numbers that break careless parsers.
+/// Numbers at which parsers often fail, such as the limits of integer types.
 const NUMBERS: [u64; 12] = [0, 1, 2, 3, 31, 255, 1 << 16, 1 << 31, 1 << 32, 1 << 62, i64::MAX as u64, u64::MAX];
 
 fn mutate(bytes: &mut Vec<u8>, random: &mut Random) {

@@ -305,7 +305,7 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
     assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
 }
 
-/// Compares ids and decoded text with tokenizer.json. Control tokens are parsed, or encoded as text.
+/// Compares ids and decoded text with tokenizer.json, both with parsed control tokens and with control tokens as text.
 #[test(fixtures)]
 fn converted_vocabularies_agree_with_tokenizer_json() {
     let fixtures = fixtures();

@@ -1,6 +1,6 @@
 //! Writes valid and invalid GGUF files for tests.
 
-/// GGUF's ids for the types of metadata values.
+/// GGUF's metadata value types.
 pub const U32: u32 = 4;
 pub const I32: u32 = 5;
 pub const F32: u32 = 6;

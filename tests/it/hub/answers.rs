@@ -87,7 +87,7 @@ fn long_lists_are_searched_and_shown_quickly() {
     let output = bounded(command(&TempDir::new().unwrap(), &fake, &["show", REPO, "--remote"]));
     output.assert_fails(1, &["lists 60000 shards, but the limit is 2048"]);
 
-    // The hub lists the first part of 60,000 GGUF models that have 1024 parts each.
+    // For each of 60,000 GGUF models with 1024 parts, the hub lists only the first part.
     let models = (0..60_000).map(|number| file(&format!("m-Q{number}-00001-of-01024.gguf")));
     let fake = with_listing(listing_of(models));
     for (args, model) in [
@@ -208,7 +208,7 @@ fn malformed_listings_are_one_error() {
 
 #[test]
 fn huge_answers_are_not_read_to_the_end() {
-    // Without the limit, the program would read 200 MB.
+    // The listing is 200 MB long. The program must stop reading at the limit of 64 MB.
     let fake = with_listing(vec![b' '; 200 << 20]);
     let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
     output.assert_fails(5, &["the list of files is larger than 64 MB"]);
@@ -279,7 +279,7 @@ fn token_is_sent_over_https_or_to_this_machine_only() {
     let (output, sent) = run("http://hub.invalid", &["doctor"]);
     assert_eq!(sent, 0);
     assert!(text(&output.stdout).contains("HF_TOKEN is not sent"), "{}", text(&output.stdout));
-    // Without the token, a private repository looks like a missing one, not like a rejected token.
+    // No token was sent, so 401 means that the repository is missing or private, not that the token was rejected.
     fake.change(|state| state.listing_refused = Some((401, "", "")));
     let (output, _) = run("http://hub.invalid", &["download", REPO]);
     assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));

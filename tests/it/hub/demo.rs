@@ -96,7 +96,7 @@ fn leftovers_of_the_demo_are_pruned() {
     let home = TempDir::new().unwrap();
     let demo = demo_path(&home);
     fs::write(demo.join("model.safetensors.123-4.tmp"), [0; 3000]).unwrap();
-    // Earlier versions wrote all files to a temporary directory.
+    // Earlier versions of inferno wrote the demo to a temporary directory first.
     let old = demo.with_extension("567-0.tmp");
     fs::create_dir(&old).unwrap();
     fs::write(old.join("config.json"), [0; 1000]).unwrap();
@@ -116,7 +116,7 @@ fn leftovers_of_the_demo_are_pruned() {
     assert_eq!(text(&prune().stdout), "0 B freed\n");
 }
 
-/// A stopped process that holds the lock must not block other processes.
+/// A stopped process that holds the lock must not block other processes forever.
 #[test]
 fn demo_is_written_while_another_process_holds_the_lock() {
     let home = TempDir::new().unwrap();

@@ -214,7 +214,7 @@ fn file_with_a_flipped_bit_is_fetched_again() {
     let (message, code) = fails(in_parts, Fault::Flip(7));
     assert_eq!(code, 6, "{message}");
     assert!(message.contains(WEIGHTS) && message.contains("twice"), "{message}");
-    // Small files are verified with git's hash.
+    // Small files are verified with git's blob hash.
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     fake.change(|state| state.claimed_etag = Some("ce013625030ba8dba906f756967f9e9ca394464a"));

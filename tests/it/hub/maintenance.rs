@@ -217,7 +217,7 @@ fn partial_name_is_completed() {
 #[test]
 fn unreadable_folders_do_not_count_as_empty() {
     let (_fake, machine, blobs) = downloaded();
-    // Replace the folder with a file. Removing the read permission would not stop root.
+    // Replace the `snapshots` folder with a file. Removing the read permission would not stop root.
     let refs = machine.repo().join("refs");
     fs::write(machine.repo().join("blobs/unreferenced"), "x").unwrap();
     let snapshots = machine.repo().join("snapshots");
