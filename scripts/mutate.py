@@ -442,7 +442,7 @@ GGUF_KEYS = ["general.architecture", "general.alignment", "tokenizer.ggml.model"
 
 
 class Gguf:
-    """A GGUF file whose parts can be changed and written, even if they are invalid."""
+    """A parsed GGUF file. Its counts, metadata and tensor table can be set to invalid values and written back."""
 
     def __init__(self, data):
         self.data, self.at = data, 0
@@ -687,7 +687,7 @@ def mutate_file_system(rng, folder, path):
 
 
 def leads_outside(folder, path):
-    """Returns whether a path resolves to a file outside the run's home folder, which the script must not change."""
+    """Returns whether a path resolves to a place outside the run's home folder. The script must not write there."""
     home = next(parent for parent in folder.parents if parent.name == "home")
     try:
         return not path.resolve().is_relative_to(home)

@@ -172,7 +172,7 @@ fn to_text(path: &Path, bytes: Vec<u8>) -> Result<String> {
     match String::from_utf8(bytes) {
         Ok(text) => Ok(text),
         Err(error) => {
-            bail!("{}: it is not UTF-8 text (see byte {})", cannot_read(path), error.utf8_error().valid_up_to())
+            bail!("{}: it is not valid UTF-8 at offset {}", cannot_read(path), error.utf8_error().valid_up_to())
         }
     }
 }
@@ -226,7 +226,7 @@ mod tests {
         assert!(message(read_if_present(folder.path(), 4)).ends_with("it is not a regular file"));
         assert_eq!(read_head(&path, 2).unwrap(), b"12");
         fs::write(&path, b"a\xff").unwrap();
-        assert!(message(read_text(&path, 5)).ends_with("it is not UTF-8 text (see byte 1)"));
+        assert!(message(read_text(&path, 5)).ends_with("it is not valid UTF-8 at offset 1"));
     }
 
     #[test]

@@ -57,7 +57,7 @@ pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
 /// Warps per block in the 16-row kernel, by head size.
 /// Each warp is a team that computes all 16 rows for its own key tiles.
 pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
-/// Warps per block in the 16-row kernel for batches with at least two blocks per multiprocessor.
+/// Warps per block in the 16-row kernel for batches with more thread blocks than multiprocessors.
 pub const FLASH_BATCH_TEAMS: usize = 2;
 /// Warps per block in the 64-row kernel.
 pub const FLASH_MEDIUM_WARPS: usize = 4;

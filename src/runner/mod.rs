@@ -1,4 +1,5 @@
-//! Runs a model on its device: batched steps, and a CUDA graph that decodes a single sequence.
+//! Runs the steps of a model on its device. On a GPU, decode steps run as CUDA graphs: one graph for each batch size,
+//! and another one, with fused kernels, for a single sequence.
 //!
 //! A [`Runner`] handles token ids, positions and block tables. The layers above it handle requests, text and sampling
 //! parameters.

@@ -1,6 +1,6 @@
 //! Tests of sampling, stop strings and generation with the demo model.
 //!
-//! They cover the choice of tokens, the end of a generation, cancellation, and clients that share one engine.
+//! They also cover finish reasons, cancellation, and concurrent requests to one engine.
 //! The last tests cover some of the same behavior on a GPU, with tiny models whose decode steps run as a CUDA graph.
 
 use std::collections::HashMap;

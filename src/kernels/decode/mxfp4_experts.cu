@@ -8,7 +8,7 @@
 #include "headers/tensor_core.cuh"
 #include "moe/routing.cuh"
 
-// MXFP4 weights in the layout that `repack_mxfp4` (expert_mlp.cu) produces. Tile counts are rounded up.
+// MXFP4 weights in the layout that `repack_mxfp4` (mxfp4_tiles.cu) produces. Tile counts are rounded up.
 //   blocks: [experts][rows / 16][columns / 64][lane][16 bytes]
 //   scales: [experts][rows / 16][columns / 64][8][4 bytes]
 // The 16 bytes of a lane are its fragments of A for four mma.m16n8k16 instructions.

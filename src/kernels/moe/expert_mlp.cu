@@ -9,45 +9,7 @@
 #include "headers/async_copy.cuh"
 #include "moe/mxfp4_tiles.cuh"
 
-// ---- repacking and reordering ----
-
-// Repacks MXFP4 weights into tiles.
-// With `paired`, rows 2g and 2g + 1 of each 16-row tile (a gate row and its up row) are stored at g and g + 8.
-// One lane then gets the products of both rows.
-// Padding values are zero and have a scale of 1.
-// Sets `has_large_scale` if a scale exceeds 2 (byte 128) or is NaN (byte 255).
-// scale_factors would overflow for such scales, so the caller must use other kernels.
-//   blocks: u8 [experts, rows, columns / 32, 16]
-//   scales: u8 [experts, rows, columns / 32]
-//   grid: ceil(experts · ceil(rows / 16) · ceil(columns / 64) / 8); block: 256, one warp per tile
-//   bytes moved: 2 · 17/32 · experts · rows · columns
-extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* scales, uint8_t* tile_blocks,
-                                        uint8_t* tile_scales, uint32_t* has_large_scale, int experts, int rows,
-                                        int columns, int paired) {
-    const int row_tiles = (rows + 15) / 16, column_tiles = (columns + 63) / 64, groups = columns / 32;
-    const size_t tile = (size_t)blockIdx.x * 8 + threadIdx.x / 32;
-    if (tile >= (size_t)experts * row_tiles * column_tiles) return;
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int j = tile % column_tiles, first_row = tile / column_tiles % row_tiles * 16;
-    const size_t expert = tile / column_tiles / row_tiles;
-    uint32_t words[4];
-    for (int i = 0; i < 4; ++i) {
-        const int row = first_row + (paired ? 2 * g + i % 2 : g + 8 * (i % 2)), group = 2 * j + i / 2;
-        const bool valid = row < rows && group < groups;
-        const size_t block = (expert * rows + row) * groups + group;
-        const uint32_t nibbles = valid ? *reinterpret_cast<const uint32_t*>(blocks + block * 16 + t * 4) : 0;
-        uint32_t word = 0;
-        for (int k = 0; k < 8; ++k) {
-            const uint32_t nibble = nibbles >> (4 * k) & 15;
-            word |= ((nibble & 7) << (9 - 3 * (k / 2)) | (nibble >> 3) << (15 - k / 2)) << (16 * (k % 2));
-        }
-        words[i] = word;
-        const uint8_t scale = valid ? scales[block] : 127;
-        if (t == i) tile_scales[tile * 32 + g * 4 + i] = scale;
-        if (scale > 128) *has_large_scale = 1;
-    }
-    reinterpret_cast<uint4*>(tile_blocks)[tile * 32 + lane] = make_uint4(words[0], words[1], words[2], words[3]);
-}
+// ---- reordering ----
 
 // Copies the input row of each pair's token to `out`, in fragment order.
 //   x: f32 [tokens, columns]

@@ -69,7 +69,7 @@ pub fn expert_mlp(
             .int(tiled_rows)
             .int(experts);
         Ok::<_, candle_core::Error>(match kernel {
-            ProductKernel::Few { max_pairs, .. } => arguments.int(chosen).int(max_pairs),
+            ProductKernel::Few(tile) => arguments.int(chosen).int(tile.max_pairs),
             ProductKernel::Many { .. } => arguments,
         })
     };

@@ -3,6 +3,8 @@
 //! A *pair* is a token and one of its chosen experts. There are tokens · chosen pairs.
 
 #[cfg(feature = "cuda")]
+mod expert_few;
+#[cfg(feature = "cuda")]
 pub mod expert_mlp;
 pub mod experts;
 pub mod grouped_gemm;

@@ -54,7 +54,7 @@ impl Mxfp4Tiles {
             .flag(order == RowOrder::Paired);
         let shape = LaunchShape::linear((experts * row_tiles * column_tiles).div_ceil(8), 256);
         // SAFETY: `mxfp4_dims` checked blocks and scales; the tiles have the sizes that the kernel expects.
-        unsafe { Launch::new(module!("expert_mlp"), "repack_mxfp4", shape, arguments).enqueue(device)? };
+        unsafe { Launch::new(module!("mxfp4_tiles"), "repack_mxfp4", shape, arguments).enqueue(device)? };
         Ok((has_large_scale.to_vec1::<u32>()?[0] == 0).then_some(tiles))
     }
 

@@ -3,13 +3,13 @@
 use candle_core::Result;
 use candle_core::cuda_backend::CudaDevice;
 
+use super::expert_few::FewTile;
 use crate::kernels::constants::{
-    EXPERT_FEW_STEPS, EXPERT_FEW_THREADS, EXPERT_MMA_ROW_TILES, EXPERT_MMA_STAGES, EXPERT_MMA_THREADS,
-    EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_WGMMA_ROW_TILES,
-    EXPERT_WGMMA_THREADS, EXPERT_WIDE_PAIRS, EXPERT_WIDE_STAGES, MXFP4_TILE_BYTES, MXFP4_TILE_COLUMNS,
-    MXFP4_TILE_SCALE_BYTES,
+    EXPERT_MMA_ROW_TILES, EXPERT_MMA_STAGES, EXPERT_MMA_THREADS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES,
+    EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_WGMMA_ROW_TILES, EXPERT_WGMMA_THREADS, EXPERT_WIDE_PAIRS,
+    EXPERT_WIDE_STAGES, MXFP4_TILE_BYTES, MXFP4_TILE_SCALE_BYTES,
 };
-use crate::kernels::launch::{Arguments, Launch, LaunchShape, max_shared_bytes, module, multiprocessors};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors};
 
 /// Up to this many pairs per expert on average, `expert_few.cu` is faster than `expert_mlp.cu`.
 const FEW_PAIRS_PER_EXPERT: usize = 12;
@@ -17,8 +17,8 @@ const FEW_PAIRS_PER_EXPERT: usize = 12;
 /// A kernel for the matrix products of all experts. Each of its blocks processes several tiles.
 #[derive(Clone, Copy)]
 pub(super) enum ProductKernel {
-    /// From `expert_few.cu`. A tile has at most `max_pairs` pairs.
-    Few { max_pairs: usize, shape: LaunchShape },
+    /// From `expert_few.cu`.
+    Few(FewTile),
     /// From `expert_mlp.cu`. `name` is the suffix of the kernel's name.
     Many { name: &'static str, shape: LaunchShape },
 }
@@ -30,10 +30,9 @@ impl ProductKernel {
         let (experts, rows, columns) = gate_up;
         let multiprocessors = multiprocessors(device)?;
         if pairs <= FEW_PAIRS_PER_EXPERT * experts
-            && let Some((max_pairs, shared_bytes)) = few_tile(columns, rows / 2, max_shared_bytes(device)?)
+            && let Some(tile) = FewTile::choose(device, columns, rows / 2)?
         {
-            let shape = LaunchShape::linear(multiprocessors, EXPERT_FEW_THREADS).with_shared_bytes(shared_bytes);
-            return Ok(Self::Few { max_pairs, shape });
+            return Ok(Self::Few(tile));
         }
         let capability = device.cuda_stream().context().compute_capability();
         // Only code for sm_90a contains wgmma instructions. Code for sm_90a runs only on compute capability 9.0.
@@ -60,33 +59,18 @@ impl ProductKernel {
 
     /// Returns whether the kernel reads x directly. The other kernels read rows of x that were gathered by expert.
     pub fn is_for_few_pairs(self) -> bool {
-        matches!(self, Self::Few { .. })
+        matches!(self, Self::Few(_))
     }
 
     /// Returns the launch of a product: `gate_up` or `down`.
     pub fn launch(self, product: &str, dtype: &str, arguments: Arguments) -> Launch {
         match self {
-            Self::Few { shape, .. } => {
-                Launch::new(module!("expert_few"), format!("expert_few_{product}_{dtype}"), shape, arguments)
-            }
+            Self::Few(tile) => tile.launch(product, dtype, arguments),
             Self::Many { name, shape } => {
                 Launch::new(module!("expert_mlp"), format!("expert_{product}_{dtype}_{name}"), shape, arguments)
             }
         }
     }
-}
-
-/// Returns the most pairs per tile with which `expert_few.cu` can run both products, and the shared memory in bytes.
-/// Returns `None` if `expert_few.cu` cannot run them.
-fn few_tile(hidden: usize, intermediate: usize, max_shared_bytes: usize) -> Option<(usize, usize)> {
-    let group = MXFP4_TILE_COLUMNS * EXPERT_FEW_STEPS;
-    if !hidden.is_multiple_of(group) || !intermediate.is_multiple_of(group) {
-        return None;
-    }
-    let columns = hidden.max(intermediate);
-    // Shared memory holds the rows of x or h, and f32 partial sums of 32 weight rows per warp.
-    let bytes = |pairs: usize| pairs * (2 * columns + EXPERT_FEW_THREADS / 32 * 32 * 4);
-    [24, 16, 8].into_iter().map(|pairs| (pairs, bytes(pairs))).find(|&(_, bytes)| bytes <= max_shared_bytes)
 }
 
 /// Returns the shared memory of the mma.sync kernels in bytes.

@@ -121,7 +121,8 @@ pub(super) fn add_attention(
     // This is safe, because these keys and values were written before the projection started.
     let launch = flash.launch(&tensors, EarlyReads::EarlierPositions)?;
     // SAFETY: `FlashAttention::launch` checks the shapes and dtypes.
-    // `DecodeGraph` runs no step at a position without a block, and its `set_tables` accepts only blocks of the cache.
+    // `DecodeGraph` runs a step only if the block table covers its position. `set_tables` rejects blocks that the cache
+    // does not have.
     unsafe { launches.add(launch)? };
 
     let raw = scratch.tensor(Slot::UnnormalizedOutput, buffers.x.dims(), DType::F32, device)?;

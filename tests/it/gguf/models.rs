@@ -154,7 +154,7 @@ fn llama_with_types(ggml_type: impl Fn(&str) -> GgmlType, dequantized: bool) -> 
 }
 
 /// The logits may differ only because of the order of summation.
-/// `gguf/blocks.rs` and `tests/it/quantized.rs` compare the dequantized values bit by bit.
+/// `tests/it/gguf/blocks.rs` and `tests/it/quantized.rs` check that the dequantized values are equal bit for bit.
 #[test]
 fn quantized_and_dequantized_weights_give_equal_logits() {
     let ids: Vec<u32> = (0..32).map(|i| i * 7 % 64).collect();

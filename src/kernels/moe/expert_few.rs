@@ -1,0 +1,44 @@
+//! Matrix products of routed experts with MXFP4 tiles, for few pairs per expert (`expert_few.cu`).
+
+use candle_core::Result;
+use candle_core::cuda_backend::CudaDevice;
+
+use crate::kernels::constants::{EXPERT_FEW_STEPS, EXPERT_FEW_THREADS, MXFP4_TILE_COLUMNS};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, max_shared_bytes, module, multiprocessors};
+
+/// The largest number of pairs that a thread block multiplies at once, and the launch shape for it.
+#[derive(Clone, Copy)]
+pub(super) struct FewTile {
+    /// An expert with more pairs is multiplied in several tiles.
+    pub max_pairs: usize,
+    shape: LaunchShape,
+}
+
+impl FewTile {
+    /// Chooses the largest tile that fits into the shared memory of the GPU.
+    /// Returns `None` if the kernels do not support the GPU or the sizes of the experts.
+    pub fn choose(device: &CudaDevice, hidden: usize, intermediate: usize) -> Result<Option<Self>> {
+        let group = MXFP4_TILE_COLUMNS * EXPERT_FEW_STEPS;
+        if !hidden.is_multiple_of(group) || !intermediate.is_multiple_of(group) {
+            return Ok(None);
+        }
+        let (limit, blocks) = (max_shared_bytes(device)?, multiprocessors(device)?);
+        let columns = hidden.max(intermediate);
+        let max_pairs = [24, 16, 8].into_iter().find(|&pairs| shared_bytes(pairs, columns) <= limit);
+        Ok(max_pairs.map(|max_pairs| Self {
+            max_pairs,
+            shape: LaunchShape::linear(blocks, EXPERT_FEW_THREADS).with_shared_bytes(shared_bytes(max_pairs, columns)),
+        }))
+    }
+
+    /// Returns the launch of a product: `gate_up` or `down`.
+    pub fn launch(self, product: &str, dtype: &str, arguments: Arguments) -> Launch {
+        Launch::new(module!("expert_few"), format!("expert_few_{product}_{dtype}"), self.shape, arguments)
+    }
+}
+
+/// Returns the shared memory of a thread block in bytes: the 16-bit rows of x or h, and f32 partial sums of 32 weight
+/// rows for each warp.
+fn shared_bytes(pairs: usize, columns: usize) -> usize {
+    pairs * (2 * columns + EXPERT_FEW_THREADS / 32 * 32 * 4)
+}
