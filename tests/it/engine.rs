@@ -623,6 +623,58 @@ fn requests_at_once_answer_as_one_after_another() {
     assert!(stats.steps < 36 * 30 + 36 * 30 / 2, "{stats:?}");
 }
 
+/// Runs `count` requests, 16 at a time. Drops every seventh stream after its first event.
+fn run_many(engine: &EngineHandle, prompts: &[Vec<u32>], count: usize) {
+    for first in (0..count).step_by(16) {
+        let options = |index: usize| GenerateOptions { max_tokens: Some(1 + index % 5), ignore_eos: true, ..greedy() };
+        let start = |index: usize| engine.complete_ids(&prompts[index % prompts.len()], options(index)).unwrap();
+        let streams: Vec<_> = (first..count.min(first + 16)).map(|index| (index, start(index))).collect();
+        for (index, mut stream) in streams {
+            if index % 7 == 0 {
+                stream.next_blocking().unwrap().unwrap();
+            } else {
+                assert_eq!(Answer::read(stream).tokens.len(), 1 + index % 5);
+            }
+        }
+    }
+}
+
+/// Returns the number of requests in `INFERNO_TEST_REQUESTS`.
+/// With this variable, tests also measure memory, so run one of them at a time.
+fn requested_count() -> Option<usize> {
+    let text = std::env::var("INFERNO_TEST_REQUESTS").ok()?;
+    Some(text.parse().expect("INFERNO_TEST_REQUESTS must be a number"))
+}
+
+/// Runs many requests. `used_bytes` returns the memory in use.
+fn assert_memory_stays_flat(engine: &EngineHandle, prompts: Vec<Vec<u32>>, used_bytes: impl Fn() -> u64) {
+    let (warm_up, requested) = (48, requested_count());
+    let count = requested.unwrap_or(48);
+    run_many(engine, &prompts, warm_up);
+    let before = used_bytes();
+    run_many(engine, &prompts, count);
+    let stats = stats_when_idle(engine);
+    assert_eq!((stats.used_blocks, stats.running, stats.waiting, stats.failed), (0, 0, 0, 0), "{stats:?}");
+    assert_eq!(stats.ended, (warm_up + count) as u64);
+    if requested.is_some() {
+        let grown = used_bytes().saturating_sub(before);
+        eprintln!("{count} requests: {grown} more bytes in use");
+        assert!(grown < 8 << 20, "{count} requests need {grown} more bytes");
+    }
+}
+
+/// After many requests, all blocks must be free. After a warm-up, further requests must need no more memory.
+#[test]
+#[cfg(target_os = "linux")]
+fn many_requests_leave_memory_flat() {
+    let resident_bytes = || {
+        let pages = fs::read_to_string("/proc/self/statm").unwrap();
+        pages.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
+    };
+    let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(128).sequences(4).load().unwrap();
+    assert_memory_stays_flat(&engine, different_prompts(&engine, 24, 100), resident_bytes);
+}
+
 #[test]
 fn requests_start_by_priority_and_expire() {
     let engine = demo(256);
@@ -660,6 +712,21 @@ fn batches_continue_prompts_with_greedy_tokens() {
             assert_greedy(&engine, prompt, &answer.tokens);
         }
     }
+}
+
+#[test(gpu)]
+fn many_requests_leave_gpu_memory_flat() {
+    let model = GraphModel::new(GRAPH_MODELS[0]);
+    let builder = Engine::builder(&model.dir).device(DeviceChoice::FirstCuda).dtype(DType::F16);
+    let engine = builder.context(120).chunk(64).sequences(8).load().unwrap();
+    let used_bytes = || {
+        let used = engine.with_runner(|runner| {
+            let info = inferno::device::info_after_trim(runner.device()).unwrap();
+            info.total_bytes - info.free_bytes
+        });
+        used.unwrap()
+    };
+    assert_memory_stays_flat(&engine, different_prompts(&engine, 24, 80), used_bytes);
 }
 
 #[test(gpu)]
