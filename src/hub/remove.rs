@@ -157,7 +157,8 @@ impl Hub {
         Ok((files > 0).then_some(PrunedRepo { name, files, freed_bytes, is_busy: false }))
     }
 
-    /// Fails if the lock has no effect, because another process may be using the files. `--force` skips this check.
+    /// Fails if the filesystem does not support locks: another process may be using the files. `--force` skips this
+    /// check.
     fn check_lock(&self, lock: &Lock, dir: &Path) -> Result<()> {
         if !lock.is_effective() && !self.force {
             bail!(

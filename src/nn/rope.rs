@@ -198,8 +198,8 @@ fn llama3(plain: Vec<f32>, parameters: &RopeParameters, factor: f32, original: f
 /// Computes the frequencies of LongRoPE (arXiv 2402.13753) with one of two lists of divisors.
 ///
 /// When a sequence exceeds the original length, transformers switches to the long list and recomputes all keys.
-/// In inferno, the loaded context determines the list, so cached keys stay valid.
-/// The results match transformers if the loaded context does not exceed the original length.
+/// inferno chooses the list when it loads the model, from the context length, so cached keys stay valid.
+/// The results match transformers if this context length does not exceed the original length.
 fn longrope(
     plain: Vec<f32>,
     parameters: &RopeParameters,

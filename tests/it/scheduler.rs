@@ -282,8 +282,8 @@ impl<'a> Simulator<'a> {
 
         let mut ids = BTreeSet::new();
         for work in &plan.work {
-            assert!(ids.insert(work.id), "{} is in the plan twice", work.id);
-            assert!(!plan.preempted.contains(&work.id), "{} was preempted", work.id);
+            assert!(ids.insert(work.id), "sequence {} is in the plan twice", work.id);
+            assert!(!plan.preempted.contains(&work.id), "the plan runs and preempts sequence {}", work.id);
             self.check_work(work);
         }
         let running = self.tracked_running();

@@ -80,7 +80,7 @@ __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, 
     return true;
 }
 
-// ---- products by mma.sync ----
+// ---- matrix multiplication with mma.sync ----
 
 // A tile covers TOKENS pairs × 256 rows.
 // Each of the eight warps computes TOKENS × 32 results (64 × 64 for 128 tokens).
@@ -198,7 +198,7 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
     }
 }
 
-// ---- products by wgmma (sm_90a) ----
+// ---- matrix multiplication with wgmma (sm_90a) ----
 
 // The tile of a block: at most PAIRS pairs × 192 rows. Three warpgroups compute 64 rows each, and a fourth one copies.
 // gpt-oss has matrices of 2880 and 5760 rows, both multiples of 192.

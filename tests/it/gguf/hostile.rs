@@ -192,7 +192,7 @@ fn empty_tensor_with_huge_rows_loads() {
     assert_eq!(tensor.dims(), [0, 1 << 48]);
 }
 
-/// The file has almost as many keys as allowed, as many tensors as allowed, and an array of a million strings.
+/// The file has nearly the maximum number of keys, the maximum number of tensors, and an array of a million strings.
 #[test]
 fn large_valid_tables_parse_quickly() {
     let mut writer = Writer::new().strings("many", &vec!["x"; 1_000_000]);
