@@ -170,7 +170,8 @@ impl Decoder {
         self.backend
     }
 
-    /// Returns whether attention reads block tables on the host. Such passes cannot be captured in a CUDA graph.
+    /// Returns whether attention reads block tables on the host. A pass that does so cannot be captured in a CUDA
+    /// graph.
     #[cfg(feature = "cuda")]
     pub(crate) fn reads_tables_on_host(&self) -> bool {
         self.layers.iter().any(|layer| {

@@ -191,7 +191,7 @@ impl KvCache {
     }
 
     /// Allocates a cache for one sequence of `context` positions, and returns its block tables.
-    /// A step may compute any number of tokens.
+    /// It has enough blocks for a step of any size, up to the whole context.
     pub fn for_one_sequence(
         layers: &[LayerSpec],
         context: usize,

@@ -76,7 +76,7 @@ impl fmt::Display for Executor {
 
 /// How the decode steps of a single sequence run. `BatchGraphs` runs those of several sequences.
 enum Decode {
-    /// Runs the decoder operation by operation, for this reason.
+    /// Runs the decoder one operation at a time. The reason says why there is no decode graph.
     Eager(EagerReason),
     #[cfg(feature = "cuda")]
     Graph(Box<DecodeGraph>),

@@ -8,7 +8,7 @@
 //   tables: u32 [sequences, table_blocks], the block table of each sequence
 //   row_tiles: u32 [row tiles, 4] or null: for each row tile, the index of its sequence, its index within the sequence,
 //     and the first token and the number of tokens of the sequence.
-//     If null, every sequence has `tokens` tokens.
+//     If null, every sequence has the same number of tokens, the argument `tokens`.
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile; only the first row tile misses L2

@@ -80,7 +80,7 @@ struct ChosenRows {
     __device__ __forceinline__ ChosenRows() {}
     __device__ __forceinline__ ChosenRows(const uint32_t* experts, int pieces, size_t expert_pieces)
         : experts(experts), pieces(pieces), expert_pieces(expert_pieces), inverse(0xffffffffu / pieces + 1) {}
-    // Returns piece / pieces, the index of the chosen expert whose row contains the piece.
+    // Returns `piece / pieces`: the position, among the chosen experts, of the expert whose row contains the piece.
     // If `pieces` is 1, `inverse` has overflowed to 0 and is not used.
     __device__ __forceinline__ int index_of(int piece) const { return pieces == 1 ? piece : __umulhi(piece, inverse); }
 };
