@@ -36,7 +36,8 @@ pub const EAGER_MAX_HEAD_DIM: usize = 256;
 
 // Attention on tensor cores (`attention/flash_attention.rs`, `attention/flash_attention.cu`).
 //
-// There is one kernel for each combination of head size and query rows per tile.
+// There is one kernel for each combination of head size and query rows per tile, and another one with 16 rows for
+// large batches.
 // Arrays have one value per head size, in the order of `FLASH_HEAD_DIMS`.
 // Tile sizes and warp counts were tuned for speed on an H200.
 

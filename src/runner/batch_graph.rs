@@ -95,7 +95,8 @@ impl BatchGraphs {
         match &batch.graph {
             Some(graph) => graph.enqueue()?,
             None => {
-                // The first step loads all kernels, which must not happen while a graph is captured.
+                // The first step loads all kernels and allocates the counters of the pass, which must not happen while a
+                // graph is captured.
                 batch.forward(decoder, cache)?;
                 // SAFETY: `forward_pass` frees all memory that it allocates, except for the logits, which `forward`
                 // frees. `Runner` drops the graphs before the decoder and the cache, and `BatchGraph` owns its buffers.

@@ -214,7 +214,7 @@ fn topk_softmax_prefers_lower_experts_in_ties_and_puts_nan_last() {
 fn attention_matches_its_reference() {
     // (sequences: (tokens, first position), heads, KV heads, head size, window, sinks)
     type Case = (&'static [(usize, usize)], usize, usize, usize, Option<usize>, bool);
-    let cases: [Case; 29] = [
+    let cases: [Case; 33] = [
         (&[(1, 0)], 1, 1, 2, None, false),
         (&[(1, 250)], 8, 2, 64, None, true),
         (&[(5, 35)], 6, 3, 10, None, false),
@@ -246,6 +246,11 @@ fn attention_matches_its_reference() {
         (&[(1, 300), (130, 64), (1, 0), (5, 700), (33, 31)], 16, 2, 64, Some(100), true),
         (&[(1, 3000), (2, 127), (300, 0)], 4, 4, 256, None, true),
         (&[(1, 100), (40, 100)], 6, 3, 10, Some(64), false),
+        // With this many KV heads, the kernel for few rows uses the small thread blocks of large batches.
+        (&[(1, 250), (1, 0), (1, 999)], 140, 140, 64, None, true),
+        (&[(1, 250), (1, 0), (1, 999)], 280, 140, 64, Some(128), true),
+        (&[(1, 250), (1, 400)], 140, 140, 256, None, false),
+        (&[(1, 300), (2, 999), (40, 0)], 140, 140, 128, Some(100), true),
     ];
     for (device, dtype) in gpu_with_dtypes() {
         for (case, softcap) in cases.iter().flat_map(|case| [(case, None), (case, Some(2.0))]) {

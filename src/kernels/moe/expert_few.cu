@@ -225,7 +225,6 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
         const int last = min(row_pairs, first + end - next);
         const Tile tile = {item.expert, item.first + start, min(tile_pairs, item.pairs - start), item.row + start, 0};
         next += last - first;
-        if (tile.pairs <= 0) continue;  // rounding up to multiples of 8 can leave nothing for the last tile
         const size_t first_tile = (size_t)item.expert * row_tiles * steps;
         const Matrix matrix = {w.blocks + first_tile * MXFP4_TILE_BYTES, w.scales + first_tile * MXFP4_TILE_SCALE_BYTES,
                                row_tiles, steps};

@@ -19,7 +19,8 @@ impl FewTile {
     /// Returns `None` if the kernels do not support the GPU or the sizes of the experts.
     pub fn choose(device: &CudaDevice, hidden: usize, intermediate: usize) -> Result<Option<Self>> {
         let group = MXFP4_TILE_COLUMNS * EXPERT_FEW_STEPS;
-        if !hidden.is_multiple_of(group) || !intermediate.is_multiple_of(group) {
+        let is_supported = |columns: usize| columns > 0 && columns.is_multiple_of(group);
+        if !is_supported(hidden) || !is_supported(intermediate) {
             return Ok(None);
         }
         let (limit, blocks) = (max_shared_bytes(device)?, multiprocessors(device)?);

@@ -133,12 +133,18 @@ fn check_shapes(x: &Tensor, routed: &RoutedPairs, gate_up: ExpertLinear, down: E
         let (gate_up, down) = (gate_up.tiles.dims(), down.tiles.dims());
         bail!("expert_mlp: x {:?}, gate_up {gate_up:?} and down {down:?} do not match", x.dims());
     }
-    let (shares, offsets) = (routed.shares.dims(), routed.offsets.dims());
-    if x.dtype() != DType::F32 || shares.first() != Some(&tokens) || offsets != [experts + 1] {
+    let RoutedPairs { sorted, offsets, shares } = routed;
+    let chosen = sorted.elem_count() / tokens.max(1);
+    let dtypes = [x.dtype(), shares.dtype(), sorted.dtype(), offsets.dtype()];
+    if dtypes != [DType::F32, DType::F32, DType::U32, DType::U32]
+        || shares.dims() != [tokens, chosen]
+        || sorted.dims() != [tokens * chosen]
+        || offsets.dims() != [experts + 1]
+    {
+        let (x, shares, sorted, offsets) = (x.dims(), shares.dims(), sorted.dims(), offsets.dims());
         bail!(
-            "expert_mlp: x {:?} {:?}, routing weights {shares:?} and expert offsets {offsets:?} do not match",
-            x.dtype(),
-            x.dims()
+            "expert_mlp: x {x:?}, routing weights {shares:?}, pairs {sorted:?} and expert offsets {offsets:?} of dtypes \
+             {dtypes:?} do not match"
         );
     }
     let are_whole_blocks = columns.is_multiple_of(MXFP4_BLOCK) && intermediate.is_multiple_of(MXFP4_BLOCK);

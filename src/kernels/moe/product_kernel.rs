@@ -29,10 +29,12 @@ impl ProductKernel {
     pub fn choose(device: &CudaDevice, pairs: usize, gate_up: (usize, usize, usize)) -> Result<Self> {
         let (experts, rows, columns) = gate_up;
         let multiprocessors = multiprocessors(device)?;
-        if pairs <= FEW_PAIRS_PER_EXPERT * experts
-            && let Some(tile) = FewTile::choose(device, columns, rows / 2)?
-        {
-            return Ok(Self::Few(tile));
+        if let Some(tile) = FewTile::choose(device, columns, rows / 2)? {
+            // If an expert had more pairs than a tile, its weights would be read again for the next tile.
+            let limit = FEW_PAIRS_PER_EXPERT.min(tile.max_pairs / 2);
+            if pairs <= limit * experts {
+                return Ok(Self::Few(tile));
+            }
         }
         let capability = device.cuda_stream().context().compute_capability();
         // Only code for sm_90a contains wgmma instructions. Code for sm_90a runs only on compute capability 9.0.

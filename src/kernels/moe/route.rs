@@ -55,7 +55,8 @@ impl RoutedPairs {
             bail!("route: cannot choose {chosen} of {experts} experts");
         }
         let Device::Cuda(device) = x.device() else { return unsupported("RoutedPairs::route", x) };
-        if (1..=ROUTE_TOKENS).contains(&tokens) && experts <= ROUTE_EXPERTS && columns.is_multiple_of(4) {
+        let is_supported = experts <= ROUTE_EXPERTS && columns > 0 && columns.is_multiple_of(4);
+        if (1..=ROUTE_TOKENS).contains(&tokens) && is_supported {
             return Self::route_few(device, x, weight, bias, chosen);
         }
         let logits = matmul_f32(x, weight)?;
