@@ -17,6 +17,7 @@ use tempfile::TempDir;
 use crate::bounded::{Bounded, bounded};
 use crate::cli::inferno;
 use crate::gguf::writer::{ARRAY, BOOL, F32, Writer};
+use crate::hub::fake::{FakeHub, REPO};
 use crate::support::golden;
 
 const CPU: [&str; 2] = ["--device", "cpu"];
@@ -186,6 +187,14 @@ fn sizes(architecture: &str) -> Writer {
     sizes.into_iter().fold(writer, |writer, (key, size)| writer.u32(&format!("{architecture}.{key}"), size))
 }
 
+/// Runs `inferno show --remote` on a hub whose only model is this file.
+fn show_remote(writer: &Writer) -> Bounded {
+    let (home, hub) = (TempDir::new().unwrap(), FakeHub::start(&[("a.gguf", &writer.bytes())]));
+    let mut command = inferno(&home);
+    command.env("HF_ENDPOINT", hub.endpoint()).args(["show", REPO, "--remote"]);
+    bounded(command)
+}
+
 #[test]
 fn gguf_rope_factors_are_checked_before_they_are_read() {
     let factors = 1_650_000;
@@ -194,6 +203,8 @@ fn gguf_rope_factors_are_checked_before_they_are_read() {
     let model = Model::gguf(&writer);
     let show = model.show();
     assert!(show.stdout.contains("found 1650000"), "{}", show.stdout);
+    let remote = show_remote(&writer);
+    assert!(remote.stdout.contains("found 1650000"), "{}{}", remote.stdout, remote.stderr);
     model.perplexity().assert_fails(1, &words);
     let listed = model.list();
     assert!(listed.stdout.contains("stranger/model"), "{}", listed.stdout);
@@ -208,6 +219,7 @@ fn gguf_arrays_stay_compact() {
         sizes("gemma3").raw(key, ARRAY, bytes)
     };
     let key = "gemma3.attention.sliding_window_pattern";
+    show_remote(&pattern(key, 4_000_000)).assert_succeeds();
     let model = Model::gguf(&pattern(key, 4_000_000));
     model.perplexity().assert_fails(1, &["4000000 entries for 2 layers"]);
     model.show().assert_succeeds();
