@@ -5,7 +5,7 @@
 //!   On a CPU, the operation runs `reference` (plain Rust in f32) or candle operations.
 //! - `x.cu` contains the CUDA kernel.
 //!
-//! The fused kernels in `moe::expert_mlp` and `decode` run only on a GPU.
+//! The fused kernels in `moe::expert_mlp`, `moe::route` and `decode` run only on a GPU.
 //! Tests compare the fused kernels with the operations that they replace.
 //!
 //! `launch` launches kernels, `upload` copies weights to a device, and `bandwidth` measures GPU memory bandwidth.

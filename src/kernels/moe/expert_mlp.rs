@@ -24,6 +24,7 @@ pub struct ExpertLinear<'t> {
 /// Returns Σ routing weight · down(clamped_swiglu(gate_up(x))) over each token's chosen experts.
 ///
 /// - x: f32 `[tokens, hidden]`; the first kernel rounds it to the dtype of the biases, which is bf16 or f16
+/// - routed: the pairs of the tokens in x
 /// - gate_up: `[experts, 2 * intermediate, hidden]` in paired tiles
 /// - down: `[experts, hidden, intermediate]` in plain tiles
 ///
@@ -40,8 +41,9 @@ pub fn expert_mlp(
     let intermediate = up_rows / 2;
     check_shapes(x, routed, gate_up, down)?;
     let Device::Cuda(device) = x.device() else { return unsupported("expert_mlp", x) };
-    let (pairs, chosen) = (routed.sorted.elem_count(), routed.sorted.elem_count() / tokens.max(1));
-    // Each expert's rows start at a multiple of 8, so an expert needs up to 7 rows of padding.
+    let pairs = routed.sorted.elem_count();
+    let chosen = pairs / tokens.max(1);
+    // Each expert's rows start at a multiple of 8, so 8 more rows per expert are always enough.
     let tiled_rows = pairs + 8 * experts;
     // SAFETY: the kernels below write every element that a later kernel reads.
     let empty = |count: usize, dtype| unsafe { Tensor::empty(count, dtype, x.device()) };
