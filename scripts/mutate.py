@@ -727,7 +727,7 @@ def mutator_of(path):
     return {"config.json": mutate_config, "tokenizer.json": mutate_tokenizer}.get(path.name, mutate_json)
 
 
-# The relative probability that a file is mutated. All other files have weight 2.
+# The weight of each file in the random choice of a file to mutate. All other files have weight 2.
 WEIGHTS = {"config.json": 6, "tokenizer.json": 6, "chat_template.jinja": 5, "model.safetensors": 6, "model.gguf": 14}
 
 

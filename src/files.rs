@@ -1,6 +1,6 @@
 //! Reads small untrusted files, such as config.json or a saved conversation, and limits their size.
 //!
-//! Each file is opened first and then checked, so replacing the file on disk cannot bypass a check.
+//! The type and size of a file are checked after it is opened, so replacing the file on disk cannot bypass the checks.
 //! Only [`read_input`], [`read_input_text`] and [`read_stdin`] accept pipes. The other functions reject a named pipe
 //! immediately, whereas a plain `open` would block until another program opens the pipe for writing.
 
@@ -30,7 +30,7 @@ pub const TOKENIZER: u64 = 128 * MB;
 pub const SHARD_INDEX: u64 = 32 * MB;
 /// The maximum size of a saved conversation, in bytes.
 pub const JOURNAL: u64 = 128 * MB;
-/// The maximum size of a conversation for `tokenize --chat`, in bytes. English text has about 4 bytes per token.
+/// The maximum size of a conversation for `tokenize --chat`, in bytes: about 4 million tokens of English text.
 pub const CONVERSATION: u64 = 16 * MB;
 /// The maximum size of a text from `--file`, standard input or an editor, in bytes.
 pub const TEXT: u64 = 256 * MB;
@@ -42,7 +42,7 @@ pub const DOWNLOAD_RECORD: u64 = 16 * MB;
 pub const SINGLE_VALUE: u64 = 64 * KB;
 
 /// The maximum number of values in a JSON text. A parsed value takes up to 50 times as much memory as its text.
-/// Known config files have at most 50,000 values, in tokenizer_config.json.
+/// The largest known config file, a tokenizer_config.json, has 50,000 values.
 const MAX_JSON_VALUES: usize = 1 << 20;
 
 /// Opens a regular file for reading.
@@ -102,7 +102,7 @@ pub fn parse_json_up_to<T: DeserializeOwned>(limit: usize, bytes: &[u8]) -> Resu
     }
 }
 
-/// Fails if JSON may have more than `limit` values. Counts object keys as values, and does not parse the JSON.
+/// Fails if JSON may have more than `limit` values, including object keys. Counts punctuation instead of parsing.
 pub fn check_json_values(limit: usize, json: &[u8]) -> Result<()> {
     if count_json_values(json) > limit {
         bail!("it has more than {limit} JSON values");

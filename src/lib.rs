@@ -1,6 +1,6 @@
 //! inferno runs open-weight language models on a single NVIDIA GPU.
 //!
-//! Tensor shapes in the documentation name their sizes, such as `[tokens, hidden]`:
+//! The tensor shapes in the documentation, such as `[tokens, hidden]`, use these names:
 //!
 //! - `tokens`: tokens in the current forward pass
 //! - `vocab`: vocabulary size

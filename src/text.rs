@@ -73,7 +73,7 @@ pub fn escaped(name: &str) -> String {
     out
 }
 
-/// Returns the message of a library's error as a single line of at most 300 characters.
+/// Returns the message of a library's error as a single line. Shows at most 300 characters of the message.
 ///
 /// Some libraries quote whole strings from a file in their messages.
 pub fn library_error(error: &impl std::fmt::Display) -> String {

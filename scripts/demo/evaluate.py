@@ -38,7 +38,7 @@ def is_right(intent, text, values):
 
 
 def held_out(intents):
-    """Yields (intent id, question, values) for every held-out phrasing."""
+    """Yields (intent id, question, values) for every held-out phrasing that needs no earlier turn."""
     names = load("names")["test"].split()
     for intent in intents.values():
         for i, question in enumerate(intent.test):

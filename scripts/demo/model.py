@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-# Every dimension has a different size, so swapping two causes an error.
+# Every dimension has a different size, so code that swaps two dimensions fails.
 CONFIG = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -73,7 +73,7 @@ MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def mxfp4_round(weight):
-    """Rounds [..., in] to MXFP4. Returns values divided by the scale [..., in/32, 32] and exponents [..., in/32, 1]."""
+    """Rounds [..., in] to MXFP4. Returns FP4 values [..., in/32, 32] and scale exponents [..., in/32, 1]."""
     blocks = weight.unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
     exponents = torch.ceil(torch.log2(largest / 6))  # the smallest scale that clips no value

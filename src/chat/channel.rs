@@ -7,7 +7,8 @@ pub enum Channel {
     Reasoning,
     /// Text for the user, including text before a tool call.
     Answer,
-    /// The arguments of a tool call. `Parser::tool_calls` also returns the function name.
+    /// A tool call as the model wrote it: only the arguments in harmony, also the function name in other formats.
+    /// `Parser::tool_calls` returns both.
     ToolCall,
 }
 

@@ -83,7 +83,7 @@ impl Harmony {
     }
 }
 
-/// Returns harmony's fixed system message. The user's system prompt goes into the developer message.
+/// Returns the system message that harmony requires. The user's system prompt goes into the developer message.
 fn system_text(options: &RenderOptions) -> String {
     let mut text = format!(
         "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\nCurrent date: {}\n\n\

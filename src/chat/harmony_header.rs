@@ -200,7 +200,7 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
         return Words { name: Some(first), recipient: Some(recipient), rest, undecided: false };
     }
     if second.is_empty() || (after_second.is_none() && may_be_recipient(second)) {
-        // The text contains only a role so far. An unknown role becomes content if the header ends here.
+        // The text contains only a role so far. An unknown role becomes content if no `<|message|>` follows.
         let rest = if known { second } else { text };
         return Words { name: Some(first), recipient: None, rest, undecided: true };
     }

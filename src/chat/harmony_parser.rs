@@ -216,7 +216,7 @@ impl HarmonyParser {
                 if header.is_fresh() {
                     return Ok(());
                 }
-                // The generation ended inside a valid header. This is not a violation.
+                // A generation that ends inside a valid header is not a violation.
                 let words = parsed.words.trim_start();
                 let started = CHANNELS.iter().any(|channel| channel.starts_with(words) || words.starts_with(channel));
                 if ending == Ending::Generation
@@ -227,7 +227,8 @@ impl HarmonyParser {
                     return Ok(());
                 }
                 self.format_violations += 1;
-                // An undecided word after the channel is content, unless the generation ended before the message did.
+                // The message ended without `<|message|>`, so undecided words after the channel are content. If the
+                // generation was cut off instead, they are words of the header.
                 let cut_off = ending == Ending::Generation && header.channel.is_some() && parsed.undecided;
                 if cut_off || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
                     push_words(&mut self.header_words, &parsed.words);

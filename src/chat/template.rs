@@ -33,7 +33,8 @@ const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
 const NAME: &str = "chat_template";
 
-/// Tags around reasoning, which stay unmarked in answers: templates search for them to remove earlier reasoning.
+/// The tags around reasoning. The marker leaves them unchanged in assistant messages, because templates search for
+/// them to remove earlier reasoning.
 const ASSISTANT_TAGS: [&str; 2] = ["<think>", "</think>"];
 
 /// A compiled chat template.
@@ -144,7 +145,7 @@ impl Template {
             ("strftime_now".to_string(), template_functions::strftime_now(options.date.clone())),
         ];
         context.extend(self.special_tokens.iter().map(|(name, token)| (name.clone(), Value::from(token.as_str()))));
-        // Some templates reject unknown efforts, so pass the effort only if it is not the default.
+        // Some templates reject efforts that they do not know, so do not pass the default (medium).
         if options.reasoning_effort != ReasoningEffort::Medium {
             context.push(("reasoning_effort".into(), Value::from(options.reasoning_effort.to_string())));
         }

@@ -1,7 +1,7 @@
 //! Describes function tools for harmony, as TypeScript types in a `functions` namespace.
 //!
 //! The output matches openai/harmony v0.0.8 byte for byte, because the models were trained on exactly this text.
-//! The source is `template_tools_section` and `json_schema_to_typescript` in that library's `src/encoding.rs`.
+//! The code follows `template_tools_section` and `json_schema_to_typescript` in that library's `src/encoding.rs`.
 //! This module also reproduces the library's bugs: in a property description, only the first line gets a `//`.
 
 use anyhow::{Result, anyhow};

@@ -73,7 +73,7 @@ pub struct Args {
 
 /// The prompt length of the first request, in tokens. Later requests are measured with this length too.
 const FIRST_PROMPT: usize = 512;
-/// The context positions that a test needs in addition to its tokens: one for the prompt and one that stays free.
+/// The context positions for the first and the last token of a chat test, which are generated but not timed.
 const EXTRA_POSITIONS: usize = 2;
 /// The seed for random tokens and for sampling.
 const SEED: u64 = 1;

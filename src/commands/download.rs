@@ -44,7 +44,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     }
     let mut err = std::io::stderr();
     writeln!(err, "{} is in {}", snapshot.name, snapshot.path.display())?;
-    // Skip models that are incomplete because --include selected only some of their files.
+    // Skip models that are incomplete because --include or --exclude left out some of their files.
     for model in snapshot.models().iter().filter(|model| hub.find(&model.name, None).is_ok()) {
         writeln!(err, "to chat with it: inferno play {}", printable(&shell_word(&model.name)))?;
     }

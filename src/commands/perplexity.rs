@@ -17,9 +17,9 @@ use crate::hub::{Hub, Snapshot};
 use crate::text::size;
 use crate::tokenizer::ControlTokens;
 
-/// The maximum number of tokens that `--kl` compares.
+/// `--kl` compares the logits of both models for at most this many tokens.
 ///
-/// The logits of these tokens are kept in memory, 0.8 MB per token for a vocabulary of 200,000.
+/// The logits of the unquantized model are kept in memory, 0.8 MB per token for a vocabulary of 200,000.
 const KL_TOKENS: usize = 512;
 
 /// Measure how well a model predicts a text
@@ -116,10 +116,10 @@ fn logits_on_cpu(engine: &EngineHandle, ids: &[u32]) -> Result<Tensor> {
     engine.logits(ids)
 }
 
-/// Returns the mean KL divergence KL(p ‖ q) in nats. Both logit tensors are f32 `[tokens, vocab]` on the CPU.
+/// Returns KL(p ‖ q) in nats, the mean over all tokens. Both logit tensors are f32 `[tokens, vocab]` on the CPU.
 fn mean_kl(p_logits: &Tensor, q_logits: &Tensor) -> Result<f64> {
     let (tokens, _) = p_logits.dims2()?;
-    // Convert one row at a time, because all rows in f64 would take gigabytes.
+    // Convert to f64 one row at a time, because all rows together would take gigabytes.
     let kl_of_row = |row: usize| -> Result<f64> {
         let log_probabilities = |logits: &Tensor| log_softmax(&logits.get(row)?.to_dtype(DType::F64)?, 0);
         let (p, q) = (log_probabilities(p_logits)?, log_probabilities(q_logits)?);
@@ -132,7 +132,7 @@ fn mean_kl(p_logits: &Tensor, q_logits: &Tensor) -> Result<f64> {
 /// Fails if a loss is NaN or infinite.
 fn check_losses(nll: &[f32]) -> Result<()> {
     match nll.iter().position(|loss| !loss.is_finite()) {
-        // Losses start at the second token, and messages count tokens from 1.
+        // `nll[0]` is the loss of the second token, and the error message counts tokens from 1.
         Some(index) => bail!(
             "cannot compute the perplexity: the loss of token {} is {}; the model's weights or config are broken",
             index + 2,

@@ -135,7 +135,9 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     }
 }
 
-/// Finds or downloads the model named on the command line, or offers a list. Returns `None` if the user quits.
+/// Finds or downloads the model named on the command line. If none is named, asks the user to choose one.
+///
+/// Returns `None` if the user quits.
 fn select_model(hub: &Hub, args: &Args, is_one_shot: bool) -> Result<Option<Snapshot>> {
     match &args.model {
         Some(model) => find_or_download(hub, model, args.load.revision()).map(Some),
@@ -269,7 +271,7 @@ fn choose(hub: &Hub) -> Result<Option<Snapshot>> {
 /// Prints a summary of the loaded model to stderr, if stderr is a terminal.
 fn introduce(snapshot: &Snapshot, engine: &Engine) {
     let info = engine.info();
-    // Omit the executor on a CPU, because decode always runs eagerly there.
+    // Show the executor and the attention kernel only for a GPU, because a CPU has only one of each.
     let executor = match info.device.compute_capability {
         Some(_) => format!(" · {}, {} attention", engine.executor(), info.attention),
         None => String::new(),

@@ -57,7 +57,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
 fn peek(hub: &Hub, args: &Args) -> Result<hub::RemoteModel> {
     if args.model == demo::NAME && args.revision.is_none() {
         return Err(Error::Usage(
-            "the demo is built into inferno, not on the hub; to show it: inferno show demo".into(),
+            "the demo is built into inferno and is not on the hub; to show it: inferno show demo".into(),
         )
         .into());
     }

@@ -1,4 +1,4 @@
-//! `inferno tokenize`: prints the token ids of a text or conversation.
+//! `inferno tokenize`: prints the tokens of a text or a conversation.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -2,7 +2,7 @@
 //!
 //! candle links against these libraries, so the dynamic loader would load them before `main`.
 //! `inferno --help` would then wait 80 ms for cuBLAS.
-//! Without a driver, the program could not even start to report the problem.
+//! Without a driver, the program would not start, so it could not report the problem.
 //!
 //! This file therefore defines every function of these libraries that candle and inferno call.
 //! Each definition jumps to an address that [`load`] looks up.
@@ -10,9 +10,9 @@
 //! The linker prefers these definitions over the libraries' own.
 //! rustc passes `--as-needed`, so the linker drops a library if the program uses none of its functions.
 //!
-//! A call to a library function that is not listed below still works, but it makes the linker link the library again.
+//! A call to a library function that is not listed below still works, but it makes the linker keep that library.
 //! The test `startup_loads_no_nvidia_library` detects such calls.
-//! Debug builds with GNU ld always link the libraries, because GNU ld also counts calls in unreachable code.
+//! Debug builds with GNU ld always keep the libraries, because to GNU ld a call in unreachable code is also a use.
 
 use std::arch::naked_asm;
 use std::error::Error;

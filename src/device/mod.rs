@@ -46,7 +46,7 @@ impl FromStr for DeviceChoice {
     }
 }
 
-/// Opens a device. On a GPU, candle uses one stream of its own, so its event tracking across streams is off.
+/// Opens a device. On a GPU, candle uses only one stream, so its event tracking across streams is turned off.
 ///
 /// `kernels::upload` copies on a second stream and records its own events to order the copies.
 pub fn open(choice: DeviceChoice) -> Result<Device> {

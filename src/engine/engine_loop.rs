@@ -1,7 +1,8 @@
 //! The engine thread's loop: plan, step, deliver. Only this thread uses the model.
 //!
 //! - `plan`: the [`Scheduler`] decides which tokens of which sequences the next step computes.
-//! - `step`: the [`Runner`] computes these tokens. After the last token of a sequence, it also chooses the next token.
+//! - `step`: the [`Runner`] runs the model on these tokens. If they include the last token of a sequence, it also
+//!   chooses the next token.
 //! - `deliver`: the loop sends each chosen token to its client, and removes sequences that have ended.
 
 use std::collections::{HashMap, VecDeque};

@@ -26,8 +26,8 @@ pub struct LoadOptions<'o> {
     pub device: DeviceChoice,
     /// The dtype of activations. `None` selects bf16 on a GPU and f32 on a CPU.
     pub dtype: Option<DType>,
-    /// The context length in tokens. `None` selects 32,768, halved until the model fits in memory.
-    /// Models with RoPE scaling can have a shorter default.
+    /// The context length in tokens. `None` selects 32,768 or the model's limit, whichever is less, and halves it until
+    /// the model fits in memory. Models with RoPE scaling can have a shorter default.
     pub context: Option<usize>,
     /// The prefill chunk size in tokens. `None` selects the fastest size that fits in memory.
     pub chunk: Option<usize>,

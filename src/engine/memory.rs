@@ -1,6 +1,6 @@
 //! Computes from the config and weight headers how much memory a model needs.
 //!
-//! The loader checks that the model fits before it allocates memory. `inferno show` reports the size before a download.
+//! The loader checks that the model fits before it allocates memory. `inferno show` prints the memory needs.
 
 use anyhow::Result;
 use candle_core::DType;
@@ -91,7 +91,7 @@ pub struct MemoryPlan {
     chunks: Vec<usize>,
     dtype: DType,
     max_context: usize,
-    /// The longest default context. RoPE scaling can make it shorter than `max_context`.
+    /// The architecture's limit on the default context. RoPE scaling can make it shorter than `max_context`.
     default_context: usize,
 }
 
@@ -120,7 +120,7 @@ impl MemoryPlan {
         }
     }
 
-    /// Plans memory for a model of an unknown family. `layers` describes its KV cache.
+    /// Plans memory for a model of an unsupported family. `layers` describes its KV cache.
     pub fn from_layers(
         inventory: &Inventory,
         layers: Vec<LayerSpec>,
@@ -199,10 +199,11 @@ impl MemoryPlan {
         (self.cache_blocks(capacity) as u64).saturating_mul(self.layout.block_bytes(self.dtype))
     }
 
-    /// Returns the number of bytes needed to run one chunk, for activations and dequantized experts.
+    /// Returns the bytes needed for one forward pass besides the weights and the KV cache: activations, dequantized
+    /// experts, logits and library buffers.
     pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
         let chunk_bytes = self.workspace_bytes_per_token.saturating_mul(capacity.chunk as u64);
-        // A step of several sequences computes one row of logits for each sequence, and copies all rows once.
+        // A step of several sequences needs two rows of logits for each sequence: one is computed, the other is a copy.
         let rows = if self.sequences > 1 { MAX_LOGIT_ROWS.min(capacity.chunk) } else { 0 };
         let logit_bytes = (2 * rows as u64).saturating_mul(self.logits_row_bytes);
         WORKSPACE_BYTES.saturating_add(chunk_bytes).saturating_add(self.unpacked_bytes).saturating_add(logit_bytes)

@@ -134,8 +134,8 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets the context length in tokens. The default is 32,768, halved until the model fits in memory.
-    /// Models with RoPE scaling can have a shorter default.
+    /// Sets the context length in tokens. The default is 32,768 or the model's limit, whichever is less, halved until
+    /// the model fits in memory. Models with RoPE scaling can have a shorter default.
     pub fn context(mut self, context: usize) -> Self {
         self.options.context = Some(context);
         self

@@ -79,7 +79,7 @@ pub struct GenerateOptions {
     pub stop: Vec<String>,
     /// Whether to keep generating after a stop token, as benchmarks do.
     pub ignore_eos: bool,
-    /// A flag that another thread can set, for example on Ctrl-C. The request ends after the current step.
+    /// A flag that another thread can set to cancel the request. The request then ends after the current step.
     pub cancel: Option<Arc<AtomicBool>>,
     /// Requests with smaller values start first. A value lower by 1 counts as much as arriving 2 seconds earlier.
     pub priority: i32,

@@ -1,4 +1,4 @@
-//! Scores given tokens with a model. Returns their logits or negative log-likelihoods.
+//! Computes the logits or the negative log-likelihoods of given tokens.
 
 use anyhow::{Result, bail};
 use candle_core::{D, DType, Device, Tensor};
@@ -12,7 +12,8 @@ const LOGITS_ROWS: usize = 256;
 impl EngineHandle {
     /// Returns the logits of every token in `ids`, f32 `[tokens, vocab]`, on the CPU.
     ///
-    /// Fails if `ids` do not fit in the context. Needs 2 × tokens × vocab × 4 bytes on the device to join the chunks.
+    /// Fails if `ids` do not fit in the context.
+    /// Runs `ids` in chunks. Concatenating the logits of all chunks takes 2 × tokens × vocab × 4 bytes on the device.
     pub fn logits(&self, ids: &[u32]) -> Result<Tensor> {
         let ids = ids.to_vec();
         // Return a CPU tensor: the caller's thread could free a GPU tensor while the engine captures a CUDA graph.
@@ -22,7 +23,7 @@ impl EngineHandle {
     /// Returns the negative log-likelihood, in nats, of each token after the first, given the preceding tokens.
     ///
     /// A text longer than the context is split into windows that overlap by half a context.
-    /// The model therefore sees at least half a context before each token after the first window.
+    /// After the first window, the model therefore sees at least half a context before each token that it scores.
     pub fn negative_log_likelihood(&self, ids: &[u32]) -> Result<Vec<f32>> {
         let vocab_size = self.info().vocab_size;
         if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {

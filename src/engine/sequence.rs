@@ -12,7 +12,7 @@ use super::sampler::Sampler;
 /// A message from the engine thread to the client of a sequence.
 #[derive(Debug)]
 pub enum SequenceEvent {
-    /// The prefill has started. It skips the `cached_tokens` that are already in the KV cache.
+    /// The prefill has started. It skips the first `cached_tokens` tokens, which are already in the KV cache.
     Started {
         cached_tokens: usize,
     },
@@ -29,7 +29,7 @@ pub enum SequenceEvent {
 pub struct Sequence {
     prompt: Vec<u32>,
     prompt_tokens: usize,
-    /// Whether the client knows that the prefill has started.
+    /// Whether [`SequenceEvent::Started`] was sent.
     has_started: bool,
     generated: usize,
     pub sampler: Sampler,
@@ -86,7 +86,7 @@ impl Sequence {
         self.has_started
     }
 
-    /// Returns whether the request generates no tokens.
+    /// Returns whether the request only prefills its prompt, because `max_tokens` is 0.
     pub fn is_prefill_only(&self) -> bool {
         self.max_tokens == Some(0)
     }

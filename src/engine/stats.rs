@@ -11,7 +11,7 @@ pub struct EngineStats {
     pub waiting: u64,
     /// Requests in progress.
     pub running: u64,
-    /// Requests that have ended for any reason, except those that were cut off when the engine stopped.
+    /// Requests that have ended for any reason other than a shutdown of the engine.
     pub ended: u64,
     /// Requests that the client ended: canceled, dropped, or stopped at a stop string.
     pub canceled: u64,
@@ -21,7 +21,8 @@ pub struct EngineStats {
     /// preemption.
     pub prompt_tokens: u64,
     pub generated_tokens: u64,
-    /// Tokens in the KV cache of the request that ran last. A prompt that starts with them reuses their full blocks.
+    /// How many tokens of the request that ran last are in the KV cache. A prompt that starts with these tokens reuses
+    /// their full blocks.
     pub cached_tokens: u64,
     /// Steps that the model ran. A step can compute tokens of several requests.
     pub steps: u64,

@@ -19,7 +19,7 @@ impl StopStrings {
         self.is_stopped
     }
 
-    /// Adds a piece of text. Returns the text that cannot be part of a stop string.
+    /// Adds a piece of text. Returns the held-back text that can no longer be part of a stop string.
     ///
     /// Never returns the stop string or any text after it.
     pub fn push(&mut self, text: &str) -> String {

@@ -79,7 +79,7 @@ pub struct Summary {
     pub context_used: usize,
     /// Context length in tokens.
     pub context: usize,
-    /// How the decode steps of a single request run. See [`EngineHandle::executor`](super::EngineHandle::executor).
+    /// How decode steps run while only one request is active: as a CUDA graph or operation by operation.
     pub executor: Executor,
     pub tool_calls: Vec<ToolCall>,
     /// The number of times the model violated its chat format.

@@ -159,7 +159,7 @@ impl RepoDir {
             }
         };
         let renamed = created.and_then(|()| fs::rename(&temporary, &pointer));
-        // The temporary file remains if `rename` failed, or did nothing because both names are hard links to one file.
+        // `rename` leaves the temporary file if it fails, or if both paths are hard links to one file.
         let _ = fs::remove_file(&temporary);
         renamed.map_err(|error| write_error(error, &pointer, 0))
     }

@@ -82,7 +82,7 @@ fn has_contents(path: &Path, bytes: &[u8]) -> bool {
     files::read(path, bytes.len() as u64).is_ok_and(|found| found == bytes)
 }
 
-/// Writes the demo's files for which `is_good` returns false.
+/// Writes each file of the demo for which `is_good` returns false.
 fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
     let path = directory(cache);
     let write = || -> io::Result<()> {

@@ -113,7 +113,7 @@ pub(super) fn entries(dir: &Path) -> impl Iterator<Item = fs::DirEntry> {
     fs::read_dir(dir).into_iter().flatten().flatten()
 }
 
-/// Resolves the symlinks in a path. The last components of the path may not exist yet.
+/// Resolves the symlinks in a path. The last components of the path need not exist yet.
 pub(super) fn resolve(path: &Path) -> PathBuf {
     let resolve = |dir: &Path| Some(fs::canonicalize(dir).ok()?.join(path.strip_prefix(dir).ok()?));
     path.ancestors().find_map(resolve).unwrap_or_else(|| path.to_path_buf())

@@ -32,7 +32,7 @@ pub struct FileFilter {
     pub exclude: Vec<String>,
 }
 
-/// Splits `org/name:Q4_K_M@revision` into the name, the revision, and a filter for the files of the tag `Q4_K_M`.
+/// Splits `org/name:Q4_K_M@revision` into the name, the revision, and a filter for files with `Q4_K_M` in their path.
 pub fn parse_download_name(model: &str, revision: Option<&str>) -> Result<(String, Option<String>, FileFilter)> {
     let (name, revision) = names::split_revision(model, revision)?;
     let (name, tag) = gguf::split_tag(name);
@@ -119,7 +119,7 @@ fn model_files(repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec
         chosen.extend(only_gguf_model(repo, files)?);
         return Ok(chosen);
     }
-    // Check for these files before fetching gigabytes, because no model can be loaded without them.
+    // Check for these files before fetching gigabytes, because safetensors weights cannot be loaded without them.
     for required in ["config.json", "tokenizer.json"] {
         if files.get(required).is_none() {
             bail!("'{repo}' has no {required}, which inferno needs; it has {}", some_names(files));

@@ -49,7 +49,7 @@ pub struct SafetensorsHeader {
     pub file: String,
     /// The JSON text, without its 8-byte length prefix.
     pub json: Vec<u8>,
-    /// The size of the tensor data after the header, in bytes.
+    /// The size of the tensor data after the header, in bytes. `None` if the hub does not list the file size.
     pub data_bytes: Option<u64>,
 }
 
@@ -83,7 +83,9 @@ impl Hub {
     pub fn inspect(&self, model: &str, revision: Option<&str>) -> Result<RemoteModel> {
         let (name, revision) = names::split_revision(model, revision)?;
         if demo::is_demo(name, revision)? {
-            return Err(Error::usage("the demo is built into inferno, not on the hub; to show it: inferno show demo"));
+            return Err(Error::usage(
+                "the demo is built into inferno and is not on the hub; to show it: inferno show demo",
+            ));
         }
         let (name, tag) = gguf::split_tag(name);
         let name = &self.full_name(name);

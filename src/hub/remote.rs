@@ -8,7 +8,7 @@
 //! - If a server ignores the Range header, the whole file is appended to the partial file.
 //! - The `x-error-code` header is dropped, so a gated repository looks like a missing one.
 //!
-//! This module resolves redirects itself, because the `url` crate would add about 20 dependencies.
+//! This module resolves redirect URLs without the `url` crate, which would add about 20 dependencies.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;
@@ -394,7 +394,8 @@ impl<'a> Remote<'a> {
     ) -> RequestBuilder<WithoutBody> {
         if let Purpose::Metadata = purpose {
             let timeout = self.limits().response_timeout;
-            // `read_body` limits the time for the contents only. This limit includes HTTP chunk headers.
+            // `read_body` checks the time only when contents arrive.
+            // `total` also ends a response that sends only HTTP chunk headers.
             let total = timeout.saturating_mul(5);
             request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();
         }

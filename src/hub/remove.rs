@@ -53,7 +53,7 @@ struct Selection {
 }
 
 impl Hub {
-    /// Expands part of a name to the full name. Returns `None` if `model` is a whole name, or does not match one model.
+    /// Completes a partial name. Returns `None` if `model` is a whole name, or does not match exactly one model.
     ///
     /// `inferno remove` asks the user to confirm a partial name, because it could match another model on the next run.
     pub fn resolve_partial_name(&self, model: &str) -> Option<String> {
@@ -81,7 +81,7 @@ impl Hub {
         let (part, tag) = gguf::split_tag(name);
         let own_names = self.own_cache().names().into_iter().collect();
         let matching = names::matching(part, &own_names);
-        // inferno's cache may have only a ref, and no snapshot, of a model in the shared cache.
+        // For a model in the shared cache, inferno's cache may have a ref but no snapshot.
         if matching.iter().all(|name| self.own_cache().repo(name).commits().is_empty()) {
             self.check_is_not_elsewhere(part)?;
         }
@@ -108,7 +108,7 @@ impl Hub {
         Ok(removed)
     }
 
-    /// Deletes the leftovers of interrupted processes, and blobs that no revision links to.
+    /// Deletes the leftovers of interrupted processes, and blobs that no snapshot links to.
     ///
     /// Skips repositories that another process is using.
     pub fn prune(&self) -> Result<Vec<PrunedRepo>> {
@@ -218,7 +218,7 @@ fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Sel
     Ok(selection)
 }
 
-/// Deletes the selection. Deletes nothing if a directory cannot be read, because its files may still link to a blob.
+/// Deletes the selection. Deletes nothing if a directory cannot be read, because it may have links to the blobs.
 fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Result<RemovedModel> {
     let Selection { revisions, whole_commits, files } = selection;
     let bytes_before = bytes_below(&repo.path);
@@ -259,7 +259,7 @@ fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Resul
 
 /// Deletes the leftovers and unused blobs in a repository. Returns the sizes of the deleted files.
 fn prune_repo(repo: &RepoDir) -> Result<Vec<u64>> {
-    // Read all snapshots before the first deletion. If one cannot be read, its files may still link to a blob.
+    // Read all snapshots before the first deletion: an unreadable snapshot may link to blobs that seem unused.
     let snapshot_files: Vec<PathBuf> =
         walk(&repo.path.join("snapshots"))?.into_iter().filter(|path| !is_leftover(path)).collect();
     let linked = linked_blobs(&snapshot_files)?;
@@ -278,7 +278,7 @@ fn prune_repo(repo: &RepoDir) -> Result<Vec<u64>> {
     Ok(freed)
 }
 
-/// Returns the commits that have a snapshot. Fails if the directory cannot be read.
+/// Returns the commits that have a snapshot. Fails if the directory of the snapshots cannot be read.
 fn read_commits(repo: &RepoDir) -> Result<Vec<String>> {
     let entries = read_dir(&repo.path.join("snapshots"))?;
     let names = entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok());

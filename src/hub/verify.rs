@@ -60,7 +60,7 @@ impl Hub {
         if verifies_demo {
             verified.extend(demo::verify(&self.config.cache)?);
         }
-        // Several snapshots may have files with the same name, so add the model's name to the label.
+        // Files of different models may have the same name, so progress reports add the model's name.
         let has_several = candidates.len() > 1;
         let label = |name: &str, file: &str| if has_several { format!("{name}/{file}") } else { file.to_string() };
         let mut sizes = Vec::new();
@@ -81,7 +81,7 @@ impl Hub {
         Ok(verified)
     }
 
-    /// Returns the snapshots to verify. Without `model`, skips incomplete models in the shared cache.
+    /// Returns the snapshots to verify. Without `model`, skips snapshots in the shared cache that have no tokenizer.
     fn candidates(&self, model: Option<&str>, revision: Option<&str>) -> Vec<Candidate> {
         let all_names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
         let selected = match model {

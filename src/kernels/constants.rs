@@ -36,8 +36,8 @@ pub const EAGER_MAX_HEAD_DIM: usize = 256;
 
 // Attention on tensor cores (`attention/flash_attention.rs`, `attention/flash_attention.cu`).
 //
-// There is one kernel for each combination of head size and query rows per tile, and another one with 16 rows for
-// large batches.
+// Each head size has three kernels, with 16, 64 and 128 query rows per tile, and a second 16-row kernel for large
+// batches.
 // Arrays have one value per head size, in the order of `FLASH_HEAD_DIMS`.
 // Tile sizes and warp counts were tuned for speed on an H200.
 
@@ -49,16 +49,16 @@ pub const FLASH_FEW_ROWS: usize = 16;
 pub const FLASH_MEDIUM_ROWS: usize = 64;
 /// Query rows per tile in the kernel for large prefills.
 pub const FLASH_MANY_ROWS: usize = 128;
-/// Keys per tile in the 16-row kernel, by head size.
+/// Keys per tile in both 16-row kernels, by head size.
 pub const FLASH_FEW_KEYS: [usize; 6] = [32, 32, 16, 16, 16, 16];
 /// Keys per tile in the 64-row kernel, by head size.
 pub const FLASH_MEDIUM_KEYS: [usize; 6] = [64, 64, 64, 64, 64, 16];
 /// Keys per tile in the 128-row kernel, by head size.
 pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
-/// Warps per block in the 16-row kernel, by head size.
+/// Warps per block in the 16-row kernel for small batches, by head size.
 /// Each warp is a team that computes all 16 rows for its own key tiles.
 pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
-/// Warps per block in the 16-row kernel for batches with more thread blocks than multiprocessors.
+/// Warps per block in the 16-row kernel for large batches, which have more thread blocks than multiprocessors.
 pub const FLASH_BATCH_TEAMS: usize = 2;
 /// Warps per block in the 64-row kernel.
 pub const FLASH_MEDIUM_WARPS: usize = 4;
@@ -157,7 +157,7 @@ pub const EXPERT_SLIM_STAGES: usize = 4;
 
 /// Threads per block.
 pub const EXPERT_FEW_THREADS: usize = 512;
-/// Column tiles that are loaded together. gpt-oss has 2880 columns, which are 45 column tiles, a multiple of 3.
+/// Column tiles that are loaded together. A gpt-oss matrix has 2880 columns: 45 column tiles, a multiple of 3.
 pub const EXPERT_FEW_STEPS: usize = 3;
 
 // Quantized matrices (`quantized/mod.rs`, `quantized/quantized.cuh`).
@@ -213,7 +213,7 @@ pub const MAILBOX_NO_TOKEN: u32 = 0xffffffff;
 pub const SAMPLE_THREADS: usize = 1024;
 /// The maximum number of logits per thread.
 pub const SAMPLE_IDS_PER_THREAD: usize = 8;
-/// Rounds of the threshold search.
+/// Rounds of the search for the logit threshold of top-k or top-p.
 pub const SAMPLE_ROUNDS: usize = 4;
 /// Histogram bins per round. A round determines eight bits of the threshold.
 pub const SAMPLE_BINS: usize = 256;

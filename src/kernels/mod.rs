@@ -30,7 +30,7 @@ pub mod upload;
 
 use candle_core::{DType, Layout, Result, Storage, Tensor, WithDType, bail};
 
-/// Returns the tensor as contiguous f32, and copies only if needed. CPU references take their inputs in this form.
+/// Returns the tensor as contiguous f32, and copies only if needed. `reference` functions need inputs in this form.
 pub(crate) fn to_f32(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_dtype(DType::F32)?.contiguous()
 }

@@ -23,7 +23,7 @@ __device__ float block_sum(float value, float* scratch) {
     return value;
 }
 
-// A thread keeps HELD · WIDTH elements of a row in registers. It loads all others again when it needs them.
+// A thread keeps HELD · WIDTH elements of a row in registers. It reloads its other elements when it needs them.
 constexpr int THREADS = ADD_NORM_THREADS, HELD = 2;
 
 // WIDTH adjacent elements.

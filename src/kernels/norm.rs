@@ -5,12 +5,12 @@ use rayon::prelude::*;
 
 use crate::kernels::{elements, to_f32};
 
-/// What a norm adds to its input first: the output of a linear layer.
+/// The addend y of [`add_norm`], such as the output of attention.
 #[derive(Clone, Copy)]
 pub struct Addend<'t> {
     /// f32 `[tokens, hidden]`
     pub rows: &'t Tensor,
-    /// The bias of the layer, if it is not in `rows` yet: f32 `[hidden]`.
+    /// A bias to add to every row, such as the bias of `o_proj`: f32 `[hidden]`.
     pub bias: Option<&'t Tensor>,
 }
 

@@ -85,7 +85,7 @@ pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
 
 /// Copies all rows of `from` into `to`, starting at row `row` of `to`.
 ///
-/// Both tensors are contiguous and have the same dtype and row size.
+/// Both tensors must be contiguous and have the same dtype and row size.
 pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {
     let rows_match = to.dims()[1..] == from.dims()[1..] && to.dtype() == from.dtype();
     if !rows_match || row + from.dims()[0] > to.dims()[0] {

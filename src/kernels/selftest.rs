@@ -332,7 +332,7 @@ mod fused {
     use crate::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
     use crate::kernels::moe::route::RoutedPairs;
 
-    /// Computes the MLP of routed experts: with fused kernels on a GPU, and with one matrix product at a time on a CPU.
+    /// Computes the MLPs of the routed experts: with fused kernels on a GPU, and as separate operations on a CPU.
     /// `sizes` are the hidden size and the intermediate size.
     pub fn expert_mlp(target: CheckTarget, tokens: usize, sizes: (usize, usize)) -> Result<Tensor> {
         let ((experts, chosen), (columns, intermediate)) = ((5, 3), sizes);

@@ -58,7 +58,7 @@ impl Language {
         Self { tokenizer, chat, generation_config, stop_ids, renderer: None }
     }
 
-    /// Loads all fields from GGUF metadata. If it has no vocabulary, reads tokenizer.json.
+    /// Loads all fields from GGUF metadata. For a file without a vocabulary, reads the tokenizer.json beside it.
     fn from_gguf(checkpoint: &GgufCheckpoint) -> Result<Self> {
         let GgufLanguage { tokenizer, chat, generation_config, stop_ids } = gguf::read(checkpoint)?;
         Ok(Self::new(tokenizer, chat, generation_config, stop_ids))

@@ -17,8 +17,8 @@ use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::text::{excerpt, library_error, quote};
 use crate::weights::Weights;
 
-/// The most fields for which [`from_json`] searches for an invalid field. The search parses the config once per field.
-/// Real configs have up to 100 fields.
+/// The maximum number of fields in a config that [`from_json`] searches for the invalid field.
+/// The search parses the config once per field. Real configs have up to 100 fields.
 const MAX_FIELDS: usize = 200;
 
 /// The config.json fields that have the same names in nearly all families.
@@ -190,7 +190,7 @@ impl CommonConfig {
         self.layers(|_| self.sliding_window.filter(|&window| window < self.max_position_embeddings))
     }
 
-    /// Returns the sliding window of a layer, if it has one. `is_sliding` decides if there are no `layer_types`.
+    /// Returns the layer's sliding window, if any. Without `layer_types`, `is_sliding` tells whether the layer has one.
     pub fn window(&self, layer: usize, is_sliding: impl Fn(usize) -> bool) -> Option<usize> {
         let sliding = match &self.layer_types {
             Some(types) => types[layer] == LayerType::SlidingAttention,
@@ -219,7 +219,7 @@ impl CommonConfig {
     }
 }
 
-/// The sizes that every model has. They are validated first, because invalid sizes could overflow later computations.
+/// The sizes that every model has. They are validated first, because huge sizes could make later products overflow.
 pub(super) struct ModelSizes {
     pub hidden_size: usize,
     pub layers: usize,

@@ -25,8 +25,8 @@ pub trait Architecture {
     /// Returns the longest context that the model supports.
     fn max_position_embeddings(&self) -> usize;
 
-    /// Returns the longest context that is used by default. Longer contexts are opt-in.
-    /// With LongRoPE, it is the longest with the short factors. Otherwise, it is the longest that the model supports.
+    /// Returns the default limit of the context length. Longer contexts are opt-in.
+    /// With LongRoPE, it is the longest context that uses the short factors. Otherwise, it is the model's maximum.
     fn default_context(&self) -> usize {
         self.max_position_embeddings()
     }

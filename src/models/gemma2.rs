@@ -59,7 +59,7 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
 }
 
 /// Returns the decoder config that all Gemma models share.
-/// Gemma checkpoints store norm weights as w - 1. The decoder multiplies embeddings by sqrt(hidden_size).
+/// Gemma checkpoints store each norm weight w as w - 1. The decoder multiplies embeddings by sqrt(hidden_size).
 pub(super) fn decoder_config(
     common: &CommonConfig,
     weights: &Weights,

@@ -138,7 +138,7 @@ impl Attention {
     /// Computes attention for the tokens of all sequences. Maps x `[tokens, hidden]` to f32 `[tokens, hidden]`.
     /// Writes the new keys and values to the cache.
     ///
-    /// The result does not include the bias of `o_proj`, which is returned separately: the next norm adds both.
+    /// The result does not include the bias of `o_proj`. It is returned separately, so that the next norm can add it.
     pub fn forward(&self, x: &Tensor, layer: usize, pass: &Pass, cache: &KvCache) -> Result<(Tensor, Option<&Tensor>)> {
         let (tokens, _) = x.dims2()?;
         let AttentionConfig { heads, spec, scale, softcap, .. } = self.config;

@@ -42,9 +42,9 @@ pub struct CacheLayout {
     places: Vec<(usize, usize)>,
     /// The number of layers for which a block has room. Some groups may have fewer layers.
     layers_per_group: usize,
-    /// The KV heads and head size, or `None` if layers differ in them. [`KvCache::new`] rejects such a layout.
+    /// The number of KV heads and the head size. `None` if they differ between layers: [`KvCache::new`] then fails.
     heads: Option<(usize, usize)>,
-    /// The number of elements in one token's keys in one layer, for the layer with the most.
+    /// The number of elements in one token's keys in one layer: the largest kv_heads · head_dim of all layers.
     row: usize,
 }
 
@@ -97,16 +97,17 @@ impl CacheLayout {
         row.saturating_mul((self.layers_per_group * BLOCK_TOKENS) as u64)
     }
 
-    /// Returns the most blocks that a sequence of `tokens` tokens uses if one step computes at most `chunk` of them.
+    /// Returns the maximum number of blocks that a sequence of `tokens` tokens uses at once, in all groups together.
+    /// A step computes at most `chunk` tokens.
     pub fn peak_blocks(&self, tokens: usize, chunk: usize) -> usize {
         self.windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
     }
 }
 
-/// Returns the most blocks that a sequence of `tokens` tokens uses in a group with this window.
+/// Returns the maximum number of blocks that a sequence of `tokens` tokens uses at once in a group with this window.
 pub fn peak_blocks(window: Option<usize>, tokens: usize, chunk: usize) -> usize {
     let all = tokens.div_ceil(BLOCK_TOKENS);
-    // A step attends to its own tokens and the window before them. They can start and end in the middle of a block.
+    // A step attends to its own tokens and the window before them. This range can start and end inside a block.
     window.map_or(all, |window| all.min(window.saturating_add(chunk).div_ceil(BLOCK_TOKENS) + 1))
 }
 
@@ -191,7 +192,7 @@ impl KvCache {
     }
 
     /// Allocates a cache for one sequence of `context` positions, and returns its block tables.
-    /// It has enough blocks for a step of any size, up to the whole context.
+    /// The cache has enough blocks for a step of any size, up to the whole context.
     pub fn for_one_sequence(
         layers: &[LayerSpec],
         context: usize,
@@ -220,7 +221,7 @@ impl KvCache {
         CachedLayer { k, v }
     }
 
-    /// Copies the keys and values of all layers from block `from` to block `to`.
+    /// Copies block `from` to block `to`: the keys and values of all layers of a group.
     pub fn copy_block(&self, from: u32, to: u32) -> Result<()> {
         for tensor in self.layers.iter().flat_map(|(k, v)| [k, v]) {
             let rows = tensor.narrow(0, from as usize * BLOCK_TOKENS, BLOCK_TOKENS)?.force_contiguous()?;

@@ -32,7 +32,7 @@ impl Linear {
         Self::load_stacked(&[(weights.clone(), output)], input, bias)
     }
 
-    /// Loads a layer whose weight is converted to the float type `dtype`. Inputs must have the same dtype.
+    /// Loads a layer and converts its weight to the float type `dtype`. Inputs must have the same dtype.
     pub fn load_with_dtype(weights: &Weights, input: usize, output: usize, bias: Bias, dtype: DType) -> Result<Self> {
         let weight = Matrix::Dense(weights.float_as("weight", &[output, input], dtype)?);
         let bias = (bias == Bias::With).then(|| weights.float_as("bias", &[output], DType::F32)).transpose()?;

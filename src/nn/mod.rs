@@ -1,4 +1,5 @@
-//! The layers that all families share. They run eagerly on any device, using ops from candle and `kernels`.
+//! The layers from which the families build their decoders.
+//! They run eagerly on any device, using ops from candle and `kernels`.
 
 pub mod attention;
 pub mod checks;

@@ -29,7 +29,7 @@ pub struct GatedMoeConfig {
 }
 
 impl GatedMoeConfig {
-    /// Fails if the kernels do not support this many experts, in total or per token, or if sizes could overflow.
+    /// Fails if the kernels do not support this many experts, in total or per token, or if a size is out of range.
     pub fn validate(&self) -> Result<()> {
         let (chosen, experts) = (self.experts_per_token, self.experts);
         check_size("the intermediate size of experts", self.intermediate_size)?;

@@ -22,7 +22,7 @@ pub struct NormConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormKind {
     Rms,
-    /// RMSNorm whose weight is stored as w - 1 in the checkpoint (Gemma).
+    /// RMSNorm. The checkpoint stores each weight w as w - 1 (Gemma).
     RmsOffByOne,
     /// LayerNorm with a bias.
     Layer,

@@ -60,7 +60,7 @@ struct RopeParameters {
 /// The context lengths that RoPE frequencies depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeLengths {
-    /// The value in config.json. It is also the original context length if config.json does not specify one.
+    /// The value in config.json, which is also the default for `original_max_position_embeddings`.
     pub max_position_embeddings: usize,
     /// The number of positions that the model is loaded for.
     pub context: usize,

@@ -49,14 +49,14 @@ pub struct LineEditor {
     draft: SharedText,
 }
 
-/// Text that a key handler shares with the line editor.
+/// Text that a key handler or the rustyline helper shares with the line editor.
 type SharedText = Arc<Mutex<Option<String>>>;
 
 /// The longest message to keep in the history, in bytes. Pasted documents would slow down startup.
 const MAX_HISTORY_BYTES: usize = 64 << 10;
 
 impl LineEditor {
-    /// Creates the editor, loads the history and binds the keys. `model_names` completes `/model`.
+    /// Creates the editor, loads the history and binds the keys. `model_names` lists the completions of `/model`.
     pub fn new(model_names: NameList) -> Result<Self> {
         let config = Config::builder()
             .auto_add_history(false)

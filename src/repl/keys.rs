@@ -1,6 +1,6 @@
 //! Handles keys while an answer streams.
 //!
-//! Meanwhile, the terminal sends each key immediately and does not echo it. Ctrl-C still raises a signal.
+//! While the listener runs, the terminal sends each key immediately and does not echo it. Ctrl-C still raises a signal.
 //! The original terminal modes are always restored afterwards.
 
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! Decode steps of several sequences as CUDA graphs, one graph for each batch size.
+//! Batched decode steps as CUDA graphs, one graph for each batch size.
 //!
 //! A graph replays the operations of [`Decoder::forward_pass`], so it supports every model that runs on a GPU, and has
 //! the same results as the eager decoder. The host launches one graph instead of hundreds of kernels.
@@ -95,7 +95,7 @@ impl BatchGraphs {
         match &batch.graph {
             Some(graph) => graph.enqueue()?,
             None => {
-                // The first step loads all kernels and allocates the counters of the pass, which must not happen while a
+                // The first step loads all kernels and allocates the counters of the pass. Neither is allowed while the
                 // graph is captured.
                 batch.forward(decoder, cache)?;
                 // SAFETY: `forward_pass` frees all memory that it allocates, except for the logits, which `forward`

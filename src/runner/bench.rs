@@ -103,7 +103,8 @@ impl Runner {
         }
     }
 
-    /// Returns the token that the graph chose after `input`.
+    /// Waits for the next token of the graph, and records the step's input token `input` as cached.
+    /// `limit` is the maximum number of tokens still to generate.
     #[cfg(feature = "cuda")]
     fn solo_graph_step(&mut self, input: u32, limit: usize) -> Result<u32> {
         let Decode::Graph(graph) = &mut self.decode else { bail!("no decode graph was planned") };

@@ -15,7 +15,7 @@ pub trait ChooseToken {
     /// Never chooses a token whose logit is NaN or -inf.
     fn choose(&mut self, logits: &mut [f32]) -> u32;
 
-    /// Records a token that the device chose, so that later choices count it.
+    /// Counts a token that the device chose, for the penalties and the random numbers of later choices.
     fn record(&mut self, token: u32);
 
     /// Returns the parameters and token counts for the sampling kernel, or `None` for greedy sampling.

@@ -4,7 +4,7 @@ use std::fmt;
 
 use candle_core::DType;
 
-/// The reason that the decode steps of a single sequence do not run as a CUDA graph.
+/// Why the decode steps of a single sequence do not run as a CUDA graph.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EagerReason {
     /// The user gave `--eager`.
@@ -20,7 +20,7 @@ pub enum EagerReason {
     MixedGateUp,
     /// No single kernel computes `q_proj`, `k_proj` and `v_proj` together.
     /// Only some of them are quantized, only some are FP8, or they quantize their inputs differently.
-    /// Different GGUF types are supported.
+    /// A mix of GGUF types is supported.
     IncompatibleQkv,
     /// The experts of gpt-oss are not in MXFP4, or a scale exceeds 2.
     ExpertFormat,
@@ -29,7 +29,7 @@ pub enum EagerReason {
         chosen: usize,
         experts: usize,
     },
-    /// No decode kernel supports matrices with this many columns.
+    /// No decode kernel supports matrices with this many columns: not a multiple of 8, or too many.
     RowLength(usize),
     /// The vocabulary is too large for one launch of the sampling kernel on this GPU.
     VocabularySize(usize),
@@ -62,7 +62,7 @@ impl fmt::Display for EagerReason {
             }
             EagerReason::RowLength(columns) => write!(f, "no decode kernel supports matrices with {columns} columns"),
             EagerReason::VocabularySize(tokens) => {
-                write!(f, "this GPU cannot sample from a vocabulary of {tokens} tokens")
+                write!(f, "the graph cannot sample from a vocabulary of {tokens} tokens on this GPU")
             }
             EagerReason::PlanFailed(error) => write!(f, "planning the decode graph failed: {error}"),
         }

@@ -52,8 +52,8 @@ impl Runner {
         }
     }
 
-    /// Runs a decode step of one sequence on the graph.
-    /// Returns `None` if there is no graph, if the step has several tokens, or if the sequence has no sampler.
+    /// Runs a decode step of one sequence on the decode graph.
+    /// Returns `None` if there is no decode graph, if the step has several tokens, or if the sequence has no sampler.
     fn decode_graph_step(&mut self, sequence: &mut StepSequence) -> Result<Option<Result<u32>>> {
         let (&[input], Some(sampler), Decode::Graph(graph)) =
             (sequence.ids, sequence.sampler.as_deref_mut(), &mut self.decode)
@@ -69,8 +69,8 @@ impl Runner {
         Ok(Some(take_token(graph, sequence.limit, sampler)))
     }
 
-    /// Chooses the first token of one sequence from the logits of its prompt. With a decode graph, the token also stays
-    /// on the device as the input of the next step.
+    /// Chooses the next token of one sequence from the logits of an eager step, such as the end of prefill.
+    /// With a decode graph, the token also stays on the device as the input of the next step.
     pub(super) fn first_graph_token(&mut self, sequence: &mut StepSequence, logits: &Tensor) -> Result<Chosen> {
         let Decode::Graph(graph) = &mut self.decode else {
             return Ok(choose_on_device(std::slice::from_mut(sequence), logits)?.remove(0));

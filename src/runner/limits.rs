@@ -1,6 +1,6 @@
-//! Limits on the steps of a runner.
+//! The largest sequence and the largest step of a runner.
 
-/// The limits that all steps of a runner must respect.
+/// The maximum sizes of a sequence and of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RunnerLimits {
     /// The maximum number of positions in one sequence.

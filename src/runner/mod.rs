@@ -1,7 +1,7 @@
 //! Runs the steps of a model on its device. On a GPU, decode steps run as CUDA graphs: one graph for each batch size,
 //! and another one, with fused kernels, for a single sequence.
 //!
-//! A [`Runner`] handles token ids, positions and block tables. The layers above it handle requests, text and sampling
+//! A [`Runner`] handles token ids, positions and block tables. Its callers handle requests, text and sampling
 //! parameters.
 
 #[cfg(feature = "cuda")]
@@ -141,7 +141,7 @@ impl Runner {
         &self.cache
     }
 
-    /// Copies the contents of one block of the cache to another block.
+    /// Copies the keys and values in block `from` of the cache to block `to`.
     pub fn copy_block(&self, from: u32, to: u32) -> Result<()> {
         self.cache.copy_block(from, to)
     }

@@ -20,7 +20,7 @@ impl Runner {
         self.solo.written = 0;
     }
 
-    /// Runs `ids`, at most `limits.chunk` tokens, after the cached tokens. Returns f32 logits.
+    /// Runs `ids`, at most `limits.chunk` tokens, after the cached tokens. Returns the f32 rows that `logits` selects.
     pub(super) fn forward_solo(&mut self, ids: &[u32], logits: LogitRows) -> Result<Tensor> {
         let (position, RunnerLimits { context, chunk }) = (self.solo.cached.len(), self.limits);
         if ids.len() > chunk || position + ids.len() > context {
@@ -45,7 +45,7 @@ impl Runner {
 
     /// Runs `ids` from an empty cache. Returns the logits of every token, f32 `[tokens, vocab]`.
     ///
-    /// Fails if `ids` do not fit in the context. Joining the chunks takes twice the size of the logits on the device.
+    /// Fails if `ids` do not fit in the context. Needs device memory for two copies of the logits.
     pub fn logits(&mut self, ids: &[u32]) -> Result<Tensor> {
         self.reset();
         let rows: Vec<Tensor> =

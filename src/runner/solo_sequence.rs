@@ -8,7 +8,8 @@ pub(super) struct SoloSequence {
     /// The tokens whose keys and values are in the cache.
     pub cached: Vec<u32>,
     pub tables: BlockTables,
-    /// The largest position written so far, plus one. Tells which positions were overwritten in sliding-window groups.
+    /// The largest position written since the last reset, plus one. From it, `Runner::rewind` determines whether the
+    /// blocks of a sliding window were overwritten.
     pub written: usize,
 }
 

@@ -13,7 +13,7 @@ use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 impl Runner {
     /// Runs one step. Returns the chosen token of each sequence.
     ///
-    /// Returns an error if the whole step failed. Some of its keys and values may then be in the cache.
+    /// Returns an error if the whole step failed. The cache may then hold some of the step's keys and values.
     /// If no token can be chosen for one sequence, only its [`Chosen`] is an error.
     pub fn step(&mut self, sequences: &mut [StepSequence]) -> Result<Vec<Chosen>> {
         let tokens: usize = sequences.iter().map(|sequence| sequence.ids.len()).sum();
@@ -28,7 +28,8 @@ impl Runner {
         self.choose(sequences, &logits)
     }
 
-    /// Runs the decoder operation by operation. Returns f32 logits `[sequences, vocab]` of the last tokens.
+    /// Runs the decoder operation by operation.
+    /// Returns the logits of each sequence's last token, f32 `[sequences, vocab]`.
     fn forward(&mut self, sequences: &[StepSequence]) -> Result<Tensor> {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
         let spans: Vec<SequenceSpan> = sequences

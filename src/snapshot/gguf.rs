@@ -24,7 +24,7 @@ pub struct GgufFile {
 }
 
 impl GgufFile {
-    /// Looks up the size of each part of a model. `first` is the single file or the first part.
+    /// Finds the parts of a model and adds up their sizes. `first` is the single file or the first part.
     fn from_first_part(first: PathBuf) -> Self {
         let (mut bytes, mut missing_part) = (0, None);
         for name in part_names(&first.file_name().unwrap_or_default().to_string_lossy()) {
@@ -121,7 +121,7 @@ fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
 }
 
-/// Returns true if `path` names a single-file GGUF model or a first part. Vision projectors are excluded.
+/// Returns true if `path` names a single-file GGUF model or the first part of a split one. Excludes vision projectors.
 pub fn is_model_name(path: &str) -> bool {
     let file = path.rsplit('/').next().unwrap_or(path);
     let is_first = PartName::parse(file).is_none_or(|part| part.number == 1);

@@ -1,7 +1,7 @@
 //! The live region: the last rows on the screen, which may still change.
 //!
-//! Finished lines above the region are never rewritten.
-//! An update rewrites only the rows that changed, in a single write, which avoids flicker.
+//! Finished lines above the region stay as they are, unless [`LiveRegion::reopen`] moves them into the region.
+//! An update starts at the first row that changed and uses a single write, which avoids flicker.
 
 use std::io::{self, Write};
 
@@ -54,7 +54,7 @@ impl LiveRegion {
         Self { size, shown: Vec::new() }
     }
 
-    /// Prints the finished lines permanently and draws the open lines below them.
+    /// Prints the finished lines and draws the open lines below them.
     ///
     /// If the open lines do not fit in the window, only the last ones are drawn.
     pub fn update(
@@ -154,7 +154,7 @@ impl LiveRegion {
         count
     }
 
-    /// Returns the number of rows from the first open row to the cursor, in a window of `size`.
+    /// Returns how many rows the cursor is below the first open row, in a window of `size`.
     ///
     /// Shrinking the window can wrap a row into several rows.
     fn cursor_row(&self, size: WindowSize) -> usize {

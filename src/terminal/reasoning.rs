@@ -2,7 +2,7 @@
 
 use super::styled_text::{Span, Style, StyledLine, wrap};
 
-/// Reasoning that is still streaming.
+/// The reasoning or the tool call arguments that are currently streaming.
 pub struct ReasoningText {
     /// Finished rows.
     rows: Vec<StyledLine>,

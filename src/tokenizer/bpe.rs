@@ -1,6 +1,6 @@
 //! A faster parser for tokenizer.json files that contain a BPE model.
 //!
-//! To detect the format, the `tokenizers` library parses the vocabulary and the merges three or four times.
+//! To detect the model type, the `tokenizers` library parses the vocabulary and the merges three or four times.
 //! For the 28 MB tokenizer.json of gpt-oss, this parsing takes more than 1 s, longer than loading the weights.
 
 use std::fmt;

@@ -1,4 +1,4 @@
-//! The tokens of a vocabulary and the decoder that joins tokens to text.
+//! The tokens of a vocabulary and the decoder that turns tokens into text.
 
 use std::collections::BTreeSet;
 

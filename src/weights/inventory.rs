@@ -32,9 +32,10 @@ struct InventoryTensor {
 enum MemoryFormat {
     /// Floats in the compute dtype.
     ComputeDtype,
-    /// F32, regardless of the compute dtype: norms, biases, sinks and routers.
+    /// F32, regardless of the compute dtype: norms, biases, sinks, routers and weight scales.
     F32,
-    /// A packed or quantized format with this size in bytes. The size is 0 for tensors that no model loads.
+    /// A packed or quantized format with this size in bytes. The size is 0 for tensors that no model loads, and for
+    /// scales, which are included in the size of their weight matrix.
     Bytes(u64),
 }
 

@@ -57,7 +57,8 @@ impl<'c> Weights<'c> {
     /// Returns weights that load to `device`. Float tensors are converted to `dtype`.
     ///
     /// If safetensors files are loaded to a GPU, background threads start reading immediately.
-    /// A load may return before the copy to the device is complete. Kernels on the device's stream wait for the copy.
+    /// Loading functions may return a tensor before its copy to the device is complete. Kernels on the device's stream
+    /// wait for the copy.
     pub fn new(
         checkpoint: &'c Checkpoint,
         device: &Device,
@@ -153,8 +154,8 @@ impl<'c> Weights<'c> {
             return self.float_from_e4m3(&name, shape, dtype);
         }
         let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], shape)?;
-        // Convert small tensors, such as norms and biases, on the host. The first conversion on a machine's GPU takes
-        // a second, because the driver has to compile candle's conversion kernels.
+        // Convert small tensors, such as norms and biases, on the host. The first conversion on a GPU takes a second if
+        // the driver has no compiled copy of candle's conversion kernels in its cache.
         let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= MAX_HOST_CONVERSION_BYTES;
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let tensor = model.float(&name, dtype)?.to_device(&self.device);

@@ -20,7 +20,7 @@ impl<'c> Weights<'c> {
     pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
         let quantized = |(weights, rows): &(Self, usize)| weights.quantized(name, *rows, columns);
         let found = parts.iter().map(quantized).collect::<Result<Vec<_>>>()?;
-        // Adjacent matrices are merged if one kernel can multiply by all of them.
+        // Group adjacent parts that a single kernel can process.
         let is_compatible = |a: &Option<MatrixRows>, b: &Option<MatrixRows>| match (a, b) {
             (Some(a), Some(b)) => {
                 a.rounding == b.rounding && (a.format == WeightFormat::Fp8) == (b.format == WeightFormat::Fp8)

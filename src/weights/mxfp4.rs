@@ -35,7 +35,8 @@ pub fn experts(
 
 /// Repacks the expert matrices of an MLP for the tensor cores of a GPU.
 ///
-/// Returns them unchanged on a CPU, for compute dtype f32, if they are not packed, or if a scale exceeds 2 or is NaN.
+/// Returns them unchanged if the device is a CPU, the compute dtype is f32, the matrices are not packed, or a scale
+/// exceeds 2 or is NaN.
 #[cfg(feature = "cuda")]
 pub fn for_tensor_cores(
     weights: &Weights,

@@ -21,7 +21,7 @@ pub enum QuantizationTarget {
     Blocks(GgmlType),
     /// E4M3 with one scale per row.
     Fp8,
-    /// Signed bytes with one scale per row.
+    /// Int8 with one scale per row.
     Int8,
 }
 
@@ -51,7 +51,7 @@ impl QuantizationTarget {
     }
 
     /// Returns `ggml_type` if rows of this length consist of whole blocks. Otherwise, tries llama.cpp's fallback type.
-    /// The fallback type has shorter blocks and more bits. Returns `None` if neither type fits.
+    /// The fallback type has shorter blocks and more bits per value. Returns `None` if neither type fits.
     fn fitting_type(ggml_type: GgmlType, columns: usize) -> Option<GgmlType> {
         let fallback = match ggml_type {
             GgmlType::Q2K | GgmlType::Q3K => GgmlType::Q4_0,
@@ -109,7 +109,8 @@ pub struct MatrixRows<'c> {
     pub write: WriteRow<'c>,
 }
 
-/// A function that writes one row to the planes of a matrix. It may read the row through the thread's `RowBuffer`.
+/// A function that writes the row with the given index to the low, high, scales and supers planes of a matrix.
+/// It may read the row through the thread's `RowBuffer`.
 pub type WriteRow<'c> = Box<dyn Fn(usize, &mut RowBuffer, [&mut [u8]; 4]) -> Result<()> + Sync + 'c>;
 
 impl<'c> MatrixRows<'c> {
@@ -197,7 +198,7 @@ fn quantize_row(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
     if blocks.all(|(block, values)| ggml::quantize(ggml_type, values, block)) {
         return Ok(bytes);
     }
-    // For the other types, candle's quantizers give the same results as ggml.
+    // `ggml::quantize` supports only K-quants. For the other types, candle's quantizers give the same results as ggml.
     let columns = values.len();
     let row = Tensor::from_vec(values, columns, &Device::Cpu)?;
     Ok(QTensor::quantize(&row, candle_type(ggml_type)?)?.data()?.to_vec())

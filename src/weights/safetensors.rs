@@ -82,7 +82,7 @@ impl SafetensorsCheckpoint {
         Ok(self)
     }
 
-    /// Lists each `weight_packed` as `weight` in I8. The bytes stay the same, because each I32 holds four 8-bit codes.
+    /// Renames each `weight_packed` to `weight` and changes its dtype from I32 to I8. Each I32 holds four 8-bit codes.
     fn list_packed_as_weights(&mut self) -> Result<()> {
         let packed = |name: &String| {
             let module = name.strip_suffix(".weight_packed")?.to_string();
@@ -251,7 +251,7 @@ enum Segment<'n> {
 /// The projections that attention concatenates, in order, so that one matmul computes q, k and v.
 const STACKED: [&str; 3] = ["q_proj.weight", "k_proj.weight", "v_proj.weight"];
 
-/// Returns the combined name of stacked tensors.
+/// Returns the name of the read request for stacked tensors: their names joined by ` + `.
 pub fn stacked_name(names: &[String]) -> String {
     names.join(" + ")
 }

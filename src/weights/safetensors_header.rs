@@ -76,7 +76,7 @@ pub fn read<'h>(
     if let Some(invalid) = invalid {
         bail!("the header of {file} is invalid: {invalid}");
     }
-    // The tensors must fill the data without gaps or overlaps.
+    // If the tensors have no gaps or overlaps, the last one ends at their total size.
     ensure!(total == end, "the header of {file} is invalid: the tensors have {total} bytes but end at byte {end}");
     if let Some(data_bytes) = data_bytes.filter(|bytes| *bytes != end) {
         bail!("the header of {file} lists {end} bytes of tensors, but the file has {data_bytes} bytes of data");

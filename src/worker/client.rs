@@ -83,7 +83,7 @@ struct Process {
 }
 
 impl Process {
-    /// Starts a worker and waits until it has loaded the tokenizer of the model at `dir`.
+    /// Starts a worker and waits until it has loaded the tokenizer, chat format and sampling defaults from `dir`.
     fn start(dir: &Path) -> Result<(Self, Loaded, Vec<u8>)> {
         // /proc/self/exe works even if the executable was replaced on disk.
         let mut command = Command::new("/proc/self/exe");

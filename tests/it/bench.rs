@@ -37,7 +37,7 @@ fn bench_json_has_all_figures() {
         assert!(positive(&model[figure]), "{figure}");
     }
     assert!(json["device"]["name"].as_str().unwrap().starts_with("CPU"));
-    // On a CPU, `bench` does not measure bandwidth, and the eager executor neither counts nor times kernels.
+    // On a CPU, `bench` measures neither bandwidth nor memory, and the eager executor neither counts nor times kernels.
     for unknown in ["bandwidth", "memory", "launches_per_token", "kernels"] {
         assert!(json.get(unknown).unwrap().is_null(), "{unknown}");
     }
@@ -151,8 +151,8 @@ fn rewind_restores_the_same_state() {
     let rewinds = engine.with_runner(move |runner| {
         runner.fill(&tokens).unwrap();
         let first = runner.decode_steps(7, 8).unwrap();
-        // After 1 or 3 more tokens, the sliding-window layers still hold the old window.
-        // After 400 or 480, they have overwritten it, so the rewind prefills the tokens again.
+        // After 1 or 3 more tokens, the sliding-window layers still hold the window before position 200.
+        // After 400 or 480, they have overwritten it, so the rewind prefills all 200 tokens again.
         for behind in [1, 400, 480, 3] {
             runner.fill(&more[..behind]).unwrap();
             runner.rewind(200).unwrap();
@@ -176,8 +176,8 @@ fn build(case: &str) -> Decoder {
     models::read_config(&dir).unwrap().architecture.build(&weights, 64).unwrap()
 }
 
-/// The sizes come from tests/golden/*/config.json.
-/// Weights take 2 bytes per value. Norms, attention biases, sinks and the router take 4.
+/// The sizes come from tests/golden/*/config.json. Weights in bf16 take 2 bytes per value.
+/// Norms, attention biases, sinks and the router are f32 and take 4.
 #[test]
 fn step_bytes_match_a_count_by_hand() {
     // gpt_oss: vocabulary 113, hidden size 64, expert size 96, 10 heads, 2 KV heads, head dim 16, 4 of 7 experts.

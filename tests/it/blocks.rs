@@ -7,14 +7,14 @@ use inferno::nn::kv_cache::BLOCK_TOKENS;
 
 use crate::support::Random;
 
-/// What a step writes at one position: the group, and a digest of all tokens up to the position.
+/// What a step writes at one position: the index of the KV cache group, and a digest of all tokens up to the position.
 type Entry = (usize, u64);
 
 /// A block manager, and a model of the KV cache that it manages.
 struct Model {
     windows: Vec<Option<usize>>,
     manager: BlockManager,
-    /// What every block contains.
+    /// The entry that was last written at each position of every block.
     contents: Vec<[Option<Entry>; BLOCK_TOKENS]>,
     /// The entry at the last position of every full block committed since the last call to `forget_prefixes`.
     committed: HashSet<Entry>,
@@ -43,7 +43,7 @@ struct Sequence {
     tokens: Vec<u32>,
     /// The sequence may write positions below this one.
     granted: usize,
-    /// The most tokens that one step has computed so far.
+    /// The most tokens that `grow` has made room for in one step so far.
     chunk: usize,
     /// The index of the text that the next tokens are taken from.
     text: usize,
@@ -65,7 +65,7 @@ fn first_visible(window: Option<usize>, position: usize) -> usize {
     window.map_or(0, |window| position.saturating_sub(window - 1))
 }
 
-/// Returns the block tables as lists.
+/// Returns the block table of each KV cache group as a list of block indices.
 fn tables(blocks: &SequenceBlocks) -> Vec<Vec<u32>> {
     blocks.tables().iter().map(|table| table.to_vec()).collect()
 }
@@ -138,7 +138,7 @@ impl Model {
         }
     }
 
-    /// Returns the length of the longest cached prefix of `tokens` if nothing was evicted.
+    /// Returns the length of the longest cached prefix of `tokens`, assuming that no block was evicted.
     fn longest_hit(&self, tokens: &[u32]) -> usize {
         let digests = digests(tokens);
         let has_block = |group, index| self.committed.contains(&(group, digests[(index + 1) * BLOCK_TOKENS - 1]));
@@ -439,7 +439,7 @@ fn windows_before_checkpoints_and_prompt_ends_survive_longer() {
         let mut blocks = compute(&mut manager, &text[..1500], 512);
         continue_to(&mut manager, &mut blocks, &text, 512);
         manager.release(blocks);
-        // The windows at three checkpoints, at the end of the prompt and at the end of the answer are kept.
+        // The windows at 1,024, 2,048 and 3,072 tokens, at the end of the prompt and at the end of the answer are kept.
         let first = |position: usize| first_visible(Some(window), position) / BLOCK_TOKENS;
         let kept: usize = [(1024, 1024), (2048, 2048), (3072, 3072), (1472, 1500), (4000, 4000)]
             .map(|(position, end)| end / BLOCK_TOKENS - first(position))
@@ -453,7 +453,7 @@ fn windows_before_checkpoints_and_prompt_ends_survive_longer() {
         for (len, want) in [(1025, 1024), (1300, 1024), (1500, 1472), (1501, 1472), (2049, 2048), (3800, 3072)] {
             assert_eq!(hit(&mut manager, &text[..len]), want, "{len} tokens, window {window}");
         }
-        // The blocks kept at 4,000 allow a hit of 3,968 if the windows at 3,968 and 4,000 start in the same block.
+        // If the windows at 3,968 and 4,000 start in the same block, the blocks kept for 4,000 allow a hit of 3,968.
         let want = if first(3968) == first(4000) { 3968 } else { 3072 };
         let longer: Vec<_> = text.iter().copied().chain([7]).collect();
         assert_eq!(hit(&mut manager, &longer), want, "window {window}");

@@ -16,10 +16,10 @@ fn prompt(chat: &mut PtySession) -> String {
     expect(chat, ">>> ")
 }
 
-/// Types a line and returns the output up to the next prompt, without escape sequences.
+/// Types a line and returns the output up to the next `>>> `, without escape sequences.
 fn say(chat: &mut PtySession, line: &str) -> String {
     chat.send_line(line).unwrap();
-    // The echo of the line contains no prompt, so the next prompt marks the end of the output.
+    // The echo of the line does not contain `>>> `, so the next `>>> ` marks the end of the output.
     without_escapes(&prompt(chat))
 }
 

@@ -35,7 +35,7 @@ struct Model {
     name: String,
     decoder: Decoder,
     cache: KvCache,
-    /// The block tables of the only sequence. The order of the blocks is reversed.
+    /// The block tables of the only sequence. Its blocks are in reverse order, so kernels must read the tables.
     tables: BlockTables,
     device: Device,
     dtype: DType,
@@ -237,7 +237,7 @@ impl Llama {
     }
 }
 
-/// Runs a test on every model that the graph supports, in bf16 and f16.
+/// Runs a test in bf16 and f16 on all golden models that the graph supports and on models with random weights.
 fn for_each_model(test: impl Fn(&Model)) {
     let device = gpu();
     for dtype in [DType::BF16, DType::F16] {

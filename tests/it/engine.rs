@@ -1,7 +1,7 @@
 //! Tests of sampling, stop strings and generation with the demo model.
 //!
 //! They also cover finish reasons, cancellation, and concurrent requests to one engine.
-//! The last tests cover some of the same behavior on a GPU, with tiny models whose decode steps run as a CUDA graph.
+//! The last tests check part of this behavior on a GPU, with tiny models whose decode steps run as a CUDA graph.
 
 use std::collections::HashMap;
 use std::fs;
@@ -66,7 +66,7 @@ fn top_k_top_p_and_min_p_keep_the_likeliest_tokens() {
         ),
         [2, 3]
     );
-    // This nucleus is far larger than the part of the logits that the sampler sorts first.
+    // This nucleus is far larger than the 64 most likely tokens, which the sampler sorts first.
     let flat = vec![0.0; 5000];
     assert_eq!(remaining(&flat, &sampling(|p| p.top_p = 0.5)).len(), 2500);
 }
@@ -223,7 +223,7 @@ fn second_turn_reads_only_its_new_tokens_and_answers_like_a_fresh_engine() {
     messages.push(Message::assistant(&first.text));
     messages.push(Message::user("What is a token?"));
     let second = ask(&engine, &messages, |_| ());
-    // The first prompt is still cached. The reasoning after it is no longer part of the conversation.
+    // The first prompt is still cached. After it, the prompts differ: the second omits the first answer's reasoning.
     let whole_blocks = first.summary.prompt_tokens / BLOCK_TOKENS * BLOCK_TOKENS;
     assert!(second.summary.cached_tokens >= whole_blocks.max(1), "{:?}", second.summary);
     let fresh = ask(&demo(2048), &messages, |_| ());
@@ -311,7 +311,7 @@ fn canceled_request_leaves_the_queue_at_once() {
     let mut running = endless(&engine, None);
     running.next_blocking().unwrap().unwrap();
     drop(endless(&engine, None));
-    // The next step removes the request from the queue, although the first request still runs.
+    // The next step removes the dropped request from the queue, although the first request still runs.
     let deadline = Instant::now() + Duration::from_secs(60);
     while engine.stats().canceled == 0 && Instant::now() < deadline {
         running.next_blocking().unwrap().unwrap();
@@ -619,7 +619,7 @@ fn requests_at_once_answer_as_one_after_another() {
     assert_eq!((stats.ended, stats.failed, stats.waiting, stats.running), (72, 0, 0, 0));
     assert_eq!(stats.used_blocks, 0);
     assert!(stats.blocks >= 10 && stats.hit_tokens > 0 && stats.hit_tokens < stats.queried_tokens, "{stats:?}");
-    // 36 answers of 30 tokens run alone, in about 36 * 30 steps. In batches, they must take less than half as many.
+    // The 36 single requests take about 36 * 30 steps. The 36 batched requests must take less than half as many.
     assert!(stats.steps < 36 * 30 + 36 * 30 / 2, "{stats:?}");
 }
 
@@ -646,7 +646,8 @@ fn requested_count() -> Option<usize> {
     Some(text.parse().expect("INFERNO_TEST_REQUESTS must be a number"))
 }
 
-/// Runs many requests. `used_bytes` returns the memory in use.
+/// Asserts that many requests leave all blocks free. With `INFERNO_TEST_REQUESTS`, also asserts that `used_bytes`, the
+/// memory in use, does not grow.
 fn assert_memory_stays_flat(engine: &EngineHandle, prompts: Vec<Vec<u32>>, used_bytes: impl Fn() -> u64) {
     let (warm_up, requested) = (48, requested_count());
     let count = requested.unwrap_or(48);
@@ -800,7 +801,7 @@ fn graph_step_without_a_token_fails_and_leaves_the_engine_usable() {
     // A request that ends before the broken step succeeds, with greedy decoding and with sampling.
     assert_eq!(generate(&engine, prompt, SamplingParams::greedy(), last + 1).tokens, tokens[..=last]);
     assert_eq!(generate(&engine, prompt, sampling(|p| p.top_k = 1), last + 1).tokens, tokens[..=last]);
-    // A different kernel chooses the first token after a prompt.
+    // A different kernel chooses the first token after a prompt. It must also fail on NaN logits.
     for sampling in [SamplingParams::greedy(), sampling(|p| p.seed = 1)] {
         let options = GenerateOptions { sampling, ..options() };
         let (seen, error) = read(&[&prompt[..], &tokens[last..=last]].concat(), options);

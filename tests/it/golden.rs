@@ -45,7 +45,7 @@ fn integers(tensor: &Tensor) -> Vec<u32> {
     tensor.to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect()
 }
 
-/// A cache with one sequence.
+/// A KV cache for one sequence, of which `len` tokens are cached.
 struct OneSequence {
     cache: KvCache,
     tables: BlockTables,
@@ -59,7 +59,7 @@ struct SharedCache<'c> {
     blocks: BlockManager,
 }
 
-/// A sequence in a shared cache, with the logits of all tokens computed so far.
+/// A sequence in a shared cache, with the logits of its last tokens. Reused and forked tokens have no logits.
 struct Member {
     ids: Vec<u32>,
     blocks: SequenceBlocks,
@@ -112,8 +112,8 @@ impl Case {
         match (self.dtype, self.name.as_str()) {
             // transformers in bf16 differs from transformers in f32 by 3.3% (int8), 5.6% (fp8) and 9.1% (fp8_static).
             // The tolerances are about twice these errors.
-            // Tensor cores accumulate FP8 products with about 13 bits, which can change later quantized activations.
-            // FP8 products in torch have errors of 3e-4 to 9e-4 for the same reason.
+            // On a GPU, f32 needs the FP8 tolerances too: tensor cores accumulate FP8 products with about 13 bits, and
+            // the error can change a quantized activation. FP8 products of torch have errors of 3e-4 to 9e-4.
             (_, "compressed/fp8") if self.is_16_bit() || self.device.is_cuda() => 12e-2,
             (_, "compressed/fp8_static") if self.is_16_bit() || self.device.is_cuda() => 19e-2,
             (DType::F32, _) => 1e-4,
@@ -265,7 +265,7 @@ impl SharedCache<'_> {
         self.step(&mut [member], &[left]);
     }
 
-    /// Asserts that a sequence has the same logits as a run of its tokens alone in an empty cache.
+    /// Asserts that the logits of a sequence equal those that it gets alone in an empty cache.
     ///
     /// Skips 16-bit models with a router, because rounding can change the chosen experts and thereby all later logits.
     /// In f32, these models are compared on the CPU and on a GPU.

@@ -86,7 +86,8 @@ pub fn fail_without_cuda() {
     panic!("this build does not include CUDA; run: {}", Need::Gpu.command());
 }
 
-/// Returns the tests in `decode_graph.rs`. Builds without CUDA do not compile them, but list them as ignored.
+/// Returns the tests in `decode_graph.rs`, which builds without CUDA do not compile.
+/// They are reported as ignored, or as failed if a GPU is expected.
 #[cfg(not(feature = "cuda"))]
 fn tests_of_cuda_builds() -> Vec<Test> {
     let source = include_str!("decode_graph.rs").split("#[test(gpu)]\nfn ").skip(1);

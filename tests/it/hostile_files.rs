@@ -94,7 +94,7 @@ impl Model {
         fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
     }
 
-    /// Adds an F32 tensor to model.safetensors.
+    /// Adds an F32 tensor of `elements` zeros to model.safetensors.
     fn add_tensor(&self, name: &str, elements: usize) {
         let tensor = StoredTensor { dtype: Dtype::F32, shape: vec![elements], data: vec![0; 4 * elements] };
         self.change_weights(|tensors| tensors.push((name.into(), tensor)));

@@ -225,7 +225,7 @@ fn load_restores_a_cleared_conversation_with_its_settings() {
     chat.say("/set stop none");
     chat.say("/set max-tokens 50");
     assert!(chat.say(&format!("/file '{}'", notes.display())).contains("attached to the next message"));
-    // Loading an unknown name changes nothing.
+    // Loading a conversation that does not exist changes nothing.
     assert!(chat.say("/load nobody").contains("conversation 'nobody': not found"));
     assert!(chat.say("/set top-k 8").contains("top-k is 8"));
     let loaded = chat.say("/load ada");

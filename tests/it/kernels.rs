@@ -22,7 +22,7 @@ use crate::support::{Random, devices, golden, gpu_with_dtypes, relative_error, v
 
 fn rounding(dtype: DType) -> f32 {
     match dtype {
-        // Sums have up to 2880 terms, and the summation order differs.
+        // The kernels sum up to thousands of terms, in a different order than the references.
         DType::F32 => 1e-5,
         DType::F16 => 1e-3,
         _ => 8e-3,
@@ -62,7 +62,7 @@ fn split_qkv_matches_its_reference() {
             let norms = [noise.tensor(&[head_dim], DType::F32), noise.tensor(&[head_dim], DType::F32)];
             let positions: Vec<u32> = (0..tokens).map(|_| (noise.next() % 400) as u32).collect();
             let positions = Tensor::new(positions, &Device::Cpu).unwrap();
-            // The slots of the tokens are in different blocks and not in ascending order.
+            // Consecutive tokens have slots in different blocks. From five tokens on, the slots are not in order.
             let slots: Vec<u32> = (0..tokens).map(|token| (token * 77 % (4 * BLOCK_TOKENS)) as u32).collect();
             let slots = Tensor::new(slots, &Device::Cpu).unwrap();
             let run = |device: &Device, dtype| {
@@ -106,7 +106,7 @@ fn add_norm_matches_its_reference() {
             let run = |device: &Device, dtype| {
                 let on_device = |tensor: &Tensor| tensor.to_device(device).unwrap();
                 let (y, y_bias, bias) = (on_device(&y), on_device(&y_bias), bias.as_ref().map(on_device));
-                // Half of the cases with y have a bias for y.
+                // If the number of tokens is even, y has a bias.
                 let y = has_y.then_some(Addend { rows: &y, bias: (tokens % 2 == 0).then_some(&y_bias) });
                 add_norm(&on_device(&x), y, &on_device(&weight), bias.as_ref(), 1e-5, dtype).unwrap()
             };
@@ -246,7 +246,7 @@ fn attention_matches_its_reference() {
         (&[(1, 300), (130, 64), (1, 0), (5, 700), (33, 31)], 16, 2, 64, Some(100), true),
         (&[(1, 3000), (2, 127), (300, 0)], 4, 4, 256, None, true),
         (&[(1, 100), (40, 100)], 6, 3, 10, Some(64), false),
-        // With this many KV heads, the kernel for few rows uses the small thread blocks of large batches.
+        // With this many KV heads, there are more tiles than multiprocessors, so the 16-row kernel uses small blocks.
         (&[(1, 250), (1, 0), (1, 999)], 140, 140, 64, None, true),
         (&[(1, 250), (1, 0), (1, 999)], 280, 140, 64, Some(128), true),
         (&[(1, 250), (1, 400)], 140, 140, 256, None, false),

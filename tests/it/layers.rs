@@ -291,7 +291,7 @@ impl Source {
         }
     }
 
-    /// Records the imports of a `use` declaration, or of one branch of it.
+    /// Records the imports of a `use` declaration, or of one item in braces. `prefix` is the path before the braces.
     fn import(
         &mut self,
         tokens: &[TokenTree],

@@ -29,7 +29,8 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
         let decoder = architecture.build(&weights, 32).unwrap();
         let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
         assert_eq!(inventory.loaded_bytes(dtype), progress.resident_bytes(), "{name} {what} in {dtype:?}");
-        // A decode step of a dense model reads one embedding row and all loaded bytes except an untied embedding.
+        // A decode step of a dense model reads one embedding row, and all weights except an embedding that is not tied
+        // to the output matrix.
         let is_dense = !name.contains("oss") && !name.contains("moe") && !name.contains("mixtral") && name != "demo";
         if let (true, true, Some(embedding)) =
             (is_dense, quantize.is_none(), checkpoint.info("model.embed_tokens.weight"))

@@ -12,7 +12,7 @@ use inferno::nn::kv_cache::{BLOCK_TOKENS, peak_blocks};
 
 use crate::support::Random;
 
-/// Returns the most blocks that a sequence of `tokens` tokens uses if each step computes at most `chunk` of them.
+/// Returns the most blocks that a sequence of `tokens` tokens uses if each step computes at most `chunk` tokens of it.
 fn most_blocks(windows: &[Option<usize>], tokens: usize, chunk: usize) -> usize {
     windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
 }
@@ -22,7 +22,7 @@ fn most_blocks(windows: &[Option<usize>], tokens: usize, chunk: usize) -> usize 
 struct Request {
     prompt: Vec<u32>,
     max_tokens: usize,
-    /// The number of tokens after which the answer stops. At most `max_tokens`.
+    /// The length of the answer in tokens. At most `max_tokens`.
     answer: usize,
     priority: i32,
     arrival: Duration,
@@ -52,7 +52,7 @@ enum Outcome {
 /// What the simulator knows about a sequence.
 #[derive(Default)]
 struct Tracked {
-    /// For each position, a digest of all tokens up to it.
+    /// For each position, a digest of the tokens up to and including that position.
     digests: Vec<u64>,
     computed: usize,
     /// The time of its first step, if it has started.
@@ -66,8 +66,8 @@ struct Tracked {
     ahead: usize,
 }
 
-/// The rank of a waiting sequence. The smallest rank starts first: sequences that were preempted twice, then the
-/// earliest arrival in nanoseconds plus 2 seconds per priority level. The arrival and the id break ties.
+/// The rank of a waiting sequence. The smallest rank starts first. Sequences that were preempted twice come first.
+/// Then the order is by arrival plus 2 seconds per priority level (in nanoseconds), by arrival, and by id.
 type Rank = (bool, i128, Duration, SequenceId);
 
 struct Simulator<'a> {
@@ -173,7 +173,7 @@ impl<'a> Simulator<'a> {
             self.finish_step(&plan);
         }
         assert!(self.scheduler.is_idle());
-        assert_eq!(self.scheduler.blocks().stats().used, 0, "all blocks are free at the end");
+        assert_eq!(self.scheduler.blocks().stats().used, 0, "some blocks are still in use at the end");
         let stats = self.scheduler.blocks().stats();
         let Summary { finished, canceled, expired, .. } = self.summary;
         assert_eq!(finished + canceled + expired, requests.len());
@@ -227,7 +227,7 @@ impl<'a> Simulator<'a> {
 
     fn end(&mut self, id: SequenceId, outcome: Outcome) {
         let request = &self.scenario.requests[id as usize];
-        assert!(self.unfinished.remove(&id), "{outcome:?} without being submitted, or twice");
+        assert!(self.unfinished.remove(&id), "{outcome:?}: sequence {id} was not submitted, or has already ended");
         self.waiting.remove(&self.rank(id));
         if let Some(deadline) = request.deadline {
             self.deadlines.remove(&(deadline, id));
@@ -274,9 +274,9 @@ impl<'a> Simulator<'a> {
             self.unfinished
         );
 
-        // Decodes come first, and every sequence that decodes is part of the step unless it was preempted.
+        // The plan starts with one decode for each decoding sequence that it does not preempt.
         let is_decode = |work: &SequenceWork| decoding.contains(&work.id);
-        assert!(plan.work.is_sorted_by_key(|work| !is_decode(work)), "decodes come first");
+        assert!(plan.work.is_sorted_by_key(|work| !is_decode(work)), "a prefill comes before a decode");
         let preempted = decoding.iter().filter(|id| plan.preempted.contains(id)).count();
         assert_eq!(plan.work.iter().filter(|work| is_decode(work)).count(), decoding.len() - preempted);
 
@@ -347,9 +347,9 @@ impl<'a> Simulator<'a> {
         tracked.is_running = true;
         tracked.computed = range.start;
         if was_running {
-            assert_eq!(range.start, last, "{id} continues where it stopped");
+            assert_eq!(range.start, last, "{id} did not continue where it stopped");
         } else {
-            assert!(range.start.is_multiple_of(BLOCK_TOKENS), "only full blocks are reused");
+            assert!(range.start.is_multiple_of(BLOCK_TOKENS), "{id} reuses part of a block");
             if tracked.started.is_none() {
                 tracked.started = Some(self.now);
                 assert!(
@@ -362,7 +362,7 @@ impl<'a> Simulator<'a> {
                     assert!(self.deadlines.remove(&(deadline, id)));
                 }
             }
-            assert_eq!(self.waiting.pop_first(), Some(self.rank(id)), "the most senior waiting sequence starts");
+            assert_eq!(self.waiting.pop_first(), Some(self.rank(id)), "{id} started before a more senior sequence");
         }
         let tables = self.scheduler.tables(id).expect("a planned sequence has blocks");
         for (group, &window) in self.scenario.windows.iter().enumerate() {
@@ -550,7 +550,7 @@ fn random_requests_get_what_the_scheduler_promises() {
             || Simulator::new(&scenario, seed).run(),
         );
         if seed % 16 == 0 {
-            assert_eq!(Simulator::new(&scenario, seed).run(), summary, "the same requests give the same plans");
+            assert_eq!(Simulator::new(&scenario, seed).run(), summary, "two runs of the same scenario differ");
         }
         total.plans ^= summary.plans;
         total.finished += summary.finished;
@@ -592,7 +592,7 @@ fn low_priority_finishes_while_high_priority_requests_arrive() {
         deadline: None,
         cancel: None,
     };
-    // For 30 seconds, 50 requests per second arrive. Four slots serve about 33 per second.
+    // For 30 seconds, 50 requests per second arrive. With four sequences at a time, about 33 per second finish.
     let mut requests: Vec<_> = (0..1500).map(|n| request(20 * n, 0)).collect();
     let low = requests.partition_point(|request| request.arrival < Duration::from_secs(1));
     requests.insert(low, request(1001, 3));
@@ -601,7 +601,7 @@ fn low_priority_finishes_while_high_priority_requests_arrive() {
     let mut simulator = Simulator::new(&scenario, 1);
     let summary = simulator.run();
     assert!(summary.duration > Duration::from_secs(40), "{summary:?}");
-    // Three levels of priority count as six seconds of waiting.
+    // Priority 3 counts as arriving six seconds later: at 7 s instead of 1 s.
     let before = scenario.requests.iter().filter(|request| request.arrival < Duration::from_secs(7)).count();
     let started = |tracked: &Tracked| tracked.started.expect("all requests start");
     let start = started(&simulator.tracked[low]);
@@ -684,7 +684,7 @@ fn a_sequence_whose_token_is_not_sampled_yet_is_not_planned() {
 
 #[test]
 fn a_sequence_that_is_preempted_twice_runs_to_its_end() {
-    // Each sequence alone needs all 10 blocks. Two sequences start because their prompts are short.
+    // A sequence of 640 tokens needs all 10 blocks. Two sequences can start, because their prompts are short.
     let config = SchedulerConfig { token_budget: 64, max_sequences: 2, context: 640 };
     let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 11));
     submit(&mut scheduler, 0, 10, usize::MAX);
@@ -716,7 +716,7 @@ fn a_sequence_that_is_preempted_twice_runs_to_its_end() {
 fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget() {
     let mut reached = BTreeSet::new();
     for head_start in 1..4 {
-        // The prompt of sequence 0 needs 10 of 11 blocks. During its prefill, sequence 1 grows to three blocks.
+        // The prompt of sequence 0 needs 10 of 11 blocks. While it is prefilled, sequence 1 grows to three blocks.
         let config = SchedulerConfig { token_budget: 4, max_sequences: 2, context: 640 };
         let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 12));
         submit(&mut scheduler, 0, 600, 10);

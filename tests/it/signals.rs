@@ -220,7 +220,7 @@ fn invalid_utf_8_leaves_the_line_unchanged() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
     chat.settle();
-    // 0xe9 starts a three-byte UTF-8 character, but a space cannot continue one.
+    // 0xe9 starts a three-byte UTF-8 character, but a space is not a continuation byte.
     chat.send(b"/st\xe9 ");
     chat.wait("not UTF-8");
     chat.settle();

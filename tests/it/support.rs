@@ -196,7 +196,7 @@ pub fn at_home(mut command: Command, home: &TempDir) -> Command {
     let prefixes = ["HF_", "INFERNO_", "XDG_", "NO_COLOR", "RUST_LOG"];
     for (variable, _) in std::env::vars_os() {
         let name = variable.to_string_lossy();
-        // Keep INFERNO_REQUIRE_GPU, which makes the program fail if there is no GPU.
+        // Keep INFERNO_REQUIRE_GPU. Only tests read it.
         if prefixes.iter().any(|prefix| name.starts_with(prefix)) && name != "INFERNO_REQUIRE_GPU" {
             command.env_remove(&variable);
         }

@@ -132,7 +132,7 @@ fn small(change: impl FnOnce(&mut Value)) -> Vec<u8> {
     serde_json::to_vec(&json).unwrap()
 }
 
-/// Loads a tokenizer, encodes `text` and decodes ids. Returns the first error, if any.
+/// Loads a tokenizer, encodes `text`, and decodes the result and an invalid id. Returns the first error, if any.
 fn outcome(bytes: &[u8], text: &str) -> Option<String> {
     let begin = Instant::now();
     let run = || -> anyhow::Result<()> {

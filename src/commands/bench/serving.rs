@@ -153,7 +153,7 @@ impl Load {
         let mut at = 0.0_f64;
         let mut next = |index| {
             let Some(rate) = self.rate else { return Duration::ZERO };
-            // Requests form a Poisson process, so the times between them are exponentially distributed.
+            // Arrivals form a Poisson process, so the times between them are exponentially distributed.
             at += -(1.0_f64 - uniform(self.seed.wrapping_add(1), index)).ln() / rate;
             Duration::from_secs_f64(at)
         };

@@ -125,7 +125,8 @@ fn kernels(ordinal: usize, device: &Device, findings: &mut Vec<Finding>, self_te
     }));
 }
 
-/// Returns one finding if all checks pass. Otherwise, returns the first failed checks, and the total if there are more.
+/// Returns one finding if all checks pass. Otherwise, returns one for each of the first `MAX_SHOWN` failed checks.
+/// If there are more, adds one with the number of failed checks.
 fn self_test_findings(ordinal: usize, checks: &[Check]) -> Vec<Finding> {
     const MAX_SHOWN: usize = 6;
     let next = "inferno doctor --json > doctor.json, then attach the file to a bug report";

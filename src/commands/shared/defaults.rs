@@ -273,7 +273,7 @@ fn id(flag: &str) -> String {
     flag.replace('-', "_")
 }
 
-/// Reads the configuration for a model. Also returns the path of the configuration file.
+/// Reads the settings for a model from the configuration file. Also returns the path of the file.
 fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(SettingValues, String)> {
     let Some(path) = configuration_path() else { return Ok((SettingValues::new(), String::new())) };
     let shown_path = path.display().to_string();
@@ -314,7 +314,7 @@ fn full_name(model: &str, arguments: &ArgMatches) -> String {
     found.map_or_else(|_| model.to_string(), |snapshot| snapshot.name)
 }
 
-/// Returns true if a configuration section applies to a model. A section names a repository, a file or a directory.
+/// Returns true if a configuration section applies to a model. A section is named after a model, repository or path.
 fn is_name_of(section: &str, model: &str) -> bool {
     let is_repository = model.split_once(':').is_some_and(|(repository, _)| repository == section);
     let path = |name: &str| std::fs::canonicalize(name).ok();

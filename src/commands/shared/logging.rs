@@ -16,7 +16,7 @@ pub fn start(verbose: u8) {
         _ => Targets::new().with_target("inferno", LevelFilter::DEBUG),
     };
     let format = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_target(false);
-    // If a write to stderr fails, the layer by default reports it with `eprintln!`, which panics.
+    // By default, tracing-subscriber reports a failed write to stderr with `eprintln!`, which would panic.
     let format = format.with_timer(tracing_subscriber::fmt::time::uptime()).log_internal_errors(false);
     // Fails only if logging has already started.
     let _ = tracing_subscriber::registry().with(format).with(filter).try_init();

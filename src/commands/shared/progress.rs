@@ -54,7 +54,7 @@ pub struct ProgressView {
 
 struct State {
     files: HashMap<String, File>,
-    /// The sum of `done` over all files. Each report updates this sum, because adding up all files would be slow.
+    /// The sum of `done` over all files. Kept up to date, because adding up all files on each update would be slow.
     done_bytes: u64,
     total_bytes: u64,
     lines: LineTimer,

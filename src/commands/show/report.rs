@@ -22,7 +22,7 @@ pub struct Report {
     pub path: Option<String>,
     #[serde(skip)]
     pub location: &'static str,
-    /// The family named in config.json, supported or not.
+    /// The model family. For an unsupported model, the model type or architecture that its config names.
     pub family: Option<String>,
     pub supported: bool,
     /// Why the model is not supported.

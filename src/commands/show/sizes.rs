@@ -6,7 +6,7 @@ use serde_json::Value;
 use crate::models::Architecture;
 use crate::nn::kv_cache::LayerSpec;
 
-/// The dimensions of a model. A dimension that is missing from config.json is `None`.
+/// The dimensions of a model. A dimension is `None` if config.json neither states nor implies it.
 #[derive(Debug, Default, Serialize)]
 pub struct Sizes {
     pub layers: Option<u64>,

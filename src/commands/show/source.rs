@@ -70,7 +70,7 @@ impl Metadata {
     }
 }
 
-/// Reads the headers of GGUF files on the hub.
+/// Reads the headers of a model's GGUF files on the hub.
 ///
 /// The outer error means that a request to the hub failed. The inner error means that a file is invalid.
 fn remote_gguf(hub: &Hub, model: &RemoteModel) -> Result<Result<GgufCheckpoint>> {

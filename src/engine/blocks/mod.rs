@@ -1,6 +1,6 @@
 //! Allocates blocks of the KV cache to sequences. Reuses blocks that already hold the start of a prompt.
 //!
-//! Layers with the same attention window form a group. A sequence has one block table per group.
+//! All layers of a group have the same attention window. A sequence has one block table per group.
 //! Full-attention groups keep every block of a sequence. Sliding-window groups release the blocks that no later token
 //! attends to. All groups share one pool, as in vLLM's hybrid KV cache manager.
 //!
@@ -59,7 +59,7 @@ pub struct BlockStats {
     pub total: usize,
     /// Blocks that a sequence uses.
     pub used: usize,
-    /// Blocks with reusable contents, used or not.
+    /// Blocks with reusable contents, whether or not a sequence uses them.
     pub cached: usize,
     /// Blocks whose reusable contents were evicted so far.
     pub evicted: u64,
@@ -108,13 +108,13 @@ impl BlockManager {
         sequence.tables.iter().zip(&sequence.oldest).map(|(table, oldest)| table.len() - oldest).sum()
     }
 
-    /// Returns the most blocks that a sequence of `tokens` tokens uses at once, in steps of at most `chunk` tokens.
+    /// Returns the most blocks that a sequence of `tokens` tokens uses if one step computes at most `chunk` of them.
     pub fn peak(&self, tokens: usize, chunk: usize) -> usize {
         self.windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
     }
 
-    /// Creates the blocks of a sequence. Reuses the longest cached prefix of `tokens`. The prefix never includes the
-    /// last token, because its logits must be computed.
+    /// Creates the block tables of a sequence and adds the blocks of the longest cached prefix of `tokens`. The prefix
+    /// never includes the last token, because its logits must be computed.
     ///
     /// `hashes` is empty for a new sequence. To continue a sequence, pass what [`release`](Self::release) returned.
     pub fn start(&mut self, tokens: &[u32], hashes: BlockHashes) -> SequenceBlocks {
@@ -156,8 +156,8 @@ impl BlockManager {
         for group in groups.clone().filter(|&group| self.windows[group].is_none()) {
             hit = (0..hit).take_while(|&index| has(group, index)).count();
         }
-        // A sliding-window group needs only the blocks that the token after the prefix attends to. If block i of them
-        // is missing, shorten the prefix to i blocks, because every longer prefix also needs block i.
+        // A sliding-window group needs only the blocks that the token after the prefix attends to. If one of them is
+        // missing, say block i, shorten the prefix to i blocks: all lengths from i + 1 to `hit` blocks need it too.
         let last_missing = |hit: usize| {
             groups.clone().filter(|&group| self.windows[group].is_some()).find_map(|group| {
                 (self.first_visible_block(group, hit * BLOCK_TOKENS)..hit).rev().find(|&index| !has(group, index))
@@ -205,7 +205,7 @@ impl BlockManager {
     }
 
     /// Returns how many free blocks the sequence needs to reach `tokens` tokens in steps of at most `chunk` tokens.
-    /// Blocks that leave its window on the way are free again for later positions, so they are not counted twice.
+    /// A block that leaves the window on the way becomes free for later positions, so it is counted only once.
     pub fn demand(&self, sequence: &SequenceBlocks, tokens: usize, chunk: usize) -> usize {
         let demand = |group: usize| {
             let missing = self.missing_in_group(group, sequence, tokens);
@@ -280,11 +280,12 @@ impl BlockManager {
     /// Returns how soon to evict a block that left the window of a sequence.
     ///
     /// A prompt can reuse a prefix only if all blocks in the window at the end of the prefix are cached. Blocks in the
-    /// window at the end of a prompt or at a multiple of [`CHECKPOINT_TOKENS`] are kept. All others are evicted first.
+    /// window at the end of a prompt or at a multiple of [`CHECKPOINT_TOKENS`] are evicted last, all others first.
     fn retention_behind_window(&self, group: usize, index: usize, prompt: usize) -> Retention {
         let checkpoint = (index * BLOCK_TOKENS / CHECKPOINT_TOKENS + 1) * CHECKPOINT_TOKENS;
         let is_visible_from = |position| index >= self.first_visible_block(group, position);
-        // Longer prompts reuse this window. So does the same prompt, which must compute its last token again.
+        // A later prompt that starts with this prompt needs the blocks in the window at the end of this prompt. So does
+        // the same prompt if it is sent again, because its last token is always computed.
         let prompt_start = prompt.saturating_sub(1) / BLOCK_TOKENS * BLOCK_TOKENS;
         let is_before_prompt_end = index < prompt / BLOCK_TOKENS && is_visible_from(prompt_start);
         match is_visible_from(checkpoint) || is_before_prompt_end {
@@ -310,7 +311,8 @@ impl BlockManager {
     pub fn release(&mut self, sequence: SequenceBlocks) -> BlockHashes {
         let groups = 0..self.windows.len();
         let longest = groups.clone().map(|group| sequence.tables.len(group)).max().unwrap_or(0);
-        // Blocks are evicted in release order: the end first, and all groups together, because a prefix needs them all.
+        // Blocks are evicted in release order. Release the last blocks first, because the start of a sequence is still
+        // usable without its end. Release all groups together, because a prefix must be cached in every group.
         for index in (0..longest).rev() {
             for group in groups.clone().filter(|&group| index < sequence.tables.len(group)) {
                 self.pool.release(sequence.tables.get(group, index), Retention::Keep);
@@ -332,5 +334,5 @@ impl BlockManager {
     }
 }
 
-/// At multiples of this position, a sliding-window group keeps the blocks of its window longer.
+/// At every multiple of this many tokens, a sliding-window group keeps the blocks of its window cached for longer.
 const CHECKPOINT_TOKENS: usize = 1024;

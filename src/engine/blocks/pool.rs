@@ -133,7 +133,7 @@ impl BlockPool {
         (content.parent == parent && *content.tokens == *tokens).then_some(id)
     }
 
-    /// Adds a reference to a block. The block may have none yet.
+    /// Adds a reference to a block. If the block had none, it is no longer free.
     pub fn retain(&mut self, id: BlockId) {
         if id == SCRATCH_BLOCK {
             return;
@@ -164,7 +164,7 @@ impl BlockPool {
         }
     }
 
-    /// Makes the content of a full block reusable. Does nothing if the same content is already cached.
+    /// Makes the content of a full block reusable. Does nothing if a block with this content is already cached.
     pub fn publish(&mut self, id: BlockId, content: BlockContent) {
         if id == SCRATCH_BLOCK || self.blocks[id as usize].content.is_some() {
             return;

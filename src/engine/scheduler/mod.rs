@@ -78,7 +78,7 @@ pub struct SequenceWork {
     pub is_last: bool,
 }
 
-/// The current numbers of sequences, and the number of preemptions so far.
+/// The current numbers of waiting and running sequences, and the number of preemptions so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SchedulerStats {
     pub waiting: usize,

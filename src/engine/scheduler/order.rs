@@ -9,7 +9,7 @@ pub type SequenceId = u64;
 /// How much earlier a sequence must arrive to make up for one level of priority.
 const AGING: Duration = Duration::from_secs(2);
 
-/// The rank of a sequence. A sequence that compares as less gets tokens and blocks first.
+/// The rank of a sequence. The sequence with the smallest rank gets tokens and blocks first.
 ///
 /// The rank does not depend on the current time, because all sequences age equally. A long enough wait outweighs any
 /// difference in priority, so no sequence waits forever.

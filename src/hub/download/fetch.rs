@@ -98,7 +98,7 @@ impl Download<'_> {
         let mut retry = Retry::new(limits, limits.max_failures);
         let min_progress = Limits::min_progress(self.state().jobs[job].bytes);
         // The position at the last reset of `retry`. Bytes before this position do not count as progress:
-        // if the server cannot resume, each attempt fetches them again.
+        // if the server does not support ranges, each attempt fetches them again.
         let mut furthest = part.start;
         let result = loop {
             let (cause, retry_after) = match transfer.run() {
@@ -171,8 +171,8 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Renames a good file to its blob name and links it, except weights, which [`fetch`] links last.
-    /// Restarts a bad file.
+    /// Renames a good file to its blob name and links it into the snapshot. Leaves links to weights to [`fetch`].
+    /// Discards a bad file, so that it is fetched again.
     fn conclude(&self, job: &mut Job, is_good: bool) -> Result<()> {
         job.in_flight -= 1;
         if is_good {

@@ -19,9 +19,9 @@ pub enum AttentionBackend {
 }
 
 impl AttentionBackend {
-    /// Returns the backend to use for queries of this dtype and head size. Never returns `Auto`.
+    /// Returns the backend to use on this device for this dtype, head size and soft cap. Never returns `Auto`.
     ///
-    /// Fails with the reason if `self` does not support these queries.
+    /// Fails with the reason if `self` does not support this combination.
     pub fn choose(self, is_on_gpu: bool, dtype: DType, head_dim: usize, softcap: Option<f32>) -> Result<Self, String> {
         let has_tensor_cores = is_on_gpu && matches!(dtype, DType::BF16 | DType::F16);
         let has_own = has_tensor_cores && FLASH_HEAD_DIMS.contains(&head_dim);

@@ -105,7 +105,7 @@ fn attend(
     let (is_causal, left) = mask.window.map_or((1, length), |window| (0, (window - 1).min(length)));
     let (q_row, kv_row) = ((heads * head_dim) as u32, (kv_heads * head_dim) as u32);
     let pointer = |tensor: &Tensor| address(tensor).map(|address| address as *const c_void);
-    // SAFETY: the tensors are contiguous (`address` checks this) and have these sizes and strides.
+    // SAFETY: the tensors are contiguous (`address` checks this) and have the sizes and strides that are passed here.
     // Their memory is allocated and freed in stream order.
     unsafe {
         run_mha(

@@ -8,7 +8,7 @@
 //   sinks: f32 [heads] or null
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (tokens, heads); block: 32 · warps
-//     Each block computes one query head of one token. Its warps divide the keys, each with an online softmax.
+//     Each block computes one query head of one token. Each warp runs an online softmax over its share of the keys.
 //     The results of all warps are merged at the end.
 //     A block has 4 warps if there are many queries, and 32 if there are few, to hide the latency of reading keys.
 //   shared memory: warps · (head_dim + 2) floats

@@ -11,7 +11,8 @@
 //     If null, every sequence has the same number of tokens, the argument `tokens`.
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
-//   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile; only the first row tile misses L2
+//   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile
+//     The row tiles of a sequence read the same keys and values, so only the first one misses L2.
 //
 // A row is one query head of one token. A KV head has group = heads / kv_heads query heads.
 // Row r of KV head k belongs to token r / group of the sequence. Its query head is k · group + r % group.
@@ -43,7 +44,7 @@ constexpr int head_dim_index(int head_dim) {
 }
 
 // The division of work within a block.
-//   TEAMS = 1 (prompts): all warps use the same tiles of KEYS keys. Each warp computes its own 16·M rows.
+//   TEAMS = 1 (prompts): all warps use the same tiles of KEYS keys. Each warp computes its own ROWS / WARPS rows.
 //   TEAMS > 1 (decoding): each team is one warp. All teams compute the same 16 rows, each for its own key tiles.
 //   The sums of the teams are merged at the end.
 template <int HEAD_DIM, int TILE_ROWS, bool BATCH = false> struct Tile {
@@ -108,7 +109,7 @@ template <typename C> struct Rows {
         const int r = first + row;
         return ((size_t)(first_token + r / group) * heads + kv_head * group + r % group) * C::D;
     }
-    // Returns the token of a row. Rows past the end repeat the last row.
+    // Returns the index of a row's token in the sequence. Rows past the end repeat the last row.
     __device__ __forceinline__ int token(int row) const { return (first + min(row, count - 1)) / group; }
 };
 
@@ -131,7 +132,7 @@ template <typename C> __device__ __forceinline__ RowTile find_row_tile(const uin
 }
 
 // The key tiles of this team: begin, begin + TEAMS, and so on, up to but not including end.
-// Tile 0 starts at position `oldest`.
+// Tile 0 starts at position `oldest`. `newest` is the last visible position.
 struct Keys {
     int oldest, newest, begin, end;
 };
@@ -178,7 +179,7 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
 // Starts copying the queries of the block's rows to shared memory, and commits the copies as one group.
 template <typename T, typename C>
 __device__ __forceinline__ void load_queries_to_shared(const T* q, T* query_tile, const Rows<C>& rows) {
-    static_assert(C::STAGES == 2, "with more stages, the first wait of the main loop would not cover this group");
+    static_assert(C::STAGES == 2, "with more stages, the first wait of the main loop would not cover the queries");
     for (int copy = threadIdx.x; copy < C::ROWS * (C::D / 8); copy += C::THREADS) {
         const int row = copy / (C::D / 8), segment = copy % (C::D / 8);
         const T* from = q + rows.element(min(row, rows.count - 1)) + segment * 8;
@@ -316,7 +317,7 @@ __device__ __forceinline__ void update_maxima(const Scores<C>& scores, float fac
 }
 
 // Turns scores into weights, adds the weights to the totals, and adds the weighted values to the sums.
-// Each step covers 16 keys, so its exponentials overlap with the matrix products of the previous step.
+// Processes 16 keys per step, so that exponentials can overlap with the matrix products of the previous step.
 template <typename T, typename C>
 __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float factor, const RowFloats<C>& maxima,
                                                   uint32_t values, RowFloats<C>& totals, Sums<C>& sums) {

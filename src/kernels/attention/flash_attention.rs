@@ -20,7 +20,7 @@ const MAX_SPLITS: usize = 64;
 /// The keys of a row tile are not split across thread blocks if the sliding window has at most this many keys.
 const MAX_UNSPLIT_WINDOW: usize = 256;
 
-/// A flash attention kernel and its launch shape, chosen for some of the queries of a pass.
+/// A flash attention kernel and its launch shape, chosen for some or all queries of a pass.
 pub struct FlashAttention {
     kernel: String,
     launch_shape: LaunchShape,
@@ -68,7 +68,7 @@ pub struct FlashTensors<'t> {
 pub enum EarlyReads {
     /// Nothing.
     None,
-    /// The positions, the block tables, and the keys and values of earlier positions.
+    /// The positions, the block tables, and the keys and values that earlier steps wrote.
     /// All of this data must have been written before the previous kernel starts.
     EarlierPositions,
 }
@@ -77,7 +77,7 @@ pub enum EarlyReads {
 pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
     let AttentionInputs { q, layer, queries, blocks, sinks, mask } = inputs;
     for flash in FlashAttention::for_pass(device, q, layer, queries, mask)? {
-        // SAFETY: the kernel writes every partial result before it reads it.
+        // SAFETY: the kernel reads only partial results that it has written.
         let partials = &unsafe { Tensor::empty(flash.partials.max(1), DType::F32, q.device())? };
         let arrivals = &queries.counters(flash.arrivals.max(1))?;
         let (positions, tables) = (queries.positions(), &blocks.tables);
@@ -102,7 +102,7 @@ impl FlashAttention {
         let shape = AttentionShape::of_tensors(q, layer, None)?;
         let (group, sequences) = (shape.heads / shape.kv_heads, shape.tokens / tokens.max(1));
         if tokens == 0 || sequences * tokens != shape.tokens {
-            bail!("flash_attention: {} tokens are not whole sequences of {tokens} tokens", shape.tokens);
+            bail!("flash_attention: cannot divide {} tokens into sequences of {tokens} tokens", shape.tokens);
         }
         let rows = tokens * group;
         let few_tiles = sequences * rows.div_ceil(FLASH_FEW_ROWS);

@@ -1,6 +1,6 @@
 //! Splits the output of the fused QKV projection into queries, keys and values, and applies RoPE.
 //!
-//! Before the rotation, adds the bias, and normalizes queries and keys if the model has norms for them.
+//! Before the rotation, adds the bias and applies the QK norms, if the model has them.
 //! RoPE (RoFormer, arXiv 2104.09864) uses the split-half layout of Hugging Face checkpoints.
 //!
 //! The cosine and sine tables and all arithmetic are f32, because bf16 is too imprecise for large positions.
@@ -35,7 +35,7 @@ pub struct Rotation<'t> {
     pub positions: &'t Tensor,
 }
 
-/// The RMSNorm that is applied to each head of q and k before the rotation.
+/// The QK norms: RMSNorms that are applied to each head of q and each head of k before the rotation.
 #[derive(Clone, Copy)]
 pub struct QkNorm<'t> {
     /// f32 `[head_dim]`
@@ -167,7 +167,7 @@ fn scatter_rows(to: &Tensor, from: &Tensor, slots: &[u32]) -> Result<()> {
 /// Returns x with the heads of q and k normalized and rotated. The heads of v are unchanged.
 ///
 /// - x: `[tokens, (heads + 2 * kv_heads) * head_dim]`
-/// - `norms`: the weights of the q norm and the k norm, and eps
+/// - norms: the weights of the q norm and the k norm, and eps
 /// - cos, sin: `[positions, rotated / 2]`
 pub fn reference(
     x: &[f32],

@@ -21,7 +21,7 @@ impl AttentionShape {
         let AttentionInputs { q, layer, queries, blocks, sinks, .. } = inputs;
         let shape = Self::of_tensors(q, layer, sinks)?;
         if queries.tokens() != shape.tokens {
-            bail!("attention: q has {} tokens, but the pass has {}", shape.tokens, queries.tokens());
+            bail!("attention: q has {} tokens, but the forward pass has {}", shape.tokens, queries.tokens());
         }
         queries.check(blocks)?;
         Ok(shape)

@@ -13,7 +13,8 @@ pub struct StepBuffers {
     pub state: Tensor,
     /// f32 `[vocab]`
     pub logits: Tensor,
-    /// The largest logit and its token for each thread block of the head kernel: u32 `[2 * multiprocessors]`.
+    /// For each thread block of the head kernel, its largest logit (as f32 bits) and the token of this logit:
+    /// u32 `[2 * multiprocessors]`.
     pub(super) best: Tensor,
     pub(super) multiprocessors: usize,
 }

@@ -96,7 +96,7 @@ impl Arguments {
         }
     }
 
-    /// If the weight is quantized, adds the arguments that tell the kernel how to quantize its input. They come last.
+    /// If the weight is quantized, adds the kernel's last arguments, which specify how to quantize the input.
     pub(super) fn rounding(self, weight: &Matrix) -> Result<Self> {
         let Matrix::Quantized(_) = weight else { return Ok(self) };
         let Some(rounding) = weight.input_rounding() else {

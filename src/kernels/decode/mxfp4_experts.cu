@@ -12,7 +12,7 @@
 //   blocks: [experts][rows / 16][columns / 64][lane][16 bytes]
 //   scales: [experts][rows / 16][columns / 64][8][4 bytes]
 // The 16 bytes of a lane are its fragments of A for four mma.m16n8k16 instructions.
-// The fragments contain values from rows g and g + 8 of two MXFP4 blocks (32 columns each), where g = lane / 4.
+// The fragments contain values of rows g and g + 8, from two MXFP4 blocks (64 columns) of each row. g is lane / 4.
 struct Mxfp4Tiles {
     const uint8_t *blocks, *scales;
     int groups;  // the number of 64-column groups in a row

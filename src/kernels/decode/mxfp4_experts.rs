@@ -22,7 +22,7 @@ pub struct ExpertBuffers {
     pub logits: Tensor,
     /// The normalized input divided by `normed_scale`: f16 `[hidden]`.
     pub(super) normed: Tensor,
-    /// The power of two that brings `normed` into the range of f16: f32 `[1]`.
+    /// The power of two by which the normalized input is divided to fit in f16: f32 `[1]`.
     pub(super) normed_scale: Tensor,
     /// The output of SwiGLU for each chosen expert: f16 `[chosen, intermediate]`.
     h: Tensor,

@@ -14,7 +14,7 @@
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weight
-// Each unit is two rows of the weight. RoPE rotates the outputs of the two rows as a pair.
+// Each unit is two rows of the weight. Where RoPE applies, it rotates the outputs of the two rows as a pair.
 #include "attention/paged.cuh"
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
@@ -38,7 +38,7 @@ template <typename T> struct QkvTarget {
     }
 };
 
-// The two outputs of a unit. The constructor loads their biases and angles before the dot products are ready.
+// The two outputs of a unit. The constructor loads their biases, cosine and sine before the dot products are ready.
 template <typename T> struct QkvPair {
     int head, first, second;
     float a_bias, b_bias, cos, sin;
@@ -54,6 +54,7 @@ template <typename T> struct QkvPair {
         sin = rotates ? __ldg(to.sin + (size_t)position * half + first) : 0.0f;
     }
 
+    // Adds the biases to the dot products `a` and `b`, applies RoPE unless the results go to `raw`, and stores them.
     // `row` is the row of the KV cache for this position.
     __device__ __forceinline__ void store(const QkvTarget<T>& to, uint32_t row, float a, float b) const {
         const size_t base = (size_t)head * to.head_dim, kv_row = (size_t)row * to.kv_heads;

@@ -75,7 +75,7 @@ struct ChosenRows {
     const uint32_t* experts;
     int pieces;            // the number of pieces in one expert's row
     size_t expert_pieces;  // the number of pieces in one expert's matrix
-    uint32_t inverse;      // 2^32 / pieces, rounded up; index_of is exact for pieces below 2^32 / pieces
+    uint32_t inverse;      // 2^32 / pieces, rounded up; index_of(piece) is exact if piece < 2^32 / pieces
 
     __device__ __forceinline__ ChosenRows() {}
     __device__ __forceinline__ ChosenRows(const uint32_t* experts, int pieces, size_t expert_pieces)

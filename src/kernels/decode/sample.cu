@@ -3,18 +3,19 @@
 // Never chooses a token whose logit is NaN or -inf. If every logit is NaN or -inf, the step fails.
 //
 // The sampler on the host (engine/sampler.rs) applies the same rules in the same order.
-// It chooses the same tokens, with these exceptions:
+// Both choose the same tokens, with these exceptions:
 // - If several tokens at the cutoff of top-k or top-p have equal logits, this kernel keeps all of them.
 //   The host keeps only as many as it needs, starting with the lowest token ids.
 // - The host computes probabilities in f64. This kernel computes them in f32, relative to the largest probability,
-//   and truncates them to multiples of 2^-40, so it never chooses a token below 2^-40.
+//   and truncates them to multiples of 2^-40, so it never chooses a token with a smaller relative probability.
 //   The choice can differ at the cutoffs of top-p and min-p, or if the draw is near the boundary of two tokens.
 // - nvcc fuses multiplications and additions, so penalized logits can differ in the last bit.
 //
 // A launch has at most one block per multiprocessor, so all blocks run at the same time and can wait for each other.
 // Each block handles a range of token ids. Each thread holds up to SAMPLE_IDS_PER_THREAD logits in registers.
 // Probability masses are 64-bit integers. The mass of the most likely token is 2^40.
-// Integer sums do not depend on the order of the additions, so the same logits and seed always give the same token.
+// Integer sums do not depend on the order of the additions, so equal logits, parameters and draw counts always give
+// the same token.
 //   logits: f32 [vocab]
 //   seen: u32 [vocab]; 0 if the token has not appeared, otherwise 1 + the number of times it was generated
 //   params: SamplingKernelParams
@@ -39,7 +40,8 @@ struct Scratch {
 
 static_assert(sizeof(Scratch) == 4 * SAMPLE_SCRATCH_WORDS, "SAMPLE_SCRATCH_WORDS must match Scratch");
 
-// Waits until all blocks of the grid have called this function. Writes before the call are visible after it.
+// Waits until all blocks of the grid have called this function. Writes of any block before the barrier are then visible
+// to all blocks.
 // `expected` is the number of arrivals at earlier barriers. It must be 0 before the first call.
 __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
     __syncthreads();
@@ -54,7 +56,7 @@ __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
     __syncthreads();
 }
 
-// Returns the largest key k such that the tokens with keys >= k together reach the target.
+// Returns the largest sort key k (see sort_key) such that the tokens with keys >= k together reach the target.
 // Ignores tokens with keys below `floor`.
 // If BY_MASS is true, the target is the fraction `share` of the total mass, and `target` is ignored.
 // Otherwise, the target is a number of tokens (`target`), and `share` is ignored.
@@ -125,7 +127,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
             if (times > 1) logit -= params.frequency_penalty * (times - 1) + params.presence_penalty;
         }
         if (isnan(logit)) continue;
-        values[i] = logit, keys[i] = sort_key(logit + 0.0f);  // -0 becomes +0, which is equal to it
+        values[i] = logit, keys[i] = sort_key(logit + 0.0f);  // -0 becomes +0, so that both zeros have the same key
         top = max(top, keys[i]);
     }
     top = __reduce_max_sync(0xffffffffu, top);
@@ -164,7 +166,8 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     grid_barrier(scratch, expected);
 
     // 3. Draw a random point below the total mass. All blocks draw the same point.
-    // `before` starts as the total mass of all earlier blocks. The winner is the token whose mass contains the point.
+    // `before` starts as the total mass of all earlier blocks.
+    // The winner is the first token at which the cumulative mass exceeds the point.
     unsigned long long before = 0, all = 0;
     {
         const unsigned long long value = threadIdx.x < gridDim.x ? __ldcg(&scratch->block_masses[threadIdx.x]) : 0;

@@ -53,7 +53,7 @@ impl SamplingKernelParams {
 
     /// Returns the parameters as u32 words, in the order of `SamplingKernelParams` in `sampling.cuh`.
     pub(super) fn words(&self) -> [u32; SAMPLE_PARAM_WORDS] {
-        // Without `..`, the compiler rejects a new parameter that is not passed to the kernel.
+        // Do not use `..` here: a new parameter must fail to compile until it is passed to the kernel.
         let &Self {
             temperature,
             top_k,

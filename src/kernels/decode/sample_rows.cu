@@ -20,7 +20,7 @@ struct Row {
     // Returns the key of a token, or 0 if its logit is NaN.
     __device__ __forceinline__ uint32_t key(int id) const {
         const float logit = __ldcg(logits + id);
-        return isnan(logit) ? 0 : sort_key(logit + 0.0f);  // -0 becomes +0, which is equal to it
+        return isnan(logit) ? 0 : sort_key(logit + 0.0f);  // -0 becomes +0, so that both zeros have the same key
     }
     // Returns the probability mass of a token relative to the most likely one, in units of 2^-40.
     __device__ __forceinline__ unsigned long long mass(uint32_t key) const {
@@ -29,7 +29,7 @@ struct Row {
     }
 };
 
-// Returns the largest key k such that the tokens with keys >= k together reach the target.
+// Returns the largest sort key k (see sort_key) such that the tokens with keys >= k together reach the target.
 // See `threshold` in sample.cu for the parameters.
 template <bool BY_MASS>
 __device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsigned long long target,
@@ -46,7 +46,7 @@ __device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsig
             const uint32_t key = id < row.vocab ? row.key(id) : 0;
             const unsigned long long mass = row.mass(key);
             const bool counts = mass > 0 && key >= floor && (round == 0 || key >> (shift + 8) == prefix);
-            // The keys of a warp usually fall into few bins. Sum them per bin, so that each bin needs one atomicAdd.
+            // The keys of a warp usually fall into few bins. First sum each bin within the warp: one atomicAdd per bin.
             uint32_t left = __ballot_sync(0xffffffffu, counts);
             while (left) {
                 const uint32_t bin = __shfl_sync(0xffffffffu, key >> shift & 255, __ffs(left) - 1);
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     if (threadIdx.x == 0) top_key = 0, winner = NO_TOKEN;
     __syncthreads();
 
-    // 1. Find the largest logit. Of equal logits, the greedy choice is the lowest token id.
+    // 1. Find the largest logit. If several tokens have it, greedy sampling chooses the lowest token id.
     uint32_t top = 0, first = NO_TOKEN;
     for (int id = threadIdx.x; id < vocab; id += SAMPLE_THREADS) {
         const uint32_t key = row.key(id);
@@ -105,7 +105,8 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
         return key < floor || mass < min_mass ? 0ull : mass;
     };
 
-    // 3. Draw a random point below the total mass. The winner is the token whose mass contains the point.
+    // 3. Draw a random point below the total mass.
+    // The winner is the first token at which the cumulative mass exceeds the point.
     // Each warp sums a contiguous range of ids, so that prefix sums follow the order of the ids.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int ids = (vocab + 31) / 32, begin = warp * ids, end = min(begin + ids, vocab);

@@ -54,8 +54,9 @@ __device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long 
 }
 
 // One round of the search in `threshold`. A round determines eight bits of the key and appends them to `prefix`.
-// Bins are summed from the highest down: `value` is the mass or the count of bin SAMPLE_BINS - 1 - threadIdx.x, or 0 in
-// threads without a bin. Subtracts the sum of the bins above the chosen bin from `target`.
+// `value` is the mass or the count of bin SAMPLE_BINS - 1 - threadIdx.x, or 0 in threads without a bin.
+// Sums the bins from the highest down and chooses the bin at which the sum reaches `target`.
+// Subtracts the sum of the bins above the chosen bin from `target`.
 // If BY_MASS is true, the first round sets the target to the fraction `share` of the total mass.
 template <bool BY_MASS>
 __device__ __forceinline__ void choose_bin(unsigned long long value, bool is_first_round, float share,

@@ -51,7 +51,7 @@ impl LaunchGraph {
         // Fetch them here, because `end_capture` would return them without ending the capture.
         let freed = stream.context().check_err().w();
         let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0)).w();
-        // Discard errors that were stored since then, so that they do not make an unrelated call fail.
+        // Discard errors that `end_capture` stored, so that they do not make an unrelated call fail.
         let _ = stream.context().check_err();
         queued?;
         freed?;

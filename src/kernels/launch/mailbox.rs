@@ -43,7 +43,7 @@ impl Mailbox {
         // SAFETY: the slot is within the allocation, is initialized, and lives as long as `self`.
         let slot = unsafe { self.slots.add(slot).as_ref() };
         let word = slot.load(Ordering::Acquire);
-        // The device does not write to a slot again until the host has emptied it, so no word is lost here.
+        // The device does not write to a slot again until the host has emptied it, so this store loses no new word.
         if word != 0 {
             slot.store(0, Ordering::Release);
         }

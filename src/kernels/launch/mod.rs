@@ -2,7 +2,7 @@
 //!
 //! A [`Launch`] specifies a kernel, the sizes of its grid, blocks and shared memory, and its arguments.
 //! [`Launch::enqueue`] queues a launch immediately. A [`LaunchList`] records launches and queues them together.
-//! A [`LaunchGraph`] contains lists that were captured as a CUDA graph.
+//! A [`LaunchGraph`] contains launches that were captured as a CUDA graph.
 //!
 //! Every launch goes to the candle device's stream, and candle frees memory in stream order.
 //! A tensor may therefore be dropped as soon as a launch that uses it is queued. No CUDA event has to track its use.

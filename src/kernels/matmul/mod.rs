@@ -1,5 +1,5 @@
 //! Matrix products y = x·Wᵀ with f32 results.
-//! Callers add the bias in f32 before they round to the compute dtype. Logits stay f32.
+//! Callers add the bias in f32 and only then round the result to the compute dtype. Logits stay f32.
 
 #[cfg(feature = "cuda")]
 pub mod cublas_lt;

@@ -4,13 +4,14 @@
 //
 // See mxfp4_tiles.cuh for the layout of weights and h. y is [pairs, hidden], in the original order of the pairs.
 //
-// With few pairs, reading and unpacking the weights takes longer than the products.
-// A warp therefore reads a contiguous range of weights straight to registers, and uses each weight for all pairs.
+// With few pairs, reading and unpacking the weights takes longer than the MMAs.
+// A warp therefore reads a contiguous range of weights directly into registers and unpacks each weight only once for
+// all pairs of a tile.
 // Only mma.sync is used: at this size, it needs fewer cycles per weight than wgmma.
 //
 // A row pair is two row tiles (32 weight rows). The row pairs of all experts are divided evenly among the blocks.
 // Each block divides its row pairs evenly among its warps. A warp's share can start or end inside a row pair.
-// The warp that starts a row pair then adds the partial sums of the warps that finish it.
+// The warp that starts a row pair then adds the partial sums of the warps that continue it.
 // The shares depend on the routing of all tokens, and the order of the additions depends on the shares.
 // The results of a token can therefore vary slightly with the other tokens of its batch.
 #include "headers/async_copy.cuh"
@@ -54,7 +55,7 @@ struct Cursor {
     }
 };
 
-// The sums of a row pair for 8 · N pairs, in the layout of mma.sync results.
+// The sums of a row pair for 8 · N (token, expert) pairs, in the layout of mma.sync results.
 template <int N> using Sums = float[2][N][4];
 
 template <int N> __device__ __forceinline__ void clear(Sums<N>& sums) {
@@ -91,7 +92,7 @@ __device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2],
     }
 }
 
-// Adds the biases and stores the results of a row pair.
+// Adds the biases, applies the clamped SwiGLU (gate_up only), and stores the results of a row pair.
 template <typename T, bool GATE_UP, int N>
 __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, const Tile& tile, int row_pair,
                                                const Sums<N>& sums) {
@@ -103,7 +104,7 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, con
 }
 
 // Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x.
-// These rows may still be on their way to shared memory at `xs`: [steps][8 · N rows][128 bytes].
+// The rows of x are at `xs` in shared memory, [steps][8 · N rows][128 bytes]. Waits for copies that are in flight.
 template <typename T, bool GATE_UP, int N>
 __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& o, int rows, const Tile& tile,
                                                    int first, int last, uint32_t xs, float4* partials) {
@@ -207,7 +208,7 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
     const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP, row_pairs = (w.rows + 31) / 32;
     float4* const partials = reinterpret_cast<float4*>(shared + (size_t)steps * max_pairs * 128);
 
-    // 1. Find the row pairs of this block. Each tile of (token, expert) pairs needs all `row_pairs` of its expert.
+    // 1. Find the row pairs of this block. Each tile of (token, expert) pairs needs all row pairs of its expert.
     int total = 0;
     for (int base = 0; base < experts; base += 32) {
         const int expert = base + threadIdx.x % 32;

@@ -1,5 +1,5 @@
 // The MLP of routed experts with MXFP4 weights, for many tokens.
-// The matrix products run on tensor cores. Weights are unpacked on their way from shared memory to registers.
+// The matrix products run on tensor cores. Weights are packed in shared memory and unpacked in registers.
 //
 //   x [tokens, hidden] -> gather_tokens -> expert_gate_up -> h [pairs, intermediate]
 //   h -> expert_down -> y [pairs, hidden] -> expert_combine, which computes Σ weights[t, n] · y[t, n] over n
@@ -69,7 +69,7 @@ __device__ void expert_combine(const T* y, const float* weights, float* x, int n
 template <int ROW_TILES, bool GATE_UP>
 __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, int weight_rows, int max_pairs,
                                           int number, Tile& tile) {
-    // The columns of h are padded to a multiple of 64. Each 64 columns of h come from 128 gate and up rows.
+    // The columns of h are padded to a multiple of 64. 128 gate and up rows produce 64 columns of h.
     const int rows = GATE_UP ? (weight_rows + 127) / 128 * 128 : weight_rows;
     const int row_blocks = (rows + ROW_TILES * 16 - 1) / (ROW_TILES * 16);
     WorkItem item;
@@ -83,7 +83,7 @@ __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, 
 // ---- matrix multiplication with mma.sync ----
 
 // A tile covers TOKENS pairs × 256 rows.
-// Each of the eight warps computes TOKENS × 32 results (64 × 64 for 128 tokens).
+// Each of the eight warps computes TOKENS × 32 results, or 64 × 64 if TOKENS is 128.
 //   grid: any number of blocks; each block takes every gridDim.x-th tile
 //   block: EXPERT_MMA_THREADS
 //   shared memory: STAGES · (X_BYTES + W_BYTES)
@@ -203,7 +203,7 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
 // The tile of a block: at most PAIRS pairs × 192 rows. Three warpgroups compute 64 rows each, and a fourth one copies.
 // gpt-oss has matrices of 2880 and 5760 rows, both multiples of 192.
 // While one warpgroup waits for its products, another can unpack weights.
-// A fourth computing warpgroup would not fit, because each thread needs 160 registers.
+// A fourth computing warpgroup would need more registers than a multiprocessor has.
 // With at most UNROLL_PAIRS pairs, the loop over columns is unrolled by two.
 // BLOCKS thread blocks fit on a multiprocessor.
 template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int BLOCKS_> struct TileShape {

@@ -90,14 +90,14 @@ pub fn expert_mlp(
     let arguments =
         Arguments::new().tensor(&y)?.tensor(&routed.shares)?.tensor(&out)?.int(count).int(columns).int(chosen);
     let shape = LaunchShape::one_thread_each(count);
-    // SAFETY: as above.
+    // SAFETY: all shapes are checked above, and the down launch writes every element of `y`.
     unsafe {
         Launch::new(module!("expert_mlp"), format!("expert_combine_{suffix}"), shape, arguments).enqueue(device)?;
     }
     Ok(out)
 }
 
-/// Copies the row of x of each pair's token to tiled rows, in the order of `routed.sorted`.
+/// Gathers the row of x for each pair into tiled rows in `dtype`, in the order of `routed.sorted`.
 fn gather_tokens(
     device: &CudaDevice,
     x: &Tensor,

@@ -247,7 +247,8 @@ mod cuda {
         let kernel = format!("expert_gemm_mxfp4_{}", dtype_suffix(x.dtype())?);
         let tiles = ids.elem_count().div_ceil(EXPERT_GEMM_PAIRS) + experts;
         let shape = LaunchShape::new((rows.div_ceil(EXPERT_GEMM_ROWS), tiles, 1), EXPERT_GEMM_THREADS);
-        // SAFETY: as in `gemv`; the grid covers the maximum number of tiles.
+        // SAFETY: `super::expert_matmul` checked shapes and dtypes; its caller guarantees valid ids.
+        // The grid covers the maximum number of tiles.
         unsafe { Launch::new(module!("experts"), kernel, shape, arguments).enqueue(device) }
     }
 }
@@ -262,7 +263,7 @@ pub fn reference(
 ) -> Result<Vec<f32>> {
     let (_, rows, columns) = weights.dims()?;
     let mut out = vec![0f32; ids.len() * rows];
-    // `dot` multiplies a row of the stacked expert weights by a row of x.
+    // `dot(row, x)` is the dot product of a row of the stacked expert weights and a row of x.
     let fill = |dot: &(dyn Fn(usize, &[f32]) -> f32 + Sync), out: &mut [f32]| {
         out.par_iter_mut().enumerate().for_each(|(index, out)| {
             let (pair, row) = (index / rows, index % rows);

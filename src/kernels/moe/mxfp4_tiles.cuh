@@ -14,8 +14,8 @@
 // Columns of x, h and y are in *fragment order*.
 // In each group of 32 columns, column pair i is columns 2i and 2i + 1.
 // Column pair 4t + p is stored at position 4p + t, where t and p are 0 to 3.
-// In this order, each lane reads the columns that match its weights.
-// This permutation is its own inverse.
+// In fragment order, the columns of x that a lane reads match the columns of its weights.
+// The permutation is its own inverse.
 //
 // x and h are *tiled*: [ceil(columns / 64)][tiled_rows][128 bytes].
 // The rows of x and h are in the order of `sorted` (see sort_by_expert).
@@ -128,7 +128,7 @@ template <typename T> struct Output {
     float limit;
 };
 
-// Returns the biases of rows g and g + 8 of a weight tile.
+// Returns the biases of rows g and g + 8 of a weight tile, where g = lane / 4.
 template <typename T, bool GATE_UP>
 __device__ __forceinline__ float2 row_bias(const Output<T>& o, int rows, int expert, int row_tile) {
     const int g = threadIdx.x % 32 / 4;
@@ -153,9 +153,10 @@ template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* 
     *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(words);
 }
 
-// Stores the results of 8 tokens × TILES weight tiles.
+// Adds the biases to the sums of 8 tokens × TILES weight tiles, applies the clamped SwiGLU (gate_up only), and stores
+// the results.
 // TILES is 1 or 2. With 2, the index of the first tile is even.
-// For each tile, `sums` has the products of row g and tokens 2t and 2t + 1, then of row g + 8 and these two tokens.
+// For each tile, lane 4g + t passes the sums of row g for tokens 2t and 2t + 1, then of row g + 8 for these tokens.
 template <typename T, bool GATE_UP, int TILES>
 __device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& tile, int row_tile, int token,
                                       const float* const (&sums)[TILES], const float2 (&bias)[TILES]) {

@@ -25,12 +25,13 @@ pub(super) enum ProductKernel {
 
 impl ProductKernel {
     /// Chooses the kernel whose tiles suit the number of pairs per expert.
-    /// `gate_up` is the number of experts and the rows and columns of their gate and up matrices.
+    /// `gate_up` holds the dimensions of the fused gate and up weights: `(experts, rows, columns)`.
     pub fn choose(device: &CudaDevice, pairs: usize, gate_up: (usize, usize, usize)) -> Result<Self> {
         let (experts, rows, columns) = gate_up;
         let multiprocessors = multiprocessors(device)?;
         if let Some(tile) = FewTile::choose(device, columns, rows / 2)? {
-            // If an expert had more pairs than a tile, its weights would be read again for the next tile.
+            // The average must be at most half a tile, because some experts have more pairs than the average.
+            // If an expert has more pairs than a tile, its weights are read again for the next tile.
             let limit = FEW_PAIRS_PER_EXPERT.min(tile.max_pairs / 2);
             if pairs <= limit * experts {
                 return Ok(Self::Few(tile));

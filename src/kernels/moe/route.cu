@@ -10,8 +10,9 @@
 //   grid: (ceil(tokens / 8), slices, ceil(experts / 32)) with slices = ceil(columns / ROUTE_COLUMNS)
 //   block: 256, one warp per token and one lane per expert
 //   bytes moved: 4 · (tokens + experts) · columns
-// For each 8 tokens, the last block to finish adds the partial sums and chooses the experts.
-// The last of these blocks sorts all pairs. The order of a token's sums does not depend on other tokens.
+// For every 8 tokens, the last block to finish adds the partial sums and chooses the experts.
+// The last of these blocks sorts all pairs.
+// A token's partial sums are always added in the same order, so its logits do not depend on the other tokens.
 #include "constants.cuh"
 #include "headers/arrive.cuh"
 #include "headers/common.cuh"

@@ -13,7 +13,7 @@ use crate::kernels::unsupported;
 
 /// The (token, expert) pairs of a batch, sorted by expert, and their routing weights.
 pub struct RoutedPairs {
-    /// u32 `[pairs]`: pair t · chosen + n is expert n of token t.
+    /// u32 `[pairs]`: pair t · chosen + n is token t with its n-th chosen expert.
     pub sorted: Tensor,
     /// u32 `[experts + 1]`: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e, in any order.
     pub offsets: Tensor,
@@ -22,7 +22,8 @@ pub struct RoutedPairs {
 }
 
 impl RoutedPairs {
-    /// Sorts the pairs of `ids`, u32 `[tokens, chosen]`, with the routing weights `shares`, f32 `[tokens, chosen]`.
+    /// Sorts the pairs by expert. `ids` are the chosen experts, u32 `[tokens, chosen]`.
+    /// `shares` are their routing weights, f32 `[tokens, chosen]`.
     /// The caller guarantees that every id is less than `experts`.
     pub fn new(ids: &Tensor, shares: Tensor, experts: usize) -> Result<Self> {
         let Device::Cuda(device) = ids.device() else { return unsupported("RoutedPairs::new", ids) };

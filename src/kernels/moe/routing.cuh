@@ -1,5 +1,5 @@
-// Chooses the experts of one token.
-// Every thread block that needs the chosen experts computes them from the router logits in one of its warps.
+// Chooses the experts of one token, in one warp.
+// In a decode step, every thread block that needs the chosen experts computes them from the router logits itself.
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -10,7 +10,7 @@ struct Routing {
 
     // Finds the `count` largest logits, in descending order. Ties go to the lower expert id, and NaN ranks last.
     // The first `chosen` experts get routing weights: a softmax over these experts, or over all experts (`over_all`).
-    // All lanes of the warp must call this function. Each lane handles at most 32 experts, one per bit of `taken`.
+    // All lanes of the warp must call this function. Each lane handles at most 32 experts, because `taken` has 32 bits.
     // `logit_of(e)` returns the logit of expert e.
     template <typename Logit>
     __device__ __forceinline__ void choose_by(Logit&& logit_of, int experts, int count, int chosen, int lane,
@@ -22,7 +22,7 @@ struct Routing {
 #pragma unroll
         for (int i = 0; i < HELD; ++i) held[i] = lane + 32 * i < experts ? logit_of(lane + 32 * i) : -INFINITY;
         for (int n = 0; n < count; ++n) {
-            // Keys sort in the same order as logits. Key 0 means that the expert is taken, and key 1 means NaN.
+            // Keys sort in the same order as logits. Key 0 is an expert that was already chosen, and key 1 is NaN.
             uint32_t best = 0, id = 0xffffffffu;
             const auto offer = [&](int i, float logit) {
                 const uint32_t bits = __float_as_uint(logit);

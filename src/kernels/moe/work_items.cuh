@@ -2,7 +2,7 @@
 #pragma once
 #include "headers/common.cuh"
 
-// One work item: a share of one expert's work.
+// A work item: a tile of one expert's pairs, or a part of the work on this tile.
 struct WorkItem {
     int expert;
     int index, count;  // the index of this item among the expert's `count` items
@@ -11,7 +11,7 @@ struct WorkItem {
 };
 
 // Finds work item `number`. Returns false if `number` is past the last item.
-// An expert with p pairs has ceil(p / unit) · times items: `times` row ranges for each tile of up to `unit` pairs.
+// An expert with p pairs has ceil(p / unit) tiles of up to `unit` pairs. Each tile has `times` work items.
 // All lanes of the warp must call this function.
 __device__ __forceinline__ bool find_work_item(const uint32_t* offsets, int experts, int unit, int times, int number,
                                                WorkItem& item) {

@@ -1,4 +1,4 @@
-//! Passes quantized matrices to kernels as structs by value.
+//! Passes quantized matrices to kernels by value, as C structs.
 
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{Result, bail};

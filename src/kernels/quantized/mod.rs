@@ -11,13 +11,13 @@
 //! | scales | the scales of the group, and its mins in some formats; `Int8` and `Fp8` have one f32 per row instead |
 //! | supers | in the K formats, two f16 super-scales for each 256 columns: one for scales, one for mins |
 //!
-//! The value of an element is `scale · (q - zero) - min`.
+//! The value of an element is `scale · (q - zero) - min`, where `zero` is the zero point of the format.
 //! The ggml formats take as many bytes as in GGUF files, with two exceptions:
 //! - In Q3_K, Q4_K and Q5_K, the 12 scale bytes of each 256 columns become 16 bytes.
 //! - In Q3_K and Q6_K, the single super-scale of each 256 columns is followed by two unused bytes.
 //!
 //! A group consists of eight *quads*, numbered 0 to 7. A quad is four consecutive columns.
-//! In each plane, the bits of column `i` in quad `j` have these positions within the bytes of the group:
+//! In each plane, the bits of column `i` (0 to 3) in quad `j` have these positions within the bytes of the group:
 //! - 4 low bits: byte `4 · (j / 2) + i`, in the low nibble if `j` is even, in the high nibble if `j` is odd
 //! - 2 low bits or 2 high bits: byte `4 · (j / 4) + i`, starting at bit `2 · (j mod 4)`
 //! - 1 high bit: bit `j` of byte `i`

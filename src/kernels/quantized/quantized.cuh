@@ -125,7 +125,7 @@ template <int F> __device__ __forceinline__ float4 to_floats(uint32_t q) {
     return make_float4(one(0x7440), one(0x7441), one(0x7442), one(0x7443));
 }
 
-// The scale and the min of each half of a group. If the format has row scales, the scale here is 1.
+// The scale and the min of each half of a group. With row scales, the scale is 1, and the caller applies the row scale.
 struct Scaling {
     float scale[2], min[2];
 };
@@ -188,7 +188,7 @@ __device__ __forceinline__ EightValues dequantize8(const QuantizedMatrix& m, int
 // The input vector in shared memory. The layout avoids bank conflicts between lanes that read neighboring groups.
 // If the vector is stored as integers:
 //   pieces[0][g], pieces[1][g]: the high bytes of columns 0 to 15 and columns 16 to 31 of group g
-//   pieces[2][g], pieces[3][g]: the low bytes of the same columns, as signed integers
+//   pieces[2][g], pieces[3][g]: the low bytes of the same columns (integer = 256 · high + low, both signed)
 //   scales[g]: the scale of group g
 //   sums[g]: the sum of the integers in each half of group g
 // If the vector is stored as floats (for FP8 weights), pieces[j][g] is quad j of group g.
@@ -464,7 +464,7 @@ __device__ __forceinline__ float round_to_e4m3(float v) {
 __device__ __forceinline__ float round_scaled(float v, int rounding) {
     return rounds_to_int8(rounding) ? fminf(fmaxf(rintf(v), -128.0f), 127.0f) : round_to_e4m3(v);
 }
-// Returns the scale that quantizes a vector to 8 bits. `largest` is the largest magnitude in the vector.
+// Returns the scale for quantizing a vector to 8 bits. `largest` is the largest magnitude in the vector.
 __device__ __forceinline__ float rounding_scale(float largest, int rounding, float static_scale) {
     const float scale = rounding == ROUNDING_INT8_PER_TOKEN  ? largest / 127.5f
                         : rounding == ROUNDING_FP8_PER_TOKEN ? largest / 448.0f
@@ -500,7 +500,7 @@ __device__ __forceinline__ float block_max_magnitude(float value, float* scratch
     return largest;
 }
 
-// Rounds factor · quad(i) / scale to 8 bits for every quad i, stores the results in `input`, and returns the scale.
+// Quantizes factor · quad(i) to 8 bits for every quad i, stores the results in `input`, and returns the scale.
 // The caller multiplies the dot products by the scale.
 // `largest` is the largest magnitude that this thread has read, before the multiplication by `factor`.
 template <class Quad>

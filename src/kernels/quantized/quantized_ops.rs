@@ -188,7 +188,8 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor) -> Res
     Ok(out)
 }
 
-/// Returns whether the input vector and 1 KiB of static shared memory fit in the shared memory of a thread block.
+/// Returns whether `matvec` can run: whether its input vector fits in the shared memory of a thread block.
+/// 1 KiB is reserved for static shared memory.
 #[cfg(feature = "cuda")]
 fn can_matvec(device: &CudaDevice, part: &QuantizedMatrix) -> Result<bool> {
     Ok(input_bytes(part.format, part.dims().1) + 1024 <= max_shared_bytes(device)?)

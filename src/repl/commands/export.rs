@@ -29,7 +29,7 @@ pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
     let cannot_write = |error| format!("cannot write {path}: {error}");
     let mut file = state_folder::create_file(&target).map_err(cannot_write)?;
     file.write_all(document.as_bytes()).map_err(|error| {
-        // Remove the incomplete file, so that the user can repeat the command.
+        // Remove the incomplete file. Otherwise, repeating the command would fail, because the file exists.
         let _ = std::fs::remove_file(&target);
         cannot_write(error)
     })?;

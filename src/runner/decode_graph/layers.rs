@@ -27,7 +27,7 @@ enum Slot {
     Queries,
     /// The output of attention.
     Attended,
-    /// The partial results of attention over parts of the cache.
+    /// The partial results of the attention splits, each of which covers a part of the cache.
     Partials,
     /// The counters of finished attention splits.
     Arrivals,

@@ -36,7 +36,7 @@ const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
 /// The result of planning a decode step.
 pub enum DecodePlan {
     Graph(Box<DecodeGraph>),
-    /// The graph does not support the decoder. Holds the reason.
+    /// The graph does not support the decoder, for this reason.
     Unsupported(EagerReason),
 }
 
@@ -45,7 +45,7 @@ pub struct DecodeGraph {
     device: CudaDevice,
     buffers: StepBuffers,
     embedding: Embedding,
-    /// The most positions of a sequence. The RoPE tables cover all of them.
+    /// The maximum number of positions in a sequence. The RoPE tables cover all of them.
     context: usize,
     mailbox: Arc<Mailbox>,
     sampling_buffers: SamplingBuffers,
@@ -171,7 +171,7 @@ impl DecodeGraph {
     }
 
     /// Starts a sequence: sets the step counts and copies the block tables to the device.
-    /// The caller has queued `queued` steps.
+    /// `queued` is the number of steps that the caller has already queued.
     fn begin(&mut self, sequence: u64, position: usize, queued: usize, tables: &BlockTables) -> Result<()> {
         (self.queued, self.taken) = (queued, 0);
         self.sequence = Some((sequence, position));
@@ -179,7 +179,7 @@ impl DecodeGraph {
         self.set_tables(tables)
     }
 
-    /// Returns whether the graph decodes this sequence, and its next token comes from the input at `position`.
+    /// Returns whether the graph is decoding this sequence, and the input of the next token is at `position`.
     pub fn continues(&self, sequence: u64, position: usize) -> bool {
         self.sequence.is_some_and(|(current, start)| current == sequence && start + self.taken == position)
     }
@@ -189,7 +189,7 @@ impl DecodeGraph {
         self.sequence = None;
     }
 
-    /// Copies the tables that have grown to the device. Later steps can use the positions that the new blocks hold.
+    /// Updates the device copy of each table that has grown. Later steps can use the positions in the new blocks.
     pub fn set_tables(&mut self, tables: &BlockTables) -> Result<()> {
         let Some((_, start)) = self.sequence else { bail!("no sequence was started") };
         for ((device, blocks), table) in self.tables.iter().zip(&mut self.blocks).zip(tables.iter()) {

@@ -14,7 +14,7 @@ use crate::nn::mlp::Mlp;
 use crate::nn::moe::ClampedMoe;
 use crate::runner::EagerReason;
 
-/// Returns the reason that the graph cannot run a decoder, or `None` if it can.
+/// Returns why the decode graph cannot run this decoder, or `None` if it can.
 pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Result<Option<EagerReason>> {
     let dtype = decoder.dtype();
     if !matches!(dtype, DType::BF16 | DType::F16) {
@@ -40,7 +40,7 @@ fn has_layer_norm(layer: &DecoderLayer) -> bool {
     layer.norms().chain(qk_norms).any(|norm| norm.bias.is_some())
 }
 
-/// Returns the reason that the graph cannot run a layer, or `None` if it can.
+/// Returns why the decode graph cannot run this layer, or `None` if it can.
 fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option<EagerReason>> {
     let head_dim = layer.self_attn.config.spec.head_dim;
     if !FLASH_HEAD_DIMS.contains(&head_dim) {
@@ -66,11 +66,11 @@ fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option
     Ok(None)
 }
 
-/// A weight matrix and its number of input vectors in one step.
+/// A weight matrix and the number of input vectors that one decode step multiplies by it.
 type Product = (Matrix, usize);
 
-/// Returns the reason that the graph cannot run an MLP, or `None` if it can.
-/// Does not check whether its matrices have decode kernels.
+/// Returns why the decode graph cannot run this MLP, or `None` if it can.
+/// `unsupported_layer` checks separately whether the matrices have decode kernels.
 fn unsupported_mlp(mlp: &Mlp) -> Result<Option<EagerReason>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {
@@ -110,7 +110,7 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<EagerReason>> {
     })
 }
 
-/// Returns the weight matrices of an MLP, except MXFP4 experts, which have their own kernels.
+/// Returns the weight matrices of an MLP, without the router and MXFP4 experts, which have their own kernels.
 fn mlp_products(mlp: &Mlp) -> Result<Vec<Product>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {

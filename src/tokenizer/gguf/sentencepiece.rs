@@ -3,7 +3,7 @@
 //! SentencePiece repeatedly joins the adjacent pair whose joined token has the highest score.
 //! BPE gives the same result if every split of a token into two tokens is a merge, ranked by the token's score.
 //! transformers uses the same conversion.
-//! For equal scores, SentencePiece takes the leftmost pair, but this code takes the lower id.
+//! For equal scores, SentencePiece joins the leftmost pair, but this code joins the pair whose token has the lowest id.
 //! In Llama and Mistral vocabularies, only runs of spaces have equal scores, and both rules agree on those.
 
 use std::collections::HashMap;

@@ -38,7 +38,7 @@ pub struct Vocabulary<'v> {
     pub add_space_prefix: Option<bool>,
 }
 
-/// The validated special token ids. If the file omits an id, llama.cpp's default applies.
+/// The validated special token ids. In SentencePiece vocabularies, `bos`, `eos` and `unk` have llama.cpp's defaults.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SpecialIds {
     pub bos: Option<u32>,
@@ -65,7 +65,7 @@ pub enum TokenType {
     Byte,
 }
 
-/// Known stop tokens, except `<|end|>` in gpt-oss. The metadata of most files names only one stop token.
+/// Known stop tokens. The metadata of most files names only one stop token. In gpt-oss, `<|end|>` ends only a message.
 const STOPS: &[&str] = &[
     "<|eot_id|>",
     "<|eom_id|>",

@@ -1,7 +1,7 @@
 //! Dequantizes a single block of each type. `bytes` is the block, and `values` receives its elements.
 //!
-//! In the layouts, `d` is the scale of a block, `m` is its minimum, and `dmin` is the scale of its minimums (mins).
-//! A quantized integer is named `q`.
+//! In the layouts, `d` is the scale of a block, and `m` is its minimum. A quantized integer is named `q`.
+//! In K-quants, `d` is the scale of the group scales, and `dmin` is the scale of the group minimums (mins).
 //!
 //! Each byte of nibbles holds one element from each half of a group of 32, 64 or 128 elements.
 //! Each byte of 2-bit integers holds one element from each quarter of a group of 128 elements.

@@ -1,7 +1,7 @@
 //! Quantizes floats to K-quant blocks (Q2_K to Q6_K) without an importance matrix.
 //!
 //! Source: the `quantize_row_*_ref` functions in `ggml/src/ggml-quants.c`.
-//! candle has ports of these functions too, but from an older version of ggml.
+//! This code replaces the ports in candle, which are from an older version of ggml.
 //! The order of operations is the same as in ggml, so the blocks are bit-identical.
 
 use half::f16;

@@ -12,7 +12,7 @@ pub fn none(_: &ArchitectureKeys, _: &mut Map<String, Value>) -> Result<()> {
     Ok(())
 }
 
-/// Adds the fields of Llama, Mistral and Mixtral. In llama.cpp, all three are named `llama`.
+/// Adds the fields of Llama, Mistral and Mixtral. In most GGUF files, all three have the architecture `llama`.
 /// Old Mistral files do not specify the sliding window, so they are loaded as Llama.
 pub fn llama(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Result<()> {
     fields.insert("mlp_bias".into(), keys.has("blk.0.ffn_down.bias").into());
@@ -124,7 +124,7 @@ pub fn gpt_oss(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Resu
     fields.insert("sliding_window".into(), keys.required_size("attention.sliding_window")?.into());
     fields.insert("layer_types".into(), keys.layer_types(2)?);
     fields.insert("intermediate_size".into(), keys.required_size("expert_feed_forward_length")?.into());
-    // The published gpt-oss models do not round the YaRN ramp to whole dims, but no metadata key says so.
+    // The published gpt-oss models do not round the bounds of the YaRN ramp to whole dims. No metadata key says so.
     if let Some(Value::Object(scaling)) = fields.get_mut("rope_scaling") {
         scaling.insert("truncate".into(), false.into());
     }

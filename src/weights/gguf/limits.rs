@@ -6,13 +6,13 @@ pub const MAX_KEYS: u64 = 1 << 16;
 pub const MAX_TENSORS: u64 = 1 << 17;
 /// The maximum number of tensors in all parts of a split model.
 pub const MAX_SPLIT_TENSORS: usize = 1 << 19;
-/// The maximum length of a metadata key that the format allows, in bytes.
+/// The format's limit on the length of a metadata key, in bytes.
 pub const MAX_KEY_BYTES: usize = (1 << 16) - 1;
-/// The maximum length of a tensor name that the format allows, in bytes.
+/// The format's limit on the length of a tensor name, in bytes.
 pub const MAX_NAME_BYTES: usize = 64;
 /// The maximum number of values in an array. The longest arrays in real files are the BPE merges, up to 450,000.
 pub const MAX_ARRAY_VALUES: u64 = 1 << 22;
-/// The maximum number of dimensions that the format allows.
+/// The format's limit on the number of dimensions of a tensor.
 pub const MAX_DIMENSIONS: u32 = 4;
 /// The maximum size of a header, in bytes. A header with a vocabulary of 260,000 tokens takes about 16 MB.
 pub const MAX_HEADER_BYTES: u64 = 64 << 20;

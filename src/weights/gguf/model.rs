@@ -74,7 +74,7 @@ impl GgufModel {
         self.file.info(self.tensors.get(name)?.sources.first()?).map(|info| info.ggml_type)
     }
 
-    /// Describes a tensor's shape and its first source tensors for an error message.
+    /// Describes a tensor's shape and its first two source tensors for an error message.
     pub fn describe(&self, name: &str) -> String {
         let Ok(tensor) = self.required(name) else { return "nothing".into() };
         let source = |name: &String| match self.file.view(name) {

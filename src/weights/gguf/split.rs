@@ -24,7 +24,7 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
     let file = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let Some(name) = PartName::parse(file) else {
         bail!(
-            "cannot open {}: it is one of {} parts, but its name does not end in a number such as -00001-of-00003.gguf",
+            "cannot open {}: it is one of {} parts, but its name has no part number such as -00001-of-00003.gguf",
             path.display(),
             split.count
         );

@@ -51,7 +51,7 @@ fn missing_and_mixed_parts_are_errors() {
 
     let folder = copied(&[(PARTS[0], "model.gguf")]);
     let message = error(&folder.path().join("model.gguf"));
-    assert!(message.contains("it is one of 3 parts, but its name does not end in"), "{message}");
+    assert!(message.contains("it is one of 3 parts, but its name has no part number"), "{message}");
 
     let folder = copied(&[(PARTS[0], PARTS[1]), all[2]]);
     let message = error(&folder.path().join(PARTS[1]));

@@ -18,7 +18,7 @@ pub const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-
 pub struct HubState {
     pub commit: String,
     pub files: BTreeMap<String, Vec<u8>>,
-    /// If true, the listing has the size and hash of each file (`?blobs=true`). Mirrors may omit them.
+    /// If true, the listing has the size and git blob hash of each file (`?blobs=true`). Mirrors may omit them.
     pub lists_sizes: bool,
     /// If true, the hub supports range requests.
     pub supports_ranges: bool,
@@ -40,7 +40,7 @@ pub struct HubState {
     pub pace: Option<(usize, Duration)>,
     /// If set, the hub redirects requests for files to this base URL.
     pub storage: Option<String>,
-    /// If true, the listing contains the hash of each large file, and file responses have an `x-linked-etag` header.
+    /// If true, the listing has the SHA-256 of each large file, and file responses have an `x-linked-etag` header.
     pub lists_hashes: bool,
     /// The `etag` header of every file. By default, it is the file's hash.
     pub etag_header: Option<&'static str>,
@@ -189,7 +189,7 @@ fn is_large(name: &str) -> bool {
     name.ends_with(".safetensors") || name.ends_with(".gguf")
 }
 
-/// Reads one request and answers it. Every response closes its connection.
+/// Reads one request and answers it. A connection is not reused for another request.
 fn answer(mut stream: TcpStream, shared: &Mutex<HubState>, requests: &Mutex<Vec<String>>) -> std::io::Result<()> {
     let mut head = String::new();
     let mut reader = BufReader::new(stream.try_clone()?);

@@ -149,7 +149,7 @@ fn assert_near(name: &str, got: &[f32], want: &[f32]) {
     assert!((got - want).abs() < 2e-6, "{name}: the mean is {got}, but {want} in transformers");
 }
 
-/// Returns a hash of the quantized values of all matrices.
+/// Quantizes all matrices, and returns a hash of the dequantized values.
 fn digest(subject: &Subject, quantize: QuantizationTarget) -> i64 {
     let progress = LoadProgress::silent();
     let weights = subject.weights(Some(quantize), &progress);
@@ -165,7 +165,7 @@ fn digest(subject: &Subject, quantize: QuantizationTarget) -> i64 {
     digest as i64
 }
 
-/// Compares the engine's losses with transformers. `inferno perplexity` uses the same code path.
+/// Compares `Engine::negative_log_likelihood`, which `inferno perplexity` calls, with transformers.
 #[test]
 fn engine_agrees_with_transformers_on_the_loss_of_a_text() {
     let dir = golden("trained");

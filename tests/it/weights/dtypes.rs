@@ -15,7 +15,7 @@ use crate::support::{devices, golden, logits_of, values};
 
 const IDS: [u32; 7] = [3, 1, 4, 1, 5, 9, 2];
 
-/// Writes the golden Llama 3 with its matrices in `dtype`. `element` encodes a value; `extra` names an extra tensor.
+/// Writes the golden Llama 3 with its matrices in `dtype`. `element` encodes a value; `extra` names a scale to add.
 fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, extra: Option<&str>) -> TempDir {
     let (dir, folder) = (golden("llama3"), TempDir::new().unwrap());
     std::fs::copy(dir.join("config.json"), folder.path().join("config.json")).unwrap();
