@@ -100,7 +100,7 @@ pub struct MemoryPlan {
 pub struct Capacity {
     /// The context length in tokens.
     pub context: usize,
-    /// The chunk size: the maximum number of tokens in one forward pass, of all sequences together.
+    /// The prefill chunk size, which is also the maximum number of tokens in one forward pass, summed over all sequences.
     pub chunk: usize,
 }
 

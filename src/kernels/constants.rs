@@ -91,7 +91,7 @@ pub const ADD_NORM_THREADS: usize = 512;
 pub const ROUTE_TOKENS: usize = 256;
 /// The maximum number of experts.
 pub const ROUTE_EXPERTS: usize = 256;
-/// The number of columns that one thread block multiplies.
+/// Columns per slice: the part of each row of the router that one thread block multiplies.
 pub const ROUTE_COLUMNS: usize = 128;
 
 // MXFP4 weights in tiles (`moe/mxfp4_tiles.rs`, `moe/mxfp4_tiles.cuh`, `decode/mxfp4_experts.cu`).

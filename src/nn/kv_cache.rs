@@ -3,7 +3,7 @@
 //! Layers with the same attention window form a group, and a sequence has one block table per group. The sequence keeps
 //! every block of a full-attention group, and only the blocks in the window of a sliding-window group.
 //!
-//! A block has room for the same number of layers in every group, so any group can use any block. Layer i of each group
+//! All blocks have room for the same number of layers, so any free block can go to any group. Layer i of each group
 //! uses the same tensors, in different blocks. If a model has more layers with one window than with another, as Gemma 3
 //! does, these layers are split into several groups. This is the design of vLLM's hybrid KV cache manager.
 

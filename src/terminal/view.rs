@@ -1,4 +1,5 @@
-//! Shows a streaming answer: dim reasoning, formatted Markdown, and an open block that is redrawn in place.
+//! Shows an assistant turn while it streams: dim reasoning and tool calls, and an answer formatted as Markdown.
+//! The last Markdown block is redrawn in place until it is complete.
 
 use std::io::{self, Write};
 use std::time::{Duration, Instant};

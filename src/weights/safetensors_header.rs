@@ -21,7 +21,8 @@ pub struct HeaderTensor<'h> {
     pub rank: usize,
     pub elements: u64,
     pub bytes: u64,
-    /// Whether the tensor is a packed compressed-tensors weight, which is reported as an unpacked `weight` in I8.
+    /// Whether the file stores the tensor as an I32 `weight_packed` (compressed-tensors). If so, `name`, `dtype` and
+    /// `elements` describe the unpacked I8 `weight`.
     /// The header does not say how many values an I32 holds. Four is assumed: loading supports no other packing.
     pub packed: bool,
 }
