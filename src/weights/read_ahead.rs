@@ -72,7 +72,7 @@ struct Shared<T: Target> {
 
 struct Queue<M> {
     tensors: Vec<TensorState<M>>,
-    /// Tensors that were requested before their reads started.
+    /// The indices of requested tensors whose reads have not started, oldest request first.
     requested: VecDeque<usize>,
     /// The index of the next tensor to read ahead.
     next: usize,

@@ -95,7 +95,11 @@ pub fn read_file(path: &Path) -> Result<(Vec<u8>, u64)> {
     let length = u64::from_le_bytes(length);
     let data_bytes = file_bytes.checked_sub(8).and_then(|bytes| bytes.checked_sub(length));
     let data_bytes = data_bytes.filter(|_| length <= MAX_HEADER_BYTES);
-    ensure!(data_bytes.is_some(), "{} is not a safetensors file: it declares a {length}-byte header", path.display());
+    ensure!(
+        data_bytes.is_some(),
+        "{} is not a safetensors file: its header has {length} bytes, more than the file",
+        path.display()
+    );
     let mut header = vec![0; length as usize];
     file.read_exact(&mut header).with_context(context)?;
     Ok((header, data_bytes.unwrap_or_default()))

@@ -246,7 +246,7 @@ fn attention_matches_its_reference() {
         (&[(1, 300), (130, 64), (1, 0), (5, 700), (33, 31)], 16, 2, 64, Some(100), true),
         (&[(1, 3000), (2, 127), (300, 0)], 4, 4, 256, None, true),
         (&[(1, 100), (40, 100)], 6, 3, 10, Some(64), false),
-        // With this many KV heads, there are more tiles than multiprocessors, so the 16-row kernel uses small blocks.
+        // With this many KV heads, there are more tiles than multiprocessors, which selects the kernel `16_rows_batch`.
         (&[(1, 250), (1, 0), (1, 999)], 140, 140, 64, None, true),
         (&[(1, 250), (1, 0), (1, 999)], 280, 140, 64, Some(128), true),
         (&[(1, 250), (1, 400)], 140, 140, 256, None, false),

@@ -39,7 +39,8 @@ pub struct LoadArgs {
     /// Decode without a CUDA graph, one operation at a time; slow, for comparison
     #[arg(long, hide_short_help = true)]
     eager: bool,
-    /// Attention kernel for prompts: auto, own, flash (needs the flash-attn feature) or eager
+    /// Attention kernel for prefill: own (inferno's), flash (FlashAttention, needs the flash-attn feature), eager (matrix
+    /// products and softmax) or auto
     #[arg(long, default_value = "auto", value_name = "KERNEL", hide_short_help = true)]
     attention: Attention,
     /// The number of full-context sequences that the KV cache can hold.
