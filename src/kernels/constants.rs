@@ -166,6 +166,14 @@ pub const EXPERT_FEW_STEPS: usize = 3;
 pub const MAX_STACKED_MATRICES: usize = 3;
 /// Warps per block in kernels that multiply by a quantized matrix.
 pub const QUANTIZED_WARPS: usize = 16;
+/// Threads per block in products with few tokens (`quantized/quantized_few.rs`, `quantized/quantized_few.cu`).
+pub const QUANTIZED_FEW_THREADS: usize = 256;
+/// Columns per step in products with few tokens.
+pub const QUANTIZED_FEW_COLUMNS: usize = 128;
+/// Pipeline stages in products with few tokens: the number of steps whose inputs are in shared memory at once.
+pub const QUANTIZED_FEW_STAGES: usize = 4;
+/// The maximum number of thread blocks in products with few tokens.
+pub const QUANTIZED_FEW_COUNTERS: usize = 8192;
 /// The format codes that kernels take as arguments.
 pub const FORMAT_Q4_0: usize = 0;
 pub const FORMAT_Q4_1: usize = 1;

@@ -6,6 +6,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use float8::F8E4M3;
+use inferno::kernels::matrix::Matrix;
 use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
 use inferno::kernels::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
 use inferno::weights::ggml::GgmlType;
@@ -280,7 +281,8 @@ fn roundings(format: WeightFormat) -> Vec<InputRounding> {
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
     let gpu = gpu();
-    for columns in [36, 100] {
+    // With 40 and 104 columns, the rows of x are aligned to 16 bytes, so `matmul_few` multiplies 3 and 40 tokens.
+    for columns in [36, 40, 100, 104] {
         for quantize in [QuantizationTarget::Int8, QuantizationTarget::Fp8] {
             let values_of = floats(48 * columns, 7);
             let [cpu, there] =
@@ -348,7 +350,9 @@ fn gpu_kernels_agree_with_the_cpu() {
             let got = there.embed(&ids.to_device(&gpu).unwrap(), 0.5).unwrap();
             assert_eq!(values(&got), values(&cpu.embed(&ids, 0.5).unwrap()), "rows of {format:?}");
             for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 4e-3), (DType::F16, 1e-3)] {
-                for tokens in [1, 3, 9, 40] {
+                // The counts between 2 and 128 select each tile of `matmul_few`, and two tiles of 64 tokens.
+                let many = if rows < 1000 { 300 } else { 9 };
+                for tokens in [1, 3, 9, 24, 100, many] {
                     let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();
                     let x = x.to_dtype(dtype).unwrap();
                     for rounding in roundings(format) {
@@ -356,12 +360,15 @@ fn gpu_kernels_agree_with_the_cpu() {
                         let got =
                             there.clone().with_input_rounding(rounding).matmul(&x.to_device(&gpu).unwrap()).unwrap();
                         let error = relative_error(&values(&got), &values(&want));
-                        // With up to 8 tokens, the kernels use exact weights and inputs rounded to 16-bit integers.
-                        // With more tokens, the kernels round the weights to the dtype of the input.
+                        // For one token, and for a few in f32, the weights are exact, and the inputs have 16 bits.
+                        // Otherwise, the kernels round the weights to the dtype of the input.
                         // Tensor cores accumulate int8 products exactly, but FP8 products with only about 13 bits.
+                        let is_few = (2..=128).contains(&tokens) && dtype != DType::F32;
                         let tolerance = match rounding {
-                            _ if tokens <= 8 => 5e-5,
+                            _ if tokens == 1 || tokens <= 8 && !is_few => 5e-5,
                             InputRounding::None => tolerance,
+                            // 8-bit values are exact in f16 and bf16.
+                            _ if is_few => 2e-5,
                             // cuBLASLt does not support this row count, so the product is computed in floats.
                             _ if rows % 16 != 0 => tolerance,
                             InputRounding::Int8PerToken | InputRounding::Int8Static(_) => 2e-5,
@@ -378,5 +385,25 @@ fn gpu_kernels_agree_with_the_cpu() {
                 }
             }
         }
+    }
+}
+
+/// Multiplies a stack of three matrices with different formats and row counts in one launch.
+#[test(gpu)]
+fn stacked_formats_match_the_cpu() {
+    let (gpu, columns) = (gpu(), 768);
+    let stack = |device: &Device| {
+        let parts = [(GgmlType::Q4K, 100), (GgmlType::Q6K, 64), (GgmlType::Q8_0, 333)];
+        Matrix::Quantized(parts.map(|(of, rows)| from_blocks(of, rows, columns, device).0).into())
+    };
+    for tokens in [2, 16, 31, 64, 129] {
+        let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();
+        let x = x.to_dtype(DType::BF16).unwrap();
+        let want = stack(&Device::Cpu).matmul(&x).unwrap();
+        let got = stack(&gpu).matmul(&x.to_device(&gpu).unwrap()).unwrap();
+        let error = relative_error(&values(&got), &values(&want));
+        assert!(error < 4e-3, "{tokens} tokens: off by {error:e}");
+        let again = stack(&gpu).matmul(&x.to_device(&gpu).unwrap()).unwrap();
+        assert_eq!(values(&got), values(&again), "{tokens} tokens: the results of two launches differ");
     }
 }

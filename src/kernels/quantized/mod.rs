@@ -26,6 +26,8 @@
 #[cfg(feature = "cuda")]
 mod arguments;
 mod format;
+#[cfg(feature = "cuda")]
+mod quantized_few;
 mod quantized_matrix;
 pub(crate) mod quantized_ops;
 mod reference;

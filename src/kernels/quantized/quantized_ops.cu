@@ -114,18 +114,23 @@ __device__ void round_rows(const T* x, uint8_t* q, float* scales, int columns, i
     }
 }
 
-// Quantizes each row of x to 8 bits and dequantizes it to T.
-//   x, y: T [tokens, columns]
+// Quantizes each row of x to 8 bits.
+//   x: T [tokens, columns]
+//   y: T [tokens, columns]: the 8-bit values times the scale of their row; without the scale if `scales` is not null
+//   scales: f32 [tokens] or null
 //   bytes moved: x twice, y once
 //   grid: tokens; block: 256
-template <typename T> __device__ void round_floats(const T* x, T* y, int columns, RoundingArgs rounding) {
+template <typename T>
+__device__ void round_floats(const T* x, T* y, float* scales, int columns, RoundingArgs rounding) {
     __shared__ float scratch[8];
     x += (size_t)blockIdx.x * columns, y += (size_t)blockIdx.x * columns;
     float largest = 0.0f;
     for (int i = threadIdx.x; i < columns; i += blockDim.x) largest = max_magnitude(largest, to_float(x[i]));
     const float scale = rounding_scale(block_max_magnitude(largest, scratch), rounding.mode, rounding.static_scale);
+    if (scales && threadIdx.x == 0) scales[blockIdx.x] = scale;
+    const float factor = scales ? 1.0f : scale;
     for (int i = threadIdx.x; i < columns; i += blockDim.x)
-        y[i] = from_float<T>(round_scaled(to_float(x[i]) / scale, rounding.mode) * scale);
+        y[i] = from_float<T>(round_scaled(to_float(x[i]) / scale, rounding.mode) * factor);
 }
 
 // Applies the scales after an 8-bit matrix product: y[t, r] = sums[t, r] · x_scales[t] · w_scales[r].
@@ -169,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(256)
         round_rows<T>(x, q, scales, columns, padded, {rounding, static_scale});                                        \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
-        round_floats_##SUFFIX(const T* x, T* y, int columns, int rounding, float static_scale) {                       \
-        round_floats<T>(x, y, columns, {rounding, static_scale});                                                      \
+        round_floats_##SUFFIX(const T* x, T* y, float* scales, int columns, int rounding, float static_scale) {        \
+        round_floats<T>(x, y, scales, columns, {rounding, static_scale});                                              \
     }
 FOR_EACH_DTYPE(DEFINE)

@@ -1,7 +1,8 @@
 //! Operations on quantized matrices: matrix products, dequantization and embedding lookup.
 //!
-//! On a GPU, products with few tokens read the quantized weights directly (`quantized_matvec`).
-//! Products with many tokens run on tensor cores, in one of two ways:
+//! On a GPU, products with one token, and products with up to 8 tokens in f32, read the quantized weights once per token
+//! (`quantized_matvec`). Products with 2 to 128 tokens in f16 or bf16 convert each weight once (`quantized_few`).
+//! Products with more tokens run on tensor cores, in one of two ways:
 //! - as int8 or FP8 products, if weights and activations are both 8-bit and cuBLASLt supports the type and shape
 //! - otherwise, as products with dequantized weights
 
@@ -12,6 +13,8 @@ use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
 use super::format::{GROUP_COLUMNS, WeightFormat};
+#[cfg(feature = "cuda")]
+use super::quantized_few::{self, matmul_few};
 #[cfg(feature = "cuda")]
 use super::quantized_matrix::InputRounding;
 use super::quantized_matrix::QuantizedMatrix;
@@ -169,6 +172,9 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor) -> Res
     if let Some(part) = parts.iter().find(|part| part.dims().1 != columns) {
         bail!("cannot multiply: x has shape {:?}, and the matrix has shape {:?}", x.dims(), part.dims());
     }
+    if quantized_few::is_supported(parts, tokens, columns, x.dtype()) {
+        return matmul_few(device, parts, &x);
+    }
     let stride = parts.iter().map(|part| part.dims().0).sum();
     // SAFETY: the products below write every column of every row.
     let out = unsafe { Tensor::empty((tokens, stride), DType::F32, x.device())? };
@@ -295,13 +301,33 @@ fn low_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<EightB
 /// Quantizes `x` to 8 bits and returns it dequantized, in the same dtype. `x` is `[tokens, columns]`.
 #[cfg(feature = "cuda")]
 pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
+    launch_round_floats(device, x, rounding, None)
+}
+
+/// Quantizes `x` to 8 bits. Returns the 8-bit values in the dtype of `x`, and the scales, f32 `[tokens]`.
+///
+/// `x` is `[tokens, columns]`. f16 and bf16 hold the values exactly.
+#[cfg(feature = "cuda")]
+pub fn round_without_scale(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<(Tensor, Tensor)> {
+    // SAFETY: the kernel writes one scale per token.
+    let scales = unsafe { Tensor::empty(x.dim(0)?, DType::F32, x.device())? };
+    Ok((launch_round_floats(device, x, rounding, Some(&scales))?, scales))
+}
+
+#[cfg(feature = "cuda")]
+fn launch_round_floats(
+    device: &CudaDevice,
+    x: &Tensor,
+    rounding: InputRounding,
+    scales: Option<&Tensor>,
+) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
     // SAFETY: the kernel writes every element.
     let out = unsafe { Tensor::empty(x.dims(), x.dtype(), x.device())? };
-    let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(columns).input_rounding(rounding);
+    let arguments = Arguments::new().tensor(x)?.tensor(&out)?.optional(scales)?.int(columns).input_rounding(rounding);
     let kernel = format!("round_floats_{}", dtype_suffix(x.dtype())?);
     let launch = Launch::new(module!("quantized_ops"), kernel, LaunchShape::linear(tokens, 256), arguments);
-    // SAFETY: both tensors have the same shape and dtype.
+    // SAFETY: both tensors have the same shape and dtype, and there is one scale per token.
     unsafe { launch.enqueue(device)? };
     Ok(out)
 }

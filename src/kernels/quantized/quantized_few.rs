@@ -1,0 +1,83 @@
+//! Products of quantized matrices with few tokens on tensor cores (`quantized_few.cu`).
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{DType, Result, Tensor, bail};
+
+use super::quantized_matrix::{InputRounding, QuantizedMatrix};
+use super::quantized_ops::round_without_scale;
+use crate::kernels::constants::{
+    QUANTIZED_FEW_COLUMNS, QUANTIZED_FEW_COUNTERS, QUANTIZED_FEW_STAGES, QUANTIZED_FEW_THREADS,
+};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module, multiprocessors};
+
+/// The maximum number of tokens. With more tokens, it is faster to dequantize the weights and use cuBLAS.
+const MAX_TOKENS: usize = 128;
+/// The weight rows of a tile.
+const ROWS: usize = QUANTIZED_FEW_THREADS;
+/// The largest number of blocks that share a tile of rows. The last of them adds the sums of all others.
+const MAX_SHARES: usize = 8;
+
+/// Returns the number of tokens per tile, and the number of thread blocks per multiprocessor.
+fn tile(tokens: usize) -> (usize, usize) {
+    match tokens {
+        ..=8 => (8, 2),
+        9..=16 => (16, 2),
+        17..=32 => (32, 2),
+        // The sums of 64 tokens take so many registers that two blocks do not fit.
+        _ => (64, 1),
+    }
+}
+
+/// Returns whether the kernel supports this product and is faster than the alternatives.
+pub fn is_supported(parts: &[QuantizedMatrix], tokens: usize, columns: usize, dtype: DType) -> bool {
+    (2..=MAX_TOKENS).contains(&tokens)
+        && matches!(dtype, DType::F16 | DType::BF16)
+        // Copies to shared memory are aligned to 16 bytes: 8 columns.
+        && columns.is_multiple_of(8)
+        && parts.iter().all(|part| part.input_rounding == parts[0].input_rounding)
+}
+
+/// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
+///
+/// `x` is contiguous, `[tokens, columns]`, in f16 or bf16. [`is_supported`] must be true.
+/// Weights with one scale per row, and inputs quantized to 8 bits, are exact in this dtype. Other weights are rounded.
+pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor) -> Result<Tensor> {
+    let (tokens, columns) = x.dims2()?;
+    let (x, scales) = match parts[0].input_rounding {
+        InputRounding::None => (x.clone(), None),
+        rounding => {
+            let (x, scales) = round_without_scale(device, x, rounding)?;
+            (x, Some(scales))
+        }
+    };
+    let (tile_tokens, resident) = tile(tokens);
+    let tiles: usize = parts.iter().map(|part| part.dims().0.div_ceil(ROWS)).sum();
+    let steps = tiles * columns.div_ceil(QUANTIZED_FEW_COLUMNS);
+    let blocks = (resident * multiprocessors(device)?).min(tiles * MAX_SHARES).min(steps);
+    let token_tiles = tokens.div_ceil(tile_tokens);
+    if blocks * token_tiles > QUANTIZED_FEW_COUNTERS {
+        bail!("matmul_few: {blocks} × {token_tiles} blocks, but at most {QUANTIZED_FEW_COUNTERS} are supported");
+    }
+    let stride = parts.iter().map(|part| part.dims().0).sum();
+    // SAFETY: the kernel writes every row and column.
+    let y = unsafe { Tensor::empty((tokens, stride), DType::F32, x.device())? };
+    // SAFETY: the kernel reads only partial sums that it has written.
+    let partials = unsafe { Tensor::empty((token_tiles * blocks, 2, ROWS, tile_tokens), DType::F32, x.device())? };
+    let arguments = Arguments::new()
+        .tensor(&x)?
+        .optional(scales.as_ref())?
+        .stack(parts)?
+        .tensor(&y)?
+        .tensor(&partials)?
+        .int(parts.len())
+        .int(tokens)
+        .int(columns)
+        .int(stride);
+    let stage_bytes = tile_tokens * QUANTIZED_FEW_COLUMNS * 2;
+    let shape = LaunchShape::new((blocks, token_tiles, 1), QUANTIZED_FEW_THREADS)
+        .with_shared_bytes(QUANTIZED_FEW_STAGES * stage_bytes);
+    let kernel = format!("quantized_few_{tile_tokens}_{}", dtype_suffix(x.dtype())?);
+    // SAFETY: `RawStack` checks that all parts have `columns` columns. `y` has a column for each row of the parts.
+    unsafe { Launch::new(module!("quantized_few"), kernel, shape, arguments).enqueue(device)? };
+    Ok(y)
+}
