@@ -19,13 +19,12 @@ use super::request::FinishReason;
 use super::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork, StepPlan};
 use super::sequence::Sequence;
 use super::stats::{self, Counters};
-use crate::language::Language;
 use crate::runner::{Chosen, Runner, RunnerLimits, StepSequence};
 
 /// A message from a client to the engine thread.
 pub enum Command {
-    /// Answer a request.
-    Submit(Box<Sequence>),
+    /// Generate one or more answers to a prompt.
+    Submit(Vec<Sequence>),
     /// Call a function with the runner, after all earlier requests.
     Run(RunnerCall),
     /// Reject all later requests.
@@ -39,7 +38,8 @@ pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
 
 /// A queued request or call.
 enum Job {
-    Sequence(Box<Sequence>),
+    /// Sequences with the same prompt.
+    Sequences(Vec<Sequence>),
     Call(RunnerCall),
 }
 
@@ -47,27 +47,25 @@ enum Job {
 pub struct EngineLoop {
     runner: Runner,
     scheduler: Scheduler,
-    language: Arc<Language>,
     commands: Receiver<Command>,
     counters: Arc<Counters>,
     /// The jobs that have not started. A call at the front waits until all sequences have ended.
     queue: VecDeque<Job>,
     /// The waiting and running sequences of the scheduler.
-    sequences: HashMap<SequenceId, Box<Sequence>>,
+    sequences: HashMap<SequenceId, Sequence>,
     next_id: SequenceId,
     started: Instant,
     is_draining: bool,
 }
 
 impl EngineLoop {
-    pub fn new(runner: Runner, language: Arc<Language>, commands: Receiver<Command>, counters: Arc<Counters>) -> Self {
+    pub fn new(runner: Runner, commands: Receiver<Command>, counters: Arc<Counters>) -> Self {
         let RunnerLimits { context, chunk } = runner.limits();
         let config = SchedulerConfig { token_budget: chunk, max_sequences: MAX_LOGIT_ROWS.min(chunk), context };
         let blocks = BlockManager::new(runner.cache().layout().windows().to_vec(), runner.cache().blocks());
         Self {
             runner,
             scheduler: Scheduler::new(config, blocks),
-            language,
             commands,
             counters,
             queue: VecDeque::new(),
@@ -104,13 +102,15 @@ impl EngineLoop {
                 false => self.commands.try_recv(),
             };
             match command {
-                Ok(Command::Submit(sequence)) if self.is_draining => {
-                    stats::subtract_one(&self.counters.waiting);
-                    stats::add(&self.counters.ended, 1);
-                    stats::add(&self.counters.failed, 1);
-                    sequence.fail(anyhow!("cannot accept a request: the engine is draining"));
+                Ok(Command::Submit(sequences)) if self.is_draining => {
+                    for sequence in sequences {
+                        stats::subtract_one(&self.counters.waiting);
+                        stats::add(&self.counters.ended, 1);
+                        stats::add(&self.counters.failed, 1);
+                        sequence.fail(anyhow!("cannot accept a request: the engine is draining"));
+                    }
                 }
-                Ok(Command::Submit(sequence)) => self.queue.push_back(Job::Sequence(sequence)),
+                Ok(Command::Submit(sequences)) => self.queue.push_back(Job::Sequences(sequences)),
                 Ok(Command::Drain) => self.is_draining = true,
                 Ok(Command::Run(call)) => self.queue.push_back(Job::Call(call)),
                 Err(TryRecvError::Empty) => return true,
@@ -127,34 +127,39 @@ impl EngineLoop {
             self.end(id, Ok(FinishReason::Canceled));
         }
         let counters = &self.counters;
-        self.queue.retain(|job| match job {
-            Job::Sequence(sequence) if sequence.is_canceled() => {
-                stats::subtract_one(&counters.waiting);
-                stats::add(&counters.ended, 1);
-                stats::add(&counters.canceled, 1);
-                sequence.finish(FinishReason::Canceled);
-                false
-            }
-            _ => true,
-        });
+        for job in &mut self.queue {
+            let Job::Sequences(sequences) = job else { continue };
+            sequences.retain(|sequence| {
+                if sequence.is_canceled() {
+                    stats::subtract_one(&counters.waiting);
+                    stats::add(&counters.ended, 1);
+                    stats::add(&counters.canceled, 1);
+                    sequence.finish(FinishReason::Canceled);
+                }
+                !sequence.is_canceled()
+            });
+        }
+        self.queue.retain(|job| !matches!(job, Job::Sequences(sequences) if sequences.is_empty()));
     }
 
     /// Passes queued requests to the scheduler, up to the next call. Runs the call once all sequences have ended.
     fn admit(&mut self) {
         while let Some(job) = self.queue.pop_front() {
             match job {
-                Job::Sequence(mut sequence) => {
+                Job::Sequences(mut sequences) => {
                     let (id, arrival) = (self.next_id, self.started.elapsed());
-                    self.next_id += 1;
+                    self.next_id += sequences.len() as SequenceId;
+                    let Some(first) = sequences.first_mut() else { continue };
                     self.scheduler.submit(NewSequence {
                         id,
-                        prompt: sequence.take_prompt(),
-                        max_tokens: sequence.remaining(),
-                        priority: sequence.priority,
+                        prompt: first.take_prompt(),
+                        forks: (id + 1..self.next_id).collect(),
+                        max_tokens: first.remaining(),
+                        priority: first.priority,
                         arrival,
-                        deadline: sequence.max_wait.map(|wait| arrival.saturating_add(wait)),
+                        deadline: first.max_wait.map(|wait| arrival.saturating_add(wait)),
                     });
-                    self.sequences.insert(id, sequence);
+                    self.sequences.extend((id..).zip(sequences));
                 }
                 Job::Call(call) if self.scheduler.is_idle() => {
                     // The call may overwrite any block.
@@ -174,7 +179,7 @@ impl EngineLoop {
             runner.copy_block(copy.from, copy.to)?;
         }
         let mut inputs = Vec::with_capacity(plan.work.len());
-        let mut borrowed: HashMap<SequenceId, &mut Box<Sequence>> =
+        let mut borrowed: HashMap<SequenceId, &mut Sequence> =
             sequences.iter_mut().map(|(&id, sequence)| (id, sequence)).collect();
         for SequenceWork { id, range, is_last } in &plan.work {
             let (Some(sequence), Some(tables)) = (borrowed.remove(id), scheduler.tables(*id)) else {
@@ -228,8 +233,8 @@ impl EngineLoop {
                 None => None,
                 Some(Ok(token)) => {
                     stats::add(&self.counters.generated_tokens, 1);
-                    self.scheduler.push(*id, token);
-                    sequence.push(token, self.language.is_stop(token), context).map(Ok)
+                    self.scheduler.push(*id, token.id);
+                    sequence.push(token, context).map(Ok)
                 }
                 Some(Err(error)) => Some(Err(error)),
             };

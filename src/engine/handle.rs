@@ -27,6 +27,12 @@ use crate::tokenizer::{ControlTokens, Tokenizer};
 /// The maximum size of a prompt in bytes per token of context. Typical text has 3 to 5 bytes per token.
 const MAX_BYTES_PER_TOKEN: usize = 32;
 
+/// The maximum number of most likely tokens to report with each generated token, as in OpenAI's API.
+const MAX_LOGPROBS: usize = 20;
+
+/// The maximum number of answers to one request, as in OpenAI's API.
+const MAX_ANSWERS: usize = 128;
+
 /// Prompts of up to this many bytes are always encoded, so that an error can state their number of tokens.
 const MIN_TEXT_BYTES: usize = 1 << 20;
 
@@ -56,41 +62,54 @@ impl EngineHandle {
     /// Requests of equal priority start in submission order. They run at the same time if they fit in the KV cache.
     /// A prompt prefix that is already in the KV cache is reused.
     ///
-    /// Fails if the prompt is empty, or if a token id or a sampling parameter is out of range.
+    /// Fails if the prompt is empty, or if a token id or an option is out of range.
     /// Fails if the chat format cannot render the conversation.
     /// Fails with [`Error::ContextFull`] if the prompt leaves no room for an answer.
     pub fn submit(&self, request: Request) -> Result<RequestStream> {
+        Ok(self.submit_n(request, 1)?.remove(0))
+    }
+
+    /// Queues a request for `n` answers to the same prompt, and returns one event stream per answer.
+    ///
+    /// The prompt is computed once. The answer at index i is sampled with the request's seed plus i, so it equals the
+    /// answer to a single request with that seed. See [`submit`](Self::submit) for errors.
+    pub fn submit_n(&self, request: Request, n: usize) -> Result<Vec<RequestStream>> {
         let submitted = Instant::now();
         let language = &self.shared.language;
+        if !(1..=MAX_ANSWERS).contains(&n) {
+            bail!("n is {n}: expected a number from 1 to {MAX_ANSWERS}");
+        }
         let options = request.options.unwrap_or_else(|| GenerateOptions::new(self.shared.defaults.clone()));
-        let (ids, output) = match request.prompt {
+        let (ids, outputs): (Vec<u32>, Vec<Output>) = match request.prompt {
             Prompt::Chat { messages, render } => {
-                let rendered = self.render(&messages, &render)?;
-                let parser = language.chat_format()?.parser(&rendered);
-                (rendered.ids, Output::chat(language.clone(), parser, &options))
+                let (rendered, format) = (self.render(&messages, &render)?, language.chat_format()?);
+                let output = |_| Output::chat(language.clone(), format.parser(&rendered), &options);
+                let outputs = (0..n).map(output).collect();
+                (rendered.ids, outputs)
             }
             Prompt::Text(text) => {
                 self.check_text(text.len())?;
                 let ids = language.tokenizer.encode(&text, ControlTokens::Default)?;
-                let output = Output::raw(language.clone(), &ids, &options);
-                (ids, output)
+                let outputs = (0..n).map(|_| Output::raw(language.clone(), &ids, &options)).collect();
+                (ids, outputs)
             }
             Prompt::Ids(ids) => {
-                let output = Output::raw(language.clone(), &ids, &options);
-                (ids, output)
+                let outputs = (0..n).map(|_| Output::raw(language.clone(), &ids, &options)).collect();
+                (ids, outputs)
             }
         };
-        self.submit_ids(ids, output, &options, submitted)
+        self.submit_ids(ids, outputs, options, submitted)
     }
 
+    /// Queues one sequence for each output.
     fn submit_ids(
         &self,
         ids: Vec<u32>,
-        output: Output,
-        options: &GenerateOptions,
+        outputs: Vec<Output>,
+        mut options: GenerateOptions,
         submitted: Instant,
-    ) -> Result<RequestStream> {
-        options.sampling.validate().map_err(anyhow::Error::msg)?;
+    ) -> Result<Vec<RequestStream>> {
+        self.check_options(&options)?;
         if ids.is_empty() {
             bail!("cannot generate text: the prompt is empty");
         }
@@ -107,11 +126,33 @@ impl EngineHandle {
         if counters.is_draining.load(Ordering::Relaxed) {
             bail!("cannot accept a request: the engine is draining");
         }
-        let (sender, events) = unbounded_channel();
-        let sequence = Sequence::new(ids, options, sender);
-        stats::add(&counters.waiting, 1);
-        self.send(Command::Submit(Box::new(sequence))).inspect_err(|_| stats::subtract_one(&counters.waiting))?;
-        Ok(RequestStream::new(events, output, options, prompt_tokens, self.info(), submitted))
+        let (mut sequences, mut streams) = (Vec::new(), Vec::new());
+        for output in outputs {
+            let (sender, events) = unbounded_channel();
+            sequences.push(Sequence::new(ids.clone(), &options, self.language().stop_ids(), sender));
+            streams.push(RequestStream::new(events, output, &options, prompt_tokens, self.info(), submitted));
+            options.sampling.seed = options.sampling.seed.wrapping_add(1);
+        }
+        let count = streams.len() as u64;
+        stats::add(&counters.waiting, count);
+        self.send(Command::Submit(sequences)).inspect_err(|_| stats::subtract(&counters.waiting, count))?;
+        Ok(streams)
+    }
+
+    fn check_options(&self, options: &GenerateOptions) -> Result<()> {
+        options.sampling.validate().map_err(anyhow::Error::msg)?;
+        let vocab_size = self.info().vocab_size;
+        let ids = options.logit_bias.keys().chain(&options.stop_token_ids);
+        if let Some(id) = ids.copied().find(|&id| id as usize >= vocab_size) {
+            bail!("token id {id} in the options is outside the model's vocabulary of {vocab_size} tokens");
+        }
+        if let Some((id, bias)) = options.logit_bias.iter().find(|(_, bias)| !(-100.0..=100.0).contains(*bias)) {
+            bail!("the logit bias of token id {id} is {bias}: expected a number from -100 to 100");
+        }
+        if let Some(count) = options.logprobs.filter(|&count| count > MAX_LOGPROBS) {
+            bail!("logprobs is {count}: expected a number from 0 to {MAX_LOGPROBS}");
+        }
+        Ok(())
     }
 
     /// Renders a conversation to token ids.

@@ -79,15 +79,15 @@ impl Engine {
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Self> {
         let model = load::load(dir, options)?;
         let (commands, receiver) = mpsc::channel();
-        let (language, counters) = (Arc::new(model.language), Arc::new(Counters::default()));
+        let counters = Arc::new(Counters::default());
         let shared = Shared {
-            language: language.clone(),
+            language: Arc::new(model.language),
             info: model.info,
             defaults: model.defaults,
             device: model.runner.device().clone(),
             counters: counters.clone(),
         };
-        let engine_loop = EngineLoop::new(model.runner, language, receiver, counters);
+        let engine_loop = EngineLoop::new(model.runner, receiver, counters);
         let thread = thread::Builder::new().name("inferno-engine".into()).spawn(move || engine_loop.run());
         let thread = Some(thread.context("cannot start the engine thread")?);
         Ok(Self { handle: EngineHandle::new(commands, shared), thread })

@@ -15,6 +15,7 @@ pub struct Output {
     language: Arc<Language>,
     reader: Reader,
     stop: StopStrings,
+    stop_token_ids: Vec<u32>,
     ignore_eos: bool,
 }
 
@@ -38,11 +39,16 @@ impl Output {
     }
 
     fn new(language: Arc<Language>, reader: Reader, options: &GenerateOptions) -> Self {
-        Self { language, reader, stop: StopStrings::new(&options.stop), ignore_eos: options.ignore_eos }
+        let GenerateOptions { stop, stop_token_ids, ignore_eos, .. } = options;
+        let (stop, stop_token_ids) = (StopStrings::new(stop), stop_token_ids.clone());
+        Self { language, reader, stop, stop_token_ids, ignore_eos: *ignore_eos }
     }
 
     /// Adds a token. Returns the text that has become final, if any.
     pub fn push(&mut self, token: u32) -> Result<Vec<Delta>> {
+        if self.stop_token_ids.contains(&token) {
+            return Ok(Vec::new());
+        }
         let ends_text = self.language.is_stop(token) && !self.ignore_eos;
         let deltas = match &mut self.reader {
             Reader::Chat(parser) => parser.push(&self.language.tokenizer, token)?,

@@ -1,5 +1,6 @@
 //! Requests to the engine: prompts and generation options.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -77,7 +78,16 @@ pub struct GenerateOptions {
     pub max_tokens: Option<usize>,
     /// Strings that end the answer. The answer does not include them.
     pub stop: Vec<String>,
-    /// Whether to keep generating after a stop token, as benchmarks do.
+    /// More stop tokens, besides those of the model. The answer does not include the text of a stop token.
+    pub stop_token_ids: Vec<u32>,
+    /// The minimum number of tokens to generate before a stop token. Stop strings end the answer at any time.
+    pub min_tokens: usize,
+    /// Values to add to the logits of tokens, before penalties. -100 in effect bans a token, and 100 in effect selects it.
+    pub logit_bias: BTreeMap<u32, f32>,
+    /// How many of the most likely tokens to report with each generated token, with their log probabilities.
+    /// 0 reports only the log probability of the generated token. `None` reports none.
+    pub logprobs: Option<usize>,
+    /// Whether to keep generating after a stop token of the model, as benchmarks do.
     pub ignore_eos: bool,
     /// A flag that another thread can set to cancel the request. The request then ends after the current step.
     pub cancel: Option<Arc<AtomicBool>>,
@@ -94,6 +104,10 @@ impl GenerateOptions {
             sampling,
             max_tokens: None,
             stop: Vec::new(),
+            stop_token_ids: Vec::new(),
+            min_tokens: 0,
+            logit_bias: BTreeMap::new(),
+            logprobs: None,
             ignore_eos: false,
             cancel: None,
             priority: 0,
@@ -106,7 +120,7 @@ impl GenerateOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
-    /// The model generated a stop token or a stop string.
+    /// A stop token or a stop string was generated.
     Stop,
     /// The answer reached `max_tokens`, or the context is full.
     Length,

@@ -5,7 +5,7 @@
 //! The same seed and prompt therefore give the same text.
 //! On a GPU, the sampling kernel applies the same rules. `sample.cu` lists the rare differences.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use super::sampling::SamplingParams;
 #[cfg(feature = "cuda")]
@@ -19,13 +19,33 @@ pub struct Sampler {
     seen: HashMap<u32, u32>,
     /// The number of random draws so far.
     draws: u64,
+    /// The number of tokens chosen so far.
+    chosen: usize,
+    rules: LogitRules,
+}
+
+/// Changes to the logits before penalties, and the log probabilities to compute.
+#[derive(Clone, Debug, Default)]
+pub struct LogitRules {
+    /// Values to add to the logits of tokens.
+    pub bias: BTreeMap<u32, f32>,
+    /// The tokens that cannot be chosen before `min_tokens` others.
+    pub stop_tokens: Vec<u32>,
+    pub min_tokens: usize,
+    /// How many of the most likely tokens need log probabilities, besides the chosen one.
+    pub logprobs: Option<usize>,
 }
 
 impl Sampler {
     /// Creates a sampler. The tokens of `prompt` count toward the repetition penalty.
     pub fn new(params: SamplingParams, prompt: &[u32]) -> Self {
         let seen = prompt.iter().map(|&id| (id, 0)).collect();
-        Self { params, seen, draws: 0 }
+        Self { params, seen, draws: 0, chosen: 0, rules: LogitRules::default() }
+    }
+
+    /// Sets the changes to the logits and the log probabilities to compute.
+    pub fn with_rules(self, rules: LogitRules) -> Self {
+        Self { rules, ..self }
     }
 
     /// Samples the next token. Applies penalties to `logits`, f32 `[vocab]`, in place.
@@ -33,6 +53,7 @@ impl Sampler {
         self.penalize(logits);
         let token = if self.params.temperature == 0.0 { argmax(logits) } else { self.draw(logits) };
         *self.seen.entry(token).or_default() += 1;
+        self.chosen += 1;
         token
     }
 
@@ -40,6 +61,7 @@ impl Sampler {
     fn record(&mut self, token: u32) {
         *self.seen.entry(token).or_default() += 1;
         self.draws += u64::from(self.params.temperature != 0.0);
+        self.chosen += 1;
     }
 
     fn has_penalties(&self) -> bool {
@@ -83,6 +105,18 @@ impl Sampler {
 impl ChooseToken for Sampler {
     fn choose(&mut self, logits: &mut [f32]) -> u32 {
         self.sample(logits)
+    }
+
+    fn logit_edits(&self) -> Vec<(u32, f32)> {
+        let mut edits = self.rules.bias.clone();
+        if self.chosen < self.rules.min_tokens {
+            edits.extend(self.rules.stop_tokens.iter().map(|&token| (token, f32::NEG_INFINITY)));
+        }
+        edits.into_iter().collect()
+    }
+
+    fn top_logprobs(&self) -> Option<usize> {
+        self.rules.logprobs
     }
 
     fn record(&mut self, token: u32) {

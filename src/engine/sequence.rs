@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::request::{FinishReason, GenerateOptions};
-use super::sampler::Sampler;
+use super::sampler::{LogitRules, Sampler};
+use crate::runner::ChosenToken;
 
 /// A message from the engine thread to the client of a sequence.
 #[derive(Debug)]
@@ -18,7 +19,7 @@ pub enum SequenceEvent {
     },
     /// A generated token and the time at which it was generated.
     Token {
-        id: u32,
+        token: ChosenToken,
         at: Instant,
     },
     Finished(FinishReason),
@@ -34,7 +35,8 @@ pub struct Sequence {
     generated: usize,
     pub sampler: Sampler,
     max_tokens: Option<usize>,
-    ignore_eos: bool,
+    /// The tokens that end the answer.
+    stop_ids: Vec<u32>,
     pub priority: i32,
     pub max_wait: Option<Duration>,
     /// The caller's cancel flag. Closing the event channel also cancels the sequence.
@@ -43,15 +45,29 @@ pub struct Sequence {
 }
 
 impl Sequence {
-    pub fn new(prompt: Vec<u32>, options: &GenerateOptions, events: UnboundedSender<SequenceEvent>) -> Self {
+    /// Creates a sequence. `model_stop_ids` are the stop tokens of the model.
+    pub fn new(
+        prompt: Vec<u32>,
+        options: &GenerateOptions,
+        model_stop_ids: &[u32],
+        events: UnboundedSender<SequenceEvent>,
+    ) -> Self {
+        let model_stop_ids = if options.ignore_eos { &[] } else { model_stop_ids };
+        let stop_ids: Vec<u32> = model_stop_ids.iter().chain(&options.stop_token_ids).copied().collect();
+        let rules = LogitRules {
+            bias: options.logit_bias.clone(),
+            stop_tokens: stop_ids.clone(),
+            min_tokens: options.min_tokens,
+            logprobs: options.logprobs,
+        };
         Self {
-            sampler: Sampler::new(options.sampling.clone(), &prompt),
+            sampler: Sampler::new(options.sampling.clone(), &prompt).with_rules(rules),
+            stop_ids,
             prompt_tokens: prompt.len(),
             prompt,
             has_started: false,
             generated: 0,
             max_tokens: options.max_tokens,
-            ignore_eos: options.ignore_eos,
             priority: options.priority,
             max_wait: options.max_wait,
             cancel: options.cancel.clone(),
@@ -97,10 +113,11 @@ impl Sequence {
     }
 
     /// Counts a generated token and sends it to the client. Returns the finish reason if the token ends the sequence.
-    pub fn push(&mut self, token: u32, is_stop: bool, context: usize) -> Option<FinishReason> {
+    pub fn push(&mut self, token: ChosenToken, context: usize) -> Option<FinishReason> {
+        let is_stop = self.stop_ids.contains(&token.id);
         self.generated += 1;
-        self.send(SequenceEvent::Token { id: token, at: Instant::now() });
-        if is_stop && !self.ignore_eos {
+        self.send(SequenceEvent::Token { token, at: Instant::now() });
+        if is_stop {
             Some(FinishReason::Stop)
         } else if self.remaining() == 0 || self.prompt_tokens + self.generated >= context {
             Some(FinishReason::Length)

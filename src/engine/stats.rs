@@ -97,6 +97,10 @@ pub fn add(counter: &AtomicU64, count: u64) {
     counter.fetch_add(count, Ordering::Relaxed);
 }
 
+pub fn subtract(counter: &AtomicU64, count: u64) {
+    counter.fetch_sub(count, Ordering::Relaxed);
+}
+
 pub fn subtract_one(counter: &AtomicU64) {
-    counter.fetch_sub(1, Ordering::Relaxed);
+    subtract(counter, 1);
 }

@@ -16,13 +16,14 @@ use super::output::Output;
 use super::request::{FinishReason, GenerateOptions};
 use super::sequence::SequenceEvent;
 use crate::chat::{Channel, Delta, ToolCall};
-use crate::runner::Executor;
+use crate::runner::{ChosenToken, Executor, TokenLogprobs};
 
 /// An event of a [`RequestStream`]: a token or the end.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// A generated token, and the text released with it. `deltas` may be empty, because some text is held back.
-    Token { id: u32, deltas: Vec<Delta> },
+    /// `logprobs` is `Some` if [`GenerateOptions::logprobs`] is.
+    Token { id: u32, deltas: Vec<Delta>, logprobs: Option<TokenLogprobs> },
     /// The end of the generation: the text that was held back until now, and the summary.
     End { deltas: Vec<Delta>, summary: Box<Summary> },
 }
@@ -32,6 +33,14 @@ impl Event {
     pub fn token(&self) -> Option<u32> {
         match self {
             Event::Token { id, .. } => Some(*id),
+            Event::End { .. } => None,
+        }
+    }
+
+    /// Returns the log probabilities of the generated token, if the request asked for them.
+    pub fn logprobs(&self) -> Option<&TokenLogprobs> {
+        match self {
+            Event::Token { logprobs, .. } => logprobs.as_ref(),
             Event::End { .. } => None,
         }
     }
@@ -211,11 +220,11 @@ impl RequestStream {
                 self.finish_as(reason);
                 return None;
             }
-            Some(SequenceEvent::Token { id, at }) => {
+            Some(SequenceEvent::Token { token: ChosenToken { id, logprobs }, at }) => {
                 self.generated += 1;
                 self.last_token = at;
                 self.first_token.get_or_insert(at);
-                self.output.push(id).map(|deltas| Event::Token { id, deltas })
+                self.output.push(id).map(|deltas| Event::Token { id, deltas, logprobs })
             }
             Some(SequenceEvent::Failed(error)) => Err(error),
             None => Err(anyhow!("the engine stopped before the answer was complete")),

@@ -59,12 +59,11 @@ impl BatchGraphs {
     /// Runs a decode step of all sequences. Returns their logits, f32 `[sequences, vocab]`.
     /// The next step overwrites the logits.
     ///
-    /// Returns `None` if the step cannot run as a graph: for single sequences, large batches and prompts, with the
-    /// backend `CandleFlashAttn`, and after a graph step has failed.
+    /// Returns `None` if the step cannot run as a graph: for large batches and prompts, with the backend
+    /// `CandleFlashAttn`, and after a graph step has failed.
     pub fn run(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Option<Tensor>> {
         let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
-        let is_batch = (2..=MAX_BATCH).contains(&sequences.len());
-        if self.has_failed || !is_decode || !is_batch || decoder.reads_tables_on_host() {
+        if self.has_failed || !is_decode || sequences.len() > MAX_BATCH || decoder.reads_tables_on_host() {
             return Ok(None);
         }
         match self.run_batch(decoder, cache, sequences) {

@@ -5,9 +5,10 @@ use candle_core::Tensor;
 
 use super::choose_token::{ChooseToken, NO_TOKEN};
 use super::decode_graph::DecodeGraph;
-use super::step_sequence::{Chosen, StepSequence};
+use super::logprobs::TokenLogprobs;
+use super::step_sequence::{Chosen, ChosenToken, StepSequence};
 use super::{Decode, Runner};
-use crate::kernels::decode::sample_rows;
+use crate::kernels::decode::{LogitEdit, edit_logits, sample_rows, top_logprobs};
 
 /// Chooses the next token of each sequence on the GPU, which avoids copying the logits to the host.
 pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
@@ -19,17 +20,41 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
         true => logits.clone(),
         false => logits.index_select(&Tensor::new(rows, logits.device())?, 0)?,
     };
-    let samplers = sequences.iter().filter_map(|sequence| sequence.sampler.as_deref());
-    let parameters: Vec<_> = samplers.map(|sampler| sampler.on_device()).collect();
-    let mut tokens = sample_rows(&logits, &parameters)?.into_iter();
+    let samplers = || sequences.iter().filter_map(|sequence| sequence.sampler.as_deref());
+    // Edits and penalties change the logits in place, so copy the rows whose log probabilities are needed.
+    let scored: Vec<(u32, usize)> =
+        (0..).zip(samplers()).filter_map(|(row, sampler)| Some((row, sampler.top_logprobs()?))).collect();
+    let unedited = match scored.is_empty() {
+        true => None,
+        false => {
+            let rows: Vec<u32> = scored.iter().map(|&(row, _)| row).collect();
+            Some(logits.index_select(&Tensor::new(rows, logits.device())?, 0)?)
+        }
+    };
+    let edits = (0..).zip(samplers()).flat_map(|(row, sampler)| {
+        sampler.logit_edits().into_iter().map(move |(token, value)| LogitEdit { row, token, value })
+    });
+    edit_logits(&logits, &edits.collect::<Vec<_>>())?;
+    let parameters: Vec<_> = samplers().map(|sampler| sampler.on_device()).collect();
+    let tokens = sample_rows(&logits, &parameters)?;
+    let mut logprobs = vec![None; tokens.len()];
+    if let Some(unedited) = unedited {
+        let chosen: Vec<u32> = scored.iter().map(|&(row, _)| tokens[row as usize].unwrap_or(0)).collect();
+        let count = scored.iter().map(|&(_, count)| count).max().unwrap_or(0);
+        for (&(row, count), (chosen, mut top)) in scored.iter().zip(top_logprobs(&unedited, &chosen, count)?) {
+            top.truncate(count);
+            logprobs[row as usize] = Some(TokenLogprobs { chosen, top });
+        }
+    }
+    let mut choices = tokens.into_iter().zip(logprobs);
     let chosen = sequences.iter_mut().map(|sequence| {
         let sampler = sequence.sampler.as_deref_mut()?;
-        Some(match tokens.next().flatten() {
-            Some(token) => {
-                sampler.record(token);
-                Ok(token)
+        Some(match choices.next() {
+            Some((Some(id), logprobs)) => {
+                sampler.record(id);
+                Ok(ChosenToken { id, logprobs })
             }
-            None => Err(anyhow!(NO_TOKEN)),
+            _ => Err(anyhow!(NO_TOKEN)),
         })
     });
     Ok(chosen.collect())
@@ -42,9 +67,15 @@ impl Runner {
         if let [sequence] = sequences
             && let Some(token) = self.decode_graph_step(sequence)?
         {
-            return Ok(Some(vec![Some(token)]));
+            return Ok(Some(vec![Some(token.map(|id| ChosenToken { id, logprobs: None }))]));
         }
         self.forget_sequences();
+        // A batch graph for one sequence returns the logits that the decode graph does not.
+        if let [sequence] = sequences
+            && !needs_logits(sequence)
+        {
+            return Ok(None);
+        }
         let Some(batches) = &mut self.batches else { return Ok(None) };
         match batches.run(&self.decoder, &self.cache, sequences)? {
             Some(logits) => choose_on_device(sequences, &logits).map(Some),
@@ -60,6 +91,9 @@ impl Runner {
         else {
             return Ok(None);
         };
+        if sampler.needs_logits() {
+            return Ok(None);
+        }
         self.solo.cached.clear();
         // `input` can also be a prompt of one token, which the graph runs like a generated token.
         if !graph.continues(sequence.id, sequence.position) {
@@ -72,14 +106,23 @@ impl Runner {
     /// Chooses the next token of one sequence from the logits of an eager step, such as the end of prefill.
     /// With a decode graph, the token also stays on the device as the input of the next step.
     pub(super) fn first_graph_token(&mut self, sequence: &mut StepSequence, logits: &Tensor) -> Result<Chosen> {
+        let needs_logits = needs_logits(sequence);
         let Decode::Graph(graph) = &mut self.decode else {
             return Ok(choose_on_device(std::slice::from_mut(sequence), logits)?.remove(0));
         };
+        if needs_logits {
+            return Ok(choose_on_device(std::slice::from_mut(sequence), logits)?.remove(0));
+        }
         let Some(sampler) = sequence.sampler.as_deref_mut() else { return Ok(None) };
         let end = sequence.position + sequence.ids.len();
         graph.start_from(sequence.id, end, logits, sampler.on_device(), sequence.tables)?;
-        Ok(Some(take_token(graph, sequence.limit, sampler)))
+        Ok(Some(take_token(graph, sequence.limit, sampler).map(|id| ChosenToken { id, logprobs: None })))
     }
+}
+
+/// Returns whether the sampler of a sequence needs the whole row of logits.
+fn needs_logits(sequence: &StepSequence) -> bool {
+    sequence.sampler.as_deref().is_some_and(|sampler| sampler.needs_logits())
 }
 
 /// Waits for the graph's next token and records it in the sampler. Stops the graph after an error.

@@ -3,13 +3,23 @@
 use anyhow::{Result, bail};
 
 use super::choose_token::{ChooseToken, NO_TOKEN};
+use super::logprobs::TokenLogprobs;
+use super::step_sequence::ChosenToken;
 
 /// Chooses a token on the host. Fails if every logit is NaN or -inf, as the kernels in `head.cu` and `sample.cu` do.
-pub(super) fn choose(logits: &mut [f32], sampler: &mut dyn ChooseToken) -> Result<u32> {
+pub(super) fn choose(logits: &mut [f32], sampler: &mut dyn ChooseToken) -> Result<ChosenToken> {
+    let unedited = sampler.top_logprobs().map(|count| (logits.to_vec(), count));
+    for (id, value) in sampler.logit_edits() {
+        if let Some(logit) = logits.get_mut(id as usize) {
+            *logit += value;
+        }
+    }
     if !logits.iter().any(|&logit| logit > f32::NEG_INFINITY) {
         bail!(NO_TOKEN);
     }
-    Ok(sampler.choose(logits))
+    let id = sampler.choose(logits);
+    let logprobs = unedited.map(|(logits, count)| TokenLogprobs::from_logits(&logits, id, count));
+    Ok(ChosenToken { id, logprobs })
 }
 
 #[cfg(test)]
@@ -39,7 +49,7 @@ mod tests {
             let error = choose(&mut logits.clone(), &mut Last).unwrap_err();
             assert!(error.to_string().contains("every logit is NaN or -inf"), "{error}");
         }
-        assert_eq!(choose(&mut [f32::NAN, -1.0, -INF], &mut Last).unwrap(), 1);
-        assert_eq!(choose(&mut [INF, f32::NAN, -INF], &mut Last).unwrap(), 0);
+        assert_eq!(choose(&mut [f32::NAN, -1.0, -INF], &mut Last).unwrap().id, 1);
+        assert_eq!(choose(&mut [INF, f32::NAN, -INF], &mut Last).unwrap().id, 0);
     }
 }

@@ -15,6 +15,7 @@ mod eager_reason;
 mod gpu_step;
 mod host_choice;
 mod limits;
+mod logprobs;
 mod solo;
 mod solo_sequence;
 mod step;
@@ -38,8 +39,9 @@ use solo_sequence::SoloSequence;
 pub use choose_token::ChooseToken;
 pub use eager_reason::EagerReason;
 pub use limits::RunnerLimits;
+pub use logprobs::TokenLogprobs;
 pub use step_cost::{KernelTime, LaunchCounts, StepBytes};
-pub use step_sequence::{Chosen, StepSequence};
+pub use step_sequence::{Chosen, ChosenToken, StepSequence};
 
 /// A decoder on its device, with the KV cache of all sequences.
 pub struct Runner {

@@ -3,6 +3,7 @@
 use anyhow::Result;
 
 use super::choose_token::ChooseToken;
+use super::logprobs::TokenLogprobs;
 use crate::nn::kv_cache::BlockTables;
 
 /// The input of one sequence in a step.
@@ -23,4 +24,12 @@ pub struct StepSequence<'s> {
 }
 
 /// The token that a sequence's sampler chose. `None` if the sequence had no sampler.
-pub type Chosen = Option<Result<u32>>;
+pub type Chosen = Option<Result<ChosenToken>>;
+
+/// A chosen token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ChosenToken {
+    pub id: u32,
+    /// The log probabilities, if the sampler asked for them.
+    pub logprobs: Option<TokenLogprobs>,
+}

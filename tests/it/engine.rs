@@ -27,7 +27,7 @@ use tempfile::TempDir;
 use crate::cli::copy_of_demo;
 use crate::support::{demo_dir, golden};
 
-fn sampling(change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {
+pub fn sampling(change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {
     let mut params = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };
     change(&mut params);
     params
@@ -147,7 +147,7 @@ fn stop_strings_are_found_across_token_borders() {
     assert_eq!(run(&[""], &["all"]), ("all".into(), "".into(), false));
 }
 
-fn demo(context: usize) -> Engine {
+pub fn demo(context: usize) -> Engine {
     Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(context).load().unwrap()
 }
 
@@ -160,24 +160,24 @@ fn render() -> RenderOptions {
     }
 }
 
-fn greedy() -> GenerateOptions {
+pub fn greedy() -> GenerateOptions {
     GenerateOptions::new(SamplingParams::greedy())
 }
 
 #[derive(Clone, Debug, PartialEq)]
-struct Answer {
-    text: String,
-    tokens: Vec<u32>,
-    summary: Summary,
+pub struct Answer {
+    pub text: String,
+    pub tokens: Vec<u32>,
+    pub summary: Summary,
 }
 
 impl Answer {
-    fn read(mut stream: RequestStream) -> Self {
+    pub fn read(mut stream: RequestStream) -> Self {
         let events: Vec<Event> = (&mut stream).into_iter().map(|event| event.unwrap()).collect();
         Self::from_events(&events)
     }
 
-    fn from_events(events: &[Event]) -> Self {
+    pub fn from_events(events: &[Event]) -> Self {
         Self {
             text: events.iter().map(Event::answer).collect(),
             tokens: events.iter().filter_map(Event::token).collect(),
@@ -526,15 +526,15 @@ fn likelihoods_of_windows_agree_with_the_whole_text() {
 const GRAPH_MODELS: [&str; 3] = ["mistral", "gpt_oss_graph", "gemma3_graph"];
 
 /// A golden model in a temporary folder, with the tokenizer of the demo model.
-struct GraphModel {
+pub struct GraphModel {
     _folder: TempDir,
     dir: PathBuf,
     /// A prompt of 38 to 65 tokens.
-    prompt: Vec<u32>,
+    pub prompt: Vec<u32>,
 }
 
 impl GraphModel {
-    fn new(name: &str) -> Self {
+    pub fn new(name: &str) -> Self {
         let (_folder, dir) = copy_of_demo();
         for file in ["config.json", "model.safetensors"] {
             fs::copy(golden(name).join(file), dir.join(file)).unwrap();
@@ -545,7 +545,7 @@ impl GraphModel {
     }
 
     /// Loads the model on a GPU in f16, which rounds less than bf16.
-    fn load(&self, context: usize, executor: Executor) -> Engine {
+    pub fn load(&self, context: usize, executor: Executor) -> Engine {
         let builder = Engine::builder(&self.dir).device(DeviceChoice::FirstCuda).dtype(DType::F16);
         let engine = builder.context(context).chunk(16).eager(executor == Executor::Eager).load().unwrap();
         assert_eq!(engine.executor(), executor, "{:?}", engine.eager_reason());
@@ -553,7 +553,7 @@ impl GraphModel {
     }
 
     /// Loads the model on a GPU, with a context of 110 tokens and decode steps that run as a graph.
-    fn graph(&self) -> Engine {
+    pub fn graph(&self) -> Engine {
         self.load(110, Executor::Graph)
     }
 }

@@ -32,6 +32,7 @@ mod decode_graph;
 mod docs;
 mod doctor;
 mod engine;
+mod engine_options;
 mod examples;
 mod families;
 #[cfg(target_os = "linux")]

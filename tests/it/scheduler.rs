@@ -29,6 +29,9 @@ struct Request {
     deadline: Option<Duration>,
     /// The time at which the client cancels the request.
     cancel: Option<Duration>,
+    /// How many of the next requests are forks of this one.
+    forks: usize,
+    is_fork: bool,
 }
 
 /// The configuration of a scheduler, and the requests to submit.
@@ -79,7 +82,12 @@ struct Simulator<'a> {
     unfinished: BTreeSet<SequenceId>,
     /// Submitted sequences that do not run, the most senior first.
     waiting: BTreeSet<Rank>,
-    /// The deadlines of sequences that have not started.
+    /// The sequences that this plan preempted, if it also started forks. Forks start without a reserve of free blocks, so
+    /// they can displace a sequence after another one was admitted.
+    displaced: BTreeSet<SequenceId>,
+    /// Submitted forks that wait for the prompt of another sequence.
+    pending: BTreeSet<SequenceId>,
+    /// The deadlines of sequences that have not started, except pending forks.
     deadlines: BTreeSet<(Duration, SequenceId)>,
     /// For every position of every block, the digest that was written there plus the index of the layer group.
     contents: Vec<u64>,
@@ -103,6 +111,8 @@ struct Summary {
     preemptions: usize,
     /// Sequences that were preempted twice.
     protected: usize,
+    /// Forks that started with the blocks of another sequence.
+    forked: usize,
     hit_tokens: u64,
     /// Chunks of more than half of the token budget.
     long_chunks: usize,
@@ -132,6 +142,8 @@ impl<'a> Simulator<'a> {
             tracked: requests.iter().map(|_| Tracked::default()).collect(),
             unfinished: BTreeSet::new(),
             waiting: BTreeSet::new(),
+            displaced: BTreeSet::new(),
+            pending: BTreeSet::new(),
             deadlines: BTreeSet::new(),
             contents: vec![0; blocks * BLOCK_TOKENS],
             written: vec![0; blocks],
@@ -182,8 +194,11 @@ impl<'a> Simulator<'a> {
     }
 
     fn submit(&mut self, id: SequenceId, request: &Request) {
-        let Request { ref prompt, max_tokens, priority, arrival, deadline, .. } = *request;
-        self.scheduler.submit(NewSequence { id, prompt: prompt.clone(), max_tokens, priority, arrival, deadline });
+        let Request { ref prompt, max_tokens, priority, arrival, deadline, is_fork, .. } = *request;
+        if !is_fork {
+            let (prompt, forks) = (prompt.clone(), (id + 1..=id + request.forks as u64).collect());
+            self.scheduler.submit(NewSequence { id, prompt, forks, max_tokens, priority, arrival, deadline });
+        }
         let rank = self.rank(id);
         // While a sequence waits, every step computes at least one token of a sequence that arrived earlier or is more
         // senior. A sequence is preempted at most twice, so each of its tokens is computed at most three times.
@@ -193,7 +208,9 @@ impl<'a> Simulator<'a> {
         };
         let ahead = self.unfinished.iter().map(|&other| steps(other)).sum();
         let own = steps(id);
-        for &(.., other) in self.waiting.range(rank..) {
+        let pending = self.pending.iter().map(|&fork| self.rank(fork)).filter(|fork| *fork >= rank);
+        let behind: Vec<_> = self.waiting.range(rank..).copied().chain(pending).collect();
+        for (.., other) in behind {
             self.tracked[other as usize].ahead += own;
         }
         let tracked = &mut self.tracked[id as usize];
@@ -206,9 +223,35 @@ impl<'a> Simulator<'a> {
             })
             .collect();
         self.unfinished.insert(id);
-        self.waiting.insert(rank);
-        if let Some(deadline) = deadline {
+        match is_fork {
+            true => _ = self.pending.insert(id),
+            false => self.wait(id),
+        }
+    }
+
+    fn wait(&mut self, id: SequenceId) {
+        self.waiting.insert(self.rank(id));
+        if let Some(deadline) = self.scenario.requests[id as usize].deadline {
             self.deadlines.insert((deadline, id));
+        }
+    }
+
+    /// Finds the forks that no longer wait for the prompt of another sequence.
+    fn update_forks(&mut self, plan: &StepPlan) {
+        for id in self.pending.clone() {
+            if plan.expired.contains(&id) || self.scheduler.parent(id).is_some() {
+                continue;
+            }
+            self.pending.remove(&id);
+            let prompt = self.scenario.requests[id as usize].prompt.len();
+            let is_preempted = plan.preempted.contains(&id);
+            if is_preempted || self.scheduler.tables(id).is_some() && self.scheduler.computed(id) + 1 == prompt {
+                let tracked = &mut self.tracked[id as usize];
+                (tracked.is_running, tracked.computed, tracked.started) = (true, prompt - 1, Some(self.now));
+                self.summary.forked += 1;
+            } else {
+                self.wait(id);
+            }
         }
     }
 
@@ -229,6 +272,7 @@ impl<'a> Simulator<'a> {
         let request = &self.scenario.requests[id as usize];
         assert!(self.unfinished.remove(&id), "{outcome:?}: sequence {id} was not submitted, or has already ended");
         self.waiting.remove(&self.rank(id));
+        self.pending.remove(&id);
         if let Some(deadline) = request.deadline {
             self.deadlines.remove(&(deadline, id));
         }
@@ -252,6 +296,13 @@ impl<'a> Simulator<'a> {
             assert!(deadline.is_some_and(|deadline| deadline <= self.now), "{id} expired before its deadline");
             assert!(self.tracked[id as usize].started.is_none(), "{id} expired after its start");
             self.end(id, Outcome::Expired);
+        }
+        let forked = self.summary.forked;
+        self.update_forks(plan);
+        self.displaced.clear();
+        let has_forked = self.summary.forked > forked;
+        if has_forked {
+            self.displaced.extend(&plan.preempted);
         }
         let decoding = self.decoding();
         for &id in &plan.preempted {
@@ -294,8 +345,10 @@ impl<'a> Simulator<'a> {
         assert!(self.deadlines.first().is_none_or(|&(deadline, _)| deadline > self.now), "a deadline was missed");
 
         // A chunk exceeds half of the token budget only if the step completes all other running prompts.
+        // A sequence with pending forks leaves its last prompt token to the next step.
+        let parents: BTreeSet<_> = self.pending.iter().filter_map(|&fork| self.scheduler.parent(fork)).collect();
         let is_done = |id: &SequenceId| {
-            let len = self.tracked[*id as usize].digests.len();
+            let len = self.tracked[*id as usize].digests.len() - usize::from(parents.contains(id));
             decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == len)
         };
         let undone = running.iter().filter(|id| !is_done(id)).count();
@@ -306,7 +359,9 @@ impl<'a> Simulator<'a> {
         // With ample blocks, only the token budget and `max_sequences` limit a step.
         if self.has_ample_blocks && tokens < token_budget {
             assert_eq!(undone, 0, "{} tokens of the budget are left", token_budget - tokens);
-            assert!(running.len() == max_sequences || running.len() == self.unfinished.len(), "a sequence could start");
+            // Until forks have copied the block that they share, their demand counts one block too many.
+            let is_full = running.len() == max_sequences || has_forked;
+            assert!(is_full || self.waiting.is_empty(), "a sequence could start");
         }
         for &(.., id) in &self.waiting {
             self.tracked[id as usize].waited += 1;
@@ -362,7 +417,10 @@ impl<'a> Simulator<'a> {
                     assert!(self.deadlines.remove(&(deadline, id)));
                 }
             }
-            assert_eq!(self.waiting.pop_first(), Some(self.rank(id)), "{id} started before a more senior sequence");
+            let rank = self.rank(id);
+            let first = self.waiting.iter().find(|(.., other)| !self.displaced.contains(other));
+            assert_eq!(first, Some(&rank), "{id} started before a more senior sequence");
+            self.waiting.remove(&rank);
         }
         let tables = self.scheduler.tables(id).expect("a planned sequence has blocks");
         for (group, &window) in self.scenario.windows.iter().enumerate() {
@@ -516,6 +574,8 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
         let soon =
             |random: &mut Random, most_ms: usize| arrival + Duration::from_micros(random.below(most_ms * 1000) as u64);
         Request {
+            forks: 0,
+            is_fork: false,
             prompt,
             max_tokens,
             answer,
@@ -525,7 +585,25 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
             cancel: (has_cancels && random.below(5) == 0).then(|| soon(random, 1000)),
         }
     });
-    let requests = requests.collect();
+    let mut requests: Vec<Request> = requests.collect();
+    let can_fork = random.below(2) == 0;
+    let mut id = 0;
+    while id < requests.len() {
+        let forks = if can_fork && random.below(5) == 0 { random.below(6) } else { 0 };
+        requests[id].forks = forks;
+        for _ in 0..forks {
+            let parent = &requests[id];
+            let fork = Request {
+                answer: 1 + random.below(parent.answer),
+                cancel: parent.cancel.filter(|_| random.below(2) == 0),
+                forks: 0,
+                is_fork: true,
+                ..parent.clone()
+            };
+            requests.insert(id + 1, fork);
+        }
+        id += 1 + forks;
+    }
     let config = SchedulerConfig { token_budget, max_sequences, context };
     Scenario { config, windows: windows.to_vec(), blocks, requests }
 }
@@ -560,13 +638,14 @@ fn random_requests_get_what_the_scheduler_promises() {
         total.protected += summary.protected;
         total.hit_tokens += summary.hit_tokens;
         total.long_chunks += summary.long_chunks;
+        total.forked += summary.forked;
         total.steps += summary.steps;
         total.duration += summary.duration;
     }
     println!("{total:?}");
     let Summary { finished, canceled, expired, preemptions, protected, hit_tokens, long_chunks, .. } = total;
     assert!(finished > count / 2 && canceled > count / 50 && expired > count / 50, "{total:?}");
-    assert!(preemptions > count / 50 && protected > count / 200, "{total:?}");
+    assert!(preemptions > count / 50 && protected > count / 200 && total.forked > count / 50, "{total:?}");
     assert!(hit_tokens as usize > count && long_chunks > count / 10, "{total:?}");
 }
 
@@ -591,6 +670,8 @@ fn low_priority_finishes_while_high_priority_requests_arrive() {
         arrival: Duration::from_millis(arrival_ms),
         deadline: None,
         cancel: None,
+        forks: 0,
+        is_fork: false,
     };
     // For 30 seconds, 50 requests per second arrive. With four sequences at a time, about 33 per second finish.
     let mut requests: Vec<_> = (0..1500).map(|n| request(20 * n, 0)).collect();
@@ -618,7 +699,7 @@ fn schedulers(config: SchedulerConfig, blocks: usize) -> [Scheduler; 2] {
 fn submit(scheduler: &mut Scheduler, id: SequenceId, len: usize, max_tokens: usize) {
     let prompt = (0..len as u32).map(|position| position ^ (id as u32) << 16).collect();
     let arrival = Duration::from_millis(id);
-    scheduler.submit(NewSequence { id, prompt, max_tokens, priority: 0, arrival, deadline: None });
+    scheduler.submit(NewSequence { id, prompt, forks: Vec::new(), max_tokens, priority: 0, arrival, deadline: None });
 }
 
 /// Plans a step and completes it. Returns the id and the number of tokens of each sequence in the step.
@@ -744,4 +825,42 @@ fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget(
         }
     }
     assert_eq!(reached.len(), 2, "{reached:?}");
+}
+
+#[test]
+fn forks_share_the_prompt_and_compute_only_its_last_token() {
+    let config = SchedulerConfig { token_budget: 128, max_sequences: 3, context: 400 };
+    for mut scheduler in schedulers(config, 40) {
+        let prompt: Vec<u32> = (0..200).collect();
+        let (id, arrival) = (0, Duration::ZERO);
+        let forks = vec![1, 2, 3];
+        scheduler.submit(NewSequence { id, prompt, forks, max_tokens: 9, priority: 0, arrival, deadline: None });
+        assert_eq!(step(&mut scheduler), [(0, 128)]);
+        assert_eq!(step(&mut scheduler), [(0, 71)], "the forks need the last token");
+        // Only three sequences may run. The last fork waits, and finds three full blocks in the prefix cache.
+        assert_eq!(step(&mut scheduler), [(0, 1), (1, 1), (2, 1)]);
+        assert_eq!(scheduler.stats().waiting, 1);
+        scheduler.finish(0);
+        assert_eq!(step(&mut scheduler), [(1, 1), (2, 1), (3, 8)]);
+        assert_eq!(step(&mut scheduler), [(1, 1), (2, 1), (3, 1)]);
+    }
+}
+
+#[test]
+fn a_fork_takes_the_place_of_a_canceled_parent() {
+    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400 };
+    for mut scheduler in schedulers(config, 40) {
+        let prompt: Vec<u32> = (0..200).collect();
+        let (id, arrival) = (0, Duration::ZERO);
+        let forks = vec![1, 2, 3];
+        scheduler.submit(NewSequence { id, prompt, forks, max_tokens: 9, priority: 0, arrival, deadline: None });
+        assert_eq!(step(&mut scheduler), [(0, 128)]);
+        scheduler.finish(2);
+        scheduler.finish(0);
+        assert_eq!(step(&mut scheduler), [(1, 71)], "two blocks are cached");
+        assert_eq!(step(&mut scheduler), [(1, 1), (3, 1)]);
+        scheduler.finish(1);
+        scheduler.finish(3);
+        assert_eq!(scheduler.blocks().stats().used, 0);
+    }
 }

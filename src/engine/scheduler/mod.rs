@@ -46,6 +46,8 @@ pub struct SchedulerConfig {
 pub struct NewSequence {
     pub id: SequenceId,
     pub prompt: Vec<u32>,
+    /// The ids of more sequences that differ from this one only in their id. The prompt is computed once for all.
+    pub forks: Vec<SequenceId>,
     /// The most tokens to generate.
     pub max_tokens: usize,
     /// Sequences with smaller values run first. A value lower by 1 counts as much as arriving 2 seconds earlier.
@@ -110,6 +112,10 @@ struct Sequence {
     /// The block hashes of a waiting sequence, so that they are not computed again. A running one has them in `blocks`.
     hashes: BlockHashes,
     preemptions: u32,
+    /// The sequences that share this prompt. They fork from this sequence when all but its last token is computed.
+    forks: Vec<SequenceId>,
+    /// The sequence from which this one will fork. Until then, it neither waits nor runs by itself.
+    parent: Option<SequenceId>,
 }
 
 impl Sequence {
@@ -124,6 +130,11 @@ impl Sequence {
 
     fn is_running(&self) -> bool {
         self.blocks.is_some()
+    }
+
+    /// Returns the position up to which the next step can compute. Forks need the last prompt token, to sample from it.
+    fn next_end(&self) -> usize {
+        if self.forks.is_empty() { self.tokens.len() } else { self.prompt - 1 }
     }
 
     /// Returns whether the last sampled token is the only one that is not computed yet.
@@ -155,23 +166,28 @@ impl Scheduler {
         Self { config, blocks, sequences: BTreeMap::new(), waiting, running, preemptions: 0 }
     }
 
-    /// Adds a sequence to the waiting queue.
+    /// Adds a sequence and its forks to the waiting queue.
     pub fn submit(&mut self, new: NewSequence) {
-        let NewSequence { id, prompt, max_tokens, priority, arrival, deadline } = new;
+        let NewSequence { id, prompt, forks, max_tokens, priority, arrival, deadline } = new;
         assert!((1..=self.config.context).contains(&prompt.len()), "cannot submit a prompt of {} tokens", prompt.len());
-        let sequence = Sequence {
+        let sequence = |id, tokens, forks, parent| Sequence {
             prompt: prompt.len(),
-            tokens: prompt,
+            tokens,
             max_tokens,
             seniority: Seniority::new(priority, arrival, id),
             deadline,
             blocks: None,
             hashes: BlockHashes::default(),
             preemptions: 0,
+            forks,
+            parent,
         };
-        let seniority = sequence.seniority;
-        assert!(self.sequences.insert(id, sequence).is_none(), "sequence {id} was submitted twice");
-        self.waiting.insert(seniority);
+        let forked = forks.iter().map(|&fork| (fork, sequence(fork, prompt.clone(), Vec::new(), Some(id))));
+        let all: Vec<_> = forked.chain([(id, sequence(id, prompt.clone(), forks.clone(), None))]).collect();
+        for (id, sequence) in all {
+            assert!(self.sequences.insert(id, sequence).is_none(), "sequence {id} was submitted twice");
+        }
+        self.waiting.insert(self.sequences[&id].seniority);
     }
 
     /// Returns the prompt of a sequence and all tokens generated so far.
@@ -182,6 +198,11 @@ impl Scheduler {
     /// Returns the number of tokens of a sequence whose keys and values are in the cache.
     pub fn computed(&self, id: SequenceId) -> usize {
         self.sequences[&id].computed()
+    }
+
+    /// Returns the sequence whose prompt a fork waits for, or `None` if the fork has started or waits by itself.
+    pub fn parent(&self, id: SequenceId) -> Option<SequenceId> {
+        self.sequences[&id].parent
     }
 
     /// Returns the block tables of a running sequence.
@@ -195,7 +216,8 @@ impl Scheduler {
     }
 
     pub fn stats(&self) -> SchedulerStats {
-        SchedulerStats { waiting: self.waiting.len(), running: self.running.len(), preemptions: self.preemptions }
+        let running = self.running.len();
+        SchedulerStats { waiting: self.sequences.len() - running, running, preemptions: self.preemptions }
     }
 
     pub fn blocks(&self) -> &BlockManager {
@@ -230,12 +252,55 @@ impl Scheduler {
         if let Some(blocks) = sequence.blocks {
             self.blocks.release(blocks);
         }
+        if let Some(parent) = sequence.parent.and_then(|parent| self.sequences.get_mut(&parent)) {
+            parent.forks.retain(|&fork| fork != id);
+        }
+        // The first fork takes the place of the sequence. It reuses the blocks that are already computed.
+        let mut forks = sequence.forks.into_iter();
+        let Some(first) = forks.next() else { return };
+        let forks: Vec<_> = forks.collect();
+        for fork in &forks {
+            self.sequences.entry(*fork).and_modify(|fork| fork.parent = Some(first));
+        }
+        if let Some(successor) = self.sequences.get_mut(&first) {
+            (successor.parent, successor.forks) = (None, forks);
+            self.waiting.insert(successor.seniority);
+        }
+    }
+
+    /// Starts the forks of a running sequence once all of its prompt but the last token is computed.
+    /// Each fork computes the last token itself, to sample its own first token. Returns the forks that run.
+    fn start_forks(&mut self, id: SequenceId) -> Vec<Seniority> {
+        let mut started = Vec::new();
+        let Some(parent) = self.sequences.get_mut(&id) else { return started };
+        if !parent.is_running() || parent.computed() + 1 != parent.prompt {
+            return started;
+        }
+        for fork in mem::take(&mut parent.forks) {
+            // Forks that may not run yet wait like other sequences, and will find the prompt in the prefix cache.
+            let can_run = self.running.len() < self.config.max_sequences;
+            let parent = self.sequences[&id].blocks.as_ref();
+            let blocks = parent.filter(|_| can_run).map(|parent| self.blocks.fork(parent));
+            let Some(fork) = self.sequences.get_mut(&fork) else { continue };
+            (fork.blocks, fork.parent) = (blocks, None);
+            if fork.is_running() {
+                self.running.insert(fork.seniority);
+                started.push(fork.seniority);
+            } else {
+                self.waiting.insert(fork.seniority);
+            }
+        }
+        started
     }
 
     /// Plans the next step at time `now`.
     ///
     /// A plan without work means that every sequence waits for [`push`](Self::push), or that none is left.
     pub fn plan(&mut self, now: Duration) -> StepPlan {
+        let running: Vec<_> = self.running.iter().map(Seniority::id).collect();
+        for id in running {
+            self.start_forks(id);
+        }
         let mut plan = StepPlan { expired: self.expire(now), ..StepPlan::default() };
         let mut budget = self.config.token_budget;
         self.plan_decodes(&mut budget, &mut plan);
@@ -247,8 +312,10 @@ impl Scheduler {
 
     /// Removes the waiting sequences whose deadline has passed, unless they already started once.
     fn expire(&mut self, now: Duration) -> Vec<SequenceId> {
+        let has_started = |sequence: &Sequence| sequence.is_running() || sequence.preemptions > 0;
         let has_expired = |sequence: &Sequence| {
-            let has_started = sequence.is_running() || sequence.preemptions > 0;
+            let parent = sequence.parent.and_then(|parent| self.sequences.get(&parent));
+            let has_started = has_started(sequence) || parent.is_some_and(has_started);
             !has_started && sequence.deadline.is_some_and(|deadline| deadline <= now)
         };
         let expired: Vec<_> = self.sequences.iter().filter(|(_, s)| has_expired(s)).map(|(&id, _)| id).collect();
@@ -275,22 +342,22 @@ impl Scheduler {
 
     /// Plans prompt chunks of running sequences, and admits waiting sequences.
     fn plan_prefills(&mut self, budget: &mut usize, plan: &mut StepPlan) {
-        let running: Vec<_> =
+        let mut running: BTreeSet<_> =
             self.running.iter().copied().filter(|other| self.sequences[&other.id()].needs_prefill()).collect();
-        let mut running = running.into_iter().peekable();
         let first_chunk = plan.work.len();
         let mut can_admit = true;
         while *budget > 0 {
             // Admit no sequence after a preemption: the preempted one needs the free blocks to run again.
             can_admit &= plan.preempted.is_empty() && self.running.len() < self.config.max_sequences;
             let candidate = self.waiting.first().copied().filter(|_| can_admit);
-            let id = match (candidate, running.peek()) {
+            let id = match (candidate, running.first()) {
                 (Some(candidate), next) if next.is_none_or(|next| candidate < *next) => {
                     // If the most senior sequence cannot start, no other one may start before it.
                     can_admit = self.admit(candidate.id());
+                    running.extend(self.start_forks(candidate.id()));
                     candidate.id()
                 }
-                _ => match running.next() {
+                _ => match running.pop_first() {
                     Some(next) => next.id(),
                     None => break,
                 },
@@ -299,19 +366,20 @@ impl Scheduler {
             if !sequence.is_running() {
                 continue;
             }
-            let (start, left) = (sequence.computed(), sequence.left());
+            let (start, left) = (sequence.computed(), sequence.next_end() - sequence.computed());
             // A prompt first gets at most half of the token budget, so that other prompts get the other half.
             let end = start + left.min(*budget).min(self.config.token_budget.div_ceil(2));
+            let is_last = end == sequence.tokens.len();
             if self.give_blocks(id, end, plan) {
-                plan.work.push(SequenceWork { id, range: start..end, is_last: end == start + left });
+                plan.work.push(SequenceWork { id, range: start..end, is_last });
                 *budget -= end - start;
             }
         }
         // Give the remaining budget to prompts that were limited to half of it above.
         for index in first_chunk..plan.work.len() {
             let SequenceWork { id, range, .. } = plan.work[index].clone();
-            let tokens = self.sequences[&id].tokens.len();
-            let end = tokens.min(range.end + *budget);
+            let sequence = &self.sequences[&id];
+            let (tokens, end) = (sequence.tokens.len(), sequence.next_end().min(range.end + *budget));
             if end > range.end && self.try_give_blocks(id, end, plan) {
                 *budget -= end - range.end;
                 plan.work[index] = SequenceWork { id, range: range.start..end, is_last: end == tokens };

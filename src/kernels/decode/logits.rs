@@ -1,0 +1,73 @@
+//! Edits logits before a token is chosen, and computes log probabilities (`logits.cu`).
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use crate::kernels::constants::SAMPLE_THREADS;
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
+
+/// A value to add to one logit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LogitEdit {
+    pub row: u32,
+    pub token: u32,
+    pub value: f32,
+}
+
+/// Adds the values of `edits` to `logits`, f32 `[rows, vocab]`, in place. Ignores tokens outside the vocabulary.
+///
+/// `edits` contains each token at most once per row.
+pub fn edit_logits(logits: &Tensor, edits: &[LogitEdit]) -> Result<()> {
+    let (device, rows, vocab) = check(logits)?;
+    if let Some(edit) = edits.iter().find(|edit| edit.row as usize >= rows) {
+        bail!("edit_logits: row {} of {rows}", edit.row);
+    }
+    let words: Vec<u32> = edits
+        .iter()
+        .filter(|edit| (edit.token as usize) < vocab)
+        .flat_map(|edit| [edit.row, edit.token, edit.value.to_bits()])
+        .collect();
+    if words.is_empty() {
+        return Ok(());
+    }
+    let count = words.len() / 3;
+    let edits = Tensor::from_vec(words, (count, 3), logits.device())?;
+    let arguments = Arguments::new().tensor(logits)?.tensor(&edits)?.int(count).int(vocab);
+    let launch = Launch::new(module!("logits"), "edit_logits", LaunchShape::one_thread_each(count), arguments);
+    // SAFETY: every edit has a row and a token of `logits`.
+    unsafe { launch.enqueue(device) }
+}
+
+/// Returns the log probability of each row's `chosen` token, and those of its `count` most likely tokens.
+///
+/// `logits` is f32 `[rows, vocab]`. NaN logits count as -inf. Of equal logits, the one with the lower id comes first.
+pub fn top_logprobs(logits: &Tensor, chosen: &[u32], count: usize) -> Result<Vec<(f32, Vec<(u32, f32)>)>> {
+    let (device, rows, vocab) = check(logits)?;
+    let count = count.min(vocab);
+    if chosen.len() != rows || chosen.iter().any(|&id| id as usize >= vocab) || rows == 0 || vocab == 0 {
+        bail!("top_logprobs: chosen tokens {chosen:?} do not match logits {:?}", logits.shape());
+    }
+    let chosen = Tensor::new(chosen, logits.device())?;
+    let (ids, logprobs) = (
+        Tensor::zeros((rows, count.max(1)), DType::U32, logits.device())?,
+        Tensor::zeros((rows, 1 + count), DType::F32, logits.device())?,
+    );
+    let arguments =
+        Arguments::new().tensor(logits)?.tensor(&chosen)?.tensor(&ids)?.tensor(&logprobs)?.int(vocab).int(count);
+    let launch = Launch::new(module!("logits"), "top_logprobs", LaunchShape::linear(rows, SAMPLE_THREADS), arguments);
+    // SAFETY: the tensors have the shapes that the kernel expects, and every chosen token is in the vocabulary.
+    unsafe { launch.enqueue(device)? };
+    let rows = ids.to_vec2::<u32>()?.into_iter().zip(logprobs.to_vec2::<f32>()?);
+    Ok(rows
+        .map(|(ids, logprobs)| (logprobs[0], ids.into_iter().zip(logprobs[1..].iter().copied()).collect()))
+        .collect())
+}
+
+/// Returns the device of `logits` and its shape, `(rows, vocab)`.
+fn check(logits: &Tensor) -> Result<(&CudaDevice, usize, usize)> {
+    let (rows, vocab) = logits.dims2()?;
+    match logits.device() {
+        Device::Cuda(device) if logits.dtype() == DType::F32 => Ok((device, rows, vocab)),
+        _ => crate::kernels::unsupported("logits", logits),
+    }
+}
