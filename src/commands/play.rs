@@ -276,8 +276,12 @@ fn introduce(snapshot: &Snapshot, engine: &Engine) {
         Some(_) => format!(" · {}, {} attention", engine.executor(), info.attention),
         None => String::new(),
     };
+    let sequences = match info.cache_sequences {
+        0 | 1 => String::new(),
+        count => format!(" for {count} × {} tokens", info.context),
+    };
     note(&format!(
-        "{} · {} {}, {} parameters · weights {}, cache {}{executor} · loaded in {:.2} s",
+        "{} · {} {}, {} parameters · weights {}, cache {}{sequences}{executor} · loaded in {:.2} s",
         snapshot.name,
         info.family,
         info.quantization.as_deref().unwrap_or("unquantized"),

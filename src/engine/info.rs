@@ -35,6 +35,10 @@ pub struct ModelInfo {
     pub weight_bytes: u64,
     /// The size of the KV cache on the device, in bytes.
     pub cache_bytes: u64,
+    /// The number of blocks in the KV cache, each of 64 tokens in one group of layers.
+    pub cache_blocks: usize,
+    /// How many sequences that fill the context fit in the KV cache at once.
+    pub cache_sequences: usize,
     pub load: LoadTimes,
 }
 

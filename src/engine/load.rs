@@ -10,8 +10,10 @@ use candle_core::{DType, Device};
 
 use super::info::{LoadTimes, ModelInfo};
 use super::memory::{Capacity, DeviceKind, MemoryPlan};
+use super::memory_limit::MemoryLimit;
 use super::sampling::SamplingParams;
 use crate::device::{self, DeviceChoice, DeviceInfo};
+use crate::error::Error;
 use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
 use crate::models::{self, ModelConfig};
@@ -33,6 +35,9 @@ pub struct LoadOptions<'o> {
     pub chunk: Option<usize>,
     /// The number of full-context sequences that the KV cache can hold. It can hold more sequences if they are shorter.
     pub sequences: usize,
+    /// How much of the device's memory to use. The KV cache takes what weights and workspace leave. `None` makes the cache
+    /// no larger than `sequences` need.
+    pub memory: Option<MemoryLimit>,
     /// The format to which floating-point weight matrices are quantized during loading.
     pub quantize: Option<QuantizationTarget>,
     /// Whether to run decode steps one operation at a time, even if a CUDA graph could run them.
@@ -55,6 +60,7 @@ impl Default for LoadOptions<'_> {
             context: None,
             chunk: None,
             sequences: 1,
+            memory: None,
             quantize: None,
             eager: false,
             attention: AttentionBackend::Auto,
@@ -97,7 +103,7 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     // If both threads failed, report the language error. The model error may only say that loading was canceled.
     let (language, tokenizer_s) = language?;
     times.tokenizer_s = tokenizer_s;
-    let OnDevice { runner, attention, device_info, weight_bytes, cache_bytes } = model?;
+    let OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences } = model?;
 
     times.total_s = started.elapsed().as_secs_f64();
     let info = ModelInfo {
@@ -117,6 +123,8 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
         device: device_info,
         weight_bytes,
         cache_bytes,
+        cache_blocks: runner.cache().blocks(),
+        cache_sequences,
         load: times,
     };
     let defaults = SamplingParams::from_generation_config(&language.generation_config);
@@ -149,6 +157,7 @@ struct OnDevice {
     device_info: DeviceInfo,
     weight_bytes: u64,
     cache_bytes: u64,
+    cache_sequences: usize,
 }
 
 /// Loads the weights and allocates the KV cache. Stops early if the tokenizer or chat format was already rejected.
@@ -173,8 +182,17 @@ fn load_onto_device(
     let device_kind = if device.is_cuda() { DeviceKind::Gpu } else { DeviceKind::Cpu };
     let inventory = Inventory::from_checkpoint(checkpoint, options.quantize);
     let plan = MemoryPlan::new(&inventory, architecture.as_ref(), dtype, device_kind).with_chunk(options.chunk)?;
-    let plan = plan.with_sequences(options.sequences)?;
-    let capacity = plan.choose(options.context, &device_info)?;
+    let mut plan = plan.with_sequences(options.sequences)?;
+    // Other processes may use some of the memory below the limit.
+    let mut usable = device_info.clone();
+    if let Some(memory) = options.memory {
+        if device_info.total_bytes == 0 {
+            return Err(Error::Usage("cannot limit the memory: the memory of this device is unknown".into()).into());
+        }
+        usable.free_bytes = usable.free_bytes.min(memory.bytes(device_info.total_bytes));
+        plan = plan.with_limit(usable.free_bytes);
+    }
+    let capacity = plan.choose(options.context, &usable)?;
 
     let allocated =
         allocate(config, checkpoint, options, &Target { device: &device, dtype, plan: &plan, capacity }, times);
@@ -187,7 +205,8 @@ fn load_onto_device(
         false => error,
     })?;
     let (weight_bytes, cache_bytes) = (plan.weight_bytes(), plan.cache_bytes(capacity));
-    Ok(OnDevice { runner, attention, device_info, weight_bytes, cache_bytes })
+    let cache_sequences = (plan.cache_blocks(capacity) - 1) / plan.sequence_blocks(capacity.context).max(1);
+    Ok(OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences })
 }
 
 /// The device, the dtype and the memory plan for loading a model.

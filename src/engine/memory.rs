@@ -83,8 +83,11 @@ pub struct MemoryPlan {
     workspace_bytes_per_token: u64,
     layers: Vec<LayerSpec>,
     layout: CacheLayout,
-    /// The number of full-context sequences that the KV cache can hold.
+    /// The number of full-context sequences that the KV cache can hold at least.
     sequences: usize,
+    /// The memory to use on the device, in bytes. The KV cache takes what is left. `None` makes the cache no larger than
+    /// `sequences` need.
+    limit_bytes: Option<u64>,
     /// The size of the logits of one token.
     logits_row_bytes: u64,
     /// The chunk sizes to choose from, best first.
@@ -136,6 +139,7 @@ impl MemoryPlan {
             layout: CacheLayout::new(&layers),
             layers,
             sequences: 1,
+            limit_bytes: None,
             logits_row_bytes: 0,
             chunks: device_kind.chunk_sizes().to_vec(),
             dtype,
@@ -151,6 +155,11 @@ impl MemoryPlan {
             0 => Err(Error::Usage("cannot load a model for 0 sequences: use 1 or more".into()).into()),
             _ => Ok(Self { sequences, ..self }),
         }
+    }
+
+    /// Lets the model use this many bytes of the device's memory. The KV cache takes all of it that is left.
+    pub fn with_limit(self, limit_bytes: u64) -> Self {
+        Self { limit_bytes: Some(limit_bytes), ..self }
     }
 
     /// Sets the chunk size, if `chunk` is given. Fails if `chunk` is 0 or larger than a kernel can process.
@@ -190,8 +199,31 @@ impl MemoryPlan {
     pub fn cache_blocks(&self, capacity: Capacity) -> usize {
         let Capacity { context, chunk } = capacity;
         // All sequences share the `chunk` tokens of a step, so only one of them can have a full chunk.
-        let others = self.layout.peak_blocks(context, 1).saturating_mul(self.sequences - 1);
-        self.layout.peak_blocks(context, chunk).saturating_add(others).saturating_add(1)
+        let others = self.sequence_blocks(context).saturating_mul(self.sequences - 1);
+        let needed = self.layout.peak_blocks(context, chunk).saturating_add(others).saturating_add(1);
+        let Some(limit) = self.limit_bytes else { return needed };
+        let other_bytes = self.weight_bytes.saturating_add(self.workspace_bytes(capacity));
+        let room = limit.saturating_sub(other_bytes) / self.layout.block_bytes(self.dtype).max(1);
+        usize::try_from(room).unwrap_or(usize::MAX).min(self.most_blocks()).max(needed)
+    }
+
+    /// Returns the blocks of one decoding sequence that fills the context.
+    pub fn sequence_blocks(&self, context: usize) -> usize {
+        self.layout.peak_blocks(context, 1)
+    }
+
+    /// Returns how many sequences that fill the context fit if the KV cache takes all free memory of the device.
+    pub fn sequences_that_fit(&self, capacity: Capacity, device: &DeviceInfo) -> usize {
+        let logit_bytes = (2 * MAX_LOGIT_ROWS as u64).saturating_mul(self.logits_row_bytes);
+        let other_bytes = self.weight_bytes + self.workspace_bytes(capacity) + logit_bytes;
+        let blocks = device.free_bytes.saturating_sub(other_bytes) / self.layout.block_bytes(self.dtype).max(1);
+        (blocks as usize).min(self.most_blocks()) / self.sequence_blocks(capacity.context).max(1)
+    }
+
+    /// Returns the largest number of blocks for which kernels can count the elements of each cache tensor as an i32.
+    fn most_blocks(&self) -> usize {
+        let elements = self.layers.iter().map(|layer| layer.kv_heads * layer.head_dim * BLOCK_TOKENS).max();
+        i32::MAX as usize / elements.unwrap_or(1).max(1)
     }
 
     /// Returns the size of the KV cache in bytes.
@@ -204,7 +236,8 @@ impl MemoryPlan {
     pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
         let chunk_bytes = self.workspace_bytes_per_token.saturating_mul(capacity.chunk as u64);
         // A step of several sequences needs two rows of logits for each sequence: one is computed, the other is a copy.
-        let rows = if self.sequences > 1 { MAX_LOGIT_ROWS.min(capacity.chunk) } else { 0 };
+        let is_batch = self.sequences > 1 || self.limit_bytes.is_some();
+        let rows = if is_batch { MAX_LOGIT_ROWS.min(capacity.chunk) } else { 0 };
         let logit_bytes = (2 * rows as u64).saturating_mul(self.logits_row_bytes);
         WORKSPACE_BYTES.saturating_add(chunk_bytes).saturating_add(self.unpacked_bytes).saturating_add(logit_bytes)
     }
@@ -234,7 +267,10 @@ impl MemoryPlan {
 
     /// Limits a chunk size to the most tokens that all sequences together can have.
     fn useful_chunk(&self, chunk: usize, context: usize) -> usize {
-        chunk.min(context.saturating_mul(self.sequences))
+        match self.limit_bytes {
+            Some(_) => chunk,
+            None => chunk.min(context.saturating_mul(self.sequences)),
+        }
     }
 
     /// Returns the capacity for this context with the smallest chunk, which needs the least memory.
@@ -264,7 +300,8 @@ impl MemoryPlan {
 
     /// Returns whether the model fits in the free memory of the device. Always true if the total memory is unknown.
     fn fits(&self, capacity: Capacity, device: &DeviceInfo) -> bool {
-        device.total_bytes == 0 || self.bytes(capacity) <= device.free_bytes
+        let bytes = self.bytes(capacity);
+        self.limit_bytes.is_none_or(|limit| bytes <= limit) && (device.total_bytes == 0 || bytes <= device.free_bytes)
     }
 
     /// Returns the capacity for this context with the largest chunk that fits.
@@ -333,6 +370,7 @@ mod tests {
             layout: CacheLayout::new(&[FULL, SLIDING]),
             layers: vec![FULL, SLIDING],
             sequences: 1,
+            limit_bytes: None,
             logits_row_bytes: 0,
             chunks: vec![2048, 512],
             dtype: DType::BF16,
@@ -357,6 +395,26 @@ mod tests {
         let half = plan.choose(None, &device(plan.bytes(small) - 1)).unwrap();
         assert_eq!(half, Capacity { context: DEFAULT_CONTEXT / 2, chunk: 512 });
         assert_eq!(plan.choose(Some(100), &device(80 << 30)).unwrap(), Capacity { context: 100, chunk: 100 });
+    }
+
+    #[test]
+    fn the_cache_takes_what_the_limit_leaves() {
+        let limit = 14u64 << 30;
+        let plan = plan().with_limit(limit);
+        let capacity = plan.choose(None, &device(limit)).unwrap();
+        assert_eq!(capacity, Capacity { context: DEFAULT_CONTEXT, chunk: 2048 });
+        let bytes = plan.bytes(capacity);
+        assert!(bytes <= limit && bytes + plan.layout.block_bytes(DType::BF16) > limit, "{bytes}");
+        let sequences = plan.cache_blocks(capacity) / plan.sequence_blocks(DEFAULT_CONTEXT);
+        assert_eq!(plan.sequences_that_fit(capacity, &device(limit)), sequences);
+        // A limit that is too small for one sequence shortens the default context, and rejects a requested one.
+        let smallest = Capacity { context: SMALLEST_CONTEXT, chunk: 512 };
+        let plan = self::plan().with_limit(self::plan().bytes(smallest) + (10 << 20));
+        assert!(plan.choose(None, &device(80 << 30)).unwrap().context < DEFAULT_CONTEXT);
+        assert!(plan.choose(Some(DEFAULT_CONTEXT), &device(80 << 30)).is_err());
+        // Kernels count the elements of a cache tensor as an i32.
+        let plan = self::plan().with_limit(1 << 45);
+        assert_eq!(plan.cache_blocks(capacity), i32::MAX as usize / (8 * 64 * BLOCK_TOKENS));
     }
 
     #[test]

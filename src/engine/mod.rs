@@ -10,6 +10,7 @@ mod handle;
 mod info;
 mod load;
 pub mod memory;
+mod memory_limit;
 mod output;
 mod request;
 pub mod sampler;
@@ -40,6 +41,7 @@ use stats::Counters;
 pub use handle::EngineHandle;
 pub use info::{LoadTimes, ModelInfo};
 pub use load::LoadOptions;
+pub use memory_limit::MemoryLimit;
 pub use request::{FinishReason, GenerateOptions, Prompt, Request};
 pub use sampling::SamplingParams;
 pub use stats::EngineStats;
@@ -146,6 +148,13 @@ impl<'o> EngineBuilder<'o> {
     /// Requests run at the same time as long as there are enough blocks for them. All other requests wait.
     pub fn sequences(mut self, sequences: usize) -> Self {
         self.options.sequences = sequences;
+        self
+    }
+
+    /// Sets how much of the device's memory to use. The KV cache takes what weights and workspace leave.
+    /// By default, the cache is no larger than one sequence, or the number set with [`sequences`](Self::sequences), needs.
+    pub fn memory(mut self, limit: MemoryLimit) -> Self {
+        self.options.memory = Some(limit);
         self
     }
 

@@ -229,3 +229,23 @@ fn requests_at_once_are_measured() {
     assert_fails(&bench(&["--concurrency", "2", "-p", "16"]), 2, &["cannot be used with"]);
     assert_fails(&bench(&["--concurrency", "2", "--rate", "0"]), 2, &["above 0"]);
 }
+
+#[test]
+fn gpu_memory_gives_the_rest_of_the_limit_to_the_cache() {
+    let model = |more: &[&str]| -> Value {
+        let output = bench(&[&["-p", "16", "-n", "2", "-r", "1", "--context", "600", "--json"], more].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        serde_json::from_slice::<Value>(&output.stdout).unwrap()["model"].take()
+    };
+    let figure = |model: &Value, name: &str| model[name].as_u64().unwrap();
+    let plain = model(&[]);
+    assert_eq!(figure(&plain, "cache_sequences"), 1);
+    // The cache grows by the difference of the limits, rounded down to whole blocks.
+    let [small, large] = ["1000MB", "1200MB"].map(|limit| model(&["--gpu-memory", limit]));
+    let block_bytes = figure(&plain, "cache_bytes") / figure(&plain, "cache_blocks");
+    let added = figure(&large, "cache_bytes") - figure(&small, "cache_bytes");
+    assert!((200_000_000 - block_bytes..=200_000_000 + block_bytes).contains(&added), "{added}");
+    assert!(figure(&large, "cache_sequences") > figure(&small, "cache_sequences"));
+    assert_fails(&bench(&["--gpu-memory", "100MB"]), 8, &["needs"]);
+    assert_fails(&bench(&["--gpu-memory", "20"]), 2, &["expected a size such as 20GB"]);
+}

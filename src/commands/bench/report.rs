@@ -62,6 +62,8 @@ pub struct Model {
     context: usize,
     weight_bytes: u64,
     cache_bytes: u64,
+    cache_blocks: usize,
+    cache_sequences: usize,
 }
 
 impl Model {
@@ -77,6 +79,8 @@ impl Model {
             context: engine.context(),
             weight_bytes: info.weight_bytes,
             cache_bytes: info.cache_bytes,
+            cache_blocks: info.cache_blocks,
+            cache_sequences: info.cache_sequences,
         }
     }
 }
@@ -268,6 +272,7 @@ impl Report {
     fn header(&self) -> String {
         let Model { name, family, quantization, parameters, dtype, context, weight_bytes, cache_bytes, .. } =
             &self.model;
+        let Model { cache_blocks, cache_sequences, .. } = &self.model;
         let Build { version, commit, executor, attention } = &self.inferno;
         let quantization = quantization.as_deref().unwrap_or("unquantized");
         let (weights, cache) = (text::size(*weight_bytes), text::size(*cache_bytes));
@@ -284,7 +289,9 @@ impl Report {
             ),
             self.device.line(),
             format!("inferno {version}, commit {commit}, executor {executor}, attention {attention}{repetitions}"),
-            format!("weights {weights}, cache {cache} for {context} tokens"),
+            format!(
+                "weights {weights}, cache {cache}: {cache_blocks} blocks, for {cache_sequences} × {context} tokens"
+            ),
             self.load_line(*weight_bytes),
         ];
         if let Some(Memory { after_load_bytes, at_end_bytes }) = self.memory {

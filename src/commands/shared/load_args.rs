@@ -7,7 +7,7 @@ use indicatif::ProgressBar;
 
 use super::{note, progress_style, stderr_target};
 use crate::device::{DeviceChoice, DeviceInfo};
-use crate::engine::{Engine, LoadOptions};
+use crate::engine::{Engine, LoadOptions, MemoryLimit};
 use crate::error::Error;
 use crate::hub::Snapshot;
 use crate::kernels::attention::AttentionBackend;
@@ -30,6 +30,10 @@ pub struct LoadArgs {
     /// Context length in tokens, for prompt and answers together [default: what fits, up to 32768]
     #[arg(long, value_name = "TOKENS")]
     context: Option<usize>,
+    /// Memory to use on the GPU, such as 20GB or 90%. The KV cache takes what weights and workspace leave [default: as much
+    /// as the context needs]
+    #[arg(long, value_name = "SIZE")]
+    gpu_memory: Option<MemoryLimit>,
     /// Largest prompt chunk in one forward pass, in tokens [default: up to 8192, as memory allows]
     #[arg(long, value_name = "TOKENS", hide_short_help = true)]
     chunk: Option<usize>,
@@ -119,6 +123,7 @@ impl LoadArgs {
                 context: self.context,
                 chunk: self.chunk,
                 sequences: self.sequences,
+                memory: self.gpu_memory,
                 quantize: self.quantize,
                 eager: self.eager,
                 attention: match self.attention {

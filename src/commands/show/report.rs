@@ -65,6 +65,8 @@ pub struct MemoryNeeds {
     /// The prefill chunk size for the sizes below, in tokens.
     pub chunk: usize,
     pub cache_bytes: u64,
+    /// The blocks of 64 tokens in `cache_bytes`.
+    pub cache_blocks: usize,
     pub workspace_bytes: u64,
     /// Temporary memory for loading, in addition to the weights. Freed before the cache and workspace are allocated.
     pub loading_bytes: u64,
@@ -73,6 +75,8 @@ pub struct MemoryNeeds {
     pub fits: Option<bool>,
     /// The longest context that fits. `None` without a GPU, or if no context fits.
     pub largest_context: Option<usize>,
+    /// How many sequences of `context` tokens fit at once with `--gpu-memory`. `None` without a GPU.
+    pub largest_sequences: Option<usize>,
     /// True if the cache size is estimated from config.json, because the family is not supported.
     pub estimated: bool,
 }
@@ -209,11 +213,13 @@ fn needs(
         context: room.context,
         chunk: room.chunk,
         cache_bytes: need.cache_bytes(room),
+        cache_blocks: need.cache_blocks(room),
         workspace_bytes: need.workspace_bytes(room),
         loading_bytes: need.loading_bytes(),
         total_bytes: need.bytes(room),
         fits,
         largest_context: device.and_then(|device| need.largest_context(device)),
+        largest_sequences: device.map(|device| need.sequences_that_fit(room, device)),
         estimated: model.is_none(),
     }))
 }

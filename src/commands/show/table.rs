@@ -180,8 +180,9 @@ fn memory(out: &mut String, needs: &MemoryNeeds, gpu: &Gpu) {
     let estimated = if needs.estimated { " (estimated from config.json)" } else { "" };
     let context = grouped(needs.context as u64);
     let cache = format!(
-        "{} for a context of {context}: {} per 1,000 tokens{windows}{estimated}",
+        "{} in {} blocks for a context of {context}: {} per 1,000 tokens{windows}{estimated}",
         text::size(needs.cache_bytes),
+        grouped(needs.cache_blocks as u64),
         text::size(needs.cache_bytes_per_1000_tokens)
     );
     wrapped(out, "cache", &cache);
@@ -198,7 +199,12 @@ fn memory(out: &mut String, needs: &MemoryNeeds, gpu: &Gpu) {
     }
     let verdict = match (needs.fits, needs.largest_context) {
         (Some(true), Some(largest)) => {
-            format!(": it fits; the largest context that fits is {} tokens", grouped(largest as u64))
+            let sequences = grouped(needs.largest_sequences.unwrap_or(1).max(1) as u64);
+            format!(
+                ": it fits; the largest context that fits is {} tokens; with --gpu-memory, up to {sequences} sequences \
+                 of {context} tokens fit at once",
+                grouped(largest as u64)
+            )
         }
         (Some(false), Some(largest)) => {
             format!(": it does not fit; a smaller context does: --context {}", largest)
