@@ -1,4 +1,5 @@
-//! Reads small untrusted files, such as config.json or a saved conversation, and limits their size.
+//! Reads small untrusted files, such as config.json or a saved conversation, and limits their size. Creates private
+//! files.
 //!
 //! The type and size of a file are checked after it is opened, so replacing the file on disk cannot bypass the checks.
 //! Only [`read_input`], [`read_input_text`] and [`read_stdin`] accept pipes. The other functions reject a named pipe
@@ -102,7 +103,17 @@ pub fn parse_json_up_to<T: DeserializeOwned>(limit: usize, bytes: &[u8]) -> Resu
     }
 }
 
-/// Fails if JSON may have more than `limit` values, including object keys. Counts punctuation instead of parsing.
+/// Creates a file that only its owner can read. Fails if the file exists.
+pub fn create_private(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).append(true).create_new(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    options.open(path)
+}
+
+/// Fails if `json` has more than `limit` values, where object keys count as values. The count comes from punctuation,
+/// without parsing, and can be too high.
 pub fn check_json_values(limit: usize, json: &[u8]) -> Result<()> {
     if count_json_values(json) > limit {
         bail!("it has more than {limit} JSON values");

@@ -215,9 +215,9 @@ def verify(model, out):
     assert tokenizer.encode(writer.tokenizer.decode(ids, skip_special_tokens=False)) == ids, "control tokens differ"
     ids = torch.tensor([ids])  # longer than the sliding window and YaRN's original length
     reference = theirs(ids).logits
-    for who, logits in (("this reader", ours(ids)[0]), ("training module", trained(ids)[0])):
+    for who, logits in (("load_snapshot", ours(ids)[0]), ("training module", trained(ids)[0])):
         error = float((logits - reference).abs().max() / reference.abs().max())
-        print(f"verified against transformers over {ids.shape[1]} tokens: {who}, max relative logit error {error:.1e}")
+        print(f"{who}: max relative logit error {error:.1e} against transformers over {ids.shape[1]} tokens")
         assert error < 1e-4, who
     start = writer.prompt(Conversation(talk[:1]))[0]
     generated = theirs.generate(torch.tensor([start]), max_new_tokens=24)[0, len(start) :].tolist()

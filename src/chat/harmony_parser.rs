@@ -2,7 +2,7 @@
 //!
 //! Models violate the format in a few percent of turns (llama.cpp #27720, openai/harmony #33 #80 #82).
 //! The parser therefore never rejects output, and keeps all text outside headers.
-//! If a header has no message after it, its text becomes the answer only if the model generates nothing else.
+//! The text of a header without a message becomes the answer, but only if the model generates nothing else.
 //! The parser recognizes control tokens by id, recovers at the next valid token, and counts violations.
 //! It returns text as soon as the text cannot be part of a header.
 

@@ -8,7 +8,7 @@ use super::decode_graph::DecodeGraph;
 use super::logprobs::TokenLogprobs;
 use super::step_sequence::{Chosen, ChosenToken, StepSequence};
 use super::{Decode, Runner};
-use crate::kernels::decode::{LogitEdit, edit_logits, sample_rows, top_logprobs};
+use crate::kernels::decode::{LogitEdit, RowLogprobs, edit_logits, sample_rows, top_logprobs};
 
 /// Chooses the next token of each sequence on the GPU, which avoids copying the logits to the host.
 pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
@@ -41,7 +41,9 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
     if let Some(unedited) = unedited {
         let chosen: Vec<u32> = scored.iter().map(|&(row, _)| tokens[row as usize].unwrap_or(0)).collect();
         let count = scored.iter().map(|&(_, count)| count).max().unwrap_or(0);
-        for (&(row, count), (chosen, mut top)) in scored.iter().zip(top_logprobs(&unedited, &chosen, count)?) {
+        for (&(row, count), RowLogprobs { chosen, mut top }) in
+            scored.iter().zip(top_logprobs(&unedited, &chosen, count)?)
+        {
             top.truncate(count);
             logprobs[row as usize] = Some(TokenLogprobs { chosen, top });
         }

@@ -68,7 +68,7 @@ impl Machine {
         self.dir.path().join("own/models--org--tiny-model")
     }
 
-    /// Writes a snapshot into a cache as another tool might: regular files instead of links, and a ref.
+    /// Writes a snapshot and its ref into a cache. The snapshot has regular files instead of links, as other tools write it.
     fn write_snapshot(&self, cache: &str, repo: &str, commit: &str, files: &[(&str, &[u8])]) -> PathBuf {
         let repo = self.dir.path().join(cache).join(format!("models--{}", repo.replace('/', "--")));
         let snapshot = repo.join("snapshots").join(commit);

@@ -40,7 +40,7 @@ fn words_without_disturbance(home: &TempDir) -> Vec<String> {
 
 #[test]
 fn folding_and_unfolding_reasoning_changes_no_words() {
-    // With --ignore-eos, the demo may reason again after its answer, so compare only the answers, which are not dim.
+    // With --ignore-eos, the demo may reason again after its answer. `bright_rows` leaves out the dim reasoning.
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &LONG);
     ask(&mut chat);

@@ -122,7 +122,8 @@ impl Transfer<'_, '_> {
         Ok(())
     }
 
-    /// Restarts a file whose etag has changed. Skips files with a known hash, because the hash is verified at the end.
+    /// Restarts the download if the etag of the file has changed. Does not check the etag of a file with a known hash,
+    /// because the hash is verified after the download.
     fn check_etag(&self, headers: &HeaderMap) -> Result<(), Stop> {
         let Some(etag) = headers.get(header::ETAG).and_then(|etag| etag.to_str().ok()).map(hash::bare_etag) else {
             return Ok(());

@@ -38,10 +38,19 @@ pub fn edit_logits(logits: &Tensor, edits: &[LogitEdit]) -> Result<()> {
     unsafe { launch.enqueue(device) }
 }
 
+/// The log probabilities of one row.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RowLogprobs {
+    /// The log probability of the chosen token.
+    pub chosen: f32,
+    /// The most likely tokens with their log probabilities, the most likely one first.
+    pub top: Vec<(u32, f32)>,
+}
+
 /// Returns the log probability of each row's `chosen` token, and those of its `count` most likely tokens.
 ///
 /// `logits` is f32 `[rows, vocab]`. NaN logits count as -inf. Of equal logits, the one with the lower id comes first.
-pub fn top_logprobs(logits: &Tensor, chosen: &[u32], count: usize) -> Result<Vec<(f32, Vec<(u32, f32)>)>> {
+pub fn top_logprobs(logits: &Tensor, chosen: &[u32], count: usize) -> Result<Vec<RowLogprobs>> {
     let (device, rows, vocab) = check(logits)?;
     let count = count.min(vocab);
     if chosen.len() != rows || chosen.iter().any(|&id| id as usize >= vocab) || rows == 0 || vocab == 0 {
@@ -58,9 +67,11 @@ pub fn top_logprobs(logits: &Tensor, chosen: &[u32], count: usize) -> Result<Vec
     // SAFETY: the tensors have the shapes that the kernel expects, and every chosen token is in the vocabulary.
     unsafe { launch.enqueue(device)? };
     let rows = ids.to_vec2::<u32>()?.into_iter().zip(logprobs.to_vec2::<f32>()?);
-    Ok(rows
-        .map(|(ids, logprobs)| (logprobs[0], ids.into_iter().zip(logprobs[1..].iter().copied()).collect()))
-        .collect())
+    let row = |(ids, logprobs): (Vec<u32>, Vec<f32>)| RowLogprobs {
+        chosen: logprobs[0],
+        top: ids.into_iter().zip(logprobs[1..].iter().copied()).collect(),
+    };
+    Ok(rows.map(row).collect())
 }
 
 /// Returns the device of `logits` and its shape, `(rows, vocab)`.

@@ -18,7 +18,7 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, modul
 use crate::kernels::matrix::Matrix;
 use crate::kernels::quantized::QuantizedMatrix;
 #[cfg(feature = "cuda")]
-use crate::kernels::quantized::{InputRounding, quantized_ops};
+use crate::kernels::quantized::{InputRounding, quantized_ops, round_floats};
 use crate::kernels::{bytes, elements, to_f32, unsupported};
 
 /// The maximum number of (token, expert) pairs in one call. The limit is the maximum grid size in y.
@@ -194,7 +194,7 @@ mod cuda {
             InputRounding::None => x.clone(),
             rounding => {
                 let flat = x.reshape(((), columns))?;
-                quantized_ops::round_floats(device, &flat, rounding)?.reshape(x.shape())?
+                round_floats(device, &flat, rounding)?.reshape(x.shape())?
             }
         };
         let dense = matrix.dequantize(x.dtype())?.reshape((experts, rows, columns))?;

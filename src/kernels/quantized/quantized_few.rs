@@ -4,7 +4,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::quantized_matrix::{InputRounding, QuantizedMatrix};
-use super::quantized_ops::round_without_scale;
+use super::rounding::round_without_scale;
 use crate::kernels::constants::{
     QUANTIZED_FEW_COLUMNS, QUANTIZED_FEW_COUNTERS, QUANTIZED_FEW_STAGES, QUANTIZED_FEW_THREADS,
 };

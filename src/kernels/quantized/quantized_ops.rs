@@ -20,6 +20,8 @@ use super::quantized_matrix::InputRounding;
 use super::quantized_matrix::QuantizedMatrix;
 use super::reference::{dot, round_input, with_host_planes};
 #[cfg(feature = "cuda")]
+use super::rounding::round_floats;
+#[cfg(feature = "cuda")]
 use crate::kernels::constants::QUANTIZED_WARPS;
 #[cfg(feature = "cuda")]
 use crate::kernels::launch::{
@@ -296,40 +298,6 @@ fn low_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<EightB
         WeightFormat::Fp8 if is_aligned && capability >= (8, 9) => Some(EightBitType::Fp8),
         _ => None,
     })
-}
-
-/// Quantizes `x` to 8 bits and returns it dequantized, in the same dtype. `x` is `[tokens, columns]`.
-#[cfg(feature = "cuda")]
-pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
-    launch_round_floats(device, x, rounding, None)
-}
-
-/// Quantizes `x` to 8 bits. Returns the 8-bit values in the dtype of `x`, and the scales, f32 `[tokens]`.
-///
-/// `x` is `[tokens, columns]`. f16 and bf16 hold the values exactly.
-#[cfg(feature = "cuda")]
-pub fn round_without_scale(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<(Tensor, Tensor)> {
-    // SAFETY: the kernel writes one scale per token.
-    let scales = unsafe { Tensor::empty(x.dim(0)?, DType::F32, x.device())? };
-    Ok((launch_round_floats(device, x, rounding, Some(&scales))?, scales))
-}
-
-#[cfg(feature = "cuda")]
-fn launch_round_floats(
-    device: &CudaDevice,
-    x: &Tensor,
-    rounding: InputRounding,
-    scales: Option<&Tensor>,
-) -> Result<Tensor> {
-    let (tokens, columns) = x.dims2()?;
-    // SAFETY: the kernel writes every element.
-    let out = unsafe { Tensor::empty(x.dims(), x.dtype(), x.device())? };
-    let arguments = Arguments::new().tensor(x)?.tensor(&out)?.optional(scales)?.int(columns).input_rounding(rounding);
-    let kernel = format!("round_floats_{}", dtype_suffix(x.dtype())?);
-    let launch = Launch::new(module!("quantized_ops"), kernel, LaunchShape::linear(tokens, 256), arguments);
-    // SAFETY: both tensors have the same shape and dtype, and there is one scale per token.
-    unsafe { launch.enqueue(device)? };
-    Ok(out)
 }
 
 /// Quantizes `x` to int8 or E4M3 and multiplies it by 8-bit weights on tensor cores.
