@@ -107,7 +107,7 @@ impl Journal {
         for number in 1.. {
             let name = if number == 1 { time.clone() } else { format!("{time}-{number}") };
             let path = journal_path(&folder, &name);
-            match state_folder::create_file(&path) {
+            match files::create_private(&path) {
                 Ok(file) => {
                     let mut journal = Journal { name, file: lock(file, &path)?, path, length: 0, is_incomplete: false };
                     let (model, settings) = (model.to_string(), settings.clone());
@@ -148,6 +148,11 @@ impl Journal {
         &self.name
     }
 
+    /// Returns the path for the keys and values of the conversation, next to the journal.
+    pub fn prefix_path(&self) -> PathBuf {
+        self.path.with_extension("kv")
+    }
+
     /// Writes a change, or the whole conversation if the previous write failed. Returns once the data is on disk.
     pub fn write_change(&mut self, change: Change, state: &ConversationState) -> Result<()> {
         let model = || Record::Model { model: state.model.to_string(), settings: state.settings.clone() };
@@ -180,6 +185,7 @@ impl Journal {
             false => format!("cannot write {}", path.display()),
         })?;
         let _ = fs::remove_file(&self.path);
+        let _ = fs::rename(self.prefix_path(), path.with_extension("kv"));
         (self.name, self.path) = (name.to_string(), path);
         Ok(())
     }

@@ -330,6 +330,21 @@ impl Session {
         self.configured.clone().into_iter().chain(self.requested.clone()).collect()
     }
 
+    /// Saves the keys and values of the conversation next to its journal, so that it can be continued without prefill.
+    /// Returns the number of saved tokens.
+    pub fn save_prefix(&mut self) -> Result<usize> {
+        let Recording::Journal(journal) = &self.recording else { bail!("this conversation is not saved") };
+        let messages = visible_messages(&self.messages, self.dropped);
+        let render = RenderOptions { add_generation_prompt: false, ..self.render_options() };
+        let ids = self.engine().render(&messages, &render)?.ids;
+        // The next prompt renders old answers differently, for example without reasoning. Prefill it as it will be.
+        let options = GenerateOptions { max_tokens: Some(0), ..GenerateOptions::new(SamplingParams::greedy()) };
+        for event in self.engine().complete_ids(&ids, options)? {
+            event?;
+        }
+        self.engine().save_prefix(&ids, &journal.prefix_path())
+    }
+
     /// Continues a saved conversation with the current settings. Returns a warning if its journal is damaged.
     ///
     /// Changes nothing if the conversation cannot be opened.
@@ -356,6 +371,15 @@ impl Session {
             self.record(Change::Model)?;
         } else if saved.settings != self.all_settings() {
             self.record(Change::Settings)?;
+        }
+        if let Recording::Journal(journal) = &self.recording
+            && journal.prefix_path().exists()
+        {
+            // Without the keys and values, the next turn only takes longer.
+            match self.engine().load_prefix(&journal.prefix_path()) {
+                Ok(tokens) => tracing::info!(tokens, "loaded keys and values"),
+                Err(error) => tracing::warn!(error = format!("{error:#}"), "cannot load keys and values"),
+            }
         }
         Ok(saved.damage)
     }

@@ -19,6 +19,7 @@ use super::request::FinishReason;
 use super::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork, StepPlan};
 use super::sequence::Sequence;
 use super::stats::{self, Counters};
+use crate::nn::kv_cache::KvCache;
 use crate::runner::{Chosen, Runner, RunnerLimits, StepSequence};
 
 /// A message from a client to the engine thread.
@@ -27,6 +28,8 @@ pub enum Command {
     Submit(Vec<Sequence>),
     /// Call a function with the runner, after all earlier requests.
     Run(RunnerCall),
+    /// Call a function with the KV cache between two steps.
+    Cache(CacheCall),
     /// Reject all later requests.
     Drain,
     /// End the thread. Unfinished requests end with an error.
@@ -35,6 +38,9 @@ pub enum Command {
 
 /// A function that needs exclusive access to the model.
 pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
+
+/// A function that reads cached blocks, or fills free ones.
+pub type CacheCall = Box<dyn FnOnce(&KvCache, &mut BlockManager) + Send>;
 
 /// A queued request or call.
 enum Job {
@@ -111,6 +117,7 @@ impl EngineLoop {
                     }
                 }
                 Ok(Command::Submit(sequences)) => self.queue.push_back(Job::Sequences(sequences)),
+                Ok(Command::Cache(call)) => call(self.runner.cache(), self.scheduler.blocks_mut()),
                 Ok(Command::Drain) => self.is_draining = true,
                 Ok(Command::Run(call)) => self.queue.push_back(Job::Call(call)),
                 Err(TryRecvError::Empty) => return true,

@@ -1,5 +1,6 @@
 //! The client side of an engine: submits requests and returns event streams.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Sender};
@@ -9,9 +10,11 @@ use anyhow::{Result, anyhow, bail};
 use candle_core::Device;
 use tokio::sync::mpsc::unbounded_channel;
 
+use super::blocks::BlockManager;
 use super::engine_loop::Command;
 use super::info::ModelInfo;
 use super::output::Output;
+use super::prefix_file;
 use super::request::{GenerateOptions, Prompt, Request};
 use super::sampler::uniform;
 use super::sampling::SamplingParams;
@@ -21,6 +24,7 @@ use super::stream::RequestStream;
 use crate::chat::{Message, RenderOptions, Rendered};
 use crate::error::Error;
 use crate::language::Language;
+use crate::nn::kv_cache::KvCache;
 use crate::runner::{EagerReason, Executor, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
@@ -49,6 +53,8 @@ pub(super) struct Shared {
     pub info: ModelInfo,
     pub defaults: SamplingParams,
     pub device: Device,
+    /// Identifies the model files, the dtype and the build, for saved prefixes.
+    pub fingerprint: String,
     pub counters: Arc<Counters>,
 }
 
@@ -249,6 +255,35 @@ impl EngineHandle {
         // The engine thread rejects that request.
         self.send(Command::Drain)?;
         self.with_runner(|_| ())
+    }
+
+    /// Saves the keys and values of the longest prefix of `ids` that is in the prefix cache. Returns its number of tokens.
+    ///
+    /// [`load_prefix`](Self::load_prefix) reads the file. If nothing is cached, writes no file and returns 0.
+    pub fn save_prefix(&self, ids: &[u32], path: &Path) -> Result<usize> {
+        let (ids, path, fingerprint) = (ids.to_vec(), path.to_path_buf(), self.shared.fingerprint.clone());
+        self.with_cache(move |cache, blocks| prefix_file::save(&path, &ids, &fingerprint, cache, blocks))?
+    }
+
+    /// Adds a saved prefix to the prefix cache. Returns its number of tokens.
+    ///
+    /// Returns 0 if the file belongs to another model, dtype or build of inferno, or if the cache has no room.
+    /// Fails if the file cannot be read or is damaged.
+    pub fn load_prefix(&self, path: &Path) -> Result<usize> {
+        let (path, fingerprint) = (path.to_path_buf(), self.shared.fingerprint.clone());
+        self.with_cache(move |cache, blocks| prefix_file::load(&path, &fingerprint, cache, blocks))?
+    }
+
+    fn with_cache<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(&KvCache, &mut BlockManager) -> T + Send + 'static,
+    ) -> Result<T> {
+        let (sender, result) = mpsc::sync_channel(1);
+        self.send(Command::Cache(Box::new(move |cache, blocks| {
+            // The send fails only if the caller no longer waits for the result.
+            let _ = sender.send(call(cache, blocks));
+        })))?;
+        result.recv().map_err(|_| anyhow!("the engine stopped before the call returned"))
     }
 
     /// Calls a function on the engine thread with the runner and waits for the result.

@@ -77,6 +77,8 @@ pub(super) struct EngineParts {
     pub runner: Runner,
     pub defaults: SamplingParams,
     pub info: ModelInfo,
+    /// Identifies the model files, the dtype and the build, for saved prefixes.
+    pub fingerprint: String,
 }
 
 /// Loads the snapshot in `dir`, which may also be the path of a GGUF file.
@@ -130,7 +132,29 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let defaults = SamplingParams::from_generation_config(&language.generation_config);
     log(&info);
     tracing::debug!(stop_ids = ?language.stop_ids(), ?defaults, "generation");
-    Ok(EngineParts { language, runner, defaults, info })
+    let fingerprint = fingerprint(dir, options, &info)?;
+    Ok(EngineParts { language, runner, defaults, info, fingerprint })
+}
+
+/// Returns a text that changes if keys and values computed earlier may no longer be valid: with the model files, the
+/// dtype, the quantization, the attention kernel or the build.
+fn fingerprint(path: &Path, options: &LoadOptions, info: &ModelInfo) -> Result<String> {
+    let folder = if path.is_dir() { path } else { path.parent().unwrap_or(Path::new(".")) };
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        let path = entry?.path();
+        let is_weights = path.extension().is_some_and(|extension| extension == "safetensors" || extension == "gguf");
+        // Follow links: the files of a snapshot are links to blobs.
+        if (is_weights || path.ends_with("config.json"))
+            && let Ok(metadata) = std::fs::metadata(&path)
+        {
+            files.push((path.file_name().map(ToOwned::to_owned), metadata.len(), metadata.modified().ok()));
+        }
+    }
+    files.sort();
+    let quantize = options.quantize.map(|quantize| quantize.to_string());
+    let build = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
+    Ok(format!("{path:?} {files:?} {:?} {quantize:?} {} {build:?}", info.dtype, info.attention))
 }
 
 fn log(info: &ModelInfo) {

@@ -12,6 +12,7 @@ mod load;
 pub mod memory;
 mod memory_limit;
 mod output;
+mod prefix_file;
 mod request;
 pub mod sampler;
 pub mod sampling;
@@ -87,6 +88,7 @@ impl Engine {
             info: model.info,
             defaults: model.defaults,
             device: model.runner.device().clone(),
+            fingerprint: model.fingerprint,
             counters: counters.clone(),
         };
         let engine_loop = EngineLoop::new(model.runner, receiver, counters);

@@ -185,7 +185,7 @@ fn edit(text: &str) -> Result<String> {
 }
 
 fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
-    std::io::Write::write_all(&mut state_folder::create_file(path)?, text.as_bytes())?;
+    std::io::Write::write_all(&mut files::create_private(path)?, text.as_bytes())?;
     // Like git, allow arguments in $EDITOR. The trap keeps the shell alive if the user presses Ctrl-C in the editor.
     let script = format!("trap : INT; {editor} \"$@\"");
     let mut shell = Command::new("sh");

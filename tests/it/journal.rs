@@ -8,6 +8,7 @@ use rexpect::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::cli::{inferno, text};
 use crate::screen::{DEMO, Screen};
 
 fn folder(home: &TempDir) -> PathBuf {
@@ -339,4 +340,33 @@ fn a_damaged_history_is_moved_aside() {
     let mode = std::os::unix::fs::PermissionsExt::mode(&fs::metadata(&history).unwrap().permissions());
     assert_eq!(mode & 0o777, 0o600);
     assert!(fs::read(history.with_extension("bad")).unwrap().ends_with(b"\xff\xfe\n"));
+}
+
+#[test]
+fn a_conversation_saved_with_its_cache_needs_no_prefill() {
+    let home = TempDir::new().unwrap();
+    let mut chat = Screen::chat(&home, &[]);
+    assert!(chat.say("/save ada --cache").contains("nothing to save yet"));
+    chat.say("My name is Ada");
+    let saved = chat.say("/save ada --cache");
+    assert!(saved.contains("tokens of its KV cache") && saved.contains("--resume ada"), "{saved}");
+    leave(chat);
+    let conversations = folder(&home).join("conversations");
+    assert!(conversations.join("ada.kv").exists());
+
+    let ask = |name: &str| {
+        let mut command = inferno(&home);
+        let output = command.args(["play", "--resume", name, "--prompt", "What is my name?", "-v"]).output().unwrap();
+        assert!(output.status.success() && text(&output.stdout).contains("Ada"), "{}", text(&output.stderr));
+        text(&output.stderr)
+    };
+    let log = ask("ada");
+    assert!(log.contains("loaded keys and values tokens=") && !log.contains("values tokens=0"), "{log}");
+    let (mut chat, _) = resume(&home, &[]);
+    assert!(chat.say("/save bob").contains("saved; to continue"));
+    leave(chat);
+    assert!(conversations.join("bob.kv").exists() && !conversations.join("ada.kv").exists());
+    // A damaged file only makes the next turn slower.
+    fs::write(conversations.join("bob.kv"), "damaged").unwrap();
+    assert!(ask("bob").contains("cannot load keys and values"));
 }

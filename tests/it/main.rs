@@ -48,6 +48,7 @@ mod journal;
 mod kernels;
 mod layers;
 mod memory;
+mod prefix_file;
 mod quantized;
 mod render;
 mod scheduler;

@@ -10,6 +10,7 @@
 mod pool;
 
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
+use std::ops::Range;
 
 use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, peak_blocks};
 
@@ -292,6 +293,37 @@ impl BlockManager {
             true => Retention::Keep,
             false => Retention::EvictFirst,
         }
+    }
+
+    /// Returns the blocks of a group that a token after the first `tokens` tokens attends to.
+    pub fn visible_blocks(&self, group: usize, tokens: usize) -> Range<usize> {
+        self.first_visible_block(group, tokens)..tokens / BLOCK_TOKENS
+    }
+
+    /// Takes blocks for a prefix of full blocks that is not computed here, for example one that was saved to a file.
+    /// The caller writes the keys and values, and then calls [`commit`](Self::commit). Returns `None` if too few blocks
+    /// are free.
+    pub fn adopt(&mut self, tokens: &[u32]) -> Option<SequenceBlocks> {
+        let groups = 0..self.windows.len();
+        let needed: usize = groups.clone().map(|group| self.visible_blocks(group, tokens.len()).len()).sum();
+        if needed > self.pool.free() {
+            return None;
+        }
+        let mut sequence = SequenceBlocks {
+            tables: BlockTables::new(self.windows.len()),
+            oldest: vec![0; self.windows.len()],
+            prompt: tokens.len(),
+            ..SequenceBlocks::default()
+        };
+        for group in groups {
+            let visible = self.visible_blocks(group, tokens.len());
+            sequence.oldest[group] = visible.start;
+            for index in 0..visible.end {
+                let block = if index < visible.start { SCRATCH_BLOCK } else { self.pool.allocate()? };
+                sequence.tables.push(group, block);
+            }
+        }
+        Some(sequence)
     }
 
     /// Creates a sequence that shares all blocks of `sequence`.

@@ -224,6 +224,11 @@ impl Scheduler {
         &self.blocks
     }
 
+    /// Returns the blocks, to save cached prefixes or to add some. No sequence may be changed.
+    pub fn blocks_mut(&mut self) -> &mut BlockManager {
+        &mut self.blocks
+    }
+
     /// Forgets all cached prefixes, for example after a failed step.
     pub fn forget_prefixes(&mut self) {
         self.blocks.forget_prefixes();

@@ -4,7 +4,8 @@ use std::io::Write;
 
 use super::paths;
 use crate::chat::Role;
-use crate::conversation::{Recording, Session, state_folder};
+use crate::conversation::{Recording, Session};
+use crate::files;
 
 /// Writes the conversation to a new file. Returns a message for the user.
 pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
@@ -27,7 +28,7 @@ pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
     };
     let target = paths::expand_home(&path);
     let cannot_write = |error| format!("cannot write {path}: {error}");
-    let mut file = state_folder::create_file(&target).map_err(cannot_write)?;
+    let mut file = files::create_private(&target).map_err(cannot_write)?;
     file.write_all(document.as_bytes()).map_err(|error| {
         // Remove the incomplete file. Otherwise, repeating the command would fail, because the file exists.
         let _ = std::fs::remove_file(&target);

@@ -72,7 +72,8 @@ const COMMANDS: &[Command] = &[
         arguments: "NAME",
         summary: "name this conversation",
         details: "Every conversation is saved after each turn. To open one by name, type /load NAME or run \
-                  `inferno play --resume NAME`.",
+                  `inferno play --resume NAME`. `/save NAME --cache` also saves the KV cache of the conversation, so that \
+                  its next turn needs no prefill. The file can have several GB.",
     },
     Command {
         name: "load",
@@ -230,7 +231,11 @@ fn set(arguments: &str, session: &mut Session) -> Result<String, String> {
     }
 }
 
-fn save(name: &str, session: &mut Session) -> Result<String, String> {
+fn save(arguments: &str, session: &mut Session) -> Result<String, String> {
+    let (name, with_cache) = match arguments.strip_suffix("--cache") {
+        Some(name) => (name.trim_end(), true),
+        None => (arguments, false),
+    };
     if name.is_empty() {
         return match &session.recording {
             Recording::Journal(journal) => Ok(format!("the current name is {}; /save NAME changes it", journal.name())),
@@ -244,7 +249,11 @@ fn save(name: &str, session: &mut Session) -> Result<String, String> {
     match &mut session.recording {
         Recording::Journal(journal) => {
             journal.rename(name).map_err(message)?;
-            Ok(format!("saved; to continue it: inferno play --resume {name}"))
+            let cached = match with_cache {
+                true => format!(" with {} tokens of its KV cache", session.save_prefix().map_err(message)?),
+                false => String::new(),
+            };
+            Ok(format!("saved{cached}; to continue it: inferno play --resume {name}"))
         }
         Recording::FromFirstAnswer => Err("nothing to save yet".to_string()),
         Recording::Off => Err("this conversation is not saved (INFERNO_NOHISTORY or --raw)".to_string()),
