@@ -8,7 +8,8 @@ use std::path::PathBuf;
 
 use candle_core::{Device, Tensor, safetensors};
 use inferno::device::{self, DeviceChoice};
-use inferno::{Engine, GenerateOptions, LoadOptions, SamplingParams};
+use inferno::runner::TokenLogprobs;
+use inferno::{Engine, Event, GenerateOptions, LoadOptions, SamplingParams};
 
 use crate::support::values;
 
@@ -127,4 +128,54 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
         });
         assert_eq!(ungraphed.unwrap(), first, "decoding without the CUDA graph gives different tokens");
     }
+}
+
+/// Generates 64 answers at once and one after another. Prints where they differ, and how much their logits do.
+#[test(full_size)]
+fn full_size_answers_at_once_agree_with_answers_alone() {
+    let options = LoadOptions { context: Some(1024), sequences: 64, ..Default::default() };
+    let engine = Engine::load(&model(), &options).unwrap();
+    const TOKENS: usize = 64;
+    let prompts: Vec<Vec<u32>> = (0..64).map(|seed| engine.random_tokens(seed, 20 + 7 * seed as usize)).collect();
+    let submit = |prompt: &[u32], logprobs| {
+        let greedy = GenerateOptions::new(SamplingParams::greedy());
+        let options = GenerateOptions { ignore_eos: true, max_tokens: Some(TOKENS), logprobs, ..greedy };
+        engine.complete_ids(prompt, options).unwrap()
+    };
+    let at_once: Vec<_> = prompts.iter().map(|prompt| submit(prompt, Some(20))).collect();
+    let at_once: Vec<Vec<Event>> =
+        at_once.into_iter().map(|s| s.into_iter().map(|event| event.unwrap()).collect()).collect();
+    let (mut divergences, mut kls) = (Vec::new(), Vec::new());
+    for (prompt, events) in prompts.iter().zip(at_once) {
+        let alone: Vec<u32> = submit(prompt, None).into_iter().filter_map(|event| event.unwrap().token()).collect();
+        let tokens: Vec<u32> = events.iter().filter_map(Event::token).collect();
+        let reported: Vec<&TokenLogprobs> = events.iter().filter_map(Event::logprobs).collect();
+        if let Some(first) = (0..TOKENS).find(|&index| alone[index] != tokens[index]) {
+            // Both tokens must be almost equally likely. Rounding decides between them.
+            let other = reported[first].top.iter().find(|(id, _)| *id == alone[first]);
+            let gap = other.map_or(f32::INFINITY, |(_, logprob)| reported[first].chosen - logprob);
+            assert!(gap < 0.25, "token {first} is {} times less likely", gap.exp());
+            divergences.push(first);
+        }
+        let logits = engine.logits(&[&prompt[..], &tokens[..TOKENS - 1]].concat()).unwrap();
+        for (row, reported) in (prompt.len() - 1..).zip(reported) {
+            let row: Vec<f32> = logits.get(row).unwrap().to_vec1().unwrap();
+            let largest = row.iter().copied().fold(f32::MIN, f32::max);
+            let sum: f64 = row.iter().map(|logit| f64::from((logit - largest).exp())).sum();
+            let want = |id: u32| f64::from((row[id as usize] - largest).exp()) / sum;
+            // KL(at once ‖ prefill), over the 20 most likely tokens and all others together.
+            let term = |p: f64, q: f64| if p > 0.0 { p * (p / q.max(1e-12)).ln() } else { 0.0 };
+            let pairs: Vec<(f64, f64)> = reported.top.iter().map(|(id, p)| (f64::from(*p).exp(), want(*id))).collect();
+            let rest = |sum: f64| (1.0 - sum).max(0.0);
+            let (p, q) = (pairs.iter().map(|pair| pair.0).sum(), pairs.iter().map(|pair| pair.1).sum());
+            kls.push(pairs.iter().map(|&(p, q)| term(p, q)).sum::<f64>() + term(rest(p), rest(q)));
+        }
+    }
+    divergences.sort_unstable();
+    let mean = kls.iter().sum::<f64>() / kls.len() as f64;
+    println!(
+        "{} of 64 answers differ, first at tokens {divergences:?}; mean KL from a prefill {mean:.2e}",
+        divergences.len()
+    );
+    assert!(mean < 0.01, "mean KL {mean}");
 }
