@@ -8,8 +8,7 @@ use std::path::PathBuf;
 
 use candle_core::{Device, Tensor, safetensors};
 use inferno::device::{self, DeviceChoice};
-use inferno::runner::TokenLogprobs;
-use inferno::{Engine, Event, GenerateOptions, LoadOptions, SamplingParams};
+use inferno::{Engine, Event, GenerateOptions, LoadOptions, RequestStream, SamplingParams};
 
 use crate::support::values;
 
@@ -130,52 +129,55 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
     }
 }
 
-/// Generates 64 answers at once and one after another. Prints where they differ, and how much their logits do.
+/// Returns the tokens of an answer, and the mean KL divergence of its reported log probabilities from those of a prefill.
+/// The divergence is over the 20 most likely tokens and all others together.
+fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (Vec<u32>, f64) {
+    let tokens: Vec<u32> = events.iter().filter_map(Event::token).collect();
+    let logits = engine.logits(&[prompt, &tokens[..tokens.len() - 1]].concat()).unwrap();
+    let term = |p: f64, q: f64| if p > 0.0 { p * (p / q.max(1e-12)).ln() } else { 0.0 };
+    let mut total = 0.0;
+    for (row, reported) in (prompt.len() - 1..).zip(events.iter().filter_map(Event::logprobs)) {
+        let row: Vec<f32> = logits.get(row).unwrap().to_vec1().unwrap();
+        let largest = row.iter().copied().fold(f32::MIN, f32::max);
+        let sum: f64 = row.iter().map(|logit| f64::from((logit - largest).exp())).sum();
+        let (mut p_rest, mut q_rest) = (1.0, 1.0);
+        for &(id, logprob) in &reported.top {
+            let (p, q) = (f64::from(logprob).exp(), f64::from((row[id as usize] - largest).exp()) / sum);
+            total += term(p, q);
+            (p_rest, q_rest) = (p_rest - p, q_rest - q);
+        }
+        total += term(p_rest.max(0.0), q_rest.max(0.0));
+    }
+    let mean = total / tokens.len() as f64;
+    (tokens, mean)
+}
+
+/// Generates 64 answers at once and one after another. Both may differ from a prefill by rounding, but not by more.
 #[test(full_size)]
-fn full_size_answers_at_once_agree_with_answers_alone() {
+fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
+    const TOKENS: usize = 64;
     let options = LoadOptions { context: Some(1024), sequences: 64, ..Default::default() };
     let engine = Engine::load(&model(), &options).unwrap();
-    const TOKENS: usize = 64;
     let prompts: Vec<Vec<u32>> = (0..64).map(|seed| engine.random_tokens(seed, 20 + 7 * seed as usize)).collect();
     let submit = |prompt: &[u32], logprobs| {
         let greedy = GenerateOptions::new(SamplingParams::greedy());
         let options = GenerateOptions { ignore_eos: true, max_tokens: Some(TOKENS), logprobs, ..greedy };
         engine.complete_ids(prompt, options).unwrap()
     };
-    let at_once: Vec<_> = prompts.iter().map(|prompt| submit(prompt, Some(20))).collect();
-    let at_once: Vec<Vec<Event>> =
-        at_once.into_iter().map(|s| s.into_iter().map(|event| event.unwrap()).collect()).collect();
-    let (mut divergences, mut kls) = (Vec::new(), Vec::new());
+    let read = |stream: RequestStream| -> Vec<Event> { stream.into_iter().map(|event| event.unwrap()).collect() };
+    let streams: Vec<_> = prompts.iter().map(|prompt| submit(prompt, Some(20))).collect();
+    let at_once: Vec<_> = streams.into_iter().map(read).collect();
+    let (mut first_differences, mut divergences) = (Vec::new(), [0.0, 0.0]);
     for (prompt, events) in prompts.iter().zip(at_once) {
-        let alone: Vec<u32> = submit(prompt, None).into_iter().filter_map(|event| event.unwrap().token()).collect();
-        let tokens: Vec<u32> = events.iter().filter_map(Event::token).collect();
-        let reported: Vec<&TokenLogprobs> = events.iter().filter_map(Event::logprobs).collect();
-        if let Some(first) = (0..TOKENS).find(|&index| alone[index] != tokens[index]) {
-            // Both tokens must be almost equally likely. Rounding decides between them.
-            let other = reported[first].top.iter().find(|(id, _)| *id == alone[first]);
-            let gap = other.map_or(f32::INFINITY, |(_, logprob)| reported[first].chosen - logprob);
-            assert!(gap < 0.25, "token {first} is {} times less likely", gap.exp());
-            divergences.push(first);
-        }
-        let logits = engine.logits(&[&prompt[..], &tokens[..TOKENS - 1]].concat()).unwrap();
-        for (row, reported) in (prompt.len() - 1..).zip(reported) {
-            let row: Vec<f32> = logits.get(row).unwrap().to_vec1().unwrap();
-            let largest = row.iter().copied().fold(f32::MIN, f32::max);
-            let sum: f64 = row.iter().map(|logit| f64::from((logit - largest).exp())).sum();
-            let want = |id: u32| f64::from((row[id as usize] - largest).exp()) / sum;
-            // KL(at once ‖ prefill), over the 20 most likely tokens and all others together.
-            let term = |p: f64, q: f64| if p > 0.0 { p * (p / q.max(1e-12)).ln() } else { 0.0 };
-            let pairs: Vec<(f64, f64)> = reported.top.iter().map(|(id, p)| (f64::from(*p).exp(), want(*id))).collect();
-            let rest = |sum: f64| (1.0 - sum).max(0.0);
-            let (p, q) = (pairs.iter().map(|pair| pair.0).sum(), pairs.iter().map(|pair| pair.1).sum());
-            kls.push(pairs.iter().map(|&(p, q)| term(p, q)).sum::<f64>() + term(rest(p), rest(q)));
-        }
+        let on_graph: Vec<u32> = read(submit(prompt, None)).iter().filter_map(Event::token).collect();
+        let (tokens, at_once) = tokens_and_divergence(&engine, prompt, &events);
+        let (_, alone) = tokens_and_divergence(&engine, prompt, &read(submit(prompt, Some(20))));
+        divergences = [divergences[0] + at_once / 64.0, divergences[1] + alone / 64.0];
+        first_differences.extend((0..TOKENS).find(|&index| on_graph[index] != tokens[index]));
     }
-    divergences.sort_unstable();
-    let mean = kls.iter().sum::<f64>() / kls.len() as f64;
-    println!(
-        "{} of 64 answers differ, first at tokens {divergences:?}; mean KL from a prefill {mean:.2e}",
-        divergences.len()
-    );
-    assert!(mean < 0.01, "mean KL {mean}");
+    first_differences.sort_unstable();
+    let [at_once, alone] = divergences;
+    println!("mean KL from a prefill: {at_once:.3e} at once, {alone:.3e} alone");
+    println!("{} of 64 answers differ, first at tokens {first_differences:?}", first_differences.len());
+    assert!(at_once <= 1.5 * alone, "mean KL {at_once:e} at once, {alone:e} alone");
 }

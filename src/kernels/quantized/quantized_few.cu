@@ -143,7 +143,7 @@ template <typename T, int N> struct Block {
         const uint4* const from = reinterpret_cast<const uint4*>(x) + lane;
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
-            uint32_t a[2][2][4];
+            uint32_t a[2][2][4];  // the fragments of both row tiles for quads j and j + 1
 #pragma unroll
             for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -154,7 +154,7 @@ template <typename T, int N> struct Block {
                 }
 #pragma unroll
             for (int n = 0; n < N / 8; ++n) {
-                const uint4 b = from[(n * 4 + j / 2) * 32];
+                const uint4 b = from[(n * 4 + j / 2) * 32];  // quads j and j + 1 of one token
 #pragma unroll
                 for (int m = 0; m < 2; ++m) {
                     multiply_add<T>(sums[m][n], a[m][0], b.x, b.y);
@@ -168,6 +168,8 @@ template <typename T, int N> struct Block {
     template <int F> __device__ __forceinline__ void run(const Range& range) const {
         const QuantizedMatrix matrix = weights.matrices[range.matrix];
         const uint32_t stages = shared_address(shared);
+
+        // 1. Start copying x for the first steps.
         __syncthreads();  // slower warps may still read the last stages of the previous range
         int copy_step = range.begin % steps, copies = range.end - range.begin;
         const auto copy_next = [&](int stage) {
@@ -178,7 +180,7 @@ template <typename T, int N> struct Block {
 #pragma unroll
         for (int stage = 0; stage < STAGES - 1; ++stage) copy_next(stage);
 
-        // The next step to load. A lane loads its groups of rows g, g + 8, g + 16 and g + 24, where g is lane / 4.
+        // 2. Load the weights of the first step: groups of rows g, g + 8, g + 16 and g + 24, where g is lane / 4.
         int load_step = range.begin % steps, row = (range.begin / steps - range.first_tile) * ROWS;
         uint32_t first_group[4];
         const auto start_tile = [&] {
@@ -196,6 +198,8 @@ template <typename T, int N> struct Block {
             if (++load_step == steps) load_step = 0, row += ROWS, start_tile();
         };
         load_next();
+
+        // 3. Multiply step by step, while the weights of the next step are being loaded.
         Sums<N> sums = {};
         int stage = 0, first = range.begin, left = steps - range.begin % steps;
 #pragma unroll 1
