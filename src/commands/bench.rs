@@ -254,7 +254,7 @@ impl Bench {
         Ok(test.with_step_bytes(&self.step_bytes(tokens, depth)?).with_seconds(&seconds))
     }
 
-    /// Measures several requests at once, after a warm-up with `concurrency` other requests.
+    /// Measures `concurrency` requests at once. As a warm-up, an equal number of different requests runs first.
     fn serving(&self, args: &Args, concurrency: usize) -> Result<Serving> {
         note(&format!("requests at once: {concurrency}"));
         let load = Load {

@@ -94,8 +94,8 @@ impl BatchGraphs {
         match &batch.graph {
             Some(graph) => graph.enqueue()?,
             None => {
-                // The first step loads all kernels and allocates the counters of the pass. Neither is allowed while the
-                // graph is captured.
+                // Run the first step without a graph. It loads all kernels and allocates the counters of finished attention
+                // splits. Neither is allowed while a graph is captured.
                 batch.forward(decoder, cache)?;
                 // SAFETY: `forward_pass` frees all memory that it allocates, except for the logits, which `forward`
                 // frees. `Runner` drops the graphs before the decoder and the cache, and `BatchGraph` owns its buffers.

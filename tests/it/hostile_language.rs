@@ -337,7 +337,7 @@ fn text_never_becomes_a_short_or_a_split_control_token() {
 }
 
 /// A JSON escape in tool call arguments can stand for U+FDD0, which `chat::injection` may use as a mark.
-/// The rendered text must keep a U+FDD0 from a message.
+/// A U+FDD0 in a message must appear unchanged in the rendered text.
 #[test]
 fn spelled_noncharacters_are_kept() {
     let model = Model::with_template("{{ messages[0].tool_calls[0].function.arguments | tojson }}");

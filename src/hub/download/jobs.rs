@@ -127,7 +127,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Reports the job's bytes on disk for each of its file names.
+    /// Reports the progress of this blob, in bytes, for each file that links to it.
     pub fn report(&self, progress: &dyn Progress) {
         let done_bytes = match self.phase {
             Phase::Done => self.bytes,
