@@ -251,8 +251,23 @@ impl<'a> Simulator<'a> {
                 self.summary.forked += 1;
             } else {
                 self.wait(id);
+                if self.has_family_started(id, plan) {
+                    self.deadlines.retain(|&(_, other)| other != id);
+                }
             }
         }
+    }
+
+    /// Returns whether the prompt of a fork has started, in the fork itself or in a sequence with the same prompt.
+    /// From then on, the fork has no deadline.
+    fn has_family_started(&self, id: SequenceId, plan: &StepPlan) -> bool {
+        let requests = &self.scenario.requests;
+        let first = (0..=id as usize).rev().find(|&index| !requests[index].is_fork).unwrap_or(0);
+        (first..=first + requests[first].forks).any(|member| {
+            let id = member as SequenceId;
+            let is_planned = plan.work.iter().any(|work| work.id == id) || plan.preempted.contains(&id);
+            self.tracked[member].started.is_some() || is_planned
+        })
     }
 
     fn rank(&self, id: SequenceId) -> Rank {
@@ -414,7 +429,8 @@ impl<'a> Simulator<'a> {
                     tracked.ahead
                 );
                 if let Some(deadline) = self.scenario.requests[id as usize].deadline {
-                    assert!(self.deadlines.remove(&(deadline, id)));
+                    let is_fork = self.scenario.requests[id as usize].is_fork;
+                    assert!(self.deadlines.remove(&(deadline, id)) || is_fork);
                 }
             }
             let rank = self.rank(id);
@@ -862,5 +878,21 @@ fn a_fork_takes_the_place_of_a_canceled_parent() {
         scheduler.finish(1);
         scheduler.finish(3);
         assert_eq!(scheduler.blocks().stats().used, 0);
+    }
+}
+
+#[test]
+fn forks_of_a_started_prompt_do_not_expire() {
+    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400 };
+    for mut scheduler in schedulers(config, 40) {
+        let (id, arrival, deadline) = (0, Duration::ZERO, Some(Duration::from_millis(10)));
+        let (prompt, forks) = ((0..200).collect(), vec![1, 2]);
+        scheduler.submit(NewSequence { id, prompt, forks, max_tokens: 9, priority: 0, arrival, deadline });
+        let plan = scheduler.plan(Duration::ZERO);
+        scheduler.advance(0, plan.work[0].range.end);
+        // The client drops the first answer. The others wait again, but their prompt has started in time.
+        scheduler.finish(0);
+        let plan = scheduler.plan(Duration::from_secs(1));
+        assert_eq!((plan.expired, plan.work[0].id), (Vec::new(), 1));
     }
 }

@@ -137,6 +137,11 @@ impl Sequence {
         if self.forks.is_empty() { self.tokens.len() } else { self.prompt - 1 }
     }
 
+    /// Returns whether the sequence runs, or ran before it was preempted.
+    fn has_started(&self) -> bool {
+        self.is_running() || self.preemptions > 0
+    }
+
     /// Returns whether the last sampled token is the only one that is not computed yet.
     fn is_decoding(&self) -> bool {
         self.is_running() && self.left() == 1 && self.computed() >= self.prompt
@@ -252,6 +257,7 @@ impl Scheduler {
     /// Removes a sequence that has ended or was canceled. Its blocks stay reusable until they are evicted.
     pub fn finish(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.remove(&id) else { return };
+        let has_started = sequence.has_started();
         self.waiting.remove(&sequence.seniority);
         self.running.remove(&sequence.seniority);
         if let Some(blocks) = sequence.blocks {
@@ -261,6 +267,9 @@ impl Scheduler {
             parent.forks.retain(|&fork| fork != id);
         }
         // The first fork takes the place of the sequence. It reuses the blocks that are already computed.
+        if has_started {
+            self.clear_deadlines(&sequence.forks);
+        }
         let mut forks = sequence.forks.into_iter();
         let Some(first) = forks.next() else { return };
         let forks: Vec<_> = forks.collect();
@@ -273,6 +282,13 @@ impl Scheduler {
         }
     }
 
+    /// Lets forks wait without a limit, because their prompt has already started.
+    fn clear_deadlines(&mut self, forks: &[SequenceId]) {
+        for fork in forks {
+            self.sequences.entry(*fork).and_modify(|fork| fork.deadline = None);
+        }
+    }
+
     /// Starts the forks of a running sequence once all of its prompt but the last token is computed.
     /// Each fork computes the last token itself, to sample its own first token. Returns the forks that run.
     fn start_forks(&mut self, id: SequenceId) -> Vec<Seniority> {
@@ -281,7 +297,9 @@ impl Scheduler {
         if !parent.is_running() || parent.computed() + 1 != parent.prompt {
             return started;
         }
-        for fork in mem::take(&mut parent.forks) {
+        let forks = mem::take(&mut parent.forks);
+        self.clear_deadlines(&forks);
+        for fork in forks {
             // Forks that may not run yet wait like other sequences, and will find the prompt in the prefix cache.
             let can_run = self.running.len() < self.config.max_sequences;
             let parent = self.sequences[&id].blocks.as_ref();
@@ -317,10 +335,9 @@ impl Scheduler {
 
     /// Removes the waiting sequences whose deadline has passed, unless they already started once.
     fn expire(&mut self, now: Duration) -> Vec<SequenceId> {
-        let has_started = |sequence: &Sequence| sequence.is_running() || sequence.preemptions > 0;
         let has_expired = |sequence: &Sequence| {
             let parent = sequence.parent.and_then(|parent| self.sequences.get(&parent));
-            let has_started = has_started(sequence) || parent.is_some_and(has_started);
+            let has_started = sequence.has_started() || parent.is_some_and(Sequence::has_started);
             !has_started && sequence.deadline.is_some_and(|deadline| deadline <= now)
         };
         let expired: Vec<_> = self.sequences.iter().filter(|(_, s)| has_expired(s)).map(|(&id, _)| id).collect();
