@@ -214,7 +214,7 @@ impl MemoryPlan {
 
     /// Returns how many sequences that fill the context fit if the KV cache takes all free memory of the device.
     pub fn sequences_that_fit(&self, capacity: Capacity, device: &DeviceInfo) -> usize {
-        let logit_bytes = (2 * MAX_LOGIT_ROWS as u64).saturating_mul(self.logits_row_bytes);
+        let logit_bytes = self.logit_bytes(capacity.chunk);
         let other_bytes = self.weight_bytes + self.workspace_bytes(capacity) + logit_bytes;
         let blocks = device.free_bytes.saturating_sub(other_bytes) / self.layout.block_bytes(self.dtype).max(1);
         (blocks as usize).min(self.most_blocks()) / self.sequence_blocks(capacity.context).max(1)
@@ -235,11 +235,15 @@ impl MemoryPlan {
     /// experts, logits and library buffers.
     pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
         let chunk_bytes = self.workspace_bytes_per_token.saturating_mul(capacity.chunk as u64);
-        // A step of several sequences needs two rows of logits for each sequence: one is computed, the other is a copy.
         let is_batch = self.sequences > 1 || self.limit_bytes.is_some();
-        let rows = if is_batch { MAX_LOGIT_ROWS.min(capacity.chunk) } else { 0 };
-        let logit_bytes = (2 * rows as u64).saturating_mul(self.logits_row_bytes);
+        let logit_bytes = if is_batch { self.logit_bytes(capacity.chunk) } else { 0 };
         WORKSPACE_BYTES.saturating_add(chunk_bytes).saturating_add(self.unpacked_bytes).saturating_add(logit_bytes)
+    }
+
+    /// Returns the bytes for the logits of several sequences: a buffer that all batch graphs share, the logits of a step, a
+    /// copy of the rows to sample from, and another copy for log probabilities.
+    fn logit_bytes(&self, chunk: usize) -> u64 {
+        ((MAX_LOGIT_ROWS + 3 * MAX_LOGIT_ROWS.min(chunk)) as u64).saturating_mul(self.logits_row_bytes)
     }
 
     /// Returns `(full, sliding)`: KV cache sizes in bytes.
