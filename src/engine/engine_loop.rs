@@ -117,7 +117,11 @@ impl EngineLoop {
                     }
                 }
                 Ok(Command::Submit(sequences)) => self.queue.push_back(Job::Sequences(sequences)),
-                Ok(Command::Cache(call)) => call(self.runner.cache(), self.scheduler.blocks_mut()),
+                Ok(Command::Cache(call)) => {
+                    // The call may fill blocks that the runner's single sequence still counts as cached.
+                    self.runner.reset();
+                    call(self.runner.cache(), self.scheduler.blocks_mut());
+                }
                 Ok(Command::Drain) => self.is_draining = true,
                 Ok(Command::Run(call)) => self.queue.push_back(Job::Call(call)),
                 Err(TryRecvError::Empty) => return true,

@@ -23,6 +23,7 @@ use super::stats::{self, Counters, EngineStats};
 use super::stream::RequestStream;
 use crate::chat::{Message, RenderOptions, Rendered};
 use crate::error::Error;
+use crate::files;
 use crate::language::Language;
 use crate::nn::kv_cache::KvCache;
 use crate::runner::{EagerReason, Executor, Runner};
@@ -36,6 +37,9 @@ const MAX_LOGPROBS: usize = 20;
 
 /// The maximum number of answers to one request, as in OpenAI's API.
 const MAX_ANSWERS: usize = 128;
+
+/// The maximum size of a saved prefix besides its keys and values, in bytes: the header and the token ids.
+const MAX_PREFIX_HEADER: u64 = 100_000_000;
 
 /// Prompts of up to this many bytes are always encoded, so that an error can state their number of tokens.
 const MIN_TEXT_BYTES: usize = 1 << 20;
@@ -270,8 +274,10 @@ impl EngineHandle {
     /// Returns 0 if the file belongs to another model, dtype or build of inferno, or if the cache has no room.
     /// Fails if the file cannot be read or is damaged.
     pub fn load_prefix(&self, path: &Path) -> Result<usize> {
+        // Read the file on this thread, so that other requests do not wait for it.
+        let bytes = files::read(path, self.info().cache_bytes.saturating_add(MAX_PREFIX_HEADER))?;
         let (path, fingerprint) = (path.to_path_buf(), self.shared.fingerprint.clone());
-        self.with_cache(move |cache, blocks| prefix_file::load(&path, &fingerprint, cache, blocks))?
+        self.with_cache(move |cache, blocks| prefix_file::load(&path, &bytes, &fingerprint, cache, blocks))?
     }
 
     fn with_cache<T: Send + 'static>(

@@ -1,5 +1,6 @@
 //! Loads a model from a snapshot directory. Checks that the model fits before allocating memory.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -108,6 +109,8 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences } = model?;
 
     times.total_s = started.elapsed().as_secs_f64();
+    // With LongRoPE, longer contexts use other RoPE factors.
+    let has_long_context = runner.limits().context > config.architecture.default_context();
     let info = ModelInfo {
         family: config.family.model_type,
         quantization: match (config.quantization, options.quantize) {
@@ -132,29 +135,27 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let defaults = SamplingParams::from_generation_config(&language.generation_config);
     log(&info);
     tracing::debug!(stop_ids = ?language.stop_ids(), ?defaults, "generation");
-    let fingerprint = fingerprint(dir, options, &info)?;
+    let fingerprint = fingerprint(dir, &checkpoint, has_long_context, options, &info);
     Ok(EngineParts { language, runner, defaults, info, fingerprint })
 }
 
 /// Returns a text that changes if keys and values computed earlier may no longer be valid: with the model files, the
-/// dtype, the quantization, the attention kernel or the build.
-fn fingerprint(path: &Path, options: &LoadOptions, info: &ModelInfo) -> Result<String> {
-    let folder = if path.is_dir() { path } else { path.parent().unwrap_or(Path::new(".")) };
-    let mut files = Vec::new();
-    for entry in std::fs::read_dir(folder)? {
-        let path = entry?.path();
-        let is_weights = path.extension().is_some_and(|extension| extension == "safetensors" || extension == "gguf");
-        // Follow links: the files of a snapshot are links to blobs.
-        if (is_weights || path.ends_with("config.json"))
-            && let Ok(metadata) = std::fs::metadata(&path)
-        {
-            files.push((path.file_name().map(ToOwned::to_owned), metadata.len(), metadata.modified().ok()));
-        }
-    }
-    files.sort();
+/// dtype, the quantization, the RoPE factors, the attention kernel or the build.
+fn fingerprint(
+    dir: &Path,
+    checkpoint: &Checkpoint,
+    has_long_context: bool,
+    options: &LoadOptions,
+    info: &ModelInfo,
+) -> String {
+    let requests = checkpoint.read_requests(info.dtype);
+    let sources = requests.iter().flat_map(|request| &request.ranges).map(|range| &range.source);
+    let files: BTreeMap<_, _> = sources.map(|file| (&file.path, (file.bytes(), file.modified()))).collect();
+    let config_json = std::fs::metadata(dir.join("config.json")).ok();
+    let config_json = config_json.map(|metadata| (metadata.len(), metadata.modified().ok()));
     let quantize = options.quantize.map(|quantize| quantize.to_string());
     let build = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
-    Ok(format!("{path:?} {files:?} {:?} {quantize:?} {} {build:?}", info.dtype, info.attention))
+    format!("{files:?} {config_json:?} {has_long_context} {:?} {quantize:?} {} {build:?}", info.dtype, info.attention)
 }
 
 fn log(info: &ModelInfo) {

@@ -47,21 +47,21 @@ pub fn save(path: &Path, ids: &[u32], fingerprint: &str, cache: &KvCache, blocks
         files::create_private(&part)?.write_all(&bytes)?;
         Ok(fs::rename(&part, path)?)
     };
-    write().with_context(|| format!("cannot write {}", path.display()))?;
+    write().with_context(|| format!("cannot write {}", path.display())).inspect_err(|_| _ = fs::remove_file(&part))?;
     Ok(computed)
 }
 
-/// Reads a file that [`save`] wrote, and adds its prefix to the prefix cache. Returns the number of tokens of the prefix.
+/// Adds the prefix in a file that [`save`] wrote to the prefix cache. Returns the number of tokens of the prefix.
+/// `bytes` is the content of the file at `path`.
 ///
-/// Returns 0 if the fingerprint differs, or if the cache has too few free blocks. Fails if the file is damaged.
-pub fn load(path: &Path, fingerprint: &str, cache: &KvCache, blocks: &mut BlockManager) -> Result<usize> {
+/// Returns 0 if the fingerprint differs, or if the cache has too few free blocks. Fails if the content is damaged.
+pub fn load(path: &Path, bytes: &[u8], fingerprint: &str, cache: &KvCache, blocks: &mut BlockManager) -> Result<usize> {
     let damaged = || format!("{} is damaged", path.display());
-    let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let (_, metadata) = SafeTensors::read_metadata(&bytes).with_context(damaged)?;
+    let (_, metadata) = SafeTensors::read_metadata(bytes).with_context(damaged)?;
     if metadata.metadata().as_ref().and_then(|metadata| metadata.get(FINGERPRINT)).is_none_or(|f| f != fingerprint) {
         return Ok(0);
     }
-    let file = SafeTensors::deserialize(&bytes).with_context(damaged)?;
+    let file = SafeTensors::deserialize(bytes).with_context(damaged)?;
     add(&file, cache, blocks).with_context(damaged)
 }
 

@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor, WithDType};
@@ -37,6 +38,11 @@ impl Source {
     /// Returns the size of the file when it was opened.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Returns the time of the last change to the file, if the file system stores it.
+    pub fn modified(&self) -> Option<SystemTime> {
+        self.file.metadata().ok()?.modified().ok()
     }
 
     /// Tells the operating system that this range of the file will be read soon. Errors are ignored.

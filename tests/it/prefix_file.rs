@@ -85,3 +85,14 @@ fn a_prefix_of_another_model_is_ignored_and_a_damaged_one_is_an_error() {
     assert!(engine.load_prefix(&folder.path().join("none.kv")).unwrap_err().to_string().contains("cannot read"));
     assert_eq!(engine.stats().used_blocks, 0);
 }
+
+#[cfg(unix)]
+#[test]
+fn a_named_pipe_is_no_saved_prefix() {
+    let folder = tempdir().unwrap();
+    let path = folder.path().join("pipe.kv");
+    nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRUSR).unwrap();
+    let engine = demo(128);
+    assert!(engine.load_prefix(&path).is_err());
+    assert_eq!(answer(&engine, &[1, 2, 3]).tokens.len(), 8, "the engine still answers");
+}
