@@ -140,15 +140,13 @@ impl EngineLoop {
         let counters = &self.counters;
         for job in &mut self.queue {
             let Job::Sequences(sequences) = job else { continue };
-            sequences.retain(|sequence| {
-                if sequence.is_canceled() {
-                    stats::subtract_one(&counters.waiting);
-                    stats::add(&counters.ended, 1);
-                    stats::add(&counters.canceled, 1);
-                    sequence.finish(FinishReason::Canceled);
-                }
-                !sequence.is_canceled()
-            });
+            // Each flag is read only once, because a client can set it at any time.
+            for sequence in sequences.extract_if(.., |sequence| sequence.is_canceled()) {
+                stats::subtract_one(&counters.waiting);
+                stats::add(&counters.ended, 1);
+                stats::add(&counters.canceled, 1);
+                sequence.finish(FinishReason::Canceled);
+            }
         }
         self.queue.retain(|job| !matches!(job, Job::Sequences(sequences) if sequences.is_empty()));
     }
