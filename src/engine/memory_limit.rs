@@ -1,6 +1,5 @@
 //! [`MemoryLimit`]: how much memory of the device the engine may use.
 
-use std::fmt;
 use std::str::FromStr;
 
 /// How much memory of the device the engine may use, for weights, KV cache and workspace together.
@@ -41,15 +40,6 @@ impl FromStr for MemoryLimit {
             Self::Fraction(fraction) if !(fraction > 0.0 && fraction <= 1.0) => Err(error()),
             Self::Bytes(0) => Err(error()),
             limit => Ok(limit),
-        }
-    }
-}
-
-impl fmt::Display for MemoryLimit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Bytes(bytes) => f.write_str(&crate::text::size(*bytes)),
-            Self::Fraction(fraction) => write!(f, "{}% of the memory", fraction * 100.0),
         }
     }
 }

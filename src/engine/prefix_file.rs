@@ -20,6 +20,7 @@ use safetensors::SafeTensors;
 
 use super::blocks::BlockManager;
 use crate::files;
+use crate::kernels::rows::copy_rows;
 use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
 
 /// The metadata key of the fingerprint.
@@ -126,7 +127,7 @@ fn write_blocks(
                 }
                 for (part, index) in visible.clone().enumerate() {
                     let block = rows.narrow(0, part * BLOCK_TOKENS, BLOCK_TOKENS)?.force_contiguous()?;
-                    cache.write_rows(to, &block.to_device(to.device())?, tables.get(group, index))?;
+                    copy_rows(to, &block.to_device(to.device())?, tables.get(group, index) as usize * BLOCK_TOKENS)?;
                 }
             }
         }

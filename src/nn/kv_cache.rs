@@ -226,11 +226,6 @@ impl KvCache {
         self.layers.iter().map(|(k, v)| [k, v])
     }
 
-    /// Writes the rows of one block to a tensor of the cache. Both are on the same device.
-    pub fn write_rows(&self, tensor: &Tensor, rows: &Tensor, block: u32) -> Result<()> {
-        Ok(copy_rows(tensor, rows, block as usize * BLOCK_TOKENS)?)
-    }
-
     /// Copies block `from` to block `to`: the keys and values of all layers of a group.
     pub fn copy_block(&self, from: u32, to: u32) -> Result<()> {
         for tensor in self.layers.iter().flat_map(|(k, v)| [k, v]) {

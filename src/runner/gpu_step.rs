@@ -108,13 +108,10 @@ impl Runner {
     /// Chooses the next token of one sequence from the logits of an eager step, such as the end of prefill.
     /// With a decode graph, the token also stays on the device as the input of the next step.
     pub(super) fn first_graph_token(&mut self, sequence: &mut StepSequence, logits: &Tensor) -> Result<Chosen> {
-        let needs_logits = needs_logits(sequence);
-        let Decode::Graph(graph) = &mut self.decode else {
-            return Ok(choose_on_device(std::slice::from_mut(sequence), logits)?.remove(0));
+        let graph = match &mut self.decode {
+            Decode::Graph(graph) if !needs_logits(sequence) => graph,
+            _ => return Ok(choose_on_device(std::slice::from_mut(sequence), logits)?.remove(0)),
         };
-        if needs_logits {
-            return Ok(choose_on_device(std::slice::from_mut(sequence), logits)?.remove(0));
-        }
         let Some(sampler) = sequence.sampler.as_deref_mut() else { return Ok(None) };
         let end = sequence.position + sequence.ids.len();
         graph.start_from(sequence.id, end, logits, sampler.on_device(), sequence.tables)?;

@@ -350,6 +350,8 @@ fn a_conversation_saved_with_its_cache_needs_no_prefill() {
     chat.say("My name is Ada");
     let saved = chat.say("/save ada --cache");
     assert!(saved.contains("tokens of its KV cache") && saved.contains("--resume ada"), "{saved}");
+    let again = chat.say("/save --cache");
+    assert!(again.contains("tokens of its KV cache") && again.contains("--resume ada"), "{again}");
     leave(chat);
     let conversations = folder(&home).join("conversations");
     assert!(conversations.join("ada.kv").exists());

@@ -843,14 +843,17 @@ fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget(
     assert_eq!(reached.len(), 2, "{reached:?}");
 }
 
+/// Submits a prompt of 200 tokens for sequence 0 and its forks 1, 2 and 3.
+fn submit_with_forks(scheduler: &mut Scheduler, deadline: Option<Duration>) {
+    let (prompt, forks, arrival) = ((0..200).collect(), vec![1, 2, 3], Duration::ZERO);
+    scheduler.submit(NewSequence { id: 0, prompt, forks, max_tokens: 9, priority: 0, arrival, deadline });
+}
+
 #[test]
 fn forks_share_the_prompt_and_compute_only_its_last_token() {
     let config = SchedulerConfig { token_budget: 128, max_sequences: 3, context: 400 };
     for mut scheduler in schedulers(config, 40) {
-        let prompt: Vec<u32> = (0..200).collect();
-        let (id, arrival) = (0, Duration::ZERO);
-        let forks = vec![1, 2, 3];
-        scheduler.submit(NewSequence { id, prompt, forks, max_tokens: 9, priority: 0, arrival, deadline: None });
+        submit_with_forks(&mut scheduler, None);
         assert_eq!(step(&mut scheduler), [(0, 128)]);
         assert_eq!(step(&mut scheduler), [(0, 71)], "the forks need the last token");
         // Only three sequences may run. The last fork waits, and finds three full blocks in the prefix cache.
@@ -866,10 +869,7 @@ fn forks_share_the_prompt_and_compute_only_its_last_token() {
 fn a_fork_takes_the_place_of_a_canceled_parent() {
     let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400 };
     for mut scheduler in schedulers(config, 40) {
-        let prompt: Vec<u32> = (0..200).collect();
-        let (id, arrival) = (0, Duration::ZERO);
-        let forks = vec![1, 2, 3];
-        scheduler.submit(NewSequence { id, prompt, forks, max_tokens: 9, priority: 0, arrival, deadline: None });
+        submit_with_forks(&mut scheduler, None);
         assert_eq!(step(&mut scheduler), [(0, 128)]);
         scheduler.finish(2);
         scheduler.finish(0);
@@ -885,9 +885,7 @@ fn a_fork_takes_the_place_of_a_canceled_parent() {
 fn forks_of_a_started_prompt_do_not_expire() {
     let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400 };
     for mut scheduler in schedulers(config, 40) {
-        let (id, arrival, deadline) = (0, Duration::ZERO, Some(Duration::from_millis(10)));
-        let (prompt, forks) = ((0..200).collect(), vec![1, 2]);
-        scheduler.submit(NewSequence { id, prompt, forks, max_tokens: 9, priority: 0, arrival, deadline });
+        submit_with_forks(&mut scheduler, Some(Duration::from_millis(10)));
         let plan = scheduler.plan(Duration::ZERO);
         scheduler.advance(0, plan.work[0].range.end);
         // The client drops the first answer. The others wait again, but their prompt has started in time.

@@ -26,7 +26,8 @@ __device__ uint32_t finished[QUANTIZED_FEW_COUNTERS];
 // The sums of a row pair for N tokens, in the layout of mma.sync results.
 template <int N> using Sums = float[2][N / 8][4];
 
-// Arithmetic on two values of type T. Adding an integer q below 2^BITS to BIAS changes only the low bits of its bytes.
+// Arithmetic on two values of type T. For an integer q from 0 to 63, replacing the low byte of BIAS by q gives BIAS +
+// q. BIAS_BYTES holds the high byte of BIAS four times.
 template <typename T> struct Pair;
 template <> struct Pair<__half> {
     using Type = __half2;

@@ -232,10 +232,14 @@ fn set(arguments: &str, session: &mut Session) -> Result<String, String> {
 }
 
 fn save(arguments: &str, session: &mut Session) -> Result<String, String> {
-    let (name, with_cache) = match arguments.strip_suffix("--cache") {
-        Some(name) => (name.trim_end(), true),
-        None => (arguments, false),
+    let mut words: Vec<&str> = arguments.split_whitespace().collect();
+    let with_cache = words.pop_if(|last| *last == "--cache").is_some();
+    let name = words.join(" ");
+    let current = match &session.recording {
+        Recording::Journal(journal) => journal.name().to_string(),
+        _ => String::new(),
     };
+    let name = if name.is_empty() && with_cache { &current } else { &name };
     if name.is_empty() {
         return match &session.recording {
             Recording::Journal(journal) => Ok(format!("the current name is {}; /save NAME changes it", journal.name())),

@@ -281,6 +281,7 @@ pub fn demo_as_gguf() -> Writer {
 
 fn inferno(home: &Path, args: &[&str]) -> (Option<i32>, String, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_inferno"))
+        .current_dir(home)
         .env("HOME", home)
         .env("INFERNO_CACHE", home.join("models"))
         .env("HF_HOME", home.join("hf"))
@@ -308,6 +309,9 @@ fn demo_model_plays_from_a_gguf_file() {
     let (folder, file) = saved(&demo_as_gguf());
     assert_eq!(ask(file.to_str().unwrap()), want);
     assert_eq!(ask(folder.path().to_str().unwrap()), want);
+    // A file in the current directory needs no path.
+    std::fs::copy(&file, home.path().join("copy.gguf")).unwrap();
+    assert_eq!(ask("copy.gguf"), want);
 
     // Create a snapshot with two GGUF files in the Hugging Face cache.
     let commit = "0123456789012345678901234567890123456789";
