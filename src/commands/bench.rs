@@ -61,6 +61,9 @@ pub struct Args {
     /// Prompt and answer lengths: fixed, or like ShareGPT conversations with --input and --output as maximums
     #[arg(long, value_enum, default_value_t = Lengths::Fixed, value_name = "KIND", requires = "concurrency")]
     lengths: Lengths,
+    /// Compute each answer independently of other requests; slower
+    #[arg(long, requires = "concurrency")]
+    deterministic: bool,
     /// Print JSON with every sample
     #[arg(long)]
     json: bool,
@@ -95,6 +98,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         false => (deepest + longest).max(FIRST_PROMPT),
     };
     args.load.require_context(positions + EXTRA_POSITIONS)?;
+    args.load.set_deterministic(args.deterministic);
     args.load.set_sequences(args.concurrency.iter().copied().max().unwrap_or(1) as usize);
 
     let hub = Hub::from_env()?;

@@ -71,6 +71,9 @@ pub struct Args {
     /// When the context is full: stop, or drop-oldest to continue without the oldest messages
     #[arg(long, default_value = "stop", value_name = "WHAT")]
     overflow: Overflow,
+    /// Give the same answer to the same request whether or not part of it is cached; slower
+    #[arg(long, hide_short_help = true)]
+    deterministic: bool,
     #[command(flatten)]
     sampling: SamplingArgs,
     #[command(flatten)]
@@ -185,7 +188,8 @@ impl ModelSource for HubModels {
 
     fn load(&self, snapshot: &Snapshot) -> Result<LoadedModel> {
         self.hub.record_use(snapshot);
-        let args = (self.reparse)(&snapshot.name)?;
+        let mut args = (self.reparse)(&snapshot.name)?;
+        args.load.set_deterministic(args.deterministic);
         let raw = self.raw;
         let check = |language: &Language| if raw { Ok(()) } else { require_chat_format(language, &snapshot.name) };
         let engine = args.load.load_with_language_check(snapshot, &check)?;

@@ -67,8 +67,10 @@ pub struct EngineLoop {
 impl EngineLoop {
     pub fn new(runner: Runner, commands: Receiver<Command>, counters: Arc<Counters>) -> Self {
         let RunnerLimits { context, chunk } = runner.limits();
-        let config = SchedulerConfig { token_budget: chunk, max_sequences: MAX_LOGIT_ROWS.min(chunk), context };
-        let blocks = BlockManager::new(runner.cache().layout().windows().to_vec(), runner.cache().blocks());
+        let (max_sequences, grid) = (MAX_LOGIT_ROWS.min(chunk), runner.grid());
+        let config = SchedulerConfig { token_budget: chunk, max_sequences, context, grid };
+        let windows = runner.cache().layout().windows().to_vec();
+        let blocks = BlockManager::new(windows, runner.cache().blocks()).with_grid(grid);
         Self {
             runner,
             scheduler: Scheduler::new(config, blocks),

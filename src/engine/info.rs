@@ -30,6 +30,8 @@ pub struct ModelInfo {
     pub executor: Executor,
     /// Why the decode steps of a single sequence do not run as a CUDA graph. `None` if they do.
     pub eager_reason: Option<EagerReason>,
+    /// Whether answers do not depend on other requests.
+    pub is_deterministic: bool,
     pub device: DeviceInfo,
     /// The size of the weights on the device, in bytes.
     pub weight_bytes: u64,

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device};
 
 use super::info::{LoadTimes, ModelInfo};
@@ -18,8 +18,8 @@ use crate::error::Error;
 use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
 use crate::models::{self, ModelConfig};
-use crate::nn::kv_cache::KvCache;
-use crate::runner::{Runner, RunnerLimits};
+use crate::nn::kv_cache::{BLOCK_TOKENS, KvCache};
+use crate::runner::{ChunkGrid, Runner, RunnerLimits, RunnerOptions};
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 use crate::worker;
@@ -43,6 +43,9 @@ pub struct LoadOptions<'o> {
     pub quantize: Option<QuantizationTarget>,
     /// Whether to run decode steps one operation at a time, even if a CUDA graph could run them.
     pub eager: bool,
+    /// Whether the tokens and logits of an answer must not depend on other requests, on the prefix cache or on
+    /// preemption. Steps are slower, and a prompt reuses less of the prefix cache.
+    pub deterministic: bool,
     /// The attention kernel on a GPU, for all steps that do not run on the decode graph.
     pub attention: AttentionBackend,
     /// A progress callback. Its arguments are the number of bytes loaded so far and the total number of bytes.
@@ -64,6 +67,7 @@ impl Default for LoadOptions<'_> {
             memory: None,
             quantize: None,
             eager: false,
+            deterministic: false,
             attention: AttentionBackend::Auto,
             progress: &|_, _| (),
             on_device: &|_| (),
@@ -125,6 +129,7 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
         attention,
         executor: runner.executor(),
         eager_reason: runner.eager_reason().cloned(),
+        is_deterministic: runner.grid().is_some(),
         device: device_info,
         weight_bytes,
         cache_bytes,
@@ -135,18 +140,19 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let defaults = SamplingParams::from_generation_config(&language.generation_config);
     log(&info);
     tracing::debug!(stop_ids = ?language.stop_ids(), ?defaults, "generation");
-    let fingerprint = fingerprint(dir, &checkpoint, has_long_context, options, &info);
+    let fingerprint = fingerprint(dir, &checkpoint, has_long_context, options, &info, runner.grid());
     Ok(EngineParts { language, runner, defaults, info, fingerprint })
 }
 
 /// Returns a text that changes if keys and values computed earlier may no longer be valid: with the model files, the
-/// dtype, the quantization, the RoPE factors, the attention kernel or the build.
+/// dtype, the quantization, the RoPE factors, the attention kernel, the chunk grid or the build.
 fn fingerprint(
     dir: &Path,
     checkpoint: &Checkpoint,
     has_long_context: bool,
     options: &LoadOptions,
     info: &ModelInfo,
+    grid: Option<ChunkGrid>,
 ) -> String {
     let requests = checkpoint.read_requests(info.dtype);
     let sources = requests.iter().flat_map(|request| &request.ranges).map(|range| &range.source);
@@ -155,7 +161,18 @@ fn fingerprint(
     let config_json = config_json.map(|metadata| (metadata.len(), metadata.modified().ok()));
     let quantize = options.quantize.map(|quantize| quantize.to_string());
     let build = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
-    format!("{files:?} {config_json:?} {has_long_context} {:?} {quantize:?} {} {build:?}", info.dtype, info.attention)
+    let (dtype, attention) = (info.dtype, info.attention);
+    format!("{files:?} {config_json:?} {has_long_context} {dtype:?} {quantize:?} {attention} {grid:?} {build:?}")
+}
+
+/// Returns the chunk grid for `--deterministic`. Fails if the options do not allow one.
+fn chunk_grid(chunk: usize, attention: AttentionBackend) -> Result<ChunkGrid> {
+    if attention == AttentionBackend::CandleFlashAttn {
+        bail!(Error::Usage("--deterministic does not support --attention flash".into()));
+    }
+    ChunkGrid::new(chunk).with_context(|| {
+        Error::Usage(format!("--deterministic needs chunks of at least {BLOCK_TOKENS} tokens, not {chunk}"))
+    })
 }
 
 fn log(info: &ModelInfo) {
@@ -262,6 +279,7 @@ fn allocate(
     };
     let mut decoder = config.architecture.build(&weights, context)?;
     let attention = decoder.set_attention_backend(options.attention)?;
+    let grid = options.deterministic.then(|| chunk_grid(chunk, attention)).transpose()?;
     drop(weights);
     device.synchronize()?;
     times.weights_s = started.elapsed().as_secs_f64();
@@ -272,7 +290,8 @@ fn allocate(
     times.cache_s = started.elapsed().as_secs_f64();
 
     let started = Instant::now();
-    let runner = Runner::new(decoder, cache, RunnerLimits { context, chunk }, device.clone(), options.eager)?;
+    let runner_options = RunnerOptions { eager: options.eager, grid };
+    let runner = Runner::new(decoder, cache, RunnerLimits { context, chunk }, device.clone(), runner_options)?;
     times.graph_s = started.elapsed().as_secs_f64();
     Ok((runner, attention))
 }

@@ -178,6 +178,12 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
+    /// Sets whether the tokens and logits of an answer must not depend on other requests. The default is `false`.
+    pub fn deterministic(mut self, deterministic: bool) -> Self {
+        self.options.deterministic = deterministic;
+        self
+    }
+
     /// Sets the attention kernel on a GPU, for all steps that do not run on the decode graph.
     pub fn attention(mut self, attention: AttentionBackend) -> Self {
         self.options.attention = attention;

@@ -31,7 +31,7 @@ const FINGERPRINT: &str = "fingerprint";
 pub fn save(path: &Path, ids: &[u32], fingerprint: &str, cache: &KvCache, blocks: &mut BlockManager) -> Result<usize> {
     // The prefix cache never returns the last token, so add one.
     let tokens = [ids, &[0]].concat();
-    let sequence = blocks.start(&tokens, Default::default());
+    let sequence = blocks.start(&tokens, tokens.len(), Default::default());
     let computed = sequence.computed();
     let tensors = read_blocks(computed, sequence.tables(), cache, blocks);
     blocks.abandon(sequence);

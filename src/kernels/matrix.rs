@@ -6,6 +6,7 @@ use super::matmul::matmul_f32;
 #[cfg(feature = "cuda")]
 use super::quantized::quantized_ops;
 use super::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
+use super::sum_order::SumOrder;
 
 /// The weight matrix of a linear layer or an embedding, dense or quantized.
 ///
@@ -81,19 +82,19 @@ impl Matrix {
     /// Returns `x · Wᵀ` as f32 `[tokens, rows]`.
     ///
     /// `x` is `[tokens, columns]`. If the matrix is dense, `x` must have the same dtype as the matrix.
-    pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
+    pub fn matmul(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         match self {
-            Self::Dense(weight) => matmul_f32(x, weight),
+            Self::Dense(weight) => matmul_f32(x, weight, order),
             Self::Quantized(parts) => match self.device() {
                 #[cfg(feature = "cuda")]
-                Device::Cuda(device) => quantized_ops::matmul(device, parts, x),
+                Device::Cuda(device) => quantized_ops::matmul(device, parts, x, order),
                 _ => {
                     let products = parts.iter().map(|part| part.matmul(x)).collect::<Result<Vec<_>>>()?;
                     Tensor::cat(&products, 1)
                 }
             },
             Self::Concatenated(parts) => {
-                Tensor::cat(&parts.iter().map(|part| part.matmul(x)).collect::<Result<Vec<_>>>()?, 1)
+                Tensor::cat(&parts.iter().map(|part| part.matmul(x, order)).collect::<Result<Vec<_>>>()?, 1)
             }
         }
     }

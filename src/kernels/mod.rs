@@ -26,9 +26,12 @@ pub mod norm;
 pub mod quantized;
 pub mod rows;
 pub mod selftest;
+mod sum_order;
 pub mod upload;
 
 use candle_core::{DType, Layout, Result, Storage, Tensor, WithDType, bail};
+
+pub use sum_order::SumOrder;
 
 /// Returns the tensor as contiguous f32, and copies only if needed. `reference` functions need inputs in this form.
 pub(crate) fn to_f32(tensor: &Tensor) -> Result<Tensor> {

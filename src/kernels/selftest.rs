@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Result, Tensor};
 
+use crate::kernels::SumOrder;
 use crate::kernels::activation::{Activation, clamped_swiglu, gated, gated_halves};
 use crate::kernels::attention::rope::{HeadSizes, QkNorm, Rotation, split_qkv};
 use crate::kernels::attention::{
@@ -76,7 +77,11 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
         check("topk_softmax", target, 1e-5, &|target| routing(target, dtype, Softmax::OverChosen)),
         check("topk_softmax, over all experts", target, 1e-5, &|target| routing(target, dtype, Softmax::OverAll)),
         check("matmul", target, rounding, &|target| {
-            matmul_f32(&target.put(&noise(13, &[5, 96], dtype)?)?, &target.put(&noise(14, &[72, 96], dtype)?)?)
+            matmul_f32(
+                &target.put(&noise(13, &[5, 96], dtype)?)?,
+                &target.put(&noise(14, &[72, 96], dtype)?)?,
+                SumOrder::Fastest,
+            )
         }),
     ];
     for (name, tokens) in [("experts mxfp4, few tokens", 3), ("experts mxfp4, many tokens", 33)] {
@@ -301,7 +306,10 @@ fn attend(target: CheckTarget, case: AttentionCase, backend: AttentionBackend) -
     let attend = |window| {
         let mask = AttentionMask { window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
         let (sinks, blocks) = (Some(&sinks), &pass_blocks);
-        attention(AttentionInputs { q: &q, layer, queries: &queries, blocks, sinks, mask }, backend)
+        attention(
+            AttentionInputs { q: &q, layer, queries: &queries, blocks, sinks, mask, sum_order: SumOrder::Fastest },
+            backend,
+        )
     };
     Tensor::cat(&[to_cpu(&attend(None)?)?, to_cpu(&attend(Some(100))?)?], 0)
 }
@@ -318,7 +326,7 @@ fn experts(target: CheckTarget, tokens: usize, packed: bool) -> Result<Tensor> {
     let x = target.put(&noise(26, &[tokens, columns], DType::BF16)?)?;
     let bias = target.put(&noise(27, &[experts, rows], DType::BF16)?)?;
     let ids: Vec<u32> = numbers(28, tokens * chosen, experts as u64).map(|id| id as u32).collect();
-    expert_matmul(&x, &weights, Some(&bias), &target.ids(&ids)?.reshape((tokens, chosen))?)
+    expert_matmul(&x, &weights, Some(&bias), &target.ids(&ids)?.reshape((tokens, chosen))?, SumOrder::Fastest)
 }
 
 #[cfg(feature = "cuda")]
@@ -326,6 +334,7 @@ mod fused {
     use candle_core::{DType, Result, Tensor, bail};
 
     use super::{CheckTarget, bytes, noise, numbers};
+    use crate::kernels::SumOrder;
     use crate::kernels::activation::clamped_swiglu;
     use crate::kernels::moe::expert_mlp::{self, ExpertLinear};
     use crate::kernels::moe::experts::{ExpertWeights, expert_matmul};
@@ -355,8 +364,8 @@ mod fused {
                 blocks: blocks.clone(),
                 scales: scales.clone(),
             };
-            let h = clamped_swiglu(&expert_matmul(&x, &weights(&up), Some(&up.2), &ids)?, 7.0)?;
-            let y = expert_matmul(&h, &weights(&down), Some(&down.2), &ids)?;
+            let h = clamped_swiglu(&expert_matmul(&x, &weights(&up), Some(&up.2), &ids, SumOrder::Fastest)?, 7.0)?;
+            let y = expert_matmul(&h, &weights(&down), Some(&down.2), &ids, SumOrder::Fastest)?;
             return y.broadcast_mul(&shares.unsqueeze(2)?)?.sum(1);
         }
         let tiles =
@@ -368,7 +377,7 @@ mod fused {
         let gate_up = ExpertLinear { tiles: &up_tiles, bias: &up.2 };
         let down = ExpertLinear { tiles: &down_tiles, bias: &down.2 };
         let routed = RoutedPairs::new(&ids, shares, experts)?;
-        expert_mlp::expert_mlp(&target.f32(&x)?, &routed, gate_up, down, 7.0)
+        expert_mlp::expert_mlp(&target.f32(&x)?, &routed, gate_up, down, 7.0, SumOrder::Fastest)
     }
 }
 

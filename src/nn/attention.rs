@@ -146,7 +146,7 @@ impl Attention {
         let (cached, blocks) = (cache.layer(layer), pass.blocks(cache.layout().group(layer)));
 
         // 1. project, normalize and rotate; write k and v to the cache
-        let qkv = self.qkv_proj.matmul(x)?;
+        let qkv = self.qkv_proj.matmul(x, pass.sum_order())?;
         let norms = self.qk_norm.as_ref().map(|(q, k)| QkNorm { q: &q.weight, k: &k.weight, eps: q.eps });
         let rotation = self.rotary.rotation(pass.queries().positions());
         let sizes = HeadSizes { heads, kv_heads, head_dim };
@@ -155,9 +155,12 @@ impl Attention {
         // 2. attend: each token attends only to its own sequence
         let mask = AttentionMask { window, scale, softcap };
         let (queries, sinks) = (pass.queries(), self.sinks.as_ref());
-        let y = attention(AttentionInputs { q: &q, layer: cached, queries, blocks, sinks, mask }, pass.backend())?;
+        let sum_order = pass.sum_order();
+        let inputs = AttentionInputs { q: &q, layer: cached, queries, blocks, sinks, mask, sum_order };
+        let y = attention(inputs, pass.backend())?;
 
         // 3. project back
-        Ok((self.o_proj.matmul(&y.reshape((tokens, heads * head_dim))?)?, self.o_proj.bias.as_ref()))
+        let y = y.reshape((tokens, heads * head_dim))?;
+        Ok((self.o_proj.matmul(&y, sum_order)?, self.o_proj.bias.as_ref()))
     }
 }

@@ -130,7 +130,7 @@ impl Decoder {
             (x, y) = (last_rows(&x, pass)?, y.map(|y| last_rows(&y, pass)).transpose()?);
         }
         let (_, normed) = self.norm.add_norm(&x, y.as_ref().map(Addend::from), self.dtype)?;
-        let logits = self.lm_head.forward(&normed)?;
+        let logits = self.lm_head.forward(&normed, pass.sum_order())?;
         Ok(match self.final_softcap {
             Some(cap) => soft_cap(&logits, cap)?,
             None => logits,

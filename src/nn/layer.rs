@@ -49,7 +49,7 @@ impl DecoderLayer {
                 self.mlp_norm.add_norm(&x, Some(Addend::from(&post_norm.forward(&y)?)), self.mlp.dtype())?
             }
         };
-        let y = self.mlp.forward(&normed)?;
+        let y = self.mlp.forward(&normed, pass.sum_order())?;
         Ok((x, self.mlp_post_norm.as_ref().map(|norm| norm.forward(&y)).transpose()?.unwrap_or(y)))
     }
 

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use crate::kernels::{self, matrix::Matrix, rows::add_bias};
+use crate::kernels::{self, SumOrder, matrix::Matrix, rows::add_bias};
 use crate::weights::Weights;
 
 /// Whether a projection has a bias. The family or config.json decides this, not the tensors in the checkpoint.
@@ -83,13 +83,13 @@ impl Linear {
     }
 
     /// Returns x·Wᵀ, without the bias.
-    pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(self.weight.matmul(x)?)
+    pub fn matmul(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+        Ok(self.weight.matmul(x, order)?)
     }
 
     /// Maps x `[tokens, in]` to f32 `[tokens, out]`. If the weight is not quantized, x must have the weight's dtype.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let y = self.matmul(x)?;
+    pub fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+        let y = self.matmul(x, order)?;
         Ok(match &self.bias {
             Some(bias) => add_bias(&y, bias)?,
             None => y,

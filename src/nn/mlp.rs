@@ -6,6 +6,7 @@ use candle_nn::Activation;
 
 use super::linear::{Bias, Linear};
 use super::moe::{ClampedMoe, GatedMoe};
+use crate::kernels::SumOrder;
 use crate::kernels::activation::{self, gated};
 use crate::weights::Weights;
 
@@ -27,12 +28,12 @@ impl Mlp {
     }
 
     /// Maps x `[tokens, hidden]` to f32 `[tokens, hidden]`.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         match self {
-            Mlp::Gated(mlp) => mlp.forward(x),
-            Mlp::Plain(mlp) => mlp.forward(x),
-            Mlp::GatedMoe(moe) => moe.forward(x),
-            Mlp::ClampedMoe(moe) => moe.forward(x),
+            Mlp::Gated(mlp) => mlp.forward(x, order),
+            Mlp::Plain(mlp) => mlp.forward(x, order),
+            Mlp::GatedMoe(moe) => moe.forward(x, order),
+            Mlp::ClampedMoe(moe) => moe.forward(x, order),
         }
     }
 
@@ -96,10 +97,10 @@ impl GatedMlp {
         self.dtype
     }
 
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (gate, up) = (self.gate_proj.forward(x)?, self.up_proj.forward(x)?);
+    fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+        let (gate, up) = (self.gate_proj.forward(x, order)?, self.up_proj.forward(x, order)?);
         let gated = gated(&gate, Some(&up), self.activation, self.dtype)?;
-        self.down_proj.forward(&gated)
+        self.down_proj.forward(&gated, order)
     }
 }
 
@@ -117,8 +118,9 @@ impl PlainMlp {
         Ok(Self { fc, proj, activation: kernel_activation(activation)?, dtype })
     }
 
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.proj.forward(&gated(&self.fc.forward(x)?, None, self.activation, self.dtype)?)
+    fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+        let gated = gated(&self.fc.forward(x, order)?, None, self.activation, self.dtype)?;
+        self.proj.forward(&gated, order)
     }
 }
 

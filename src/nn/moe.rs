@@ -5,7 +5,6 @@ use candle_core::{DType, Tensor};
 
 use super::checks::check_size;
 use super::linear::{Bias, Linear};
-use crate::kernels;
 use crate::kernels::activation::{Activation, clamped_swiglu, gated_halves};
 use crate::kernels::matrix::Matrix;
 #[cfg(feature = "cuda")]
@@ -16,6 +15,7 @@ use crate::kernels::moe::grouped_gemm::combine;
 use crate::kernels::moe::route::RoutedPairs;
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::moe::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
+use crate::kernels::{self, SumOrder};
 use crate::weights::{Weights, mxfp4};
 
 /// The sizes of a [`GatedMoe`] and the method for weighting the chosen experts.
@@ -95,26 +95,26 @@ impl GatedMoe {
     }
 
     /// Maps x, f32 `[tokens, hidden]`, to f32 `[tokens, hidden]`.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         // One kernel grid covers at most MAX_PAIRS (token, expert) pairs.
         let (tokens, limit) = (x.dim(0)?, MAX_PAIRS / self.config.experts_per_token);
         if tokens <= limit {
-            return self.forward_grid(x);
+            return self.forward_grid(x, order);
         }
         let starts = (0..tokens).step_by(limit);
         let parts =
-            starts.map(|start| self.forward_grid(&x.narrow(0, start, limit.min(tokens - start))?.contiguous()?));
+            starts.map(|start| self.forward_grid(&x.narrow(0, start, limit.min(tokens - start))?.contiguous()?, order));
         Ok(Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)?)
     }
 
-    fn forward_grid(&self, x: &Tensor) -> Result<Tensor> {
+    fn forward_grid(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
         let (ids, weights) =
-            topk_softmax(&self.router.forward(x)?, self.config.experts_per_token, self.config.softmax)?;
+            topk_softmax(&self.router.forward(x, order)?, self.config.experts_per_token, self.config.softmax)?;
         // 2. run the chosen experts: [tokens, chosen, 2 * intermediate] → [tokens, chosen, hidden]
         let x = x.to_dtype(self.dtype)?;
-        let gate_up = expert_matmul(&x, &self.gate_up_proj, None, &ids)?;
-        let down = expert_matmul(&gated_halves(&gate_up, Activation::Silu)?, &self.down_proj, None, &ids)?;
+        let gate_up = expert_matmul(&x, &self.gate_up_proj, None, &ids, order)?;
+        let down = expert_matmul(&gated_halves(&gate_up, Activation::Silu)?, &self.down_proj, None, &ids, order)?;
         // 3. combine in f32: [tokens, chosen, hidden] → [tokens, hidden]
         Ok(combine(&down, &weights)?)
     }
@@ -181,24 +181,24 @@ impl ClampedMoe {
     }
 
     /// Maps x, f32 `[tokens, hidden]`, to f32 `[tokens, hidden]`.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         let chosen = self.config.experts_per_token;
         #[cfg(feature = "cuda")]
         if let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down), Matrix::Dense(router)) =
             (&self.gate_up_proj, &self.down_proj, &self.router.weight)
         {
-            let routed = RoutedPairs::route(x, router, self.router.bias.as_ref(), chosen)?;
+            let routed = RoutedPairs::route(x, router, self.router.bias.as_ref(), chosen, order)?;
             let gate_up = ExpertLinear { tiles: gate_up, bias: &self.gate_up_bias };
             let down = ExpertLinear { tiles: down, bias: &self.down_bias };
-            return Ok(expert_mlp(x, &routed, gate_up, down, self.config.swiglu_limit)?);
+            return Ok(expert_mlp(x, &routed, gate_up, down, self.config.swiglu_limit, order)?);
         }
         // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
-        let (ids, weights) = topk_softmax(&self.router.forward(x)?, chosen, Softmax::OverChosen)?;
+        let (ids, weights) = topk_softmax(&self.router.forward(x, order)?, chosen, Softmax::OverChosen)?;
         let x = x.to_dtype(self.gate_up_bias.dtype())?;
         // 2. run the chosen experts: [tokens, chosen, 2 * intermediate] → [tokens, chosen, hidden]
-        let gate_up = expert_matmul(&x, &self.gate_up_proj, Some(&self.gate_up_bias), &ids)?;
+        let gate_up = expert_matmul(&x, &self.gate_up_proj, Some(&self.gate_up_bias), &ids, order)?;
         let gated = clamped_swiglu(&gate_up, self.config.swiglu_limit)?;
-        let down = expert_matmul(&gated, &self.down_proj, Some(&self.down_bias), &ids)?;
+        let down = expert_matmul(&gated, &self.down_proj, Some(&self.down_bias), &ids, order)?;
         // 3. combine in f32: [tokens, chosen, hidden] → [tokens, hidden]
         Ok(combine(&down, &weights)?)
     }

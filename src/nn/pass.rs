@@ -4,6 +4,7 @@ use anyhow::{Result, bail};
 use candle_core::Device;
 
 use super::kv_cache::{BlockTables, KvCache};
+use crate::kernels::SumOrder;
 use crate::kernels::attention::{AttentionBackend, PassBlocks, Queries};
 
 /// The input of one forward pass: tokens of one or more sequences.
@@ -13,6 +14,8 @@ pub struct StepBatch<'b> {
     pub ids: &'b [u32],
     pub sequences: &'b [SequenceSpan<'b>],
     pub logits: LogitRows,
+    /// `Fixed` requires one token per sequence.
+    pub sum_order: SumOrder,
 }
 
 /// The tokens of one sequence in a pass.
@@ -41,16 +44,20 @@ pub struct Pass {
     /// The block tables of each group of layers, and the cache rows of the new tokens.
     blocks: Vec<PassBlocks>,
     backend: AttentionBackend,
+    sum_order: SumOrder,
 }
 
 impl Pass {
     /// Computes the position and the cache row of each token. Fails if a sequence has no blocks for its tokens.
     pub(super) fn new(batch: &StepBatch, cache: &KvCache, device: &Device, backend: AttentionBackend) -> Result<Self> {
-        let StepBatch { ids, sequences, .. } = *batch;
+        let StepBatch { ids, sequences, sum_order, .. } = *batch;
         let tokens: usize = sequences.iter().map(|span| span.tokens).sum();
         if tokens != ids.len() || sequences.iter().any(|span| span.tokens == 0) {
             let lengths: Vec<usize> = sequences.iter().map(|span| span.tokens).collect();
             bail!("the batch has {} token ids for sequences of {lengths:?} tokens", ids.len());
+        }
+        if sum_order == SumOrder::Fixed && sequences.len() != tokens {
+            bail!("a fixed order of sums needs one token per sequence, not {} in {tokens}", sequences.len());
         }
         let groups = cache.layout().groups();
         if let Some(span) = sequences.iter().find(|span| span.tables.iter().len() != groups) {
@@ -63,13 +70,18 @@ impl Pass {
             PassBlocks::new(&queries, &tables, cache.blocks(), device)
         });
         let blocks = blocks.collect::<candle_core::Result<_>>()?;
-        Ok(Self { queries, blocks, backend })
+        Ok(Self { queries, blocks, backend, sum_order })
     }
 
     /// Creates a pass from positions and block tables that are already on the device.
     #[cfg(feature = "cuda")]
-    pub(crate) fn from_parts(queries: Queries, blocks: Vec<PassBlocks>, backend: AttentionBackend) -> Self {
-        Self { queries, blocks, backend }
+    pub(crate) fn from_parts(
+        queries: Queries,
+        blocks: Vec<PassBlocks>,
+        backend: AttentionBackend,
+        sum_order: SumOrder,
+    ) -> Self {
+        Self { queries, blocks, backend, sum_order }
     }
 
     /// Returns the position and the sequence of each token.
@@ -80,6 +92,11 @@ impl Pass {
     /// Returns the block tables of a group of layers, and the cache rows of the new tokens.
     pub fn blocks(&self, group: usize) -> &PassBlocks {
         &self.blocks[group]
+    }
+
+    /// Returns whether sums may depend on the number of tokens.
+    pub fn sum_order(&self) -> SumOrder {
+        self.sum_order
     }
 
     /// Returns the attention backend to use.

@@ -13,6 +13,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
 use super::step_sequence::StepSequence;
+use crate::kernels::SumOrder;
 use crate::kernels::attention::{PassBlocks, Queries, slot};
 use crate::kernels::launch::LaunchGraph;
 use crate::kernels::rows::copy_rows;
@@ -28,6 +29,7 @@ pub struct BatchGraphs {
     device: CudaDevice,
     /// The number of entries in each block table.
     table_blocks: usize,
+    sum_order: SumOrder,
     graphs: BTreeMap<usize, BatchGraph>,
     /// f32 `[MAX_BATCH, vocab]`, shared by all graphs. The first batch allocates it.
     logits: Option<Tensor>,
@@ -51,9 +53,16 @@ struct BatchGraph {
 
 impl BatchGraphs {
     /// Creates an empty set of graphs for sequences of up to `context` positions. `run` captures the graphs.
-    pub fn new(device: &CudaDevice, context: usize) -> Self {
+    pub fn new(device: &CudaDevice, context: usize, sum_order: SumOrder) -> Self {
         let table_blocks = context.div_ceil(BLOCK_TOKENS);
-        Self { device: device.clone(), table_blocks, graphs: BTreeMap::new(), logits: None, has_failed: false }
+        Self {
+            device: device.clone(),
+            table_blocks,
+            sum_order,
+            graphs: BTreeMap::new(),
+            logits: None,
+            has_failed: false,
+        }
     }
 
     /// Runs a decode step of all sequences. Returns their logits, f32 `[sequences, vocab]`.
@@ -87,7 +96,10 @@ impl BatchGraphs {
         };
         let logits = self.logits.insert(logits).narrow(0, 0, size)?;
         if !self.graphs.contains_key(&size) {
-            self.graphs.insert(size, BatchGraph::new(size, self.table_blocks, decoder, cache, logits.clone())?);
+            self.graphs.insert(
+                size,
+                BatchGraph::new(size, self.table_blocks, self.sum_order, decoder, cache, logits.clone())?,
+            );
         }
         let Some(batch) = self.graphs.get_mut(&size) else { bail!("no graph for {size} sequences") };
         batch.set_inputs(decoder, cache, sequences, self.table_blocks)?;
@@ -119,7 +131,14 @@ fn padded(sequences: usize) -> usize {
 
 impl BatchGraph {
     /// Creates the input buffers of a batch. The graph writes its output to `logits`, f32 `[size, vocab]`.
-    fn new(size: usize, table_blocks: usize, decoder: &Decoder, cache: &KvCache, logits: Tensor) -> Result<Self> {
+    fn new(
+        size: usize,
+        table_blocks: usize,
+        sum_order: SumOrder,
+        decoder: &Decoder,
+        cache: &KvCache,
+        logits: Tensor,
+    ) -> Result<Self> {
         let (groups, device) = (cache.layout().groups(), cache.layer(0).k.device());
         let total = size * (2 + groups + groups * table_blocks);
         let inputs = Tensor::zeros(total, DType::U32, device)?;
@@ -129,7 +148,8 @@ impl BatchGraph {
             Ok(PassBlocks { tables, slots: part(2 + group, 1)? })
         };
         let blocks = (0..groups).map(blocks).collect::<candle_core::Result<Vec<_>>>()?;
-        let pass = Pass::from_parts(Queries::one_token_each(part(1, 1)?)?, blocks, decoder.attention_backend());
+        let pass =
+            Pass::from_parts(Queries::one_token_each(part(1, 1)?)?, blocks, decoder.attention_backend(), sum_order);
         Ok(Self { ids: part(0, 1)?, pass, logits, tables: Vec::new(), graph: None, inputs })
     }
 

@@ -9,6 +9,8 @@ use candle_core::DType;
 pub enum EagerReason {
     /// The user gave `--eager`.
     Requested,
+    /// The results must not depend on other sequences. The steps run as a batch graph of one sequence instead.
+    Deterministic,
     NotOnGpu,
     /// The graph supports only bf16 and f16.
     Dtype(DType),
@@ -48,6 +50,7 @@ impl fmt::Display for EagerReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             EagerReason::Requested => f.write_str("--eager was given"),
+            EagerReason::Deterministic => f.write_str("--deterministic was given"),
             EagerReason::NotOnGpu => f.write_str("the model is not on a GPU"),
             EagerReason::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
             EagerReason::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),

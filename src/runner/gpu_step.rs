@@ -72,9 +72,10 @@ impl Runner {
             return Ok(Some(vec![Some(token.map(|id| ChosenToken { id, logprobs: None }))]));
         }
         self.forget_sequences();
-        // A batch graph for one sequence returns the logits that the decode graph does not.
+        // A batch graph for one sequence returns the logits that the decode graph does not, and adds in a fixed order.
         if let [sequence] = sequences
             && !needs_logits(sequence)
+            && self.options.grid.is_none()
         {
             return Ok(None);
         }

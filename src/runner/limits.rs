@@ -1,4 +1,7 @@
-//! The largest sequence and the largest step of a runner.
+//! The settings of a runner.
+
+use crate::kernels::SumOrder;
+use crate::nn::kv_cache::BLOCK_TOKENS;
 
 /// The maximum sizes of a sequence and of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -7,4 +10,74 @@ pub struct RunnerLimits {
     pub context: usize,
     /// The maximum number of tokens in one step, over all sequences.
     pub chunk: usize,
+}
+
+/// How a runner runs its steps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RunnerOptions {
+    /// Whether all steps run operation by operation instead of as CUDA graphs.
+    pub eager: bool,
+    /// Whether the results of a sequence must not depend on other sequences. See [`ChunkGrid`].
+    pub grid: Option<ChunkGrid>,
+}
+
+impl RunnerOptions {
+    /// Returns the order of sums in decode steps.
+    pub fn sum_order(self) -> SumOrder {
+        if self.grid.is_some() { SumOrder::Fixed } else { SumOrder::Fastest }
+    }
+}
+
+/// How prompts are divided so that results do not depend on other sequences, on the prefix cache or on preemption.
+///
+/// Each token is always computed by the same kernels with the same sizes:
+/// - A prompt without its last token is divided at multiples of [`tokens`](Self::tokens). Each part is a pass of its own.
+/// - The last token of the prompt, and every generated token, is a row of a decode step, whose kernels add in a fixed
+///   order ([`SumOrder::Fixed`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkGrid {
+    tokens: usize,
+}
+
+impl ChunkGrid {
+    /// The most tokens of a part. More would be faster, but a prompt reuses only whole parts from the prefix cache.
+    const MAX_TOKENS: usize = 512;
+
+    /// Creates the grid for passes of at most `chunk` tokens. Returns `None` if a pass is smaller than a block.
+    pub fn new(chunk: usize) -> Option<Self> {
+        let tokens = chunk.min(Self::MAX_TOKENS) / BLOCK_TOKENS * BLOCK_TOKENS;
+        (tokens > 0).then_some(Self { tokens })
+    }
+
+    /// Returns the number of tokens between two boundaries, a multiple of the block size.
+    pub fn tokens(self) -> usize {
+        self.tokens
+    }
+
+    /// Returns the last boundary at or before `position`.
+    pub fn floor(self, position: usize) -> usize {
+        position / self.tokens * self.tokens
+    }
+
+    /// Returns the first boundary after `position`.
+    pub fn next(self, position: usize) -> usize {
+        self.floor(position) + self.tokens
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_grid_has_whole_blocks() {
+        assert_eq!(ChunkGrid::new(63), None);
+        let tokens = [64, 100, 500, 8192].map(|chunk| ChunkGrid::new(chunk).unwrap().tokens());
+        assert_eq!(tokens, [64, 64, 448, 512]);
+        let grid = ChunkGrid::new(64).unwrap();
+        assert_eq!(
+            [0, 63, 64, 65].map(|position| (grid.floor(position), grid.next(position))),
+            [(0, 64), (0, 64), (64, 128), (64, 128)]
+        );
+    }
 }

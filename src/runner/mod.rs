@@ -38,7 +38,7 @@ use solo_sequence::SoloSequence;
 
 pub use choose_token::ChooseToken;
 pub use eager_reason::EagerReason;
-pub use limits::RunnerLimits;
+pub use limits::{ChunkGrid, RunnerLimits, RunnerOptions};
 pub use logprobs::TokenLogprobs;
 pub use step_cost::{KernelTime, LaunchCounts, StepBytes};
 pub use step_sequence::{Chosen, ChosenToken, StepSequence};
@@ -51,6 +51,7 @@ pub struct Runner {
     decoder: Decoder,
     cache: KvCache,
     limits: RunnerLimits,
+    options: RunnerOptions,
     decode: Decode,
     device: Device,
     /// The sequence of `bench`, `perplexity` and `logits`, which have the cache to themselves.
@@ -104,7 +105,7 @@ impl Decode {
 }
 
 impl Runner {
-    /// Creates a runner and plans its decode graph. With `force_eager`, no step runs as a CUDA graph.
+    /// Creates a runner and plans its decode graph.
     ///
     /// The cache must have enough blocks for one sequence of `limits.context` positions.
     pub fn new(
@@ -112,21 +113,23 @@ impl Runner {
         cache: KvCache,
         limits: RunnerLimits,
         device: Device,
-        force_eager: bool,
+        options: RunnerOptions,
     ) -> Result<Self> {
-        let decode = match force_eager {
-            true => Decode::Eager(EagerReason::Requested),
-            false => Decode::plan(&decoder, &cache, limits.context)?,
+        let decode = match options {
+            RunnerOptions { eager: true, .. } => Decode::Eager(EagerReason::Requested),
+            RunnerOptions { grid: Some(_), .. } if decoder.is_on_gpu() => Decode::Eager(EagerReason::Deterministic),
+            _ => Decode::plan(&decoder, &cache, limits.context)?,
         };
         let solo = SoloSequence::new(cache.layout(), limits);
         Ok(Self {
             #[cfg(feature = "cuda")]
             batches: batch_graph::gpu(&device)
-                .filter(|_| !force_eager)
-                .map(|gpu| BatchGraphs::new(gpu, limits.context)),
+                .filter(|_| !options.eager)
+                .map(|gpu| BatchGraphs::new(gpu, limits.context, options.sum_order())),
             decoder,
             cache,
             limits,
+            options,
             decode,
             device,
             solo,
@@ -136,6 +139,11 @@ impl Runner {
     /// Returns the limits on the positions of a sequence and the tokens of a step.
     pub fn limits(&self) -> RunnerLimits {
         self.limits
+    }
+
+    /// Returns how prompts are divided, or `None` if results may depend on other sequences.
+    pub fn grid(&self) -> Option<ChunkGrid> {
+        self.options.grid
     }
 
     /// Returns the KV cache of all sequences.
@@ -166,6 +174,7 @@ impl Runner {
     /// Returns how the decode steps of a single sequence run.
     pub fn executor(&self) -> Executor {
         match self.decode {
+            Decode::Eager(EagerReason::Deterministic) => Executor::Graph,
             Decode::Eager(_) => Executor::Eager,
             #[cfg(feature = "cuda")]
             Decode::Graph(_) => Executor::Graph,
@@ -175,6 +184,7 @@ impl Runner {
     /// Returns why the decode steps of a single sequence do not run as a graph, or `None` if they do.
     pub fn eager_reason(&self) -> Option<&EagerReason> {
         match &self.decode {
+            Decode::Eager(EagerReason::Deterministic) => None,
             Decode::Eager(reason) => Some(reason),
             #[cfg(feature = "cuda")]
             Decode::Graph(_) => None,

@@ -4,6 +4,7 @@ use anyhow::{Result, bail};
 use candle_core::Tensor;
 
 use super::{Runner, RunnerLimits};
+use crate::kernels::SumOrder;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 
 /// Runs one sequence at a time. Overwrites the blocks of all other sequences, which must have ended.
@@ -32,7 +33,9 @@ impl Runner {
         }
         self.stop_graph();
         let span = SequenceSpan { tokens: ids.len(), position, tables: &self.solo.tables };
-        let logits = self.decoder.forward(&StepBatch { ids, sequences: &[span], logits }, &self.cache)?;
+        let logits = self
+            .decoder
+            .forward(&StepBatch { ids, sequences: &[span], logits, sum_order: SumOrder::Fastest }, &self.cache)?;
         self.solo.cached.extend(ids);
         self.solo.written = self.solo.written.max(self.solo.cached.len());
         Ok(logits)

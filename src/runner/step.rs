@@ -3,11 +3,12 @@
 use anyhow::{Result, bail};
 use candle_core::Tensor;
 
-use super::Runner;
 use super::host_choice::choose;
 use super::step_sequence::{Chosen, StepSequence};
+use super::{ChunkGrid, Runner};
 #[cfg(feature = "cuda")]
 use super::{Decode, gpu_step::choose_on_device};
+use crate::kernels::SumOrder;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 
 impl Runner {
@@ -16,6 +17,9 @@ impl Runner {
     /// Returns an error if the whole step failed. The cache may then hold some of the step's keys and values.
     /// If no token can be chosen for one sequence, only its [`Chosen`] is an error.
     pub fn step(&mut self, sequences: &mut [StepSequence]) -> Result<Vec<Chosen>> {
+        if let Some(grid) = self.options.grid {
+            return self.step_on_grid(grid, sequences);
+        }
         let tokens: usize = sequences.iter().map(|sequence| sequence.ids.len()).sum();
         if tokens > self.limits.chunk {
             bail!("cannot run a step of {tokens} tokens: the limit is {}", self.limits.chunk);
@@ -24,20 +28,70 @@ impl Runner {
         if let Some(chosen) = self.step_on_graph(sequences)? {
             return Ok(chosen);
         }
-        let logits = self.forward(sequences)?;
+        let logits = self.forward(sequences, SumOrder::Fastest)?;
         self.choose(sequences, &logits)
+    }
+
+    /// Runs one step whose results do not depend on which sequences it contains: the single tokens in one pass, and
+    /// each part of a prompt in a pass of its own.
+    fn step_on_grid(&mut self, grid: ChunkGrid, sequences: &mut [StepSequence]) -> Result<Vec<Chosen>> {
+        let is_chunk = |sequence: &StepSequence| sequence.ids.len() > 1;
+        let mut order: Vec<usize> = (0..sequences.len()).collect();
+        order.sort_by_key(|&index| is_chunk(&sequences[index]));
+        // A stable sort, so that sequence i of the sorted slice was at `order[i]`.
+        sequences.sort_by_key(is_chunk);
+        let (rows, chunks) = sequences.split_at_mut(sequences.partition_point(|sequence| !is_chunk(sequence)));
+        let mut results = if rows.is_empty() { Vec::new() } else { self.step_rows(rows)? };
+        for sequence in chunks {
+            results.push(self.step_chunk(grid, sequence)?);
+        }
+        let mut chosen: Vec<Chosen> = results.iter().map(|_| None).collect();
+        for (index, result) in order.into_iter().zip(results) {
+            chosen[index] = result;
+        }
+        Ok(chosen)
+    }
+
+    /// Runs one token of each sequence, with sums in a fixed order.
+    fn step_rows(&mut self, sequences: &mut [StepSequence]) -> Result<Vec<Chosen>> {
+        #[cfg(feature = "cuda")]
+        if let Some(chosen) = self.step_on_graph(sequences)? {
+            return Ok(chosen);
+        }
+        let logits = self.forward(sequences, SumOrder::Fixed)?;
+        self.choose(sequences, &logits)
+    }
+
+    /// Runs a chunk of a prompt, divided at the boundaries of the grid. A single token is a row of a decode step.
+    fn step_chunk(&mut self, grid: ChunkGrid, sequence: &mut StepSequence) -> Result<Chosen> {
+        let StepSequence { id, ids, position, tables, limit, .. } = *sequence;
+        let (mut start, end) = (position, position + ids.len());
+        loop {
+            let part_end = grid.next(start).min(end);
+            let is_last = part_end == end;
+            let sampler = if is_last { sequence.sampler.take() } else { None };
+            let ids = &ids[start - position..part_end - position];
+            let mut part = [StepSequence { id, ids, position: start, tables, sampler, limit }];
+            let order = if ids.len() == 1 { SumOrder::Fixed } else { SumOrder::Fastest };
+            let logits = self.forward(&part, order)?;
+            if is_last {
+                return Ok(self.choose(&mut part, &logits)?.remove(0));
+            }
+            start = part_end;
+        }
     }
 
     /// Runs the decoder operation by operation.
     /// Returns the logits of each sequence's last token, f32 `[sequences, vocab]`.
-    fn forward(&mut self, sequences: &[StepSequence]) -> Result<Tensor> {
+    fn forward(&mut self, sequences: &[StepSequence], sum_order: SumOrder) -> Result<Tensor> {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
         let spans: Vec<SequenceSpan> = sequences
             .iter()
             .map(|&StepSequence { ids, position, tables, .. }| SequenceSpan { tokens: ids.len(), position, tables })
             .collect();
         self.forget_sequences();
-        self.decoder.forward(&StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last }, &self.cache)
+        let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order };
+        self.decoder.forward(&batch, &self.cache)
     }
 
     /// Stops the decode graph and clears the solo sequence, because the next pass may overwrite their blocks.

@@ -117,7 +117,7 @@ impl Model {
         self.extend(&mut tokens, &mut text, len);
         let longest = self.longest_hit(&tokens);
         let (before, free) = (self.manager.stats(), self.manager.free());
-        let blocks = self.manager.start(&tokens, hashes);
+        let blocks = self.manager.start(&tokens, tokens.len(), hashes);
         let hit = blocks.computed();
         assert!(hit < tokens.len(), "a hit of {hit} tokens covers the whole prompt of {}", tokens.len());
         match before.evicted {
@@ -338,7 +338,7 @@ fn tokens(text: u32, len: usize) -> Vec<u32> {
 
 /// Computes all tokens of a new sequence in steps of at most `chunk`.
 fn compute(manager: &mut BlockManager, tokens: &[u32], chunk: usize) -> SequenceBlocks {
-    let mut blocks = manager.start(tokens, BlockHashes::default());
+    let mut blocks = manager.start(tokens, tokens.len(), BlockHashes::default());
     continue_to(manager, &mut blocks, tokens, chunk);
     blocks
 }
@@ -353,7 +353,7 @@ fn continue_to(manager: &mut BlockManager, blocks: &mut SequenceBlocks, tokens: 
 
 /// Returns the number of tokens of a prompt that are cached.
 fn hit(manager: &mut BlockManager, prompt: &[u32]) -> usize {
-    let blocks = manager.start(prompt, BlockHashes::default());
+    let blocks = manager.start(prompt, prompt.len(), BlockHashes::default());
     let computed = blocks.computed();
     manager.abandon(blocks);
     computed
@@ -493,7 +493,7 @@ fn demand_is_enough_to_reach_the_predicted_length() {
         let shared = random.below(len);
         let other = compute(&mut manager, &text[..shared], 100);
         let mut blocks = match random.below(2) {
-            0 => manager.start(&text, BlockHashes::default()),
+            0 => manager.start(&text, text.len(), BlockHashes::default()),
             _ => manager.fork(&other),
         };
         let (demand, free) = (manager.demand(&blocks, len, chunk), manager.free());

@@ -10,6 +10,7 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::SamplingParams;
 use inferno::engine::sampler::{Sampler, argmax};
+use inferno::kernels::SumOrder;
 use inferno::kernels::decode::sample_rows;
 use inferno::models;
 use inferno::nn::decoder::Decoder;
@@ -95,7 +96,8 @@ impl Model {
         for (index, chunk) in ids.chunks(CHUNK).enumerate() {
             let position = position + index * CHUNK;
             let span = SequenceSpan { tokens: chunk.len(), position, tables: &self.tables };
-            let batch = StepBatch { ids: chunk, sequences: &[span], logits: LogitRows::Last };
+            let batch =
+                StepBatch { ids: chunk, sequences: &[span], logits: LogitRows::Last, sum_order: SumOrder::Fastest };
             logits = Some(self.decoder.forward(&batch, cache).unwrap());
         }
         logits.unwrap()

@@ -18,7 +18,7 @@ use futures::executor::block_on;
 use inferno::chat::{Message, ReasoningEffort, RenderOptions};
 use inferno::device::DeviceChoice;
 use inferno::engine::sampler::{Sampler, candidates};
-use inferno::engine::{EngineStats, FinishReason, StopStrings, Summary};
+use inferno::engine::{EngineBuilder, EngineStats, FinishReason, StopStrings, Summary};
 use inferno::nn::kv_cache::BLOCK_TOKENS;
 use inferno::runner::Executor;
 use inferno::{Engine, EngineHandle, Event, GenerateOptions, RequestStream, SamplingParams};
@@ -544,9 +544,14 @@ impl GraphModel {
         Self { _folder, dir, prompt }
     }
 
+    /// Returns a builder that loads the model on a GPU.
+    pub fn builder(&self) -> EngineBuilder<'static> {
+        Engine::builder(&self.dir).device(DeviceChoice::FirstCuda)
+    }
+
     /// Loads the model on a GPU in f16, which rounds less than bf16.
     pub fn load(&self, context: usize, executor: Executor) -> Engine {
-        let builder = Engine::builder(&self.dir).device(DeviceChoice::FirstCuda).dtype(DType::F16);
+        let builder = self.builder().dtype(DType::F16);
         let engine = builder.context(context).chunk(16).eager(executor == Executor::Eager).load().unwrap();
         assert_eq!(engine.executor(), executor, "{:?}", engine.eager_reason());
         engine

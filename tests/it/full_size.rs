@@ -152,6 +152,29 @@ fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (
     (tokens, mean)
 }
 
+/// With `deterministic`, 64 answers at once have the same tokens as alone.
+#[test(full_size)]
+fn full_size_answers_at_once_equal_answers_alone_if_deterministic() {
+    let options = LoadOptions { context: Some(1024), sequences: 64, deterministic: true, ..Default::default() };
+    let engine = Engine::load(&model(), &options).unwrap();
+    let prompts: Vec<Vec<u32>> = (0..64).map(|seed| engine.random_tokens(seed, 20 + 11 * seed as usize)).collect();
+    let submit = |prompt: &[u32]| {
+        let greedy = GenerateOptions::new(SamplingParams::greedy());
+        let options = GenerateOptions { ignore_eos: true, max_tokens: Some(64), logprobs: Some(0), ..greedy };
+        engine.complete_ids(prompt, options).unwrap()
+    };
+    let read = |stream: RequestStream| -> Vec<(u32, u32)> {
+        let events = stream.into_iter().map(|event| event.unwrap());
+        events.filter_map(|event| Some((event.token()?, event.logprobs()?.chosen.to_bits()))).collect()
+    };
+    let streams: Vec<_> = prompts.iter().map(|prompt| submit(prompt)).collect();
+    let at_once: Vec<_> = streams.into_iter().map(read).collect();
+    for (prompt, at_once) in prompts.iter().zip(at_once) {
+        engine.with_runner(|runner| runner.reset()).unwrap();
+        assert_eq!(read(submit(prompt)), at_once, "prompt of {} tokens", prompt.len());
+    }
+}
+
 /// Generates 64 answers at once and one after another. Both may differ from a prefill by rounding errors only.
 #[test(full_size)]
 fn full_size_answers_at_once_are_as_exact_as_answers_alone() {

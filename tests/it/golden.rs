@@ -7,6 +7,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::engine::blocks::{BlockHashes, BlockManager, SequenceBlocks};
+use inferno::kernels::SumOrder;
 use inferno::models;
 use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::{BLOCK_TOKENS, BlockTables, CacheLayout, KvCache};
@@ -85,7 +86,7 @@ impl Case {
     /// Runs `ids` after the cached tokens in one pass. Returns the logits of all `ids`.
     fn append(&self, sequence: &mut OneSequence, ids: &[u32]) -> Vec<f32> {
         let span = SequenceSpan { tokens: ids.len(), position: sequence.len, tables: &sequence.tables };
-        let batch = StepBatch { ids, sequences: &[span], logits: LogitRows::All };
+        let batch = StepBatch { ids, sequences: &[span], logits: LogitRows::All, sum_order: SumOrder::Fastest };
         sequence.len += ids.len();
         values(&self.decoder.forward(&batch, &sequence.cache).unwrap())
     }
@@ -147,7 +148,8 @@ fn logits_and_every_layer_agree_with_transformers() {
     each_case_and_compressed(|name, case| {
         let OneSequence { cache, tables, .. } = case.cache();
         let span = SequenceSpan { tokens: case.ids.len(), position: 0, tables: &tables };
-        let batch = StepBatch { ids: &case.ids, sequences: &[span], logits: LogitRows::All };
+        let batch =
+            StepBatch { ids: &case.ids, sequences: &[span], logits: LogitRows::All, sum_order: SumOrder::Fastest };
         let mut taps = Vec::new();
         let mut tap = |_: usize, x: &Tensor| {
             taps.push(values(x));
@@ -226,7 +228,7 @@ fn chunked_prefill_equals_whole_prefill() {
 impl SharedCache<'_> {
     /// Starts a sequence, which reuses the cached prefix of `ids`. The reused tokens have no logits.
     fn start(&mut self, ids: Vec<u32>) -> Member {
-        Member { blocks: self.blocks.start(&ids, BlockHashes::default()), ids, logits: Vec::new() }
+        Member { blocks: self.blocks.start(&ids, ids.len(), BlockHashes::default()), ids, logits: Vec::new() }
     }
 
     /// Runs the next tokens of each sequence in one pass: `steps[i]` tokens of `members[i]`.
@@ -248,7 +250,7 @@ impl SharedCache<'_> {
                 SequenceSpan { tokens, position, tables }
             })
             .collect();
-        let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::All };
+        let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::All, sum_order: SumOrder::Fastest };
         let logits = values(&self.case.decoder.forward(&batch, &self.cache).unwrap());
         let vocab = logits.len() / ids.len();
         let mut rows = logits.chunks(vocab);

@@ -5,6 +5,7 @@
 //! `quantized.rs` tests the kernels of quantized matrices. `decode_graph.rs` tests the fused kernels of decode steps.
 
 use candle_core::{DType, Device, Tensor, safetensors};
+use inferno::kernels::SumOrder;
 use inferno::kernels::activation::{Activation, clamped_swiglu, gated, gated_halves};
 use inferno::kernels::attention::rope::{HeadSizes, QkNorm, Rotation, split_qkv};
 use inferno::kernels::attention::{
@@ -279,7 +280,15 @@ fn attention_matches_its_reference() {
                 let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
                 let pass_blocks = PassBlocks::new(&queries, &tables, blocks, q.device()).unwrap();
                 let layer = CachedLayer { k, v };
-                let inputs = AttentionInputs { q, layer, queries: &queries, blocks: &pass_blocks, sinks, mask };
+                let inputs = AttentionInputs {
+                    q,
+                    layer,
+                    queries: &queries,
+                    blocks: &pass_blocks,
+                    sinks,
+                    mask,
+                    sum_order: SumOrder::Fastest,
+                };
                 attention(inputs, backend).unwrap()
             };
             let want = run(&q, &k, &v, sinks.as_ref(), AttentionBackend::Auto);
@@ -324,7 +333,15 @@ fn attention_of_a_batch_equals_attention_of_its_sequences() {
         let pass_blocks = PassBlocks::new(&queries, tables, blocks, &Device::Cpu).unwrap();
         let mask = AttentionMask { window: Some(50), scale: 0.3, softcap: None };
         let layer = CachedLayer { k: &k, v: &v };
-        let inputs = AttentionInputs { q, layer, queries: &queries, blocks: &pass_blocks, sinks: None, mask };
+        let inputs = AttentionInputs {
+            q,
+            layer,
+            queries: &queries,
+            blocks: &pass_blocks,
+            sinks: None,
+            mask,
+            sum_order: SumOrder::Fastest,
+        };
         attention(inputs, AttentionBackend::Auto).unwrap()
     };
     let all: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
@@ -395,9 +412,9 @@ fn expert_mlp_matches_separate_products() {
                 blocks: part.0.clone(),
                 scales: part.1.clone(),
             };
-            let h = expert_matmul(&x, &plain(&up), Some(&up.2), &ids).unwrap();
+            let h = expert_matmul(&x, &plain(&up), Some(&up.2), &ids, SumOrder::Fastest).unwrap();
             let h = clamped_swiglu(&h, 7.0).unwrap();
-            let y = expert_matmul(&h, &plain(&down), Some(&down.2), &ids).unwrap();
+            let y = expert_matmul(&h, &plain(&down), Some(&down.2), &ids, SumOrder::Fastest).unwrap();
             let want = y.broadcast_mul(&shares.unsqueeze(2).unwrap()).unwrap().sum(1).unwrap();
 
             let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
@@ -413,9 +430,41 @@ fn expert_mlp_matches_separate_products() {
                 ExpertLinear { tiles, bias }
             };
             let routed = RoutedPairs::new(&on_device(&ids), on_device(&shares), experts).unwrap();
-            let got = expert_mlp(&on_device(&x), &routed, stack(&up), stack(&down), 7.0).unwrap();
+            let got = expert_mlp(&on_device(&x), &routed, stack(&up), stack(&down), 7.0, SumOrder::Fastest).unwrap();
             let what = format!("{tokens} tokens, {chosen} of {experts} experts, {columns}x{intermediate}, {dtype:?}");
             assert_close(&what, &got, &want, 2.0 * rounding(dtype));
+        }
+    }
+}
+
+/// With `SumOrder::Fixed`, the product of a token has the same bits next to any number of other tokens.
+#[test(gpu)]
+fn products_in_fixed_order_do_not_depend_on_other_tokens() {
+    use crate::support::gpu;
+    use inferno::kernels::matmul::matmul_f32;
+    let device = gpu();
+    // The sizes of gpt-oss-20b and Llama-3.1-8B, and odd ones.
+    for (rows, columns) in [(5120, 2880), (2880, 4096), (201_088, 2880), (28_672, 4096), (4096, 14_336), (33, 72)] {
+        for dtype in [DType::BF16, DType::F16, DType::F32] {
+            let mut noise = Random(rows as u64);
+            let weight = to_device(&noise.tensor(&[rows, columns], DType::F32), &device, dtype);
+            let x = to_device(&noise.tensor(&[200, columns], DType::F32), &device, dtype);
+            let product = |first: usize, tokens: usize| {
+                let product = matmul_f32(&x.narrow(0, first, tokens).unwrap(), &weight, SumOrder::Fixed).unwrap();
+                values(&product.narrow(0, 0, 1).unwrap())
+            };
+            for first in [0, 63, 130] {
+                let alone = product(first, 1);
+                for tokens in [2, 7, 64, 65, 70] {
+                    assert!(
+                        product(first, tokens) == alone,
+                        "{rows}x{columns}, {dtype:?}, {tokens} tokens from {first}"
+                    );
+                }
+            }
+            // The first token of the first group is a later token of its group here.
+            let all = values(&matmul_f32(&x, &weight, SumOrder::Fixed).unwrap().narrow(0, 130, 1).unwrap());
+            assert!(all == product(130, 1), "{rows}x{columns}, {dtype:?}: the place in the group matters");
         }
     }
 }
@@ -433,7 +482,7 @@ fn routed_pairs_match_separate_operations() {
         let mut noise = Random(11);
         let (x, weight) = (noise.tensor(&[tokens, columns], DType::F32), noise.tensor(&[experts, columns], DType::F32));
         let bias = noise.tensor(&[experts], DType::F32);
-        let logits = matmul_f32(&x, &weight).unwrap().broadcast_add(&bias).unwrap();
+        let logits = matmul_f32(&x, &weight, SumOrder::Fastest).unwrap().broadcast_add(&bias).unwrap();
         let (ids, want) = topk_softmax(&logits, chosen, Softmax::OverChosen).unwrap();
         let ids: Vec<u32> = ids.flatten_all().unwrap().to_vec1().unwrap();
         let device = gpu();
@@ -441,7 +490,7 @@ fn routed_pairs_match_separate_operations() {
         let (x, weight, bias) = (on_device(&x), on_device(&weight), on_device(&bias));
         // The kernels must reset their counters, because the second launch uses them again.
         for _ in 0..2 {
-            let routed = RoutedPairs::route(&x, &weight, Some(&bias), chosen).unwrap();
+            let routed = RoutedPairs::route(&x, &weight, Some(&bias), chosen, SumOrder::Fastest).unwrap();
             assert_close(&format!("{tokens} tokens, {chosen} of {experts}"), &routed.shares, &want, 1e-4);
             let sorted: Vec<u32> = routed.sorted.to_vec1().unwrap();
             let offsets: Vec<u32> = routed.offsets.to_vec1().unwrap();
@@ -492,7 +541,7 @@ fn expert_matmul_matches_its_reference() {
             let pairs = [(packed, packed_on_device), (ExpertWeights::Dense(dense), dense_on_device)];
             for (host_weights, device_weights) in pairs {
                 for (x, bias) in [(&shared, Some(&bias)), (&own, None)] {
-                    let want = expert_matmul(x, &host_weights, bias, &ids).unwrap();
+                    let want = expert_matmul(x, &host_weights, bias, &ids, SumOrder::Fastest).unwrap();
                     let shares = noise.tensor(&[tokens, chosen], DType::F32);
                     let combined =
                         combine(&to_device(&want, &device, dtype), &to_device(&shares, &device, DType::F32)).unwrap();
@@ -506,6 +555,7 @@ fn expert_matmul_matches_its_reference() {
                         &device_weights,
                         device_bias.as_ref(),
                         &device_ids,
+                        SumOrder::Fastest,
                     )
                     .unwrap();
                     let what = format!("expert_matmul {tokens}x{chosen} of {experts}, {rows}x{columns}, {dtype:?}");
@@ -533,7 +583,7 @@ fn mxfp4_decodes_every_nibble_with_every_kind_of_scale() {
         let ids: Vec<u32> = (0..32 * experts).map(|i| (i % experts) as u32).collect();
         let ids = Tensor::from_vec(ids, (32, experts), &device).unwrap();
         let unit_vectors = Tensor::eye(32, dtype, &device).unwrap();
-        let got = values(&expert_matmul(&unit_vectors, &weights, None, &ids).unwrap());
+        let got = values(&expert_matmul(&unit_vectors, &weights, None, &ids, SumOrder::Fastest).unwrap());
         for (element, row) in got.chunks_exact(experts).enumerate() {
             for (value, scale) in row.iter().zip(&scales) {
                 assert_eq!(*value, E2M1_VALUES[element % 16] * e8m0_to_f32(*scale), "element {element}, scale {scale}");
@@ -553,7 +603,8 @@ fn mxfp4_matches_transformers() {
         let unit_vectors = Tensor::eye(columns, dtype, &device).unwrap();
         let ids: Vec<u32> = (0..columns * experts).map(|i| (i % experts) as u32).collect();
         let ids = Tensor::from_vec(ids, (columns, experts), &device).unwrap();
-        let got = expert_matmul(&unit_vectors, &weights, None, &ids).unwrap().permute((1, 2, 0)).unwrap();
+        let got =
+            expert_matmul(&unit_vectors, &weights, None, &ids, SumOrder::Fastest).unwrap().permute((1, 2, 0)).unwrap();
         let (got, want) = (values(&got), values(&file["expected"]));
         // 0 · NaN and 0 · ∞ are NaN, so a NaN or infinite weight makes the other products of its row NaN.
         // For such a row, check only that some value is not finite.

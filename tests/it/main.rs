@@ -29,6 +29,7 @@ mod configuration;
 mod conversation;
 #[cfg(feature = "cuda")]
 mod decode_graph;
+mod deterministic;
 mod docs;
 mod doctor;
 mod engine;

@@ -6,6 +6,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use float8::F8E4M3;
+use inferno::kernels::SumOrder;
 use inferno::kernels::matrix::Matrix;
 use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
 use inferno::kernels::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
@@ -260,7 +261,7 @@ fn expert_products_use_the_chosen_experts() {
         let dense = matrix.dequantize(DType::F32).unwrap().reshape((experts, rows, columns)).unwrap();
         for shape in [vec![3, columns], vec![3, 2, columns]] {
             let x = Tensor::from_vec(floats(shape.iter().product(), 4), shape, &Device::Cpu).unwrap();
-            let product = |weights| values(&expert_matmul(&x, &weights, None, &ids).unwrap());
+            let product = |weights| values(&expert_matmul(&x, &weights, None, &ids, SumOrder::Fastest).unwrap());
             let got = product(ExpertWeights::Quantized(matrix.clone(), experts));
             let error = relative_error(&got, &product(ExpertWeights::Dense(dense.clone())));
             assert!(error < 5e-6, "{:?}: off by {error:e}", matrix.format);
@@ -337,9 +338,9 @@ fn gpu_kernels_agree_with_the_cpu() {
                     let experts = |matrix: &QuantizedMatrix| {
                         ExpertWeights::Quantized(matrix.clone().with_input_rounding(rounding), 29)
                     };
-                    let want = expert_matmul(&x, &experts(cpu), None, &ids).unwrap();
+                    let want = expert_matmul(&x, &experts(cpu), None, &ids, SumOrder::Fastest).unwrap();
                     let (x, ids) = (x.to_device(&gpu).unwrap(), ids.to_device(&gpu).unwrap());
-                    let got = expert_matmul(&x, &experts(&there), None, &ids).unwrap();
+                    let got = expert_matmul(&x, &experts(&there), None, &ids, SumOrder::Fastest).unwrap();
                     let error = relative_error(&values(&got), &values(&want));
                     let what = format!("experts of {format:?}, {tokens} tokens, {rounding:?}");
                     assert!(error < 2e-3, "{what}: off by {error:e}");
@@ -399,11 +400,11 @@ fn stacked_formats_match_the_cpu() {
     for tokens in [2, 16, 31, 64, 129] {
         let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();
         let x = x.to_dtype(DType::BF16).unwrap();
-        let want = stack(&Device::Cpu).matmul(&x).unwrap();
-        let got = stack(&gpu).matmul(&x.to_device(&gpu).unwrap()).unwrap();
+        let want = stack(&Device::Cpu).matmul(&x, SumOrder::Fastest).unwrap();
+        let got = stack(&gpu).matmul(&x.to_device(&gpu).unwrap(), SumOrder::Fastest).unwrap();
         let error = relative_error(&values(&got), &values(&want));
         assert!(error < 4e-3, "{tokens} tokens: off by {error:e}");
-        let again = stack(&gpu).matmul(&x.to_device(&gpu).unwrap()).unwrap();
+        let again = stack(&gpu).matmul(&x.to_device(&gpu).unwrap(), SumOrder::Fastest).unwrap();
         assert_eq!(values(&got), values(&again), "{tokens} tokens: the results of two launches differ");
     }
 }

@@ -4,11 +4,13 @@
 //! `INFERNO_SIMULATED_REQUESTS=1000000 cargo test --release --test it scheduler::`
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::time::Duration;
 
 use inferno::engine::blocks::{BlockManager, SCRATCH_BLOCK};
 use inferno::engine::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork, StepPlan};
 use inferno::nn::kv_cache::{BLOCK_TOKENS, peak_blocks};
+use inferno::runner::ChunkGrid;
 
 use crate::support::Random;
 
@@ -133,7 +135,7 @@ fn step_time(tokens: usize) -> Duration {
 impl<'a> Simulator<'a> {
     fn new(scenario: &'a Scenario, seed: u64) -> Self {
         let Scenario { config, ref windows, blocks, ref requests } = *scenario;
-        let scheduler = Scheduler::new(config, BlockManager::new(windows.clone(), blocks));
+        let scheduler = Scheduler::new(config, BlockManager::new(windows.clone(), blocks).with_grid(config.grid));
         let most = most_blocks(windows, config.context, config.token_budget) * config.max_sequences;
         Self {
             scenario,
@@ -304,7 +306,7 @@ impl<'a> Simulator<'a> {
 
     /// Checks that a plan keeps every guarantee of the scheduler.
     fn check(&mut self, plan: &StepPlan) {
-        let SchedulerConfig { token_budget, max_sequences, .. } = self.scenario.config;
+        let SchedulerConfig { token_budget, max_sequences, grid, .. } = self.scenario.config;
         self.steps += 1;
         for &id in &plan.expired {
             let deadline = self.scenario.requests[id as usize].deadline;
@@ -333,7 +335,8 @@ impl<'a> Simulator<'a> {
             self.waiting.insert(self.rank(id));
         }
         let tokens: usize = plan.work.iter().map(|work| work.range.len()).sum();
-        assert!(tokens <= token_budget, "{tokens} tokens exceed a budget of {token_budget}");
+        let part = grid.map_or(1, ChunkGrid::tokens);
+        assert!(tokens < token_budget + part, "{tokens} tokens exceed a budget of {token_budget}");
         assert!(
             !plan.work.is_empty() || self.unfinished.is_empty(),
             "the plan is empty, but sequences {:?} are unfinished",
@@ -360,14 +363,19 @@ impl<'a> Simulator<'a> {
         assert!(self.deadlines.first().is_none_or(|&(deadline, _)| deadline > self.now), "a deadline was missed");
 
         // A chunk exceeds half of the token budget only if the step completes all other running prompts.
-        // A sequence with pending forks leaves its last prompt token to the next step.
+        // A sequence with pending forks leaves its last prompt token to the next step. With a grid, all sequences do,
+        // and compute later tokens one by one.
         let parents: BTreeSet<_> = self.pending.iter().filter_map(|&fork| self.scheduler.parent(fork)).collect();
         let is_done = |id: &SequenceId| {
-            let len = self.tracked[*id as usize].digests.len() - usize::from(parents.contains(id));
-            decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == len)
+            let last = self.scenario.requests[*id as usize].prompt.len() - 1;
+            let end = match grid {
+                Some(_) => last.max(self.scheduler.computed(*id) + 1),
+                None => self.tracked[*id as usize].digests.len() - usize::from(parents.contains(id)),
+            };
+            decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == end)
         };
         let undone = running.iter().filter(|id| !is_done(id)).count();
-        for work in plan.work.iter().filter(|work| work.range.len() > token_budget.div_ceil(2)) {
+        for work in plan.work.iter().filter(|work| work.range.len() > token_budget.div_ceil(2).max(part)) {
             self.summary.long_chunks += 1;
             assert!(undone == 0 || undone == 1 && !is_done(&work.id), "{} took the budget of others", work.id);
         }
@@ -420,6 +428,8 @@ impl<'a> Simulator<'a> {
             assert_eq!(range.start, last, "{id} did not continue where it stopped");
         } else {
             assert!(range.start.is_multiple_of(BLOCK_TOKENS), "{id} reuses part of a block");
+            let grid = self.scenario.config.grid;
+            assert!(grid.is_none_or(|grid| grid.floor(range.start) == range.start), "{id} reuses part of a chunk");
             if tracked.started.is_none() {
                 tracked.started = Some(self.now);
                 assert!(
@@ -464,10 +474,25 @@ impl<'a> Simulator<'a> {
                 for position in range.clone() {
                     let block = tables.get(group, position / BLOCK_TOKENS) as usize;
                     self.contents[block * BLOCK_TOKENS + position % BLOCK_TOKENS] =
-                        self.tracked[*id as usize].digests[position].wrapping_add(group as u64);
+                        self.digest(*id, group, self.pass(range, position), position);
                 }
             }
         }
+    }
+
+    /// Returns the positions that are computed in the same pass as `position`, in a step that computes `range`.
+    /// Without a grid, the pass does not matter, so it is always empty.
+    fn pass(&self, range: &Range<usize>, position: usize) -> Range<usize> {
+        match self.scenario.config.grid {
+            Some(grid) => grid.floor(position).max(range.start)..grid.next(position).min(range.end),
+            None => 0..0,
+        }
+    }
+
+    /// Returns the digest of the keys and values at a position. It covers all tokens up to there, and the pass.
+    fn digest(&self, id: SequenceId, group: usize, pass: Range<usize>, position: usize) -> u64 {
+        let tokens = self.tracked[id as usize].digests[position];
+        digest(digest(tokens, pass.start as u64), pass.end as u64).wrapping_add(group as u64)
     }
 
     /// Checks the digests at some of the positions that a step attends to.
@@ -479,7 +504,9 @@ impl<'a> Simulator<'a> {
                 for position in [first, first + self.random.below(range.start - first + 1), range.end - 1] {
                     let block = tables.get(group, position / BLOCK_TOKENS) as usize;
                     let read = self.contents[block * BLOCK_TOKENS + position % BLOCK_TOKENS];
-                    let want = self.tracked[*id as usize].digests[position].wrapping_add(group as u64);
+                    let last = self.scenario.requests[*id as usize].prompt.len() - 1;
+                    let own = if position < last { 0..last } else { position..position + 1 };
+                    let want = self.digest(*id, group, self.pass(&own, position), position);
                     assert_eq!(read, want, "{id} reads position {position} of group {group} at {range:?}");
                 }
             }
@@ -620,7 +647,8 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
         }
         id += 1 + forks;
     }
-    let config = SchedulerConfig { token_budget, max_sequences, context };
+    let grid = ChunkGrid::new(token_budget.min(64 + random.below(200))).filter(|_| random.below(3) == 0);
+    let config = SchedulerConfig { token_budget, max_sequences, context, grid };
     Scenario { config, windows: windows.to_vec(), blocks, requests }
 }
 
@@ -693,7 +721,7 @@ fn low_priority_finishes_while_high_priority_requests_arrive() {
     let mut requests: Vec<_> = (0..1500).map(|n| request(20 * n, 0)).collect();
     let low = requests.partition_point(|request| request.arrival < Duration::from_secs(1));
     requests.insert(low, request(1001, 3));
-    let config = SchedulerConfig { token_budget: 256, max_sequences: 4, context: 200 };
+    let config = SchedulerConfig { token_budget: 256, max_sequences: 4, context: 200, grid: None };
     let scenario = Scenario { config, windows: vec![None], blocks: 100, requests };
     let mut simulator = Simulator::new(&scenario, 1);
     let summary = simulator.run();
@@ -732,7 +760,7 @@ fn step(scheduler: &mut Scheduler) -> Vec<(SequenceId, usize)> {
 
 #[test]
 fn a_long_prompt_leaves_half_of_the_budget_to_others() {
-    let config = SchedulerConfig { token_budget: 1000, max_sequences: 10, context: 5000 };
+    let config = SchedulerConfig { token_budget: 1000, max_sequences: 10, context: 5000, grid: None };
     for mut scheduler in schedulers(config, 400) {
         submit(&mut scheduler, 0, 2500, 10);
         assert_eq!(step(&mut scheduler), [(0, 1000)], "nobody else needs the budget");
@@ -751,7 +779,7 @@ fn a_long_prompt_leaves_half_of_the_budget_to_others() {
 fn a_prompt_may_fill_the_context_and_all_blocks() {
     for context in [1, 63, 64, 65, 128, 640] {
         for windows in [vec![None], vec![None, Some(128)], vec![Some(100)]] {
-            let config = SchedulerConfig { token_budget: 100, max_sequences: 2, context };
+            let config = SchedulerConfig { token_budget: 100, max_sequences: 2, context, grid: None };
             let blocks = most_blocks(&windows, context, config.token_budget);
             let mut scheduler = Scheduler::new(config, BlockManager::new(windows, blocks + 1));
             submit(&mut scheduler, 0, context, usize::MAX);
@@ -765,7 +793,7 @@ fn a_prompt_may_fill_the_context_and_all_blocks() {
 
 #[test]
 fn a_sequence_whose_token_is_not_sampled_yet_is_not_planned() {
-    let config = SchedulerConfig { token_budget: 100, max_sequences: 4, context: 200 };
+    let config = SchedulerConfig { token_budget: 100, max_sequences: 4, context: 200, grid: None };
     for mut scheduler in schedulers(config, 20) {
         submit(&mut scheduler, 0, 50, 10);
         submit(&mut scheduler, 1, 200, 10);
@@ -782,7 +810,7 @@ fn a_sequence_whose_token_is_not_sampled_yet_is_not_planned() {
 #[test]
 fn a_sequence_that_is_preempted_twice_runs_to_its_end() {
     // A sequence of 640 tokens needs all 10 blocks. Two sequences can start, because their prompts are short.
-    let config = SchedulerConfig { token_budget: 64, max_sequences: 2, context: 640 };
+    let config = SchedulerConfig { token_budget: 64, max_sequences: 2, context: 640, grid: None };
     let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 11));
     submit(&mut scheduler, 0, 10, usize::MAX);
     submit(&mut scheduler, 1, 10, usize::MAX);
@@ -814,7 +842,7 @@ fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget(
     let mut reached = BTreeSet::new();
     for head_start in 1..4 {
         // The prompt of sequence 0 needs 10 of 11 blocks. While it is prefilled, sequence 1 grows to three blocks.
-        let config = SchedulerConfig { token_budget: 4, max_sequences: 2, context: 640 };
+        let config = SchedulerConfig { token_budget: 4, max_sequences: 2, context: 640, grid: None };
         let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 12));
         submit(&mut scheduler, 0, 600, 10);
         for _ in 0..head_start {
@@ -851,7 +879,7 @@ fn submit_with_forks(scheduler: &mut Scheduler, deadline: Option<Duration>) {
 
 #[test]
 fn forks_share_the_prompt_and_compute_only_its_last_token() {
-    let config = SchedulerConfig { token_budget: 128, max_sequences: 3, context: 400 };
+    let config = SchedulerConfig { token_budget: 128, max_sequences: 3, context: 400, grid: None };
     for mut scheduler in schedulers(config, 40) {
         submit_with_forks(&mut scheduler, None);
         assert_eq!(step(&mut scheduler), [(0, 128)]);
@@ -867,7 +895,7 @@ fn forks_share_the_prompt_and_compute_only_its_last_token() {
 
 #[test]
 fn a_fork_takes_the_place_of_a_canceled_parent() {
-    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400 };
+    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400, grid: None };
     for mut scheduler in schedulers(config, 40) {
         submit_with_forks(&mut scheduler, None);
         assert_eq!(step(&mut scheduler), [(0, 128)]);
@@ -883,7 +911,7 @@ fn a_fork_takes_the_place_of_a_canceled_parent() {
 
 #[test]
 fn forks_of_a_started_prompt_do_not_expire() {
-    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400 };
+    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400, grid: None };
     for mut scheduler in schedulers(config, 40) {
         submit_with_forks(&mut scheduler, Some(Duration::from_millis(10)));
         let plan = scheduler.plan(Duration::ZERO);

@@ -6,6 +6,7 @@ use std::process::Command;
 
 use candle_core::{DType, Device, Tensor};
 use inferno::device::{self, DeviceChoice};
+use inferno::kernels::SumOrder;
 use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::KvCache;
 use inferno::nn::pass::{LogitRows, SequenceSpan, StepBatch};
@@ -144,7 +145,8 @@ pub fn demo_dir() -> PathBuf {
 pub fn logits_of(decoder: &Decoder, ids: &[u32], dtype: DType, device: &Device) -> anyhow::Result<Tensor> {
     let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layers(), ids.len(), dtype, device)?;
     let span = SequenceSpan { tokens: ids.len(), position: 0, tables: &tables };
-    decoder.forward(&StepBatch { ids, sequences: &[span], logits: LogitRows::All }, &cache)
+    decoder
+        .forward(&StepBatch { ids, sequences: &[span], logits: LogitRows::All, sum_order: SumOrder::Fastest }, &cache)
 }
 
 /// Reproducible random numbers from the linear congruential generator of Knuth's MMIX.

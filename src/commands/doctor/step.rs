@@ -7,6 +7,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 
+use crate::kernels::SumOrder;
 use crate::kernels::selftest::Check;
 use crate::models;
 use crate::nn::decoder::Decoder;
@@ -41,7 +42,7 @@ fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>
     let (decoder, cache, _) = load(dir, device, dtype, quantize)?;
     let ids: Vec<u32> = (0..STEPS).map(|step| (step * 31 + 7) as u32 % reference.vocab_size() as u32).collect();
     let span = SequenceSpan { tokens: STEPS, position: 0, tables: &tables };
-    let batch = StepBatch { ids: &ids, sequences: &[span], logits: LogitRows::All };
+    let batch = StepBatch { ids: &ids, sequences: &[span], logits: LogitRows::All, sum_order: SumOrder::Fastest };
     let expected = reference.forward(&batch, &reference_cache)?.to_vec2::<f32>()?;
     let mut graph = match DecodeGraph::plan(&decoder, &cache, STEPS)? {
         DecodePlan::Graph(graph) => graph,

@@ -29,10 +29,11 @@ use crate::files;
 use crate::hub::Hub;
 
 /// The flags of `play`, other than the sampling flags, that can be set outside the command line.
-const OTHER_FLAGS: [&str; 15] = [
+const OTHER_FLAGS: [&str; 16] = [
     "attention",
     "chunk",
     "context",
+    "deterministic",
     "device",
     "dtype",
     "eager",
@@ -56,7 +57,7 @@ static PLAY_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
 });
 
 /// Flags that take no value on the command line. Other sources set them to true or false.
-const SWITCHES: [&str; 3] = ["eager", "hide-reasoning", "plain"];
+const SWITCHES: [&str; 4] = ["deterministic", "eager", "hide-reasoning", "plain"];
 
 /// The flags of `bench` and `perplexity` that can be set outside the command line.
 const DEVICE: [&str; 1] = ["device"];

@@ -50,6 +50,9 @@ pub struct LoadArgs {
     /// The number of full-context sequences that the KV cache can hold.
     #[arg(skip = 1usize)]
     sequences: usize,
+    /// Whether answers must not depend on other requests.
+    #[arg(skip)]
+    deterministic: bool,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -96,6 +99,11 @@ impl LoadArgs {
         self.sequences = sequences;
     }
 
+    /// Sets whether answers must not depend on other requests.
+    pub fn set_deterministic(&mut self, deterministic: bool) {
+        self.deterministic = deterministic;
+    }
+
     /// Loads a snapshot. Shows a progress bar and a line about the device on stderr.
     pub fn load(&self, snapshot: &Snapshot) -> Result<Engine> {
         self.load_with_language_check(snapshot, &|_| Ok(()))
@@ -126,6 +134,7 @@ impl LoadArgs {
                 memory: self.gpu_memory,
                 quantize: self.quantize,
                 eager: self.eager,
+                deterministic: self.deterministic,
                 attention: match self.attention {
                     Attention::Auto => AttentionBackend::Auto,
                     Attention::Own => AttentionBackend::Own,

@@ -13,6 +13,7 @@ use std::hash::{BuildHasher, Hash, Hasher, RandomState};
 use std::ops::Range;
 
 use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, peak_blocks};
+use crate::runner::ChunkGrid;
 
 pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BLOCK};
 
@@ -30,8 +31,10 @@ pub struct SequenceBlocks {
     oldest: Vec<usize>,
     /// The number of tokens whose keys and values are in the blocks.
     computed: usize,
-    /// The number of tokens that were passed to [`BlockManager::start`].
+    /// The number of tokens in the prompt.
     prompt: usize,
+    /// The number of full blocks at the start of the sequence that other sequences may reuse.
+    reusable: usize,
 }
 
 impl SequenceBlocks {
@@ -74,6 +77,8 @@ pub struct BlockStats {
 pub struct BlockManager {
     /// The window of each group, or `None` for full attention.
     windows: Vec<Option<usize>>,
+    /// If set, a cached prefix ends at a boundary of this grid, and contains only tokens of prompts.
+    grid: Option<ChunkGrid>,
     pool: BlockPool,
     /// Hashers with random keys, so that nobody can construct two prompts with equal hashes.
     hashers: [RandomState; 2],
@@ -85,7 +90,12 @@ impl BlockManager {
     /// Creates a manager of `blocks` blocks, one of which is the scratch block.
     pub fn new(windows: Vec<Option<usize>>, blocks: usize) -> Self {
         let hashers = [RandomState::new(), RandomState::new()];
-        Self { windows, pool: BlockPool::new(blocks), hashers, queried_tokens: 0, hit_tokens: 0 }
+        Self { windows, grid: None, pool: BlockPool::new(blocks), hashers, queried_tokens: 0, hit_tokens: 0 }
+    }
+
+    /// Limits reuse to the parts of prompts between boundaries of a grid, whose keys and values are always the same.
+    pub fn with_grid(self, grid: Option<ChunkGrid>) -> Self {
+        Self { grid, ..self }
     }
 
     pub fn stats(&self) -> BlockStats {
@@ -117,16 +127,19 @@ impl BlockManager {
     /// Creates the block tables of a sequence and adds the blocks of the longest cached prefix of `tokens`. The prefix
     /// never includes the last token, because its logits must be computed.
     ///
+    /// The first `prompt` tokens are the prompt; the others were generated before a preemption.
     /// `hashes` is empty for a new sequence. To continue a sequence, pass what [`release`](Self::release) returned.
-    pub fn start(&mut self, tokens: &[u32], hashes: BlockHashes) -> SequenceBlocks {
+    pub fn start(&mut self, tokens: &[u32], prompt: usize, hashes: BlockHashes) -> SequenceBlocks {
+        let last = prompt.saturating_sub(1);
         let mut sequence = SequenceBlocks {
             tables: BlockTables::new(self.windows.len()),
             hashes,
             oldest: vec![0; self.windows.len()],
             computed: 0,
-            prompt: tokens.len(),
+            prompt,
+            reusable: self.grid.map_or(usize::MAX, |grid| grid.floor(last) / BLOCK_TOKENS),
         };
-        let limit = tokens.len().saturating_sub(1) / BLOCK_TOKENS;
+        let limit = sequence.reusable.min(tokens.len().saturating_sub(1) / BLOCK_TOKENS);
         self.extend_hashes(&mut sequence.hashes, &tokens[..limit * BLOCK_TOKENS]);
         let hashes = &sequence.hashes.0[..limit];
         let hit = self.longest_hit(tokens, hashes);
@@ -164,8 +177,10 @@ impl BlockManager {
                 (self.first_visible_block(group, hit * BLOCK_TOKENS)..hit).rev().find(|&index| !has(group, index))
             })
         };
+        let floor = |hit: usize| self.grid.map_or(hit, |grid| grid.floor(hit * BLOCK_TOKENS) / BLOCK_TOKENS);
+        hit = floor(hit);
         while let Some(missing) = last_missing(hit) {
-            hit = missing;
+            hit = floor(missing);
         }
         hit
     }
@@ -260,7 +275,7 @@ impl BlockManager {
         self.extend_hashes(&mut sequence.hashes, &tokens[..full * BLOCK_TOKENS]);
         let hashes = &sequence.hashes.0;
         for group in 0..self.windows.len() {
-            for index in first.max(sequence.oldest[group])..full {
+            for index in first.max(sequence.oldest[group])..full.min(sequence.reusable) {
                 let content = BlockContent {
                     key: BlockKey { group, hash: hashes[index] },
                     parent: index.checked_sub(1).map_or(0, |before| hashes[before]),
@@ -313,6 +328,7 @@ impl BlockManager {
             tables: BlockTables::new(self.windows.len()),
             oldest: vec![0; self.windows.len()],
             prompt: tokens.len(),
+            reusable: usize::MAX,
             ..SequenceBlocks::default()
         };
         for group in groups {
@@ -335,6 +351,7 @@ impl BlockManager {
             oldest: sequence.oldest.clone(),
             computed: sequence.computed,
             prompt: sequence.prompt,
+            reusable: sequence.reusable,
         }
     }
 

@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use super::blocks::{BlockCopy, BlockHashes, BlockManager, SequenceBlocks};
 use crate::nn::kv_cache::BlockTables;
+use crate::runner::ChunkGrid;
 use order::Seniority;
 
 pub use order::SequenceId;
@@ -39,6 +40,9 @@ pub struct SchedulerConfig {
     pub max_sequences: usize,
     /// The most tokens of a sequence: prompt and answer together.
     pub context: usize,
+    /// If set, chunks of prompts end at boundaries of this grid, and every later token is computed by itself.
+    /// A step may then exceed its token budget by less than one part of the grid.
+    pub grid: Option<ChunkGrid>,
 }
 
 /// A sequence to submit to the scheduler.
@@ -133,8 +137,21 @@ impl Sequence {
     }
 
     /// Returns the position up to which the next step can compute. Forks need the last prompt token, to sample from it.
-    fn next_end(&self) -> usize {
-        if self.forks.is_empty() { self.tokens.len() } else { self.prompt - 1 }
+    /// With a grid, the last prompt token and all generated tokens are computed one by one.
+    fn next_end(&self, grid: Option<ChunkGrid>) -> usize {
+        let (last, computed) = (self.prompt - 1, self.computed());
+        match grid {
+            Some(_) if computed >= last => computed + 1,
+            None if self.forks.is_empty() => self.tokens.len(),
+            _ => last,
+        }
+    }
+
+    /// Returns the end of a chunk that starts at `start` and has about `tokens` tokens.
+    fn chunk_end(&self, grid: Option<ChunkGrid>, start: usize, tokens: usize) -> usize {
+        let end = start.saturating_add(tokens);
+        let end = grid.map_or(end, |grid| grid.floor(end).max(grid.next(start)));
+        end.min(self.next_end(grid))
     }
 
     /// Returns whether the sequence runs, or ran before it was preempted.
@@ -161,11 +178,12 @@ impl Sequence {
 impl Scheduler {
     /// Creates a scheduler. The blocks must hold at least one sequence of `config.context` tokens.
     pub fn new(config: SchedulerConfig, blocks: BlockManager) -> Self {
-        let SchedulerConfig { token_budget, max_sequences, context } = config;
+        let SchedulerConfig { token_budget, max_sequences, context, grid } = config;
         assert!(
             (1..=token_budget).contains(&max_sequences),
             "max_sequences is {max_sequences}: expected 1 to {token_budget}, the token budget"
         );
+        assert!(grid.is_none_or(|grid| grid.tokens() <= token_budget), "a step must fit a part of the grid");
         assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "a sequence of {context} tokens must fit");
         let (waiting, running) = (BTreeSet::new(), BTreeSet::new());
         Self { config, blocks, sequences: BTreeMap::new(), waiting, running, preemptions: 0 }
@@ -388,22 +406,26 @@ impl Scheduler {
             if !sequence.is_running() {
                 continue;
             }
-            let (start, left) = (sequence.computed(), sequence.next_end() - sequence.computed());
+            let start = sequence.computed();
             // A prompt first gets at most half of the token budget, so that other prompts get the other half.
-            let end = start + left.min(*budget).min(self.config.token_budget.div_ceil(2));
+            let tokens = (*budget).min(self.config.token_budget.div_ceil(2));
+            let end = sequence.chunk_end(self.config.grid, start, tokens);
             let is_last = end == sequence.tokens.len();
             if self.give_blocks(id, end, plan) {
                 plan.work.push(SequenceWork { id, range: start..end, is_last });
-                *budget -= end - start;
+                *budget = budget.saturating_sub(end - start);
             }
         }
         // Give the remaining budget to prompts that were limited to half of it above.
         for index in first_chunk..plan.work.len() {
             let SequenceWork { id, range, .. } = plan.work[index].clone();
             let sequence = &self.sequences[&id];
-            let (tokens, end) = (sequence.tokens.len(), sequence.next_end().min(range.end + *budget));
-            if end > range.end && self.try_give_blocks(id, end, plan) {
-                *budget -= end - range.end;
+            if *budget == 0 || range.end == sequence.next_end(self.config.grid) {
+                continue;
+            }
+            let (tokens, end) = (sequence.tokens.len(), sequence.chunk_end(self.config.grid, range.end, *budget));
+            if self.try_give_blocks(id, end, plan) {
+                *budget = budget.saturating_sub(end - range.end);
                 plan.work[index] = SequenceWork { id, range: range.start..end, is_last: end == tokens };
             }
         }
@@ -413,7 +435,7 @@ impl Scheduler {
     fn admit(&mut self, id: SequenceId) -> bool {
         let Some(sequence) = self.sequences.get_mut(&id) else { return false };
         // The blocks of a cached prefix are in use from here on, so they do not count as free below.
-        sequence.blocks = Some(self.blocks.start(&sequence.tokens, mem::take(&mut sequence.hashes)));
+        sequence.blocks = Some(self.blocks.start(&sequence.tokens, sequence.prompt, mem::take(&mut sequence.hashes)));
         let seniority = sequence.seniority;
         let demand: usize = self.running.iter().chain([&seniority]).map(|other| self.demand(other)).sum();
         if demand <= self.blocks.free() {

@@ -76,7 +76,7 @@ unsafe extern "C" {
 /// q and out are bf16 or f16 `[tokens, heads, head_dim]`, and `head_dim` is a multiple of 8.
 /// The caller must have checked all shapes and dtypes.
 pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
-    let AttentionInputs { q, layer, queries, blocks, sinks, mask } = inputs;
+    let AttentionInputs { q, layer, queries, blocks, sinks, mask, .. } = inputs;
     let tables: Vec<Vec<u32>> = blocks.tables.to_vec2()?;
     for (span, table) in queries.spans().iter().zip(&tables) {
         let visible = mask.first_key(span.position)..span.position + span.tokens;

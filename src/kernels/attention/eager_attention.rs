@@ -18,12 +18,13 @@ mod with_cuda {
     use candle_core::cuda_backend::CudaDevice;
     use candle_core::{Result, Tensor};
 
+    use crate::kernels::SumOrder;
     use crate::kernels::attention::AttentionInputs;
     use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 
     /// Computes attention for all queries into `out`. The caller has checked all shapes and dtypes.
     pub fn launch(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
-        let AttentionInputs { q, layer, queries, blocks, sinks, mask } = inputs;
+        let AttentionInputs { q, layer, queries, blocks, sinks, mask, sum_order } = inputs;
         let ((tokens, heads, head_dim), (_, kv_heads, _)) = (q.dims3()?, layer.k.dims3()?);
         let arguments = Arguments::new()
             .tensor(q)?
@@ -42,7 +43,8 @@ mod with_cuda {
             .float(mask.scale)
             .float(mask.softcap.unwrap_or(0.0));
         // If there are few thread blocks, each needs many warps to keep enough loads in flight. Otherwise, 4 suffice.
-        let warps = if tokens * heads <= 512 { 32 } else { 4 };
+        // The warps divide the keys, so a fixed order needs a fixed number of them.
+        let warps = if tokens * heads <= 512 || sum_order == SumOrder::Fixed { 32 } else { 4 };
         let shared_bytes = warps * (head_dim + 2) * size_of::<f32>();
         let kernel = format!("attention_{}", dtype_suffix(q.dtype())?);
         let shape = LaunchShape::new((tokens, heads, 1), 32 * warps).with_shared_bytes(shared_bytes);

@@ -7,6 +7,7 @@ use super::inputs::AttentionInputs;
 use super::mask::AttentionMask;
 use super::paged::{CachedLayer, Queries};
 use super::shape::AttentionShape;
+use crate::kernels::SumOrder;
 use crate::kernels::constants::{
     FLASH_BATCH_TEAMS, FLASH_FEW_KEYS, FLASH_FEW_ROWS, FLASH_FEW_TEAMS, FLASH_HEAD_DIMS, FLASH_MANY_KEYS,
     FLASH_MANY_ROWS, FLASH_MANY_WARPS, FLASH_MEDIUM_KEYS, FLASH_MEDIUM_ROWS, FLASH_MEDIUM_WARPS,
@@ -16,6 +17,9 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_s
 
 /// The maximum number of splits. Each split is a thread block that processes some of a row tile's keys.
 const MAX_SPLITS: usize = 64;
+
+/// The number of splits with [`SumOrder::Fixed`].
+const FIXED_SPLITS: usize = 4;
 
 /// The keys of a row tile are not split across thread blocks if the sliding window has at most this many keys.
 const MAX_UNSPLIT_WINDOW: usize = 256;
@@ -75,8 +79,8 @@ pub enum EarlyReads {
 
 /// Computes attention for all queries of a pass into `out`. The caller has checked all shapes and dtypes.
 pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
-    let AttentionInputs { q, layer, queries, blocks, sinks, mask } = inputs;
-    for flash in FlashAttention::for_pass(device, q, layer, queries, mask)? {
+    let AttentionInputs { q, layer, queries, blocks, sinks, mask, sum_order } = inputs;
+    for flash in FlashAttention::for_pass(device, q, layer, queries, mask, sum_order)? {
         // SAFETY: the kernel reads only partial results that it has written.
         let partials = &unsafe { Tensor::empty(flash.partials.max(1), DType::F32, q.device())? };
         let arrivals = &queries.counters(flash.arrivals.max(1))?;
@@ -119,7 +123,11 @@ impl FlashAttention {
         layer: CachedLayer,
         queries: &Queries,
         mask: AttentionMask,
+        order: SumOrder,
     ) -> Result<Vec<Self>> {
+        if order == SumOrder::Fixed {
+            return Ok(vec![Self::with_fixed_order(device, q, layer, queries, mask)?]);
+        }
         if let Some(tokens) = queries.uniform_tokens() {
             return Ok(vec![Self::new(device, q, layer, tokens, mask)?]);
         }
@@ -139,6 +147,24 @@ impl FlashAttention {
         Ok(launches)
     }
 
+    /// Chooses the kernel for one token per sequence, whose sums do not depend on the number of sequences.
+    fn with_fixed_order(
+        device: &CudaDevice,
+        q: &Tensor,
+        layer: CachedLayer,
+        queries: &Queries,
+        mask: AttentionMask,
+    ) -> Result<Self> {
+        let shape = AttentionShape::of_tensors(q, layer, None)?;
+        if queries.uniform_tokens() != Some(1) {
+            bail!("flash_attention: a fixed order of sums needs one token per sequence");
+        }
+        let tile = Tile::few(device, q)?;
+        let row_tiles = shape.tokens * (shape.heads / shape.kv_heads).div_ceil(tile.rows);
+        let rows = Rows::Uniform { tokens: 1 };
+        Self::with_splits(shape, q.dtype(), mask, tile, rows, (row_tiles, splits(mask, FIXED_SPLITS)))
+    }
+
     fn with_tiles(
         device: &CudaDevice,
         shape: AttentionShape,
@@ -148,16 +174,27 @@ impl FlashAttention {
         rows: Rows,
         row_tiles: usize,
     ) -> Result<Self> {
-        let AttentionShape { kv_heads, head_dim, .. } = shape;
+        let kv_heads = shape.kv_heads;
         let multiprocessors = multiprocessors(device)?;
         // If there are too few row tiles to fill the GPU, split the keys of each row tile across thread blocks.
-        let splits = match tile.rows {
-            _ if mask.window.is_some_and(|window| window <= MAX_UNSPLIT_WINDOW) => 1,
+        let wanted = match tile.rows {
             FLASH_FEW_ROWS => multiprocessors / (kv_heads * row_tiles),
             FLASH_MEDIUM_ROWS => 2 * multiprocessors / (kv_heads * row_tiles),
             _ => 1,
         };
-        let splits = splits.clamp(1, MAX_SPLITS);
+        Self::with_splits(shape, dtype, mask, tile, rows, (row_tiles, splits(mask, wanted)))
+    }
+
+    /// Creates the launch for `row_tiles` row tiles whose keys are divided into `splits` parts.
+    fn with_splits(
+        shape: AttentionShape,
+        dtype: DType,
+        mask: AttentionMask,
+        tile: Tile,
+        rows: Rows,
+        (row_tiles, splits): (usize, usize),
+    ) -> Result<Self> {
+        let AttentionShape { kv_heads, head_dim, .. } = shape;
         let is_split = splits > 1;
         Ok(Self {
             kernel: format!("flash_attention_{}_{head_dim}_{}", tile.name, dtype_suffix(dtype)?),
@@ -230,6 +267,14 @@ impl FlashAttention {
     }
 }
 
+/// Returns the number of splits to use if `wanted` splits fill the GPU.
+fn splits(mask: AttentionMask, wanted: usize) -> usize {
+    match mask.window {
+        Some(window) if window <= MAX_UNSPLIT_WINDOW => 1,
+        _ => wanted.clamp(1, MAX_SPLITS),
+    }
+}
+
 /// The tile that one thread block computes. Must match `Tile` in `flash_attention.cu`.
 struct Tile {
     /// The part of the kernel's name that identifies the tile.
@@ -268,6 +313,15 @@ impl Tile {
         } else {
             medium
         })
+    }
+
+    /// Returns the tile for decode steps whose sums must not depend on the number of sequences.
+    fn few(device: &CudaDevice, q: &Tensor) -> Result<Self> {
+        let (_, _, head_dim) = q.dims3()?;
+        let Some([few, batch, ..]) = Self::for_head_dim(head_dim) else {
+            bail!("flash_attention has no kernel for head size {head_dim}");
+        };
+        Ok(if few.shared_bytes <= max_shared_bytes(device)? { few } else { batch })
     }
 
     /// Returns four tiles for a head size: 16 rows, 16 rows for large batches, 64 rows and 128 rows.

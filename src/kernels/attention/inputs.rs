@@ -4,6 +4,7 @@ use candle_core::Tensor;
 
 use super::mask::AttentionMask;
 use super::paged::{CachedLayer, PassBlocks, Queries};
+use crate::kernels::SumOrder;
 
 /// The inputs of [`attention`](super::attention()).
 #[derive(Clone, Copy)]
@@ -18,4 +19,5 @@ pub struct AttentionInputs<'t> {
     /// f32 `[heads]`
     pub sinks: Option<&'t Tensor>,
     pub mask: AttentionMask,
+    pub sum_order: SumOrder,
 }

@@ -34,7 +34,7 @@ pub use shape::AttentionShape;
 ///
 /// On a CPU, `backend` must be `Auto` or `Eager`. Both run [`reference()`].
 pub fn attention(inputs: AttentionInputs, backend: AttentionBackend) -> Result<Tensor> {
-    let AttentionInputs { q, layer, queries, blocks, sinks, mask } = inputs;
+    let AttentionInputs { q, layer, queries, blocks, sinks, mask, .. } = inputs;
     let shape = AttentionShape::of_inputs(inputs)?;
     let AttentionShape { tokens, heads, head_dim, .. } = shape;
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]

@@ -8,19 +8,52 @@ pub mod cublas_lt;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::sum_order::{SumOrder, each_row};
+
+/// The number of tokens in every cuBLAS product with [`SumOrder::Fixed`]. cuBLAS chooses its algorithm by this number.
+#[cfg(feature = "cuda")]
+const FIXED_TOKENS: usize = 64;
+
 /// Returns x·wᵀ as f32 `[tokens, rows]`.
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype: f32, f16 or bf16.
-pub fn matmul_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
+pub fn matmul_f32(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
     let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);
     if columns != w_columns || x.dtype() != w.dtype() {
         bail!("matmul_f32: x and w do not match: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
+    match (x.device(), order) {
+        (Device::Cpu, SumOrder::Fixed) => each_row(x, |row| product(row, w)),
+        #[cfg(feature = "cuda")]
+        (Device::Cuda(_), SumOrder::Fixed) => product_of_fixed_tokens(x, w),
+        _ => product(x, w),
+    }
+}
+
+/// Computes [`matmul_f32`] for shapes and dtypes that match.
+fn product(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     match x.device() {
         #[cfg(feature = "cuda")]
         Device::Cuda(device) if x.dtype() != DType::F32 => cublas(device, x, w),
         Device::Cpu if x.dtype() != DType::F32 => x.to_dtype(DType::F32)?.matmul(&w.to_dtype(DType::F32)?.t()?),
         _ => x.matmul(&w.t()?),
+    }
+}
+
+/// Multiplies groups of [`FIXED_TOKENS`] tokens. The last group is padded with zeros.
+///
+/// All products of a matrix then have the same size, so cuBLAS runs the same algorithm. It adds up the result of each
+/// token in the same order, wherever the token is in its group. A GPU test checks this.
+#[cfg(feature = "cuda")]
+fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let tokens = x.dim(0)?;
+    let padded = x.pad_with_zeros(0, 0, tokens.next_multiple_of(FIXED_TOKENS) - tokens)?;
+    let groups = (0..padded.dim(0)?).step_by(FIXED_TOKENS);
+    let products =
+        groups.map(|first| product(&padded.narrow(0, first, FIXED_TOKENS)?, w)).collect::<Result<Vec<_>>>()?;
+    match products.as_slice() {
+        [one] => one.narrow(0, 0, tokens),
+        several => Tensor::cat(several, 0)?.narrow(0, 0, tokens),
     }
 }
 

@@ -9,6 +9,7 @@ use super::mxfp4::MXFP4_BLOCK;
 use super::mxfp4_tiles::Mxfp4Tiles;
 use super::product_kernel::ProductKernel;
 use super::route::RoutedPairs;
+use crate::kernels::SumOrder;
 use crate::kernels::constants::MAX_EXPERTS;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::unsupported;
@@ -35,6 +36,7 @@ pub fn expert_mlp(
     gate_up: ExpertLinear,
     down: ExpertLinear,
     limit: f32,
+    order: SumOrder,
 ) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
     let ((experts, up_rows, _), dtype) = (gate_up.tiles.dims(), gate_up.bias.dtype());
@@ -50,7 +52,7 @@ pub fn expert_mlp(
     let h = empty(intermediate.div_ceil(64) * tiled_rows * 64, dtype)?;
     let y = empty(pairs * columns, dtype)?;
     let suffix = dtype_suffix(dtype)?;
-    let kernel = ProductKernel::choose(device, pairs, gate_up.tiles.dims())?;
+    let kernel = ProductKernel::choose(device, pairs, gate_up.tiles.dims(), order)?;
 
     // 1. h = clamped_swiglu(gate_up · x), y = down · h
     let x_or_gathered = match kernel.is_for_few_pairs() {

@@ -10,6 +10,7 @@ use super::mxfp4::{E2M1_VALUES, MXFP4_BLOCK, e8m0_to_f32, mxfp4_dims};
 use super::mxfp4_tiles::Mxfp4Tiles;
 #[cfg(feature = "cuda")]
 use super::sort_by_expert::{SortedPairs, sort_by_expert};
+use crate::kernels::SumOrder;
 use crate::kernels::constants::MAX_EXPERTS;
 #[cfg(feature = "cuda")]
 use crate::kernels::constants::{EXPERT_GEMM_PAIRS, EXPERT_GEMM_ROWS, EXPERT_GEMM_THREADS};
@@ -85,7 +86,14 @@ impl ExpertWeights {
 /// - ids: u32 `[tokens, chosen]`; the caller guarantees that each id is less than `experts`
 /// - bias: `[experts, rows]` in x's dtype
 /// - out: `[tokens, chosen, rows]` in x's dtype
-pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>, ids: &Tensor) -> Result<Tensor> {
+#[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+pub fn expert_matmul(
+    x: &Tensor,
+    weights: &ExpertWeights,
+    bias: Option<&Tensor>,
+    ids: &Tensor,
+    order: SumOrder,
+) -> Result<Tensor> {
     let (experts, rows, columns) = weights.dims()?;
     let (tokens, chosen) = ids.dims2()?;
     let pairs_per_x = if x.dims() == [tokens, columns] {
@@ -123,7 +131,7 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
             Tensor::from_vec(out, (tokens, chosen, rows), &Device::Cpu)?.to_dtype(x.dtype())
         }
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) => cuda::expert_matmul(device, x, weights, bias, ids, pairs_per_x),
+        Device::Cuda(device) => cuda::expert_matmul(device, x, weights, bias, (ids, pairs_per_x), order),
         _ => unsupported("expert_matmul", x),
     }
 }
@@ -140,19 +148,20 @@ mod cuda {
         x: &Tensor,
         weights: &ExpertWeights,
         bias: Option<&Tensor>,
-        ids: &Tensor,
-        pairs_per_x: usize,
+        (ids, pairs_per_x): (&Tensor, usize),
+        order: SumOrder,
     ) -> Result<Tensor> {
         let ((tokens, chosen), (_, rows, columns)) = (ids.dims2()?, weights.dims()?);
+        // A GEMV computes each pair by itself, so its sums do not depend on other tokens.
+        let needs_gemv = tokens * chosen < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || order == SumOrder::Fixed;
         if let ExpertWeights::Quantized(matrix, experts) = weights {
             if bias.is_some() {
                 bail!("expert_matmul: quantized experts cannot have a bias");
             }
-            return quantized_expert_matmul(device, x, matrix, *experts, ids, pairs_per_x);
+            return quantized_expert_matmul(device, x, matrix, *experts, (ids, pairs_per_x), needs_gemv);
         }
         // SAFETY: all kernels below write every element.
         let out = unsafe { Tensor::empty((tokens, chosen, rows), x.dtype(), x.device())? };
-        let needs_gemv = tokens * chosen < GEMM_FROM_PAIRS || x.dtype() == DType::F32;
         match weights {
             ExpertWeights::Mxfp4 { blocks, scales } if needs_gemv => {
                 let weights = Arguments::new().tensor(blocks)?.tensor(scales)?;
@@ -181,13 +190,13 @@ mod cuda {
         x: &Tensor,
         matrix: &QuantizedMatrix,
         experts: usize,
-        ids: &Tensor,
-        pairs_per_x: usize,
+        (ids, pairs_per_x): (&Tensor, usize),
+        needs_gemv: bool,
     ) -> Result<Tensor> {
         let (rows, columns) = (matrix.dims().0 / experts, matrix.dims().1);
         // Dequantizing writes the weights of all experts in the compute dtype, and the product reads them again.
         // Dequantizing therefore pays off only with several pairs per expert.
-        if ids.elem_count() < GEMM_FROM_PAIRS.max(4 * experts) || x.dtype() == DType::F32 {
+        if needs_gemv || ids.elem_count() < 4 * experts {
             return quantized_ops::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
         }
         let rounded = match matrix.input_rounding {
@@ -198,7 +207,7 @@ mod cuda {
             }
         };
         let dense = matrix.dequantize(x.dtype())?.reshape((experts, rows, columns))?;
-        super::expert_matmul(&rounded, &ExpertWeights::Dense(dense), None, ids)
+        super::expert_matmul(&rounded, &ExpertWeights::Dense(dense), None, ids, SumOrder::Fastest)
     }
 
     /// Launches one warp per element of `out`. `weights` contains the first two arguments of the kernel.

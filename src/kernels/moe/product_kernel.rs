@@ -4,6 +4,7 @@ use candle_core::Result;
 use candle_core::cuda_backend::CudaDevice;
 
 use super::expert_few::FewTile;
+use crate::kernels::SumOrder;
 use crate::kernels::constants::{
     EXPERT_MMA_ROW_TILES, EXPERT_MMA_STAGES, EXPERT_MMA_THREADS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES,
     EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_WGMMA_ROW_TILES, EXPERT_WGMMA_THREADS, EXPERT_WIDE_PAIRS,
@@ -26,10 +27,14 @@ pub(super) enum ProductKernel {
 impl ProductKernel {
     /// Chooses the kernel whose tiles suit the number of pairs per expert.
     /// `gate_up` holds the dimensions of the fused gate and up weights: `(experts, rows, columns)`.
-    pub fn choose(device: &CudaDevice, pairs: usize, gate_up: (usize, usize, usize)) -> Result<Self> {
+    pub fn choose(device: &CudaDevice, pairs: usize, gate_up: (usize, usize, usize), order: SumOrder) -> Result<Self> {
         let (experts, rows, columns) = gate_up;
         let multiprocessors = multiprocessors(device)?;
-        if let Some(tile) = FewTile::choose(device, columns, rows / 2)? {
+        // The kernels of `expert_mlp.cu` add the products of a row from the first column to the last. Those of
+        // `expert_few.cu` divide rows among warps in a way that depends on the number of pairs.
+        if order == SumOrder::Fastest
+            && let Some(tile) = FewTile::choose(device, columns, rows / 2)?
+        {
             // The average must be at most half a tile, because some experts have more pairs than the average.
             // If an expert has more pairs than a tile, its weights are read again for the next tile.
             let limit = FEW_PAIRS_PER_EXPERT.min(tile.max_pairs / 2);

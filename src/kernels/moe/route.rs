@@ -5,6 +5,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::sort_by_expert::{SortedPairs, sort_by_expert};
 use super::topk::{Softmax, topk_softmax};
+use crate::kernels::SumOrder;
 use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS, ROUTE_COLUMNS, ROUTE_EXPERTS, ROUTE_TOKENS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
 use crate::kernels::matmul::matmul_f32;
@@ -45,7 +46,7 @@ impl RoutedPairs {
     /// - x: f32 `[tokens, hidden]`
     /// - weight: f32 `[experts, hidden]`
     /// - bias: f32 `[experts]`
-    pub fn route(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, chosen: usize) -> Result<Self> {
+    pub fn route(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, chosen: usize, order: SumOrder) -> Result<Self> {
         let ((tokens, columns), (experts, weight_columns)) = (x.dims2()?, weight.dims2()?);
         let all_f32 = [Some(x), Some(weight), bias].into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
         if !all_f32 || columns != weight_columns || bias.is_some_and(|bias| bias.dims() != [experts]) {
@@ -60,7 +61,7 @@ impl RoutedPairs {
         if (1..=ROUTE_TOKENS).contains(&tokens) && is_supported {
             return Self::route_few(device, x, weight, bias, chosen);
         }
-        let logits = matmul_f32(x, weight)?;
+        let logits = matmul_f32(x, weight, order)?;
         let logits = match bias {
             Some(bias) => add_bias(&logits, bias)?,
             None => logits,

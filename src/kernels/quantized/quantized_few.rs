@@ -5,6 +5,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::quantized_matrix::{InputRounding, QuantizedMatrix};
 use super::rounding::round_without_scale;
+use crate::kernels::SumOrder;
 use crate::kernels::constants::{
     QUANTIZED_FEW_COLUMNS, QUANTIZED_FEW_COUNTERS, QUANTIZED_FEW_STAGES, QUANTIZED_FEW_THREADS,
 };
@@ -28,10 +29,14 @@ fn tile(tokens: usize) -> (usize, usize) {
     }
 }
 
-/// Returns whether the kernel supports this product and is faster than the alternatives.
-pub fn is_supported(parts: &[QuantizedMatrix], tokens: usize, columns: usize, dtype: DType) -> bool {
+/// Returns whether the kernel is faster than the alternatives for this number of tokens.
+pub fn is_fastest(tokens: usize) -> bool {
     (2..=MAX_TOKENS).contains(&tokens)
-        && matches!(dtype, DType::F16 | DType::BF16)
+}
+
+/// Returns whether the kernel supports this product, for any number of tokens.
+pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16)
         // Copies to shared memory are aligned to 16 bytes: 8 columns.
         && columns.is_multiple_of(8)
         && parts.iter().all(|part| part.input_rounding == parts[0].input_rounding)
@@ -41,7 +46,7 @@ pub fn is_supported(parts: &[QuantizedMatrix], tokens: usize, columns: usize, dt
 ///
 /// `x` is contiguous, `[tokens, columns]`, in f16 or bf16. [`is_supported`] must be true.
 /// Weights with one scale per row, and inputs quantized to 8 bits, are exact in this dtype. Other weights are rounded.
-pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor) -> Result<Tensor> {
+pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order: SumOrder) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
     let (x, scales) = match parts[0].input_rounding {
         InputRounding::None => (x.clone(), None),
@@ -51,6 +56,9 @@ pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor) ->
         }
     };
     let (tile_tokens, resident) = tile(tokens);
+    // The number of blocks determines where the sums of a row are divided. With a fixed order, it must therefore not
+    // depend on the number of tokens.
+    let resident = if order == SumOrder::Fixed { 1 } else { resident };
     let tiles: usize = parts.iter().map(|part| part.dims().0.div_ceil(ROWS)).sum();
     let steps = tiles * columns.div_ceil(QUANTIZED_FEW_COLUMNS);
     let blocks = (resident * multiprocessors(device)?).min(tiles * MAX_SHARES).min(steps);

@@ -31,6 +31,8 @@ use crate::kernels::launch::{
 use crate::kernels::matmul::cublas_lt::{EightBitType, matmul_8bit};
 #[cfg(feature = "cuda")]
 use crate::kernels::matmul::gemm;
+#[cfg(feature = "cuda")]
+use crate::kernels::sum_order::{SumOrder, each_row};
 use crate::kernels::{elements, to_f32, unsupported};
 
 /// The maximum number of tokens for matrix-vector products, which read the quantized weights once per token.
@@ -93,7 +95,7 @@ impl QuantizedMatrix {
                 Tensor::from_vec(products, (rows, tokens), &Device::Cpu)?.t()?.contiguous()
             }
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => matmul(device, std::slice::from_ref(self), x),
+            Device::Cuda(device) => matmul(device, std::slice::from_ref(self), x, SumOrder::Fastest),
             _ => unsupported("matmul of a quantized matrix", x),
         }
     }
@@ -169,13 +171,21 @@ fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32
 ///
 /// `x` is `[tokens, columns]` in any float dtype.
 #[cfg(feature = "cuda")]
-pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor) -> Result<Tensor> {
+pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order: SumOrder) -> Result<Tensor> {
     let ((tokens, columns), x) = (x.dims2()?, x.contiguous()?);
     if let Some(part) = parts.iter().find(|part| part.dims().1 != columns) {
         bail!("cannot multiply: x has shape {:?}, and the matrix has shape {:?}", x.dims(), part.dims());
     }
-    if quantized_few::is_supported(parts, tokens, columns, x.dtype()) {
-        return matmul_few(device, parts, &x);
+    let has_few = quantized_few::is_supported(parts, columns, x.dtype());
+    match order {
+        SumOrder::Fastest if has_few && quantized_few::is_fastest(tokens) => {
+            return matmul_few(device, parts, &x, order);
+        }
+        SumOrder::Fixed if has_few => return matmul_few(device, parts, &x, order),
+        SumOrder::Fixed if tokens > 1 => {
+            return each_row(&x, |row| matmul(device, parts, row, SumOrder::Fastest));
+        }
+        _ => {}
     }
     let stride = parts.iter().map(|part| part.dims().0).sum();
     // SAFETY: the products below write every column of every row.

@@ -1,0 +1,26 @@
+//! [`SumOrder`]: whether the order of additions in a product may depend on the number of tokens.
+
+use candle_core::{Result, Tensor};
+
+/// How kernels divide long sums, such as the dot products of a matrix product.
+///
+/// Floating-point sums depend on the order of the additions. The fastest order depends on the number of tokens, so a
+/// token's result then changes in its last bits with the other tokens of the pass.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SumOrder {
+    /// The fastest order for the number of tokens in the pass.
+    #[default]
+    Fastest,
+    /// The same order for any number of tokens. Slower.
+    Fixed,
+}
+
+/// Computes `product` for each row of x separately, and stacks the results.
+pub(crate) fn each_row(x: &Tensor, product: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+    let tokens = x.dim(0)?;
+    if tokens == 1 {
+        return product(x);
+    }
+    let rows = (0..tokens).map(|token| product(&x.narrow(0, token, 1)?.contiguous()?)).collect::<Result<Vec<_>>>()?;
+    Tensor::cat(&rows, 0)
+}

@@ -1,0 +1,111 @@
+//! With `deterministic`, the tokens and log probabilities of an answer depend only on its request.
+
+use candle_core::DType;
+use inferno::device::DeviceChoice;
+use inferno::engine::EngineBuilder;
+use inferno::runner::Executor;
+use inferno::weights::quantized::QuantizationTarget;
+use inferno::{Engine, EngineHandle, GenerateOptions, Request, RequestStream, SamplingParams};
+
+use crate::engine::GraphModel;
+use crate::support::{Random, demo_dir};
+
+/// The tokens of an answer, with the bits of their log probabilities.
+type Bits = Vec<(u32, u32)>;
+
+fn read(stream: RequestStream) -> Bits {
+    let events = stream.into_iter().map(|event| event.unwrap());
+    events.filter_map(|event| Some((event.token()?, event.logprobs()?.chosen.to_bits()))).collect()
+}
+
+fn options(index: usize, count: usize) -> GenerateOptions {
+    let sampling =
+        SamplingParams { temperature: [0.0, 1.0][index % 2], seed: index as u64, ..SamplingParams::greedy() };
+    let max_tokens = Some(count / 2 + index % (count / 2));
+    GenerateOptions { ignore_eos: true, max_tokens, logprobs: Some(0), ..GenerateOptions::new(sampling) }
+}
+
+/// Compares answers alone, from an empty prefix cache, with answers next to others, with and without cached prefixes.
+fn check(engine: &EngineHandle, count: usize, longest: usize) {
+    assert!(engine.info().is_deterministic);
+    let shared = engine.random_tokens(1, longest);
+    let prompts: Vec<Vec<u32>> = (0..count)
+        .map(|index| {
+            let own = engine.random_tokens(100 + index as u64, 1 + index * 37 % (longest / 2));
+            let common = if index.is_multiple_of(2) { index * 29 % (longest / 2) } else { 0 };
+            [&shared[..common], &own].concat()
+        })
+        .collect();
+    let submit = |index: usize| engine.complete_ids(&prompts[index], options(index, longest / 4)).unwrap();
+    let alone: Vec<Bits> = (0..count)
+        .map(|index| {
+            engine.with_runner(|runner| runner.reset()).unwrap();
+            read(submit(index))
+        })
+        .collect();
+    assert!(alone.iter().all(|bits| !bits.is_empty()));
+    let mut random = Random(5);
+    for round in 0..3 {
+        let mut order: Vec<usize> = (0..count).collect();
+        order.sort_by_key(|_| random.next());
+        let streams: Vec<_> = order.iter().map(|&index| (index, submit(index))).collect();
+        for (index, stream) in streams {
+            assert_eq!(read(stream), alone[index], "round {round}, prompt of {} tokens", prompts[index].len());
+        }
+    }
+    // The next turn of a conversation continues the prompt and the answer.
+    let turn: Vec<u32> = prompts[1].iter().copied().chain(alone[1].iter().map(|&(token, _)| token)).collect();
+    let ask = || read(engine.complete_ids(&turn, options(1, longest / 4)).unwrap());
+    let warm = ask();
+    engine.with_runner(|runner| runner.reset()).unwrap();
+    assert_eq!(ask(), warm, "the next turn depends on the prefix cache");
+    // Several answers to one prompt share its keys and values.
+    let request = Request::ids(prompts[1].clone()).options(options(1, longest / 4));
+    let answers: Vec<Bits> = engine.submit_n(request, 3).unwrap().into_iter().map(read).collect();
+    assert_eq!(answers[0], alone[1], "the first of three answers differs from a single one");
+}
+
+fn demo() -> EngineBuilder<'static> {
+    Engine::builder(demo_dir()).device(DeviceChoice::Cpu).chunk(64).deterministic(true)
+}
+
+#[test]
+fn answers_depend_only_on_their_request() {
+    // The cache has room for two full sequences, so some requests are preempted.
+    let engine = demo().context(400).sequences(2).load().unwrap();
+    check(&engine, 14, 300);
+    let stats = engine.stats();
+    assert!(stats.preemptions > 0 && stats.hit_tokens > 0, "{stats:?}");
+}
+
+#[test]
+fn unsupported_options_are_refused() {
+    let error = demo().chunk(63).load().map(|_| ()).unwrap_err();
+    assert!(error.to_string().contains("chunks of at least 64 tokens"), "{error}");
+}
+
+#[test(gpu)]
+fn answers_on_a_gpu_depend_only_on_their_request() {
+    for (name, quantize) in [
+        ("llama_graph", None),
+        ("llama_graph", Some("q4_k")),
+        ("llama_graph", Some("int8")),
+        ("gpt_oss_graph", None),
+        ("gemma3_graph", None),
+        ("qwen3_moe_graph", None),
+        ("gpt2", None),
+    ] {
+        let model = GraphModel::new(name);
+        for dtype in [DType::BF16, DType::F32] {
+            let builder = model.builder().dtype(dtype).chunk(64).deterministic(true).context(128).sequences(3);
+            let builder = match quantize.map(|name: &str| name.parse::<QuantizationTarget>().unwrap()) {
+                Some(quantize) => builder.quantize(quantize),
+                None => builder,
+            };
+            let engine = builder.load().unwrap();
+            assert_eq!(engine.executor(), Executor::Graph);
+            check(&engine, 20, 90);
+            println!("{name}, {quantize:?}, {dtype:?}: {:?}", engine.stats());
+        }
+    }
+}
