@@ -143,6 +143,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     // Measure the bandwidth after `at_end_bytes`, because the allocator keeps the buffers of this measurement.
     let bandwidth = bandwidth::measure(engine.device())?;
     tests.iter_mut().for_each(|test| test.set_bandwidth_share(bandwidth.as_ref()));
+    serving.iter_mut().for_each(|serving: &mut Serving| serving.set_bandwidth_share(bandwidth.as_ref()));
 
     let report = Report {
         command: command_line(),
@@ -272,8 +273,27 @@ impl Bench {
         };
         serving::measure(&self.engine, &Load { requests: concurrency, rate: None, seed: SEED, ..load })?;
         // Each call of `with_runner` empties the prefix cache, so no blocks of the warm-up are reused.
-        self.engine.with_runner(|runner| runner.reset())?;
-        serving::measure(&self.engine, &load)
+        self.engine.with_runner(|runner| {
+            runner.reset();
+            runner.take_step_times();
+            runner.take_used_experts()
+        })??;
+        let preemptions = self.engine.stats().preemptions;
+        let mut serving = serving::measure(&self.engine, &load)?;
+        serving.preemptions = self.engine.stats().preemptions - preemptions;
+        let (sequences, depth) = (concurrency, load.input + load.output / 2);
+        let counted = self.engine.with_runner(move |runner| -> Result<_> {
+            let (steps, used, chosen) =
+                (runner.take_step_times(), runner.take_used_experts()?, runner.chosen_experts());
+            let experts = used.or((sequences == 1 || chosen == 0).then_some(chosen as f64));
+            Ok((steps, used, experts.map(|experts| runner.batch_bytes(sequences, depth, experts))))
+        })??;
+        let (steps, experts_per_step, step_bytes) = counted;
+        (serving.steps, serving.experts_per_step) = (steps, experts_per_step);
+        if let Some(bytes) = step_bytes.filter(|_| load.lengths == Lengths::Fixed && load.rate.is_none()) {
+            serving.set_step_bytes(bytes);
+        }
+        Ok(serving)
     }
 
     /// Measures decoding as in a chat, with sampling and detokenization.

@@ -197,6 +197,22 @@ impl Decoder {
         row + self.layers.iter().map(DecoderLayer::step_bytes).sum::<u64>() + self.norm.bytes() + self.lm_head.bytes()
     }
 
+    /// Returns the number of experts per token, and the size of one expert of every layer together, in bytes.
+    /// Returns zeros if the model has no experts.
+    pub fn expert_bytes(&self) -> (usize, u64) {
+        let experts = || self.layers.iter().filter_map(|layer| layer.mlp.expert());
+        (experts().map(|(chosen, _)| chosen).max().unwrap_or(0), experts().map(|(_, bytes)| bytes).sum())
+    }
+
+    /// Returns the mean number of different experts per layer and decode step since the last call.
+    /// Returns `None` if no step counted them. Waits for the device.
+    pub fn take_used_experts(&self) -> Result<Option<f64>> {
+        let usage = self.layers.iter().filter_map(|layer| layer.mlp.usage());
+        let counts = usage.map(|usage| usage.take()).collect::<candle_core::Result<Vec<_>>>()?;
+        let (batches, experts) = counts.iter().fold((0, 0), |sum, count| (sum.0 + count.0, sum.1 + count.1));
+        Ok((batches > 0).then(|| experts as f64 / batches as f64))
+    }
+
     /// Returns the number of rows in the embedding, which can exceed the number of tokens in the tokenizer.
     pub fn vocab_size(&self) -> usize {
         self.embed_tokens.dims().0

@@ -8,6 +8,7 @@ use super::linear::{Bias, Linear};
 use super::moe::{ClampedMoe, GatedMoe};
 use crate::kernels::SumOrder;
 use crate::kernels::activation::{self, gated};
+use crate::kernels::moe::expert_usage::ExpertUsage;
 use crate::weights::Weights;
 
 pub enum Mlp {
@@ -34,6 +35,23 @@ impl Mlp {
             Mlp::Plain(mlp) => mlp.forward(x, order),
             Mlp::GatedMoe(moe) => moe.forward(x, order),
             Mlp::ClampedMoe(moe) => moe.forward(x, order),
+        }
+    }
+
+    /// Returns the number of experts per token, and the size of an expert in bytes. `None` without experts.
+    pub fn expert(&self) -> Option<(usize, u64)> {
+        match self {
+            Mlp::Gated(_) | Mlp::Plain(_) => None,
+            Mlp::GatedMoe(moe) => Some((moe.config.experts_per_token, moe.expert_bytes())),
+            Mlp::ClampedMoe(moe) => Some((moe.config.experts_per_token, moe.expert_bytes())),
+        }
+    }
+
+    /// Returns the experts that batches used, or `None` if the layer does not count them.
+    pub fn usage(&self) -> Option<&ExpertUsage> {
+        match self {
+            Mlp::ClampedMoe(moe) => Some(moe.usage()),
+            _ => None,
         }
     }
 

@@ -9,6 +9,7 @@ use crate::kernels::activation::{Activation, clamped_swiglu, gated_halves};
 use crate::kernels::matrix::Matrix;
 #[cfg(feature = "cuda")]
 use crate::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
+use crate::kernels::moe::expert_usage::ExpertUsage;
 use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, expert_matmul};
 use crate::kernels::moe::grouped_gemm::combine;
 #[cfg(feature = "cuda")]
@@ -88,10 +89,14 @@ impl GatedMoe {
         Ok(Self { router, gate_up_proj, down_proj, dtype: weights.dtype(), config })
     }
 
+    /// Returns the size of one expert in bytes.
+    pub fn expert_bytes(&self) -> u64 {
+        (self.gate_up_proj.bytes() + self.down_proj.bytes()) / self.config.experts as u64
+    }
+
     /// Returns the number of weight bytes that a decode step reads for one token: the router and the chosen experts.
     pub fn step_bytes(&self) -> u64 {
-        let experts = self.gate_up_proj.bytes() + self.down_proj.bytes();
-        self.router.bytes() + experts / self.config.experts as u64 * self.config.experts_per_token as u64
+        self.router.bytes() + self.expert_bytes() * self.config.experts_per_token as u64
     }
 
     /// Maps x, f32 `[tokens, hidden]`, to f32 `[tokens, hidden]`.
@@ -153,6 +158,8 @@ pub struct ClampedMoe {
     /// `[experts, hidden]`
     pub(crate) down_bias: Tensor,
     pub(crate) config: ClampedMoeConfig,
+    /// The experts that batches of decode steps used.
+    usage: ExpertUsage,
 }
 
 impl ClampedMoe {
@@ -170,14 +177,24 @@ impl ClampedMoe {
             down_proj,
             down_bias: all.float("down_proj_bias", &[experts, hidden_size])?,
             config,
+            usage: ExpertUsage::new(weights.device())?,
         })
+    }
+
+    /// Returns the size of one expert in bytes.
+    pub fn expert_bytes(&self) -> u64 {
+        let biases = kernels::bytes(&self.gate_up_bias) + kernels::bytes(&self.down_bias);
+        (self.gate_up_proj.bytes() + self.down_proj.bytes() + biases) / self.config.experts as u64
+    }
+
+    /// Returns the experts that batches of decode steps used.
+    pub fn usage(&self) -> &ExpertUsage {
+        &self.usage
     }
 
     /// Returns the number of weight bytes that a decode step reads for one token: the router and the chosen experts.
     pub fn step_bytes(&self) -> u64 {
-        let biases = kernels::bytes(&self.gate_up_bias) + kernels::bytes(&self.down_bias);
-        let experts = self.gate_up_proj.bytes() + self.down_proj.bytes() + biases;
-        self.router.bytes() + experts / self.config.experts as u64 * self.config.experts_per_token as u64
+        self.router.bytes() + self.expert_bytes() * self.config.experts_per_token as u64
     }
 
     /// Maps x, f32 `[tokens, hidden]`, to f32 `[tokens, hidden]`.
@@ -187,7 +204,7 @@ impl ClampedMoe {
         if let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down), Matrix::Dense(router)) =
             (&self.gate_up_proj, &self.down_proj, &self.router.weight)
         {
-            let routed = RoutedPairs::route(x, router, self.router.bias.as_ref(), chosen, order)?;
+            let routed = RoutedPairs::route(x, router, self.router.bias.as_ref(), chosen, order, Some(&self.usage))?;
             let gate_up = ExpertLinear { tiles: gate_up, bias: &self.gate_up_bias };
             let down = ExpertLinear { tiles: down, bias: &self.down_bias };
             return Ok(expert_mlp(x, &routed, gate_up, down, self.config.swiglu_limit, order)?);

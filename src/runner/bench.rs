@@ -5,7 +5,7 @@
 use anyhow::{Context, Result, bail};
 use candle_core::{D, Tensor};
 
-use super::{Decode, KernelTime, LaunchCounts, Runner, StepBytes};
+use super::{Decode, KernelTime, LaunchCounts, Runner, StepBytes, StepTime};
 use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
 use crate::nn::pass::LogitRows;
 
@@ -140,6 +140,31 @@ impl Runner {
     pub fn step_bytes(&self, depth: usize) -> StepBytes {
         let cache = kv_cache::step_bytes(self.decoder.cache_layers(), depth, self.dtype());
         StepBytes { weights: self.decoder.step_bytes(), cache }
+    }
+
+    /// Returns the bytes that a decode step of several sequences reads, each after `depth` cached tokens.
+    /// `experts` is the number of different experts that the step uses per layer.
+    pub fn batch_bytes(&self, sequences: usize, depth: usize, experts: f64) -> StepBytes {
+        let one = self.step_bytes(depth);
+        let (chosen, expert_bytes) = self.decoder.expert_bytes();
+        let extra = (experts - chosen as f64).max(0.0) * expert_bytes as f64;
+        StepBytes { weights: one.weights + extra as u64, cache: one.cache * sequences as u64 }
+    }
+
+    /// Returns the number of experts that each token uses per layer, or 0 if the model has none.
+    pub fn chosen_experts(&self) -> usize {
+        self.decoder.expert_bytes().0
+    }
+
+    /// Returns the mean number of different experts per layer and decode step since the model was loaded or since the
+    /// last call. Returns `None` if the model has no experts, or if no step counted them.
+    pub fn take_used_experts(&mut self) -> Result<Option<f64>> {
+        self.decoder.take_used_experts()
+    }
+
+    /// Returns the mean times of the steps since the last call.
+    pub fn take_step_times(&mut self) -> Vec<StepTime> {
+        self.times.take()
     }
 
     /// Times each kernel of a decode step after the cached tokens. Returns `None` if there is no graph.

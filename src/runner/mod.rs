@@ -21,6 +21,7 @@ mod solo_sequence;
 mod step;
 mod step_cost;
 mod step_sequence;
+mod step_times;
 
 use std::fmt;
 
@@ -35,6 +36,7 @@ use batch_graph::BatchGraphs;
 #[cfg(feature = "cuda")]
 use decode_graph::{DecodeGraph, DecodePlan};
 use solo_sequence::SoloSequence;
+use step_times::StepTimes;
 
 pub use choose_token::ChooseToken;
 pub use eager_reason::EagerReason;
@@ -42,6 +44,7 @@ pub use limits::{ChunkGrid, RunnerLimits, RunnerOptions};
 pub use logprobs::TokenLogprobs;
 pub use step_cost::{KernelTime, LaunchCounts, StepBytes};
 pub use step_sequence::{Chosen, ChosenToken, StepSequence};
+pub use step_times::StepTime;
 
 /// A decoder on its device, with the KV cache of all sequences.
 pub struct Runner {
@@ -56,6 +59,7 @@ pub struct Runner {
     device: Device,
     /// The sequence of `bench`, `perplexity` and `logits`, which have the cache to themselves.
     solo: SoloSequence,
+    times: StepTimes,
 }
 
 /// How the decode steps of a single sequence run.
@@ -133,6 +137,7 @@ impl Runner {
             decode,
             device,
             solo,
+            times: StepTimes::default(),
         })
     }
 

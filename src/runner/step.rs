@@ -1,10 +1,13 @@
 //! Steps of one or more sequences: prefill chunks and decode tokens together.
 
+use std::time::Instant;
+
 use anyhow::{Result, bail};
 use candle_core::Tensor;
 
 use super::host_choice::choose;
 use super::step_sequence::{Chosen, StepSequence};
+use super::step_times::StepKind;
 use super::{ChunkGrid, Runner};
 #[cfg(feature = "cuda")]
 use super::{Decode, gpu_step::choose_on_device};
@@ -17,6 +20,13 @@ impl Runner {
     /// Returns an error if the whole step failed. The cache may then hold some of the step's keys and values.
     /// If no token can be chosen for one sequence, only its [`Chosen`] is an error.
     pub fn step(&mut self, sequences: &mut [StepSequence]) -> Result<Vec<Chosen>> {
+        let (kind, started) = (StepKind::of(sequences), Instant::now());
+        let chosen = self.run_step(sequences)?;
+        self.times.add(kind, started.elapsed());
+        Ok(chosen)
+    }
+
+    fn run_step(&mut self, sequences: &mut [StepSequence]) -> Result<Vec<Chosen>> {
         if let Some(grid) = self.options.grid {
             return self.step_on_grid(grid, sequences);
         }

@@ -212,13 +212,23 @@ fn requests_at_once_are_measured() {
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
     let serving = json["serving"].as_array().unwrap();
     assert_eq!(serving.len(), 2);
-    for (serving, concurrency) in serving.iter().zip([1, 3]) {
+    for (serving, concurrency) in serving.iter().zip([1u64, 3]) {
         assert_eq!((&serving["concurrency"], &serving["requests"]), (&concurrency.into(), &4.into()));
         assert_eq!((&serving["input_tokens"], &serving["output_tokens"]), (&80.into(), &20.into()));
         assert_eq!(serving["cached_tokens"], 0, "the prompts differ");
         for figure in ["/output_tok_per_s", "/ttft_ms/p50", "/ttft_ms/p99", "/itl_ms/p50", "/itl_ms/p99"] {
             assert!(serving.pointer(figure).unwrap().as_f64().unwrap() > 0.0, "{figure}");
         }
+        assert_eq!((&serving["hit_rate"], &serving["preemptions"]), (&0.0.into(), &0.into()));
+        let steps: Vec<_> = serving["steps"].as_array().unwrap().iter().collect();
+        let decoded = steps.iter().filter(|step| step["has_prompts"] == false);
+        assert!(decoded.map(|step| step["steps"].as_u64().unwrap()).sum::<u64>() >= 4, "{steps:?}");
+        assert!(steps.iter().all(|step| step["mean_ms"].as_f64().unwrap() > 0.0), "{steps:?}");
+        // A step reads the weights once, and the cached tokens of each request.
+        let bytes = |kind: &str| serving["step_bytes"][kind].as_u64().unwrap();
+        assert!(bytes("weights") > 1_000_000, "{}", bytes("weights"));
+        let of_one = json["serving"][0]["step_bytes"]["cache"].as_u64().unwrap();
+        assert_eq!(bytes("cache"), concurrency * of_one);
     }
     assert!(json["first_token"].is_null() && json["tests"].as_array().unwrap().is_empty());
 

@@ -368,8 +368,10 @@ fn block_tables_are_checked() {
 #[test(gpu)]
 fn expert_mlp_matches_separate_products() {
     use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
+    use inferno::kernels::moe::expert_usage::ExpertUsage;
     use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
     use inferno::kernels::moe::route::RoutedPairs;
+    use std::collections::HashSet;
     // (tokens, experts, experts per token, hidden size, intermediate size)
     // The kernels for few tokens per expert need hidden and intermediate sizes that are multiples of 192.
     let cases = [
@@ -474,7 +476,9 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
 fn routed_pairs_match_separate_operations() {
     use crate::support::gpu;
     use inferno::kernels::matmul::matmul_f32;
+    use inferno::kernels::moe::expert_usage::ExpertUsage;
     use inferno::kernels::moe::route::RoutedPairs;
+    use std::collections::HashSet;
     // (tokens, experts, experts per token, hidden size); more than 256 tokens are routed by separate kernels
     for (tokens, experts, chosen, columns) in
         [(1, 3, 1, 4), (7, 32, 4, 132), (64, 5, 5, 60), (129, 128, 8, 68), (256, 33, 2, 64), (257, 32, 4, 64)]
@@ -488,9 +492,11 @@ fn routed_pairs_match_separate_operations() {
         let device = gpu();
         let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
         let (x, weight, bias) = (on_device(&x), on_device(&weight), on_device(&bias));
+        let usage = ExpertUsage::new(&device).unwrap();
+        let used: HashSet<u32> = ids.iter().copied().collect();
         // The kernels must reset their counters, because the second launch uses them again.
         for _ in 0..2 {
-            let routed = RoutedPairs::route(&x, &weight, Some(&bias), chosen, SumOrder::Fastest).unwrap();
+            let routed = RoutedPairs::route(&x, &weight, Some(&bias), chosen, SumOrder::Fastest, Some(&usage)).unwrap();
             assert_close(&format!("{tokens} tokens, {chosen} of {experts}"), &routed.shares, &want, 1e-4);
             let sorted: Vec<u32> = routed.sorted.to_vec1().unwrap();
             let offsets: Vec<u32> = routed.offsets.to_vec1().unwrap();
@@ -502,6 +508,9 @@ fn routed_pairs_match_separate_operations() {
             }
             assert_eq!(got, ids.iter().copied().map(Some).collect::<Vec<_>>());
         }
+        let counted = if tokens <= 256 { (2, 2 * used.len() as u64) } else { (0, 0) };
+        assert_eq!(usage.take().unwrap(), counted, "{tokens} tokens");
+        assert_eq!(usage.take().unwrap(), (0, 0));
     }
 }
 

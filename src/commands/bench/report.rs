@@ -10,7 +10,7 @@ use crate::device::{GpuFacts, GpuState};
 use crate::engine::{EngineHandle, LoadTimes, ModelInfo};
 use crate::hub::Snapshot;
 use crate::kernels::bandwidth::Bandwidth;
-use crate::runner::{Executor, KernelTime, LaunchCounts, StepBytes};
+use crate::runner::{Executor, KernelTime, LaunchCounts, StepBytes, StepTime};
 use crate::text;
 
 #[derive(Serialize)]
@@ -359,8 +359,17 @@ impl Report {
     }
 
     fn serving(&self) -> String {
-        let header =
-            ["requests at once", "tok/s", "decode tok/s", "first token, ms", "p99", "between tokens, ms", "p99"];
+        let header = [
+            "requests at once",
+            "tok/s",
+            "decode tok/s",
+            "GB/s",
+            "of read",
+            "first token, ms",
+            "p99",
+            "between tokens, ms",
+            "p99",
+        ];
         let mut rows = vec![header.map(String::from)];
         for serving in &self.serving {
             let rate = serving.rate.map_or(String::new(), |rate| format!(", {rate} per s"));
@@ -368,13 +377,34 @@ impl Report {
                 format!("{}{rate}", serving.concurrency),
                 format!("{:.0}", serving.output_tok_per_s),
                 serving.decode_tok_per_s.map_or(String::new(), |rate| format!("{rate:.0}")),
+                serving.read_bytes_per_s.map_or(String::new(), |rate| format!("{:.0}", rate / 1e9)),
+                serving.bandwidth_share.map_or(String::new(), percent),
                 format!("{:.1}", serving.ttft_ms.p50),
                 format!("{:.1}", serving.ttft_ms.p99),
                 format!("{:.2}", serving.itl_ms.p50),
                 format!("{:.2}", serving.itl_ms.p99),
             ]);
         }
-        aligned(&rows)
+        let mut text = aligned(&rows);
+        let mut rows = vec![["step", "requests", "steps", "ms", "experts per layer"].map(String::from)];
+        for serving in &self.serving {
+            for StepTime { sequences, has_prompts, steps, mean_ms } in &serving.steps {
+                let experts = serving.experts_per_step.filter(|_| !has_prompts && *sequences >= serving.concurrency);
+                rows.push([
+                    if *has_prompts { "with prompts" } else { "decode" }.to_string(),
+                    format!("up to {sequences} of {}", serving.concurrency),
+                    steps.to_string(),
+                    format!("{mean_ms:.2}"),
+                    experts.map_or(String::new(), |experts| format!("{experts:.1}")),
+                ]);
+            }
+        }
+        text += "\n";
+        text += &aligned(&rows);
+        let hits: usize = self.serving.iter().map(|serving| serving.cached_tokens).sum();
+        let preemptions: u64 = self.serving.iter().map(|serving| serving.preemptions).sum();
+        text += &format!("\nprompt tokens from the prefix cache: {hits}, preemptions: {preemptions}\n");
+        text
     }
 
     fn kernel_table(&self) -> String {

@@ -9,6 +9,8 @@ use serde::Serialize;
 
 use crate::engine::sampler::uniform;
 use crate::engine::{EngineHandle, GenerateOptions, SamplingParams};
+use crate::kernels::bandwidth::Bandwidth;
+use crate::runner::{StepBytes, StepTime};
 
 /// How the prompt and answer lengths of requests are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -56,6 +58,21 @@ pub struct Serving {
     pub itl_ms: Percentiles,
     /// Prompt tokens reused from the prefix cache.
     pub cached_tokens: usize,
+    /// `cached_tokens` divided by `input_tokens`.
+    pub hit_rate: f64,
+    /// How often a request gave up its blocks because the KV cache was full.
+    pub preemptions: u64,
+    /// The times of the engine's steps.
+    pub steps: Vec<StepTime>,
+    /// The mean number of different experts per layer that a decode step used. `None` if they were not counted.
+    pub experts_per_step: Option<f64>,
+    /// The bytes that a decode step of all requests must read, half-way through the answers.
+    /// `None` if the model has experts whose use was not counted, or if the lengths differ.
+    pub step_bytes: Option<StepBytes>,
+    /// `step_bytes` divided by the time of such a step.
+    pub read_bytes_per_s: Option<f64>,
+    /// `read_bytes_per_s` divided by the measured memory bandwidth.
+    pub bandwidth_share: Option<f64>,
 }
 
 /// The median and the 99th percentile.
@@ -63,6 +80,21 @@ pub struct Serving {
 pub struct Percentiles {
     pub p50: f64,
     pub p99: f64,
+}
+
+impl Serving {
+    /// Sets the bytes that a decode step of all requests reads.
+    pub fn set_step_bytes(&mut self, bytes: StepBytes) {
+        let steps_per_s = self.decode_tok_per_s.map(|tok_per_s| tok_per_s / self.concurrency as f64);
+        self.step_bytes = Some(bytes);
+        self.read_bytes_per_s = steps_per_s.map(|steps_per_s| steps_per_s * bytes.total() as f64);
+    }
+
+    /// Sets the share of the measured memory bandwidth.
+    pub fn set_bandwidth_share(&mut self, bandwidth: Option<&Bandwidth>) {
+        self.bandwidth_share =
+            self.read_bytes_per_s.zip(bandwidth).map(|(rate, bandwidth)| rate / bandwidth.read_bytes_per_s);
+    }
 }
 
 impl Percentiles {
@@ -173,10 +205,12 @@ impl Load {
             let decoded = all().filter(|&at| at > start && at <= end).count();
             decoded as f64 / (*end - *start).as_secs_f64()
         });
+        let input_tokens = times.iter().map(|request| request.prompt_tokens).sum();
+        let cached_tokens = times.iter().map(|request| request.cached_tokens).sum();
         Serving {
             concurrency: self.concurrency,
             requests: times.len(),
-            input_tokens: times.iter().map(|request| request.prompt_tokens).sum(),
+            input_tokens,
             output_tokens: generated,
             rate: self.rate,
             seconds,
@@ -184,7 +218,14 @@ impl Load {
             decode_tok_per_s,
             ttft_ms: Percentiles::of_ms(ttft.collect()),
             itl_ms: Percentiles::of_ms(gaps.collect()),
-            cached_tokens: times.iter().map(|request| request.cached_tokens).sum(),
+            cached_tokens,
+            hit_rate: cached_tokens as f64 / input_tokens.max(1) as f64,
+            preemptions: 0,
+            steps: Vec::new(),
+            experts_per_step: None,
+            step_bytes: None,
+            read_bytes_per_s: None,
+            bandwidth_share: None,
         }
     }
 }

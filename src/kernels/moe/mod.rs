@@ -6,6 +6,7 @@
 mod expert_few;
 #[cfg(feature = "cuda")]
 pub mod expert_mlp;
+pub mod expert_usage;
 pub mod experts;
 pub mod grouped_gemm;
 pub mod mxfp4;

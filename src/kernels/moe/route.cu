@@ -6,6 +6,7 @@
 //   ids: u32 [tokens, chosen], scratch memory
 //   shares: f32 [tokens, chosen], the routing weights
 //   sorted, offsets: see sort_by_expert
+//   usage: u32 [2], the number of launches and of experts with pairs, to which this launch adds; or null
 //   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS
 //   grid: (ceil(tokens / 8), slices, ceil(experts / 32)) with slices = ceil(columns / ROUTE_COLUMNS)
 //   block: 256, one warp per token and one lane per expert
@@ -25,20 +26,21 @@ constexpr int TOKENS = 8, THREADS = 32 * TOKENS, QUADS = ROUTE_COLUMNS / 4;
 // launches never use the counters at the same time.
 __device__ uint32_t finished[ROUTE_TOKENS / TOKENS + 1];
 
-// Sorts all pairs by expert, like sort_by_expert.
-__device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, int pairs,
-                                           int experts) {
+// Sorts all pairs by expert, like sort_by_expert. Counts the experts with pairs.
+__device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* usage,
+                                           int pairs, int experts) {
     __shared__ uint32_t next[ROUTE_EXPERTS];
     for (int e = threadIdx.x; e < experts; e += THREADS) next[e] = 0;
     __syncthreads();
     for (int p = threadIdx.x; p < pairs; p += THREADS) atomicAdd(&next[__ldcg(ids + p)], 1u);
     __syncthreads();
     if (threadIdx.x < 32) {
-        uint32_t before = 0;
+        uint32_t before = 0, used = 0;
         for (int base = 0; base < experts; base += 32) {
             const int e = base + threadIdx.x;
             const uint32_t count = e < experts ? next[e] : 0;
             uint32_t end = count;
+            used += __popc(__ballot_sync(0xffffffffu, count > 0));
 #pragma unroll
             for (int offset = 1; offset < 32; offset *= 2) {
                 const uint32_t other = __shfl_up_sync(0xffffffffu, end, offset);
@@ -47,7 +49,10 @@ __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted
             if (e < experts) offsets[e] = next[e] = before + end - count;
             before += __shfl_sync(0xffffffffu, end, 31);
         }
-        if (threadIdx.x == 0) offsets[experts] = before;
+        if (threadIdx.x == 0) {
+            offsets[experts] = before;
+            if (usage) atomicAdd(usage, 1u), atomicAdd(usage + 1, used);
+        }
     }
     __syncthreads();
     for (int p = threadIdx.x; p < pairs; p += THREADS) sorted[atomicAdd(&next[__ldcg(ids + p)], 1u)] = p;
@@ -55,7 +60,7 @@ __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     route_f32(const float* x, const float* weight, const float* bias, float* partials, uint32_t* ids, float* shares,
-              uint32_t* sorted, uint32_t* offsets, int tokens, int columns, int experts, int chosen) {
+              uint32_t* sorted, uint32_t* offsets, uint32_t* usage, int tokens, int columns, int experts, int chosen) {
     __shared__ float4 xs[TOKENS][QUADS];
     __shared__ float4 weights[32][QUADS + 1];  // one more, so that lanes read different banks
     __shared__ float logits[TOKENS][ROUTE_EXPERTS];
@@ -113,5 +118,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     // 3. Sort the pairs of all tokens.
     if (is_last_block(finished + ROUTE_TOKENS / TOKENS, gridDim.x))
-        sort_pairs(ids, sorted, offsets, tokens * chosen, experts);
+        sort_pairs(ids, sorted, offsets, usage, tokens * chosen, experts);
 }

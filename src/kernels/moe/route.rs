@@ -3,6 +3,7 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::expert_usage::ExpertUsage;
 use super::sort_by_expert::{SortedPairs, sort_by_expert};
 use super::topk::{Softmax, topk_softmax};
 use crate::kernels::SumOrder;
@@ -46,7 +47,15 @@ impl RoutedPairs {
     /// - x: f32 `[tokens, hidden]`
     /// - weight: f32 `[experts, hidden]`
     /// - bias: f32 `[experts]`
-    pub fn route(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, chosen: usize, order: SumOrder) -> Result<Self> {
+    /// - usage: counts the experts that the tokens use
+    pub fn route(
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        chosen: usize,
+        order: SumOrder,
+        usage: Option<&ExpertUsage>,
+    ) -> Result<Self> {
         let ((tokens, columns), (experts, weight_columns)) = (x.dims2()?, weight.dims2()?);
         let all_f32 = [Some(x), Some(weight), bias].into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
         if !all_f32 || columns != weight_columns || bias.is_some_and(|bias| bias.dims() != [experts]) {
@@ -59,7 +68,7 @@ impl RoutedPairs {
         let Device::Cuda(device) = x.device() else { return unsupported("RoutedPairs::route", x) };
         let is_supported = experts <= ROUTE_EXPERTS && columns > 0 && columns.is_multiple_of(4);
         if (1..=ROUTE_TOKENS).contains(&tokens) && is_supported {
-            return Self::route_few(device, x, weight, bias, chosen);
+            return Self::route_few(device, x, weight, bias, chosen, usage);
         }
         let logits = matmul_f32(x, weight, order)?;
         let logits = match bias {
@@ -77,6 +86,7 @@ impl RoutedPairs {
         weight: &Tensor,
         bias: Option<&Tensor>,
         chosen: usize,
+        usage: Option<&ExpertUsage>,
     ) -> Result<Self> {
         let ((tokens, columns), (experts, _)) = (x.dims2()?, weight.dims2()?);
         // SAFETY: the kernel writes every element before a kernel reads it.
@@ -97,6 +107,7 @@ impl RoutedPairs {
             .tensor(&routed.shares)?
             .tensor(&routed.sorted)?
             .tensor(&routed.offsets)?
+            .optional(usage.map(ExpertUsage::counters))?
             .int(tokens)
             .int(columns)
             .int(experts)

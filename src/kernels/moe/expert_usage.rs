@@ -1,0 +1,28 @@
+//! Counts the experts that batches use.
+
+use candle_core::{DType, Device, Result, Tensor};
+
+/// Counters on the device, for one layer: routed batches, and the different experts of each batch, added up.
+/// Only [`RoutedPairs::route`](super::route::RoutedPairs::route) with up to 256 tokens counts.
+#[derive(Debug)]
+pub struct ExpertUsage(Tensor);
+
+impl ExpertUsage {
+    /// Creates counters that are zero.
+    pub fn new(device: &Device) -> Result<Self> {
+        Ok(Self(Tensor::zeros(2, DType::U32, device)?))
+    }
+
+    /// Returns the counters: u32 `[2]`.
+    #[cfg(feature = "cuda")]
+    pub(super) fn counters(&self) -> &Tensor {
+        &self.0
+    }
+
+    /// Returns the number of batches and the number of experts, and resets both. Waits for the device.
+    pub fn take(&self) -> Result<(u64, u64)> {
+        let counts: Vec<u32> = self.0.to_vec1()?;
+        self.0.zero_set()?;
+        Ok((counts[0].into(), counts[1].into()))
+    }
+}

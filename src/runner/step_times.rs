@@ -1,0 +1,56 @@
+//! The durations of steps, grouped by the number of sequences.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::step_sequence::StepSequence;
+
+/// The mean duration of the steps with a similar number of sequences.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct StepTime {
+    /// The most sequences in one of these steps, rounded up to a power of two.
+    pub sequences: usize,
+    /// Whether these steps computed parts of prompts. Otherwise, they computed one token of each sequence.
+    pub has_prompts: bool,
+    /// The number of steps.
+    pub steps: u64,
+    pub mean_ms: f64,
+}
+
+/// The steps since the last call of [`take`](Self::take).
+#[derive(Default)]
+pub(super) struct StepTimes(BTreeMap<StepKind, (u64, Duration)>);
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct StepKind {
+    has_prompts: bool,
+    sequences: usize,
+}
+
+impl StepKind {
+    pub fn of(sequences: &[StepSequence]) -> Self {
+        let has_prompts = sequences.iter().any(|sequence| sequence.ids.len() > 1);
+        Self { has_prompts, sequences: sequences.len().next_power_of_two() }
+    }
+}
+
+impl StepTimes {
+    pub fn add(&mut self, kind: StepKind, time: Duration) {
+        let (steps, total) = self.0.entry(kind).or_default();
+        (*steps, *total) = (*steps + 1, *total + time);
+    }
+
+    /// Returns the mean times of all steps, and forgets the steps.
+    pub fn take(&mut self) -> Vec<StepTime> {
+        let steps = std::mem::take(&mut self.0).into_iter();
+        let mean = |(StepKind { has_prompts, sequences }, (steps, total)): (StepKind, (u64, Duration))| StepTime {
+            sequences,
+            has_prompts,
+            steps,
+            mean_ms: total.as_secs_f64() * 1e3 / steps as f64,
+        };
+        steps.map(mean).collect()
+    }
+}
