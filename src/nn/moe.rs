@@ -159,7 +159,7 @@ pub struct ClampedMoe {
     pub(crate) down_bias: Tensor,
     pub(crate) config: ClampedMoeConfig,
     /// The experts that batches of decode steps used.
-    usage: ExpertUsage,
+    pub(crate) usage: ExpertUsage,
 }
 
 impl ClampedMoe {

@@ -112,8 +112,11 @@ impl BatchGraphs {
                 // SAFETY: `forward_pass` frees all memory that it allocates, except for the logits, which `forward`
                 // frees. `Runner` drops the graphs before the decoder and the cache, and `BatchGraph` owns its buffers.
                 // Only the engine thread uses the stream after loading.
-                batch.graph =
-                    Some(unsafe { LaunchGraph::capture_with(&self.device, || batch.forward(decoder, cache))? });
+                let graph = unsafe { LaunchGraph::capture_with(&self.device, || batch.forward(decoder, cache))? };
+                // Run the step again. cuBLAS may choose another algorithm during a capture, but all steps of a size must
+                // have the same results.
+                graph.enqueue()?;
+                batch.graph = Some(graph);
             }
         }
         Ok(logits.narrow(0, 0, sequences.len())?)

@@ -368,10 +368,8 @@ fn block_tables_are_checked() {
 #[test(gpu)]
 fn expert_mlp_matches_separate_products() {
     use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
-    use inferno::kernels::moe::expert_usage::ExpertUsage;
     use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
     use inferno::kernels::moe::route::RoutedPairs;
-    use std::collections::HashSet;
     // (tokens, experts, experts per token, hidden size, intermediate size)
     // The kernels for few tokens per expert need hidden and intermediate sizes that are multiples of 192.
     let cases = [
@@ -439,6 +437,84 @@ fn expert_mlp_matches_separate_products() {
     }
 }
 
+/// With `SumOrder::Fixed`, the attention of a sequence has the same bits next to any number of other sequences.
+#[test(gpu)]
+fn attention_in_fixed_order_does_not_depend_on_other_sequences() {
+    for (device, dtype) in gpu_with_dtypes() {
+        for (heads, kv_heads, head_dim, window) in [(64, 8, 64, None), (64, 8, 64, Some(128)), (32, 8, 128, None)] {
+            let spans: Vec<(usize, usize)> = (0..64).map(|index| (1, index * index * 701 % 3000)).collect();
+            let mut noise = Random(3);
+            let tables = random_tables(&mut noise, &spans);
+            let blocks = 1 + tables.iter().map(Vec::len).sum::<usize>();
+            let mut tensor = |shape: &[usize]| to_device(&noise.tensor(shape, dtype), &device, dtype);
+            let q = tensor(&[64, heads, head_dim]);
+            let (k, v) = (
+                tensor(&[blocks * BLOCK_TOKENS, kv_heads, head_dim]),
+                tensor(&[blocks * BLOCK_TOKENS, kv_heads, head_dim]),
+            );
+            let mask = AttentionMask { window, scale: 0.1, softcap: None };
+            let run = |first: usize, count: usize| {
+                let queries = Queries::new(&spans[first..first + count], &device).unwrap();
+                let tables: Vec<&[u32]> = tables[first..first + count].iter().map(Vec::as_slice).collect();
+                let blocks = PassBlocks::new(&queries, &tables, blocks, &device).unwrap();
+                let q = q.narrow(0, first, count).unwrap().force_contiguous().unwrap();
+                let inputs = AttentionInputs {
+                    q: &q,
+                    layer: CachedLayer { k: &k, v: &v },
+                    queries: &queries,
+                    blocks: &blocks,
+                    sinks: None,
+                    mask,
+                    sum_order: SumOrder::Fixed,
+                };
+                attention(inputs, AttentionBackend::Auto).unwrap()
+            };
+            let all = run(0, 64);
+            for (first, count) in (0..64).map(|first| (first, 1)).chain([(0, 2), (5, 7), (20, 40)]) {
+                let want = values(&all.narrow(0, first, count).unwrap());
+                assert!(values(&run(first, count)) == want, "{dtype:?}, {heads} heads, {count} sequences from {first}");
+            }
+        }
+    }
+}
+
+/// With `SumOrder::Fixed`, the output of the experts for a token has the same bits next to any number of other tokens.
+#[cfg(feature = "cuda")]
+#[test(gpu)]
+fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
+    use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
+    use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
+    use inferno::kernels::moe::route::RoutedPairs;
+    let (tokens, experts, chosen, columns, intermediate) = (200, 32, 4, 2880, 2880);
+    for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
+        let mut noise = Random(9);
+        let x = to_device(&(noise.tensor(&[tokens, columns], DType::F32) * 0.5).unwrap(), &device, DType::F32);
+        let mut linear = |rows: usize, columns: usize, order| {
+            let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0..256).to_device(&device).unwrap();
+            let scales = noise.bytes(&[experts, rows, columns / 32], 120..125).to_device(&device).unwrap();
+            let bias = to_device(&noise.tensor(&[experts, rows], dtype), &device, dtype);
+            (Mxfp4Tiles::repack(&blocks, &scales, order).unwrap().unwrap(), bias)
+        };
+        let up = linear(2 * intermediate, columns, RowOrder::Paired);
+        let down = linear(columns, intermediate, RowOrder::Plain);
+        let router = to_device(&noise.tensor(&[experts, columns], DType::F32), &device, DType::F32);
+        let run = |first: usize, count: usize| {
+            let x = x.narrow(0, first, count).unwrap().force_contiguous().unwrap();
+            let routed = RoutedPairs::route(&x, &router, None, chosen, SumOrder::Fixed, None).unwrap();
+            let (up, down) =
+                (ExpertLinear { tiles: &up.0, bias: &up.1 }, ExpertLinear { tiles: &down.0, bias: &down.1 });
+            let y = expert_mlp(&x, &routed, up, down, 7.0, SumOrder::Fixed).unwrap();
+            (values(&routed.shares), values(&y))
+        };
+        let (shares, all) = run(0, tokens);
+        for (first, count) in (0..64).map(|first| (first, 1)).chain([(0, 2), (5, 7), (20, 40), (3, 130)]) {
+            let (got_shares, got) = run(first, count);
+            assert!(got_shares == shares[first * chosen..][..count * chosen], "routing of {count} tokens from {first}");
+            assert!(got == all[first * columns..][..count * columns], "{dtype:?}, {count} tokens from {first}");
+        }
+    }
+}
+
 /// With `SumOrder::Fixed`, the product of a token has the same bits next to any number of other tokens.
 #[test(gpu)]
 fn products_in_fixed_order_do_not_depend_on_other_tokens() {
@@ -474,11 +550,12 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
 #[cfg(feature = "cuda")]
 #[test(gpu)]
 fn routed_pairs_match_separate_operations() {
+    use std::collections::HashSet;
+
     use crate::support::gpu;
     use inferno::kernels::matmul::matmul_f32;
     use inferno::kernels::moe::expert_usage::ExpertUsage;
     use inferno::kernels::moe::route::RoutedPairs;
-    use std::collections::HashSet;
     // (tokens, experts, experts per token, hidden size); more than 256 tokens are routed by separate kernels
     for (tokens, experts, chosen, columns) in
         [(1, 3, 1, 4), (7, 32, 4, 132), (64, 5, 5, 60), (129, 128, 8, 68), (256, 33, 2, 64), (257, 32, 4, 64)]

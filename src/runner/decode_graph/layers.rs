@@ -187,7 +187,7 @@ pub(super) fn add_clamped_moe(
     layer: &DecoderLayer,
     mlp: &ClampedMoe,
 ) -> Result<()> {
-    let ClampedMoe { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config } = mlp;
+    let ClampedMoe { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config, usage: _ } = mlp;
     let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down)) = (gate_up_proj, down_proj) else {
         bail!("the decode graph supports only MXFP4 experts");
     };
