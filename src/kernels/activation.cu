@@ -27,10 +27,11 @@ template <typename T> __device__ void gated(const float* gate, const float* up, 
 }
 
 // out = activation(gate) · up, where each row of x holds `columns` gate values followed by `columns` up values.
-//   x: T [tokens, 2 · columns]
+//   x: X [tokens, 2 · columns]
 //   out: T [tokens, columns]
-//   bytes moved: 3 · n · sizeof(T)
-template <typename T> __device__ void gated_halves(const T* x, T* out, int n, int columns, int activation) {
+//   bytes moved: n · (2 · sizeof(X) + sizeof(T))
+template <typename X, typename T>
+__device__ void gated_halves(const X* x, T* out, int n, int columns, int activation) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const size_t gate = (size_t)(i / columns) * 2 * columns + i % columns;
@@ -45,6 +46,10 @@ template <typename T> __device__ void gated_halves(const T* x, T* out, int n, in
         gated<T>(gate, up, out, n, activation);                                                                        \
     }                                                                                                                  \
     extern "C" __global__ void gated_halves_##SUFFIX(const T* x, T* out, int n, int columns, int activation) {         \
-        gated_halves<T>(x, out, n, columns, activation);                                                               \
+        gated_halves<T, T>(x, out, n, columns, activation);                                                            \
+    }                                                                                                                  \
+    extern "C" __global__ void gated_halves_of_f32_##SUFFIX(const float* x, T* out, int n, int columns,                \
+                                                            int activation) {                                          \
+        gated_halves<float, T>(x, out, n, columns, activation);                                                        \
     }
 FOR_EACH_DTYPE(DEFINE)

@@ -105,25 +105,30 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
     }
 }
 
-/// Returns activation(gate) · up, `[.., intermediate]` in x's dtype.
+/// Returns activation(gate) · up, `[.., intermediate]` in `dtype`.
 ///
-/// Each row of x `[.., 2 * intermediate]` holds all gate values, followed by all up values.
-pub fn gated_halves(x: &Tensor, activation: Activation) -> Result<Tensor> {
+/// Each row of x `[.., 2 * intermediate]` holds all gate values, followed by all up values. x is f32 or has `dtype`.
+pub fn gated_halves(x: &Tensor, activation: Activation, dtype: DType) -> Result<Tensor> {
     let out_shape = half_width("gated_halves", x)?;
     let columns = out_shape[out_shape.len() - 1];
     match x.device() {
         Device::Cpu => {
             let half = |first| x.narrow(D::Minus1, first, columns)?.to_dtype(DType::F32)?.contiguous();
-            gated(&half(0)?, Some(&half(columns)?), activation, x.dtype())
+            gated(&half(0)?, Some(&half(columns)?), activation, dtype)
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
             // SAFETY: the kernel writes every element.
-            let out = unsafe { Tensor::empty(out_shape, x.dtype(), x.device())? };
+            let out = unsafe { Tensor::empty(out_shape, dtype, x.device())? };
             let count = out.elem_count();
             let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).int(columns).int(activation.code());
-            let kernel = format!("gated_halves_{}", dtype_suffix(x.dtype())?);
+            let input = match x.dtype() {
+                same if same == dtype => "",
+                DType::F32 => "of_f32_",
+                other => bail!("gated_halves: x is {other:?}, expected F32 or {dtype:?}"),
+            };
+            let kernel = format!("gated_halves_{input}{}", dtype_suffix(dtype)?);
             let launch = Launch::new(module!("activation"), kernel, LaunchShape::one_thread_each(count), arguments);
             // SAFETY: both tensors are contiguous (`Arguments::tensor` checks this); x holds twice `count` elements.
             unsafe { launch.enqueue(device)? };

@@ -1,5 +1,7 @@
 //! Weight matrices of linear layers and embeddings, dense or quantized.
 
+use std::ops::Range;
+
 use candle_core::{Device, Result, Tensor, bail};
 
 use super::matmul::matmul_f32;
@@ -69,13 +71,24 @@ impl Matrix {
     }
 
     /// Returns `rows` rows, starting at row `first`. The result shares memory with this matrix.
-    ///
-    /// Returns an error if the matrix has several parts.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
+        let (all, _) = self.dims();
+        if rows == 0 || first + rows > all {
+            bail!("cannot select {rows} rows from row {first} of a matrix of {all} rows");
+        }
         Ok(match self {
             Self::Dense(weight) => Self::Dense(weight.narrow(0, first, rows)?),
-            Self::Quantized(parts) if parts.len() == 1 => Self::Quantized(vec![parts[0].rows(first, rows)?]),
-            _ => bail!("cannot select rows of a matrix with several parts"),
+            Self::Quantized(parts) => {
+                let ranges = overlaps(parts.iter().map(|part| part.dims().0), first..first + rows);
+                let selected = ranges.into_iter().map(|(part, range)| parts[part].rows(range.start, range.len()));
+                Self::Quantized(selected.collect::<Result<_>>()?)
+            }
+            Self::Concatenated(parts) => {
+                let ranges = overlaps(parts.iter().map(|part| part.dims().0), first..first + rows);
+                let selected = ranges.into_iter().map(|(part, range)| parts[part].rows(range.start, range.len()));
+                let mut selected = selected.collect::<Result<Vec<_>>>()?;
+                if selected.len() == 1 { selected.remove(0) } else { Self::Concatenated(selected) }
+            }
         })
     }
 
@@ -109,4 +122,16 @@ impl Matrix {
             _ => bail!("cannot use a matrix with several parts as an embedding"),
         }
     }
+}
+
+/// Returns the rows of each stacked part that are in `selected`: the index of the part, and rows of this part.
+fn overlaps(part_rows: impl Iterator<Item = usize>, selected: Range<usize>) -> Vec<(usize, Range<usize>)> {
+    let mut end = 0;
+    let overlap = |(part, rows): (usize, usize)| {
+        let start = end;
+        end += rows;
+        let range = selected.start.max(start)..selected.end.min(end);
+        (!range.is_empty()).then(|| (part, range.start - start..range.end - start))
+    };
+    part_rows.enumerate().filter_map(overlap).collect()
 }

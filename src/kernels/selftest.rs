@@ -72,7 +72,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
         check("gated, silu", target, rounding, &|target| activation(target, Activation::Silu)),
         check("gated, gelu", target, rounding, &|target| activation(target, Activation::GeluTanh)),
         check("gated_halves", target, rounding, &|target| {
-            gated_halves(&target.put(&noise(39, &[3, 514], dtype)?)?, Activation::Silu)
+            gated_halves(&target.put(&noise(39, &[3, 514], dtype)?)?, Activation::Silu, dtype)
         }),
         check("topk_softmax", target, 1e-5, &|target| routing(target, dtype, Softmax::OverChosen)),
         check("topk_softmax, over all experts", target, 1e-5, &|target| routing(target, dtype, Softmax::OverAll)),

@@ -66,10 +66,10 @@ impl Linear {
         Ok(Self { weight, bias: Some(weights.float_as("bias", &[output], DType::F32)?) })
     }
 
-    /// Returns `rows` rows of the weight, starting at row `first`, as a layer without a bias.
-    /// The two layers share memory.
+    /// Returns the layer that computes `rows` outputs, starting at output `first`. The two layers share memory.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
-        Ok(Self { weight: self.weight.rows(first, rows)?, bias: None })
+        let bias = self.bias.as_ref().map(|bias| bias.narrow(0, first, rows)).transpose()?;
+        Ok(Self { weight: self.weight.rows(first, rows)?, bias })
     }
 
     /// Returns a layer that shares its weight `[out, in]` with the embedding.

@@ -7,7 +7,7 @@ use candle_nn::Activation;
 use super::linear::{Bias, Linear};
 use super::moe::{ClampedMoe, GatedMoe};
 use crate::kernels::SumOrder;
-use crate::kernels::activation::{self, gated};
+use crate::kernels::activation::{self, gated, gated_halves};
 use crate::kernels::moe::expert_usage::ExpertUsage;
 use crate::weights::Weights;
 
@@ -58,7 +58,7 @@ impl Mlp {
     /// Returns the number of weight bytes that a decode step reads for one token.
     pub fn step_bytes(&self) -> u64 {
         match self {
-            Mlp::Gated(mlp) => mlp.gate_proj.bytes() + mlp.up_proj.bytes() + mlp.down_proj.bytes(),
+            Mlp::Gated(mlp) => mlp.gate_up_proj.bytes() + mlp.down_proj.bytes(),
             Mlp::Plain(mlp) => mlp.fc.bytes() + mlp.proj.bytes(),
             Mlp::GatedMoe(moe) => moe.step_bytes(),
             Mlp::ClampedMoe(moe) => moe.step_bytes(),
@@ -68,8 +68,8 @@ impl Mlp {
 
 /// A gated MLP: down(activation(gate(x)) · up(x)), from arXiv 2002.05202.
 pub struct GatedMlp {
-    pub(crate) gate_proj: Linear,
-    pub(crate) up_proj: Linear,
+    /// The gate_proj rows, then the up_proj rows.
+    gate_up_proj: Linear,
     pub(crate) down_proj: Linear,
     pub(crate) activation: activation::Activation,
     dtype: DType,
@@ -84,13 +84,10 @@ impl GatedMlp {
         bias: Bias,
         activation: Activation,
     ) -> Result<Self> {
-        Ok(Self {
-            gate_proj: Linear::load(&weights.at("gate_proj"), hidden_size, intermediate_size, bias)?,
-            up_proj: Linear::load(&weights.at("up_proj"), hidden_size, intermediate_size, bias)?,
-            down_proj: Linear::load(&weights.at("down_proj"), intermediate_size, hidden_size, bias)?,
-            activation: kernel_activation(activation)?,
-            dtype: weights.dtype(),
-        })
+        let parts = [(weights.at("gate_proj"), intermediate_size), (weights.at("up_proj"), intermediate_size)];
+        let gate_up_proj = Linear::load_stacked(&parts, hidden_size, bias)?;
+        let down_proj = Linear::load(&weights.at("down_proj"), intermediate_size, hidden_size, bias)?;
+        Self::new(gate_up_proj, down_proj, activation, weights.dtype())
     }
 
     /// Loads `gate_up_proj` and `down_proj`, without biases. The gate rows come first in `gate_up_proj`.
@@ -100,14 +97,24 @@ impl GatedMlp {
         intermediate_size: usize,
         activation: Activation,
     ) -> Result<Self> {
-        let gate_up = Linear::load(&weights.at("gate_up_proj"), hidden_size, 2 * intermediate_size, Bias::Without)?;
-        Ok(Self {
-            gate_proj: gate_up.rows(0, intermediate_size)?,
-            up_proj: gate_up.rows(intermediate_size, intermediate_size)?,
-            down_proj: Linear::load(&weights.at("down_proj"), intermediate_size, hidden_size, Bias::Without)?,
-            activation: kernel_activation(activation)?,
-            dtype: weights.dtype(),
-        })
+        let gate_up_proj =
+            Linear::load(&weights.at("gate_up_proj"), hidden_size, 2 * intermediate_size, Bias::Without)?;
+        let down_proj = Linear::load(&weights.at("down_proj"), intermediate_size, hidden_size, Bias::Without)?;
+        Self::new(gate_up_proj, down_proj, activation, weights.dtype())
+    }
+
+    fn new(gate_up_proj: Linear, down_proj: Linear, activation: Activation, dtype: DType) -> Result<Self> {
+        Ok(Self { gate_up_proj, down_proj, activation: kernel_activation(activation)?, dtype })
+    }
+
+    /// Returns `gate_proj` and `up_proj`, which share memory with this layer.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn gate_and_up(&self) -> Result<[Linear; 2]> {
+        let intermediate_size = self.gate_up_proj.weight.dims().0 / 2;
+        Ok([
+            self.gate_up_proj.rows(0, intermediate_size)?,
+            self.gate_up_proj.rows(intermediate_size, intermediate_size)?,
+        ])
     }
 
     /// Returns the dtype that inputs must have.
@@ -116,8 +123,8 @@ impl GatedMlp {
     }
 
     fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
-        let (gate, up) = (self.gate_proj.forward(x, order)?, self.up_proj.forward(x, order)?);
-        let gated = gated(&gate, Some(&up), self.activation, self.dtype)?;
+        let gate_up = self.gate_up_proj.forward(x, order)?;
+        let gated = gated_halves(&gate_up, self.activation, self.dtype)?;
         self.down_proj.forward(&gated, order)
     }
 }

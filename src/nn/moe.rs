@@ -119,7 +119,8 @@ impl GatedMoe {
         // 2. run the chosen experts: [tokens, chosen, 2 * intermediate] → [tokens, chosen, hidden]
         let x = x.to_dtype(self.dtype)?;
         let gate_up = expert_matmul(&x, &self.gate_up_proj, None, &ids, order)?;
-        let down = expert_matmul(&gated_halves(&gate_up, Activation::Silu)?, &self.down_proj, None, &ids, order)?;
+        let down =
+            expert_matmul(&gated_halves(&gate_up, Activation::Silu, self.dtype)?, &self.down_proj, None, &ids, order)?;
         // 3. combine in f32: [tokens, chosen, hidden] → [tokens, hidden]
         Ok(combine(&down, &weights)?)
     }

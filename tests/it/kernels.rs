@@ -136,8 +136,11 @@ fn gated_activations_match_candle() {
 
             let both = noise.tensor(&[2, 3, 2 * 129], dtype);
             let half = |first| both.narrow(2, first, 129).unwrap();
-            let got = gated_halves(&to_device(&both, &device, dtype), activation).unwrap();
-            assert_close("gated_halves", &got, &(activate(&half(0)) * half(129)).unwrap(), rounding(dtype));
+            for input in [dtype, DType::F32] {
+                let got = gated_halves(&to_device(&both, &device, input), activation, dtype).unwrap();
+                assert_eq!(got.dtype(), dtype);
+                assert_close("gated_halves", &got, &(activate(&half(0)) * half(129)).unwrap(), rounding(dtype));
+            }
         }
     }
 }

@@ -145,11 +145,12 @@ pub(super) fn add_gated_mlp(
     layer: &DecoderLayer,
     mlp: &GatedMlp,
 ) -> Result<()> {
-    let GatedMlp { gate_proj, up_proj, down_proj, activation, .. } = mlp;
+    let GatedMlp { down_proj, activation, .. } = mlp;
+    let [gate_proj, up_proj] = mlp.gate_and_up()?;
     let (intermediate, _) = gate_proj.weight.dims();
     let h = scratch.tensor(Slot::Intermediate, &[intermediate], mlp.dtype(), buffers.x.device())?;
     let raw = scratch.tensor(Slot::UnnormalizedOutput, buffers.x.dims(), DType::F32, buffers.x.device())?;
-    let (gate, up) = (projection(gate_proj), projection(up_proj));
+    let (gate, up) = (projection(&gate_proj), projection(&up_proj));
     decode::add_gate_up(launches, buffers, rms_norm(&layer.mlp_norm), gate, up, *activation, &h)?;
     let post_norm = post_norm(&layer.mlp_post_norm, &raw);
     Ok(decode::add_residual(launches, buffers, &h, &down_proj.weight, down_proj.bias.as_ref(), post_norm)?)

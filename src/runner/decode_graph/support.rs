@@ -74,7 +74,7 @@ type Product = (Matrix, usize);
 fn unsupported_mlp(mlp: &Mlp) -> Result<Option<EagerReason>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {
-            let (gate, up) = (&mlp.gate_proj.weight, &mlp.up_proj.weight);
+            let [gate, up] = mlp.gate_and_up()?.map(|layer| layer.weight);
             let is_mixed = gate.format() != up.format() || gate.input_rounding() != up.input_rounding();
             is_mixed.then_some(EagerReason::MixedGateUp)
         }
@@ -114,7 +114,8 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<EagerReason>> {
 fn mlp_products(mlp: &Mlp) -> Result<Vec<Product>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {
-            [&mlp.gate_proj.weight, &mlp.up_proj.weight, &mlp.down_proj.weight].map(|weight| (weight.clone(), 1)).into()
+            let [gate, up] = mlp.gate_and_up()?.map(|layer| layer.weight);
+            [gate, up, mlp.down_proj.weight.clone()].map(|weight| (weight, 1)).into()
         }
         Mlp::GatedMoe(mlp) => {
             let gate_up = mlp.gate_up_proj.as_matrix()?.map(|weight| (weight, 1));
