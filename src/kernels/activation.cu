@@ -30,8 +30,7 @@ template <typename T> __device__ void gated(const float* gate, const float* up, 
 //   x: X [tokens, 2 · columns]
 //   out: T [tokens, columns]
 //   bytes moved: n · (2 · sizeof(X) + sizeof(T))
-template <typename X, typename T>
-__device__ void gated_halves(const X* x, T* out, int n, int columns, int activation) {
+template <typename X, typename T> __device__ void gated_halves(const X* x, T* out, int n, int columns, int activation) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const size_t gate = (size_t)(i / columns) * 2 * columns + i % columns;

@@ -224,11 +224,9 @@ fn requests_at_once_are_measured() {
         let decoded = steps.iter().filter(|step| step["has_prompts"] == false);
         assert!(decoded.map(|step| step["steps"].as_u64().unwrap()).sum::<u64>() >= 4, "{steps:?}");
         assert!(steps.iter().all(|step| step["mean_ms"].as_f64().unwrap() > 0.0), "{steps:?}");
-        // A step reads the weights once, and the cached tokens of each request.
-        let bytes = |kind: &str| serving["step_bytes"][kind].as_u64().unwrap();
-        assert!(bytes("weights") > 1_000_000, "{}", bytes("weights"));
-        let of_one = json["serving"][0]["step_bytes"]["cache"].as_u64().unwrap();
-        assert_eq!(bytes("cache"), concurrency * of_one);
+        // The demo model has experts. On a CPU, the experts that several requests use are not counted.
+        assert_eq!(serving["step_bytes"].is_null(), concurrency > 1, "{}", serving["step_bytes"]);
+        assert!(serving["experts_per_step"].is_null());
     }
     assert!(json["first_token"].is_null() && json["tests"].as_array().unwrap().is_empty());
 

@@ -26,36 +26,53 @@ constexpr int TOKENS = 8, THREADS = 32 * TOKENS, QUADS = ROUTE_COLUMNS / 4;
 // launches never use the counters at the same time.
 __device__ uint32_t finished[ROUTE_TOKENS / TOKENS + 1];
 
-// Sorts all pairs by expert, like sort_by_expert. Counts the experts with pairs.
+// Sorts all pairs by expert, like sort_by_expert, and the pairs of each expert in ascending order. The order decides
+// which pairs share a tile in later kernels. With a fixed order, two launches give the same bits.
+// Counts the experts with pairs.
+//   experts_of: shared memory for the expert of each pair
 __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* usage,
-                                           int pairs, int experts) {
+                                           uint16_t* experts_of, int pairs, int experts) {
     __shared__ uint32_t next[ROUTE_EXPERTS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int e = threadIdx.x; e < experts; e += THREADS) next[e] = 0;
     __syncthreads();
-    for (int p = threadIdx.x; p < pairs; p += THREADS) atomicAdd(&next[__ldcg(ids + p)], 1u);
+    for (int p = threadIdx.x; p < pairs; p += THREADS) {
+        const uint32_t expert = __ldcg(ids + p);
+        experts_of[p] = expert;
+        atomicAdd(&next[expert], 1u);
+    }
     __syncthreads();
-    if (threadIdx.x < 32) {
+    if (warp == 0) {
         uint32_t before = 0, used = 0;
         for (int base = 0; base < experts; base += 32) {
-            const int e = base + threadIdx.x;
+            const int e = base + lane;
             const uint32_t count = e < experts ? next[e] : 0;
             uint32_t end = count;
             used += __popc(__ballot_sync(0xffffffffu, count > 0));
 #pragma unroll
             for (int offset = 1; offset < 32; offset *= 2) {
                 const uint32_t other = __shfl_up_sync(0xffffffffu, end, offset);
-                if (threadIdx.x >= offset) end += other;
+                if (lane >= offset) end += other;
             }
             if (e < experts) offsets[e] = next[e] = before + end - count;
             before += __shfl_sync(0xffffffffu, end, 31);
         }
-        if (threadIdx.x == 0) {
+        if (lane == 0) {
             offsets[experts] = before;
             if (usage) atomicAdd(usage, 1u), atomicAdd(usage + 1, used);
         }
     }
     __syncthreads();
-    for (int p = threadIdx.x; p < pairs; p += THREADS) sorted[atomicAdd(&next[__ldcg(ids + p)], 1u)] = p;
+    for (int e = warp; e < experts; e += THREADS / 32) {
+        uint32_t to = next[e];
+        const uint32_t end = e + 1 < experts ? next[e + 1] : pairs;
+        for (int base = 0; to < end; base += 32) {
+            const bool matches = base + lane < pairs && experts_of[base + lane] == e;
+            const uint32_t mask = __ballot_sync(0xffffffffu, matches);
+            if (matches) sorted[to + __popc(mask & ((1u << lane) - 1))] = base + lane;
+            to += __popc(mask);
+        }
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -116,7 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
 
-    // 3. Sort the pairs of all tokens.
+    // 3. Sort the pairs of all tokens. The weights are no longer needed.
+    static_assert(sizeof(weights) >= ROUTE_TOKENS * MAX_CHOSEN_EXPERTS * sizeof(uint16_t));
     if (is_last_block(finished + ROUTE_TOKENS / TOKENS, gridDim.x))
-        sort_pairs(ids, sorted, offsets, usage, tokens * chosen, experts);
+        sort_pairs(ids, sorted, offsets, usage, reinterpret_cast<uint16_t*>(weights), tokens * chosen, experts);
 }
