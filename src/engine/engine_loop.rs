@@ -3,7 +3,8 @@
 //! - `plan`: the [`Scheduler`] decides which tokens of which sequences the next step computes.
 //! - `step`: the [`Runner`] runs the model on these tokens. If they include the last token of a sequence, it also
 //!   chooses the next token.
-//! - `deliver`: the loop sends each chosen token to its client, and removes sequences that have ended.
+//! - `deliver`: the loop prepares the events of the chosen tokens, and removes sequences that have ended. It sends the
+//!   events while the device runs the next step.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -15,6 +16,7 @@ use anyhow::{Result, anyhow, bail};
 
 use super::blocks::BlockManager;
 use super::memory::MAX_LOGIT_ROWS;
+use super::outbox::Outbox;
 use super::request::FinishReason;
 use super::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork, StepPlan};
 use super::sequence::Sequence;
@@ -62,6 +64,7 @@ pub struct EngineLoop {
     next_id: SequenceId,
     started: Instant,
     is_draining: bool,
+    outbox: Outbox,
 }
 
 impl EngineLoop {
@@ -81,6 +84,7 @@ impl EngineLoop {
             next_id: 0,
             started: Instant::now(),
             is_draining: false,
+            outbox: Outbox::default(),
         }
     }
 
@@ -93,18 +97,24 @@ impl EngineLoop {
             for &id in &plan.expired {
                 self.end(id, Err(anyhow!("the request waited longer than its limit")));
             }
-            if !plan.work.is_empty() {
-                let outcome = self.step(&plan);
-                stats::add(&self.counters.steps, 1);
-                self.deliver(&plan.work, outcome);
+            if plan.work.is_empty() {
+                self.outbox.flush();
+                continue;
             }
+            let outcome = self.step(&plan);
+            stats::add(&self.counters.steps, 1);
+            self.deliver(&plan.work, outcome);
         }
+        self.outbox.flush();
     }
 
     /// Queues incoming commands. Blocks while idle. Returns whether the loop should continue.
     fn receive_commands(&mut self) -> bool {
         loop {
             let is_idle = self.scheduler.is_idle() && self.queue.is_empty();
+            if is_idle {
+                self.outbox.flush();
+            }
             let command = match is_idle {
                 true => self.commands.recv().map_err(|_| TryRecvError::Disconnected),
                 false => self.commands.try_recv(),
@@ -115,7 +125,7 @@ impl EngineLoop {
                         stats::subtract_one(&self.counters.waiting);
                         stats::add(&self.counters.ended, 1);
                         stats::add(&self.counters.failed, 1);
-                        sequence.fail(anyhow!("cannot accept a request: the engine is draining"));
+                        sequence.fail(anyhow!("cannot accept a request: the engine is draining"), &mut self.outbox);
                     }
                 }
                 Ok(Command::Submit(sequences)) => self.queue.push_back(Job::Sequences(sequences)),
@@ -139,7 +149,7 @@ impl EngineLoop {
         for id in canceled {
             self.end(id, Ok(FinishReason::Canceled));
         }
-        let counters = &self.counters;
+        let (counters, outbox) = (&self.counters, &mut self.outbox);
         for job in &mut self.queue {
             let Job::Sequences(sequences) = job else { continue };
             // Each flag is read only once, because a client can set it at any time.
@@ -147,7 +157,7 @@ impl EngineLoop {
                 stats::subtract_one(&counters.waiting);
                 stats::add(&counters.ended, 1);
                 stats::add(&counters.canceled, 1);
-                sequence.finish(FinishReason::Canceled);
+                sequence.finish(FinishReason::Canceled, outbox);
             }
         }
         self.queue.retain(|job| !matches!(job, Job::Sequences(sequences) if sequences.is_empty()));
@@ -175,6 +185,7 @@ impl EngineLoop {
                 Job::Call(call) if self.scheduler.is_idle() => {
                     // The call may overwrite any block.
                     self.scheduler.forget_prefixes();
+                    self.outbox.flush();
                     call(&mut self.runner);
                     self.counters.cached_tokens.store(self.runner.cached_tokens() as u64, Ordering::Relaxed);
                 }
@@ -185,7 +196,7 @@ impl EngineLoop {
 
     /// Runs one planned step. Returns the chosen token of each sequence in the plan.
     fn step(&mut self, plan: &StepPlan) -> Result<Vec<Chosen>> {
-        let Self { runner, scheduler, sequences, counters, .. } = self;
+        let Self { runner, scheduler, sequences, counters, outbox, .. } = self;
         for copy in &plan.copies {
             runner.copy_block(copy.from, copy.to)?;
         }
@@ -199,7 +210,7 @@ impl EngineLoop {
             if !sequence.has_started() {
                 stats::subtract_one(&counters.waiting);
                 stats::add(&counters.running, 1);
-                sequence.start(range.start);
+                sequence.start(range.start, outbox);
             }
             let limit = sequence.remaining();
             let samples = *is_last && !sequence.is_prefill_only();
@@ -212,10 +223,10 @@ impl EngineLoop {
                 limit,
             });
         }
-        runner.step(&mut inputs)
+        runner.step(&mut inputs, &mut || outbox.flush())
     }
 
-    /// Sends the tokens of a step to their clients, and ends the sequences that are complete.
+    /// Adds the events of a step's tokens, and ends the sequences that are complete.
     fn deliver(&mut self, work: &[SequenceWork], outcome: Result<Vec<Chosen>>) {
         let chosen = match outcome {
             Ok(chosen) => chosen,
@@ -245,7 +256,7 @@ impl EngineLoop {
                 Some(Ok(token)) => {
                     stats::add(&self.counters.generated_tokens, 1);
                     self.scheduler.push(*id, token.id);
-                    sequence.push(token, context).map(Ok)
+                    sequence.push(token, context, &mut self.outbox).map(Ok)
                 }
                 Some(Err(error)) => Some(Err(error)),
             };
@@ -264,7 +275,7 @@ impl EngineLoop {
         }
     }
 
-    /// Ends a sequence and sends the outcome to its client.
+    /// Ends a sequence and adds the event with the outcome.
     fn end(&mut self, id: SequenceId, outcome: Result<FinishReason>) {
         self.scheduler.finish(id);
         self.counters.publish(&self.scheduler);
@@ -277,11 +288,11 @@ impl EngineLoop {
                 if reason == FinishReason::Canceled {
                     stats::add(&counters.canceled, 1);
                 }
-                sequence.finish(reason);
+                sequence.finish(reason, &mut self.outbox);
             }
             Err(error) => {
                 stats::add(&counters.failed, 1);
-                sequence.fail(error);
+                sequence.fail(error, &mut self.outbox);
             }
         }
     }

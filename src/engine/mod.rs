@@ -11,6 +11,7 @@ mod info;
 mod load;
 pub mod memory;
 mod memory_limit;
+mod outbox;
 mod output;
 mod prefix_file;
 mod request;

@@ -6,31 +6,16 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::outbox::{Outbox, SequenceEvent};
 use super::request::{FinishReason, GenerateOptions};
 use super::sampler::{LogitRules, Sampler};
 use crate::runner::ChosenToken;
-
-/// A message from the engine thread to the client of a sequence.
-#[derive(Debug)]
-pub enum SequenceEvent {
-    /// The prefill has started. It skips the first `cached_tokens` tokens, which are already in the KV cache.
-    Started {
-        cached_tokens: usize,
-    },
-    /// A generated token and the time at which it was generated.
-    Token {
-        token: ChosenToken,
-        at: Instant,
-    },
-    Finished(FinishReason),
-    Failed(anyhow::Error),
-}
 
 /// A request on the engine thread.
 pub struct Sequence {
     prompt: Vec<u32>,
     prompt_tokens: usize,
-    /// Whether [`SequenceEvent::Started`] was sent.
+    /// Whether the event [`SequenceEvent::Started`] was added.
     has_started: bool,
     generated: usize,
     pub sampler: Sampler,
@@ -85,11 +70,11 @@ impl Sequence {
         self.events.is_closed() || self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
     }
 
-    /// Sends [`SequenceEvent::Started`] to the client. Later calls do nothing.
-    pub fn start(&mut self, cached_tokens: usize) {
+    /// Adds the event [`SequenceEvent::Started`]. Later calls do nothing.
+    pub fn start(&mut self, cached_tokens: usize, outbox: &mut Outbox) {
         if !self.has_started {
             self.has_started = true;
-            self.send(SequenceEvent::Started { cached_tokens });
+            outbox.add(&self.events, SequenceEvent::Started { cached_tokens });
         }
     }
 
@@ -112,11 +97,11 @@ impl Sequence {
         self.max_tokens.map_or(usize::MAX, |max| max.saturating_sub(self.generated))
     }
 
-    /// Counts a generated token and sends it to the client. Returns the finish reason if the token ends the sequence.
-    pub fn push(&mut self, token: ChosenToken, context: usize) -> Option<FinishReason> {
+    /// Counts a generated token and adds its event. Returns the finish reason if the token ends the sequence.
+    pub fn push(&mut self, token: ChosenToken, context: usize, outbox: &mut Outbox) -> Option<FinishReason> {
         let is_stop = self.stop_ids.contains(&token.id);
         self.generated += 1;
-        self.send(SequenceEvent::Token { token, at: Instant::now() });
+        outbox.add(&self.events, SequenceEvent::Token { token, at: Instant::now() });
         if is_stop {
             Some(FinishReason::Stop)
         } else if self.remaining() == 0 || self.prompt_tokens + self.generated >= context {
@@ -126,18 +111,13 @@ impl Sequence {
         }
     }
 
-    /// Sends the finish reason to the client.
-    pub fn finish(&self, reason: FinishReason) {
-        self.send(SequenceEvent::Finished(reason));
+    /// Adds the event that ends the client's stream with a finish reason.
+    pub fn finish(&self, reason: FinishReason, outbox: &mut Outbox) {
+        outbox.add(&self.events, SequenceEvent::Finished(reason));
     }
 
-    /// Ends the client's stream with an error.
-    pub fn fail(&self, error: anyhow::Error) {
-        self.send(SequenceEvent::Failed(error));
-    }
-
-    /// Sends an event, unless the client has dropped its stream.
-    fn send(&self, event: SequenceEvent) {
-        let _ = self.events.send(event);
+    /// Adds the event that ends the client's stream with an error.
+    pub fn fail(&self, error: anyhow::Error, outbox: &mut Outbox) {
+        outbox.add(&self.events, SequenceEvent::Failed(error));
     }
 }

@@ -12,9 +12,9 @@ use futures_core::Stream;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::info::ModelInfo;
+use super::outbox::SequenceEvent;
 use super::output::Output;
 use super::request::{FinishReason, GenerateOptions};
-use super::sequence::SequenceEvent;
 use crate::chat::{Channel, Delta, ToolCall};
 use crate::runner::{ChosenToken, Executor, TokenLogprobs};
 

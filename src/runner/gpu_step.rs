@@ -65,9 +65,13 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
 impl Runner {
     /// Runs a decode step as a CUDA graph: the decode graph for one sequence, or a batch graph for several.
     /// Returns `None` if the step cannot run as a graph.
-    pub(super) fn step_on_graph(&mut self, sequences: &mut [StepSequence]) -> Result<Option<Vec<Chosen>>> {
+    pub(super) fn step_on_graph(
+        &mut self,
+        sequences: &mut [StepSequence],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Option<Vec<Chosen>>> {
         if let [sequence] = sequences
-            && let Some(token) = self.decode_graph_step(sequence)?
+            && let Some(token) = self.decode_graph_step(sequence, meanwhile)?
         {
             return Ok(Some(vec![Some(token.map(|id| ChosenToken { id, logprobs: None }))]));
         }
@@ -81,14 +85,21 @@ impl Runner {
         }
         let Some(batches) = &mut self.batches else { return Ok(None) };
         match batches.run(&self.decoder, &self.cache, sequences)? {
-            Some(logits) => choose_on_device(sequences, &logits).map(Some),
+            Some(logits) => {
+                meanwhile();
+                choose_on_device(sequences, &logits).map(Some)
+            }
             None => Ok(None),
         }
     }
 
     /// Runs a decode step of one sequence on the decode graph.
     /// Returns `None` if there is no decode graph, if the step has several tokens, or if the sequence has no sampler.
-    fn decode_graph_step(&mut self, sequence: &mut StepSequence) -> Result<Option<Result<u32>>> {
+    fn decode_graph_step(
+        &mut self,
+        sequence: &mut StepSequence,
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Option<Result<u32>>> {
         let (&[input], Some(sampler), Decode::Graph(graph)) =
             (sequence.ids, sequence.sampler.as_deref_mut(), &mut self.decode)
         else {
@@ -103,6 +114,8 @@ impl Runner {
             graph.start(sequence.id, sequence.position, input, sampler.on_device(), sequence.tables)?;
         }
         graph.set_tables(sequence.tables)?;
+        // Steps are already queued here, except before the first token.
+        meanwhile();
         Ok(Some(take_token(graph, sequence.limit, sampler)))
     }
 

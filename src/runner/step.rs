@@ -17,41 +17,53 @@ use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 impl Runner {
     /// Runs one step. Returns the chosen token of each sequence.
     ///
+    /// Calls `meanwhile` at least once: while a GPU runs the step, or before the step runs on a CPU.
+    ///
     /// Returns an error if the whole step failed. The cache may then hold some of the step's keys and values.
     /// If no token can be chosen for one sequence, only its [`Chosen`] is an error.
-    pub fn step(&mut self, sequences: &mut [StepSequence]) -> Result<Vec<Chosen>> {
+    pub fn step(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
         let (kind, started) = (StepKind::of(sequences), Instant::now());
-        let chosen = self.run_step(sequences)?;
+        if !self.device.is_cuda() {
+            meanwhile();
+        }
+        let chosen = self.run_step(sequences, meanwhile)?;
         self.times.add(kind, started.elapsed());
         Ok(chosen)
     }
 
-    fn run_step(&mut self, sequences: &mut [StepSequence]) -> Result<Vec<Chosen>> {
+    fn run_step(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
         if let Some(grid) = self.options.grid {
-            return self.step_on_grid(grid, sequences);
+            return self.step_on_grid(grid, sequences, meanwhile);
         }
         let tokens: usize = sequences.iter().map(|sequence| sequence.ids.len()).sum();
         if tokens > self.limits.chunk {
             bail!("cannot run a step of {tokens} tokens: the limit is {}", self.limits.chunk);
         }
         #[cfg(feature = "cuda")]
-        if let Some(chosen) = self.step_on_graph(sequences)? {
+        if let Some(chosen) = self.step_on_graph(sequences, meanwhile)? {
             return Ok(chosen);
         }
         let logits = self.forward(sequences, SumOrder::Fastest)?;
+        meanwhile();
         self.choose(sequences, &logits)
     }
 
     /// Runs one step whose results do not depend on which sequences it contains: the single tokens in one pass, and
     /// each part of a prompt in a pass of its own.
-    fn step_on_grid(&mut self, grid: ChunkGrid, sequences: &mut [StepSequence]) -> Result<Vec<Chosen>> {
+    fn step_on_grid(
+        &mut self,
+        grid: ChunkGrid,
+        sequences: &mut [StepSequence],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Vec<Chosen>> {
         let is_chunk = |sequence: &StepSequence| sequence.ids.len() > 1;
         let mut order: Vec<usize> = (0..sequences.len()).collect();
         order.sort_by_key(|&index| is_chunk(&sequences[index]));
         // A stable sort, so that sequence i of the sorted slice was at `order[i]`.
         sequences.sort_by_key(is_chunk);
         let (rows, chunks) = sequences.split_at_mut(sequences.partition_point(|sequence| !is_chunk(sequence)));
-        let mut results = if rows.is_empty() { Vec::new() } else { self.step_rows(rows)? };
+        let mut results = if rows.is_empty() { Vec::new() } else { self.step_rows(rows, meanwhile)? };
+        meanwhile();
         for sequence in chunks {
             results.push(self.step_chunk(grid, sequence)?);
         }
@@ -63,12 +75,13 @@ impl Runner {
     }
 
     /// Runs one token of each sequence, with sums in a fixed order.
-    fn step_rows(&mut self, sequences: &mut [StepSequence]) -> Result<Vec<Chosen>> {
+    fn step_rows(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
         #[cfg(feature = "cuda")]
-        if let Some(chosen) = self.step_on_graph(sequences)? {
+        if let Some(chosen) = self.step_on_graph(sequences, meanwhile)? {
             return Ok(chosen);
         }
         let logits = self.forward(sequences, SumOrder::Fixed)?;
+        meanwhile();
         self.choose(sequences, &logits)
     }
 

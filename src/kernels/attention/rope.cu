@@ -18,10 +18,12 @@
 constexpr int HEADS = ROPE_HEADS_PER_WARP;
 
 template <typename T>
-__device__ void split_qkv(const float* qkv, const float* bias, const float* q_norm, const float* k_norm,
-                          const float* cos, const float* sin, const uint32_t* positions, T* q, T* k, T* v,
-                          const uint32_t* slots, int tokens, int heads, int kv_heads, int head_dim, int rotated,
-                          float eps) {
+__device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict__ bias,
+                          const float* __restrict__ q_norm, const float* __restrict__ k_norm,
+                          const float* __restrict__ cos, const float* __restrict__ sin,
+                          const uint32_t* __restrict__ positions, T* __restrict__ q, T* __restrict__ k,
+                          T* __restrict__ v, const uint32_t* __restrict__ slots, int tokens, int heads, int kv_heads,
+                          int head_dim, int rotated, float eps) {
     const int all = heads + 2 * kv_heads, groups = (all + HEADS - 1) / HEADS, half = rotated / 2;
     const int lane = threadIdx.x % 32;
     const int item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, token = item / groups;
@@ -56,6 +58,8 @@ __device__ void split_qkv(const float* qkv, const float* bias, const float* q_no
                                : v + (cache_row * kv_heads + head - heads - kv_heads) * head_dim;
     };
     const float *c = cos + (size_t)positions[token] * half, *s = sin + (size_t)positions[token] * half;
+    // Unrolled, so that the loads of the next elements do not wait for the stores of these.
+#pragma unroll 2
     for (int i = lane; i < half; i += 32) {
         float a[HEADS], b[HEADS];
 #pragma unroll

@@ -1,0 +1,42 @@
+//! Events that the engine sends to clients while the device runs the next step.
+
+use std::time::Instant;
+
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::request::FinishReason;
+use crate::runner::ChosenToken;
+
+/// A message from the engine thread to the client of a sequence.
+#[derive(Debug)]
+pub enum SequenceEvent {
+    /// The prefill has started. It skips the first `cached_tokens` tokens, which are already in the KV cache.
+    Started {
+        cached_tokens: usize,
+    },
+    /// A generated token and the time at which it was generated.
+    Token {
+        token: ChosenToken,
+        at: Instant,
+    },
+    Finished(FinishReason),
+    Failed(anyhow::Error),
+}
+
+/// Events to send, in order. Sending an event wakes the client's thread, which takes microseconds for each client.
+#[derive(Default)]
+pub struct Outbox(Vec<(UnboundedSender<SequenceEvent>, SequenceEvent)>);
+
+impl Outbox {
+    /// Adds an event.
+    pub fn add(&mut self, client: &UnboundedSender<SequenceEvent>, event: SequenceEvent) {
+        self.0.push((client.clone(), event));
+    }
+
+    /// Sends all events. Ignores clients that have dropped their streams.
+    pub fn flush(&mut self) {
+        for (client, event) in self.0.drain(..) {
+            let _ = client.send(event);
+        }
+    }
+}
