@@ -49,7 +49,7 @@ pub use request::{FinishReason, GenerateOptions, Prompt, Request};
 pub use sampling::SamplingParams;
 pub use stats::EngineStats;
 pub use stop::StopStrings;
-pub use stream::{Event, Events, RequestStream, Summary};
+pub use stream::{Event, Events, RequestStream, Summary, TokenCounts};
 
 /// A loaded model and the thread that runs it.
 ///

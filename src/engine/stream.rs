@@ -97,6 +97,17 @@ pub struct Summary {
     pub format_violations: usize,
 }
 
+/// The token counts of a generation in progress.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TokenCounts {
+    pub prompt_tokens: usize,
+    /// Prompt tokens reused from the KV cache. 0 until the prefill starts.
+    pub cached_tokens: usize,
+    pub completion_tokens: usize,
+    /// Seconds to the first token, as in [`Summary`]. 0 if there is none yet.
+    pub ttft_s: f64,
+}
+
 /// The events of one request, returned by [`EngineHandle::submit`](super::EngineHandle::submit).
 ///
 /// A `for` loop over the stream, or over a mutable reference to it, blocks until each event arrives.
@@ -174,9 +185,14 @@ impl RequestStream {
         self.output.tool_calls()
     }
 
-    /// Returns the number of prompt tokens.
-    pub fn prompt_tokens(&self) -> usize {
-        self.prompt_tokens
+    /// Returns the token counts so far.
+    pub fn counts(&self) -> TokenCounts {
+        TokenCounts {
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
+            completion_tokens: self.generated,
+            ttft_s: self.first_token.map_or(0.0, |first| (first - self.submitted).as_secs_f64()),
+        }
     }
 
     /// Returns the counts and timings so far. The values are final once the stream has ended.
