@@ -8,7 +8,7 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use tower_http::cors::{AllowOrigin, CorsLayer};
+use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
 use super::auth::Access;
 use super::error::ApiError;
@@ -57,7 +57,8 @@ fn cors(origins: &[String]) -> CorsLayer {
     CorsLayer::new()
         .allow_origin(origin)
         .allow_methods([Method::GET, Method::POST])
-        .allow_headers(tower_http::cors::Any)
+        // Browsers do not count `Authorization` as part of `*`.
+        .allow_headers(AllowHeaders::mirror_request())
         .expose_headers([REQUEST_ID, HeaderName::from_static("x-inferno-ignored")])
 }
 

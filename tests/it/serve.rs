@@ -7,4 +7,5 @@ mod client;
 mod fields;
 mod hostile;
 mod lifecycle;
+mod loading;
 mod routes;
