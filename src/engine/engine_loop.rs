@@ -15,12 +15,12 @@ use std::time::Instant;
 use anyhow::{Result, anyhow, bail};
 
 use super::blocks::BlockManager;
-use super::memory::MAX_LOGIT_ROWS;
 use super::outbox::Outbox;
 use super::request::FinishReason;
 use super::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork, StepPlan};
 use super::sequence::Sequence;
 use super::stats::{self, Counters};
+use crate::error::Error;
 use crate::nn::kv_cache::KvCache;
 use crate::runner::{Chosen, Runner, RunnerLimits, StepSequence};
 
@@ -68,9 +68,10 @@ pub struct EngineLoop {
 }
 
 impl EngineLoop {
-    pub fn new(runner: Runner, commands: Receiver<Command>, counters: Arc<Counters>) -> Self {
+    /// Creates the loop. At most `max_sequences` sequences run at once.
+    pub fn new(runner: Runner, max_sequences: usize, commands: Receiver<Command>, counters: Arc<Counters>) -> Self {
         let RunnerLimits { context, chunk } = runner.limits();
-        let (max_sequences, grid) = (MAX_LOGIT_ROWS.min(chunk), runner.grid());
+        let grid = runner.grid();
         let config = SchedulerConfig { token_budget: chunk, max_sequences, context, grid };
         let windows = runner.cache().layout().windows().to_vec();
         let blocks = BlockManager::new(windows, runner.cache().blocks()).with_grid(grid);
@@ -91,11 +92,12 @@ impl EngineLoop {
     /// Runs until shutdown, or until all handles are dropped.
     pub fn run(mut self) {
         while self.receive_commands() {
+            self.counters.heartbeat.begin_step();
             self.end_canceled();
             self.admit();
             let plan = self.scheduler.plan(self.started.elapsed());
             for &id in &plan.expired {
-                self.end(id, Err(anyhow!("the request waited longer than its limit")));
+                self.end(id, Err(Error::WaitedTooLong.into()));
             }
             if plan.work.is_empty() {
                 self.outbox.flush();
@@ -116,7 +118,10 @@ impl EngineLoop {
                 self.outbox.flush();
             }
             let command = match is_idle {
-                true => self.commands.recv().map_err(|_| TryRecvError::Disconnected),
+                true => {
+                    self.counters.heartbeat.rest();
+                    self.commands.recv().map_err(|_| TryRecvError::Disconnected)
+                }
                 false => self.commands.try_recv(),
             };
             match command {
@@ -125,7 +130,7 @@ impl EngineLoop {
                         stats::subtract_one(&self.counters.waiting);
                         stats::add(&self.counters.ended, 1);
                         stats::add(&self.counters.failed, 1);
-                        sequence.fail(anyhow!("cannot accept a request: the engine is draining"), &mut self.outbox);
+                        sequence.fail(Error::Draining.into(), &mut self.outbox);
                     }
                 }
                 Ok(Command::Submit(sequences)) => self.queue.push_back(Job::Sequences(sequences)),
@@ -255,6 +260,10 @@ impl EngineLoop {
                 None => None,
                 Some(Ok(token)) => {
                     stats::add(&self.counters.generated_tokens, 1);
+                    // The step may have begun before the cancellation, so the first such token does not count.
+                    if sequence.is_canceled() && sequence.note_canceled() {
+                        stats::add(&self.counters.tokens_after_cancel, 1);
+                    }
                     self.scheduler.push(*id, token.id);
                     sequence.push(token, context, &mut self.outbox).map(Ok)
                 }

@@ -13,6 +13,7 @@ pub enum SequenceEvent {
     /// The prefill has started. It skips the first `cached_tokens` tokens, which are already in the KV cache.
     Started {
         cached_tokens: usize,
+        at: Instant,
     },
     /// A generated token and the time at which it was generated.
     Token {

@@ -27,6 +27,8 @@ pub struct Sequence {
     /// The caller's cancel flag. Closing the event channel also cancels the sequence.
     cancel: Option<Arc<AtomicBool>>,
     events: UnboundedSender<SequenceEvent>,
+    /// Whether a token was generated after the cancellation.
+    is_noted_as_canceled: bool,
 }
 
 impl Sequence {
@@ -57,6 +59,7 @@ impl Sequence {
             max_wait: options.max_wait,
             cancel: options.cancel.clone(),
             events,
+            is_noted_as_canceled: false,
         }
     }
 
@@ -70,11 +73,16 @@ impl Sequence {
         self.events.is_closed() || self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
     }
 
+    /// Notes that a token was generated for a canceled request. Returns whether this was noted before.
+    pub fn note_canceled(&mut self) -> bool {
+        std::mem::replace(&mut self.is_noted_as_canceled, true)
+    }
+
     /// Adds the event [`SequenceEvent::Started`]. Later calls do nothing.
     pub fn start(&mut self, cached_tokens: usize, outbox: &mut Outbox) {
         if !self.has_started {
             self.has_started = true;
-            outbox.add(&self.events, SequenceEvent::Started { cached_tokens });
+            outbox.add(&self.events, SequenceEvent::Started { cached_tokens, at: Instant::now() });
         }
     }
 
