@@ -56,7 +56,7 @@ export class Api {
     for await (const data of events(response)) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
-      if (chunk.error) throw new ApiError("The server stopped the answer", chunk.error.message);
+      if (chunk.error) throw new ApiError("The server stopped the answer", sentence(String(chunk.error.message)));
       yield chunk;
     }
     throw new ApiError("The connection was lost", "The answer is incomplete.");

@@ -110,6 +110,7 @@ addEventListener("hashchange", () => openFromAddress());
 await start();
 
 async function start() {
+  composer.focus();
   connect();
   const isKept = await store.open(async () => {
     await list.refresh();
@@ -118,7 +119,7 @@ async function start() {
   });
   if (!isKept) showToast("This browser does not allow the page to keep conversations. They last until you close it.");
   await list.refresh();
-  openFromAddress();
+  if (!chat.conversation.leaf) openFromAddress(); // someone may have typed a message already
 }
 
 /** Opens the conversation that the address names, or a new one. */

@@ -113,8 +113,14 @@ function renderBlock(block) {
 }
 
 function inline(tag, text, properties = {}) {
-  const element = el(tag, { dir: "auto", ...properties });
+  const element = el(tag, properties);
   appendInline(element, text);
+  return withDirection(element);
+}
+
+/** Lets the first letter decide the direction. Set last, because Chromium computes it again for each node it adds. */
+function withDirection(element) {
+  element.dir = "auto";
   return element;
 }
 
@@ -127,7 +133,7 @@ function renderQuote({ blocks }) {
 function renderList({ start, isLoose, items }) {
   const list = start === null ? el("ul") : el("ol", { start: start === 1 ? null : start });
   for (const { checked, blocks } of items) {
-    const item = el("li", { dir: "auto" });
+    const item = el("li");
     if (checked !== null) {
       item.className = "task";
       item.append(el("input", { type: "checkbox", disabled: true, checked, "aria-label": checked ? "Done" : "Open" }), " ");
@@ -136,7 +142,7 @@ function renderList({ start, isLoose, items }) {
       if (block.type === "paragraph" && !isLoose) appendInline(item, block.text);
       else item.append(renderBlock(block));
     }
-    list.append(item);
+    list.append(withDirection(item));
   }
   return list;
 }

@@ -14,6 +14,7 @@ export class MessagesView {
   #views = new Map(); // the id of a node → its view
   #scroller = byId("scroller");
   #isAtEnd = true;
+  #lastTop = 0;
   #isScheduled = false;
   #notBefore = 0;
 
@@ -96,7 +97,10 @@ export class MessagesView {
 
   #noticeScroll() {
     const { scrollTop, scrollHeight, clientHeight } = this.#scroller;
-    this.#isAtEnd = scrollHeight - scrollTop - clientHeight < BOTTOM;
+    // Text that arrived since the last frame also moves the end away. Only the reader scrolls up.
+    if (scrollHeight - scrollTop - clientHeight < BOTTOM) this.#isAtEnd = true;
+    else if (scrollTop < this.#lastTop) this.#isAtEnd = false;
+    this.#lastTop = scrollTop;
     byId("jump").hidden = this.#isAtEnd;
   }
 }

@@ -7,40 +7,47 @@ const KEY = "inferno.key";
 
 /** The conversations of this browser. Without IndexedDB, as in some private windows, they last until the page closes. */
 export class ConversationStore {
-  #database = null;
+  #opened;
+  #database = new Promise((resolve) => {
+    this.#opened = resolve;
+  });
   #memory = new Map();
   #channel = new BroadcastChannel("inferno.conversations");
 
   /** Opens the database. `onChange` is called when another tab has changed a conversation. */
   async open(onChange) {
     this.#channel.onmessage = onChange;
-    this.#database = await openDatabase().catch(() => null);
-    return this.#database !== null;
+    const database = await openDatabase().catch(() => null);
+    this.#opened(database);
+    return database !== null;
   }
 
   /** Returns all conversations, the newest first. */
   async all() {
-    const all = this.#database ? await this.#run("readonly", (store) => store.getAll()) : [...this.#memory.values()];
+    const all = (await this.#run("readonly", (store) => store.getAll())) ?? [...this.#memory.values()];
     return all.sort((a, b) => b.updated - a.updated);
   }
 
   /** Writes one conversation. Fails if the disk is full. */
   async save(conversation) {
-    if (this.#database) await this.#run("readwrite", (store) => store.put(conversation));
-    else this.#memory.set(conversation.id, conversation);
+    this.#memory.set(conversation.id, conversation);
+    await this.#run("readwrite", (store) => store.put(conversation));
     this.#channel.postMessage("changed");
   }
 
   /** Removes one conversation. */
   async remove(id) {
-    if (this.#database) await this.#run("readwrite", (store) => store.delete(id));
-    else this.#memory.delete(id);
+    this.#memory.delete(id);
+    await this.#run("readwrite", (store) => store.delete(id));
     this.#channel.postMessage("changed");
   }
 
-  #run(mode, operation) {
+  /** Resolves to the result of an operation, or to undefined if there is no database. */
+  async #run(mode, operation) {
+    const database = await this.#database; // operations wait until it is open
+    if (!database) return undefined;
     return new Promise((resolve, reject) => {
-      const transaction = this.#database.transaction(CONVERSATIONS, mode);
+      const transaction = database.transaction(CONVERSATIONS, mode);
       const request = operation(transaction.objectStore(CONVERSATIONS));
       transaction.oncomplete = () => resolve(request.result);
       transaction.onabort = () => reject(transaction.error);
