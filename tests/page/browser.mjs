@@ -142,7 +142,7 @@ export class Page {
   }
 
   async resize(width, height, { isPhone = false, scale = 1 } = {}) {
-    await this.send("Emulation.setTouchEmulationEnabled", { enabled: isPhone });
+    if (isPhone) await this.send("Emulation.setTouchEmulationEnabled", { enabled: true });
     await this.send("Emulation.setDeviceMetricsOverride", { width, height, deviceScaleFactor: scale, mobile: isPhone });
   }
 

@@ -7,6 +7,7 @@
 import { readFile } from "node:fs/promises";
 import { createServer } from "node:http";
 import { extname, join } from "node:path";
+import { setTimeout as sleep } from "node:timers/promises";
 import { fileURLToPath } from "node:url";
 import { ANSWERS, REASONING } from "./samples.mjs";
 
@@ -101,7 +102,10 @@ export class MockServer {
     for (const piece of pieces(text)) {
       await stream.token({ content: piece }, delay);
       count += 1;
-      if (scenario === "cut" && count === 5) return void response.destroy();
+      if (scenario === "cut" && count === 5) {
+        await sleep(200); // a browser drops data that arrives together with the end of the connection
+        return void response.destroy();
+      }
       if (scenario === "fault" && count === 5) return stream.fault("the GPU reported an error");
     }
     return stream.finish();
@@ -126,7 +130,7 @@ class MockStream {
   }
 
   async token(delta, delay) {
-    if (delay > 0) await new Promise((resolve) => setTimeout(resolve, delay));
+    if (delay > 0) await sleep(delay);
     this.#usage.completion_tokens += 1;
     this.#usage.total_tokens += 1;
     this.send(delta);

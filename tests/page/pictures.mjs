@@ -7,7 +7,7 @@ import { MockServer } from "./mock_server.mjs";
 
 const QUESTIONS = ["Compare INT8 and FP8 weights", "Draft a commit message for this diff", "What does the prefix cache do?"];
 
-/** Writes page-light.png, page-dark-phone.png and page-server.png into a folder. */
+/** Writes page-light.png, page-server.png and page-phone.png into a folder. */
 export async function takePictures(folder) {
   const server = await new MockServer().listen();
   server.delay = 6;
@@ -30,17 +30,17 @@ export async function takePictures(folder) {
   await save("page-light.png");
 
   await page.emulate({ "prefers-color-scheme": "dark" });
-  await page.resize(390, 800, { isPhone: true, scale: 2 });
-  await page.evaluate(() => { document.getElementById("scroller").scrollTop = 0; });
-  await settle();
-  await save("page-dark-phone.png");
-
-  await page.resize(1280, 860);
   await page.click("#toggle-server");
   await settle(62_000); // a full minute of samples
   await page.evaluate(() => { document.getElementById("scroller").scrollTop = 1e6; });
   await settle();
   await save("page-server.png");
+
+  await page.click("#toggle-server");
+  await page.resize(390, 800, { isPhone: true, scale: 2 });
+  await page.evaluate(() => { document.getElementById("scroller").scrollTop = 0; });
+  await settle();
+  await save("page-phone.png");
 
   await browser.close();
   await server.close();

@@ -1,7 +1,6 @@
 // The HTTP API of the server. Addresses are relative, so that the page also works behind a proxy that adds a prefix.
 
 import { EventParser } from "./sse.js";
-import { formatSeconds } from "./text.js";
 
 /** A request that failed. `title` says what happened and `message` why, both in words for the reader. */
 export class ApiError extends Error {
@@ -21,6 +20,8 @@ const TITLES = {
   503: "The server is not ready",
 };
 
+const INVALID = "The server sent an invalid answer";
+
 /** Sends requests with the key. */
 export class Api {
   #loadKey;
@@ -35,7 +36,9 @@ export class Api {
   /** Returns the models that the server runs: `[{ id, max_model_len }]`. */
   async models() {
     const response = await this.#fetch("v1/models", { canAsk: true });
-    return (await response.json()).data;
+    const { data } = parseJson(await response.text());
+    if (!Array.isArray(data)) throw new ApiError(INVALID, "The list of models is missing.");
+    return data;
   }
 
   /** Returns the metrics in Prometheus's text format. Never asks for the key. */
@@ -55,7 +58,7 @@ export class Api {
     });
     for await (const data of events(response)) {
       if (data === "[DONE]") return;
-      const chunk = JSON.parse(data);
+      const chunk = parseJson(data);
       if (chunk.error) throw new ApiError("The server stopped the answer", sentence(String(chunk.error.message)));
       yield chunk;
     }
@@ -82,11 +85,19 @@ async function reach(address, options) {
   }
 }
 
+function parseJson(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    throw new ApiError(INVALID, "It is not JSON. Is there a proxy between this page and inferno?");
+  }
+}
+
 async function errorOf(response) {
   const body = await response.json().catch(() => null);
   const message = typeof body?.error?.message === "string" ? body.error.message : `HTTP status ${response.status}`;
   const wait = Number.parseFloat(response.headers.get("retry-after"));
-  const advice = wait > 0 ? ` Try again in ${formatSeconds(wait)}.` : "";
+  const advice = wait > 0 ? ` Try again in ${Math.ceil(wait)} s.` : "";
   const title = TITLES[response.status] ?? "The server reported an error";
   return new ApiError(title, sentence(message) + advice, response.status);
 }

@@ -57,7 +57,8 @@ export class Chat extends EventTarget {
   /** Asks for another answer. Replaces an answer that is empty because of an error. */
   regenerate(node) {
     const { conversation } = this;
-    if (node.error && !node.text && !node.reasoning) delete conversation.nodes[node.id];
+    const isEmpty = node.error && !node.text && !node.reasoning;
+    if (isEmpty && conversation.leaf === node.id) delete conversation.nodes[node.id];
     return this.#answer(conversation.nodes[node.parent]);
   }
 

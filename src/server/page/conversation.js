@@ -91,7 +91,9 @@ export function importText(text) {
     throw new Error("it is not JSON");
   }
   if (data?.format !== FORMAT || !Array.isArray(data.conversations)) throw new Error("it is not an export of this page");
-  if (data.version !== VERSION) throw new Error(`it has version ${Number(data.version)}, this page reads version ${VERSION}`);
+  if (data.version !== VERSION) {
+    throw new Error(`it has version ${Number(data.version)}, and this page reads version ${VERSION}`);
+  }
   return data.conversations.map(importConversation);
 }
 

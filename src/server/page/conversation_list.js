@@ -76,11 +76,14 @@ export class ConversationList {
         if (event.key === "Delete") this.#remove(conversation);
       },
     }, title);
-    if (this.#chat.isRunning(conversation.id)) open.append(el("span", { class: "dot", role: "img", "aria-label": "answering" }));
-    return el("li", { "data-id": conversation.id, class: isOpen ? "open" : null }, open, el("span", { class: "entry-actions" },
+    if (this.#chat.isRunning(conversation.id)) {
+      open.append(el("span", { class: "dot", role: "img", "aria-label": "answering" }));
+    }
+    const actions = el("span", { class: "entry-actions" },
       iconButton("edit", `Rename ${title}`, () => this.#rename(conversation, open)),
       iconButton("save", `Export ${title}`, () => download("conversation.json", exportText([conversation]))),
-      iconButton("trash", `Delete ${title}`, () => this.#remove(conversation))));
+      iconButton("trash", `Delete ${title}`, () => this.#remove(conversation)));
+    return el("li", { "data-id": conversation.id, class: isOpen ? "open" : null }, open, actions);
   }
 
   #rename(conversation, button) {

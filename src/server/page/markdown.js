@@ -151,6 +151,7 @@ function renderTable({ alignments, header, rows }) {
   const row = (tag, cells) => el("tr", {}, ...cells.map((cell, column) => {
     return inline(tag, cell, { class: `align-${alignments[column]}`, scope: tag === "th" ? "col" : null });
   }));
-  const table = el("table", {}, el("thead", {}, row("th", header)), el("tbody", {}, ...rows.map((cells) => row("td", cells))));
+  const body = rows.map((cells) => row("td", cells));
+  const table = el("table", {}, el("thead", {}, row("th", header)), el("tbody", {}, ...body));
   return el("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Table" }, table);
 }

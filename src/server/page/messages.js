@@ -3,7 +3,7 @@
 import { contentOf, pathTo, siblings } from "./conversation.js";
 import { announce, byId, copyButton, el, growWithText, icon, iconButton } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
-import { formatBytes, formatCount, formatNumber, formatSeconds, visibleText } from "./text.js";
+import { formatBytes, formatCount, formatDuration, formatNumber, formatSeconds, visibleText } from "./text.js";
 
 const MAX_RENDER_SHARE = 0.2; // of the time while an answer streams
 const BOTTOM = 40; // pixels from the end that count as the end
@@ -207,8 +207,10 @@ class AnswerView {
     const { error, finish, text } = this.#node;
     if (isRunning) return [];
     if (error) {
-      const retry = el("button", { type: "button", onclick: () => this.#chat.regenerate(this.#node) }, icon("retry"), "Try again");
-      return [el("div", { class: "error", role: "alert" }, el("p", {}, el("strong", {}, error.title), " ", visibleText(error.message)), retry)];
+      const again = () => this.#chat.regenerate(this.#node);
+      const words = el("p", {}, el("strong", {}, visibleText(error.title)), " ", visibleText(error.message));
+      const button = el("button", { type: "button", onclick: again }, icon("retry"), "Try again");
+      return [el("div", { class: "error", role: "alert" }, words, button)];
     }
     if (finish === "length") return [el("p", {}, "The answer reached the token limit.")];
     if (finish === "stopped") return [el("p", {}, "You stopped this answer.")];
@@ -219,7 +221,7 @@ class AnswerView {
   #buttons() {
     return [
       ...branchButtons(this.#chat, this.#node),
-      copyButton("Copy answer", () => this.#node.text),
+      ...(this.#node.text ? [copyButton("Copy answer", () => this.#node.text)] : []),
       ...(this.#chat.runningNode ? [] : [iconButton("retry", "Answer again", () => this.#chat.regenerate(this.#node))]),
     ];
   }
@@ -243,7 +245,7 @@ class ThoughtsView {
       this.#summary.textContent = "Waiting for the first token";
       return;
     }
-    const time = formatSeconds(thinkingSeconds ?? 0);
+    const time = formatDuration(thinkingSeconds ?? 0);
     this.#summary.textContent = isThinking ? `Thinking, ${time}` : `Thought for ${time}`;
     // A character outside of the first plane must not arrive in two halves, or `visibleText` could not recognize it.
     const end = isRunning && /[\ud800-\udbff]$/.test(reasoning) ? reasoning.length - 1 : reasoning.length;

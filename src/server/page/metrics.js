@@ -14,7 +14,8 @@ export function parseMetrics(text, prefix) {
 }
 
 function parseLabels(text) {
-  return Object.fromEntries(Array.from(text.matchAll(/([a-zA-Z0-9_]+)="((?:[^"\\]|\\.)*)"/g), ([, name, value]) => [name, value]));
+  const pairs = text.matchAll(/([a-zA-Z0-9_]+)="((?:[^"\\]|\\.)*)"/g);
+  return Object.fromEntries(Array.from(pairs, ([, name, value]) => [name, value]));
 }
 
 function parseValue(text) {

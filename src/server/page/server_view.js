@@ -49,7 +49,7 @@ export class ServerView {
       this.#note,
       this.#card("Generation", "generation", "tokens/s", ["Prompts", "Generated in total"]),
       this.#card("Requests", "running", "running", ["Waiting", "Finished in total"]),
-      this.#card("KV cache", "kv", "used", ["Blocks", "Prefix cache hits"]),
+      this.#card("KV cache", "kv", "used", ["Size", "Prefix hits"]),
       this.#table("Latency", ["Time to first token", "Between tokens"]),
       el("p", { class: "note" }, "Rates and latencies cover the last minute."),
     );
@@ -84,7 +84,8 @@ export class ServerView {
 
   #schedule() {
     clearTimeout(this.#timer);
-    if (this.isOpen && !document.hidden) this.#timer = setTimeout(() => this.#poll(), this.#samples.length > 0 ? INTERVAL : 0);
+    if (!this.isOpen || document.hidden) return;
+    this.#timer = setTimeout(() => this.#poll(), this.#samples.length > 0 ? INTERVAL : 0);
   }
 
   async #poll() {
@@ -110,12 +111,17 @@ export class ServerView {
     this.#showRow("Waiting", get("num_requests_waiting"), formatCount);
     this.#showRow("Finished in total", get("request_success_total"), formatCount);
     const { num_gpu_blocks: blocks, block_size: size } = metrics.get("cache_config_info")?.[0].labels ?? {};
-    this.#showRow("Blocks", blocks, () => `${formatCount(Number(blocks))} of ${size} tokens`);
-    this.#showRow("Prefix cache hits", get("prefix_cache_hits_total") / get("prefix_cache_queries_total"), formatShare);
-    for (const [row, name] of [["Time to first token", "time_to_first_token_seconds"], ["Between tokens", "inter_token_latency_seconds"]]) {
-      const buckets = difference(histogram(metrics, name), histogram(this.#samples[0].metrics, name));
-      for (const share of [0.5, 0.99]) this.#showRow(`${row} p${share * 100}`, quantile(buckets, share), formatSeconds);
-    }
+    this.#showRow("Size", blocks * size, (tokens) => `${formatCount(tokens)} tokens`);
+    this.#showRow("Prefix hits", get("prefix_cache_hits_total") / get("prefix_cache_queries_total"), formatShare);
+    this.#showLatency("Time to first token", "time_to_first_token_seconds");
+    this.#showLatency("Between tokens", "inter_token_latency_seconds");
+  }
+
+  #showLatency(row, name) {
+    const [first, last] = [this.#samples[0], this.#samples.at(-1)].map(({ metrics }) => histogram(metrics, name));
+    const buckets = difference(last, first);
+    this.#showRow(`${row} p50`, quantile(buckets, 0.5), formatSeconds);
+    this.#showRow(`${row} p99`, quantile(buckets, 0.99), formatSeconds);
   }
 
   #values(name) {

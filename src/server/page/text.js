@@ -57,6 +57,11 @@ export function formatSeconds(seconds) {
   return `${Math.floor(whole / 60)} min ${whole % 60} s`;
 }
 
+/** Formats how long something took that people notice: "0.2 s", "12.5 s", "2 min 5 s". */
+export function formatDuration(seconds) {
+  return seconds < 1 ? `${seconds.toFixed(1)} s` : formatSeconds(seconds);
+}
+
 /** Formats a size in bytes: "512 bytes", "3.4 KiB", "1.0 MiB". */
 export function formatBytes(bytes) {
   if (bytes < 1024) return `${bytes} bytes`;
