@@ -19,8 +19,8 @@ const POLICY = [
   "trusted-types 'none'", "report-uri /violations",
 ].join("; ");
 const MODELS = [
-  { id: "openai/gpt-oss-20b", object: "model", owned_by: "inferno", max_model_len: 131072 },
-  { id: "meta-llama/Llama-3.1-8B-Instruct", object: "model", owned_by: "inferno", max_model_len: 8192 },
+  { id: "example/model-20b", object: "model", owned_by: "inferno", max_model_len: 131072 },
+  { id: "example/model-8b", object: "model", owned_by: "inferno", max_model_len: 8192 },
 ];
 
 /** Starts a mock server on 127.0.0.1. Tests read and change its fields. */
@@ -174,7 +174,7 @@ class MockMetrics {
     this.#finished += Math.round(load * 40 * step);
     observe(this.#firstToken, [0.1, 0.55, 0.86, 0.97, 0.995, 1], load * 40 * step);
     observe(this.#between, [0, 0.04, 0.3, 0.91, 0.996, 1], load * 9000 * step);
-    const label = '{engine="0",model_name="openai/gpt-oss-20b"}';
+    const label = '{engine="0",model_name="example/model-20b"}';
     return `# HELP inferno_num_requests_running Requests that run.
 # TYPE inferno_num_requests_running gauge
 inferno_num_requests_running${label} ${Math.round(load * 110)}

@@ -86,7 +86,7 @@ test("a message streams an answer with thoughts and numbers", async ({ page, ser
   await sees(page, ".answer .code", "fn slot(table: &[u32]");
   await sees(page, ".answer th", "waste per sequence");
   const [stats] = await texts(page, ".stats");
-  assert.match(stats, /^\d+ tokens · \d+ tokens\/s · first token after \d+ ms · openai\/gpt-oss-20b$/);
+  assert.match(stats, /^\d+ tokens · \d+ tokens\/s · first token after \d+ ms · example\/model-20b$/);
   const [thoughts] = await texts(page, ".thoughts summary");
   assert.match(thoughts, /^Thought for \d/);
   assert.equal(await page.evaluate(() => document.querySelector(".thoughts").open), false);
@@ -95,7 +95,7 @@ test("a message streams an answer with thoughts and numbers", async ({ page, ser
   assert.match((await texts(page, "#context"))[0], /^\d+ of 131,072 tokens of context used$/);
   const [request] = server.requests;
   assert.deepEqual(request, {
-    model: "openai/gpt-oss-20b",
+    model: "example/model-20b",
     messages: [{ role: "user", content: "Explain how paged attention works." }],
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
@@ -259,11 +259,11 @@ test("the settings go into the request and survive a reload", async ({ page, ser
 test("the chosen model is used", async ({ page, server }) => {
   await page.evaluate(() => {
     const select = document.getElementById("model");
-    select.value = "meta-llama/Llama-3.1-8B-Instruct";
+    select.value = "example/model-8b";
     select.dispatchEvent(new Event("change"));
   });
   await ask(page, "hello");
-  assert.equal(server.requests[0].model, "meta-llama/Llama-3.1-8B-Instruct");
+  assert.equal(server.requests[0].model, "example/model-8b");
   await sees(page, "#context", "of 8,192 tokens");
 });
 
@@ -446,6 +446,30 @@ test("hostile output runs nothing, loads nothing and hides nothing", async ({ pa
   assert.match(found.text, /␛\[31mred/);
   assert.match(found.text, /‹U\+202E›gnp\.exe/);
   assert.deepEqual(page.requests.filter((url) => !url.startsWith(server.url) && !url.startsWith("data:image/svg+xml,%3Csvg")), []);
+});
+
+test("the tests notice what the policy blocks", async ({ page, server }) => {
+  await page.evaluate(() => {
+    const image = document.createElement("img");
+    image.src = "http://probe.test/pixel.png";
+    document.body.append(image);
+  });
+  const isRefused = await page.evaluate(() => {
+    try {
+      document.body.innerHTML = "<p>text</p>";
+    } catch (error) {
+      return error instanceof TypeError;
+    }
+    return false;
+  });
+  assert.ok(isRefused, "Trusted Types refuse HTML");
+  const end = Date.now() + 5000;
+  while (server.violations.length < 2 && Date.now() < end) await new Promise((resolve) => setTimeout(resolve, 20));
+  assert.match(server.violations.join("\n"), /img-src/);
+  assert.match(server.violations.join("\n"), /trusted-types/);
+  assert.ok(page.problems.some((problem) => problem.includes("probe.test")), page.problems);
+  server.violations = [];
+  page.problems = [];
 });
 
 test("hostile titles, models and file names stay text", async ({ page }) => {

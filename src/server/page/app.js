@@ -13,9 +13,9 @@ import { ServerView } from "./server_view.js";
 import { initSettings, openSettings } from "./settings.js";
 import { ConversationStore, loadKey, loadSettings, saveSettings } from "./store.js";
 import { formatCount, visibleText } from "./text.js";
+import { showToast } from "./toast.js";
 
 const RETRY_INTERVAL = 2000;
-const TOAST_TIME = 8000;
 const IS_MAC = navigator.platform.startsWith("Mac");
 
 const settings = loadSettings();
@@ -107,7 +107,7 @@ document.addEventListener("click", ({ target }) => {
 
 addEventListener("hashchange", () => openFromAddress());
 
-await start();
+start();
 
 async function start() {
   composer.focus();
@@ -166,22 +166,4 @@ function setSidebar(isOpen) {
   document.body.classList.toggle("sidebar-open", isOpen);
   if (isOpen) byId("close-sidebar").focus();
   else if (wasOpen) byId("open-sidebar").focus();
-}
-
-let toastTimer = null;
-
-/** Shows a message for a few seconds, with a button if `label` is given. */
-function showToast(message, label = null, run = null) {
-  const toast = byId("toast");
-  const hide = () => {
-    toast.hidden = true;
-  };
-  const button = el("button", { type: "button", onclick: () => {
-    hide();
-    run();
-  } }, label ?? "");
-  toast.replaceChildren(message, ...(label ? [button] : []));
-  toast.hidden = false;
-  clearTimeout(toastTimer);
-  toastTimer = setTimeout(hide, TOAST_TIME);
 }

@@ -95,7 +95,7 @@ export class ServerView {
       this.#note.textContent = "";
       this.#show();
     } catch (error) {
-      this.#note.textContent = `${error.title}. ${error.message}`;
+      this.#note.textContent = `${error.title ?? "Cannot read the metrics"}. ${error.message}`;
     }
     this.#schedule();
   }
