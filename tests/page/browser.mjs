@@ -30,7 +30,7 @@ export class Browser {
     const sandbox = process.getuid?.() === 0 ? ["--no-sandbox"] : []; // the sandbox does not start as root
     this.#process = spawn(process.env.CHROMIUM ?? "chromium", [
       "--headless=new", "--remote-debugging-pipe", `--user-data-dir=${this.#profile}`, "--no-first-run", "--disable-gpu",
-      "--disable-background-networking", "--disable-component-update", "--hide-scrollbars=false",
+      "--disable-background-networking", "--disable-component-update",
       "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4", // a mouse
       "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", ...sandbox,
     ], { stdio: ["ignore", "ignore", "ignore", "pipe", "pipe"] });
