@@ -7,8 +7,8 @@ use anyhow::Result;
 use clap::{ArgAction, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::commands::{
-    bench, completions, doctor, download, list, perplexity, play, prune, remove, shared::defaults, show, tokenize,
-    verify,
+    bench, completions, doctor, download, list, perplexity, play, prune, remove, serve, shared::defaults, show,
+    tokenize, verify,
 };
 use crate::error::{exit_code, is_disk_full};
 use crate::terminal;
@@ -50,6 +50,7 @@ enum Command {
     Show(show::Args),
     Doctor(doctor::Args),
     Play(Box<play::Args>),
+    Serve(Box<serve::Args>),
     Bench(bench::Args),
     Perplexity(perplexity::Args),
     Tokenize(tokenize::Args),
@@ -111,6 +112,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Show(args) => show::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Play(args) => play::run(*args),
+        Command::Serve(args) => serve::run(*args),
         Command::Bench(args) => bench::run(args),
         Command::Perplexity(args) => perplexity::run(args),
         Command::Tokenize(args) => tokenize::run(args),

@@ -98,6 +98,14 @@ pub enum Error {
     )]
     ContextFull { prompt_tokens: usize, context_tokens: usize, limit_tokens: usize },
 
+    /// The engine is draining, so it accepts no new requests.
+    #[error("cannot accept a request: the engine is draining")]
+    Draining,
+
+    /// The request did not start within its longest wait.
+    #[error("the request waited longer than its limit")]
+    WaitedTooLong,
+
     /// The prompt was rejected before tokenization, because its text is too long for the context.
     #[error(
         "the prompt has {:.1} MB of text, but the context holds only {context_tokens} tokens\n  shorten it",
@@ -121,6 +129,7 @@ impl Error {
     /// Returns the exit code of the process.
     pub fn exit_code(&self) -> u8 {
         match self {
+            Error::Draining | Error::WaitedTooLong => 1,
             Error::Usage(_) => 2,
             Error::ModelNotFound { .. } | Error::RepositoryNotFound { .. } | Error::RevisionNotFound { .. } => 3,
             Error::NotInOwnCache(_) | Error::NoRevisions { .. } => 3,

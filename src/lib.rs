@@ -44,6 +44,8 @@ pub mod nn;
 #[doc(hidden)]
 pub mod repl;
 pub mod runner;
+#[doc(hidden)]
+pub mod server;
 pub mod snapshot;
 #[doc(hidden)]
 pub mod terminal;

@@ -9,6 +9,7 @@ pub mod perplexity;
 pub mod play;
 pub mod prune;
 pub mod remove;
+pub mod serve;
 pub mod shared;
 pub mod show;
 pub mod tokenize;

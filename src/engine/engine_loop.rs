@@ -14,11 +14,11 @@ use std::time::Instant;
 use anyhow::{Result, anyhow, bail};
 
 use super::blocks::BlockManager;
-use super::memory::MAX_LOGIT_ROWS;
 use super::request::FinishReason;
 use super::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork, StepPlan};
 use super::sequence::Sequence;
 use super::stats::{self, Counters};
+use crate::error::Error;
 use crate::nn::kv_cache::KvCache;
 use crate::runner::{Chosen, Runner, RunnerLimits, StepSequence};
 
@@ -65,9 +65,10 @@ pub struct EngineLoop {
 }
 
 impl EngineLoop {
-    pub fn new(runner: Runner, commands: Receiver<Command>, counters: Arc<Counters>) -> Self {
+    /// Creates the loop. At most `max_sequences` sequences run at once.
+    pub fn new(runner: Runner, max_sequences: usize, commands: Receiver<Command>, counters: Arc<Counters>) -> Self {
         let RunnerLimits { context, chunk } = runner.limits();
-        let config = SchedulerConfig { token_budget: chunk, max_sequences: MAX_LOGIT_ROWS.min(chunk), context };
+        let config = SchedulerConfig { token_budget: chunk, max_sequences, context };
         let blocks = BlockManager::new(runner.cache().layout().windows().to_vec(), runner.cache().blocks());
         Self {
             runner,
@@ -85,11 +86,12 @@ impl EngineLoop {
     /// Runs until shutdown, or until all handles are dropped.
     pub fn run(mut self) {
         while self.receive_commands() {
+            self.counters.heartbeat.begin_step();
             self.end_canceled();
             self.admit();
             let plan = self.scheduler.plan(self.started.elapsed());
             for &id in &plan.expired {
-                self.end(id, Err(anyhow!("the request waited longer than its limit")));
+                self.end(id, Err(Error::WaitedTooLong.into()));
             }
             if !plan.work.is_empty() {
                 let outcome = self.step(&plan);
@@ -104,7 +106,10 @@ impl EngineLoop {
         loop {
             let is_idle = self.scheduler.is_idle() && self.queue.is_empty();
             let command = match is_idle {
-                true => self.commands.recv().map_err(|_| TryRecvError::Disconnected),
+                true => {
+                    self.counters.heartbeat.rest();
+                    self.commands.recv().map_err(|_| TryRecvError::Disconnected)
+                }
                 false => self.commands.try_recv(),
             };
             match command {
@@ -113,7 +118,7 @@ impl EngineLoop {
                         stats::subtract_one(&self.counters.waiting);
                         stats::add(&self.counters.ended, 1);
                         stats::add(&self.counters.failed, 1);
-                        sequence.fail(anyhow!("cannot accept a request: the engine is draining"));
+                        sequence.fail(Error::Draining.into());
                     }
                 }
                 Ok(Command::Submit(sequences)) => self.queue.push_back(Job::Sequences(sequences)),
@@ -242,6 +247,10 @@ impl EngineLoop {
                 None => None,
                 Some(Ok(token)) => {
                     stats::add(&self.counters.generated_tokens, 1);
+                    // The step may have begun before the cancellation, so the first such token does not count.
+                    if sequence.is_canceled() && sequence.note_canceled() {
+                        stats::add(&self.counters.tokens_after_cancel, 1);
+                    }
                     self.scheduler.push(*id, token.id);
                     sequence.push(token, context).map(Ok)
                 }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Sender};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow, bail};
 use candle_core::Device;
@@ -134,7 +134,7 @@ impl EngineHandle {
         }
         let counters = &self.shared.counters;
         if counters.is_draining.load(Ordering::Relaxed) {
-            bail!("cannot accept a request: the engine is draining");
+            return Err(Error::Draining.into());
         }
         let (mut sequences, mut streams) = (Vec::new(), Vec::new());
         for output in outputs {
@@ -250,6 +250,11 @@ impl EngineHandle {
     /// Returns the current counters of the engine.
     pub fn stats(&self) -> EngineStats {
         self.shared.counters.snapshot()
+    }
+
+    /// Returns whether the engine thread makes progress: it is idle, or its current step has taken at most `limit`.
+    pub fn is_responsive(&self, limit: Duration) -> bool {
+        self.shared.counters.heartbeat.is_regular(limit)
     }
 
     /// Rejects new requests and waits until all submitted requests have ended.

@@ -39,6 +39,8 @@ pub struct ModelInfo {
     pub cache_blocks: usize,
     /// How many sequences that fill the context fit in the KV cache at once.
     pub cache_sequences: usize,
+    /// The most sequences that run at once.
+    pub max_sequences: usize,
     pub load: LoadTimes,
 }
 

@@ -10,7 +10,7 @@ use anyhow::{Result, bail};
 use candle_core::{DType, Device};
 
 use super::info::{LoadTimes, ModelInfo};
-use super::memory::{Capacity, DeviceKind, MemoryPlan};
+use super::memory::{Capacity, DeviceKind, MAX_LOGIT_ROWS, MemoryPlan};
 use super::memory_limit::MemoryLimit;
 use super::sampling::SamplingParams;
 use crate::device::{self, DeviceChoice, DeviceInfo};
@@ -36,6 +36,8 @@ pub struct LoadOptions<'o> {
     pub chunk: Option<usize>,
     /// The number of full-context sequences that the KV cache can hold. It can hold more sequences if they are shorter.
     pub sequences: usize,
+    /// The most sequences that run at once. `None` selects the maximum of 256. The chunk size also limits it.
+    pub max_sequences: Option<usize>,
     /// How much of the device's memory to use. The KV cache takes what weights and workspace leave. `None` makes the cache
     /// no larger than `sequences` need.
     pub memory: Option<MemoryLimit>,
@@ -61,6 +63,7 @@ impl Default for LoadOptions<'_> {
             context: None,
             chunk: None,
             sequences: 1,
+            max_sequences: None,
             memory: None,
             quantize: None,
             eager: false,
@@ -130,6 +133,10 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
         cache_bytes,
         cache_blocks: runner.cache().blocks(),
         cache_sequences,
+        max_sequences: options
+            .max_sequences
+            .unwrap_or(MAX_LOGIT_ROWS)
+            .clamp(1, MAX_LOGIT_ROWS.min(runner.limits().chunk)),
         load: times,
     };
     let defaults = SamplingParams::from_generation_config(&language.generation_config);

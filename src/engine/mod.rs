@@ -7,6 +7,7 @@
 pub mod blocks;
 mod engine_loop;
 mod handle;
+mod heartbeat;
 mod info;
 mod load;
 pub mod memory;
@@ -37,6 +38,7 @@ use crate::language::Language;
 use crate::weights::quantized::QuantizationTarget;
 use engine_loop::{Command, EngineLoop};
 use handle::Shared;
+use heartbeat::StopGuard;
 use stats::Counters;
 
 pub use handle::EngineHandle;
@@ -47,7 +49,7 @@ pub use request::{FinishReason, GenerateOptions, Prompt, Request};
 pub use sampling::SamplingParams;
 pub use stats::EngineStats;
 pub use stop::StopStrings;
-pub use stream::{Event, Events, RequestStream, Summary};
+pub use stream::{Event, Events, RequestStream, Summary, TokenCounts};
 
 /// A loaded model and the thread that runs it.
 ///
@@ -91,8 +93,13 @@ impl Engine {
             fingerprint: model.fingerprint,
             counters: counters.clone(),
         };
-        let engine_loop = EngineLoop::new(model.runner, receiver, counters);
-        let thread = thread::Builder::new().name("inferno-engine".into()).spawn(move || engine_loop.run());
+        let guard = StopGuard::new(counters.heartbeat.clone());
+        let max_sequences = shared.info.max_sequences;
+        let engine_loop = EngineLoop::new(model.runner, max_sequences, receiver, counters);
+        let thread = thread::Builder::new().name("inferno-engine".into()).spawn(move || {
+            let _guard = guard;
+            engine_loop.run();
+        });
         let thread = Some(thread.context("cannot start the engine thread")?);
         Ok(Self { handle: EngineHandle::new(commands, shared), thread })
     }
@@ -150,6 +157,12 @@ impl<'o> EngineBuilder<'o> {
     /// Requests run at the same time as long as there are enough blocks for them. All other requests wait.
     pub fn sequences(mut self, sequences: usize) -> Self {
         self.options.sequences = sequences;
+        self
+    }
+
+    /// Sets the most requests that run at once. The default, which is also the maximum, is 256.
+    pub fn max_sequences(mut self, max_sequences: usize) -> Self {
+        self.options.max_sequences = Some(max_sequences);
         self
     }
 

@@ -16,6 +16,7 @@ pub enum SequenceEvent {
     /// The prefill has started. It skips the first `cached_tokens` tokens, which are already in the KV cache.
     Started {
         cached_tokens: usize,
+        at: Instant,
     },
     /// A generated token and the time at which it was generated.
     Token {
@@ -42,6 +43,8 @@ pub struct Sequence {
     /// The caller's cancel flag. Closing the event channel also cancels the sequence.
     cancel: Option<Arc<AtomicBool>>,
     events: UnboundedSender<SequenceEvent>,
+    /// Whether a token was generated after the cancellation.
+    is_noted_as_canceled: bool,
 }
 
 impl Sequence {
@@ -72,6 +75,7 @@ impl Sequence {
             max_wait: options.max_wait,
             cancel: options.cancel.clone(),
             events,
+            is_noted_as_canceled: false,
         }
     }
 
@@ -85,11 +89,16 @@ impl Sequence {
         self.events.is_closed() || self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
     }
 
+    /// Notes that a token was generated for a canceled request. Returns whether this was noted before.
+    pub fn note_canceled(&mut self) -> bool {
+        std::mem::replace(&mut self.is_noted_as_canceled, true)
+    }
+
     /// Sends [`SequenceEvent::Started`] to the client. Later calls do nothing.
     pub fn start(&mut self, cached_tokens: usize) {
         if !self.has_started {
             self.has_started = true;
-            self.send(SequenceEvent::Started { cached_tokens });
+            self.send(SequenceEvent::Started { cached_tokens, at: Instant::now() });
         }
     }
 

@@ -1,7 +1,9 @@
 //! Engine counters that any thread can read.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use super::heartbeat::Heartbeat;
 use super::scheduler::Scheduler;
 
 /// A snapshot of the engine's counters.
@@ -17,6 +19,8 @@ pub struct EngineStats {
     pub canceled: u64,
     /// Requests that ended with an error.
     pub failed: u64,
+    /// Tokens generated in steps that began after their request was canceled. Always 0, unless the engine has a bug.
+    pub tokens_after_cancel: u64,
     /// Prefilled tokens, excluding tokens reused from the KV cache. Includes tokens that were computed again after a
     /// preemption.
     pub prompt_tokens: u64,
@@ -46,6 +50,7 @@ pub struct Counters {
     pub ended: AtomicU64,
     pub canceled: AtomicU64,
     pub failed: AtomicU64,
+    pub tokens_after_cancel: AtomicU64,
     pub prompt_tokens: AtomicU64,
     pub generated_tokens: AtomicU64,
     pub cached_tokens: AtomicU64,
@@ -55,6 +60,8 @@ pub struct Counters {
     pub used_blocks: AtomicU64,
     pub queried_tokens: AtomicU64,
     pub hit_tokens: AtomicU64,
+    /// Whether the engine thread makes progress.
+    pub heartbeat: Arc<Heartbeat>,
     /// Whether the engine is draining: it rejects new requests and finishes the others.
     pub is_draining: AtomicBool,
 }
@@ -80,6 +87,7 @@ impl Counters {
             ended: read(&self.ended),
             canceled: read(&self.canceled),
             failed: read(&self.failed),
+            tokens_after_cancel: read(&self.tokens_after_cancel),
             prompt_tokens: read(&self.prompt_tokens),
             generated_tokens: read(&self.generated_tokens),
             cached_tokens: read(&self.cached_tokens),

@@ -79,6 +79,8 @@ pub struct Summary {
     /// Prompt tokens reused from the KV cache.
     pub cached_tokens: usize,
     pub completion_tokens: usize,
+    /// Seconds from the [`submit`](super::EngineHandle::submit) call to the start of the prefill. 0 if it never started.
+    pub queue_s: f64,
     /// Seconds from the [`submit`](super::EngineHandle::submit) call to the first token.
     /// Includes rendering the chat template, tokenizing and waiting in the queue. 0 if no token was generated.
     pub ttft_s: f64,
@@ -93,6 +95,17 @@ pub struct Summary {
     pub tool_calls: Vec<ToolCall>,
     /// The number of times the model violated its chat format.
     pub format_violations: usize,
+}
+
+/// The token counts of a generation in progress.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TokenCounts {
+    pub prompt_tokens: usize,
+    /// Prompt tokens reused from the KV cache. 0 until the prefill starts.
+    pub cached_tokens: usize,
+    pub completion_tokens: usize,
+    /// Seconds to the first token, as in [`Summary`]. 0 if there is none yet.
+    pub ttft_s: f64,
 }
 
 /// The events of one request, returned by [`EngineHandle::submit`](super::EngineHandle::submit).
@@ -112,6 +125,7 @@ pub struct RequestStream {
     executor: Executor,
     generated: usize,
     submitted: Instant,
+    started: Option<Instant>,
     first_token: Option<Instant>,
     last_token: Instant,
     finish: Option<FinishReason>,
@@ -137,6 +151,7 @@ impl RequestStream {
             executor: info.executor,
             generated: 0,
             submitted,
+            started: None,
             first_token: None,
             last_token: submitted,
             finish: None,
@@ -164,6 +179,22 @@ impl RequestStream {
         self.finish_as(FinishReason::Canceled);
     }
 
+    /// Returns the tool calls so far. In harmony, a call is listed with its name as soon as its arguments begin.
+    /// In other formats, the last call has no name until it is complete.
+    pub fn tool_calls(&self) -> &[ToolCall] {
+        self.output.tool_calls()
+    }
+
+    /// Returns the token counts so far.
+    pub fn counts(&self) -> TokenCounts {
+        TokenCounts {
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
+            completion_tokens: self.generated,
+            ttft_s: self.first_token.map_or(0.0, |first| (first - self.submitted).as_secs_f64()),
+        }
+    }
+
     /// Returns the counts and timings so far. The values are final once the stream has ended.
     pub fn summary(&self) -> Summary {
         let tool_calls = self.output.tool_calls().to_vec();
@@ -178,6 +209,7 @@ impl RequestStream {
             prompt_tokens: self.prompt_tokens,
             cached_tokens: self.cached_tokens,
             completion_tokens: self.generated,
+            queue_s: self.started.map_or(0.0, |started| (started - self.submitted).as_secs_f64()),
             ttft_s: (first - self.submitted).as_secs_f64(),
             tok_per_s: if decode_s > 0.0 { (self.generated - 1) as f64 / decode_s } else { 0.0 },
             context_used: self.prompt_tokens + self.generated,
@@ -212,8 +244,8 @@ impl RequestStream {
     /// Handles a message from the engine thread. Returns `None` if the message produces no event for the client.
     fn receive(&mut self, event: Option<SequenceEvent>) -> Option<Result<Event>> {
         let result = match event {
-            Some(SequenceEvent::Started { cached_tokens }) => {
-                self.cached_tokens = cached_tokens;
+            Some(SequenceEvent::Started { cached_tokens, at }) => {
+                (self.cached_tokens, self.started) = (cached_tokens, Some(at));
                 return None;
             }
             Some(SequenceEvent::Finished(reason)) => {

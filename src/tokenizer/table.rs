@@ -42,6 +42,8 @@ pub struct TokenTable {
     /// The ids of the control tokens, sorted.
     control_ids: Vec<u32>,
     decoder: Option<DecoderWrapper>,
+    /// Whether the vocabulary spells every byte as a character, as in GPT-2.
+    is_byte_level: bool,
     normalizes_controls: bool,
 }
 
@@ -87,11 +89,14 @@ impl TokenTable {
         if let Some(decoder) = &decoder {
             check_decoder(decoder)?;
         }
+        let mut steps = Vec::new();
+        decoder.iter().for_each(|decoder| collect_steps(decoder, &mut steps));
+        let is_byte_level = steps.iter().any(|step| step["type"] == "ByteLevel");
         let decoder = guarded("load the decoder of the tokenizer", || decoder.map(serde_json::from_value).transpose())?;
         let mut control_ids: Vec<u32> = controls.iter().map(|control| control.id).collect();
         control_ids.sort_unstable();
         let (text, ids, ends) = (String::new(), Vec::new(), Vec::new());
-        Ok(Self { text, ids, ends, controls, control_ids, decoder, normalizes_controls })
+        Ok(Self { text, ids, ends, controls, control_ids, decoder, is_byte_level, normalizes_controls })
     }
 
     /// Adds a token. Its id must be larger than all ids in the table.
@@ -146,6 +151,20 @@ impl TokenTable {
         Ok(table)
     }
 
+    /// Returns the bytes of a token, which can be part of a character. Returns no bytes for an id that has no token.
+    pub fn bytes(&self, id: u32) -> Vec<u8> {
+        let Some(token) = self.token(id) else { return Vec::new() };
+        if self.is_control(id) {
+            return token.as_bytes().to_vec();
+        }
+        if self.is_byte_level {
+            return token.chars().flat_map(bytes_of_char).collect();
+        }
+        // SentencePiece spells a byte as `<0xE2>` and a space as `▁`.
+        let byte = token.strip_prefix("<0x").and_then(|rest| u8::from_str_radix(rest.strip_suffix('>')?, 16).ok());
+        byte.map_or_else(|| token.replace('▁', " ").into_bytes(), |byte| vec![byte])
+    }
+
     /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.ids.len()
@@ -191,6 +210,19 @@ impl TokenTable {
             None => Ok(tokens.join(" ")),
         }
     }
+}
+
+/// Returns the byte that a character of a byte-level vocabulary stands for, or the UTF-8 bytes of any other character.
+///
+/// GPT-2 spells printable bytes as themselves, and all others as the characters from U+0100, in order.
+fn bytes_of_char(character: char) -> Vec<u8> {
+    let is_printable = |byte: &u8| matches!(byte, 33..=126 | 161..=172 | 174..=255);
+    let code = character as usize;
+    let byte = match u8::try_from(code) {
+        Ok(byte) => Some(byte).filter(is_printable),
+        Err(_) => (0..=255u8).filter(|byte| !is_printable(byte)).nth(code - 256),
+    };
+    byte.map_or_else(|| character.to_string().into_bytes(), |byte| vec![byte])
 }
 
 /// Returns the control tokens of a tokenizer, longest first, and whether any of them matches normalized text.

@@ -695,6 +695,34 @@ fn requests_start_by_priority_and_expire() {
     assert_eq!(Answer::read(first).summary.completion_tokens, 50);
 }
 
+#[test]
+fn at_most_max_sequences_run_at_once() {
+    let builder = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(128).sequences(4).max_sequences(2);
+    let engine = builder.load().unwrap();
+    assert_eq!(engine.info().max_sequences, 2);
+    let options = GenerateOptions { max_tokens: Some(40), ignore_eos: true, ..greedy() };
+    let mut streams: Vec<RequestStream> =
+        (0..3).map(|seed| engine.complete_ids(&engine.random_tokens(seed, 20), options.clone()).unwrap()).collect();
+    streams[0].next_blocking().unwrap().unwrap();
+    streams[1].next_blocking().unwrap().unwrap();
+    let stats = engine.stats();
+    assert_eq!((stats.running, stats.waiting), (2, 1), "{stats:?}");
+    let summaries: Vec<Summary> = streams.into_iter().map(|stream| Answer::read(stream).summary).collect();
+    assert!(summaries[2].queue_s > summaries[0].queue_s, "the third request waits for the first one");
+    assert!(summaries.iter().all(|summary| summary.queue_s <= summary.ttft_s));
+    assert_eq!(stats_when_idle(&engine).tokens_after_cancel, 0);
+    assert!(engine.is_responsive(Duration::from_secs(60)));
+}
+
+#[test]
+fn a_stopped_engine_is_not_responsive() {
+    let engine = demo(64);
+    let handle = engine.handle();
+    assert!(handle.is_responsive(Duration::from_secs(60)));
+    drop(engine);
+    assert!(!handle.is_responsive(Duration::from_secs(60)));
+}
+
 #[test(gpu)]
 fn batches_continue_prompts_with_greedy_tokens() {
     for name in GRAPH_MODELS {

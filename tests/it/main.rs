@@ -53,6 +53,8 @@ mod quantized;
 mod render;
 mod scheduler;
 mod screen;
+#[cfg(unix)]
+mod serve;
 mod show;
 mod signals;
 mod support;

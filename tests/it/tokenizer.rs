@@ -66,6 +66,27 @@ fn streamed_text_is_complete_and_never_splits_a_character() {
     }
 }
 
+/// Asserts that the bytes of the tokens of a text are the bytes of the text. Some tokenizers add a space before it.
+fn assert_bytes_are_complete(tokenizer: &Tokenizer, name: &str) {
+    let text = "naïve 你好 🦀🏳️‍🌈\n\tfn main() {}  twice";
+    let ids = tokenizer.encode(text, ControlTokens::Text).unwrap();
+    let bytes: Vec<u8> = ids.iter().flat_map(|&id| tokenizer.table().bytes(id)).collect();
+    assert_eq!(String::from_utf8(bytes).unwrap().trim_start(), text, "{name}");
+    assert!(tokenizer.table().bytes(u32::MAX).is_empty());
+}
+
+#[test]
+fn bytes_of_tokens_make_up_the_text() {
+    assert_bytes_are_complete(&Tokenizer::from_dir(&demo_dir()).unwrap(), "demo");
+}
+
+#[test(fixtures)]
+fn bytes_of_real_tokens_make_up_the_text() {
+    for (model, _) in VECTORS {
+        assert_bytes_are_complete(&Tokenizer::from_dir(&fixtures().join(model)).unwrap(), model);
+    }
+}
+
 #[test(fixtures)]
 fn ids_without_a_token_decode_to_nothing() {
     let fixtures = fixtures();

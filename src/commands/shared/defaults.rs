@@ -22,6 +22,7 @@ use clap::parser::ValueSource;
 use clap::{ArgAction, ArgMatches, Command};
 use toml::{Table, Value};
 
+use super::logging::{self, LogFormat};
 use crate::conversation::{SavedConversation, SettingValues, is_setting, journal};
 use crate::engine::sampling::SAMPLING_FIELDS;
 use crate::error::Error;
@@ -55,8 +56,40 @@ static PLAY_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
     flags
 });
 
+/// The flags of `serve` that can be set outside the command line.
+const SERVE_FLAGS: [&str; 17] = [
+    "api-key",
+    "attention",
+    "chunk",
+    "context",
+    "cors-origin",
+    "device",
+    "drain-timeout",
+    "dtype",
+    "eager",
+    "gpu-memory",
+    "host",
+    "max-sequences",
+    "no-auth",
+    "port",
+    "quantize",
+    "queue",
+    "revision",
+];
+
+/// The keys of the configuration file, sorted by name.
+static CONFIGURATION_KEYS: LazyLock<Vec<&str>> = LazyLock::new(|| {
+    let mut keys = [&PLAY_FLAGS[..], &SERVE_FLAGS[..]].concat();
+    keys.sort_unstable();
+    keys.dedup();
+    keys
+});
+
+/// Flags that cannot be set in the environment. Kubernetes sets `INFERNO_PORT` to a URL if a service is named `inferno`.
+const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
+
 /// Flags that take no value on the command line. Other sources set them to true or false.
-const SWITCHES: [&str; 3] = ["eager", "hide-reasoning", "plain"];
+const SWITCHES: [&str; 4] = ["eager", "hide-reasoning", "no-auth", "plain"];
 
 /// The flags of `bench` and `perplexity` that can be set outside the command line.
 const DEVICE: [&str; 1] = ["device"];
@@ -89,7 +122,11 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     let matches = command.clone().try_get_matches_from(&args).unwrap_or_else(|error| error.exit());
     if known.is_none() {
         // Start logging now, so that the path of the configuration file is logged too.
-        super::logging::start(matches.get_count("verbose"));
+        let format = match matches.subcommand() {
+            Some(("serve", arguments)) => arguments.get_one::<LogFormat>("log_format").copied(),
+            _ => None,
+        };
+        logging::start(matches.get_count("verbose"), format);
     }
     let mut line = ParsedCommandLine {
         matches,
@@ -159,7 +196,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
 /// Reads flags from environment variables such as `INFERNO_TOP_P`. Empty variables count as unset.
 fn read_environment(flags: &[&str], parser: &Parser, is_overridden: &dyn Fn(&str) -> bool) -> Result<SettingValues> {
     let mut settings = SettingValues::new();
-    for flag in flags.iter().filter(|flag| !is_overridden(flag)) {
+    for flag in flags.iter().filter(|flag| !is_overridden(flag) && !NOT_IN_ENVIRONMENT.contains(flag)) {
         let variable = format!("INFERNO_{}", id(flag).to_uppercase());
         let Some(value) = std::env::var_os(&variable).filter(|value| !value.is_empty()) else { continue };
         let value = value.into_string().map_err(|_| Error::usage(format!("{variable} is not valid UTF-8")))?;
@@ -263,6 +300,7 @@ fn first_line(error: &clap::Error) -> String {
 fn flags_of(subcommand: &str) -> &'static [&'static str] {
     match subcommand {
         "play" => &PLAY_FLAGS,
+        "serve" => &SERVE_FLAGS,
         "bench" | "perplexity" => &DEVICE,
         _ => &[],
     }
@@ -334,8 +372,8 @@ fn configuration_path() -> Option<PathBuf> {
 /// Adds the values of a table to `settings`. `section` names the table in error messages.
 fn read_table(table: &Table, section: &str, settings: &mut SettingValues) -> Result<(), String> {
     for (key, value) in table {
-        if !PLAY_FLAGS.contains(&key.as_str()) {
-            return Err(format!("unknown key '{key}'{section}\n  known keys: {}", PLAY_FLAGS.join(", ")));
+        if !CONFIGURATION_KEYS.contains(&key.as_str()) {
+            return Err(format!("unknown key '{key}'{section}\n  known keys: {}", CONFIGURATION_KEYS.join(", ")));
         }
         let values = match value {
             Value::Array(values) => values.iter().map(scalar).collect(),

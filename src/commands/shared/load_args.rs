@@ -15,7 +15,10 @@ use crate::language::Language;
 use crate::terminal;
 use crate::weights::quantized::QuantizationTarget;
 
-/// The flags for loading a model, shared by `play`, `bench` and `perplexity`.
+/// The full-context sequences that the KV cache of a server on a CPU can hold.
+const CPU_SEQUENCES: usize = 4;
+
+/// The flags for loading a model, shared by `play`, `serve`, `bench` and `perplexity`.
 #[derive(Clone, clap::Args)]
 pub struct LoadArgs {
     /// Branch, tag or commit of the model
@@ -50,6 +53,9 @@ pub struct LoadArgs {
     /// The number of full-context sequences that the KV cache can hold.
     #[arg(skip = 1usize)]
     sequences: usize,
+    /// The most sequences that run at once.
+    #[arg(skip)]
+    max_sequences: Option<usize>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -96,6 +102,16 @@ impl LoadArgs {
         self.sequences = sequences;
     }
 
+    /// Sets the most sequences that run at once, and plans a KV cache for many: 90% of the GPU's memory unless
+    /// --gpu-memory was given, or a few full-context sequences on a CPU.
+    pub fn plan_for_many(&mut self, max_sequences: Option<usize>) {
+        self.max_sequences = max_sequences;
+        match self.device {
+            DeviceChoice::Cpu => self.sequences = CPU_SEQUENCES,
+            _ => self.gpu_memory = self.gpu_memory.or(Some(MemoryLimit::Fraction(0.9))),
+        }
+    }
+
     /// Loads a snapshot. Shows a progress bar and a line about the device on stderr.
     pub fn load(&self, snapshot: &Snapshot) -> Result<Engine> {
         self.load_with_language_check(snapshot, &|_| Ok(()))
@@ -123,6 +139,7 @@ impl LoadArgs {
                 context: self.context,
                 chunk: self.chunk,
                 sequences: self.sequences,
+                max_sequences: self.max_sequences,
                 memory: self.gpu_memory,
                 quantize: self.quantize,
                 eager: self.eager,

@@ -1,23 +1,47 @@
-//! Logging to stderr, enabled by `-v` or RUST_LOG.
+//! Logging to stderr: messages for `-v` or RUST_LOG, and the requests of a server.
 
+use tracing_subscriber::Layer;
 use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::fmt::time;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
+
+use crate::server::LOG_TARGET;
+
+/// The format of a server's log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum LogFormat {
+    Text,
+    /// One JSON object per line.
+    Json,
+}
 
 /// Starts logging: `-v` logs at the info level, and `-vv` at the debug level.
 ///
 /// Without `-v`, RUST_LOG sets the filter, as in `RUST_LOG=inferno::hub=debug`.
-pub fn start(verbose: u8) {
+/// A server, whose log has a format, logs its requests in any case, unless RUST_LOG says otherwise.
+pub fn start(verbose: u8, server: Option<LogFormat>) {
     let variable = std::env::var("RUST_LOG").ok().and_then(|value| value.parse::<Targets>().ok());
     let filter = match (verbose, variable) {
         (0, Some(variable)) => variable,
+        (0, None) if server.is_some() => Targets::new().with_target("inferno", LevelFilter::WARN),
         (0, None) => return,
         (1, _) => Targets::new().with_target("inferno", LevelFilter::INFO),
         _ => Targets::new().with_target("inferno", LevelFilter::DEBUG),
     };
+    let has_request_level = filter.iter().any(|(target, _)| target == LOG_TARGET);
+    let filter = match server {
+        Some(_) if verbose < 2 && !has_request_level => filter.with_target(LOG_TARGET, LevelFilter::INFO),
+        _ => filter,
+    };
     let format = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_target(false);
     // By default, tracing-subscriber reports a failed write to stderr with `eprintln!`, which would panic.
-    let format = format.with_timer(tracing_subscriber::fmt::time::uptime()).log_internal_errors(false);
+    let format = format.log_internal_errors(false);
+    let format = match server {
+        None => format.with_timer(time::uptime()).boxed(),
+        Some(LogFormat::Text) => format.boxed(),
+        Some(LogFormat::Json) => format.json().flatten_event(true).boxed(),
+    };
     // Fails only if logging has already started.
     let _ = tracing_subscriber::registry().with(format).with(filter).try_init();
 }

@@ -1,0 +1,248 @@
+//! `inferno serve`: an HTTP server with OpenAI's API.
+
+use std::io::Write;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use tokio::net::TcpListener;
+use tokio::runtime::{Builder, Runtime};
+
+use super::shared::logging::LogFormat;
+use super::shared::{LoadArgs, note};
+use crate::error::Error;
+use crate::files;
+use crate::hub::{Hub, Snapshot, demo};
+use crate::server::{self, Server, ServerOptions, Timeouts};
+use crate::terminal;
+use crate::text::printable;
+
+/// The most threads that serve connections. The engine has its own thread.
+const MAX_THREADS: usize = 4;
+
+/// The longest time that threads may take to end at the end of the program.
+const END_TIME: Duration = Duration::from_secs(1);
+
+/// The maximum size of a file with API keys, in bytes.
+const MAX_KEY_FILE: u64 = 1 << 20;
+
+/// Serve a model over HTTP with OpenAI's API
+#[derive(clap::Args)]
+pub struct Args {
+    /// Name or directory of a model; `demo` is built in
+    model: String,
+    /// Address to listen on; any other than this machine requires an API key
+    #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
+    host: String,
+    /// Port to listen on; 0 selects a free port
+    #[arg(long, default_value_t = 8000, value_name = "PORT")]
+    port: u16,
+    /// API key that clients must send, or @FILE with one key per line; can be repeated
+    #[arg(long, value_name = "KEY")]
+    api_key: Vec<String>,
+    /// Serve other machines without an API key
+    #[arg(long, conflicts_with = "api_key")]
+    no_auth: bool,
+    /// Origin of web pages that may use the server, such as https://app.example, or *; can be repeated
+    #[arg(long, value_name = "ORIGIN")]
+    cors_origin: Vec<String>,
+    /// Most answers to generate at once, up to 256; all others wait
+    #[arg(long, default_value_t = 256, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    max_sequences: u16,
+    /// Most answers that wait while --max-sequences run; the server rejects more with status 429
+    #[arg(long, default_value_t = 512, value_name = "N")]
+    queue: usize,
+    /// Seconds that running requests may take to end after SIGTERM or Ctrl-C
+    #[arg(long, default_value_t = 150, value_name = "SECONDS")]
+    drain_timeout: u64,
+    /// Format of the log: one line per request, on stderr
+    #[arg(long, default_value = "text", value_name = "FORMAT", env = "INFERNO_LOG_FORMAT", hide_env = true)]
+    log_format: LogFormat,
+    /// Also publish metrics under the names that another server uses
+    #[arg(long, value_name = "SERVER")]
+    metrics_compat: Option<MetricsCompat>,
+    #[command(flatten)]
+    limits: LimitArgs,
+    #[command(flatten)]
+    load: LoadArgs,
+}
+
+/// A server whose metrics dashboards may expect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum MetricsCompat {
+    Vllm,
+}
+
+/// The time limits of requests.
+#[derive(clap::Args)]
+struct LimitArgs {
+    /// Seconds to receive the headers of a request, or to keep an idle connection
+    #[arg(long, default_value_t = 10.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
+    header_timeout: f64,
+    /// Seconds to receive the body of a request
+    #[arg(long, default_value_t = 30.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
+    body_timeout: f64,
+    /// Seconds that a request may wait before it starts
+    #[arg(long, default_value_t = 60.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
+    queue_timeout: f64,
+    /// Seconds in which a client must read at least 4 KiB of a waiting response
+    #[arg(long, default_value_t = 30.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
+    write_timeout: f64,
+    /// Seconds between comments in a stream without events
+    #[arg(long, default_value_t = 15.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
+    ping_interval: f64,
+}
+
+/// Parses a time limit.
+fn seconds(text: &str) -> Result<f64, String> {
+    let seconds = text.parse::<f64>().ok().filter(|seconds| (0.001..=1e6).contains(seconds));
+    seconds.ok_or_else(|| "expected a number of seconds from 0.001 to 1000000".to_string())
+}
+
+pub fn run(mut args: Args) -> Result<ExitCode> {
+    let hub = Hub::from_env()?;
+    let snapshot = hub.find(&args.model, args.load.revision())?;
+    let mut api_keys = read_keys(&args.api_key)?;
+    if args.no_auth && !api_keys.is_empty() {
+        return Err(Error::usage("cannot use --no-auth together with an API key: omit one, or unset INFERNO_API_KEY"));
+    }
+    allow_many_connections();
+    let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get().min(MAX_THREADS));
+    let runtime = Builder::new_multi_thread().worker_threads(threads).enable_all().build();
+    let runtime = runtime.context("cannot start the threads of the server")?;
+    let listener = runtime.block_on(server::bind(&args.host, args.port));
+    let listener = listener.context("to listen elsewhere, use --host or --port")?;
+    let address = listener.local_addr().context("cannot read the address of the server")?;
+    if api_keys.is_empty() && !args.no_auth && !address.ip().is_loopback() {
+        let key = server::new_api_key();
+        terminal::write_stderr(&format!("API key for this run: {key}\n"));
+        api_keys.push(key);
+    }
+    args.load.plan_for_many(Some(args.max_sequences.into()));
+    let has_key = !api_keys.is_empty();
+    let server = Server::new(options(&args, &snapshot, api_keys))?;
+    let serving = start(&runtime, &server, listener);
+
+    // The port is open while the model loads, so that health checks get an answer.
+    hub.record_use(&snapshot);
+    let engine = args.load.load(&snapshot)?;
+    server.set_model(engine.handle());
+    announce(address, &snapshot, has_key);
+    runtime.block_on(serving).context("the server stopped unexpectedly")?;
+    drop(engine);
+    runtime.shutdown_timeout(END_TIME);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOptions {
+    let limits = &args.limits;
+    ServerOptions {
+        model: snapshot.name.clone(),
+        api_keys,
+        cors_origins: args.cors_origin.clone(),
+        max_sequences: args.max_sequences.into(),
+        queue: args.queue,
+        timeouts: Timeouts {
+            header: Duration::from_secs_f64(limits.header_timeout),
+            body: Duration::from_secs_f64(limits.body_timeout),
+            queue: Duration::from_secs_f64(limits.queue_timeout),
+            write: Duration::from_secs_f64(limits.write_timeout),
+            ping: Duration::from_secs_f64(limits.ping_interval),
+            drain: Duration::from_secs(args.drain_timeout),
+        },
+        has_vllm_metrics: args.metrics_compat == Some(MetricsCompat::Vllm),
+    }
+}
+
+/// Starts to serve connections until a signal arrives.
+fn start(runtime: &Runtime, server: &Arc<Server>, listener: TcpListener) -> tokio::task::JoinHandle<()> {
+    let server = server.clone();
+    runtime.spawn(async move {
+        let shutdown = async {
+            signal().await;
+            // A second signal ends the program at once.
+            tokio::spawn(async {
+                signal().await;
+                std::process::exit(130);
+            });
+        };
+        server::serve(server.clone(), listener, shutdown).await;
+        if server.engine().is_none() {
+            // The main thread still loads the model, which cannot be interrupted.
+            std::process::exit(0);
+        }
+    })
+}
+
+/// Waits for Ctrl-C or SIGTERM.
+#[cfg(unix)]
+async fn signal() {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (Ok(mut interrupt), Ok(mut terminate)) = (signal(SignalKind::interrupt()), signal(SignalKind::terminate()))
+    else {
+        return std::future::pending().await;
+    };
+    let received = |context: &mut std::task::Context<'_>| {
+        let is_received = interrupt.poll_recv(context).is_ready() || terminate.poll_recv(context).is_ready();
+        if is_received { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+    };
+    std::future::poll_fn(received).await;
+}
+
+/// Waits for Ctrl-C.
+#[cfg(not(unix))]
+async fn signal() {
+    if tokio::signal::ctrl_c().await.is_err() {
+        std::future::pending().await
+    }
+}
+
+/// Prints the URL, and a command to try. If standard output is closed, the server works nevertheless.
+fn announce(address: SocketAddr, snapshot: &Snapshot, has_key: bool) {
+    let key = if has_key { " -H \"Authorization: Bearer $INFERNO_API_KEY\"" } else { "" };
+    let text = format!(
+        "{} is ready at http://{address}/v1\n\
+         try: curl http://{address}/v1/chat/completions{key} -H 'Content-Type: application/json' \
+         -d '{{\"messages\": [{{\"role\": \"user\", \"content\": \"What is the KV cache?\"}}]}}'\n",
+        printable(&snapshot.name)
+    );
+    let mut out = std::io::stdout().lock();
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    if let Some(line) = demo::notice(snapshot) {
+        note(line);
+    }
+}
+
+/// Returns the API keys. An argument `@FILE` stands for the lines of a file.
+fn read_keys(arguments: &[String]) -> Result<Vec<String>> {
+    let mut keys = Vec::new();
+    for argument in arguments {
+        match argument.strip_prefix('@') {
+            Some(path) => {
+                let text = files::read_input_text(Path::new(path), MAX_KEY_FILE)?;
+                keys.extend(text.lines().map(str::trim).filter(|line| !line.is_empty()).map(str::to_string));
+            }
+            None => keys.push(argument.clone()),
+        }
+    }
+    let is_valid = |key: &String| !key.is_empty() && key.chars().all(|c| c.is_ascii_graphic());
+    match keys.iter().all(is_valid) && (arguments.is_empty() || !keys.is_empty()) {
+        true => Ok(keys),
+        false => Err(Error::usage("an API key consists of one or more ASCII characters without spaces")),
+    }
+}
+
+/// Raises the limit on open files to the maximum. Each connection is an open file.
+fn allow_many_connections() {
+    #[cfg(unix)]
+    {
+        use nix::sys::resource::{Resource, getrlimit, setrlimit};
+        if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
+            // If this fails, the server accepts fewer connections.
+            let _ = setrlimit(Resource::RLIMIT_NOFILE, hard, hard);
+        }
+    }
+}

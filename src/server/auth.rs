@@ -1,0 +1,101 @@
+//! API keys, and protection against web pages of other sites.
+
+use axum::http::header::{AUTHORIZATION, ORIGIN};
+use axum::http::{HeaderMap, HeaderValue};
+use ring::digest::{Digest, SHA256, digest};
+
+use super::error::ApiError;
+
+/// The routes that are open to every client.
+const OPEN_PATHS: [&str; 2] = ["/health", "/live"];
+
+/// The rules that decide whether a request has access.
+pub struct Access {
+    /// The hashes of the keys. Comparing hashes takes the same time for every wrong key.
+    keys: Vec<Digest>,
+    /// The origins of web pages that may send requests.
+    origins: Vec<String>,
+}
+
+impl Access {
+    /// Creates the rules. Without keys, every client has access, but no web page except those of `origins`.
+    pub fn new(keys: &[String], origins: &[String]) -> Self {
+        let keys = keys.iter().map(|key| digest(&SHA256, key.as_bytes())).collect();
+        Self { keys, origins: origins.to_vec() }
+    }
+
+    /// Checks whether a request has access.
+    pub fn check(&self, path: &str, headers: &HeaderMap) -> Result<(), ApiError> {
+        if OPEN_PATHS.contains(&path) {
+            return Ok(());
+        }
+        if self.keys.is_empty() {
+            return self.check_origin(headers.get(ORIGIN));
+        }
+        let Some(header) = headers.get(AUTHORIZATION) else {
+            return Err(ApiError::unauthorized("no API key: send it in the header 'Authorization: Bearer KEY'"));
+        };
+        let key = header.to_str().ok().and_then(|header| header.split_once(' '));
+        let key = key.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer")).map(|(_, key)| key.trim());
+        let hash = digest(&SHA256, key.unwrap_or_default().as_bytes());
+        match key.is_some() && self.keys.iter().any(|known| known.as_ref() == hash.as_ref()) {
+            true => Ok(()),
+            false => Err(ApiError::unauthorized("wrong API key: send it in the header 'Authorization: Bearer KEY'")),
+        }
+    }
+
+    /// Rejects requests of web pages that do not come from this machine. Without a key, any page that a person on this
+    /// machine opens could otherwise use the model.
+    fn check_origin(&self, origin: Option<&HeaderValue>) -> Result<(), ApiError> {
+        let Some(origin) = origin else { return Ok(()) };
+        let origin = origin.to_str().unwrap_or_default();
+        let is_allowed = self.origins.iter().any(|allowed| allowed == "*" || allowed == origin);
+        let host = origin.split_once("://").map_or("", |(_, host)| host);
+        let host = match host.strip_prefix('[') {
+            Some(ipv6) => ipv6.split(']').next().unwrap_or_default(),
+            None => host.split(':').next().unwrap_or_default(),
+        };
+        let is_local = matches!(host, "localhost" | "127.0.0.1" | "::1");
+        match is_allowed || is_local {
+            true => Ok(()),
+            false => Err(ApiError::forbidden("web pages of this origin have no access: add it with --cors-origin")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(name: &'static str, value: &str) -> HeaderMap {
+        HeaderMap::from_iter([(axum::http::HeaderName::from_static(name), value.parse().unwrap())])
+    }
+
+    #[test]
+    fn only_the_right_key_has_access() {
+        let access = Access::new(&["one".to_string(), "two".to_string()], &[]);
+        for (value, is_right) in
+            [("Bearer one", true), ("bearer two", true), ("Bearer three", false), ("one", false), ("Bearer ", false)]
+        {
+            assert_eq!(access.check("/v1/models", &headers("authorization", value)).is_ok(), is_right, "{value}");
+        }
+        assert!(access.check("/v1/models", &HeaderMap::new()).is_err());
+        assert!(access.check("/health", &HeaderMap::new()).is_ok());
+    }
+
+    #[test]
+    fn foreign_web_pages_have_no_access_without_a_key() {
+        let access = Access::new(&[], &["https://app.example".to_string()]);
+        for (origin, is_allowed) in [
+            ("http://localhost:3000", true),
+            ("http://[::1]:80", true),
+            ("https://app.example", true),
+            ("https://evil.example", false),
+            ("http://localhost.evil.example", false),
+            ("null", false),
+        ] {
+            assert_eq!(access.check("/v1/models", &headers("origin", origin)).is_ok(), is_allowed, "{origin}");
+        }
+        assert!(access.check("/v1/models", &HeaderMap::new()).is_ok());
+    }
+}

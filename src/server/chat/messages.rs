@@ -1,0 +1,104 @@
+//! Reads the messages of a conversation.
+
+use serde_json::Value;
+
+use crate::chat::{Message, Role, ToolCall};
+use crate::server::body::Fields;
+use crate::server::error::ApiError;
+
+/// Reads `messages`.
+pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
+    let items = fields.take_array("messages")?;
+    let items = items.ok_or_else(|| fields.invalid("messages", "expected an array of messages"))?;
+    if items.is_empty() {
+        return Err(fields.invalid("messages", "expected at least one message"));
+    }
+    let mut messages = Vec::with_capacity(items.len());
+    for (index, item) in items.into_iter().enumerate() {
+        let mut message = Fields::nested(&format!("messages[{index}]"), item)?;
+        messages.push(read_message(&mut message)?);
+        message.ignored().into_iter().for_each(|name| fields.ignore(name));
+    }
+    Ok(messages)
+}
+
+fn read_message(fields: &mut Fields) -> Result<Message, ApiError> {
+    let role = fields.take_string("role")?;
+    let role = match role.as_deref() {
+        Some("system") => Role::System,
+        Some("developer") => Role::Developer,
+        Some("user") => Role::User,
+        Some("assistant") => Role::Assistant,
+        Some("tool") => Role::Tool,
+        _ => return Err(fields.invalid("role", "expected system, developer, user, assistant or tool")),
+    };
+    fields.refuse("audio", &[], "send text")?;
+    fields.refuse("function_call", &[], "use 'tool_calls'")?;
+    let content = read_content(fields)?;
+    let (reasoning, reasoning_content) = (fields.take_string("reasoning")?, fields.take_string("reasoning_content")?);
+    let tool_calls = read_tool_calls(fields)?;
+    if role != Role::Assistant && !tool_calls.is_empty() {
+        return Err(fields.invalid("tool_calls", "only an assistant message can have tool calls"));
+    }
+    if content.is_none() && tool_calls.is_empty() && !(role == Role::Assistant && reasoning.is_some()) {
+        return Err(fields.invalid("content", "expected text"));
+    }
+    Ok(Message {
+        content: content.unwrap_or_default(),
+        reasoning: reasoning.or(reasoning_content).filter(|_| role == Role::Assistant),
+        tool_calls,
+        tool_call_id: fields.take_string("tool_call_id")?.filter(|_| role == Role::Tool),
+        name: fields.take_string("name")?,
+        ..Message::new(role, "")
+    })
+}
+
+/// Reads `content`: a string, or an array of text parts.
+fn read_content(fields: &mut Fields) -> Result<Option<String>, ApiError> {
+    let parts = match fields.take("content") {
+        None => return Ok(None),
+        Some(Value::String(text)) => return Ok(Some(text)),
+        Some(Value::Array(parts)) => parts,
+        Some(_) => return Err(fields.invalid("content", "expected a string or an array of parts")),
+    };
+    let mut content = String::new();
+    for (index, part) in parts.into_iter().enumerate() {
+        let mut part = Fields::nested(&fields.path(&format!("content[{index}]")), part)?;
+        let kind = part.take_string("type")?.unwrap_or_default();
+        let field = match kind.as_str() {
+            "text" | "input_text" | "output_text" => "text",
+            "refusal" => "refusal",
+            "image_url" | "input_image" | "input_audio" | "file" | "video_url" => {
+                return Err(ApiError::unsupported(part.path("type"), &format!("'{kind}' is not text")));
+            }
+            _ => return Err(part.invalid("type", "expected 'text'")),
+        };
+        let text = part.take_string(field)?;
+        content.push_str(&text.ok_or_else(|| part.invalid(field, "expected a string"))?);
+        part.ignored().into_iter().for_each(|name| fields.ignore(name));
+    }
+    Ok(Some(content))
+}
+
+fn read_tool_calls(fields: &mut Fields) -> Result<Vec<ToolCall>, ApiError> {
+    let items = fields.take_array("tool_calls")?.unwrap_or_default();
+    let read = |(index, item)| {
+        let mut call = Fields::nested(&fields.path(&format!("tool_calls[{index}]")), item)?;
+        if call.take_string("type")?.is_some_and(|kind| kind != "function") {
+            return Err(call.invalid("type", "expected 'function'"));
+        }
+        let id = call.take_string("id")?;
+        let function = call.take_object("function")?;
+        let mut function = function.ok_or_else(|| call.invalid("function", "expected an object"))?;
+        let name = function.take_string("name")?;
+        let name = name.ok_or_else(|| function.invalid("name", "expected a string"))?;
+        let arguments = match function.take("arguments") {
+            None => String::new(),
+            Some(Value::String(text)) => text,
+            Some(value @ Value::Object(_)) => value.to_string(),
+            Some(_) => return Err(function.invalid("arguments", "expected a string")),
+        };
+        Ok(ToolCall { id, name, arguments })
+    };
+    items.into_iter().enumerate().map(read).collect()
+}

@@ -1,0 +1,162 @@
+//! `POST /v1/chat/completions`.
+
+mod messages;
+mod request;
+mod response;
+mod tools;
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use axum::Extension;
+use axum::extract::{Request, State};
+use axum::response::Response;
+
+use super::body::{json_response, read_json};
+use super::choice::{Piece, Pieces};
+use super::error::ApiError;
+use super::event_stream::{self, EventBuffer, EventWriter};
+use super::generate_options::StreamOptions;
+use super::generation::{self, Answers, Job};
+use super::log::RequestLog;
+use super::state::Server;
+use super::{ids, reply};
+use request::ChatRequest;
+use response::{Chunk, ChunkChoice, ChunkDelta, Completion, Header, Logprobs, TokenLogprob, WholeChoice, WholeMessage};
+
+pub use messages::read as read_messages;
+pub use tools::read as read_tools;
+
+/// Identifies the version that computed an answer.
+pub const FINGERPRINT: &str = concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", env!("INFERNO_COMMIT"));
+
+/// Answers a conversation.
+pub async fn create(
+    State(server): State<Arc<Server>>,
+    Extension(log): Extension<Arc<RequestLog>>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let engine = server.open_model()?.clone();
+    let headers = request.headers().clone();
+    let fields = read_json(request, &server.options.timeouts).await?;
+    let chat = ChatRequest::read(fields, &server, &engine)?;
+    reply::check_strict(&headers, &chat.ignored)?;
+    let has_logprobs = chat.request.options.as_ref().is_some_and(|options| options.logprobs.is_some());
+    let job = Job {
+        requests: vec![chat.request],
+        choices: chat.choices,
+        can_call_in_parallel: chat.can_call_in_parallel,
+        is_stream: chat.stream.is_stream,
+        prompt_field: "messages",
+    };
+    let answers = generation::submit(&server, log, job).await?;
+    let shape = Shape { shows_reasoning: chat.shows_reasoning, has_logprobs };
+    let response = if chat.stream.is_stream {
+        let header = header(&server, "chat.completion.chunk");
+        let writer = ChunkWriter { header, stream: chat.stream, shape, has_role: vec![false; answers.len()] };
+        event_stream::response(answers, writer, server.options.timeouts.ping)
+    } else {
+        whole(&server, answers, shape).await?
+    };
+    Ok(reply::with_ignored(response, &chat.ignored))
+}
+
+/// The parts of an answer that the client asked for.
+#[derive(Clone, Copy)]
+struct Shape {
+    shows_reasoning: bool,
+    has_logprobs: bool,
+}
+
+impl Shape {
+    fn shows(self, piece: &Piece) -> bool {
+        self.shows_reasoning || !matches!(piece, Piece::Reasoning(_))
+    }
+
+    /// Returns the log probabilities of a piece of content. Other pieces have none.
+    fn logprobs(self, piece: &Piece, answers: &Answers) -> Option<Logprobs> {
+        let is_content = matches!(piece, Piece::Content(..));
+        let tokens = response::scored_tokens(piece);
+        let entry = |token| TokenLogprob::new(token, answers.engine().tokenizer());
+        (self.has_logprobs && is_content).then(|| Logprobs { content: tokens.iter().map(entry).collect() })
+    }
+}
+
+fn header(server: &Server, object: &'static str) -> Header {
+    Header {
+        id: ids::new("chatcmpl-"),
+        object,
+        created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+        model: server.options.model.clone(),
+        system_fingerprint: FINGERPRINT,
+    }
+}
+
+/// Collects the answers to a single response.
+async fn whole(server: &Server, mut answers: Answers, shape: Shape) -> Result<Response, ApiError> {
+    let choice = |index| WholeChoice {
+        index,
+        message: WholeMessage::default(),
+        logprobs: shape.has_logprobs.then(Logprobs::default),
+        finish_reason: None,
+    };
+    let mut choices: Vec<WholeChoice> = (0..answers.len()).map(choice).collect();
+    while let Some(next) = answers.next().await {
+        let (index, Pieces { pieces, finish, .. }) = next?;
+        let choice = &mut choices[index];
+        for piece in pieces.into_iter().filter(|piece| shape.shows(piece)) {
+            if let (Some(all), Some(more)) = (&mut choice.logprobs, shape.logprobs(&piece, &answers)) {
+                all.content.extend(more.content);
+            }
+            choice.message.push(piece);
+        }
+        if finish.is_some() {
+            choice.message.finish();
+            choice.finish_reason = finish;
+        }
+    }
+    let header = header(server, "chat.completion");
+    json_response(&Completion { header: &header, choices, usage: answers.usage() })
+}
+
+/// Writes the chunks of a stream.
+struct ChunkWriter {
+    header: Header,
+    stream: StreamOptions,
+    shape: Shape,
+    /// For each answer, whether its first chunk was written.
+    has_role: Vec<bool>,
+}
+
+impl ChunkWriter {
+    fn push(&self, choices: Vec<ChunkChoice>, answers: &Answers, out: &mut EventBuffer) {
+        // With `include_usage`, all chunks but the last have a usage of null.
+        let usage = self.stream.has_usage.then(|| self.stream.has_continuous_usage.then(|| answers.usage()));
+        out.push(&Chunk { header: &self.header, choices, usage });
+    }
+}
+
+impl EventWriter for ChunkWriter {
+    fn write(&mut self, index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer) {
+        if !std::mem::replace(&mut self.has_role[index], true) {
+            let delta = ChunkDelta::role();
+            self.push(vec![ChunkChoice { index, delta, logprobs: None, finish_reason: None }], answers, out);
+        }
+        for piece in pieces.pieces.into_iter().filter(|piece| self.shape.shows(piece)) {
+            let logprobs = self.shape.logprobs(&piece, answers);
+            let delta = ChunkDelta::new(piece);
+            self.push(vec![ChunkChoice { index, delta, logprobs, finish_reason: None }], answers, out);
+        }
+        if pieces.finish.is_some() {
+            let (delta, finish_reason) = (ChunkDelta::default(), pieces.finish);
+            self.push(vec![ChunkChoice { index, delta, logprobs: None, finish_reason }], answers, out);
+        }
+    }
+
+    fn finish(&mut self, answers: &Answers, out: &mut EventBuffer) {
+        if self.stream.has_usage {
+            let usage = Some(Some(answers.usage()));
+            out.push(&Chunk { header: &self.header, choices: Vec::new(), usage });
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! Reads the body of a chat completion request.
+
+use serde_json::json;
+
+use super::{messages, tools};
+use crate::chat::{ReasoningEffort, RenderOptions};
+use crate::engine::{EngineHandle, Request};
+use crate::server::body::Fields;
+use crate::server::error::ApiError;
+use crate::server::generate_options::{self, StreamOptions};
+use crate::server::state::Server;
+
+/// The most likely tokens that a request can ask for.
+const MAX_TOP_LOGPROBS: i64 = 20;
+
+/// A chat completion request.
+pub struct ChatRequest {
+    pub request: Request,
+    pub choices: usize,
+    pub stream: StreamOptions,
+    pub shows_reasoning: bool,
+    pub can_call_in_parallel: bool,
+    /// Fields of the request without effect.
+    pub ignored: Vec<String>,
+}
+
+impl ChatRequest {
+    /// Reads the fields of a request.
+    pub fn read(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
+        let fields_ref = &mut fields;
+        generate_options::check_model(fields_ref, server)?;
+        let messages = messages::read(fields_ref)?;
+        let tools = tools::read(fields_ref)?;
+        tools::read_response_format(fields_ref)?;
+        fields_ref.refuse("prediction", &[], "")?;
+        fields_ref.refuse("audio", &[], "")?;
+        fields_ref.refuse("modalities", &[json!(["text"])], "only text is supported")?;
+        fields_ref.refuse("web_search_options", &[], "")?;
+        fields_ref.refuse("echo", &[json!(false)], "")?;
+        fields_ref.refuse("add_generation_prompt", &[json!(true)], "")?;
+        let (reasoning_effort, shows_reasoning) = read_reasoning(fields_ref)?;
+        let mut options = generate_options::read(fields_ref, server, engine)?;
+        let limit = i64::from(u32::MAX);
+        let max_tokens = fields_ref.take_integer("max_tokens", 1..=limit)?;
+        let max_completion_tokens = fields_ref.take_integer("max_completion_tokens", 1..=limit)?;
+        options.max_tokens = max_completion_tokens.or(max_tokens).map(|tokens| tokens as usize);
+        options.logprobs = read_logprobs(fields_ref)?;
+        let choices = generate_options::read_choices(fields_ref)?;
+        let stream = generate_options::read_stream(fields_ref)?;
+        let can_call_in_parallel = fields_ref.take_bool("parallel_tool_calls")?.unwrap_or(true);
+        let date = jiff::Zoned::now().strftime("%Y-%m-%d").to_string();
+        let render = RenderOptions { tools, reasoning_effort, date, add_generation_prompt: true };
+        let request = Request::chat(messages).render(render).options(options);
+        Ok(Self { request, choices, stream, shows_reasoning, can_call_in_parallel, ignored: fields.ignored() })
+    }
+}
+
+/// Reads `logprobs` and `top_logprobs`.
+fn read_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
+    let has_logprobs = fields.take_bool("logprobs")?.unwrap_or(false);
+    match fields.take_integer("top_logprobs", 0..=MAX_TOP_LOGPROBS)? {
+        Some(count) if has_logprobs => Ok(Some(count as usize)),
+        None | Some(0) => Ok(has_logprobs.then_some(0)),
+        Some(_) => Err(fields.invalid("top_logprobs", "expected 'logprobs' to be true")),
+    }
+}
+
+/// Reads the reasoning effort, and whether the response contains the reasoning.
+fn read_reasoning(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> {
+    let mut effort = fields.take_string("reasoning_effort")?.map(|effort| ("reasoning_effort".to_string(), effort));
+    let mut shows_reasoning = fields.take_bool("include_reasoning")?.unwrap_or(true);
+    if let Some(mut nested) = fields.take_object("reasoning")? {
+        let nested_effort = nested.take_string("effort")?;
+        effort = nested_effort.map(|effort| ("reasoning.effort".to_string(), effort)).or(effort);
+        shows_reasoning &= !nested.take_bool("exclude")?.unwrap_or(false);
+        nested.ignored().into_iter().for_each(|name| fields.ignore(name));
+    }
+    let Some((field, effort)) = effort else { return Ok((ReasoningEffort::default(), shows_reasoning)) };
+    let served = match effort.as_str() {
+        "low" | "minimal" => ReasoningEffort::Low,
+        "medium" => ReasoningEffort::Medium,
+        "high" | "xhigh" | "max" => ReasoningEffort::High,
+        "none" => return Err(ApiError::unsupported(field, "the model cannot answer without reasoning; use low")),
+        _ => return Err(ApiError::invalid(field, "expected minimal, low, medium, high, xhigh or max")),
+    };
+    if served.to_string() != effort {
+        fields.ignore(format!("{field} ({effort} as {served})"));
+    }
+    Ok((served, shows_reasoning))
+}

@@ -1,0 +1,200 @@
+//! The bodies of chat completion responses, whole and streamed.
+
+use serde::Serialize;
+
+use crate::server::choice::{Finish, Piece, ScoredToken};
+use crate::server::usage::Usage;
+use crate::tokenizer::Tokenizer;
+
+/// The log probability to report for a token that cannot occur. JSON has no infinity.
+const IMPOSSIBLE: f32 = -9999.0;
+
+/// The fields that all chunks of a stream share with each other and with a whole response.
+#[derive(Clone, Serialize)]
+pub struct Header {
+    pub id: String,
+    pub object: &'static str,
+    pub created: u64,
+    pub model: String,
+    pub system_fingerprint: &'static str,
+}
+
+/// A whole response.
+#[derive(Serialize)]
+pub struct Completion<'a> {
+    #[serde(flatten)]
+    pub header: &'a Header,
+    pub choices: Vec<WholeChoice>,
+    pub usage: Usage,
+}
+
+#[derive(Serialize)]
+pub struct WholeChoice {
+    pub index: usize,
+    pub message: WholeMessage,
+    pub logprobs: Option<Logprobs>,
+    pub finish_reason: Option<Finish>,
+}
+
+/// The message of a whole response. The pieces of a stream add up to it.
+#[derive(Serialize)]
+pub struct WholeMessage {
+    role: &'static str,
+    /// Null if the answer consists of tool calls only.
+    content: Option<String>,
+    refusal: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<WireCall>,
+}
+
+/// A chunk of a stream.
+#[derive(Serialize)]
+pub struct Chunk<'a> {
+    #[serde(flatten)]
+    pub header: &'a Header,
+    pub choices: Vec<ChunkChoice>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub usage: Option<Option<Usage>>,
+}
+
+#[derive(Serialize)]
+pub struct ChunkChoice {
+    pub index: usize,
+    pub delta: ChunkDelta,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub logprobs: Option<Logprobs>,
+    pub finish_reason: Option<Finish>,
+}
+
+#[derive(Default, Serialize)]
+pub struct ChunkDelta {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub content: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<WireCall>,
+}
+
+/// A tool call, or the next part of one.
+#[derive(Serialize)]
+struct WireCall {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    index: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<String>,
+    #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
+    kind: Option<&'static str>,
+    function: WireFunction,
+}
+
+#[derive(Serialize)]
+struct WireFunction {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+    arguments: String,
+}
+
+/// The log probabilities of content tokens.
+#[derive(Default, Serialize)]
+pub struct Logprobs {
+    pub content: Vec<TokenLogprob>,
+}
+
+#[derive(Serialize)]
+pub struct TokenLogprob {
+    #[serde(flatten)]
+    token: WireToken,
+    top_logprobs: Vec<WireToken>,
+}
+
+#[derive(Serialize)]
+struct WireToken {
+    token: String,
+    logprob: f32,
+    bytes: Vec<u8>,
+}
+
+impl Default for WholeMessage {
+    fn default() -> Self {
+        let (content, refusal, reasoning) = (None, None, None);
+        Self { role: "assistant", content, refusal, reasoning, tool_calls: Vec::new() }
+    }
+}
+
+impl WholeMessage {
+    /// Adds a piece of the answer.
+    pub fn push(&mut self, piece: Piece) {
+        match piece {
+            Piece::Reasoning(text) => self.reasoning.get_or_insert_default().push_str(&text),
+            Piece::Content(text, _) => self.content.get_or_insert_default().push_str(&text),
+            Piece::ToolStart { id, name, .. } => {
+                let function = WireFunction { name: Some(name), arguments: String::new() };
+                self.tool_calls.push(WireCall { index: None, id: Some(id), kind: Some("function"), function });
+            }
+            Piece::ToolArguments { index, text } => {
+                if let Some(call) = self.tool_calls.get_mut(index) {
+                    call.function.arguments.push_str(&text);
+                }
+            }
+        }
+    }
+
+    /// Completes the message. An answer without text and tool calls has empty content.
+    pub fn finish(&mut self) {
+        if self.tool_calls.is_empty() {
+            self.content.get_or_insert_default();
+        }
+    }
+}
+
+impl ChunkDelta {
+    /// Returns the first delta of an answer.
+    pub fn role() -> Self {
+        Self { role: Some("assistant"), content: Some(String::new()), ..Self::default() }
+    }
+
+    /// Returns the delta for a piece of the answer.
+    pub fn new(piece: Piece) -> Self {
+        match piece {
+            Piece::Reasoning(text) => Self { reasoning: Some(text), ..Self::default() },
+            Piece::Content(text, _) => Self { content: Some(text), ..Self::default() },
+            Piece::ToolStart { index, id, name } => {
+                let function = WireFunction { name: Some(name), arguments: String::new() };
+                let call = WireCall { index: Some(index), id: Some(id), kind: Some("function"), function };
+                Self { tool_calls: vec![call], ..Self::default() }
+            }
+            Piece::ToolArguments { index, text } => {
+                let function = WireFunction { name: None, arguments: text };
+                let call = WireCall { index: Some(index), id: None, kind: None, function };
+                Self { tool_calls: vec![call], ..Self::default() }
+            }
+        }
+    }
+}
+
+impl TokenLogprob {
+    pub fn new(scored: &ScoredToken, tokenizer: &Tokenizer) -> Self {
+        let wire = |id: u32, logprob: f32| {
+            let bytes = tokenizer.table().bytes(id);
+            let token = String::from_utf8_lossy(&bytes).into_owned();
+            WireToken { token, logprob: logprob.max(IMPOSSIBLE), bytes }
+        };
+        Self {
+            token: wire(scored.id, scored.logprobs.chosen),
+            top_logprobs: scored.logprobs.top.iter().map(|&(id, logprob)| wire(id, logprob)).collect(),
+        }
+    }
+}
+
+/// Returns the scored tokens of a piece.
+pub fn scored_tokens(piece: &Piece) -> &[ScoredToken] {
+    match piece {
+        Piece::Content(_, tokens) => tokens,
+        _ => &[],
+    }
+}

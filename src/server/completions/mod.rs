@@ -1,0 +1,131 @@
+//! `POST /v1/completions`.
+
+mod request;
+mod response;
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use axum::Extension;
+use axum::extract::{Request, State};
+use axum::response::Response;
+
+use super::body::{json_response, read_json};
+use super::chat::FINGERPRINT;
+use super::choice::{Piece, Pieces};
+use super::error::ApiError;
+use super::event_stream::{self, EventBuffer, EventWriter};
+use super::generate_options::StreamOptions;
+use super::generation::{self, Answers, Job};
+use super::log::RequestLog;
+use super::state::Server;
+use super::{ids, reply};
+use request::CompletionRequest;
+use response::{Completion, Header, Logprobs, WireChoice};
+
+/// Continues texts.
+pub async fn create(
+    State(server): State<Arc<Server>>,
+    Extension(log): Extension<Arc<RequestLog>>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let engine = server.open_model()?.clone();
+    let headers = request.headers().clone();
+    let fields = read_json(request, &server.options.timeouts).await?;
+    let completion = CompletionRequest::read(fields, &server, &engine)?;
+    reply::check_strict(&headers, &completion.ignored)?;
+    let job = Job {
+        requests: completion.requests,
+        choices: completion.choices,
+        can_call_in_parallel: true,
+        is_stream: completion.stream.is_stream,
+        prompt_field: "prompt",
+    };
+    let answers = generation::submit(&server, log, job).await?;
+    let texts = Texts::new(&completion.echoes, completion.choices, completion.has_logprobs);
+    let header = Header {
+        id: ids::new("cmpl-"),
+        object: "text_completion",
+        created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+        model: server.options.model.clone(),
+        system_fingerprint: FINGERPRINT,
+    };
+    let response = if completion.stream.is_stream {
+        let writer = ChunkWriter { header, stream: completion.stream, texts };
+        event_stream::response(answers, writer, server.options.timeouts.ping)
+    } else {
+        whole(header, answers, texts).await?
+    };
+    Ok(reply::with_ignored(response, &completion.ignored))
+}
+
+/// Turns pieces into choices, for whole and streamed responses.
+struct Texts {
+    /// For each choice, the prompt to repeat before its text.
+    echoes: Vec<Option<String>>,
+    /// For each choice, the number of characters so far.
+    offsets: Vec<usize>,
+    has_logprobs: bool,
+}
+
+impl Texts {
+    /// `echoes` are the prompts to repeat. Each of them has `choices` answers.
+    fn new(echoes: &[Option<String>], choices: usize, has_logprobs: bool) -> Self {
+        let echoes: Vec<_> = echoes.iter().flat_map(|echo| std::iter::repeat_n(echo.clone(), choices)).collect();
+        Self { offsets: vec![0; echoes.len()], echoes, has_logprobs }
+    }
+
+    /// Returns the next part of a choice.
+    fn choice(&mut self, index: usize, pieces: Pieces, answers: &Answers) -> WireChoice {
+        let mut text = self.echoes[index].take().unwrap_or_default();
+        self.offsets[index] += text.chars().count();
+        let mut logprobs = self.has_logprobs.then(Logprobs::default);
+        for piece in pieces.pieces {
+            let Piece::Content(content, tokens) = piece else { continue };
+            if let Some(logprobs) = &mut logprobs {
+                logprobs.extend(&tokens, self.offsets[index], answers.engine().tokenizer());
+            }
+            self.offsets[index] += content.chars().count();
+            text.push_str(&content);
+        }
+        WireChoice { index, text, logprobs, finish_reason: pieces.finish }
+    }
+}
+
+/// Collects the answers to a single response.
+async fn whole(header: Header, mut answers: Answers, mut texts: Texts) -> Result<Response, ApiError> {
+    let empty = |index| WireChoice {
+        index,
+        text: String::new(),
+        logprobs: texts.has_logprobs.then(Logprobs::default),
+        finish_reason: None,
+    };
+    let mut choices: Vec<WireChoice> = (0..answers.len()).map(empty).collect();
+    while let Some(next) = answers.next().await {
+        let (index, pieces) = next?;
+        choices[index].append(texts.choice(index, pieces, &answers));
+    }
+    json_response(&Completion { header: &header, choices, usage: Some(Some(answers.usage())) })
+}
+
+/// Writes the chunks of a stream.
+struct ChunkWriter {
+    header: Header,
+    stream: StreamOptions,
+    texts: Texts,
+}
+
+impl EventWriter for ChunkWriter {
+    fn write(&mut self, index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer) {
+        let choices = vec![self.texts.choice(index, pieces, answers)];
+        let usage = self.stream.has_usage.then(|| self.stream.has_continuous_usage.then(|| answers.usage()));
+        out.push(&Completion { header: &self.header, choices, usage });
+    }
+
+    fn finish(&mut self, answers: &Answers, out: &mut EventBuffer) {
+        if self.stream.has_usage {
+            let usage = Some(Some(answers.usage()));
+            out.push(&Completion { header: &self.header, choices: Vec::new(), usage });
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! Reads the body of a text completion request.
+
+use serde_json::{Value, json};
+
+use crate::engine::{EngineHandle, Prompt, Request};
+use crate::server::body::Fields;
+use crate::server::error::ApiError;
+use crate::server::generate_options::{self, StreamOptions, token_ids};
+use crate::server::state::Server;
+
+/// The most answers to one request, over all its prompts.
+const MAX_ANSWERS: usize = 128;
+
+/// The most likely tokens that a request can ask for.
+const MAX_LOGPROBS: i64 = 20;
+
+/// The length of an answer if the request does not set one, as in OpenAI's API.
+const DEFAULT_TOKENS: i64 = 16;
+
+/// A text completion request.
+pub struct CompletionRequest {
+    /// One request per prompt.
+    pub requests: Vec<Request>,
+    /// The number of answers to each prompt.
+    pub choices: usize,
+    /// For each prompt, its text if the response repeats it.
+    pub echoes: Vec<Option<String>>,
+    pub has_logprobs: bool,
+    pub stream: StreamOptions,
+    /// Fields of the request without effect.
+    pub ignored: Vec<String>,
+}
+
+impl CompletionRequest {
+    /// Reads the fields of a request.
+    pub fn read(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
+        let fields_ref = &mut fields;
+        generate_options::check_model(fields_ref, server)?;
+        let prompts = read_prompts(fields_ref)?;
+        fields_ref.refuse("suffix", &[json!("")], "")?;
+        fields_ref.refuse("response_format", &[json!({ "type": "text" })], "use /v1/chat/completions")?;
+        fields_ref.refuse("add_special_tokens", &[json!(true)], "send token ids")?;
+        let mut options = generate_options::read(fields_ref, server, engine)?;
+        let max_tokens = fields_ref.take_integer("max_tokens", 0..=i64::from(u32::MAX))?;
+        options.max_tokens = Some(max_tokens.unwrap_or(DEFAULT_TOKENS) as usize);
+        options.logprobs = fields_ref.take_integer("logprobs", 0..=MAX_LOGPROBS)?.map(|count| count as usize);
+        let has_logprobs = options.logprobs.is_some();
+        let is_echo = fields_ref.take_bool("echo")?.unwrap_or(false);
+        if is_echo && has_logprobs {
+            return Err(ApiError::unsupported("echo", "the log probabilities of a prompt are not available"));
+        }
+        let choices = generate_options::read_choices(fields_ref)?;
+        let stream = generate_options::read_stream(fields_ref)?;
+        if prompts.len() * choices > MAX_ANSWERS {
+            let limit = format!("expected at most {MAX_ANSWERS} answers to all prompts together");
+            return Err(fields.invalid("prompt", limit));
+        }
+        let echoes = prompts.iter().map(|prompt| is_echo.then(|| text_of(prompt, engine)).transpose());
+        let echoes = echoes.collect::<anyhow::Result<_>>().map_err(|error| ApiError::from_submit(&error, "prompt"))?;
+        let request = |prompt| Request { prompt, options: Some(options.clone()) };
+        let requests = prompts.into_iter().map(request).collect();
+        Ok(Self { requests, choices, echoes, has_logprobs, stream, ignored: fields.ignored() })
+    }
+}
+
+/// Reads `prompt`: a text, token ids, or an array of either.
+fn read_prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
+    let expected = "expected a string, an array of strings, or token ids";
+    let prompts = match fields.take("prompt") {
+        Some(Value::String(text)) => vec![Prompt::Text(text)],
+        Some(Value::Array(items)) if items.first().is_some_and(Value::is_number) => {
+            vec![Prompt::Ids(token_ids(&items).ok_or_else(|| fields.invalid("prompt", expected))?)]
+        }
+        Some(Value::Array(items)) => {
+            let prompt = |item| match item {
+                Value::String(text) => Some(Prompt::Text(text)),
+                Value::Array(ids) => token_ids(&ids).map(Prompt::Ids),
+                _ => None,
+            };
+            let prompts: Option<_> = items.into_iter().map(prompt).collect();
+            prompts.ok_or_else(|| fields.invalid("prompt", expected))?
+        }
+        _ => return Err(fields.invalid("prompt", expected)),
+    };
+    let is_empty = |prompt: &Prompt| match prompt {
+        Prompt::Text(text) => text.is_empty(),
+        Prompt::Ids(ids) => ids.is_empty(),
+        Prompt::Chat { messages, .. } => messages.is_empty(),
+    };
+    if prompts.is_empty() || prompts.iter().any(is_empty) {
+        return Err(fields.invalid("prompt", "the prompt is empty"));
+    }
+    Ok(prompts)
+}
+
+/// Returns the text of a prompt.
+fn text_of(prompt: &Prompt, engine: &EngineHandle) -> anyhow::Result<String> {
+    match prompt {
+        Prompt::Text(text) => Ok(text.clone()),
+        Prompt::Ids(ids) => engine.tokenizer().decode(ids),
+        Prompt::Chat { .. } => Ok(String::new()),
+    }
+}

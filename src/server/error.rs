@@ -1,0 +1,191 @@
+//! Errors in the shape of OpenAI's API.
+
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::http::header::{CONNECTION, CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
+use axum::http::{HeaderName, HeaderValue, StatusCode};
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+
+use crate::error::Error;
+use crate::text::error_message;
+
+/// The maximum length of an error message in characters. Messages can quote the request.
+const MAX_MESSAGE_CHARS: usize = 1000;
+
+/// An error response. Its body is `{"error": {"message", "type", "param", "code"}}`.
+#[derive(Debug)]
+pub struct ApiError {
+    pub status: StatusCode,
+    kind: &'static str,
+    /// The request field that caused the error, such as `messages[0].content`.
+    param: Option<String>,
+    pub code: Option<&'static str>,
+    message: String,
+    retry_after: Option<Duration>,
+}
+
+#[derive(Serialize)]
+struct WireError<'a> {
+    message: &'a str,
+    #[serde(rename = "type")]
+    kind: &'a str,
+    param: Option<&'a str>,
+    code: Option<&'a str>,
+}
+
+#[derive(Serialize)]
+struct WireBody<'a> {
+    error: WireError<'a>,
+}
+
+impl ApiError {
+    fn new(status: StatusCode, kind: &'static str, message: impl Into<String>) -> Self {
+        Self { status, kind, param: None, code: None, message: message.into(), retry_after: None }
+    }
+
+    /// Creates a 400 error about the request as a whole.
+    pub fn bad_request(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", message)
+    }
+
+    /// Creates a 400 error about one field of the request.
+    pub fn invalid(param: impl Into<String>, problem: impl std::fmt::Display) -> Self {
+        let param = param.into();
+        Self { message: format!("invalid '{param}': {problem}"), param: Some(param), ..Self::bad_request("") }
+    }
+
+    /// Creates a 400 error about a field that inferno does not support.
+    pub fn unsupported(param: impl Into<String>, hint: &str) -> Self {
+        let param = param.into();
+        let message = format!("'{param}' is not supported{}{hint}", if hint.is_empty() { "" } else { ": " });
+        Self { message, param: Some(param), code: Some("unsupported_parameter"), ..Self::bad_request("") }
+    }
+
+    /// Creates a 401 error for a missing or wrong API key.
+    pub fn unauthorized(message: &str) -> Self {
+        let code = Some("invalid_api_key");
+        Self { code, ..Self::new(StatusCode::UNAUTHORIZED, "authentication_error", message) }
+    }
+
+    /// Creates a 403 error for a request from a web page of another site.
+    pub fn forbidden(message: &str) -> Self {
+        Self::new(StatusCode::FORBIDDEN, "permission_error", message)
+    }
+
+    /// Creates a 404 error for an unknown route or id.
+    pub fn not_found(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::NOT_FOUND, "invalid_request_error", message)
+    }
+
+    /// Creates a 404 error for an unknown model.
+    pub fn unknown_model(message: String) -> Self {
+        Self { param: Some("model".to_string()), code: Some("model_not_found"), ..Self::not_found(message) }
+    }
+
+    /// Creates an error with a client error status that has no constructor of its own, such as 405 or 413.
+    pub fn client(status: StatusCode, message: impl Into<String>) -> Self {
+        Self::new(status, "invalid_request_error", message)
+    }
+
+    /// Creates a 429 error. `retry_after` is the expected time until the server has room.
+    pub fn overloaded(message: impl Into<String>, retry_after: Duration) -> Self {
+        let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
+        Self { code: Some("rate_limit_exceeded"), retry_after: Some(retry_after), ..error }
+    }
+
+    /// Creates a 503 error while the server loads a model or drains.
+    pub fn unavailable(message: impl Into<String>, retry_after: Duration) -> Self {
+        let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message);
+        Self { code: Some("unavailable"), retry_after: Some(retry_after), ..error }
+    }
+
+    /// Creates a 500 error for a fault of the engine.
+    pub fn internal(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
+    }
+
+    /// Converts an error of [`submit`](crate::EngineHandle::submit). Errors without their own type come from the request.
+    pub fn from_submit(error: &anyhow::Error, param: &'static str) -> Self {
+        Self::from_engine(error, param).unwrap_or_else(|| Self::bad_request(error_message(error)))
+    }
+
+    /// Converts an error of a [`RequestStream`](crate::RequestStream). Errors without their own type are engine faults.
+    pub fn from_stream(error: &anyhow::Error) -> Self {
+        Self::from_engine(error, "messages").unwrap_or_else(|| Self::internal(error_message(error)))
+    }
+
+    fn from_engine(error: &anyhow::Error, param: &'static str) -> Option<Self> {
+        let too_long = |message: String| Self {
+            code: Some("context_length_exceeded"),
+            param: Some(param.to_string()),
+            ..Self::bad_request(message)
+        };
+        match error.downcast_ref()? {
+            Error::ContextFull { prompt_tokens, context_tokens, .. } => Some(too_long(format!(
+                "the prompt has {prompt_tokens} tokens, but the maximum context length is {context_tokens} tokens: \
+                 shorten the prompt to at most {} tokens",
+                context_tokens - 1
+            ))),
+            Error::PromptTooLong { prompt_bytes, context_tokens } => Some(too_long(format!(
+                "the prompt has {prompt_bytes} bytes of text, but the maximum context length is {context_tokens} \
+                 tokens: shorten the prompt"
+            ))),
+            Error::Draining => Some(Self::unavailable("the server is shutting down", Duration::from_secs(5))),
+            Error::WaitedTooLong => Some(Self::overloaded(
+                "the request waited in the queue for too long: try again later",
+                Duration::from_secs(5),
+            )),
+            _ => None,
+        }
+    }
+
+    /// Returns the JSON body.
+    pub fn body(&self) -> String {
+        let message = match self.message.char_indices().nth(MAX_MESSAGE_CHARS) {
+            Some((end, _)) => format!("{}…", &self.message[..end]),
+            None => self.message.clone(),
+        };
+        let error = WireError { message: &message, kind: self.kind, param: self.param.as_deref(), code: self.code };
+        serde_json::to_string(&WireBody { error }).unwrap_or_default()
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = Response::new(Body::from(self.body()));
+        *response.status_mut() = self.status;
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        match self.status {
+            StatusCode::UNAUTHORIZED => drop(headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"))),
+            // The rest of the body is not read, so the connection cannot carry another request.
+            StatusCode::PAYLOAD_TOO_LARGE | StatusCode::REQUEST_TIMEOUT => {
+                drop(headers.insert(CONNECTION, HeaderValue::from_static("close")));
+            }
+            _ => {}
+        }
+        if let Some(delay) = self.retry_after {
+            // `Retry-After` has whole seconds. OpenAI's clients also read the milliseconds.
+            headers.insert(RETRY_AFTER, HeaderValue::from(delay.as_secs_f64().ceil().max(1.0) as u64));
+            let milliseconds = HeaderValue::from(delay.as_millis().max(1) as u64);
+            headers.insert(HeaderName::from_static("retry-after-ms"), milliseconds);
+        }
+        response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_keys_are_present_and_long_messages_are_cut() {
+        let body = ApiError::invalid("stop", "é".repeat(5000)).body();
+        let json: serde_json::Value = serde_json::from_str(&body).unwrap();
+        assert!(body.len() < 4096, "{}", body.len());
+        assert_eq!(json["error"]["param"], "stop");
+        assert!(json["error"].as_object().unwrap().contains_key("code") && json["error"]["code"].is_null());
+    }
+}

@@ -1,0 +1,131 @@
+//! Streams of server-sent events.
+
+use std::convert::Infallible;
+use std::fmt::Write;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use axum::http::HeaderValue;
+use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
+use axum::response::Response;
+use futures_core::Stream;
+use serde::Serialize;
+use tokio::time::{Instant, Sleep};
+
+use super::choice::Pieces;
+use super::error::ApiError;
+use super::generation::Answers;
+
+/// The size in bytes after which a batch of events is sent, although more events are ready.
+const BATCH_BYTES: usize = 16 << 10;
+
+/// Writes the events of one API.
+pub trait EventWriter: Send + 'static {
+    /// Writes the pieces of one answer.
+    fn write(&mut self, index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer);
+
+    /// Writes the events after the end of all answers.
+    fn finish(&mut self, answers: &Answers, out: &mut EventBuffer);
+}
+
+/// Events that were written but not sent.
+#[derive(Default)]
+pub struct EventBuffer(String);
+
+impl EventBuffer {
+    /// Adds an event. JSON has no line breaks, so the event is a single line.
+    pub fn push(&mut self, event: &impl Serialize) {
+        if let Ok(json) = serde_json::to_string(event) {
+            self.push_text(&json);
+        }
+    }
+
+    fn push_text(&mut self, text: &str) {
+        // Writing to a string cannot fail.
+        let _ = write!(self.0, "data: {text}\n\n");
+    }
+
+    fn take(&mut self) -> Bytes {
+        Bytes::from(std::mem::take(&mut self.0))
+    }
+}
+
+/// Creates a response that streams answers as they are generated.
+pub fn response(answers: Answers, writer: impl EventWriter, ping: Duration) -> Response {
+    let events = EventStream {
+        answers: Some(answers),
+        writer: Box::new(writer),
+        buffer: EventBuffer::default(),
+        ping,
+        next_ping: Box::pin(tokio::time::sleep(ping)),
+    };
+    let mut response = Response::new(Body::from_stream(events));
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    // Proxies such as nginx would otherwise collect the events.
+    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+    response
+}
+
+/// The body of a streamed response.
+struct EventStream {
+    /// `None` after the last event.
+    answers: Option<Answers>,
+    writer: Box<dyn EventWriter>,
+    buffer: EventBuffer,
+    ping: Duration,
+    next_ping: Pin<Box<Sleep>>,
+}
+
+impl EventStream {
+    /// Ends the stream, after an error event if there is an error.
+    fn end(&mut self, error: Option<&ApiError>) {
+        if let Some(error) = error {
+            self.buffer.push_text(&error.body());
+        }
+        self.buffer.push_text("[DONE]");
+        self.answers = None;
+    }
+
+    /// Writes all events that are ready, up to the size of a batch.
+    fn fill(&mut self, context: &mut Context<'_>) {
+        while let Some(answers) = &mut self.answers
+            && self.buffer.0.len() < BATCH_BYTES
+            && let Poll::Ready(pieces) = answers.poll_next(context)
+        {
+            match pieces {
+                Some(Ok((index, pieces))) => self.writer.write(index, pieces, answers, &mut self.buffer),
+                Some(Err(error)) => self.end(Some(&error)),
+                None => {
+                    self.writer.finish(answers, &mut self.buffer);
+                    self.end(None);
+                }
+            }
+        }
+    }
+}
+
+impl Stream for EventStream {
+    type Item = Result<Bytes, Infallible>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.fill(context);
+        let deadline = Instant::now() + self.ping;
+        if !self.buffer.0.is_empty() {
+            self.next_ping.as_mut().reset(deadline);
+            return Poll::Ready(Some(Ok(self.buffer.take())));
+        }
+        if self.answers.is_none() {
+            return Poll::Ready(None);
+        }
+        // Clients and proxies close connections that seem idle. A comment is no event.
+        if self.next_ping.as_mut().poll(context).is_ready() {
+            self.next_ping.as_mut().reset(deadline);
+            return Poll::Ready(Some(Ok(Bytes::from_static(b": ping\n\n"))));
+        }
+        Poll::Pending
+    }
+}

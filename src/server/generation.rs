@@ -1,0 +1,241 @@
+//! Submits requests to the engine and merges the events of their answers.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use futures_core::Stream;
+
+use super::choice::{Choice, Pieces};
+use super::error::ApiError;
+use super::limits::Permit;
+use super::log::{AnswerLog, RequestLog};
+use super::state::Server;
+use super::usage::Usage;
+use crate::engine::{EngineHandle, Event, Request, RequestStream, Summary};
+use crate::error::Error;
+
+/// The answers to one HTTP request. Dropping it cancels those that have not ended.
+pub struct Answers {
+    answers: Vec<Answer>,
+    /// The number of answers to each prompt.
+    per_prompt: usize,
+    /// The answer to poll first, so that all of them progress.
+    first: usize,
+    ending: Pin<Box<dyn Future<Output = ()> + Send>>,
+    engine: EngineHandle,
+    server: Arc<Server>,
+    log: Arc<RequestLog>,
+    is_stream: bool,
+    submitted: Instant,
+    has_failed: bool,
+    _permit: Permit,
+}
+
+/// One answer: its events and what they were turned into.
+struct Answer {
+    stream: RequestStream,
+    choice: Choice,
+    last_token: Option<Instant>,
+    /// Set when the answer has ended.
+    summary: Option<Box<Summary>>,
+}
+
+/// What to submit, and how to interpret the answers.
+pub struct Job {
+    /// One request per prompt.
+    pub requests: Vec<Request>,
+    /// The number of answers to each prompt.
+    pub choices: usize,
+    pub can_call_in_parallel: bool,
+    pub is_stream: bool,
+    /// The field that contains the prompt, for error messages.
+    pub prompt_field: &'static str,
+}
+
+/// Submits a job. Fails with 429 if the server has no room for it.
+pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Result<Answers, ApiError> {
+    let engine = server.open_model()?.clone();
+    let submitted = Instant::now();
+    let count = job.requests.len() * job.choices;
+    let permit = server.admission.admit(count).map_err(|wait| {
+        server.metrics.admission_rejections.with_label_values(&["queue"]).inc();
+        let seconds = wait.as_secs_f64().ceil().max(1.0);
+        ApiError::overloaded(format!("the queue is full: please try again in {seconds}s"), wait)
+    })?;
+    let (handle, requests, choices) = (engine.clone(), job.requests, job.choices);
+    // Rendering and tokenizing take milliseconds of CPU time, so they must not run on a thread of the runtime.
+    let submit = move || -> anyhow::Result<Vec<RequestStream>> {
+        let mut streams = Vec::new();
+        for request in requests {
+            streams.extend(handle.submit_n(request, choices)?);
+        }
+        Ok(streams)
+    };
+    let streams = match tokio::task::spawn_blocking(submit).await {
+        Ok(Ok(streams)) => streams,
+        Ok(Err(error)) if server.is_alive() => return Err(ApiError::from_submit(&error, job.prompt_field)),
+        Ok(Err(error)) => return Err(ApiError::from_stream(&error)),
+        Err(panic) => return Err(ApiError::internal(format!("cannot submit the request: {panic}"))),
+    };
+    let answer = |stream| {
+        let choice = Choice::new(job.can_call_in_parallel);
+        Answer { stream, choice, last_token: None, summary: None }
+    };
+    Ok(Answers {
+        answers: streams.into_iter().map(answer).collect(),
+        per_prompt: job.choices,
+        first: 0,
+        ending: Box::pin(server.ending()),
+        engine,
+        server: server.clone(),
+        log,
+        is_stream: job.is_stream,
+        submitted,
+        has_failed: false,
+        _permit: permit,
+    })
+}
+
+impl Answers {
+    /// Returns the number of answers.
+    pub fn len(&self) -> usize {
+        self.answers.len()
+    }
+
+    pub fn engine(&self) -> &EngineHandle {
+        &self.engine
+    }
+
+    /// Waits for the next pieces of any answer. Returns the index of the answer and the pieces, or `None` after the end.
+    pub async fn next(&mut self) -> Option<Result<(usize, Pieces), ApiError>> {
+        std::future::poll_fn(|context| self.poll_next(context)).await
+    }
+
+    /// Polls for the next pieces of any answer. Skips events without any.
+    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<(usize, Pieces), ApiError>>> {
+        if self.has_failed || self.answers.iter().all(|answer| answer.summary.is_some()) {
+            return Poll::Ready(None);
+        }
+        if self.ending.as_mut().poll(context).is_ready() {
+            return self.fail(&Error::Draining.into());
+        }
+        for offset in 0..self.answers.len() {
+            let index = (self.first + offset) % self.answers.len();
+            if self.answers[index].summary.is_some() {
+                continue;
+            }
+            while let Poll::Ready(event) = Pin::new(&mut self.answers[index].stream).poll_next(context) {
+                let event = match event {
+                    Some(Ok(event)) => event,
+                    Some(Err(error)) => return self.fail(&error),
+                    None => return self.fail(&anyhow::anyhow!("the answer ended without a summary")),
+                };
+                let pieces = self.push(index, event);
+                if !pieces.pieces.is_empty() || pieces.finish.is_some() {
+                    self.first = index + 1;
+                    return Poll::Ready(Some(Ok((index, pieces))));
+                }
+            }
+        }
+        Poll::Pending
+    }
+
+    fn fail(&mut self, error: &anyhow::Error) -> Poll<Option<Result<(usize, Pieces), ApiError>>> {
+        self.has_failed = true;
+        Poll::Ready(Some(Err(ApiError::from_stream(error))))
+    }
+
+    /// Measures an event and turns it into pieces.
+    fn push(&mut self, index: usize, event: Event) -> Pieces {
+        let answer = &mut self.answers[index];
+        let metrics = &self.server.metrics;
+        if event.token().is_some() {
+            let now = Instant::now();
+            match answer.last_token.replace(now) {
+                None => metrics.first_token.observe((now - self.submitted).as_secs_f64()),
+                Some(last) => metrics.inter_token.observe((now - last).as_secs_f64()),
+            }
+        }
+        let summary = match &event {
+            Event::End { summary, .. } => Some(summary.clone()),
+            Event::Token { .. } => None,
+        };
+        let pieces = answer.choice.push(event, answer.stream.tool_calls(), self.engine.tokenizer());
+        if pieces.is_complete {
+            answer.stream.cancel();
+        }
+        if let (Some(summary), Some(finish)) = (&summary, pieces.finish) {
+            let reason = finish.as_str();
+            metrics.requests.with_label_values(&[reason]).inc();
+            metrics.queue.observe(summary.queue_s);
+            metrics.prefill.observe((summary.ttft_s - summary.queue_s).max(0.0));
+            let decode_s = (self.submitted.elapsed().as_secs_f64() - summary.ttft_s).max(0.0);
+            metrics.decode.observe(decode_s);
+            if summary.tok_per_s > 0.0 {
+                metrics.per_output_token.observe(summary.tok_per_s.recip());
+            }
+            metrics.format_violations.inc_by(summary.format_violations as u64);
+        }
+        answer.summary = summary;
+        pieces
+    }
+
+    /// Returns the token counts so far. The tokens of a prompt count once for all its answers.
+    pub fn usage(&self) -> Usage {
+        let mut usage = [0; 4];
+        for (index, answer) in self.answers.iter().enumerate() {
+            let summary = answer.stream.counts();
+            if index % self.per_prompt == 0 {
+                usage[0] += summary.prompt_tokens;
+                usage[1] += summary.cached_tokens;
+            }
+            usage[2] += summary.completion_tokens;
+            usage[3] += answer.choice.reasoning_tokens();
+        }
+        Usage::new(usage[0], usage[1], usage[2], usage[3])
+    }
+}
+
+/// Records the answers, however they ended.
+impl Drop for Answers {
+    fn drop(&mut self) {
+        let metrics = &self.server.metrics;
+        metrics.end_to_end.observe(self.submitted.elapsed().as_secs_f64());
+        for (index, answer) in self.answers.iter().enumerate() {
+            let counts = answer.stream.counts();
+            if index % self.per_prompt == 0 {
+                metrics.prompt_tokens.inc_by(counts.prompt_tokens as u64);
+                metrics.prompt_tokens_cached.inc_by(counts.cached_tokens as u64);
+                metrics.request_prompt_tokens.observe(counts.prompt_tokens as f64);
+            }
+            metrics.request_generation_tokens.observe(counts.completion_tokens as f64);
+        }
+        let has_ended = self.answers.iter().all(|answer| answer.summary.is_some());
+        let finish = match self.answers.first().and_then(|answer| answer.summary.as_ref()) {
+            _ if self.has_failed => "error",
+            Some(summary) if has_ended => finish_name(summary),
+            _ => "canceled",
+        };
+        let usage = self.usage();
+        self.log.set_answer(AnswerLog {
+            choices: self.len(),
+            prompt_tokens: usage.prompt_tokens,
+            cached_tokens: usage.prompt_tokens_details.cached_tokens,
+            completion_tokens: usage.completion_tokens,
+            ttft_s: self.answers.first().map_or(0.0, |answer| answer.stream.counts().ttft_s),
+            is_stream: self.is_stream,
+            finish,
+        });
+    }
+}
+
+fn finish_name(summary: &Summary) -> &'static str {
+    use crate::engine::FinishReason::*;
+    match summary.finish_reason {
+        Stop | Canceled => "stop",
+        Length => "length",
+        ToolCalls => "tool_calls",
+    }
+}

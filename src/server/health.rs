@@ -1,0 +1,90 @@
+//! The routes that report the state of the server: `/health`, `/live`, `/v1/loads` and `/metrics`.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::HeaderValue;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::Response;
+use serde::Serialize;
+
+use super::body::json_response;
+use super::error::ApiError;
+use super::metrics::cache_usage;
+use super::state::Server;
+use crate::nn::kv_cache::BLOCK_TOKENS;
+
+#[derive(Serialize)]
+struct Status {
+    status: &'static str,
+}
+
+/// Answers 200 if the server accepts requests: the model is loaded and the server does not drain. A busy server accepts
+/// requests.
+pub async fn health(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
+    server.open_model()?;
+    json_response(&Status { status: "ok" })
+}
+
+/// Answers 200 if the process and the engine thread work, even while the model loads.
+pub async fn live(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
+    match server.is_alive() {
+        true => json_response(&Status { status: "ok" }),
+        false => Err(ApiError::unavailable("the engine makes no progress", Duration::from_secs(5))),
+    }
+}
+
+/// Answers with the metrics as text.
+pub async fn metrics(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
+    let text = server.metrics.render(server.engine());
+    let text = text.map_err(|error| ApiError::internal(format!("cannot write the metrics: {error}")))?;
+    let mut response = Response::new(Body::from(text));
+    let format = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+    response.headers_mut().insert(CONTENT_TYPE, format);
+    Ok(response)
+}
+
+#[derive(Serialize)]
+struct Loads {
+    timestamp: f64,
+    dp_rank_count: usize,
+    loads: [Load; 1],
+}
+
+/// The load of the engine, in the fields that routers such as SMG read.
+#[derive(Serialize)]
+struct Load {
+    dp_rank: usize,
+    num_running_reqs: u64,
+    num_waiting_reqs: u64,
+    token_usage: f64,
+    num_used_tokens: u64,
+    max_total_num_tokens: u64,
+    max_running_requests: usize,
+    gen_throughput: f64,
+    cache_hit_rate: f64,
+}
+
+/// Answers with the load of the engine.
+pub async fn loads(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
+    let engine = server.model()?;
+    let stats = engine.stats();
+    let info = engine.info();
+    let max_tokens = (info.cache_sequences.max(1) * info.context) as u64;
+    let usage = cache_usage(&stats);
+    let load = Load {
+        dp_rank: 0,
+        num_running_reqs: stats.running,
+        num_waiting_reqs: stats.waiting,
+        token_usage: usage,
+        num_used_tokens: ((usage * max_tokens as f64) as u64).next_multiple_of(BLOCK_TOKENS as u64).min(max_tokens),
+        max_total_num_tokens: max_tokens,
+        max_running_requests: info.max_sequences,
+        gen_throughput: server.throughput.measure(stats.generated_tokens),
+        cache_hit_rate: stats.hit_tokens as f64 / stats.queried_tokens.max(1) as f64,
+    };
+    let timestamp = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
+    json_response(&Loads { timestamp, dp_rank_count: 1, loads: [load] })
+}

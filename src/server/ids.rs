@@ -1,0 +1,29 @@
+//! Random ids of requests, answers and tool calls.
+
+use ring::rand::{SecureRandom, SystemRandom};
+
+/// Returns `prefix` followed by 24 random hexadecimal digits.
+pub fn new(prefix: &str) -> String {
+    format!("{prefix}{}", hex(&random::<12>()))
+}
+
+/// Returns a random API key.
+pub fn api_key() -> String {
+    format!("inferno-{}", hex(&random::<24>()))
+}
+
+fn random<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    // The system's generator fails only if the system has none. Ids then repeat, which clients tolerate.
+    let _ = SystemRandom::new().fill(&mut bytes);
+    bytes
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Returns a random seed. It is short, so that a person can type it again.
+pub fn random_u32() -> u32 {
+    u32::from_le_bytes(random())
+}

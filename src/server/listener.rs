@@ -1,0 +1,102 @@
+//! Accepts connections, and closes them when the server shuts down.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use hyper_util::service::TowerToHyperService;
+use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
+
+use super::router::router;
+use super::state::Server;
+use super::write_limit::WriteLimit;
+
+/// The connections that wait to be accepted.
+const BACKLOG: u32 = 4096;
+
+/// The size of the system's buffer for unsent data. A small buffer shows early that a client does not read.
+const SEND_BUFFER_BYTES: u32 = 128 << 10;
+
+/// The size of the buffer for the headers of a request, and for the response.
+const BUFFER_BYTES: usize = 64 << 10;
+
+/// The pause after the system could not accept a connection, for example because too many files are open.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// The longest time to send the last responses at the end.
+const CLOSE_TIME: Duration = Duration::from_secs(2);
+
+/// Opens the port of a server. Port 0 selects a free port.
+pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
+    let what = || format!("cannot listen on {host}:{port}");
+    let mut addresses = lookup_host((host, port)).await.with_context(what)?;
+    let address: SocketAddr = addresses.next().ok_or_else(|| anyhow!("{}: the host has no address", what()))?;
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }.with_context(what)?;
+    // On Windows, this option would let two programs share the port.
+    #[cfg(unix)]
+    socket.set_reuseaddr(true).with_context(what)?;
+    socket.set_send_buffer_size(SEND_BUFFER_BYTES).with_context(what)?;
+    socket.bind(address).with_context(what)?;
+    socket.listen(BACKLOG).with_context(what)
+}
+
+/// Serves connections until `shutdown` resolves and all requests have ended.
+///
+/// After `shutdown`, requests in progress continue until the drain timeout. New ones are rejected.
+pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Future<Output = ()>) {
+    let connections = Arc::new(GracefulShutdown::new());
+    let accepting = tokio::spawn(accept(server.clone(), listener, connections.clone()));
+    shutdown.await;
+    server.drain();
+    let timeouts = &server.options.timeouts;
+    let is_late = tokio::time::timeout(timeouts.drain, server.admission.wait_until_idle()).await.is_err();
+    if is_late {
+        // Clients get an error event, not just a closed connection.
+        server.end();
+        let _ = tokio::time::timeout(CLOSE_TIME, server.admission.wait_until_idle()).await;
+    }
+    accepting.abort();
+    let _ = accepting.await;
+    if let Ok(connections) = Arc::try_unwrap(connections) {
+        // Idle connections close at once, and the others after the last bytes of their responses.
+        let _ = tokio::time::timeout(CLOSE_TIME, connections.shutdown()).await;
+    }
+}
+
+/// Accepts connections until the task is aborted.
+async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<GracefulShutdown>) {
+    let router = router(&server);
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let (router, server, watcher) = (router.clone(), server.clone(), connections.watcher());
+                tokio::spawn(connect(stream, router, server, watcher));
+            }
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a connection");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+/// Serves the requests of one connection.
+async fn connect(stream: TcpStream, router: Router, server: Arc<Server>, watcher: Watcher) {
+    let timeouts = &server.options.timeouts;
+    // Each event must leave at once.
+    let _ = stream.set_nodelay(true);
+    let stream = TokioIo::new(WriteLimit::new(stream, timeouts.write));
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(timeouts.header)
+        .max_buf_size(BUFFER_BYTES)
+        .serve_connection(stream, TowerToHyperService::new(router));
+    if let Err(error) = watcher.watch(connection).await {
+        tracing::debug!(%error, "connection closed");
+    }
+}

@@ -1,0 +1,110 @@
+//! The log: one line per request, without any of its content.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use axum::http::{Method, StatusCode};
+
+use super::metrics::Metrics;
+
+/// The target of log entries in `tracing`.
+pub const TARGET: &str = "inferno::requests";
+
+/// The status in the log if the client closed the connection before it got a response.
+const CLIENT_CLOSED: u16 = 499;
+
+/// The log entry of a request. It is written when its last owner drops it: the handler, or the body of the response.
+pub struct RequestLog {
+    pub id: String,
+    method: Method,
+    path: String,
+    traceparent: Option<String>,
+    started: Instant,
+    metrics: Arc<Metrics>,
+    outcome: Mutex<Outcome>,
+}
+
+/// What is known at the end of a request.
+#[derive(Default)]
+struct Outcome {
+    status: Option<StatusCode>,
+    answer: Option<AnswerLog>,
+}
+
+/// The figures of a generated answer.
+#[derive(Clone, Debug, Default)]
+pub struct AnswerLog {
+    pub choices: usize,
+    pub prompt_tokens: usize,
+    pub cached_tokens: usize,
+    pub completion_tokens: usize,
+    pub ttft_s: f64,
+    pub is_stream: bool,
+    /// How the answer ended: a finish reason, `canceled` or `error`.
+    pub finish: &'static str,
+}
+
+impl RequestLog {
+    pub fn new(id: String, method: Method, path: String, traceparent: Option<String>, metrics: Arc<Metrics>) -> Self {
+        let outcome = Mutex::default();
+        Self { id, method, path, traceparent, started: Instant::now(), metrics, outcome }
+    }
+
+    pub fn set_status(&self, status: StatusCode) {
+        self.lock().status = Some(status);
+    }
+
+    pub fn set_answer(&self, answer: AnswerLog) {
+        self.lock().answer = Some(answer);
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Outcome> {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns whether the request only checks the server. Such requests come every second, so they are not logged.
+    fn is_check(&self) -> bool {
+        matches!(self.path.as_str(), "/health" | "/live" | "/metrics" | "/v1/loads")
+    }
+}
+
+impl Drop for RequestLog {
+    fn drop(&mut self) {
+        let Outcome { status, answer } = std::mem::take(&mut *self.lock());
+        let status = status.map_or(CLIENT_CLOSED, |status| status.as_u16());
+        self.metrics.http_responses.with_label_values(&[status.to_string().as_str()]).inc();
+        let (id, method, path) = (self.id.as_str(), self.method.as_str(), self.path.as_str());
+        let traceparent = self.traceparent.as_deref();
+        let duration_ms = milliseconds(self.started.elapsed().as_secs_f64());
+        match answer {
+            Some(answer) => tracing::info!(
+                target: TARGET,
+                id,
+                method,
+                path,
+                status,
+                duration_ms,
+                stream = answer.is_stream,
+                choices = answer.choices,
+                prompt_tokens = answer.prompt_tokens,
+                cached_tokens = answer.cached_tokens,
+                completion_tokens = answer.completion_tokens,
+                ttft_ms = milliseconds(answer.ttft_s),
+                finish = answer.finish,
+                traceparent,
+                "request"
+            ),
+            None if self.is_check() => {
+                tracing::debug!(target: TARGET, id, method, path, status, duration_ms, "request")
+            }
+            None => {
+                tracing::info!(target: TARGET, id, method, path, status, duration_ms, traceparent, "request")
+            }
+        }
+    }
+}
+
+/// Returns a time in milliseconds, rounded to microseconds.
+fn milliseconds(seconds: f64) -> f64 {
+    (seconds * 1e6).round() / 1e3
+}

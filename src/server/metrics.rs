@@ -1,0 +1,227 @@
+//! The metrics of a server, in Prometheus's text format 0.0.4.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+use anyhow::Result;
+use prometheus::{
+    Encoder, Gauge, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
+    TextEncoder,
+};
+
+use crate::engine::{EngineHandle, EngineStats};
+use crate::nn::kv_cache::BLOCK_TOKENS;
+
+/// The prefix of all names, and the prefix of the additional names for dashboards of vLLM.
+const PREFIX: &str = "inferno_";
+const VLLM_PREFIX: &str = "vllm:";
+
+/// The metrics that vLLM also has, without their prefix.
+const VLLM_NAMES: &[&str] = &[
+    "cache_config_info",
+    "e2e_request_latency_seconds",
+    "generation_tokens_total",
+    "inter_token_latency_seconds",
+    "kv_cache_usage_perc",
+    "num_preemptions_total",
+    "num_requests_running",
+    "num_requests_waiting",
+    "prefix_cache_hits_total",
+    "prefix_cache_queries_total",
+    "prompt_tokens_cached_total",
+    "prompt_tokens_total",
+    "request_decode_time_seconds",
+    "request_generation_tokens",
+    "request_prefill_time_seconds",
+    "request_prompt_tokens",
+    "request_queue_time_seconds",
+    "request_success_total",
+    "request_time_per_output_token_seconds",
+    "time_to_first_token_seconds",
+];
+
+const TOKEN_SECONDS: &[f64] =
+    &[0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0];
+const FIRST_TOKEN_SECONDS: &[f64] =
+    &[0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0];
+const REQUEST_SECONDS: &[f64] =
+    &[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0];
+const TOKENS: &[f64] = &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5];
+
+/// The counters and histograms of a server.
+pub struct Metrics {
+    registry: Registry,
+    has_vllm_names: bool,
+    pub requests: IntCounterVec,
+    pub http_responses: IntCounterVec,
+    pub admission_rejections: IntCounterVec,
+    pub prompt_tokens: IntCounter,
+    pub prompt_tokens_cached: IntCounter,
+    pub format_violations: IntCounter,
+    pub first_token: Histogram,
+    pub inter_token: Histogram,
+    pub per_output_token: Histogram,
+    pub end_to_end: Histogram,
+    pub queue: Histogram,
+    pub prefill: Histogram,
+    pub decode: Histogram,
+    pub request_prompt_tokens: Histogram,
+    pub request_generation_tokens: Histogram,
+    engine: EngineMetrics,
+}
+
+/// Copies of the engine's own counters, updated when the metrics are read.
+struct EngineMetrics {
+    running: IntGauge,
+    waiting: IntGauge,
+    cache_usage: Gauge,
+    cache_config: IntGaugeVec,
+    totals: Vec<(IntCounter, fn(&EngineStats) -> u64)>,
+    /// Held during an update, so that two readers do not count an increase twice.
+    updating: Mutex<()>,
+}
+
+impl Metrics {
+    /// Creates the metrics of a server of the model named `model`.
+    pub fn new(model: &str, has_vllm_names: bool) -> Result<Self> {
+        let labels = HashMap::from([("model_name".to_string(), model.to_string()), ("engine".into(), "0".into())]);
+        let registry = Registry::new_custom(None, Some(labels))?;
+        let make = Maker(&registry);
+        let total = |name, help, read: fn(&EngineStats) -> u64| Ok((make.counter(name, help)?, read));
+        let engine = EngineMetrics {
+            running: make.gauge("num_requests_running", "Sequences that run.")?,
+            waiting: make.gauge("num_requests_waiting", "Sequences that wait to start.")?,
+            cache_usage: {
+                let gauge =
+                    Gauge::new(full("kv_cache_usage_perc"), "Share of the KV cache's blocks in use, from 0 to 1.")?;
+                registry.register(Box::new(gauge.clone()))?;
+                gauge
+            },
+            cache_config: {
+                let opts = Opts::new(full("cache_config_info"), "The size of the KV cache. Its value is always 1.");
+                let gauge = IntGaugeVec::new(opts, &["block_size", "num_gpu_blocks"])?;
+                registry.register(Box::new(gauge.clone()))?;
+                gauge
+            },
+            totals: [
+                total("generation_tokens_total", "Generated tokens.", |stats| stats.generated_tokens),
+                total("num_preemptions_total", "Sequences that gave up their blocks.", |stats| stats.preemptions),
+                total("prefix_cache_queries_total", "Tokens looked up in the prefix cache.", |s| s.queried_tokens),
+                total("prefix_cache_hits_total", "Tokens found in the prefix cache.", |stats| stats.hit_tokens),
+                total("engine_steps_total", "Steps that the model ran.", |stats| stats.steps),
+                total("canceled_sequences_total", "Sequences that clients canceled.", |stats| stats.canceled),
+                total("failed_sequences_total", "Sequences that ended with an error.", |stats| stats.failed),
+                total("tokens_after_cancel_total", "Tokens of steps that began after a cancellation.", |stats| {
+                    stats.tokens_after_cancel
+                }),
+            ]
+            .into_iter()
+            .collect::<Result<_>>()?,
+            updating: Mutex::new(()),
+        };
+        Ok(Self {
+            has_vllm_names,
+            requests: make.counters("request_success_total", "Finished answers.", "finished_reason")?,
+            http_responses: make.counters("http_responses_total", "HTTP responses.", "code")?,
+            admission_rejections: make.counters("admission_rejections_total", "Rejected requests.", "reason")?,
+            prompt_tokens: make.counter("prompt_tokens_total", "Prompt tokens, including cached ones.")?,
+            prompt_tokens_cached: make.counter("prompt_tokens_cached_total", "Prompt tokens found in the KV cache.")?,
+            format_violations: make.counter("harmony_repairs_total", "Violations of the chat format by the model.")?,
+            first_token: make.histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_SECONDS)?,
+            inter_token: make.histogram("inter_token_latency_seconds", "Time between tokens.", TOKEN_SECONDS)?,
+            per_output_token: make.histogram(
+                "request_time_per_output_token_seconds",
+                "Mean time between the tokens of an answer.",
+                TOKEN_SECONDS,
+            )?,
+            end_to_end: make.histogram("e2e_request_latency_seconds", "Time of a whole request.", REQUEST_SECONDS)?,
+            queue: make.histogram(
+                "request_queue_time_seconds",
+                "Time until the prefill starts.",
+                FIRST_TOKEN_SECONDS,
+            )?,
+            prefill: make.histogram("request_prefill_time_seconds", "Time of the prefill.", FIRST_TOKEN_SECONDS)?,
+            decode: make.histogram("request_decode_time_seconds", "Time after the first token.", REQUEST_SECONDS)?,
+            request_prompt_tokens: make.histogram("request_prompt_tokens", "Prompt tokens of an answer.", TOKENS)?,
+            request_generation_tokens: make.histogram(
+                "request_generation_tokens",
+                "Generated tokens of an answer.",
+                TOKENS,
+            )?,
+            engine,
+            registry,
+        })
+    }
+
+    /// Returns the text of all metrics. `engine` is `None` while the model loads.
+    pub fn render(&self, engine: Option<&EngineHandle>) -> Result<Vec<u8>> {
+        if let Some(engine) = engine {
+            self.engine.update(engine);
+        }
+        let mut families = self.registry.gather();
+        if self.has_vllm_names {
+            let mut aliases = families.clone();
+            aliases.retain(|family| VLLM_NAMES.contains(&family.name().trim_start_matches(PREFIX)));
+            for family in &mut aliases {
+                family.set_name(format!("{VLLM_PREFIX}{}", family.name().trim_start_matches(PREFIX)));
+            }
+            families.extend(aliases);
+        }
+        let mut text = Vec::new();
+        TextEncoder::new().encode(&families, &mut text)?;
+        Ok(text)
+    }
+}
+
+impl EngineMetrics {
+    fn update(&self, engine: &EngineHandle) {
+        let _guard = self.updating.lock().unwrap_or_else(PoisonError::into_inner);
+        let stats = engine.stats();
+        self.running.set(stats.running as i64);
+        self.waiting.set(stats.waiting as i64);
+        self.cache_usage.set(cache_usage(&stats));
+        let blocks = engine.info().cache_blocks.saturating_sub(1);
+        self.cache_config.with_label_values(&[&BLOCK_TOKENS.to_string(), &blocks.to_string()]).set(1);
+        for (counter, read) in &self.totals {
+            counter.inc_by(read(&stats).saturating_sub(counter.get()));
+        }
+    }
+}
+
+/// Returns the share of the KV cache's blocks that sequences use, from 0 to 1.
+pub fn cache_usage(stats: &EngineStats) -> f64 {
+    stats.used_blocks as f64 / stats.blocks.max(1) as f64
+}
+
+/// Creates metrics and registers them.
+struct Maker<'r>(&'r Registry);
+
+impl Maker<'_> {
+    fn counter(&self, name: &str, help: &str) -> Result<IntCounter> {
+        let counter = IntCounter::new(full(name), help)?;
+        self.0.register(Box::new(counter.clone()))?;
+        Ok(counter)
+    }
+
+    fn counters(&self, name: &str, help: &str, label: &str) -> Result<IntCounterVec> {
+        let counters = IntCounterVec::new(Opts::new(full(name), help), &[label])?;
+        self.0.register(Box::new(counters.clone()))?;
+        Ok(counters)
+    }
+
+    fn gauge(&self, name: &str, help: &str) -> Result<IntGauge> {
+        let gauge = IntGauge::new(full(name), help)?;
+        self.0.register(Box::new(gauge.clone()))?;
+        Ok(gauge)
+    }
+
+    fn histogram(&self, name: &str, help: &str, buckets: &[f64]) -> Result<Histogram> {
+        let histogram = Histogram::with_opts(HistogramOpts::new(full(name), help).buckets(buckets.to_vec()))?;
+        self.0.register(Box::new(histogram.clone()))?;
+        Ok(histogram)
+    }
+}
+
+fn full(name: &str) -> String {
+    format!("{PREFIX}{name}")
+}

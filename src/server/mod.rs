@@ -1,0 +1,41 @@
+//! An HTTP server with OpenAI's API.
+//!
+//! The server is a client of an [`EngineHandle`](crate::EngineHandle) and holds no model code. Every route is in one file
+//! or folder:
+//!
+//! - `chat/`, `completions/`, `models`, `tokenize`, `health`: the routes
+//! - `body`, `generate_options`: read request fields
+//! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
+//! - `router`, `auth`, `log`, `listener`, `write_limit`: everything around a route
+//! - `state`, `options`, `limits`, `metrics`: shared state
+
+mod auth;
+mod body;
+mod chat;
+mod choice;
+mod completions;
+mod error;
+mod event_stream;
+mod generate_options;
+mod generation;
+mod health;
+mod ids;
+mod limits;
+mod listener;
+mod log;
+mod metrics;
+mod models;
+mod options;
+mod reply;
+mod router;
+mod state;
+mod throughput;
+mod tokenize;
+mod usage;
+mod write_limit;
+
+pub use ids::api_key as new_api_key;
+pub use listener::{bind, serve};
+pub use log::TARGET as LOG_TARGET;
+pub use options::{ServerOptions, Timeouts};
+pub use state::Server;

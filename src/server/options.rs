@@ -1,0 +1,51 @@
+//! The options of a server.
+
+use std::time::Duration;
+
+/// The options of a server, set by the flags of `inferno serve`.
+#[derive(Clone, Debug)]
+pub struct ServerOptions {
+    /// The name of the model in requests and responses.
+    pub model: String,
+    /// The keys that clients may send. Without keys, every client has access.
+    pub api_keys: Vec<String>,
+    /// The origins of web pages that may read responses. `*` allows every origin.
+    pub cors_origins: Vec<String>,
+    /// The most sequences that run at once.
+    pub max_sequences: usize,
+    /// The most sequences that wait while `max_sequences` run.
+    pub queue: usize,
+    pub timeouts: Timeouts,
+    /// Whether `/metrics` also contains the names that vLLM uses.
+    pub has_vllm_metrics: bool,
+}
+
+/// The time limits of a server.
+#[derive(Clone, Debug)]
+pub struct Timeouts {
+    /// The longest time to receive the headers of a request, or to wait for the next request of a connection.
+    pub header: Duration,
+    /// The longest time to receive the body of a request.
+    pub body: Duration,
+    /// The longest time that a request waits before its prefill starts.
+    pub queue: Duration,
+    /// The longest time in which a client may accept less than a few kilobytes of a response.
+    pub write: Duration,
+    /// The time between comments in a stream without events.
+    pub ping: Duration,
+    /// The longest time that running requests may take after the signal to shut down.
+    pub drain: Duration,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        Self {
+            header: Duration::from_secs(10),
+            body: Duration::from_secs(30),
+            queue: Duration::from_secs(60),
+            write: Duration::from_secs(30),
+            ping: Duration::from_secs(15),
+            drain: Duration::from_secs(150),
+        }
+    }
+}

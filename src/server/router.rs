@@ -1,0 +1,104 @@
+//! The routes, and what happens before and after each of them.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use tower_http::cors::{AllowOrigin, CorsLayer};
+
+use super::auth::Access;
+use super::error::ApiError;
+use super::log::RequestLog;
+use super::state::Server;
+use super::{chat, completions, health, ids, models, tokenize};
+
+/// The header that identifies a request in logs. Clients may choose the id.
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// The maximum length of a request id that a client chose.
+const MAX_ID_LENGTH: usize = 128;
+
+/// Creates the routes of a server.
+pub fn router(server: &Arc<Server>) -> Router {
+    let options = &server.options;
+    let access = Arc::new(Access::new(&options.api_keys, &options.cors_origins));
+    let routes = Router::new()
+        .route("/health", get(health::health))
+        .route("/live", get(health::live))
+        .route("/metrics", get(health::metrics))
+        .route("/v1/loads", get(health::loads))
+        .route("/v1/models", get(models::list))
+        .route("/v1/models/{*id}", get(models::get))
+        .route("/v1/chat/completions", post(chat::create))
+        .route("/v1/completions", post(completions::create))
+        .route("/v1/embeddings", post(no_embeddings))
+        .route("/tokenize", post(tokenize::tokenize))
+        .route("/detokenize", post(tokenize::detokenize))
+        .fallback(unknown_route)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn_with_state(access, check_access));
+    let routes = match options.cors_origins.is_empty() {
+        true => routes,
+        false => routes.layer(cors(&options.cors_origins)),
+    };
+    routes.layer(middleware::from_fn_with_state(server.clone(), log_request)).with_state(server.clone())
+}
+
+/// Lets web pages of some origins read responses.
+fn cors(origins: &[String]) -> CorsLayer {
+    let origin = match origins.iter().any(|origin| origin == "*") {
+        true => AllowOrigin::any(),
+        false => AllowOrigin::list(origins.iter().filter_map(|origin| HeaderValue::from_str(origin).ok())),
+    };
+    CorsLayer::new()
+        .allow_origin(origin)
+        .allow_methods([Method::GET, Method::POST])
+        .allow_headers(tower_http::cors::Any)
+        .expose_headers([REQUEST_ID, HeaderName::from_static("x-inferno-ignored")])
+}
+
+async fn check_access(State(access): State<Arc<Access>>, request: Request, next: Next) -> Response {
+    match access.check(request.uri().path(), request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err(error) => error.into_response(),
+    }
+}
+
+/// Gives each request an id and a log entry.
+async fn log_request(State(server): State<Arc<Server>>, mut request: Request, next: Next) -> Response {
+    let id = request_id(request.headers());
+    let traceparent = request.headers().get("traceparent").and_then(|value| value.to_str().ok()).map(str::to_string);
+    let (method, path) = (request.method().clone(), request.uri().path().to_string());
+    let log = Arc::new(RequestLog::new(id, method, path, traceparent, server.metrics.clone()));
+    request.extensions_mut().insert(log.clone());
+    let mut response = next.run(request).await;
+    log.set_status(response.status());
+    if let Ok(id) = HeaderValue::from_str(&log.id) {
+        response.headers_mut().insert(REQUEST_ID, id);
+    }
+    response
+}
+
+/// Returns the id that the client chose, or a new one.
+fn request_id(headers: &HeaderMap) -> String {
+    let chosen = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok());
+    let is_valid = |id: &&str| (1..=MAX_ID_LENGTH).contains(&id.len()) && id.chars().all(|c| c.is_ascii_graphic());
+    chosen.filter(is_valid).map_or_else(|| ids::new("req-"), str::to_string)
+}
+
+async fn unknown_route(request: Request) -> ApiError {
+    ApiError::not_found(format!("the route {} {} does not exist", request.method(), request.uri().path()))
+}
+
+async fn wrong_method(request: Request) -> ApiError {
+    let message = format!("the route {} does not allow {}", request.uri().path(), request.method());
+    ApiError::client(StatusCode::METHOD_NOT_ALLOWED, message)
+}
+
+async fn no_embeddings() -> ApiError {
+    ApiError::not_found("inferno does not compute embeddings: it serves models that generate text")
+}

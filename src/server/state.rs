@@ -1,0 +1,107 @@
+//! The state that all handlers share.
+
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::Result;
+use tokio::sync::watch;
+
+use super::error::ApiError;
+use super::limits::Admission;
+use super::metrics::Metrics;
+use super::options::ServerOptions;
+use super::throughput::Throughput;
+use crate::engine::EngineHandle;
+
+/// The longest step of a healthy engine.
+const MAX_STEP: Duration = Duration::from_secs(60);
+
+/// A server: its options, its model and the requests in progress.
+pub struct Server {
+    pub options: ServerOptions,
+    pub admission: Arc<Admission>,
+    pub metrics: Arc<Metrics>,
+    pub throughput: Throughput,
+    /// Unset while the model loads.
+    model: OnceLock<EngineHandle>,
+    phase: watch::Sender<Phase>,
+    /// The time at which the server started, in Unix seconds.
+    pub created: u64,
+}
+
+/// What a server does with requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Phase {
+    Serving,
+    /// Finishes running requests and rejects new ones.
+    Draining,
+    /// Ends running requests.
+    Ending,
+}
+
+impl Server {
+    /// Creates a server whose model is not loaded yet.
+    pub fn new(options: ServerOptions) -> Result<Arc<Self>> {
+        let limit = options.max_sequences.saturating_add(options.queue);
+        Ok(Arc::new(Self {
+            admission: Arc::new(Admission::new(limit)),
+            metrics: Arc::new(Metrics::new(&options.model, options.has_vllm_metrics)?),
+            throughput: Throughput::default(),
+            model: OnceLock::new(),
+            phase: watch::Sender::new(Phase::Serving),
+            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+            options,
+        }))
+    }
+
+    /// Starts to accept requests for a loaded model. Later calls have no effect.
+    pub fn set_model(&self, engine: EngineHandle) {
+        let _ = self.model.set(engine);
+    }
+
+    /// Returns the engine, or `None` while the model loads.
+    pub fn engine(&self) -> Option<&EngineHandle> {
+        self.model.get()
+    }
+
+    /// Returns the engine, or the error to send while the model loads.
+    pub fn model(&self) -> Result<&EngineHandle, ApiError> {
+        self.engine().ok_or_else(|| ApiError::unavailable("the model is loading", Duration::from_secs(1)))
+    }
+
+    /// Returns the engine if it accepts requests, or the error to send.
+    pub fn open_model(&self) -> Result<&EngineHandle, ApiError> {
+        let engine = self.model()?;
+        if *self.phase.borrow() != Phase::Serving {
+            return Err(ApiError::unavailable("the server is shutting down", Duration::from_secs(5)));
+        }
+        if !self.is_alive() {
+            return Err(ApiError::internal("the engine has stopped"));
+        }
+        Ok(engine)
+    }
+
+    /// Returns whether the engine makes progress, or is not loaded yet.
+    pub fn is_alive(&self) -> bool {
+        self.engine().is_none_or(|engine| engine.is_responsive(MAX_STEP))
+    }
+
+    /// Rejects new requests.
+    pub fn drain(&self) {
+        self.phase.send_modify(|phase| *phase = Phase::Draining.max(*phase));
+    }
+
+    /// Ends all requests in progress.
+    pub fn end(&self) {
+        self.phase.send_replace(Phase::Ending);
+    }
+
+    /// Waits until requests in progress must end.
+    pub fn ending(&self) -> impl Future<Output = ()> + Send + use<> {
+        let mut phase = self.phase.subscribe();
+        async move {
+            // Fails only if the server is gone, which also ends its requests.
+            let _ = phase.wait_for(|phase| *phase == Phase::Ending).await;
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! A connection that fails if the client does not read.
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::{Instant, Sleep};
+
+/// The bytes that a client must accept within the time limit. Without a minimum, a client could read one byte at a time.
+const MIN_BYTES: usize = 4 << 10;
+
+/// A stream whose writes fail if the other side accepts less than a few kilobytes within a time limit.
+pub struct WriteLimit<S> {
+    stream: S,
+    limit: Duration,
+    /// The time at which a waiting write fails.
+    deadline: Pin<Box<Sleep>>,
+    is_waiting: bool,
+    /// The bytes that were accepted since the deadline was set.
+    accepted: usize,
+}
+
+impl<S> WriteLimit<S> {
+    pub fn new(stream: S, limit: Duration) -> Self {
+        Self { stream, limit, deadline: Box::pin(tokio::time::sleep(limit)), is_waiting: false, accepted: 0 }
+    }
+
+    /// Applies the limit to the outcome of a write of `offered` bytes.
+    fn check(
+        &mut self,
+        context: &mut Context<'_>,
+        offered: usize,
+        outcome: Poll<io::Result<usize>>,
+    ) -> Poll<io::Result<usize>> {
+        match outcome {
+            Poll::Ready(Ok(bytes)) => {
+                self.accepted += bytes;
+                if self.accepted >= MIN_BYTES || bytes == offered {
+                    self.is_waiting = false;
+                }
+                Poll::Ready(Ok(bytes))
+            }
+            Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
+            Poll::Pending => {
+                if !self.is_waiting {
+                    (self.is_waiting, self.accepted) = (true, 0);
+                    self.deadline.as_mut().reset(Instant::now() + self.limit);
+                }
+                ready!(self.deadline.as_mut().poll(context));
+                Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client does not read")))
+            }
+        }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for WriteLimit<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for WriteLimit<S> {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let outcome = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.check(context, bytes.len(), outcome)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffers: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let outcome = Pin::new(&mut self.stream).poll_write_vectored(context, buffers);
+        self.check(context, buffers.iter().map(|buffer| buffer.len()).sum(), outcome)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}

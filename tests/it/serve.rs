@@ -1,0 +1,10 @@
+//! Tests of `inferno serve`. A test starts a server process with the demo model and sends requests to it.
+
+mod access;
+mod answers;
+mod cancel;
+mod client;
+mod fields;
+mod hostile;
+mod lifecycle;
+mod routes;

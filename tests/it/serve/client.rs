@@ -1,0 +1,264 @@
+//! A server process, and a plain HTTP client that can also send what no library would.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, Stdio};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::cli::inferno;
+
+/// The longest time that any single wait may take. Only detects hangs.
+pub const HANG: Duration = Duration::from_secs(60);
+
+/// A running `inferno serve demo`. Dropping it kills the process.
+pub struct Server {
+    pub child: Child,
+    pub address: String,
+    log: Option<JoinHandle<String>>,
+    _home: TempDir,
+}
+
+impl Server {
+    /// Starts a server and waits until it is ready.
+    pub fn start(args: &[&str]) -> Self {
+        Self::start_with(args, &[])
+    }
+
+    /// Starts a server with environment variables.
+    pub fn start_with(args: &[&str], variables: &[(&str, &str)]) -> Self {
+        let home = TempDir::new().unwrap();
+        let mut command = inferno(&home);
+        command.args(["serve", "demo", "--device", "cpu", "--port", "0"]).args(args);
+        command.envs(variables.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut stderr = child.stderr.take().unwrap();
+        // A full pipe would block the server.
+        let log = std::thread::spawn(move || {
+            let mut log = String::new();
+            stderr.read_to_string(&mut log).unwrap();
+            log
+        });
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let Some((_, url)) = line.split_once("ready at http://") else {
+            panic!("no ready line: {line:?} {}", log.join().unwrap());
+        };
+        let address = url.trim().trim_end_matches("/v1").to_string();
+        Self { child, address, log: Some(log), _home: home }
+    }
+
+    pub fn connect(&self) -> TcpStream {
+        let stream = TcpStream::connect(&self.address).unwrap();
+        stream.set_read_timeout(Some(HANG)).unwrap();
+        stream.set_write_timeout(Some(HANG)).unwrap();
+        stream
+    }
+
+    /// Sends a request and reads the whole response.
+    pub fn send(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Response {
+        let mut stream = self.connect();
+        // The server may reject the request before it has read all of it.
+        let _ = stream.write_all(&request(method, path, headers, body));
+        Response::read(&mut BufReader::new(stream))
+    }
+
+    pub fn get(&self, path: &str) -> Response {
+        self.send("GET", path, &[], b"")
+    }
+
+    pub fn post(&self, path: &str, body: &Value) -> Response {
+        self.send("POST", path, &[JSON], body.to_string().as_bytes())
+    }
+
+    /// Sends a chat completion request with the given fields, at temperature 0.
+    pub fn chat(&self, fields: Value) -> Response {
+        self.post("/v1/chat/completions", &chat(fields))
+    }
+
+    /// Sends the headers and the body of a request, and returns the connection.
+    pub fn begin(&self, path: &str, body: &Value) -> TcpStream {
+        let mut stream = self.connect();
+        stream.write_all(&request("POST", path, &[JSON], body.to_string().as_bytes())).unwrap();
+        stream
+    }
+
+    /// Returns the value of a metric without labels of its own.
+    pub fn metric(&self, name: &str) -> f64 {
+        let text = self.get("/metrics").text();
+        let line = text.lines().find(|line| line.starts_with(name) && line[name.len()..].starts_with('{'));
+        let line = line.unwrap_or_else(|| panic!("no metric {name}: {text}"));
+        line.rsplit(' ').next().unwrap().parse().unwrap()
+    }
+
+    /// Waits until a condition holds.
+    pub fn wait(&self, what: &str, condition: impl Fn(&Self) -> bool) {
+        let started = Instant::now();
+        while !condition(self) {
+            assert!(started.elapsed() < HANG, "timed out: {what}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Waits until no request runs or waits, and the KV cache is free.
+    pub fn wait_until_idle(&self) {
+        let names = ["inferno_num_requests_running", "inferno_num_requests_waiting", "inferno_kv_cache_usage_perc"];
+        self.wait("idle", |server| names.iter().all(|name| server.metric(name) == 0.0));
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
+    }
+
+    /// Waits until the process has ended. Returns its exit code.
+    pub fn exit_code(&mut self) -> Option<i32> {
+        let started = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code();
+            }
+            assert!(started.elapsed() < HANG, "the server does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Stops the server and returns its log.
+    pub fn log(mut self) -> String {
+        self.signal(Signal::SIGTERM);
+        assert_eq!(self.exit_code(), Some(0));
+        self.log.take().unwrap().join().unwrap()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub const JSON: (&str, &str) = ("Content-Type", "application/json");
+
+/// Returns the body of a chat completion request. Fields that are null are left out.
+pub fn chat(fields: Value) -> Value {
+    let mut body = json!({
+        "model": "demo",
+        "messages": [{ "role": "user", "content": "What is the KV cache?" }],
+        "temperature": 0,
+    });
+    for (name, value) in fields.as_object().unwrap() {
+        body[name] = value.clone();
+    }
+    body
+}
+
+/// Returns the body of a request that generates for many seconds.
+pub fn endless(is_stream: bool) -> Value {
+    chat(json!({ "stream": is_stream, "ignore_eos": true, "max_tokens": 3000 }))
+}
+
+/// Returns the bytes of a request whose connection closes after the response.
+pub fn request(method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Vec<u8> {
+    let mut text = format!("{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n");
+    for (name, value) in headers {
+        text.push_str(&format!("{name}: {value}\r\n"));
+    }
+    let mut bytes = format!("{text}Content-Length: {}\r\n\r\n", body.len()).into_bytes();
+    bytes.extend_from_slice(body);
+    bytes
+}
+
+/// A response.
+pub struct Response {
+    pub status: u16,
+    headers: Vec<(String, String)>,
+    pub body: Vec<u8>,
+}
+
+impl Response {
+    /// Reads a response to its end.
+    pub fn read(stream: &mut impl BufRead) -> Self {
+        let mut response = Self::read_head(stream);
+        if response.header("transfer-encoding") == Some("chunked") {
+            while let Some(chunk) = read_chunk(stream) {
+                response.body.extend(chunk);
+            }
+        } else if let Some(length) = response.header("content-length") {
+            response.body = vec![0; length.parse().unwrap()];
+            stream.read_exact(&mut response.body).unwrap();
+        }
+        response
+    }
+
+    /// Reads the status and the headers.
+    pub fn read_head(stream: &mut impl BufRead) -> Self {
+        let mut line = String::new();
+        stream.read_line(&mut line).unwrap();
+        let status = line.split(' ').nth(1).unwrap_or_else(|| panic!("no status: {line:?}")).parse().unwrap();
+        let mut headers = Vec::new();
+        loop {
+            let mut line = String::new();
+            stream.read_line(&mut line).unwrap();
+            let Some((name, value)) = line.trim_end().split_once(": ") else { break };
+            headers.push((name.to_lowercase(), value.to_string()));
+        }
+        Self { status, headers, body: Vec::new() }
+    }
+
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.headers.iter().find(|(header, _)| header == name).map(|(_, value)| value.as_str())
+    }
+
+    pub fn text(&self) -> String {
+        String::from_utf8(self.body.clone()).unwrap()
+    }
+
+    pub fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.text()))
+    }
+
+    /// Asserts that the response is successful, and returns its JSON.
+    pub fn ok(&self) -> Value {
+        assert_eq!(self.status, 200, "{}", self.text());
+        self.json()
+    }
+
+    /// Asserts that the response is an error in OpenAI's shape, and returns the error object.
+    pub fn error(&self, status: u16) -> Value {
+        assert_eq!(self.status, status, "{}", self.text());
+        let json = self.json();
+        let error = json["error"].as_object().unwrap_or_else(|| panic!("{json}"));
+        let keys: Vec<_> = error.keys().map(String::as_str).collect();
+        assert_eq!(keys, ["message", "type", "param", "code"], "{json}");
+        assert!(error["message"].as_str().is_some_and(|message| !message.is_empty()), "{json}");
+        assert!(self.body.len() <= 4096, "{json}");
+        json["error"].clone()
+    }
+
+    /// Returns the events of a stream, without the last one, which must be `[DONE]`.
+    pub fn events(&self) -> Vec<Value> {
+        assert_eq!(self.status, 200, "{}", self.text());
+        assert_eq!(self.header("content-type"), Some("text/event-stream; charset=utf-8"));
+        let text = self.text();
+        let mut events: Vec<&str> = text.split("\n\n").filter(|event| !event.is_empty()).collect();
+        events.retain(|event| !event.starts_with(':'));
+        assert_eq!(events.pop(), Some("data: [DONE]"), "{text}");
+        events.iter().map(|event| serde_json::from_str(event.strip_prefix("data: ").unwrap()).unwrap()).collect()
+    }
+}
+
+/// Reads a chunk of a chunked body. Returns `None` at the end.
+pub fn read_chunk(stream: &mut impl BufRead) -> Option<Vec<u8>> {
+    let mut line = String::new();
+    stream.read_line(&mut line).unwrap();
+    let size = usize::from_str_radix(line.trim(), 16).unwrap_or_else(|_| panic!("no chunk size: {line:?}"));
+    let mut chunk = vec![0; size + 2];
+    stream.read_exact(&mut chunk).unwrap();
+    chunk.truncate(size);
+    (size > 0).then_some(chunk)
+}

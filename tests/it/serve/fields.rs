@@ -1,0 +1,173 @@
+//! Request fields: which are honored, which are refused, and which are ignored and named.
+
+use serde_json::{Value, json};
+
+use super::client::{JSON, Server, chat};
+
+#[test]
+fn invalid_fields_are_errors_that_name_the_field() {
+    let server = Server::start(&[]);
+    let message = |message: Value| json!({ "messages": [message] });
+    let tool = |function: Value| json!({ "tools": [{ "type": "function", "function": function }] });
+    for (fields, param) in [
+        (json!({ "messages": [] }), "messages"),
+        (json!({ "messages": null }), "messages"),
+        (json!({ "messages": "hi" }), "messages"),
+        (json!({ "messages": ["hi"] }), "messages[0]"),
+        (message(json!({ "role": "robot", "content": "" })), "messages[0].role"),
+        (message(json!({ "role": "user" })), "messages[0].content"),
+        (message(json!({ "role": "user", "content": 5 })), "messages[0].content"),
+        (message(json!({ "role": "user", "content": [{ "type": "image_url" }] })), "messages[0].content[0].type"),
+        (message(json!({ "role": "user", "content": [{ "type": "text" }] })), "messages[0].content[0].text"),
+        (message(json!({ "role": "assistant", "tool_calls": [{}] })), "messages[0].tool_calls[0].function"),
+        (message(json!({ "role": "assistant", "content": "a", "function_call": {} })), "messages[0].function_call"),
+        (json!({ "temperature": -1 }), "temperature"),
+        (json!({ "temperature": "hot" }), "temperature"),
+        (json!({ "top_p": 1.5 }), "top_p"),
+        (json!({ "top_k": -2 }), "top_k"),
+        (json!({ "seed": 1.5 }), "seed"),
+        (json!({ "max_tokens": 0 }), "max_tokens"),
+        (json!({ "max_completion_tokens": -1 }), "max_completion_tokens"),
+        (json!({ "n": 9 }), "n"),
+        (json!({ "n": 0 }), "n"),
+        (json!({ "best_of": 2 }), "best_of"),
+        (json!({ "stop": [1] }), "stop"),
+        (json!({ "stop": vec!["x"; 17] }), "stop"),
+        (json!({ "stop_token_ids": [999_999] }), "stop_token_ids"),
+        (json!({ "logit_bias": { "999999": 1 } }), "logit_bias"),
+        (json!({ "logit_bias": { "5": 101 } }), "logit_bias"),
+        (json!({ "logit_bias": { "x": 1 } }), "logit_bias"),
+        (json!({ "logprobs": 3 }), "logprobs"),
+        (json!({ "top_logprobs": 3 }), "top_logprobs"),
+        (json!({ "logprobs": true, "top_logprobs": 21 }), "top_logprobs"),
+        (json!({ "stream": "yes" }), "stream"),
+        (json!({ "stream_options": { "include_usage": true } }), "stream_options"),
+        (json!({ "reasoning_effort": "none" }), "reasoning_effort"),
+        (json!({ "reasoning_effort": "huge" }), "reasoning_effort"),
+        (json!({ "reasoning": { "effort": "none" } }), "reasoning.effort"),
+        (json!({ "response_format": { "type": "yaml" } }), "response_format.type"),
+        (json!({ "response_format": { "type": "json_object" } }), "response_format"),
+        (json!({ "response_format": { "type": "json_schema", "json_schema": {} } }), "response_format"),
+        (json!({ "tool_choice": "required" }), "tool_choice"),
+        (json!({ "tool_choice": { "type": "function", "function": { "name": "f" } } }), "tool_choice"),
+        (json!({ "tool_choice": "sometimes" }), "tool_choice"),
+        (json!({ "tools": [{ "type": "web" }] }), "tools[0].type"),
+        (tool(json!({ "name": "two words" })), "tools[0].function.name"),
+        (tool(json!({ "name": "f", "parameters": [] })), "tools[0].function.parameters"),
+        (json!({ "functions": [{ "name": "f" }] }), "functions"),
+        (json!({ "guided_json": {} }), "guided_json"),
+        (json!({ "use_beam_search": true }), "use_beam_search"),
+        (json!({ "prediction": {} }), "prediction"),
+        (json!({ "modalities": ["text", "audio"] }), "modalities"),
+        (json!({ "chat_template_kwargs": { "x": 1 } }), "chat_template_kwargs"),
+        (json!({ "cache_salt": "x" }), "cache_salt"),
+        (json!({ "priority": 1e10 }), "priority"),
+    ] {
+        let error = server.chat(fields.clone()).error(400);
+        assert_eq!(error["param"], param, "{fields}: {error}");
+        assert_eq!(error["type"], "invalid_request_error");
+    }
+    for (fields, param) in [
+        (json!({}), "prompt"),
+        (json!({ "prompt": "" }), "prompt"),
+        (json!({ "prompt": [] }), "prompt"),
+        (json!({ "prompt": [[]] }), "prompt"),
+        (json!({ "prompt": [1, "a"] }), "prompt"),
+        (json!({ "prompt": [-1] }), "prompt"),
+        (json!({ "prompt": "a", "suffix": "b" }), "suffix"),
+        (json!({ "prompt": "a", "echo": true, "logprobs": 1 }), "echo"),
+        (json!({ "prompt": vec!["a"; 33], "n": 4 }), "prompt"),
+    ] {
+        let error = server.post("/v1/completions", &fields).error(400);
+        assert_eq!(error["param"], param, "{fields}: {error}");
+    }
+    let error = server.post("/v1/completions", &json!({ "prompt": [999_999] })).error(400);
+    assert!(error["message"].as_str().unwrap().contains("999999"), "{error}");
+}
+
+#[test]
+fn honored_fields_change_the_answer() {
+    let server = Server::start(&[]);
+    let content = |fields: Value| server.chat(fields).ok()["choices"][0]["message"]["content"].clone();
+    let plain = content(json!({}));
+    let id = &server.post("/tokenize", &json!({ "prompt": "The" })).ok()["tokens"][0];
+    let biased = content(json!({ "logit_bias": { id.to_string(): -100 } }));
+    assert!(plain.as_str().unwrap().starts_with("The") && !biased.as_str().unwrap().starts_with("The"), "{biased}");
+    assert_ne!(content(json!({ "temperature": 2, "seed": 1 })), content(json!({ "temperature": 2, "seed": 2 })));
+    assert_eq!(content(json!({ "temperature": 2, "seed": 1 })), content(json!({ "temperature": 2, "seed": 1 })));
+    assert_eq!(content(json!({ "temperature": 2, "seed": 1, "top_k": 1 })), plain);
+    assert_eq!(content(json!({ "top_k": -1, "min_p": 0.1, "seed": -5, "priority": -1 })), plain);
+
+    let longer = server.chat(json!({ "min_tokens": 70 })).ok();
+    assert!(longer["usage"]["completion_tokens"].as_u64().unwrap() >= 70, "{longer}");
+    let endless = server.chat(json!({ "ignore_eos": true, "max_tokens": 80 })).ok();
+    assert_eq!(
+        (&endless["usage"]["completion_tokens"], &endless["choices"][0]["finish_reason"]),
+        (&json!(80), &json!("length"))
+    );
+    let stopped = server.chat(json!({ "stop_token_ids": [id] })).ok();
+    assert_eq!(stopped["choices"][0]["message"]["content"], "");
+}
+
+#[test]
+fn all_roles_and_forms_of_content_are_accepted() {
+    let server = Server::start(&[]);
+    let messages = json!([
+        { "role": "system", "content": "Be brief." },
+        { "role": "developer", "content": [{ "type": "text", "text": "Be " }, { "type": "text", "text": "kind." }] },
+        { "role": "user", "content": "Which models are there?", "name": "ada" },
+        { "role": "assistant", "content": null, "reasoning": "I must call a tool.", "tool_calls": [
+            { "id": "call_1", "type": "function", "function": { "name": "list", "arguments": "{}" } }] },
+        { "role": "tool", "tool_call_id": "call_1", "content": "demo" },
+        { "role": "assistant", "content": "One: demo.", "reasoning_content": "The tool told me." },
+        { "role": "user", "content": [{ "type": "text", "text": "Thanks!" }] },
+    ]);
+    let function = json!({ "name": "list", "description": "Lists models.", "parameters": { "type": "object" } });
+    let tools = json!([{ "type": "function", "function": function }]);
+    let fields = json!({ "messages": messages, "tools": tools, "tool_choice": "auto", "parallel_tool_calls": false });
+    let with_tools = server.chat(fields.clone()).ok()["usage"]["prompt_tokens"].as_u64().unwrap();
+    // With `none`, the model does not learn about the tools.
+    let mut none = fields;
+    none["tool_choice"] = json!("none");
+    let without = server.chat(none).ok()["usage"]["prompt_tokens"].as_u64().unwrap();
+    assert!(with_tools > without, "{with_tools} {without}");
+}
+
+#[test]
+fn fields_without_effect_are_named_and_can_be_refused() {
+    let server = Server::start(&[]);
+    let fields = json!({
+        "user": "ada", "metadata": { "a": 1 }, "store": false, "made_up": 1, "absent": null, "max_tokens": 5,
+        "messages": [{ "role": "user", "content": "Hi", "annotations": [] }], "reasoning_effort": "minimal",
+    });
+    let response = server.chat(fields.clone());
+    response.ok();
+    let ignored = response.header("x-inferno-ignored").unwrap();
+    for name in ["user", "metadata", "store", "made_up", "messages[].annotations", "reasoning_effort (minimal as low)"]
+    {
+        assert!(ignored.split(", ").any(|field| field == name), "{name}: {ignored}");
+    }
+    assert!(!ignored.contains("absent") && !ignored.contains("max_tokens"), "{ignored}");
+    let headers = [JSON, ("x-inferno-strict", "1")];
+    let send = |body: Value| server.send("POST", "/v1/chat/completions", &headers, body.to_string().as_bytes());
+    assert_eq!(send(chat(json!({ "user": "ada" }))).error(400)["param"], "user");
+    send(chat(json!({ "max_tokens": 5 }))).ok();
+    // Names with any character are safe in the header.
+    let response = server.chat(json!({ "a\r\nb: c, d": 1, "max_tokens": 5 }));
+    assert_eq!(response.header("x-inferno-ignored"), Some("a??b: c? d"));
+}
+
+#[test]
+fn prompts_that_can_never_fit_are_refused_with_what_fits() {
+    let server = Server::start(&["--context", "256"]);
+    let long = "model ".repeat(300);
+    let error = server.chat(json!({ "messages": [{ "role": "user", "content": long }] })).error(400);
+    assert_eq!((&error["code"], &error["param"]), (&json!("context_length_exceeded"), &json!("messages")));
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains("256 tokens") && message.contains("at most 255"), "{message}");
+    let error = server.post("/v1/completions", &json!({ "prompt": vec![5; 256] })).error(400);
+    assert_eq!((&error["code"], &error["param"]), (&json!("context_length_exceeded"), &json!("prompt")));
+    // A large `max_tokens` is no error: the answer may end earlier, and ends at the latest when the context is full.
+    let json = server.chat(json!({ "max_tokens": 32000, "ignore_eos": true })).ok();
+    assert_eq!((&json["choices"][0]["finish_reason"], &json["usage"]["total_tokens"]), (&json!("length"), &json!(256)));
+}

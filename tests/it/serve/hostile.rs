@@ -1,0 +1,159 @@
+//! Requests that no client should send. None of them may stop or slow the server.
+
+use std::io::{BufReader, Read, Write};
+
+use serde_json::json;
+
+use super::client::{JSON, Response, Server, chat, request};
+
+#[test]
+fn malformed_bodies_are_errors() {
+    let server = Server::start(&[]);
+    let deep =
+        |open: &str, close: &str| format!("{{\"messages\": {}{}}}", open.repeat(1_000_000), close.repeat(1_000_000));
+    let values = format!("{{\"x\": [{}0]}}", "0,".repeat(1_000_000));
+    let bodies: Vec<Vec<u8>> = vec![
+        b"".to_vec(),
+        b"null".to_vec(),
+        b"[]".to_vec(),
+        b"\"text\"".to_vec(),
+        b"{".to_vec(),
+        b"{\"messages\": NaN}".to_vec(),
+        b"{\"temperature\": Infinity}".to_vec(),
+        b"{\"temperature\": 1e999}".to_vec(),
+        b"{\"a\": \"\\ud800\"}".to_vec(),
+        b"{\"a\": \"\xff\xfe\"}".to_vec(),
+        b"\xef\xbb\xbf{}".to_vec(),
+        b"{} {}".to_vec(),
+        deep("[", "]").into_bytes(),
+        deep("{\"a\":", "}").into_bytes(),
+        "[".repeat(1_000_000).into_bytes(),
+        values.into_bytes(),
+    ];
+    for route in ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"] {
+        for body in &bodies {
+            let response = server.send("POST", route, &[JSON], body);
+            let error = response.error(400);
+            assert!(error["param"].is_null(), "{error}");
+        }
+    }
+    server.chat(json!({ "max_tokens": 3 })).ok();
+}
+
+#[test]
+fn extreme_values_are_never_a_server_error() {
+    let server = Server::start(&[]);
+    let numbers = ["-1", "0", "1e308", "-1e308", "9223372036854775807", "18446744073709551615", "1e-320", "0.5"];
+    let others = ["true", "\"x\"", "[]", "{}", "[null]", "\"\\u0000\""];
+    let names = [
+        "model",
+        "messages",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "n",
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "logit_bias",
+        "logprobs",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "priority",
+        "reasoning",
+        "reasoning_effort",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "stream_options",
+    ];
+    for name in names {
+        for value in numbers.iter().chain(&others) {
+            let mut body = chat(json!({ "max_tokens": 2 }));
+            body.as_object_mut().unwrap().shift_remove(name);
+            let text = body.to_string();
+            let text = format!("{},\"{name}\":{value}}}", text.strip_suffix('}').unwrap());
+            // Without `max_tokens`, an answer would be long.
+            if name == "max_tokens" && (value.len() > 1 && !value.starts_with(['-', '"', '['])) {
+                continue;
+            }
+            let status = server.send("POST", "/v1/chat/completions", &[JSON], text.as_bytes()).status;
+            assert!(matches!(status, 200 | 400 | 404), "{name}={value}: {status}");
+        }
+    }
+    server.wait_until_idle();
+}
+
+#[test]
+fn large_encoded_and_untyped_bodies_are_refused() {
+    let server = Server::start(&[]);
+    let path = "/v1/chat/completions";
+    let large = vec![b' '; (8 << 20) + 1];
+    server.send("POST", path, &[JSON], &large).error(413);
+    // Without a length, the server counts what it reads.
+    let mut stream = server.connect();
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    );
+    stream.write_all(head.as_bytes()).unwrap();
+    let chunk = [format!("{:x}\r\n", 1 << 20).into_bytes(), vec![b' '; 1 << 20], b"\r\n".to_vec()].concat();
+    // The server closes the connection at some point.
+    while stream.write_all(&chunk).is_ok() {}
+    Response::read(&mut BufReader::new(stream)).error(413);
+
+    let body = chat(json!({ "max_tokens": 2 })).to_string();
+    for header in [("Content-Encoding", "gzip"), ("Content-Encoding", "br")] {
+        server.send("POST", path, &[JSON, header], body.as_bytes()).error(415);
+    }
+    for kind in ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonx"] {
+        server.send("POST", path, &[("Content-Type", kind)], body.as_bytes()).error(415);
+    }
+    server.send("POST", path, &[], body.as_bytes()).error(415);
+    server.send("POST", path, &[("Content-Type", "Application/JSON; charset=utf-8")], body.as_bytes()).ok();
+}
+
+#[test]
+fn slow_clients_are_disconnected() {
+    let server = Server::start(&["--header-timeout", "0.3", "--body-timeout", "0.3"]);
+    // Neither headers nor a body that stay incomplete may hold a connection.
+    for head in ["", "GET /health HT", "GET /health HTTP/1.1\r\nHost: x\r\n"] {
+        let mut stream = server.connect();
+        stream.write_all(head.as_bytes()).unwrap();
+        let mut rest = Vec::new();
+        stream.read_to_end(&mut rest).unwrap();
+    }
+    let mut stream = server.connect();
+    let bytes = request("POST", "/v1/chat/completions", &[JSON], &[b' '; 100]);
+    stream.write_all(&bytes[..bytes.len() - 50]).unwrap();
+    Response::read(&mut BufReader::new(stream)).error(408);
+    assert_eq!(server.get("/health").status, 200);
+}
+
+#[test]
+fn bytes_that_are_not_http_are_refused() {
+    let server = Server::start(&["--header-timeout", "1"]);
+    let many: String = (0..500).map(|i| format!("X-{i}: y\r\n")).collect();
+    for bytes in [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".to_vec(),
+        b"GET / HTTP/9.9\r\n\r\n".to_vec(),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(),
+        b"\0\0\0\0\r\n\r\n".to_vec(),
+        format!("GET /{} HTTP/1.1\r\n\r\n", "a".repeat(100_000)).into_bytes(),
+        format!("GET / HTTP/1.1\r\n{many}\r\n").into_bytes(),
+        b"POST /tokenize HTTP/1.1\r\nContent-Length: -5\r\n\r\n".to_vec(),
+        b"POST /tokenize HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n".to_vec(),
+    ] {
+        let mut stream = server.connect();
+        let _ = stream.write_all(&bytes);
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        let answer = String::from_utf8_lossy(&answer);
+        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 4"), "{answer}");
+    }
+    assert_eq!(server.get("/health").status, 200);
+}

@@ -1,0 +1,174 @@
+//! Limits on load, shutdown, logs and settings.
+
+use std::fs;
+use std::io::BufReader;
+use std::net::TcpStream;
+
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::client::{Response, Server, chat, endless, read_chunk};
+use crate::cli::{assert_fails, run};
+
+#[test]
+fn exactly_the_excess_is_rejected_when_the_queue_is_full() {
+    let server = Server::start(&["--max-sequences", "2", "--queue", "3"]);
+    let streams: Vec<TcpStream> = (0..12).map(|_| server.begin("/v1/chat/completions", &endless(true))).collect();
+    let mut readers: Vec<BufReader<TcpStream>> = streams.into_iter().map(BufReader::new).collect();
+    let responses: Vec<Response> = readers.iter_mut().map(Response::read_head).collect();
+    let rejected: Vec<&Response> = responses.iter().filter(|response| response.status == 429).collect();
+    assert_eq!(rejected.len(), 7);
+    for response in rejected {
+        let seconds: f64 = response.header("retry-after").unwrap().parse().unwrap();
+        let milliseconds: f64 = response.header("retry-after-ms").unwrap().parse().unwrap();
+        assert!(seconds >= 1.0 && milliseconds / 1000.0 <= seconds, "{seconds} {milliseconds}");
+    }
+    assert!(server.get("/metrics").text().contains("inferno_admission_rejections_total{reason=\"queue\""));
+    // A busy server is healthy.
+    assert_eq!(server.get("/health").status, 200);
+    let error = server.chat(json!({})).error(429);
+    assert_eq!(error["code"], "rate_limit_exceeded");
+    assert!(error["message"].as_str().unwrap().contains("try again in"), "{error}");
+    // More answers than the server ever has room for.
+    drop(readers);
+    server.wait_until_idle();
+    server.chat(json!({ "n": 6, "max_tokens": 2 })).error(429);
+    server.chat(json!({ "n": 5, "max_tokens": 2 })).ok();
+}
+
+#[test]
+fn requests_do_not_wait_forever() {
+    let server = Server::start(&["--max-sequences", "1", "--queue-timeout", "0.2"]);
+    let _first = server.begin("/v1/chat/completions", &endless(true));
+    server.wait("the first request runs", |server| server.metric("inferno_num_requests_running") == 1.0);
+    let response = server.chat(json!({}));
+    assert_eq!(response.error(429)["code"], "rate_limit_exceeded");
+    assert!(response.header("retry-after").is_some());
+    let events = server.chat(json!({ "stream": true })).events();
+    assert_eq!(events.len(), 1);
+    assert_eq!(events[0]["error"]["code"], "rate_limit_exceeded");
+}
+
+#[test]
+fn streams_end_before_the_server_does() {
+    for signal in [Signal::SIGTERM, Signal::SIGINT] {
+        let mut server = Server::start(&[]);
+        let body = chat(json!({ "stream": true, "ignore_eos": true, "max_tokens": 150 }));
+        let mut stream = BufReader::new(server.begin("/v1/chat/completions", &body));
+        assert_eq!(Response::read_head(&mut stream).status, 200);
+        let mut text = read_chunk(&mut stream).unwrap();
+        server.signal(signal);
+        server.wait("health", |server| server.get("/health").status == 503);
+        assert_eq!(server.get("/live").status, 200);
+        let response = server.chat(json!({}));
+        assert_eq!(response.error(503)["code"], "unavailable");
+        assert!(response.header("retry-after").is_some());
+        while let Some(chunk) = read_chunk(&mut stream) {
+            text.extend(chunk);
+        }
+        let text = String::from_utf8(text).unwrap();
+        assert!(text.contains("\"length\"") && text.ends_with("data: [DONE]\n\n"), "{text}");
+        assert_eq!(server.exit_code(), Some(0));
+    }
+}
+
+#[test]
+fn streams_that_take_too_long_end_with_an_error() {
+    let mut server = Server::start(&["--drain-timeout", "0"]);
+    let mut stream = BufReader::new(server.begin("/v1/chat/completions", &endless(true)));
+    let whole = server.begin("/v1/chat/completions", &endless(false));
+    assert_eq!(Response::read_head(&mut stream).status, 200);
+    let mut text = read_chunk(&mut stream).unwrap();
+    server.wait("both run", |server| server.metric("inferno_num_requests_running") == 2.0);
+    server.signal(Signal::SIGTERM);
+    while let Some(chunk) = read_chunk(&mut stream) {
+        text.extend(chunk);
+    }
+    let text = String::from_utf8(text).unwrap();
+    let events: Vec<&str> = text.trim_end().split("\n\n").collect();
+    assert_eq!(events[events.len() - 1], "data: [DONE]");
+    let error: Value = serde_json::from_str(events[events.len() - 2].strip_prefix("data: ").unwrap()).unwrap();
+    assert_eq!(error["error"]["code"], "unavailable");
+    Response::read(&mut BufReader::new(whole)).error(503);
+    assert_eq!(server.exit_code(), Some(0));
+}
+
+#[test]
+fn a_second_signal_ends_the_server_at_once() {
+    let mut server = Server::start(&[]);
+    let _stream = server.begin("/v1/chat/completions", &endless(true));
+    server.wait("it runs", |server| server.metric("inferno_num_requests_running") == 1.0);
+    server.signal(Signal::SIGTERM);
+    server.wait("health", |server| server.get("/health").status == 503);
+    server.signal(Signal::SIGTERM);
+    assert_eq!(server.exit_code(), Some(130));
+}
+
+#[test]
+fn idle_connections_close_at_the_end() {
+    let mut server = Server::start(&["--header-timeout", "1000"]);
+    let _idle: Vec<TcpStream> = (0..20).map(|_| server.connect()).collect();
+    server.signal(Signal::SIGTERM);
+    assert_eq!(server.exit_code(), Some(0));
+}
+
+#[test]
+fn each_request_is_one_line_in_the_log_without_its_content() {
+    let server = Server::start(&["--log-format", "json"]);
+    let messages = json!([{ "role": "user", "content": "secret-question" }]);
+    server.chat(json!({ "messages": messages, "max_tokens": 9, "stream": true })).events();
+    server.get("/v1/models?token=secret-query").ok();
+    server.get("/health").ok();
+    let log = server.log();
+    assert!(!log.contains("secret"), "{log}");
+    let lines: Vec<Value> = log.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 2, "{log}");
+    let line = &lines[0];
+    assert_eq!(
+        (&line["path"], &line["status"], &line["stream"]),
+        (&json!("/v1/chat/completions"), &json!(200), &json!(true))
+    );
+    assert_eq!((&line["completion_tokens"], &line["finish"]), (&json!(9), &json!("length")));
+    assert!(line["id"].as_str().unwrap().starts_with("req-") && line["timestamp"].is_string());
+    for figure in ["duration_ms", "ttft_ms", "prompt_tokens"] {
+        assert!(line[figure].as_f64().unwrap() > 0.0, "{figure}");
+    }
+}
+
+#[test]
+fn settings_come_from_the_configuration_file_and_the_environment() {
+    let folder = TempDir::new().unwrap();
+    let config = folder.path().join("config.toml");
+    fs::write(
+        &config,
+        "context = 300\nmax-sequences = 9\ntemperature = 0.5\n[models.demo]\napi-key = [\"k\", \"l\"]\n",
+    )
+    .unwrap();
+    // Kubernetes sets INFERNO_PORT to a URL if a service is named `inferno`.
+    let variables = [
+        ("INFERNO_CONFIG", config.to_str().unwrap()),
+        ("INFERNO_CONTEXT", "200"),
+        ("INFERNO_PORT", "tcp://10.0.0.1:8000"),
+    ];
+    let server = Server::start_with(&["--max-sequences", "8"], &variables);
+    let get = |path: &str| server.send("GET", path, &[("Authorization", "Bearer l")], b"").ok();
+    assert_eq!(get("/v1/models")["data"][0]["max_model_len"], 200);
+    assert_eq!(get("/v1/loads")["loads"][0]["max_running_requests"], 8);
+    server.get("/v1/models").error(401);
+}
+
+#[test]
+fn invalid_flags_are_usage_errors() {
+    for (args, word) in [
+        (["--max-sequences", "0"], "max-sequences"),
+        (["--max-sequences", "257"], "max-sequences"),
+        (["--port", "70000"], "port"),
+        (["--metrics-compat", "tgi"], "vllm"),
+        (["--header-timeout", "0"], "seconds"),
+        (["--log-format", "xml"], "json"),
+    ] {
+        assert_fails(&run(&[&["serve", "demo"], &args[..]].concat()), 2, &[word]);
+    }
+    assert_fails(&run(&["serve", "no-such-model"]), 3, &["no-such-model"]);
+}

@@ -1,0 +1,112 @@
+//! The routes besides completions.
+
+use serde_json::json;
+
+use super::client::{JSON, Server};
+
+#[test]
+fn models_are_listed_and_unknown_ones_are_not_found() {
+    let server = Server::start(&[]);
+    let list = server.get("/v1/models").ok();
+    let model = &list["data"][0];
+    assert_eq!((&list["object"], &model["id"], &model["object"]), (&json!("list"), &json!("demo"), &json!("model")));
+    assert_eq!((&model["owned_by"], &model["max_model_len"]), (&json!("inferno"), &json!(4096)));
+    assert_eq!(server.get("/v1/models/demo").ok(), *model);
+    assert_eq!(server.get("/v1/models/org/other").error(404)["code"], "model_not_found");
+    let error = server.chat(json!({ "model": "gpt-4" })).error(404);
+    assert_eq!((&error["param"], &error["code"]), (&json!("model"), &json!("model_not_found")));
+    assert!(error["message"].as_str().unwrap().contains("'demo'"), "{error}");
+    // The only model is the default.
+    server.chat(json!({ "model": null, "max_tokens": 3 })).ok();
+}
+
+#[test]
+fn text_becomes_tokens_and_back() {
+    let server = Server::start(&[]);
+    let json = server.post("/tokenize", &json!({ "prompt": "The KV cache 🦀", "return_token_strs": true })).ok();
+    let tokens = json["tokens"].as_array().unwrap();
+    assert_eq!((json["count"].as_u64(), json["max_model_len"].as_u64()), (Some(tokens.len() as u64), Some(4096)));
+    assert_eq!(json["token_strs"].as_array().unwrap().len(), tokens.len());
+    let text = server.post("/detokenize", &json!({ "tokens": tokens })).ok();
+    assert_eq!(text, json!({ "prompt": "The KV cache 🦀" }));
+    let messages = json!([{ "role": "user", "content": "What is the KV cache?" }]);
+    let rendered = server.post("/tokenize", &json!({ "messages": messages })).ok();
+    assert_eq!(rendered["count"], server.chat(json!({ "max_tokens": 1 })).ok()["usage"]["prompt_tokens"]);
+    assert!(rendered["token_strs"].is_null());
+    server.post("/tokenize", &json!({})).error(400);
+    assert_eq!(server.post("/detokenize", &json!({ "tokens": [999_999] })).error(400)["param"], "tokens");
+}
+
+#[test]
+fn unknown_routes_methods_and_embeddings_are_errors() {
+    let server = Server::start(&[]);
+    for path in ["/", "/version", "/v1", "/v1/models/", "/V1/MODELS", "/v1/chat/completions/x", "/%00"] {
+        server.get(path).error(404);
+    }
+    server.get("/v1/chat/completions").error(405);
+    server.send("DELETE", "/v1/models", &[], b"").error(405);
+    let error = server.post("/v1/embeddings", &json!({ "input": "x" })).error(404);
+    assert!(error["message"].as_str().unwrap().contains("embeddings"), "{error}");
+}
+
+#[test]
+fn request_ids_are_returned() {
+    let server = Server::start(&[]);
+    let id = |id: &str| {
+        server.send("GET", "/v1/models", &[("X-Request-Id", id)], b"").header("x-request-id").unwrap().to_string()
+    };
+    assert_eq!(id("my-id-1"), "my-id-1");
+    assert!(id("with space").starts_with("req-") && id(&"x".repeat(200)).starts_with("req-"));
+    assert_ne!(server.get("/health").header("x-request-id"), server.get("/health").header("x-request-id"));
+}
+
+#[test]
+fn loads_have_the_fields_that_routers_read() {
+    let server = Server::start(&["--max-sequences", "7"]);
+    let json = server.get("/v1/loads").ok();
+    assert_eq!(json["dp_rank_count"], 1);
+    let load = &json["loads"][0];
+    for name in
+        ["num_running_reqs", "num_waiting_reqs", "token_usage", "num_used_tokens", "gen_throughput", "cache_hit_rate"]
+    {
+        assert_eq!(load[name].as_f64(), Some(0.0), "{name}");
+    }
+    assert_eq!((&load["max_running_requests"], &load["max_total_num_tokens"]), (&json!(7), &json!(4 * 4096)));
+}
+
+#[test]
+fn metrics_count_requests_and_tokens() {
+    let server = Server::start(&["--metrics-compat", "vllm"]);
+    let usage = server.chat(json!({ "n": 2 })).ok()["usage"].clone();
+    server.wait_until_idle();
+    let response = server.get("/metrics");
+    assert_eq!(response.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
+    let text = response.text();
+    for (name, value) in [
+        ("inferno_prompt_tokens_total", &usage["prompt_tokens"]),
+        ("inferno_generation_tokens_total", &usage["completion_tokens"]),
+        ("vllm:generation_tokens_total", &usage["completion_tokens"]),
+        ("inferno_time_to_first_token_seconds_count", &json!(2)),
+        ("inferno_e2e_request_latency_seconds_count", &json!(1)),
+        ("inferno_tokens_after_cancel_total", &json!(0)),
+    ] {
+        let line = format!("{name}{{model_name=\"demo\",engine=\"0\"}} {value}\n");
+        assert!(text.contains(&line), "{line}{text}");
+    }
+    for part in [
+        "inferno_cache_config_info{block_size=\"64\",num_gpu_blocks=",
+        "inferno_request_success_total{finished_reason=\"stop\"",
+        "inferno_inter_token_latency_seconds_bucket{model_name=\"demo\",engine=\"0\",le=\"0.0005\"}",
+        "# TYPE inferno_num_requests_waiting gauge",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    // A name may be announced only once.
+    let mut types: Vec<&str> = text.lines().filter(|line| line.starts_with("# TYPE")).collect();
+    let count = types.len();
+    types.sort_unstable();
+    types.dedup();
+    assert_eq!(types.len(), count);
+    assert!(!Server::start(&[]).get("/metrics").text().contains("vllm:"));
+    server.send("POST", "/metrics", &[JSON], b"{}").error(405);
+}
