@@ -5,8 +5,9 @@ use axum::http::{HeaderMap, HeaderValue};
 use ring::digest::{Digest, SHA256, digest};
 
 use super::error::ApiError;
+use super::page;
 
-/// The routes that are open to every client.
+/// The routes that are open to every client, besides the page.
 const OPEN_PATHS: [&str; 2] = ["/health", "/live"];
 
 /// The rules that decide whether a request has access.
@@ -26,7 +27,7 @@ impl Access {
 
     /// Checks whether a request has access.
     pub fn check(&self, path: &str, headers: &HeaderMap) -> Result<(), ApiError> {
-        if OPEN_PATHS.contains(&path) {
+        if OPEN_PATHS.contains(&path) || page::is_page(path) {
             return Ok(());
         }
         if self.keys.is_empty() {

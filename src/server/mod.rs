@@ -7,6 +7,7 @@
 //! - `body`, `generate_options`: read request fields
 //! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
 //! - `router`, `auth`, `log`, `listener`, `write_limit`: everything around a route
+//! - `page`: the chat in the browser, and its files in `page/`
 //! - `state`, `options`, `limits`, `metrics`: shared state
 
 mod auth;
@@ -26,6 +27,7 @@ mod log;
 mod metrics;
 mod models;
 mod options;
+mod page;
 mod reply;
 mod router;
 mod state;

@@ -14,7 +14,7 @@ use super::auth::Access;
 use super::error::ApiError;
 use super::log::RequestLog;
 use super::state::Server;
-use super::{chat, completions, health, ids, models, tokenize};
+use super::{chat, completions, health, ids, models, page, tokenize};
 
 /// The header that identifies a request in logs. Clients may choose the id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -38,6 +38,7 @@ pub fn router(server: &Arc<Server>) -> Router {
         .route("/v1/embeddings", post(no_embeddings))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
+        .merge(page::routes())
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(access, check_access));

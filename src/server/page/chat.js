@@ -1,0 +1,194 @@
+// The open conversation and the answers that stream, without anything that is shown.
+
+import { addNode, newConversation, pathTo, requestMessages, showBranch, siblings } from "./conversation.js";
+
+const SAVE_INTERVAL = 1000;
+
+/**
+ * Events: "open" (another conversation), "change" (its messages or their order), "progress" (an answer grew), "running"
+ * (an answer started or ended), "saved" (`detail` is `{ conversation, error }`) and "removed" (`detail` is the
+ * conversation).
+ */
+export class Chat extends EventTarget {
+  #api;
+  #store;
+  #settings;
+  #running = new Map(); // the id of a conversation → { conversation, node, abort }
+  #removed = new Set(); // the ids of conversations that an answer must not save again
+
+  /** `settings` is the object that the settings dialog changes. */
+  constructor(api, store, settings) {
+    super();
+    this.#api = api;
+    this.#store = store;
+    this.#settings = settings;
+    this.conversation = newConversation();
+  }
+
+  /** Opens a conversation, or without one starts a new one. */
+  open(conversation = newConversation()) {
+    this.conversation = this.#current(conversation);
+    this.#emit("open");
+    this.#emit("running");
+  }
+
+  /** Returns the node that streams in the open conversation, or undefined. */
+  get runningNode() {
+    return this.#running.get(this.conversation.id)?.node;
+  }
+
+  /** Whether an answer streams in this conversation. */
+  isRunning(id) {
+    return this.#running.has(id);
+  }
+
+  /** Sends a message after the shown branch. */
+  send(text, files) {
+    const user = addNode(this.conversation, this.conversation.leaf, { role: "user", text, files });
+    return this.#answer(user);
+  }
+
+  /** Sends another version of a user's message, in a new branch. */
+  edit(node, text) {
+    const user = addNode(this.conversation, node.parent, { role: "user", text, files: node.files });
+    return this.#answer(user);
+  }
+
+  /** Asks for another answer. Replaces an answer that is empty because of an error. */
+  regenerate(node) {
+    const { conversation } = this;
+    const isEmpty = node.error && !node.text && !node.reasoning;
+    if (isEmpty && conversation.leaf === node.id) delete conversation.nodes[node.id];
+    return this.#answer(conversation.nodes[node.parent]);
+  }
+
+  /** Shows the alternative that is `step` places after `node`. */
+  switchBranch(node, step) {
+    const all = siblings(this.conversation, node);
+    const next = all[all.indexOf(node) + step];
+    if (!next) return;
+    showBranch(this.conversation, next);
+    this.#emit("change");
+    this.#save(this.conversation);
+  }
+
+  /** Stops the answer in this conversation, by default the open one. */
+  stop(id = this.conversation.id) {
+    this.#running.get(id)?.abort.abort();
+  }
+
+  /** Returns the last message of the user in the shown branch, or undefined. */
+  get lastUserNode() {
+    return pathTo(this.conversation).findLast((node) => node.role === "user");
+  }
+
+  /** Gives a conversation another title. */
+  rename(conversation, title) {
+    const current = this.#current(conversation);
+    current.title = title;
+    return this.#save(current);
+  }
+
+  /** Deletes a conversation. */
+  async remove(conversation) {
+    this.stop(conversation.id);
+    this.#removed.add(conversation.id);
+    await this.#store.remove(conversation.id);
+    if (conversation.id === this.conversation.id) this.open();
+    this.#emit("removed", conversation);
+  }
+
+  /** Brings a deleted conversation back. */
+  restore(conversation) {
+    this.#removed.delete(conversation.id);
+    return this.#save(conversation);
+  }
+
+  /** Returns the object that changes, if this conversation is open or an answer streams in it. */
+  #current(conversation) {
+    if (conversation.id === this.conversation.id) return this.conversation;
+    return this.#running.get(conversation.id)?.conversation ?? conversation;
+  }
+
+  async #answer(user) {
+    const { conversation } = this;
+    const abort = new AbortController();
+    const node = addNode(conversation, user.id, { role: "assistant", text: "", reasoning: "" });
+    this.#running.set(conversation.id, { conversation, node, abort });
+    this.#emit("change");
+    this.#emit("running");
+    this.#save(conversation);
+    let lastSave = Date.now();
+    try {
+      node.model = this.#settings.model || (await this.#api.models())[0].id; // empty if the page has no list yet
+      const request = this.#request(node.model, requestMessages(conversation, user.id, this.#settings.system));
+      const timer = new Timer(node);
+      for await (const chunk of this.#api.chat(request, abort.signal)) {
+        timer.take(chunk);
+        this.#emit("progress");
+        if (Date.now() - lastSave > SAVE_INTERVAL) {
+          lastSave = Date.now();
+          this.#save(conversation);
+        }
+      }
+    } catch (error) {
+      if (abort.signal.aborted) node.finish = "stopped";
+      else node.error = { title: error.title ?? "This page has a bug", message: error.message };
+    }
+    conversation.updated = Date.now();
+    this.#running.delete(conversation.id);
+    this.#emit("progress");
+    this.#emit("running");
+    await this.#save(conversation);
+  }
+
+  #request(model, messages) {
+    const { temperature, top_p, max_tokens, seed, reasoning_effort } = this.#settings;
+    const request = { model, messages, stream: true };
+    request.stream_options = { include_usage: true, continuous_usage_stats: true };
+    if (temperature !== null) request.temperature = temperature;
+    if (top_p !== null) request.top_p = top_p;
+    if (max_tokens !== null) request.max_completion_tokens = max_tokens;
+    if (seed !== null) request.seed = seed;
+    if (reasoning_effort) request.reasoning_effort = reasoning_effort;
+    return request;
+  }
+
+  async #save(conversation) {
+    if (this.#removed.has(conversation.id)) return;
+    const error = await this.#store.save(conversation).then(() => null, (reason) => reason);
+    this.#emit("saved", { conversation, error });
+  }
+
+  #emit(type, detail = null) {
+    this.dispatchEvent(new CustomEvent(type, { detail }));
+  }
+}
+
+/** Writes the chunks of a stream into a node and measures their times. */
+class Timer {
+  #node;
+  #start = performance.now();
+
+  constructor(node) {
+    this.#node = node;
+  }
+
+  take(chunk) {
+    const node = this.#node;
+    const delta = chunk.choices?.[0]?.delta;
+    const seconds = (performance.now() - this.#start) / 1000;
+    const hasText = Boolean(delta?.reasoning || delta?.content);
+    if (hasText) {
+      node.firstTokenSeconds ??= seconds;
+      node.seconds = seconds;
+    }
+    if (delta?.reasoning) {
+      node.reasoning += delta.reasoning;
+      node.thinkingSeconds = seconds - node.firstTokenSeconds;
+    }
+    if (delta?.content) node.text += delta.content;
+    node.finish = chunk.choices?.[0]?.finish_reason ?? node.finish;
+    node.usage = chunk.usage ?? node.usage;
+  }
+}
