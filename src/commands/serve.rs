@@ -148,6 +148,7 @@ fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOpt
         model: snapshot.name.clone(),
         api_keys,
         cors_origins: args.cors_origin.clone(),
+        is_open: args.no_auth,
         max_sequences: args.max_sequences.into(),
         queue: args.queue,
         timeouts: Timeouts {

@@ -1,10 +1,11 @@
 //! API keys, and protection against web pages of other sites.
 
-use axum::http::header::{AUTHORIZATION, ORIGIN};
+use axum::http::header::{AUTHORIZATION, HOST, ORIGIN};
 use axum::http::{HeaderMap, HeaderValue};
 use ring::digest::{Digest, SHA256, digest};
 
 use super::error::ApiError;
+use super::options::ServerOptions;
 use super::page;
 
 /// The routes that are open to every client, besides the page.
@@ -16,13 +17,15 @@ pub struct Access {
     keys: Vec<Digest>,
     /// The origins of web pages that may send requests.
     origins: Vec<String>,
+    /// Whether the server's own page has access under any host name.
+    is_open: bool,
 }
 
 impl Access {
-    /// Creates the rules. Without keys, every client has access, but no web page except those of `origins`.
-    pub fn new(keys: &[String], origins: &[String]) -> Self {
-        let keys = keys.iter().map(|key| digest(&SHA256, key.as_bytes())).collect();
-        Self { keys, origins: origins.to_vec() }
+    /// Creates the rules. Without keys, every client has access, but only some web pages.
+    pub fn new(options: &ServerOptions) -> Self {
+        let keys = options.api_keys.iter().map(|key| digest(&SHA256, key.as_bytes())).collect();
+        Self { keys, origins: options.cors_origins.clone(), is_open: options.is_open }
     }
 
     /// Checks whether a request has access.
@@ -31,7 +34,7 @@ impl Access {
             return Ok(());
         }
         if self.keys.is_empty() {
-            return self.check_origin(headers.get(ORIGIN));
+            return self.check_origin(headers.get(ORIGIN), headers.get(HOST));
         }
         let Some(header) = headers.get(AUTHORIZATION) else {
             return Err(ApiError::unauthorized("no API key: send it in the header 'Authorization: Bearer KEY'"));
@@ -47,17 +50,18 @@ impl Access {
 
     /// Rejects requests of web pages that do not come from this machine. Without a key, any page that a person on this
     /// machine opens could otherwise use the model.
-    fn check_origin(&self, origin: Option<&HeaderValue>) -> Result<(), ApiError> {
+    fn check_origin(&self, origin: Option<&HeaderValue>, target: Option<&HeaderValue>) -> Result<(), ApiError> {
         let Some(origin) = origin else { return Ok(()) };
         let origin = origin.to_str().unwrap_or_default();
         let is_allowed = self.origins.iter().any(|allowed| allowed == "*" || allowed == origin);
         let host = origin.split_once("://").map_or("", |(_, host)| host);
+        let is_own = self.is_open && target.is_some_and(|target| target == host);
         let host = match host.strip_prefix('[') {
             Some(ipv6) => ipv6.split(']').next().unwrap_or_default(),
             None => host.split(':').next().unwrap_or_default(),
         };
         let is_local = matches!(host, "localhost" | "127.0.0.1" | "::1");
-        match is_allowed || is_local {
+        match is_allowed || is_local || is_own {
             true => Ok(()),
             false => Err(ApiError::forbidden("web pages of this origin have no access: add it with --cors-origin")),
         }
@@ -68,13 +72,22 @@ impl Access {
 mod tests {
     use super::*;
 
+    fn access(keys: &[&str], origins: &[&str], is_open: bool) -> Access {
+        let owned = |list: &[&str]| list.iter().map(|text| text.to_string()).collect();
+        Access {
+            keys: keys.iter().map(|key| digest(&SHA256, key.as_bytes())).collect(),
+            origins: owned(origins),
+            is_open,
+        }
+    }
+
     fn headers(name: &'static str, value: &str) -> HeaderMap {
         HeaderMap::from_iter([(axum::http::HeaderName::from_static(name), value.parse().unwrap())])
     }
 
     #[test]
     fn only_the_right_key_has_access() {
-        let access = Access::new(&["one".to_string(), "two".to_string()], &[]);
+        let access = access(&["one", "two"], &[], false);
         for (value, is_right) in
             [("Bearer one", true), ("bearer two", true), ("Bearer three", false), ("one", false), ("Bearer ", false)]
         {
@@ -86,7 +99,7 @@ mod tests {
 
     #[test]
     fn foreign_web_pages_have_no_access_without_a_key() {
-        let access = Access::new(&[], &["https://app.example".to_string()]);
+        let access = access(&[], &["https://app.example"], false);
         for (origin, is_allowed) in [
             ("http://localhost:3000", true),
             ("http://[::1]:80", true),
@@ -98,5 +111,18 @@ mod tests {
             assert_eq!(access.check("/v1/models", &headers("origin", origin)).is_ok(), is_allowed, "{origin}");
         }
         assert!(access.check("/v1/models", &HeaderMap::new()).is_ok());
+    }
+
+    #[test]
+    fn an_open_server_accepts_its_own_page() {
+        let mut own = headers("origin", "http://gpu.example:8000");
+        own.insert(HOST, "gpu.example:8000".parse().unwrap());
+        let mut other = headers("origin", "http://evil.example");
+        other.insert(HOST, "gpu.example:8000".parse().unwrap());
+        let is_accepted = |is_open, headers| access(&[], &[], is_open).check("/v1/models", headers).is_ok();
+        assert_eq!(
+            [is_accepted(true, &own), is_accepted(true, &other), is_accepted(false, &own)],
+            [true, false, false]
+        );
     }
 }

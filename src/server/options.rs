@@ -11,6 +11,9 @@ pub struct ServerOptions {
     pub api_keys: Vec<String>,
     /// The origins of web pages that may read responses. `*` allows every origin.
     pub cors_origins: Vec<String>,
+    /// Whether the server's own page may use it under any host name. Otherwise, only pages at a loopback address may.
+    /// A web page can give its own host name the server's address, so this is safe only if every client has access.
+    pub is_open: bool,
     /// The most sequences that run at once.
     pub max_sequences: usize,
     /// The most sequences that wait while `max_sequences` run.

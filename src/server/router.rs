@@ -25,7 +25,7 @@ const MAX_ID_LENGTH: usize = 128;
 /// Creates the routes of a server.
 pub fn router(server: &Arc<Server>) -> Router {
     let options = &server.options;
-    let access = Arc::new(Access::new(&options.api_keys, &options.cors_origins));
+    let access = Arc::new(Access::new(options));
     let routes = Router::new()
         .route("/health", get(health::health))
         .route("/live", get(health::live))

@@ -21,7 +21,6 @@ const ROUTES: &[(&str, &str)] = &[
     ("GET", "/v1/models/demo"),
     ("GET", "/v1/loads"),
     ("GET", "/metrics"),
-    ("GET", "/"),
     ("DELETE", "/v1/models"),
 ];
 

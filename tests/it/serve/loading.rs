@@ -17,6 +17,7 @@ fn options() -> ServerOptions {
         model: "demo".to_string(),
         api_keys: Vec::new(),
         cors_origins: Vec::new(),
+        is_open: false,
         max_sequences: 4,
         queue: 4,
         timeouts: Timeouts::default(),

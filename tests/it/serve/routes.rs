@@ -41,9 +41,23 @@ fn text_becomes_tokens_and_back() {
 }
 
 #[test]
+fn the_page_is_open_and_loads_nothing_from_elsewhere() {
+    let server = Server::start(&["--api-key", "right"]);
+    let page = server.get("/");
+    assert_eq!((page.status, page.header("content-type")), (200, Some("text/html; charset=utf-8")));
+    let policy = page.header("content-security-policy").unwrap();
+    assert!(policy.starts_with("default-src 'none'; script-src 'self'") && !policy.contains("unsafe"), "{policy}");
+    let script = server.get("/app.js");
+    assert_eq!((script.status, script.header("content-type")), (200, Some("text/javascript; charset=utf-8")));
+    let version = script.header("etag").unwrap();
+    assert_eq!(server.send("GET", "/app.js", &[("If-None-Match", version)], b"").status, 304);
+    server.send("POST", "/app.js", &[], b"").error(405);
+}
+
+#[test]
 fn unknown_routes_methods_and_embeddings_are_errors() {
     let server = Server::start(&[]);
-    for path in ["/", "/version", "/v1", "/v1/models/", "/V1/MODELS", "/v1/chat/completions/x", "/%00"] {
+    for path in ["/index.html", "/version", "/v1", "/v1/models/", "/V1/MODELS", "/v1/chat/completions/x", "/%00"] {
         server.get(path).error(404);
     }
     server.get("/v1/chat/completions").error(405);
