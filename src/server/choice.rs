@@ -34,6 +34,11 @@ pub struct ScoredToken {
     pub logprobs: TokenLogprobs,
 }
 
+/// Returns a log probability that JSON can represent. JSON has no infinity, which stands for a token that cannot occur.
+pub fn finite_logprob(logprob: f32) -> f32 {
+    logprob.max(-9999.0)
+}
+
 /// Why an answer ended, as in OpenAI's API.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]

@@ -60,7 +60,7 @@ fn requests_do_not_wait_forever() {
 fn streams_end_before_the_server_does() {
     for signal in [Signal::SIGTERM, Signal::SIGINT] {
         let mut server = Server::start(&[]);
-        let body = chat(json!({ "stream": true, "ignore_eos": true, "max_tokens": 150 }));
+        let body = chat(json!({ "stream": true, "ignore_eos": true, "max_tokens": 600 }));
         let mut stream = BufReader::new(server.begin("/v1/chat/completions", &body));
         assert_eq!(Response::read_head(&mut stream).status, 200);
         let mut text = read_chunk(&mut stream).unwrap();
