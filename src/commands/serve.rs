@@ -46,7 +46,7 @@ pub struct Args {
     /// Serve other machines without an API key
     #[arg(long, conflicts_with = "api_key")]
     no_auth: bool,
-    /// Origin of web pages that may use the server, such as https://app.example, or *; can be repeated
+    /// Origin of web pages that may use the server, such as `https://app.example`, or `*`; can be repeated
     #[arg(long, value_name = "ORIGIN")]
     cors_origin: Vec<String>,
     /// Most answers to generate at once, up to 256; all others wait
@@ -58,7 +58,7 @@ pub struct Args {
     /// Seconds that running requests may take to end after SIGTERM or Ctrl-C
     #[arg(long, default_value_t = 150, value_name = "SECONDS")]
     drain_timeout: u64,
-    /// Format of the log: one line per request, on stderr
+    /// Format of the log on stderr, which has one line per request
     #[arg(long, default_value = "text", value_name = "FORMAT", env = "INFERNO_LOG_FORMAT", hide_env = true)]
     log_format: LogFormat,
     /// Also publish metrics under the names that another server uses

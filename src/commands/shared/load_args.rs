@@ -34,7 +34,7 @@ pub struct LoadArgs {
     #[arg(long, value_name = "TOKENS")]
     context: Option<usize>,
     /// Memory to use on the GPU, such as 20GB or 90%. The KV cache takes what weights and workspace leave [default: as much
-    /// as the context needs]
+    /// as the context needs; 90% for serve]
     #[arg(long, value_name = "SIZE")]
     gpu_memory: Option<MemoryLimit>,
     /// Largest prompt chunk in one forward pass, in tokens [default: up to 8192, as memory allows]

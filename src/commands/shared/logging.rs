@@ -12,8 +12,9 @@ use crate::server::LOG_TARGET;
 /// The format of a server's log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum LogFormat {
+    /// One line of text per event.
     Text,
-    /// One JSON object per line.
+    /// One JSON object per event.
     Json,
 }
 
