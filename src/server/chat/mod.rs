@@ -22,10 +22,12 @@ use super::log::RequestLog;
 use super::state::Server;
 use super::{ids, reply};
 use request::ChatRequest;
-use response::{Chunk, ChunkChoice, ChunkDelta, Completion, Header, Logprobs, TokenLogprob, WholeChoice, WholeMessage};
+use response::{Chunk, ChunkChoice, ChunkDelta, Completion, Header, Logprobs, WholeChoice, WholeMessage};
 
-pub use messages::read as read_messages;
-pub use tools::read as read_tools;
+pub use messages::{read as read_messages, read_content};
+pub use request::read_reasoning;
+pub use response::{TokenLogprob, scored_tokens};
+pub use tools::{MAX_TOOLS, check_function, constrained, read as read_tools, read_format};
 
 /// Identifies the version that computed an answer.
 pub const FINGERPRINT: &str = concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", env!("INFERNO_COMMIT"));
