@@ -7,4 +7,6 @@ mod client;
 mod fields;
 mod hostile;
 mod lifecycle;
+mod responses;
 mod routes;
+mod stored_responses;
