@@ -12,7 +12,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::{Builder, Runtime};
 
 use super::shared::logging::LogFormat;
-use super::shared::{LoadArgs, note};
+use super::shared::{LoadArgs, log_writer, note};
 use crate::error::Error;
 use crate::files;
 use crate::hub::{Hub, Snapshot, demo};
@@ -134,6 +134,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     runtime.block_on(serving).context("the server stopped unexpectedly")?;
     drop(engine);
     runtime.shutdown_timeout(END_TIME);
+    log_writer::flush();
     Ok(ExitCode::SUCCESS)
 }
 

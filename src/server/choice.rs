@@ -34,6 +34,11 @@ pub struct ScoredToken {
     pub logprobs: TokenLogprobs,
 }
 
+/// Returns a log probability that JSON can represent. JSON has no infinity, which stands for a token that cannot occur.
+pub fn finite_logprob(logprob: f32) -> f32 {
+    logprob.max(-9999.0)
+}
+
 /// Why an answer ended, as in OpenAI's API.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -255,6 +260,40 @@ mod tests {
             Piece::ToolArguments { index, text } => format!("{index}+{text} "),
         };
         pieces.iter().map(text).collect()
+    }
+
+    /// The tokens of a harmony answer reach the client as the pieces of its channels.
+    #[test]
+    fn harmony_becomes_reasoning_content_and_calls() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+        let language = crate::language::Language::load(&folder).unwrap();
+        let tokenizer = &language.tokenizer;
+        let answer = "<|channel|>analysis<|message|>Let me look 🦀.<|end|>\
+                      <|start|>assistant<|channel|>commentary<|message|>One moment.<|end|>\
+                      <|start|>assistant<|channel|>commentary to=functions.find <|constrain|>json<|message|>{\"q\": \"é\"}<|call|>";
+        let prompt = crate::chat::Rendered { ids: Vec::new(), text: String::new() };
+        let mut parser = language.chat_format().unwrap().parser(&prompt);
+        let (mut choice, mut all) = (Choice::new(true), Vec::new());
+        for id in tokenizer.encode(answer, crate::tokenizer::ControlTokens::Parse).unwrap() {
+            let deltas = parser.push(tokenizer, id).unwrap();
+            let event = Event::Token { id, deltas, logprobs: Some(TokenLogprobs { chosen: 0.0, top: Vec::new() }) };
+            all.extend(choice.push(event, parser.tool_calls(), tokenizer).pieces);
+        }
+        let last = choice.push(end(FinishReason::ToolCalls), parser.tool_calls(), tokenizer);
+        assert_eq!((last.pieces.len(), last.finish), (0, Some(Finish::ToolCalls)));
+        let of = |part: fn(&Piece) -> Option<&str>| all.iter().filter_map(part).collect::<String>();
+        assert_eq!(of(|piece| if let Piece::Reasoning(text) = piece { Some(text) } else { None }), "Let me look 🦀.");
+        assert_eq!(of(|piece| if let Piece::Content(text, _) = piece { Some(text) } else { None }), "One moment.");
+        assert_eq!(of(|piece| if let Piece::ToolStart { name, .. } = piece { Some(name) } else { None }), "find");
+        let arguments = of(|piece| if let Piece::ToolArguments { text, .. } = piece { Some(text) } else { None });
+        assert_eq!(arguments, "{\"q\": \"é\"}");
+        // The scored tokens are those of the content, without headers.
+        let scored =
+            all.iter().filter_map(|piece| if let Piece::Content(_, tokens) = piece { Some(tokens) } else { None });
+        let bytes = scored.flatten().flat_map(|token| tokenizer.table().bytes(token.id)).collect();
+        assert_eq!(String::from_utf8(bytes).unwrap(), "One moment.");
+        let reasoning = tokenizer.encode("Let me look 🦀.", crate::tokenizer::ControlTokens::Text).unwrap();
+        assert_eq!(choice.reasoning_tokens(), reasoning.len());
     }
 
     #[test]

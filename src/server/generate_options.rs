@@ -8,6 +8,7 @@ use super::body::Fields;
 use super::error::ApiError;
 use super::ids;
 use super::state::Server;
+use super::usage::Usage;
 use crate::engine::sampling::SAMPLING_FIELDS;
 use crate::engine::{EngineHandle, GenerateOptions};
 
@@ -168,6 +169,13 @@ pub struct StreamOptions {
     pub has_usage: bool,
     /// Whether every chunk contains the usage so far.
     pub has_continuous_usage: bool,
+}
+
+impl StreamOptions {
+    /// Returns the field `usage` of a chunk. With `include_usage`, it is null in all chunks but the last.
+    pub fn chunk_usage(self, so_far: impl FnOnce() -> Usage) -> Option<Option<Usage>> {
+        self.has_usage.then(|| self.has_continuous_usage.then(so_far))
+    }
 }
 
 /// Reads `n`. Also accepts `best_of` if it is the same number.

@@ -63,6 +63,10 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
     let engine = server.open_model()?.clone();
     let submitted = Instant::now();
     let count = job.requests.len() * job.choices;
+    let limit = server.admission.limit();
+    if count > limit {
+        return Err(ApiError::invalid("n", format!("{count} answers never fit: the server has room for {limit}")));
+    }
     let permit = server.admission.admit(count).map_err(|wait| {
         server.metrics.admission_rejections.with_label_values(&["queue"]).inc();
         let seconds = wait.as_secs_f64().ceil().max(1.0);

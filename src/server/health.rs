@@ -25,7 +25,7 @@ struct Status {
 /// requests.
 pub async fn health(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     server.open_model()?;
-    json_response(&Status { status: "ok" })
+    live(State(server)).await
 }
 
 /// Answers 200 if the process and the engine thread work, even while the model loads.

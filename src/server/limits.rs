@@ -59,6 +59,11 @@ impl Admission {
         Duration::from_secs_f64(left.clamp(0.05, MAX_RETRY.as_secs_f64()))
     }
 
+    /// Returns the most sequences that can wait or run at once.
+    pub fn limit(&self) -> usize {
+        self.limit
+    }
+
     /// Returns the number of sequences that wait or run.
     pub fn admitted(&self) -> usize {
         self.admitted.load(Ordering::Acquire)

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::Result;
+use prometheus::core::Collector;
 use prometheus::{
     Encoder, Gauge, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
     TextEncoder,
@@ -70,13 +71,16 @@ pub struct Metrics {
     engine: EngineMetrics,
 }
 
+/// Returns one of the engine's counters.
+type ReadTotal = fn(&EngineStats) -> u64;
+
 /// Copies of the engine's own counters, updated when the metrics are read.
 struct EngineMetrics {
     running: IntGauge,
     waiting: IntGauge,
     cache_usage: Gauge,
     cache_config: IntGaugeVec,
-    totals: Vec<(IntCounter, fn(&EngineStats) -> u64)>,
+    totals: Vec<(IntCounter, ReadTotal)>,
     /// Held during an update, so that two readers do not count an increase twice.
     updating: Mutex<()>,
 }
@@ -85,23 +89,19 @@ impl Metrics {
     /// Creates the metrics of a server of the model named `model`.
     pub fn new(model: &str, has_vllm_names: bool) -> Result<Self> {
         let labels = HashMap::from([("model_name".to_string(), model.to_string()), ("engine".into(), "0".into())]);
-        let registry = Registry::new_custom(None, Some(labels))?;
-        let make = Maker(&registry);
-        let total = |name, help, read: fn(&EngineStats) -> u64| Ok((make.counter(name, help)?, read));
+        let registry = Registry::new();
+        let make = Maker { registry: &registry, labels };
+        let total = |name, help, read: ReadTotal| Ok((make.counter(name, help)?, read));
         let engine = EngineMetrics {
             running: make.gauge("num_requests_running", "Sequences that run.")?,
             waiting: make.gauge("num_requests_waiting", "Sequences that wait to start.")?,
             cache_usage: {
-                let gauge =
-                    Gauge::new(full("kv_cache_usage_perc"), "Share of the KV cache's blocks in use, from 0 to 1.")?;
-                registry.register(Box::new(gauge.clone()))?;
-                gauge
+                let help = "Share of the KV cache's blocks in use, from 0 to 1.";
+                make.register(Gauge::with_opts(make.opts("kv_cache_usage_perc", help))?)?
             },
             cache_config: {
-                let opts = Opts::new(full("cache_config_info"), "The size of the KV cache. Its value is always 1.");
-                let gauge = IntGaugeVec::new(opts, &["block_size", "num_gpu_blocks"])?;
-                registry.register(Box::new(gauge.clone()))?;
-                gauge
+                let opts = make.opts("cache_config_info", "The size of the KV cache. Its value is always 1.");
+                make.register(IntGaugeVec::new(opts, &["block_size", "num_gpu_blocks"])?)?
             },
             totals: [
                 total("generation_tokens_total", "Generated tokens.", |stats| stats.generated_tokens),
@@ -194,34 +194,36 @@ pub fn cache_usage(stats: &EngineStats) -> f64 {
 }
 
 /// Creates metrics and registers them.
-struct Maker<'r>(&'r Registry);
+struct Maker<'r> {
+    registry: &'r Registry,
+    /// The labels of all metrics.
+    labels: HashMap<String, String>,
+}
 
 impl Maker<'_> {
+    fn opts(&self, name: &str, help: &str) -> Opts {
+        Opts::new(format!("{PREFIX}{name}"), help).const_labels(self.labels.clone())
+    }
+
+    fn register<M: Collector + Clone + 'static>(&self, metric: M) -> Result<M> {
+        self.registry.register(Box::new(metric.clone()))?;
+        Ok(metric)
+    }
+
     fn counter(&self, name: &str, help: &str) -> Result<IntCounter> {
-        let counter = IntCounter::new(full(name), help)?;
-        self.0.register(Box::new(counter.clone()))?;
-        Ok(counter)
+        self.register(IntCounter::with_opts(self.opts(name, help))?)
     }
 
     fn counters(&self, name: &str, help: &str, label: &str) -> Result<IntCounterVec> {
-        let counters = IntCounterVec::new(Opts::new(full(name), help), &[label])?;
-        self.0.register(Box::new(counters.clone()))?;
-        Ok(counters)
+        self.register(IntCounterVec::new(self.opts(name, help), &[label])?)
     }
 
     fn gauge(&self, name: &str, help: &str) -> Result<IntGauge> {
-        let gauge = IntGauge::new(full(name), help)?;
-        self.0.register(Box::new(gauge.clone()))?;
-        Ok(gauge)
+        self.register(IntGauge::with_opts(self.opts(name, help))?)
     }
 
     fn histogram(&self, name: &str, help: &str, buckets: &[f64]) -> Result<Histogram> {
-        let histogram = Histogram::with_opts(HistogramOpts::new(full(name), help).buckets(buckets.to_vec()))?;
-        self.0.register(Box::new(histogram.clone()))?;
-        Ok(histogram)
+        let opts = HistogramOpts { common_opts: self.opts(name, help), buckets: buckets.to_vec() };
+        self.register(Histogram::with_opts(opts)?)
     }
-}
-
-fn full(name: &str) -> String {
-    format!("{PREFIX}{name}")
 }

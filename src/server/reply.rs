@@ -1,15 +1,47 @@
-//! The headers that all generating routes share.
+//! The parts of a response that all generating routes share.
+
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::response::Response;
 
+use serde::Serialize;
+
 use super::error::ApiError;
+use super::ids;
+use super::state::Server;
 
 /// The response header that names the request fields without effect.
 const IGNORED: HeaderName = HeaderName::from_static("x-inferno-ignored");
 
 /// The request header that makes such fields an error.
 const STRICT: &str = "x-inferno-strict";
+
+/// Identifies the version that computed an answer.
+const FINGERPRINT: &str = concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", env!("INFERNO_COMMIT"));
+
+/// The fields that all chunks of a stream share with each other and with a whole response.
+#[derive(Serialize)]
+pub struct ReplyHeader {
+    id: String,
+    object: &'static str,
+    created: u64,
+    model: String,
+    system_fingerprint: &'static str,
+}
+
+impl ReplyHeader {
+    /// Creates the header of a response whose id starts with `prefix`.
+    pub fn new(server: &Server, prefix: &str, object: &'static str) -> Self {
+        Self {
+            id: ids::new(prefix),
+            object,
+            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+            model: server.options.model.clone(),
+            system_fingerprint: FINGERPRINT,
+        }
+    }
+}
 
 /// Fails if the client asked for strict handling and some fields have no effect.
 pub fn check_strict(headers: &HeaderMap, ignored: &[String]) -> Result<(), ApiError> {

@@ -75,9 +75,6 @@ impl Server {
         if *self.phase.borrow() != Phase::Serving {
             return Err(ApiError::unavailable("the server is shutting down", Duration::from_secs(5)));
         }
-        if !self.is_alive() {
-            return Err(ApiError::internal("the engine has stopped"));
-        }
         Ok(engine)
     }
 

@@ -406,7 +406,8 @@ fn async_stream_and_blocking_iterator_give_the_same_events() {
     // Compare everything except the timings.
     let comparable = |events: &[Event]| {
         let mut answer = Answer::from_events(events);
-        (answer.summary.ttft_s, answer.summary.tok_per_s) = (0.0, 0.0);
+        let summary = &mut answer.summary;
+        (summary.queue_s, summary.ttft_s, summary.tok_per_s) = (0.0, 0.0, 0.0);
         let pieces: Vec<(Option<u32>, String)> = events.iter().map(|event| (event.token(), event.answer())).collect();
         (answer, pieces)
     };

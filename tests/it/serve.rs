@@ -7,6 +7,7 @@ mod client;
 mod fields;
 mod hostile;
 mod lifecycle;
+mod loading;
 mod responses;
 mod routes;
 mod stored_responses;

@@ -6,6 +6,7 @@ use tracing_subscriber::fmt::time;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
+use super::log_writer::LogWriter;
 use crate::server::LOG_TARGET;
 
 /// The format of a server's log.
@@ -34,13 +35,12 @@ pub fn start(verbose: u8, server: Option<LogFormat>) {
         Some(_) if verbose < 2 && !has_request_level => filter.with_target(LOG_TARGET, LevelFilter::INFO),
         _ => filter,
     };
-    let format = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_target(false);
     // By default, tracing-subscriber reports a failed write to stderr with `eprintln!`, which would panic.
-    let format = format.log_internal_errors(false);
+    let format = tracing_subscriber::fmt::layer().log_internal_errors(false).with_ansi(false).with_target(false);
     let format = match server {
-        None => format.with_timer(time::uptime()).boxed(),
-        Some(LogFormat::Text) => format.boxed(),
-        Some(LogFormat::Json) => format.json().flatten_event(true).boxed(),
+        None => format.with_writer(std::io::stderr).with_timer(time::uptime()).boxed(),
+        Some(LogFormat::Text) => format.with_writer(LogWriter::start()).boxed(),
+        Some(LogFormat::Json) => format.with_writer(LogWriter::start()).json().flatten_event(true).boxed(),
     };
     // Fails only if logging has already started.
     let _ = tracing_subscriber::registry().with(format).with(filter).try_init();

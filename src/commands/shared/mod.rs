@@ -4,6 +4,7 @@ pub mod answer;
 pub mod defaults;
 pub mod json;
 mod load_args;
+pub mod log_writer;
 pub mod logging;
 pub mod progress;
 pub mod prompt;

@@ -6,7 +6,6 @@ mod response;
 mod tools;
 
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::Extension;
 use axum::extract::{Request, State};
@@ -19,18 +18,15 @@ use super::event_stream::{self, EventBuffer, EventWriter};
 use super::generate_options::StreamOptions;
 use super::generation::{self, Answers, Job};
 use super::log::RequestLog;
+use super::reply::{self, ReplyHeader};
 use super::state::Server;
-use super::{ids, reply};
 use request::ChatRequest;
-use response::{Chunk, ChunkChoice, ChunkDelta, Completion, Header, Logprobs, WholeChoice, WholeMessage};
+use response::{Chunk, ChunkChoice, ChunkDelta, Completion, Logprobs, WholeChoice, WholeMessage};
 
 pub use messages::{read as read_messages, read_content};
 pub use request::read_reasoning;
 pub use response::{TokenLogprob, scored_tokens};
 pub use tools::{MAX_TOOLS, check_function, constrained, read as read_tools, read_format};
-
-/// Identifies the version that computed an answer.
-pub const FINGERPRINT: &str = concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", env!("INFERNO_COMMIT"));
 
 /// Answers a conversation.
 pub async fn create(
@@ -54,7 +50,7 @@ pub async fn create(
     let answers = generation::submit(&server, log, job).await?;
     let shape = Shape { shows_reasoning: chat.shows_reasoning, has_logprobs };
     let response = if chat.stream.is_stream {
-        let header = header(&server, "chat.completion.chunk");
+        let header = ReplyHeader::new(&server, "chatcmpl-", "chat.completion.chunk");
         let writer = ChunkWriter { header, stream: chat.stream, shape, has_role: vec![false; answers.len()] };
         event_stream::response(answers, writer, server.options.timeouts.ping)
     } else {
@@ -84,16 +80,6 @@ impl Shape {
     }
 }
 
-fn header(server: &Server, object: &'static str) -> Header {
-    Header {
-        id: ids::new("chatcmpl-"),
-        object,
-        created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
-        model: server.options.model.clone(),
-        system_fingerprint: FINGERPRINT,
-    }
-}
-
 /// Collects the answers to a single response.
 async fn whole(server: &Server, mut answers: Answers, shape: Shape) -> Result<Response, ApiError> {
     let choice = |index| WholeChoice {
@@ -117,13 +103,13 @@ async fn whole(server: &Server, mut answers: Answers, shape: Shape) -> Result<Re
             choice.finish_reason = finish;
         }
     }
-    let header = header(server, "chat.completion");
+    let header = ReplyHeader::new(server, "chatcmpl-", "chat.completion");
     json_response(&Completion { header: &header, choices, usage: answers.usage() })
 }
 
 /// Writes the chunks of a stream.
 struct ChunkWriter {
-    header: Header,
+    header: ReplyHeader,
     stream: StreamOptions,
     shape: Shape,
     /// For each answer, whether its first chunk was written.
@@ -132,8 +118,7 @@ struct ChunkWriter {
 
 impl ChunkWriter {
     fn push(&self, choices: Vec<ChunkChoice>, answers: &Answers, out: &mut EventBuffer) {
-        // With `include_usage`, all chunks but the last have a usage of null.
-        let usage = self.stream.has_usage.then(|| self.stream.has_continuous_usage.then(|| answers.usage()));
+        let usage = self.stream.chunk_usage(|| answers.usage());
         out.push(&Chunk { header: &self.header, choices, usage });
     }
 }

@@ -2,28 +2,16 @@
 
 use serde::Serialize;
 
-use crate::server::choice::{Finish, Piece, ScoredToken};
+use crate::server::choice::{Finish, Piece, ScoredToken, finite_logprob};
+use crate::server::reply::ReplyHeader;
 use crate::server::usage::Usage;
 use crate::tokenizer::Tokenizer;
-
-/// The log probability to report for a token that cannot occur. JSON has no infinity.
-const IMPOSSIBLE: f32 = -9999.0;
-
-/// The fields that all chunks of a stream share with each other and with a whole response.
-#[derive(Clone, Serialize)]
-pub struct Header {
-    pub id: String,
-    pub object: &'static str,
-    pub created: u64,
-    pub model: String,
-    pub system_fingerprint: &'static str,
-}
 
 /// A whole response.
 #[derive(Serialize)]
 pub struct Completion<'a> {
     #[serde(flatten)]
-    pub header: &'a Header,
+    pub header: &'a ReplyHeader,
     pub choices: Vec<WholeChoice>,
     pub usage: Usage,
 }
@@ -53,7 +41,7 @@ pub struct WholeMessage {
 #[derive(Serialize)]
 pub struct Chunk<'a> {
     #[serde(flatten)]
-    pub header: &'a Header,
+    pub header: &'a ReplyHeader,
     pub choices: Vec<ChunkChoice>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Option<Usage>>,
@@ -187,7 +175,7 @@ impl TokenLogprob {
         let wire = |id: u32, logprob: f32| {
             let bytes = tokenizer.table().bytes(id);
             let token = String::from_utf8_lossy(&bytes).into_owned();
-            WireToken { token, logprob: logprob.max(IMPOSSIBLE), bytes }
+            WireToken { token, logprob: finite_logprob(logprob), bytes }
         };
         Self {
             token: wire(scored.id, scored.logprobs.chosen),

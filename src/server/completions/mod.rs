@@ -4,24 +4,22 @@ mod request;
 mod response;
 
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 
 use super::body::{json_response, read_json};
-use super::chat::FINGERPRINT;
 use super::choice::{Piece, Pieces};
 use super::error::ApiError;
 use super::event_stream::{self, EventBuffer, EventWriter};
 use super::generate_options::StreamOptions;
 use super::generation::{self, Answers, Job};
 use super::log::RequestLog;
+use super::reply::{self, ReplyHeader};
 use super::state::Server;
-use super::{ids, reply};
 use request::CompletionRequest;
-use response::{Completion, Header, Logprobs, WireChoice};
+use response::{Completion, Logprobs, WireChoice};
 
 /// Continues texts.
 pub async fn create(
@@ -43,13 +41,7 @@ pub async fn create(
     };
     let answers = generation::submit(&server, log, job).await?;
     let texts = Texts::new(&completion.echoes, completion.choices, completion.has_logprobs);
-    let header = Header {
-        id: ids::new("cmpl-"),
-        object: "text_completion",
-        created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
-        model: server.options.model.clone(),
-        system_fingerprint: FINGERPRINT,
-    };
+    let header = ReplyHeader::new(&server, "cmpl-", "text_completion");
     let response = if completion.stream.is_stream {
         let writer = ChunkWriter { header, stream: completion.stream, texts };
         event_stream::response(answers, writer, server.options.timeouts.ping)
@@ -93,7 +85,7 @@ impl Texts {
 }
 
 /// Collects the answers to a single response.
-async fn whole(header: Header, mut answers: Answers, mut texts: Texts) -> Result<Response, ApiError> {
+async fn whole(header: ReplyHeader, mut answers: Answers, mut texts: Texts) -> Result<Response, ApiError> {
     let empty = |index| WireChoice {
         index,
         text: String::new(),
@@ -110,7 +102,7 @@ async fn whole(header: Header, mut answers: Answers, mut texts: Texts) -> Result
 
 /// Writes the chunks of a stream.
 struct ChunkWriter {
-    header: Header,
+    header: ReplyHeader,
     stream: StreamOptions,
     texts: Texts,
 }
@@ -118,7 +110,7 @@ struct ChunkWriter {
 impl EventWriter for ChunkWriter {
     fn write(&mut self, index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer) {
         let choices = vec![self.texts.choice(index, pieces, answers)];
-        let usage = self.stream.has_usage.then(|| self.stream.has_continuous_usage.then(|| answers.usage()));
+        let usage = self.stream.chunk_usage(|| answers.usage());
         out.push(&Completion { header: &self.header, choices, usage });
     }
 

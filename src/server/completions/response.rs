@@ -3,28 +3,16 @@
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use crate::server::choice::{Finish, ScoredToken};
+use crate::server::choice::{Finish, ScoredToken, finite_logprob};
+use crate::server::reply::ReplyHeader;
 use crate::server::usage::Usage;
 use crate::tokenizer::Tokenizer;
-
-/// The log probability to report for a token that cannot occur. JSON has no infinity.
-const IMPOSSIBLE: f32 = -9999.0;
-
-/// The fields that all chunks of a stream share with each other and with a whole response.
-#[derive(Serialize)]
-pub struct Header {
-    pub id: String,
-    pub object: &'static str,
-    pub created: u64,
-    pub model: String,
-    pub system_fingerprint: &'static str,
-}
 
 /// A whole response, or a chunk of a stream.
 #[derive(Serialize)]
 pub struct Completion<'a> {
     #[serde(flatten)]
-    pub header: &'a Header,
+    pub header: &'a ReplyHeader,
     pub choices: Vec<WireChoice>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Option<Usage>>,
@@ -68,11 +56,11 @@ impl Logprobs {
         let text = |id: u32| String::from_utf8_lossy(&tokenizer.table().bytes(id)).into_owned();
         for token in tokens {
             let top = token.logprobs.top.iter();
-            let top = top.map(|&(id, logprob)| (text(id), json!(logprob.max(IMPOSSIBLE)))).collect();
+            let top = top.map(|&(id, logprob)| (text(id), json!(finite_logprob(logprob)))).collect();
             let token_text = text(token.id);
             let characters = token_text.chars().count();
             self.tokens.push(token_text);
-            self.token_logprobs.push(token.logprobs.chosen.max(IMPOSSIBLE));
+            self.token_logprobs.push(finite_logprob(token.logprobs.chosen));
             self.top_logprobs.push(top);
             self.text_offset.push(offset);
             offset += characters;

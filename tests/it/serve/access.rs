@@ -106,6 +106,7 @@ fn cors_is_off_by_default() {
     let server = Server::start(&["--cors-origin", "https://app.example", "--api-key", "k"]);
     let response = server.send("OPTIONS", "/v1/models", &preflight, b"");
     assert_eq!((response.status, response.header("access-control-allow-origin")), (200, Some("https://app.example")));
+    assert_eq!(response.header("access-control-allow-headers"), Some("authorization"));
     let other = server.send("OPTIONS", "/v1/models", &[("Origin", "https://evil.example"), preflight[1]], b"");
     assert_eq!(other.header("access-control-allow-origin"), None);
     let response = server.send("GET", "/v1/models", &[origin, ("Authorization", "Bearer k")], b"");

@@ -5,7 +5,7 @@ use std::net::Shutdown;
 
 use serde_json::json;
 
-use super::client::{Response, Server, chat, endless, read_chunk};
+use super::client::{Response, Server, endless, read_chunk};
 
 #[test]
 fn a_client_that_vanishes_cancels_its_request() {
@@ -25,9 +25,9 @@ fn a_client_that_vanishes_cancels_its_request() {
         server.wait_until_idle();
         assert_eq!(server.metric("inferno_canceled_sequences_total"), canceled + 2.0);
     }
-    // A long prompt that is still in its prefill.
-    let content = "model ".repeat(3500);
-    let prefill = chat(json!({ "messages": [{ "role": "user", "content": content }], "max_tokens": 3 }));
+    // A prompt that takes long to prefill.
+    let mut prefill = endless(true);
+    prefill["messages"][0]["content"] = json!("model ".repeat(3500));
     let stream = server.begin("/v1/chat/completions", &prefill);
     server.wait("the prefill runs", running(1.0));
     drop(stream);

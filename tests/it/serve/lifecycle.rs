@@ -24,16 +24,22 @@ fn exactly_the_excess_is_rejected_when_the_queue_is_full() {
         let milliseconds: f64 = response.header("retry-after-ms").unwrap().parse().unwrap();
         assert!(seconds >= 1.0 && milliseconds / 1000.0 <= seconds, "{seconds} {milliseconds}");
     }
-    assert!(server.get("/metrics").text().contains("inferno_admission_rejections_total{reason=\"queue\""));
+    assert!(
+        server
+            .get("/metrics")
+            .text()
+            .contains("inferno_admission_rejections_total{engine=\"0\",model_name=\"demo\",reason=\"queue\"")
+    );
     // A busy server is healthy.
     assert_eq!(server.get("/health").status, 200);
     let error = server.chat(json!({})).error(429);
     assert_eq!(error["code"], "rate_limit_exceeded");
     assert!(error["message"].as_str().unwrap().contains("try again in"), "{error}");
-    // More answers than the server ever has room for.
     drop(readers);
     server.wait_until_idle();
-    server.chat(json!({ "n": 6, "max_tokens": 2 })).error(429);
+    // More answers than the server ever has room for.
+    let error = server.chat(json!({ "n": 6, "max_tokens": 2 })).error(400);
+    assert!(error["param"] == "n" && error["message"].as_str().unwrap().contains("room for 5"), "{error}");
     server.chat(json!({ "n": 5, "max_tokens": 2 })).ok();
 }
 
@@ -54,7 +60,7 @@ fn requests_do_not_wait_forever() {
 fn streams_end_before_the_server_does() {
     for signal in [Signal::SIGTERM, Signal::SIGINT] {
         let mut server = Server::start(&[]);
-        let body = chat(json!({ "stream": true, "ignore_eos": true, "max_tokens": 150 }));
+        let body = chat(json!({ "stream": true, "ignore_eos": true, "max_tokens": 600 }));
         let mut stream = BufReader::new(server.begin("/v1/chat/completions", &body));
         assert_eq!(Response::read_head(&mut stream).status, 200);
         let mut text = read_chunk(&mut stream).unwrap();

@@ -1,8 +1,11 @@
 //! The routes besides completions.
 
+use std::collections::BTreeSet;
+use std::io::{BufReader, Write};
+
 use serde_json::json;
 
-use super::client::{JSON, Server};
+use super::client::{JSON, Response, Server, chat};
 
 #[test]
 fn models_are_listed_and_unknown_ones_are_not_found() {
@@ -50,6 +53,21 @@ fn unknown_routes_methods_and_embeddings_are_errors() {
 }
 
 #[test]
+fn a_connection_carries_several_requests() {
+    let server = Server::start(&[]);
+    let body = chat(json!({ "max_tokens": 3, "stream": true })).to_string();
+    let head = format!("POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{}: {}\r\n", JSON.0, JSON.1);
+    let head = format!("{head}Expect: 100-continue\r\nContent-Length: {}\r\n\r\n", body.len());
+    let mut stream = BufReader::new(server.connect());
+    for _ in 0..3 {
+        stream.get_mut().write_all(head.as_bytes()).unwrap();
+        assert_eq!(Response::read_head(&mut stream).status, 100);
+        stream.get_mut().write_all(body.as_bytes()).unwrap();
+        assert_eq!(Response::read(&mut stream).events().len(), 2);
+    }
+}
+
+#[test]
 fn request_ids_are_returned() {
     let server = Server::start(&[]);
     let id = |id: &str| {
@@ -90,13 +108,13 @@ fn metrics_count_requests_and_tokens() {
         ("inferno_e2e_request_latency_seconds_count", &json!(1)),
         ("inferno_tokens_after_cancel_total", &json!(0)),
     ] {
-        let line = format!("{name}{{model_name=\"demo\",engine=\"0\"}} {value}\n");
+        let line = format!("{name}{{engine=\"0\",model_name=\"demo\"}} {value}\n");
         assert!(text.contains(&line), "{line}{text}");
     }
     for part in [
-        "inferno_cache_config_info{block_size=\"64\",num_gpu_blocks=",
-        "inferno_request_success_total{finished_reason=\"stop\"",
-        "inferno_inter_token_latency_seconds_bucket{model_name=\"demo\",engine=\"0\",le=\"0.0005\"}",
+        "inferno_cache_config_info{block_size=\"64\",engine=\"0\",model_name=\"demo\",num_gpu_blocks=\"271\"} 1",
+        "inferno_request_success_total{engine=\"0\",finished_reason=\"stop\"",
+        "inferno_inter_token_latency_seconds_bucket{engine=\"0\",model_name=\"demo\",le=\"0.0005\"}",
         "# TYPE inferno_num_requests_waiting gauge",
     ] {
         assert!(text.contains(part), "{part}: {text}");
@@ -108,5 +126,13 @@ fn metrics_count_requests_and_tokens() {
     types.dedup();
     assert_eq!(types.len(), count);
     assert!(!Server::start(&[]).get("/metrics").text().contains("vllm:"));
+    // docs/serving.md lists exactly these metrics, except that one appears only after a rejection.
+    let page = include_str!("../../../docs/serving.md");
+    let documented: BTreeSet<&str> =
+        page.split('`').skip(1).step_by(2).filter(|name| name.starts_with("inferno_")).collect();
+    let mut published: BTreeSet<&str> =
+        types.iter().filter_map(|line| line.split(' ').nth(2)).filter(|name| name.starts_with("inferno_")).collect();
+    published.insert("inferno_admission_rejections_total");
+    assert_eq!(documented, published);
     server.send("POST", "/metrics", &[JSON], b"{}").error(405);
 }

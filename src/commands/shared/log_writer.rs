@@ -1,0 +1,98 @@
+//! Writes log lines to stderr on a thread of its own.
+//!
+//! A write to stderr blocks while its reader pauses, for example because a terminal stopped its output. A server must go
+//! on, so it drops log lines instead.
+
+use std::io::{self, Write};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::Duration;
+
+use tracing_subscriber::fmt::MakeWriter;
+
+/// The most lines that wait to be written.
+const MAX_LINES: usize = 10_000;
+
+/// The longest time to write the last lines.
+const FLUSH_TIME: Duration = Duration::from_secs(1);
+
+static SENDER: OnceLock<SyncSender<Message>> = OnceLock::new();
+
+/// The number of lines that were dropped since the last report.
+static DROPPED: AtomicU64 = AtomicU64::new(0);
+
+enum Message {
+    Line(Vec<u8>),
+    /// Answers once all earlier lines are written.
+    Flush(SyncSender<()>),
+}
+
+/// Creates the lines of a log.
+pub struct LogWriter;
+
+impl LogWriter {
+    /// Starts the thread.
+    pub fn start() -> Self {
+        SENDER.get_or_init(|| {
+            let (sender, receiver) = sync_channel(MAX_LINES);
+            // If the thread cannot start, the receiver is gone and all lines are dropped.
+            let _ = std::thread::Builder::new().name("inferno-log".into()).spawn(move || write_lines(&receiver));
+            sender
+        });
+        Self
+    }
+}
+
+/// Waits until all lines are written, but not for long.
+pub fn flush() {
+    let (sender, receiver) = sync_channel(1);
+    if SENDER.get().is_some_and(|lines| lines.try_send(Message::Flush(sender)).is_ok()) {
+        let _ = receiver.recv_timeout(FLUSH_TIME);
+    }
+}
+
+fn write_lines(receiver: &Receiver<Message>) {
+    for message in receiver {
+        match message {
+            // Errors are ignored, because a closed stderr must not end the server.
+            Message::Line(line) => drop(io::stderr().write_all(&line)),
+            Message::Flush(done) => drop(done.try_send(())),
+        }
+        let dropped = DROPPED.swap(0, Ordering::Relaxed);
+        if dropped > 0 {
+            tracing::warn!(dropped, "log lines were dropped, because stderr was blocked");
+        }
+    }
+}
+
+impl<'w> MakeWriter<'w> for LogWriter {
+    type Writer = Line;
+
+    fn make_writer(&'w self) -> Line {
+        Line(Vec::new())
+    }
+}
+
+/// A line, which is sent to the thread when it is dropped.
+pub struct Line(Vec<u8>);
+
+impl Write for Line {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        let line = Message::Line(std::mem::take(&mut self.0));
+        if SENDER.get().is_none_or(|sender| sender.try_send(line).is_err()) {
+            DROPPED.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! A server whose model is not loaded yet, and one whose engine has stopped. Both run in this process.
+
+use std::io::{BufReader, Write};
+use std::net::{SocketAddr, TcpStream};
+
+use inferno::Engine;
+use inferno::device::DeviceChoice;
+use inferno::server::{self, Server, ServerOptions, Timeouts};
+use serde_json::json;
+use tokio::runtime::Runtime;
+
+use super::client::{HANG, JSON, Response, chat, request};
+use crate::support::demo_dir;
+
+fn options() -> ServerOptions {
+    ServerOptions {
+        model: "demo".to_string(),
+        api_keys: Vec::new(),
+        cors_origins: Vec::new(),
+        max_sequences: 4,
+        queue: 4,
+        timeouts: Timeouts::default(),
+        has_vllm_metrics: false,
+    }
+}
+
+fn send(address: SocketAddr, method: &str, path: &str) -> Response {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(HANG)).unwrap();
+    let body = chat(json!({ "max_tokens": 3 })).to_string();
+    stream.write_all(&request(method, path, &[JSON], body.as_bytes())).unwrap();
+    Response::read(&mut BufReader::new(stream))
+}
+
+#[test]
+fn the_port_is_open_while_the_model_loads() {
+    let runtime = Runtime::new().unwrap();
+    let listener = runtime.block_on(server::bind("127.0.0.1", 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    let server = Server::new(options()).unwrap();
+    runtime.spawn(server::serve(server.clone(), listener, std::future::pending()));
+
+    assert_eq!(send(address, "GET", "/live").status, 200);
+    assert_eq!(send(address, "GET", "/metrics").status, 200);
+    for (method, path) in [
+        ("GET", "/health"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/demo"),
+        ("GET", "/v1/loads"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+    ] {
+        let response = send(address, method, path);
+        assert_eq!(response.error(503)["code"], "unavailable", "{path}");
+        assert!(response.header("retry-after").is_some(), "{path}");
+    }
+
+    let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).load().unwrap();
+    server.set_model(engine.handle());
+    assert_eq!(send(address, "GET", "/health").status, 200);
+    send(address, "POST", "/v1/chat/completions").ok();
+
+    // A dead engine is neither healthy nor alive, and its requests are server errors.
+    drop(engine);
+    assert_eq!((send(address, "GET", "/health").status, send(address, "GET", "/live").status), (503, 503));
+    send(address, "POST", "/v1/chat/completions").error(500);
+    assert_eq!(send(address, "GET", "/metrics").status, 200);
+}
