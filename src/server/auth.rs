@@ -11,6 +11,10 @@ use super::page;
 /// The routes that are open to every client, besides the page.
 const OPEN_PATHS: [&str; 2] = ["/health", "/live"];
 
+/// The client that sent a request: the index of its API key. Clients without a key count as one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Client(usize);
+
 /// The rules that decide whether a request has access.
 pub struct Access {
     /// The hashes of the keys. Comparing hashes takes the same time for every wrong key.
@@ -28,13 +32,13 @@ impl Access {
         Self { keys, origins: options.cors_origins.clone(), is_open: options.is_open }
     }
 
-    /// Checks whether a request has access.
-    pub fn check(&self, path: &str, headers: &HeaderMap) -> Result<(), ApiError> {
+    /// Checks whether a request has access. Returns the client that sent it.
+    pub fn check(&self, path: &str, headers: &HeaderMap) -> Result<Client, ApiError> {
         if OPEN_PATHS.contains(&path) || page::is_page(path) {
-            return Ok(());
+            return Ok(Client::default());
         }
         if self.keys.is_empty() {
-            return self.check_origin(headers.get(ORIGIN), headers.get(HOST));
+            return self.check_origin(headers.get(ORIGIN), headers.get(HOST)).map(|()| Client::default());
         }
         let Some(header) = headers.get(AUTHORIZATION) else {
             return Err(ApiError::unauthorized("no API key: send it in the header 'Authorization: Bearer KEY'"));
@@ -42,9 +46,9 @@ impl Access {
         let key = header.to_str().ok().and_then(|header| header.split_once(' '));
         let key = key.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer")).map(|(_, key)| key.trim());
         let hash = digest(&SHA256, key.unwrap_or_default().as_bytes());
-        match key.is_some() && self.keys.iter().any(|known| known.as_ref() == hash.as_ref()) {
-            true => Ok(()),
-            false => Err(ApiError::unauthorized("wrong API key: send it in the header 'Authorization: Bearer KEY'")),
+        match self.keys.iter().position(|known| key.is_some() && known.as_ref() == hash.as_ref()) {
+            Some(index) => Ok(Client(index)),
+            None => Err(ApiError::unauthorized("wrong API key: send it in the header 'Authorization: Bearer KEY'")),
         }
     }
 

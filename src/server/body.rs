@@ -125,6 +125,11 @@ impl Fields {
         ApiError::invalid(self.path(name), problem)
     }
 
+    /// Returns whether a field has not been used yet.
+    pub fn has(&self, name: &str) -> bool {
+        self.map.get(name).is_some_and(|value| !value.is_null())
+    }
+
     /// Removes and returns a field.
     pub fn take(&mut self, name: &str) -> Option<Value> {
         self.map.remove(name).filter(|value| !value.is_null())

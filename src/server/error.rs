@@ -79,6 +79,16 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, "invalid_request_error", message)
     }
 
+    /// Creates a 404 error for an id that a field of the request contains.
+    pub fn unknown_id(param: impl Into<String>, code: Option<&'static str>, message: String) -> Self {
+        Self { param: Some(param.into()), code, ..Self::not_found(message) }
+    }
+
+    /// Creates a 400 error for a conversation that is larger than any context.
+    pub fn too_long(param: &str, message: String) -> Self {
+        Self { code: Some("context_length_exceeded"), param: Some(param.to_string()), ..Self::bad_request(message) }
+    }
+
     /// Creates a 404 error for an unknown model.
     pub fn unknown_model(message: String) -> Self {
         Self { param: Some("model".to_string()), code: Some("model_not_found"), ..Self::not_found(message) }
@@ -117,11 +127,7 @@ impl ApiError {
     }
 
     fn from_engine(error: &anyhow::Error, param: &'static str) -> Option<Self> {
-        let too_long = |message: String| Self {
-            code: Some("context_length_exceeded"),
-            param: Some(param.to_string()),
-            ..Self::bad_request(message)
-        };
+        let too_long = |message| Self::too_long(param, message);
         match error.downcast_ref()? {
             Error::ContextFull { prompt_tokens, context_tokens, .. } => Some(too_long(format!(
                 "the prompt has {prompt_tokens} tokens, but the maximum context length is {context_tokens} tokens: \
@@ -134,19 +140,24 @@ impl ApiError {
             ))),
             Error::Draining => Some(Self::unavailable("the server is shutting down", Duration::from_secs(5))),
             Error::WaitedTooLong => Some(Self::overloaded(
-                "the request waited in the queue for too long: try again later",
+                "the request waited in the queue for too long: please try again in 5s",
                 Duration::from_secs(5),
             )),
             _ => None,
         }
     }
 
-    /// Returns the JSON body.
-    pub fn body(&self) -> String {
-        let message = match self.message.char_indices().nth(MAX_MESSAGE_CHARS) {
+    /// Returns the message, without its end if it is very long.
+    pub fn message(&self) -> String {
+        match self.message.char_indices().nth(MAX_MESSAGE_CHARS) {
             Some((end, _)) => format!("{}…", &self.message[..end]),
             None => self.message.clone(),
-        };
+        }
+    }
+
+    /// Returns the JSON body.
+    pub fn body(&self) -> String {
+        let message = self.message();
         let error = WireError { message: &message, kind: self.kind, param: self.param.as_deref(), code: self.code };
         serde_json::to_string(&WireBody { error }).unwrap_or_default()
     }

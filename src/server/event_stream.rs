@@ -23,11 +23,24 @@ const BATCH_BYTES: usize = 16 << 10;
 
 /// Writes the events of one API.
 pub trait EventWriter: Send + 'static {
+    /// Writes the events before the first token.
+    fn begin(&mut self, _out: &mut EventBuffer) {}
+
     /// Writes the pieces of one answer.
     fn write(&mut self, index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer);
 
     /// Writes the events after the end of all answers.
     fn finish(&mut self, answers: &Answers, out: &mut EventBuffer);
+
+    /// Writes the error that ended the answers.
+    fn fail(&mut self, error: &ApiError, _answers: &Answers, out: &mut EventBuffer) {
+        out.push_text(&error.body());
+    }
+
+    /// Shows that the stream is alive, after a time without events. By default, writes a comment, which is no event.
+    fn keep_alive(&mut self, out: &mut EventBuffer) {
+        out.0.push_str(": ping\n\n");
+    }
 }
 
 /// Events that were written but not sent.
@@ -42,6 +55,13 @@ impl EventBuffer {
         }
     }
 
+    /// Adds an event with a name.
+    pub fn push_named(&mut self, name: &str, event: &impl Serialize) {
+        // Writing to a string cannot fail.
+        let _ = writeln!(self.0, "event: {name}");
+        self.push(event);
+    }
+
     fn push_text(&mut self, text: &str) {
         // Writing to a string cannot fail.
         let _ = write!(self.0, "data: {text}\n\n");
@@ -53,11 +73,13 @@ impl EventBuffer {
 }
 
 /// Creates a response that streams answers as they are generated.
-pub fn response(answers: Answers, writer: impl EventWriter, ping: Duration) -> Response {
+pub fn response(answers: Answers, mut writer: impl EventWriter, ping: Duration) -> Response {
+    let mut buffer = EventBuffer::default();
+    writer.begin(&mut buffer);
     let events = EventStream {
         answers: Some(answers),
         writer: Box::new(writer),
-        buffer: EventBuffer::default(),
+        buffer,
         ping,
         next_ping: Box::pin(tokio::time::sleep(ping)),
     };
@@ -81,11 +103,8 @@ struct EventStream {
 }
 
 impl EventStream {
-    /// Ends the stream, after an error event if there is an error.
-    fn end(&mut self, error: Option<&ApiError>) {
-        if let Some(error) = error {
-            self.buffer.push_text(&error.body());
-        }
+    /// Ends the stream.
+    fn end(&mut self) {
         self.buffer.push_text("[DONE]");
         self.answers = None;
     }
@@ -98,10 +117,13 @@ impl EventStream {
         {
             match pieces {
                 Some(Ok((index, pieces))) => self.writer.write(index, pieces, answers, &mut self.buffer),
-                Some(Err(error)) => self.end(Some(&error)),
+                Some(Err(error)) => {
+                    self.writer.fail(&error, answers, &mut self.buffer);
+                    self.end();
+                }
                 None => {
                     self.writer.finish(answers, &mut self.buffer);
-                    self.end(None);
+                    self.end();
                 }
             }
         }
@@ -121,10 +143,12 @@ impl Stream for EventStream {
         if self.answers.is_none() {
             return Poll::Ready(None);
         }
-        // Clients and proxies close connections that seem idle. A comment is no event.
+        // Clients and proxies close connections that seem idle.
         if self.next_ping.as_mut().poll(context).is_ready() {
             self.next_ping.as_mut().reset(deadline);
-            return Poll::Ready(Some(Ok(Bytes::from_static(b": ping\n\n"))));
+            let Self { writer, buffer, .. } = &mut *self;
+            writer.keep_alive(buffer);
+            return Poll::Ready(Some(Ok(buffer.take())));
         }
         Poll::Pending
     }

@@ -6,6 +6,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use futures_core::Stream;
+use tokio::sync::oneshot;
 
 use super::choice::{Choice, Pieces};
 use super::error::ApiError;
@@ -30,6 +31,9 @@ pub struct Answers {
     is_stream: bool,
     submitted: Instant,
     has_failed: bool,
+    /// Receives a message when another request cancels the answers.
+    cancel: Option<oneshot::Receiver<()>>,
+    is_canceled: bool,
     _permit: Permit,
 }
 
@@ -98,6 +102,8 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
         is_stream: job.is_stream,
         submitted,
         has_failed: false,
+        cancel: None,
+        is_canceled: false,
         _permit: permit,
     })
 }
@@ -106,6 +112,16 @@ impl Answers {
     /// Returns the number of answers.
     pub fn len(&self) -> usize {
         self.answers.len()
+    }
+
+    /// Ends the answers when `cancel` receives a message.
+    pub fn cancel_on(&mut self, cancel: oneshot::Receiver<()>) {
+        self.cancel = Some(cancel);
+    }
+
+    /// Returns whether another request canceled the answers.
+    pub fn is_canceled(&self) -> bool {
+        self.is_canceled
     }
 
     pub fn engine(&self) -> &EngineHandle {
@@ -124,6 +140,15 @@ impl Answers {
         }
         if self.ending.as_mut().poll(context).is_ready() {
             return self.fail(&Error::Draining.into());
+        }
+        if let Some(cancel) = &mut self.cancel
+            && let Poll::Ready(message) = Pin::new(cancel).poll(context)
+        {
+            self.cancel = None;
+            if message.is_ok() {
+                self.is_canceled = true;
+                self.answers.iter_mut().for_each(|answer| answer.stream.cancel());
+            }
         }
         for offset in 0..self.answers.len() {
             let index = (self.first + offset) % self.answers.len();
@@ -219,7 +244,7 @@ impl Drop for Answers {
         let has_ended = self.answers.iter().all(|answer| answer.summary.is_some());
         let finish = match self.answers.first().and_then(|answer| answer.summary.as_ref()) {
             _ if self.has_failed => "error",
-            Some(summary) if has_ended => finish_name(summary),
+            Some(summary) if has_ended && !self.is_canceled => finish_name(summary),
             _ => "canceled",
         };
         let usage = self.usage();

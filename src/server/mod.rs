@@ -3,7 +3,7 @@
 //! The server is a client of an [`EngineHandle`](crate::EngineHandle) and holds no model code. Every route is in one file
 //! or folder:
 //!
-//! - `chat/`, `completions/`, `models`, `tokenize`, `health`: the routes
+//! - `chat/`, `completions/`, `responses/`, `models`, `tokenize`, `health`: the routes
 //! - `body`, `generate_options`: read request fields
 //! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
 //! - `router`, `auth`, `log`, `listener`, `write_limit`: everything around a route
@@ -29,6 +29,7 @@ mod models;
 mod options;
 mod page;
 mod reply;
+mod responses;
 mod router;
 mod state;
 mod throughput;

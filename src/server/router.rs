@@ -2,19 +2,19 @@
 
 use std::sync::Arc;
 
-use axum::Router;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use axum::{Extension, Router};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
 use super::auth::Access;
 use super::error::ApiError;
 use super::log::RequestLog;
 use super::state::Server;
-use super::{chat, completions, health, ids, models, page, tokenize};
+use super::{chat, completions, health, ids, models, page, responses, tokenize};
 
 /// The header that identifies a request in logs. Clients may choose the id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -35,12 +35,18 @@ pub fn router(server: &Arc<Server>) -> Router {
         .route("/v1/models/{*id}", get(models::get))
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
+        .route("/v1/responses", post(responses::create))
+        .route("/v1/responses/input_tokens", post(responses::count_tokens))
+        .route("/v1/responses/{id}", get(responses::get).delete(responses::delete))
+        .route("/v1/responses/{id}/cancel", post(responses::cancel))
+        .route("/v1/responses/{id}/input_items", get(responses::input_items))
         .route("/v1/embeddings", post(no_embeddings))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
         .merge(page::routes())
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
+        .layer(Extension(Arc::new(responses::Store::default())))
         .layer(middleware::from_fn_with_state(access, check_access));
     let routes = match options.cors_origins.is_empty() {
         true => routes,
@@ -57,15 +63,18 @@ fn cors(origins: &[String]) -> CorsLayer {
     };
     CorsLayer::new()
         .allow_origin(origin)
-        .allow_methods([Method::GET, Method::POST])
+        .allow_methods([Method::GET, Method::POST, Method::DELETE])
         // Browsers do not count `Authorization` as part of `*`.
         .allow_headers(AllowHeaders::mirror_request())
         .expose_headers([REQUEST_ID, HeaderName::from_static("x-inferno-ignored")])
 }
 
-async fn check_access(State(access): State<Arc<Access>>, request: Request, next: Next) -> Response {
+async fn check_access(State(access): State<Arc<Access>>, mut request: Request, next: Next) -> Response {
     match access.check(request.uri().path(), request.headers()) {
-        Ok(()) => next.run(request).await,
+        Ok(client) => {
+            request.extensions_mut().insert(client);
+            next.run(request).await
+        }
         Err(error) => error.into_response(),
     }
 }

@@ -8,4 +8,6 @@ mod fields;
 mod hostile;
 mod lifecycle;
 mod loading;
+mod responses;
 mod routes;
+mod stored_responses;

@@ -34,7 +34,7 @@ fn read_message(fields: &mut Fields) -> Result<Message, ApiError> {
     };
     fields.refuse("audio", &[], "send text")?;
     fields.refuse("function_call", &[], "use 'tool_calls'")?;
-    let content = read_content(fields)?;
+    let content = read_content(fields, "content")?;
     let (reasoning, reasoning_content) = (fields.take_string("reasoning")?, fields.take_string("reasoning_content")?);
     let tool_calls = read_tool_calls(fields)?;
     if role != Role::Assistant && !tool_calls.is_empty() {
@@ -53,20 +53,20 @@ fn read_message(fields: &mut Fields) -> Result<Message, ApiError> {
     })
 }
 
-/// Reads `content`: a string, or an array of text parts.
-fn read_content(fields: &mut Fields) -> Result<Option<String>, ApiError> {
-    let parts = match fields.take("content") {
+/// Reads the text in the field `name`: a string, or an array of text parts.
+pub fn read_content(fields: &mut Fields, name: &str) -> Result<Option<String>, ApiError> {
+    let parts = match fields.take(name) {
         None => return Ok(None),
         Some(Value::String(text)) => return Ok(Some(text)),
         Some(Value::Array(parts)) => parts,
-        Some(_) => return Err(fields.invalid("content", "expected a string or an array of parts")),
+        Some(_) => return Err(fields.invalid(name, "expected a string or an array of parts")),
     };
     let mut content = String::new();
     for (index, part) in parts.into_iter().enumerate() {
-        let mut part = Fields::nested(&fields.path(&format!("content[{index}]")), part)?;
+        let mut part = Fields::nested(&fields.path(&format!("{name}[{index}]")), part)?;
         let kind = part.take_string("type")?.unwrap_or_default();
         let field = match kind.as_str() {
-            "text" | "input_text" | "output_text" => "text",
+            "text" | "input_text" | "output_text" | "reasoning_text" => "text",
             "refusal" => "refusal",
             "image_url" | "input_image" | "input_audio" | "file" | "video_url" => {
                 return Err(ApiError::unsupported(part.path("type"), &format!("'{kind}' is not text")));
@@ -75,6 +75,8 @@ fn read_content(fields: &mut Fields) -> Result<Option<String>, ApiError> {
         };
         let text = part.take_string(field)?;
         content.push_str(&text.ok_or_else(|| part.invalid(field, "expected a string"))?);
+        // Clients send parts of responses back. These fields only describe them.
+        drop((part.take("annotations"), part.take("logprobs")));
         part.ignored().into_iter().for_each(|name| fields.ignore(name));
     }
     Ok(Some(content))

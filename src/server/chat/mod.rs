@@ -21,10 +21,12 @@ use super::log::RequestLog;
 use super::reply::{self, ReplyHeader};
 use super::state::Server;
 use request::ChatRequest;
-use response::{Chunk, ChunkChoice, ChunkDelta, Completion, Logprobs, TokenLogprob, WholeChoice, WholeMessage};
+use response::{Chunk, ChunkChoice, ChunkDelta, Completion, Logprobs, WholeChoice, WholeMessage};
 
-pub use messages::read as read_messages;
-pub use tools::read as read_tools;
+pub use messages::{read as read_messages, read_content};
+pub use request::read_reasoning;
+pub use response::{TokenLogprob, scored_tokens};
+pub use tools::{MAX_TOOLS, check_function, constrained, read as read_tools, read_format};
 
 /// Answers a conversation.
 pub async fn create(

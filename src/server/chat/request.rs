@@ -66,7 +66,7 @@ fn read_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
 }
 
 /// Reads the reasoning effort, and whether the response contains the reasoning.
-fn read_reasoning(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> {
+pub fn read_reasoning(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> {
     let mut effort = fields.take_string("reasoning_effort")?.map(|effort| ("reasoning_effort".to_string(), effort));
     let mut shows_reasoning = fields.take_bool("include_reasoning")?.unwrap_or(true);
     if let Some(mut nested) = fields.take_object("reasoning")? {

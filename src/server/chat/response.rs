@@ -166,6 +166,11 @@ impl ChunkDelta {
 }
 
 impl TokenLogprob {
+    /// Returns the number of likely tokens that are listed with the token.
+    pub fn alternatives(&self) -> usize {
+        self.top_logprobs.len()
+    }
+
     pub fn new(scored: &ScoredToken, tokenizer: &Tokenizer) -> Self {
         let wire = |id: u32, logprob: f32| {
             let bytes = tokenizer.table().bytes(id);

@@ -6,7 +6,7 @@ use crate::server::body::Fields;
 use crate::server::error::ApiError;
 
 /// The most tools in a request.
-const MAX_TOOLS: usize = 512;
+pub const MAX_TOOLS: usize = 512;
 
 /// The maximum length of a function name.
 const MAX_NAME: usize = 128;
@@ -38,7 +38,11 @@ fn check_tool(path: &str, item: Value) -> Result<(), ApiError> {
         return Err(tool.invalid("type", "expected 'function'"));
     }
     let function = tool.take_object("function")?;
-    let mut function = function.ok_or_else(|| tool.invalid("function", "expected an object"))?;
+    check_function(&mut function.ok_or_else(|| tool.invalid("function", "expected an object"))?)
+}
+
+/// Checks the name, the description and the parameters of a function.
+pub fn check_function(function: &mut Fields) -> Result<(), ApiError> {
     let is_name_char = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
     let is_name = |name: &String| (1..=MAX_NAME).contains(&name.len()) && name.chars().all(is_name_char);
     if !function.take_string("name")?.is_some_and(|name| is_name(&name)) {
@@ -69,14 +73,19 @@ fn read_choice(fields: &mut Fields) -> Result<bool, ApiError> {
 /// Reads `response_format`.
 pub fn read_response_format(fields: &mut Fields) -> Result<(), ApiError> {
     let Some(mut format) = fields.take_object("response_format")? else { return Ok(()) };
+    read_format(&mut format, "response_format")
+}
+
+/// Reads the form of an answer, which is in the field `name`.
+pub fn read_format(format: &mut Fields, name: &str) -> Result<(), ApiError> {
     match format.take_string("type")?.as_deref() {
         Some("text") => Ok(()),
-        Some("json_object" | "json_schema") => Err(constrained("response_format")),
+        Some("json_object" | "json_schema") => Err(constrained(name)),
         _ => Err(format.invalid("type", "expected text, json_object or json_schema")),
     }
 }
 
 /// Returns the error for a field that constrains which tokens the model can generate.
-fn constrained(field: &str) -> ApiError {
+pub fn constrained(field: &str) -> ApiError {
     ApiError::unsupported(field, "this version of inferno cannot constrain the form of an answer yet")
 }

@@ -30,7 +30,7 @@ fn malformed_bodies_are_errors() {
         "[".repeat(1_000_000).into_bytes(),
         values.into_bytes(),
     ];
-    for route in ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"] {
+    for route in ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"] {
         for body in &bodies {
             let response = server.send("POST", route, &[JSON], body);
             let error = response.error(400);

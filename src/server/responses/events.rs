@@ -1,0 +1,92 @@
+//! The events of a streamed response.
+
+use serde::Serialize;
+
+use super::item::{Item, Part};
+use super::object::ResponseObject;
+use crate::server::chat::TokenLogprob;
+use crate::server::event_stream::EventBuffer;
+
+/// Receives the events of a response.
+pub trait EventSink {
+    fn send(&mut self, name: &'static str, event: Event<'_>);
+}
+
+/// Drops events. Whole responses have none.
+pub struct NoEvents;
+
+impl EventSink for NoEvents {
+    fn send(&mut self, _name: &'static str, _event: Event<'_>) {}
+}
+
+/// Numbers events and writes them to a stream.
+pub struct NumberedEvents<'a> {
+    /// The number of the next event.
+    pub next: &'a mut u64,
+    pub out: &'a mut EventBuffer,
+}
+
+impl EventSink for NumberedEvents<'_> {
+    fn send(&mut self, name: &'static str, event: Event<'_>) {
+        self.out.push_named(name, &NumberedEvent { name, sequence_number: *self.next, event });
+        *self.next += 1;
+    }
+}
+
+#[derive(Serialize)]
+struct NumberedEvent<'a> {
+    #[serde(rename = "type")]
+    name: &'static str,
+    sequence_number: u64,
+    #[serde(flatten)]
+    event: Event<'a>,
+}
+
+/// The content of an event.
+#[derive(Serialize)]
+#[serde(untagged)]
+pub enum Event<'a> {
+    /// The state of the whole response.
+    Response { response: &'a ResponseObject },
+    /// The start or the end of an item.
+    Item { output_index: usize, item: &'a Item },
+    /// The start or the end of a content part.
+    Part {
+        #[serde(flatten)]
+        place: Place<'a>,
+        part: Part<'a>,
+    },
+    /// More text.
+    Delta {
+        #[serde(flatten)]
+        place: Place<'a>,
+        delta: &'a str,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        logprobs: Option<&'a [TokenLogprob]>,
+    },
+    /// The end of a text.
+    Text {
+        #[serde(flatten)]
+        place: Place<'a>,
+        text: &'a str,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        logprobs: Option<&'a [TokenLogprob]>,
+    },
+    /// The end of the arguments of a call.
+    Arguments {
+        #[serde(flatten)]
+        place: Place<'a>,
+        name: &'a str,
+        arguments: &'a str,
+    },
+}
+
+/// The item and the content part that an event belongs to.
+#[derive(Clone, Copy, Serialize)]
+pub struct Place<'a> {
+    pub item_id: &'a str,
+    pub output_index: usize,
+    /// `None` for a call, which has no parts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub content_index: Option<usize>,
+}

@@ -1,0 +1,173 @@
+//! Reads the input of a request: new items, and references to stored ones.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use super::item::{Item, ItemContent, ItemStatus, decode_reasoning};
+use super::store::ClientStore;
+use crate::chat::Role;
+use crate::server::body::{Fields, MAX_BODY_BYTES};
+use crate::server::chat::read_content;
+use crate::server::error::ApiError;
+
+/// The maximum length of an id that a client chose.
+const MAX_ID: usize = 128;
+
+/// The input of a request.
+pub struct Input {
+    /// The conversation of the previous response.
+    pub earlier: Vec<Arc<Item>>,
+    /// The items of `input`.
+    pub items: Vec<Arc<Item>>,
+}
+
+/// Reads `previous_response_id` and `input`. Also returns the id of the previous response.
+pub fn read(fields: &mut Fields, store: &ClientStore) -> Result<(Input, Option<String>), ApiError> {
+    let previous = fields.take_string("previous_response_id")?;
+    let mut budget = MAX_BODY_BYTES;
+    let earlier = match &previous {
+        None => Vec::new(),
+        Some(id) => store.conversation(id).map_err(|missing| unknown_response(id, &missing))?,
+    };
+    earlier.iter().try_for_each(|item| spend(&mut budget, item, "previous_response_id"))?;
+    let items = match fields.take("input") {
+        Some(Value::String(text)) => {
+            let content = ItemContent::Message { role: Role::User, text, logprobs: Vec::new() };
+            vec![Arc::new(Item { id: content.new_id(), status: ItemStatus::Completed, content })]
+        }
+        Some(Value::Array(items)) => {
+            let read = |(index, item)| read_item(fields, &format!("input[{index}]"), item, store, &mut budget);
+            items.into_iter().enumerate().map(read).collect::<Result<_, _>>()?
+        }
+        None if previous.is_some() => Vec::new(),
+        _ => return Err(fields.invalid("input", "expected a string or an array of items")),
+    };
+    if items.is_empty() && earlier.is_empty() {
+        return Err(fields.invalid("input", "expected at least one item"));
+    }
+    check_calls(&earlier, &items)?;
+    Ok((Input { earlier, items }, previous))
+}
+
+fn unknown_response(id: &str, missing: &str) -> ApiError {
+    let message = match id == missing {
+        true => {
+            format!("the response '{id}' is not stored: it may have expired; send the whole conversation as 'input'")
+        }
+        false => format!(
+            "the conversation of the response '{id}' is not complete: the earlier response '{missing}' is not stored; \
+             send the whole conversation as 'input'"
+        ),
+    };
+    ApiError::unknown_id("previous_response_id", Some("previous_response_not_found"), message)
+}
+
+/// Counts a stored item. References make it easy to build a conversation that is far larger than the request.
+fn spend(budget: &mut usize, item: &Item, param: &str) -> Result<(), ApiError> {
+    *budget = budget.checked_sub(item.bytes()).ok_or_else(|| {
+        let message = format!("the stored items of the conversation have more than {} MiB", MAX_BODY_BYTES >> 20);
+        ApiError::too_long(param, message)
+    })?;
+    Ok(())
+}
+
+/// Checks that every output belongs to an earlier call.
+fn check_calls(earlier: &[Arc<Item>], items: &[Arc<Item>]) -> Result<(), ApiError> {
+    let mut calls = HashSet::new();
+    for (position, item) in earlier.iter().chain(items).enumerate() {
+        match &item.content {
+            ItemContent::Call { call_id, .. } => drop(calls.insert(call_id.as_str())),
+            ItemContent::CallOutput { call_id, .. } if !calls.contains(call_id.as_str()) => {
+                let param = format!("input[{}].call_id", position.saturating_sub(earlier.len()));
+                return Err(ApiError::invalid(param, format!("no earlier function call has the id '{call_id}'")));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Reads one item, or looks it up if it is a reference.
+fn read_item(
+    fields: &mut Fields,
+    path: &str,
+    value: Value,
+    store: &ClientStore,
+    budget: &mut usize,
+) -> Result<Arc<Item>, ApiError> {
+    let mut item = Fields::nested(path, value)?;
+    let kind = match item.take_string("type")? {
+        Some(kind) => kind,
+        // Both types may omit the field.
+        None if item.has("role") => "message".to_string(),
+        None => "item_reference".to_string(),
+    };
+    let id = item.take_string("id")?;
+    if id.as_ref().is_some_and(|id| id.len() > MAX_ID) {
+        return Err(item.invalid("id", format!("expected at most {MAX_ID} bytes")));
+    }
+    item.take("status");
+    if kind == "item_reference" {
+        let id = id.ok_or_else(|| item.invalid("id", "expected the id of an item"))?;
+        let found = store.item(&id).ok_or_else(|| {
+            let message = format!("the item '{id}' is not stored: it may have expired; send the item itself");
+            ApiError::unknown_id(item.path("id"), None, message)
+        })?;
+        spend(budget, &found, "input")?;
+        return Ok(found);
+    }
+    let content = read_item_content(&mut item, &kind)?;
+    item.ignored().into_iter().for_each(|name| fields.ignore(name));
+    Ok(Arc::new(Item { id: id.unwrap_or_else(|| content.new_id()), status: ItemStatus::Completed, content }))
+}
+
+fn read_item_content(item: &mut Fields, kind: &str) -> Result<ItemContent, ApiError> {
+    match kind {
+        "message" => {
+            let role = match item.take_string("role")?.as_deref() {
+                Some("user") => Role::User,
+                Some("assistant") => Role::Assistant,
+                Some("system") => Role::System,
+                Some("developer") => Role::Developer,
+                _ => return Err(item.invalid("role", "expected user, assistant, system or developer")),
+            };
+            let text = read_content(item, "content")?.ok_or_else(|| item.invalid("content", "expected text"))?;
+            Ok(ItemContent::Message { role, text, logprobs: Vec::new() })
+        }
+        "reasoning" => {
+            let text = read_content(item, "content")?.filter(|text| !text.is_empty());
+            let encoded = item.take_string("encrypted_content")?;
+            let decoded = encoded.as_deref().and_then(decode_reasoning);
+            if text.is_none() && decoded.is_none() && encoded.is_some() {
+                item.ignore(format!("{} (of another service)", "input[].encrypted_content"));
+            }
+            // A summary is not the reasoning itself.
+            if item.take_array("summary")?.is_some_and(|summary| !summary.is_empty()) {
+                item.ignore("input[].summary".to_string());
+            }
+            Ok(ItemContent::Reasoning {
+                text: text.or(decoded).unwrap_or_default(),
+                has_encoded_text: encoded.is_some(),
+            })
+        }
+        "function_call" => {
+            let text = |item: &mut Fields, name| {
+                item.take_string(name)?.ok_or_else(|| item.invalid(name, "expected a string"))
+            };
+            let (call_id, name) = (text(item, "call_id")?, text(item, "name")?);
+            Ok(ItemContent::Call { call_id, name, arguments: text(item, "arguments")? })
+        }
+        "function_call_output" => {
+            let call_id = item.take_string("call_id")?;
+            let call_id = call_id.ok_or_else(|| item.invalid("call_id", "expected a string"))?;
+            let output = read_content(item, "output")?;
+            Ok(ItemContent::CallOutput {
+                call_id,
+                output: output.ok_or_else(|| item.invalid("output", "expected text"))?,
+            })
+        }
+        _ => Err(ApiError::unsupported(item.path("type"), &format!("inferno has no items of type '{kind}'"))),
+    }
+}

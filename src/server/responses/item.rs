@@ -1,0 +1,175 @@
+//! The items of a conversation: messages, reasoning, function calls and their outputs.
+
+use serde::ser::SerializeMap;
+use serde::{Serialize, Serializer};
+
+use crate::chat::Role;
+use crate::server::chat::TokenLogprob;
+use crate::server::ids;
+
+/// The start of the field `encrypted_content`, which tells our reasoning from that of other services.
+const REASONING_PREFIX: &str = "inferno-";
+
+/// The estimated memory of an item and of a log probability besides their text, in bytes.
+const ITEM_BYTES: usize = 512;
+const LOGPROB_BYTES: usize = 128;
+
+/// An item of the input or the output of a response.
+pub struct Item {
+    pub id: String,
+    pub status: ItemStatus,
+    pub content: ItemContent,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ItemStatus {
+    InProgress,
+    Completed,
+    /// Cut off by a limit, an error or a cancellation.
+    Incomplete,
+}
+
+pub enum ItemContent {
+    Message {
+        role: Role,
+        text: String,
+        logprobs: Vec<TokenLogprob>,
+    },
+    Reasoning {
+        text: String,
+        /// Whether the field `encrypted_content` repeats the text. Some clients send back only this field.
+        has_encoded_text: bool,
+    },
+    Call {
+        call_id: String,
+        name: String,
+        arguments: String,
+    },
+    CallOutput {
+        call_id: String,
+        output: String,
+    },
+}
+
+/// A part of the content of an item.
+#[derive(Serialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum Part<'a> {
+    InputText { text: &'a str },
+    OutputText { text: &'a str, annotations: [&'a str; 0], logprobs: &'a [TokenLogprob] },
+    ReasoningText { text: &'a str },
+}
+
+impl ItemContent {
+    /// Returns a new id, with the prefix that OpenAI's API uses for this type of item.
+    pub fn new_id(&self) -> String {
+        ids::new(match self {
+            ItemContent::Message { .. } => "msg_",
+            ItemContent::Reasoning { .. } => "rs_",
+            ItemContent::Call { .. } => "fc_",
+            ItemContent::CallOutput { .. } => "fco_",
+        })
+    }
+
+    /// Returns the content part of a message or of reasoning. Other items have none.
+    pub fn part(&self) -> Option<Part<'_>> {
+        match self {
+            ItemContent::Message { role: Role::Assistant, text, logprobs } => {
+                Some(Part::OutputText { text, annotations: [], logprobs })
+            }
+            ItemContent::Message { text, .. } => Some(Part::InputText { text }),
+            ItemContent::Reasoning { text, .. } => Some(Part::ReasoningText { text }),
+            ItemContent::Call { .. } | ItemContent::CallOutput { .. } => None,
+        }
+    }
+}
+
+impl Item {
+    /// Returns the estimated memory of the item in bytes.
+    pub fn bytes(&self) -> usize {
+        let content = match &self.content {
+            ItemContent::Message { text, logprobs, .. } => {
+                text.len() + logprobs.iter().map(|token| LOGPROB_BYTES * (1 + token.alternatives())).sum::<usize>()
+            }
+            ItemContent::Reasoning { text, .. } => text.len(),
+            ItemContent::Call { call_id, name, arguments } => call_id.len() + name.len() + arguments.len(),
+            ItemContent::CallOutput { call_id, output } => call_id.len() + output.len(),
+        };
+        ITEM_BYTES + self.id.len() + content
+    }
+}
+
+impl Serialize for Item {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        map.serialize_entry("id", &self.id)?;
+        map.serialize_entry(
+            "type",
+            match &self.content {
+                ItemContent::Message { .. } => "message",
+                ItemContent::Reasoning { .. } => "reasoning",
+                ItemContent::Call { .. } => "function_call",
+                ItemContent::CallOutput { .. } => "function_call_output",
+            },
+        )?;
+        map.serialize_entry("status", &self.status)?;
+        // The parts of an item in progress follow as events of their own.
+        let is_started = self.status != ItemStatus::InProgress;
+        let parts = || self.content.part().into_iter().filter(|_| is_started).collect::<Vec<Part>>();
+        match &self.content {
+            ItemContent::Message { role, .. } => {
+                map.serialize_entry("role", role)?;
+                map.serialize_entry("content", &parts())?;
+            }
+            ItemContent::Reasoning { text, has_encoded_text } => {
+                map.serialize_entry("summary", &[""; 0])?;
+                map.serialize_entry("content", &parts())?;
+                if *has_encoded_text && is_started {
+                    map.serialize_entry("encrypted_content", &encode_reasoning(text))?;
+                }
+            }
+            ItemContent::Call { call_id, name, arguments } => {
+                map.serialize_entry("call_id", call_id)?;
+                map.serialize_entry("name", name)?;
+                map.serialize_entry("arguments", arguments)?;
+            }
+            ItemContent::CallOutput { call_id, output } => {
+                map.serialize_entry("call_id", call_id)?;
+                map.serialize_entry("output", output)?;
+            }
+        }
+        map.end()
+    }
+}
+
+/// Returns the value of `encrypted_content`. It is not secret: the response also contains the text itself.
+fn encode_reasoning(text: &str) -> String {
+    format!("{REASONING_PREFIX}{}", ids::hex(text.as_bytes()))
+}
+
+/// Returns the reasoning in a value of `encrypted_content`, or `None` if the value is not from inferno.
+pub fn decode_reasoning(encoded: &str) -> Option<String> {
+    let digits = encoded.strip_prefix(REASONING_PREFIX)?.as_bytes();
+    let digit = |byte: u8| char::from(byte).to_digit(16).map(|digit| digit as u8);
+    let pairs = digits.chunks(2).map(|pair| match pair {
+        [high, low] => Some(digit(*high)? << 4 | digit(*low)?),
+        _ => None,
+    });
+    String::from_utf8(pairs.collect::<Option<_>>()?).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reasoning_survives_its_encoding() {
+        for text in ["", "Let me look 🦀."] {
+            assert_eq!(decode_reasoning(&encode_reasoning(text)).as_deref(), Some(text));
+        }
+        for invalid in ["", "gAAAAA", "inferno-4", "inferno-4g", "inferno-ff", "inferno-é"] {
+            assert_eq!(decode_reasoning(invalid), None, "{invalid}");
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! `POST /v1/responses`, and the routes for stored responses.
+
+mod events;
+mod input;
+mod item;
+mod messages;
+mod object;
+mod output;
+mod request;
+mod store;
+mod stored;
+mod tools;
+
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::extract::{Request, State};
+use axum::response::Response;
+use serde::Serialize;
+
+use super::auth::Client;
+use super::body::{json_response, read_json};
+use super::choice::{Finish, Pieces};
+use super::error::ApiError;
+use super::event_stream::{self, EventBuffer, EventWriter};
+use super::generation::{self, Answers, Job};
+use super::log::RequestLog;
+use super::reply;
+use super::state::Server;
+use crate::engine;
+use events::{Event, EventSink, NoEvents, NumberedEvents};
+use item::Item;
+use object::{ResponseObject, ResponseStatus};
+use output::Output;
+use request::ResponseRequest;
+use store::{ClientStore, RunningGuard, StoredResponse};
+
+pub use store::Store;
+pub use stored::{cancel, delete, get, input_items};
+
+/// Answers a conversation.
+pub async fn create(
+    State(server): State<Arc<Server>>,
+    Extension(log): Extension<Arc<RequestLog>>,
+    Extension(client): Extension<Client>,
+    Extension(store): Extension<Arc<Store>>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let engine = server.open_model()?.clone();
+    let store = ClientStore::new(store, client);
+    let headers = request.headers().clone();
+    let fields = read_json(request, &server.options.timeouts).await?;
+    let ResponseRequest { messages, render, options, settings, input, shape, is_stream, ignored } =
+        ResponseRequest::read(fields, &server, &engine, &store)?;
+    reply::check_strict(&headers, &ignored)?;
+    let job = Job {
+        requests: vec![engine::Request::chat(messages).render(render).options(options)],
+        choices: 1,
+        can_call_in_parallel: settings.parallel_tool_calls,
+        is_stream,
+        prompt_field: "input",
+    };
+    let mut answers = generation::submit(&server, log, job).await?;
+    let mut progress =
+        Progress { object: ResponseObject::new(settings), input, output: Output::new(shape), finish: None };
+    let response = if is_stream {
+        let (running, cancel) = store.start(&progress.object);
+        answers.cancel_on(cancel);
+        let writer = ResponseWriter { progress, running, next_event: 0 };
+        event_stream::response(answers, writer, server.options.timeouts.ping)
+    } else {
+        while let Some(next) = answers.next().await {
+            progress.push(next?.1, &answers, &mut NoEvents);
+        }
+        progress.end(&answers);
+        let response = json_response(&progress.object)?;
+        progress.save(&store);
+        response
+    };
+    Ok(reply::with_ignored(response, &ignored))
+}
+
+#[derive(Serialize)]
+struct InputTokens {
+    object: &'static str,
+    input_tokens: usize,
+}
+
+/// Counts the tokens of a prompt. The body is that of a request for a response.
+pub async fn count_tokens(
+    State(server): State<Arc<Server>>,
+    Extension(client): Extension<Client>,
+    Extension(store): Extension<Arc<Store>>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let engine = server.model()?.clone();
+    let headers = request.headers().clone();
+    let fields = read_json(request, &server.options.timeouts).await?;
+    let request = ResponseRequest::read(fields, &server, &engine, &ClientStore::new(store, client))?;
+    reply::check_strict(&headers, &request.ignored)?;
+    let worker = tokio::task::spawn_blocking(move || engine.render(&request.messages, &request.render));
+    let rendered = worker.await.map_err(|panic| ApiError::internal(format!("cannot count the tokens: {panic}")))?;
+    let rendered = rendered.map_err(|error| ApiError::from_submit(&error, "input"))?;
+    let tokens = InputTokens { object: "response.input_tokens", input_tokens: rendered.ids.len() };
+    Ok(reply::with_ignored(json_response(&tokens)?, &request.ignored))
+}
+
+/// A response in progress.
+struct Progress {
+    object: ResponseObject,
+    input: Vec<Arc<Item>>,
+    output: Output,
+    finish: Option<Finish>,
+}
+
+impl Progress {
+    /// Adds the pieces of an event.
+    fn push(&mut self, pieces: Pieces, answers: &Answers, events: &mut impl EventSink) {
+        for piece in pieces.pieces {
+            self.output.push(piece, answers.engine().tokenizer(), events);
+        }
+        if let Some(finish) = pieces.finish {
+            self.finish = Some(finish);
+            self.output.finish(finish != Finish::Length && !answers.is_canceled(), events);
+        }
+    }
+
+    /// Sets the fields that are known at the end. Returns the name of the last event.
+    fn end(&mut self, answers: &Answers) -> &'static str {
+        let (status, event) = match self.finish {
+            _ if answers.is_canceled() => (ResponseStatus::Cancelled, "response.incomplete"),
+            Some(Finish::Length) => (ResponseStatus::Incomplete, "response.incomplete"),
+            Some(Finish::Stop | Finish::ToolCalls) => (ResponseStatus::Completed, "response.completed"),
+            None => (ResponseStatus::Failed, "response.failed"),
+        };
+        let items = self.output.take().into_iter().map(Arc::new).collect();
+        self.object.end(status, items, answers.usage());
+        event
+    }
+
+    /// Stores the response, unless the client asked not to.
+    fn save(&mut self, store: &ClientStore) {
+        if self.object.settings.store {
+            let input = std::mem::take(&mut self.input);
+            store.insert(StoredResponse { object: self.object.clone(), input });
+        }
+    }
+}
+
+/// Writes the events of a stream.
+struct ResponseWriter {
+    progress: Progress,
+    /// The entry of the response in the store while it is in progress.
+    running: RunningGuard,
+    /// The number of the next event.
+    next_event: u64,
+}
+
+impl ResponseWriter {
+    /// Sends an event with the state of the whole response.
+    fn send(&mut self, name: &'static str, out: &mut EventBuffer) {
+        let mut events = NumberedEvents { next: &mut self.next_event, out };
+        events.send(name, Event::Response { response: &self.progress.object });
+    }
+
+    /// Sends the last event and stores the response.
+    fn end(&mut self, answers: &Answers, out: &mut EventBuffer) {
+        let event = self.progress.end(answers);
+        self.send(event, out);
+        self.progress.save(self.running.store());
+    }
+}
+
+impl EventWriter for ResponseWriter {
+    fn begin(&mut self, out: &mut EventBuffer) {
+        self.send("response.created", out);
+        self.send("response.in_progress", out);
+    }
+
+    fn write(&mut self, _index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer) {
+        let mut events = NumberedEvents { next: &mut self.next_event, out };
+        self.progress.push(pieces, answers, &mut events);
+    }
+
+    fn finish(&mut self, answers: &Answers, out: &mut EventBuffer) {
+        self.end(answers, out);
+    }
+
+    fn fail(&mut self, error: &ApiError, answers: &Answers, out: &mut EventBuffer) {
+        let mut events = NumberedEvents { next: &mut self.next_event, out };
+        self.progress.output.finish(false, &mut events);
+        self.progress.object.set_error(error);
+        self.end(answers, out);
+    }
+
+    /// Repeats the last state. The idle timers of clients such as Codex count events only, not comments.
+    fn keep_alive(&mut self, out: &mut EventBuffer) {
+        self.send("response.in_progress", out);
+    }
+}

@@ -1,0 +1,176 @@
+//! Reads the body of a request for a response.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value, json};
+
+use super::input::{self, Input};
+use super::item::Item;
+use super::messages::messages;
+use super::object::{ReasoningSettings, Settings};
+use super::output::Shape;
+use super::store::ClientStore;
+use super::tools::{self, Tools};
+use crate::chat::{Message, RenderOptions};
+use crate::engine::{EngineHandle, GenerateOptions};
+use crate::server::body::Fields;
+use crate::server::chat::{read_format, read_reasoning};
+use crate::server::error::ApiError;
+use crate::server::generate_options;
+use crate::server::state::Server;
+
+/// The most likely tokens that a request can ask for.
+const MAX_TOP_LOGPROBS: i64 = 20;
+
+/// The most metadata of a request.
+const MAX_METADATA: usize = 16;
+
+/// Fields of other APIs and services that would change the output, with the values that have no effect and a hint.
+const REFUSED: &[(&str, &str, &str)] = &[
+    ("background", "false", "send 'stream' instead"),
+    ("context_management", "[]", ""),
+    ("conversation", "null", "use 'previous_response_id'"),
+    ("functions", "[]", "use 'tools'"),
+    ("max_completion_tokens", "null", "use 'max_output_tokens'"),
+    ("max_tokens", "null", "use 'max_output_tokens'"),
+    ("messages", "null", "use 'input'"),
+    ("n", "1", ""),
+    ("prompt", "null", "use 'instructions' and 'input'"),
+    ("response_format", "{\"type\":\"text\"}", "use 'text.format'"),
+    ("truncation", "\"disabled\"", "inferno never shortens a conversation"),
+];
+
+/// A request for a response.
+pub struct ResponseRequest {
+    pub messages: Vec<Message>,
+    pub render: RenderOptions,
+    pub options: GenerateOptions,
+    pub settings: Settings,
+    /// The items of `input`, without those of the previous response.
+    pub input: Vec<Arc<Item>>,
+    pub shape: Shape,
+    pub is_stream: bool,
+    /// Fields of the request without effect.
+    pub ignored: Vec<String>,
+}
+
+impl ResponseRequest {
+    /// Reads the fields of a request.
+    pub fn read(
+        mut fields: Fields,
+        server: &Server,
+        engine: &EngineHandle,
+        store: &ClientStore,
+    ) -> Result<Self, ApiError> {
+        let fields_ref = &mut fields;
+        generate_options::check_model(fields_ref, server)?;
+        for (name, neutral, hint) in REFUSED {
+            let neutral: Vec<Value> = serde_json::from_str(neutral).into_iter().collect();
+            fields_ref.refuse(name, &neutral, hint)?;
+        }
+        let (Input { earlier, items }, previous_response_id) = input::read(fields_ref, store)?;
+        let instructions = fields_ref.take_string("instructions")?;
+        let Tools { functions, served, choice } = tools::read(fields_ref)?;
+        let text = read_text(fields_ref)?;
+        let mut shape = read_include(fields_ref)?;
+        let (effort, shows_reasoning) = read_reasoning(fields_ref)?;
+        shape.shows_reasoning = shows_reasoning;
+        let mut options = generate_options::read(fields_ref, server, engine)?;
+        let max_tokens = fields_ref.take_integer("max_output_tokens", 1..=i64::from(u32::MAX))?;
+        options.max_tokens = max_tokens.map(|tokens| tokens as usize);
+        let top_logprobs = fields_ref.take_integer("top_logprobs", 0..=MAX_TOP_LOGPROBS)?.unwrap_or(0) as usize;
+        shape.has_logprobs |= top_logprobs > 0;
+        options.logprobs = shape.has_logprobs.then_some(top_logprobs);
+        let stream = generate_options::read_stream(fields_ref)?;
+        let date = jiff::Zoned::now().strftime("%Y-%m-%d").to_string();
+        let settings = Settings {
+            model: server.options.model.clone(),
+            previous_response_id,
+            tools: served,
+            tool_choice: choice,
+            parallel_tool_calls: fields_ref.take_bool("parallel_tool_calls")?.unwrap_or(true),
+            max_tool_calls: read_max_tool_calls(fields_ref)?,
+            max_output_tokens: options.max_tokens,
+            truncation: "disabled",
+            text,
+            reasoning: ReasoningSettings { effort: effort.to_string(), summary: None },
+            temperature: options.sampling.temperature,
+            top_p: options.sampling.top_p,
+            presence_penalty: options.sampling.presence_penalty,
+            frequency_penalty: options.sampling.frequency_penalty,
+            top_logprobs,
+            store: fields_ref.take_bool("store")?.unwrap_or(true),
+            background: false,
+            metadata: read_metadata(fields_ref)?,
+            service_tier: "default",
+            user: repeated(fields_ref, "user")?,
+            safety_identifier: repeated(fields_ref, "safety_identifier")?,
+            prompt_cache_key: repeated(fields_ref, "prompt_cache_key")?,
+            instructions,
+        };
+        let conversation = earlier.iter().chain(&items).map(Arc::as_ref);
+        Ok(Self {
+            messages: messages(settings.instructions.as_deref(), conversation),
+            render: RenderOptions { tools: functions, reasoning_effort: effort, date, add_generation_prompt: true },
+            options,
+            settings,
+            input: items,
+            shape,
+            is_stream: stream.is_stream,
+            ignored: fields.ignored(),
+        })
+    }
+}
+
+/// Reads `text`. Returns it as the response repeats it.
+fn read_text(fields: &mut Fields) -> Result<Value, ApiError> {
+    if let Some(mut text) = fields.take_object("text")? {
+        if let Some(mut format) = text.take_object("format")? {
+            read_format(&mut format, "text.format")?;
+        }
+        text.ignored().into_iter().for_each(|name| fields.ignore(name));
+    }
+    Ok(json!({ "format": { "type": "text" } }))
+}
+
+/// Reads `include`.
+fn read_include(fields: &mut Fields) -> Result<Shape, ApiError> {
+    let mut shape = Shape::default();
+    for value in fields.take_array("include")?.unwrap_or_default() {
+        match value.as_str() {
+            Some("message.output_text.logprobs") => shape.has_logprobs = true,
+            Some("reasoning.encrypted_content") => shape.has_encoded_reasoning = true,
+            // The others belong to tools that inferno does not have.
+            Some(other) => fields.ignore(format!("include ({other})")),
+            None => return Err(fields.invalid("include", "expected an array of strings")),
+        }
+    }
+    Ok(shape)
+}
+
+/// Reads `max_tool_calls`, which limits the calls of OpenAI's own tools.
+fn read_max_tool_calls(fields: &mut Fields) -> Result<Option<i64>, ApiError> {
+    let limit = fields.take_integer("max_tool_calls", 1..=i64::from(u32::MAX))?;
+    if limit.is_some() {
+        fields.ignore("max_tool_calls".to_string());
+    }
+    Ok(limit)
+}
+
+/// Reads a field that only appears in the response.
+fn repeated(fields: &mut Fields, name: &str) -> Result<Option<String>, ApiError> {
+    let value = fields.take_string(name)?;
+    if value.is_some() {
+        fields.ignore(name.to_string());
+    }
+    Ok(value)
+}
+
+/// Reads `metadata`, which is stored with the response.
+fn read_metadata(fields: &mut Fields) -> Result<Map<String, Value>, ApiError> {
+    match fields.take("metadata") {
+        None => Ok(Map::new()),
+        Some(Value::Object(map)) if map.len() <= MAX_METADATA && map.values().all(Value::is_string) => Ok(map),
+        Some(_) => Err(fields.invalid("metadata", format!("expected an object with at most {MAX_METADATA} strings"))),
+    }
+}

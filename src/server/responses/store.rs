@@ -1,0 +1,311 @@
+//! Keeps responses in memory, so that later requests can refer to them.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::oneshot;
+
+use super::item::Item;
+use super::object::{ResponseObject, ResponseStatus};
+use crate::server::auth::Client;
+
+/// The most memory for the responses of one client, in bytes. The responses that were used least recently are dropped.
+const MAX_BYTES: usize = 64 << 20;
+
+/// The time after its last use at which a response is dropped.
+const MAX_AGE: Duration = Duration::from_secs(30 * 60);
+
+/// The responses of all clients. A client cannot refer to the responses of another one.
+#[derive(Default)]
+pub struct Store(Mutex<HashMap<Client, Responses>>);
+
+/// The responses of one client.
+pub struct ClientStore {
+    store: Arc<Store>,
+    client: Client,
+}
+
+/// A response that has ended, and its input.
+pub struct StoredResponse {
+    pub object: ResponseObject,
+    pub input: Vec<Arc<Item>>,
+}
+
+#[derive(Default)]
+struct Responses {
+    ended: HashMap<String, Entry>,
+    /// Where to find an item: the id of its response, and its index in the input followed by the output.
+    items: HashMap<String, (String, usize)>,
+    /// The ids of the responses in the order of their last use.
+    order: BTreeMap<u64, String>,
+    next_use: u64,
+    bytes: usize,
+    running: HashMap<String, Running>,
+}
+
+struct Entry {
+    response: Arc<StoredResponse>,
+    bytes: usize,
+    /// The key in `order`.
+    last_use: u64,
+    used_at: Instant,
+}
+
+/// A response in progress.
+struct Running {
+    object: ResponseObject,
+    cancel: Option<oneshot::Sender<()>>,
+}
+
+impl ClientStore {
+    pub fn new(store: Arc<Store>, client: Client) -> Self {
+        Self { store, client }
+    }
+
+    fn with<T>(&self, call: impl FnOnce(&mut Responses) -> T) -> T {
+        let (mut clients, now) = (self.store.lock(), Instant::now());
+        clients.values_mut().for_each(|responses| responses.evict(now));
+        call(clients.entry(self.client).or_default())
+    }
+
+    /// Stores a response.
+    pub fn insert(&self, response: StoredResponse) {
+        self.with(|responses| responses.insert(response, Instant::now()));
+    }
+
+    /// Returns a response that has ended.
+    pub fn get(&self, id: &str) -> Option<Arc<StoredResponse>> {
+        self.with(|responses| responses.get(id, Instant::now()))
+    }
+
+    /// Returns an item of a stored response.
+    pub fn item(&self, id: &str) -> Option<Arc<Item>> {
+        self.with(|responses| responses.item(id, Instant::now()))
+    }
+
+    /// Returns the conversation up to the end of a response. Fails with the id of a response that is not stored.
+    pub fn conversation(&self, id: &str) -> Result<Vec<Arc<Item>>, String> {
+        self.with(|responses| responses.conversation(id, Instant::now()))
+    }
+
+    /// Deletes a response. Returns whether it was stored.
+    pub fn remove(&self, id: &str) -> bool {
+        self.with(|responses| responses.remove(id))
+    }
+
+    /// Records that a response is in progress, until the guard is dropped. The receiver gets a message on cancellation.
+    pub fn start(&self, object: &ResponseObject) -> (RunningGuard, oneshot::Receiver<()>) {
+        let (sender, receiver) = oneshot::channel();
+        let running = Running { object: object.clone(), cancel: Some(sender) };
+        self.with(|responses| responses.running.insert(object.id.clone(), running));
+        let store = ClientStore { store: self.store.clone(), client: self.client };
+        (RunningGuard { store, id: object.id.clone() }, receiver)
+    }
+
+    /// Returns a response in progress.
+    pub fn running(&self, id: &str) -> Option<ResponseObject> {
+        self.with(|responses| responses.running.get(id).map(|running| running.object.clone()))
+    }
+
+    /// Cancels a response in progress. Returns it, or `None` if no such response is in progress.
+    pub fn cancel(&self, id: &str) -> Option<ResponseObject> {
+        self.with(|responses| {
+            let running = responses.running.get_mut(id)?;
+            if let Some(cancel) = running.cancel.take() {
+                // Fails if the response has just ended.
+                let _ = cancel.send(());
+            }
+            running.object.set_status(ResponseStatus::Cancelled);
+            Some(running.object.clone())
+        })
+    }
+}
+
+/// A response in progress. Dropping the guard removes it from the store.
+pub struct RunningGuard {
+    store: ClientStore,
+    id: String,
+}
+
+impl RunningGuard {
+    /// Returns the store that contains the response.
+    pub fn store(&self) -> &ClientStore {
+        &self.store
+    }
+}
+
+impl Drop for RunningGuard {
+    fn drop(&mut self) {
+        self.store.with(|responses| responses.running.remove(&self.id));
+    }
+}
+
+impl Store {
+    fn lock(&self) -> MutexGuard<'_, HashMap<Client, Responses>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl StoredResponse {
+    /// Returns the items of the response: its input, then its output.
+    fn items(&self) -> impl Iterator<Item = &Arc<Item>> {
+        self.input.iter().chain(&self.object.output)
+    }
+
+    fn bytes(&self) -> usize {
+        self.object.bytes() + self.items().map(|item| item.bytes()).sum::<usize>()
+    }
+}
+
+impl Responses {
+    fn insert(&mut self, response: StoredResponse, now: Instant) {
+        let id = response.object.id.clone();
+        for (index, item) in response.items().enumerate() {
+            self.items.insert(item.id.clone(), (id.clone(), index));
+        }
+        let bytes = response.bytes();
+        self.bytes += bytes;
+        self.ended.insert(id.clone(), Entry { response: Arc::new(response), bytes, last_use: 0, used_at: now });
+        self.touch(&id, now);
+        self.evict(now);
+    }
+
+    /// Returns a response and records its use.
+    fn get(&mut self, id: &str, now: Instant) -> Option<Arc<StoredResponse>> {
+        self.evict(now);
+        self.touch(id, now);
+        self.ended.get(id).map(|entry| entry.response.clone())
+    }
+
+    fn item(&mut self, id: &str, now: Instant) -> Option<Arc<Item>> {
+        self.evict(now);
+        let (response, index) = self.items.get(id)?.clone();
+        self.get(&response, now)?.items().nth(index).cloned()
+    }
+
+    fn conversation(&mut self, id: &str, now: Instant) -> Result<Vec<Arc<Item>>, String> {
+        let mut turns = Vec::new();
+        let mut next = Some(id.to_string());
+        while let Some(id) = next {
+            let turn = self.get(&id, now).ok_or(id)?;
+            next = turn.object.settings.previous_response_id.clone();
+            turns.push(turn);
+        }
+        Ok(turns.iter().rev().flat_map(|turn| turn.items()).cloned().collect())
+    }
+
+    fn remove(&mut self, id: &str) -> bool {
+        let Some(Entry { response, bytes, last_use, .. }) = self.ended.remove(id) else { return false };
+        self.order.remove(&last_use);
+        self.bytes -= bytes;
+        for item in response.items() {
+            // A client may have sent the item again with a later response, which then owns it.
+            if self.items.get(&item.id).is_some_and(|(owner, _)| owner == id) {
+                self.items.remove(&item.id);
+            }
+        }
+        true
+    }
+
+    fn touch(&mut self, id: &str, now: Instant) {
+        let Some(entry) = self.ended.get_mut(id) else { return };
+        self.order.remove(&entry.last_use);
+        self.next_use += 1;
+        (entry.last_use, entry.used_at) = (self.next_use, now);
+        self.order.insert(self.next_use, id.to_string());
+    }
+
+    /// Removes responses that are too old or do not fit.
+    fn evict(&mut self, now: Instant) {
+        while let Some(oldest) = self.order.values().next().cloned() {
+            let is_old = self.ended.get(&oldest).is_none_or(|entry| now.duration_since(entry.used_at) > MAX_AGE);
+            if !is_old && self.bytes <= MAX_BYTES {
+                break;
+            }
+            self.remove(&oldest);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::item::{ItemContent, ItemStatus};
+    use super::super::object::Settings;
+    use super::*;
+    use crate::chat::Role;
+
+    fn item(id: &str, bytes: usize) -> Arc<Item> {
+        let content = ItemContent::Message { role: Role::User, text: "x".repeat(bytes), logprobs: Vec::new() };
+        Arc::new(Item { id: id.to_string(), status: ItemStatus::Completed, content })
+    }
+
+    /// Inserts a response with one input item. Returns the id of the response.
+    fn insert(responses: &mut Responses, previous: Option<&str>, item: Arc<Item>, now: Instant) -> String {
+        let mut settings = Settings::example();
+        settings.previous_response_id = previous.map(str::to_string);
+        let object = ResponseObject::new(settings);
+        let id = object.id.clone();
+        responses.insert(StoredResponse { object, input: vec![item] }, now);
+        id
+    }
+
+    fn is_empty(responses: &Responses) -> bool {
+        responses.ended.is_empty() && responses.items.is_empty() && responses.order.is_empty() && responses.bytes == 0
+    }
+
+    #[test]
+    fn conversations_consist_of_all_turns() {
+        let (mut responses, now) = (Responses::default(), Instant::now());
+        let first = insert(&mut responses, None, item("a", 1), now);
+        let second = insert(&mut responses, Some(&first), item("b", 1), now);
+        let third = insert(&mut responses, Some(&second), item("c", 1), now);
+        let ids = |items: Vec<Arc<Item>>| items.iter().map(|item| item.id.clone()).collect::<String>();
+        assert_eq!(responses.conversation(&third, now).map(ids), Ok("abc".to_string()));
+        assert!(responses.item("b", now).is_some() && responses.item("d", now).is_none());
+        assert!(responses.remove(&second) && !responses.remove(&second));
+        assert_eq!(responses.conversation(&third, now).map(ids), Err(second));
+        assert!(responses.item("b", now).is_none());
+    }
+
+    #[test]
+    fn items_belong_to_the_last_response_that_has_them() {
+        let (mut responses, now) = (Responses::default(), Instant::now());
+        let first = insert(&mut responses, None, item("a", 1), now);
+        let second = insert(&mut responses, None, item("a", 2), now);
+        responses.remove(&first);
+        assert!(responses.item("a", now).is_some());
+        responses.remove(&second);
+        assert!(is_empty(&responses));
+    }
+
+    #[test]
+    fn the_least_recently_used_responses_make_room() {
+        let (mut responses, now) = (Responses::default(), Instant::now());
+        let quarter = MAX_BYTES / 4;
+        let ids: Vec<String> =
+            ["a", "b", "c"].iter().map(|id| insert(&mut responses, None, item(id, quarter), now)).collect();
+        assert!(responses.get(&ids[0], now).is_some());
+        insert(&mut responses, None, item("d", quarter), now);
+        let left = ids.iter().map(|id| responses.get(id, now).is_some()).collect::<Vec<_>>();
+        assert_eq!(left, [true, false, true]);
+        assert!(responses.bytes <= MAX_BYTES);
+        // A response that can never fit is not stored, and leaves nothing behind.
+        insert(&mut responses, None, item("e", MAX_BYTES), now);
+        assert!(is_empty(&responses));
+    }
+
+    #[test]
+    fn responses_expire_after_their_last_use() {
+        let (mut responses, now) = (Responses::default(), Instant::now());
+        let (used, unused) =
+            (insert(&mut responses, None, item("a", 1), now), insert(&mut responses, None, item("b", 1), now));
+        let later = now + MAX_AGE;
+        assert!(responses.get(&used, later).is_some());
+        let last = later + Duration::from_secs(1);
+        assert!(responses.get(&unused, last).is_none() && responses.item("b", last).is_none());
+        assert!(responses.get(&used, last).is_some());
+        assert!(responses.get(&used, last + MAX_AGE + Duration::from_secs(1)).is_none());
+        assert!(is_empty(&responses));
+    }
+}

@@ -1,0 +1,134 @@
+//! The routes for stored responses.
+
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::extract::Path;
+use axum::http::Uri;
+use axum::response::Response;
+use serde::Serialize;
+
+use super::item::Item;
+use super::store::{ClientStore, Store, StoredResponse};
+use crate::server::auth::Client;
+use crate::server::body::json_response;
+use crate::server::error::ApiError;
+
+/// The number of listed items if the client does not set one, and its maximum.
+const DEFAULT_LIMIT: usize = 20;
+const MAX_LIMIT: usize = 100;
+
+/// Returns a response, which can still be in progress.
+pub async fn get(
+    Extension(client): Extension<Client>,
+    Extension(store): Extension<Arc<Store>>,
+    Path(id): Path<String>,
+    uri: Uri,
+) -> Result<Response, ApiError> {
+    if Query(&uri).get("stream").is_some_and(|value| value != "false") {
+        return Err(ApiError::unsupported("stream", "inferno does not store the events of a response"));
+    }
+    let store = ClientStore::new(store, client);
+    match store.running(&id) {
+        Some(object) if object.settings.store => json_response(&object),
+        _ => json_response(&find(&store, &id)?.object),
+    }
+}
+
+#[derive(Serialize)]
+struct Deleted<'a> {
+    id: &'a str,
+    object: &'static str,
+    deleted: bool,
+}
+
+/// Deletes a response.
+pub async fn delete(
+    Extension(client): Extension<Client>,
+    Extension(store): Extension<Arc<Store>>,
+    Path(id): Path<String>,
+) -> Result<Response, ApiError> {
+    match ClientStore::new(store, client).remove(&id) {
+        true => json_response(&Deleted { id: &id, object: "response", deleted: true }),
+        false => Err(unknown(&id)),
+    }
+}
+
+/// Cancels a response in progress. A response that has ended stays as it is.
+pub async fn cancel(
+    Extension(client): Extension<Client>,
+    Extension(store): Extension<Arc<Store>>,
+    Path(id): Path<String>,
+) -> Result<Response, ApiError> {
+    let store = ClientStore::new(store, client);
+    match store.cancel(&id) {
+        Some(object) => json_response(&object),
+        None => json_response(&find(&store, &id)?.object),
+    }
+}
+
+#[derive(Serialize)]
+struct ItemList<'a> {
+    object: &'static str,
+    data: &'a [&'a Item],
+    first_id: Option<&'a str>,
+    last_id: Option<&'a str>,
+    has_more: bool,
+}
+
+/// Lists the items that the client sent for a response. The newest comes first unless the order is `asc`.
+pub async fn input_items(
+    Extension(client): Extension<Client>,
+    Extension(store): Extension<Arc<Store>>,
+    Path(id): Path<String>,
+    uri: Uri,
+) -> Result<Response, ApiError> {
+    let query = Query(&uri);
+    let stored = find(&ClientStore::new(store, client), &id)?;
+    let limit = match query.get("limit").map(str::parse) {
+        None => DEFAULT_LIMIT,
+        Some(Ok(limit)) if (1..=MAX_LIMIT).contains(&limit) => limit,
+        Some(_) => return Err(ApiError::invalid("limit", format!("expected a number from 1 to {MAX_LIMIT}"))),
+    };
+    let mut items: Vec<&Item> = stored.input.iter().map(Arc::as_ref).collect();
+    match query.get("order") {
+        Some("asc") => {}
+        None | Some("desc") => items.reverse(),
+        Some(_) => return Err(ApiError::invalid("order", "expected asc or desc")),
+    }
+    let start = match query.get("after") {
+        None => 0,
+        Some(after) => match items.iter().position(|item| item.id == after) {
+            Some(index) => index + 1,
+            None => return Err(ApiError::unknown_id("after", None, format!("the input has no item '{after}'"))),
+        },
+    };
+    let rest = &items[start..];
+    let data = &rest[..limit.min(rest.len())];
+    json_response(&ItemList {
+        object: "list",
+        data,
+        first_id: data.first().map(|item| item.id.as_str()),
+        last_id: data.last().map(|item| item.id.as_str()),
+        has_more: data.len() < rest.len(),
+    })
+}
+
+fn find(store: &ClientStore, id: &str) -> Result<Arc<StoredResponse>, ApiError> {
+    store.get(id).ok_or_else(|| unknown(id))
+}
+
+fn unknown(id: &str) -> ApiError {
+    ApiError::not_found(format!("the response '{id}' is not stored: it does not exist, expired or had 'store': false"))
+}
+
+/// The query of a URL.
+struct Query<'a>(&'a Uri);
+
+impl<'a> Query<'a> {
+    /// Returns the value of a parameter. The values that inferno reads need no decoding.
+    fn get(&self, name: &str) -> Option<&'a str> {
+        let mut pairs = self.0.query().unwrap_or_default().split('&').filter_map(|pair| pair.split_once('='));
+        pairs.find(|(key, _)| *key == name).map(|(_, value)| value)
+    }
+}
