@@ -8,6 +8,7 @@ mod fields;
 mod hostile;
 mod lifecycle;
 mod loading;
+mod response_fields;
 mod responses;
 mod routes;
 mod stored_responses;

@@ -141,7 +141,7 @@ fn read_item_content(item: &mut Fields, kind: &str) -> Result<ItemContent, ApiEr
             let encoded = item.take_string("encrypted_content")?;
             let decoded = encoded.as_deref().and_then(decode_reasoning);
             if text.is_none() && decoded.is_none() && encoded.is_some() {
-                item.ignore(format!("{} (of another service)", "input[].encrypted_content"));
+                item.ignore("input[].encrypted_content (of another service)".to_string());
             }
             // A summary is not the reasoning itself.
             if item.take_array("summary")?.is_some_and(|summary| !summary.is_empty()) {

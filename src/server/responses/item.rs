@@ -54,11 +54,14 @@ pub enum ItemContent {
 
 /// A part of the content of an item.
 #[derive(Serialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(tag = "type")]
 pub enum Part<'a> {
-    InputText { text: &'a str },
-    OutputText { text: &'a str, annotations: [&'a str; 0], logprobs: &'a [TokenLogprob] },
-    ReasoningText { text: &'a str },
+    #[serde(rename = "input_text")]
+    Input { text: &'a str },
+    #[serde(rename = "output_text")]
+    Output { text: &'a str, annotations: [&'a str; 0], logprobs: &'a [TokenLogprob] },
+    #[serde(rename = "reasoning_text")]
+    Reasoning { text: &'a str },
 }
 
 impl ItemContent {
@@ -76,10 +79,10 @@ impl ItemContent {
     pub fn part(&self) -> Option<Part<'_>> {
         match self {
             ItemContent::Message { role: Role::Assistant, text, logprobs } => {
-                Some(Part::OutputText { text, annotations: [], logprobs })
+                Some(Part::Output { text, annotations: [], logprobs })
             }
-            ItemContent::Message { text, .. } => Some(Part::InputText { text }),
-            ItemContent::Reasoning { text, .. } => Some(Part::ReasoningText { text }),
+            ItemContent::Message { text, .. } => Some(Part::Input { text }),
+            ItemContent::Reasoning { text, .. } => Some(Part::Reasoning { text }),
             ItemContent::Call { .. } | ItemContent::CallOutput { .. } => None,
         }
     }

@@ -3,7 +3,7 @@
 //! Whole and streamed responses both use these items, so they cannot differ.
 
 use super::events::{Event, EventSink, Place};
-use super::item::{Item, ItemContent, ItemStatus, Part};
+use super::item::{Item, ItemContent, ItemStatus};
 use crate::chat::Role;
 use crate::server::chat::{TokenLogprob, scored_tokens};
 use crate::server::choice::Piece;
@@ -156,10 +156,9 @@ impl Output {
     }
 }
 
-/// Returns the place of the only content part of an item.
+/// Returns the place of the content of an item. An item has at most one part.
 fn place(item: &Item, output_index: usize) -> Place<'_> {
-    let is_part = matches!(item.content.part(), Some(Part::OutputText { .. } | Part::ReasoningText { .. }));
-    Place { item_id: &item.id, output_index, content_index: is_part.then_some(0) }
+    Place { item_id: &item.id, output_index, content_index: item.content.part().map(|_| 0) }
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::io::BufReader;
 
 use serde_json::{Value, json};
 
-use super::client::{JSON, Response, Server, read_chunk};
+use super::client::{Response, Server, read_chunk};
 
 /// The keys that OpenAI's schema requires.
 const REQUIRED: [&str; 32] = [
@@ -261,87 +261,4 @@ fn waiting_streams_repeat_their_state_and_fail_with_a_delay() {
     let error = &failed["response"]["error"];
     assert_eq!(error["code"], "rate_limit_exceeded");
     assert!(error["message"].as_str().unwrap().contains("try again in 5s"), "{error}");
-}
-
-#[test]
-fn invalid_fields_are_errors_that_name_the_field() {
-    let server = Server::start(&["--context", "256"]);
-    let input = |item: Value| json!({ "input": [item] });
-    let function = json!({ "type": "function", "name": "f" });
-    for (fields, param) in [
-        (json!({ "input": null }), "input"),
-        (json!({ "input": 5 }), "input"),
-        (json!({ "input": [] }), "input"),
-        (input(json!("hi")), "input[0]"),
-        (input(json!({ "role": "tool", "content": "x" })), "input[0].role"),
-        (input(json!({ "role": "user" })), "input[0].content"),
-        (input(json!({ "role": "user", "content": [{ "type": "input_image" }] })), "input[0].content[0].type"),
-        (input(json!({ "type": "web_search_call" })), "input[0].type"),
-        (input(json!({ "type": "item_reference" })), "input[0].id"),
-        (input(json!({ "role": "user", "content": "x", "id": "x".repeat(200) })), "input[0].id"),
-        (input(json!({ "type": "function_call", "name": "f", "arguments": "{}" })), "input[0].call_id"),
-        (input(json!({ "type": "function_call_output", "call_id": "a", "output": "" })), "input[0].call_id"),
-        (json!({ "background": true }), "background"),
-        (json!({ "truncation": "auto" }), "truncation"),
-        (json!({ "conversation": "conv_1" }), "conversation"),
-        (json!({ "prompt": { "id": "p" } }), "prompt"),
-        (json!({ "max_tokens": 5 }), "max_tokens"),
-        (json!({ "max_output_tokens": 0 }), "max_output_tokens"),
-        (json!({ "top_logprobs": 21 }), "top_logprobs"),
-        (json!({ "metadata": { "a": 1 } }), "metadata"),
-        (json!({ "include": [1] }), "include"),
-        (json!({ "text": { "format": { "type": "json_object" } } }), "text.format"),
-        (json!({ "text": { "format": { "type": "json_schema", "name": "x", "schema": {} } } }), "text.format"),
-        (json!({ "text": { "format": { "type": "yaml" } } }), "text.format.type"),
-        (json!({ "reasoning": { "effort": "none" } }), "reasoning.effort"),
-        (json!({ "tools": [{ "name": "f" }] }), "tools[0].type"),
-        (json!({ "tools": [{ "type": "function", "name": "a b" }] }), "tools[0].name"),
-        (json!({ "tools": [function], "tool_choice": "required" }), "tool_choice"),
-        (json!({ "tools": [function], "tool_choice": { "type": "function", "name": "f" } }), "tool_choice"),
-        (json!({ "tool_choice": { "type": "web_search" } }), "tool_choice"),
-        (json!({ "n": 2 }), "n"),
-        (json!({ "temperature": -1 }), "temperature"),
-    ] {
-        let error = respond(&server, fields.clone()).error(400);
-        assert_eq!(error["param"], param, "{fields}: {error}");
-        assert_eq!(error["type"], "invalid_request_error");
-    }
-    let error = respond(&server, json!({ "input": "model ".repeat(300), "stream": true })).error(400);
-    assert_eq!((&error["code"], &error["param"]), (&json!("context_length_exceeded"), &json!("input")));
-    assert_eq!(respond(&server, json!({ "model": "gpt-4" })).error(404)["code"], "model_not_found");
-}
-
-#[test]
-fn tools_that_cannot_be_served_are_skipped_and_named() {
-    let server = Server::start(&[]);
-    let parameters = json!({ "type": "object", "properties": { "q": { "type": "string" } } });
-    let function = json!({ "type": "function", "name": "find", "description": "Finds.", "parameters": parameters, "strict": true });
-    let tools = json!([
-        function,
-        { "type": "web_search" },
-        { "type": "namespace", "name": "n", "tools": [function] },
-        { "type": "function", "name": "list" },
-    ]);
-    let fields = json!({ "tools": tools, "user": "ada", "reasoning": { "summary": "auto" }, "max_output_tokens": 5 });
-    let response = respond(&server, fields.clone());
-    let json = response.ok();
-    let empty = json!({ "type": "function", "name": "list", "description": null, "parameters": null, "strict": null });
-    assert_eq!((&json["tools"], &json["user"]), (&json!([function, empty]), &json!("ada")));
-    let ignored = response.header("x-inferno-ignored").unwrap();
-    for name in ["tools[] (web_search)", "tools[] (namespace)", "tools[].strict", "user", "reasoning.summary"] {
-        assert!(ignored.split(", ").any(|field| field == name), "{name}: {ignored}");
-    }
-    // The model learns about the functions that it may call, and only about those.
-    let tokens = |choice: Value| {
-        let mut fields = fields.clone();
-        fields["tool_choice"] = choice;
-        server.post("/v1/responses/input_tokens", &body(fields)).ok()["input_tokens"].as_u64().unwrap()
-    };
-    let allowed = json!({ "type": "allowed_tools", "mode": "auto", "tools": [{ "type": "function", "name": "list" }] });
-    let (all, one, none) = (tokens(json!("auto")), tokens(allowed), tokens(json!("none")));
-    assert!(all > one && one > none, "{all} {one} {none}");
-    assert_eq!(json["usage"]["input_tokens"], all);
-    let headers = [JSON, ("x-inferno-strict", "1")];
-    let body = body(json!({ "tools": [{ "type": "web_search" }] })).to_string();
-    server.send("POST", "/v1/responses", &headers, body.as_bytes()).error(400);
 }
