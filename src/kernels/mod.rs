@@ -26,6 +26,7 @@ pub mod norm;
 pub mod quantized;
 pub mod rows;
 pub mod selftest;
+pub mod token_mask;
 pub mod upload;
 
 use candle_core::{DType, Layout, Result, Storage, Tensor, WithDType, bail};

@@ -4,7 +4,7 @@
 //! or folder:
 //!
 //! - `chat/`, `completions/`, `models`, `tokenize`, `health`: the routes
-//! - `body`, `generate_options`: read request fields
+//! - `body`, `generate_options`, `constraint`: read request fields
 //! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
 //! - `router`, `auth`, `log`, `listener`, `write_limit`: everything around a route
 //! - `state`, `options`, `limits`, `metrics`: shared state
@@ -14,6 +14,7 @@ mod body;
 mod chat;
 mod choice;
 mod completions;
+mod constraint;
 mod error;
 mod event_stream;
 mod generate_options;

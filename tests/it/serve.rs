@@ -8,3 +8,4 @@ mod fields;
 mod hostile;
 mod lifecycle;
 mod routes;
+mod structured;

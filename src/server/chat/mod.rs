@@ -46,6 +46,7 @@ pub async fn create(
         requests: vec![chat.request],
         choices: chat.choices,
         can_call_in_parallel: chat.can_call_in_parallel,
+        must_call_named: chat.must_call_named,
         is_stream: chat.stream.is_stream,
         prompt_field: "messages",
     };
