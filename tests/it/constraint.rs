@@ -3,6 +3,7 @@
 mod answers;
 mod hostile;
 mod schema;
+mod tagged;
 mod tools;
 
 use inferno::chat::Message;
@@ -33,8 +34,9 @@ fn ask(engine: &EngineHandle, options: GenerateOptions) -> Answer {
 
 /// Returns the reason why a constraint is refused.
 fn refusal(engine: &EngineHandle, kind: GrammarKind) -> String {
-    let options = GenerateOptions { constraint: Some(Constraint::new(kind)), ..sampled(0) };
-    let error = engine.submit(question().options(options)).err().expect("the constraint is refused");
+    let what = format!("{kind:?}");
+    let options = GenerateOptions { constraint: Some(Constraint::new(kind)), max_tokens: Some(1), ..sampled(0) };
+    let error = engine.submit(question().options(options)).err().unwrap_or_else(|| panic!("{what} is not refused"));
     match error.downcast_ref() {
         Some(Error::InvalidConstraint { reason, .. }) => reason.clone(),
         _ => panic!("{error:#}"),

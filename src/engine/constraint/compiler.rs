@@ -22,6 +22,9 @@ const MAX_TRIE_BYTES: usize = 4_000_000;
 /// The maximum length of the reason in an error message, in characters.
 const MAX_REASON: usize = 500;
 
+/// llguidance's message if no token may come next.
+const NOTHING_ALLOWED: &str = "NoExtensionBias";
+
 /// The whitespace between the parts of a JSON value: a space, or a line break with indentation.
 /// Without this limit, a model can generate whitespace until the context is full.
 const JSON_WHITESPACE: &str = r" |\r?\n[ \t]{0,128}";
@@ -88,6 +91,9 @@ impl GrammarCompiler {
             GrammarKind::JsonSchema(schema) => TopLevelGrammar::from_json_schema(with_options(schema)),
             GrammarKind::JsonObject => TopLevelGrammar::from_json_schema(with_options(&json!({ "type": "object" }))),
             GrammarKind::Regex(regex) => TopLevelGrammar::from_regex(regex),
+            GrammarKind::Choice(texts) if texts.is_empty() => {
+                return Err(invalid(&grammar.name, "expected at least one text"));
+            }
             GrammarKind::Choice(texts) => {
                 let texts: Vec<String> = texts.iter().map(|text| json!(text).to_string()).collect();
                 TopLevelGrammar::from_lark(format!("start: {}", texts.join(" | ")))
@@ -122,6 +128,7 @@ pub fn with_options(schema: &Value) -> Value {
 pub fn invalid(name: &str, problem: &str) -> anyhow::Error {
     // After `<`, the message has internal state, such as a backtrace.
     let problem = problem.split("\n<").next().unwrap_or_default().trim();
+    let problem = if problem == NOTHING_ALLOWED { "no text matches the grammar" } else { problem };
     let reason: String = problem.chars().take(MAX_REASON).collect();
     Error::InvalidConstraint { name: name.to_string(), reason }.into()
 }

@@ -97,6 +97,9 @@ impl ConstraintState {
                 self.must_end = can_end && mask.is_empty();
                 let ends = after.iter().filter(|_| can_end);
                 ends.chain(instead.iter().filter(|_| !*has_text)).for_each(|&(token, _)| mask.allow(token));
+                if mask.is_empty() {
+                    return Err(invalid(&grammar.name, "the text cannot continue without a stop token of the request"));
+                }
             }
             (Progress::Free { .. }, _) => return Ok(None),
             _ => {
@@ -179,4 +182,81 @@ fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Resul
         bail!("the model continued its answer in the token that ends {tag}");
     }
     Ok(Some(part))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::engine::constraint::plan::END;
+    use crate::language::Language;
+    use crate::tokenizer::{ControlTokens, Tokenizer};
+
+    const STOP: u32 = 1993;
+
+    /// Returns the state of a plan that begins with free text and continues with one of two token sequences.
+    fn state(free: Free) -> ConstraintState {
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+        let tokenizer = Tokenizer::from_dir(&demo).unwrap();
+        let language = Arc::new(Language::new(tokenizer, None, serde_json::Value::Null, vec![STOP]));
+        let sequences = vec![(vec![5, 6, 7], 3), (vec![5, 8], END)];
+        let parts = vec![Part::End, Part::Free(free), Part::Choice(sequences), Part::Free(Free::default())];
+        let plan = Plan { language, parts, start: 1, stops: vec![STOP], vocab_size: 2000, end: STOP };
+        ConstraintState::new(Arc::new(plan))
+    }
+
+    fn push_text(state: &mut ConstraintState, text: &str) -> Result<()> {
+        let ids = state.plan.language.tokenizer.encode(text, ControlTokens::Text).unwrap();
+        ids.into_iter().try_for_each(|id| state.advance(id).map(drop))
+    }
+
+    fn allowed(state: &mut ConstraintState) -> Vec<u32> {
+        let mask = state.allowed_tokens().unwrap().unwrap();
+        (0..2000).filter(|&id| mask.is_allowed(id)).collect()
+    }
+
+    #[test]
+    fn sequences_lead_to_their_parts() {
+        let mut state = state(Free { exits: vec![(9, 2)], ..Free::default() });
+        assert!(!state.is_constrained() && state.allowed_tokens().unwrap().is_none());
+        assert_eq!(state.advance(9).unwrap(), 9);
+        let mut other = state.clone();
+        assert_eq!(allowed(&mut state), [5]);
+        state.advance(5).unwrap();
+        assert_eq!(allowed(&mut state), [6, 8]);
+        state.advance(6).unwrap();
+        state.advance(7).unwrap();
+        assert!(!state.is_constrained(), "the first sequence leads to free text");
+        assert_eq!(allowed(&mut other), [5], "clones are independent");
+        other.advance(5).unwrap();
+        other.advance(8).unwrap();
+        assert_eq!(allowed(&mut other), [STOP]);
+        assert!(other.must_end());
+    }
+
+    #[test]
+    fn a_tag_ends_free_text_in_any_tokens() {
+        let tagged = || state(Free { tag: Some(("</think>", 2)), ..Free::default() });
+        for text in ["</think>", "I think <think> a </ think></think>", "a<</think>"] {
+            let mut state = tagged();
+            push_text(&mut state, text).unwrap();
+            assert!(state.is_constrained(), "{text}");
+        }
+        let mut state = tagged();
+        push_text(&mut state, "</think").unwrap();
+        // A control token interrupts the tag.
+        state.advance(1997).unwrap();
+        push_text(&mut state, ">").unwrap();
+        assert!(!state.is_constrained());
+    }
+
+    #[test]
+    fn premature_tokens_are_replaced_or_are_errors() {
+        let free = |replacement| Free { exits: vec![(9, 2)], premature: vec![STOP], replacement, tag: None };
+        let mut replaced = state(free(Some(9)));
+        assert_eq!(replaced.advance(STOP).unwrap(), 9);
+        assert_eq!(allowed(&mut replaced), [5]);
+        assert!(state(free(None)).advance(STOP).is_err());
+    }
 }

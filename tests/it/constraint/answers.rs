@@ -62,6 +62,26 @@ fn answers_match_their_schemas() {
     assert_eq!(engine.stats().used_blocks, 0);
 }
 
+/// On a GPU, reasoning runs on the decode graph and the constrained text does not. Batches mix both.
+#[test(gpu)]
+fn answers_match_their_schemas_on_a_gpu() {
+    let builder = inferno::Engine::builder(crate::support::demo_dir()).context(2048).sequences(8);
+    let engine = builder.load().unwrap();
+    let schemas = schemas();
+    for (seed, schema) in (0..).zip(&schemas) {
+        let answer = ask(&engine, with_schema(seed, schema));
+        assert_eq!(problem(&complete_json(&answer), schema, schema), None, "{}", answer.text);
+    }
+    let submit = |options| engine.submit(question().options(options)).unwrap();
+    let streams: Vec<_> =
+        (0..).zip(&schemas).map(|(seed, schema)| [submit(with_schema(seed, schema)), submit(sampled(seed))]).collect();
+    for ([constrained, free], schema) in streams.into_iter().zip(&schemas) {
+        let answer = Answer::read(constrained);
+        assert_eq!(problem(&complete_json(&answer), schema, schema), None, "{}", answer.text);
+        assert!(!Answer::read(free).tokens.is_empty());
+    }
+}
+
 /// All answers of a batch are the same as alone, with and without a constraint.
 #[test]
 fn constraints_do_not_change_other_answers_of_a_batch() {

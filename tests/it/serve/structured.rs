@@ -184,13 +184,13 @@ fn what_cannot_be_enforced_is_an_error_that_names_the_field() {
 #[test]
 fn spent_fuel_is_an_error_of_the_request() {
     let server = Server::start(&[]);
-    let regex = "x[ab]*a[ab]{40}c";
-    let mut fields = json!({ "structured_outputs": { "regex": regex }, "temperature": 1, "seed": 1 });
-    assert_eq!(server.chat(fields.clone()).error(400)["param"], "structured_outputs.regex");
+    let grammar = "start: e{600} \"z\"\ne: \"x\" | e e | e e e | e e e e";
+    let mut fields = json!({ "structured_outputs": { "grammar": grammar } });
+    assert_eq!(server.chat(fields.clone()).error(400)["param"], "structured_outputs.grammar");
     fields["stream"] = json!(true);
     let response = server.chat(fields);
     let error = response.events().into_iter().find(|event| !event["error"].is_null()).expect("an error event");
-    assert_eq!(error["error"]["param"], "structured_outputs.regex");
+    assert_eq!(error["error"]["param"], "structured_outputs.grammar");
     server.wait_until_idle();
     server.chat(json!({ "max_tokens": 5 })).ok();
 }
