@@ -106,6 +106,10 @@ pub enum Error {
     #[error("the request waited longer than its limit")]
     WaitedTooLong,
 
+    /// The answer cannot be constrained as the request asks. `name` is the part of the constraint, such as a request field.
+    #[error("cannot constrain the answer: {name}: {reason}")]
+    InvalidConstraint { name: String, reason: String },
+
     /// The prompt was rejected before tokenization, because its text is too long for the context.
     #[error(
         "the prompt has {:.1} MB of text, but the context holds only {context_tokens} tokens\n  shorten it",
@@ -130,7 +134,7 @@ impl Error {
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Draining | Error::WaitedTooLong => 1,
-            Error::Usage(_) => 2,
+            Error::Usage(_) | Error::InvalidConstraint { .. } => 2,
             Error::ModelNotFound { .. } | Error::RepositoryNotFound { .. } | Error::RevisionNotFound { .. } => 3,
             Error::NotInOwnCache(_) | Error::NoRevisions { .. } => 3,
             Error::Gated { .. } => 4,

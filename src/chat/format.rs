@@ -30,6 +30,13 @@ pub struct TemplateFormat {
     template: Option<Box<Template>>,
 }
 
+impl HarmonyFormat {
+    /// Returns the control tokens of harmony.
+    pub fn control_tokens(&self) -> Harmony {
+        self.0
+    }
+}
+
 impl TemplateFormat {
     fn new(template: Template) -> Self {
         Self { name: template.name().to_string(), template: Some(Box::new(template)) }

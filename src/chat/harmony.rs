@@ -23,13 +23,13 @@ use crate::tokenizer::{ControlTokens, Tokenizer};
 /// The ids of harmony's control tokens in a model's vocabulary.
 #[derive(Clone, Copy, Debug)]
 pub struct Harmony {
-    pub(super) start: u32,
-    pub(super) channel: u32,
-    pub(super) message: u32,
-    pub(super) end: u32,
-    pub(super) end_of_turn: u32,
-    pub(super) call: Option<u32>,
-    pub(super) constrain: Option<u32>,
+    pub start: u32,
+    pub channel: u32,
+    pub message: u32,
+    pub end: u32,
+    pub end_of_turn: u32,
+    pub call: Option<u32>,
+    pub constrain: Option<u32>,
 }
 
 impl Harmony {
@@ -131,7 +131,7 @@ fn author(role: &str, message: &Message) -> String {
 }
 
 /// Returns the full name of a function in harmony. Built-in tools, such as `browser.search`, have their own namespace.
-fn address(name: &str) -> String {
+pub fn address(name: &str) -> String {
     if name.contains('.') { name.to_string() } else { format!("functions.{name}") }
 }
 

@@ -22,6 +22,8 @@ mod typescript;
 
 pub use channel::{Channel, Delta};
 pub use format::{ChatFormat, HarmonyFormat, TemplateFormat};
+pub use harmony::{Harmony, address as harmony_recipient};
 pub use message::{Message, ReasoningEffort, Role, ToolCall};
 pub use parser::Parser;
 pub use rendered::{Render, RenderOptions, Rendered};
+pub use tagged_parser::{END_THINK, END_TOOL_CALL, THINK, TOOL_CALL};

@@ -18,10 +18,11 @@ use super::message::ToolCall;
 use super::python;
 use crate::tokenizer::{TextStream, Tokenizer};
 
-const THINK: &str = "<think>";
-const END_THINK: &str = "</think>";
-const TOOL_CALL: &str = "<tool_call>";
-const END_TOOL_CALL: &str = "</tool_call>";
+/// The tags around reasoning and tool calls.
+pub const THINK: &str = "<think>";
+pub const END_THINK: &str = "</think>";
+pub const TOOL_CALL: &str = "<tool_call>";
+pub const END_TOOL_CALL: &str = "</tool_call>";
 
 /// The maximum number of newlines to drop after a tag. Models write `</think>\n\n`.
 const MAX_NEWLINES: usize = 2;

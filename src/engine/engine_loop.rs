@@ -255,7 +255,7 @@ impl EngineLoop {
             if is_prompt {
                 stats::add(&self.counters.prompt_tokens, range.len() as u64);
             }
-            let end = match chosen {
+            let end = match chosen.map(|chosen| chosen.and_then(|token| sequence.accept(token))) {
                 None if *is_last => Some(Ok(FinishReason::Length)),
                 None => None,
                 Some(Ok(token)) => {

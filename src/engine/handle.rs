@@ -1,9 +1,9 @@
 //! The client side of an engine: submits requests and returns event streams.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow, bail};
@@ -11,6 +11,7 @@ use candle_core::Device;
 use tokio::sync::mpsc::unbounded_channel;
 
 use super::blocks::BlockManager;
+use super::constraint::{ChatPrompt, ConstrainedRequest, ConstraintState, GrammarCompiler, prepare};
 use super::engine_loop::Command;
 use super::info::ModelInfo;
 use super::output::Output;
@@ -60,6 +61,8 @@ pub(super) struct Shared {
     /// Identifies the model files, the dtype and the build, for saved prefixes.
     pub fingerprint: String,
     pub counters: Arc<Counters>,
+    /// Compiles grammars. Built on first use. An error stays the same, because it depends only on the model.
+    pub grammars: OnceLock<Result<Arc<GrammarCompiler>, String>>,
 }
 
 impl EngineHandle {
@@ -90,11 +93,14 @@ impl EngineHandle {
             bail!("n is {n}: expected a number from 1 to {MAX_ANSWERS}");
         }
         let options = request.options.unwrap_or_else(|| GenerateOptions::new(self.shared.defaults.clone()));
+        let mut chat = None;
         let (ids, outputs): (Vec<u32>, Vec<Output>) = match request.prompt {
             Prompt::Chat { messages, render } => {
                 let (rendered, format) = (self.render(&messages, &render)?, language.chat_format()?);
                 let output = |_| Output::chat(language.clone(), format.parser(&rendered), &options);
                 let outputs = (0..n).map(output).collect();
+                let has_generation_prompt = render.add_generation_prompt;
+                chat = Some(ChatPrompt { text: rendered.text, has_generation_prompt });
                 (rendered.ids, outputs)
             }
             Prompt::Text(text) => {
@@ -108,13 +114,14 @@ impl EngineHandle {
                 (ids, outputs)
             }
         };
-        self.submit_ids(ids, outputs, options, submitted)
+        self.submit_ids(ids, chat, outputs, options, submitted)
     }
 
     /// Queues one sequence for each output.
     fn submit_ids(
         &self,
         ids: Vec<u32>,
+        chat: Option<ChatPrompt>,
         outputs: Vec<Output>,
         mut options: GenerateOptions,
         submitted: Instant,
@@ -136,10 +143,15 @@ impl EngineHandle {
         if counters.is_draining.load(Ordering::Relaxed) {
             return Err(Error::Draining.into());
         }
+        let constraint = self.prepare_constraint(&mut options, chat)?;
         let (mut sequences, mut streams) = (Vec::new(), Vec::new());
         for output in outputs {
             let (sender, events) = unbounded_channel();
-            sequences.push(Sequence::new(ids.clone(), &options, self.language().stop_ids(), sender));
+            let mut sequence = Sequence::new(ids.clone(), &options, self.language().stop_ids(), sender);
+            if let Some(constraint) = &constraint {
+                sequence.constrain(constraint.clone());
+            }
+            sequences.push(sequence);
             streams.push(RequestStream::new(events, output, &options, prompt_tokens, self.info(), submitted));
             options.sampling.seed = options.sampling.seed.wrapping_add(1);
         }
@@ -147,6 +159,27 @@ impl EngineHandle {
         stats::add(&counters.waiting, count);
         self.send(Command::Submit(sequences)).inspect_err(|_| stats::subtract(&counters.waiting, count))?;
         Ok(streams)
+    }
+
+    /// Compiles the constraint of a request, if it has one. The first call takes about a second more.
+    fn prepare_constraint(
+        &self,
+        options: &mut GenerateOptions,
+        chat: Option<ChatPrompt>,
+    ) -> Result<Option<ConstraintState>> {
+        let Some(constraint) = options.constraint.take() else { return Ok(None) };
+        let invalid = |name: &str, reason: String| Error::InvalidConstraint { name: name.to_string(), reason };
+        if options.ignore_eos {
+            return Err(invalid("ignore_eos", "the answer must be able to end".to_string()).into());
+        }
+        let (language, vocab_size) = (&self.shared.language, self.info().vocab_size);
+        let compiler = self.shared.grammars.get_or_init(|| {
+            let compiler = GrammarCompiler::new(language.tokenizer.table(), vocab_size, language.stop_ids());
+            compiler.map(Arc::new).map_err(|problem| format!("{problem:#}"))
+        });
+        let compiler = compiler.clone().map_err(|reason| invalid("model", reason))?;
+        let stop_token_ids = options.stop_token_ids.clone();
+        prepare(ConstrainedRequest { compiler, language: language.clone(), constraint, chat, stop_token_ids }).map(Some)
     }
 
     fn check_options(&self, options: &GenerateOptions) -> Result<()> {

@@ -5,6 +5,7 @@
 //! The engine thread handles only token ids. Text is encoded and decoded on the client's thread.
 
 pub mod blocks;
+mod constraint;
 mod engine_loop;
 mod handle;
 mod heartbeat;
@@ -27,7 +28,7 @@ mod stream;
 
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::{self, JoinHandle};
 
 use anyhow::{Context, Result};
@@ -42,6 +43,7 @@ use handle::Shared;
 use heartbeat::StopGuard;
 use stats::Counters;
 
+pub use constraint::{Constraint, Grammar, GrammarKind, ToolGrammar};
 pub use handle::EngineHandle;
 pub use info::{LoadTimes, ModelInfo};
 pub use load::LoadOptions;
@@ -93,6 +95,7 @@ impl Engine {
             device: model.runner.device().clone(),
             fingerprint: model.fingerprint,
             counters: counters.clone(),
+            grammars: OnceLock::new(),
         };
         let guard = StopGuard::new(counters.heartbeat.clone());
         let max_sequences = shared.info.max_sequences;

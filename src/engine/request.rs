@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use super::constraint::Constraint;
 use super::sampling::SamplingParams;
 use crate::chat::{Message, ReasoningEffort, RenderOptions};
 
@@ -87,6 +88,8 @@ pub struct GenerateOptions {
     /// How many of the most likely tokens to report with each generated token, with their log probabilities.
     /// 0 reports only the log probability of the generated token. `None` reports none.
     pub logprobs: Option<usize>,
+    /// The form that the answer must have. `None` allows any answer.
+    pub constraint: Option<Constraint>,
     /// Whether to keep generating after a stop token of the model, as benchmarks do.
     pub ignore_eos: bool,
     /// A flag that another thread can set to cancel the request. The request then ends after the current step.
@@ -108,6 +111,7 @@ impl GenerateOptions {
             min_tokens: 0,
             logit_bias: BTreeMap::new(),
             logprobs: None,
+            constraint: None,
             ignore_eos: false,
             cancel: None,
             priority: 0,

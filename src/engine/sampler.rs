@@ -7,9 +7,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use anyhow::Result;
+
+use super::constraint::ConstraintState;
 use super::sampling::SamplingParams;
 #[cfg(feature = "cuda")]
 use crate::kernels::decode::sample::{DeviceSampling, SamplingKernelParams};
+use crate::kernels::token_mask::TokenMask;
 use crate::runner::ChooseToken;
 
 /// Samples the tokens of one answer and counts them for the penalties.
@@ -22,6 +26,8 @@ pub struct Sampler {
     /// The number of tokens chosen so far.
     chosen: usize,
     rules: LogitRules,
+    /// Limits the tokens that may be chosen.
+    constraint: Option<ConstraintState>,
 }
 
 /// Changes to the logits before penalties, and the log probabilities to compute.
@@ -40,12 +46,23 @@ impl Sampler {
     /// Creates a sampler. The tokens of `prompt` count toward the repetition penalty.
     pub fn new(params: SamplingParams, prompt: &[u32]) -> Self {
         let seen = prompt.iter().map(|&id| (id, 0)).collect();
-        Self { params, seen, draws: 0, chosen: 0, rules: LogitRules::default() }
+        Self { params, seen, draws: 0, chosen: 0, rules: LogitRules::default(), constraint: None }
     }
 
     /// Sets the changes to the logits and the log probabilities to compute.
     pub fn with_rules(self, rules: LogitRules) -> Self {
         Self { rules, ..self }
+    }
+
+    /// Limits the tokens that may be chosen.
+    pub fn set_constraint(&mut self, constraint: ConstraintState) {
+        self.constraint = Some(constraint);
+    }
+
+    /// Tells the constraint which token was chosen. Returns the token to use, which can be another one.
+    /// Fails if the answer cannot continue as the constraint requires.
+    pub fn advance(&mut self, token: u32) -> Result<u32> {
+        self.constraint.as_mut().map_or(Ok(token), |constraint| constraint.advance(token))
     }
 
     /// Samples the next token. Applies penalties to `logits`, f32 `[vocab]`, in place.
@@ -109,7 +126,9 @@ impl ChooseToken for Sampler {
 
     fn logit_edits(&self) -> Vec<(u32, f32)> {
         let mut edits = self.rules.bias.clone();
-        if self.chosen < self.rules.min_tokens {
+        // A constraint decides when the answer must end.
+        let must_end = self.constraint.as_ref().is_some_and(ConstraintState::must_end);
+        if self.chosen < self.rules.min_tokens && !must_end {
             edits.extend(self.rules.stop_tokens.iter().map(|&token| (token, f32::NEG_INFINITY)));
         }
         edits.into_iter().collect()
@@ -117,6 +136,14 @@ impl ChooseToken for Sampler {
 
     fn top_logprobs(&self) -> Option<usize> {
         self.rules.logprobs
+    }
+
+    fn is_constrained(&self) -> bool {
+        self.constraint.as_ref().is_some_and(ConstraintState::is_constrained)
+    }
+
+    fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
+        self.constraint.as_mut().map_or(Ok(None), ConstraintState::allowed_tokens)
     }
 
     fn record(&mut self, token: u32) {

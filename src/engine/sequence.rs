@@ -4,8 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use anyhow::Result;
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::constraint::ConstraintState;
 use super::outbox::{Outbox, SequenceEvent};
 use super::request::{FinishReason, GenerateOptions};
 use super::sampler::{LogitRules, Sampler};
@@ -61,6 +63,16 @@ impl Sequence {
             events,
             is_noted_as_canceled: false,
         }
+    }
+
+    /// Limits the tokens that may be chosen.
+    pub fn constrain(&mut self, constraint: ConstraintState) {
+        self.sampler.set_constraint(constraint);
+    }
+
+    /// Tells the constraint which token was chosen. Returns the token to use. See [`Sampler::advance`].
+    pub fn accept(&mut self, token: ChosenToken) -> Result<ChosenToken> {
+        Ok(ChosenToken { id: self.sampler.advance(token.id)?, ..token })
     }
 
     /// Returns the prompt. Later calls return an empty list.

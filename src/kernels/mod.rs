@@ -27,6 +27,7 @@ pub mod quantized;
 pub mod rows;
 pub mod selftest;
 mod sum_order;
+pub mod token_mask;
 pub mod upload;
 
 use candle_core::{DType, Layout, Result, Storage, Tensor, WithDType, bail};

@@ -1,17 +1,25 @@
 //! The interface between the runner and a sampler.
 
+use anyhow::Result;
+
 #[cfg(feature = "cuda")]
 use crate::kernels::decode::sample::DeviceSampling;
+use crate::kernels::token_mask::TokenMask;
 
 /// The error message of a decode step in which every logit is NaN or -inf.
 pub(super) const NO_TOKEN: &str =
     "cannot choose a token: every logit is NaN or -inf; the weights are corrupt, or values overflow in this --dtype";
 
+/// The error message of a decode step in which every allowed token has a logit of NaN or -inf.
+pub(super) const NO_ALLOWED_TOKEN: &str =
+    "cannot choose a token: the request's constraint and its other options together rule out every token";
+
 /// Chooses the next token of a sequence.
 pub trait ChooseToken {
     /// Returns the next token for `logits`, f32 `[vocab]`. May modify the logits in place.
     ///
-    /// The caller has applied [`logit_edits`](Self::logit_edits). It guarantees that at least one logit is greater than -inf.
+    /// The caller has applied [`logit_edits`](Self::logit_edits), and set the logits of tokens outside
+    /// [`allowed_tokens`](Self::allowed_tokens) to -inf. It guarantees that at least one logit is greater than -inf.
     /// Never chooses a token whose logit is NaN or -inf.
     fn choose(&mut self, logits: &mut [f32]) -> u32;
 
@@ -25,9 +33,22 @@ pub trait ChooseToken {
         None
     }
 
+    /// Returns whether only some tokens may be chosen next.
+    fn is_constrained(&self) -> bool {
+        false
+    }
+
+    /// Returns the tokens that may be chosen next, or `None` if all may.
+    ///
+    /// The runner calls this once per step, before [`logit_edits`](Self::logit_edits) and after it has queued the forward
+    /// pass. On a GPU, both run at the same time. An error ends only this sequence.
+    fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
+        Ok(None)
+    }
+
     /// Returns whether the choice needs the whole row of logits. The decode graph then cannot choose the token.
     fn needs_logits(&self) -> bool {
-        self.top_logprobs().is_some() || !self.logit_edits().is_empty()
+        self.is_constrained() || self.top_logprobs().is_some() || !self.logit_edits().is_empty()
     }
 
     /// Counts a token that the device chose, for the penalties and the random numbers of later choices.

@@ -1,14 +1,17 @@
 //! The parts of a step that run only on a GPU: CUDA graphs, and sampling on the device.
 
-use anyhow::{Result, anyhow};
+use std::collections::HashMap;
+
+use anyhow::{Error, Result, anyhow};
 use candle_core::Tensor;
 
-use super::choose_token::{ChooseToken, NO_TOKEN};
+use super::choose_token::{ChooseToken, NO_ALLOWED_TOKEN, NO_TOKEN};
 use super::decode_graph::DecodeGraph;
 use super::logprobs::TokenLogprobs;
 use super::step_sequence::{Chosen, ChosenToken, StepSequence};
 use super::{Decode, Runner};
-use crate::kernels::decode::{LogitEdit, RowLogprobs, edit_logits, sample_rows, top_logprobs};
+use crate::kernels::decode::{LogitEdit, RowLogprobs, edit_logits, mask_logits, sample_rows, top_logprobs};
+use crate::kernels::token_mask::TokenMask;
 
 /// Chooses the next token of each sequence on the GPU, which avoids copying the logits to the host.
 pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
@@ -20,6 +23,7 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
         true => logits.clone(),
         false => logits.index_select(&Tensor::new(rows, logits.device())?, 0)?,
     };
+    let (masks, mut problems) = allowed_tokens(sequences);
     let samplers = || sequences.iter().filter_map(|sequence| sequence.sampler.as_deref());
     // Edits and penalties change the logits in place, so copy the rows whose log probabilities are needed.
     let scored: Vec<(u32, usize)> =
@@ -35,6 +39,7 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
         sampler.logit_edits().into_iter().map(move |(token, value)| LogitEdit { row, token, value })
     });
     edit_logits(&logits, &edits.collect::<Vec<_>>())?;
+    mask_logits(&logits, &masks)?;
     let parameters: Vec<_> = samplers().map(|sampler| sampler.on_device()).collect();
     let tokens = sample_rows(&logits, &parameters)?;
     let mut logprobs = vec![None; tokens.len()];
@@ -48,18 +53,38 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
             logprobs[row as usize] = Some(TokenLogprobs { chosen, top });
         }
     }
-    let mut choices = tokens.into_iter().zip(logprobs);
+    let mut choices = (0..).zip(tokens.into_iter().zip(logprobs));
     let chosen = sequences.iter_mut().map(|sequence| {
         let sampler = sequence.sampler.as_deref_mut()?;
         Some(match choices.next() {
-            Some((Some(id), logprobs)) => {
-                sampler.record(id);
-                Ok(ChosenToken { id, logprobs })
-            }
-            _ => Err(anyhow!(NO_TOKEN)),
+            Some((row, (id, logprobs))) => match (problems.remove(&row), id) {
+                (Some(problem), _) => Err(problem),
+                (None, Some(id)) => {
+                    sampler.record(id);
+                    Ok(ChosenToken { id, logprobs })
+                }
+                (None, None) if masks.iter().any(|(masked, _)| *masked == row) => Err(anyhow!(NO_ALLOWED_TOKEN)),
+                (None, None) => Err(anyhow!(NO_TOKEN)),
+            },
+            None => Err(anyhow!(NO_TOKEN)),
         })
     });
     Ok(chosen.collect())
+}
+
+/// Returns the rows of logits that have masks, with their masks, and the rows whose masks could not be computed.
+/// Row i belongs to the sequence with the i-th sampler.
+fn allowed_tokens(sequences: &mut [StepSequence]) -> (Vec<(u32, TokenMask)>, HashMap<u32, Error>) {
+    let (mut masks, mut problems) = (Vec::new(), HashMap::new());
+    let samplers = sequences.iter_mut().filter_map(|sequence| sequence.sampler.as_deref_mut());
+    for (row, sampler) in (0..).zip(samplers) {
+        match sampler.allowed_tokens() {
+            Ok(Some(mask)) => masks.push((row, mask)),
+            Ok(None) => {}
+            Err(problem) => drop(problems.insert(row, problem)),
+        }
+    }
+    (masks, problems)
 }
 
 impl Runner {

@@ -2,20 +2,24 @@
 
 use anyhow::{Result, bail};
 
-use super::choose_token::{ChooseToken, NO_TOKEN};
+use super::choose_token::{ChooseToken, NO_ALLOWED_TOKEN, NO_TOKEN};
 use super::logprobs::TokenLogprobs;
 use super::step_sequence::ChosenToken;
 
 /// Chooses a token on the host. Fails if every logit is NaN or -inf, as the kernels in `head.cu` and `sample.cu` do.
 pub(super) fn choose(logits: &mut [f32], sampler: &mut dyn ChooseToken) -> Result<ChosenToken> {
+    let allowed = sampler.allowed_tokens()?;
     let unedited = sampler.top_logprobs().map(|count| (logits.to_vec(), count));
     for (id, value) in sampler.logit_edits() {
         if let Some(logit) = logits.get_mut(id as usize) {
             *logit += value;
         }
     }
+    if let Some(allowed) = &allowed {
+        allowed.apply(logits);
+    }
     if !logits.iter().any(|&logit| logit > f32::NEG_INFINITY) {
-        bail!(NO_TOKEN);
+        bail!(if allowed.is_some() { NO_ALLOWED_TOKEN } else { NO_TOKEN });
     }
     let id = sampler.choose(logits);
     let logprobs = unedited.map(|(logits, count)| TokenLogprobs::from_logits(&logits, id, count));

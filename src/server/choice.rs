@@ -71,6 +71,7 @@ pub struct Pieces {
 /// The state of one answer.
 pub struct Choice {
     can_call_in_parallel: bool,
+    must_call_named: bool,
     /// The tokens whose text was not released yet.
     pending: Vec<PendingToken>,
     calls: Vec<SentCall>,
@@ -99,12 +100,18 @@ impl Choice {
     pub fn new(can_call_in_parallel: bool) -> Self {
         Self {
             can_call_in_parallel,
+            must_call_named: false,
             pending: Vec::new(),
             calls: Vec::new(),
             sent_calls: 0,
             reasoning_tokens: 0,
             is_complete: false,
         }
+    }
+
+    /// Sets whether the model must call one certain tool. Such an answer ends with `stop`, as in OpenAI's API.
+    pub fn with_named_call(self, must_call_named: bool) -> Self {
+        Self { must_call_named, ..self }
     }
 
     /// Returns the number of tokens of reasoning so far.
@@ -198,7 +205,7 @@ impl Choice {
     fn finish(&self, reason: FinishReason) -> Finish {
         match reason {
             FinishReason::Length if !self.is_complete => Finish::Length,
-            _ if self.sent_calls > 0 => Finish::ToolCalls,
+            _ if self.sent_calls > 0 && !self.must_call_named => Finish::ToolCalls,
             _ => Finish::Stop,
         }
     }

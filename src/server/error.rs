@@ -138,6 +138,7 @@ impl ApiError {
                 "the prompt has {prompt_bytes} bytes of text, but the maximum context length is {context_tokens} \
                  tokens: shorten the prompt"
             ))),
+            Error::InvalidConstraint { name, reason } => Some(Self::invalid(name, reason)),
             Error::Draining => Some(Self::unavailable("the server is shutting down", Duration::from_secs(5))),
             Error::WaitedTooLong => Some(Self::overloaded(
                 "the request waited in the queue for too long: please try again in 5s",

@@ -5,12 +5,13 @@ use std::collections::BTreeMap;
 use serde_json::{Value, json};
 
 use super::body::Fields;
+use super::constraint;
 use super::error::ApiError;
 use super::ids;
 use super::state::Server;
 use super::usage::Usage;
 use crate::engine::sampling::SAMPLING_FIELDS;
-use crate::engine::{EngineHandle, GenerateOptions};
+use crate::engine::{Constraint, EngineHandle, GenerateOptions};
 
 /// The most answers to one prompt.
 pub const MAX_CHOICES: i64 = 8;
@@ -39,7 +40,6 @@ const REFUSED: &[(&str, &[&str])] = &[
     ("logits_processors", &["[]"]),
     ("prompt_logprobs", &["0"]),
     ("skip_special_tokens", &["true"]),
-    ("structured_outputs", &["{}"]),
     ("truncate_prompt_tokens", &[]),
     ("use_beam_search", &["false"]),
 ];
@@ -56,6 +56,8 @@ pub fn read(fields: &mut Fields, server: &Server, engine: &EngineHandle) -> Resu
     options.stop = read_stop(fields)?;
     options.stop_token_ids = read_token_ids(fields, "stop_token_ids", MAX_STOPS)?.unwrap_or_default();
     options.logit_bias = read_logit_bias(fields)?;
+    let answer = constraint::read_structured_outputs(fields)?;
+    options.constraint = answer.map(|answer| Constraint { answer: Some(answer), ..Constraint::default() });
     options.ignore_eos = fields.take_bool("ignore_eos")?.unwrap_or(false);
     options.min_tokens = fields.take_integer("min_tokens", 0..=i64::from(u32::MAX))?.unwrap_or(0) as usize;
     let priority = fields.take_integer("priority", i64::from(i32::MIN)..=i64::from(i32::MAX))?;

@@ -53,6 +53,8 @@ pub struct Job {
     /// The number of answers to each prompt.
     pub choices: usize,
     pub can_call_in_parallel: bool,
+    /// Whether the model must call one certain tool.
+    pub must_call_named: bool,
     pub is_stream: bool,
     /// The field that contains the prompt, for error messages.
     pub prompt_field: &'static str,
@@ -88,7 +90,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
         Err(panic) => return Err(ApiError::internal(format!("cannot submit the request: {panic}"))),
     };
     let answer = |stream| {
-        let choice = Choice::new(job.can_call_in_parallel);
+        let choice = Choice::new(job.can_call_in_parallel).with_named_call(job.must_call_named);
         Answer { stream, choice, last_token: None, summary: None }
     };
     Ok(Answers {

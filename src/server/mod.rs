@@ -4,7 +4,7 @@
 //! or folder:
 //!
 //! - `chat/`, `completions/`, `responses/`, `models`, `tokenize`, `health`: the routes
-//! - `body`, `generate_options`: read request fields
+//! - `body`, `generate_options`, `constraint`: read request fields
 //! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
 //! - `router`, `auth`, `log`, `listener`, `write_limit`: everything around a route
 //! - `page`: the chat in the browser, and its files in `page/`
@@ -15,6 +15,7 @@ mod body;
 mod chat;
 mod choice;
 mod completions;
+mod constraint;
 mod error;
 mod event_stream;
 mod generate_options;

@@ -64,7 +64,7 @@ fn read_input(fields: &mut Fields) -> Result<EncodeInput, ApiError> {
     }
     let messages = chat::read_messages(fields)?;
     let options = RenderOptions {
-        tools: chat::read_tools(fields)?,
+        tools: chat::read_tools(fields)?.shown,
         reasoning_effort: ReasoningEffort::default(),
         date: jiff::Zoned::now().strftime("%Y-%m-%d").to_string(),
         add_generation_prompt: fields.take_bool("add_generation_prompt")?.unwrap_or(true),

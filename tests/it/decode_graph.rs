@@ -11,7 +11,8 @@ use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::SamplingParams;
 use inferno::engine::sampler::{Sampler, argmax};
 use inferno::kernels::SumOrder;
-use inferno::kernels::decode::sample_rows;
+use inferno::kernels::decode::{mask_logits, sample_rows};
+use inferno::kernels::token_mask::TokenMask;
 use inferno::models;
 use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::{BlockTables, KvCache};
@@ -547,6 +548,30 @@ fn sampled_rows_match_host_sampling() {
     for host in [Sampler::new(params[0].clone(), &[]), Sampler::new(params[1].clone(), &[])] {
         let tokens = sample_rows(&special, &[host.on_device(), host.on_device()]).unwrap();
         assert!(matches!(tokens[..], [Some(2 | 3), None]), "{tokens:?}");
+    }
+}
+
+/// Masks change only their own rows, and in the same way as on the host.
+#[test(gpu)]
+fn masked_rows_match_masking_on_the_host() {
+    let device = gpu();
+    let mut random = Random(5);
+    for vocab in [1, 31, 32, 33, 256, 257, 5000] {
+        let logits = random.tensor(&[6, vocab], DType::F32);
+        let mut mask = |row: u32| {
+            let mut mask = TokenMask::none(vocab);
+            (0..vocab as u32).filter(|_| random.below(3) == 0).for_each(|id| mask.allow(id));
+            (row, mask)
+        };
+        let masks = [mask(5), mask(0), mask(3), (2, TokenMask::none(vocab))];
+        let masked = logits.to_device(&device).unwrap();
+        mask_logits(&masked, &masks).unwrap();
+        let mut want = logits.to_vec2::<f32>().unwrap();
+        masks.iter().for_each(|(row, mask)| mask.apply(&mut want[*row as usize]));
+        assert_eq!(masked.to_vec2::<f32>().unwrap(), want, "{vocab} tokens");
+        mask_logits(&masked, &[]).unwrap();
+        assert!(mask_logits(&masked, &[(6, TokenMask::none(vocab))]).is_err());
+        assert!(mask_logits(&masked, &[(0, TokenMask::none(vocab + 32))]).is_err());
     }
 }
 

@@ -26,6 +26,7 @@ mod chat;
 mod cli;
 mod compressed;
 mod configuration;
+mod constraint;
 mod conversation;
 #[cfg(feature = "cuda")]
 mod decode_graph;

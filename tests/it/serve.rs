@@ -12,3 +12,4 @@ mod response_fields;
 mod responses;
 mod routes;
 mod stored_responses;
+mod structured;

@@ -1,4 +1,4 @@
-// Edits logits before a token is chosen, and computes log probabilities.
+// Edits and masks logits before a token is chosen, and computes log probabilities.
 #include "decode/sampling.cuh"
 
 // Adds values to logits: logits[row, token] += value.
@@ -11,6 +11,21 @@ extern "C" __global__ void __launch_bounds__(256)
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
     logits[(size_t)edits[3 * i] * vocab + edits[3 * i + 1]] += __uint_as_float(edits[3 * i + 2]);
+}
+
+// Sets the logits of all tokens that a row's mask does not allow to -inf.
+//   logits: f32 [rows, vocab]
+//   masked: u32 [count], the rows to change, each at most once
+//   masks: u32 [count, ceil(vocab / 32)]; bit i of word w: whether token 32 · w + i is allowed
+//   grid: ceil(vocab / 256), count; block: 256
+//   bytes moved: at most 4 · vocab · count
+extern "C" __global__ void __launch_bounds__(256)
+    mask_logits(float* logits, const uint32_t* masked, const uint32_t* masks, int vocab) {
+    const int id = blockIdx.x * blockDim.x + threadIdx.x;
+    if (id >= vocab) return;
+    const uint32_t word = masks[(size_t)blockIdx.y * ((vocab + 31) / 32) + id / 32];
+    if (word >> (id % 32) & 1) return;
+    logits[(size_t)masked[blockIdx.y] * vocab + id] = -INFINITY;
 }
 
 // Returns the key of a logit that orders NaN like -inf.

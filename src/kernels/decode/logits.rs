@@ -1,10 +1,11 @@
-//! Edits logits before a token is chosen, and computes log probabilities (`logits.cu`).
+//! Edits and masks logits before a token is chosen, and computes log probabilities (`logits.cu`).
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::kernels::constants::SAMPLE_THREADS;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
+use crate::kernels::token_mask::TokenMask;
 
 /// A value to add to one logit.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -35,6 +36,29 @@ pub fn edit_logits(logits: &Tensor, edits: &[LogitEdit]) -> Result<()> {
     let arguments = Arguments::new().tensor(logits)?.tensor(&edits)?.int(count).int(vocab);
     let launch = Launch::new(module!("logits"), "edit_logits", LaunchShape::one_thread_each(count), arguments);
     // SAFETY: every edit has a row and a token of `logits`.
+    unsafe { launch.enqueue(device) }
+}
+
+/// Sets the logits of all tokens that a row's mask does not allow to -inf, in place. [`TokenMask::apply`] is the reference.
+///
+/// `logits` is f32 `[rows, vocab]`. `masks` contains rows with their masks, each row at most once.
+pub fn mask_logits(logits: &Tensor, masks: &[(u32, TokenMask)]) -> Result<()> {
+    let (device, rows, vocab) = check(logits)?;
+    let words = vocab.div_ceil(32);
+    if let Some((row, mask)) = masks.iter().find(|(row, mask)| *row as usize >= rows || mask.words().len() != words) {
+        bail!("mask_logits: row {row} of {rows} has a mask of {} words, expected {words}", mask.words().len());
+    }
+    if masks.is_empty() || vocab == 0 {
+        return Ok(());
+    }
+    let masked: Vec<u32> = masks.iter().map(|(row, _)| *row).collect();
+    let masked = Tensor::new(masked, logits.device())?;
+    let bits: Vec<u32> = masks.iter().flat_map(|(_, mask)| mask.words()).copied().collect();
+    let bits = Tensor::from_vec(bits, (masks.len(), words), logits.device())?;
+    let arguments = Arguments::new().tensor(logits)?.tensor(&masked)?.tensor(&bits)?.int(vocab);
+    let shape = LaunchShape::new((vocab.div_ceil(256), masks.len(), 1), 256);
+    let launch = Launch::new(module!("logits"), "mask_logits", shape, arguments);
+    // SAFETY: every masked row is a row of `logits`, and every mask has a bit for each token.
     unsafe { launch.enqueue(device) }
 }
 

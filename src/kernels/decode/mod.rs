@@ -33,7 +33,7 @@ pub use crate::kernels::constants::MAILBOX_NO_TOKEN;
 pub use buffers::{RmsNormParams, StepBuffers};
 pub use gate_up::{Projection, add_gate_up};
 pub use head::{Embedding, add_greedy_sampling, add_head};
-pub use logits::{LogitEdit, RowLogprobs, edit_logits, top_logprobs};
+pub use logits::{LogitEdit, RowLogprobs, edit_logits, mask_logits, top_logprobs};
 pub use matvec::has_decode_kernel;
 pub use mxfp4_experts::{ExpertBuffers, MAX_CHOSEN_MXFP4, MAX_EXPERT_COLUMNS, add_mxfp4_down, add_mxfp4_gate_up};
 pub use qkv::{QkNormBuffers, QkvProjection, add_qkv};

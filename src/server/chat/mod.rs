@@ -26,7 +26,7 @@ use response::{Chunk, ChunkChoice, ChunkDelta, Completion, Logprobs, WholeChoice
 pub use messages::{read as read_messages, read_content};
 pub use request::read_reasoning;
 pub use response::{TokenLogprob, scored_tokens};
-pub use tools::{MAX_TOOLS, check_function, constrained, read as read_tools, read_format};
+pub use tools::{MAX_TOOLS, ToolChoice, Tools, check_function, read as read_tools};
 
 /// Answers a conversation.
 pub async fn create(
@@ -44,6 +44,7 @@ pub async fn create(
         requests: vec![chat.request],
         choices: chat.choices,
         can_call_in_parallel: chat.can_call_in_parallel,
+        must_call_named: chat.must_call_named,
         is_stream: chat.stream.is_stream,
         prompt_field: "messages",
     };

@@ -6,6 +6,7 @@ use super::{messages, tools};
 use crate::chat::{ReasoningEffort, RenderOptions};
 use crate::engine::{EngineHandle, Request};
 use crate::server::body::Fields;
+use crate::server::constraint;
 use crate::server::error::ApiError;
 use crate::server::generate_options::{self, StreamOptions};
 use crate::server::state::Server;
@@ -20,6 +21,8 @@ pub struct ChatRequest {
     pub stream: StreamOptions,
     pub shows_reasoning: bool,
     pub can_call_in_parallel: bool,
+    /// Whether the model must call one certain tool.
+    pub must_call_named: bool,
     /// Fields of the request without effect.
     pub ignored: Vec<String>,
 }
@@ -31,7 +34,7 @@ impl ChatRequest {
         generate_options::check_model(fields_ref, server)?;
         let messages = messages::read(fields_ref)?;
         let tools = tools::read(fields_ref)?;
-        tools::read_response_format(fields_ref)?;
+        let format = constraint::read_response_format(fields_ref)?;
         fields_ref.refuse("prediction", &[], "")?;
         fields_ref.refuse("audio", &[], "")?;
         fields_ref.refuse("modalities", &[json!(["text"])], "only text is supported")?;
@@ -48,10 +51,17 @@ impl ChatRequest {
         let choices = generate_options::read_choices(fields_ref)?;
         let stream = generate_options::read_stream(fields_ref)?;
         let can_call_in_parallel = fields_ref.take_bool("parallel_tool_calls")?.unwrap_or(true);
+        let structured = options.constraint.take().and_then(|constraint| constraint.answer);
+        if format.is_some() && structured.is_some() {
+            return Err(fields.invalid("structured_outputs", "cannot be combined with 'response_format'"));
+        }
+        options.constraint = tools.constraint(format.or(structured), can_call_in_parallel);
+        let must_call_named = tools.is_named();
         let date = jiff::Zoned::now().strftime("%Y-%m-%d").to_string();
-        let render = RenderOptions { tools, reasoning_effort, date, add_generation_prompt: true };
+        let render = RenderOptions { tools: tools.shown, reasoning_effort, date, add_generation_prompt: true };
         let request = Request::chat(messages).render(render).options(options);
-        Ok(Self { request, choices, stream, shows_reasoning, can_call_in_parallel, ignored: fields.ignored() })
+        let ignored = fields.ignored();
+        Ok(Self { request, choices, stream, shows_reasoning, can_call_in_parallel, must_call_named, ignored })
     }
 }
 

@@ -1,8 +1,10 @@
-//! Reads tools, and the fields that constrain the form of an answer.
+//! Reads tools, and which of them the model may or must call.
 
 use serde_json::{Value, json};
 
+use crate::engine::{Constraint, Grammar, GrammarKind, ToolGrammar};
 use crate::server::body::Fields;
+use crate::server::constraint::named;
 use crate::server::error::ApiError;
 
 /// The most tools in a request.
@@ -11,8 +13,81 @@ pub const MAX_TOOLS: usize = 512;
 /// The maximum length of a function name.
 const MAX_NAME: usize = 128;
 
-/// Reads `tools` and `tool_choice`. Returns no tools if the model must not call any.
-pub fn read(fields: &mut Fields) -> Result<Vec<Value>, ApiError> {
+/// The tools of a request.
+#[derive(Debug, Default)]
+pub struct Tools {
+    /// The tools that the prompt contains. Empty if the model must not call any.
+    pub shown: Vec<Value>,
+    choice: ToolChoice,
+}
+
+/// Which tools the model may or must call.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub enum ToolChoice {
+    #[default]
+    Auto,
+    None,
+    Required,
+    Named(String),
+}
+
+impl Tools {
+    /// Creates the tools of a request from functions in the format of chat completions.
+    /// Fails if the choice needs a function that does not exist.
+    pub fn new(fields: &Fields, functions: Vec<Value>, choice: ToolChoice) -> Result<Self, ApiError> {
+        match &choice {
+            ToolChoice::Required if functions.is_empty() => {
+                return Err(fields.invalid("tool_choice", "expected at least one tool"));
+            }
+            ToolChoice::Named(name) if !functions.iter().any(|tool| tool["function"]["name"] == **name) => {
+                return Err(fields.invalid("tool_choice", format!("no tool is named '{name}'")));
+            }
+            _ => {}
+        }
+        let shown = if choice == ToolChoice::None { Vec::new() } else { functions };
+        Ok(Self { shown, choice })
+    }
+
+    /// Returns whether the model must call one certain tool.
+    pub fn is_named(&self) -> bool {
+        matches!(self.choice, ToolChoice::Named(_))
+    }
+
+    /// Returns the constraint on an answer whose text must match `answer`, or `None` if the answer may be any text and call
+    /// any tool.
+    pub fn constraint(&self, answer: Option<Grammar>, can_call_in_parallel: bool) -> Option<Constraint> {
+        let requires_tool = self.is_named() || self.choice == ToolChoice::Required;
+        let mut tools = Vec::with_capacity(self.shown.len());
+        for (index, tool) in self.shown.iter().enumerate() {
+            let function = &tool["function"];
+            let name = function["name"].as_str().unwrap_or_default().to_string();
+            if matches!(&self.choice, ToolChoice::Named(named) if *named != name) {
+                continue;
+            }
+            let field = format!("tools[{index}].function.parameters");
+            let arguments = || named(&field, GrammarKind::JsonSchema(arguments_schema(&function["parameters"])));
+            let arguments = (requires_tool || function["strict"] == true).then(arguments);
+            tools.push(ToolGrammar { name, arguments });
+        }
+        let is_any = answer.is_none() && tools.iter().all(|tool| tool.arguments.is_none());
+        // With one named tool, several calls would repeat it.
+        let can_call_in_parallel = can_call_in_parallel && !self.is_named();
+        (!is_any).then_some(Constraint { answer, tools, requires_tool, can_call_in_parallel })
+    }
+}
+
+/// Returns the schema of a function's arguments, which are always an object.
+fn arguments_schema(parameters: &Value) -> Value {
+    let Value::Object(parameters) = parameters else {
+        return json!({ "type": "object", "properties": {}, "additionalProperties": false });
+    };
+    let mut schema = parameters.clone();
+    schema.entry("type").or_insert_with(|| json!("object"));
+    Value::Object(schema)
+}
+
+/// Reads `tools` and `tool_choice`.
+pub fn read(fields: &mut Fields) -> Result<Tools, ApiError> {
     fields.refuse("functions", &[json!([])], "use 'tools'")?;
     fields.refuse("function_call", &[json!("none"), json!("auto")], "use 'tool_choice'")?;
     let items = fields.take_array("tools")?.unwrap_or_default();
@@ -21,15 +96,11 @@ pub fn read(fields: &mut Fields) -> Result<Vec<Value>, ApiError> {
     }
     let mut tools = Vec::with_capacity(items.len());
     for (index, item) in items.into_iter().enumerate() {
-        let path = format!("tools[{index}]");
-        check_tool(&path, item.clone())?;
-        if item["function"]["strict"] == true {
-            // Many clients always send this. The model sees the schema, but nothing enforces it.
-            fields.ignore("tools[].function.strict".to_string());
-        }
+        check_tool(&format!("tools[{index}]"), item.clone())?;
         tools.push(item);
     }
-    Ok(if read_choice(fields)? { tools } else { Vec::new() })
+    let choice = read_choice(fields)?;
+    Tools::new(fields, tools, choice)
 }
 
 fn check_tool(path: &str, item: Value) -> Result<(), ApiError> {
@@ -50,42 +121,23 @@ pub fn check_function(function: &mut Fields) -> Result<(), ApiError> {
         return Err(function.invalid("name", expected));
     }
     function.take_string("description")?;
+    function.take_bool("strict")?;
     match function.take("parameters") {
         None | Some(Value::Object(_)) => Ok(()),
         Some(_) => Err(function.invalid("parameters", "expected a JSON schema")),
     }
 }
 
-/// Reads `tool_choice`. Returns whether the model may call tools.
-fn read_choice(fields: &mut Fields) -> Result<bool, ApiError> {
-    match fields.take("tool_choice") {
-        None => Ok(true),
-        Some(Value::String(choice)) if choice == "auto" => Ok(true),
-        Some(Value::String(choice)) if choice == "none" => Ok(false),
-        Some(Value::String(choice)) if choice == "required" => Err(constrained("tool_choice")),
+/// Reads `tool_choice`.
+fn read_choice(fields: &mut Fields) -> Result<ToolChoice, ApiError> {
+    Ok(match fields.take("tool_choice") {
+        None => ToolChoice::Auto,
+        Some(Value::String(choice)) if choice == "auto" => ToolChoice::Auto,
+        Some(Value::String(choice)) if choice == "none" => ToolChoice::None,
+        Some(Value::String(choice)) if choice == "required" => ToolChoice::Required,
         Some(choice) if choice["type"] == "function" && choice["function"]["name"].is_string() => {
-            Err(constrained("tool_choice"))
+            ToolChoice::Named(choice["function"]["name"].as_str().unwrap_or_default().to_string())
         }
-        Some(_) => Err(fields.invalid("tool_choice", "expected none, auto, required or a function")),
-    }
-}
-
-/// Reads `response_format`.
-pub fn read_response_format(fields: &mut Fields) -> Result<(), ApiError> {
-    let Some(mut format) = fields.take_object("response_format")? else { return Ok(()) };
-    read_format(&mut format, "response_format")
-}
-
-/// Reads the form of an answer, which is in the field `name`.
-pub fn read_format(format: &mut Fields, name: &str) -> Result<(), ApiError> {
-    match format.take_string("type")?.as_deref() {
-        Some("text") => Ok(()),
-        Some("json_object" | "json_schema") => Err(constrained(name)),
-        _ => Err(format.invalid("type", "expected text, json_object or json_schema")),
-    }
-}
-
-/// Returns the error for a field that constrains which tokens the model can generate.
-pub fn constrained(field: &str) -> ApiError {
-    ApiError::unsupported(field, "this version of inferno cannot constrain the form of an answer yet")
+        Some(_) => return Err(fields.invalid("tool_choice", "expected none, auto, required or a function")),
+    })
 }

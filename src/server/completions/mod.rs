@@ -36,6 +36,7 @@ pub async fn create(
         requests: completion.requests,
         choices: completion.choices,
         can_call_in_parallel: true,
+        must_call_named: false,
         is_stream: completion.stream.is_stream,
         prompt_field: "prompt",
     };

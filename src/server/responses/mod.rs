@@ -57,6 +57,7 @@ pub async fn create(
         requests: vec![engine::Request::chat(messages).render(render).options(options)],
         choices: 1,
         can_call_in_parallel: settings.parallel_tool_calls,
+        must_call_named: false,
         is_stream,
         prompt_field: "input",
     };

@@ -12,9 +12,10 @@ use super::output::Shape;
 use super::store::ClientStore;
 use super::tools::{self, Tools};
 use crate::chat::{Message, RenderOptions};
-use crate::engine::{EngineHandle, GenerateOptions};
+use crate::engine::{EngineHandle, GenerateOptions, Grammar};
 use crate::server::body::Fields;
-use crate::server::chat::{read_format, read_reasoning};
+use crate::server::chat::read_reasoning;
+use crate::server::constraint::read_text_format;
 use crate::server::error::ApiError;
 use crate::server::generate_options;
 use crate::server::state::Server;
@@ -71,7 +72,7 @@ impl ResponseRequest {
         let (Input { earlier, items }, previous_response_id) = input::read(fields_ref, store)?;
         let instructions = fields_ref.take_string("instructions")?;
         let Tools { functions, served, choice } = tools::read(fields_ref)?;
-        let text = read_text(fields_ref)?;
+        let (text, format) = read_text(fields_ref)?;
         let mut shape = read_include(fields_ref)?;
         let (effort, shows_reasoning) = read_reasoning(fields_ref)?;
         shape.shows_reasoning = shows_reasoning;
@@ -82,13 +83,20 @@ impl ResponseRequest {
         shape.has_logprobs |= top_logprobs > 0;
         options.logprobs = shape.has_logprobs.then_some(top_logprobs);
         let stream = generate_options::read_stream(fields_ref)?;
+        let parallel_tool_calls = fields_ref.take_bool("parallel_tool_calls")?.unwrap_or(true);
+        let structured = options.constraint.take().and_then(|constraint| constraint.answer);
+        if format.is_some() && structured.is_some() {
+            return Err(fields.invalid("structured_outputs", "cannot be combined with 'text.format'"));
+        }
+        options.constraint = functions.constraint(format.or(structured), parallel_tool_calls);
+        let fields_ref = &mut fields;
         let date = jiff::Zoned::now().strftime("%Y-%m-%d").to_string();
         let settings = Settings {
             model: server.options.model.clone(),
             previous_response_id,
             tools: served,
             tool_choice: choice,
-            parallel_tool_calls: fields_ref.take_bool("parallel_tool_calls")?.unwrap_or(true),
+            parallel_tool_calls,
             max_tool_calls: read_max_tool_calls(fields_ref)?,
             max_output_tokens: options.max_tokens,
             truncation: "disabled",
@@ -111,7 +119,12 @@ impl ResponseRequest {
         let conversation = earlier.iter().chain(&items).map(Arc::as_ref);
         Ok(Self {
             messages: messages(settings.instructions.as_deref(), conversation),
-            render: RenderOptions { tools: functions, reasoning_effort: effort, date, add_generation_prompt: true },
+            render: RenderOptions {
+                tools: functions.shown,
+                reasoning_effort: effort,
+                date,
+                add_generation_prompt: true,
+            },
             options,
             settings,
             input: items,
@@ -122,15 +135,14 @@ impl ResponseRequest {
     }
 }
 
-/// Reads `text`. Returns it as the response repeats it.
-fn read_text(fields: &mut Fields) -> Result<Value, ApiError> {
-    if let Some(mut text) = fields.take_object("text")? {
-        if let Some(mut format) = text.take_object("format")? {
-            read_format(&mut format, "text.format")?;
-        }
-        text.ignored().into_iter().for_each(|name| fields.ignore(name));
-    }
-    Ok(json!({ "format": { "type": "text" } }))
+/// Reads `text`. Returns it as the response repeats it, and the grammar of the answer.
+fn read_text(fields: &mut Fields) -> Result<(Value, Option<Grammar>), ApiError> {
+    let plain = json!({ "type": "text" });
+    let Some(mut text) = fields.take_object("text")? else { return Ok((json!({ "format": plain }), None)) };
+    let format = text.take("format").unwrap_or(plain);
+    let grammar = read_text_format(&mut text, format.clone())?;
+    text.ignored().into_iter().for_each(|name| fields.ignore(name));
+    Ok((json!({ "format": format }), grammar))
 }
 
 /// Reads `include`.

@@ -5,13 +5,13 @@ use std::collections::HashSet;
 use serde_json::{Value, json};
 
 use crate::server::body::Fields;
-use crate::server::chat::{MAX_TOOLS, check_function, constrained};
+use crate::server::chat::{self, MAX_TOOLS, ToolChoice, check_function};
 use crate::server::error::ApiError;
 
 /// The tools of a request.
 pub struct Tools {
-    /// The functions that the model may call, in the format of chat completions.
-    pub functions: Vec<Value>,
+    /// The functions that the model may or must call.
+    pub functions: chat::Tools,
     /// The served tools as the response repeats them.
     pub served: Vec<Value>,
     /// `tool_choice` as the response repeats it.
@@ -36,13 +36,9 @@ pub fn read(fields: &mut Fields) -> Result<Tools, ApiError> {
             continue;
         }
         check_function(&mut tool)?;
-        if tool.take_bool("strict")? == Some(true) {
-            // Many clients always send this. The model sees the schema, but nothing enforces it.
-            fields.ignore("tools[].strict".to_string());
-        }
         tool.ignored().into_iter().for_each(|name| fields.ignore(name));
-        functions
-            .push(json!({ "type": "function", "function": function(&item, &["name", "description", "parameters"]) }));
+        let keys = ["name", "description", "parameters", "strict"];
+        functions.push(json!({ "type": "function", "function": function(&item, &keys) }));
         let mut echo = function(&item, &[]);
         for key in ["type", "name", "description", "parameters", "strict"] {
             echo[key] = item.get(key).cloned().unwrap_or_default();
@@ -50,16 +46,19 @@ pub fn read(fields: &mut Fields) -> Result<Tools, ApiError> {
         served.push(echo);
     }
     let choice = fields.take("tool_choice").unwrap_or_else(|| json!("auto"));
-    match choice.as_str() {
-        Some("auto") => {}
-        Some("none") => functions.clear(),
-        Some("required") => return Err(constrained("tool_choice")),
+    let kind = match choice.as_str() {
+        Some("auto") => ToolChoice::Auto,
+        Some("none") => ToolChoice::None,
+        Some("required") => ToolChoice::Required,
         _ => {
-            let allowed = read_choice(fields, &choice)?;
-            functions.retain(|tool| tool["function"]["name"].as_str().is_some_and(|name| allowed.contains(name)));
+            let (allowed, kind) = read_choice(fields, &choice)?;
+            if let Some(allowed) = allowed {
+                functions.retain(|tool| tool["function"]["name"].as_str().is_some_and(|name| allowed.contains(name)));
+            }
+            kind
         }
-    }
-    Ok(Tools { functions, served, choice })
+    };
+    Ok(Tools { functions: chat::Tools::new(fields, functions, kind)?, served, choice })
 }
 
 /// Returns an object with those of the keys that `item` has.
@@ -68,17 +67,20 @@ fn function(item: &Value, keys: &[&str]) -> Value {
     Value::Object(keys.iter().filter_map(entry).collect())
 }
 
-/// Reads a `tool_choice` that is an object. Returns the names of the functions that the model may call.
-fn read_choice<'c>(fields: &Fields, choice: &'c Value) -> Result<HashSet<&'c str>, ApiError> {
-    let is_automatic = choice["mode"].is_null() || choice["mode"] == "auto";
-    match (choice["type"].as_str(), choice["tools"].as_array()) {
-        (Some("function"), _) if choice["name"].is_string() => Err(constrained("tool_choice")),
-        (Some("allowed_tools"), Some(tools)) if is_automatic => Ok(tools
-            .iter()
-            .filter(|tool| tool["type"] == "function")
-            .filter_map(|tool| tool["name"].as_str())
-            .collect()),
-        (Some("allowed_tools"), Some(_)) if choice["mode"] == "required" => Err(constrained("tool_choice")),
+/// Reads a `tool_choice` that is an object. Returns the names of the functions that the model may call, or `None` for all,
+/// and whether it must call one.
+fn read_choice<'c>(fields: &Fields, choice: &'c Value) -> Result<(Option<HashSet<&'c str>>, ToolChoice), ApiError> {
+    let kind = match choice["mode"].as_str() {
+        None | Some("auto") => Some(ToolChoice::Auto),
+        Some("required") => Some(ToolChoice::Required),
+        Some(_) => None,
+    };
+    match (choice["type"].as_str(), choice["tools"].as_array(), choice["name"].as_str(), kind) {
+        (Some("function"), _, Some(name), _) => Ok((None, ToolChoice::Named(name.to_string()))),
+        (Some("allowed_tools"), Some(tools), _, Some(kind)) => {
+            let functions = tools.iter().filter(|tool| tool["type"] == "function");
+            Ok((Some(functions.filter_map(|tool| tool["name"].as_str()).collect()), kind))
+        }
         _ => Err(fields.invalid("tool_choice", "expected none, auto, required, a function or allowed_tools")),
     }
 }

@@ -46,8 +46,10 @@ fn invalid_fields_are_errors_that_name_the_field() {
         (json!({ "reasoning_effort": "huge" }), "reasoning_effort"),
         (json!({ "reasoning": { "effort": "none" } }), "reasoning.effort"),
         (json!({ "response_format": { "type": "yaml" } }), "response_format.type"),
-        (json!({ "response_format": { "type": "json_object" } }), "response_format"),
-        (json!({ "response_format": { "type": "json_schema", "json_schema": {} } }), "response_format"),
+        (
+            json!({ "response_format": { "type": "json_schema", "json_schema": {} } }),
+            "response_format.json_schema.schema",
+        ),
         (json!({ "tool_choice": "required" }), "tool_choice"),
         (json!({ "tool_choice": { "type": "function", "function": { "name": "f" } } }), "tool_choice"),
         (json!({ "tool_choice": "sometimes" }), "tool_choice"),

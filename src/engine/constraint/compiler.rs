@@ -1,0 +1,149 @@
+//! Compiles grammars with llguidance, within limits.
+
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use llguidance::api::TopLevelGrammar;
+use llguidance::earley::SlicedBiasComputer;
+use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie};
+use llguidance::{Matcher, ParserFactory, panic_utils};
+use serde_json::{Value, json};
+
+use super::{Grammar, GrammarKind};
+use crate::error::Error;
+use crate::tokenizer::TokenTable;
+
+/// The longest token that a grammar can use, in bytes. llguidance's trie allows 1,024.
+const MAX_TOKEN_BYTES: usize = 1000;
+
+/// The maximum size of all tokens that a grammar can use, in bytes. llguidance's trie allows 4 million nodes.
+const MAX_TRIE_BYTES: usize = 4_000_000;
+
+/// The maximum length of the reason in an error message, in characters.
+const MAX_REASON: usize = 500;
+
+/// llguidance's message if no token may come next.
+const NOTHING_ALLOWED: &str = "NoExtensionBias";
+
+/// The whitespace between the parts of a JSON value: a space, or a line break with indentation.
+/// Without this limit, a model can generate whitespace until the context is full.
+const JSON_WHITESPACE: &str = r" |\r?\n[ \t]{0,128}";
+
+/// Compiles grammars for one vocabulary.
+pub struct GrammarCompiler {
+    factory: ParserFactory,
+    vocab_size: usize,
+    /// The token that stands for the end of the text in masks.
+    end: u32,
+}
+
+/// A compiled grammar.
+#[derive(Clone)]
+pub struct CompiledGrammar {
+    /// The name of the grammar, for error messages.
+    pub name: Arc<str>,
+    pub matcher: Matcher,
+}
+
+impl GrammarCompiler {
+    /// Builds the tables for a vocabulary, which takes about a second for 200,000 tokens.
+    ///
+    /// `vocab_size` is the number of logits. Fails if the model has no stop token.
+    pub fn new(table: &TokenTable, vocab_size: usize, stop_ids: &[u32]) -> Result<Self> {
+        let is_usable = |id: &u32| (*id as usize) < vocab_size && !table.bytes(*id).is_empty();
+        let Some(end) = stop_ids.iter().copied().find(is_usable) else {
+            bail!("the model has no stop token, so an answer with a constraint could not end");
+        };
+        let words: Vec<Vec<u8>> = (0..vocab_size as u32).map(|id| token_bytes(table, id)).collect();
+        if words.iter().map(Vec::len).sum::<usize>() > MAX_TRIE_BYTES {
+            bail!("the tokens of the vocabulary have more than {MAX_TRIE_BYTES} bytes");
+        }
+        let build = std::panic::AssertUnwindSafe(|| {
+            let trie = TokTrie::from(&TokRxInfo::new(vocab_size as u32, end), &words);
+            let environment: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+            let slices = SlicedBiasComputer::json_slices();
+            ParserFactory::new(&environment, InferenceCapabilities::default(), &slices)
+        });
+        let mut factory = panic_utils::catch_unwind(build)?;
+        factory.quiet();
+        let limits = factory.limits_mut();
+        // About 20 ms for a grammar, and 10 ms for a mask.
+        (limits.initial_lexer_fuel, limits.step_lexer_fuel, limits.step_max_items) = (1_000_000, 100_000, 50_000);
+        // A lexer state takes up to 2 kB of memory.
+        limits.max_lexer_states = 50_000;
+        limits.verbose_errors = false;
+        Ok(Self { factory, vocab_size, end })
+    }
+
+    /// Returns the number of logits.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// Returns the token that stands for the end of the text in the masks of a matcher.
+    pub fn end(&self) -> u32 {
+        self.end
+    }
+
+    /// Compiles a grammar. Fails with [`Error::InvalidConstraint`] if it is invalid, not supported or too large.
+    pub fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar> {
+        let top_level = match &grammar.kind {
+            GrammarKind::JsonSchema(schema) => TopLevelGrammar::from_json_schema(with_options(schema)),
+            GrammarKind::JsonObject => TopLevelGrammar::from_json_schema(with_options(&json!({ "type": "object" }))),
+            GrammarKind::Regex(regex) => TopLevelGrammar::from_regex(regex),
+            GrammarKind::Choice(texts) if texts.is_empty() => {
+                return Err(invalid(&grammar.name, "expected at least one text"));
+            }
+            GrammarKind::Choice(texts) => {
+                let texts: Vec<String> = texts.iter().map(|text| json!(text).to_string()).collect();
+                TopLevelGrammar::from_lark(format!("start: {}", texts.join(" | ")))
+            }
+            GrammarKind::Lark(lark) => TopLevelGrammar::from_lark(lark.clone()),
+        };
+        let mut matcher = Matcher::new(self.factory.create_parser(top_level));
+        if let Some(problem) = matcher.get_error() {
+            return Err(invalid(&grammar.name, &problem));
+        }
+        // The first mask shows whether the grammar allows any text at all, and is affordable.
+        matcher.compute_mask().map_err(|problem| invalid(&grammar.name, &problem.to_string()))?;
+        Ok(CompiledGrammar { name: grammar.name.as_str().into(), matcher })
+    }
+}
+
+/// Returns a schema as llguidance expects it, with inferno's options. Replaces the options in the schema, because some of
+/// them make llguidance ignore what it cannot enforce.
+pub fn with_options(schema: &Value) -> Value {
+    let mut schema = match schema {
+        Value::Bool(true) => json!({}),
+        Value::Bool(false) => json!({ "enum": [] }),
+        other => other.clone(),
+    };
+    if let Some(fields) = schema.as_object_mut() {
+        fields.insert("x-guidance".to_string(), json!({ "whitespace_pattern": JSON_WHITESPACE }));
+    }
+    schema
+}
+
+/// Returns the error for a grammar, with the first lines of llguidance's message.
+pub fn invalid(name: &str, problem: &str) -> anyhow::Error {
+    // After `<`, the message has internal state, such as a backtrace.
+    let problem = problem.split("\n<").next().unwrap_or_default().trim();
+    let problem = if problem == NOTHING_ALLOWED { "no text matches the grammar" } else { problem };
+    let reason: String = problem.chars().take(MAX_REASON).collect();
+    Error::InvalidConstraint { name: name.to_string(), reason }.into()
+}
+
+/// Returns the bytes of a token as llguidance expects them: control tokens start with 0xFF, and tokens that a grammar
+/// cannot use are empty.
+fn token_bytes(table: &TokenTable, id: u32) -> Vec<u8> {
+    let bytes = table.bytes(id);
+    if bytes.is_empty() || bytes.len() > MAX_TOKEN_BYTES {
+        return Vec::new();
+    }
+    match table.is_control(id) {
+        true => [&[TokTrie::SPECIAL_TOKEN_MARKER], &bytes[..]].concat(),
+        // UTF-8 never contains 0xFF.
+        false if bytes[0] == TokTrie::SPECIAL_TOKEN_MARKER => Vec::new(),
+        false => bytes,
+    }
+}

@@ -1,0 +1,43 @@
+//! What the plan of an answer depends on, besides its constraint.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+
+use super::compiler::GrammarCompiler;
+use super::plan::{Part, PartId};
+use super::{Constraint, Grammar};
+use crate::language::Language;
+
+/// The end of a rendered conversation, after which the answer begins.
+pub struct ChatPrompt {
+    pub text: String,
+    /// Whether the prompt contains the start of the answer's first message.
+    pub has_generation_prompt: bool,
+}
+
+/// A constraint and the request that it belongs to.
+pub struct ConstrainedRequest {
+    pub compiler: Arc<GrammarCompiler>,
+    pub language: Arc<Language>,
+    pub constraint: Constraint,
+    /// `None` for text completions, which have no chat format.
+    pub chat: Option<ChatPrompt>,
+    /// The stop tokens of the request, besides those of the model.
+    pub stop_token_ids: Vec<u32>,
+}
+
+impl ConstrainedRequest {
+    /// Returns the tokens that end the answer.
+    pub fn stops(&self) -> Vec<u32> {
+        self.language.stop_ids().iter().chain(&self.stop_token_ids).copied().collect()
+    }
+
+    /// Compiles a grammar. Returns the part of an answer that consists of its text.
+    ///
+    /// `instead` are the tokens that may come instead of the text, and `after` those that may come after all of it.
+    pub fn grammar(&self, grammar: &Grammar, instead: Vec<(u32, PartId)>, after: Vec<(u32, PartId)>) -> Result<Part> {
+        let grammar = Box::new(self.compiler.compile(grammar)?);
+        Ok(Part::Grammar { grammar, instead, after })
+    }
+}

@@ -1,0 +1,122 @@
+//! The plan of an answer in harmony, the format of gpt-oss.
+//!
+//! Headers are constrained, so that every message has a known channel and a declared recipient. Reasoning is not.
+//! Headers consist of the tokens that the model learned, which are not necessarily the only ones for their text.
+//! The variants of headers for tool calls are those in vLLM's `parser/harmony.py`.
+
+use anyhow::Result;
+
+use super::context::ConstrainedRequest;
+use super::plan::{END, Free, Part, PartId, all_to};
+use crate::chat::{Harmony, harmony_recipient};
+use crate::tokenizer::ControlTokens;
+
+/// The first message of the answer: its header, without `<|start|>assistant` if the prompt ends with it.
+const FIRST: PartId = 1;
+/// The header of a later message.
+const NEXT: PartId = 2;
+const ANALYSIS: PartId = 3;
+const FINAL: PartId = 4;
+/// Text before a tool call.
+const PREAMBLE: PartId = 5;
+/// The arguments of the first tool. The other tools follow.
+const TOOLS: PartId = 6;
+
+/// Returns the parts of an answer, and the first of them.
+pub fn parts(
+    request: &ConstrainedRequest,
+    harmony: Harmony,
+    has_generation_prompt: bool,
+) -> Result<(Vec<Part>, PartId)> {
+    let constraint = &request.constraint;
+    let is_required = constraint.is_required();
+    let headers = Headers { request, harmony };
+    let stop_with = |token: u32| {
+        let stops: Vec<u32> = [&[token], &request.stop_token_ids[..]].concat();
+        all_to(&stops, END)
+    };
+
+    let mut later = headers.later()?;
+    let mut first = vec![headers.message("analysis", ANALYSIS)?];
+    first.extend(later.iter().cloned());
+    if !is_required {
+        later = first.clone();
+    }
+    let opening = [vec![harmony.start], headers.encode("assistant")?].concat();
+    let opened = |headers: &[(Vec<u32>, PartId)]| -> Vec<(Vec<u32>, PartId)> {
+        headers.iter().map(|(header, part)| ([&opening[..], header].concat(), *part)).collect()
+    };
+    // In reasoning, the model may not start another message without `<|end|>`, or end the answer that is required.
+    let text = || {
+        let mut premature = vec![harmony.start, harmony.channel];
+        if is_required {
+            premature.extend(request.language.stop_ids());
+        }
+        let exits = vec![(harmony.end, NEXT)];
+        Part::Free(Free { exits, premature, replacement: Some(harmony.end), ..Free::default() })
+    };
+    let answer = match &constraint.answer {
+        Some(answer) if !constraint.requires_tool => {
+            request.grammar(answer, Vec::new(), stop_with(harmony.end_of_turn))?
+        }
+        _ => text(),
+    };
+    let first = if has_generation_prompt { first } else { opened(&first) };
+    let mut parts = vec![Part::End, Part::Choice(first), Part::Choice(opened(&later)), text(), answer, text()];
+    for tool in &constraint.tools {
+        parts.push(match &tool.arguments {
+            Some(arguments) => {
+                let end = harmony.call.unwrap_or(harmony.end_of_turn);
+                request.grammar(arguments, Vec::new(), stop_with(end))?
+            }
+            None => text(),
+        });
+    }
+    Ok((parts, FIRST))
+}
+
+/// Writes the headers of messages, without `<|start|>assistant`.
+struct Headers<'r> {
+    request: &'r ConstrainedRequest,
+    harmony: Harmony,
+}
+
+impl Headers<'_> {
+    fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        self.request.language.tokenizer.encode(text, ControlTokens::Text)
+    }
+
+    /// Returns the header of a message in a channel.
+    fn message(&self, channel: &str, part: PartId) -> Result<(Vec<u32>, PartId)> {
+        let header = [&[self.harmony.channel], &self.encode(channel)?[..], &[self.harmony.message]].concat();
+        Ok((header, part))
+    }
+
+    /// Returns the headers of all messages besides reasoning.
+    fn later(&self) -> Result<Vec<(Vec<u32>, PartId)>> {
+        let constraint = &self.request.constraint;
+        let mut headers = Vec::new();
+        if !constraint.requires_tool {
+            headers.push(self.message("final", FINAL)?);
+        }
+        if !constraint.is_required() {
+            headers.push(self.message("commentary", PREAMBLE)?);
+        }
+        let Harmony { channel, message, .. } = self.harmony;
+        // The text of a header is encoded in parts, as when a conversation is rendered.
+        let mut types = vec![Vec::new(), self.encode(" json")?];
+        if let Some(constrain) = self.harmony.constrain {
+            types.push([&self.encode(" ")?[..], &[constrain], &self.encode("json")?].concat());
+        }
+        let channels = [self.encode("commentary")?, self.encode("analysis")?];
+        for (tool, part) in constraint.tools.iter().zip(TOOLS..) {
+            let recipient = self.encode(&format!(" to={}", harmony_recipient(&tool.name)))?;
+            for (name, content_type) in channels.iter().flat_map(|name| types.iter().map(move |kind| (name, kind))) {
+                let after_channel = [&[channel], &name[..], &recipient, content_type, &[message]].concat();
+                let before_channel = [&recipient[..], &[channel], name, content_type, &[message]].concat();
+                headers.extend([(after_channel, part), (before_channel, part)]);
+            }
+        }
+        Ok(headers)
+    }
+}

@@ -1,0 +1,80 @@
+//! Constrains answers to a grammar: a JSON schema, any JSON object, a regular expression, some texts or a Lark grammar.
+//!
+//! - [`GrammarCompiler`] compiles grammars for a vocabulary, with llguidance. Each engine has one, built on first use.
+//! - [`Plan`] describes the whole answer to a request: messages, reasoning, tool calls, and where a grammar applies.
+//!   `harmony` and `tagged` create the plan for a chat format.
+//! - [`ConstraintState`] is the position of one sequence in its plan. It computes the tokens that may come next.
+//!
+//! Reasoning is never constrained. A plan follows the control tokens of the chat format, not its text.
+//! A constraint never gives up: if its grammar becomes too expensive to follow, the request ends with an error.
+
+mod compiler;
+mod context;
+mod harmony;
+mod plan;
+mod prepare;
+mod state;
+mod tagged;
+
+use serde_json::Value;
+
+pub use compiler::GrammarCompiler;
+pub use context::{ChatPrompt, ConstrainedRequest};
+pub use prepare::prepare;
+pub use state::ConstraintState;
+
+/// The form of an answer: the grammar of its text, and the tools that it may call.
+#[derive(Clone, Debug, Default)]
+pub struct Constraint {
+    /// The grammar of the text. `None` allows any text.
+    pub answer: Option<Grammar>,
+    /// The tools that may be called. A chat format without control tokens for tool calls ignores optional tools.
+    pub tools: Vec<ToolGrammar>,
+    /// Whether the answer must call a tool.
+    pub requires_tool: bool,
+    /// Whether the answer may call several tools, in chat formats that support it.
+    pub can_call_in_parallel: bool,
+}
+
+/// A tool that may be called.
+#[derive(Clone, Debug)]
+pub struct ToolGrammar {
+    pub name: String,
+    /// The grammar of the arguments. `None` allows any text.
+    pub arguments: Option<Grammar>,
+}
+
+/// A grammar with a name for error messages.
+#[derive(Clone, Debug)]
+pub struct Grammar {
+    /// What the grammar belongs to, such as the name of a request field.
+    pub name: String,
+    pub kind: GrammarKind,
+}
+
+/// The kinds of grammars.
+#[derive(Clone, Debug)]
+pub enum GrammarKind {
+    /// A JSON value that matches a schema. Submitting fails if llguidance cannot enforce the whole schema.
+    JsonSchema(Value),
+    /// Any JSON object.
+    JsonObject,
+    /// Text that matches a regular expression as a whole, in the syntax of the crate `regex`.
+    Regex(String),
+    /// One of several texts.
+    Choice(Vec<String>),
+    /// Text that matches a grammar in llguidance's variant of Lark.
+    Lark(String),
+}
+
+impl Constraint {
+    /// Creates a constraint on the text of an answer without tools.
+    pub fn new(kind: GrammarKind) -> Self {
+        Self { answer: Some(Grammar { name: "the grammar".to_string(), kind }), ..Self::default() }
+    }
+
+    /// Returns whether the answer must have a certain form, in contrast to the arguments of optional tools.
+    fn is_required(&self) -> bool {
+        self.answer.is_some() || self.requires_tool
+    }
+}

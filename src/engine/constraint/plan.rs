@@ -1,0 +1,62 @@
+//! The plan of an answer: the parts that it consists of, and the tokens that lead from one part to the next.
+
+use std::sync::Arc;
+
+use super::compiler::CompiledGrammar;
+use crate::language::Language;
+
+/// The index of a part in a plan.
+pub type PartId = usize;
+
+/// The part that ends every plan. Only stop tokens are allowed there.
+pub const END: PartId = 0;
+
+/// The parts of an answer.
+pub struct Plan {
+    pub language: Arc<Language>,
+    pub parts: Vec<Part>,
+    /// The part that comes first.
+    pub start: PartId,
+    /// The tokens that end the sequence.
+    pub stops: Vec<u32>,
+    pub vocab_size: usize,
+    /// The token that stands for the end of the text in the masks of a matcher.
+    pub end: u32,
+}
+
+/// One part of an answer.
+pub enum Part {
+    /// The end of the answer.
+    End,
+    /// One of several token sequences, such as the header of a message.
+    Choice(Vec<(Vec<u32>, PartId)>),
+    /// Any text.
+    Free(Free),
+    /// Text that matches a grammar.
+    Grammar {
+        /// Boxed, because it is much larger than the other parts.
+        grammar: Box<CompiledGrammar>,
+        /// The tokens that may come instead of the text.
+        instead: Vec<(u32, PartId)>,
+        /// The tokens that may come after the whole text.
+        after: Vec<(u32, PartId)>,
+    },
+}
+
+/// Any text, up to a token or a tag.
+#[derive(Default)]
+pub struct Free {
+    /// The tokens that end the text.
+    pub exits: Vec<(u32, PartId)>,
+    /// A text that ends the part, for vocabularies without a token for it.
+    pub tag: Option<(&'static str, PartId)>,
+    /// The tokens that must not end the answer here, or start another message.
+    pub premature: Vec<u32>,
+    /// The token that replaces a premature one. `None`: a premature token is an error.
+    pub replacement: Option<u32>,
+}
+
+/// Returns the way from each of `tokens` to a part.
+pub fn all_to(tokens: &[u32], part: PartId) -> Vec<(u32, PartId)> {
+    tokens.iter().map(|&token| (token, part)).collect()
+}

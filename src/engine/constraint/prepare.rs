@@ -1,0 +1,81 @@
+//! Prepares the constraint of a request: compiles its grammars and creates the plan of the answer.
+
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+use super::compiler::invalid;
+use super::context::ConstrainedRequest;
+use super::plan::{END, Part, PartId, Plan, all_to};
+use super::state::ConstraintState;
+use super::{harmony, tagged};
+use crate::chat::ChatFormat;
+
+/// The most CPU time that compiling the grammars of a request may take.
+const MAX_COMPILE_CPU: Duration = Duration::from_millis(250);
+
+/// The longest time to wait for the grammars of a request, on a machine that is busy.
+const MAX_COMPILE_WAIT: Duration = Duration::from_secs(2);
+
+/// The stack of the thread that compiles grammars, in bytes. Nested grammars recurse.
+const COMPILE_STACK: usize = 32 << 20;
+
+/// Compiles the grammars of a request. Returns the state of its sequences before their first token.
+///
+/// Fails with [`Error::InvalidConstraint`](crate::error::Error::InvalidConstraint) if a grammar is invalid, not supported
+/// or too large.
+pub fn prepare(request: ConstrainedRequest) -> Result<ConstraintState> {
+    let (sender, result) = mpsc::sync_channel(1);
+    let name = request.constraint.answer.as_ref().map_or("tools", |answer| &answer.name).to_string();
+    let compile = move || {
+        let plan = plan(request);
+        // The receiver stops waiting after `MAX_COMPILE_WAIT`. The limits of the compiler then end this thread.
+        let _ = sender.send((plan, thread_time()));
+    };
+    let thread = thread::Builder::new().name("inferno-grammar".into()).stack_size(COMPILE_STACK);
+    thread.spawn(compile).context("cannot start a thread to compile a grammar")?;
+    match result.recv_timeout(MAX_COMPILE_WAIT) {
+        Ok((Err(problem), _)) => Err(problem),
+        Ok((Ok(plan), time)) if time <= MAX_COMPILE_CPU => Ok(ConstraintState::new(Arc::new(plan))),
+        _ => Err(invalid(&name, &format!("compiling takes more than {} ms", MAX_COMPILE_CPU.as_millis()))),
+    }
+}
+
+/// Creates the plan of the answer.
+fn plan(request: ConstrainedRequest) -> Result<Plan> {
+    let stops = request.stops();
+    let (parts, start) = match (&request.chat, &request.language.chat) {
+        (Some(prompt), Some(ChatFormat::Harmony(format))) => {
+            harmony::parts(&request, format.control_tokens(), prompt.has_generation_prompt)?
+        }
+        (Some(prompt), _) => tagged::parts(&request, &prompt.text)?,
+        (None, _) => text_parts(&request, &stops)?,
+    };
+    let (vocab_size, end) = (request.compiler.vocab_size(), request.compiler.end());
+    Ok(Plan { language: request.language, parts, start, stops, vocab_size, end })
+}
+
+/// Returns the parts of a text without a chat format.
+fn text_parts(request: &ConstrainedRequest, stops: &[u32]) -> Result<(Vec<Part>, PartId)> {
+    match &request.constraint.answer {
+        Some(answer) if !request.constraint.requires_tool => {
+            Ok((vec![Part::End, request.grammar(answer, Vec::new(), all_to(stops, END))?], 1))
+        }
+        _ => Err(invalid("tools", "a text completion cannot call tools")),
+    }
+}
+
+/// Returns the CPU time of this thread so far.
+#[cfg(unix)]
+fn thread_time() -> Duration {
+    use nix::time::{ClockId, clock_gettime};
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
+}
+
+/// Returns zero, because the CPU time of a thread is not available.
+#[cfg(not(unix))]
+fn thread_time() -> Duration {
+    Duration::ZERO
+}

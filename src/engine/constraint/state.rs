@@ -1,0 +1,262 @@
+//! The position of one sequence in the plan of its answer.
+
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use llguidance::Matcher;
+
+use super::compiler::invalid;
+use super::plan::{Free, Part, PartId, Plan};
+use crate::kernels::token_mask::TokenMask;
+
+/// The position of one sequence in its plan. Clones are independent, and share caches of their grammars.
+#[derive(Clone)]
+pub struct ConstraintState {
+    plan: Arc<Plan>,
+    part: PartId,
+    progress: Progress,
+    /// Whether the last mask allowed only tokens that end the answer.
+    must_end: bool,
+}
+
+/// The position in a part.
+#[derive(Clone)]
+enum Progress {
+    End,
+    /// The token sequences that are still possible, and the number of their tokens so far.
+    Choice {
+        possible: Vec<usize>,
+        position: usize,
+    },
+    /// The end of the text, as long as it may be the start of a tag.
+    Free {
+        tail: Vec<u8>,
+    },
+    /// `unread` are the tokens that the matcher has not consumed yet, so that it can do so while the GPU works.
+    Grammar {
+        matcher: Box<Matcher>,
+        unread: Vec<u32>,
+        has_text: bool,
+    },
+}
+
+impl ConstraintState {
+    /// Returns the state at the start of a plan.
+    pub fn new(plan: Arc<Plan>) -> Self {
+        let start = plan.start;
+        let mut state = Self { plan, part: start, progress: Progress::End, must_end: false };
+        state.enter(start);
+        state
+    }
+
+    fn enter(&mut self, part: PartId) {
+        self.part = part;
+        self.progress = match &self.plan.parts[part] {
+            Part::End => Progress::End,
+            Part::Choice(sequences) => Progress::Choice { possible: (0..sequences.len()).collect(), position: 0 },
+            Part::Free(_) => Progress::Free { tail: Vec::new() },
+            Part::Grammar { grammar, .. } => {
+                let matcher = Box::new(grammar.matcher.clone());
+                Progress::Grammar { matcher, unread: Vec::new(), has_text: false }
+            }
+        };
+    }
+
+    /// Returns whether only some tokens may come next.
+    pub fn is_constrained(&self) -> bool {
+        !matches!(self.progress, Progress::Free { .. })
+    }
+
+    /// Returns whether the last mask allowed only tokens that end the answer.
+    pub fn must_end(&self) -> bool {
+        self.must_end
+    }
+
+    /// Returns the tokens that may come next, or `None` if all may. Fails if the grammar cannot be followed any further.
+    pub fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
+        let plan = self.plan.clone();
+        let mut mask = TokenMask::none(plan.vocab_size);
+        self.must_end = false;
+        match (&mut self.progress, &plan.parts[self.part]) {
+            (Progress::Choice { possible, position }, Part::Choice(sequences)) => {
+                possible.iter().for_each(|&index| mask.allow(sequences[index].0[*position]));
+                self.must_end = possible.iter().all(|&index| plan.stops.contains(&sequences[index].0[*position]));
+            }
+            (Progress::Grammar { matcher, unread, has_text }, Part::Grammar { grammar, instead, after }) => {
+                let read = std::mem::take(unread);
+                let text = read_mask(matcher, &read).map_err(|problem| invalid(&grammar.name, &problem.to_string()))?;
+                let can_end = match text {
+                    Some(text) => {
+                        mask = TokenMask::from_words(text.as_slice(), plan.vocab_size);
+                        mask.is_allowed(plan.end)
+                    }
+                    None => true,
+                };
+                // A stop token ends the sequence, so it may come only after the whole text.
+                plan.stops.iter().chain([&plan.end]).for_each(|&stop| mask.forbid(stop));
+                self.must_end = can_end && mask.is_empty();
+                let ends = after.iter().filter(|_| can_end);
+                ends.chain(instead.iter().filter(|_| !*has_text)).for_each(|&(token, _)| mask.allow(token));
+                if mask.is_empty() {
+                    return Err(invalid(&grammar.name, "the text cannot continue without a stop token of the request"));
+                }
+            }
+            (Progress::Free { .. }, _) => return Ok(None),
+            _ => {
+                plan.stops.iter().for_each(|&stop| mask.allow(stop));
+                self.must_end = true;
+            }
+        }
+        Ok(Some(mask))
+    }
+
+    /// Records the next token. Returns the token to use, which is another one if the answer must not end yet.
+    pub fn advance(&mut self, token: u32) -> Result<u32> {
+        let plan = self.plan.clone();
+        let mut token = token;
+        let next = match (&mut self.progress, &plan.parts[self.part]) {
+            (Progress::Choice { possible, position }, Part::Choice(sequences)) => {
+                possible.retain(|&index| sequences[index].0[*position] == token);
+                *position += 1;
+                let Some(&first) = possible.first() else { bail!("internal error: token {token} was not allowed") };
+                let (sequence, part) = &sequences[first];
+                (sequence.len() == *position).then_some(*part)
+            }
+            (Progress::Free { tail }, Part::Free(free)) => {
+                if free.premature.contains(&token) {
+                    let Some(replacement) = free.replacement else {
+                        bail!("the model ended its answer before the part that the request's constraint requires");
+                    };
+                    token = replacement;
+                }
+                leave_free(free, tail, token, &plan)?
+            }
+            (Progress::Grammar { unread, has_text, .. }, Part::Grammar { instead, after, .. }) => {
+                let leaves = after.iter().chain(instead.iter().filter(|_| !*has_text));
+                let part = leaves.clone().find(|(exit, _)| *exit == token).map(|(_, part)| *part);
+                if part.is_none() {
+                    unread.push(token);
+                    *has_text = true;
+                }
+                part
+            }
+            _ => None,
+        };
+        if let Some(part) = next {
+            self.enter(part);
+        }
+        Ok(token)
+    }
+}
+
+/// Lets a matcher consume tokens. Returns the tokens that may come next, or `None` if the text is complete.
+fn read_mask(matcher: &mut Matcher, tokens: &[u32]) -> Result<Option<llguidance::toktrie::SimpleVob>> {
+    if !tokens.is_empty() {
+        matcher.consume_tokens(tokens)?;
+    }
+    match matcher.is_stopped() && !matcher.is_error() {
+        true if matcher.stop_reason().is_ok() => Ok(None),
+        true => bail!("{}", matcher.stop_reason()),
+        false => matcher.compute_mask().map(Some),
+    }
+}
+
+/// Returns the part that comes after free text, if `token` ends the text.
+fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Result<Option<PartId>> {
+    if let Some((_, part)) = free.exits.iter().find(|(exit, _)| *exit == token) {
+        return Ok(Some(*part));
+    }
+    let (Some((tag, part)), table) = (free.tag, plan.language.tokenizer.table()) else { return Ok(None) };
+    if table.is_control(token) {
+        tail.clear();
+        return Ok(None);
+    }
+    tail.extend(table.bytes(token));
+    let Some(at) = tail.windows(tag.len()).position(|window| window == tag.as_bytes()) else {
+        let excess = tail.len().saturating_sub(tag.len() - 1);
+        tail.drain(..excess);
+        return Ok(None);
+    };
+    // The grammar has not seen the text after the tag.
+    if !tail[at + tag.len()..].iter().all(u8::is_ascii_whitespace) {
+        bail!("the model continued its answer in the token that ends {tag}");
+    }
+    Ok(Some(part))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::engine::constraint::plan::END;
+    use crate::language::Language;
+    use crate::tokenizer::{ControlTokens, Tokenizer};
+
+    const STOP: u32 = 1993;
+
+    /// Returns the state of a plan that begins with free text and continues with one of two token sequences.
+    fn state(free: Free) -> ConstraintState {
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+        let tokenizer = Tokenizer::from_dir(&demo).unwrap();
+        let language = Arc::new(Language::new(tokenizer, None, serde_json::Value::Null, vec![STOP]));
+        let sequences = vec![(vec![5, 6, 7], 3), (vec![5, 8], END)];
+        let parts = vec![Part::End, Part::Free(free), Part::Choice(sequences), Part::Free(Free::default())];
+        let plan = Plan { language, parts, start: 1, stops: vec![STOP], vocab_size: 2000, end: STOP };
+        ConstraintState::new(Arc::new(plan))
+    }
+
+    fn push_text(state: &mut ConstraintState, text: &str) -> Result<()> {
+        let ids = state.plan.language.tokenizer.encode(text, ControlTokens::Text).unwrap();
+        ids.into_iter().try_for_each(|id| state.advance(id).map(drop))
+    }
+
+    fn allowed(state: &mut ConstraintState) -> Vec<u32> {
+        let mask = state.allowed_tokens().unwrap().unwrap();
+        (0..2000).filter(|&id| mask.is_allowed(id)).collect()
+    }
+
+    #[test]
+    fn sequences_lead_to_their_parts() {
+        let mut state = state(Free { exits: vec![(9, 2)], ..Free::default() });
+        assert!(!state.is_constrained() && state.allowed_tokens().unwrap().is_none());
+        assert_eq!(state.advance(9).unwrap(), 9);
+        let mut other = state.clone();
+        assert_eq!(allowed(&mut state), [5]);
+        state.advance(5).unwrap();
+        assert_eq!(allowed(&mut state), [6, 8]);
+        state.advance(6).unwrap();
+        state.advance(7).unwrap();
+        assert!(!state.is_constrained(), "the first sequence leads to free text");
+        assert_eq!(allowed(&mut other), [5], "clones are independent");
+        other.advance(5).unwrap();
+        other.advance(8).unwrap();
+        assert_eq!(allowed(&mut other), [STOP]);
+        assert!(other.must_end());
+    }
+
+    #[test]
+    fn a_tag_ends_free_text_in_any_tokens() {
+        let tagged = || state(Free { tag: Some(("</think>", 2)), ..Free::default() });
+        for text in ["</think>", "I think <think> a </ think></think>", "a<</think>"] {
+            let mut state = tagged();
+            push_text(&mut state, text).unwrap();
+            assert!(state.is_constrained(), "{text}");
+        }
+        let mut state = tagged();
+        push_text(&mut state, "</think").unwrap();
+        // A control token interrupts the tag.
+        state.advance(1997).unwrap();
+        push_text(&mut state, ">").unwrap();
+        assert!(!state.is_constrained());
+    }
+
+    #[test]
+    fn premature_tokens_are_replaced_or_are_errors() {
+        let free = |replacement| Free { exits: vec![(9, 2)], premature: vec![STOP], replacement, tag: None };
+        let mut replaced = state(free(Some(9)));
+        assert_eq!(replaced.advance(STOP).unwrap(), 9);
+        assert_eq!(allowed(&mut replaced), [5]);
+        assert!(state(free(None)).advance(STOP).is_err());
+    }
+}

@@ -1,0 +1,114 @@
+//! The plan of an answer in a format with tags: `<think>` around reasoning and `<tool_call>` around tool calls.
+//!
+//! The grammar of the answer applies from the first token, or from the end of the reasoning. Tool calls are JSON objects
+//! in the format of Hermes and Qwen. A vocabulary without tokens for the tags of tool calls does not support them.
+
+use std::fmt::Write;
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use super::compiler::{invalid, with_options};
+use super::context::ConstrainedRequest;
+use super::plan::{END, Free, Part, PartId, all_to};
+use super::{Grammar, GrammarKind, ToolGrammar};
+use crate::chat::{END_THINK, END_TOOL_CALL, THINK, TOOL_CALL};
+
+/// The answer, which may start with reasoning.
+const START: PartId = 1;
+const REASONING: PartId = 2;
+/// The answer after its reasoning.
+const ANSWER: PartId = 3;
+const TOOL: PartId = 4;
+/// What comes after a tool call.
+const AFTER_TOOL: PartId = 5;
+
+/// The tokens for the tags of tool calls.
+#[derive(Clone, Copy)]
+struct ToolTags {
+    open: u32,
+    close: u32,
+}
+
+/// Returns the parts of an answer, and the first of them. `prompt` is the rendered conversation.
+pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<Part>, PartId)> {
+    let (constraint, stops) = (&request.constraint, request.stops());
+    let tokenizer = &request.language.tokenizer;
+    let control = |text: &str| tokenizer.token_id(text).filter(|&id| tokenizer.is_control(id));
+    let tags = match (control(TOOL_CALL), control(END_TOOL_CALL)) {
+        (Some(open), Some(close)) if !constraint.tools.is_empty() => Some(ToolTags { open, close }),
+        _ if constraint.requires_tool => {
+            return Err(invalid("tool_choice", "the chat format of this model does not support required tool calls"));
+        }
+        _ => None,
+    };
+    let to_tool: Vec<(u32, PartId)> = tags.iter().map(|tags| (tags.open, TOOL)).collect();
+    let to_reasoning: Vec<(u32, PartId)> = control(THINK).map(|think| (think, REASONING)).into_iter().collect();
+
+    let answer = |instead: Vec<(u32, PartId)>| -> Result<Part> {
+        match &constraint.answer {
+            _ if constraint.requires_tool => Ok(choice(&instead)),
+            Some(answer) => request.grammar(answer, instead, all_to(&stops, END)),
+            None => Ok(Part::Free(Free { exits: to_tool.clone(), ..Free::default() })),
+        }
+    };
+    let start = answer([&to_tool[..], &to_reasoning].concat())?;
+    let end_think = control(END_THINK);
+    let mut reasoning = Free { exits: to_tool.clone(), tag: Some((END_THINK, ANSWER)), ..Free::default() };
+    reasoning.exits.extend(end_think.map(|token| (token, ANSWER)));
+    if constraint.is_required() {
+        reasoning.premature = request.language.stop_ids().to_vec();
+        reasoning.premature.extend(control(TOOL_CALL).filter(|_| tags.is_none()));
+        reasoning.replacement = end_think;
+    }
+    let mut parts = vec![Part::End, start, Part::Free(reasoning), answer(to_tool.clone())?];
+    if let Some(tags) = tags {
+        // The errors of single grammars name their tool.
+        for arguments in constraint.tools.iter().filter_map(|tool| tool.arguments.as_ref()) {
+            request.compiler.compile(arguments)?;
+        }
+        let after = if constraint.can_call_in_parallel { to_tool.clone() } else { Vec::new() };
+        parts.push(request.grammar(&tool_calls(&constraint.tools), Vec::new(), vec![(tags.close, AFTER_TOOL)])?);
+        parts.push(match constraint.is_required() {
+            true => choice(&[after, all_to(&stops, END)].concat()),
+            false => Part::Free(Free { exits: to_tool, ..Free::default() }),
+        });
+    }
+    let is_reasoning = prompt.trim_end().ends_with(THINK);
+    let is_after_reasoning = prompt.trim_end().ends_with(END_THINK);
+    Ok((
+        parts,
+        if is_reasoning {
+            REASONING
+        } else if is_after_reasoning {
+            ANSWER
+        } else {
+            START
+        },
+    ))
+}
+
+/// Returns a part that consists of one of several tokens.
+fn choice(tokens: &[(u32, PartId)]) -> Part {
+    Part::Choice(tokens.iter().map(|&(token, part)| (vec![token], part)).collect())
+}
+
+/// Returns the grammar of a tool call, without its tags.
+fn tool_calls(tools: &[ToolGrammar]) -> Grammar {
+    let mut lark = String::new();
+    let names: Vec<String> = (0..tools.len()).map(|index| format!("call{index}")).collect();
+    let _ = writeln!(lark, "start: {}", names.join(" | "));
+    for (index, tool) in tools.iter().enumerate() {
+        let head = format!("\n{{\"name\": {}, \"arguments\": ", json!(tool.name));
+        let _ = writeln!(lark, "call{index}: {} arguments{index} {}", json!(head), json!("}\n"));
+        let schema = match tool.arguments.as_ref().map(|arguments| &arguments.kind) {
+            Some(GrammarKind::JsonSchema(schema)) => schema.clone(),
+            _ => json!({ "type": "object" }),
+        };
+        let schema: Value = with_options(&schema);
+        let _ = writeln!(lark, "arguments{index}: %json {schema}");
+    }
+    let named = tools.iter().find_map(|tool| tool.arguments.as_ref());
+    let name = named.map_or("tools", |arguments| arguments.name.as_str()).to_string();
+    Grammar { name, kind: GrammarKind::Lark(lark) }
+}

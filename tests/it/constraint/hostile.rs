@@ -1,0 +1,199 @@
+//! Grammars that are invalid, not supported, or meant to exhaust time or memory.
+
+use std::time::{Duration, Instant};
+
+use inferno::engine::{Constraint, GrammarKind};
+use inferno::{Event, GenerateOptions};
+use serde_json::{Value, json};
+
+use super::{question, refusal, sampled};
+use crate::engine::demo;
+
+/// The longest time that a hostile grammar may occupy a client, with room for a busy machine.
+const LIMIT: Duration = Duration::from_secs(5);
+
+#[test]
+fn what_cannot_be_enforced_is_refused() {
+    let engine = demo(256);
+    let object = |keyword: &str, value: Value| GrammarKind::JsonSchema(json!({ "type": "object", keyword: value }));
+    for (kind, expected) in [
+        (object("dependentRequired", json!({ "a": ["b"] })), "dependentRequired"),
+        (GrammarKind::JsonSchema(json!({ "type": "array", "uniqueItems": true })), "uniqueItems"),
+        (GrammarKind::JsonSchema(json!({ "not": { "type": "string" } })), "not"),
+        (GrammarKind::JsonSchema(json!({ "type": "text" })), "text"),
+        (GrammarKind::JsonSchema(json!({ "type": "string", "format": "no-such-format" })), "no-such-format"),
+        (GrammarKind::JsonSchema(json!({ "$ref": "#/$defs/missing" })), "missing"),
+        (GrammarKind::JsonSchema(json!({ "$ref": "https://example.com/schema" })), "example.com"),
+        (GrammarKind::JsonSchema(json!({ "type": "integer", "minimum": 5, "maximum": 4 })), "minimum"),
+        (GrammarKind::JsonSchema(json!(false)), ""),
+        // Two options can match the same value, so at most one cannot be enforced.
+        (GrammarKind::JsonSchema(json!({ "oneOf": [{ "type": "integer" }, { "type": "number" }] })), "oneOf"),
+        // Options of llguidance that would disable checks have no effect.
+        (object("x-guidance", json!({ "lenient": true })), ""),
+        (GrammarKind::Regex("(".to_string()), ""),
+        (GrammarKind::Regex(r"(?=look)ahead".to_string()), ""),
+        (GrammarKind::Lark("start: missing".to_string()), "missing"),
+        (GrammarKind::Lark(String::new()), ""),
+        (GrammarKind::Choice(Vec::new()), ""),
+    ] {
+        if matches!(&kind, GrammarKind::JsonSchema(schema) if schema.get("x-guidance").is_some()) {
+            let mut schema = json!({ "type": "object", "x-guidance": { "lenient": true } });
+            schema["not"] = json!({});
+            assert!(refusal(&engine, GrammarKind::JsonSchema(schema)).contains("not"));
+            continue;
+        }
+        let what = format!("{kind:?}");
+        let reason = refusal(&engine, kind);
+        assert!(!reason.is_empty() && reason.contains(expected) && reason.len() < 2500, "{what}: {reason}");
+        assert!(!reason.contains("backtrace") && !reason.contains("<state>"), "{what}: {reason}");
+    }
+}
+
+#[test]
+fn disjoint_options_of_one_of_are_supported() {
+    let engine = demo(1024);
+    let option = |kind: &str| json!({ "type": "object", "properties": { "kind": { "const": kind } }, "required": ["kind"], "additionalProperties": false });
+    let schema = json!({ "oneOf": [option("cat"), option("dog")] });
+    let answer = super::ask(&engine, super::with_schema(0, &schema));
+    let json = super::complete_json(&answer);
+    assert!(["cat", "dog"].contains(&json["kind"].as_str().unwrap()), "{json}");
+}
+
+fn nested(depth: usize, inner: Value, wrap: impl Fn(Value) -> Value) -> Value {
+    (0..depth).fold(inner, |schema, _| wrap(schema))
+}
+
+/// Grammars that are valid, but large, deep, recursive or ambiguous.
+fn abusive() -> Vec<(&'static str, GrammarKind)> {
+    let schema = GrammarKind::JsonSchema;
+    let regex = |text: &str| GrammarKind::Regex(text.to_string());
+    let lark = |text: &str| GrammarKind::Lark(text.to_string());
+    let many: Vec<String> = (0..50_000).map(|index| format!("value-{index}")).collect();
+    let fields: serde_json::Map<String, Value> =
+        (0..3000).map(|index| (format!("field{index}"), json!({ "type": "string" }))).collect();
+    vec![
+        ("enum", schema(json!({ "enum": many }))),
+        ("fields", schema(json!({ "type": "object", "properties": fields }))),
+        (
+            "deep objects",
+            schema(nested(
+                60,
+                json!({ "type": "null" }),
+                |inner| json!({ "type": "object", "properties": { "a": inner }, "required": ["a"] }),
+            )),
+        ),
+        (
+            "deep options",
+            schema(nested(
+                60,
+                json!({ "type": "null" }),
+                |inner| json!({ "anyOf": [inner, { "type": "array", "items": { "type": "string" } }] }),
+            )),
+        ),
+        (
+            "doubling options",
+            schema(nested(
+                20,
+                json!({ "type": "string" }),
+                |inner| json!({ "anyOf": [inner.clone(), { "type": "array", "items": [] }] }),
+            )),
+        ),
+        ("self reference", schema(json!({ "$ref": "#" }))),
+        (
+            "reference loop",
+            schema(
+                json!({ "$defs": { "a": { "$ref": "#/$defs/b" }, "b": { "$ref": "#/$defs/a" } }, "$ref": "#/$defs/a" }),
+            ),
+        ),
+        (
+            "all of a loop",
+            schema(
+                json!({ "$defs": { "a": { "allOf": [{ "$ref": "#/$defs/a" }, { "type": "object" }] } }, "$ref": "#/$defs/a" }),
+            ),
+        ),
+        (
+            "recursive tree",
+            schema(
+                json!({ "type": "object", "properties": { "left": { "$ref": "#" }, "right": { "$ref": "#" } }, "additionalProperties": false }),
+            ),
+        ),
+        (
+            "huge counts",
+            schema(
+                json!({ "type": "array", "items": { "type": "string", "minLength": 100_000 }, "minItems": 100_000 }),
+            ),
+        ),
+        ("huge number", schema(json!({ "type": "number", "minimum": 1e300, "maximum": 1.5e300 }))),
+        ("multiple of", schema(json!({ "type": "integer", "multipleOf": 99_991 }))),
+        ("multi-byte text", schema(json!({ "type": "é".repeat(200) }))),
+        ("pattern", schema(json!({ "type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$" }))),
+        ("nested repeats", regex("((((a{1,100}){1,100}){1,100}){1,100}){1,100}")),
+        ("ReDoS", regex("(a+)+b")),
+        ("ReDoS with options", regex("(a|a|aa)*(a|aa)*(b|bb)*c{0,5000}")),
+        ("distance", regex("(a|b)*a(a|b){200}")),
+        ("unicode", regex(r"(\p{L}|\p{N}){500}[^\p{L}]{500}")),
+        ("parentheses", regex(&format!("{}a{}", "(".repeat(60_000), ")".repeat(60_000)))),
+        ("intersection", lark("start: /(.*a){30}/ & /(.*b){30}/ & /(.*c){30}/")),
+        ("ambiguous", lark("start: a a a a a a\na: b*\nb: \"x\"* | \"xx\"*")),
+        ("left recursion", lark("start: start start | \"a\" | \"\"")),
+        ("deep lark", lark(&format!("start: {}\"a\"{}", "(".repeat(30_000), ")".repeat(30_000)))),
+        (
+            "exponential rules",
+            lark(
+                &(0..40)
+                    .map(|index| format!("r{index}: r{0} r{0}\n", index + 1))
+                    .chain(["r40: \"a\"\nstart: r0".to_string()])
+                    .collect::<String>(),
+            ),
+        ),
+    ]
+}
+
+/// Every abusive grammar is refused, or ends its request, within a limited time. Other requests still work.
+#[test]
+fn abusive_grammars_are_refused_or_stay_within_limits() {
+    let engine = demo(256);
+    // The first use builds the tables of the vocabulary.
+    refusal(&engine, GrammarKind::Regex("(".to_string()));
+    for (name, kind) in abusive() {
+        let started = Instant::now();
+        let constraint = Some(Constraint::new(kind));
+        let options = GenerateOptions { constraint, max_tokens: Some(40), ..sampled(1) };
+        if let Ok(stream) = engine.submit(question().options(options)) {
+            let compiled = started.elapsed();
+            assert!(compiled < LIMIT, "{name}: {compiled:?}");
+            let events: Result<Vec<Event>, _> = stream.into_iter().collect();
+            if let Err(problem) = events {
+                assert!(problem.to_string().contains("cannot"), "{name}: {problem}");
+            }
+        }
+        assert!(started.elapsed() < 2 * LIMIT, "{name}: {:?}", started.elapsed());
+    }
+    assert!(!crate::engine::Answer::read(engine.submit(question()).unwrap()).tokens.is_empty());
+    assert_eq!(engine.stats().used_blocks, 0);
+}
+
+/// If following a grammar becomes too expensive, the request ends with an error instead of without its constraint.
+#[test]
+fn spent_fuel_is_an_error() {
+    let engine = demo(2048);
+    // The number of ways to read the text grows with each letter, and the text cannot end before 600 letters.
+    let kind = GrammarKind::Lark("start: e{600} \"z\"\ne: \"x\" | e e | e e e | e e e e".to_string());
+    let constraint = Some(Constraint::new(kind));
+    let stream = engine.submit(question().options(GenerateOptions { constraint, ..sampled(3) })).unwrap();
+    let mut text = String::new();
+    for event in stream {
+        match event {
+            Ok(event) => {
+                text.push_str(&event.answer());
+                assert!(event.summary().is_none(), "the answer ended: {text}");
+            }
+            Err(problem) => {
+                assert!(problem.to_string().starts_with("cannot constrain the answer"), "{problem}");
+                assert!(text.chars().all(|letter| letter == 'x'), "{text}");
+                return;
+            }
+        }
+    }
+    panic!("the answer ended without an error: {text}");
+}
