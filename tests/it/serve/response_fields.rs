@@ -32,14 +32,14 @@ fn invalid_fields_are_errors_that_name_the_field() {
         (json!({ "top_logprobs": 21 }), "top_logprobs"),
         (json!({ "metadata": { "a": 1 } }), "metadata"),
         (json!({ "include": [1] }), "include"),
-        (json!({ "text": { "format": { "type": "json_object" } } }), "text.format"),
-        (json!({ "text": { "format": { "type": "json_schema", "name": "x", "schema": {} } } }), "text.format"),
+        (json!({ "text": { "format": { "type": "json_schema", "name": "x" } } }), "text.format.schema"),
+        (json!({ "text": { "format": { "type": "json_schema", "schema": { "type": 5 } } } }), "text.format.schema"),
         (json!({ "text": { "format": { "type": "yaml" } } }), "text.format.type"),
         (json!({ "reasoning": { "effort": "none" } }), "reasoning.effort"),
         (json!({ "tools": [{ "name": "f" }] }), "tools[0].type"),
         (json!({ "tools": [{ "type": "function", "name": "a b" }] }), "tools[0].name"),
-        (json!({ "tools": [function], "tool_choice": "required" }), "tool_choice"),
-        (json!({ "tools": [function], "tool_choice": { "type": "function", "name": "f" } }), "tool_choice"),
+        (json!({ "tool_choice": "required" }), "tool_choice"),
+        (json!({ "tools": [function], "tool_choice": { "type": "function", "name": "g" } }), "tool_choice"),
         (json!({ "tool_choice": { "type": "web_search" } }), "tool_choice"),
         (json!({ "n": 2 }), "n"),
         (json!({ "temperature": -1 }), "temperature"),
@@ -51,6 +51,36 @@ fn invalid_fields_are_errors_that_name_the_field() {
     let error = respond(&server, json!({ "input": "model ".repeat(300), "stream": true })).error(400);
     assert_eq!((&error["code"], &error["param"]), (&json!("context_length_exceeded"), &json!("input")));
     assert_eq!(respond(&server, json!({ "model": "gpt-4" })).error(404)["code"], "model_not_found");
+}
+
+#[test]
+fn formats_and_required_tools_are_enforced() {
+    let server = Server::start(&[]);
+    let schema = json!({
+        "type": "object",
+        "properties": { "answer": { "type": "string", "maxLength": 20 }, "count": { "enum": [1, 2] } },
+        "required": ["answer", "count"],
+        "additionalProperties": false,
+    });
+    let format = json!({ "type": "json_schema", "name": "answer", "strict": true, "schema": schema });
+    let response = respond(&server, json!({ "text": { "format": format } })).ok();
+    assert_eq!(response["text"]["format"], format);
+    let message = response["output"].as_array().unwrap().iter().find(|item| item["type"] == "message").unwrap();
+    let answer: Value = serde_json::from_str(message["content"][0]["text"].as_str().unwrap()).unwrap();
+    assert!(answer["answer"].is_string() && [1, 2].map(Value::from).contains(&answer["count"]), "{answer}");
+
+    let parameters = json!({ "type": "object", "properties": { "id": { "enum": [7] } }, "required": ["id"] });
+    let tool = |name| json!({ "type": "function", "name": name, "parameters": parameters });
+    let tools = json!([tool("find"), tool("list")]);
+    for (choice, names) in
+        [(json!("required"), vec!["find", "list"]), (json!({ "type": "function", "name": "list" }), vec!["list"])]
+    {
+        let response = respond(&server, json!({ "tools": tools, "tool_choice": choice })).ok();
+        let call = response["output"].as_array().unwrap().iter().find(|item| item["type"] == "function_call").unwrap();
+        assert!(names.contains(&call["name"].as_str().unwrap()), "{call}");
+        let arguments: Value = serde_json::from_str(call["arguments"].as_str().unwrap()).unwrap();
+        assert_eq!(arguments["id"], 7);
+    }
 }
 
 #[test]
@@ -70,7 +100,7 @@ fn tools_that_cannot_be_served_are_skipped_and_named() {
     let empty = json!({ "type": "function", "name": "list", "description": null, "parameters": null, "strict": null });
     assert_eq!((&json["tools"], &json["user"]), (&json!([function, empty]), &json!("ada")));
     let ignored = response.header("x-inferno-ignored").unwrap();
-    for name in ["tools[] (web_search)", "tools[] (namespace)", "tools[].strict", "user", "reasoning.summary"] {
+    for name in ["tools[] (web_search)", "tools[] (namespace)", "user", "reasoning.summary"] {
         assert!(ignored.split(", ").any(|field| field == name), "{name}: {ignored}");
     }
     // The model learns about the functions that it may call, and only about those.
