@@ -69,7 +69,9 @@ fn formats_and_required_tools_are_enforced() {
     let answer: Value = serde_json::from_str(message["content"][0]["text"].as_str().unwrap()).unwrap();
     assert!(answer["answer"].is_string() && [1, 2].map(Value::from).contains(&answer["count"]), "{answer}");
 
-    let parameters = json!({ "type": "object", "properties": { "id": { "enum": [7] } }, "required": ["id"] });
+    let properties = json!({ "id": { "enum": [7] } });
+    let parameters =
+        json!({ "type": "object", "properties": properties, "required": ["id"], "additionalProperties": false });
     let tool = |name| json!({ "type": "function", "name": name, "parameters": parameters });
     let tools = json!([tool("find"), tool("list")]);
     for (choice, names) in
