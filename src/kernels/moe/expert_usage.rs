@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 
 /// Counters on the device, for one layer: routed batches, and the different experts of each batch, added up.
-/// Only [`RoutedPairs::route`](super::route::RoutedPairs::route) with up to 256 tokens counts.
+/// Only `RoutedPairs::route` with up to 256 tokens counts.
 #[derive(Debug)]
 pub struct ExpertUsage(Tensor);
 
