@@ -33,8 +33,8 @@ export class MockServer {
   requests = [];
   /** Reports about the content-security policy. */
   violations = [];
-  /** How many completions the client has cancelled. */
-  cancelled = 0;
+  /** How many completions the client has canceled. */
+  canceled = 0;
 
   #server = createServer((request, response) => this.#handle(request, response));
   #metrics = new MockMetrics();
@@ -89,7 +89,7 @@ export class MockServer {
     response.writeHead(200, { "content-type": "text/event-stream", "cache-control": "no-cache" });
     const stream = new MockStream(response, body);
     response.on("close", () => {
-      if (!response.writableEnded) this.cancelled += 1;
+      if (!response.writableEnded) this.canceled += 1;
     });
     const delay = scenario === "slow" ? 40 : this.delay;
     stream.send({ role: "assistant", content: "" });

@@ -112,8 +112,8 @@ test("an answer appears while it streams, and Escape stops it", async ({ page, s
   await sees(page, ".notice", "You stopped this answer.");
   await page.waitFor(() => document.querySelector(".answer .markdown").textContent.startsWith("One word after"));
   const end = Date.now() + 5000;
-  while (server.cancelled === 0 && Date.now() < end) await new Promise((resolve) => setTimeout(resolve, 20));
-  assert.equal(server.cancelled, 1);
+  while (server.canceled === 0 && Date.now() < end) await new Promise((resolve) => setTimeout(resolve, 20));
+  assert.equal(server.canceled, 1);
 });
 
 test("the button stops an answer", async ({ page }) => {
