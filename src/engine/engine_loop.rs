@@ -5,6 +5,11 @@
 //!   chooses the next token.
 //! - `deliver`: the loop prepares the events of the chosen tokens, and removes sequences that have ended. It sends the
 //!   events while the device runs the next step.
+//!
+//! On a GPU, the loop plans and queues a step before it knows the tokens of the step before. It assumes that every
+//! sequence goes on, and places a pending token at its end. If a sequence has ended instead, the queued step computes
+//! one token of it in vain. Its blocks can be given to other sequences at once, because the device runs the steps in
+//! order. A step whose choices depend on the tokens before, such as one with penalties, is not queued: it waits.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -22,7 +27,7 @@ use super::sequence::Sequence;
 use super::stats::{self, Counters};
 use crate::error::Error;
 use crate::nn::kv_cache::KvCache;
-use crate::runner::{Chosen, Runner, RunnerLimits, StepSequence};
+use crate::runner::{ChooseToken, Chosen, QueuedStep, Runner, RunnerLimits, StepSequence};
 
 /// A message from a client to the engine thread.
 pub enum Command {
@@ -51,6 +56,12 @@ enum Job {
     Call(RunnerCall),
 }
 
+/// A step whose tokens are not known yet, and its work.
+struct QueuedWork {
+    step: QueuedStep,
+    work: Vec<SequenceWork>,
+}
+
 /// The state of the engine thread.
 pub struct EngineLoop {
     runner: Runner,
@@ -65,6 +76,7 @@ pub struct EngineLoop {
     started: Instant,
     is_draining: bool,
     outbox: Outbox,
+    queued: Option<QueuedWork>,
 }
 
 impl EngineLoop {
@@ -86,6 +98,7 @@ impl EngineLoop {
             started: Instant::now(),
             is_draining: false,
             outbox: Outbox::default(),
+            queued: None,
         }
     }
 
@@ -101,19 +114,77 @@ impl EngineLoop {
             }
             if plan.work.is_empty() {
                 self.outbox.flush();
+                self.deliver_queued();
                 continue;
             }
-            let outcome = self.step(&plan);
             stats::add(&self.counters.steps, 1);
-            self.deliver(&plan.work, outcome);
+            self.run_plan(plan);
         }
         self.outbox.flush();
+    }
+
+    /// Runs or queues one planned step. Delivers the tokens of the step that was queued before.
+    fn run_plan(&mut self, mut plan: StepPlan) {
+        let queued = match self.queue(&plan) {
+            Ok(queued) => queued,
+            Err(error) => {
+                self.deliver_queued();
+                return self.fail(&plan.work, error);
+            }
+        };
+        if let Some(step) = queued {
+            let is_ahead = self.queued.is_some();
+            stats::add(&self.counters.steps_queued_ahead, u64::from(is_ahead));
+            self.deliver_queued();
+            self.expect(QueuedWork { step, work: plan.work });
+            // The device runs the queued step now.
+            return self.outbox.flush();
+        }
+        if self.queued.is_some() {
+            self.deliver_queued();
+            // Some sequences have ended with their last token.
+            plan.work.retain(|work| self.scheduler.is_running(work.id));
+            if plan.work.is_empty() {
+                return;
+            }
+        }
+        match self.step(&plan) {
+            Ok(chosen) => self.deliver(&plan.work, chosen, false),
+            Err(error) => self.fail(&plan.work, error),
+        }
+    }
+
+    /// Waits for the tokens of the queued step, if there is one, and delivers them.
+    fn deliver_queued(&mut self) {
+        let Some(QueuedWork { step, work }) = self.queued.take() else { return };
+        let Self { runner, sequences, .. } = self;
+        let chosen = runner.take(step, &mut |index, token| {
+            if let Some(sequence) = sequences.get_mut(&work[index].id) {
+                sequence.sampler.record(token);
+            }
+        });
+        match chosen {
+            Ok(chosen) => self.deliver(&work, chosen, true),
+            Err(error) => self.fail(&work, error),
+        }
+    }
+
+    /// Records what a queued step will compute, so that the next step can be planned.
+    fn expect(&mut self, queued: QueuedWork) {
+        for SequenceWork { id, range, is_last } in &queued.work {
+            let Some(sequence) = self.sequences.get(id) else { continue };
+            self.scheduler.advance(*id, range.end);
+            if *is_last && !sequence.is_prefill_only() {
+                self.scheduler.push_pending(*id);
+            }
+        }
+        self.queued = Some(queued);
     }
 
     /// Queues incoming commands. Blocks while idle. Returns whether the loop should continue.
     fn receive_commands(&mut self) -> bool {
         loop {
-            let is_idle = self.scheduler.is_idle() && self.queue.is_empty();
+            let is_idle = self.scheduler.is_idle() && self.queue.is_empty() && self.queued.is_none();
             if is_idle {
                 self.outbox.flush();
             }
@@ -135,6 +206,7 @@ impl EngineLoop {
                 }
                 Ok(Command::Submit(sequences)) => self.queue.push_back(Job::Sequences(sequences)),
                 Ok(Command::Cache(call)) => {
+                    self.deliver_queued();
                     // The call may fill blocks that the runner's single sequence still counts as cached.
                     self.runner.reset();
                     call(self.runner.cache(), self.scheduler.blocks_mut());
@@ -188,6 +260,7 @@ impl EngineLoop {
                     self.sequences.extend((id..).zip(sequences));
                 }
                 Job::Call(call) if self.scheduler.is_idle() => {
+                    self.deliver_queued();
                     // The call may overwrite any block.
                     self.scheduler.forget_prefixes();
                     self.outbox.flush();
@@ -199,54 +272,36 @@ impl EngineLoop {
         }
     }
 
-    /// Runs one planned step. Returns the chosen token of each sequence in the plan.
+    /// Queues a planned step. Returns `None` if the step must wait for the tokens of the step before.
+    fn queue(&mut self, plan: &StepPlan) -> Result<Option<QueuedStep>> {
+        for copy in &plan.copies {
+            self.runner.copy_block(copy.from, copy.to)?;
+        }
+        let Self { runner, scheduler, sequences, counters, outbox, .. } = self;
+        runner.queue(&mut inputs(plan, scheduler, sequences, counters, outbox)?)
+    }
+
+    /// Runs a planned step whose copies are made. Returns the chosen token of each sequence in the plan.
     fn step(&mut self, plan: &StepPlan) -> Result<Vec<Chosen>> {
         let Self { runner, scheduler, sequences, counters, outbox, .. } = self;
-        for copy in &plan.copies {
-            runner.copy_block(copy.from, copy.to)?;
-        }
-        let mut inputs = Vec::with_capacity(plan.work.len());
-        let mut borrowed: HashMap<SequenceId, &mut Sequence> =
-            sequences.iter_mut().map(|(&id, sequence)| (id, sequence)).collect();
-        for SequenceWork { id, range, is_last } in &plan.work {
-            let (Some(sequence), Some(tables)) = (borrowed.remove(id), scheduler.tables(*id)) else {
-                bail!("internal error: the scheduler planned the unknown request {id}");
-            };
-            if !sequence.has_started() {
-                stats::subtract_one(&counters.waiting);
-                stats::add(&counters.running, 1);
-                sequence.start(range.start, outbox);
-            }
-            let limit = sequence.remaining();
-            let samples = *is_last && !sequence.is_prefill_only();
-            inputs.push(StepSequence {
-                id: *id,
-                ids: &scheduler.tokens(*id)[range.clone()],
-                position: range.start,
-                tables,
-                sampler: samples.then_some(&mut sequence.sampler),
-                limit,
-            });
-        }
+        let mut inputs = inputs(plan, scheduler, sequences, counters, outbox)?;
         runner.step(&mut inputs, &mut || outbox.flush())
     }
 
-    /// Adds the events of a step's tokens, and ends the sequences that are complete.
-    fn deliver(&mut self, work: &[SequenceWork], outcome: Result<Vec<Chosen>>) {
-        let chosen = match outcome {
-            Ok(chosen) => chosen,
-            Err(error) => {
-                // The step may have written only some of its keys and values, so its sequences cannot continue.
-                let message = format!("{error:#}");
-                let mut first = Some(error);
-                for id in work.iter().map(|work| work.id) {
-                    self.end(id, Err(first.take().unwrap_or_else(|| anyhow!("{message}"))));
-                }
-                self.scheduler.forget_prefixes();
-                self.counters.cached_tokens.store(0, Ordering::Relaxed);
-                return;
-            }
-        };
+    /// Ends the sequences of a failed step. The step may have written only some of its keys and values.
+    fn fail(&mut self, work: &[SequenceWork], error: anyhow::Error) {
+        let message = format!("{error:#}");
+        let mut first = Some(error);
+        for id in work.iter().map(|work| work.id) {
+            self.end(id, Err(first.take().unwrap_or_else(|| anyhow!("{message}"))));
+        }
+        self.scheduler.forget_prefixes();
+        self.counters.cached_tokens.store(0, Ordering::Relaxed);
+    }
+
+    /// Adds the events of a step's tokens, and ends the sequences that are complete. `was_queued` tells whether the step
+    /// is already recorded in the scheduler, see [`expect`](Self::expect).
+    fn deliver(&mut self, work: &[SequenceWork], chosen: Vec<Chosen>, was_queued: bool) {
         self.counters.publish(&self.scheduler);
         let context = self.runner.limits().context;
         for (SequenceWork { id, range, is_last }, chosen) in work.iter().zip(chosen) {
@@ -274,8 +329,10 @@ impl EngineLoop {
                 Some(Err(_)) => 0,
                 _ => range.end,
             };
-            if cached > 0 {
-                self.scheduler.advance(*id, cached);
+            match was_queued {
+                true if cached == 0 => self.scheduler.forget_prefixes(),
+                false if cached > 0 => self.scheduler.advance(*id, cached),
+                _ => {}
             }
             self.counters.cached_tokens.store(cached as u64, Ordering::Relaxed);
             if let Some(outcome) = end {
@@ -305,4 +362,39 @@ impl EngineLoop {
             }
         }
     }
+}
+
+/// Returns the input of each sequence of a plan. Tells the clients of new sequences that they have started.
+fn inputs<'s>(
+    plan: &StepPlan,
+    scheduler: &'s Scheduler,
+    sequences: &'s mut HashMap<SequenceId, Sequence>,
+    counters: &Counters,
+    outbox: &mut Outbox,
+) -> Result<Vec<StepSequence<'s>>> {
+    let mut inputs = Vec::with_capacity(plan.work.len());
+    let mut borrowed: HashMap<SequenceId, &mut Sequence> =
+        sequences.iter_mut().map(|(&id, sequence)| (id, sequence)).collect();
+    for SequenceWork { id, range, is_last } in &plan.work {
+        let (Some(sequence), Some(tables)) = (borrowed.remove(id), scheduler.tables(*id)) else {
+            bail!("internal error: the scheduler planned the unknown request {id}");
+        };
+        if !sequence.has_started() {
+            stats::subtract_one(&counters.waiting);
+            stats::add(&counters.running, 1);
+            sequence.start(range.start, outbox);
+        }
+        let limit = sequence.remaining();
+        let samples = *is_last && !sequence.is_prefill_only();
+        inputs.push(StepSequence {
+            id: *id,
+            ids: &scheduler.tokens(*id)[range.clone()],
+            awaits_input: *is_last && scheduler.is_pending(*id),
+            position: range.start,
+            tables,
+            sampler: samples.then_some(&mut sequence.sampler),
+            limit,
+        });
+    }
+    Ok(inputs)
 }

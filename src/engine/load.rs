@@ -48,6 +48,8 @@ pub struct LoadOptions<'o> {
     /// Whether the tokens and logits of an answer must not depend on other requests, on the prefix cache or on
     /// preemption. Steps are slower, and a prompt reuses less of the prefix cache.
     pub deterministic: bool,
+    /// See [`EngineBuilder::queue_on_cpu`](super::EngineBuilder::queue_on_cpu).
+    pub queue_on_cpu: bool,
     /// The attention kernel on a GPU, for all steps that do not run on the decode graph.
     pub attention: AttentionBackend,
     /// A progress callback. Its arguments are the number of bytes loaded so far and the total number of bytes.
@@ -71,6 +73,7 @@ impl Default for LoadOptions<'_> {
             quantize: None,
             eager: false,
             deterministic: false,
+            queue_on_cpu: false,
             attention: AttentionBackend::Auto,
             progress: &|_, _| (),
             on_device: &|_| (),
@@ -297,7 +300,7 @@ fn allocate(
     times.cache_s = started.elapsed().as_secs_f64();
 
     let started = Instant::now();
-    let runner_options = RunnerOptions { eager: options.eager, grid };
+    let runner_options = RunnerOptions { eager: options.eager, grid, queue_on_cpu: options.queue_on_cpu };
     let runner = Runner::new(decoder, cache, RunnerLimits { context, chunk }, device.clone(), runner_options)?;
     times.graph_s = started.elapsed().as_secs_f64();
     Ok((runner, attention))

@@ -201,6 +201,13 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
+    /// Sets whether steps on a CPU are also planned before the tokens of the step before are known, as on a GPU. This
+    /// gains nothing on a CPU, where a step runs as soon as it is planned. The default is `false`.
+    pub fn queue_on_cpu(mut self, queue_on_cpu: bool) -> Self {
+        self.options.queue_on_cpu = queue_on_cpu;
+        self
+    }
+
     /// Sets the attention kernel on a GPU, for all steps that do not run on the decode graph.
     pub fn attention(mut self, attention: AttentionBackend) -> Self {
         self.options.attention = attention;

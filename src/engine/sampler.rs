@@ -146,6 +146,10 @@ impl ChooseToken for Sampler {
         self.constraint.as_mut().map_or(Ok(None), ConstraintState::allowed_tokens)
     }
 
+    fn can_queue(&self) -> bool {
+        self.constraint.is_none() && !self.has_penalties() && !self.needs_logits()
+    }
+
     fn record(&mut self, token: u32) {
         self.record(token);
     }

@@ -30,6 +30,8 @@ pub struct EngineStats {
     pub cached_tokens: u64,
     /// Steps that the model ran. A step can compute tokens of several requests.
     pub steps: u64,
+    /// The steps among them that were queued before the tokens of the step before were known.
+    pub steps_queued_ahead: u64,
     /// How often a running request gave up its blocks because the KV cache was full.
     pub preemptions: u64,
     /// Blocks in the KV cache.
@@ -55,6 +57,7 @@ pub struct Counters {
     pub generated_tokens: AtomicU64,
     pub cached_tokens: AtomicU64,
     pub steps: AtomicU64,
+    pub steps_queued_ahead: AtomicU64,
     pub preemptions: AtomicU64,
     pub blocks: AtomicU64,
     pub used_blocks: AtomicU64,
@@ -92,6 +95,7 @@ impl Counters {
             generated_tokens: read(&self.generated_tokens),
             cached_tokens: read(&self.cached_tokens),
             steps: read(&self.steps),
+            steps_queued_ahead: read(&self.steps_queued_ahead),
             preemptions: read(&self.preemptions),
             blocks: read(&self.blocks),
             used_blocks: read(&self.used_blocks),

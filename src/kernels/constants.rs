@@ -210,7 +210,12 @@ pub const DECODE_DOWN_SPLITS: usize = 3;
 /// The maximum number of experts per token in `decode_down_mxfp4`.
 pub const DECODE_DOWN_MAX_CHOSEN: usize = 4;
 
-// The mailbox (`decode/head.cu`, `decode/sample.cu`, `runner/decode_graph/mod.rs`).
+// Tokens of many rows (`decode/sample_rows.cu`, `step_inputs.cu`).
+
+/// Stands for the token of a row in which every logit is NaN or -inf.
+pub const NO_TOKEN: u32 = 0xffffffff;
+
+// The mailbox (`decode/head.cu`, `decode/sample.cu`, `decode/sample_rows.cu`, `runner`).
 
 /// The mailbox word of a failed step, in which every logit is NaN or -inf. Other steps write token + 1.
 pub const MAILBOX_NO_TOKEN: u32 = 0xffffffff;

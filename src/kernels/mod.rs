@@ -26,6 +26,8 @@ pub mod norm;
 pub mod quantized;
 pub mod rows;
 pub mod selftest;
+#[cfg(feature = "cuda")]
+pub mod step_inputs;
 mod sum_order;
 pub mod token_mask;
 pub mod upload;

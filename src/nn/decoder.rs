@@ -98,6 +98,15 @@ impl Decoder {
         self.forward_pass(&Tensor::new(batch.ids, device)?, &pass, cache, batch.logits, tap)
     }
 
+    /// Runs a batch like `forward`, with token ids that are already on the device: `ids`, u32 `[tokens]`. The caller
+    /// guarantees that they are in the vocabulary. `batch.ids` are placeholders.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn forward_on_device(&self, ids: &Tensor, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
+        self.validate(batch)?;
+        let pass = Pass::new(batch, cache, self.embed_tokens.device(), self.backend)?;
+        self.forward_pass(ids, &pass, cache, batch.logits, None)
+    }
+
     /// Runs a pass whose inputs are already on the device. `ids` are u32 `[tokens]`.
     ///
     /// With one token per sequence, the pass copies nothing between the host and the GPU, unless the attention backend

@@ -12,11 +12,13 @@ use anyhow::{Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
+use super::step_queue::StepQueue;
 use super::step_sequence::StepSequence;
 use crate::kernels::SumOrder;
 use crate::kernels::attention::{PassBlocks, Queries, slot};
 use crate::kernels::launch::LaunchGraph;
 use crate::kernels::rows::copy_rows;
+use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BLOCK_TOKENS, KvCache};
 use crate::nn::pass::{LogitRows, Pass};
@@ -41,7 +43,7 @@ pub struct BatchGraphs {
 struct BatchGraph {
     /// u32: ids and positions, the cache rows to write for each group, and the block tables of each group.
     inputs: Tensor,
-    /// The block tables that `inputs` contains, which are copied to the device only if they change.
+    /// The block tables that `inputs` contains. Only changes are sent to the device.
     tables: Vec<u32>,
     ids: Tensor,
     pass: Pass,
@@ -65,17 +67,23 @@ impl BatchGraphs {
         }
     }
 
-    /// Runs a decode step of all sequences. Returns their logits, f32 `[sequences, vocab]`.
-    /// The next step overwrites the logits.
+    /// Queues a decode step of all sequences. Returns their logits, f32 `[sequences, vocab]`.
+    /// The next step overwrites the logits. The inputs travel through `queue`.
     ///
     /// Returns `None` if the step cannot run as a graph: for large batches and prompts, with the backend
     /// `CandleFlashAttn`, and after a graph step has failed.
-    pub fn run(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Option<Tensor>> {
+    pub fn run(
+        &mut self,
+        decoder: &Decoder,
+        cache: &KvCache,
+        sequences: &[StepSequence],
+        queue: &mut StepQueue,
+    ) -> Result<Option<Tensor>> {
         let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
         if self.has_failed || !is_decode || sequences.len() > MAX_BATCH || decoder.reads_tables_on_host() {
             return Ok(None);
         }
-        match self.run_batch(decoder, cache, sequences) {
+        match self.run_batch(decoder, cache, sequences, queue) {
             Ok(logits) => Ok(Some(logits)),
             Err(error) => {
                 // The failed step changed only keys and values in the cache, which the eager step writes again.
@@ -88,7 +96,13 @@ impl BatchGraphs {
         }
     }
 
-    fn run_batch(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
+    fn run_batch(
+        &mut self,
+        decoder: &Decoder,
+        cache: &KvCache,
+        sequences: &[StepSequence],
+        queue: &mut StepQueue,
+    ) -> Result<Tensor> {
         let size = padded(sequences.len());
         let logits = match &self.logits {
             Some(logits) => logits.clone(),
@@ -102,7 +116,8 @@ impl BatchGraphs {
             );
         }
         let Some(batch) = self.graphs.get_mut(&size) else { bail!("no graph for {size} sequences") };
-        batch.set_inputs(decoder, cache, sequences, self.table_blocks)?;
+        let inputs = batch.inputs(decoder, cache, sequences, queue, self.table_blocks)?;
+        queue.write_inputs(&inputs, &batch.inputs)?;
         match &batch.graph {
             Some(graph) => graph.enqueue()?,
             None => {
@@ -153,49 +168,52 @@ impl BatchGraph {
         let blocks = (0..groups).map(blocks).collect::<candle_core::Result<Vec<_>>>()?;
         let pass =
             Pass::from_parts(Queries::one_token_each(part(1, 1)?)?, blocks, decoder.attention_backend(), sum_order);
-        Ok(Self { ids: part(0, 1)?, pass, logits, tables: Vec::new(), graph: None, inputs })
+        let tables = vec![0; groups * size * table_blocks];
+        Ok(Self { ids: part(0, 1)?, pass, logits, tables, graph: None, inputs })
     }
 
-    /// Copies the ids, positions, cache rows and block tables of all sequences to the device.
-    fn set_inputs(
+    /// Returns the ids, positions and cache rows of all sequences, and the changes of their block tables.
+    fn inputs(
         &mut self,
         decoder: &Decoder,
         cache: &KvCache,
         sequences: &[StepSequence],
+        queue: &StepQueue,
         table_blocks: usize,
-    ) -> Result<()> {
+    ) -> Result<StepInputs> {
         let (groups, size, blocks) = (cache.layout().groups(), self.ids.dims1()?, cache.blocks());
         let Some(last) = sequences.last() else { bail!("a batch needs at least one sequence") };
         let rows = || sequences.iter().chain(std::iter::repeat_n(last, size - sequences.len()));
-        let mut head: Vec<u32> = rows().map(|sequence| sequence.ids[0]).collect();
-        if let Some(id) = head.iter().find(|&&id| id as usize >= decoder.vocab_size()) {
+        let ids: Vec<u32> = rows().map(|sequence| sequence.ids[0]).collect();
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= decoder.vocab_size()) {
             bail!("token id {id} is outside the model's vocabulary of {} tokens", decoder.vocab_size());
         }
-        head.extend(rows().map(|sequence| sequence.position as u32));
-        let mut tables = Vec::with_capacity(groups * size * table_blocks);
+        let sources = rows().map(|sequence| queue.source(sequence)).collect::<Result<_>>()?;
+        let mut words: Vec<u32> = rows().map(|sequence| sequence.position as u32).collect();
+        let mut changes = Vec::new();
         for group in 0..groups {
-            for sequence in rows() {
+            for (row, sequence) in rows().enumerate() {
                 let (table, position) = (sequence.tables.table(group), sequence.position);
                 let used = position / BLOCK_TOKENS + 1;
                 if used > table.len().min(table_blocks) || position >= decoder.context() {
                     bail!("position {position} has no block, or is beyond the context");
                 }
-                if let Some(block) = table[..used].iter().find(|&&block| block as usize >= blocks) {
-                    bail!("block {block} is not one of the {blocks} blocks of the KV cache");
+                words.push(slot(table, position));
+                let first = (group * size + row) * table_blocks;
+                let known = &mut self.tables[first..first + used];
+                for (index, (known, &block)) in known.iter_mut().zip(table).enumerate() {
+                    if *known == block {
+                        continue;
+                    }
+                    if block as usize >= blocks {
+                        bail!("block {block} is not one of the {blocks} blocks of the KV cache");
+                    }
+                    *known = block;
+                    changes.push(((first + index) as u32, block));
                 }
-                head.push(slot(table, position));
-                tables.extend_from_slice(&table[..used]);
-                tables.resize(tables.len() + table_blocks - used, 0);
             }
         }
-        let device = self.inputs.device();
-        let first = head.len();
-        copy_rows(&self.inputs, &Tensor::new(head, device)?, 0)?;
-        if tables != self.tables {
-            copy_rows(&self.inputs, &Tensor::new(tables.as_slice(), device)?, first)?;
-            self.tables = tables;
-        }
-        Ok(())
+        Ok(StepInputs { ids, sources, words, changes })
     }
 
     /// Computes the logits of the current inputs.

@@ -51,6 +51,12 @@ pub trait ChooseToken {
         self.is_constrained() || self.top_logprobs().is_some() || !self.logit_edits().is_empty()
     }
 
+    /// Returns whether the device can choose a token before it has told the host the one before. All options that the
+    /// sampling kernel does not have rule this out, and so do penalties, which depend on the tokens before.
+    fn can_queue(&self) -> bool {
+        false
+    }
+
     /// Counts a token that the device chose, for the penalties and the random numbers of later choices.
     fn record(&mut self, token: u32);
 

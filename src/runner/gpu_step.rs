@@ -15,14 +15,10 @@ use crate::kernels::token_mask::TokenMask;
 
 /// Chooses the next token of each sequence on the GPU, which avoids copying the logits to the host.
 pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
-    let rows: Vec<u32> = (0..).zip(&*sequences).filter(|(_, s)| s.sampler.is_some()).map(|(row, _)| row).collect();
-    if rows.is_empty() {
+    if sequences.iter().all(|sequence| sequence.sampler.is_none()) {
         return Ok(sequences.iter().map(|_| None).collect());
     }
-    let logits = match rows.len() == sequences.len() {
-        true => logits.clone(),
-        false => logits.index_select(&Tensor::new(rows, logits.device())?, 0)?,
-    };
+    let logits = sampled_rows(sequences, logits)?;
     let (masks, mut problems) = allowed_tokens(sequences);
     let samplers = || sequences.iter().filter_map(|sequence| sequence.sampler.as_deref());
     // Edits and penalties change the logits in place, so copy the rows whose log probabilities are needed.
@@ -72,6 +68,15 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
     Ok(chosen.collect())
 }
 
+/// Returns the rows of `logits`, f32 `[sequences, vocab]`, of the sequences that have samplers.
+pub(super) fn sampled_rows(sequences: &[StepSequence], logits: &Tensor) -> Result<Tensor> {
+    let rows: Vec<u32> = (0..).zip(sequences).filter(|(_, s)| s.sampler.is_some()).map(|(row, _)| row).collect();
+    Ok(match rows.len() == sequences.len() {
+        true => logits.clone(),
+        false => logits.index_select(&Tensor::new(rows, logits.device())?, 0)?,
+    })
+}
+
 /// Returns the rows of logits that have masks, with their masks, and the rows whose masks could not be computed.
 /// Row i belongs to the sequence with the i-th sampler.
 fn allowed_tokens(sequences: &mut [StepSequence]) -> (Vec<(u32, TokenMask)>, HashMap<u32, Error>) {
@@ -108,8 +113,10 @@ impl Runner {
         {
             return Ok(None);
         }
-        let Some(batches) = &mut self.batches else { return Ok(None) };
-        match batches.run(&self.decoder, &self.cache, sequences)? {
+        let (Some(batches), Some(queue)) = (&mut self.batches, &mut self.queue) else { return Ok(None) };
+        let logits = batches.run(&self.decoder, &self.cache, sequences, queue)?;
+        queue.skip();
+        match logits {
             Some(logits) => {
                 meanwhile();
                 choose_on_device(sequences, &logits).map(Some)

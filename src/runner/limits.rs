@@ -19,6 +19,9 @@ pub struct RunnerOptions {
     pub eager: bool,
     /// Whether the results of a sequence must not depend on other sequences. See [`ChunkGrid`].
     pub grid: Option<ChunkGrid>,
+    /// Whether a CPU also queues steps. It runs them at once, so this gains nothing, but tests can see the same order of
+    /// events as on a GPU.
+    pub queue_on_cpu: bool,
 }
 
 impl RunnerOptions {

@@ -16,14 +16,19 @@ mod gpu_step;
 mod host_choice;
 mod limits;
 mod logprobs;
+mod queued_step;
 mod solo;
 mod solo_sequence;
 mod step;
 mod step_cost;
+#[cfg(feature = "cuda")]
+mod step_queue;
 mod step_sequence;
 mod step_times;
 
+use std::collections::HashMap;
 use std::fmt;
+use std::time::Instant;
 
 use anyhow::Result;
 use candle_core::{DType, Device};
@@ -36,12 +41,15 @@ use batch_graph::BatchGraphs;
 #[cfg(feature = "cuda")]
 use decode_graph::{DecodeGraph, DecodePlan};
 use solo_sequence::SoloSequence;
+#[cfg(feature = "cuda")]
+use step_queue::StepQueue;
 use step_times::StepTimes;
 
 pub use choose_token::ChooseToken;
 pub use eager_reason::EagerReason;
 pub use limits::{ChunkGrid, RunnerLimits, RunnerOptions};
 pub use logprobs::TokenLogprobs;
+pub use queued_step::QueuedStep;
 pub use step_cost::{KernelTime, LaunchCounts, StepBytes};
 pub use step_sequence::{Chosen, ChosenToken, StepSequence};
 pub use step_times::StepTime;
@@ -51,6 +59,9 @@ pub struct Runner {
     /// Declared first, so that the graphs are dropped before the decoder and the cache, whose memory they use.
     #[cfg(feature = "cuda")]
     batches: Option<BatchGraphs>,
+    /// `None` on a CPU, and if steps run eagerly.
+    #[cfg(feature = "cuda")]
+    queue: Option<StepQueue>,
     decoder: Decoder,
     cache: KvCache,
     limits: RunnerLimits,
@@ -59,6 +70,10 @@ pub struct Runner {
     device: Device,
     /// The sequence of `bench`, `perplexity` and `logits`, which have the cache to themselves.
     solo: SoloSequence,
+    /// The tokens of the last step that was queued on a CPU.
+    queued_tokens: HashMap<u64, u32>,
+    /// When the tokens of a queued step were taken last.
+    last_taken: Instant,
     times: StepTimes,
 }
 
@@ -125,11 +140,13 @@ impl Runner {
             _ => Decode::plan(&decoder, &cache, limits.context)?,
         };
         let solo = SoloSequence::new(cache.layout(), limits);
+        #[cfg(feature = "cuda")]
+        let gpu = batch_graph::gpu(&device).filter(|_| !options.eager);
         Ok(Self {
             #[cfg(feature = "cuda")]
-            batches: batch_graph::gpu(&device)
-                .filter(|_| !options.eager)
-                .map(|gpu| BatchGraphs::new(gpu, limits.context, options.sum_order())),
+            batches: gpu.map(|gpu| BatchGraphs::new(gpu, limits.context, options.sum_order())),
+            #[cfg(feature = "cuda")]
+            queue: gpu.map(StepQueue::new).transpose()?,
             decoder,
             cache,
             limits,
@@ -137,6 +154,8 @@ impl Runner {
             decode,
             device,
             solo,
+            queued_tokens: HashMap::new(),
+            last_taken: Instant::now(),
             times: StepTimes::default(),
         })
     }

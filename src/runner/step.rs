@@ -31,14 +31,15 @@ impl Runner {
         Ok(chosen)
     }
 
-    fn run_step(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
+    pub(super) fn run_step(
+        &mut self,
+        sequences: &mut [StepSequence],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Vec<Chosen>> {
         if let Some(grid) = self.options.grid {
             return self.step_on_grid(grid, sequences, meanwhile);
         }
-        let tokens: usize = sequences.iter().map(|sequence| sequence.ids.len()).sum();
-        if tokens > self.limits.chunk {
-            bail!("cannot run a step of {tokens} tokens: the limit is {}", self.limits.chunk);
-        }
+        self.check_tokens(sequences)?;
         #[cfg(feature = "cuda")]
         if let Some(chosen) = self.step_on_graph(sequences, meanwhile)? {
             return Ok(chosen);
@@ -46,6 +47,15 @@ impl Runner {
         let logits = self.forward(sequences, SumOrder::Fastest)?;
         meanwhile();
         self.choose(sequences, &logits)
+    }
+
+    /// Fails if a step has too many tokens.
+    pub(super) fn check_tokens(&self, sequences: &[StepSequence]) -> Result<()> {
+        let tokens: usize = sequences.iter().map(|sequence| sequence.ids.len()).sum();
+        if tokens > self.limits.chunk {
+            bail!("cannot run a step of {tokens} tokens: the limit is {}", self.limits.chunk);
+        }
+        Ok(())
     }
 
     /// Runs one step whose results do not depend on which sequences it contains: the single tokens in one pass, and
@@ -94,7 +104,7 @@ impl Runner {
             let is_last = part_end == end;
             let sampler = if is_last { sequence.sampler.take() } else { None };
             let ids = &ids[start - position..part_end - position];
-            let mut part = [StepSequence { id, ids, position: start, tables, sampler, limit }];
+            let mut part = [StepSequence { id, ids, awaits_input: false, position: start, tables, sampler, limit }];
             let order = if ids.len() == 1 { SumOrder::Fixed } else { SumOrder::Fastest };
             let logits = self.forward(&part, order)?;
             if is_last {
@@ -108,10 +118,7 @@ impl Runner {
     /// Returns the logits of each sequence's last token, f32 `[sequences, vocab]`.
     fn forward(&mut self, sequences: &[StepSequence], sum_order: SumOrder) -> Result<Tensor> {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
-        let spans: Vec<SequenceSpan> = sequences
-            .iter()
-            .map(|&StepSequence { ids, position, tables, .. }| SequenceSpan { tokens: ids.len(), position, tables })
-            .collect();
+        let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
         self.forget_sequences();
         let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order };
         self.decoder.forward(&batch, &self.cache)

@@ -5,6 +5,7 @@ use anyhow::Result;
 use super::choose_token::ChooseToken;
 use super::logprobs::TokenLogprobs;
 use crate::nn::kv_cache::BlockTables;
+use crate::nn::pass::SequenceSpan;
 
 /// The input of one sequence in a step.
 pub struct StepSequence<'s> {
@@ -12,6 +13,9 @@ pub struct StepSequence<'s> {
     pub id: u64,
     /// The input tokens.
     pub ids: &'s [u32],
+    /// Whether the only input token is the one that the last queued step chooses for this sequence. `ids` then holds a
+    /// placeholder for it.
+    pub awaits_input: bool,
     /// The position of the first input token. All earlier positions are in the cache.
     pub position: usize,
     /// The block tables of the sequence. They cover at least all positions up to the last input token.
@@ -21,6 +25,13 @@ pub struct StepSequence<'s> {
     /// The maximum number of tokens that the sequence may still generate, including this step's token.
     /// The decode graph queues no steps beyond this limit.
     pub limit: usize,
+}
+
+impl StepSequence<'_> {
+    /// Returns the tokens of the sequence without their ids.
+    pub(super) fn span(&self) -> SequenceSpan<'_> {
+        SequenceSpan { tokens: self.ids.len(), position: self.position, tables: self.tables }
+    }
 }
 
 /// The token that a sequence's sampler chose. `None` if the sequence had no sampler.

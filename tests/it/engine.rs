@@ -747,6 +747,8 @@ fn batches_continue_prompts_with_greedy_tokens() {
         for (prompt, answer) in prompts.iter().zip(generate_at_once(&engine, &prompts, &sampled, 24)) {
             assert_greedy(&engine, prompt, &answer.tokens);
         }
+        let stats = stats_when_idle(&engine);
+        assert!(2 * stats.steps_queued_ahead > stats.steps, "{stats:?}");
     }
 }
 

@@ -52,6 +52,7 @@ mod layers;
 mod memory;
 mod prefix_file;
 mod quantized;
+mod queued_steps;
 mod render;
 mod scheduler;
 mod screen;

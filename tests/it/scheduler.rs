@@ -42,6 +42,8 @@ struct Scenario {
     config: SchedulerConfig,
     windows: Vec<Option<usize>>,
     blocks: usize,
+    /// Whether each step is planned before the tokens of the step before are known.
+    plans_ahead: bool,
     /// Sorted by arrival. The index of a request is its id.
     requests: Vec<Request>,
 }
@@ -78,6 +80,8 @@ type Rank = (bool, i128, Duration, SequenceId);
 struct Simulator<'a> {
     scenario: &'a Scenario,
     scheduler: Scheduler,
+    /// The step whose tokens are not known yet.
+    queued: Option<StepPlan>,
     now: Duration,
     tracked: Vec<Tracked>,
     /// Submitted sequences without an outcome.
@@ -134,12 +138,13 @@ fn step_time(tokens: usize) -> Duration {
 
 impl<'a> Simulator<'a> {
     fn new(scenario: &'a Scenario, seed: u64) -> Self {
-        let Scenario { config, ref windows, blocks, ref requests } = *scenario;
+        let Scenario { config, ref windows, blocks, ref requests, .. } = *scenario;
         let scheduler = Scheduler::new(config, BlockManager::new(windows.clone(), blocks).with_grid(config.grid));
         let most = most_blocks(windows, config.context, config.token_budget) * config.max_sequences;
         Self {
             scenario,
             scheduler,
+            queued: None,
             now: Duration::ZERO,
             tracked: requests.iter().map(|_| Tracked::default()).collect(),
             unfinished: BTreeSet::new(),
@@ -184,7 +189,12 @@ impl<'a> Simulator<'a> {
             while let Some((_, id)) = cancels.next_if(|&(time, _)| time <= self.now && is_during_step(time)) {
                 self.cancel(id);
             }
-            self.finish_step(&plan);
+            if self.scenario.plans_ahead {
+                self.finish_queued();
+                self.expect(plan);
+            } else {
+                self.finish_step(&plan);
+            }
         }
         assert!(self.scheduler.is_idle());
         assert_eq!(self.scheduler.blocks().stats().used, 0, "some blocks are still in use at the end");
@@ -206,7 +216,8 @@ impl<'a> Simulator<'a> {
         // senior. A sequence is preempted at most twice, so each of its tokens is computed at most three times.
         let steps = |id: SequenceId| {
             let Request { prompt, answer, .. } = &self.scenario.requests[id as usize];
-            3 * (prompt.len() + answer)
+            // A step that is planned ahead can compute a token after the end of an answer.
+            3 * (prompt.len() + answer + 2 * usize::from(self.scenario.plans_ahead))
         };
         let ahead = self.unfinished.iter().map(|&other| steps(other)).sum();
         let own = steps(id);
@@ -338,7 +349,7 @@ impl<'a> Simulator<'a> {
         let part = grid.map_or(1, ChunkGrid::tokens);
         assert!(tokens < token_budget + part, "{tokens} tokens exceed a budget of {token_budget}");
         assert!(
-            !plan.work.is_empty() || self.unfinished.is_empty(),
+            !plan.work.is_empty() || self.unfinished.is_empty() || self.queued.is_some(),
             "the plan is empty, but sequences {:?} are unfinished",
             self.unfinished
         );
@@ -372,13 +383,16 @@ impl<'a> Simulator<'a> {
                 Some(_) => last.max(self.scheduler.computed(*id) + 1),
                 None => self.tracked[*id as usize].digests.len() - usize::from(parents.contains(id)),
             };
-            decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == end)
+            let is_complete = self.awaits_last_token(*id);
+            is_complete || decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == end)
         };
         let undone = running.iter().filter(|id| !is_done(id)).count();
+        let mut long_chunks = 0;
         for work in plan.work.iter().filter(|work| work.range.len() > token_budget.div_ceil(2).max(part)) {
-            self.summary.long_chunks += 1;
+            long_chunks += 1;
             assert!(undone == 0 || undone == 1 && !is_done(&work.id), "{} took the budget of others", work.id);
         }
+        self.summary.long_chunks += long_chunks;
         // With ample blocks, only the token budget and `max_sequences` limit a step.
         if self.has_ample_blocks && tokens < token_budget {
             assert_eq!(undone, 0, "{} tokens of the budget are left", token_budget - tokens);
@@ -402,9 +416,17 @@ impl<'a> Simulator<'a> {
         let is_decoding = |id: &SequenceId| {
             let tracked = &self.tracked[*id as usize];
             let prompt = self.scenario.requests[*id as usize].prompt.len();
-            tracked.is_running && tracked.computed + 1 == tracked.digests.len() && tracked.computed >= prompt
+            let is_decoding = tracked.computed + 1 == tracked.digests.len() && tracked.computed >= prompt;
+            tracked.is_running && is_decoding && !self.awaits_last_token(*id)
         };
         self.unfinished.iter().copied().filter(is_decoding).collect()
+    }
+
+    /// Returns whether the queued step chooses the last token that a sequence can have.
+    fn awaits_last_token(&self, id: SequenceId) -> bool {
+        let Request { prompt, max_tokens, .. } = &self.scenario.requests[id as usize];
+        let longest = prompt.len().saturating_add(*max_tokens).min(self.scenario.config.context);
+        self.scheduler.is_pending(id) && self.tracked[id as usize].digests.len() == longest
     }
 
     fn tracked_running(&self) -> Vec<SequenceId> {
@@ -513,6 +535,41 @@ impl<'a> Simulator<'a> {
         }
     }
 
+    /// Commits a step whose tokens are not known yet.
+    fn expect(&mut self, plan: StepPlan) {
+        for &SequenceWork { id, ref range, is_last } in &plan.work {
+            let tracked = &mut self.tracked[id as usize];
+            if tracked.outcome.is_some() {
+                continue;
+            }
+            self.scheduler.advance(id, range.end);
+            tracked.computed = range.end;
+            if is_last {
+                let last = tracked.digests[range.end - 1];
+                tracked.digests.push(digest(last, token_after(last).into()));
+                self.scheduler.push_pending(id);
+            }
+        }
+        self.queued = Some(plan);
+    }
+
+    /// Gives the scheduler the tokens of the step before, and ends the sequences that are complete.
+    fn finish_queued(&mut self) {
+        for SequenceWork { id, range, is_last } in self.queued.take().map(|plan| plan.work).unwrap_or_default() {
+            let tracked = &self.tracked[id as usize];
+            if tracked.outcome.is_some() || !is_last {
+                continue;
+            }
+            assert!(self.scheduler.is_pending(id));
+            self.scheduler.push(id, token_after(tracked.digests[range.end - 1]));
+            let Request { prompt, answer, .. } = &self.scenario.requests[id as usize];
+            if range.end + 1 == prompt.len() + answer {
+                self.scheduler.finish(id);
+                self.end(id, Outcome::Finished);
+            }
+        }
+    }
+
     /// Commits a step, and appends the sampled tokens.
     fn finish_step(&mut self, plan: &StepPlan) {
         for &SequenceWork { id, ref range, is_last } in &plan.work {
@@ -524,8 +581,7 @@ impl<'a> Simulator<'a> {
             tracked.computed = range.end;
             if is_last {
                 let last = tracked.digests[range.end - 1];
-                // Equal prompts get equal answers.
-                let token = (last >> 20) as u32 % 1000;
+                let token = token_after(last);
                 tracked.digests.push(digest(last, token.into()));
                 self.scheduler.push(id, token);
                 let Request { prompt, answer, .. } = &self.scenario.requests[id as usize];
@@ -536,6 +592,11 @@ impl<'a> Simulator<'a> {
             }
         }
     }
+}
+
+/// Returns the token that follows tokens with the digest `last`. Equal prompts get equal answers.
+fn token_after(last: u64) -> u32 {
+    (last >> 20) as u32 % 1000
 }
 
 /// Returns whether a cancel at `time` happens while a step runs. True for about half of all times.
@@ -649,7 +710,8 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
     }
     let grid = ChunkGrid::new(token_budget.min(64 + random.below(200))).filter(|_| random.below(3) == 0);
     let config = SchedulerConfig { token_budget, max_sequences, context, grid };
-    Scenario { config, windows: windows.to_vec(), blocks, requests }
+    let plans_ahead = random.below(2) == 0;
+    Scenario { config, windows: windows.to_vec(), blocks, plans_ahead, requests }
 }
 
 #[test]
@@ -722,7 +784,7 @@ fn low_priority_finishes_while_high_priority_requests_arrive() {
     let low = requests.partition_point(|request| request.arrival < Duration::from_secs(1));
     requests.insert(low, request(1001, 3));
     let config = SchedulerConfig { token_budget: 256, max_sequences: 4, context: 200, grid: None };
-    let scenario = Scenario { config, windows: vec![None], blocks: 100, requests };
+    let scenario = Scenario { config, windows: vec![None], blocks: 100, plans_ahead: false, requests };
     let mut simulator = Simulator::new(&scenario, 1);
     let summary = simulator.run();
     assert!(summary.duration > Duration::from_secs(40), "{summary:?}");

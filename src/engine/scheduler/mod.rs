@@ -27,6 +27,9 @@ pub use order::SequenceId;
 /// A sequence is admitted only if there are enough free blocks for this many decode steps of all running sequences.
 const GROWTH_STEPS: usize = 8;
 
+/// Stands for a token that a queued step chooses. The device knows the token, so the value does not matter.
+const PENDING_TOKEN: u32 = 0;
+
 /// After this many preemptions, a sequence is admitted only if there are enough blocks for its longest possible answer.
 /// It is then never preempted again.
 const MAX_PREEMPTIONS: u32 = 2;
@@ -107,6 +110,8 @@ pub struct Scheduler {
 struct Sequence {
     /// The prompt and all tokens generated so far.
     tokens: Vec<u32>,
+    /// Whether the last of `tokens` is a placeholder for the token that a queued step chooses.
+    is_last_pending: bool,
     prompt: usize,
     max_tokens: usize,
     seniority: Seniority,
@@ -196,6 +201,7 @@ impl Scheduler {
         let sequence = |id, tokens, forks, parent| Sequence {
             prompt: prompt.len(),
             tokens,
+            is_last_pending: false,
             max_tokens,
             seniority: Seniority::new(priority, arrival, id),
             deadline,
@@ -265,11 +271,32 @@ impl Scheduler {
         }
     }
 
-    /// Appends a sampled token to a sequence.
-    pub fn push(&mut self, id: SequenceId, token: u32) {
+    /// Appends a placeholder for the token that a queued step chooses, so that the next step can be planned.
+    /// [`push`](Self::push) replaces it with the token. The caller plans at most one step before that.
+    pub fn push_pending(&mut self, id: SequenceId) {
         if let Some(sequence) = self.sequences.get_mut(&id) {
-            sequence.tokens.push(token);
+            sequence.tokens.push(PENDING_TOKEN);
+            sequence.is_last_pending = true;
         }
+    }
+
+    /// Appends a sampled token to a sequence, or replaces the placeholder for it.
+    pub fn push(&mut self, id: SequenceId, token: u32) {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        if mem::take(&mut sequence.is_last_pending) {
+            sequence.tokens.pop();
+        }
+        sequence.tokens.push(token);
+    }
+
+    /// Returns whether the last token of a sequence is a placeholder.
+    pub fn is_pending(&self, id: SequenceId) -> bool {
+        self.sequences.get(&id).is_some_and(|sequence| sequence.is_last_pending)
+    }
+
+    /// Returns whether a sequence has blocks.
+    pub fn is_running(&self, id: SequenceId) -> bool {
+        self.sequences.get(&id).is_some_and(Sequence::is_running)
     }
 
     /// Removes a sequence that has ended or was canceled. Its blocks stay reusable until they are evicted.
@@ -369,7 +396,12 @@ impl Scheduler {
         for id in running {
             let sequence = &self.sequences[&id];
             let end = sequence.tokens.len();
-            let ahead = sequence.longest(self.config.context).min(end + GROWTH_STEPS);
+            let longest = sequence.longest(self.config.context);
+            let ahead = longest.min(end + GROWTH_STEPS);
+            if sequence.is_last_pending && end >= longest {
+                // The queued step chooses the last token of the sequence.
+                continue;
+            }
             if sequence.is_decoding() && self.give_blocks(id, end, plan) {
                 // The decode graph queues the next steps before this step has ended. Give the sequence free blocks for
                 // these steps too, but preempt no other sequence for them.

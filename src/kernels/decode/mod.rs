@@ -29,7 +29,7 @@ mod router;
 pub mod sample;
 mod sample_rows;
 
-pub use crate::kernels::constants::MAILBOX_NO_TOKEN;
+pub use crate::kernels::constants::{MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS};
 pub use buffers::{RmsNormParams, StepBuffers};
 pub use gate_up::{Projection, add_gate_up};
 pub use head::{Embedding, add_greedy_sampling, add_head};
@@ -40,4 +40,4 @@ pub use qkv::{QkNormBuffers, QkvProjection, add_qkv};
 pub use residual::{PostNorm, add_residual};
 pub use routed_experts::{add_routed_down, add_routed_gate_up};
 pub use router::add_router;
-pub use sample_rows::sample_rows;
+pub use sample_rows::{queue_rows, sample_rows};

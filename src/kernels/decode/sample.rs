@@ -47,7 +47,7 @@ impl SamplingKernelParams {
     }
 
     /// Returns whether any penalty is set. Only then does the kernel use `seen`.
-    fn has_penalties(&self) -> bool {
+    pub(super) fn has_penalties(&self) -> bool {
         self.repetition_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
     }
 

@@ -4,11 +4,10 @@
 //   logits: f32 [rows, vocab]
 //   params: SamplingKernelParams [rows]; temperature 0 chooses the largest logit
 //   tokens: u32 [rows], the chosen tokens, or NO_TOKEN if every logit of the row is NaN or -inf
+//   mailbox: null, or u32 [rows] in host memory: the chosen tokens + 1, or MAILBOX_NO_TOKEN
 //   grid: rows; block: SAMPLE_THREADS
 //   bytes moved: 4 · vocab per row for each pass: 2 passes, 4 more with top-k, 4 more with top-p; later passes hit L2
 #include "decode/sampling.cuh"
-
-constexpr uint32_t NO_TOKEN = 0xffffffffu;
 
 // One row of logits and its temperature.
 struct Row {
@@ -66,11 +65,16 @@ __device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsig
 }
 
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
-    sample_rows(const float* logits, const uint32_t* param_words, uint32_t* tokens, int vocab) {
+    sample_rows(const float* logits, const uint32_t* param_words, uint32_t* tokens, volatile uint32_t* mailbox,
+                int vocab) {
     __shared__ unsigned long long warps[32];
     __shared__ uint32_t top_key, winner;
     const SamplingKernelParams params =
         *reinterpret_cast<const SamplingKernelParams*>(param_words + (size_t)blockIdx.x * SAMPLE_PARAM_WORDS);
+    const auto choose = [&](uint32_t token) {
+        tokens[blockIdx.x] = token;
+        if (mailbox != nullptr) mailbox[blockIdx.x] = token == NO_TOKEN ? MAILBOX_NO_TOKEN : token + 1;
+    };
     const bool is_greedy = params.temperature == 0.0f;
     Row row{logits + (size_t)blockIdx.x * vocab, vocab, 0.0f, 1.0f / fmaxf(params.temperature, 1e-6f), 0};
     if (threadIdx.x == 0) top_key = 0, winner = NO_TOKEN;
@@ -89,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     if (row.top <= sort_key(-INFINITY) || is_greedy) {
         if (top == row.top) atomicMin(&winner, first);
         __syncthreads();
-        if (threadIdx.x == 0) tokens[blockIdx.x] = row.top <= sort_key(-INFINITY) ? NO_TOKEN : winner;
+        if (threadIdx.x == 0) choose(row.top <= sort_key(-INFINITY) ? NO_TOKEN : winner);
         return;
     }
 
@@ -133,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
                 const unsigned long long other = __shfl_up_sync(0xffffffffu, sum, offset);
                 if (lane >= offset) sum += other;
             }
-            if (mass > 0 && before + sum > point && before + sum - mass <= point) tokens[blockIdx.x] = id;
+            if (mass > 0 && before + sum > point && before + sum - mass <= point) choose(id);
             before += __shfl_sync(0xffffffffu, sum, 31);
             if (before > point) break;
         }

@@ -1,24 +1,20 @@
 //! Samples one token from each row of logits (`sample_rows.cu`).
 
+use std::sync::Arc;
+
+use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::sample::{DeviceSampling, SamplingKernelParams};
-use crate::kernels::constants::{SAMPLE_PARAM_WORDS, SAMPLE_THREADS};
-use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
-
-/// The kernel's result for a row in which every logit is NaN or -inf.
-const NO_TOKEN: u32 = u32::MAX;
+use crate::kernels::constants::{NO_TOKEN, SAMPLE_PARAM_WORDS, SAMPLE_THREADS};
+use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchShape, Mailbox, module};
 
 /// Samples a token from each row of `logits`, f32 `[rows, vocab]`. Applies penalties to `logits` in place.
 ///
 /// `rows` has the sampling parameters of each row, or `None` for greedy sampling without penalties.
 /// The result of a row is `None` if every logit is NaN or -inf.
 pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<Vec<Option<u32>>> {
-    let (count, vocab) = logits.dims2()?;
-    let Device::Cuda(device) = logits.device() else { return crate::kernels::unsupported("sample_rows", logits) };
-    if logits.dtype() != DType::F32 || rows.len() != count || count == 0 {
-        bail!("sample_rows: {} rows of parameters do not match logits {:?}", rows.len(), logits.shape());
-    }
+    let (device, count, vocab) = check(logits, rows.len())?;
     let mut words = Vec::with_capacity(count * SAMPLE_PARAM_WORDS);
     let mut seen = Vec::new();
     for (row, sampling) in rows.iter().enumerate() {
@@ -41,10 +37,54 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
     }
     // SAFETY: the kernel writes every element.
     let tokens = unsafe { Tensor::empty(count, DType::U32, logits.device())? };
-    let arguments = Arguments::new().tensor(logits)?.tensor(&params)?.tensor(&tokens)?.int(vocab);
+    let arguments = Arguments::new().tensor(logits)?.tensor(&params)?.tensor(&tokens)?.mailbox_from(None).int(vocab);
     let shape = LaunchShape::linear(count, SAMPLE_THREADS);
     // SAFETY: shapes and dtypes are checked above.
     unsafe { Launch::new(module!("sample_rows"), "sample_rows", shape, arguments).enqueue(device)? };
     let tokens: Vec<u32> = tokens.to_vec1()?;
     Ok(tokens.into_iter().map(|token| (token != NO_TOKEN).then_some(token)).collect())
+}
+
+/// Queues sampling from each row of `logits`, f32 `[rows, vocab]`, and does not wait for it.
+///
+/// The tokens go to the first elements of `tokens`, u32, and to the slots of `mailbox` from `first_slot` on: 1 + the token,
+/// or [`MAILBOX_NO_TOKEN`](super::MAILBOX_NO_TOKEN). The kernel reads the parameters from the words of `host` from
+/// `first_word` on. Until the tokens have arrived, the caller must not write to these words again.
+/// `rows` must not contain penalties.
+pub fn queue_rows(
+    logits: &Tensor,
+    rows: &[SamplingKernelParams],
+    tokens: &Tensor,
+    (mailbox, first_slot): (&Arc<Mailbox>, usize),
+    (host, first_word): (&Arc<HostWords>, usize),
+) -> Result<()> {
+    let (device, count, vocab) = check(logits, rows.len())?;
+    let words: Vec<u32> = rows.iter().flat_map(SamplingKernelParams::words).collect();
+    let has_penalties = rows.iter().any(SamplingKernelParams::has_penalties);
+    let is_too_small = tokens.dims1()? < count || mailbox.slots() < first_slot + count;
+    if has_penalties || is_too_small || tokens.dtype() != DType::U32 || host.len() < first_word + words.len() {
+        bail!("queue_rows: {count} rows do not match tokens {:?} and their buffers", tokens.shape());
+    }
+    host.write(first_word, &words);
+    let arguments = Arguments::new()
+        .tensor(logits)?
+        .host_words(host, first_word)
+        .tensor(tokens)?
+        .mailbox_from(Some((mailbox, first_slot)))
+        .int(vocab);
+    let shape = LaunchShape::linear(count, SAMPLE_THREADS);
+    // SAFETY: shapes and dtypes are checked above.
+    unsafe { Launch::new(module!("sample_rows"), "sample_rows", shape, arguments).enqueue(device) }
+}
+
+/// Returns the device of `logits` and its shape, `(rows, vocab)`. Fails if `rows` is another number.
+fn check(logits: &Tensor, rows: usize) -> Result<(&CudaDevice, usize, usize)> {
+    let (count, vocab) = logits.dims2()?;
+    match logits.device() {
+        Device::Cuda(device) if logits.dtype() == DType::F32 && rows == count && count > 0 => {
+            Ok((device, count, vocab))
+        }
+        Device::Cuda(_) => bail!("sample_rows: {rows} rows of parameters do not match logits {:?}", logits.shape()),
+        _ => crate::kernels::unsupported("sample_rows", logits),
+    }
 }

@@ -8,6 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr};
 use candle_core::{Result, Storage, Tensor, bail};
 
+use super::host_words::HostWords;
 use super::mailbox::Mailbox;
 
 /// Returns the device address of the first element of a contiguous CUDA tensor.
@@ -70,6 +71,7 @@ pub struct Arguments {
 pub(super) struct Memory {
     tensors: Vec<Tensor>,
     mailboxes: Vec<Arc<Mailbox>>,
+    host_words: Vec<Arc<HostWords>>,
 }
 
 impl Arguments {
@@ -113,8 +115,22 @@ impl Arguments {
 
     /// Adds the address of a mailbox's slots.
     pub fn mailbox(mut self, mailbox: &Arc<Mailbox>) -> Self {
-        self.args.push(Arg::Address(mailbox.address()));
+        self.args.push(Arg::Address(mailbox.address(0)));
         self.memory.mailboxes.push(mailbox.clone());
+        self
+    }
+
+    /// Adds the address of a mailbox's slots from `first` on, or a null address for `None`.
+    pub fn mailbox_from(mut self, mailbox: Option<(&Arc<Mailbox>, usize)>) -> Self {
+        self.args.push(Arg::Address(mailbox.map_or(0, |(mailbox, first)| mailbox.address(first))));
+        self.memory.mailboxes.extend(mailbox.map(|(mailbox, _)| mailbox.clone()));
+        self
+    }
+
+    /// Adds the address of the words from `first` on.
+    pub fn host_words(mut self, words: &Arc<HostWords>, first: usize) -> Self {
+        self.args.push(Arg::Address(words.address(first)));
+        self.memory.host_words.push(words.clone());
         self
     }
 

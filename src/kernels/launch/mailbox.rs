@@ -1,47 +1,29 @@
 //! A mailbox through which kernels send u32 words to the host while the device keeps running.
 
-use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 
-use candle_core::cuda_backend::cudarc::driver::{result, sys};
-use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, bail};
+
+use super::device::is_idle;
+use super::host_words::HostWords;
 
 /// u32 slots in host memory. Kernels write nonzero words to the slots, and the host takes them. Zero means empty.
 pub struct Mailbox {
-    slots: NonNull<AtomicU32>,
-    count: usize,
+    slots: Arc<HostWords>,
     device: CudaDevice,
 }
-
-// SAFETY: the mailbox owns the memory until `drop`, and the host accesses the slots only as atomics.
-unsafe impl Send for Mailbox {}
-// SAFETY: as above.
-unsafe impl Sync for Mailbox {}
 
 impl Mailbox {
     /// Creates a mailbox with `count` empty slots.
     pub fn new(device: &CudaDevice, count: usize) -> Result<Arc<Self>> {
-        device.cuda_stream().context().bind_to_thread().w()?;
-        // The memory is mapped into the device's address space.
-        // With unified addressing, as on Linux, the host address is also valid on the device.
-        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: any length is allowed, and the context is bound. `drop` frees the memory.
-        let slots = unsafe { result::malloc_host(count * size_of::<AtomicU32>(), flags) }.w()?;
-        let Some(slots) = NonNull::new(slots.cast::<AtomicU32>()) else {
-            bail!("cannot allocate pinned host memory for a mailbox: the driver returned a null pointer")
-        };
-        // SAFETY: the allocation has space for `count` slots and is page-aligned. Zeros initialize the slots.
-        unsafe { slots.write_bytes(0, count) };
-        Ok(Arc::new(Self { slots, count, device: device.clone() }))
+        Ok(Arc::new(Self { slots: HostWords::new(device, count)?, device: device.clone() }))
     }
 
     /// Returns the word in a slot and empties the slot. Returns zero if no word has arrived.
     pub fn take(&self, slot: usize) -> u32 {
-        assert!(slot < self.count, "slot {slot} is out of range for {} slots", self.count);
-        // SAFETY: the slot is within the allocation, is initialized, and lives as long as `self`.
-        let slot = unsafe { self.slots.add(slot).as_ref() };
+        let slot = &self.slots.words()[slot];
         let word = slot.load(Ordering::Acquire);
         // The device does not write to a slot again until the host has emptied it, so this store loses no new word.
         if word != 0 {
@@ -50,23 +32,34 @@ impl Mailbox {
         word
     }
 
+    /// Waits for the word of a slot and empties the slot.
+    /// Fails if queued work failed, or if the device has finished all work without sending the word.
+    pub fn wait(&self, slot: usize) -> Result<u32> {
+        let mut polls = 0u32;
+        loop {
+            let word = self.take(slot);
+            if word != 0 {
+                return Ok(word);
+            }
+            std::hint::spin_loop();
+            polls += 1;
+            // If the device failed or has no more work, no word will arrive. Check rarely, because each check is slow.
+            if polls.is_multiple_of(1 << 20) && is_idle(&self.device)? {
+                return match self.take(slot) {
+                    0 => bail!("the GPU finished without sending a token"),
+                    word => Ok(word),
+                };
+            }
+        }
+    }
+
     /// Returns the number of slots.
     pub fn slots(&self) -> usize {
-        self.count
+        self.slots.len()
     }
 
-    /// Returns the address of the slots on the device.
-    pub(super) fn address(&self) -> u64 {
-        self.slots.as_ptr() as u64
-    }
-}
-
-impl Drop for Mailbox {
-    fn drop(&mut self) {
-        // After a failed synchronization, a queued kernel may still write to the slots, so the slots are leaked.
-        if self.device.cuda_stream().synchronize().is_ok() {
-            // SAFETY: `malloc_host` allocated the slots, only `drop` frees them, and all queued kernels have ended.
-            let _ = unsafe { result::free_host(self.slots.as_ptr().cast()) };
-        }
+    /// Returns the address of a slot on the device.
+    pub(super) fn address(&self, slot: usize) -> u64 {
+        self.slots.address(slot)
     }
 }

@@ -10,6 +10,7 @@
 mod arguments;
 mod device;
 mod graph;
+mod host_words;
 mod kernel_launch;
 mod list;
 mod mailbox;
@@ -18,6 +19,7 @@ mod module;
 pub use arguments::{Arg, Arguments, address};
 pub use device::{attribute, dtype_suffix, is_idle, max_shared_bytes, multiprocessors};
 pub use graph::LaunchGraph;
+pub use host_words::HostWords;
 pub use kernel_launch::{Launch, LaunchShape};
 pub use list::{LaunchList, TimedLaunch};
 pub use mailbox::Mailbox;

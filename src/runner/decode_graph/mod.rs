@@ -19,7 +19,7 @@ use super::choose_token::NO_TOKEN;
 use super::{EagerReason, KernelTime};
 use crate::kernels::decode::sample::{self, DeviceSampling, SamplingBuffers, SamplingKernelParams};
 use crate::kernels::decode::{self, Embedding, StepBuffers};
-use crate::kernels::launch::{LaunchGraph, LaunchList, Mailbox, is_idle};
+use crate::kernels::launch::{LaunchGraph, LaunchList, Mailbox};
 use crate::kernels::rows::copy_rows;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
@@ -310,25 +310,9 @@ impl DecodeGraph {
     /// Waits for the next mailbox entry: 1 + the token id, or [`decode::MAILBOX_NO_TOKEN`].
     fn wait(&mut self) -> Result<u32> {
         let slot = self.taken % self.mailbox.slots();
-        let mut polls = 0u32;
-        loop {
-            let word = self.mailbox.take(slot);
-            if word != 0 {
-                self.taken += 1;
-                return Ok(word);
-            }
-            std::hint::spin_loop();
-            polls += 1;
-            // If the device failed or has no more work, no token will arrive. Check rarely, because each check is slow.
-            if polls.is_multiple_of(1 << 20) && is_idle(&self.device).context("a decode step failed on the GPU")? {
-                let word = self.mailbox.take(slot);
-                if word == 0 {
-                    bail!("the GPU finished without sending a token");
-                }
-                self.taken += 1;
-                return Ok(word);
-            }
-        }
+        let word = self.mailbox.wait(slot).context("a decode step failed on the GPU")?;
+        self.taken += 1;
+        Ok(word)
     }
 
     /// Returns the logits of the last step that ran, f32 `[vocab]`.

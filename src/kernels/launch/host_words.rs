@@ -1,0 +1,78 @@
+//! u32 words in host memory that kernels can read and write while the host does the same.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use candle_core::cuda_backend::cudarc::driver::{result, sys};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{Result, bail};
+
+/// Page-locked words in host memory that are mapped into the address space of a GPU. They start as zeros.
+pub struct HostWords {
+    words: NonNull<AtomicU32>,
+    count: usize,
+    device: CudaDevice,
+}
+
+// SAFETY: the words belong to `self` until `drop`, and the host accesses them only as atomics.
+unsafe impl Send for HostWords {}
+// SAFETY: as above.
+unsafe impl Sync for HostWords {}
+
+impl HostWords {
+    /// Allocates `count` words.
+    pub fn new(device: &CudaDevice, count: usize) -> Result<Arc<Self>> {
+        device.cuda_stream().context().bind_to_thread().w()?;
+        // The memory is mapped into the device's address space.
+        // With unified addressing, as on Linux, the host address is also valid on the device.
+        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: any length is allowed, and the context is bound. `drop` frees the memory.
+        let words = unsafe { result::malloc_host(count * size_of::<AtomicU32>(), flags) }.w()?;
+        let Some(words) = NonNull::new(words.cast::<AtomicU32>()) else {
+            bail!("cannot allocate {count} words of page-locked memory: the driver returned a null pointer")
+        };
+        // SAFETY: the allocation has space for `count` words and is page-aligned. Zeros initialize the words.
+        unsafe { words.write_bytes(0, count) };
+        Ok(Arc::new(Self { words, count, device: device.clone() }))
+    }
+
+    /// Returns the number of words.
+    pub fn len(&self) -> usize {
+        self.count
+    }
+
+    /// Returns whether there are no words.
+    pub fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// Returns the words.
+    pub fn words(&self) -> &[AtomicU32] {
+        // SAFETY: all words are initialized and live as long as `self`. Atomics may be written by others.
+        unsafe { std::slice::from_raw_parts(self.words.as_ptr(), self.count) }
+    }
+
+    /// Writes `values` to the words from `first` on. Kernels that are queued later read these values.
+    pub fn write(&self, first: usize, values: &[u32]) {
+        for (word, &value) in self.words()[first..first + values.len()].iter().zip(values) {
+            word.store(value, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the address of a word on the device.
+    pub(super) fn address(&self, word: usize) -> u64 {
+        assert!(word <= self.count, "word {word} is out of range for {} words", self.count);
+        self.words.as_ptr() as u64 + (word * size_of::<u32>()) as u64
+    }
+}
+
+impl Drop for HostWords {
+    fn drop(&mut self) {
+        // After a failed synchronization, a queued kernel may still use the words, so they are leaked.
+        if self.device.cuda_stream().synchronize().is_ok() {
+            // SAFETY: `malloc_host` allocated the words, only `drop` frees them, and all queued kernels have ended.
+            let _ = unsafe { result::free_host(self.words.as_ptr().cast()) };
+        }
+    }
+}

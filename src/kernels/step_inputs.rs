@@ -1,0 +1,75 @@
+//! The inputs of a step whose input tokens the host may not know yet (`step_inputs.cu`).
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use super::launch::{Arguments, HostWords, Launch, LaunchShape, module};
+
+/// The words of a step's input buffer: first the ids, then other words, then words of which only some change.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepInputs {
+    /// The token ids. An id with a source is ignored.
+    pub ids: Vec<u32>,
+    /// For each id, the index of the token that replaces it, or `None`.
+    pub sources: Vec<Option<u32>>,
+    /// The words after the ids.
+    pub words: Vec<u32>,
+    /// Indices after these words, and their new values. Each index at most once.
+    pub changes: Vec<(u32, u32)>,
+}
+
+impl StepInputs {
+    /// Returns the number of words that describe these inputs to the kernel.
+    fn len(&self) -> usize {
+        2 * self.ids.len() + self.words.len() + 2 * self.changes.len()
+    }
+
+    /// Returns the words that describe these inputs to the kernel, in the order that `step_inputs.cu` lists.
+    fn description(&self) -> Vec<u32> {
+        let mut words = Vec::with_capacity(self.len());
+        words.extend(&self.ids);
+        words.extend(self.sources.iter().map(|source| source.map_or(0, |source| source + 1)));
+        words.extend(&self.words);
+        words.extend(self.changes.iter().flat_map(|&(index, value)| [index, value]));
+        words
+    }
+
+    /// Writes the inputs to `inputs`, a contiguous u32 vector. An id with a source becomes a token of `tokens`, u32.
+    ///
+    /// The kernel reads the inputs from `host` if they fit there, so that the host waits for no earlier step. Until the
+    /// kernel has ended, the caller must not write to `host` again.
+    pub fn write(
+        &self,
+        inputs: &Tensor,
+        tokens: &Tensor,
+        host: &Arc<HostWords>,
+        range: std::ops::Range<usize>,
+    ) -> Result<()> {
+        let (rows, others, changes) = (self.ids.len(), self.words.len(), self.changes.len());
+        let (total, available) = (inputs.dims1()?, tokens.dims1()?);
+        let Device::Cuda(device) = inputs.device() else { return super::unsupported("set_step_inputs", inputs) };
+        let is_valid = self.sources.len() == rows
+            && self.sources.iter().flatten().all(|&source| (source as usize) < available)
+            && rows + others <= total
+            && self.changes.iter().all(|&(index, _)| (index as usize) < total - rows - others);
+        if !is_valid || inputs.dtype() != DType::U32 || tokens.dtype() != DType::U32 {
+            bail!(
+                "set_step_inputs: {rows} ids, {others} words and {changes} changes do not match {:?}",
+                inputs.shape()
+            );
+        }
+        let description = self.description();
+        let arguments = if description.len() <= range.len() {
+            host.write(range.start, &description);
+            Arguments::new().host_words(host, range.start)
+        } else {
+            Arguments::new().tensor(&Tensor::new(description, inputs.device())?)?
+        };
+        let arguments = arguments.tensor(tokens)?.tensor(inputs)?.int(rows).int(others).int(changes);
+        let shape = LaunchShape::one_thread_each(rows + others + changes);
+        let launch = Launch::new(module!("step_inputs"), "set_step_inputs", shape, arguments);
+        // SAFETY: all indices are checked above, and the description has the length that the kernel reads.
+        unsafe { launch.enqueue(device) }
+    }
+}
