@@ -2,6 +2,7 @@
 //   grid: ceil(n / 256); block: 256
 #include "headers/activation.cuh"
 #include "headers/common.cuh"
+#include "headers/pdl.cuh"
 
 // The clamped SwiGLU of gpt-oss: out[i] = g·sigmoid(alpha·g)·(u + 1).
 // g is min(x[2i], limit), and u is x[2i + 1] clamped to [-limit, limit].
@@ -22,6 +23,8 @@ template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, 
 //   out: T [n]
 //   bytes moved: n · (8 + sizeof(T)), or n · (4 + sizeof(T)) without up
 template <typename T> __device__ void gated(const float* gate, const float* up, T* out, int n, int activation) {
+    pdl_wait();
+    pdl_launch_dependents();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = from_float<T>(activate(gate[i], activation) * (up ? up[i] : 1.0f));
 }
@@ -31,6 +34,8 @@ template <typename T> __device__ void gated(const float* gate, const float* up, 
 //   out: T [tokens, columns]
 //   bytes moved: n · (2 · sizeof(X) + sizeof(T))
 template <typename X, typename T> __device__ void gated_halves(const X* x, T* out, int n, int columns, int activation) {
+    pdl_wait();
+    pdl_launch_dependents();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const size_t gate = (size_t)(i / columns) * 2 * columns + i % columns;

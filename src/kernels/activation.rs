@@ -96,7 +96,8 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
             let arguments =
                 Arguments::new().tensor(gate)?.optional(up)?.tensor(&out)?.int(count).int(activation.code());
             let kernel = format!("gated_{}", dtype_suffix(dtype)?);
-            let launch = Launch::new(module!("activation"), kernel, LaunchShape::one_thread_each(count), arguments);
+            let launch = Launch::new(module!("activation"), kernel, LaunchShape::one_thread_each(count), arguments)
+                .overlapping();
             // SAFETY: all tensors are contiguous (`Arguments::tensor` checks this) and hold `count` elements.
             unsafe { launch.enqueue(device)? };
             Ok(out)
@@ -129,7 +130,8 @@ pub fn gated_halves(x: &Tensor, activation: Activation, dtype: DType) -> Result<
                 other => bail!("gated_halves: x is {other:?}, expected F32 or {dtype:?}"),
             };
             let kernel = format!("gated_halves_{input}{}", dtype_suffix(dtype)?);
-            let launch = Launch::new(module!("activation"), kernel, LaunchShape::one_thread_each(count), arguments);
+            let launch = Launch::new(module!("activation"), kernel, LaunchShape::one_thread_each(count), arguments)
+                .overlapping();
             // SAFETY: both tensors are contiguous (`Arguments::tensor` checks this); x holds twice `count` elements.
             unsafe { launch.enqueue(device)? };
             Ok(out)

@@ -23,6 +23,8 @@ pub const ACTIVATION_GELU_TANH: usize = 1;
 
 /// Heads per warp. Several heads keep more loads in flight and share one read of the cosines and sines.
 pub const ROPE_HEADS_PER_WARP: usize = 4;
+/// For at most this many tokens, each head has a warp of its own, because larger warps would leave most of the GPU idle.
+pub const ROPE_FEW_TOKENS: usize = 64;
 
 // Paged KV cache (`attention/paged.rs`, `attention/paged.cuh`).
 

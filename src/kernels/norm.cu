@@ -9,6 +9,7 @@
 //   bytes moved: tokens · columns · (12 + sizeof(T)), or tokens · columns · (4 + sizeof(T)) without y
 #include "constants.cuh"
 #include "headers/common.cuh"
+#include "headers/pdl.cuh"
 #include "headers/tensor_core.cuh"
 
 // Sums `value` over the block and returns the sum to every thread.
@@ -67,10 +68,17 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     for (int h = 0; h < HELD; ++h) {
         const int i = threadIdx.x + h * THREADS;
         if (i >= count) continue;
-        held[h] = load<WIDTH>(x + i * WIDTH);
-        if (y) other[h] = load<WIDTH>(y + i * WIDTH);
         if (y_bias) biases[h] = load<WIDTH>(y_bias + i * WIDTH);
         weights[h] = load<WIDTH>(weight + i * WIDTH);
+    }
+    pdl_wait();
+    pdl_launch_dependents();
+#pragma unroll
+    for (int h = 0; h < HELD; ++h) {
+        const int i = threadIdx.x + h * THREADS;
+        if (i >= count) continue;
+        held[h] = load<WIDTH>(x + i * WIDTH);
+        if (y) other[h] = load<WIDTH>(y + i * WIDTH);
     }
     const auto accumulate = [&](const Elements<WIDTH>& e) {
 #pragma unroll

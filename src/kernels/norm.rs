@@ -84,7 +84,8 @@ pub fn add_norm(
                 .int(columns)
                 .float(eps);
             let kernel = format!("add_norm_{}", dtype_suffix(dtype)?);
-            let launch = Launch::new(module!("norm"), kernel, LaunchShape::linear(tokens, ADD_NORM_THREADS), arguments);
+            let launch = Launch::new(module!("norm"), kernel, LaunchShape::linear(tokens, ADD_NORM_THREADS), arguments)
+                .overlapping();
             // SAFETY: shapes and dtypes are checked above.
             unsafe { launch.enqueue(device)? };
             Ok((sum, normed))

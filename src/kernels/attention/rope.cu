@@ -10,14 +10,15 @@
 //   q: T [tokens, heads, head_dim]
 //   k, v: the KV cache, T [rows, kv_heads, head_dim]
 //   slots: u32 [tokens], the row of k and v for each token
-//   grid: ceil(tokens · ceil((heads + 2 · kv_heads) / HEADS) / 8); block: 256, one warp per HEADS heads of a token
+//   grid: one warp per HEADS heads of a token: ceil(tokens · ceil((heads + 2 · kv_heads) / HEADS) / warps per block)
+//     split_qkv: HEADS = ROPE_HEADS_PER_WARP; block: 256
+//     split_qkv_few, for a few tokens: HEADS = 1; block: 64
 //   bytes moved: tokens · (heads + 2 · kv_heads) · head_dim · (4 + sizeof(T))
 #include "constants.cuh"
 #include "headers/common.cuh"
+#include "headers/pdl.cuh"
 
-constexpr int HEADS = ROPE_HEADS_PER_WARP;
-
-template <typename T>
+template <typename T, int HEADS>
 __device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict__ bias,
                           const float* __restrict__ q_norm, const float* __restrict__ k_norm,
                           const float* __restrict__ cos, const float* __restrict__ sin,
@@ -27,6 +28,8 @@ __device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict
     const int all = heads + 2 * kv_heads, groups = (all + HEADS - 1) / HEADS, half = rotated / 2;
     const int lane = threadIdx.x % 32;
     const int item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, token = item / groups;
+    pdl_wait();
+    pdl_launch_dependents();
     if (token >= tokens) return;
     const int first = item % groups * HEADS, count = min(HEADS, all - first);
 
@@ -80,13 +83,15 @@ __device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict
     }
 }
 
-#define DEFINE(T, SUFFIX)                                                                                              \
-    extern "C" __global__ void split_qkv_##SUFFIX(const float* qkv, const float* bias, const float* q_norm,            \
-                                                  const float* k_norm, const float* cos, const float* sin,             \
-                                                  const uint32_t* positions, T* q, T* k, T* v, const uint32_t* slots,  \
-                                                  int tokens, int heads, int kv_heads, int head_dim, int rotated,      \
-                                                  float eps) {                                                         \
-        split_qkv<T>(qkv, bias, q_norm, k_norm, cos, sin, positions, q, k, v, slots, tokens, heads, kv_heads,          \
-                     head_dim, rotated, eps);                                                                          \
+#define DEFINE_KERNEL(T, NAME, HEADS)                                                                                  \
+    extern "C" __global__ void NAME(const float* qkv, const float* bias, const float* q_norm, const float* k_norm,     \
+                                    const float* cos, const float* sin, const uint32_t* positions, T* q, T* k, T* v,   \
+                                    const uint32_t* slots, int tokens, int heads, int kv_heads, int head_dim,          \
+                                    int rotated, float eps) {                                                          \
+        split_qkv<T, HEADS>(qkv, bias, q_norm, k_norm, cos, sin, positions, q, k, v, slots, tokens, heads, kv_heads,   \
+                            head_dim, rotated, eps);                                                                   \
     }
+#define DEFINE(T, SUFFIX)                                                                                              \
+    DEFINE_KERNEL(T, split_qkv_##SUFFIX, ROPE_HEADS_PER_WARP)                                                          \
+    DEFINE_KERNEL(T, split_qkv_few_##SUFFIX, 1)
 FOR_EACH_DTYPE(DEFINE)

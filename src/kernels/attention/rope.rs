@@ -118,7 +118,7 @@ pub fn split_qkv(
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use crate::kernels::constants::ROPE_HEADS_PER_WARP;
+            use crate::kernels::constants::{ROPE_FEW_TOKENS, ROPE_HEADS_PER_WARP};
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
             // SAFETY: the kernel writes every element.
             let q = unsafe { Tensor::empty((tokens, heads, head_dim), dtype, qkv.device())? };
@@ -140,9 +140,14 @@ pub fn split_qkv(
                 .int(head_dim)
                 .int(2 * half)
                 .float(norms.map_or(0.0, |norms| norms.eps));
-            let kernel = format!("split_qkv_{}", dtype_suffix(dtype)?);
-            let warps = tokens * (heads + 2 * kv_heads).div_ceil(ROPE_HEADS_PER_WARP);
-            let launch = Launch::new(module!("rope"), kernel, LaunchShape::linear(warps.div_ceil(8), 256), arguments);
+            let (name, heads_per_warp, block) = match tokens <= ROPE_FEW_TOKENS {
+                true => ("split_qkv_few", 1, 64),
+                false => ("split_qkv", ROPE_HEADS_PER_WARP, 256),
+            };
+            let warps = tokens * (heads + 2 * kv_heads).div_ceil(heads_per_warp);
+            let shape = LaunchShape::linear(warps.div_ceil(block / 32), block);
+            let kernel = format!("{name}_{}", dtype_suffix(dtype)?);
+            let launch = Launch::new(module!("rope"), kernel, shape, arguments).overlapping();
             // SAFETY: shapes and dtypes are checked above. The caller guarantees that the tables cover all positions,
             // and that the cache has all slots.
             unsafe { launch.enqueue(device)? };

@@ -66,17 +66,25 @@ pub struct Launch {
     shape: LaunchShape,
     arguments: Arguments,
     bytes_moved: u64,
+    overlap: Overlap,
 }
 
 impl Launch {
     /// Creates a launch of `kernel` from `module`.
     pub fn new(module: Module, kernel: impl Into<String>, shape: LaunchShape, arguments: Arguments) -> Self {
-        Self { module, kernel: kernel.into(), shape, arguments, bytes_moved: 0 }
+        Self { module, kernel: kernel.into(), shape, arguments, bytes_moved: 0, overlap: Overlap::No }
     }
 
     /// Sets the number of bytes that the kernel reads and writes in device memory, for bandwidth reports.
     pub fn with_bytes_moved(self, bytes_moved: u64) -> Self {
         Self { bytes_moved, ..self }
+    }
+
+    /// Lets the kernel start before the previous kernel has ended, on GPUs that support this.
+    /// In every block, the kernel must call `pdl_wait` before it uses what the previous kernel writes, and before it
+    /// writes what an earlier kernel uses.
+    pub fn overlapping(self) -> Self {
+        Self { overlap: Overlap::Yes, ..self }
     }
 
     /// Queues the kernel on the device's stream. A launch with an empty grid does nothing.
@@ -90,14 +98,15 @@ impl Launch {
         }
         let stream = device.cuda_stream();
         stream.context().bind_to_thread().w()?;
+        let overlap = if self.overlap == Overlap::Yes { Overlap::of_device(device)? } else { Overlap::No };
         let launch = self.prepare(device)?;
         // SAFETY: the caller guarantees valid arguments and addresses.
-        unsafe { launch.enqueue(&stream, Overlap::No) }
+        unsafe { launch.enqueue(&stream, overlap) }
     }
 
     /// Checks the launch, looks up the kernel and raises its shared memory limit if needed.
     pub(super) fn prepare(self, device: &CudaDevice) -> Result<PreparedLaunch> {
-        let Self { module, kernel, shape, arguments, bytes_moved } = self;
+        let Self { module, kernel, shape, arguments, bytes_moved, .. } = self;
         if shape.is_empty() {
             bail!("cannot record a launch of {kernel}: the grid {:?} is empty", shape.grid);
         }
@@ -126,6 +135,15 @@ fn allow_shared_bytes(function: &CudaFunction, bytes: usize) -> Result<()> {
 pub(super) enum Overlap {
     Yes,
     No,
+}
+
+impl Overlap {
+    /// Returns whether kernels may overlap on a device. Code built for older GPUs contains no waits, so its launches must
+    /// not overlap on any GPU.
+    pub fn of_device(device: &CudaDevice) -> Result<Self> {
+        let (major, _) = device.cuda_stream().context().compute_capability().w()?;
+        Ok(if major >= 9 && is_built_for_overlap() { Self::Yes } else { Self::No })
+    }
 }
 
 /// A launch that has been checked and whose kernel is loaded.

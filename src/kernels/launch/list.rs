@@ -29,10 +29,7 @@ pub struct TimedLaunch {
 impl LaunchList {
     /// Creates an empty list.
     pub fn new(device: &CudaDevice) -> Result<Self> {
-        let (major, _) = device.cuda_stream().context().compute_capability().w()?;
-        // Code built for older GPUs contains no waits, so its launches must not overlap on any GPU.
-        let overlap = if major >= 9 && is_built_for_overlap() { Overlap::Yes } else { Overlap::No };
-        Ok(Self { device: device.clone(), launches: Vec::new(), overlap })
+        Ok(Self { device: device.clone(), launches: Vec::new(), overlap: Overlap::of_device(device)? })
     }
 
     /// Returns the number of launches.

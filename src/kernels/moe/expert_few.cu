@@ -15,6 +15,7 @@
 // The shares depend on the routing of all tokens, and the order of the additions depends on the shares.
 // The results of a token can therefore vary slightly with the other tokens of its batch.
 #include "headers/async_copy.cuh"
+#include "headers/pdl.cuh"
 #include "moe/mxfp4_tiles.cuh"
 
 constexpr int WARPS = EXPERT_FEW_THREADS / 32;
@@ -104,16 +105,16 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, con
 }
 
 // Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x.
-// The rows of x are at `xs` in shared memory, [steps][8 · N rows][128 bytes]. Waits for copies that are in flight.
-template <typename T, bool GATE_UP, int N>
+// The rows of x are at `xs` in shared memory, [steps][8 · N rows][128 bytes]. `load_x` starts copying them there.
+template <typename T, bool GATE_UP, int N, typename LoadX>
 __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& o, int rows, const Tile& tile,
-                                                   int first, int last, uint32_t xs, float4* partials) {
+                                                   int first, int last, uint32_t xs, float4* partials, LoadX&& load_x) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int groups = matrix.steps / STEPS, total = (last - first) * groups;
     const auto begin = [&](int warp) { return total * warp / WARPS; };
     int left = begin(warp + 1) - begin(warp), group = begin(warp) % groups, row_pair = first + begin(warp) / groups;
 
-    // 1. Load the first weights while x is being copied.
+    // 1. Load the first weights while the previous kernel ends and x is being copied.
     uint4 words[STEPS][2];
     uint32_t scales[STEPS][2];
     Cursor cursor(matrix, row_pair, group, lane);
@@ -122,6 +123,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
         for (int j = 0; j < STEPS; ++j) cursor.load(j, words[j], scales[j]);
         cursor.next();
     }
+    load_x();
     wait_for_copies<0>();
     __syncthreads();
 
@@ -208,6 +210,13 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
     const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP, row_pairs = (w.rows + 31) / 32;
     float4* const partials = reinterpret_cast<float4*>(shared + (size_t)steps * max_pairs * 128);
 
+    // The kernel before gate_up is `route`, which writes `offsets` and `sorted`. It has ended before `down` starts,
+    // because gate_up lets the next kernel start only after it has waited for `route`.
+    if constexpr (GATE_UP) {
+        pdl_wait();
+        pdl_launch_dependents();
+    }
+
     // 1. Find the row pairs of this block. Each tile of (token, expert) pairs needs all row pairs of its expert.
     int total = 0;
     for (int base = 0; base < experts; base += 32) {
@@ -232,14 +241,18 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
         const uint32_t xs = shared_address(shared);
         __syncthreads();  // slower warps may still read x or partial sums of the previous tile
         const int padded_pairs = (tile.pairs + 7) / 8 * 8;
-        load_x<T>(x, o, tile, w.columns, steps, chosen, padded_pairs, shared);
+        const auto load = [&] {
+            pdl_wait();
+            load_x<T>(x, o, tile, w.columns, steps, chosen, padded_pairs, shared);
+        };
         if (padded_pairs == 8)
-            multiply_row_pairs<T, GATE_UP, 1>(matrix, o, w.rows, tile, first, last, xs, partials);
+            multiply_row_pairs<T, GATE_UP, 1>(matrix, o, w.rows, tile, first, last, xs, partials, load);
         else if (padded_pairs == 16)
-            multiply_row_pairs<T, GATE_UP, 2>(matrix, o, w.rows, tile, first, last, xs, partials);
+            multiply_row_pairs<T, GATE_UP, 2>(matrix, o, w.rows, tile, first, last, xs, partials, load);
         else
-            multiply_row_pairs<T, GATE_UP, 3>(matrix, o, w.rows, tile, first, last, xs, partials);
+            multiply_row_pairs<T, GATE_UP, 3>(matrix, o, w.rows, tile, first, last, xs, partials, load);
     }
+    pdl_wait();  // blocks without work must also end after the previous kernel
 }
 
 //   gate_up: x f32 [tokens, hidden], paired weights, bias [experts, 2 · intermediate] -> tiled h [pairs, intermediate]

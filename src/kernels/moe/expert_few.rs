@@ -34,7 +34,7 @@ impl FewTile {
 
     /// Returns the launch of a product: `gate_up` or `down`.
     pub fn launch(self, product: &str, dtype: &str, arguments: Arguments) -> Launch {
-        Launch::new(module!("expert_few"), format!("expert_few_{product}_{dtype}"), self.shape, arguments)
+        Launch::new(module!("expert_few"), format!("expert_few_{product}_{dtype}"), self.shape, arguments).overlapping()
     }
 }
 

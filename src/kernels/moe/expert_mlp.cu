@@ -7,6 +7,7 @@
 // See mxfp4_tiles.cuh for the layout of weights, x and h.
 // y is [pairs, hidden], in the original order of the pairs instead of the order of `sorted`.
 #include "headers/async_copy.cuh"
+#include "headers/pdl.cuh"
 #include "moe/mxfp4_tiles.cuh"
 
 // ---- reordering ----
@@ -40,6 +41,8 @@ __device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint
 template <typename T>
 __device__ void expert_combine(const T* y, const float* weights, float* x, int n, int columns, int chosen) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    pdl_wait();
+    pdl_launch_dependents();
     if (i >= n) return;
     const int segments = columns / 8, token = i / segments, segment = i % segments;
     float2* to = reinterpret_cast<float2*>(x) + (size_t)(i / 4) * 16 + i % 4;

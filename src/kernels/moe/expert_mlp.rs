@@ -94,7 +94,8 @@ pub fn expert_mlp(
     let shape = LaunchShape::one_thread_each(count);
     // SAFETY: all shapes are checked above, and the down launch writes every element of `y`.
     unsafe {
-        Launch::new(module!("expert_mlp"), format!("expert_combine_{suffix}"), shape, arguments).enqueue(device)?;
+        let kernel = format!("expert_combine_{suffix}");
+        Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping().enqueue(device)?;
     }
     Ok(out)
 }

@@ -17,6 +17,7 @@
 #include "constants.cuh"
 #include "headers/arrive.cuh"
 #include "headers/common.cuh"
+#include "headers/pdl.cuh"
 #include "moe/routing.cuh"
 
 constexpr int TOKENS = 8, THREADS = 32 * TOKENS, QUADS = ROUTE_COLUMNS / 4;
@@ -97,6 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int i = 0; i < 32 / TOKENS; ++i)
         loaded[i] = lane < QUADS ? load(weight, first_expert + warp + i * TOKENS, experts, lane) : zero;
+    pdl_wait();
+    pdl_launch_dependents();
     const float4 own = lane < QUADS ? load(x, token, tokens, lane) : zero;
     if (lane < QUADS) {
         xs[warp][lane] = own;

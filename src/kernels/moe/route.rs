@@ -115,7 +115,7 @@ impl RoutedPairs {
             .int(chosen);
         let shape = LaunchShape::new((tokens.div_ceil(8), slices, experts.div_ceil(32)), 256);
         // SAFETY: `route` has checked all shapes and dtypes, and the grid covers all tokens and experts.
-        unsafe { Launch::new(module!("route"), "route_f32", shape, arguments).enqueue(device)? };
+        unsafe { Launch::new(module!("route"), "route_f32", shape, arguments).overlapping().enqueue(device)? };
         Ok(routed)
     }
 }
