@@ -88,7 +88,7 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
         let tensors = FlashTensors { q, layer, sinks, positions, tables, out, partials, arrivals };
         // SAFETY: `launch` checks shapes and dtypes. The caller has checked that the tables cover all positions.
         // `PassBlocks::new` has checked that the tables hold only blocks of the cache.
-        unsafe { flash.launch(&tensors, EarlyReads::None)?.overlapping().enqueue(device)? };
+        unsafe { flash.launch(&tensors, EarlyReads::EarlierPositions)?.overlapping().enqueue(device)? };
     }
     Ok(())
 }
