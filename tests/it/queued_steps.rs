@@ -24,8 +24,8 @@ fn request(engine: &Engine, index: usize) -> (Vec<u32>, GenerateOptions) {
     let own = engine.random_tokens(100 + index as u64, 1 + index * 17 % 120);
     let prompt = [&shared[..if index.is_multiple_of(2) { 130 } else { 0 }], &own].concat();
     // Any token can be a stop token, so that answers end where the engine does not expect it.
-    let stop_token_ids = (0..2000).filter(|id| id % 64 == index as u32 % 64).collect();
-    let max_tokens = Some(1 + index * 25 % 90);
+    let stop_token_ids = (0..2000).filter(|id| id % 400 == index as u32 * 16 % 400).collect();
+    let max_tokens = Some(1 + index * 35 % 150);
     (prompt, GenerateOptions { stop_token_ids, max_tokens, ..GenerateOptions::new(sampling) })
 }
 

@@ -177,8 +177,11 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
         bail!("cannot multiply: x has shape {:?}, and the matrix has shape {:?}", x.dims(), part.dims());
     }
     let has_few = quantized_few::is_supported(parts, columns, x.dtype());
+    // Tensor cores multiply 8-bit inputs by 8-bit weights without converting the weights.
+    let low_types = parts.iter().map(|part| low_type(device, part)).collect::<Result<Vec<_>>>()?;
+    let is_low = tokens > 1 && low_types.iter().all(Option::is_some);
     match order {
-        SumOrder::Fastest if has_few && quantized_few::is_fastest(tokens) => {
+        SumOrder::Fastest if has_few && !is_low && quantized_few::is_fastest(tokens) => {
             return matmul_few(device, parts, &x, order);
         }
         SumOrder::Fixed if has_few => return matmul_few(device, parts, &x, order),
@@ -190,16 +193,23 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
     let stride = parts.iter().map(|part| part.dims().0).sum();
     // SAFETY: the products below write every column of every row.
     let out = unsafe { Tensor::empty((tokens, stride), DType::F32, x.device())? };
+    // The parts of a stack usually have the same input rounding, so the input is quantized only once.
+    let mut quantized: Option<(InputRounding, QuantizedRows)> = None;
     let mut first = 0;
-    for part in parts {
+    for (part, low_type) in parts.iter().zip(low_types) {
         let output = OutputColumns { tensor: &out, first, stride };
-        match part.input_rounding {
-            _ if tokens <= MATVEC_TOKENS && can_matvec(device, part)? => matvec(device, part, &x, output)?,
-            InputRounding::None => matmul_dequantized(device, part, &x, output)?,
-            rounding => match low_type(device, part)? {
-                Some(low_type) => matmul_low_precision(device, part, &x, output, low_type)?,
-                None => matmul_dequantized(device, part, &round_floats(device, &x, rounding)?, output)?,
-            },
+        match (part.input_rounding, low_type) {
+            _ if tokens <= MATVEC_TOKENS && !is_low && can_matvec(device, part)? => matvec(device, part, &x, output)?,
+            (InputRounding::None, _) => matmul_dequantized(device, part, &x, output)?,
+            (rounding, Some(low_type)) => {
+                let rows = match quantized.take() {
+                    Some((same, rows)) if same == rounding => rows,
+                    _ => QuantizedRows::new(device, &x, rounding)?,
+                };
+                matmul_low_precision(device, part, &rows, output, low_type)?;
+                quantized = Some((rounding, rows));
+            }
+            (rounding, None) => matmul_dequantized(device, part, &round_floats(device, &x, rounding)?, output)?,
         }
         first += part.dims().0;
     }
@@ -304,47 +314,65 @@ fn low_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<EightB
     // cuBLASLt requires the rows of the result to be aligned to 16 bytes. A row length divisible by 16 guarantees this.
     let is_aligned = part.dims().0.is_multiple_of(16);
     Ok(match part.format {
+        _ if part.input_rounding == InputRounding::None => None,
         WeightFormat::Int8 if is_aligned => Some(EightBitType::Int8),
         WeightFormat::Fp8 if is_aligned && capability >= (8, 9) => Some(EightBitType::Fp8),
         _ => None,
     })
 }
 
-/// Quantizes `x` to int8 or E4M3 and multiplies it by 8-bit weights on tensor cores.
+/// Rows of int8 or E4M3 values, with one scale per row.
+#[cfg(feature = "cuda")]
+struct QuantizedRows {
+    /// U8 `[rows, columns]`, both padded as cuBLASLt requires.
+    values: Tensor,
+    /// f32 `[tokens]`
+    scales: Tensor,
+}
+
+#[cfg(feature = "cuda")]
+impl QuantizedRows {
+    /// Quantizes the rows of `x`, `[tokens, columns]`.
+    fn new(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<Self> {
+        let (tokens, columns) = x.dims2()?;
+        // cuBLASLt requires dimensions that are multiples of 16. The low plane is already padded to groups of 32.
+        let (padded_columns, padded_tokens) = (columns.next_multiple_of(GROUP_COLUMNS), tokens.next_multiple_of(16));
+        // SAFETY: the kernel writes one row per token. Padding rows stay uninitialized, and their products are not used.
+        let values = unsafe { Tensor::empty((padded_tokens, padded_columns), DType::U8, x.device())? };
+        // SAFETY: the kernel writes one scale per token.
+        let scales = unsafe { Tensor::empty(tokens, DType::F32, x.device())? };
+        let arguments = Arguments::new()
+            .tensor(x)?
+            .tensor(&values)?
+            .tensor(&scales)?
+            .int(columns)
+            .int(padded_columns)
+            .input_rounding(rounding);
+        let kernel = format!("round_rows_{}", dtype_suffix(x.dtype())?);
+        let launch = Launch::new(module!("quantized_ops"), kernel, LaunchShape::linear(tokens, 256), arguments);
+        // SAFETY: the tensors have the shapes that the kernel expects.
+        unsafe { launch.enqueue(device)? };
+        Ok(Self { values, scales })
+    }
+}
+
+/// Multiplies rows of int8 or E4M3 values by 8-bit weights on tensor cores.
 #[cfg(feature = "cuda")]
 fn matmul_low_precision(
     device: &CudaDevice,
     part: &QuantizedMatrix,
-    x: &Tensor,
+    x: &QuantizedRows,
     output: OutputColumns,
     low_type: EightBitType,
 ) -> Result<()> {
-    let ((tokens, columns), (rows, _)) = (x.dims2()?, part.dims());
-    // cuBLASLt requires dimensions that are multiples of 16. The low plane is already padded to groups of 32.
-    let (padded_columns, padded_tokens) = (columns.next_multiple_of(GROUP_COLUMNS), tokens.next_multiple_of(16));
-    // SAFETY: the kernel writes one row per token. Padding rows stay uninitialized, and their products are not used.
-    let q = unsafe { Tensor::empty((padded_tokens, padded_columns), DType::U8, x.device())? };
-    // SAFETY: the kernel writes one scale per token.
-    let scales = unsafe { Tensor::empty(tokens, DType::F32, x.device())? };
-    let arguments = Arguments::new()
-        .tensor(x)?
-        .tensor(&q)?
-        .tensor(&scales)?
-        .int(columns)
-        .int(padded_columns)
-        .input_rounding(part.input_rounding);
-    let kernel = format!("round_rows_{}", dtype_suffix(x.dtype())?);
-    let launch = Launch::new(module!("quantized_ops"), kernel, LaunchShape::linear(tokens, 256), arguments);
-    // SAFETY: the tensors have the shapes that the kernel expects.
-    unsafe { launch.enqueue(device)? };
-
+    let (tokens, (rows, _)) = (x.scales.dims1()?, part.dims());
     let (Some(low), Some(weight_scales)) = (&part.planes[0], &part.planes[2]) else {
         bail!("cannot multiply in 8 bits: {:?} has no row scales", part.format)
     };
-    let sums = matmul_8bit(device, low_type, low, &q)?;
+    let sums = matmul_8bit(device, low_type, low, &x.values)?;
     let arguments = Arguments::new()
         .tensor(&sums)?
-        .tensor(&scales)?
+        .tensor(&x.scales)?
         .tensor(weight_scales)?
         .address(output.address(0)?)
         .int(rows)
