@@ -188,3 +188,8 @@ impl PreparedLaunch {
         .w()
     }
 }
+
+/// Returns whether the kernels contain the waits of `pdl.cuh`, which are no-ops below compute capability 9.0.
+fn is_built_for_overlap() -> bool {
+    env!("INFERNO_COMPUTE_CAP").parse::<u32>().is_ok_and(|capability| capability >= 90)
+}
