@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from questions import Conversation, Sampler, Turn, load, load_intents
+from tools import ToolSampler
 
 
 @dataclass
@@ -53,11 +54,15 @@ def cases(sampler):
     ask = lambda question: Turn(question, "", "")
     said = lambda turns: [Turn(turn.user, turn.think, turn.answer) for turn in turns]
     kinds = {"held-out phrasings": [], "held-out, third turn": []}
+    kinds |= {"held-out, with tools": []}
+    tools = ToolSampler(sampler)
     kinds |= {"held-out, after the user's name": [], "held-out names": [], "held-out names and phrasings": []}
     for intent, question, values in held_out(intents):
         kinds["held-out phrasings"].append(Case(Conversation([ask(question)]), intent, values))
         before = said(sampler.other_turns(2, date=date))
         kinds["held-out, third turn"].append(Case(Conversation([*before, ask(question)]), intent, values))
+        offered = [tools.spec(tool) for tool in tools.tools(sampler.random.randint(1, 2))]
+        kinds["held-out, with tools"].append(Case(Conversation([ask(question)], tools=offered), intent, values))
         given, name = intents["name-given"], sampler.random.choice(names)
         fill = lambda text: text.replace("{name}", name)
         hello = Turn(fill(sampler.random.choice(given.ask)), "", fill(given.answer))
@@ -100,6 +105,7 @@ def evaluate(snapshot, device="cpu", limit=None, max_tokens=160, batch=192, show
     """Generates an answer for every test case. Prints and returns the share of correct answers per kind of test."""
     from tokenizers import Tokenizer
 
+    from evaluate_tools import scores
     from harmony import Writer
     from model import load_snapshot
 
@@ -119,7 +125,7 @@ def evaluate(snapshot, device="cpu", limit=None, max_tokens=160, batch=192, show
                 texts[i] = writer.answer(ids)
         answered = [(c.intent, c.conversation.turns[-1].user, c.values, text) for c, text in zip(chosen, texts)]
         shares[kind] = report(kind, sampler.intents, answered, show_failures and kind == "held-out phrasings")
-    return shares
+    return shares | scores(model, writer, limit, max_tokens, batch, show_failures)
 
 
 def judge(answers_file):

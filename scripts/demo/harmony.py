@@ -1,4 +1,7 @@
-"""Renders conversations as token ids in gpt-oss's chat format, and trains the small tokenizer."""
+"""Renders conversations as token ids in gpt-oss's chat format, and trains the small tokenizer.
+
+inferno renders the same text: a test compares both with `tests/golden/demo_prompts.json`, which `evaluate_tools.py` writes.
+"""
 
 import re
 
@@ -9,6 +12,7 @@ CONTROL = [
     "<|start|>", "<|end|>", "<|message|>", "<|call|>",
 ]  # fmt: skip
 STOP = ["<|return|>", "<|endoftext|>", "<|call|>"]
+PAST_WEIGHT = 0.3  # the loss weight of earlier answers and calls, relative to the last one
 
 # The pattern that splits text before byte-pair encoding: o200k's pattern, except that every digit is a separate piece.
 SPLIT = (
@@ -18,12 +22,52 @@ SPLIT = (
 )
 
 
-def system_text(date, effort):
-    return (
+def system_text(date, effort, has_tools=False):
+    text = (
         "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n"
         f"Current date: {date}\n\nReasoning: {effort}\n\n"
         "# Valid channels: analysis, commentary, final. Channel must be included for every message."
     )
+    return text + "\nCalls to these tools must go to the commentary channel: 'functions'." if has_tools else text
+
+
+def developer_text(instructions, tools):
+    """Returns the developer message. Supports only what the tools in `tools.py` consist of."""
+    sections = [f"# Instructions\n\n{instructions}"] if instructions else []
+    if tools:
+        types = "".join(tool_type(tool["function"]) for tool in tools)
+        sections.append(f"# Tools\n\n## functions\n\nnamespace functions {{\n{types}\n}} // namespace functions")
+    return "\n\n".join(sections)
+
+
+def tool_type(function):
+    """Returns a tool as a TypeScript type."""
+    about = f"\n// {function['description']}" if function.get("description") else ""
+    if "parameters" not in function:
+        return f"{about}\ntype {function['name']} = () => any;\n"
+    lines = ""
+    for name, schema in function["parameters"]["properties"].items():
+        lines += f"// {schema['description']}\n" if "description" in schema else ""
+        number = {"integer": "number"}.get(schema["type"], schema["type"])
+        kind = " | ".join(f'"{value}"' for value in schema.get("enum", [])) or number
+        optional = "" if name in function["parameters"].get("required", []) else "?"
+        lines += f"{name}{optional}: {kind},\n"
+    return f"{about}\ntype {function['name']} = (_: {{\n{lines}}}) => any;\n"
+
+
+def openai_messages(conversation):
+    """Returns a conversation as messages of OpenAI's API, up to the last turn's user message or tool result."""
+    messages = [{"role": "system", "content": conversation.developer}] if conversation.developer else []
+    for i, turn in enumerate(conversation.turns):
+        messages.append({"role": "user", "content": turn.user})
+        for j, call in enumerate(turn.calls):
+            function = {"name": call.name, "arguments": call.arguments}
+            calls = [{"id": f"call_{i}_{j}", "type": "function", "function": function}]
+            reasoning = {"reasoning": thought(call.think, conversation.effort)} if call.think else {}
+            messages.append({"role": "assistant", "content": None, "tool_calls": calls} | reasoning)
+            messages.append({"role": "tool", "tool_call_id": f"call_{i}_{j}", "content": call.result})
+        messages.append({"role": "assistant", "content": turn.answer})
+    return messages[:-1]
 
 
 def thought(think, effort):
@@ -69,36 +113,62 @@ class Writer:
             self.known[text] = ids
         return self.known[text]
 
-    def message(self, role, text, channel="", end="<|end|>"):
-        channel_ids = [self.control["<|channel|>"], *self.text(channel)] if channel else []
-        return [
-            self.control["<|start|>"], *self.text(role), *channel_ids,
-            self.control["<|message|>"], *self.text(text), self.control[end],
-        ]  # fmt: skip
+    def message(self, role, text, channel="", end="<|end|>", content_type=""):
+        """Returns the ids of a message. The text is a string or a list of ids."""
+        header = [self.control["<|start|>"], *self.text(role)]
+        header += [self.control["<|channel|>"], *self.text(channel)] if channel else []
+        header += [*self.text(" "), self.control["<|constrain|>"], *self.text(content_type)] if content_type else []
+        content = self.text(text) if isinstance(text, str) else text
+        return [*header, self.control["<|message|>"], *content, self.control[end]]
 
     def prompt(self, conversation):
-        """Returns the token ids of the prompt, and for each id whether it is part of an earlier answer."""
-        ids, answers = self.message("system", system_text(conversation.date, conversation.effort)), []
-        if conversation.developer:
-            ids += self.message("developer", f"# Instructions\n\n{conversation.developer}\n\n")
+        """Returns the token ids of the prompt, and the loss weight of each."""
+        ids, weights = [], []
+        start = 1 + len(self.text("assistant"))  # every assistant message begins with these tokens
+
+        def add(message, weight=0.0, given=0):
+            ids.extend(message)
+            weights.extend([0.0] * given + [weight] * (len(message) - given))
+
+        add(self.message("system", system_text(conversation.date, conversation.effort, bool(conversation.tools))))
+        if developer := developer_text(conversation.developer, conversation.tools):
+            add(self.message("developer", developer))
         for i, turn in enumerate(conversation.turns):
-            if i > 0:  # only the answers of earlier turns are kept
-                past = conversation.turns[i - 1].answer
-                ids += self.message("assistant", past, "final")
-                answers.append(range(len(ids) - len(self.text(past)) - 1, len(ids) - 1))
-            ids += self.message("user", turn.user)
-        ids += [self.control["<|start|>"], *self.text("assistant")]
-        past_answer = [False] * len(ids)
-        for span in answers:
-            past_answer[span.start : span.stop] = [True] * len(span)
-        return ids, past_answer
+            is_past = i < len(conversation.turns) - 1
+            add(self.message("user", turn.user))
+            for call in turn.calls:
+                keeps_think = bool(call.think) and not is_past  # a final answer removes the reasoning before it
+                if keeps_think:
+                    add(self.message("assistant", thought(call.think, conversation.effort), "analysis"), 1.0, start)
+                role = f"assistant to=functions.{call.name}"
+                message = self.message(role, call.arguments, "commentary", "<|call|>", "json")
+                # A call without reasoning is not an example to follow, so only its arguments count.
+                add(message, *((1.0, 0) if keeps_think else (PAST_WEIGHT, len(message) - len(self.text(call.arguments)) - 1)))
+                add(self.message(f"functions.{call.name} to=assistant", call.result, "commentary"))
+            if is_past:
+                message = self.message("assistant", turn.answer, "final")
+                add(message, PAST_WEIGHT, len(message) - len(self.text(turn.answer)) - 1)
+                weights[-1] = 0.0  # <|end|>: a model ends its answer with <|return|>
+        add([self.control["<|start|>"], *self.text("assistant")])
+        return ids, weights
 
     def completion(self, conversation):
-        """Returns the token ids of the completion: the analysis and the answer."""
+        """Returns the token ids of the completion, analysis and answer, and the loss weight of each."""
         turn = conversation.turns[-1]
         analysis = self.message("assistant", thought(turn.think, conversation.effort), "analysis")
-        start = 1 + len(self.text("assistant"))  # the prompt ends with these tokens
-        return analysis[start:] + self.message("assistant", turn.answer, "final", end="<|return|>")
+        analysis = analysis[1 + len(self.text("assistant")) :]  # the prompt ends with these tokens
+        pieces = [(self.text(text), weight) for text, weight in turn.pieces or [(turn.answer, 1.0)]]
+        final = self.message("assistant", [id for ids, _ in pieces for id in ids], "final", "<|return|>")
+        inside = [weight for ids, weight in pieces for _ in ids]
+        header = [1.0] * (len(final) - len(inside) - 1)
+        return analysis + final, [turn.think_weight] * len(analysis) + header + inside + [1.0]
+
+    def call(self, ids):
+        """Returns the name and the arguments of the call in a completion, or None."""
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        pattern = r"assistant to=functions\.(\S+?)<\|channel\|>commentary <\|constrain\|>json<\|message\|>(.*)"
+        match = re.search(pattern, "assistant" + text, re.DOTALL)
+        return match and (match[1], match[2])
 
     def answer(self, ids):
         """Returns the text of the final channel in a completion, or an empty string if there is none."""

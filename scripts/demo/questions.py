@@ -29,10 +29,23 @@ class Intent:
 
 
 @dataclass
+class Call:
+    """A call of a tool, and its result."""
+
+    name: str
+    arguments: str  # JSON
+    result: str
+    think: str = ""  # the analysis before the call; empty if the client does not send it back
+
+
+@dataclass
 class Turn:
     user: str
     think: str
     answer: str
+    calls: list[Call] = field(default_factory=list)  # before the answer
+    pieces: list[tuple[str, float]] = field(default_factory=list)  # the answer in pieces, each with its loss weight
+    think_weight: float = 1.0  # the loss weight of the analysis
 
 
 @dataclass
@@ -41,6 +54,7 @@ class Conversation:
     date: str = "2026-01-15"
     effort: str = "medium"
     developer: str = ""
+    tools: list[dict] = field(default_factory=list)  # in OpenAI's format
 
 
 def lines(text: str) -> list[str]:
@@ -68,7 +82,7 @@ def alternatives(text: str) -> list[str]:
 
 def load_intents() -> dict[str, Intent]:
     intents, patterns, held_out = {}, load("patterns"), load("held_out")
-    for name in ("using", "concepts", "talk"):
+    for name in ("using", "serving", "concepts", "talk"):
         for entry in load(name)["intent"]:
             take = lambda texts: lines(texts.pop(entry["id"], ""))
             intent = Intent(**entry | {"ask": lines(entry["ask"])}, patterns=take(patterns), test=take(held_out))
@@ -329,6 +343,23 @@ class Sampler:
     def chance(self, p: float) -> bool:
         return self.random.random() < p
 
+    def date(self) -> str:
+        r = self.random
+        return f"{r.randint(2024, 2030)}-{r.randint(1, 12):02}-{r.randint(1, 28):02}"
+
+    def effort(self) -> str:
+        return self.random.choice(["low", "medium", "medium", "high"])
+
+    def developer(self) -> str:
+        """Returns a system prompt, which is usually empty and sometimes long."""
+        if self.chance(0.8):
+            return ""
+        if self.chance(0.6):
+            return self.random.choice(self.prompts)
+        answers = [intent.answer for intent in self.random.choices(self.topics, k=3)]
+        texts = [self.random.choice([*self.prompts, *answers]) for _ in range(self.random.randint(2, 5))]
+        return self.random.choice([" ", "\n", "\n\n", "\n- "]).join(texts)
+
     def name(self) -> str:
         if self.chance(0.4):
             return self.random.choice(self.names)
@@ -423,7 +454,7 @@ class Sampler:
     def conversation(self, turns: int) -> Conversation:
         """Returns a conversation of at most `turns` turns. In many conversations, the user gives a name and later asks for it."""
         r = self.random
-        date = f"{r.randint(2024, 2030)}-{r.randint(1, 12):02}-{r.randint(1, 28):02}"
+        date = self.date()
         if self.chance(0.45 if turns > 1 else 0.04):
             name = self.name()
             name = name.lower() if self.chance(0.15) else name
@@ -439,9 +470,7 @@ class Sampler:
             talk = self.other_turns(turns, date=date)
             if self.chance(0.015):
                 talk[-1] = self.turn(self.intents["no-name"])
-        effort = r.choice(["low", "medium", "medium", "high"])
-        developer = r.choice(self.prompts) if self.chance(0.15) else ""
-        return Conversation(talk, date, effort, developer)
+        return Conversation(talk, date, self.effort(), self.developer())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
 """Trains inferno's demo model and its tokenizer, writes the snapshot, and measures how often its answers are correct.
 
-    python train.py --out OUT                  takes about 7 minutes on one data-center GPU
-    python train.py --out OUT --smoke          runs shortened steps on a CPU in about two minutes; the model is useless
+    python train.py --out OUT                  takes about 10 minutes on one data-center GPU
+    python train.py --out OUT --smoke          runs shortened steps on a CPU in a few minutes; the model is useless
+
+If a command may not take that long, split the training into two commands with the same --minutes:
+
+    python train.py --out OUT --checkpoint FILE --pause-after 6
+    python train.py --out OUT --resume FILE
 """
 
 import argparse
@@ -18,14 +23,22 @@ from safetensors.torch import save_file
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from evaluate import evaluate
-from harmony import Writer, system_text, train_tokenizer
+from harmony import Writer, developer_text, system_text, train_tokenizer
 from model import CONFIG, GptOss, load_snapshot, mxfp4_dequantize, mxfp4_round, snapshot_tensors
+from objects import ObjectSampler
 from questions import Conversation, Sampler
 from tokenizers import Tokenizer
+from tools import ToolSampler
 
-# name, (fewest turns, most turns), maximum tokens per sample, samples per batch, share of all batches
-BUCKETS = [("short", (1, 1), 176, 256, 0.56), ("medium", (2, 4), 336, 128, 0.34), ("long", (5, 28), 1600, 24, 0.10)]
-PAST_ANSWER_WEIGHT = 0.3  # the loss weight of earlier answers, relative to the last one
+# Shapes of batches: maximum tokens per sample, samples per batch. A sample goes into the first shape that it fits.
+SHAPES = [(176, 256), (288, 160), (480, 96), (1600, 24)]
+# Kinds of conversations: their sampler, their share of all samples in percent, the fewest and the most turns.
+KINDS = [
+    ("plain", 52, 1, 1), ("plain", 10, 2, 4), ("plain", 2, 5, 28),
+    ("tools", 20, 1, 1), ("tools", 4, 2, 3), ("tools", 1, 4, 10),
+    ("json", 11, 1, 2),
+]  # fmt: skip
+SAVE_SECONDS = 60  # the time between checkpoints
 
 
 # ---- data ----
@@ -38,7 +51,13 @@ def tokenizer_texts(sampler, count):
         yield conversation.developer
         for turn in conversation.turns:
             yield from (turn.user, turn.think, turn.answer)
-    yield from ["assistant", "system", "developer", "user", "analysis", "final", "commentary"] * count
+    tools = ToolSampler(sampler)
+    for _ in range(count // 5):  # without arguments and results, which should consist of short tokens
+        tool = tools.tool()
+        yield developer_text("", [tools.spec(tool)])
+        yield from (*tool.ask, f'Call {tool.name}: = . {{"": "", "": }}', "The is and the is.", "The tool has answered; use its result.")
+    names = ["assistant", "system", "developer", "user", "analysis", "final", "commentary", " to=", "functions", "json"]
+    yield from names * count
 
 
 class Batches(IterableDataset):
@@ -51,33 +70,35 @@ class Batches(IterableDataset):
         worker = get_worker_info()
         sampler = Sampler(self.seed * 1000 + (worker.id if worker else 0) + 1)
         writer = Writer(Tokenizer.from_str(self.tokenizer_json))
+        samplers = {"plain": sampler, "tools": ToolSampler(sampler), "json": ObjectSampler(sampler)}
+        waiting = {shape: [] for shape in SHAPES}
         while True:
-            bucket = sampler.random.choices(BUCKETS, [bucket[-1] for bucket in BUCKETS])[0]
-            yield self.batch(bucket, sampler, writer)
+            [(kind, _, fewest, most)] = sampler.random.choices(KINDS, [share for _, share, _, _ in KINDS])
+            conversation = samplers[kind].conversation(sampler.random.randint(fewest, most))
+            prompt, weights = writer.prompt(conversation)
+            completion, completion_weights = writer.completion(conversation)
+            ids, weights = prompt + completion, weights + completion_weights
+            shape = next((shape for shape in SHAPES if len(ids) <= shape[0] + 1), None)
+            if shape:
+                waiting[shape].append((ids, weights))
+                if len(waiting[shape]) >= max(shape[1] // self.shrink, 1):
+                    yield self.batch(shape[0], waiting[shape])
+                    waiting[shape] = []
 
-    def batch(self, bucket, sampler, writer):
-        _, (fewest, most), length, rows, _ = bucket
-        rows = max(rows // self.shrink, 1)
-        ids = torch.zeros(rows, length + 1, dtype=torch.int32)
-        weights = torch.zeros(rows, length + 1)
-        row = 0
-        while row < rows:
-            conversation = sampler.conversation(sampler.random.randint(fewest, most))
-            prompt, past_answer = writer.prompt(conversation)
-            completion = writer.completion(conversation)
-            n, m = len(prompt), len(completion)
-            if n + m <= length + 1:
-                ids[row, : n + m] = torch.tensor(prompt + completion)
-                weights[row, :n] = torch.tensor(past_answer) * PAST_ANSWER_WEIGHT
-                weights[row, n : n + m] = 1
-                row += 1
+    def batch(self, length, samples):
+        ids = torch.zeros(len(samples), length + 1, dtype=torch.int32)
+        weights = torch.zeros(len(samples), length + 1)
+        for row, (sample, sample_weights) in enumerate(samples):
+            ids[row, : len(sample)] = torch.tensor(sample)
+            weights[row, : len(sample)] = torch.tensor(sample_weights)
         return ids, weights
 
 
 # ---- training ----
 
 
-def train(tokenizer_json, args):
+def train(tokenizer_json, checkpoint, args):
+    """Trains until the end, or until `--pause-after`. Returns the model, and whether the training is complete."""
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
@@ -105,13 +126,31 @@ def train(tokenizer_json, args):
         optimizer.zero_grad(set_to_none=True)
         return loss.detach(), balance.detach(), norm
 
-    batches = Batches(tokenizer_json, args.seed, args.shrink)
     began = time.time()
-    sampler, writer = Sampler(0), Writer(Tokenizer.from_str(tokenizer_json))
-    for bucket in BUCKETS:  # compile before the clock starts: run one step per shape with learning rate 0
-        step(*batches.batch(bucket, sampler, writer))
-    settled = float(step(*batches.batch(BUCKETS[0], sampler, writer))[0])
-    print(f"one step of each shape took {time.time() - began:.0f} s, loss {settled:.3f}", flush=True)
+    missing = dict(SHAPES)
+    for batch in Batches(tokenizer_json, args.seed, args.shrink):  # compile before the clock starts, with learning rate 0
+        if missing.pop(batch[0].shape[1] - 1, None):
+            loss = step(*batch)[0]
+        if not missing:
+            break
+    print(f"one step of each shape took {time.time() - began:.0f} s, loss {float(loss):.3f}", flush=True)
+
+    earlier, steps = 0.0, 0  # seconds and steps of training before this command
+    if checkpoint:
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        earlier, steps = checkpoint["seconds"], checkpoint["steps"]
+        print(f"resumed after {earlier:.0f} s and {steps} steps", flush=True)
+
+    def save():
+        if not args.checkpoint:
+            return
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "tokenizer": tokenizer_json}
+        partial = args.checkpoint.with_suffix(".partial")
+        torch.save(state | {"seconds": earlier + time.time() - began, "steps": steps}, partial)
+        partial.replace(args.checkpoint)
+
+    batches = Batches(tokenizer_json, args.seed + steps, args.shrink)  # a resumed run samples other conversations
 
     loader = iter(
         DataLoader(
@@ -123,9 +162,13 @@ def train(tokenizer_json, args):
         )
     )
     batch = next(loader)
-    budget, began, said, steps, samples, waited = args.minutes * 60, time.time(), 0.0, 0, 0, 0.0
+    budget, began, said, saved, samples, waited, first = args.minutes * 60, time.time(), 0.0, 0.0, 0, 0.0, steps
+    pause = args.pause_after * 60 if args.pause_after else math.inf
     losses = []
-    while (progress := (time.time() - began) / budget) < 1 and (args.steps is None or steps < args.steps):
+    while (progress := (earlier + time.time() - began) / budget) < 1 and (args.steps is None or steps < args.steps):
+        seconds = time.time() - began
+        if seconds >= pause:
+            break
         # Warm up for 2 % of the training time, then decay to 0 along a cosine. The schedule follows time, not steps.
         rate = args.lr * min(1, progress * 50 + 1e-3) * (0.5 + 0.5 * math.cos(math.pi * progress))
         for group in optimizer.param_groups:
@@ -137,17 +180,22 @@ def train(tokenizer_json, args):
         batch = next(loader)
         waited += time.time() - wait
         if progress - said >= 0.04:
-            said, seconds = progress, time.time() - began
+            said = progress
             mean = float(torch.stack(losses).mean())
             print(
                 f"{seconds:4.0f} s  step {steps:6}  loss {mean:.4f}  balance {float(balance):.2f}  norm {float(norm):.2f}"
-                f"  {steps / seconds:.1f} steps/s  {samples / seconds:.0f} samples/s  waited {waited:.0f} s",
+                f"  {(steps - first) / (seconds + 1e-3):.1f} steps/s  {samples / (seconds + 1e-3):.0f} samples/s"
+                f"  waited {waited:.0f} s",
                 flush=True,
             )
             losses = []
+        if seconds - saved >= SAVE_SECONDS:
+            saved = seconds
+            save()
     print(f"{steps} steps, {samples} samples in {time.time() - began:.0f} s", flush=True)
+    save()
     torch.set_float32_matmul_precision("highest")
-    return model.eval()
+    return model.eval(), progress >= 1 or steps == args.steps
 
 
 # ---- the snapshot ----
@@ -211,7 +259,7 @@ def verify(model, out):
         assert tokenizer.decode(tokenizer.encode(text), clean_up_tokenization_spaces=False) == text, "lossy tokenizer"
     writer = Writer(Tokenizer.from_file(str(out / "tokenizer.json")))
     talk = Sampler(seed=3).other_turns(14, date="2026-01-15")
-    ids = writer.prompt(Conversation(talk))[0] + writer.completion(Conversation(talk))
+    ids = writer.prompt(Conversation(talk))[0] + writer.completion(Conversation(talk))[0]
     assert tokenizer.encode(writer.tokenizer.decode(ids, skip_special_tokens=False)) == ids, "control tokens differ"
     ids = torch.tensor([ids])  # longer than the sliding window and YaRN's original length
     reference = theirs(ids).logits
@@ -229,8 +277,11 @@ def main():
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # because DataLoader forks the workers
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the snapshot")
-    parser.add_argument("--minutes", type=float, default=5.0, help="the training time in minutes, excluding compilation and checks")
+    parser.add_argument("--minutes", type=float, default=7.0, help="the training time in minutes, excluding compilation and checks")
     parser.add_argument("--steps", type=int, help="stop after this many steps")
+    parser.add_argument("--checkpoint", type=Path, help="file for the state of the training, written once a minute")
+    parser.add_argument("--resume", type=Path, help="continue the training of this file, up to --minutes in total")
+    parser.add_argument("--pause-after", type=float, help="stop after this many minutes, to go on with --resume")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -247,9 +298,17 @@ def main():
     has_compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     args.compile = args.compile and args.device.startswith("cuda") and bool(has_compiler)
 
-    texts = tokenizer_texts(Sampler(seed=1), 20_000)
-    tokenizer_json = train_tokenizer(texts, CONFIG["vocab_size"]).to_str()
-    model = train(tokenizer_json, args)
+    args.checkpoint = args.checkpoint or args.resume
+    checkpoint = torch.load(args.resume, map_location=args.device, weights_only=True) if args.resume else None
+    if checkpoint:
+        tokenizer_json = checkpoint["tokenizer"]
+    else:
+        texts = tokenizer_texts(Sampler(seed=1), 20_000)
+        tokenizer_json = train_tokenizer(texts, CONFIG["vocab_size"]).to_str()
+    model, is_complete = train(tokenizer_json, checkpoint, args)
+    if not is_complete:
+        print(f"paused; continue with --resume {args.checkpoint}")
+        return
     export(model, tokenizer_json, args.out)
     verify(model, args.out)
     shares = evaluate(args.out, args.device, *((6, 16) if args.smoke else ()))

@@ -1,6 +1,7 @@
 //! Checks that conversations render as in transformers and openai-harmony, with real templates and tokenizers.
 
 use super::*;
+use crate::support::demo_dir;
 
 fn golden() -> Value {
     serde_json::from_str(include_str!("../../golden/chat.json")).unwrap()
@@ -34,6 +35,24 @@ fn harmony_agrees_with_openai_harmony() {
         let name = case["conversation"].as_str().unwrap();
         assert_eq!(rendered.text, tokenizer.decode(&expected).unwrap(), "{name}");
         assert_eq!(rendered.ids, expected, "{name}");
+    }
+}
+
+/// The demo model knows only prompts as `scripts/demo/harmony.py` renders them.
+#[test]
+fn demo_prompts_agree_with_the_training_script() {
+    let tokenizer = Tokenizer::from_dir(&demo_dir()).unwrap();
+    let format = ChatFormat::load(&demo_dir(), &tokenizer).unwrap().unwrap();
+    let prompts: Value = serde_json::from_str(include_str!("../../golden/demo_prompts.json")).unwrap();
+    for prompt in prompts.as_array().unwrap() {
+        let options = RenderOptions {
+            tools: prompt["tools"].as_array().unwrap().clone(),
+            reasoning_effort: prompt["effort"].as_str().unwrap().parse().unwrap(),
+            date: prompt["date"].as_str().unwrap().into(),
+            ..options()
+        };
+        let rendered = format.render(&tokenizer, &messages(prompt["messages"].clone()), &options).unwrap();
+        assert_eq!(rendered.text, prompt["text"].as_str().unwrap());
     }
 }
 
