@@ -93,7 +93,7 @@ def report(kind, intents, answered, show_failures):
     """
     wrong = [(id, question, text) for id, question, values, text in answered if not is_right(intents[id], text, values)]
     share = 1 - len(wrong) / max(len(answered), 1)
-    print(f"{kind:30} {len(answered) - len(wrong):5} of {len(answered):5} correct, {share:6.1%}", flush=True)
+    print(f"{kind:35} {len(answered) - len(wrong):5} of {len(answered):5} correct, {share:6.1%}", flush=True)
     by_answer = {single_line(intent.answer): intent.id for intent in intents.values()}
     for id, question, text in wrong if show_failures else []:
         got = by_answer.get(single_line(text)) or repr(text[:70])

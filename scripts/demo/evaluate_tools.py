@@ -70,7 +70,7 @@ def values(result):
     return [text for part in inner for text in (values(json.dumps(part)) if not isinstance(part, str) else [part])]
 
 
-def schema_answers(model, writer, cases, batch):
+def schema_answers(model, writer, cases, max_tokens, batch):
     """Answers as if a JSON schema forced the braces and the keys. Returns the values of each answer."""
     answers, prompts = [[] for _ in cases], []
     for conversation, facts in cases:
@@ -82,7 +82,7 @@ def schema_answers(model, writer, cases, batch):
         for row in rows:
             key, kind, _ = cases[row][1][i]
             prompts[row] = prompts[row] + writer.text('"') + writer.text(key) + writer.text('": "' if kind == "text" else '": ')
-        for row, ids in zip(rows, generate(model, writer, [prompts[row] for row in rows], 40, batch)):
+        for row, ids in zip(rows, generate(model, writer, [prompts[row] for row in rows], max_tokens, batch)):
             text = writer.tokenizer.decode(ids)
             is_text = cases[row][1][i][1] == "text"
             value = re.match(r'((?:[^"\\]|\\.)*)"' if is_text else r"(-?[\d.]+)[,}]", text)
@@ -99,7 +99,7 @@ def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=T
         """`rows` has a triple for each case: whether it is correct, the question, and the completion."""
         wrong = [row for row in rows if not row[0]]
         shares[kind] = 1 - len(wrong) / len(rows)
-        print(f"{kind:30} {len(rows) - len(wrong):5} of {len(rows):5} correct, {shares[kind]:6.1%}", flush=True)
+        print(f"{kind:35} {len(rows) - len(wrong):5} of {len(rows):5} correct, {shares[kind]:6.1%}", flush=True)
         for _, question, got in wrong[:fails_shown] if show_failures else []:
             print(f"    {question}\n        got {got!r}")
 
@@ -127,8 +127,8 @@ def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=T
         turn = sampler.asked(text, sampler.chosen(facts))
         cases.append(Conversation([Turn(turn.user, "", "")]))
         expected.append(turn.answer)
-    rows = []
-    for case, want, ids in zip(cases, expected, generate(model, writer, [writer.prompt(case)[0] for case in cases], max_tokens, batch)):
+    rows, prompts = [], [writer.prompt(case)[0] for case in cases]
+    for case, want, ids in zip(cases, expected, generate(model, writer, prompts, max_tokens, batch)):
         rows.append((writer.answer(ids) == want, case.turns[0].user, writer.answer(ids)))
     report("JSON on request", rows)
 
@@ -139,7 +139,7 @@ def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=T
         facts = [(key, "number" if kind in NUMBERS else "text", value) for key, kind, value in facts]
         cases.append((Conversation([turn]), facts))
     rows = []
-    for (case, facts), got in zip(cases, schema_answers(model, writer, cases, batch)):
+    for (case, facts), got in zip(cases, schema_answers(model, writer, cases, min(max_tokens, 40), batch)):
         rows.append((got == [value for _, _, value in facts], case.turns[0].user, got))
     report("JSON under a schema", rows)
     return shares

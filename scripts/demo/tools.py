@@ -116,7 +116,8 @@ class Values:
             case "phone":
                 return f"{r.randint(0, 999):03}-{r.randint(0, 9999):04}"
             case "code":
-                return f"{''.join(r.choices('ABCDEFGHKLMNPQRSTXZ', k=r.randint(1, 3)))}{r.choice(['-', ''])}{r.randint(10, 99999)}"
+                letters = "".join(r.choices("ABCDEFGHKLMNPQRSTXZ", k=r.randint(1, 3)))
+                return f"{letters}{r.choice(['-', ''])}{r.randint(10, 99999)}"
             case "sum":
                 parts = [str(r.randint(1, r.choice([12, 100, 2000]))) for _ in range(r.randint(2, 3))]
                 space = r.choice([" ", " ", ""])
@@ -285,7 +286,8 @@ class ToolSampler:
             else:  # a question for another tool
                 other = self.tool()
                 is_offered = any(set(words(other.name).split()) & set(words(tool.name).split()) for tool in offered)
-                talk.append(self.turn(r.choice(offered)) if is_offered else Turn(self.question(other)[0], refused.think, refused.answer))
+                refusal = Turn(self.question(other)[0], refused.think, refused.answer)
+                talk.append(self.turn(r.choice(offered)) if is_offered else refusal)
         if r.random() < 0.4:
             for call in talk[-1].calls:
                 call.think = ""  # many clients do not send the reasoning back

@@ -28,10 +28,10 @@ from model import CONFIG, GptOss, load_snapshot, mxfp4_dequantize, mxfp4_round, 
 from objects import ObjectSampler
 from questions import Conversation, Sampler
 from tokenizers import Tokenizer
-from tools import ToolSampler
+from tools import AFTER_CALL, ToolSampler
 
 # Shapes of batches: maximum tokens per sample, samples per batch. A sample goes into the first shape that it fits.
-SHAPES = [(176, 256), (288, 160), (480, 96), (1600, 24)]
+SHAPES = [(176, 256), (288, 160), (480, 96), (800, 48), (1600, 24)]
 # Kinds of conversations: their sampler, their share of all samples in percent, the fewest and the most turns.
 KINDS = [
     ("plain", 52, 1, 1), ("plain", 10, 2, 4), ("plain", 2, 5, 28),
@@ -55,7 +55,7 @@ def tokenizer_texts(sampler, count):
     for _ in range(count // 5):  # without arguments and results, which should consist of short tokens
         tool = tools.tool()
         yield developer_text("", [tools.spec(tool)])
-        yield from (*tool.ask, f'Call {tool.name}: = . {{"": "", "": }}', "The is and the is.", "The tool has answered; use its result.")
+        yield from (*tool.ask, f'Call {tool.name}: = . {{"": "", "": }}', "The is and the is.", AFTER_CALL)
     names = ["assistant", "system", "developer", "user", "analysis", "final", "commentary", " to=", "functions", "json"]
     yield from names * count
 
@@ -180,11 +180,11 @@ def train(tokenizer_json, checkpoint, args):
         batch = next(loader)
         waited += time.time() - wait
         if progress - said >= 0.04:
-            said = progress
+            said, seconds = progress, time.time() - began
             mean = float(torch.stack(losses).mean())
             print(
                 f"{seconds:4.0f} s  step {steps:6}  loss {mean:.4f}  balance {float(balance):.2f}  norm {float(norm):.2f}"
-                f"  {(steps - first) / (seconds + 1e-3):.1f} steps/s  {samples / (seconds + 1e-3):.0f} samples/s"
+                f"  {(steps - first) / seconds:.1f} steps/s  {samples / seconds:.0f} samples/s"
                 f"  waited {waited:.0f} s",
                 flush=True,
             )
