@@ -7,6 +7,7 @@ use candle_core::DType;
 
 use crate::device::DeviceInfo;
 use crate::error::Error;
+use crate::kernels::scratch::MAX_ARENA_BYTES;
 use crate::models::Architecture;
 use crate::nn::kv_cache::{BLOCK_TOKENS, CacheLayout, LayerSpec, peak_blocks};
 use crate::weights::Inventory;
@@ -19,6 +20,9 @@ const SMALLEST_CONTEXT: usize = 2048;
 /// An upper bound on the workspace memory that is independent of the chunk size, in bytes.
 /// cuBLASLt uses 32 MiB. The rest is for decode buffers, decode graphs and the logits of one token.
 const WORKSPACE_BYTES: u64 = 192 << 20;
+/// The most bytes of the arenas that batch graphs use. An arena is replaced by one of twice its size, but the graphs that
+/// use it keep it.
+const ARENA_BYTES: u64 = 2 * MAX_ARENA_BYTES as u64;
 /// The smallest value of [`workspace_bytes_per_token`]. Models with wide MLPs need more.
 const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 
@@ -236,8 +240,11 @@ impl MemoryPlan {
     pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
         let chunk_bytes = self.workspace_bytes_per_token.saturating_mul(capacity.chunk as u64);
         let is_batch = self.sequences > 1 || self.limit_bytes.is_some();
-        let logit_bytes = if is_batch { self.logit_bytes(capacity.chunk) } else { 0 };
-        WORKSPACE_BYTES.saturating_add(chunk_bytes).saturating_add(self.unpacked_bytes).saturating_add(logit_bytes)
+        let batch_bytes = match is_batch {
+            true => self.logit_bytes(capacity.chunk).saturating_add(ARENA_BYTES),
+            false => 0,
+        };
+        WORKSPACE_BYTES.saturating_add(chunk_bytes).saturating_add(self.unpacked_bytes).saturating_add(batch_bytes)
     }
 
     /// Returns the bytes for the logits of several sequences: a buffer that all batch graphs share, the logits of a step, a

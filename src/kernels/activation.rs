@@ -24,7 +24,7 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
             // SAFETY: the kernel writes every element.
-            let out = unsafe { Tensor::empty(shape, x.dtype(), x.device())? };
+            let out = unsafe { crate::kernels::scratch::empty(shape, x.dtype(), x.device())? };
             let count = out.elem_count();
             let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).float(ALPHA).float(limit);
             let kernel = format!("clamped_swiglu_{}", dtype_suffix(x.dtype())?);
@@ -91,7 +91,7 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
             // SAFETY: the kernel writes every element.
-            let out = unsafe { Tensor::empty(gate.dims(), dtype, gate.device())? };
+            let out = unsafe { crate::kernels::scratch::empty(gate.dims(), dtype, gate.device())? };
             let count = out.elem_count();
             let arguments =
                 Arguments::new().tensor(gate)?.optional(up)?.tensor(&out)?.int(count).int(activation.code());
@@ -121,7 +121,7 @@ pub fn gated_halves(x: &Tensor, activation: Activation, dtype: DType) -> Result<
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
             // SAFETY: the kernel writes every element.
-            let out = unsafe { Tensor::empty(out_shape, dtype, x.device())? };
+            let out = unsafe { crate::kernels::scratch::empty(out_shape, dtype, x.device())? };
             let count = out.elem_count();
             let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).int(columns).int(activation.code());
             let input = match x.dtype() {

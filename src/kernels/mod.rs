@@ -25,6 +25,7 @@ pub mod moe;
 pub mod norm;
 pub mod quantized;
 pub mod rows;
+pub mod scratch;
 pub mod selftest;
 #[cfg(feature = "cuda")]
 pub mod step_inputs;

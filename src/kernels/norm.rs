@@ -67,10 +67,10 @@ pub fn add_norm(
             use crate::kernels::constants::ADD_NORM_THREADS;
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
             // SAFETY: the kernel writes every element of both outputs.
-            let normed = unsafe { Tensor::empty((tokens, columns), dtype, x.device())? };
+            let normed = unsafe { crate::kernels::scratch::empty((tokens, columns), dtype, x.device())? };
             let sum = match y {
                 // SAFETY: as above.
-                Some(_) => unsafe { Tensor::empty((tokens, columns), DType::F32, x.device())? },
+                Some(_) => unsafe { crate::kernels::scratch::empty((tokens, columns), DType::F32, x.device())? },
                 None => x.clone(),
             };
             let arguments = Arguments::new()

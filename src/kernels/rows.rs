@@ -24,7 +24,7 @@ pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
             }
             let ((_, columns), tokens) = (table.dims2()?, ids.dims1()?);
             // SAFETY: the kernel writes every element.
-            let out = unsafe { Tensor::empty((tokens, columns), DType::F32, table.device())? };
+            let out = unsafe { crate::kernels::scratch::empty((tokens, columns), DType::F32, table.device())? };
             let arguments = Arguments::new().tensor(table)?.tensor(ids)?.tensor(&out)?.int(columns).float(scale);
             let kernel = format!("embed_{}", dtype_suffix(table.dtype())?);
             let launch = Launch::new(module!("rows"), kernel, LaunchShape::linear(tokens, 256), arguments);
@@ -48,7 +48,7 @@ pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
             // SAFETY: the kernel writes every element.
-            let out = unsafe { Tensor::empty(y.dims(), DType::F32, y.device())? };
+            let out = unsafe { crate::kernels::scratch::empty(y.dims(), DType::F32, y.device())? };
             let count = out.elem_count();
             let arguments = Arguments::new().tensor(y)?.tensor(bias)?.tensor(&out)?.int(count).int(columns);
             let launch = Launch::new(module!("rows"), "add_bias", LaunchShape::one_thread_each(count), arguments);
@@ -71,7 +71,7 @@ pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
             // SAFETY: the kernel writes every element.
-            let out = unsafe { Tensor::empty(x.dims(), DType::F32, x.device())? };
+            let out = unsafe { crate::kernels::scratch::empty(x.dims(), DType::F32, x.device())? };
             let count = out.elem_count();
             let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).float(cap);
             let launch = Launch::new(module!("rows"), "soft_cap", LaunchShape::one_thread_each(count), arguments);

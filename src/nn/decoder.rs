@@ -15,6 +15,7 @@ use super::norm::Norm;
 use super::pass::{LogitRows, Pass, StepBatch};
 use super::rope::RotaryEmbedding;
 use crate::error::Error;
+use crate::kernels::scratch;
 use crate::kernels::{
     attention::AttentionBackend,
     matrix::Matrix,
@@ -120,6 +121,7 @@ impl Decoder {
         logits: LogitRows,
         mut tap: Option<Tap>,
     ) -> Result<Tensor> {
+        scratch::begin_layer();
         // 1. embed: x is the residual stream, and y is the output that the next norm adds to x
         let mut x = self.embed_tokens.embed(ids, self.embed_scale)?;
         let mut y =
@@ -127,6 +129,7 @@ impl Decoder {
 
         // 2. layers
         for (index, layer) in self.layers.iter().enumerate() {
+            scratch::begin_layer();
             let (sum, output) = layer.forward(&x, y.as_ref(), index, pass, cache)?;
             if let Some(tap) = &mut tap {
                 tap(index, &(&sum + &output)?)?;
@@ -135,10 +138,12 @@ impl Decoder {
         }
 
         // 3. logits
+        scratch::begin_layer();
         if logits == LogitRows::Last {
             (x, y) = (last_rows(&x, pass)?, y.map(|y| last_rows(&y, pass)).transpose()?);
         }
         let (_, normed) = self.norm.add_norm(&x, y.as_ref().map(Addend::from), self.dtype)?;
+        scratch::end_layers();
         let logits = self.lm_head.forward(&normed, pass.sum_order())?;
         Ok(match self.final_softcap {
             Some(cap) => soft_cap(&logits, cap)?,

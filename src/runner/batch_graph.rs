@@ -18,6 +18,7 @@ use crate::kernels::SumOrder;
 use crate::kernels::attention::{PassBlocks, Queries, slot};
 use crate::kernels::launch::LaunchGraph;
 use crate::kernels::rows::copy_rows;
+use crate::kernels::scratch::{Arena, LayerSizes, MAX_ARENA_BYTES};
 use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BLOCK_TOKENS, KvCache};
@@ -35,6 +36,8 @@ pub struct BatchGraphs {
     graphs: BTreeMap<usize, BatchGraph>,
     /// f32 `[MAX_BATCH, vocab]`, shared by all graphs. The first batch allocates it.
     logits: Option<Tensor>,
+    /// The memory of intermediate results, and the largest batch for which it is large enough. The graphs share it.
+    arena: Option<(usize, Arena)>,
     /// Whether a graph step has failed. From then on, all steps run eagerly.
     has_failed: bool,
 }
@@ -49,6 +52,8 @@ struct BatchGraph {
     pass: Pass,
     /// f32 `[batch, vocab]`
     logits: Tensor,
+    /// The memory of the graph's intermediate results. `None` if the graph allocates them.
+    arena: Option<Arena>,
     /// `None` until the first step of this size has run.
     graph: Option<LaunchGraph>,
 }
@@ -63,6 +68,7 @@ impl BatchGraphs {
             sum_order,
             graphs: BTreeMap::new(),
             logits: None,
+            arena: None,
             has_failed: false,
         }
     }
@@ -91,6 +97,7 @@ impl BatchGraphs {
                 self.has_failed = true;
                 self.graphs.clear();
                 self.logits = None;
+                self.arena = None;
                 Ok(None)
             }
         }
@@ -123,11 +130,25 @@ impl BatchGraphs {
             None => {
                 // Run the first step without a graph. It loads all kernels and allocates the counters of finished attention
                 // splits. Neither is allowed while a graph is captured.
-                batch.forward(decoder, cache)?;
+                let (result, sizes) = LayerSizes::measure(|| batch.forward(decoder, cache));
+                result?;
+                let rows = size.next_power_of_two();
+                if self.arena.as_ref().is_none_or(|(most, _)| *most < size) {
+                    let factor = rows.div_ceil(size);
+                    let fits = sizes.arena_bytes(factor) <= MAX_ARENA_BYTES;
+                    let device = cache.layer(0).k.device();
+                    self.arena =
+                        fits.then(|| Arena::new(&sizes, factor, device)).transpose()?.map(|arena| (rows, arena));
+                }
+                batch.arena = self.arena.as_ref().map(|(_, arena)| arena.clone());
+                let forward = || match &batch.arena {
+                    Some(arena) => arena.use_for(|| batch.forward(decoder, cache)),
+                    None => batch.forward(decoder, cache),
+                };
                 // SAFETY: `forward_pass` frees all memory that it allocates, except for the logits, which `forward`
-                // frees. `Runner` drops the graphs before the decoder and the cache, and `BatchGraph` owns its buffers.
-                // Only the engine thread uses the stream after loading.
-                let graph = unsafe { LaunchGraph::capture_with(&self.device, || batch.forward(decoder, cache))? };
+                // frees. `Runner` drops the graphs before the decoder and the cache, and `BatchGraph` owns its buffers,
+                // including the arena. Only the engine thread uses the stream after loading.
+                let graph = unsafe { LaunchGraph::capture_with(&self.device, forward)? };
                 // Run the step again. cuBLAS may choose another algorithm during a capture, but all steps of a size must
                 // have the same results.
                 graph.enqueue()?;
@@ -169,7 +190,7 @@ impl BatchGraph {
         let pass =
             Pass::from_parts(Queries::one_token_each(part(1, 1)?)?, blocks, decoder.attention_backend(), sum_order);
         let tables = vec![0; groups * size * table_blocks];
-        Ok(Self { ids: part(0, 1)?, pass, logits, tables, graph: None, inputs })
+        Ok(Self { ids: part(0, 1)?, pass, logits, tables, arena: None, graph: None, inputs })
     }
 
     /// Returns the ids, positions and cache rows of all sequences, and the changes of their block tables.

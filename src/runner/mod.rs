@@ -12,10 +12,13 @@ mod choose_token;
 pub mod decode_graph;
 mod eager_reason;
 #[cfg(feature = "cuda")]
+mod gpu_queue;
+#[cfg(feature = "cuda")]
 mod gpu_step;
 mod host_choice;
 mod limits;
 mod logprobs;
+mod queue;
 mod queued_step;
 mod solo;
 mod solo_sequence;

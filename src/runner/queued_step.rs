@@ -1,19 +1,11 @@
-//! Steps that are queued before the host knows the tokens of the step before.
-//!
-//! While the device runs a step, the host plans and queues the next one, so the device never waits for the host.
-//! `step_queue` has the part for GPUs.
+//! A queued step, whose tokens the host does not know yet.
 
-use std::collections::HashMap;
 use std::time::Instant;
 
-use anyhow::{Result, anyhow};
-
-use super::Runner;
-use super::choose_token::ChooseToken;
-use super::step_sequence::{Chosen, StepSequence};
+use super::step_sequence::Chosen;
 use super::step_times::StepKind;
 
-/// A queued step, whose tokens [`Runner::take`] returns.
+/// A queued step, whose tokens [`Runner::take`](super::Runner::take) returns.
 pub struct QueuedStep {
     pub(super) kind: StepKind,
     pub(super) queued_at: Instant,
@@ -27,72 +19,4 @@ pub(super) enum QueuedTokens {
     /// The device sends the tokens of the step with this index, for each sequence that needs one.
     #[cfg(feature = "cuda")]
     Sent { index: usize, needs_token: Vec<bool> },
-}
-
-impl Runner {
-    /// Queues a step and does not wait for it. [`take`](Self::take) returns its tokens.
-    ///
-    /// At most one other step may be queued whose tokens were not taken. Sequences with
-    /// [`awaits_input`](StepSequence::awaits_input) continue with its tokens.
-    ///
-    /// Returns `None` and does nothing if the step must run with [`step`](Self::step): with the decode graph of a single
-    /// sequence, if a choice depends on the tokens before, if no sequence needs a token, and usually on a CPU.
-    pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
-        let mut samplers = sequences.iter().filter_map(|sequence| sequence.sampler.as_deref()).peekable();
-        if samplers.peek().is_none() || !samplers.all(|sampler| sampler.can_queue()) {
-            return Ok(None);
-        }
-        #[cfg(feature = "cuda")]
-        if self.device.is_cuda() {
-            return self.queue_on_gpu(sequences);
-        }
-        match self.options.queue_on_cpu {
-            true => self.run_as_queued(sequences).map(Some),
-            false => Ok(None),
-        }
-    }
-
-    /// Waits for the tokens of a queued step. Steps must be taken in the order in which they were queued.
-    ///
-    /// Calls `record` with the index of each sequence whose token the device chose, and with the token.
-    pub fn take(&mut self, step: QueuedStep, record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
-        let QueuedStep { kind, queued_at, tokens } = step;
-        #[cfg(feature = "cuda")]
-        let chosen = match tokens {
-            QueuedTokens::Known(chosen) => chosen,
-            QueuedTokens::Sent { index, needs_token } => self.wait_for_tokens(index, &needs_token, record)?,
-        };
-        #[cfg(not(feature = "cuda"))]
-        let (QueuedTokens::Known(chosen), _) = (tokens, record);
-        let now = Instant::now();
-        let started = queued_at.max(std::mem::replace(&mut self.last_taken, now));
-        self.times.add(kind, now - started);
-        Ok(chosen)
-    }
-
-    /// Runs a step at once, and keeps its tokens as the input of the next step.
-    fn run_as_queued(&mut self, sequences: &mut [StepSequence]) -> Result<QueuedStep> {
-        let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
-        let inputs =
-            sequences.iter().map(|sequence| match (sequence.awaits_input, self.queued_tokens.get(&sequence.id)) {
-                (false, _) => Ok(None),
-                (true, Some(&token)) => Ok(Some([token])),
-                (true, None) => Err(anyhow!("internal error: no queued step chooses the input of a sequence")),
-            });
-        let inputs = inputs.collect::<Result<Vec<_>>>()?;
-        let mut known: Vec<StepSequence> = Vec::with_capacity(sequences.len());
-        for (sequence, input) in sequences.iter_mut().zip(&inputs) {
-            let StepSequence { id, ids, position, tables, limit, .. } = *sequence;
-            let ids = input.as_ref().map_or(ids, |input| input.as_slice());
-            let sampler = sequence.sampler.take().map(|sampler| sampler as &mut dyn ChooseToken);
-            known.push(StepSequence { id, ids, awaits_input: false, position, tables, sampler, limit });
-        }
-        let chosen = self.run_step(&mut known, &mut || ())?;
-        let tokens = known.iter().zip(&chosen).filter_map(|(sequence, chosen)| {
-            // A sequence without a token ends with an error. Its next input can be any token.
-            Some((sequence.id, chosen.as_ref()?.as_ref().map_or(0, |chosen| chosen.id)))
-        });
-        self.queued_tokens = tokens.collect::<HashMap<_, _>>();
-        Ok(QueuedStep { kind, queued_at, tokens: QueuedTokens::Known(chosen) })
-    }
 }

@@ -1,27 +1,22 @@
-//! Queues steps on a GPU. A queued step reads its input tokens from the device, where the step before left them.
+//! The buffers through which queued steps get their inputs and send their tokens. A queued step reads its input tokens
+//! from the device, where the step before left them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
 
 use anyhow::{Result, anyhow};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
 use super::choose_token::NO_TOKEN;
-use super::gpu_step::sampled_rows;
-use super::queued_step::{QueuedStep, QueuedTokens};
 use super::step_sequence::{Chosen, ChosenToken, StepSequence};
-use super::step_times::StepKind;
-use super::{Decode, Runner};
 use crate::kernels::decode::sample::SamplingKernelParams;
 use crate::kernels::decode::{MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS, queue_rows};
 use crate::kernels::launch::{HostWords, Mailbox};
 use crate::kernels::step_inputs::StepInputs;
-use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 
 /// The most sequences of a queued step.
-const MAX_ROWS: usize = 512;
+pub(super) const MAX_ROWS: usize = 512;
 
 /// The most steps whose tokens the host has not taken: one that runs, and one that waits for it.
 const DEPTH: usize = 2;
@@ -86,7 +81,7 @@ impl StepQueue {
 
     /// Queues sampling from `logits`, f32 `[rows, vocab]`, with a row for each sequence that has a sampler.
     /// Returns the index of the step.
-    fn choose(&mut self, sequences: &[StepSequence], logits: &Tensor) -> Result<usize> {
+    pub fn choose(&mut self, sequences: &[StepSequence], logits: &Tensor) -> Result<usize> {
         let (mut params, mut rows) = (Vec::new(), HashMap::new());
         for sequence in sequences {
             let Some(sampler) = sequence.sampler.as_deref() else { continue };
@@ -103,56 +98,15 @@ impl StepQueue {
         self.queued += 1;
         Ok(index)
     }
-}
 
-impl Runner {
-    /// See [`queue`](Self::queue).
-    pub(super) fn queue_on_gpu(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
-        let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
-        let runs_alone = sequences.len() == 1 && matches!(self.decode, Decode::Graph(_));
-        if sequences.len() > MAX_ROWS || runs_alone || self.options.grid.is_some() && !is_decode {
-            return Ok(None);
-        }
-        self.check_tokens(sequences)?;
-        self.forget_sequences();
-        let (Some(queue), Some(batches)) = (&mut self.queue, &mut self.batches) else { return Ok(None) };
-        let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
-        let logits = match batches.run(&self.decoder, &self.cache, sequences, queue)? {
-            Some(logits) => logits,
-            None => {
-                let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
-                let mut sources = Vec::with_capacity(ids.len());
-                for sequence in &*sequences {
-                    sources.push(queue.source(sequence)?);
-                    sources.resize(sources.len() + sequence.ids.len() - 1, None);
-                }
-                let on_device = Tensor::zeros(ids.len(), DType::U32, &self.device)?;
-                let inputs = StepInputs { ids: ids.clone(), sources, ..StepInputs::default() };
-                queue.write_inputs(&inputs, &on_device)?;
-                let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
-                let sum_order = self.options.sum_order();
-                let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order };
-                self.decoder.forward_on_device(&on_device, &batch, &self.cache)?
-            }
-        };
-        let index = queue.choose(sequences, &sampled_rows(sequences, &logits)?)?;
-        let needs_token = sequences.iter().map(|sequence| sequence.sampler.is_some()).collect();
-        Ok(Some(QueuedStep { kind, queued_at, tokens: QueuedTokens::Sent { index, needs_token } }))
-    }
-
-    /// Waits for the tokens of step `index`. See [`take`](Self::take).
-    pub(super) fn wait_for_tokens(
-        &mut self,
-        index: usize,
-        needs_token: &[bool],
-        record: &mut dyn FnMut(usize, u32),
-    ) -> Result<Vec<Chosen>> {
-        let Some(queue) = &self.queue else { return Ok(Vec::new()) };
+    /// Waits for the tokens of step `index`, one for each sequence that needs a token. Calls `record` with the index of
+    /// each sequence and its token.
+    pub fn wait(&self, index: usize, needs_token: &[bool], record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
         let mut slots = index % DEPTH * MAX_ROWS..;
         let wait = |(sequence, &needs_token): (usize, &bool)| {
             let slot = if needs_token { slots.next() } else { None };
             let Some(slot) = slot else { return Ok(None) };
-            Ok(Some(match queue.mailbox.wait(slot)? {
+            Ok(Some(match self.mailbox.wait(slot)? {
                 MAILBOX_NO_TOKEN => Err(anyhow!(NO_TOKEN)),
                 word => {
                     record(sequence, word - 1);

@@ -14,6 +14,7 @@ use crate::kernels::constants::{
     FLASH_REGISTER_ELEMENTS, FLASH_ROW_PADDING, FLASH_STAGES,
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
+use crate::kernels::scratch;
 
 /// The maximum number of splits. Each split is a thread block that processes some of a row tile's keys.
 const MAX_SPLITS: usize = 64;
@@ -82,7 +83,7 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
     let AttentionInputs { q, layer, queries, blocks, sinks, mask, sum_order } = inputs;
     for flash in FlashAttention::for_pass(device, q, layer, queries, mask, sum_order)? {
         // SAFETY: the kernel reads only partial results that it has written.
-        let partials = &unsafe { Tensor::empty(flash.partials.max(1), DType::F32, q.device())? };
+        let partials = &unsafe { scratch::empty(flash.partials.max(1), DType::F32, q.device())? };
         let arrivals = &queries.counters(flash.arrivals.max(1))?;
         let (positions, tables) = (queries.positions(), &blocks.tables);
         let tensors = FlashTensors { q, layer, sinks, positions, tables, out, partials, arrivals };

@@ -121,7 +121,7 @@ pub fn split_qkv(
             use crate::kernels::constants::{ROPE_FEW_TOKENS, ROPE_HEADS_PER_WARP};
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
             // SAFETY: the kernel writes every element.
-            let q = unsafe { Tensor::empty((tokens, heads, head_dim), dtype, qkv.device())? };
+            let q = unsafe { crate::kernels::scratch::empty((tokens, heads, head_dim), dtype, qkv.device())? };
             let arguments = Arguments::new()
                 .tensor(qkv)?
                 .optional(bias)?

@@ -9,6 +9,7 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::kernels::launch::address;
+use crate::kernels::scratch;
 
 /// The element type of both input matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +39,7 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
         bail!("matmul_8bit: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
     // SAFETY: the product below writes every element, because beta is 0.
-    let out = unsafe { Tensor::empty((tokens, rows), DType::F32, x.device())? };
+    let out = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
     // SAFETY: only cuBLASLt accesses the workspace.
     let workspace = unsafe { Tensor::empty(WORKSPACE_BYTES, DType::U8, x.device())? };
     let (input, output, compute) = match kind {

@@ -62,7 +62,7 @@ fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
 fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (tokens, rows) = (x.dim(0)?, w.dim(0)?);
     // SAFETY: the product below writes every element, because beta is 0.
-    let out = unsafe { Tensor::empty((tokens, rows), DType::F32, x.device())? };
+    let out = unsafe { crate::kernels::scratch::empty((tokens, rows), DType::F32, x.device())? };
     // SAFETY: `out` holds tokens · rows floats.
     unsafe { gemm(device, x, w, crate::kernels::launch::address(&out)?, rows)? };
     Ok(out)

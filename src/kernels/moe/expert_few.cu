@@ -105,7 +105,8 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, con
 }
 
 // Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x.
-// The rows of x are at `xs` in shared memory, [steps][8 · N rows][128 bytes]. `load_x` starts copying them there.
+// The rows of x are at `xs` in shared memory, [steps][8 · N rows][128 bytes]. `load_x` starts copying them there, if
+// this has not been done before.
 template <typename T, bool GATE_UP, int N, typename LoadX>
 __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& o, int rows, const Tile& tile,
                                                    int first, int last, uint32_t xs, float4* partials, LoadX&& load_x) {
@@ -241,9 +242,13 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
         const uint32_t xs = shared_address(shared);
         __syncthreads();  // slower warps may still read x or partial sums of the previous tile
         const int padded_pairs = (tile.pairs + 7) / 8 * 8;
+        // gate_up reads and converts x with many registers, so it loads weights only after that.
+        if constexpr (GATE_UP) load_x<T>(x, o, tile, w.columns, steps, chosen, padded_pairs, shared);
         const auto load = [&] {
-            pdl_wait();
-            load_x<T>(x, o, tile, w.columns, steps, chosen, padded_pairs, shared);
+            if constexpr (!GATE_UP) {
+                pdl_wait();
+                load_x<T>(x, o, tile, w.columns, steps, chosen, padded_pairs, shared);
+            }
         };
         if (padded_pairs == 8)
             multiply_row_pairs<T, GATE_UP, 1>(matrix, o, w.rows, tile, first, last, xs, partials, load);

@@ -12,6 +12,7 @@ use super::route::RoutedPairs;
 use crate::kernels::SumOrder;
 use crate::kernels::constants::MAX_EXPERTS;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
+use crate::kernels::scratch;
 use crate::kernels::unsupported;
 
 /// The weights and biases of one linear layer, for all experts.
@@ -48,7 +49,7 @@ pub fn expert_mlp(
     // Each expert's rows start at a multiple of 8, so 8 more rows per expert are always enough.
     let tiled_rows = pairs + 8 * experts;
     // SAFETY: the kernels below write every element that a later kernel reads.
-    let empty = |count: usize, dtype| unsafe { Tensor::empty(count, dtype, x.device()) };
+    let empty = |count: usize, dtype| unsafe { scratch::empty(count, dtype, x.device()) };
     let h = empty(intermediate.div_ceil(64) * tiled_rows * 64, dtype)?;
     let y = empty(pairs * columns, dtype)?;
     let suffix = dtype_suffix(dtype)?;
@@ -87,7 +88,7 @@ pub fn expert_mlp(
 
     // 2. Combine the outputs of each token's experts.
     // SAFETY: the kernel writes every element.
-    let out = unsafe { Tensor::empty((tokens, columns), DType::F32, x.device())? };
+    let out = unsafe { scratch::empty((tokens, columns), DType::F32, x.device())? };
     let count = tokens * columns / 8;
     let arguments =
         Arguments::new().tensor(&y)?.tensor(&routed.shares)?.tensor(&out)?.int(count).int(columns).int(chosen);
@@ -111,7 +112,7 @@ fn gather_tokens(
 ) -> Result<Tensor> {
     let ((tokens, columns), pairs) = (x.dims2()?, routed.sorted.elem_count());
     // SAFETY: the kernel writes every element that the products read.
-    let gathered = unsafe { Tensor::empty(columns.div_ceil(64) * tiled_rows * 64, dtype, x.device())? };
+    let gathered = unsafe { scratch::empty(columns.div_ceil(64) * tiled_rows * 64, dtype, x.device())? };
     let arguments = Arguments::new()
         .tensor(x)?
         .tensor(&routed.sorted)?

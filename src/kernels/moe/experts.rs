@@ -161,7 +161,7 @@ mod cuda {
             return quantized_expert_matmul(device, x, matrix, *experts, (ids, pairs_per_x), needs_gemv);
         }
         // SAFETY: all kernels below write every element.
-        let out = unsafe { Tensor::empty((tokens, chosen, rows), x.dtype(), x.device())? };
+        let out = unsafe { crate::kernels::scratch::empty((tokens, chosen, rows), x.dtype(), x.device())? };
         match weights {
             ExpertWeights::Mxfp4 { blocks, scales } if needs_gemv => {
                 let weights = Arguments::new().tensor(blocks)?.tensor(scales)?;

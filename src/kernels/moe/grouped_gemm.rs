@@ -75,7 +75,7 @@ pub fn combine(y: &Tensor, routing_weights: &Tensor) -> Result<Tensor> {
         Device::Cuda(device) => {
             let count = tokens * columns;
             // SAFETY: the kernel writes every element.
-            let out = unsafe { Tensor::empty((tokens, columns), DType::F32, y.device())? };
+            let out = unsafe { crate::kernels::scratch::empty((tokens, columns), DType::F32, y.device())? };
             let arguments =
                 Arguments::new().tensor(y)?.tensor(routing_weights)?.tensor(&out)?.int(count).int(columns).int(chosen);
             let kernel = format!("combine_{}", dtype_suffix(y.dtype())?);

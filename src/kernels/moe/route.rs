@@ -11,6 +11,7 @@ use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS, ROUTE_COLUMNS, 
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
 use crate::kernels::matmul::matmul_f32;
 use crate::kernels::rows::add_bias;
+use crate::kernels::scratch;
 use crate::kernels::unsupported;
 
 /// The (token, expert) pairs of a batch, sorted by expert, and their routing weights.
@@ -91,7 +92,7 @@ impl RoutedPairs {
     ) -> Result<Self> {
         let ((tokens, columns), (experts, _)) = (x.dims2()?, weight.dims2()?);
         // SAFETY: the kernel writes every element before a kernel reads it.
-        let empty = |shape: &[usize], dtype| unsafe { Tensor::empty(shape, dtype, x.device()) };
+        let empty = |shape: &[usize], dtype| unsafe { scratch::empty(shape, dtype, x.device()) };
         let slices = columns.div_ceil(ROUTE_COLUMNS);
         let (partials, ids) = (empty(&[slices, tokens, experts], DType::F32)?, empty(&[tokens, chosen], DType::U32)?);
         let routed = Self {

@@ -5,6 +5,7 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::kernels::constants::MAX_EXPERTS;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
+use crate::kernels::scratch;
 
 /// Indices of pairs, sorted by expert: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e, in any order.
 pub(super) struct SortedPairs {
@@ -22,7 +23,7 @@ pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) 
     }
     let pairs = ids.elem_count();
     // SAFETY: the kernel writes all pairs and all offsets.
-    let empty = |count: usize| unsafe { Tensor::empty(count, ids.dtype(), ids.device()) };
+    let empty = |count: usize| unsafe { scratch::empty(count, ids.dtype(), ids.device()) };
     let (sorted, offsets) = (empty(pairs)?, empty(experts + 1)?);
     let arguments = Arguments::new().tensor(ids)?.tensor(&sorted)?.tensor(&offsets)?.int(pairs).int(experts);
     let shape = LaunchShape::linear(1, 1024);

@@ -39,9 +39,9 @@ pub fn topk_softmax(logits: &Tensor, chosen: usize, softmax: Softmax) -> Result<
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
             // SAFETY: the kernel writes every element.
-            let ids = unsafe { Tensor::empty((tokens, chosen), DType::U32, logits.device())? };
+            let ids = unsafe { crate::kernels::scratch::empty((tokens, chosen), DType::U32, logits.device())? };
             // SAFETY: as above.
-            let weights = unsafe { Tensor::empty((tokens, chosen), DType::F32, logits.device())? };
+            let weights = unsafe { crate::kernels::scratch::empty((tokens, chosen), DType::F32, logits.device())? };
             let arguments = Arguments::new()
                 .tensor(logits)?
                 .tensor(&ids)?

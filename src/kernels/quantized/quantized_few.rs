@@ -10,6 +10,7 @@ use crate::kernels::constants::{
     QUANTIZED_FEW_COLUMNS, QUANTIZED_FEW_COUNTERS, QUANTIZED_FEW_STAGES, QUANTIZED_FEW_THREADS,
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module, multiprocessors};
+use crate::kernels::scratch;
 
 /// The maximum number of tokens. With more tokens, it is faster to dequantize the weights and use cuBLAS.
 const MAX_TOKENS: usize = 128;
@@ -68,9 +69,9 @@ pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, or
     }
     let stride = parts.iter().map(|part| part.dims().0).sum();
     // SAFETY: the kernel writes every row and column.
-    let y = unsafe { Tensor::empty((tokens, stride), DType::F32, x.device())? };
+    let y = unsafe { scratch::empty((tokens, stride), DType::F32, x.device())? };
     // SAFETY: the kernel reads only partial sums that it has written.
-    let partials = unsafe { Tensor::empty((token_tiles * blocks, 2, ROWS, tile_tokens), DType::F32, x.device())? };
+    let partials = unsafe { scratch::empty((token_tiles * blocks, 2, ROWS, tile_tokens), DType::F32, x.device())? };
     let arguments = Arguments::new()
         .tensor(&x)?
         .optional(scales.as_ref())?

@@ -142,7 +142,7 @@ pub fn input_bytes(format: WeightFormat, columns: usize) -> usize {
 fn dequantize(device: &CudaDevice, matrix: &QuantizedMatrix, dtype: DType) -> Result<Tensor> {
     let (rows, columns) = matrix.dims();
     // SAFETY: the kernel writes every element.
-    let out = unsafe { Tensor::empty((rows, columns), dtype, matrix.device())? };
+    let out = unsafe { crate::kernels::scratch::empty((rows, columns), dtype, matrix.device())? };
     let arguments = Arguments::new().stack(std::slice::from_ref(matrix))?.tensor(&out)?.int(rows).int(columns);
     let shape = LaunchShape::one_thread_each(rows * columns.div_ceil(8));
     let kernel = format!("dequantize_{}", dtype_suffix(dtype)?);
@@ -158,7 +158,7 @@ fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32
         bail!("embed: ids are {:?}, expected U32", ids.dtype());
     }
     // SAFETY: the kernel writes every element.
-    let out = unsafe { Tensor::empty((tokens, columns), DType::F32, matrix.device())? };
+    let out = unsafe { crate::kernels::scratch::empty((tokens, columns), DType::F32, matrix.device())? };
     let arguments =
         Arguments::new().stack(std::slice::from_ref(matrix))?.tensor(ids)?.tensor(&out)?.int(columns).float(scale);
     let shape = LaunchShape::linear(tokens, 256);
@@ -177,9 +177,14 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
         bail!("cannot multiply: x has shape {:?}, and the matrix has shape {:?}", x.dims(), part.dims());
     }
     let has_few = quantized_few::is_supported(parts, columns, x.dtype());
-    // Tensor cores multiply 8-bit inputs by 8-bit weights without converting the weights.
+    // Tensor cores multiply 8-bit inputs by 8-bit weights without converting the weights. They add up FP8 products with
+    // only about 13 bits, so a few tokens are multiplied in floats instead.
     let low_types = parts.iter().map(|part| low_type(device, part)).collect::<Result<Vec<_>>>()?;
-    let is_low = tokens > 1 && low_types.iter().all(Option::is_some);
+    let is_low = low_types.iter().all(|low_type| match low_type {
+        Some(EightBitType::Int8) => tokens > 1,
+        Some(EightBitType::Fp8) => tokens > 32,
+        None => false,
+    });
     match order {
         SumOrder::Fastest if has_few && !is_low && quantized_few::is_fastest(tokens) => {
             return matmul_few(device, parts, &x, order);
@@ -192,7 +197,7 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
     }
     let stride = parts.iter().map(|part| part.dims().0).sum();
     // SAFETY: the products below write every column of every row.
-    let out = unsafe { Tensor::empty((tokens, stride), DType::F32, x.device())? };
+    let out = unsafe { crate::kernels::scratch::empty((tokens, stride), DType::F32, x.device())? };
     // The parts of a stack usually have the same input rounding, so the input is quantized only once.
     let mut quantized: Option<(InputRounding, QuantizedRows)> = None;
     let mut first = 0;
@@ -276,7 +281,7 @@ pub fn expert_matvec(
 ) -> Result<Tensor> {
     let ((tokens, chosen), (_, columns)) = (ids.dims2()?, experts.dims());
     // SAFETY: the kernel writes `rows` elements for each pair of a token and an expert.
-    let out = unsafe { Tensor::empty((tokens, chosen, rows), x.dtype(), x.device())? };
+    let out = unsafe { crate::kernels::scratch::empty((tokens, chosen, rows), x.dtype(), x.device())? };
     let arguments = Arguments::new()
         .tensor(x)?
         .stack(std::slice::from_ref(experts))?
@@ -338,9 +343,9 @@ impl QuantizedRows {
         // cuBLASLt requires dimensions that are multiples of 16. The low plane is already padded to groups of 32.
         let (padded_columns, padded_tokens) = (columns.next_multiple_of(GROUP_COLUMNS), tokens.next_multiple_of(16));
         // SAFETY: the kernel writes one row per token. Padding rows stay uninitialized, and their products are not used.
-        let values = unsafe { Tensor::empty((padded_tokens, padded_columns), DType::U8, x.device())? };
+        let values = unsafe { crate::kernels::scratch::empty((padded_tokens, padded_columns), DType::U8, x.device())? };
         // SAFETY: the kernel writes one scale per token.
-        let scales = unsafe { Tensor::empty(tokens, DType::F32, x.device())? };
+        let scales = unsafe { crate::kernels::scratch::empty(tokens, DType::F32, x.device())? };
         let arguments = Arguments::new()
             .tensor(x)?
             .tensor(&values)?

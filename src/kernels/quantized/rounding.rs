@@ -5,6 +5,7 @@ use candle_core::{DType, Result, Tensor};
 
 use super::quantized_matrix::InputRounding;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
+use crate::kernels::scratch;
 
 /// Quantizes `x` to 8 bits and returns it dequantized, in the same dtype. `x` is `[tokens, columns]`.
 pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
@@ -16,7 +17,7 @@ pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: InputRounding) ->
 /// `x` is `[tokens, columns]`. f16 and bf16 hold the values exactly.
 pub fn round_without_scale(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<(Tensor, Tensor)> {
     // SAFETY: the kernel writes one scale per token.
-    let scales = unsafe { Tensor::empty(x.dim(0)?, DType::F32, x.device())? };
+    let scales = unsafe { scratch::empty(x.dim(0)?, DType::F32, x.device())? };
     Ok((launch_round_floats(device, x, rounding, Some(&scales))?, scales))
 }
 
@@ -28,7 +29,7 @@ fn launch_round_floats(
 ) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
     // SAFETY: the kernel writes every element.
-    let out = unsafe { Tensor::empty(x.dims(), x.dtype(), x.device())? };
+    let out = unsafe { scratch::empty(x.dims(), x.dtype(), x.device())? };
     let arguments = Arguments::new().tensor(x)?.tensor(&out)?.optional(scales)?.int(columns).input_rounding(rounding);
     let kernel = format!("round_floats_{}", dtype_suffix(x.dtype())?);
     let launch = Launch::new(module!("quantized_ops"), kernel, LaunchShape::linear(tokens, 256), arguments);

@@ -1,0 +1,203 @@
+//! Memory for the intermediate results of a forward pass.
+//!
+//! Kernels allocate their outputs with [`empty`]. Usually, this allocates from candle's pool. While a CUDA graph is
+//! captured, however, each allocation becomes a node between two kernels, and kernels with a node between them cannot
+//! overlap. The capture therefore runs with an [`Arena`]: memory that was allocated before.
+//!
+//! An arena has two halves, which the layers of a model use in turn. The memory of a layer is used again two layers
+//! later. By then, its results are no longer needed: a layer only uses the results of the layer before.
+
+use std::cell::{Cell, RefCell};
+
+use candle_core::{DType, Device, Result, Shape, Tensor};
+
+/// The largest arena, in bytes. Larger batches gain little from overlap.
+pub const MAX_ARENA_BYTES: usize = 128 << 20;
+
+/// Tensors start at multiples of this many elements, so that vector loads are aligned.
+const ALIGNMENT: usize = 256;
+
+/// The elements of each dtype.
+type Counts = Vec<(DType, usize)>;
+
+/// Memory for the intermediate results of two layers.
+#[derive(Clone)]
+pub struct Arena {
+    /// For each dtype, a vector for each half.
+    halves: Vec<(DType, [Tensor; 2])>,
+}
+
+/// What [`empty`] does on this thread.
+enum Mode {
+    /// Counts the elements of each layer.
+    Measure { layer: Counts, largest: Counts },
+    /// Takes memory from an arena. `used` counts the elements of the current half.
+    Take { arena: Arena, half: usize, used: Counts },
+}
+
+thread_local! {
+    static MODE: RefCell<Option<Mode>> = const { RefCell::new(None) };
+    /// Whether all layers of the current pass have ended.
+    static HAS_ENDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Returns the number of elements of a dtype.
+fn count(counts: &mut Counts, dtype: DType) -> &mut usize {
+    let index = counts.iter().position(|(known, _)| *known == dtype).unwrap_or_else(|| {
+        counts.push((dtype, 0));
+        counts.len() - 1
+    });
+    &mut counts[index].1
+}
+
+/// Allocates an uninitialized tensor.
+///
+/// # Safety
+/// The caller writes every element before it is read. Within [`Arena::use_for`], the tensor may be used until the layer
+/// after the next one begins.
+pub unsafe fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    let shape = shape.into();
+    let elements = shape.elem_count();
+    let taken = MODE.with_borrow_mut(|mode| match mode {
+        _ if HAS_ENDED.get() => None,
+        Some(Mode::Measure { layer, .. }) => {
+            *count(layer, dtype) += elements.next_multiple_of(ALIGNMENT);
+            None
+        }
+        Some(Mode::Take { arena, half, used }) => {
+            let (_, halves) = arena.halves.iter().find(|(known, _)| *known == dtype)?;
+            let start = count(used, dtype);
+            let end = *start + elements;
+            if elements == 0 || end > halves[*half].elem_count() {
+                return None;
+            }
+            let tensor = halves[*half].narrow(0, *start, elements).and_then(|memory| memory.reshape(&shape));
+            *start = end.next_multiple_of(ALIGNMENT);
+            Some(tensor)
+        }
+        None => None,
+    });
+    match taken {
+        Some(tensor) => tensor,
+        // SAFETY: the caller writes every element before it is read.
+        None => unsafe { Tensor::empty(shape, dtype, device) },
+    }
+}
+
+/// Begins the next layer of a forward pass, or the part before or after the layers.
+pub fn begin_layer() {
+    MODE.with_borrow_mut(|mode| match mode {
+        Some(Mode::Measure { layer, largest }) => {
+            for (dtype, elements) in layer.drain(..) {
+                let most = count(largest, dtype);
+                *most = elements.max(*most);
+            }
+        }
+        Some(Mode::Take { half, used, .. }) => {
+            *half = 1 - *half;
+            used.clear();
+        }
+        None => {}
+    });
+}
+
+/// Ends the layers of a forward pass. Later results, such as the logits, are allocated as usual.
+pub fn end_layers() {
+    begin_layer();
+    HAS_ENDED.set(MODE.with_borrow(Option::is_some));
+}
+
+/// Runs a forward pass with a mode, and returns the mode's final state.
+fn run<R>(mode: Mode, pass: impl FnOnce() -> R) -> (R, Option<Mode>) {
+    MODE.set(Some(mode));
+    let result = pass();
+    begin_layer();
+    HAS_ENDED.set(false);
+    (result, MODE.take())
+}
+
+/// The memory that the layers of a forward pass need.
+pub struct LayerSizes(Counts);
+
+impl LayerSizes {
+    /// Runs a forward pass, and measures its layers.
+    pub fn measure<R>(pass: impl FnOnce() -> R) -> (R, Self) {
+        let mode = Mode::Measure { layer: Counts::new(), largest: Counts::new() };
+        match run(mode, pass) {
+            (result, Some(Mode::Measure { largest, .. })) => (result, Self(largest)),
+            (result, _) => (result, Self(Counts::new())),
+        }
+    }
+
+    /// Returns the bytes of an arena for `factor` times as many tokens.
+    pub fn arena_bytes(&self, factor: usize) -> usize {
+        self.0.iter().map(|(dtype, elements)| 2 * factor * elements * dtype.size_in_bytes()).sum()
+    }
+}
+
+impl Arena {
+    /// Allocates an arena for forward passes with `factor` times as many tokens as the measured one.
+    pub fn new(sizes: &LayerSizes, factor: usize, device: &Device) -> Result<Self> {
+        let half = |dtype, elements| Tensor::zeros(factor * elements, dtype, device);
+        let halves =
+            |&(dtype, elements): &(DType, usize)| Ok((dtype, [half(dtype, elements)?, half(dtype, elements)?]));
+        Ok(Self { halves: sizes.0.iter().map(halves).collect::<Result<_>>()? })
+    }
+
+    /// Runs a forward pass whose intermediate results are in the arena. Results that do not fit are allocated.
+    pub fn use_for<R>(&self, pass: impl FnOnce() -> R) -> R {
+        run(Mode::Take { arena: self.clone(), half: 0, used: Counts::new() }, pass).0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Allocates the tensors of three layers. Returns whether each of them is a view of other memory.
+    fn pass(tokens: usize) -> Vec<bool> {
+        let mut are_views = Vec::new();
+        for layer in 0..3 {
+            begin_layer();
+            for (elements, dtype) in [(tokens * 300, DType::F32), (tokens * (layer + 1), DType::U32), (7, DType::F32)] {
+                // SAFETY: nothing is read.
+                let tensor = unsafe { empty(elements, dtype, &Device::Cpu) }.unwrap();
+                assert_eq!((tensor.elem_count(), tensor.dtype()), (elements, dtype));
+                are_views.push(tensor.storage_and_layout().1.start_offset() > 0);
+            }
+        }
+        are_views
+    }
+
+    #[test]
+    fn arena_holds_the_results_of_two_layers() {
+        let (_, sizes) = LayerSizes::measure(|| pass(2));
+        // 600 and 7 floats take 768 and 256 elements, and 6 ids take 256.
+        assert_eq!(sizes.arena_bytes(1), 2 * 4 * (768 + 256 + 256));
+        let arena = Arena::new(&sizes, 2, &Device::Cpu).unwrap();
+        let first = [false, false, true];
+        assert_eq!(arena.use_for(|| pass(2)), first.repeat(3));
+        // 2,400 floats do not fit. The other tensors then start at the beginning of the arena.
+        assert_eq!(arena.use_for(|| pass(8)), [false; 9]);
+        assert_eq!(pass(2), [false; 9]);
+    }
+
+    #[test]
+    fn tensors_of_two_layers_do_not_share_memory() {
+        let (_, sizes) = LayerSizes::measure(|| pass(1));
+        let arena = Arena::new(&sizes, 1, &Device::Cpu).unwrap();
+        let mut tensors: Vec<Tensor> = Vec::new();
+        arena.use_for(|| {
+            for layer in 0..4 {
+                begin_layer();
+                // SAFETY: the tensor is written below.
+                let tensor = unsafe { empty(300, DType::F32, &Device::Cpu) }.unwrap();
+                tensor.slice_set(&Tensor::full(layer as f32, 300, &Device::Cpu).unwrap(), 0, 0).unwrap();
+                tensors.push(tensor);
+                let value = |tensor: &Tensor| tensor.to_vec1::<f32>().unwrap()[299];
+                let last: Vec<f32> = tensors.iter().rev().take(2).map(value).collect();
+                assert_eq!(last, [layer as f32, layer as f32 - 1.0][..last.len()]);
+            }
+        });
+    }
+}
