@@ -7,7 +7,7 @@ use anyhow::Result;
 use clap::{ArgAction, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::commands::{
-    bench, completions, doctor, download, list, perplexity, play, prune, remove, serve, shared::defaults, show,
+    bench, completions, doctor, download, health, list, perplexity, play, prune, remove, serve, shared::defaults, show,
     tokenize, verify,
 };
 use crate::error::{exit_code, is_disk_full};
@@ -51,6 +51,7 @@ enum Command {
     Doctor(doctor::Args),
     Play(Box<play::Args>),
     Serve(Box<serve::Args>),
+    Health(health::Args),
     Bench(bench::Args),
     Perplexity(perplexity::Args),
     Tokenize(tokenize::Args),
@@ -113,6 +114,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Doctor(args) => doctor::run(args),
         Command::Play(args) => play::run(*args),
         Command::Serve(args) => serve::run(*args),
+        Command::Health(args) => health::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Perplexity(args) => perplexity::run(args),
         Command::Tokenize(args) => tokenize::run(args),

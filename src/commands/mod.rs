@@ -4,6 +4,7 @@ pub mod bench;
 pub mod completions;
 pub mod doctor;
 pub mod download;
+pub mod health;
 pub mod list;
 pub mod perplexity;
 pub mod play;

@@ -12,7 +12,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::{Builder, Runtime};
 
 use super::shared::logging::LogFormat;
-use super::shared::{LoadArgs, log_writer, note};
+use super::shared::{LoadArgs, log_writer, note, seconds};
 use crate::error::Error;
 use crate::files;
 use crate::hub::{Hub, Snapshot, demo};
@@ -97,12 +97,6 @@ struct LimitArgs {
     /// Seconds between comments in a stream without events
     #[arg(long, default_value_t = 15.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     ping_interval: f64,
-}
-
-/// Parses a time limit.
-fn seconds(text: &str) -> Result<f64, String> {
-    let seconds = text.parse::<f64>().ok().filter(|seconds| (0.001..=1e6).contains(seconds));
-    seconds.ok_or_else(|| "expected a number of seconds from 0.001 to 1000000".to_string())
 }
 
 pub fn run(mut args: Args) -> Result<ExitCode> {

@@ -98,7 +98,7 @@ impl HubConfig {
 }
 
 /// Returns true if the host of a URL is `localhost` or a loopback address.
-pub(super) fn is_loopback(url: &str) -> bool {
+pub fn is_loopback(url: &str) -> bool {
     let Some(host) = url.parse::<Uri>().ok().and_then(|url| url.host().map(str::to_lowercase)) else { return false };
     let address = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(&host).parse::<IpAddr>();
     host == "localhost" || address.is_ok_and(|address| address.is_loopback())

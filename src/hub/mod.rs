@@ -28,7 +28,7 @@ mod usage;
 mod verify;
 
 pub use client::Hub;
-pub use config::HubConfig;
+pub use config::{HubConfig, is_loopback};
 #[doc(hidden)]
 pub use filter::choose_files;
 pub use filter::{FileFilter, parse_download_name};

@@ -5,6 +5,7 @@ mod answers;
 mod cancel;
 mod client;
 mod fields;
+mod health;
 mod hostile;
 mod lifecycle;
 mod loading;

@@ -93,6 +93,9 @@ const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
 /// Flags that take no value on the command line. Other sources set them to true or false.
 const SWITCHES: [&str; 5] = ["deterministic", "eager", "hide-reasoning", "no-auth", "plain"];
 
+/// The flags of `health` that can be set outside the command line, so that it finds a server with the same settings.
+const HEALTH_FLAGS: [&str; 2] = ["host", "port"];
+
 /// The flags of `bench` and `perplexity` that can be set outside the command line.
 const DEVICE: [&str; 1] = ["device"];
 
@@ -144,7 +147,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     }
     let parser = Parser { command: with_switch_values(command, subcommand, flags), subcommand, args: &args };
 
-    let typed_model = arguments.get_one::<String>("model");
+    let typed_model = arguments.try_get_one::<String>("model").ok().flatten();
     let saved = match (arguments.try_get_one::<String>("resume"), known) {
         // Do not read the conversation again, because it may have been renamed since the first parse.
         (_, Some(known)) => known.saved.cloned(),
@@ -303,6 +306,7 @@ fn flags_of(subcommand: &str) -> &'static [&'static str] {
     match subcommand {
         "play" => &PLAY_FLAGS,
         "serve" => &SERVE_FLAGS,
+        "health" => &HEALTH_FLAGS,
         "bench" | "perplexity" => &DEVICE,
         _ => &[],
     }

@@ -30,6 +30,12 @@ pub fn today() -> String {
     jiff::Zoned::now().strftime("%Y-%m-%d").to_string()
 }
 
+/// Parses a time limit in seconds.
+pub fn seconds(text: &str) -> Result<f64, String> {
+    let seconds = text.parse::<f64>().ok().filter(|seconds| (0.001..=1e6).contains(seconds));
+    seconds.ok_or_else(|| "expected a number of seconds from 0.001 to 1000000".to_string())
+}
+
 /// Prints a warning to stderr if a token is set but not sent to the hub.
 pub fn warn_about_token(hub: &Hub) {
     if let Some(warning) = hub.token_warning() {

@@ -1,0 +1,130 @@
+//! `inferno health`: asks a server whether it is ready, as container runtimes do.
+
+use std::io::Write;
+use std::net::IpAddr;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use serde::Deserialize;
+use ureq::Agent;
+use ureq::http::Uri;
+use ureq::tls::TlsConfig;
+
+use super::shared::seconds;
+use crate::error::Error;
+use crate::hub::is_loopback;
+use crate::text::{excerpt, library_error};
+
+/// The most bytes of a response to read. The server's own responses have fewer than 100.
+const MAX_BODY_BYTES: u64 = 4 << 10;
+
+/// Check whether a server is ready: exit code 0 if it is, 1 if it is not
+#[derive(clap::Args)]
+pub struct Args {
+    /// URL of the server; default: http://HOST:PORT of this machine
+    #[arg(long, value_name = "URL", conflicts_with_all = ["host", "port"])]
+    url: Option<String>,
+    /// Address on which `inferno serve` listens
+    #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
+    host: String,
+    /// Port on which `inferno serve` listens
+    #[arg(long, default_value_t = 8000, value_name = "PORT")]
+    port: u16,
+    /// Check only that the process works, even while it loads the model or shuts down
+    #[arg(long)]
+    live: bool,
+    /// Longest time for the whole check, in seconds
+    #[arg(long, default_value_t = 5.0, value_name = "SECONDS", value_parser = seconds)]
+    timeout: f64,
+}
+
+/// The part of an error response that says why the server is not ready.
+#[derive(Deserialize)]
+struct Refusal {
+    error: RefusalError,
+}
+
+#[derive(Deserialize)]
+struct RefusalError {
+    message: String,
+}
+
+pub fn run(args: Args) -> Result<ExitCode> {
+    let server = match &args.url {
+        Some(url) => base_url(url)?,
+        None => local_url(&args.host, args.port),
+    };
+    let url = format!("{server}/{}", if args.live { "live" } else { "health" });
+    let agent: Agent = Agent::config_builder()
+        .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
+        .http_status_as_error(false)
+        .max_redirects(0)
+        .max_redirects_will_error(false)
+        .proxy(None)
+        .timeout_global(Some(Duration::from_secs_f64(args.timeout)))
+        // A certificate names the public host, not the loopback address. The request contains no secret.
+        .tls_config(TlsConfig::builder().disable_verification(is_loopback(&url)).build())
+        .build()
+        .into();
+    let mut response = match agent.get(&url).call() {
+        Ok(response) => response,
+        Err(ureq::Error::Timeout(_)) => bail!("cannot reach {url}: no response in {} s", args.timeout),
+        Err(error) => bail!("cannot reach {url}: {}", library_error(&error)),
+    };
+    let status = response.status();
+    if status == 200 {
+        writeln!(std::io::stdout(), "{server} is {}", if args.live { "alive" } else { "ready" })?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_vec().unwrap_or_default();
+    let reason = serde_json::from_slice::<Refusal>(&body).map(|refusal| refusal.error.message);
+    let reason = reason.map_or_else(|_| "the response is not from inferno".to_string(), |reason| excerpt(&reason));
+    bail!("{server} is not {}: {reason} (status {})", if args.live { "alive" } else { "ready" }, status.as_u16())
+}
+
+/// Returns the URL of a server without its path. Accepts the base URL of clients, which ends in `/v1`.
+fn base_url(url: &str) -> Result<String> {
+    let base = url.trim_end_matches('/');
+    let base = base.strip_suffix("/v1").unwrap_or(base);
+    let scheme = base.parse::<Uri>().ok().and_then(|uri| uri.scheme_str().map(str::to_string));
+    match scheme.as_deref() {
+        Some("http" | "https") => Ok(base.to_string()),
+        _ => {
+            Err(Error::usage(format!("invalid --url '{}': expected a URL such as http://127.0.0.1:8000", excerpt(url))))
+        }
+    }
+}
+
+/// Returns the URL of a server that listens on an address of this machine.
+fn local_url(host: &str, port: u16) -> String {
+    match host.parse::<IpAddr>() {
+        // The unspecified address means all addresses of this machine.
+        Ok(IpAddr::V4(address)) if address.is_unspecified() => format!("http://127.0.0.1:{port}"),
+        Ok(IpAddr::V6(address)) if address.is_unspecified() => format!("http://[::1]:{port}"),
+        Ok(IpAddr::V6(address)) => format!("http://[{address}]:{port}"),
+        _ => format!("http://{host}:{port}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_lead_to_the_server() {
+        for (host, url) in [
+            ("127.0.0.1", "http://127.0.0.1:8000"),
+            ("0.0.0.0", "http://127.0.0.1:8000"),
+            ("::", "http://[::1]:8000"),
+            ("fe80::1", "http://[fe80::1]:8000"),
+            ("localhost", "http://localhost:8000"),
+        ] {
+            assert_eq!(local_url(host, 8000), url);
+        }
+        for url in ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"] {
+            assert_eq!(base_url(url).unwrap(), "http://a:1");
+        }
+        assert!(base_url("a:1").is_err() && base_url("ftp://a").is_err() && base_url("").is_err());
+    }
+}
