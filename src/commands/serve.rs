@@ -55,7 +55,10 @@ pub struct Args {
     /// Most answers that wait while --max-sequences run; the server rejects more with status 429
     #[arg(long, default_value_t = 512, value_name = "N")]
     queue: usize,
-    /// Seconds that running requests may take to end after SIGTERM or Ctrl-C
+    /// Seconds after SIGTERM or Ctrl-C in which the server accepts requests, while /health answers 503
+    #[arg(long, default_value_t = 0, value_name = "SECONDS")]
+    drain_delay: u64,
+    /// Seconds that running requests may take to end after that
     #[arg(long, default_value_t = 150, value_name = "SECONDS")]
     drain_timeout: u64,
     /// Format of the log on stderr, which has one line per request
@@ -151,6 +154,7 @@ fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOpt
             queue: Duration::from_secs_f64(limits.queue_timeout),
             write: Duration::from_secs_f64(limits.write_timeout),
             ping: Duration::from_secs_f64(limits.ping_interval),
+            drain_delay: Duration::from_secs(args.drain_delay),
             drain: Duration::from_secs(args.drain_timeout),
         },
         has_vllm_metrics: args.metrics_compat == Some(MetricsCompat::Vllm),

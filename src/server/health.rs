@@ -21,10 +21,10 @@ struct Status {
     status: &'static str,
 }
 
-/// Answers 200 if the server accepts requests: the model is loaded and the server does not drain. A busy server accepts
-/// requests.
+/// Answers 200 if routers may send requests: the model is loaded and the server does not shut down. A busy server is
+/// healthy.
 pub async fn health(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
-    server.open_model()?;
+    server.healthy_model()?;
     live(State(server)).await
 }
 

@@ -47,13 +47,18 @@ pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
 
 /// Serves connections until `shutdown` resolves and all requests have ended.
 ///
-/// After `shutdown`, requests in progress continue until the drain timeout. New ones are rejected.
+/// After `shutdown`, the server is unhealthy, and still accepts requests for the drain delay. Then it rejects new ones, and
+/// those in progress continue until the drain timeout.
 pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Future<Output = ()>) {
     let connections = Arc::new(GracefulShutdown::new());
     let accepting = tokio::spawn(accept(server.clone(), listener, connections.clone()));
     shutdown.await;
-    server.drain();
     let timeouts = &server.options.timeouts;
+    if server.engine().is_some() && !timeouts.drain_delay.is_zero() {
+        server.leave();
+        tokio::time::sleep(timeouts.drain_delay).await;
+    }
+    server.drain();
     let is_late = tokio::time::timeout(timeouts.drain, server.admission.wait_until_idle()).await.is_err();
     if is_late {
         // Clients get an error event, not just a closed connection.

@@ -36,7 +36,10 @@ pub struct Timeouts {
     pub write: Duration,
     /// The time between comments in a stream without events.
     pub ping: Duration,
-    /// The longest time that running requests may take after the signal to shut down.
+    /// The time after the signal to shut down in which the server still accepts requests, but is no longer healthy.
+    /// Routers notice the latter and stop sending requests.
+    pub drain_delay: Duration,
+    /// The longest time that running requests may take once the server accepts no more.
     pub drain: Duration,
 }
 
@@ -48,6 +51,7 @@ impl Default for Timeouts {
             queue: Duration::from_secs(60),
             write: Duration::from_secs(30),
             ping: Duration::from_secs(15),
+            drain_delay: Duration::ZERO,
             drain: Duration::from_secs(150),
         }
     }

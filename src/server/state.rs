@@ -33,6 +33,8 @@ pub struct Server {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Phase {
     Serving,
+    /// Accepts requests, but tells routers to send no more.
+    Leaving,
     /// Finishes running requests and rejects new ones.
     Draining,
     /// Ends running requests.
@@ -71,11 +73,20 @@ impl Server {
 
     /// Returns the engine if it accepts requests, or the error to send.
     pub fn open_model(&self) -> Result<&EngineHandle, ApiError> {
+        self.model_before(Phase::Draining)
+    }
+
+    /// Returns the engine if routers may send requests, or the error to send.
+    pub fn healthy_model(&self) -> Result<&EngineHandle, ApiError> {
+        self.model_before(Phase::Leaving)
+    }
+
+    fn model_before(&self, phase: Phase) -> Result<&EngineHandle, ApiError> {
         let engine = self.model()?;
-        if *self.phase.borrow() != Phase::Serving {
-            return Err(ApiError::unavailable("the server is shutting down", Duration::from_secs(5)));
+        match *self.phase.borrow() < phase {
+            true => Ok(engine),
+            false => Err(ApiError::unavailable("the server is shutting down", Duration::from_secs(5))),
         }
-        Ok(engine)
     }
 
     /// Returns whether the engine makes progress, or is not loaded yet.
@@ -83,14 +94,23 @@ impl Server {
         self.engine().is_none_or(|engine| engine.is_responsive(MAX_STEP))
     }
 
+    /// Tells routers to send no more requests.
+    pub fn leave(&self) {
+        self.enter(Phase::Leaving);
+    }
+
     /// Rejects new requests.
     pub fn drain(&self) {
-        self.phase.send_modify(|phase| *phase = Phase::Draining.max(*phase));
+        self.enter(Phase::Draining);
     }
 
     /// Ends all requests in progress.
     pub fn end(&self) {
-        self.phase.send_replace(Phase::Ending);
+        self.enter(Phase::Ending);
+    }
+
+    fn enter(&self, phase: Phase) {
+        self.phase.send_replace(phase);
     }
 
     /// Waits until requests in progress must end.

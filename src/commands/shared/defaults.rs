@@ -58,7 +58,7 @@ static PLAY_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
 });
 
 /// The flags of `serve` that can be set outside the command line.
-const SERVE_FLAGS: [&str; 18] = [
+const SERVE_FLAGS: [&str; 19] = [
     "api-key",
     "attention",
     "chunk",
@@ -66,6 +66,7 @@ const SERVE_FLAGS: [&str; 18] = [
     "cors-origin",
     "deterministic",
     "device",
+    "drain-delay",
     "drain-timeout",
     "dtype",
     "eager",

@@ -3,6 +3,7 @@
 use std::fs;
 use std::io::BufReader;
 use std::net::TcpStream;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -77,6 +78,25 @@ fn streams_end_before_the_server_does() {
         assert!(text.contains("\"length\"") && text.ends_with("data: [DONE]\n\n"), "{text}");
         assert_eq!(server.exit_code(), Some(0));
     }
+}
+
+#[test]
+fn a_server_accepts_requests_during_the_drain_delay() {
+    let mut server = Server::start(&["--drain-delay", "3"]);
+    server.signal(Signal::SIGTERM);
+    let signaled = Instant::now();
+    server.wait("health", |server| server.get("/health").status == 503);
+    assert_eq!(server.get("/live").status, 200);
+    server.chat(json!({ "max_tokens": 2 })).ok();
+    assert!(signaled.elapsed() < Duration::from_secs(3), "the machine is too slow for this test");
+    let mut stream = BufReader::new(server.begin("/v1/chat/completions", &endless(true)));
+    assert_eq!(Response::read_head(&mut stream).status, 200);
+    server.wait("it drains", |server| server.chat(json!({ "max_tokens": 2 })).status == 503);
+    assert!(signaled.elapsed() >= Duration::from_secs(3));
+    // The request from before continues.
+    assert!(read_chunk(&mut stream).is_some());
+    drop(stream);
+    assert_eq!(server.exit_code(), Some(0));
 }
 
 #[test]
