@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -23,7 +24,7 @@ const MAX_BODY_BYTES: u64 = 4 << 10;
 #[derive(clap::Args)]
 pub struct Args {
     /// URL of the server; default: http://HOST:PORT of this machine
-    #[arg(long, value_name = "URL", conflicts_with_all = ["host", "port"])]
+    #[arg(long, value_name = "URL", conflicts_with_all = ["host", "port", "tls_cert"])]
     url: Option<String>,
     /// Address on which `inferno serve` listens
     #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
@@ -31,6 +32,9 @@ pub struct Args {
     /// Port on which `inferno serve` listens
     #[arg(long, default_value_t = 8000, value_name = "PORT")]
     port: u16,
+    /// The certificate that `inferno serve` uses; the check then speaks HTTPS
+    #[arg(long, value_name = "FILE")]
+    tls_cert: Option<PathBuf>,
     /// Check only that the process works, even while it loads the model or shuts down
     #[arg(long)]
     live: bool,
@@ -53,7 +57,7 @@ struct RefusalError {
 pub fn run(args: Args) -> Result<ExitCode> {
     let server = match &args.url {
         Some(url) => base_url(url)?,
-        None => local_url(&args.host, args.port),
+        None => local_url(&args.host, args.port, args.tls_cert.is_some()),
     };
     let url = format!("{server}/{}", if args.live { "live" } else { "health" });
     let agent: Agent = Agent::config_builder()
@@ -97,13 +101,14 @@ fn base_url(url: &str) -> Result<String> {
 }
 
 /// Returns the URL of a server that listens on an address of this machine.
-fn local_url(host: &str, port: u16) -> String {
+fn local_url(host: &str, port: u16, has_tls: bool) -> String {
+    let scheme = if has_tls { "https" } else { "http" };
     match host.parse::<IpAddr>() {
         // The unspecified address means all addresses of this machine.
-        Ok(IpAddr::V4(address)) if address.is_unspecified() => format!("http://127.0.0.1:{port}"),
-        Ok(IpAddr::V6(address)) if address.is_unspecified() => format!("http://[::1]:{port}"),
-        Ok(IpAddr::V6(address)) => format!("http://[{address}]:{port}"),
-        _ => format!("http://{host}:{port}"),
+        Ok(IpAddr::V4(address)) if address.is_unspecified() => format!("{scheme}://127.0.0.1:{port}"),
+        Ok(IpAddr::V6(address)) if address.is_unspecified() => format!("{scheme}://[::1]:{port}"),
+        Ok(IpAddr::V6(address)) => format!("{scheme}://[{address}]:{port}"),
+        _ => format!("{scheme}://{host}:{port}"),
     }
 }
 
@@ -120,8 +125,9 @@ mod tests {
             ("fe80::1", "http://[fe80::1]:8000"),
             ("localhost", "http://localhost:8000"),
         ] {
-            assert_eq!(local_url(host, 8000), url);
+            assert_eq!(local_url(host, 8000, false), url);
         }
+        assert_eq!(local_url("0.0.0.0", 443, true), "https://127.0.0.1:443");
         for url in ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"] {
             assert_eq!(base_url(url).unwrap(), "http://a:1");
         }

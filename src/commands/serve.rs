@@ -1,8 +1,7 @@
 //! `inferno serve`: an HTTP server with OpenAI's API.
 
 use std::io::Write;
-use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -46,6 +45,12 @@ pub struct Args {
     /// Serve other machines without an API key
     #[arg(long, conflicts_with = "api_key")]
     no_auth: bool,
+    /// File with the certificate chain of the server in PEM format; the server then speaks HTTPS
+    #[arg(long, value_name = "FILE")]
+    tls_cert: Option<PathBuf>,
+    /// File with the private key of the certificate in PEM format
+    #[arg(long, value_name = "FILE")]
+    tls_key: Option<PathBuf>,
     /// Origin of web pages that may use the server, such as `https://app.example`, or `*`; can be repeated
     #[arg(long, value_name = "ORIGIN")]
     cors_origin: Vec<String>,
@@ -85,7 +90,7 @@ enum MetricsCompat {
 /// The time limits of requests.
 #[derive(clap::Args)]
 struct LimitArgs {
-    /// Seconds to receive the headers of a request, or to keep an idle connection
+    /// Seconds to agree on TLS, to receive the headers of a request, or to keep an idle connection
     #[arg(long, default_value_t = 10.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     header_timeout: f64,
     /// Seconds to receive the body of a request
@@ -109,6 +114,12 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     if args.no_auth && !api_keys.is_empty() {
         return Err(Error::usage("cannot use --no-auth together with an API key: omit one, or unset INFERNO_API_KEY"));
     }
+    let tls = match (&args.tls_cert, &args.tls_key) {
+        (Some(certificate), Some(key)) => Some(server::read_tls(certificate, key)?),
+        (None, None) => None,
+        _ => return Err(Error::usage("TLS needs both --tls-cert and --tls-key")),
+    };
+    let scheme = if tls.is_some() { "https" } else { "http" };
     allow_many_connections();
     let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get().min(MAX_THREADS));
     let runtime = Builder::new_multi_thread().worker_threads(threads).enable_all().build();
@@ -124,14 +135,14 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     args.load.set_deterministic(args.deterministic);
     args.load.plan_for_many(Some(args.max_sequences.into()));
     let has_key = !api_keys.is_empty();
-    let server = Server::new(options(&args, &snapshot, api_keys))?;
+    let server = Server::new(ServerOptions { tls, ..options(&args, &snapshot, api_keys) })?;
     let serving = start(&runtime, &server, listener);
 
     // The port is open while the model loads, so that health checks get an answer.
     hub.record_use(&snapshot);
     let engine = args.load.load(&snapshot)?;
     server.set_model(engine.handle());
-    announce(address, &snapshot, has_key);
+    announce(&format!("{scheme}://{address}"), &snapshot, has_key);
     runtime.block_on(serving).context("the server stopped unexpectedly")?;
     drop(engine);
     runtime.shutdown_timeout(END_TIME);
@@ -157,6 +168,7 @@ fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOpt
             drain_delay: Duration::from_secs(args.drain_delay),
             drain: Duration::from_secs(args.drain_timeout),
         },
+        tls: None,
         has_vllm_metrics: args.metrics_compat == Some(MetricsCompat::Vllm),
     }
 }
@@ -205,11 +217,11 @@ async fn signal() {
 }
 
 /// Prints the URL, and a command to try. If standard output is closed, the server works nevertheless.
-fn announce(address: SocketAddr, snapshot: &Snapshot, has_key: bool) {
+fn announce(url: &str, snapshot: &Snapshot, has_key: bool) {
     let key = if has_key { " -H \"Authorization: Bearer $INFERNO_API_KEY\"" } else { "" };
     let text = format!(
-        "{} is ready at http://{address}/v1\n\
-         try: curl http://{address}/v1/chat/completions{key} -H 'Content-Type: application/json' \
+        "{} is ready at {url}/v1\n\
+         try: curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \
          -d '{{\"messages\": [{{\"role\": \"user\", \"content\": \"What is the KV cache?\"}}]}}'\n",
         printable(&snapshot.name)
     );

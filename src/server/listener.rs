@@ -10,8 +10,11 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
+use tokio_rustls::TlsAcceptor;
 
+use super::options::Timeouts;
 use super::router::router;
 use super::state::Server;
 use super::write_limit::WriteLimit;
@@ -90,12 +93,26 @@ async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<Gra
     }
 }
 
-/// Serves the requests of one connection.
+/// Prepares a connection, and serves its requests.
 async fn connect(stream: TcpStream, router: Router, server: Arc<Server>, watcher: Watcher) {
     let timeouts = &server.options.timeouts;
     // Each event must leave at once.
     let _ = stream.set_nodelay(true);
-    let stream = TokioIo::new(WriteLimit::new(stream, timeouts.write));
+    let stream = WriteLimit::new(stream, timeouts.write);
+    let Some(tls) = &server.options.tls else { return serve_requests(stream, router, timeouts, watcher).await };
+    match tokio::time::timeout(timeouts.header, TlsAcceptor::from(tls.clone()).accept(stream)).await {
+        Ok(Ok(stream)) => serve_requests(stream, router, timeouts, watcher).await,
+        Ok(Err(error)) => tracing::debug!(%error, "TLS handshake failed"),
+        Err(_) => tracing::debug!("TLS handshake timed out"),
+    }
+}
+
+/// Serves the requests of one connection.
+async fn serve_requests<S>(stream: S, router: Router, timeouts: &Timeouts, watcher: Watcher)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let stream = TokioIo::new(stream);
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(timeouts.header)

@@ -6,7 +6,7 @@
 //! - `chat/`, `completions/`, `responses/`, `models`, `tokenize`, `health`: the routes
 //! - `body`, `generate_options`, `constraint`: read request fields
 //! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
-//! - `router`, `auth`, `log`, `listener`, `write_limit`: everything around a route
+//! - `router`, `auth`, `log`, `listener`, `tls`, `write_limit`: everything around a route
 //! - `page`: the chat in the browser, and its files in `page/`
 //! - `state`, `options`, `limits`, `metrics`: shared state
 
@@ -34,6 +34,7 @@ mod responses;
 mod router;
 mod state;
 mod throughput;
+mod tls;
 mod tokenize;
 mod usage;
 mod write_limit;
@@ -43,3 +44,4 @@ pub use listener::{bind, serve};
 pub use log::TARGET as LOG_TARGET;
 pub use options::{ServerOptions, Timeouts};
 pub use state::Server;
+pub use tls::read_tls;

@@ -1,6 +1,9 @@
 //! The options of a server.
 
+use std::sync::Arc;
 use std::time::Duration;
+
+use tokio_rustls::rustls::ServerConfig;
 
 /// The options of a server, set by the flags of `inferno serve`.
 #[derive(Clone, Debug)]
@@ -19,6 +22,8 @@ pub struct ServerOptions {
     /// The most sequences that wait while `max_sequences` run.
     pub queue: usize,
     pub timeouts: Timeouts,
+    /// The certificate and the private key. `None` serves plain HTTP.
+    pub tls: Option<Arc<ServerConfig>>,
     /// Whether `/metrics` also contains the names that vLLM uses.
     pub has_vllm_metrics: bool,
 }
@@ -26,7 +31,7 @@ pub struct ServerOptions {
 /// The time limits of a server.
 #[derive(Clone, Debug)]
 pub struct Timeouts {
-    /// The longest time to receive the headers of a request, or to wait for the next request of a connection.
+    /// The longest time to agree on TLS, to receive the headers of a request, or to wait for the next request of a connection.
     pub header: Duration,
     /// The longest time to receive the body of a request.
     pub body: Duration,

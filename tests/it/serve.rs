@@ -14,3 +14,4 @@ mod responses;
 mod routes;
 mod stored_responses;
 mod structured;
+mod tls;

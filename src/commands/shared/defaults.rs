@@ -58,7 +58,7 @@ static PLAY_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
 });
 
 /// The flags of `serve` that can be set outside the command line.
-const SERVE_FLAGS: [&str; 19] = [
+const SERVE_FLAGS: [&str; 21] = [
     "api-key",
     "attention",
     "chunk",
@@ -78,6 +78,8 @@ const SERVE_FLAGS: [&str; 19] = [
     "quantize",
     "queue",
     "revision",
+    "tls-cert",
+    "tls-key",
 ];
 
 /// The keys of the configuration file, sorted by name.
@@ -95,7 +97,7 @@ const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
 const SWITCHES: [&str; 5] = ["deterministic", "eager", "hide-reasoning", "no-auth", "plain"];
 
 /// The flags of `health` that can be set outside the command line, so that it finds a server with the same settings.
-const HEALTH_FLAGS: [&str; 2] = ["host", "port"];
+const HEALTH_FLAGS: [&str; 3] = ["host", "port", "tls-cert"];
 
 /// The flags of `bench` and `perplexity` that can be set outside the command line.
 const DEVICE: [&str; 1] = ["device"];

@@ -19,6 +19,8 @@ pub const HANG: Duration = Duration::from_secs(60);
 /// A running `inferno serve demo`. Dropping it kills the process.
 pub struct Server {
     pub child: Child,
+    /// The scheme and the address.
+    pub url: String,
     pub address: String,
     log: Option<JoinHandle<String>>,
     _home: TempDir,
@@ -46,11 +48,12 @@ impl Server {
         });
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let Some((_, url)) = line.split_once("ready at http://") else {
+        let Some((_, url)) = line.split_once("ready at ") else {
             panic!("no ready line: {line:?} {}", log.join().unwrap());
         };
-        let address = url.trim().trim_end_matches("/v1").to_string();
-        Self { child, address, log: Some(log), _home: home }
+        let url = url.trim().trim_end_matches("/v1").to_string();
+        let address = url.split_once("://").unwrap().1.to_string();
+        Self { child, url, address, log: Some(log), _home: home }
     }
 
     pub fn connect(&self) -> TcpStream {

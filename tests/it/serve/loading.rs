@@ -21,6 +21,7 @@ fn options() -> ServerOptions {
         max_sequences: 4,
         queue: 4,
         timeouts: Timeouts::default(),
+        tls: None,
         has_vllm_metrics: false,
     }
 }
