@@ -253,6 +253,7 @@ impl EngineLoop {
                         prompt: first.take_prompt(),
                         forks: (id + 1..self.next_id).collect(),
                         max_tokens: first.remaining(),
+                        tenant: first.tenant,
                         priority: first.priority,
                         arrival,
                         deadline: first.max_wait.map(|wait| arrival.saturating_add(wait)),

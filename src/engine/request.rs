@@ -94,7 +94,11 @@ pub struct GenerateOptions {
     pub ignore_eos: bool,
     /// A flag that another thread can set to cancel the request. The request then ends after the current step.
     pub cancel: Option<Arc<AtomicBool>>,
-    /// Requests with smaller values start first. A value lower by 1 counts as much as arriving 2 seconds earlier.
+    /// For whom the request is, such as the owner of a certain API key. Tenants whose requests wait get equal numbers of
+    /// tokens, in which a generated token counts as much as two prompt tokens.
+    pub tenant: u64,
+    /// Among the requests of a tenant, those with smaller values start first. A value lower by 1 counts as much as arriving
+    /// 2 seconds earlier.
     pub priority: i32,
     /// The longest time to wait for the request to start. If it has not started by then, it fails. `None`: no limit.
     pub max_wait: Option<Duration>,
@@ -114,6 +118,7 @@ impl GenerateOptions {
             constraint: None,
             ignore_eos: false,
             cancel: None,
+            tenant: 0,
             priority: 0,
             max_wait: None,
         }

@@ -24,6 +24,7 @@ pub struct Sequence {
     max_tokens: Option<usize>,
     /// The tokens that end the answer.
     stop_ids: Vec<u32>,
+    pub tenant: u64,
     pub priority: i32,
     pub max_wait: Option<Duration>,
     /// The caller's cancel flag. Closing the event channel also cancels the sequence.
@@ -57,6 +58,7 @@ impl Sequence {
             has_started: false,
             generated: 0,
             max_tokens: options.max_tokens,
+            tenant: options.tenant,
             priority: options.priority,
             max_wait: options.max_wait,
             cancel: options.cancel.clone(),

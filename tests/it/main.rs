@@ -36,6 +36,7 @@ mod doctor;
 mod engine;
 mod engine_options;
 mod examples;
+mod fairness;
 mod families;
 #[cfg(target_os = "linux")]
 mod full_disk;

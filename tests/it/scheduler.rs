@@ -26,6 +26,7 @@ struct Request {
     max_tokens: usize,
     /// The length of the answer in tokens. At most `max_tokens`.
     answer: usize,
+    tenant: u64,
     priority: i32,
     arrival: Duration,
     deadline: Option<Duration>,
@@ -102,6 +103,8 @@ struct Simulator<'a> {
     steps: usize,
     /// Whether there are enough blocks for `max_sequences` sequences of full length.
     has_ample_blocks: bool,
+    /// Whether the requests belong to several tenants.
+    has_tenants: bool,
     random: Random,
     summary: Summary,
 }
@@ -156,6 +159,7 @@ impl<'a> Simulator<'a> {
             written: vec![0; blocks],
             steps: 0,
             has_ample_blocks: most < blocks,
+            has_tenants: requests.iter().any(|request| request.tenant != requests[0].tenant),
             random: Random(seed),
             summary: Summary::default(),
         }
@@ -206,10 +210,10 @@ impl<'a> Simulator<'a> {
     }
 
     fn submit(&mut self, id: SequenceId, request: &Request) {
-        let Request { ref prompt, max_tokens, priority, arrival, deadline, is_fork, .. } = *request;
+        let Request { ref prompt, max_tokens, tenant, priority, arrival, deadline, is_fork, .. } = *request;
         if !is_fork {
             let (prompt, forks) = (prompt.clone(), (id + 1..=id + request.forks as u64).collect());
-            self.scheduler.submit(NewSequence { id, prompt, forks, max_tokens, priority, arrival, deadline });
+            self.scheduler.submit(NewSequence { id, prompt, forks, max_tokens, tenant, priority, arrival, deadline });
         }
         let rank = self.rank(id);
         // While a sequence waits, every step computes at least one token of a sequence that arrived earlier or is more
@@ -454,8 +458,9 @@ impl<'a> Simulator<'a> {
             assert!(grid.is_none_or(|grid| grid.floor(range.start) == range.start), "{id} reuses part of a chunk");
             if tracked.started.is_none() {
                 tracked.started = Some(self.now);
+                // Sequences of other tenants can start first, however late they arrive.
                 assert!(
-                    tracked.waited <= tracked.ahead,
+                    self.has_tenants || tracked.waited <= tracked.ahead,
                     "{id} waited {} steps, but the limit is {}",
                     tracked.waited,
                     tracked.ahead
@@ -466,7 +471,9 @@ impl<'a> Simulator<'a> {
                 }
             }
             let rank = self.rank(id);
-            let first = self.waiting.iter().find(|(.., other)| !self.displaced.contains(other));
+            let tenant = |id: SequenceId| self.scenario.requests[id as usize].tenant;
+            let is_rival = |other: SequenceId| !self.displaced.contains(&other) && tenant(other) == tenant(id);
+            let first = self.waiting.iter().find(|(.., other)| is_rival(*other));
             assert_eq!(first, Some(&rank), "{id} started before a more senior sequence");
             self.waiting.remove(&rank);
         }
@@ -683,6 +690,7 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
             prompt,
             max_tokens,
             answer,
+            tenant: 0,
             priority: if has_priorities { random.below(4) as i32 - 1 } else { 0 },
             arrival,
             deadline: (has_deadlines && random.below(3) == 0).then(|| soon(random, 3000)),
@@ -726,7 +734,10 @@ fn random_requests_get_what_the_scheduler_promises() {
         if simulated >= count {
             break;
         }
-        let scenario = random_scenario(seed, 20 + seed as usize % 200);
+        let mut scenario = random_scenario(seed, 20 + seed as usize % 200);
+        if seed % 3 == 0 {
+            assign_tenants(&mut scenario, seed);
+        }
         simulated += scenario.requests.len();
         let Scenario { config, windows, blocks, .. } = &scenario;
         let summary = on_panic(
@@ -755,6 +766,20 @@ fn random_requests_get_what_the_scheduler_promises() {
     assert!(hit_tokens as usize > count && long_chunks > count / 10, "{total:?}");
 }
 
+/// Gives the requests of a scenario to several tenants. Forks belong to the tenant of their parent.
+fn assign_tenants(scenario: &mut Scenario, seed: u64) {
+    let mut random = Random(digest(seed, 2));
+    let tenants = 2 + random.below(4);
+    let mut tenant = 0;
+    for request in &mut scenario.requests {
+        if !request.is_fork {
+            // The first tenant has the most requests.
+            tenant = random.below(tenants) as u64 * random.below(2) as u64;
+        }
+        request.tenant = tenant;
+    }
+}
+
 /// Calls `run`, and `report` if it panics.
 fn on_panic<T>(report: impl Fn(), run: impl FnOnce() -> T) -> T {
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
@@ -772,6 +797,7 @@ fn low_priority_finishes_while_high_priority_requests_arrive() {
         prompt: (0..100).map(|position| arrival_ms as u32 + position).collect(),
         max_tokens: 20,
         answer: 20,
+        tenant: 0,
         priority,
         arrival: Duration::from_millis(arrival_ms),
         deadline: None,
@@ -805,7 +831,8 @@ fn schedulers(config: SchedulerConfig, blocks: usize) -> [Scheduler; 2] {
 fn submit(scheduler: &mut Scheduler, id: SequenceId, len: usize, max_tokens: usize) {
     let prompt = (0..len as u32).map(|position| position ^ (id as u32) << 16).collect();
     let arrival = Duration::from_millis(id);
-    scheduler.submit(NewSequence { id, prompt, forks: Vec::new(), max_tokens, priority: 0, arrival, deadline: None });
+    let (forks, tenant, priority, deadline) = (Vec::new(), 0, 0, None);
+    scheduler.submit(NewSequence { id, prompt, forks, max_tokens, tenant, priority, arrival, deadline });
 }
 
 /// Plans a step and completes it. Returns the id and the number of tokens of each sequence in the step.
@@ -936,7 +963,8 @@ fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget(
 /// Submits a prompt of 200 tokens for sequence 0 and its forks 1, 2 and 3.
 fn submit_with_forks(scheduler: &mut Scheduler, deadline: Option<Duration>) {
     let (prompt, forks, arrival) = ((0..200).collect(), vec![1, 2, 3], Duration::ZERO);
-    scheduler.submit(NewSequence { id: 0, prompt, forks, max_tokens: 9, priority: 0, arrival, deadline });
+    let (max_tokens, tenant, priority) = (9, 0, 0);
+    scheduler.submit(NewSequence { id: 0, prompt, forks, max_tokens, tenant, priority, arrival, deadline });
 }
 
 #[test]

@@ -7,9 +7,13 @@
 //! computed yet, or the last sampled token.
 //! A step first takes one token of every sequence that decodes, then chunks of prompts, until its token budget is used.
 //!
-//! If the KV cache runs out of blocks, the least senior sequence is preempted: it gives up its blocks and computes its
+//! Sequences belong to tenants. Tenants that wait get equal numbers of tokens; see [`fair_queue`]. Within a tenant, the order
+//! is that of seniority: priority and arrival.
+//!
+//! If the KV cache runs out of blocks, the sequence with the last rank is preempted: it gives up its blocks and computes its
 //! tokens again later. By then, most of these blocks are usually still cached.
 
+mod fair_queue;
 mod order;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,8 +24,10 @@ use std::time::Duration;
 use super::blocks::{BlockCopy, BlockHashes, BlockManager, SequenceBlocks};
 use crate::nn::kv_cache::BlockTables;
 use crate::runner::ChunkGrid;
+use fair_queue::{FairQueue, Rank};
 use order::Seniority;
 
+pub use fair_queue::TenantId;
 pub use order::SequenceId;
 
 /// A sequence is admitted only if there are enough free blocks for this many decode steps of all running sequences.
@@ -57,7 +63,10 @@ pub struct NewSequence {
     pub forks: Vec<SequenceId>,
     /// The most tokens to generate.
     pub max_tokens: usize,
-    /// Sequences with smaller values run first. A value lower by 1 counts as much as arriving 2 seconds earlier.
+    /// The owner of the sequence. Tenants that wait get equal numbers of tokens.
+    pub tenant: TenantId,
+    /// Among the sequences of a tenant, those with smaller values run first. A value lower by 1 counts as much as
+    /// arriving 2 seconds earlier.
     pub priority: i32,
     pub arrival: Duration,
     /// The time at which the sequence expires if it has not started by then.
@@ -100,8 +109,8 @@ pub struct Scheduler {
     config: SchedulerConfig,
     blocks: BlockManager,
     sequences: BTreeMap<SequenceId, Sequence>,
-    /// The sequences without blocks, the most senior first.
-    waiting: BTreeSet<Seniority>,
+    /// The sequences without blocks.
+    waiting: FairQueue,
     /// The sequences with blocks, the most senior first.
     running: BTreeSet<Seniority>,
     preemptions: u64,
@@ -114,6 +123,9 @@ struct Sequence {
     is_last_pending: bool,
     prompt: usize,
     max_tokens: usize,
+    tenant: TenantId,
+    /// The number of tokens that were counted for the tenant. Tokens that are computed again do not count again.
+    served: usize,
     seniority: Seniority,
     deadline: Option<Duration>,
     /// The blocks of a running sequence. `None` while it waits.
@@ -190,19 +202,21 @@ impl Scheduler {
         );
         assert!(grid.is_none_or(|grid| grid.tokens() <= token_budget), "a step must fit a part of the grid");
         assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "a sequence of {context} tokens must fit");
-        let (waiting, running) = (BTreeSet::new(), BTreeSet::new());
+        let (waiting, running) = (FairQueue::default(), BTreeSet::new());
         Self { config, blocks, sequences: BTreeMap::new(), waiting, running, preemptions: 0 }
     }
 
     /// Adds a sequence and its forks to the waiting queue.
     pub fn submit(&mut self, new: NewSequence) {
-        let NewSequence { id, prompt, forks, max_tokens, priority, arrival, deadline } = new;
+        let NewSequence { id, prompt, forks, max_tokens, tenant, priority, arrival, deadline } = new;
         assert!((1..=self.config.context).contains(&prompt.len()), "cannot submit a prompt of {} tokens", prompt.len());
         let sequence = |id, tokens, forks, parent| Sequence {
             prompt: prompt.len(),
             tokens,
             is_last_pending: false,
             max_tokens,
+            tenant,
+            served: 0,
             seniority: Seniority::new(priority, arrival, id),
             deadline,
             blocks: None,
@@ -216,7 +230,8 @@ impl Scheduler {
         for (id, sequence) in all {
             assert!(self.sequences.insert(id, sequence).is_none(), "sequence {id} was submitted twice");
         }
-        self.waiting.insert(self.sequences[&id].seniority);
+        self.waiting.join(tenant, 1 + forks.len());
+        self.waiting.insert(tenant, self.sequences[&id].seniority);
     }
 
     /// Returns the prompt of a sequence and all tokens generated so far.
@@ -303,7 +318,8 @@ impl Scheduler {
     pub fn finish(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.remove(&id) else { return };
         let has_started = sequence.has_started();
-        self.waiting.remove(&sequence.seniority);
+        self.waiting.remove(sequence.tenant, &sequence.seniority);
+        self.waiting.leave(sequence.tenant);
         self.running.remove(&sequence.seniority);
         if let Some(blocks) = sequence.blocks {
             self.blocks.release(blocks);
@@ -323,7 +339,7 @@ impl Scheduler {
         }
         if let Some(successor) = self.sequences.get_mut(&first) {
             (successor.parent, successor.forks) = (None, forks);
-            self.waiting.insert(successor.seniority);
+            self.waiting.insert(successor.tenant, successor.seniority);
         }
     }
 
@@ -355,7 +371,7 @@ impl Scheduler {
                 self.running.insert(fork.seniority);
                 started.push(fork.seniority);
             } else {
-                self.waiting.insert(fork.seniority);
+                self.waiting.insert(fork.tenant, fork.seniority);
             }
         }
         started
@@ -390,10 +406,28 @@ impl Scheduler {
         expired
     }
 
-    /// Plans one token of every sequence that decodes. Preempts the least senior sequences if blocks run out.
+    /// Returns the rank of a sequence. The smallest rank gets tokens and blocks first.
+    fn rank(&self, seniority: Seniority) -> Rank {
+        self.waiting.rank(self.sequences[&seniority.id()].tenant, seniority)
+    }
+
+    /// Counts the tokens before `end` for the tenant of a sequence, except those that were counted before.
+    fn serve(&mut self, id: SequenceId, start: usize, end: usize) {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        let start = start.max(sequence.served);
+        if start < end {
+            sequence.served = end;
+            self.waiting.serve(sequence.tenant, start..end, sequence.prompt);
+        }
+    }
+
+    /// Plans one token of every sequence that decodes. Preempts the sequences with the last ranks if blocks run out.
     fn plan_decodes(&mut self, budget: &mut usize, plan: &mut StepPlan) {
-        let running: Vec<_> = self.running.iter().map(Seniority::id).collect();
-        for id in running {
+        let mut running: Vec<_> = self.running.iter().copied().collect();
+        if !self.waiting.has_one_tenant() {
+            running.sort_by_key(|&sequence| self.rank(sequence));
+        }
+        for id in running.iter().map(Seniority::id) {
             let sequence = &self.sequences[&id];
             let end = sequence.tokens.len();
             let longest = sequence.longest(self.config.context);
@@ -410,6 +444,10 @@ impl Scheduler {
                 *budget -= 1;
             }
         }
+        // Only now, so that the order does not change in between.
+        for SequenceWork { id, range, .. } in &plan.work {
+            self.serve(*id, range.start, range.end);
+        }
     }
 
     /// Plans prompt chunks of running sequences, and admits waiting sequences.
@@ -421,18 +459,23 @@ impl Scheduler {
         while *budget > 0 {
             // Admit no sequence after a preemption: the preempted one needs the free blocks to run again.
             can_admit &= plan.preempted.is_empty() && self.running.len() < self.config.max_sequences;
-            let candidate = self.waiting.first().copied().filter(|_| can_admit);
-            let id = match (candidate, running.first()) {
-                (Some(candidate), next) if next.is_none_or(|next| candidate < *next) => {
-                    // If the most senior sequence cannot start, no other one may start before it.
+            let candidate = self.waiting.first().map(|(_, candidate)| candidate).filter(|_| can_admit);
+            let next = match self.waiting.has_one_tenant() {
+                true => running.first().copied(),
+                false => running.iter().copied().min_by_key(|&sequence| self.rank(sequence)),
+            };
+            let id = match (candidate, next) {
+                (Some(candidate), next) if next.is_none_or(|next| self.rank(candidate) < self.rank(next)) => {
+                    // If the first sequence cannot start, no other one may start before it.
                     can_admit = self.admit(candidate.id());
                     running.extend(self.start_forks(candidate.id()));
                     candidate.id()
                 }
-                _ => match running.pop_first() {
-                    Some(next) => next.id(),
-                    None => break,
-                },
+                (_, Some(next)) => {
+                    running.remove(&next);
+                    next.id()
+                }
+                (_, None) => break,
             };
             let sequence = &self.sequences[&id];
             if !sequence.is_running() {
@@ -445,6 +488,7 @@ impl Scheduler {
             let is_last = end == sequence.tokens.len();
             if self.give_blocks(id, end, plan) {
                 plan.work.push(SequenceWork { id, range: start..end, is_last });
+                self.serve(id, start, end);
                 *budget = budget.saturating_sub(end - start);
             }
         }
@@ -458,6 +502,7 @@ impl Scheduler {
             let (tokens, end) = (sequence.tokens.len(), sequence.chunk_end(self.config.grid, range.end, *budget));
             if self.try_give_blocks(id, end, plan) {
                 *budget = budget.saturating_sub(end - range.end);
+                self.serve(id, range.end, end);
                 plan.work[index] = SequenceWork { id, range: range.start..end, is_last: end == tokens };
             }
         }
@@ -468,10 +513,10 @@ impl Scheduler {
         let Some(sequence) = self.sequences.get_mut(&id) else { return false };
         // The blocks of a cached prefix are in use from here on, so they do not count as free below.
         sequence.blocks = Some(self.blocks.start(&sequence.tokens, sequence.prompt, mem::take(&mut sequence.hashes)));
-        let seniority = sequence.seniority;
+        let (tenant, seniority) = (sequence.tenant, sequence.seniority);
         let demand: usize = self.running.iter().chain([&seniority]).map(|other| self.demand(other)).sum();
         if demand <= self.blocks.free() {
-            self.waiting.remove(&seniority);
+            self.waiting.remove(tenant, &seniority);
             self.running.insert(seniority);
             return true;
         }
@@ -496,15 +541,19 @@ impl Scheduler {
         self.blocks.demand(held, tokens, sequence.left().clamp(1, self.config.token_budget))
     }
 
-    /// Gives a sequence blocks for all positions below `end`. While there are too few, preempts the least senior
-    /// sequence. Returns false if it had to preempt the sequence itself.
+    /// Gives a sequence blocks for all positions below `end`. While there are too few, preempts the sequence
+    /// with the last rank. Returns false if it had to preempt the sequence itself.
     ///
     /// A protected sequence is never preempted and never lacks blocks: it can preempt all sequences that are not
     /// protected, and [`admit`](Self::admit) starts it only if there are enough blocks for all protected ones.
     fn give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         while !self.try_give_blocks(id, end, plan) {
-            // The least senior sequence can be the one that needs the blocks.
-            let victim = self.running.last().filter(|victim| !victim.is_protected()).map(Seniority::id);
+            // The sequence with the last rank can be the one that needs the blocks.
+            let last = match self.waiting.has_one_tenant() {
+                true => self.running.last(),
+                false => self.running.iter().max_by_key(|&&sequence| self.rank(sequence)),
+            };
+            let victim = last.filter(|victim| !victim.is_protected()).map(Seniority::id);
             let Some(victim) = victim else { return false };
             self.preempt(victim, plan);
             if victim == id {
@@ -531,7 +580,7 @@ impl Scheduler {
         if sequence.preemptions >= MAX_PREEMPTIONS {
             sequence.seniority = sequence.seniority.protected();
         }
-        self.waiting.insert(sequence.seniority);
+        self.waiting.insert(sequence.tenant, sequence.seniority);
         self.preemptions += 1;
         plan.preempted.push(id);
     }

@@ -1,0 +1,190 @@
+//! The waiting sequences, in an order that gives every tenant the same number of tokens.
+//!
+//! The order is that of the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024):
+//! the next sequence to start is one of the tenant that has been served the fewest tokens. A tenant that did not wait for a
+//! while gets no credit for that time. The sequences of one tenant start in the order of their seniority.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use super::order::Seniority;
+
+/// Identifies the owner of a sequence, such as the client with a certain API key.
+pub type TenantId = u64;
+
+/// How much a generated token counts, if a prompt token counts 1. As in the paper.
+const GENERATED_WEIGHT: u64 = 2;
+
+/// The rank of a sequence among those of all tenants. The smallest rank gets tokens and blocks first.
+pub type Rank = (Reverse<bool>, u64, Seniority);
+
+/// The waiting sequences of all tenants, and the tokens that each tenant was served.
+#[derive(Default)]
+pub struct FairQueue {
+    tenants: BTreeMap<TenantId, Tenant>,
+}
+
+#[derive(Default)]
+struct Tenant {
+    /// The virtual tokens served since some sequence waits. Comparable between tenants.
+    served: u64,
+    /// The most senior first.
+    waiting: BTreeSet<Seniority>,
+    /// The number of sequences, waiting or not.
+    sequences: usize,
+}
+
+impl FairQueue {
+    /// Adds sequences to a tenant. They do not wait yet.
+    pub fn join(&mut self, tenant: TenantId, sequences: usize) {
+        self.tenants.entry(tenant).or_default().sequences += sequences;
+    }
+
+    /// Removes a sequence from its tenant. It must not wait.
+    pub fn leave(&mut self, tenant: TenantId) {
+        if let Some(tenant) = self.tenants.get_mut(&tenant) {
+            tenant.sequences -= 1;
+        }
+    }
+
+    /// Lets a sequence wait.
+    pub fn insert(&mut self, tenant: TenantId, seniority: Seniority) {
+        let served = |tenant: &Tenant| (!tenant.waiting.is_empty()).then_some(tenant.served);
+        let floor = self.tenants.values().filter_map(served).min();
+        if floor.is_none() {
+            // While nothing waited, no tenant was served at the expense of another.
+            self.tenants.values_mut().for_each(|tenant| tenant.served = 0);
+        }
+        let floor = floor.unwrap_or(0);
+        self.tenants.retain(|&id, other| id == tenant || other.sequences > 0 || other.served > floor);
+        let tenant = self.tenants.entry(tenant).or_default();
+        if tenant.waiting.is_empty() {
+            tenant.served = tenant.served.max(floor);
+        }
+        tenant.waiting.insert(seniority);
+    }
+
+    /// Lets a sequence wait no longer. Has no effect if it does not wait.
+    pub fn remove(&mut self, tenant: TenantId, seniority: &Seniority) {
+        if let Some(tenant) = self.tenants.get_mut(&tenant) {
+            tenant.waiting.remove(seniority);
+        }
+    }
+
+    /// Returns the waiting sequence that starts next, with its tenant.
+    pub fn first(&self) -> Option<(TenantId, Seniority)> {
+        let firsts = self.tenants.iter().filter_map(|(&id, tenant)| Some((id, *tenant.waiting.first()?)));
+        firsts.min_by_key(|&(id, seniority)| self.rank(id, seniority))
+    }
+
+    /// Returns the rank of a sequence.
+    pub fn rank(&self, tenant: TenantId, seniority: Seniority) -> Rank {
+        let served = self.tenants.get(&tenant).map_or(0, |tenant| tenant.served);
+        (Reverse(seniority.is_protected()), served, seniority)
+    }
+
+    /// Returns whether ranks are in the order of seniority, because all sequences belong to the same tenant.
+    pub fn has_one_tenant(&self) -> bool {
+        self.tenants.values().filter(|tenant| tenant.sequences > 0).nth(1).is_none()
+    }
+
+    /// Counts the tokens in `range`, the first `prompt` positions of which are a prompt.
+    pub fn serve(&mut self, tenant: TenantId, range: Range<usize>, prompt: usize) {
+        let generated = range.end.saturating_sub(range.start.max(prompt)) as u64;
+        let tokens = range.len() as u64 + (GENERATED_WEIGHT - 1) * generated;
+        if let Some(tenant) = self.tenants.get_mut(&tenant) {
+            tenant.served = tenant.served.saturating_add(tokens);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn sequence(id: u64) -> Seniority {
+        Seniority::new(0, Duration::from_secs(id), id)
+    }
+
+    fn first(queue: &FairQueue) -> Option<u64> {
+        queue.first().map(|(_, seniority)| seniority.id())
+    }
+
+    /// Lets sequences wait: pairs of a tenant and an id.
+    fn wait(queue: &mut FairQueue, sequences: &[(TenantId, u64)]) {
+        for &(tenant, id) in sequences {
+            queue.join(tenant, 1);
+            queue.insert(tenant, sequence(id));
+        }
+    }
+
+    #[test]
+    fn one_tenant_is_served_by_seniority() {
+        let mut queue = FairQueue::default();
+        wait(&mut queue, &[(7, 2), (7, 1), (7, 3)]);
+        assert!(queue.has_one_tenant());
+        for id in 1..=3 {
+            assert_eq!(first(&queue), Some(id));
+            queue.remove(7, &sequence(id));
+            queue.serve(7, 0..100, 100);
+        }
+        assert_eq!(first(&queue), None);
+    }
+
+    #[test]
+    fn the_tenant_with_the_fewest_tokens_is_next() {
+        let mut queue = FairQueue::default();
+        wait(&mut queue, &[(0, 0), (0, 1), (0, 2), (1, 3), (1, 4)]);
+        assert!(!queue.has_one_tenant());
+        let mut order = Vec::new();
+        while let Some((tenant, seniority)) = queue.first() {
+            order.push(seniority.id());
+            queue.remove(tenant, &seniority);
+            // The first tenant has prompts of 10 tokens. The other one has half as many, and generates one token.
+            queue.serve(tenant, if tenant == 0 { 0..10 } else { 0..5 }, if tenant == 0 { 10 } else { 4 });
+        }
+        // After 0 and 3, the tenants have 10 and 6 tokens; after 4, they have 10 and 12.
+        assert_eq!(order, [0, 3, 4, 1, 2]);
+        queue.insert(1, sequence(5).protected());
+        queue.insert(0, sequence(6));
+        assert_eq!(first(&queue), Some(5), "a protected sequence is always next");
+    }
+
+    #[test]
+    fn time_without_requests_gives_no_credit() {
+        let mut queue = FairQueue::default();
+        wait(&mut queue, &[(0, 0), (0, 1), (0, 2)]);
+        queue.serve(0, 0..1000, 1000);
+        wait(&mut queue, &[(1, 3), (1, 4)]);
+        assert_eq!(first(&queue), Some(0), "a new tenant starts where the others are");
+        queue.serve(0, 0..1, 1);
+        assert_eq!(first(&queue), Some(3));
+        // Nor does it erase a debt while others wait.
+        queue.serve(1, 0..500, 500);
+        queue.remove(1, &sequence(3));
+        queue.remove(1, &sequence(4));
+        queue.leave(1);
+        queue.leave(1);
+        wait(&mut queue, &[(1, 5)]);
+        assert_eq!(first(&queue), Some(0));
+        queue.serve(0, 0..498, 498);
+        assert_eq!(first(&queue), Some(0));
+        queue.serve(0, 0..2, 2);
+        assert_eq!(first(&queue), Some(5));
+    }
+
+    #[test]
+    fn tenants_are_forgotten() {
+        let mut queue = FairQueue::default();
+        for tenant in 0..1000 {
+            wait(&mut queue, &[(tenant, tenant)]);
+            queue.serve(tenant, 0..10, 10);
+            queue.remove(tenant, &sequence(tenant));
+            queue.leave(tenant);
+        }
+        assert_eq!(queue.tenants.len(), 1);
+    }
+}

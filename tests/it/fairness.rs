@@ -1,0 +1,178 @@
+//! Checks with a virtual clock that the scheduler gives every tenant its share of tokens.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use inferno::engine::blocks::BlockManager;
+use inferno::engine::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork};
+
+/// What a tenant asks for: `clients` clients that each send the next request when the last one has ended.
+#[derive(Clone, Copy)]
+struct Load {
+    tenant: u64,
+    clients: usize,
+    prompt: usize,
+    answer: usize,
+    priority: i32,
+}
+
+impl Load {
+    const fn new(tenant: u64, clients: usize, prompt: usize, answer: usize) -> Self {
+        Self { tenant, clients, prompt, answer, priority: 0 }
+    }
+}
+
+/// The size of a server: a step of 512 tokens, 16 sequences of up to 2,048 tokens, and blocks for some of them.
+const CONFIG: SchedulerConfig = SchedulerConfig { token_budget: 512, max_sequences: 16, context: 2048, grid: None };
+
+/// A scheduler, and the clients of some tenants.
+struct Simulator {
+    scheduler: Scheduler,
+    loads: Vec<Load>,
+    /// The load and the generated tokens of each sequence.
+    sequences: BTreeMap<SequenceId, (Load, usize)>,
+    next: SequenceId,
+    now: Duration,
+    /// The virtual tokens that each tenant was served: prompt tokens, plus twice the generated ones.
+    served: BTreeMap<u64, usize>,
+    /// The number of finished requests of each tenant.
+    finished: BTreeMap<u64, usize>,
+}
+
+impl Simulator {
+    fn new(loads: &[Load], blocks: usize) -> Self {
+        let mut simulator = Self {
+            scheduler: Scheduler::new(CONFIG, BlockManager::new(vec![None], blocks)),
+            loads: Vec::new(),
+            sequences: BTreeMap::new(),
+            next: 0,
+            now: Duration::ZERO,
+            served: BTreeMap::new(),
+            finished: BTreeMap::new(),
+        };
+        loads.iter().for_each(|&load| simulator.add(load));
+        simulator
+    }
+
+    /// Lets the clients of a tenant send their first requests.
+    fn add(&mut self, load: Load) {
+        self.loads.push(load);
+        (0..load.clients).for_each(|_| self.submit(load));
+    }
+
+    fn submit(&mut self, load: Load) {
+        let id = self.next;
+        self.next += 1;
+        // Prompts have no common prefix.
+        let prompt = (0..load.prompt as u32).map(|position| position ^ (id as u32) << 12).collect();
+        self.sequences.insert(id, (load, 0));
+        self.scheduler.submit(NewSequence {
+            id,
+            prompt,
+            forks: Vec::new(),
+            max_tokens: load.answer,
+            tenant: load.tenant,
+            priority: load.priority,
+            arrival: self.now,
+            deadline: None,
+        });
+    }
+
+    /// Runs steps for some virtual time.
+    fn run(&mut self, time: Duration) {
+        let end = self.now + time;
+        while self.now < end {
+            let plan = self.scheduler.plan(self.now);
+            assert!(!plan.work.is_empty());
+            let tokens: usize = plan.work.iter().map(|work| work.range.len()).sum();
+            self.now += Duration::from_micros(2000 + 10 * tokens as u64);
+            for SequenceWork { id, range, is_last } in plan.work {
+                self.scheduler.advance(id, range.end);
+                let Some((load, generated)) = self.sequences.get_mut(&id) else { panic!("no sequence {id}") };
+                let load = *load;
+                let weight = if range.start < load.prompt { 1 } else { 2 };
+                *self.served.entry(load.tenant).or_default() += weight * range.len();
+                if is_last {
+                    self.scheduler.push(id, id as u32);
+                    *generated += 1;
+                    if *generated == load.answer {
+                        self.scheduler.finish(id);
+                        self.sequences.remove(&id);
+                        *self.finished.entry(load.tenant).or_default() += 1;
+                        self.submit(load);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Returns the virtual tokens that each tenant was served since the last call.
+    fn take_served(&mut self) -> BTreeMap<u64, usize> {
+        std::mem::take(&mut self.served)
+    }
+}
+
+const AMPLE: usize = 16 * 2048 / 16 + 1;
+
+#[test]
+fn a_tenant_with_a_hundred_times_its_share_leaves_others_theirs() {
+    let others = (1..8).map(|tenant| Load::new(tenant, 2, 300, 60));
+    // Blocks for 16 sequences of every length, and for few.
+    for blocks in [AMPLE, 16 * 30] {
+        let finished = |clients: usize, prompt: usize, answer: usize| {
+            let loads: Vec<_> = [Load::new(0, clients, prompt, answer)].into_iter().chain(others.clone()).collect();
+            let mut simulator = Simulator::new(&loads, blocks);
+            simulator.run(Duration::from_secs(60));
+            simulator.finished
+        };
+        let fair = finished(2, 300, 60);
+        for (clients, prompt, answer) in [(200, 300, 60), (200, 300, 1), (200, 1, 60)] {
+            let unfair = finished(clients, prompt, answer);
+            for tenant in 1..8 {
+                let (before, after) = (fair[&tenant], unfair[&tenant]);
+                println!("{blocks} blocks, {clients} × {prompt} + {answer}: tenant {tenant} finished {before} → {after}");
+                assert!(after * 10 >= before * 9, "{before} → {after}");
+            }
+        }
+    }
+}
+
+#[test]
+fn tenants_that_wait_get_equal_numbers_of_tokens() {
+    let loads = [Load::new(0, 100, 1000, 20), Load::new(1, 30, 50, 300), Load::new(2, 300, 10, 10)];
+    let mut simulator = Simulator::new(&loads, AMPLE);
+    simulator.run(Duration::from_secs(20));
+    for _ in 0..3 {
+        simulator.take_served();
+        simulator.run(Duration::from_secs(60));
+        let served = simulator.take_served();
+        let (least, most) = (served.values().min().unwrap(), served.values().max().unwrap());
+        println!("{served:?}");
+        assert!(least * 10 >= most * 9, "{served:?}");
+    }
+}
+
+#[test]
+fn an_idle_tenant_collects_no_credit() {
+    let mut simulator = Simulator::new(&[Load::new(0, 50, 200, 50)], AMPLE);
+    simulator.run(Duration::from_secs(100));
+    simulator.add(Load::new(1, 50, 200, 50));
+    simulator.run(Duration::from_secs(2));
+    simulator.take_served();
+    simulator.run(Duration::from_secs(10));
+    let served = simulator.take_served();
+    assert!(served[&0] * 10 >= served[&1] * 9 && served[&1] * 10 >= served[&0] * 9, "{served:?}");
+}
+
+#[test]
+fn priority_counts_only_within_a_tenant() {
+    let urgent = Load { priority: -1_000_000, ..Load::new(0, 50, 200, 50) };
+    let loads = [urgent, Load::new(0, 1, 200, 50), Load::new(1, 50, 200, 50)];
+    let mut simulator = Simulator::new(&loads, AMPLE);
+    simulator.run(Duration::from_secs(30));
+    let served = simulator.take_served();
+    assert!(served[&1] * 10 >= served[&0] * 9, "{served:?}");
+    // The urgent requests of the first tenant displace its own only.
+    let patient = simulator.sequences.values().filter(|(load, _)| load.tenant == 0 && load.priority == 0);
+    assert_eq!(patient.map(|&(_, generated)| generated).collect::<Vec<_>>(), [0]);
+}
