@@ -15,6 +15,13 @@ const OPEN_PATHS: [&str; 2] = ["/health", "/live"];
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Client(usize);
 
+impl Client {
+    /// Returns the index of the client, which is less than the number of keys.
+    pub fn index(self) -> usize {
+        self.0
+    }
+}
+
 /// The rules that decide whether a request has access.
 pub struct Access {
     /// The hashes of the keys. Comparing hashes takes the same time for every wrong key.

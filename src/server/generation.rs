@@ -69,12 +69,16 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
     if count > limit {
         return Err(ApiError::invalid("n", format!("{count} answers never fit: the server has room for {limit}")));
     }
-    let permit = server.admission.admit(count).map_err(|wait| {
+    let client = log.client();
+    let permit = server.admission.admit(client.index(), count).map_err(|wait| {
         server.metrics.admission_rejections.with_label_values(&["queue"]).inc();
         let seconds = wait.as_secs_f64().ceil().max(1.0);
         ApiError::overloaded(format!("the queue is full: please try again in {seconds}s"), wait)
     })?;
-    let (handle, requests, choices) = (engine.clone(), job.requests, job.choices);
+    let (handle, mut requests, choices) = (engine.clone(), job.requests, job.choices);
+    for options in requests.iter_mut().filter_map(|request| request.options.as_mut()) {
+        options.tenant = client.index() as u64;
+    }
     // Rendering and tokenizing take milliseconds of CPU time, so they must not run on a thread of the runtime.
     let submit = move || -> anyhow::Result<Vec<RequestStream>> {
         let mut streams = Vec::new();

@@ -1,6 +1,5 @@
-//! Admits requests up to a limit, and estimates when the next one will be admitted.
+//! Admits requests up to a limit, leaves room for every client, and estimates when the next one will be admitted.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -12,51 +11,67 @@ const NEWEST_WEIGHT: f64 = 0.2;
 /// The longest wait that the server suggests to a client.
 const MAX_RETRY: Duration = Duration::from_secs(60);
 
+/// If there are several clients, each of them can have this many times as many sequences as there is room left. One client
+/// alone therefore leaves a fifth of the room to others, and two leave a ninth.
+const MAX_SHARE_OF_ROOM: usize = 4;
+
 /// Counts the sequences that wait or run, and rejects those above the limit.
 pub struct Admission {
     limit: usize,
-    admitted: AtomicUsize,
-    ends: Mutex<Ends>,
+    state: Mutex<State>,
     /// Notified when no sequence is left.
     idle: Notify,
 }
 
-/// The times at which sequences ended.
-struct Ends {
-    last: Instant,
+/// The sequences that wait or run, and the times at which sequences ended.
+struct State {
+    /// The number of sequences of each client.
+    admitted: Vec<usize>,
+    last_end: Instant,
     /// The mean time between two ends while the server was busy, in seconds.
     mean_interval_s: Option<f64>,
 }
 
+impl State {
+    fn total(&self) -> usize {
+        self.admitted.iter().sum()
+    }
+}
+
 impl Admission {
-    /// Creates an admission for at most `limit` sequences at once.
-    pub fn new(limit: usize) -> Self {
-        let ends = Mutex::new(Ends { last: Instant::now(), mean_interval_s: None });
-        Self { limit, admitted: AtomicUsize::new(0), ends, idle: Notify::new() }
+    /// Creates an admission for at most `limit` sequences of `clients` clients at once.
+    pub fn new(limit: usize, clients: usize) -> Self {
+        let admitted = vec![0; clients.max(1)];
+        let state = Mutex::new(State { admitted, last_end: Instant::now(), mean_interval_s: None });
+        Self { limit, state, idle: Notify::new() }
     }
 
-    /// Admits `count` sequences, or returns the expected time until there is room for them.
-    pub fn admit(self: &Arc<Self>, count: usize) -> Result<Permit, Duration> {
-        let admit = |admitted: usize| Some(admitted + count).filter(|&sum| sum <= self.limit);
-        match self.admitted.fetch_update(Ordering::AcqRel, Ordering::Acquire, admit) {
-            Ok(before) => {
-                if before == 0 {
-                    // The time without any sequence is not an interval between two ends.
-                    self.lock().last = Instant::now();
-                }
-                Ok(Permit { admission: self.clone(), count })
-            }
-            Err(_) => Err(self.expected_wait()),
+    /// Admits `count` sequences of a client, or returns the expected time until there is room for them.
+    pub fn admit(self: &Arc<Self>, client: usize, count: usize) -> Result<Permit, Duration> {
+        let mut state = self.lock();
+        let total = state.total();
+        if !self.has_room(&state, client, count) {
+            return Err(expected_wait(&state));
         }
+        if total == 0 {
+            // The time without any sequence is not an interval between two ends.
+            state.last_end = Instant::now();
+        }
+        state.admitted[client] += count;
+        Ok(Permit { admission: self.clone(), client, count })
     }
 
-    /// Returns the expected time until the next sequence ends.
-    fn expected_wait(&self) -> Duration {
-        let ends = self.lock();
-        let elapsed = ends.last.elapsed().as_secs_f64();
-        // Before the first end, only a lower bound is known: no sequence has ended in `elapsed` seconds.
-        let left = ends.mean_interval_s.map_or(elapsed, |mean| mean - elapsed);
-        Duration::from_secs_f64(left.clamp(0.05, MAX_RETRY.as_secs_f64()))
+    /// Returns the expected time until there is room for `count` sequences of a client, or `None` if there is room now.
+    pub fn wait(&self, client: usize, count: usize) -> Option<Duration> {
+        let state = self.lock();
+        (!self.has_room(&state, client, count)).then(|| expected_wait(&state))
+    }
+
+    fn has_room(&self, state: &State, client: usize, count: usize) -> bool {
+        let Some(room) = self.limit.checked_sub(state.total() + count) else { return false };
+        let own = state.admitted[client];
+        // A client without sequences can use all of the room, so that no request is too large for an idle server.
+        state.admitted.len() == 1 || own == 0 || own + count <= room.saturating_mul(MAX_SHARE_OF_ROOM)
     }
 
     /// Returns the most sequences that can wait or run at once.
@@ -66,7 +81,7 @@ impl Admission {
 
     /// Returns the number of sequences that wait or run.
     pub fn admitted(&self) -> usize {
-        self.admitted.load(Ordering::Acquire)
+        self.lock().total()
     }
 
     /// Waits until no sequence waits or runs.
@@ -80,31 +95,40 @@ impl Admission {
         }
     }
 
-    fn release(&self, count: usize) {
-        let mut ends = self.lock();
-        let interval_s = ends.last.elapsed().as_secs_f64() / count.max(1) as f64;
-        let mean = ends.mean_interval_s.map_or(interval_s, |mean| mean + NEWEST_WEIGHT * (interval_s - mean));
-        *ends = Ends { last: Instant::now(), mean_interval_s: Some(mean) };
-        drop(ends);
-        if self.admitted.fetch_sub(count, Ordering::AcqRel) == count {
+    fn release(&self, client: usize, count: usize) {
+        let mut state = self.lock();
+        let interval_s = state.last_end.elapsed().as_secs_f64() / count.max(1) as f64;
+        let mean = state.mean_interval_s.map_or(interval_s, |mean| mean + NEWEST_WEIGHT * (interval_s - mean));
+        (state.last_end, state.mean_interval_s) = (Instant::now(), Some(mean));
+        state.admitted[client] -= count;
+        if state.total() == 0 {
             self.idle.notify_waiters();
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Ends> {
-        self.ends.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Returns the expected time until the next sequence ends.
+fn expected_wait(state: &State) -> Duration {
+    let elapsed = state.last_end.elapsed().as_secs_f64();
+    // Before the first end, only a lower bound is known: no sequence has ended in `elapsed` seconds.
+    let left = state.mean_interval_s.map_or(elapsed, |mean| mean - elapsed);
+    Duration::from_secs_f64(left.clamp(0.05, MAX_RETRY.as_secs_f64()))
 }
 
 /// The right to run sequences. Dropping it makes room for others.
 pub struct Permit {
     admission: Arc<Admission>,
+    client: usize,
     count: usize,
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.admission.release(self.count);
+        self.admission.release(self.client, self.count);
     }
 }
 
@@ -114,16 +138,30 @@ mod tests {
 
     #[test]
     fn exactly_the_excess_is_rejected() {
-        let admission = Arc::new(Admission::new(5));
-        let first = admission.admit(3).unwrap();
-        let second = admission.admit(2).unwrap();
-        assert!(admission.admit(1).is_err());
+        let admission = Arc::new(Admission::new(5, 1));
+        let first = admission.admit(0, 3).unwrap();
+        let second = admission.admit(0, 2).unwrap();
+        assert!(admission.admit(0, 1).is_err());
         drop(first);
-        assert!(admission.admit(4).is_err() && admission.admit(3).is_ok());
+        assert!(admission.admit(0, 4).is_err() && admission.admit(0, 3).is_ok());
         assert_eq!(admission.admitted(), 2);
         drop(second);
         assert_eq!(admission.admitted(), 0);
-        let wait = admission.expected_wait();
+        let wait = expected_wait(&admission.lock());
         assert!(wait >= Duration::from_millis(50) && wait <= MAX_RETRY, "{wait:?}");
+    }
+
+    #[test]
+    fn a_client_leaves_room_to_others() {
+        let admission = Arc::new(Admission::new(100, 3));
+        let mut permits: Vec<Permit> = (0..1000).filter_map(|_| admission.admit(0, 1).ok()).collect();
+        assert_eq!(permits.len(), 80);
+        assert!(admission.wait(0, 1).is_some() && admission.wait(1, 20).is_none() && admission.wait(1, 21).is_some());
+        permits.extend((0..1000).filter_map(|_| admission.admit(1, 1).ok()));
+        assert_eq!(permits.len(), 96);
+        permits.push(admission.admit(2, 4).ok().unwrap());
+        assert!(admission.admit(2, 1).is_err());
+        permits.clear();
+        assert!(admission.admit(1, 100).is_ok(), "an idle server has room for the largest request");
     }
 }

@@ -1,10 +1,11 @@
 //! The log: one line per request, without any of its content.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use axum::http::{Method, StatusCode};
 
+use super::auth::Client;
 use super::metrics::Metrics;
 
 /// The target of log entries in `tracing`.
@@ -21,6 +22,7 @@ pub struct RequestLog {
     traceparent: Option<String>,
     started: Instant,
     metrics: Arc<Metrics>,
+    client: OnceLock<Client>,
     outcome: Mutex<Outcome>,
 }
 
@@ -46,8 +48,18 @@ pub struct AnswerLog {
 
 impl RequestLog {
     pub fn new(id: String, method: Method, path: String, traceparent: Option<String>, metrics: Arc<Metrics>) -> Self {
-        let outcome = Mutex::default();
-        Self { id, method, path, traceparent, started: Instant::now(), metrics, outcome }
+        let (client, outcome) = (OnceLock::new(), Mutex::default());
+        Self { id, method, path, traceparent, started: Instant::now(), metrics, client, outcome }
+    }
+
+    /// Records who sent the request. Later calls have no effect.
+    pub fn set_client(&self, client: Client) {
+        let _ = self.client.set(client);
+    }
+
+    /// Returns who sent the request. Clients without an API key count as one.
+    pub fn client(&self) -> Client {
+        self.client.get().copied().unwrap_or_default()
     }
 
     pub fn set_status(&self, status: StatusCode) {

@@ -72,6 +72,9 @@ fn cors(origins: &[String]) -> CorsLayer {
 async fn check_access(State(access): State<Arc<Access>>, mut request: Request, next: Next) -> Response {
     match access.check(request.uri().path(), request.headers()) {
         Ok(client) => {
+            if let Some(log) = request.extensions().get::<Arc<RequestLog>>() {
+                log.set_client(client);
+            }
             request.extensions_mut().insert(client);
             next.run(request).await
         }

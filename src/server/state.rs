@@ -46,7 +46,7 @@ impl Server {
     pub fn new(options: ServerOptions) -> Result<Arc<Self>> {
         let limit = options.max_sequences.saturating_add(options.queue);
         Ok(Arc::new(Self {
-            admission: Arc::new(Admission::new(limit)),
+            admission: Arc::new(Admission::new(limit, options.api_keys.len())),
             metrics: Arc::new(Metrics::new(&options.model, options.has_vllm_metrics)?),
             throughput: Throughput::default(),
             model: OnceLock::new(),
