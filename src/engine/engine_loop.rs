@@ -251,6 +251,7 @@ impl EngineLoop {
                     self.scheduler.submit(NewSequence {
                         id,
                         prompt: first.take_prompt(),
+                        cache_salt: first.cache_salt.take(),
                         forks: (id + 1..self.next_id).collect(),
                         max_tokens: first.remaining(),
                         tenant: first.tenant,

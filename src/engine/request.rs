@@ -100,6 +100,9 @@ pub struct GenerateOptions {
     /// Among the requests of a tenant, those with smaller values start first. A value lower by 1 counts as much as arriving
     /// 2 seconds earlier.
     pub priority: i32,
+    /// If set, the prompt reuses only cached prefixes of requests with the same salt. The time to the first token then tells
+    /// nothing about the prompts of others.
+    pub cache_salt: Option<String>,
     /// The longest time to wait for the request to start. If it has not started by then, it fails. `None`: no limit.
     pub max_wait: Option<Duration>,
 }
@@ -120,6 +123,7 @@ impl GenerateOptions {
             cancel: None,
             tenant: 0,
             priority: 0,
+            cache_salt: None,
             max_wait: None,
         }
     }

@@ -24,6 +24,8 @@ pub struct Sequence {
     max_tokens: Option<usize>,
     /// The tokens that end the answer.
     stop_ids: Vec<u32>,
+    /// Limits the reuse of cached prefixes. Taken when the sequence is passed to the scheduler.
+    pub cache_salt: Option<String>,
     pub tenant: u64,
     pub priority: i32,
     pub max_wait: Option<Duration>,
@@ -58,6 +60,7 @@ impl Sequence {
             has_started: false,
             generated: 0,
             max_tokens: options.max_tokens,
+            cache_salt: options.cache_salt.clone(),
             tenant: options.tenant,
             priority: options.priority,
             max_wait: options.max_wait,

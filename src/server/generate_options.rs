@@ -20,12 +20,14 @@ pub const MAX_CHOICES: i64 = 8;
 const MAX_STOPS: usize = 16;
 const MAX_STOP_BYTES: usize = 1024;
 
+/// The maximum size of a cache salt in bytes.
+const MAX_SALT_BYTES: usize = 1024;
+
 /// Fields that would change the output, with the values that have no effect.
 const REFUSED: &[(&str, &[&str])] = &[
     ("allowed_token_ids", &["[]"]),
     ("bad_words", &["[]"]),
     ("beam_width", &["1"]),
-    ("cache_salt", &[]),
     ("chat_template", &[]),
     ("chat_template_kwargs", &["{}"]),
     ("continue_final_message", &["false"]),
@@ -62,6 +64,7 @@ pub fn read(fields: &mut Fields, server: &Server, engine: &EngineHandle) -> Resu
     options.min_tokens = fields.take_integer("min_tokens", 0..=i64::from(u32::MAX))?.unwrap_or(0) as usize;
     let priority = fields.take_integer("priority", i64::from(i32::MIN)..=i64::from(i32::MAX))?;
     options.priority = priority.unwrap_or(0) as i32;
+    options.cache_salt = read_cache_salt(fields)?;
     options.max_wait = Some(server.options.timeouts.queue);
     let vocab_size = engine.info().vocab_size;
     for (name, ids) in [
@@ -89,6 +92,15 @@ fn read_sampling(fields: &mut Fields, options: &mut GenerateOptions) -> Result<(
         field.set(&mut options.sampling, &text).map_err(|expected| fields.invalid(field.name, expected))?;
     }
     Ok(())
+}
+
+fn read_cache_salt(fields: &mut Fields) -> Result<Option<String>, ApiError> {
+    match fields.take_string("cache_salt")? {
+        Some(salt) if salt.is_empty() || salt.len() > MAX_SALT_BYTES => {
+            Err(fields.invalid("cache_salt", format!("expected a string of 1 to {MAX_SALT_BYTES} bytes")))
+        }
+        salt => Ok(salt),
+    }
 }
 
 fn read_stop(fields: &mut Fields) -> Result<Vec<String>, ApiError> {

@@ -69,6 +69,7 @@ impl Simulator {
         self.scheduler.submit(NewSequence {
             id,
             prompt,
+            cache_salt: None,
             forks: Vec::new(),
             max_tokens: load.answer,
             tenant: load.tenant,

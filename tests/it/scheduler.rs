@@ -213,7 +213,8 @@ impl<'a> Simulator<'a> {
         let Request { ref prompt, max_tokens, tenant, priority, arrival, deadline, is_fork, .. } = *request;
         if !is_fork {
             let (prompt, forks) = (prompt.clone(), (id + 1..=id + request.forks as u64).collect());
-            self.scheduler.submit(NewSequence { id, prompt, forks, max_tokens, tenant, priority, arrival, deadline });
+            let new = NewSequence { forks, max_tokens, tenant, priority, deadline, ..new_sequence(id, prompt) };
+            self.scheduler.submit(NewSequence { arrival, ..new });
         }
         let rank = self.rank(id);
         // While a sequence waits, every step computes at least one token of a sequence that arrived earlier or is more
@@ -828,11 +829,25 @@ fn schedulers(config: SchedulerConfig, blocks: usize) -> [Scheduler; 2] {
     [new(vec![None]), new(vec![None, Some(128)])]
 }
 
+/// Returns a sequence that generates one token.
+fn new_sequence(id: SequenceId, prompt: Vec<u32>) -> NewSequence {
+    NewSequence {
+        id,
+        prompt,
+        cache_salt: None,
+        forks: Vec::new(),
+        max_tokens: 1,
+        tenant: 0,
+        priority: 0,
+        arrival: Duration::ZERO,
+        deadline: None,
+    }
+}
+
 fn submit(scheduler: &mut Scheduler, id: SequenceId, len: usize, max_tokens: usize) {
     let prompt = (0..len as u32).map(|position| position ^ (id as u32) << 16).collect();
     let arrival = Duration::from_millis(id);
-    let (forks, tenant, priority, deadline) = (Vec::new(), 0, 0, None);
-    scheduler.submit(NewSequence { id, prompt, forks, max_tokens, tenant, priority, arrival, deadline });
+    scheduler.submit(NewSequence { max_tokens, arrival, ..new_sequence(id, prompt) });
 }
 
 /// Plans a step and completes it. Returns the id and the number of tokens of each sequence in the step.
@@ -963,8 +978,7 @@ fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget(
 /// Submits a prompt of 200 tokens for sequence 0 and its forks 1, 2 and 3.
 fn submit_with_forks(scheduler: &mut Scheduler, deadline: Option<Duration>) {
     let (prompt, forks, arrival) = ((0..200).collect(), vec![1, 2, 3], Duration::ZERO);
-    let (max_tokens, tenant, priority) = (9, 0, 0);
-    scheduler.submit(NewSequence { id: 0, prompt, forks, max_tokens, tenant, priority, arrival, deadline });
+    scheduler.submit(NewSequence { forks, max_tokens: 9, arrival, deadline, ..new_sequence(0, prompt) });
 }
 
 #[test]
@@ -1010,5 +1024,37 @@ fn forks_of_a_started_prompt_do_not_expire() {
         scheduler.finish(0);
         let plan = scheduler.plan(Duration::from_secs(1));
         assert_eq!((plan.expired, plan.work[0].id), (Vec::new(), 1));
+    }
+}
+
+#[test]
+fn prompts_share_blocks_only_with_the_same_salt() {
+    let config = SchedulerConfig { token_budget: 256, max_sequences: 4, context: 512, grid: None };
+    for mut scheduler in schedulers(config, 200) {
+        let mut cached = |id: SequenceId, salt: Option<&str>, token: u32| {
+            let cache_salt = salt.map(str::to_string);
+            let forks = if id == 0 { vec![1] } else { Vec::new() };
+            let new = NewSequence { cache_salt, forks, max_tokens: 40, ..new_sequence(id, vec![token; 200]) };
+            scheduler.submit(new);
+            let plan = scheduler.plan(Duration::ZERO);
+            let cached = plan.work.iter().find(|work| work.id == id).unwrap().range.start;
+            // Generate enough tokens for full blocks of the answer.
+            for _ in 0..2 * BLOCK_TOKENS {
+                step(&mut scheduler);
+            }
+            scheduler.finish(id);
+            // The fork, if this is its parent.
+            scheduler.finish(1);
+            cached
+        };
+        let reusable = 199 / BLOCK_TOKENS * BLOCK_TOKENS;
+        assert_eq!(cached(0, Some("a"), 7), 0);
+        assert_eq!(cached(2, None, 7), 0);
+        assert_eq!(cached(3, Some("b"), 7), 0);
+        assert_eq!(cached(4, Some(""), 7), 0);
+        for (id, salt) in [(5, Some("a")), (6, None), (7, Some("b")), (8, Some(""))] {
+            assert_eq!(cached(id, salt, 7), reusable, "{salt:?}");
+        }
+        assert_eq!(cached(9, Some("a"), 8), 0);
     }
 }

@@ -5,11 +5,12 @@
 //! attends to. All groups share one pool, as in vLLM's hybrid KV cache manager.
 //!
 //! A full block is identified by a hash of all tokens up to its end. A prompt that starts with the same tokens reuses
-//! the block, whether or not another sequence still uses it.
+//! the block, whether or not another sequence still uses it. A salt is part of the hash, so that only prompts with the same
+//! salt reuse the block.
 
 mod pool;
 
-use std::hash::{BuildHasher, Hash, Hasher, RandomState};
+use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
 use std::ops::Range;
 
 use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, peak_blocks};
@@ -17,9 +18,22 @@ use crate::runner::ChunkGrid;
 
 pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BLOCK};
 
-/// The hashes of the full blocks of a sequence. A block's hash covers all tokens up to the end of the block.
+/// The hashes of the full blocks of a sequence. A block's hash covers the salt and all tokens up to the end of the block.
+///
+/// The default has no salt.
 #[derive(Clone, Debug, Default)]
-pub struct BlockHashes(Vec<u128>);
+pub struct BlockHashes {
+    /// The hash of the salt, or 0. Sequences with different salts have no hash in common.
+    salt: u128,
+    blocks: Vec<u128>,
+}
+
+impl BlockHashes {
+    /// Returns the hash of everything before the block at `index`.
+    fn before(&self, index: usize) -> u128 {
+        index.checked_sub(1).map_or(self.salt, |before| self.blocks[before])
+    }
+}
 
 /// The blocks of one sequence.
 #[derive(Debug, Default)]
@@ -128,7 +142,7 @@ impl BlockManager {
     /// never includes the last token, because its logits must be computed.
     ///
     /// The first `prompt` tokens are the prompt; the others were generated before a preemption.
-    /// `hashes` is empty for a new sequence. To continue a sequence, pass what [`release`](Self::release) returned.
+    /// `hashes` comes from [`hashes`](Self::hashes) for a new sequence. To continue a sequence, pass what [`release`](Self::release) returned.
     pub fn start(&mut self, tokens: &[u32], prompt: usize, hashes: BlockHashes) -> SequenceBlocks {
         let last = prompt.saturating_sub(1);
         let mut sequence = SequenceBlocks {
@@ -141,15 +155,14 @@ impl BlockManager {
         };
         let limit = sequence.reusable.min(tokens.len().saturating_sub(1) / BLOCK_TOKENS);
         self.extend_hashes(&mut sequence.hashes, &tokens[..limit * BLOCK_TOKENS]);
-        let hashes = &sequence.hashes.0[..limit];
-        let hit = self.longest_hit(tokens, hashes);
+        let hit = self.longest_hit(tokens, &sequence.hashes, limit);
         for group in 0..self.windows.len() {
             let first = self.first_visible_block(group, hit * BLOCK_TOKENS);
             sequence.oldest[group] = first;
             for index in 0..hit {
                 let block = match index < first {
                     true => None,
-                    false => self.find(group, tokens, hashes, index),
+                    false => self.find(group, tokens, &sequence.hashes, index),
                 };
                 let block = block.unwrap_or(SCRATCH_BLOCK);
                 self.pool.retain(block);
@@ -162,11 +175,11 @@ impl BlockManager {
         sequence
     }
 
-    /// Returns the length in blocks of the longest prefix that is cached in every group, at most `hashes.len()`.
-    fn longest_hit(&self, tokens: &[u32], hashes: &[u128]) -> usize {
+    /// Returns the length in blocks of the longest prefix that is cached in every group, at most `limit`.
+    fn longest_hit(&self, tokens: &[u32], hashes: &BlockHashes, limit: usize) -> usize {
         let groups = 0..self.windows.len();
         let has = |group, index| self.find(group, tokens, hashes, index).is_some();
-        let mut hit = hashes.len();
+        let mut hit = limit;
         for group in groups.clone().filter(|&group| self.windows[group].is_none()) {
             hit = (0..hit).take_while(|&index| has(group, index)).count();
         }
@@ -185,10 +198,9 @@ impl BlockManager {
         hit
     }
 
-    fn find(&self, group: usize, tokens: &[u32], hashes: &[u128], index: usize) -> Option<BlockId> {
-        let parent = index.checked_sub(1).map_or(0, |before| hashes[before]);
+    fn find(&self, group: usize, tokens: &[u32], hashes: &BlockHashes, index: usize) -> Option<BlockId> {
         let tokens = &tokens[index * BLOCK_TOKENS..][..BLOCK_TOKENS];
-        self.pool.find(BlockKey { group, hash: hashes[index] }, parent, tokens)
+        self.pool.find(BlockKey { group, hash: hashes.blocks[index] }, hashes.before(index), tokens)
     }
 
     /// Returns the index of the first block that a token at `position` attends to.
@@ -197,17 +209,32 @@ impl BlockManager {
     }
 
     /// Appends the hashes of the full blocks of `tokens` that are not hashed yet.
-    fn extend_hashes(&self, BlockHashes(hashes): &mut BlockHashes, tokens: &[u32]) {
-        for block in tokens.chunks_exact(BLOCK_TOKENS).skip(hashes.len()) {
-            let parent = hashes.last().copied().unwrap_or(0);
-            let half = |state: &RandomState| {
-                let mut hasher = state.build_hasher();
+    fn extend_hashes(&self, hashes: &mut BlockHashes, tokens: &[u32]) {
+        for block in tokens.chunks_exact(BLOCK_TOKENS).skip(hashes.blocks.len()) {
+            let parent = hashes.before(hashes.blocks.len());
+            hashes.blocks.push(self.hash(|mut hasher| {
                 hasher.write_u128(parent);
                 u32::hash_slice(block, &mut hasher);
                 hasher.finish()
-            };
-            hashes.push(u128::from(half(&self.hashers[0])) << 64 | u128::from(half(&self.hashers[1])));
+            }));
         }
+    }
+
+    /// Returns the hashes of a new sequence. Sequences reuse only the blocks of sequences with the same salt.
+    pub fn hashes(&self, salt: Option<&str>) -> BlockHashes {
+        let salt = salt.map_or(0, |salt| {
+            self.hash(|mut hasher| {
+                salt.hash(&mut hasher);
+                hasher.finish()
+            })
+        });
+        BlockHashes { salt, blocks: Vec::new() }
+    }
+
+    /// Returns the hash of what `finish` writes to a hasher. `finish` is called once for each half.
+    fn hash(&self, finish: impl Fn(DefaultHasher) -> u64) -> u128 {
+        let half = |state: &RandomState| u128::from(finish(state.build_hasher()));
+        half(&self.hashers[0]) << 64 | half(&self.hashers[1])
     }
 
     /// Returns how many more blocks the sequence needs before a step can write all positions below `end`.
@@ -273,12 +300,12 @@ impl BlockManager {
         let (first, full) = (sequence.computed / BLOCK_TOKENS, tokens.len() / BLOCK_TOKENS);
         sequence.computed = tokens.len();
         self.extend_hashes(&mut sequence.hashes, &tokens[..full * BLOCK_TOKENS]);
-        let hashes = &sequence.hashes.0;
+        let hashes = &sequence.hashes;
         for group in 0..self.windows.len() {
             for index in first.max(sequence.oldest[group])..full.min(sequence.reusable) {
                 let content = BlockContent {
-                    key: BlockKey { group, hash: hashes[index] },
-                    parent: index.checked_sub(1).map_or(0, |before| hashes[before]),
+                    key: BlockKey { group, hash: hashes.blocks[index] },
+                    parent: hashes.before(index),
                     tokens: tokens[index * BLOCK_TOKENS..][..BLOCK_TOKENS].into(),
                 };
                 self.pool.publish(sequence.tables.get(group, index), content);

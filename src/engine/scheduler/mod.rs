@@ -59,6 +59,8 @@ pub struct SchedulerConfig {
 pub struct NewSequence {
     pub id: SequenceId,
     pub prompt: Vec<u32>,
+    /// If set, the sequence reuses only the blocks of sequences with the same salt.
+    pub cache_salt: Option<String>,
     /// The ids of more sequences that differ from this one only in their id. The prompt is computed once for all.
     pub forks: Vec<SequenceId>,
     /// The most tokens to generate.
@@ -208,8 +210,9 @@ impl Scheduler {
 
     /// Adds a sequence and its forks to the waiting queue.
     pub fn submit(&mut self, new: NewSequence) {
-        let NewSequence { id, prompt, forks, max_tokens, tenant, priority, arrival, deadline } = new;
+        let NewSequence { id, prompt, cache_salt, forks, max_tokens, tenant, priority, arrival, deadline } = new;
         assert!((1..=self.config.context).contains(&prompt.len()), "cannot submit a prompt of {} tokens", prompt.len());
+        let hashes = self.blocks.hashes(cache_salt.as_deref());
         let sequence = |id, tokens, forks, parent| Sequence {
             prompt: prompt.len(),
             tokens,
@@ -220,7 +223,7 @@ impl Scheduler {
             seniority: Seniority::new(priority, arrival, id),
             deadline,
             blocks: None,
-            hashes: BlockHashes::default(),
+            hashes: hashes.clone(),
             preemptions: 0,
             forks,
             parent,

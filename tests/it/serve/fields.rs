@@ -62,7 +62,8 @@ fn invalid_fields_are_errors_that_name_the_field() {
         (json!({ "prediction": {} }), "prediction"),
         (json!({ "modalities": ["text", "audio"] }), "modalities"),
         (json!({ "chat_template_kwargs": { "x": 1 } }), "chat_template_kwargs"),
-        (json!({ "cache_salt": "x" }), "cache_salt"),
+        (json!({ "cache_salt": "" }), "cache_salt"),
+        (json!({ "cache_salt": 1 }), "cache_salt"),
         (json!({ "priority": 1e10 }), "priority"),
     ] {
         let error = server.chat(fields.clone()).error(400);
@@ -85,6 +86,19 @@ fn invalid_fields_are_errors_that_name_the_field() {
     }
     let error = server.post("/v1/completions", &json!({ "prompt": [999_999] })).error(400);
     assert!(error["message"].as_str().unwrap().contains("999999"), "{error}");
+}
+
+#[test]
+fn prefixes_are_reused_only_with_the_same_salt() {
+    let server = Server::start(&[]);
+    let cached = |salt: Value| {
+        let usage = server.chat(json!({ "cache_salt": salt, "max_tokens": 2 })).ok()["usage"].clone();
+        usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
+    };
+    for salt in [json!("one"), Value::Null, json!("two")] {
+        assert_eq!(cached(salt.clone()), 0, "{salt}");
+        assert!(cached(salt.clone()) >= 64, "{salt}");
+    }
 }
 
 #[test]
