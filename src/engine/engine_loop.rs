@@ -12,10 +12,11 @@
 //! order. A step whose choices depend on the tokens before, such as one with penalties, is not queued: it waits.
 
 use std::collections::{HashMap, VecDeque};
+use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, TryRecvError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow, bail};
 
@@ -37,6 +38,8 @@ pub enum Command {
     Run(RunnerCall),
     /// Call a function with the KV cache between two steps.
     Cache(CacheCall),
+    /// Call a function with the scheduler and the current time between two steps.
+    Inspect(InspectCall),
     /// Reject all later requests.
     Drain,
     /// End the thread. Unfinished requests end with an error.
@@ -48,6 +51,9 @@ pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
 
 /// A function that reads cached blocks, or fills free ones.
 pub type CacheCall = Box<dyn FnOnce(&KvCache, &mut BlockManager) + Send>;
+
+/// A function that looks at the waiting and running sequences.
+pub type InspectCall = Box<dyn FnOnce(&mut Scheduler, Duration) + Send>;
 
 /// A queued request or call.
 enum Job {
@@ -70,6 +76,8 @@ pub struct EngineLoop {
     counters: Arc<Counters>,
     /// The jobs that have not started. A call at the front waits until all sequences have ended.
     queue: VecDeque<Job>,
+    /// Calls that run after the jobs that were submitted before them reach the scheduler.
+    inspections: Vec<InspectCall>,
     /// The waiting and running sequences of the scheduler.
     sequences: HashMap<SequenceId, Sequence>,
     next_id: SequenceId,
@@ -93,6 +101,7 @@ impl EngineLoop {
             commands,
             counters,
             queue: VecDeque::new(),
+            inspections: Vec::new(),
             sequences: HashMap::new(),
             next_id: 0,
             started: Instant::now(),
@@ -108,6 +117,9 @@ impl EngineLoop {
             self.counters.heartbeat.begin_step();
             self.end_canceled();
             self.admit();
+            for call in mem::take(&mut self.inspections) {
+                call(&mut self.scheduler, self.started.elapsed());
+            }
             let plan = self.scheduler.plan(self.started.elapsed());
             for &id in &plan.expired {
                 self.end(id, Err(Error::WaitedTooLong.into()));
@@ -185,6 +197,7 @@ impl EngineLoop {
     fn receive_commands(&mut self) -> bool {
         loop {
             let is_idle = self.scheduler.is_idle() && self.queue.is_empty() && self.queued.is_none();
+            let is_idle = is_idle && self.inspections.is_empty();
             if is_idle {
                 self.outbox.flush();
             }
@@ -211,6 +224,7 @@ impl EngineLoop {
                     self.runner.reset();
                     call(self.runner.cache(), self.scheduler.blocks_mut());
                 }
+                Ok(Command::Inspect(call)) => self.inspections.push(call),
                 Ok(Command::Drain) => self.is_draining = true,
                 Ok(Command::Run(call)) => self.queue.push_back(Job::Call(call)),
                 Err(TryRecvError::Empty) => return true,

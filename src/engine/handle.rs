@@ -126,19 +126,8 @@ impl EngineHandle {
         mut options: GenerateOptions,
         submitted: Instant,
     ) -> Result<Vec<RequestStream>> {
-        self.check_options(&options)?;
-        if ids.is_empty() {
-            bail!("cannot generate text: the prompt is empty");
-        }
-        let vocab_size = self.info().vocab_size;
-        if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {
-            bail!("cannot generate text: token id {id} is outside the model's vocabulary of {vocab_size} tokens");
-        }
-        let (prompt_tokens, context) = (ids.len(), self.context());
-        if prompt_tokens >= context {
-            let limit_tokens = self.info().max_context;
-            return Err(Error::ContextFull { prompt_tokens, context_tokens: context, limit_tokens }.into());
-        }
+        self.check(&ids, &options)?;
+        let prompt_tokens = ids.len();
         let counters = &self.shared.counters;
         if counters.is_draining.load(Ordering::Relaxed) {
             return Err(Error::Draining.into());
@@ -180,6 +169,36 @@ impl EngineHandle {
         let compiler = compiler.clone().map_err(|reason| invalid("model", reason))?;
         let stop_token_ids = options.stop_token_ids.clone();
         prepare(ConstrainedRequest { compiler, language: language.clone(), constraint, chat, stop_token_ids }).map(Some)
+    }
+
+    /// Returns the token ids of a prompt.
+    pub(super) fn encode(&self, prompt: Prompt) -> Result<Vec<u32>> {
+        match prompt {
+            Prompt::Chat { messages, render } => Ok(self.render(&messages, &render)?.ids),
+            Prompt::Text(text) => {
+                self.check_text(text.len())?;
+                self.tokenizer().encode(&text, ControlTokens::Default)
+            }
+            Prompt::Ids(ids) => Ok(ids),
+        }
+    }
+
+    /// Checks that the engine can generate an answer to a prompt with these options.
+    pub(super) fn check(&self, ids: &[u32], options: &GenerateOptions) -> Result<()> {
+        self.check_options(options)?;
+        if ids.is_empty() {
+            bail!("cannot generate text: the prompt is empty");
+        }
+        let vocab_size = self.info().vocab_size;
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {
+            bail!("cannot generate text: token id {id} is outside the model's vocabulary of {vocab_size} tokens");
+        }
+        let (prompt_tokens, context_tokens) = (ids.len(), self.context());
+        if prompt_tokens >= context_tokens {
+            let limit_tokens = self.info().max_context;
+            return Err(Error::ContextFull { prompt_tokens, context_tokens, limit_tokens }.into());
+        }
+        Ok(())
     }
 
     fn check_options(&self, options: &GenerateOptions) -> Result<()> {

@@ -67,6 +67,14 @@ impl Admission {
         (!self.has_room(&state, client, count)).then(|| expected_wait(&state))
     }
 
+    /// Returns the expected time until `ahead` other sequences and then one more have ended. `None` before the first end.
+    pub fn expected_start(&self, ahead: usize) -> Option<Duration> {
+        let state = self.lock();
+        let elapsed_s = state.last_end.elapsed().as_secs_f64();
+        let wait_s = state.mean_interval_s? * (ahead as f64 + 1.0) - elapsed_s;
+        Duration::try_from_secs_f64(wait_s.max(0.0)).ok()
+    }
+
     fn has_room(&self, state: &State, client: usize, count: usize) -> bool {
         let Some(room) = self.limit.checked_sub(state.total() + count) else { return false };
         let own = state.admitted[client];

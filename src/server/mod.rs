@@ -3,13 +3,14 @@
 //! The server is a client of an [`EngineHandle`](crate::EngineHandle) and holds no model code. Every route is in one file
 //! or folder:
 //!
-//! - `chat/`, `completions/`, `responses/`, `models`, `tokenize`, `health`: the routes
+//! - `chat/`, `completions/`, `responses/`, `admission`, `models`, `tokenize`, `health`: the routes
 //! - `body`, `generate_options`, `constraint`: read request fields
 //! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
 //! - `router`, `auth`, `log`, `listener`, `tls`, `write_limit`: everything around a route
 //! - `page`: the chat in the browser, and its files in `page/`
 //! - `state`, `options`, `limits`, `metrics`: shared state
 
+mod admission;
 mod auth;
 mod body;
 mod chat;

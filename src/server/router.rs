@@ -14,7 +14,7 @@ use super::auth::Access;
 use super::error::ApiError;
 use super::log::RequestLog;
 use super::state::Server;
-use super::{chat, completions, health, ids, models, page, responses, tokenize};
+use super::{admission, chat, completions, health, ids, models, page, responses, tokenize};
 
 /// The header that identifies a request in logs. Clients may choose the id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -40,6 +40,7 @@ pub fn router(server: &Arc<Server>) -> Router {
         .route("/v1/responses/{id}", get(responses::get).delete(responses::delete))
         .route("/v1/responses/{id}/cancel", post(responses::cancel))
         .route("/v1/responses/{id}/input_items", get(responses::input_items))
+        .route("/v1/admission", post(admission::preview))
         .route("/v1/embeddings", post(no_embeddings))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use inferno::engine::blocks::BlockManager;
 use inferno::engine::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork};
+use inferno::nn::kv_cache::BLOCK_TOKENS;
 
 /// What a tenant asks for: `clients` clients that each send the next request when the last one has ended.
 #[derive(Clone, Copy)]
@@ -113,13 +114,16 @@ impl Simulator {
     }
 }
 
-const AMPLE: usize = 16 * 2048 / 16 + 1;
+/// Blocks for `max_sequences` sequences of full length.
+const AMPLE: usize = CONFIG.max_sequences * CONFIG.context / BLOCK_TOKENS + 1;
+
+/// Blocks for about ten of the usual sequences, so that some are preempted.
+const FEW: usize = 60;
 
 #[test]
 fn a_tenant_with_a_hundred_times_its_share_leaves_others_theirs() {
     let others = (1..8).map(|tenant| Load::new(tenant, 2, 300, 60));
-    // Blocks for 16 sequences of every length, and for few.
-    for blocks in [AMPLE, 16 * 30] {
+    for blocks in [AMPLE, FEW] {
         let finished = |clients: usize, prompt: usize, answer: usize| {
             let loads: Vec<_> = [Load::new(0, clients, prompt, answer)].into_iter().chain(others.clone()).collect();
             let mut simulator = Simulator::new(&loads, blocks);

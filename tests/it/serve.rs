@@ -1,6 +1,7 @@
 //! Tests of `inferno serve`. A test starts a server process with the demo model and sends requests to it.
 
 mod access;
+mod admission;
 mod answers;
 mod cancel;
 mod client;

@@ -50,19 +50,16 @@ impl FairQueue {
 
     /// Lets a sequence wait.
     pub fn insert(&mut self, tenant: TenantId, seniority: Seniority) {
-        let served = |tenant: &Tenant| (!tenant.waiting.is_empty()).then_some(tenant.served);
-        let floor = self.tenants.values().filter_map(served).min();
-        if floor.is_none() {
-            // While nothing waited, no tenant was served at the expense of another.
+        let served = self.served_if_waiting(tenant);
+        if self.tenants.values().all(|tenant| tenant.waiting.is_empty()) {
             self.tenants.values_mut().for_each(|tenant| tenant.served = 0);
         }
-        let floor = floor.unwrap_or(0);
-        self.tenants.retain(|&id, other| id == tenant || other.sequences > 0 || other.served > floor);
         let tenant = self.tenants.entry(tenant).or_default();
-        if tenant.waiting.is_empty() {
-            tenant.served = tenant.served.max(floor);
-        }
+        tenant.served = served;
         tenant.waiting.insert(seniority);
+        // A tenant without sequences is forgotten once the others have caught up with it.
+        let floor = self.tenants.values().filter(|tenant| !tenant.waiting.is_empty()).map(|tenant| tenant.served).min();
+        self.tenants.retain(|_, tenant| tenant.sequences > 0 || Some(tenant.served) > floor);
     }
 
     /// Lets a sequence wait no longer. Has no effect if it does not wait.
@@ -76,6 +73,34 @@ impl FairQueue {
     pub fn first(&self) -> Option<(TenantId, Seniority)> {
         let firsts = self.tenants.iter().filter_map(|(&id, tenant)| Some((id, *tenant.waiting.first()?)));
         firsts.min_by_key(|&(id, seniority)| self.rank(id, seniority))
+    }
+
+    /// Returns about how many waiting sequences would start before a new one.
+    ///
+    /// Those of its own tenant with more seniority, and as many of each other tenant, because tenants take turns. The exact
+    /// number depends on the lengths of answers.
+    pub fn ahead(&self, tenant: TenantId, seniority: Seniority) -> usize {
+        let own = self.tenants.get(&tenant).map_or(0, |tenant| tenant.waiting.range(..seniority).count());
+        let served = self.served_if_waiting(tenant);
+        let others = self.tenants.iter().filter(|&(&id, _)| id != tenant);
+        let of_other = |(&id, other): (&TenantId, &Tenant)| {
+            let Some(&first) = other.waiting.first() else { return 0 };
+            let is_first = self.rank(id, first) < (Reverse(seniority.is_protected()), served, seniority);
+            other.waiting.len().min(own + usize::from(is_first))
+        };
+        own + others.map(of_other).sum::<usize>()
+    }
+
+    /// Returns the tokens that a tenant would count as served if one more of its sequences waited.
+    fn served_if_waiting(&self, tenant: TenantId) -> u64 {
+        let waiting = self.tenants.values().filter(|tenant| !tenant.waiting.is_empty());
+        // While nothing waits, no tenant is served at the expense of another.
+        let Some(floor) = waiting.map(|tenant| tenant.served).min() else { return 0 };
+        match self.tenants.get(&tenant) {
+            Some(tenant) if !tenant.waiting.is_empty() => tenant.served,
+            Some(tenant) => tenant.served.max(floor),
+            None => floor,
+        }
     }
 
     /// Returns the rank of a sequence.

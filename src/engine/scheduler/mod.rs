@@ -106,6 +106,24 @@ pub struct SchedulerStats {
     pub preemptions: u64,
 }
 
+/// What would happen to a sequence if it were submitted now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Preview {
+    /// Whether the next step would start it.
+    pub starts_now: bool,
+    /// About how many waiting sequences would start before it.
+    pub ahead: usize,
+    /// The prompt tokens that are in the prefix cache.
+    pub cached_tokens: usize,
+    /// The free blocks that it needs to start.
+    pub needed_blocks: usize,
+    /// The free blocks that it needs for its longest answer.
+    pub longest_blocks: usize,
+    /// The blocks that no sequence uses, minus those that running sequences need for their next tokens.
+    pub free_blocks: usize,
+    pub total_blocks: usize,
+}
+
 /// The queues of waiting and running sequences, and their blocks.
 pub struct Scheduler {
     config: SchedulerConfig,
@@ -235,6 +253,34 @@ impl Scheduler {
         }
         self.waiting.join(tenant, 1 + forks.len());
         self.waiting.insert(tenant, self.sequences[&id].seniority);
+    }
+
+    /// Returns what would happen to a sequence and its forks if they were submitted now.
+    pub fn preview(&mut self, new: &NewSequence) -> Preview {
+        let NewSequence { ref prompt, ref forks, max_tokens, tenant, .. } = *new;
+        let SchedulerConfig { token_budget, max_sequences, context, .. } = self.config;
+        let running: usize = self.running.iter().map(|seniority| self.demand(seniority)).sum();
+        // The blocks of a cached prefix do not count as free while the sequence runs.
+        let hashes = self.blocks.hashes(new.cache_salt.as_deref());
+        let blocks = self.blocks.start(prompt, prompt.len(), hashes);
+        let cached_tokens = blocks.computed();
+        let chunk = (prompt.len() - cached_tokens).clamp(1, token_budget);
+        let longest = prompt.len().saturating_add(max_tokens).min(context);
+        let needed_blocks = self.blocks.demand(&blocks, longest.min(prompt.len() + GROWTH_STEPS), chunk);
+        let longest_blocks = self.blocks.demand(&blocks, longest, chunk);
+        let free_blocks = self.blocks.free().saturating_sub(running);
+        self.blocks.abandon(blocks);
+        let ahead = self.waiting.ahead(tenant, Seniority::new(new.priority, new.arrival, new.id));
+        let has_slot = self.running.len() + forks.len() < max_sequences;
+        Preview {
+            starts_now: ahead == 0 && has_slot && needed_blocks <= free_blocks,
+            ahead,
+            cached_tokens,
+            needed_blocks,
+            longest_blocks,
+            free_blocks,
+            total_blocks: self.blocks.stats().total,
+        }
     }
 
     /// Returns the prompt of a sequence and all tokens generated so far.

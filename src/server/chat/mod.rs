@@ -20,11 +20,10 @@ use super::generation::{self, Answers, Job};
 use super::log::RequestLog;
 use super::reply::{self, ReplyHeader};
 use super::state::Server;
-use request::ChatRequest;
 use response::{Chunk, ChunkChoice, ChunkDelta, Completion, Logprobs, WholeChoice, WholeMessage};
 
 pub use messages::{read as read_messages, read_content};
-pub use request::read_reasoning;
+pub use request::{ChatRequest, read_reasoning};
 pub use response::{TokenLogprob, scored_tokens};
 pub use tools::{MAX_TOOLS, ToolChoice, Tools, check_function, read as read_tools};
 

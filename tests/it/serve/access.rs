@@ -16,6 +16,7 @@ const ROUTES: &[(&str, &str)] = &[
     ("POST", "/v1/completions"),
     ("POST", "/v1/responses"),
     ("GET", "/v1/responses/resp_x"),
+    ("POST", "/v1/admission"),
     ("POST", "/v1/embeddings"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),

@@ -1,0 +1,52 @@
+//! Tells whether and when a request would start, without running it.
+
+use std::sync::mpsc;
+
+use anyhow::{Result, anyhow};
+
+use super::engine_loop::Command;
+use super::handle::EngineHandle;
+use super::request::{GenerateOptions, Request};
+use super::scheduler::{NewSequence, Preview, SequenceId};
+
+/// What would happen to a request if it were submitted now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RequestPreview {
+    pub prompt_tokens: usize,
+    /// The most tokens that each answer can have.
+    pub max_tokens: usize,
+    /// The place in the queue, and the blocks.
+    pub preview: Preview,
+}
+
+impl EngineHandle {
+    /// Tells whether and when a request for `answers` answers would start.
+    ///
+    /// Fails like [`submit_n`](Self::submit_n), except that constraints are not compiled. Waits for the current step.
+    pub fn preview(&self, request: Request, answers: usize) -> Result<RequestPreview> {
+        let ids = self.encode(request.prompt)?;
+        let options = request.options.unwrap_or_else(|| GenerateOptions::new(self.defaults().clone()));
+        self.check(&ids, &options)?;
+        let prompt_tokens = ids.len();
+        let max_tokens = options.max_tokens.unwrap_or(usize::MAX).min(self.context() - prompt_tokens);
+        let (sender, result) = mpsc::sync_channel(1);
+        self.send(Command::Inspect(Box::new(move |scheduler, now| {
+            let new = NewSequence {
+                // Larger than all ids in use.
+                id: SequenceId::MAX - answers as SequenceId,
+                prompt: ids,
+                cache_salt: options.cache_salt,
+                forks: (1..answers as SequenceId).map(|fork| SequenceId::MAX - fork).collect(),
+                max_tokens,
+                tenant: options.tenant,
+                priority: options.priority,
+                arrival: now,
+                deadline: None,
+            };
+            // The send fails only if the caller no longer waits for the result.
+            let _ = sender.send(scheduler.preview(&new));
+        })))?;
+        let preview = result.recv().map_err(|_| anyhow!("the engine stopped before the call returned"))?;
+        Ok(RequestPreview { prompt_tokens, max_tokens, preview })
+    }
+}
