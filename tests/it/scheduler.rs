@@ -391,7 +391,9 @@ impl<'a> Simulator<'a> {
             let is_complete = self.awaits_last_token(*id);
             is_complete || decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == end)
         };
-        let undone = running.iter().filter(|id| !is_done(id)).count();
+        // A sequence that needs blocks can have no work, if only one of another tenant that just started could give up some.
+        let has_work = |id: &SequenceId| !self.has_tenants || plan.work.iter().any(|work| work.id == *id);
+        let undone = running.iter().filter(|id| has_work(id) && !is_done(id)).count();
         let mut long_chunks = 0;
         for work in plan.work.iter().filter(|work| work.range.len() > token_budget.div_ceil(2).max(part)) {
             long_chunks += 1;

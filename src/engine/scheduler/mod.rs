@@ -133,6 +133,9 @@ pub struct Scheduler {
     waiting: FairQueue,
     /// The sequences with blocks, the most senior first.
     running: BTreeSet<Seniority>,
+    /// The sequences that the current plan admitted. It does not preempt them, although tokens that it counted for their
+    /// tenants may have changed their ranks.
+    admitted: Vec<SequenceId>,
     preemptions: u64,
 }
 
@@ -223,7 +226,8 @@ impl Scheduler {
         assert!(grid.is_none_or(|grid| grid.tokens() <= token_budget), "a step must fit a part of the grid");
         assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "a sequence of {context} tokens must fit");
         let (waiting, running) = (FairQueue::default(), BTreeSet::new());
-        Self { config, blocks, sequences: BTreeMap::new(), waiting, running, preemptions: 0 }
+        let (sequences, admitted) = (BTreeMap::new(), Vec::new());
+        Self { config, blocks, sequences, waiting, running, admitted, preemptions: 0 }
     }
 
     /// Adds a sequence and its forks to the waiting queue.
@@ -434,6 +438,7 @@ impl Scheduler {
         for id in running {
             self.start_forks(id);
         }
+        self.admitted.clear();
         let mut plan = StepPlan { expired: self.expire(now), ..StepPlan::default() };
         let mut budget = self.config.token_budget;
         self.plan_decodes(&mut budget, &mut plan);
@@ -567,6 +572,7 @@ impl Scheduler {
         if demand <= self.blocks.free() {
             self.waiting.remove(tenant, &seniority);
             self.running.insert(seniority);
+            self.admitted.push(id);
             return true;
         }
         if let Some(sequence) = self.sequences.get_mut(&id)
@@ -591,7 +597,7 @@ impl Scheduler {
     }
 
     /// Gives a sequence blocks for all positions below `end`. While there are too few, preempts the sequence
-    /// with the last rank. Returns false if it had to preempt the sequence itself.
+    /// with the last rank. Returns false if that is the sequence itself, or one that just started.
     ///
     /// A protected sequence is never preempted and never lacks blocks: it can preempt all sequences that are not
     /// protected, and [`admit`](Self::admit) starts it only if there are enough blocks for all protected ones.
@@ -603,7 +609,7 @@ impl Scheduler {
                 false => self.running.iter().max_by_key(|&&sequence| self.rank(sequence)),
             };
             let victim = last.filter(|victim| !victim.is_protected()).map(Seniority::id);
-            let Some(victim) = victim else { return false };
+            let Some(victim) = victim.filter(|victim| !self.admitted.contains(victim)) else { return false };
             self.preempt(victim, plan);
             if victim == id {
                 return false;
