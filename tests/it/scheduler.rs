@@ -429,11 +429,11 @@ impl<'a> Simulator<'a> {
         self.unfinished.iter().copied().filter(is_decoding).collect()
     }
 
-    /// Returns whether the queued step chooses the last token that a sequence can have.
+    /// Returns whether the queued step chooses the last token that a sequence can have. A prompt can fill the context.
     fn awaits_last_token(&self, id: SequenceId) -> bool {
         let Request { prompt, max_tokens, .. } = &self.scenario.requests[id as usize];
         let longest = prompt.len().saturating_add(*max_tokens).min(self.scenario.config.context);
-        self.scheduler.is_pending(id) && self.tracked[id as usize].digests.len() == longest
+        self.scheduler.is_pending(id) && self.tracked[id as usize].digests.len() >= longest
     }
 
     fn tracked_running(&self) -> Vec<SequenceId> {
