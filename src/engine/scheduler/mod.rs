@@ -7,8 +7,8 @@
 //! computed yet, or the last sampled token.
 //! A step first takes one token of every sequence that decodes, then chunks of prompts, until its token budget is used.
 //!
-//! Sequences belong to tenants. Tenants that wait get equal numbers of tokens; see [`fair_queue`]. Within a tenant, the order
-//! is that of seniority: priority and arrival.
+//! Sequences belong to tenants. Tenants that wait get equal numbers of tokens. The file `fair_queue.rs` explains how.
+//! Within a tenant, the order is that of seniority: priority and arrival.
 //!
 //! If the KV cache runs out of blocks, the sequence with the last rank is preempted: it gives up its blocks and computes its
 //! tokens again later. By then, most of these blocks are usually still cached.
