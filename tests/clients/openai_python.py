@@ -35,6 +35,9 @@ class Person(BaseModel):
 ADA = Person(name="Ada Lovelace", born=1815, topics=["mathematics", "computing"])
 CHAT_TOOL = pydantic_function_tool(GetWeather, name="get_weather")
 TOOL = {"type": "function", **CHAT_TOOL["function"]}
+# A strict tool is called at most once per answer.
+LENIENT_CHAT_TOOL = {"type": "function", "function": CHAT_TOOL["function"] | {"strict": False}}
+LENIENT_TOOL = TOOL | {"strict": False}
 
 
 def user(text):
@@ -151,6 +154,27 @@ def test_chat_tools():
             assert answer.choices[0].message.content == "Tomorrow it will rain."
 
 
+def test_chat_two_calls():
+    question = user("Compare Rome and Oslo.")
+    request = {"model": MODEL, "messages": [question], "tools": [LENIENT_CHAT_TOOL]}
+    message = client.chat.completions.create(**request).choices[0].message
+    assert message.content == "I look up both."
+    arguments = [call.function.arguments for call in message.tool_calls]
+    assert [json.loads(text)["city"] for text in arguments] == ["Rome", "Oslo"]
+    parts = ["", ""]
+    for chunk in client.chat.completions.create(**request, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or []:
+            parts[call.index] += call.function.arguments
+    assert parts == arguments
+    echo = message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": content}
+        for call, content in zip(message.tool_calls, ["22 in Rome", "9 in Oslo"])
+    ]
+    answer = client.chat.completions.create(model=MODEL, messages=[question, echo, *results], tools=[LENIENT_CHAT_TOOL])
+    assert answer.choices[0].message.content == "Rome is warmer."
+
+
 def test_responses():
     answer = client.responses.create(**response("Say hello", instructions="Be brief."))
     assert (answer.output_text, answer.status) == (HELLO, "completed")
@@ -209,6 +233,20 @@ def test_responses_tools():
             client.responses.create(model=MODEL, input=[result], previous_response_id=answer.id),
         ):
             assert second.output_text == "It is 18 degrees in Paris today."
+
+
+def test_responses_two_calls():
+    with client.responses.stream(**response("Compare Rome and Oslo.", tools=[LENIENT_TOOL])) as stream:
+        answer = stream.get_final_response()
+    message, *calls = answer.output
+    assert message.content[0].text == "I look up both."
+    assert [json.loads(call.arguments)["city"] for call in calls] == ["Rome", "Oslo"]
+    results = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": output}
+        for call, output in zip(calls, ["22 in Rome", "9 in Oslo"])
+    ]
+    second = client.responses.create(model=MODEL, input=results, previous_response_id=answer.id)
+    assert second.output_text == "Rome is warmer."
 
 
 def test_encrypted_reasoning():

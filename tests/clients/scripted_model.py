@@ -31,7 +31,7 @@ CONTEXT = 32768
 CODES = 2048
 CODE = 16  # length of a code, and the head size
 # The tokens that an MLP unit recognizes. More heads would make long prompts slow.
-DISTANCES = (0, 1, 2, 3, 4, 7)
+DISTANCES = (0, 1, 2, 4, 7, 30)
 HEADS = len(DISTANCES)  # all distances except 0, and one head for the `when` token
 PAIRS = CODE // 2  # RoPE's frequencies; the last one measures the distance of `when` tokens
 # The slowest frequency turns by 1/8 of a circle over the context.
