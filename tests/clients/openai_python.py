@@ -35,9 +35,7 @@ class Person(BaseModel):
 ADA = Person(name="Ada Lovelace", born=1815, topics=["mathematics", "computing"])
 CHAT_TOOL = pydantic_function_tool(GetWeather, name="get_weather")
 TOOL = {"type": "function", **CHAT_TOOL["function"]}
-# A strict tool is called at most once per answer.
 LENIENT_CHAT_TOOL = {"type": "function", "function": CHAT_TOOL["function"] | {"strict": False}}
-LENIENT_TOOL = TOOL | {"strict": False}
 
 
 def user(text):
@@ -156,22 +154,25 @@ def test_chat_tools():
 
 def test_chat_two_calls():
     question = user("Compare Rome and Oslo.")
-    request = {"model": MODEL, "messages": [question], "tools": [LENIENT_CHAT_TOOL]}
-    message = client.chat.completions.create(**request).choices[0].message
-    assert message.content == "I look up both."
-    arguments = [call.function.arguments for call in message.tool_calls]
-    assert [json.loads(text)["city"] for text in arguments] == ["Rome", "Oslo"]
-    parts = ["", ""]
-    for chunk in client.chat.completions.create(**request, stream=True):
-        for call in chunk.choices[0].delta.tool_calls or []:
-            parts[call.index] += call.function.arguments
-    assert parts == arguments
+    for tool in (CHAT_TOOL, LENIENT_CHAT_TOOL):
+        request = {"model": MODEL, "messages": [question], "tools": [tool]}
+        message = client.chat.completions.create(**request).choices[0].message
+        assert message.content == "I look up both."
+        arguments = [call.function.arguments for call in message.tool_calls]
+        assert [json.loads(text)["city"] for text in arguments] == ["Rome", "Oslo"]
+        parts = ["", ""]
+        for chunk in client.chat.completions.create(**request, stream=True):
+            for call in chunk.choices[0].delta.tool_calls or []:
+                parts[call.index] += call.function.arguments
+        assert parts == arguments
+        single = client.chat.completions.create(**request, parallel_tool_calls=False).choices[0].message
+        assert [call.function.arguments for call in single.tool_calls] == arguments[:1]
     echo = message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
     results = [
         {"role": "tool", "tool_call_id": call.id, "content": content}
         for call, content in zip(message.tool_calls, ["22 in Rome", "9 in Oslo"])
     ]
-    answer = client.chat.completions.create(model=MODEL, messages=[question, echo, *results], tools=[LENIENT_CHAT_TOOL])
+    answer = client.chat.completions.create(model=MODEL, messages=[question, echo, *results], tools=[CHAT_TOOL])
     assert answer.choices[0].message.content == "Rome is warmer."
 
 
@@ -236,7 +237,7 @@ def test_responses_tools():
 
 
 def test_responses_two_calls():
-    with client.responses.stream(**response("Compare Rome and Oslo.", tools=[LENIENT_TOOL])) as stream:
+    with client.responses.stream(**response("Compare Rome and Oslo.", tools=[TOOL])) as stream:
         answer = stream.get_final_response()
     message, *calls = answer.output
     assert message.content[0].text == "I look up both."

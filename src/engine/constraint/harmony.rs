@@ -66,8 +66,11 @@ pub fn parts(
     for tool in &constraint.tools {
         parts.push(match &tool.arguments {
             Some(arguments) => {
-                let end = harmony.call.unwrap_or(harmony.end_of_turn);
-                request.grammar(arguments, Vec::new(), stop_with(end))?
+                let mut after = stop_with(harmony.call.unwrap_or(harmony.end_of_turn));
+                if constraint.can_call_in_parallel {
+                    after.push((harmony.end, NEXT));
+                }
+                request.grammar(arguments, Vec::new(), after)?
             }
             None => text(),
         });

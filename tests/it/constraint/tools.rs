@@ -5,8 +5,8 @@ use inferno::engine::{Constraint, FinishReason, Grammar, GrammarKind, ToolGramma
 use inferno::{EngineHandle, GenerateOptions, Request};
 use serde_json::{Value, json};
 
-use super::sampled;
 use super::schema::problem;
+use super::{question, sampled};
 use crate::engine::{Answer, demo};
 
 fn schema() -> Value {
@@ -48,6 +48,23 @@ fn a_required_tool_is_called_with_valid_arguments() {
         let tools = vec![tool("files.delete")];
         let answer = ask(&engine, seed, Constraint { tools, requires_tool: true, ..Constraint::default() });
         assert_eq!(answer.summary.tool_calls[0].name, "files.delete");
+    }
+}
+
+#[test]
+fn a_tool_call_can_follow_another_one() {
+    let engine = demo(2048);
+    let end = engine.tokenizer().token_id("<|end|>").unwrap();
+    for can_call_in_parallel in [true, false] {
+        let tools = vec![tool("list_models")];
+        let constraint = Constraint { tools, requires_tool: true, can_call_in_parallel, ..Constraint::default() };
+        // The bias makes the model continue after every message that may be followed by another one.
+        let logit_bias = [(end, 100.0)].into();
+        let options = GenerateOptions { constraint: Some(constraint), logit_bias, max_tokens: Some(200), ..sampled(0) };
+        let answer = Answer::read(engine.submit(question().options(options)).unwrap());
+        let [first, others @ ..] = &answer.summary.tool_calls[..] else { panic!("{answer:?}") };
+        assert_eq!(problem(&serde_json::from_str(&first.arguments).unwrap(), &schema(), &schema()), None);
+        assert_eq!(others.is_empty(), !can_call_in_parallel, "{answer:?}");
     }
 }
 
