@@ -27,6 +27,7 @@ from array import array
 from pathlib import Path
 
 DEMO = Path(__file__).resolve().parents[2] / "assets/demo"
+NAME = "test/scripted"  # the path below the folder of the server, which is also the model's name for clients
 CONTEXT = 32768
 CODES = 2048
 CODE = 16  # length of a code, and the head size
@@ -50,9 +51,9 @@ RECENCY = 2e6  # of the head that copies the last `when` token
 GATE = 200.0  # of the MLP units
 
 
-def write(folder, program, scripts, name="test/scripted"):
-    """Writes a checkpoint to `folder / name`. `program` tokenizes the scripts. Returns the path."""
-    folder = Path(folder) / name
+def write(folder, program, scripts):
+    """Writes a checkpoint to `folder / NAME`. `program` tokenizes the scripts."""
+    folder = Path(folder) / NAME
     folder.mkdir(parents=True)
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
@@ -76,7 +77,6 @@ def write(folder, program, scripts, name="test/scripted"):
         (folder / file).write_text((DEMO / file).read_text())
     (folder / "config.json").write_text(json.dumps(config(len(units))))
     save(folder / "model.safetensors", tensors(units, set(whens.values()), ids["<|return|>"]))
-    return folder
 
 
 def tokenize(folder, program, texts, separator):

@@ -8,7 +8,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-MODEL = "test/scripted"
+import scripted_model
+
 START_SECONDS = 60
 
 
@@ -21,7 +22,7 @@ class Server:
     def __init__(self, program, folder, *flags):
         self.home = tempfile.TemporaryDirectory()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("INFERNO_", "HF_"))}
-        command = [program, "serve", MODEL, "--device", "cpu", "--port", "0", *flags]
+        command = [program, "serve", scripted_model.NAME, "--device", "cpu", "--port", "0", *flags]
         self.log = Path(self.home.name, "log")
         self.process = subprocess.Popen(
             command,

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import scripted_model
-from server import MODEL, Server
+from server import Server
 
 HERE = Path(__file__).resolve().parent
 HANG_SECONDS = 600
@@ -100,7 +100,7 @@ def codex(program, tools, scratch):
         }
         flags = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         # The only command is the one above, so it needs no sandbox. Containers often cannot create one.
-        flags += ["--json", "--skip-git-repo-check", "--sandbox", "danger-full-access", "-C", work, "-m", MODEL]
+        flags += ["--json", "--skip-git-repo-check", "--sandbox", "danger-full-access", "-C", work, "-m", scripted_model.NAME]
         out = run([tools.program("codex"), "exec", *flags, "Write the report"], work, CODEX_HOME=home)
         summary = check(server, 2)  # Codex opens a connection for each request
     events = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
@@ -134,7 +134,7 @@ def gpt_oss(program, tools, scratch):
             "apiBaseUrl": server.url,
             "apiKey": "none",
             "apiType": ["responses", "chat"],
-            "modelName": MODEL,
+            "modelName": scripted_model.NAME,
             "providerDetails": {},
         }
         (folder / "providers.ts").write_text(f"export const PROVIDERS = {json.dumps({'inferno': provider})};\n")
@@ -171,7 +171,7 @@ def open_responses(program, tools, scratch):
     if not packages.exists():
         packages.symlink_to(tools.node / "node_modules")
     with Server(program, scratch, "--api-key", "secret") as server:
-        flags = ["--base-url", server.url, "--api-key", "secret", "--model", MODEL, "--json"]
+        flags = ["--base-url", server.url, "--api-key", "secret", "--model", scripted_model.NAME, "--json"]
         command = [tools.program("tsx"), "bin/compliance-test.ts", *flags]
         # The suite exits with 1 because inferno refuses images and files. It loses output that goes to a pipe.
         report, errors = scratch / "report.json", scratch / "errors"
