@@ -26,7 +26,7 @@ fn request(engine: &Engine, index: usize) -> (Vec<u32>, GenerateOptions) {
     // Any token can be a stop token, so that answers end where the engine does not expect it.
     let stop_token_ids = (0..2000).filter(|id| id % 400 == index as u32 * 16 % 400).collect();
     let max_tokens = Some(1 + index * 35 % 150);
-    (prompt, GenerateOptions { stop_token_ids, max_tokens, ..GenerateOptions::new(sampling) })
+    (prompt, GenerateOptions { ignore_eos: true, stop_token_ids, max_tokens, ..GenerateOptions::new(sampling) })
 }
 
 /// Checks that `engine` answers as `reference` does, after preemptions and prefix hits too.
