@@ -116,6 +116,24 @@ pub enum Error {
         *prompt_bytes as f64 / 1e6
     )]
     PromptTooLong { prompt_bytes: usize, context_tokens: usize },
+
+    /// The server of `play --url` does not answer, or answers with something else than its API.
+    #[error("cannot reach a server at {url}: {cause}\n  check the URL, and whether the server runs")]
+    ServerUnreachable { url: String, cause: String },
+
+    #[error(
+        "cannot use the server at {url}: {message}\n  set INFERNO_API_KEY, or use --api-key, with a key of the server"
+    )]
+    ServerAccess { url: String, message: String },
+
+    #[error("cannot use the server at {url}: {message}\n  check the URL; the API of most servers ends in /v1")]
+    ServerRoute { url: String, message: String },
+
+    #[error("cannot use model '{}': the server at {url} does not serve it\n  {hint}", escaped(model))]
+    ModelNotServed { model: String, url: String, hint: String },
+
+    #[error("cannot answer: {message}\n  in a chat, /clear starts over")]
+    ServerContextFull { message: String },
 }
 
 impl Error {
@@ -137,13 +155,14 @@ impl Error {
             Error::Usage(_) | Error::InvalidConstraint { .. } => 2,
             Error::ModelNotFound { .. } | Error::RepositoryNotFound { .. } | Error::RevisionNotFound { .. } => 3,
             Error::NotInOwnCache(_) | Error::NoRevisions { .. } => 3,
-            Error::Gated { .. } => 4,
-            Error::Offline { .. } | Error::Network { .. } => 5,
+            Error::ServerRoute { .. } | Error::ModelNotServed { .. } => 3,
+            Error::Gated { .. } | Error::ServerAccess { .. } => 4,
+            Error::Offline { .. } | Error::Network { .. } | Error::ServerUnreachable { .. } => 5,
             Error::Verification { .. } => 6,
             Error::NoGpu { .. } => 7,
             Error::OutOfMemory { .. } => 8,
             Error::UnsupportedArchitecture { .. } | Error::UnsupportedQuantization { .. } => 9,
-            Error::ContextFull { .. } | Error::PromptTooLong { .. } => 10,
+            Error::ContextFull { .. } | Error::PromptTooLong { .. } | Error::ServerContextFull { .. } => 10,
             Error::DiskFull { .. } => DISK_FULL,
         }
     }

@@ -28,6 +28,8 @@ pub mod chat;
 #[doc(hidden)]
 pub mod cli;
 #[doc(hidden)]
+pub mod client;
+#[doc(hidden)]
 pub mod commands;
 #[doc(hidden)]
 pub mod conversation;

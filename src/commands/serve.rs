@@ -1,6 +1,7 @@
 //! `inferno serve`: an HTTP server with OpenAI's API.
 
 use std::io::Write;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -11,9 +12,8 @@ use tokio::net::TcpListener;
 use tokio::runtime::{Builder, Runtime};
 
 use super::shared::logging::LogFormat;
-use super::shared::{LoadArgs, log_writer, note, seconds};
+use super::shared::{LoadArgs, api_keys, log_writer, note, seconds};
 use crate::error::Error;
-use crate::files;
 use crate::hub::{Hub, Snapshot, demo};
 use crate::server::{self, Server, ServerOptions, Timeouts};
 use crate::terminal;
@@ -24,9 +24,6 @@ const MAX_THREADS: usize = 4;
 
 /// The longest time that threads may take to end at the end of the program.
 const END_TIME: Duration = Duration::from_secs(1);
-
-/// The maximum size of a file with API keys, in bytes.
-const MAX_KEY_FILE: u64 = 1 << 20;
 
 /// Serve a model over HTTP with OpenAI's API
 #[derive(clap::Args)]
@@ -110,7 +107,7 @@ struct LimitArgs {
 pub fn run(mut args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?;
     let snapshot = hub.find(&args.model, args.load.revision())?;
-    let mut api_keys = read_keys(&args.api_key)?;
+    let mut api_keys = api_keys::read(&args.api_key)?;
     if args.no_auth && !api_keys.is_empty() {
         return Err(Error::usage("cannot use --no-auth together with an API key: omit one, or unset INFERNO_API_KEY"));
     }
@@ -229,25 +226,6 @@ fn announce(url: &str, snapshot: &Snapshot, has_key: bool) {
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
     if let Some(line) = demo::notice(snapshot) {
         note(line);
-    }
-}
-
-/// Returns the API keys. An argument `@FILE` stands for the lines of a file.
-fn read_keys(arguments: &[String]) -> Result<Vec<String>> {
-    let mut keys = Vec::new();
-    for argument in arguments {
-        match argument.strip_prefix('@') {
-            Some(path) => {
-                let text = files::read_input_text(Path::new(path), MAX_KEY_FILE)?;
-                keys.extend(text.lines().map(str::trim).filter(|line| !line.is_empty()).map(str::to_string));
-            }
-            None => keys.push(argument.clone()),
-        }
-    }
-    let is_valid = |key: &String| !key.is_empty() && key.chars().all(|c| c.is_ascii_graphic());
-    match keys.iter().all(is_valid) && (arguments.is_empty() || !keys.is_empty()) {
-        true => Ok(keys),
-        false => Err(Error::usage("an API key consists of one or more ASCII characters without spaces")),
     }
 }
 

@@ -4,7 +4,9 @@
 //! each piece of text as it arrives.
 
 mod attachment;
+mod backend;
 pub mod journal;
+mod local_model;
 mod model_source;
 mod overflow;
 mod session;
@@ -13,9 +15,11 @@ pub mod state_folder;
 mod turn;
 
 pub use attachment::Attachment;
+pub use backend::{Backend, BackendAnswer, OnDelta, TurnPrompt, TurnRequest};
 pub use journal::{Change, SavedConversation};
-pub use model_source::{LoadedModel, ModelSource, NoModelLoaded, require_chat_format};
+pub use local_model::LocalModel;
+pub use model_source::{LoadedModel, ModelId, ModelSource, NoModelLoaded, require_chat_format};
 pub use overflow::{Overflow, visible_messages};
 pub use session::{Recording, Session};
 pub use settings::{ChatSettings, ReasoningVisibility, SettingValues, is_setting, names as setting_names};
-pub use turn::Turn;
+pub use turn::{Turn, TurnSummary};

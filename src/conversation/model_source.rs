@@ -2,8 +2,9 @@
 
 use anyhow::{Result, bail};
 
+use super::backend::Backend;
 use super::settings::SettingValues;
-use crate::engine::{Engine, SamplingParams};
+use crate::engine::SamplingParams;
 use crate::hub::Snapshot;
 use crate::language::Language;
 
@@ -11,19 +12,46 @@ use crate::language::Language;
 ///
 /// The command line implements this trait, so conversations do not depend on flags or progress bars.
 pub trait ModelSource {
-    /// Finds a model on this machine by its name or by a unique part of its name.
-    fn find(&self, name: &str) -> Result<Snapshot>;
+    /// Finds a model by its name or by a unique part of its name. Fails if a conversation with it is impossible.
+    fn find(&self, name: &str) -> Result<ModelId>;
 
     /// Loads a model that [`find`](Self::find) returned.
-    fn load(&self, snapshot: &Snapshot) -> Result<LoadedModel>;
+    fn load(&self, model: &ModelId) -> Result<LoadedModel>;
 
-    /// Returns the names of all models on this machine.
+    /// Returns the names of all models of this source.
     fn names(&self) -> Vec<String>;
+}
+
+/// Identifies a model of a [`ModelSource`].
+#[derive(Clone, Debug)]
+pub enum ModelId {
+    /// A model on this machine.
+    Local(Snapshot),
+    /// The name of a model that a server offers.
+    Remote(String),
+}
+
+impl ModelId {
+    /// Returns the name of the model.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Local(snapshot) => &snapshot.name,
+            Self::Remote(name) => name,
+        }
+    }
+
+    /// Returns the revision of a model on this machine, unless it is a path.
+    pub fn revision(&self) -> Option<&str> {
+        match self {
+            Self::Local(snapshot) => snapshot.revision.as_deref(),
+            Self::Remote(_) => None,
+        }
+    }
 }
 
 /// A loaded model with its settings.
 pub struct LoadedModel {
-    pub engine: Engine,
+    pub backend: Box<dyn Backend>,
     /// The model's default sampling parameters, overridden by the user's settings.
     pub sampling: SamplingParams,
     /// Settings for this model from the configuration file.

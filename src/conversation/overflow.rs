@@ -5,8 +5,8 @@ use std::str::FromStr;
 
 use anyhow::Result;
 
+use super::turn::TurnSummary;
 use crate::chat::{Message, Role};
-use crate::engine::{FinishReason, Summary};
 
 /// What to do when a conversation no longer fits in the context: the value of `--overflow`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -88,9 +88,9 @@ fn next_question(dialog: &[Message], index: usize) -> Option<usize> {
 }
 
 /// Returns a warning once 80% of the context is used.
-pub fn warning(summary: &Summary, overflow: Overflow) -> Option<String> {
-    let (used, context) = (summary.context_used, summary.context);
-    let is_full = summary.finish_reason == FinishReason::Length && used >= context;
+pub fn warning(summary: &TurnSummary, overflow: Overflow) -> Option<String> {
+    let (used, context) = summary.context_use()?;
+    let is_full = summary.is_context_full();
     if used * 10 < context * 8 && !is_full {
         return None;
     }

@@ -8,16 +8,15 @@ use std::sync::atomic::AtomicBool;
 use anyhow::{Context, Result, bail};
 
 use super::attachment::{Attachment, with_attachments};
+use super::backend::{Backend, BackendAnswer, OnDelta, TurnPrompt, TurnRequest, require_engine};
 use super::journal::{self, Change, ConversationState, Journal, SavedConversation};
-use super::model_source::{LoadedModel, ModelSource, NoModelLoaded, require_chat_format};
+use super::model_source::{LoadedModel, ModelId, ModelSource, NoModelLoaded};
 use super::overflow::{self, Overflow, visible_messages};
 use super::settings::{self, ChatSettings, SettingValues};
 use super::state_folder;
 use super::turn::Turn;
 use crate::chat::{Channel, Delta, Message, RenderOptions, Role};
-use crate::engine::{Engine, FinishReason, GenerateOptions, SamplingParams};
-use crate::hub::Snapshot;
-use crate::worker;
+use crate::engine::{FinishReason, GenerateOptions, SamplingParams};
 
 /// Whether and where a conversation is recorded.
 pub enum Recording {
@@ -27,15 +26,12 @@ pub enum Recording {
     Journal(Journal),
 }
 
-/// A callback that receives each piece of a turn's text as it arrives.
-pub type OnDelta<'a> = dyn FnMut(&Delta) -> Result<()> + 'a;
-
 /// A conversation and its loaded model.
 pub struct Session {
     /// `None` while [`Session::switch_model`] loads a model, and after both the new and the old model failed to load.
-    engine: Option<Engine>,
+    backend: Option<Box<dyn Backend>>,
     pub models: Rc<dyn ModelSource>,
-    pub snapshot: Snapshot,
+    pub model: ModelId,
     pub settings: ChatSettings,
     /// Settings from flags, the environment, a resumed conversation or `/set`.
     pub requested: SettingValues,
@@ -63,11 +59,11 @@ pub struct Session {
 
 impl Session {
     /// Starts an empty conversation. `date` is the current date for the prompt.
-    pub fn new(snapshot: Snapshot, loaded: LoadedModel, models: Rc<dyn ModelSource>, date: String) -> Self {
+    pub fn new(model: ModelId, loaded: LoadedModel, models: Rc<dyn ModelSource>, date: String) -> Self {
         Self {
-            engine: Some(loaded.engine),
+            backend: Some(loaded.backend),
             models,
-            snapshot,
+            model,
             settings: ChatSettings::new(loaded.sampling),
             requested: SettingValues::new(),
             configured: loaded.configured,
@@ -83,21 +79,24 @@ impl Session {
         }
     }
 
-    /// Returns the engine of the loaded model. Panics if no model is loaded.
-    pub fn engine(&self) -> &Engine {
-        self.engine.as_ref().expect("switch_model restores an engine or ends the chat")
+    /// Returns what answers the conversation. Panics if no model is loaded.
+    pub fn backend(&self) -> &dyn Backend {
+        self.backend.as_deref().expect("switch_model restores a model or ends the chat")
     }
 
     /// Returns the model's name. A path becomes absolute, so that it is valid from any directory.
     pub fn model_name(&self) -> String {
-        let path = Path::new(&self.snapshot.name);
-        let path = if path.exists() { std::fs::canonicalize(path).ok() } else { None };
-        path.map_or_else(|| self.snapshot.name.clone(), |path| path.to_string_lossy().into_owned())
+        let name = self.model.name();
+        let path = match &self.model {
+            ModelId::Local(_) if Path::new(name).exists() => std::fs::canonicalize(name).ok(),
+            _ => None,
+        };
+        path.map_or_else(|| name.to_string(), |path| path.to_string_lossy().into_owned())
     }
 
-    /// Returns the number of tokens in the rendered messages.
-    pub fn count_tokens(&self, messages: &[Message]) -> Result<usize> {
-        Ok(self.engine().render(messages, &self.render_options())?.ids.len())
+    /// Returns the number of tokens in the rendered messages, or `None` if it is unknown.
+    pub fn count_tokens(&self, messages: &[Message]) -> Result<Option<usize>> {
+        self.backend().count_tokens(messages, &self.render_options())
     }
 
     fn render_options(&self) -> RenderOptions {
@@ -136,26 +135,19 @@ impl Session {
         let mut notes = Vec::new();
         let visible = if self.raw { Vec::new() } else { self.fit_context(&messages, &mut notes)? };
 
-        let (render, options) = (self.render_options(), self.next_options());
-        let Some(engine) = &self.engine else { bail!("no model is loaded") };
-        let mut stream = match self.raw {
-            true => engine.complete(text, options)?,
-            false => engine.chat(&visible, &render, options)?,
-        };
-        let (mut answer, mut reasoning, mut tokens) = (String::new(), String::new(), Vec::new());
-        for event in &mut stream {
-            let event = event?;
-            tokens.extend(event.token());
-            for delta in event.deltas() {
-                match delta.channel {
-                    Channel::Answer => answer.push_str(&delta.text),
-                    Channel::Reasoning => reasoning.push_str(&delta.text),
-                    Channel::ToolCall => {}
-                }
-                on_delta(delta)?;
+        let (render, options, chosen) = (self.render_options(), self.next_options(), self.all_settings());
+        let prompt = if self.raw { TurnPrompt::Text(text) } else { TurnPrompt::Chat(&visible) };
+        let request = TurnRequest { prompt, render, options, chosen: &chosen };
+        let (mut answer, mut reasoning) = (String::new(), String::new());
+        let mut collect = |delta: &Delta| {
+            match delta.channel {
+                Channel::Answer => answer.push_str(&delta.text),
+                Channel::Reasoning => reasoning.push_str(&delta.text),
+                Channel::ToolCall => {}
             }
-        }
-        let summary = stream.summary();
+            on_delta(delta)
+        };
+        let BackendAnswer { tokens, summary } = self.backend().answer(request, &mut collect)?;
 
         // Discard a turn that was interrupted before its answer started.
         let has_answer = summary.finish_reason != FinishReason::Canceled || !answer.is_empty();
@@ -192,8 +184,9 @@ impl Session {
         if self.settings.overflow == Overflow::Stop {
             return Ok(messages.to_vec());
         }
-        let count_tokens = |messages: &[Message]| self.count_tokens(messages);
-        let (context, max_tokens) = (self.engine().context(), self.settings.max_tokens);
+        let unknown = "cannot drop the oldest messages: the server does not count tokens; use /set overflow stop";
+        let count_tokens = |messages: &[Message]| self.count_tokens(messages)?.context(unknown);
+        let (context, max_tokens) = (self.backend().context().context(unknown)?, self.settings.max_tokens);
         let (visible, dropped) = overflow::drop_oldest(messages, self.dropped, context, max_tokens, &count_tokens)?;
         if dropped > self.dropped {
             notes.push(format!(
@@ -208,7 +201,8 @@ impl Session {
     pub fn fits_alone(&self, text: &str) -> bool {
         let mut messages = visible_messages(&self.messages, usize::MAX);
         messages.push(Message::user(with_attachments(&self.attached, text)));
-        self.raw || self.count_tokens(&messages).is_ok_and(|tokens| tokens < self.engine().context())
+        let context = self.backend().context().unwrap_or(usize::MAX);
+        self.raw || self.count_tokens(&messages).is_ok_and(|tokens| tokens.is_none_or(|tokens| tokens < context))
     }
 
     fn last_question(&self) -> Option<usize> {
@@ -267,25 +261,21 @@ impl Session {
     /// Fails with [`NoModelLoaded`] if the old model cannot be loaded either.
     pub fn switch_model(&mut self, name: &str) -> Result<Vec<String>> {
         let models = self.models.clone();
-        let snapshot = models.find(name)?;
-        if !self.raw {
-            // Check the chat format before dropping the old model.
-            require_chat_format(&worker::load_language(&snapshot.path)?, &snapshot.name)?;
-        }
+        let model = models.find(name)?;
         // The device may not have enough memory for both models.
-        drop(self.engine.take());
-        let loaded = match models.load(&snapshot) {
+        drop(self.backend.take());
+        let loaded = match models.load(&model) {
             Ok(loaded) => loaded,
             Err(error) => {
-                let reloaded = models.load(&self.snapshot).with_context(|| {
-                    format!("{error:#}; cannot load {} again either; continue with --resume", self.snapshot.name)
+                let reloaded = models.load(&self.model).with_context(|| {
+                    format!("{error:#}; cannot load {} again either; continue with --resume", self.model.name())
                 });
-                self.engine = Some(reloaded.map_err(|error| error.context(NoModelLoaded))?.engine);
+                self.backend = Some(reloaded.map_err(|error| error.context(NoModelLoaded))?.backend);
                 return Err(error);
             }
         };
-        self.snapshot = snapshot;
-        self.engine = Some(loaded.engine);
+        self.model = model;
+        self.backend = Some(loaded.backend);
         self.dropped = 0;
         // A requested revision applies only to the old model.
         self.requested.remove("revision");
@@ -307,6 +297,15 @@ impl Session {
             ("hide-reasoning", _) => "reasoning is shown".to_string(),
             _ => format!("{name} is {}", self.settings.get(name)),
         })
+    }
+
+    /// Returns the value of a setting as text.
+    pub fn setting(&self, name: &str) -> String {
+        let is_chosen_by_server = !self.backend().has_known_defaults() && settings::has_server_default(name);
+        if is_chosen_by_server && !self.all_settings().contains_key(name) {
+            return "chosen by the server".to_string();
+        }
+        self.settings.get(name)
     }
 
     /// Resets all settings except the seed to their defaults, then applies configured and requested settings.
@@ -333,16 +332,17 @@ impl Session {
     /// Saves the keys and values of the conversation next to its journal, so that it can be continued without prefill.
     /// Returns the number of saved tokens.
     pub fn save_prefix(&mut self) -> Result<usize> {
+        let engine = require_engine(self.backend(), "save the KV cache")?;
         let Recording::Journal(journal) = &self.recording else { bail!("this conversation is not saved") };
         let messages = visible_messages(&self.messages, self.dropped);
         let render = RenderOptions { add_generation_prompt: false, ..self.render_options() };
-        let ids = self.engine().render(&messages, &render)?.ids;
+        let ids = engine.render(&messages, &render)?.ids;
         // The next prompt renders old answers differently, for example without reasoning. Prefill it as it will be.
         let options = GenerateOptions { max_tokens: Some(0), ..GenerateOptions::new(SamplingParams::greedy()) };
-        for event in self.engine().complete_ids(&ids, options)? {
+        for event in engine.complete_ids(&ids, options)? {
             event?;
         }
-        self.engine().save_prefix(&ids, &journal.prefix_path())
+        engine.save_prefix(&ids, &journal.prefix_path())
     }
 
     /// Continues a saved conversation with the current settings. Returns a warning if its journal is damaged.
@@ -358,7 +358,7 @@ impl Session {
         let (recording, saved) = open_saved(name)?;
         self.requested.retain(|name, _| !settings::is_setting(name));
         self.requested.extend(saved.settings.clone().into_iter().filter(|(name, _)| settings::is_setting(name)));
-        let problems = self.reset_settings(self.engine().defaults().clone());
+        let problems = self.reset_settings(self.backend().defaults());
         let damage = self.continue_with(recording, saved)?;
         let warnings: Vec<String> = damage.into_iter().chain(problems).collect();
         Ok((!warnings.is_empty()).then(|| warnings.join("\n")))
@@ -373,10 +373,11 @@ impl Session {
             self.record(Change::Settings)?;
         }
         if let Recording::Journal(journal) = &self.recording
+            && let Some(engine) = self.backend().engine()
             && journal.prefix_path().exists()
         {
             // Without the keys and values, the next turn only takes longer.
-            match self.engine().load_prefix(&journal.prefix_path()) {
+            match engine.load_prefix(&journal.prefix_path()) {
                 Ok(tokens) => tracing::info!(tokens, "loaded keys and values"),
                 Err(error) => tracing::warn!(error = format!("{error:#}"), "cannot load keys and values"),
             }

@@ -24,6 +24,11 @@ pub fn is_setting(name: &str) -> bool {
     names().any(|known| known == name)
 }
 
+/// Returns whether a server has its own default for a setting.
+pub fn has_server_default(name: &str) -> bool {
+    name == "reasoning" || SamplingField::find(name).is_some()
+}
+
 /// Whether the model's reasoning is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReasoningVisibility {

@@ -1,15 +1,71 @@
 //! The result of one turn, and the line of statistics below an answer.
 
+use crate::chat::ToolCall;
 use crate::engine::{FinishReason, Summary};
+use crate::runner::Executor;
 
 /// One answer from the model.
 pub struct Turn {
     pub text: String,
     pub reasoning: String,
-    pub tokens: Vec<u32>,
-    pub summary: Summary,
+    /// The generated tokens, or `None` if a server does not report them.
+    pub tokens: Option<Vec<u32>>,
+    pub summary: TurnSummary,
     /// Notes for the user, shown below the statistics.
     pub notes: Vec<String>,
+}
+
+/// Token counts and timings of a turn. A server may not report all of them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TurnSummary {
+    pub finish_reason: FinishReason,
+    pub prompt_tokens: Option<usize>,
+    pub completion_tokens: Option<usize>,
+    /// Seconds from the request to the first token. 0 if no token was generated.
+    pub ttft_s: f64,
+    /// Decode speed in tokens per second, or 0 if it is unknown.
+    pub tok_per_s: f64,
+    /// The context length in tokens.
+    pub context: Option<usize>,
+    /// How decode steps run, or `None` for a server.
+    pub executor: Option<Executor>,
+    pub tool_calls: Vec<ToolCall>,
+    /// The number of times the model violated its chat format.
+    pub format_violations: usize,
+}
+
+impl From<Summary> for TurnSummary {
+    fn from(summary: Summary) -> Self {
+        Self {
+            finish_reason: summary.finish_reason,
+            prompt_tokens: Some(summary.prompt_tokens),
+            completion_tokens: Some(summary.completion_tokens),
+            ttft_s: summary.ttft_s,
+            tok_per_s: summary.tok_per_s,
+            context: Some(summary.context),
+            executor: Some(summary.executor),
+            tool_calls: summary.tool_calls,
+            format_violations: summary.format_violations,
+        }
+    }
+}
+
+impl TurnSummary {
+    /// Returns the tokens of the prompt and the answer, if they are known.
+    pub fn context_used(&self) -> Option<usize> {
+        Some(self.prompt_tokens? + self.completion_tokens?)
+    }
+
+    /// Returns the used tokens and the context length, if both are known.
+    pub fn context_use(&self) -> Option<(usize, usize)> {
+        Some((self.context_used()?, self.context?))
+    }
+
+    /// Returns whether the answer ended because the context is full.
+    pub fn is_context_full(&self) -> bool {
+        let is_full = self.context_use().is_some_and(|(used, context)| used >= context);
+        is_full && self.finish_reason == FinishReason::Length
+    }
 }
 
 impl Turn {
@@ -17,18 +73,26 @@ impl Turn {
     /// `57 tokens · 31.2 tok/s (graph) · first token after 0.21 s · context 312 of 4096`.
     pub fn statistics(&self) -> String {
         let summary = &self.summary;
-        let tokens = if summary.completion_tokens == 1 { "token" } else { "tokens" };
-        let mut parts = vec![format!("{} {tokens}", summary.completion_tokens)];
+        let mut parts = Vec::new();
+        if let Some(count) = summary.completion_tokens {
+            parts.push(format!("{count} {}", if count == 1 { "token" } else { "tokens" }));
+        }
         if summary.tok_per_s > 0.0 {
-            parts.push(format!("{:.1} tok/s ({})", summary.tok_per_s, summary.executor));
+            let executor = summary.executor.map_or_else(String::new, |executor| format!(" ({executor})"));
+            parts.push(format!("{:.1} tok/s{executor}", summary.tok_per_s));
         }
         parts.push(format!("first token after {:.2} s", summary.ttft_s));
-        parts.push(format!("context {} of {}", summary.context_used, summary.context));
+        match (summary.context_used(), summary.context) {
+            (Some(used), Some(context)) => parts.push(format!("context {used} of {context}")),
+            (Some(used), None) => parts.push(format!("context {used}")),
+            (None, _) => {}
+        }
         match summary.finish_reason {
             FinishReason::Canceled => parts.push("stopped".into()),
             // A separate note says that the context is full.
-            FinishReason::Length if summary.context_used >= summary.context => {}
-            FinishReason::Length => parts.push("reached --max-tokens".into()),
+            FinishReason::Length if summary.is_context_full() => {}
+            FinishReason::Length if summary.context_use().is_some() => parts.push("reached --max-tokens".into()),
+            FinishReason::Length => parts.push("reached a limit on tokens".into()),
             FinishReason::Stop | FinishReason::ToolCalls => {}
         }
         if summary.format_violations > 0 {

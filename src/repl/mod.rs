@@ -92,7 +92,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
 
 /// Explains why a message does not fit in the context, and what to do about it.
 fn context_full(session: &Session, message: &str) -> String {
-    let context = session.engine().context();
+    let context = session.backend().context().unwrap_or_default();
     if session.fits_alone(message) {
         format!(
             "this message would exceed the context of {context} tokens: /clear starts over; /set overflow drop-oldest \

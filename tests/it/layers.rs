@@ -18,7 +18,7 @@ const LAYERS: &[&[&str]] = &[
     &["runner", "worker"],
     &["engine"],
     &["conversation", "terminal"],
-    &["repl", "server"],
+    &["client", "repl", "server"],
     &["commands"],
     &["cli"],
 ];

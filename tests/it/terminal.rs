@@ -11,6 +11,12 @@ pub fn play(home: &TempDir, args: &[&str]) -> PtySession {
     play_with(home, &[args, &["--device", "cpu"]].concat(), &[])
 }
 
+/// Starts a chat with a model on a server.
+#[cfg(unix)]
+pub fn play_url(home: &TempDir, url: &str, args: &[&str]) -> PtySession {
+    play_with(home, &[&["--url", url], args].concat(), &[])
+}
+
 pub fn play_with(home: &TempDir, args: &[&str], environment: &[(&str, &str)]) -> PtySession {
     let mut command = at_home(Command::new(env!("CARGO_BIN_EXE_inferno")), home);
     command.envs(environment.iter().copied()).arg("play").args(args);

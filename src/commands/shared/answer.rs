@@ -42,9 +42,9 @@ fn missing_answer(turn: &Turn) -> Option<String> {
     if !turn.text.is_empty() || turn.reasoning.is_empty() || summary.finish_reason != FinishReason::Length {
         return None;
     }
-    let is_context_full = summary.context_used >= summary.context;
-    let flag = if is_context_full { "--context" } else { "--max-tokens" };
-    Some(format!("the model used all {} tokens for reasoning; raise {flag}", summary.completion_tokens))
+    let flag = if summary.is_context_full() { "--context" } else { "--max-tokens" };
+    let tokens = summary.completion_tokens.map_or_else(String::new, |count| format!("{count} "));
+    Some(format!("the model used all {tokens}tokens for reasoning; raise {flag}"))
 }
 
 /// Renders the answer's Markdown on a terminal, as in an interactive chat.
@@ -99,12 +99,12 @@ fn write(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<T
 /// Prints one JSON object when the answer is complete.
 pub fn json(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
-    let seed = session.settings.sampling.seed;
+    let seed = seed(&session);
     let turn = session.answer(prompt, &mut |_| Ok(()))?;
     let mut object = json!({ "text": turn.text, "reasoning": turn.reasoning, "tokens": turn.tokens });
     extend(&mut object, figures(&session, &turn)?);
-    object["model"] = session.snapshot.name.clone().into();
-    object["revision"] = session.snapshot.revision.clone().into();
+    object["model"] = session.model.name().into();
+    object["revision"] = session.model.revision().into();
     object["seed"] = seed.into();
     print(&object)?;
     Ok(exit_code(&turn))
@@ -113,8 +113,8 @@ pub fn json(mut session: Session, prompt: &str) -> Result<ExitCode> {
 /// Prints one JSON object per line: `start`, an object for each piece of text as it arrives, then `end` or `error`.
 pub fn json_lines(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
-    let (name, seed) = (session.snapshot.name.clone(), session.settings.sampling.seed);
-    print(&json!({ "event": "start", "model": name, "revision": session.snapshot.revision, "seed": seed }))?;
+    let (model, seed) = (session.model.clone(), seed(&session));
+    print(&json!({ "event": "start", "model": model.name(), "revision": model.revision(), "seed": seed }))?;
     let turn = session.answer(prompt, &mut |delta| {
         let event = match delta.channel {
             Channel::Reasoning => "reasoning",
@@ -136,10 +136,16 @@ pub fn json_lines(mut session: Session, prompt: &str) -> Result<ExitCode> {
     Ok(exit_code(&turn))
 }
 
+/// Returns the seed of the next turn, or `None` if the server chooses it.
+fn seed(session: &Session) -> Option<u64> {
+    let is_known = session.backend().has_known_defaults() || session.all_settings().contains_key("seed");
+    is_known.then_some(session.settings.sampling.seed)
+}
+
 /// Returns the finish reason, token counts, timings and tool calls of a turn as JSON.
 fn figures(session: &Session, turn: &Turn) -> Result<Value> {
     let summary = &turn.summary;
-    let load_s = session.engine().info().load.total_s;
+    let load_s = session.backend().engine().map(|engine| engine.info().load.total_s);
     let mut object = json!({
         "finish_reason": summary.finish_reason,
         "usage": { "prompt_tokens": summary.prompt_tokens, "completion_tokens": summary.completion_tokens },

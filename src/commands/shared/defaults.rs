@@ -30,7 +30,7 @@ use crate::files;
 use crate::hub::Hub;
 
 /// The flags of `play`, other than the sampling flags, that can be set outside the command line.
-const OTHER_FLAGS: [&str; 16] = [
+const OTHER_FLAGS: [&str; 17] = [
     "attention",
     "chunk",
     "context",
@@ -47,6 +47,7 @@ const OTHER_FLAGS: [&str; 16] = [
     "revision",
     "stop",
     "system",
+    "url",
 ];
 
 /// All flags of `play` that can be set outside the command line, sorted by name.

@@ -1,6 +1,7 @@
 //! Flags and functions that several subcommands share.
 
 pub mod answer;
+pub mod api_keys;
 pub mod defaults;
 pub mod json;
 mod load_args;

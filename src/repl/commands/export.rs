@@ -38,7 +38,7 @@ pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
 }
 
 fn markdown(session: &Session) -> String {
-    let mut text = format!("# A conversation with {}\n", session.snapshot.name);
+    let mut text = format!("# A conversation with {}\n", session.model.name());
     for message in &session.messages {
         let speaker = match message.role {
             Role::User => "You",
@@ -54,7 +54,7 @@ fn markdown(session: &Session) -> String {
 fn json(session: &Session) -> Result<String, String> {
     let object = serde_json::json!({
         "model": session.model_name(),
-        "revision": session.snapshot.revision,
+        "revision": session.model.revision(),
         "settings": session.all_settings(),
         "messages": session.messages,
     });

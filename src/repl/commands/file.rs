@@ -5,10 +5,12 @@ use std::io::Read;
 use super::paths;
 use crate::conversation::{Attachment, Session};
 use crate::files;
-use crate::tokenizer::ControlTokens;
 
 /// The maximum file size, in bytes per token of context. Most texts have fewer than five bytes per token.
 const MAX_BYTES_PER_TOKEN: u64 = 16;
+
+/// The context length to assume for a server that does not report it, in tokens.
+const UNKNOWN_CONTEXT: usize = 1 << 20;
 
 /// Attaches a file, lists the attached files, or detaches them. Returns a message for the user.
 pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
@@ -25,10 +27,10 @@ pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
         _ => {}
     }
     let path = paths::unquote(path);
-    let context = session.engine().context();
+    let context = session.backend().context().unwrap_or(UNKNOWN_CONTEXT);
     let text = read(&path, context).map_err(|reason| format!("cannot attach {path}: {reason}"))?;
-    let tokens = session.engine().tokenizer().encode(&text, ControlTokens::Text).map(|ids| ids.len());
-    let size = tokens.map_or_else(|_| format!("{} bytes", text.len()), |tokens| format!("{tokens} tokens"));
+    let tokens = session.backend().count_text(&text);
+    let size = tokens.map_or_else(|| format!("{} bytes", text.len()), |tokens| format!("{tokens} tokens"));
     session.attached.retain(|attachment| attachment.path != path);
     session.attached.push(Attachment { path: path.clone(), text });
     Ok(format!("attached to the next message: {path} ({size})"))

@@ -153,7 +153,7 @@ pub fn run(line: &str, session: &mut Session) -> Outcome {
         "/regen" => return Outcome::Regenerate,
         "/system" => system(arguments, session),
         "/set" => set(arguments, session),
-        "/reasoning" if arguments.is_empty() => Ok(session.settings.get("reasoning")),
+        "/reasoning" if arguments.is_empty() => Ok(session.setting("reasoning")),
         "/reasoning" => session.change_setting("reasoning", arguments),
         "/file" => file::run(arguments, session),
         "/save" => save(arguments, session),
@@ -224,7 +224,7 @@ fn set(arguments: &str, session: &mut Session) -> Result<String, String> {
     match arguments.split_once(char::is_whitespace) {
         Some((name, value)) => session.change_setting(name, value.trim()),
         None if arguments.is_empty() => {
-            let line = |name: &str| format!("{name:19} {}", session.settings.get(name));
+            let line = |name: &str| format!("{name:19} {}", session.setting(name));
             Ok(conversation::setting_names().map(line).collect::<Vec<_>>().join("\n"))
         }
         None => Err(format!("usage: /set {arguments} VALUE")),

@@ -1,0 +1,290 @@
+//! Sends requests to a server, and turns refusals into errors.
+
+use std::cell::RefCell;
+use std::io::{BufReader, Read};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError, SyncSender};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+use serde_json::Value;
+use ureq::http::{HeaderMap, Response, StatusCode, header};
+use ureq::{Agent, Body, RequestBuilder};
+
+use super::address::ServerUrl;
+use super::sse::read_event;
+use crate::error::Error;
+use crate::text::library_error;
+
+/// The longest time to connect to a server.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The longest time to answer a request that generates nothing.
+const SHORT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The longest time without any data in a stream. A request can wait for others, and its prompt can be long.
+const STREAM_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// The maximum size of a response that is not a stream, in bytes.
+const MAX_BODY_BYTES: u64 = 16 << 20;
+
+/// The maximum number of bytes to read from the body of an error.
+const MAX_ERROR_BYTES: u64 = 64 << 10;
+
+/// How often a request checks whether it was canceled.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// The number of events that wait to be displayed. Beyond it, reading from the server pauses.
+const WAITING_EVENTS: usize = 256;
+
+/// A connection to one server. It stays open between requests.
+pub struct Connection {
+    pub url: ServerUrl,
+    key: Option<String>,
+    agent: RefCell<Agent>,
+}
+
+/// What to do after an event of a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flow {
+    Continue,
+    /// The answer is complete.
+    Stop,
+}
+
+/// How a stream ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StreamEnd {
+    /// After [`Flow::Stop`].
+    Complete,
+    /// The server closed the stream.
+    Closed,
+    Canceled,
+}
+
+/// A message from the thread that reads a stream.
+enum Message {
+    Event(String),
+    /// The server refused the request.
+    Refused(Refusal),
+    Failed(ureq::Error),
+}
+
+/// A response with a status other than success.
+struct Refusal {
+    status: StatusCode,
+    headers: HeaderMap,
+    body: Vec<u8>,
+}
+
+/// Closes all connections of an agent when it is dropped, which ends a request in progress.
+struct CloseOnDrop(Option<Agent>);
+
+impl Drop for CloseOnDrop {
+    fn drop(&mut self) {
+        if let Some(agent) = self.0.take() {
+            agent.shutdown();
+        }
+    }
+}
+
+fn new_agent(url: &ServerUrl) -> Agent {
+    let config = Agent::config_builder();
+    // A proxy cannot reach a server on this machine.
+    let config = if url.is_local() { config.proxy(None) } else { config };
+    config
+        .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
+        .accept_encoding("identity")
+        .http_status_as_error(false)
+        // Another host must not get the API key.
+        .max_redirects(0)
+        .max_redirects_will_error(false)
+        .timeout_connect(Some(CONNECT_TIMEOUT))
+        .timeout_per_read(Some(STREAM_TIMEOUT))
+        .build()
+        .into()
+}
+
+impl Connection {
+    pub fn new(url: ServerUrl, key: Option<String>) -> Self {
+        let agent = RefCell::new(new_agent(&url));
+        Self { url, key, agent }
+    }
+
+    /// Sends a GET request to a route of OpenAI's API and parses the JSON response.
+    pub fn get(&self, route: &str) -> Result<Value> {
+        let request = self.agent.borrow().get(self.url.route(route));
+        let request = self.authorized(request).config().timeout_global(Some(SHORT_TIMEOUT)).build();
+        self.read_json(request.call())
+    }
+
+    /// Sends a JSON body to a URL and parses the JSON response.
+    pub fn post(&self, url: &str, body: &Value) -> Result<Value> {
+        let request = self.agent.borrow().post(url).content_type("application/json");
+        let request = self.authorized(request).config().timeout_global(Some(SHORT_TIMEOUT)).build();
+        self.read_json(request.send(body.to_string()))
+    }
+
+    /// Sends a JSON body to a route of OpenAI's API and reads the events of the response. A response that is not a stream
+    /// counts as one event.
+    ///
+    /// If `cancel` is set, or if `on_event` fails, closes the connection, so that the server stops to generate.
+    pub fn stream(
+        &self,
+        route: &str,
+        body: &Value,
+        cancel: &AtomicBool,
+        on_event: &mut dyn FnMut(&str) -> Result<Flow>,
+    ) -> Result<StreamEnd> {
+        // A shut down agent accepts no more requests, so the next request uses a new one unless this one completes.
+        let agent = self.agent.replace(new_agent(&self.url));
+        let mut open = CloseOnDrop(Some(agent.clone()));
+        let request = self.authorized(agent.post(self.url.route(route)).content_type("application/json"));
+        let (sender, events) = mpsc::sync_channel(WAITING_EVENTS);
+        let body = body.to_string();
+        thread::Builder::new()
+            .name("inferno-client".into())
+            .spawn(move || read_stream(request.send(body), &sender))
+            .context("cannot start a thread for the request")?;
+        loop {
+            let message = match events.recv_timeout(POLL_INTERVAL) {
+                Ok(message) => message,
+                Err(RecvTimeoutError::Timeout) if cancel.load(Ordering::Relaxed) => return Ok(StreamEnd::Canceled),
+                Err(RecvTimeoutError::Timeout) => continue,
+                Err(RecvTimeoutError::Disconnected) => return Ok(StreamEnd::Closed),
+            };
+            if cancel.load(Ordering::Relaxed) {
+                return Ok(StreamEnd::Canceled);
+            }
+            match message {
+                Message::Event(data) => {
+                    if on_event(&data)? == Flow::Stop {
+                        self.agent.replace(agent);
+                        // The thread reads the rest of the response, so that the connection can be used again.
+                        open.0 = None;
+                        return Ok(StreamEnd::Complete);
+                    }
+                }
+                Message::Refused(refusal) => return Err(self.refusal(&refusal)),
+                Message::Failed(error) => return Err(self.failure(&error)),
+            }
+        }
+    }
+
+    fn authorized<B>(&self, request: RequestBuilder<B>) -> RequestBuilder<B> {
+        match &self.key {
+            Some(key) => request.header(header::AUTHORIZATION, format!("Bearer {key}")),
+            None => request,
+        }
+    }
+
+    fn read_json(&self, response: Result<Response<Body>, ureq::Error>) -> Result<Value> {
+        let mut response = response.map_err(|error| self.failure(&error))?;
+        if !response.status().is_success() {
+            return Err(self.refusal(&Refusal::read(response)));
+        }
+        let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_vec();
+        let body = body.map_err(|error| self.failure(&error))?;
+        serde_json::from_slice(&body).map_err(|error| {
+            let cause = format!("the response is not JSON: {}", library_error(&error));
+            Error::ServerUnreachable { url: self.url.to_string(), cause }.into()
+        })
+    }
+
+    fn failure(&self, error: &ureq::Error) -> anyhow::Error {
+        Error::ServerUnreachable { url: self.url.to_string(), cause: library_error(error) }.into()
+    }
+
+    fn refusal(&self, refusal: &Refusal) -> anyhow::Error {
+        let (url, status, message) = (self.url.to_string(), refusal.status, refusal.message());
+        let wait = match refusal.retry_after() {
+            Some(seconds) => format!("try again in {seconds} s"),
+            None => "try again later".to_string(),
+        };
+        match status {
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Error::ServerAccess { url, message }.into(),
+            StatusCode::NOT_FOUND => Error::ServerRoute { url, message }.into(),
+            StatusCode::TOO_MANY_REQUESTS => anyhow!("the server at {url} is busy: {message}\n  {wait}"),
+            StatusCode::SERVICE_UNAVAILABLE => anyhow!("the server at {url} is not ready: {message}\n  {wait}"),
+            _ if status.is_redirection() => {
+                let target = refusal.header(header::LOCATION).unwrap_or_default();
+                anyhow!("the server at {url} redirects to {}\n  use that URL", crate::text::quote(target))
+            }
+            _ if refusal.code() == Some("context_length_exceeded") => Error::ServerContextFull { message }.into(),
+            _ => anyhow!("the server at {url} refused the request with status {}: {message}", status.as_u16()),
+        }
+    }
+}
+
+/// Reads a response and sends its events. Ends when nobody waits for them.
+fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSender<Message>) {
+    // A send fails only if the request was canceled.
+    let mut response = match response {
+        Ok(response) => response,
+        Err(error) => return drop(events.send(Message::Failed(error))),
+    };
+    if !response.status().is_success() {
+        return drop(events.send(Message::Refused(Refusal::read(response))));
+    }
+    let content_type = response.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    if content_type.is_some_and(|kind| kind.starts_with("application/json")) {
+        let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_string();
+        return drop(events.send(body.map_or_else(Message::Failed, Message::Event)));
+    }
+    let mut stream = BufReader::new(response.body_mut().as_reader());
+    let mut is_awaited = true;
+    loop {
+        match read_event(&mut stream) {
+            // After the last event, read to the end, so that the connection can be used again.
+            Ok(Some(data)) if is_awaited => is_awaited = events.send(Message::Event(data)).is_ok(),
+            Ok(Some(_)) => {}
+            Ok(None) => return,
+            Err(error) => return drop(events.send(Message::Failed(error.into()))),
+        }
+    }
+}
+
+impl Refusal {
+    fn read(mut response: Response<Body>) -> Self {
+        let mut body = Vec::new();
+        // Without a body, the status alone describes the error.
+        let _ = response.body_mut().as_reader().take(MAX_ERROR_BYTES).read_to_end(&mut body);
+        Self { status: response.status(), headers: response.headers().clone(), body }
+    }
+
+    fn header(&self, name: header::HeaderName) -> Option<&str> {
+        self.headers.get(name).and_then(|value| value.to_str().ok())
+    }
+
+    fn retry_after(&self) -> Option<u64> {
+        self.header(header::RETRY_AFTER)?.trim().parse().ok()
+    }
+
+    fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap_or_default()
+    }
+
+    fn code(&self) -> Option<&'static str> {
+        let json = self.json();
+        let is_too_long = json["error"]["code"] == "context_length_exceeded"
+            || json["error"]["type"] == "exceed_context_size_error"
+            || self.message().contains("maximum context length");
+        is_too_long.then_some("context_length_exceeded")
+    }
+
+    /// Returns the message in the body, for the shapes that servers use.
+    fn message(&self) -> String {
+        match error_message(&self.json()) {
+            Some(message) => message,
+            None if self.body.is_empty() => self.status.to_string(),
+            None => library_error(&String::from_utf8_lossy(&self.body).trim()),
+        }
+    }
+}
+
+/// Returns the message of an error object, for the shapes that servers use.
+pub fn error_message(json: &Value) -> Option<String> {
+    let texts = [&json["error"]["message"], &json["error"], &json["message"], &json["detail"]];
+    texts.into_iter().find_map(Value::as_str).map(|message| library_error(&message))
+}

@@ -1,0 +1,23 @@
+//! Asks the user to choose a model.
+
+use anyhow::Result;
+
+use crate::terminal;
+
+/// Asks for the number or the name of a model until the answer is valid. Returns its index, or `None` if the user quits.
+pub fn choose(names: &[&str]) -> Result<Option<usize>> {
+    loop {
+        terminal::write_stderr(&format!("which model? [1-{}] ", names.len()));
+        let mut line = String::new();
+        if std::io::stdin().read_line(&mut line)? == 0 || line.trim() == "q" {
+            return Ok(None);
+        }
+        let line = line.trim();
+        let number = line.parse::<usize>().ok().filter(|number| (1..=names.len()).contains(number));
+        let by_name = names.iter().position(|name| *name == line);
+        match number.map(|number| number - 1).or(by_name) {
+            Some(index) => return Ok(Some(index)),
+            None => terminal::print(&format!("type a number from 1 to {}, a name, or q to quit", names.len())),
+        }
+    }
+}

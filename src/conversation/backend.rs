@@ -1,0 +1,79 @@
+//! The interface between a conversation and what answers it: a model in this process, or a server.
+
+use anyhow::{Result, bail};
+
+use super::settings::SettingValues;
+use super::turn::TurnSummary;
+use crate::chat::{Delta, Message, RenderOptions};
+use crate::engine::{Engine, GenerateOptions, SamplingParams};
+
+/// A callback that receives each piece of a turn's text as it arrives.
+pub type OnDelta<'a> = dyn FnMut(&Delta) -> Result<()> + 'a;
+
+/// Answers conversations with one model.
+pub trait Backend {
+    /// Generates an answer. `on_delta` receives each piece of it as it arrives.
+    ///
+    /// Ends early, with [`FinishReason::Canceled`](crate::FinishReason::Canceled), if the flag in `request.options.cancel`
+    /// is set.
+    fn answer(&self, request: TurnRequest<'_>, on_delta: &mut OnDelta) -> Result<BackendAnswer>;
+
+    /// Returns the number of tokens in the rendered messages, or `None` if the backend cannot count them.
+    fn count_tokens(&self, messages: &[Message], render: &RenderOptions) -> Result<Option<usize>>;
+
+    /// Returns the number of tokens in a text, or `None` if the backend cannot count them.
+    fn count_text(&self, text: &str) -> Option<usize>;
+
+    /// Returns the context length in tokens, or `None` if it is unknown.
+    fn context(&self) -> Option<usize>;
+
+    /// Returns the sampling parameters that apply if the user sets none.
+    fn defaults(&self) -> SamplingParams;
+
+    /// Returns whether [`defaults`](Self::defaults) are those of the model. Otherwise, the backend chooses the parameters
+    /// that the user does not set.
+    fn has_known_defaults(&self) -> bool;
+
+    /// Returns rows for `/stats` that describe the model: names and values.
+    fn stats(&self) -> Vec<(&'static str, String)>;
+
+    /// Returns rows for `/context` about the model: names and values.
+    fn context_stats(&self) -> Vec<(&'static str, String)>;
+
+    /// Returns the number of tokens that the last answer used, with its prompt. `None` if it is unknown.
+    fn last_context_used(&self) -> Option<usize>;
+
+    /// Returns the engine of a model in this process.
+    fn engine(&self) -> Option<&Engine>;
+}
+
+/// Returns the engine of a model in this process, or an error that names what requires it.
+pub fn require_engine<'b>(backend: &'b dyn Backend, what: &str) -> Result<&'b Engine> {
+    match backend.engine() {
+        Some(engine) => Ok(engine),
+        None => bail!("cannot {what}: the model runs on a server"),
+    }
+}
+
+/// A turn for a [`Backend`].
+pub struct TurnRequest<'a> {
+    pub prompt: TurnPrompt<'a>,
+    pub render: RenderOptions,
+    pub options: GenerateOptions,
+    /// The settings that the user chose, by name. `options` and `render` contain their values, and defaults for the others.
+    pub chosen: &'a SettingValues,
+}
+
+/// The prompt of a turn.
+pub enum TurnPrompt<'a> {
+    Chat(&'a [Message]),
+    /// A text to continue, without a chat format.
+    Text(&'a str),
+}
+
+/// The result of [`Backend::answer`].
+pub struct BackendAnswer {
+    /// The generated tokens, or `None` if the backend does not report them.
+    pub tokens: Option<Vec<u32>>,
+    pub summary: TurnSummary,
+}

@@ -1,0 +1,270 @@
+//! `inferno play --url`: the chat as a client of `inferno serve`, and of a small server that answers like others do.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::Output;
+use std::sync::{Arc, Mutex};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::client::Server;
+use crate::cli::{assert_fails, inferno, text};
+use crate::terminal::{expect, play_url};
+
+/// Runs `inferno play --url` for one answer. A proxy that does not exist must make no difference to local servers.
+fn ask(url: &str, args: &[&str]) -> Output {
+    let home = TempDir::new().unwrap();
+    let mut command = inferno(&home);
+    command.env("http_proxy", "http://127.0.0.1:1");
+    command.args(["play", "--url", url, "--prompt", "What is the KV cache?"]).args(args).output().unwrap()
+}
+
+fn answer(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn answers_of_a_server_equal_those_of_a_local_model() {
+    let server = Server::start(&["--api-key", "right"]);
+    let url = format!("http://{}", server.address);
+    let flags = ["--temperature", "0", "--json"];
+    let remote = answer(&ask(&url, &[&flags[..], &["--api-key", "right"]].concat()));
+    let home = TempDir::new().unwrap();
+    let local = inferno(&home)
+        .args(["play", "demo", "--device", "cpu", "--prompt", "What is the KV cache?"])
+        .args(flags)
+        .output();
+    let local = answer(&local.unwrap());
+    for field in ["text", "reasoning", "finish_reason", "usage", "model"] {
+        assert_eq!(remote[field], local[field], "{field}");
+    }
+    assert!(remote["tokens"].is_null() && remote["seed"].is_null() && remote["stats"]["load_s"].is_null(), "{remote}");
+    // A unique part of the name is enough, and the URL may end in /v1.
+    let output =
+        ask(&format!("{url}/v1/"), &["dem", "--max-tokens", "3", "--json", "--seed", "4", "--api-key", "right"]);
+    let cut = answer(&output);
+    assert_eq!((&cut["finish_reason"], &cut["usage"]["completion_tokens"]), (&json!("length"), &json!(3)));
+    assert_eq!(cut["seed"], 4);
+    let lines = ask(&url, &["--jsonl", "--temperature", "0", "--api-key", "right"]);
+    assert!(text(&lines.stdout).lines().count() > 5);
+    let plain = ask(&url, &["--temperature", "0", "--api-key", "right"]);
+    assert_eq!(text(&plain.stdout).trim_end(), local["text"].as_str().unwrap());
+
+    assert_fails(&ask(&url, &[]), 4, &["no API key", "INFERNO_API_KEY"]);
+    assert_fails(&ask(&url, &["--api-key", "wrong"]), 4, &["wrong API key"]);
+    assert_fails(&ask(&url, &["other", "--api-key", "right"]), 3, &["'other'", "it serves 'demo'"]);
+    let wrong_route = ask(&format!("{url}/v2"), &["--api-key", "right"]);
+    assert_fails(&wrong_route, 3, &["/v2", "ends in /v1"]);
+}
+
+#[test]
+fn commands_work_on_a_server_or_say_why_not() {
+    let server = Server::start(&[]);
+    let home = TempDir::new().unwrap();
+    let url = format!("http://{}", server.address);
+    let mut chat = play_url(&home, &url, &["--temperature", "0"]);
+    let banner = expect(&mut chat, ">>> ");
+    assert!(banner.contains("demo at http://") && banner.contains("context 4096 tokens"), "{banner}");
+    let mut say = |line: &str| {
+        chat.send_line(line).unwrap();
+        expect(&mut chat, ">>> ")
+    };
+    let first = say("My name is Ada");
+    assert!(first.contains("Ada") && first.contains("tok/s") && first.contains("of 4096"), "{first}");
+    assert!(first.contains("\u{1b}[2m"), "the reasoning is not dim: {first}");
+    assert!(say("What is my name?").contains("Ada"));
+    assert!(say("/regen").contains("Ada"));
+    let stats = say("/stats");
+    for word in ["server", "owned by", "inferno", "last prompt", "reasoning)", "first token", "speed", "messages"] {
+        assert!(stats.contains(word), "{word}: {stats}");
+    }
+    let context = say("/context");
+    assert!(context.contains("of 4096 tokens (") && context.contains("cached"), "{context}");
+    let settings = say("/set");
+    assert!(settings.contains("top-p") && settings.contains("chosen by the server"), "{settings}");
+    assert!(say("/set temperature 0.5").contains("temperature is 0.5"));
+    assert!(say("/set overflow drop-oldest").contains("overflow is drop-oldest"));
+    assert!(say("Who am I?").contains("context"));
+    assert!(say("/model").contains("demo (current)"));
+    assert!(say("/model other").contains("does not serve it"));
+    assert!(say("/model demo").contains("switched to demo"));
+    let notes = home.path().join("notes.txt");
+    std::fs::write(&notes, "My name is Ada\n").unwrap();
+    let attached = say(&format!("/file {}", notes.display()));
+    assert!(attached.contains("notes.txt (") && attached.contains("tokens)"), "{attached}");
+    assert!(say("/save talk --cache").contains("the model runs on a server"));
+    assert!(say("/save talk").contains("--resume talk"));
+    chat.send_line("/exit").unwrap();
+    chat.exp_eof().unwrap();
+
+    // The conversation knows its server.
+    let output = inferno(&home).args(["play", "--resume", "talk", "--json", "--prompt", "What is my name?"]).output();
+    let json = answer(&output.unwrap());
+    assert!(json["text"].as_str().unwrap().contains("Ada") && json["stats"]["load_s"].is_null(), "{json}");
+}
+
+#[test]
+fn ctrl_c_closes_the_connection_and_frees_the_server() {
+    let server = Server::start(&[]);
+    let home = TempDir::new().unwrap();
+    let mut chat = play_url(&home, &format!("http://{}", server.address), &["--ignore-eos"]);
+    expect(&mut chat, ">>> ");
+    chat.send_line("How do I download a model?").unwrap();
+    expect(&mut chat, "inferno download");
+    chat.send_control('c').unwrap();
+    expect(&mut chat, "stopped");
+    expect(&mut chat, ">>> ");
+    server.wait_until_idle();
+    assert_eq!(server.metric("inferno_tokens_after_cancel_total"), 0.0);
+    // The chat continues.
+    chat.send_line("/set max-tokens 5").unwrap();
+    expect(&mut chat, "max-tokens is 5");
+    expect(&mut chat, ">>> ");
+    chat.send_line("And?").unwrap();
+    expect(&mut chat, "5 tokens");
+    expect(&mut chat, ">>> ");
+    chat.send_line("/exit").unwrap();
+    chat.exp_eof().unwrap();
+}
+
+/// A server whose answers are given. It closes each connection after its response.
+struct Mock {
+    url: String,
+    /// The bodies of requests for an answer.
+    bodies: Arc<Mutex<Vec<Value>>>,
+}
+
+const MODELS: &str = r#"{"object":"list","data":[{"id":"org/a"},{"id":"org/b","max_model_len":100}]}"#;
+
+impl Mock {
+    /// Starts a server that sends `answer`, a whole response, to each request for an answer.
+    fn start(answer: &str) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let bodies = Arc::new(Mutex::new(Vec::new()));
+        let (answer, seen) = (answer.to_string(), bodies.clone());
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let (answer, seen) = (answer.clone(), seen.clone());
+                std::thread::spawn(move || reply(stream.unwrap(), &answer, &seen));
+            }
+        });
+        Self { url, bodies }
+    }
+
+    /// Starts a server that streams `events`.
+    fn streaming(events: &[&str]) -> Self {
+        let events: String = events.iter().map(|event| format!("data: {event}\n\n")).collect();
+        Self::start(&format!("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n{events}"))
+    }
+}
+
+fn reply(mut stream: TcpStream, answer: &str, bodies: &Mutex<Vec<Value>>) {
+    let mut reader = BufReader::new(stream.try_clone().unwrap());
+    let (mut head, mut line) = (String::new(), String::new());
+    while reader.read_line(&mut line).unwrap_or(0) > 2 {
+        head.push_str(&line.to_lowercase());
+        line.clear();
+    }
+    let length = head.lines().find_map(|line| line.strip_prefix("content-length: "));
+    let mut body = vec![0; length.map_or(0, |length| length.trim().parse().unwrap())];
+    reader.read_exact(&mut body).unwrap();
+    let whole = |status: &str, body: &str| {
+        format!("HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+    };
+    let response = if head.starts_with("get /v1/models") {
+        whole("200 OK", MODELS)
+    } else if head.starts_with("post /v1/chat/completions") {
+        bodies.lock().unwrap().push(serde_json::from_slice(&body).unwrap());
+        answer.to_string()
+    } else {
+        whole("404 Not Found", r#"{"detail":"Not Found"}"#)
+    };
+    stream.write_all(response.as_bytes()).unwrap();
+}
+
+#[test]
+fn a_server_without_usage_and_token_counts_is_enough() {
+    let mock = Mock::streaming(&[
+        r#"{"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}"#,
+        r#"{"choices":[{"index":0,"delta":{"reasoning":"Hmm. "}}]}"#,
+        r#"{"choices":[{"index":0,"delta":{"content":"Forty"}}]}"#,
+        r#"{"choices":[{"index":0,"delta":{"content":"-two\u001b[31m"}}]}"#,
+        r#"{"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}"#,
+        "[DONE]",
+    ]);
+    let json = answer(&ask(&mock.url, &["org/a", "--json", "--top-k", "3", "--reasoning", "high", "--stop", "x"]));
+    assert_eq!((&json["reasoning"], &json["text"]), (&json!("Hmm. "), &json!("Forty-two\u{1b}[31m")));
+    assert_eq!(json["usage"], json!({ "prompt_tokens": null, "completion_tokens": null }));
+    let expected = json!({
+        "model": "org/a", "messages": [{ "role": "user", "content": "What is the KV cache?" }],
+        "stream": true, "stream_options": { "include_usage": true },
+        "top_k": 3, "reasoning_effort": "high", "stop": ["x"],
+    });
+    // Settings that the user did not choose are left to the server.
+    assert_eq!(mock.bodies.lock().unwrap()[0], expected);
+    assert_fails(&ask(&mock.url, &[]), 2, &["org/a, org/b"]);
+    assert_fails(&ask(&mock.url, &["org"]), 3, &["it serves 'org/a', 'org/b'"]);
+
+    let home = TempDir::new().unwrap();
+    let mut chat = play_url(&home, &mock.url, &[]);
+    expect(&mut chat, "which model? [1-2] ");
+    chat.send_line("2").unwrap();
+    expect(&mut chat, ">>> ");
+    for question in ["One?", "Two?"] {
+        chat.send_line(question).unwrap();
+        let turn = expect(&mut chat, ">>> ");
+        assert!(turn.contains("Forty") && turn.contains("first token after") && !turn.contains("\u{1b}[31m"), "{turn}");
+    }
+    chat.send_line("/context").unwrap();
+    let context = expect(&mut chat, ">>> ");
+    assert!(context.contains("unknown, of 100 tokens"), "{context}");
+    chat.send_line("/set overflow drop-oldest").unwrap();
+    expect(&mut chat, ">>> ");
+    chat.send_line("Three?").unwrap();
+    let refused = expect(&mut chat, ">>> ");
+    assert!(refused.contains("does not count tokens"), "{refused}");
+    chat.send_line("/exit").unwrap();
+    chat.exp_eof().unwrap();
+    // The reasoning of earlier turns is not sent.
+    let messages = mock.bodies.lock().unwrap().last().unwrap()["messages"].clone();
+    assert_eq!(messages.as_array().unwrap().len(), 3);
+    assert_eq!(messages[1], json!({ "role": "assistant", "content": "Forty-two\u{1b}[31m" }));
+}
+
+#[test]
+fn failures_of_a_server_are_explained() {
+    let start = r#"{"choices":[{"index":0,"delta":{"content":"Forty"}}]}"#;
+    let mock = Mock::streaming(&[start, r#"{"error":{"message":"CUDA is out of memory","code":500}}"#]);
+    assert_fails(&ask(&mock.url, &["org/a"]), 1, &["the server ended the answer: CUDA is out of memory"]);
+    let mock = Mock::streaming(&[start]);
+    assert_fails(&ask(&mock.url, &["org/a"]), 1, &["closed the connection before the answer was complete"]);
+    let mock = Mock::streaming(&[start, "<html>"]);
+    assert_fails(&ask(&mock.url, &["org/a"]), 1, &["invalid JSON"]);
+    // The body is shorter than its length.
+    let mock = Mock::start("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 999\r\n\r\ndata: ");
+    assert_fails(&ask(&mock.url, &["org/a"]), 5, &["cannot reach a server"]);
+
+    let refusal = |status: &str, headers: &str, body: &str| {
+        Mock::start(&format!("HTTP/1.1 {status}\r\n{headers}Content-Length: {}\r\n\r\n{body}", body.len()))
+    };
+    let busy = refusal("429 Too Many Requests", "Retry-After: 7\r\n", r#"{"error":{"message":"queue is full"}}"#);
+    assert_fails(&ask(&busy.url, &["org/a"]), 1, &["busy: queue is full", "try again in 7 s"]);
+    let loading = refusal("503 Service Unavailable", "", r#"{"error":{"message":"Loading model"}}"#);
+    assert_fails(&ask(&loading.url, &["org/a"]), 1, &["not ready: Loading model"]);
+    let redirect = refusal("307 Temporary Redirect", "Location: http://127.0.0.1:1/v1\r\n", "");
+    assert_fails(&ask(&redirect.url, &["org/a"]), 1, &["redirects to 'http://127.0.0.1:1/v1'"]);
+    let long = r#"{"object":"error","message":"This model's maximum context length is 100 tokens."}"#;
+    let long = refusal("400 Bad Request", "", long);
+    assert_fails(&ask(&long.url, &["org/b"]), 10, &["maximum context length is 100", "/clear"]);
+    let unknown = refusal("404 Not Found", "", r#"{"detail":"no such route"}"#);
+    assert_fails(&ask(&unknown.url, &["org/b"]), 3, &["no such route"]);
+
+    assert_fails(&ask("http://127.0.0.1:1", &[]), 5, &["cannot reach a server at http://127.0.0.1:1/v1"]);
+    assert_fails(&ask("127.0.0.1:1", &[]), 2, &["http://"]);
+    for flag in ["--device=cpu", "--context=9", "--raw", "--quantize=q8_0", "--revision=x"] {
+        assert_fails(&ask("http://127.0.0.1:1", &[flag]), 2, &["--url", "cannot be used with"]);
+    }
+}
