@@ -74,6 +74,11 @@ impl Output {
         self.stop.is_stopped()
     }
 
+    /// Returns the stop string that was generated.
+    pub fn stop_string(&self) -> Option<&str> {
+        self.stop.found()
+    }
+
     /// Returns the tool calls generated so far.
     pub fn tool_calls(&self) -> &[ToolCall] {
         match &self.reader {

@@ -4,31 +4,39 @@
 pub struct StopStrings {
     stops: Vec<String>,
     held: String,
-    is_stopped: bool,
+    /// The index of the stop string that was found.
+    found: Option<usize>,
 }
 
 impl StopStrings {
     /// Creates a filter for `stops`. Ignores empty strings, which would match immediately.
     pub fn new(stops: &[String]) -> Self {
         let stops = stops.iter().filter(|stop| !stop.is_empty()).cloned().collect();
-        Self { stops, held: String::new(), is_stopped: false }
+        Self { stops, held: String::new(), found: None }
     }
 
     /// Returns whether a stop string was found.
     pub fn is_stopped(&self) -> bool {
-        self.is_stopped
+        self.found.is_some()
+    }
+
+    /// Returns the stop string that was found.
+    pub fn found(&self) -> Option<&str> {
+        self.stops.get(self.found?).map(String::as_str)
     }
 
     /// Adds a piece of text. Returns the held-back text that can no longer be part of a stop string.
     ///
     /// Never returns the stop string or any text after it.
     pub fn push(&mut self, text: &str) -> String {
-        if self.is_stopped {
+        if self.found.is_some() {
             return String::new();
         }
         self.held.push_str(text);
-        if let Some(at) = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min() {
-            self.is_stopped = true;
+        let places =
+            self.stops.iter().enumerate().filter_map(|(index, stop)| Some((self.held.find(stop.as_str())?, index)));
+        if let Some((at, index)) = places.min() {
+            self.found = Some(index);
             self.held.truncate(at);
             return std::mem::take(&mut self.held);
         }

@@ -185,6 +185,11 @@ impl RequestStream {
         self.output.tool_calls()
     }
 
+    /// Returns the stop string that ended the answer, or `None` if none did.
+    pub fn stop_string(&self) -> Option<&str> {
+        self.output.stop_string()
+    }
+
     /// Returns the token counts so far.
     pub fn counts(&self) -> TokenCounts {
         TokenCounts {

@@ -11,6 +11,9 @@ use super::page;
 /// The routes that are open to every client, besides the page.
 const OPEN_PATHS: [&str; 2] = ["/health", "/live"];
 
+/// The header in which clients of Anthropic's API send the key.
+const API_KEY: &str = "x-api-key";
+
 /// The client that sent a request: the index of its API key. Clients without a key count as one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Client(usize);
@@ -47,11 +50,16 @@ impl Access {
         if self.keys.is_empty() {
             return self.check_origin(headers.get(ORIGIN), headers.get(HOST)).map(|()| Client::default());
         }
-        let Some(header) = headers.get(AUTHORIZATION) else {
-            return Err(ApiError::unauthorized("no API key: send it in the header 'Authorization: Bearer KEY'"));
+        let key = match (headers.get(AUTHORIZATION), headers.get(API_KEY)) {
+            (Some(header), _) => {
+                let key = header.to_str().ok().and_then(|header| header.split_once(' '));
+                key.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer")).map(|(_, key)| key.trim())
+            }
+            (None, Some(header)) => header.to_str().ok(),
+            (None, None) => {
+                return Err(ApiError::unauthorized("no API key: send it in the header 'Authorization: Bearer KEY'"));
+            }
         };
-        let key = header.to_str().ok().and_then(|header| header.split_once(' '));
-        let key = key.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer")).map(|(_, key)| key.trim());
         let hash = digest(&SHA256, key.unwrap_or_default().as_bytes());
         match self.keys.iter().position(|known| key.is_some() && known.as_ref() == hash.as_ref()) {
             Some(index) => Ok(Client(index)),
@@ -104,6 +112,13 @@ mod tests {
         {
             assert_eq!(access.check("/v1/models", &headers("authorization", value)).is_ok(), is_right, "{value}");
         }
+        for (value, is_right) in [("two", true), ("three", false), ("Bearer one", false), ("", false)] {
+            assert_eq!(access.check("/v1/messages", &headers("x-api-key", value)).is_ok(), is_right, "{value}");
+        }
+        // A wrong key is wrong, even if another header has the right one.
+        let mut both = headers("authorization", "Bearer three");
+        both.insert(API_KEY, "one".parse().unwrap());
+        assert!(access.check("/v1/models", &both).is_err());
         assert!(access.check("/v1/models", &HeaderMap::new()).is_err());
         assert!(access.check("/health", &HeaderMap::new()).is_ok());
     }

@@ -41,6 +41,17 @@ pub fn read_text_format(text: &mut Fields, format: Value) -> Result<Option<Gramm
     Ok(grammar)
 }
 
+/// Reads `format` in `output_config`, as in Anthropic's API. Returns `None` if the answer may be any text.
+pub fn read_output_format(config: &mut Fields) -> Result<Option<Grammar>, ApiError> {
+    let Some(mut format) = config.take_object("format")? else { return Ok(None) };
+    if format.take_string("type")?.as_deref() != Some("json_schema") {
+        return Err(format.invalid("type", "expected json_schema"));
+    }
+    let grammar = read_schema(&mut format)?;
+    format.ignored().into_iter().for_each(|name| config.ignore(name));
+    Ok(Some(grammar))
+}
+
 /// Reads the fields of a JSON schema.
 fn read_schema(fields: &mut Fields) -> Result<Grammar, ApiError> {
     fields.take_string("name")?;

@@ -15,7 +15,7 @@ use crate::text::error_message;
 const MAX_MESSAGE_CHARS: usize = 1000;
 
 /// An error response. Its body is `{"error": {"message", "type", "param", "code"}}`.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct ApiError {
     pub status: StatusCode,
     kind: &'static str,
@@ -167,6 +167,8 @@ impl ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = Response::new(Body::from(self.body()));
+        // `dialect` writes the error again on routes of other APIs.
+        response.extensions_mut().insert(self.clone());
         *response.status_mut() = self.status;
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));

@@ -37,6 +37,11 @@ pub trait EventWriter: Send + 'static {
         out.push_text(&error.body());
     }
 
+    /// Writes what follows the last event or an error.
+    fn end(&mut self, out: &mut EventBuffer) {
+        out.push_text("[DONE]");
+    }
+
     /// Shows that the stream is alive, after a time without events. By default, writes a comment, which is no event.
     fn keep_alive(&mut self, out: &mut EventBuffer) {
         out.0.push_str(": ping\n\n");
@@ -105,7 +110,7 @@ struct EventStream {
 impl EventStream {
     /// Ends the stream.
     fn end(&mut self) {
-        self.buffer.push_text("[DONE]");
+        self.writer.end(&mut self.buffer);
         self.answers = None;
     }
 

@@ -134,6 +134,16 @@ impl Answers {
         &self.engine
     }
 
+    /// Returns the stop string that ended an answer.
+    pub fn stop_string(&self, index: usize) -> Option<&str> {
+        self.answers.get(index)?.stream.stop_string()
+    }
+
+    /// Returns the figures of an answer that has ended.
+    pub fn summary(&self, index: usize) -> Option<&Summary> {
+        self.answers.get(index)?.summary.as_deref()
+    }
+
     /// Waits for the next pieces of any answer. Returns the index of the answer and the pieces, or `None` after the end.
     pub async fn next(&mut self) -> Option<Result<(usize, Pieces), ApiError>> {
         std::future::poll_fn(|context| self.poll_next(context)).await

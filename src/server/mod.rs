@@ -4,6 +4,7 @@
 //! or folder:
 //!
 //! - `chat/`, `completions/`, `responses/`, `admission`, `models`, `tokenize`, `health`: the routes
+//! - `messages/`: the routes of Anthropic's API; `dialect`: its errors
 //! - `body`, `generate_options`, `constraint`: read request fields
 //! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
 //! - `router`, `auth`, `log`, `listener`, `tls`, `write_limit`: everything around a route
@@ -17,6 +18,7 @@ mod chat;
 mod choice;
 mod completions;
 mod constraint;
+mod dialect;
 mod error;
 mod event_stream;
 mod generate_options;
@@ -26,6 +28,7 @@ mod ids;
 mod limits;
 mod listener;
 mod log;
+mod messages;
 mod metrics;
 mod models;
 mod options;

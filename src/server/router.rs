@@ -14,7 +14,7 @@ use super::auth::Access;
 use super::error::ApiError;
 use super::log::RequestLog;
 use super::state::Server;
-use super::{admission, chat, completions, health, ids, models, page, responses, tokenize};
+use super::{admission, chat, completions, dialect, health, ids, messages, models, page, responses, tokenize};
 
 /// The header that identifies a request in logs. Clients may choose the id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -41,6 +41,8 @@ pub fn router(server: &Arc<Server>) -> Router {
         .route("/v1/responses/{id}/cancel", post(responses::cancel))
         .route("/v1/responses/{id}/input_items", get(responses::input_items))
         .route("/v1/admission", post(admission::preview))
+        .route("/v1/messages", post(messages::create))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .route("/v1/embeddings", post(no_embeddings))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
@@ -88,9 +90,9 @@ async fn log_request(State(server): State<Arc<Server>>, mut request: Request, ne
     let id = request_id(request.headers());
     let traceparent = request.headers().get("traceparent").and_then(|value| value.to_str().ok()).map(str::to_string);
     let (method, path) = (request.method().clone(), request.uri().path().to_string());
-    let log = Arc::new(RequestLog::new(id, method, path, traceparent, server.metrics.clone()));
+    let log = Arc::new(RequestLog::new(id, method, path.clone(), traceparent, server.metrics.clone()));
     request.extensions_mut().insert(log.clone());
-    let mut response = next.run(request).await;
+    let mut response = dialect::adapt(&path, &log.id, next.run(request).await);
     log.set_status(response.status());
     if let Ok(id) = HeaderValue::from_str(&log.id) {
         response.headers_mut().insert(REQUEST_ID, id);

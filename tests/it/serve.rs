@@ -10,6 +10,7 @@ mod health;
 mod hostile;
 mod lifecycle;
 mod loading;
+mod messages;
 mod remote_play;
 mod response_fields;
 mod responses;

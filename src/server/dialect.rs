@@ -1,0 +1,66 @@
+//! Gives responses what the API of their route has besides the body of an answer: the shape of errors, and headers.
+//!
+//! Errors come from many places, such as the check of the API key, which do not depend on the API.
+
+use axum::body::Body;
+use axum::http::{HeaderName, HeaderValue, StatusCode};
+use axum::response::Response;
+use serde::Serialize;
+
+use super::error::ApiError;
+
+/// The header in which Anthropic's API identifies a request.
+const REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
+
+/// An error in the shape of Anthropic's API.
+#[derive(Serialize)]
+pub struct MessagesError<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    error: MessagesErrorDetail,
+    request_id: &'a str,
+}
+
+#[derive(Serialize)]
+struct MessagesErrorDetail {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    message: String,
+}
+
+impl<'a> MessagesError<'a> {
+    pub fn new(error: &ApiError, request_id: &'a str) -> Self {
+        let kind = match error.status {
+            StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::FORBIDDEN => "permission_error",
+            StatusCode::NOT_FOUND => "not_found_error",
+            StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            StatusCode::SERVICE_UNAVAILABLE => "overloaded_error",
+            status if status.is_client_error() => "invalid_request_error",
+            _ => "api_error",
+        };
+        Self { kind: "error", error: MessagesErrorDetail { kind, message: error.message() }, request_id }
+    }
+}
+
+/// Changes a response if its route belongs to another API than OpenAI's: writes an error again, and adds the header with
+/// the id of the request that Anthropic's clients read.
+pub fn adapt(path: &str, request_id: &str, mut response: Response) -> Response {
+    let is_below = |route: &str| path.strip_prefix(route).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+    let is_message = is_below("/v1/messages");
+    if let Ok(id) = HeaderValue::from_str(request_id)
+        && is_message
+    {
+        response.headers_mut().insert(REQUEST_ID, id);
+    }
+    let Some(error) = response.extensions_mut().remove::<ApiError>() else { return response };
+    let body = match () {
+        _ if is_message => serde_json::to_string(&MessagesError::new(&error, request_id)),
+        _ => return response,
+    };
+    if let Ok(body) = body {
+        *response.body_mut() = Body::from(body);
+    }
+    response
+}

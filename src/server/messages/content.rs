@@ -1,0 +1,214 @@
+//! Collects the pieces of an answer into content blocks, and sends the events of a stream.
+//!
+//! Whole and streamed messages both consist of these blocks, so they cannot differ.
+
+use serde_json::{Map, Value};
+
+use super::block::{Block, SIGNATURE};
+use super::events::{BlockDelta, BlockStart, Event, EventSink};
+use crate::server::choice::Piece;
+
+/// The blocks so far. Only the last one may be open.
+pub struct Content {
+    shows_thinking: bool,
+    blocks: Vec<Block>,
+    is_open: bool,
+    /// The arguments of the open call so far.
+    arguments: String,
+    /// The index of the block of each call.
+    calls: Vec<usize>,
+}
+
+impl Content {
+    pub fn new(shows_thinking: bool) -> Self {
+        Self { shows_thinking, blocks: Vec::new(), is_open: false, arguments: String::new(), calls: Vec::new() }
+    }
+
+    /// Returns the blocks, which is meaningful after [`finish`](Self::finish).
+    pub fn take(&mut self) -> Vec<Block> {
+        std::mem::take(&mut self.blocks)
+    }
+
+    /// Adds a piece of the answer.
+    pub fn push(&mut self, piece: Piece, events: &mut impl EventSink) {
+        match piece {
+            Piece::Reasoning(_) if !self.shows_thinking => {}
+            Piece::Reasoning(text) => {
+                if !matches!(self.open(), Some(Block::Thinking { .. })) {
+                    self.start(Block::Thinking { thinking: String::new(), signature: SIGNATURE }, events);
+                }
+                self.extend(&text, events);
+            }
+            Piece::Content(text, _) => {
+                if !matches!(self.open(), Some(Block::Text { .. })) {
+                    self.start(Block::Text { text: String::new() }, events);
+                }
+                self.extend(&text, events);
+            }
+            Piece::ToolStart { id, name, .. } => {
+                let id = id.replacen("call_", "toolu_", 1);
+                self.start(Block::ToolUse { id, name, input: Value::Object(Map::new()) }, events);
+                self.calls.push(self.blocks.len() - 1);
+            }
+            Piece::ToolArguments { index, text } => {
+                // A call that has ended has all its arguments, except for those of an empty object.
+                if self.calls.get(index).is_some_and(|&block| block + 1 == self.blocks.len()) && self.is_open {
+                    self.extend(&text, events);
+                }
+            }
+        }
+    }
+
+    /// Ends the last block.
+    pub fn finish(&mut self, events: &mut impl EventSink) {
+        if !std::mem::take(&mut self.is_open) {
+            return;
+        }
+        let index = self.blocks.len() - 1;
+        match self.blocks.last_mut() {
+            Some(Block::Thinking { signature, .. }) => {
+                let delta = BlockDelta::Signature { signature };
+                events.send(Event::ContentBlockDelta { index, delta });
+            }
+            Some(Block::ToolUse { input, .. }) => *input = parse(&std::mem::take(&mut self.arguments)),
+            Some(Block::Text { .. }) | None => {}
+        }
+        events.send(Event::ContentBlockStop { index });
+    }
+
+    fn open(&self) -> Option<&Block> {
+        self.blocks.last().filter(|_| self.is_open)
+    }
+
+    /// Ends the open block and starts the next one.
+    fn start(&mut self, block: Block, events: &mut impl EventSink) {
+        self.finish(events);
+        let content_block = match &block {
+            Block::Thinking { .. } => BlockStart::Thinking { thinking: "", signature: "" },
+            Block::Text { .. } => BlockStart::Text { text: "" },
+            Block::ToolUse { id, name, .. } => BlockStart::ToolUse { id, name, input: Map::new() },
+        };
+        events.send(Event::ContentBlockStart { index: self.blocks.len(), content_block });
+        self.blocks.push(block);
+        self.is_open = true;
+    }
+
+    /// Adds text to the open block.
+    fn extend(&mut self, more: &str, events: &mut impl EventSink) {
+        let index = self.blocks.len().saturating_sub(1);
+        let delta = match self.blocks.last_mut() {
+            Some(Block::Thinking { thinking, .. }) => {
+                thinking.push_str(more);
+                BlockDelta::Thinking { thinking: more }
+            }
+            Some(Block::Text { text }) => {
+                text.push_str(more);
+                BlockDelta::Text { text: more }
+            }
+            Some(Block::ToolUse { .. }) => {
+                self.arguments.push_str(more);
+                BlockDelta::InputJson { partial_json: more }
+            }
+            None => return,
+        };
+        events.send(Event::ContentBlockDelta { index, delta });
+    }
+}
+
+/// Parses the arguments of a call. The API requires an object, so arguments that are none become its only field.
+fn parse(arguments: &str) -> Value {
+    match serde_json::from_str(arguments) {
+        Ok(Value::Object(map)) => Value::Object(map),
+        _ if arguments.trim().is_empty() => Value::Object(Map::new()),
+        _ => serde_json::json!({ "arguments": arguments }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// Records events as JSON.
+    #[derive(Default)]
+    struct Recorder(Vec<Value>);
+
+    impl EventSink for Recorder {
+        fn send(&mut self, event: Event<'_>) {
+            self.0.push(serde_json::to_value(&event).unwrap());
+        }
+    }
+
+    fn run(pieces: Vec<Piece>, shows_thinking: bool) -> (Value, Vec<Value>) {
+        let (mut content, mut events) = (Content::new(shows_thinking), Recorder::default());
+        pieces.into_iter().for_each(|piece| content.push(piece, &mut events));
+        content.finish(&mut events);
+        (json!(content.take()), events.0)
+    }
+
+    fn pieces() -> Vec<Piece> {
+        let call = |index, name: &str| Piece::ToolStart { index, id: format!("call_{index}"), name: name.to_string() };
+        let arguments = |index, text: &str| Piece::ToolArguments { index, text: text.to_string() };
+        vec![
+            Piece::Reasoning("Let ".to_string()),
+            Piece::Reasoning("me look.".to_string()),
+            Piece::Content("One moment.".to_string(), Vec::new()),
+            call(0, "find"),
+            arguments(0, "{\"q\""),
+            arguments(0, ":1}"),
+            call(1, "list"),
+            call(2, "stop"),
+            // Calls without arguments get an empty object, also at the end of the answer.
+            arguments(1, "{}"),
+            arguments(2, "nonsense"),
+        ]
+    }
+
+    #[test]
+    fn every_block_starts_grows_and_stops_in_order() {
+        let (content, events) = run(pieces(), true);
+        let expected = json!([
+            { "type": "thinking", "thinking": "Let me look.", "signature": "inferno" },
+            { "type": "text", "text": "One moment." },
+            { "type": "tool_use", "id": "toolu_0", "name": "find", "input": { "q": 1 } },
+            { "type": "tool_use", "id": "toolu_1", "name": "list", "input": {} },
+            { "type": "tool_use", "id": "toolu_2", "name": "stop", "input": { "arguments": "nonsense" } },
+        ]);
+        assert_eq!(content, expected);
+        let summary: Vec<String> = events
+            .iter()
+            .map(|event| {
+                let kind = event["type"].as_str().unwrap().trim_start_matches("content_block_");
+                format!("{}:{kind} {}", event["index"], event["delta"]["type"].as_str().unwrap_or_default())
+            })
+            .collect();
+        let expected = [
+            "0:start ",
+            "0:delta thinking_delta",
+            "0:delta thinking_delta",
+            "0:delta signature_delta",
+            "0:stop ",
+            "1:start ",
+            "1:delta text_delta",
+            "1:stop ",
+            "2:start ",
+            "2:delta input_json_delta",
+            "2:delta input_json_delta",
+            "2:stop ",
+            "3:start ",
+            "3:stop ",
+            "4:start ",
+            "4:delta input_json_delta",
+            "4:stop ",
+        ];
+        assert_eq!(summary, expected);
+    }
+
+    #[test]
+    fn hidden_thinking_leaves_no_block() {
+        let (content, events) = run(pieces(), false);
+        assert_eq!((&content[0]["type"], &events[0]["index"]), (&json!("text"), &json!(0)));
+        assert_eq!(run(vec![Piece::Reasoning("r".to_string())], false), (json!([]), Vec::new()));
+    }
+}

@@ -1,0 +1,120 @@
+//! Reads the messages of a request.
+
+use serde_json::Value;
+
+use crate::chat::{Message, Role, ToolCall};
+use crate::server::body::Fields;
+use crate::server::chat::read_content;
+use crate::server::error::ApiError;
+
+/// Reads `system` and `messages`.
+pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
+    let system = read_content(fields, "system")?;
+    let mut messages: Vec<Message> = system.filter(|text| !text.is_empty()).map(Message::system).into_iter().collect();
+    let items = fields.take_array("messages")?;
+    let items = items.filter(|items| !items.is_empty());
+    for (index, item) in items.ok_or_else(|| fields.invalid("messages", "expected messages"))?.into_iter().enumerate() {
+        let mut message = Fields::nested(&format!("messages[{index}]"), item)?;
+        match message.take_string("role")?.as_deref() {
+            Some("user") => read_user(&mut message, &mut messages)?,
+            Some("assistant") => messages.push(read_assistant(&mut message)?),
+            Some("system") => {
+                let text = read_content(&mut message, "content")?;
+                messages.push(Message::system(text.ok_or_else(|| message.invalid("content", "expected text"))?));
+            }
+            _ => return Err(message.invalid("role", "expected user, assistant or system")),
+        }
+        message.ignored().into_iter().for_each(|name| fields.ignore(name));
+    }
+    match messages.last().map(|message| message.role) {
+        Some(Role::Assistant) => {
+            Err(ApiError::unsupported("messages", "the last message must be of the user; an answer has no prefix"))
+        }
+        _ => Ok(messages),
+    }
+}
+
+/// Returns the content blocks of a message. A string counts as one block.
+fn blocks(message: &mut Fields) -> Result<Vec<Fields>, ApiError> {
+    let items = match message.take("content") {
+        Some(Value::String(text)) => vec![serde_json::json!({ "type": "text", "text": text })],
+        Some(Value::Array(items)) => items,
+        _ => return Err(message.invalid("content", "expected a string or an array of blocks")),
+    };
+    let block = |(index, item)| Fields::nested(&message.path(&format!("content[{index}]")), item);
+    items.into_iter().enumerate().map(block).collect()
+}
+
+fn text(block: &mut Fields, name: &str) -> Result<String, ApiError> {
+    block.take_string(name)?.ok_or_else(|| block.invalid(name, "expected a string"))
+}
+
+fn unsupported(block: &Fields, kind: &str) -> ApiError {
+    match kind {
+        "" => block.invalid("type", "expected a type such as 'text'"),
+        _ => ApiError::unsupported(block.path("type"), &format!("inferno has no blocks of type '{kind}' here")),
+    }
+}
+
+/// Reads a message of the user. The results of tools become messages of their own.
+fn read_user(message: &mut Fields, messages: &mut Vec<Message>) -> Result<(), ApiError> {
+    let mut content: Option<String> = None;
+    for mut block in blocks(message)? {
+        let kind = block.take_string("type")?.unwrap_or_default();
+        match kind.as_str() {
+            "text" => content.get_or_insert_default().push_str(&text(&mut block, "text")?),
+            "tool_result" => {
+                messages.extend(content.take().map(Message::user));
+                messages.push(read_result(&mut block)?);
+            }
+            _ => return Err(unsupported(&block, &kind)),
+        }
+        block.ignored().into_iter().for_each(|name| message.ignore(name));
+    }
+    messages.extend(content.map(Message::user));
+    Ok(())
+}
+
+fn read_result(block: &mut Fields) -> Result<Message, ApiError> {
+    let id = text(block, "tool_use_id")?;
+    let result = read_content(block, "content")?.unwrap_or_default();
+    // Chat formats have no flag for failed calls, so the text tells it.
+    let result = match block.take_bool("is_error")? {
+        Some(true) => format!("Error: {result}"),
+        _ => result,
+    };
+    Ok(Message { tool_call_id: Some(id), ..Message::new(Role::Tool, result) })
+}
+
+fn read_assistant(message: &mut Fields) -> Result<Message, ApiError> {
+    let mut answer = Message::assistant("");
+    for mut block in blocks(message)? {
+        let kind = block.take_string("type")?.unwrap_or_default();
+        match kind.as_str() {
+            "text" => answer.content.push_str(&text(&mut block, "text")?),
+            "thinking" => {
+                let thinking = text(&mut block, "thinking")?;
+                if !thinking.is_empty() {
+                    answer.reasoning.get_or_insert_default().push_str(&thinking);
+                }
+                block.take_string("signature")?;
+            }
+            // Only the service that encrypted it can read it.
+            "redacted_thinking" => {
+                block.take("data");
+                message.ignore("messages[].content[] (redacted_thinking)".to_string());
+            }
+            "tool_use" => {
+                let (id, name) = (text(&mut block, "id")?, text(&mut block, "name")?);
+                let arguments = match block.take("input") {
+                    Some(input @ Value::Object(_)) => input.to_string(),
+                    _ => return Err(block.invalid("input", "expected an object")),
+                };
+                answer.tool_calls.push(ToolCall { id: Some(id), name, arguments });
+            }
+            _ => return Err(unsupported(&block, &kind)),
+        }
+        block.ignored().into_iter().for_each(|name| message.ignore(name));
+    }
+    Ok(answer)
+}

@@ -1,0 +1,75 @@
+//! The events of a streamed message.
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use super::object::{MessageObject, MessagesUsage, StopDelta};
+use crate::server::event_stream::EventBuffer;
+
+/// Receives the events of a message.
+pub trait EventSink {
+    fn send(&mut self, event: Event<'_>);
+}
+
+/// Drops events. Whole messages have none.
+pub struct NoEvents;
+
+impl EventSink for NoEvents {
+    fn send(&mut self, _event: Event<'_>) {}
+}
+
+impl EventSink for EventBuffer {
+    fn send(&mut self, event: Event<'_>) {
+        self.push_named(event.name(), &event);
+    }
+}
+
+/// An event.
+#[derive(Serialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum Event<'a> {
+    MessageStart { message: &'a MessageObject },
+    ContentBlockStart { index: usize, content_block: BlockStart<'a> },
+    ContentBlockDelta { index: usize, delta: BlockDelta<'a> },
+    ContentBlockStop { index: usize },
+    MessageDelta { delta: &'a StopDelta, usage: MessagesUsage },
+    MessageStop {},
+    Ping {},
+}
+
+impl Event<'_> {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::MessageStart { .. } => "message_start",
+            Self::ContentBlockStart { .. } => "content_block_start",
+            Self::ContentBlockDelta { .. } => "content_block_delta",
+            Self::ContentBlockStop { .. } => "content_block_stop",
+            Self::MessageDelta { .. } => "message_delta",
+            Self::MessageStop {} => "message_stop",
+            Self::Ping {} => "ping",
+        }
+    }
+}
+
+/// A content block before its first delta.
+#[derive(Serialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum BlockStart<'a> {
+    Thinking { thinking: &'a str, signature: &'a str },
+    Text { text: &'a str },
+    ToolUse { id: &'a str, name: &'a str, input: Map<String, Value> },
+}
+
+/// More of a content block.
+#[derive(Serialize)]
+#[serde(tag = "type")]
+pub enum BlockDelta<'a> {
+    #[serde(rename = "thinking_delta")]
+    Thinking { thinking: &'a str },
+    #[serde(rename = "signature_delta")]
+    Signature { signature: &'a str },
+    #[serde(rename = "text_delta")]
+    Text { text: &'a str },
+    #[serde(rename = "input_json_delta")]
+    InputJson { partial_json: &'a str },
+}

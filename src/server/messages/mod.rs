@@ -1,0 +1,169 @@
+//! `POST /v1/messages` and `POST /v1/messages/count_tokens`, the routes of Anthropic's API.
+//!
+//! A request becomes a conversation for the engine, as in a chat completion. The pieces of the answer become content
+//! blocks.
+//!
+//! Source: Anthropic's API reference, "Messages", and the types of the package `anthropic` 2.12.0 (PyPI).
+
+mod block;
+mod content;
+mod conversation;
+mod events;
+mod object;
+mod request;
+
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::extract::{Request, State};
+use axum::response::Response;
+use serde::Serialize;
+
+use super::body::{json_response, read_json};
+use super::choice::{Finish, Pieces};
+use super::dialect::MessagesError;
+use super::error::ApiError;
+use super::event_stream::{self, EventBuffer, EventWriter};
+use super::generation::{self, Answers, Job};
+use super::log::RequestLog;
+use super::state::Server;
+use super::{ids, reply};
+use crate::engine;
+use content::Content;
+use events::{Event, EventSink, NoEvents};
+use object::{MessageObject, StopDelta};
+use request::MessagesRequest;
+
+/// Answers a conversation.
+pub async fn create(
+    State(server): State<Arc<Server>>,
+    Extension(log): Extension<Arc<RequestLog>>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let engine = server.open_model()?.clone();
+    let headers = request.headers().clone();
+    let mut fields = read_json(request, &server.options.timeouts).await?;
+    let max_tokens = request::read_max_tokens(&mut fields)?;
+    let mut request = MessagesRequest::read(fields, &server, &engine)?;
+    request.options.max_tokens = Some(max_tokens);
+    reply::check_strict(&headers, &request.ignored)?;
+    let job = Job {
+        requests: vec![engine::Request::chat(request.messages).render(request.render).options(request.options)],
+        choices: 1,
+        can_call_in_parallel: request.can_call_in_parallel,
+        must_call_named: false,
+        is_stream: request.is_stream,
+        prompt_field: "messages",
+    };
+    let mut answers = generation::submit(&server, log.clone(), job).await?;
+    let mut progress = Progress {
+        message: MessageObject {
+            id: ids::new("msg_"),
+            kind: "message",
+            role: "assistant",
+            model: server.options.model.clone(),
+            content: Vec::new(),
+            stop: StopDelta::default(),
+            usage: answers.usage().into(),
+        },
+        content: Content::new(request.shows_thinking),
+    };
+    let response = if request.is_stream {
+        let writer = MessageWriter { progress, request_id: log.id.clone() };
+        event_stream::response(answers, writer, server.options.timeouts.ping)
+    } else {
+        while let Some(next) = answers.next().await {
+            progress.push(next?.1, &answers, &mut NoEvents);
+        }
+        progress.message.content = progress.content.take();
+        progress.message.usage = answers.usage().into();
+        json_response(&progress.message)?
+    };
+    Ok(reply::with_ignored(response, &request.ignored))
+}
+
+#[derive(Serialize)]
+struct TokenCount {
+    input_tokens: usize,
+}
+
+/// Counts the tokens of a prompt. The body is that of a request for an answer.
+pub async fn count_tokens(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
+    let engine = server.model()?.clone();
+    let headers = request.headers().clone();
+    let fields = read_json(request, &server.options.timeouts).await?;
+    let request = MessagesRequest::read(fields, &server, &engine)?;
+    reply::check_strict(&headers, &request.ignored)?;
+    let worker = tokio::task::spawn_blocking(move || engine.render(&request.messages, &request.render));
+    let rendered = worker.await.map_err(|panic| ApiError::internal(format!("cannot count the tokens: {panic}")))?;
+    let rendered = rendered.map_err(|error| ApiError::from_submit(&error, "messages"))?;
+    Ok(reply::with_ignored(json_response(&TokenCount { input_tokens: rendered.ids.len() })?, &request.ignored))
+}
+
+/// A message in progress.
+struct Progress {
+    message: MessageObject,
+    content: Content,
+}
+
+impl Progress {
+    /// Adds the pieces of an event.
+    fn push(&mut self, pieces: Pieces, answers: &Answers, events: &mut impl EventSink) {
+        for piece in pieces.pieces {
+            self.content.push(piece, events);
+        }
+        if let Some(finish) = pieces.finish {
+            self.content.finish(events);
+            self.message.stop = stop(finish, answers);
+        }
+    }
+}
+
+/// Returns why an answer ended.
+fn stop(finish: Finish, answers: &Answers) -> StopDelta {
+    let summary = answers.summary(0);
+    let is_context_full = summary.is_some_and(|summary| summary.context_used >= summary.context);
+    let stop_sequence = answers.stop_string(0).filter(|_| finish == Finish::Stop).map(str::to_string);
+    let stop_reason = match finish {
+        Finish::ToolCalls => "tool_use",
+        Finish::Length if is_context_full => "model_context_window_exceeded",
+        Finish::Length => "max_tokens",
+        Finish::Stop if stop_sequence.is_some() => "stop_sequence",
+        Finish::Stop => "end_turn",
+    };
+    StopDelta { stop_reason: Some(stop_reason), stop_sequence }
+}
+
+/// Writes the events of a stream.
+struct MessageWriter {
+    progress: Progress,
+    request_id: String,
+}
+
+impl EventWriter for MessageWriter {
+    fn begin(&mut self, out: &mut EventBuffer) {
+        out.send(Event::MessageStart { message: &self.progress.message });
+        out.send(Event::Ping {});
+    }
+
+    fn write(&mut self, _index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer) {
+        self.progress.push(pieces, answers, out);
+    }
+
+    fn finish(&mut self, answers: &Answers, out: &mut EventBuffer) {
+        let usage = answers.usage().into();
+        out.send(Event::MessageDelta { delta: &self.progress.message.stop, usage });
+        out.send(Event::MessageStop {});
+    }
+
+    fn fail(&mut self, error: &ApiError, _answers: &Answers, out: &mut EventBuffer) {
+        out.push_named("error", &MessagesError::new(error, &self.request_id));
+    }
+
+    /// The last event of the API has a name, so no marker follows.
+    fn end(&mut self, _out: &mut EventBuffer) {}
+
+    fn keep_alive(&mut self, out: &mut EventBuffer) {
+        out.send(Event::Ping {});
+    }
+}

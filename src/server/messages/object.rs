@@ -1,0 +1,55 @@
+//! The message of a response.
+
+use serde::Serialize;
+
+use super::block::Block;
+use crate::server::usage::Usage;
+
+/// A whole response.
+#[derive(Serialize)]
+pub struct MessageObject {
+    pub id: String,
+    #[serde(rename = "type")]
+    pub kind: &'static str,
+    pub role: &'static str,
+    pub model: String,
+    pub content: Vec<Block>,
+    #[serde(flatten)]
+    pub stop: StopDelta,
+    pub usage: MessagesUsage,
+}
+
+/// The token counts of a response. Unlike in OpenAI's API, `input_tokens` leaves out the cached tokens.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct MessagesUsage {
+    input_tokens: usize,
+    cache_creation_input_tokens: usize,
+    cache_read_input_tokens: usize,
+    output_tokens: usize,
+    output_tokens_details: OutputDetails,
+}
+
+#[derive(Clone, Copy, Debug, Serialize)]
+struct OutputDetails {
+    thinking_tokens: usize,
+}
+
+impl From<Usage> for MessagesUsage {
+    fn from(usage: Usage) -> Self {
+        let cached = usage.prompt_tokens_details.cached_tokens;
+        Self {
+            input_tokens: usage.prompt_tokens - cached,
+            cache_creation_input_tokens: 0,
+            cache_read_input_tokens: cached,
+            output_tokens: usage.completion_tokens,
+            output_tokens_details: OutputDetails { thinking_tokens: usage.completion_tokens_details.reasoning_tokens },
+        }
+    }
+}
+
+/// Why a message ended. Both fields are null while it is in progress.
+#[derive(Default, Serialize)]
+pub struct StopDelta {
+    pub stop_reason: Option<&'static str>,
+    pub stop_sequence: Option<String>,
+}

@@ -1,0 +1,197 @@
+//! Reads the body of a request for a message.
+
+use serde_json::{Value, json};
+
+use super::conversation;
+use crate::chat::{Message, ReasoningEffort, RenderOptions};
+use crate::engine::{EngineHandle, GenerateOptions, Grammar};
+use crate::server::body::Fields;
+use crate::server::chat::{MAX_TOOLS, ToolChoice, Tools, check_function};
+use crate::server::constraint::read_output_format;
+use crate::server::error::ApiError;
+use crate::server::generate_options;
+use crate::server::state::Server;
+
+/// The most stop sequences, and the maximum size of one in bytes.
+const MAX_STOPS: usize = 16;
+const MAX_STOP_BYTES: usize = 1024;
+
+/// The largest thinking budgets, in tokens, that count as low and medium effort.
+const LOW_BUDGET: i64 = 4096;
+const MEDIUM_BUDGET: i64 = 16384;
+
+/// Fields of other APIs and services that would change the output, with the values that have no effect and a hint.
+const REFUSED: &[(&str, &str, &str)] = &[
+    ("container", "null", ""),
+    ("context_management", "null", "inferno never shortens a conversation"),
+    ("functions", "[]", "use 'tools'"),
+    ("max_completion_tokens", "null", "use 'max_tokens'"),
+    ("mcp_servers", "[]", ""),
+    ("n", "1", ""),
+    ("output_format", "null", "use 'output_config.format'"),
+    ("reasoning_effort", "null", "use 'output_config.effort'"),
+    ("response_format", "{\"type\":\"text\"}", "use 'output_config.format'"),
+    ("stop", "null", "use 'stop_sequences'"),
+];
+
+/// A request for a message.
+pub struct MessagesRequest {
+    pub messages: Vec<Message>,
+    pub render: RenderOptions,
+    /// The options, without a limit on tokens.
+    pub options: GenerateOptions,
+    pub shows_thinking: bool,
+    pub can_call_in_parallel: bool,
+    pub is_stream: bool,
+    /// Fields of the request without effect.
+    pub ignored: Vec<String>,
+}
+
+/// Reads `max_tokens`, which the API requires.
+pub fn read_max_tokens(fields: &mut Fields) -> Result<usize, ApiError> {
+    let tokens = fields.take_integer("max_tokens", 1..=i64::from(u32::MAX))?;
+    tokens.map(|tokens| tokens as usize).ok_or_else(|| fields.invalid("max_tokens", "expected a number of tokens"))
+}
+
+impl MessagesRequest {
+    /// Reads the fields of a request.
+    pub fn read(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
+        let fields_ref = &mut fields;
+        generate_options::check_model(fields_ref, server)?;
+        for (name, neutral, hint) in REFUSED {
+            let neutral: Vec<Value> = serde_json::from_str(neutral).into_iter().collect();
+            fields_ref.refuse(name, &neutral, hint)?;
+        }
+        let messages = conversation::read(fields_ref)?;
+        let (tools, can_call_in_parallel) = read_tools(fields_ref)?;
+        let (thinking, shows_thinking) = read_thinking(fields_ref)?;
+        let (effort, format) = read_output_config(fields_ref)?;
+        let stop = read_stop(fields_ref)?;
+        let is_stream = fields_ref.take_bool("stream")?.unwrap_or(false);
+        let mut options = generate_options::read(fields_ref, server, engine)?;
+        options.stop = stop;
+        let structured = options.constraint.take().and_then(|constraint| constraint.answer);
+        if format.is_some() && structured.is_some() {
+            return Err(fields.invalid("structured_outputs", "cannot be combined with 'output_config.format'"));
+        }
+        options.constraint = tools.constraint(format.or(structured), can_call_in_parallel);
+        let render = RenderOptions {
+            tools: tools.shown,
+            reasoning_effort: effort.or(thinking).unwrap_or_default(),
+            date: jiff::Zoned::now().strftime("%Y-%m-%d").to_string(),
+            add_generation_prompt: true,
+        };
+        let ignored = fields.ignored();
+        Ok(Self { messages, render, options, shows_thinking, can_call_in_parallel, is_stream, ignored })
+    }
+}
+
+/// Reads `tools` and `tool_choice`. Also returns whether the model may call several tools at once.
+///
+/// Tools that the service would run, or whose schema only the service knows, are left out and named as ignored.
+fn read_tools(fields: &mut Fields) -> Result<(Tools, bool), ApiError> {
+    let items = fields.take_array("tools")?.unwrap_or_default();
+    if items.len() > MAX_TOOLS {
+        return Err(fields.invalid("tools", format!("expected at most {MAX_TOOLS} tools")));
+    }
+    let mut functions = Vec::new();
+    for (index, item) in items.into_iter().enumerate() {
+        let mut tool = Fields::nested(&format!("tools[{index}]"), item.clone())?;
+        if let Some(kind) = tool.take_string("type")?.filter(|kind| kind != "custom") {
+            fields.ignore(format!("tools[] ({kind})"));
+            continue;
+        }
+        let schema = tool.take("input_schema").filter(Value::is_object);
+        let schema = schema.ok_or_else(|| tool.invalid("input_schema", "expected a JSON schema"))?;
+        check_function(&mut tool)?;
+        tool.ignored().into_iter().for_each(|name| fields.ignore(name));
+        let mut function = json!({ "name": item["name"] });
+        for key in ["description", "strict"] {
+            if !item[key].is_null() {
+                function[key] = item[key].clone();
+            }
+        }
+        function["parameters"] = schema;
+        functions.push(json!({ "type": "function", "function": function }));
+    }
+    let (mut choice, mut can_call_in_parallel) = (ToolChoice::Auto, true);
+    if let Some(mut nested) = fields.take_object("tool_choice")? {
+        can_call_in_parallel = !nested.take_bool("disable_parallel_tool_use")?.unwrap_or(false);
+        choice = match (nested.take_string("type")?.as_deref(), nested.take_string("name")?) {
+            (Some("auto"), None) => ToolChoice::Auto,
+            (Some("any"), None) => ToolChoice::Required,
+            (Some("none"), None) => ToolChoice::None,
+            (Some("tool"), Some(name)) => ToolChoice::Named(name),
+            _ => return Err(nested.invalid("type", "expected auto, any, none, or tool with a name")),
+        };
+        nested.ignored().into_iter().for_each(|name| fields.ignore(name));
+    }
+    Ok((Tools::new(fields, functions, choice)?, can_call_in_parallel))
+}
+
+/// Reads `thinking`. Returns the effort that its budget stands for, and whether the answer contains the thinking.
+fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool), ApiError> {
+    let Some(mut thinking) = fields.take_object("thinking")? else { return Ok((None, false)) };
+    let kind = thinking.take_string("type")?;
+    let budget = thinking.take_integer("budget_tokens", 1..=i64::from(u32::MAX))?;
+    let display = thinking.take_string("display")?;
+    let shows_thinking = match display.as_deref() {
+        None | Some("summarized") => true,
+        Some("omitted") => false,
+        Some(_) => return Err(thinking.invalid("display", "expected summarized or omitted")),
+    };
+    thinking.ignored().into_iter().for_each(|name| fields.ignore(name));
+    let effort = budget.map(|budget| {
+        if budget <= LOW_BUDGET {
+            ReasoningEffort::Low
+        } else if budget <= MEDIUM_BUDGET {
+            ReasoningEffort::Medium
+        } else {
+            ReasoningEffort::High
+        }
+    });
+    match (kind.as_deref(), budget, effort) {
+        (Some("enabled"), Some(budget), Some(effort)) => {
+            fields.ignore(format!("thinking.budget_tokens ({budget} as {effort})"));
+            Ok((Some(effort), shows_thinking))
+        }
+        (Some("enabled"), ..) => Err(fields.invalid("thinking.budget_tokens", "expected a number of tokens")),
+        (Some("adaptive"), ..) => Ok((None, shows_thinking)),
+        // The model thinks in any case.
+        (Some("disabled"), ..) => {
+            fields.ignore("thinking (disabled as hidden)".to_string());
+            Ok((Some(ReasoningEffort::Low), false))
+        }
+        _ => Err(fields.invalid("thinking.type", "expected enabled, adaptive or disabled")),
+    }
+}
+
+/// Reads `output_config`. Returns the effort and the grammar of the answer.
+fn read_output_config(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, Option<Grammar>), ApiError> {
+    let Some(mut config) = fields.take_object("output_config")? else { return Ok((None, None)) };
+    let effort = match config.take_string("effort")?.as_deref() {
+        None => None,
+        Some("low") => Some(ReasoningEffort::Low),
+        Some("medium") => Some(ReasoningEffort::Medium),
+        Some("high") => Some(ReasoningEffort::High),
+        Some(effort @ ("xhigh" | "max")) => {
+            fields.ignore(format!("output_config.effort ({effort} as high)"));
+            Some(ReasoningEffort::High)
+        }
+        Some(_) => return Err(config.invalid("effort", "expected low, medium, high, xhigh or max")),
+    };
+    let format = read_output_format(&mut config)?;
+    config.ignored().into_iter().for_each(|name| fields.ignore(name));
+    Ok((effort, format))
+}
+
+/// Reads `stop_sequences`.
+fn read_stop(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
+    let items = fields.take_array("stop_sequences")?.unwrap_or_default();
+    let stops: Option<Vec<String>> = items.iter().map(|item| item.as_str().map(str::to_string)).collect();
+    let is_valid = |stop: &String| (1..=MAX_STOP_BYTES).contains(&stop.len());
+    let stops = stops.filter(|stops| stops.len() <= MAX_STOPS && stops.iter().all(is_valid));
+    stops.ok_or_else(|| {
+        fields.invalid("stop_sequences", format!("expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_BYTES} bytes"))
+    })
+}
