@@ -135,6 +135,11 @@ impl Fields {
         self.map.remove(name).filter(|value| !value.is_null())
     }
 
+    /// Adds or replaces a field.
+    pub fn put(&mut self, name: &str, value: Value) {
+        self.map.insert(name.to_string(), value);
+    }
+
     pub fn take_bool(&mut self, name: &str) -> Result<Option<bool>, ApiError> {
         let value = self.take(name);
         value.map(|value| value.as_bool().ok_or_else(|| self.invalid(name, "expected true or false"))).transpose()

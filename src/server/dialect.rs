@@ -44,6 +44,18 @@ impl<'a> MessagesError<'a> {
     }
 }
 
+/// An error in the shape of ollama's API.
+#[derive(Serialize)]
+pub struct OllamaError {
+    error: String,
+}
+
+impl OllamaError {
+    pub fn new(error: &ApiError) -> Self {
+        Self { error: error.message() }
+    }
+}
+
 /// Changes a response if its route belongs to another API than OpenAI's: writes an error again, and adds the header with
 /// the id of the request that Anthropic's clients read.
 pub fn adapt(path: &str, request_id: &str, mut response: Response) -> Response {
@@ -56,6 +68,7 @@ pub fn adapt(path: &str, request_id: &str, mut response: Response) -> Response {
     }
     let Some(error) = response.extensions_mut().remove::<ApiError>() else { return response };
     let body = match () {
+        _ if is_below("/api") => serde_json::to_string(&OllamaError::new(&error)),
         _ if is_message => serde_json::to_string(&MessagesError::new(&error, request_id)),
         _ => return response,
     };

@@ -21,8 +21,16 @@ use super::generation::Answers;
 /// The size in bytes after which a batch of events is sent, although more events are ready.
 const BATCH_BYTES: usize = 16 << 10;
 
+/// The content type of server-sent events.
+const EVENT_STREAM: &str = "text/event-stream; charset=utf-8";
+
 /// Writes the events of one API.
 pub trait EventWriter: Send + 'static {
+    /// Returns the content type of the stream.
+    fn content_type(&self) -> &'static str {
+        EVENT_STREAM
+    }
+
     /// Writes the events before the first token.
     fn begin(&mut self, _out: &mut EventBuffer) {}
 
@@ -67,6 +75,14 @@ impl EventBuffer {
         self.push(event);
     }
 
+    /// Adds an object on a line of its own, without the fields of an event.
+    pub fn push_line(&mut self, object: &impl Serialize) {
+        if let Ok(json) = serde_json::to_string(object) {
+            self.0.push_str(&json);
+            self.0.push('\n');
+        }
+    }
+
     fn push_text(&mut self, text: &str) {
         // Writing to a string cannot fail.
         let _ = write!(self.0, "data: {text}\n\n");
@@ -81,6 +97,7 @@ impl EventBuffer {
 pub fn response(answers: Answers, mut writer: impl EventWriter, ping: Duration) -> Response {
     let mut buffer = EventBuffer::default();
     writer.begin(&mut buffer);
+    let content_type = writer.content_type();
     let events = EventStream {
         answers: Some(answers),
         writer: Box::new(writer),
@@ -90,7 +107,7 @@ pub fn response(answers: Answers, mut writer: impl EventWriter, ping: Duration) 
     };
     let mut response = Response::new(Body::from_stream(events));
     let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     // Proxies such as nginx would otherwise collect the events.
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));

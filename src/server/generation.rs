@@ -3,7 +3,7 @@
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures_core::Stream;
 use tokio::sync::oneshot;
@@ -132,6 +132,11 @@ impl Answers {
 
     pub fn engine(&self) -> &EngineHandle {
         &self.engine
+    }
+
+    /// Returns the time since the request was submitted.
+    pub fn elapsed(&self) -> Duration {
+        self.submitted.elapsed()
     }
 
     /// Returns the stop string that ended an answer.

@@ -4,7 +4,7 @@
 //! or folder:
 //!
 //! - `chat/`, `completions/`, `responses/`, `admission`, `models`, `tokenize`, `health`: the routes
-//! - `messages/`: the routes of Anthropic's API; `dialect`: its errors
+//! - `messages/`, `ollama/`: the routes of Anthropic's and ollama's API; `dialect`: their errors
 //! - `body`, `generate_options`, `constraint`: read request fields
 //! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
 //! - `router`, `auth`, `log`, `listener`, `tls`, `write_limit`: everything around a route
@@ -31,6 +31,7 @@ mod log;
 mod messages;
 mod metrics;
 mod models;
+mod ollama;
 mod options;
 mod page;
 mod reply;

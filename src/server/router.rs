@@ -14,7 +14,7 @@ use super::auth::Access;
 use super::error::ApiError;
 use super::log::RequestLog;
 use super::state::Server;
-use super::{admission, chat, completions, dialect, health, ids, messages, models, page, responses, tokenize};
+use super::{admission, chat, completions, dialect, health, ids, messages, models, ollama, page, responses, tokenize};
 
 /// The header that identifies a request in logs. Clients may choose the id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -43,6 +43,14 @@ pub fn router(server: &Arc<Server>) -> Router {
         .route("/v1/admission", post(admission::preview))
         .route("/v1/messages", post(messages::create))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/api/chat", post(ollama::chat))
+        .route("/api/generate", post(ollama::generate))
+        .route("/api/tags", get(ollama::tags))
+        .route("/api/ps", get(ollama::running))
+        .route("/api/show", post(ollama::show))
+        .route("/api/version", get(ollama::version))
+        .route("/api/pull", post(ollama::pull))
+        .route("/api/embed", post(no_embeddings))
         .route("/v1/embeddings", post(no_embeddings))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))

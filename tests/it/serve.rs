@@ -11,6 +11,7 @@ mod hostile;
 mod lifecycle;
 mod loading;
 mod messages;
+mod ollama;
 mod remote_play;
 mod response_fields;
 mod responses;

@@ -1,0 +1,131 @@
+//! The routes of ollama's API: `/api/chat`, `/api/generate` and the routes about models.
+//!
+//! A request becomes a conversation for the engine, as in a chat completion. The pieces of the answer become JSON objects,
+//! one per line.
+//!
+//! Source: ollama's `docs/api.md`, and the types of the package `ollama` 0.6.3 (PyPI).
+
+mod conversation;
+mod models;
+mod request;
+mod response;
+
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::extract::{Request, State};
+use axum::response::Response;
+
+use super::body::{Fields, json_response, read_json};
+use super::choice::Pieces;
+use super::error::ApiError;
+use super::event_stream::{self, EventBuffer, EventWriter};
+use super::generation::{self, Answers, Job};
+use super::log::RequestLog;
+use super::reply;
+use super::state::Server;
+use crate::engine::EngineHandle;
+use request::OllamaRequest;
+use response::{Route, Text, load_response, part};
+
+pub use models::{pull, running, show, tags, version};
+
+/// The content type of streams: one JSON object per line.
+const LINES: &str = "application/x-ndjson";
+
+/// Answers a conversation.
+pub async fn chat(
+    State(server): State<Arc<Server>>,
+    Extension(log): Extension<Arc<RequestLog>>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    generate_with(Route::Chat, OllamaRequest::read_chat, &server, log, request).await
+}
+
+/// Answers a prompt, or continues it as plain text.
+pub async fn generate(
+    State(server): State<Arc<Server>>,
+    Extension(log): Extension<Arc<RequestLog>>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    generate_with(Route::Generate, OllamaRequest::read_generate, &server, log, request).await
+}
+
+/// A function that reads the body of a request.
+type Read = fn(Fields, &Server, &EngineHandle) -> Result<OllamaRequest, ApiError>;
+
+async fn generate_with(
+    route: Route,
+    read: Read,
+    server: &Arc<Server>,
+    log: Arc<RequestLog>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let engine = server.open_model()?.clone();
+    let headers = request.headers().clone();
+    let fields = read_json(request, &server.options.timeouts).await?;
+    let OllamaRequest { request, has_logprobs, shows_thinking, is_stream, ignored } = read(fields, server, &engine)?;
+    reply::check_strict(&headers, &ignored)?;
+    // Clients send a request without a prompt to load the model.
+    let Some(request) = request else {
+        let response = json_response(&load_response(route, &server.options.model))?;
+        return Ok(reply::with_ignored(response, &ignored));
+    };
+    let job = Job {
+        requests: vec![request],
+        choices: 1,
+        can_call_in_parallel: true,
+        must_call_named: false,
+        is_stream,
+        prompt_field: route.prompt_field(),
+    };
+    let mut answers = generation::submit(server, log, job).await?;
+    let text = Text::new(shows_thinking, has_logprobs);
+    let mut writer = LineWriter { route, model: server.options.model.clone(), text };
+    let response = if is_stream {
+        event_stream::response(answers, writer, server.options.timeouts.ping)
+    } else {
+        while let Some(next) = answers.next().await {
+            next?.1.pieces.into_iter().for_each(|piece| writer.text.push(piece, &answers));
+        }
+        json_response(&part(route, &writer.model, writer.text.take(), Some(&answers)))?
+    };
+    Ok(reply::with_ignored(response, &ignored))
+}
+
+/// Writes the lines of a stream.
+struct LineWriter {
+    route: Route,
+    model: String,
+    /// The text that was not sent. Calls are sent as a whole, at the end.
+    text: Text,
+}
+
+impl EventWriter for LineWriter {
+    fn content_type(&self) -> &'static str {
+        LINES
+    }
+
+    fn write(&mut self, _index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer) {
+        pieces.pieces.into_iter().for_each(|piece| self.text.push(piece, answers));
+        let text = if pieces.finish.is_some() { Some(self.text.take()) } else { self.text.take_text() };
+        if let Some(text) = text.filter(|text| !text.is_empty()) {
+            out.push_line(&part(self.route, &self.model, text, None));
+        }
+    }
+
+    fn finish(&mut self, answers: &Answers, out: &mut EventBuffer) {
+        out.push_line(&part(self.route, &self.model, self.text.take(), Some(answers)));
+    }
+
+    fn fail(&mut self, error: &ApiError, _answers: &Answers, out: &mut EventBuffer) {
+        out.push_line(&super::dialect::OllamaError::new(error));
+    }
+
+    fn end(&mut self, _out: &mut EventBuffer) {}
+
+    /// Sends a line without text, because lines have no comments.
+    fn keep_alive(&mut self, out: &mut EventBuffer) {
+        out.push_line(&part(self.route, &self.model, Text::new(false, false).take(), None));
+    }
+}

@@ -1,0 +1,180 @@
+//! `/api/tags`, `/api/ps`, `/api/show`, `/api/version` and `/api/pull`.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::http::HeaderValue;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::{IntoResponse, Response};
+use ring::digest::{SHA256, digest};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use super::LINES;
+use super::request::check_model;
+use crate::chat::{ChatFormat, Message, RenderOptions};
+use crate::engine::EngineHandle;
+use crate::server::body::{json_response, read_json};
+use crate::server::error::ApiError;
+use crate::server::ids;
+use crate::server::reply;
+use crate::server::state::Server;
+use crate::text;
+
+/// The version of ollama whose API this is. Clients such as Codex require it. The build metadata names the program.
+const VERSION: &str = concat!("0.13.4+inferno.", env!("CARGO_PKG_VERSION"));
+
+#[derive(Serialize)]
+struct Details {
+    parent_model: &'static str,
+    format: &'static str,
+    family: &'static str,
+    families: [&'static str; 1],
+    parameter_size: String,
+    quantization_level: String,
+}
+
+#[derive(Serialize)]
+struct Model<'a> {
+    name: &'a str,
+    model: &'a str,
+    size: u64,
+    digest: String,
+    details: Details,
+    #[serde(flatten)]
+    state: ModelState,
+}
+
+/// The fields that differ between the list of models and the list of loaded models.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum ModelState {
+    Stored { modified_at: String },
+    Loaded { expires_at: String, size_vram: u64, context_length: usize },
+}
+
+#[derive(Serialize)]
+struct Models<'a> {
+    models: [Model<'a>; 1],
+}
+
+fn details(engine: &EngineHandle) -> Details {
+    let info = engine.info();
+    Details {
+        parent_model: "",
+        format: "",
+        family: info.family,
+        families: [info.family],
+        parameter_size: text::parameter_count(info.parameters),
+        quantization_level: info.quantization.clone().unwrap_or_else(|| format!("{:?}", info.dtype).to_uppercase()),
+    }
+}
+
+fn models(server: &Server, state: ModelState) -> Result<Response, ApiError> {
+    let (engine, name) = (server.model()?, server.options.model.as_str());
+    let model = Model {
+        name,
+        model: name,
+        size: engine.info().weight_bytes,
+        // ollama has the hash of a manifest here. Clients only compare it.
+        digest: ids::hex(digest(&SHA256, name.as_bytes()).as_ref()),
+        details: details(engine),
+        state,
+    };
+    json_response(&Models { models: [model] })
+}
+
+/// Returns the time at which the server started.
+fn started(server: &Server) -> String {
+    let seconds = i64::try_from(server.created).unwrap_or_default();
+    jiff::Timestamp::from_second(seconds).unwrap_or_default().to_string()
+}
+
+/// Lists the served model.
+pub async fn tags(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
+    models(&server, ModelState::Stored { modified_at: started(&server) })
+}
+
+/// Lists the served model, which is always loaded.
+pub async fn running(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
+    let info = server.model()?.info().clone();
+    let size_vram = if info.device.compute_capability.is_some() { info.weight_bytes + info.cache_bytes } else { 0 };
+    // The model stays loaded until the server ends. Clients expect a date.
+    let expires_at = "2999-12-31T00:00:00Z".to_string();
+    models(&server, ModelState::Loaded { expires_at, size_vram, context_length: info.context })
+}
+
+/// Returns the version of the API.
+pub async fn version() -> Result<Response, ApiError> {
+    json_response(&json!({ "version": VERSION }))
+}
+
+/// Describes the served model.
+pub async fn show(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
+    let engine = server.model()?.clone();
+    let headers = request.headers().clone();
+    let mut fields = read_json(request, &server.options.timeouts).await?;
+    check_model(&mut fields, &server)?;
+    let ignored = fields.ignored();
+    reply::check_strict(&headers, &ignored)?;
+    let handle = engine.clone();
+    let capabilities = tokio::task::spawn_blocking(move || capabilities(&handle)).await;
+    let capabilities = capabilities.map_err(|panic| ApiError::internal(format!("cannot render: {panic}")))?;
+    let info = engine.info();
+    let mut model_info = json!({
+        "general.architecture": info.family,
+        "general.parameter_count": info.parameters,
+    });
+    model_info[format!("{}.context_length", info.family)] = json!(info.context);
+    let response = json_response(&json!({
+        "modelfile": format!("FROM {}\n", server.options.model),
+        "parameters": "",
+        "template": "",
+        "license": "",
+        "details": details(&engine),
+        "model_info": model_info,
+        "capabilities": capabilities,
+        "modified_at": started(&server),
+    }))?;
+    Ok(reply::with_ignored(response, &ignored))
+}
+
+/// Returns what the model can do. It can call tools if its chat format shows them.
+fn capabilities(engine: &EngineHandle) -> Vec<&'static str> {
+    let mut capabilities = vec!["completion"];
+    let Some(chat) = engine.language().chat.as_ref() else { return capabilities };
+    let tool = json!({ "type": "function", "function": { "name": "f", "parameters": { "type": "object" } } });
+    let length = |tools: Vec<Value>| {
+        let render = RenderOptions {
+            tools,
+            reasoning_effort: Default::default(),
+            date: "2000-01-01".to_string(),
+            add_generation_prompt: true,
+        };
+        engine.render(&[Message::user("Hi")], &render).map_or(0, |rendered| rendered.ids.len())
+    };
+    if length(vec![tool]) > length(Vec::new()) {
+        capabilities.push("tools");
+    }
+    let has_thoughts = engine.tokenizer().token_id("<think>").is_some();
+    if matches!(chat, ChatFormat::Harmony(_)) || has_thoughts {
+        capabilities.push("thinking");
+    }
+    capabilities
+}
+
+/// Succeeds for the served model, which is already there.
+pub async fn pull(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
+    let headers = request.headers().clone();
+    let mut fields = read_json(request, &server.options.timeouts).await?;
+    check_model(&mut fields, &server)?;
+    let is_stream = fields.take_bool("stream")?.unwrap_or(true);
+    let ignored = fields.ignored();
+    reply::check_strict(&headers, &ignored)?;
+    let mut response = json_response(&json!({ "status": "success" }))?;
+    if is_stream {
+        response = "{\"status\":\"pulling manifest\"}\n{\"status\":\"success\"}\n".into_response();
+        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(LINES));
+    }
+    Ok(reply::with_ignored(response, &ignored))
+}

@@ -1,0 +1,170 @@
+//! Reads the body of a request for an answer.
+
+use serde_json::{Value, json};
+
+use super::conversation;
+use crate::chat::{Message, ReasoningEffort, RenderOptions};
+use crate::engine::{EngineHandle, GenerateOptions, Grammar, GrammarKind, Request};
+use crate::server::body::Fields;
+use crate::server::chat::{Tools, read_tools};
+use crate::server::constraint::named;
+use crate::server::error::ApiError;
+use crate::server::generate_options;
+use crate::server::state::Server;
+
+/// Options that would change the output, with the values that have no effect.
+const REFUSED_OPTIONS: &[(&str, &[&str])] =
+    &[("mirostat", &["0"]), ("typical_p", &["1", "1.0"]), ("tfs_z", &["1", "1.0"])];
+
+/// A request for an answer.
+pub struct OllamaRequest {
+    /// `None` if the request has no prompt.
+    pub request: Option<Request>,
+    pub has_logprobs: bool,
+    pub shows_thinking: bool,
+    pub is_stream: bool,
+    /// Fields of the request without effect.
+    pub ignored: Vec<String>,
+}
+
+/// Reads `model`, or `name`. The tag `latest` is optional, as in ollama. Fails if the server does not serve the model.
+pub fn check_model(fields: &mut Fields, server: &Server) -> Result<(), ApiError> {
+    let (model, name) = (fields.take_string("model")?, fields.take_string("name")?);
+    let served = &server.options.model;
+    let model = model.or(name).ok_or_else(|| fields.invalid("model", "expected the name of a model"))?;
+    match model == *served || model.strip_suffix(":latest") == Some(served) {
+        true => Ok(()),
+        false => Err(ApiError::unknown_model(format!("model '{model}' not found: this server serves '{served}'"))),
+    }
+}
+
+impl OllamaRequest {
+    /// Reads a request to `/api/chat`.
+    pub fn read_chat(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
+        check_model(&mut fields, server)?;
+        let messages = conversation::read(&mut fields)?;
+        let tools = read_tools(&mut fields)?;
+        Shared::read(&mut fields, server, engine)?.finish(fields, messages.map(Prompt::Chat), tools)
+    }
+
+    /// Reads a request to `/api/generate`.
+    pub fn read_generate(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
+        let fields_ref = &mut fields;
+        check_model(fields_ref, server)?;
+        fields_ref.refuse("images", &[json!([])], "only text is supported")?;
+        fields_ref.refuse("suffix", &[json!("")], "")?;
+        fields_ref.refuse("template", &[json!("")], "the model has its own chat format")?;
+        fields_ref.refuse("context", &[json!([])], "use /api/chat")?;
+        let (prompt, system) = (fields_ref.take_string("prompt")?, fields_ref.take_string("system")?);
+        let is_raw = fields_ref.take_bool("raw")?.unwrap_or(false);
+        let prompt = prompt.filter(|prompt| !prompt.is_empty()).map(|prompt| match is_raw {
+            true => Prompt::Text(prompt),
+            false => {
+                let system = system.filter(|text| !text.is_empty()).map(Message::system);
+                Prompt::Chat(system.into_iter().chain([Message::user(prompt)]).collect())
+            }
+        });
+        Shared::read(fields_ref, server, engine)?.finish(fields, prompt, Tools::default())
+    }
+}
+
+enum Prompt {
+    Chat(Vec<Message>),
+    Text(String),
+}
+
+/// The fields that both routes have.
+struct Shared {
+    options: GenerateOptions,
+    format: Option<Grammar>,
+    effort: ReasoningEffort,
+    shows_thinking: bool,
+    is_stream: bool,
+}
+
+impl Shared {
+    fn read(fields: &mut Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
+        let (effort, shows_thinking) = read_think(fields)?;
+        let format = read_format(fields)?;
+        let is_stream = fields.take_bool("stream")?.unwrap_or(true);
+        let mut nested = match fields.take_object("options")? {
+            Some(options) => options,
+            None => Fields::nested("options", json!({}))?,
+        };
+        for (name, neutral) in REFUSED_OPTIONS {
+            let neutral: Vec<Value> = neutral.iter().filter_map(|text| serde_json::from_str(text).ok()).collect();
+            nested.refuse(name, &neutral, "")?;
+        }
+        // A negative number means no limit.
+        let limit = nested.take_integer("num_predict", -2..=i64::from(u32::MAX))?;
+        if let Some(penalty) = nested.take("repeat_penalty") {
+            nested.put("repetition_penalty", penalty);
+        }
+        let mut options = generate_options::read(&mut nested, server, engine)?;
+        options.max_tokens = limit.and_then(|limit| usize::try_from(limit).ok());
+        nested.ignored().into_iter().for_each(|name| fields.ignore(name));
+        let has_logprobs = fields.take_bool("logprobs")?.unwrap_or(false);
+        let top_logprobs = fields.take_integer("top_logprobs", 0..=20)?.unwrap_or(0) as usize;
+        options.logprobs = (has_logprobs || top_logprobs > 0).then_some(top_logprobs);
+        Ok(Self { options, format, effort, shows_thinking, is_stream })
+    }
+
+    fn finish(mut self, fields: Fields, prompt: Option<Prompt>, tools: Tools) -> Result<OllamaRequest, ApiError> {
+        let structured = self.options.constraint.take().and_then(|constraint| constraint.answer);
+        if self.format.is_some() && structured.is_some() {
+            return Err(fields.invalid("options.structured_outputs", "cannot be combined with 'format'"));
+        }
+        self.options.constraint = tools.constraint(self.format.or(structured), true);
+        let has_logprobs = self.options.logprobs.is_some();
+        let render = RenderOptions {
+            tools: tools.shown,
+            reasoning_effort: self.effort,
+            date: jiff::Zoned::now().strftime("%Y-%m-%d").to_string(),
+            add_generation_prompt: true,
+        };
+        let request = prompt.map(|prompt| match prompt {
+            Prompt::Chat(messages) => Request::chat(messages).render(render),
+            Prompt::Text(text) => Request::text(text),
+        });
+        Ok(OllamaRequest {
+            request: request.map(|request| request.options(self.options)),
+            has_logprobs,
+            shows_thinking: self.shows_thinking,
+            is_stream: self.is_stream,
+            ignored: fields.ignored(),
+        })
+    }
+}
+
+/// Reads `think`. Returns the effort, and whether the answer contains the thinking.
+fn read_think(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> {
+    let think = fields.take("think");
+    let effort = ReasoningEffort::default();
+    match think.as_ref().map(|think| (think.as_bool(), think.as_str())) {
+        None | Some((Some(true), _)) => Ok((effort, true)),
+        // The model thinks in any case.
+        Some((Some(false), _)) => {
+            fields.ignore("think (false as hidden)".to_string());
+            Ok((ReasoningEffort::Low, false))
+        }
+        Some((_, Some("max"))) => {
+            fields.ignore("think (max as high)".to_string());
+            Ok((ReasoningEffort::High, true))
+        }
+        Some((_, text)) => match text.unwrap_or_default().parse() {
+            Ok(effort) => Ok((effort, true)),
+            Err(_) => Err(fields.invalid("think", "expected true, false, low, medium, high or max")),
+        },
+    }
+}
+
+/// Reads `format`. Returns `None` if the answer may be any text.
+fn read_format(fields: &mut Fields) -> Result<Option<Grammar>, ApiError> {
+    match fields.take("format") {
+        None => Ok(None),
+        Some(Value::String(format)) if format.is_empty() => Ok(None),
+        Some(Value::String(format)) if format == "json" => Ok(Some(named("format", GrammarKind::JsonObject))),
+        Some(schema @ Value::Object(_)) => Ok(Some(named("format", GrammarKind::JsonSchema(schema)))),
+        Some(_) => Err(fields.invalid("format", "expected 'json' or a JSON schema")),
+    }
+}

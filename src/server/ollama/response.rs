@@ -1,0 +1,203 @@
+//! The objects of a response, whole and streamed.
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use crate::engine::FinishReason;
+use crate::server::chat::{TokenLogprob, scored_tokens};
+use crate::server::choice::Piece;
+use crate::server::generation::Answers;
+
+/// A route that generates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Route {
+    Chat,
+    Generate,
+}
+
+impl Route {
+    /// Returns the field with the prompt.
+    pub fn prompt_field(self) -> &'static str {
+        match self {
+            Self::Chat => "messages",
+            Self::Generate => "prompt",
+        }
+    }
+}
+
+/// A part of an answer, or the whole answer.
+#[derive(Serialize)]
+pub struct Part<'a> {
+    model: &'a str,
+    created_at: String,
+    #[serde(flatten)]
+    content: Content,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    logprobs: Vec<TokenLogprob>,
+    done: bool,
+    #[serde(flatten)]
+    end: Option<End>,
+}
+
+/// The text of a part.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Content {
+    Chat {
+        message: WireMessage,
+    },
+    Generate {
+        response: String,
+        #[serde(skip_serializing_if = "String::is_empty")]
+        thinking: String,
+    },
+}
+
+#[derive(Serialize)]
+struct WireMessage {
+    role: &'static str,
+    content: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    thinking: String,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<WireCall>,
+}
+
+#[derive(Serialize)]
+struct WireCall {
+    function: WireFunction,
+}
+
+#[derive(Serialize)]
+struct WireFunction {
+    index: usize,
+    name: String,
+    arguments: Value,
+}
+
+/// The fields of the last part. Durations are in nanoseconds.
+#[derive(Serialize)]
+struct End {
+    done_reason: &'static str,
+    #[serde(flatten)]
+    figures: Option<Figures>,
+}
+
+#[derive(Serialize)]
+struct Figures {
+    total_duration: u64,
+    load_duration: u64,
+    prompt_eval_count: usize,
+    prompt_eval_duration: u64,
+    eval_count: usize,
+    eval_duration: u64,
+}
+
+/// Text of an answer that was not sent.
+pub struct Text {
+    shows_thinking: bool,
+    has_logprobs: bool,
+    content: String,
+    thinking: String,
+    logprobs: Vec<TokenLogprob>,
+    /// The names and arguments of calls.
+    calls: Vec<(String, String)>,
+}
+
+impl Text {
+    pub fn new(shows_thinking: bool, has_logprobs: bool) -> Self {
+        let (content, thinking, logprobs, calls) = (String::new(), String::new(), Vec::new(), Vec::new());
+        Self { shows_thinking, has_logprobs, content, thinking, logprobs, calls }
+    }
+
+    /// Adds a piece of the answer.
+    pub fn push(&mut self, piece: Piece, answers: &Answers) {
+        if self.has_logprobs {
+            let entry = |token| TokenLogprob::new(token, answers.engine().tokenizer());
+            self.logprobs.extend(scored_tokens(&piece).iter().map(entry));
+        }
+        match piece {
+            Piece::Reasoning(_) if !self.shows_thinking => {}
+            Piece::Reasoning(text) => self.thinking.push_str(&text),
+            Piece::Content(text, _) => self.content.push_str(&text),
+            Piece::ToolStart { name, .. } => self.calls.push((name, String::new())),
+            Piece::ToolArguments { index, text } => {
+                if let Some((_, arguments)) = self.calls.get_mut(index) {
+                    arguments.push_str(&text);
+                }
+            }
+        }
+    }
+
+    /// Takes everything.
+    pub fn take(&mut self) -> Self {
+        let empty = Self::new(self.shows_thinking, self.has_logprobs);
+        std::mem::replace(self, empty)
+    }
+
+    /// Takes everything but the calls, which may be incomplete.
+    pub fn take_text(&mut self) -> Option<Self> {
+        let calls = std::mem::take(&mut self.calls);
+        let text = self.take();
+        self.calls = calls;
+        Some(text)
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.content.is_empty() && self.thinking.is_empty() && self.calls.is_empty()
+    }
+}
+
+/// Creates a part of an answer. The last part has the figures of the answer.
+pub fn part<'a>(route: Route, model: &'a str, text: Text, ended: Option<&Answers>) -> Part<'a> {
+    let Text { content, thinking, logprobs, calls, .. } = text;
+    let call = |(index, (name, arguments)): (usize, (String, String))| WireCall {
+        function: WireFunction { index, name, arguments: parse(&arguments) },
+    };
+    let content = match route {
+        Route::Chat => {
+            let tool_calls = calls.into_iter().enumerate().map(call).collect();
+            Content::Chat { message: WireMessage { role: "assistant", content, thinking, tool_calls } }
+        }
+        Route::Generate => Content::Generate { response: content, thinking },
+    };
+    Part { model, created_at: now(), content, logprobs, done: ended.is_some(), end: ended.map(end) }
+}
+
+/// Creates the response to a request without a prompt.
+pub fn load_response(route: Route, model: &str) -> Part<'_> {
+    let end = End { done_reason: "load", figures: None };
+    Part { done: true, end: Some(end), ..part(route, model, Text::new(false, false), None) }
+}
+
+fn end(answers: &Answers) -> End {
+    let nanoseconds = |seconds: f64| (seconds * 1e9).round() as u64;
+    let figures = answers.summary(0).map(|summary| {
+        let total_s = answers.elapsed().as_secs_f64();
+        Figures {
+            total_duration: nanoseconds(total_s),
+            // The model is always loaded.
+            load_duration: 0,
+            prompt_eval_count: summary.prompt_tokens,
+            prompt_eval_duration: nanoseconds((summary.ttft_s - summary.queue_s).max(0.0)),
+            eval_count: summary.completion_tokens,
+            eval_duration: nanoseconds((total_s - summary.ttft_s).max(0.0)),
+        }
+    });
+    let is_cut = answers.summary(0).is_some_and(|summary| summary.finish_reason == FinishReason::Length);
+    End { done_reason: if is_cut { "length" } else { "stop" }, figures }
+}
+
+/// Parses the arguments of a call. The API requires an object, so arguments that are none become its only field.
+fn parse(arguments: &str) -> Value {
+    match serde_json::from_str(arguments) {
+        Ok(Value::Object(map)) => Value::Object(map),
+        _ if arguments.trim().is_empty() => Value::Object(Map::new()),
+        _ => serde_json::json!({ "arguments": arguments }),
+    }
+}
+
+/// Returns the current time as in RFC 3339.
+pub fn now() -> String {
+    jiff::Timestamp::now().to_string()
+}
