@@ -1,8 +1,7 @@
 //! `inferno serve`: an HTTP server with OpenAI's API.
 
 use std::io::Write;
-use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
