@@ -110,7 +110,9 @@ impl Drop for RequestLog {
                 tracing::debug!(target: TARGET, id, method, path, status, duration_ms, "request")
             }
             None => {
-                tracing::info!(target: TARGET, id, method, path, status, duration_ms, traceparent, "request")
+                // A client can vanish while its request is being submitted.
+                let finish = (status == CLIENT_CLOSED).then_some("canceled");
+                tracing::info!(target: TARGET, id, method, path, status, duration_ms, finish, traceparent, "request")
             }
         }
     }
