@@ -420,7 +420,7 @@ mod tests {
         assert_eq!(plan.sequences_that_fit(capacity, &device(limit)), sequences);
         // A limit that is too small for one sequence shortens the default context, and rejects a requested one.
         let smallest = Capacity { context: SMALLEST_CONTEXT, chunk: 512 };
-        let plan = self::plan().with_limit(self::plan().bytes(smallest) + (10 << 20));
+        let plan = self::plan().with_limit(self::plan().bytes(smallest) + ARENA_BYTES + (10 << 20));
         assert!(plan.choose(None, &device(80 << 30)).unwrap().context < DEFAULT_CONTEXT);
         assert!(plan.choose(Some(DEFAULT_CONTEXT), &device(80 << 30)).is_err());
         // Kernels count the elements of a cache tensor as an i32.

@@ -394,8 +394,10 @@ impl<'a> Simulator<'a> {
         // A sequence that needs blocks can have no work, if only one of another tenant that just started could give up some.
         let has_work = |id: &SequenceId| !self.has_tenants || plan.work.iter().any(|work| work.id == *id);
         let undone = running.iter().filter(|id| has_work(id) && !is_done(id)).count();
+        // With a grid, the step gives its remaining budget in whole parts, so a chunk can be longer by less than one part.
+        let longest = token_budget.div_ceil(2).max(part) + grid.map_or(0, ChunkGrid::tokens);
         let mut long_chunks = 0;
-        for work in plan.work.iter().filter(|work| work.range.len() > token_budget.div_ceil(2).max(part)) {
+        for work in plan.work.iter().filter(|work| work.range.len() > longest) {
             long_chunks += 1;
             assert!(undone == 0 || undone == 1 && !is_done(&work.id), "{} took the budget of others", work.id);
         }

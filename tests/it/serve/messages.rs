@@ -180,7 +180,7 @@ fn stop_reasons_tell_why_the_answer_ended() {
     assert_eq!(stop(json!({ "stop_sequences": ["never", "KV cache"] })), ("stop_sequence".into(), json!("KV cache")));
     let full = json!({ "max_tokens": 9999, "ignore_eos": true });
     assert_eq!(stop(full), ("model_context_window_exceeded".into(), Value::Null));
-    let calls = json!({ "tools": weather(), "tool_choice": { "type": "any" } });
+    let calls = json!({ "tools": weather(), "tool_choice": { "type": "any", "disable_parallel_tool_use": true } });
     assert_eq!(stop(calls), ("tool_use".into(), Value::Null));
 }
 
