@@ -46,10 +46,10 @@ pub fn parts(
     let opened = |headers: &[(Vec<u32>, PartId)]| -> Vec<(Vec<u32>, PartId)> {
         headers.iter().map(|(header, part)| ([&opening[..], header].concat(), *part)).collect()
     };
-    // In reasoning, the model may not start another message without `<|end|>`, or end the answer that is required.
-    let text = || {
+    // In a text, the model may not start another message without `<|end|>`, or end the answer before a required part.
+    let text = |must_continue: bool| {
         let mut premature = vec![harmony.start, harmony.channel];
-        if is_required {
+        if must_continue {
             premature.extend(request.language.stop_ids());
         }
         let exits = vec![(harmony.end, NEXT)];
@@ -59,10 +59,11 @@ pub fn parts(
         Some(answer) if !constraint.requires_tool => {
             request.grammar(answer, Vec::new(), stop_with(harmony.end_of_turn))?
         }
-        _ => text(),
+        _ => text(is_required),
     };
     let first = if has_generation_prompt { first } else { opened(&first) };
-    let mut parts = vec![Part::End, Part::Choice(first), Part::Choice(opened(&later)), text(), answer, text()];
+    let mut parts = vec![Part::End, Part::Choice(first), Part::Choice(opened(&later))];
+    parts.extend([text(is_required), answer, text(is_required)]);
     for tool in &constraint.tools {
         parts.push(match &tool.arguments {
             Some(arguments) => {
@@ -72,7 +73,8 @@ pub fn parts(
                 }
                 request.grammar(arguments, Vec::new(), after)?
             }
-            None => text(),
+            // A tool call ends the answer, also if any other answer must match a grammar.
+            None => text(false),
         });
     }
     Ok((parts, FIRST))

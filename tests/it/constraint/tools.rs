@@ -2,6 +2,7 @@
 
 use inferno::chat::{Message, RenderOptions};
 use inferno::engine::{Constraint, FinishReason, Grammar, GrammarKind, ToolGrammar};
+use inferno::tokenizer::ControlTokens;
 use inferno::{EngineHandle, GenerateOptions, Request};
 use serde_json::{Value, json};
 
@@ -66,6 +67,24 @@ fn a_tool_call_can_follow_another_one() {
         assert_eq!(problem(&serde_json::from_str(&first.arguments).unwrap(), &schema(), &schema()), None);
         assert_eq!(others.is_empty(), !can_call_in_parallel, "{answer:?}");
     }
+}
+
+/// A call of a tool without a grammar ends the answer, although an answer without a call must match one.
+#[test]
+fn a_tool_call_ends_an_answer_with_a_grammar() {
+    let engine = demo(2048);
+    let answer = Grammar { name: "answer".to_string(), kind: GrammarKind::JsonSchema(schema()) };
+    let tools = vec![ToolGrammar { name: "list_models".to_string(), arguments: None }];
+    let constraint = Constraint { answer: Some(answer), tools, ..Constraint::default() };
+    // The bias makes the model call the tool at once, with no arguments.
+    let channel = engine.tokenizer().encode("commentary", ControlTokens::Text).unwrap()[0];
+    let call = engine.tokenizer().token_id("<|call|>").unwrap();
+    let logit_bias = [(channel, 100.0), (call, 100.0)].into();
+    let options = GenerateOptions { constraint: Some(constraint), logit_bias, max_tokens: Some(200), ..sampled(0) };
+    let answer = Answer::read(engine.submit(question().options(options)).unwrap());
+    let [call] = &answer.summary.tool_calls[..] else { panic!("{answer:?}") };
+    assert_eq!((call.name.as_str(), answer.text.as_str()), ("list_models", ""));
+    assert_eq!(answer.summary.finish_reason, FinishReason::ToolCalls);
 }
 
 /// The model may call a tool or answer, and both have a valid form.
