@@ -223,7 +223,7 @@ fn announce(url: &str, snapshot: &Snapshot, has_key: bool) {
     );
     let mut out = std::io::stdout().lock();
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-    if let Some(line) = demo::notice(snapshot) {
+    if let Some(line) = demo::notice(snapshot, true) {
         note(line);
     }
 }

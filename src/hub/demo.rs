@@ -42,8 +42,14 @@ const FILES: &[(&str, &[u8])] = &[
 ];
 
 /// Returns a one-line notice about the demo model's limits. Returns `None` for other models.
-pub fn notice(snapshot: &Snapshot) -> Option<&'static str> {
-    (snapshot.source == Source::BuiltIn).then_some("demo model: answers questions about inferno only")
+///
+/// `has_tools`: whether requests can offer tools.
+pub fn notice(snapshot: &Snapshot, has_tools: bool) -> Option<&'static str> {
+    let text = match has_tools {
+        true => "demo model: answers questions about inferno and calls simple tools only",
+        false => "demo model: answers questions about inferno only",
+    };
+    (snapshot.source == Source::BuiltIn).then_some(text)
 }
 
 /// Returns true if `model` names the demo. Fails if a revision is given too, because the demo has no revisions.

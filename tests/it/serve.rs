@@ -5,6 +5,7 @@ mod admission;
 mod answers;
 mod cancel;
 mod client;
+mod demo;
 mod fields;
 mod health;
 mod hostile;

@@ -158,7 +158,7 @@ fn introduce(snapshot: &Snapshot, engine: &Engine) {
         text::size(info.cache_bytes),
         info.load.total_s,
     ));
-    if let Some(line) = crate::hub::demo::notice(snapshot) {
+    if let Some(line) = crate::hub::demo::notice(snapshot, false) {
         note(line);
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use inferno::engine::{Constraint, FinishReason, GrammarKind};
+use inferno::tokenizer::ControlTokens;
 use inferno::{Event, GenerateOptions, RequestStream, SamplingParams};
 use serde_json::{Value, json};
 
@@ -107,21 +108,32 @@ fn constraints_do_not_change_other_answers_of_a_batch() {
 #[test]
 fn regular_expressions_choices_and_grammars_constrain_answers() {
     let engine = demo(1024);
+    let x = engine.tokenizer().encode("x", ControlTokens::Text).unwrap()[0];
+    let options =
+        |kind: GrammarKind, seed| GenerateOptions { constraint: Some(Constraint::new(kind)), ..sampled(seed) };
     let ask = |kind: GrammarKind, seed| {
-        let answer = ask(&engine, GenerateOptions { constraint: Some(Constraint::new(kind)), ..sampled(seed) });
+        let answer = ask(&engine, options(kind, seed));
         assert_eq!(answer.summary.finish_reason, FinishReason::Stop, "{}", answer.text);
         answer.text
     };
     let texts = ["yes", "no", "it \"depends\"\n", "é/…"];
-    let expected = regex::Regex::new(r"^[a-c]{2,5}/(\d+\.\d{2}|none)$").unwrap();
+    let expected = regex::Regex::new(r"^[a-c]{2,5}/(\d{1,6}\.\d{2}|none)$").unwrap();
+    let lark = || GrammarKind::Lark("start: \"(\" (start | \"x\") \")\"".to_string());
     for seed in 0..6 {
-        let text = ask(GrammarKind::Regex(r"[a-c]{2,5}/(\d+\.\d{2}|none)".to_string()), seed);
+        let text = ask(GrammarKind::Regex(r"[a-c]{2,5}/(\d{1,6}\.\d{2}|none)".to_string()), seed);
         assert!(expected.is_match(&text), "{text}");
         let text = ask(GrammarKind::Choice(texts.map(str::to_string).to_vec()), seed);
         assert!(texts.contains(&text.as_str()), "{text}");
-        let text = ask(GrammarKind::Lark("start: \"(\" (start | \"x\") \")\"".to_string()), seed);
-        let depth = text.find('x').unwrap();
-        assert_eq!(text, format!("{}x{}", "(".repeat(depth), ")".repeat(depth)));
+        // The grammar does not limit the depth, so `max_tokens` may cut the text. With the bias, the model ends it.
+        let biased = GenerateOptions { logit_bias: BTreeMap::from([(x, 100.0)]), ..options(lark(), seed) };
+        let ended = Answer::read(engine.complete("The answer is ", biased).unwrap());
+        assert_eq!(ended.summary.finish_reason, FinishReason::Stop, "{}", ended.text);
+        for answer in [super::ask(&engine, options(lark(), seed)), ended] {
+            let depth = answer.text.find('x').unwrap_or(answer.text.len());
+            let whole = format!("{}x{}", "(".repeat(depth), ")".repeat(depth));
+            let is_cut = answer.summary.finish_reason == FinishReason::Length;
+            assert!(whole == answer.text || (is_cut && whole.starts_with(&answer.text)), "{}", answer.text);
+        }
     }
     let fields = json!({ "type": "object", "maxProperties": 2 });
     let answer = super::ask(&engine, with_schema(1, &fields));

@@ -109,9 +109,14 @@ fn honored_fields_change_the_answer() {
     let id = &server.post("/tokenize", &json!({ "prompt": "The" })).ok()["tokens"][0];
     let biased = content(json!({ "logit_bias": { id.to_string(): -100 } }));
     assert!(plain.as_str().unwrap().starts_with("The") && !biased.as_str().unwrap().starts_with("The"), "{biased}");
-    assert_ne!(content(json!({ "temperature": 2, "seed": 1 })), content(json!({ "temperature": 2, "seed": 2 })));
-    assert_eq!(content(json!({ "temperature": 2, "seed": 1 })), content(json!({ "temperature": 2, "seed": 1 })));
-    assert_eq!(content(json!({ "temperature": 2, "seed": 1, "top_k": 1 })), plain);
+    // At this temperature, the answer is random even if the model is almost certain of each token.
+    let random = |seed: u64| {
+        let json = server.chat(json!({ "temperature": 20, "seed": seed, "max_tokens": 30 })).ok();
+        json["choices"][0]["message"].clone()
+    };
+    assert_ne!(random(1), random(2));
+    assert_eq!(random(1), random(1));
+    assert_eq!(content(json!({ "temperature": 20, "seed": 1, "top_k": 1 })), plain);
     assert_eq!(content(json!({ "top_k": -1, "min_p": 0.1, "seed": -5, "priority": -1 })), plain);
 
     let longer = server.chat(json!({ "min_tokens": 70 })).ok();
