@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""Checks the files in deploy/ against the program and with the tools of their users.
+
+    tests/deploy/check.py --program target/release/inferno
+
+Requires PyYAML. Needs no network, GPU or cluster: the metrics come from a demo server on the CPU that this script starts.
+Uses kubectl or kustomize, kubernetes-validate, promtool and hadolint if they are installed. For each missing tool, the
+output has a line `skipped: NAME`. Exits with 1 if a check fails.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+
+import manifests
+import server
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+failures = []
+
+
+def fail(message):
+    failures.append(message)
+    print(f"FAILED: {message}", flush=True)
+
+
+def passed(what):
+    print(f"passed: {what}", flush=True)
+
+
+def check(what, problems):
+    """Reports a check that found the given problems."""
+    problems = list(problems)
+    for problem in problems:
+        fail(f"{what}: {problem}")
+    if not problems:
+        passed(what)
+
+
+def run(what, *command, cwd=None):
+    """Runs a tool. Returns its standard output, or None if it fails."""
+    result = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=120)
+    if result.returncode != 0:
+        fail(f"{what}: exit code {result.returncode}\n{result.stdout}{result.stderr}")
+        return None
+    return result.stdout
+
+
+def tool(name, args):
+    """Returns the path of a tool, or None after saying that it is missing."""
+    path = getattr(args, name.replace("-", "_"), None) or shutil.which(name)
+    if path is None:
+        print(f"skipped: {name} is not installed", flush=True)
+    return path
+
+
+def read_yaml():
+    """Returns the documents of each YAML file in deploy/."""
+    files, problems = {}, []
+    for path in sorted([*DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.yml")]):
+        try:
+            files[path] = [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
+        except yaml.YAMLError as error:
+            problems.append(f"{path.relative_to(DEPLOY)}: {error}")
+    check(f"{len(files)} YAML files parse", problems)
+    return files
+
+
+def check_kubernetes(files, args):
+    """Builds the manifests with kustomize and checks their fields."""
+    documents = [d for path, found in files.items() if KUBERNETES in path.parents for d in found]
+    kubectl, kustomize = shutil.which("kubectl"), shutil.which("kustomize")
+    if kubectl or kustomize:
+        command = [kustomize, "build"] if kustomize else [kubectl, "kustomize"]
+        for overlay in ("base", "inference-gateway"):
+            what = f"kustomize build {overlay}"
+            built = run(what, *command, str(KUBERNETES / overlay))
+            if built is None:
+                continue
+            passed(what)
+            found = list(yaml.safe_load_all(built))
+            check(f"fields of the built {overlay}", manifests.problems(found))
+            check_schemas(overlay, found, args)
+    else:
+        print("skipped: neither kubectl nor kustomize is installed", flush=True)
+    check("fields of the manifests", manifests.problems(documents))
+
+
+def check_schemas(overlay, documents, args):
+    """Validates the resources whose schemas kubernetes-validate contains."""
+    validate = tool("kubernetes-validate", args)
+    if validate is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "core.yaml"
+        core = [document for document in documents if manifests.is_built_in(document)]
+        path.write_text(yaml.safe_dump_all(core))
+        if run(f"schemas of {overlay}", validate, "--strict", str(path)) is not None:
+            passed(f"schemas of {len(core)} resources in {overlay}; {len(documents) - len(core)} have no schema here")
+
+
+def check_prometheus(args, metrics):
+    promtool = tool("promtool", args)
+    if promtool is None:
+        return
+    folder = DEPLOY / "prometheus"
+    for command in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"],
+                    ["check", "config", "--syntax-only", "prometheus.yml"]):
+        what = "promtool " + " ".join(command)
+        if run(what, promtool, *command, cwd=folder) is not None:
+            passed(what)
+    lint = subprocess.run([promtool, "check", "metrics"], input=metrics, capture_output=True, text=True, timeout=60)
+    check("promtool check metrics", [lint.stderr + lint.stdout] if lint.returncode else [])
+
+
+def check_tests_of_alerts(files):
+    """Checks that each alert has a test in which it fires."""
+    rules = [rule["alert"] for group in files[DEPLOY / "prometheus/alerts.yml"][0]["groups"] for rule in group["rules"]]
+    tests = files[DEPLOY / "prometheus/alerts_test.yml"][0]["tests"]
+    fired = {case["alertname"] for test in tests for case in test["alert_rule_test"] if case["exp_alerts"]}
+    check(f"{len(rules)} alerts have a test", [f"{rule} never fires in a test" for rule in rules if rule not in fired])
+
+
+def check_metrics(exported):
+    """Checks that the server has every metric that rules, dashboard and manifests name."""
+    known, labels = server.names_and_labels(exported)
+    json.loads((DEPLOY / "grafana/inferno.json").read_text())
+    count, problems = 0, []
+    for path in sorted(DEPLOY.rglob("*")):
+        if path.suffix not in (".yaml", ".yml", ".json") or not path.is_file():
+            continue
+        for name, used in manifests.metric_names(path.read_text()):
+            count += 1
+            if name not in known:
+                problems.append(f"{path.relative_to(DEPLOY)} names {name}, which /metrics lacks")
+            for label in used - labels.get(name, set()):
+                problems.append(f"{path.relative_to(DEPLOY)} uses the label {label}, which {name} lacks")
+    check(f"{count} uses of metrics exist in /metrics", sorted(set(problems)))
+
+
+def check_docker(args):
+    hadolint = tool("hadolint", args)
+    for path in sorted(DEPLOY.rglob("Dockerfile")):
+        what = f"hadolint {path.relative_to(DEPLOY)}"
+        if hadolint and run(what, hadolint, str(path)) is not None:
+            passed(what)
+    text = (DEPLOY / "Dockerfile").read_text()
+    needed = ['CMD ["inferno", "health"]', "\nUSER 65532", 'ENTRYPOINT ["inferno"]', "INFERNO_CACHE=/models"]
+    check("Dockerfile", [f"lacks {line.strip()!r}" for line in needed if line not in text])
+    scripts = sorted(DEPLOY.rglob("*.sh"))
+    for path in scripts:
+        run(f"sh -n {path.name}", "sh", "-n", str(path))
+    problems = [f"{path.name} is not executable" for path in scripts if not os.access(path, os.X_OK)]
+    check(f"{len(scripts)} shell scripts", problems)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--program", required=True, type=Path, help="the program inferno")
+    for name in ("promtool", "hadolint", "kubernetes-validate"):
+        parser.add_argument(f"--{name}", help=f"path of {name} [from PATH]")
+    args = parser.parse_args()
+    program = args.program.resolve()
+
+    files = read_yaml()
+    check_kubernetes(files, args)
+    check("compose.yaml", manifests.compose_problems(files[DEPLOY / "compose.yaml"][0]))
+    count, problems = manifests.flag_problems(files, DEPLOY, program)
+    check(f"{count} commands, flags and variables of inferno exist", problems)
+    check_tests_of_alerts(files)
+    check_docker(args)
+    with server.Demo(program) as demo:
+        metrics = demo.metrics_after_requests()
+    check_metrics(metrics)
+    check_prometheus(args, metrics)
+    print(f"{len(failures)} checks failed" if failures else "all checks passed")
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
