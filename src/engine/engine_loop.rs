@@ -154,7 +154,8 @@ impl EngineLoop {
         }
         if self.queued.is_some() {
             self.deliver_queued();
-            // Some sequences have ended with their last token.
+            self.end_canceled();
+            // Some sequences have ended, with their last token or because their client left.
             plan.work.retain(|work| self.scheduler.is_running(work.id));
             if plan.work.is_empty() {
                 return;
