@@ -148,7 +148,7 @@ impl EngineLoop {
             let is_ahead = self.queued.is_some();
             stats::add(&self.counters.steps_queued_ahead, u64::from(is_ahead));
             self.deliver_queued();
-            self.expect(QueuedWork { step, work: plan.work });
+            self.record_queued(QueuedWork { step, work: plan.work });
             // The device runs the queued step now.
             return self.outbox.flush();
         }
@@ -183,7 +183,7 @@ impl EngineLoop {
     }
 
     /// Records what a queued step will compute, so that the next step can be planned.
-    fn expect(&mut self, queued: QueuedWork) {
+    fn record_queued(&mut self, queued: QueuedWork) {
         for SequenceWork { id, range, is_last } in &queued.work {
             let Some(sequence) = self.sequences.get(id) else { continue };
             self.scheduler.advance(*id, range.end);
@@ -317,7 +317,7 @@ impl EngineLoop {
     }
 
     /// Adds the events of a step's tokens, and ends the sequences that are complete. `was_queued` tells whether the step
-    /// is already recorded in the scheduler, see [`expect`](Self::expect).
+    /// is already recorded in the scheduler, see [`record_queued`](Self::record_queued).
     fn deliver(&mut self, work: &[SequenceWork], chosen: Vec<Chosen>, was_queued: bool) {
         self.counters.publish(&self.scheduler);
         let context = self.runner.limits().context;

@@ -8,7 +8,8 @@
 //! The fused kernels in `moe::expert_mlp`, `moe::route` and `decode` run only on a GPU.
 //! Tests compare the fused kernels with the operations that they replace.
 //!
-//! `launch` launches kernels, `upload` copies weights to a device, and `bandwidth` measures GPU memory bandwidth.
+//! `launch` launches kernels, `scratch` allocates their outputs, `upload` copies weights to a device, and `bandwidth`
+//! measures GPU memory bandwidth.
 //! `selftest` compares kernels with their references on the current GPU.
 
 pub mod activation;

@@ -487,7 +487,7 @@ template <typename T, typename C>
 __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out,
                                           const uint32_t* positions, const uint32_t* tables, const uint4* row_tiles,
                                           float* partials, uint32_t* arrivals, int table_blocks, int tokens, int heads,
-                                          int kv_heads, int window, float scale, float softcap, int early) {
+                                          int kv_heads, int window, float scale, float softcap) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ float row_sinks[C::ROWS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / C::WARPS;
@@ -503,9 +503,8 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     // Load the sinks early to hide the latency. They are needed only at the end.
     float sink = -INFINITY;
     if (sinks && threadIdx.x < rows.count) sink = sinks[kv_head * group + (first_row + threadIdx.x) % group];
-    // With `early`, the caller guarantees that positions, tables and all earlier keys and values are in memory.
-    // In this case, only loads of this step's queries, keys and values must wait for the previous kernel.
-    if (!early) pdl_wait();
+    // Positions, tables, and the keys and values of earlier steps were written before the previous kernel started. Only
+    // loads of this step's queries, keys and values must wait for that kernel.
 
     // 1. Find the keys that any row of the tile sees, and select the key tiles of this split and team.
     const int position = (int)__ldcg(positions + row_tile.first_token), newest = position + last_token;
@@ -606,9 +605,9 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
                                                 const uint32_t* positions, const uint32_t* tables,                     \
                                                 const uint4* row_tiles, float* partials, uint32_t* arrivals,           \
                                                 int table_blocks, int tokens, int heads, int kv_heads, int window,     \
-                                                float scale, float softcap, int early) {                               \
+                                                float scale, float softcap) {                                          \
         attention<T, Tile<D, __VA_ARGS__>>(q, k, v, sinks, out, positions, tables, row_tiles, partials, arrivals,      \
-                                           table_blocks, tokens, heads, kv_heads, window, scale, softcap, early);      \
+                                           table_blocks, tokens, heads, kv_heads, window, scale, softcap);             \
     }
 // Tiles have 16 rows for decoding, 128 rows for long prompts, and 64 rows if 128 would leave multiprocessors idle.
 // Batches of many sequences use blocks with fewer teams, because more of these fit on a multiprocessor.

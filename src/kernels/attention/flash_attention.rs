@@ -68,16 +68,6 @@ pub struct FlashTensors<'t> {
     pub arrivals: &'t Tensor,
 }
 
-/// The data that the kernel may read before the previous kernel of a launch list has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum EarlyReads {
-    /// Nothing.
-    None,
-    /// The positions, the block tables, and the keys and values that earlier steps wrote.
-    /// All of this data must have been written before the previous kernel starts.
-    EarlierPositions,
-}
-
 /// Computes attention for all queries of a pass into `out`. The caller has checked all shapes and dtypes.
 pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
     let AttentionInputs { q, layer, queries, blocks, sinks, mask, sum_order } = inputs;
@@ -89,7 +79,7 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
         let tensors = FlashTensors { q, layer, sinks, positions, tables, out, partials, arrivals };
         // SAFETY: `launch` checks shapes and dtypes. The caller has checked that the tables cover all positions.
         // `PassBlocks::new` has checked that the tables hold only blocks of the cache.
-        unsafe { flash.launch(&tensors, EarlyReads::EarlierPositions)?.overlapping().enqueue(device)? };
+        unsafe { flash.launch(&tensors)?.overlapping().enqueue(device)? };
     }
     Ok(())
 }
@@ -212,8 +202,10 @@ impl FlashAttention {
 
     /// Returns the launch of the kernel on `tensors`. Fails if `tensors` do not have the expected shapes and dtypes.
     ///
-    /// The caller guarantees that the block tables cover the positions of all queries, and hold blocks of the cache.
-    pub fn launch(&self, tensors: &FlashTensors, early_reads: EarlyReads) -> Result<Launch> {
+    /// The caller guarantees that the block tables cover the positions of all queries, and hold blocks of the cache. It also
+    /// guarantees that the positions, the tables, and the keys and values of earlier steps are written before the previous
+    /// kernel starts: the kernel reads them before that kernel has ended, if the two may overlap.
+    pub fn launch(&self, tensors: &FlashTensors) -> Result<Launch> {
         self.check(tensors)?;
         let AttentionShape { heads, kv_heads, .. } = self.shape;
         let (tiles, tokens) = match &self.rows {
@@ -237,8 +229,7 @@ impl FlashAttention {
             .int(kv_heads)
             .int(self.mask.window.unwrap_or(0))
             .float(self.mask.scale)
-            .float(self.mask.softcap.unwrap_or(0.0))
-            .flag(early_reads == EarlyReads::EarlierPositions);
+            .float(self.mask.softcap.unwrap_or(0.0));
         Ok(Launch::new(module!("flash_attention"), &self.kernel, self.launch_shape, arguments))
     }
 

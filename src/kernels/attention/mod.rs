@@ -24,7 +24,7 @@ pub use crate::kernels::constants::FLASH_HEAD_DIMS;
 pub use backend::AttentionBackend;
 pub use eager_attention::{ReferenceInputs, reference};
 #[cfg(feature = "cuda")]
-pub use flash_attention::{EarlyReads, FlashAttention, FlashTensors};
+pub use flash_attention::{FlashAttention, FlashTensors};
 pub use inputs::AttentionInputs;
 pub use mask::AttentionMask;
 pub use paged::{BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, QuerySpan, slot};

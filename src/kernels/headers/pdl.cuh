@@ -1,5 +1,5 @@
 // Programmatic dependent launch (Hopper and later).
-// A kernel of a launch list may start before the previous kernel has ended.
+// A kernel of a launch list, or of an overlapping launch, may start before the previous kernel has ended.
 // It first loads data that no running kernel writes, such as weights, and then waits for earlier kernels to end.
 //
 // On older GPUs, and in launches without the PDL attribute, the kernels of a stream do not overlap.

@@ -6,7 +6,7 @@ use std::collections::hash_map::Entry;
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
 
-use crate::kernels::attention::{AttentionMask, CachedLayer, EarlyReads, FlashAttention, FlashTensors};
+use crate::kernels::attention::{AttentionMask, CachedLayer, FlashAttention, FlashTensors};
 use crate::kernels::decode::{
     self, ExpertBuffers, PostNorm, Projection, QkNormBuffers, QkvProjection, RmsNormParams, StepBuffers,
 };
@@ -119,7 +119,7 @@ pub(super) fn add_attention(
     };
     // The attention kernel may read the keys and values of earlier positions while the QKV projection is running.
     // This is safe, because these keys and values were written before the projection started.
-    let launch = flash.launch(&tensors, EarlyReads::EarlierPositions)?;
+    let launch = flash.launch(&tensors)?;
     // SAFETY: `FlashAttention::launch` checks the shapes and dtypes.
     // `DecodeGraph` runs a step only if the block table covers its position. `set_tables` rejects blocks that the cache
     // does not have.
