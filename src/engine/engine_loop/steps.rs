@@ -1,0 +1,179 @@
+//! Runs and queues planned steps, and delivers their tokens.
+
+use std::collections::HashMap;
+use std::sync::atomic::Ordering;
+
+use anyhow::{Result, anyhow, bail};
+
+use super::{EngineLoop, QueuedWork};
+use crate::engine::outbox::Outbox;
+use crate::engine::request::FinishReason;
+use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
+use crate::engine::sequence::Sequence;
+use crate::engine::stats::{self, Counters};
+use crate::runner::{ChooseToken, Chosen, QueuedStep, StepSequence};
+
+impl EngineLoop {
+    /// Runs or queues one planned step. Delivers the tokens of the step that was queued before.
+    pub(super) fn run_plan(&mut self, mut plan: StepPlan) {
+        let queued = match self.queue(&plan) {
+            Ok(queued) => queued,
+            Err(error) => {
+                self.deliver_queued();
+                return self.fail(&plan.work, error);
+            }
+        };
+        if let Some(step) = queued {
+            let is_ahead = self.queued.is_some();
+            stats::add(&self.counters.steps_queued_ahead, u64::from(is_ahead));
+            self.deliver_queued();
+            self.record_queued(QueuedWork { step, work: plan.work });
+            // The device runs the queued step now.
+            return self.outbox.flush();
+        }
+        if self.queued.is_some() {
+            self.deliver_queued();
+            self.end_canceled();
+            // Some sequences have ended, with their last token or because their client left.
+            plan.work.retain(|work| self.scheduler.is_running(work.id));
+            if plan.work.is_empty() {
+                return;
+            }
+        }
+        match self.step(&plan) {
+            Ok(chosen) => self.deliver(&plan.work, chosen, false),
+            Err(error) => self.fail(&plan.work, error),
+        }
+    }
+
+    /// Waits for the tokens of the queued step, if there is one, and delivers them.
+    pub(super) fn deliver_queued(&mut self) {
+        let Some(QueuedWork { step, work }) = self.queued.take() else { return };
+        let Self { runner, sequences, .. } = self;
+        let chosen = runner.take(step, &mut |index, token| {
+            if let Some(sequence) = sequences.get_mut(&work[index].id) {
+                sequence.sampler.record(token);
+            }
+        });
+        match chosen {
+            Ok(chosen) => self.deliver(&work, chosen, true),
+            Err(error) => self.fail(&work, error),
+        }
+    }
+
+    /// Records what a queued step will compute, so that the next step can be planned.
+    fn record_queued(&mut self, queued: QueuedWork) {
+        for SequenceWork { id, range, is_last } in &queued.work {
+            let Some(sequence) = self.sequences.get(id) else { continue };
+            self.scheduler.advance(*id, range.end);
+            if *is_last && !sequence.is_prefill_only() {
+                self.scheduler.push_pending(*id);
+            }
+        }
+        self.queued = Some(queued);
+    }
+
+    /// Queues a planned step. Returns `None` if the step must wait for the tokens of the step before.
+    fn queue(&mut self, plan: &StepPlan) -> Result<Option<QueuedStep>> {
+        for copy in &plan.copies {
+            self.runner.copy_block(copy.from, copy.to)?;
+        }
+        let Self { runner, scheduler, sequences, counters, outbox, .. } = self;
+        runner.queue(&mut inputs(plan, scheduler, sequences, counters, outbox)?)
+    }
+
+    /// Runs a planned step whose copies are made. Returns the chosen token of each sequence in the plan.
+    fn step(&mut self, plan: &StepPlan) -> Result<Vec<Chosen>> {
+        let Self { runner, scheduler, sequences, counters, outbox, .. } = self;
+        let mut inputs = inputs(plan, scheduler, sequences, counters, outbox)?;
+        runner.step(&mut inputs, &mut || outbox.flush())
+    }
+
+    /// Ends the sequences of a failed step. The step may have written only some of its keys and values.
+    fn fail(&mut self, work: &[SequenceWork], error: anyhow::Error) {
+        let message = format!("{error:#}");
+        let mut first = Some(error);
+        for id in work.iter().map(|work| work.id) {
+            self.end(id, Err(first.take().unwrap_or_else(|| anyhow!("{message}"))));
+        }
+        self.scheduler.forget_prefixes();
+        self.counters.cached_tokens.store(0, Ordering::Relaxed);
+    }
+
+    /// Adds the events of a step's tokens, and ends the sequences that are complete. `was_queued` tells whether the step
+    /// is already recorded in the scheduler, see [`record_queued`](Self::record_queued).
+    fn deliver(&mut self, work: &[SequenceWork], chosen: Vec<Chosen>, was_queued: bool) {
+        self.counters.publish(&self.scheduler);
+        let context = self.runner.limits().context;
+        for (SequenceWork { id, range, is_last }, chosen) in work.iter().zip(chosen) {
+            let Some(sequence) = self.sequences.get_mut(id) else { continue };
+            let is_prompt = range.len() > 1 || !sequence.has_generated();
+            if is_prompt {
+                stats::add(&self.counters.prompt_tokens, range.len() as u64);
+            }
+            let end = match chosen.map(|chosen| chosen.and_then(|token| sequence.accept(token))) {
+                None if *is_last => Some(Ok(FinishReason::Length)),
+                None => None,
+                Some(Ok(token)) => {
+                    stats::add(&self.counters.generated_tokens, 1);
+                    // The step may have begun before the cancellation, so the first such token does not count.
+                    if sequence.is_canceled() && sequence.note_canceled() {
+                        stats::add(&self.counters.tokens_after_cancel, 1);
+                    }
+                    self.scheduler.push(*id, token.id);
+                    sequence.push(token, context, &mut self.outbox).map(Ok)
+                }
+                Some(Err(error)) => Some(Err(error)),
+            };
+            // The keys and values of a failed sequence must not be reused.
+            let cached = match &end {
+                Some(Err(_)) => 0,
+                _ => range.end,
+            };
+            match was_queued {
+                true if cached == 0 => self.scheduler.forget_prefixes(),
+                false if cached > 0 => self.scheduler.advance(*id, cached),
+                _ => {}
+            }
+            self.counters.cached_tokens.store(cached as u64, Ordering::Relaxed);
+            if let Some(outcome) = end {
+                self.end(*id, outcome);
+            }
+        }
+    }
+}
+
+/// Returns the input of each sequence of a plan. Tells the clients of new sequences that they have started.
+fn inputs<'s>(
+    plan: &StepPlan,
+    scheduler: &'s Scheduler,
+    sequences: &'s mut HashMap<SequenceId, Sequence>,
+    counters: &Counters,
+    outbox: &mut Outbox,
+) -> Result<Vec<StepSequence<'s>>> {
+    let mut inputs = Vec::with_capacity(plan.work.len());
+    let mut borrowed: HashMap<SequenceId, &mut Sequence> =
+        sequences.iter_mut().map(|(&id, sequence)| (id, sequence)).collect();
+    for SequenceWork { id, range, is_last } in &plan.work {
+        let (Some(sequence), Some(tables)) = (borrowed.remove(id), scheduler.tables(*id)) else {
+            bail!("internal error: the scheduler planned the unknown request {id}");
+        };
+        if !sequence.has_started() {
+            stats::subtract_one(&counters.waiting);
+            stats::add(&counters.running, 1);
+            sequence.start(range.start, outbox);
+        }
+        let limit = sequence.remaining();
+        let samples = *is_last && !sequence.is_prefill_only();
+        inputs.push(StepSequence {
+            id: *id,
+            ids: &scheduler.tokens(*id)[range.clone()],
+            awaits_input: *is_last && scheduler.is_pending(*id),
+            position: range.start,
+            tables,
+            sampler: samples.then_some(&mut sequence.sampler),
+            limit,
+        });
+    }
+    Ok(inputs)
+}

@@ -1,0 +1,248 @@
+//! Plans steps: which sequences start, which tokens they compute, and which sequence is preempted if blocks run out.
+
+use std::collections::BTreeSet;
+use std::mem;
+use std::time::Duration;
+
+use super::fair_queue::Rank;
+use super::order::{Seniority, SequenceId};
+use super::{GROWTH_STEPS, MAX_PREEMPTIONS, Scheduler, Sequence, SequenceWork, StepPlan};
+
+impl Scheduler {
+    /// Starts the forks of a running sequence once all of its prompt but the last token is computed.
+    /// Each fork computes the last token itself, to sample its own first token. Returns the forks that run.
+    fn start_forks(&mut self, id: SequenceId) -> Vec<Seniority> {
+        let mut started = Vec::new();
+        let Some(parent) = self.sequences.get_mut(&id) else { return started };
+        if !parent.is_running() || parent.computed() + 1 != parent.prompt {
+            return started;
+        }
+        let forks = mem::take(&mut parent.forks);
+        self.clear_deadlines(&forks);
+        for fork in forks {
+            // Forks that may not run yet wait like other sequences, and will find the prompt in the prefix cache.
+            let can_run = self.running.len() < self.config.max_sequences;
+            let parent = self.sequences[&id].blocks.as_ref();
+            let blocks = parent.filter(|_| can_run).map(|parent| self.blocks.fork(parent));
+            let Some(fork) = self.sequences.get_mut(&fork) else { continue };
+            (fork.blocks, fork.parent) = (blocks, None);
+            if fork.is_running() {
+                self.running.insert(fork.seniority);
+                started.push(fork.seniority);
+            } else {
+                self.waiting.insert(fork.tenant, fork.seniority);
+            }
+        }
+        started
+    }
+
+    /// Plans the next step at time `now`.
+    ///
+    /// A plan without work means that every sequence waits for [`push`](Self::push), or that none is left.
+    pub fn plan(&mut self, now: Duration) -> StepPlan {
+        let running: Vec<_> = self.running.iter().map(Seniority::id).collect();
+        for id in running {
+            self.start_forks(id);
+        }
+        self.admitted.clear();
+        let mut plan = StepPlan { expired: self.expire(now), ..StepPlan::default() };
+        let mut budget = self.config.token_budget;
+        self.plan_decodes(&mut budget, &mut plan);
+        self.plan_prefills(&mut budget, &mut plan);
+        // Planning one sequence can preempt others that are already in the plan.
+        plan.work.retain(|work| self.sequences[&work.id].is_running());
+        plan
+    }
+
+    /// Removes the waiting sequences whose deadline has passed, unless they already started once.
+    fn expire(&mut self, now: Duration) -> Vec<SequenceId> {
+        let has_expired = |sequence: &Sequence| {
+            let parent = sequence.parent.and_then(|parent| self.sequences.get(&parent));
+            let has_started = sequence.has_started() || parent.is_some_and(Sequence::has_started);
+            !has_started && sequence.deadline.is_some_and(|deadline| deadline <= now)
+        };
+        let expired: Vec<_> = self.sequences.iter().filter(|(_, s)| has_expired(s)).map(|(&id, _)| id).collect();
+        expired.iter().for_each(|&id| self.finish(id));
+        expired
+    }
+
+    /// Returns the rank of a sequence. The smallest rank gets tokens and blocks first.
+    fn rank(&self, seniority: Seniority) -> Rank {
+        self.waiting.rank(self.sequences[&seniority.id()].tenant, seniority)
+    }
+
+    /// Counts the tokens before `end` for the tenant of a sequence, except those that were counted before.
+    fn serve(&mut self, id: SequenceId, start: usize, end: usize) {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        let start = start.max(sequence.served);
+        if start < end {
+            sequence.served = end;
+            self.waiting.serve(sequence.tenant, start..end, sequence.prompt);
+        }
+    }
+
+    /// Plans one token of every sequence that decodes. Preempts the sequences with the last ranks if blocks run out.
+    fn plan_decodes(&mut self, budget: &mut usize, plan: &mut StepPlan) {
+        let mut running: Vec<_> = self.running.iter().copied().collect();
+        if !self.waiting.has_one_tenant() {
+            running.sort_by_key(|&sequence| self.rank(sequence));
+        }
+        for id in running.iter().map(Seniority::id) {
+            let sequence = &self.sequences[&id];
+            let end = sequence.tokens.len();
+            let longest = sequence.longest(self.config.context);
+            let ahead = longest.min(end + GROWTH_STEPS);
+            if sequence.is_last_pending && end >= longest {
+                // The queued step chooses the last token of the sequence.
+                continue;
+            }
+            if sequence.is_decoding() && self.give_blocks(id, end, plan) {
+                // The decode graph queues the next steps before this step has ended. Give the sequence free blocks for
+                // these steps too, but preempt no other sequence for them.
+                self.try_give_blocks(id, ahead, plan);
+                plan.work.push(SequenceWork { id, range: end - 1..end, is_last: true });
+                *budget -= 1;
+            }
+        }
+        // Only now, so that the order does not change in between.
+        for SequenceWork { id, range, .. } in &plan.work {
+            self.serve(*id, range.start, range.end);
+        }
+    }
+
+    /// Plans prompt chunks of running sequences, and admits waiting sequences.
+    fn plan_prefills(&mut self, budget: &mut usize, plan: &mut StepPlan) {
+        let mut running: BTreeSet<_> =
+            self.running.iter().copied().filter(|other| self.sequences[&other.id()].needs_prefill()).collect();
+        let first_chunk = plan.work.len();
+        let mut can_admit = true;
+        while *budget > 0 {
+            // Admit no sequence after a preemption: the preempted one needs the free blocks to run again.
+            can_admit &= plan.preempted.is_empty() && self.running.len() < self.config.max_sequences;
+            let candidate = self.waiting.first().map(|(_, candidate)| candidate).filter(|_| can_admit);
+            let next = match self.waiting.has_one_tenant() {
+                true => running.first().copied(),
+                false => running.iter().copied().min_by_key(|&sequence| self.rank(sequence)),
+            };
+            let id = match (candidate, next) {
+                (Some(candidate), next) if next.is_none_or(|next| self.rank(candidate) < self.rank(next)) => {
+                    // If the first sequence cannot start, no other one may start before it.
+                    can_admit = self.admit(candidate.id());
+                    running.extend(self.start_forks(candidate.id()));
+                    candidate.id()
+                }
+                (_, Some(next)) => {
+                    running.remove(&next);
+                    next.id()
+                }
+                (_, None) => break,
+            };
+            let sequence = &self.sequences[&id];
+            if !sequence.is_running() {
+                continue;
+            }
+            let start = sequence.computed();
+            // A prompt first gets at most half of the token budget, so that other prompts get the other half.
+            let tokens = (*budget).min(self.config.token_budget.div_ceil(2));
+            let end = sequence.chunk_end(self.config.grid, start, tokens);
+            let is_last = end == sequence.tokens.len();
+            if self.give_blocks(id, end, plan) {
+                plan.work.push(SequenceWork { id, range: start..end, is_last });
+                self.serve(id, start, end);
+                *budget = budget.saturating_sub(end - start);
+            }
+        }
+        // Give the remaining budget to prompts that were limited to half of it above.
+        for index in first_chunk..plan.work.len() {
+            let SequenceWork { id, range, .. } = plan.work[index].clone();
+            let sequence = &self.sequences[&id];
+            if *budget == 0 || range.end == sequence.next_end(self.config.grid) {
+                continue;
+            }
+            let (tokens, end) = (sequence.tokens.len(), sequence.chunk_end(self.config.grid, range.end, *budget));
+            if self.try_give_blocks(id, end, plan) {
+                *budget = budget.saturating_sub(end - range.end);
+                self.serve(id, range.end, end);
+                plan.work[index] = SequenceWork { id, range: range.start..end, is_last: end == tokens };
+            }
+        }
+    }
+
+    /// Starts a waiting sequence if the free blocks cover its demand and the demand of all running sequences.
+    fn admit(&mut self, id: SequenceId) -> bool {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return false };
+        // The blocks of a cached prefix are in use from here on, so they do not count as free below.
+        sequence.blocks = Some(self.blocks.start(&sequence.tokens, sequence.prompt, mem::take(&mut sequence.hashes)));
+        let (tenant, seniority) = (sequence.tenant, sequence.seniority);
+        let demand: usize = self.running.iter().chain([&seniority]).map(|other| self.demand(other)).sum();
+        if demand <= self.blocks.free() {
+            self.waiting.remove(tenant, &seniority);
+            self.running.insert(seniority);
+            self.admitted.push(id);
+            return true;
+        }
+        if let Some(sequence) = self.sequences.get_mut(&id)
+            && let Some(blocks) = sequence.blocks.take()
+        {
+            sequence.hashes = self.blocks.abandon(blocks);
+        }
+        false
+    }
+
+    /// Returns how many more blocks a sequence needs for its next [`GROWTH_STEPS`] tokens, or for its longest possible
+    /// answer if it must never be preempted again.
+    pub(super) fn demand(&self, seniority: &Seniority) -> usize {
+        let sequence = &self.sequences[&seniority.id()];
+        let Some(held) = &sequence.blocks else { return 0 };
+        let longest = sequence.longest(self.config.context);
+        let tokens = match seniority.is_protected() {
+            true => longest,
+            false => longest.min(sequence.tokens.len() + GROWTH_STEPS),
+        };
+        self.blocks.demand(held, tokens, sequence.left().clamp(1, self.config.token_budget))
+    }
+
+    /// Gives a sequence blocks for all positions below `end`. While there are too few, preempts the sequence
+    /// with the last rank. Returns false if that is the sequence itself, or one that just started.
+    ///
+    /// A protected sequence is never preempted and never lacks blocks: it can preempt all sequences that are not
+    /// protected, and [`admit`](Self::admit) starts it only if there are enough blocks for all protected ones.
+    fn give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
+        while !self.try_give_blocks(id, end, plan) {
+            // The sequence with the last rank can be the one that needs the blocks.
+            let last = match self.waiting.has_one_tenant() {
+                true => self.running.last(),
+                false => self.running.iter().max_by_key(|&&sequence| self.rank(sequence)),
+            };
+            let victim = last.filter(|victim| !victim.is_protected()).map(Seniority::id);
+            let Some(victim) = victim.filter(|victim| !self.admitted.contains(victim)) else { return false };
+            self.preempt(victim, plan);
+            if victim == id {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Gives a sequence blocks for all positions below `end`, or returns false if there are too few.
+    fn try_give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
+        let held = self.sequences.get_mut(&id).and_then(|sequence| sequence.blocks.as_mut());
+        let Some(copies) = held.and_then(|held| self.blocks.grow(held, end)) else { return false };
+        plan.copies.extend(copies);
+        true
+    }
+
+    fn preempt(&mut self, id: SequenceId, plan: &mut StepPlan) {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        let Some(blocks) = sequence.blocks.take() else { return };
+        sequence.hashes = self.blocks.release(blocks);
+        self.running.remove(&sequence.seniority);
+        sequence.preemptions += 1;
+        if sequence.preemptions >= MAX_PREEMPTIONS {
+            sequence.seniority = sequence.seniority.protected();
+        }
+        self.waiting.insert(sequence.tenant, sequence.seniority);
+        self.preemptions += 1;
+        plan.preempted.push(id);
+    }
+}
