@@ -75,6 +75,21 @@ pub const FLASH_ROW_PADDING: usize = 8;
 /// Otherwise, the queries are in shared memory.
 pub const FLASH_REGISTER_ELEMENTS: usize = 160;
 
+// Products of dense matrices with few tokens (`matmul/dense_few.rs`, `matmul/dense_few.cu`).
+
+/// The maximum number of tokens.
+pub const DENSE_FEW_TOKENS: usize = 8;
+/// Weight rows per unit. A warp multiplies one unit.
+pub const DENSE_FEW_ROWS: usize = 16;
+/// Columns per chunk: 128 bytes of each row.
+pub const DENSE_FEW_COLUMNS: usize = 64;
+/// The maximum number of warps per block.
+pub const DENSE_FEW_WARPS: usize = 16;
+/// Chunks of weights that each warp has in shared memory at once.
+pub const DENSE_FEW_STAGES: usize = 4;
+/// Chunks of inputs in each of two buffers in shared memory.
+pub const DENSE_FEW_INPUT_CHUNKS: usize = 16;
+
 // Mixture of experts (`moe/`).
 
 /// The maximum number of experts in a layer: 32 per lane of a warp.

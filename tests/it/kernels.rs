@@ -518,6 +518,38 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
     }
 }
 
+#[cfg(feature = "cuda")]
+#[test(gpu)]
+fn products_of_few_tokens_match_their_reference() {
+    use crate::support::gpu;
+    use inferno::kernels::matmul::dense_few::{is_supported, matmul_few};
+    use inferno::kernels::matmul::matmul_f32;
+    let device = gpu();
+    let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
+    // Several warps per row and one, an uneven last block, fewer chunks than warps, and more inputs than two buffers
+    // hold. The last cases have an odd size, and more rows than the kernel supports.
+    let cases =
+        [(16, 64), (5120, 2880), (2880, 4096), (4112, 64), (28_672, 192), (4096, 14_336), (40, 64), (65_536, 64)];
+    for (rows, columns) in cases {
+        for dtype in [DType::BF16, DType::F16] {
+            let mut noise = Random((rows + columns) as u64);
+            let (weight, x) = (noise.tensor(&[rows, columns], dtype), noise.tensor(&[9, columns], dtype));
+            let want = matmul_f32(&x, &weight, SumOrder::Fastest).unwrap();
+            let (x, weight) = (to_device(&x, &device, dtype), to_device(&weight, &device, dtype));
+            for tokens in [1, 2, 5, 8, 9] {
+                let (x, want) = (x.narrow(0, 0, tokens).unwrap(), want.narrow(0, 0, tokens).unwrap());
+                let what = format!("{rows}x{columns}, {dtype:?}, {tokens} tokens");
+                let supported = is_supported(cuda, &x, &weight).unwrap();
+                assert_eq!(supported, tokens < 9 && rows % 16 == 0 && rows < 65_536, "{what}");
+                match matmul_few(cuda, &x, &weight) {
+                    Ok(got) => assert_close(&what, &got, &want, 1e-5),
+                    Err(error) => assert!(!supported, "{what}: {error}"),
+                }
+            }
+        }
+    }
+}
+
 /// With `SumOrder::Fixed`, the product of a token has the same bits next to any number of other tokens.
 #[test(gpu)]
 fn products_in_fixed_order_do_not_depend_on_other_tokens() {

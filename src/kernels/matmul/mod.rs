@@ -3,6 +3,8 @@
 
 #[cfg(feature = "cuda")]
 pub mod cublas_lt;
+#[cfg(feature = "cuda")]
+pub mod dense_few;
 
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::CudaDevice;
@@ -26,6 +28,11 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
         (Device::Cpu, SumOrder::Fixed) => each_row(x, |row| product(row, w)),
         #[cfg(feature = "cuda")]
         (Device::Cuda(_), SumOrder::Fixed) => product_of_fixed_tokens(x, w),
+        // Single tokens are rare: the decode graph has its own kernels.
+        #[cfg(feature = "cuda")]
+        (Device::Cuda(device), SumOrder::Fastest) if x.dim(0)? > 1 && dense_few::is_supported(device, x, w)? => {
+            dense_few::matmul_few(device, x, w)
+        }
         _ => product(x, w),
     }
 }

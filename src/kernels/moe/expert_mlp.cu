@@ -7,6 +7,7 @@
 // See mxfp4_tiles.cuh for the layout of weights, x and h.
 // y is [pairs, hidden], in the original order of the pairs instead of the order of `sorted`.
 #include "headers/async_copy.cuh"
+#include "headers/barrier.cuh"
 #include "headers/pdl.cuh"
 #include "moe/mxfp4_tiles.cuh"
 
@@ -278,29 +279,6 @@ DEFINE_WGMMA(112, "%56, %57, %58, %59", "%60")
 DEFINE_WGMMA(128, "%64, %65, %66, %67", "%68")
 DEFINE_WGMMA(144, "%72, %73, %74, %75", "%76")
 DEFINE_WGMMA(160, "%80, %81, %82, %83", "%84")
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-        "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
 
 // The ring buffer of stages. The barrier `full` counts copied bytes; `empty` counts warps that have finished reading.
 template <typename S> struct Ring {

@@ -1,0 +1,51 @@
+// Barriers in shared memory (mbarrier, compute capability 8.0 and later) that count threads and asynchronous copies.
+// A barrier alternates between phases of parity 0 and 1, and starts with parity 0.
+#pragma once
+
+#include <stdint.h>
+
+// Initializes a barrier that completes a phase after `count` arrivals.
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Arrives.
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives when all earlier copy_async copies of this thread have completed.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits for the end of a phase.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+        "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+#else
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+        "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+#endif
+}
+
+// Arrives, and makes the phase wait for `bytes` bytes of bulk copies (compute capability 9.0 and later).
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Copies `bytes` bytes, a multiple of 16, to shared memory (compute capability 9.0 and later).
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}

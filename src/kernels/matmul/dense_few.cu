@@ -1,0 +1,137 @@
+// y = x·Wᵀ for up to DENSE_FEW_TOKENS tokens. Reading W limits the speed, so the kernel keeps many reads in flight.
+//   w: T [rows, columns]; rows is a multiple of DENSE_FEW_ROWS, and columns of DENSE_FEW_COLUMNS
+//   x: T [tokens, columns]
+//   y: f32 [tokens, rows]
+//   block_units: the units of DENSE_FEW_ROWS rows that a block multiplies
+//   parts: the warps that share the columns of a unit
+//   grid: ceil(rows / DENSE_FEW_ROWS / block_units); block: 32 · parts · block_units
+//   bytes moved: rows · columns · sizeof(T)
+//
+// A warp multiplies one unit by x. It takes every `parts`-th chunk of DENSE_FEW_COLUMNS columns.
+// Each lane copies and multiplies the same 16-byte pieces of W, so no barrier is needed between the two. A piece has
+// eight adjacent columns. mma.sync expects other columns in a lane, but adds the products of all columns. Both matrices
+// may therefore have their columns in any order, as long as it is the same.
+#include "constants.cuh"
+#include "headers/async_copy.cuh"
+#include "headers/barrier.cuh"
+#include "headers/common.cuh"
+#include "headers/pdl.cuh"
+#include "headers/tensor_core.cuh"
+
+constexpr int TOKENS = DENSE_FEW_TOKENS, ROWS = DENSE_FEW_ROWS, COLUMNS = DENSE_FEW_COLUMNS;
+constexpr int PIECE_COLUMNS = 8, CHUNK_PIECES = COLUMNS / PIECE_COLUMNS, STAGES = DENSE_FEW_STAGES;
+// The pieces of W that a lane copies per chunk.
+constexpr int LANE_PIECES = ROWS * CHUNK_PIECES / 32, STAGE_PIECES = LANE_PIECES * 32;
+// The inputs of INPUT_CHUNKS chunks take one of two buffers: [chunk][half of the chunk][token][piece of the half].
+constexpr int INPUT_CHUNKS = DENSE_FEW_INPUT_CHUNKS, INPUT_PIECES = INPUT_CHUNKS * CHUNK_PIECES * TOKENS;
+static_assert(TOKENS == 8 && ROWS == 16 && CHUNK_PIECES == 8, "the code below assumes the shape of mma.sync");
+
+template <typename T>
+__device__ void dense_few(const T* w, const T* x, float* y, int rows, int columns, int tokens, int block_units,
+                          int parts) {
+    // If the pieces of a warp were not aligned to 128 bytes, each access would take twice as long.
+    extern __shared__ __align__(128) uint4 shared[];
+    __shared__ uint64_t barriers[2];  // count the copies to the two buffers of inputs
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4;
+    uint4* const inputs = shared;
+    uint4* const weights = shared + 2 * INPUT_PIECES + warp * STAGES * STAGE_PIECES + lane;
+    const int first_unit = blockIdx.x * block_units, part = warp % parts;
+    const int warp_row = (first_unit + warp / parts) * ROWS;
+    const bool has_rows = warp_row < rows;
+    const T* const lane_row = w + (size_t)(warp_row + quad) * columns + lane % 4 * PIECE_COLUMNS;
+    const int chunks = columns / COLUMNS;
+    if (threadIdx.x == 0) {
+        barrier_init(shared_address(&barriers[0]), blockDim.x);
+        barrier_init(shared_address(&barriers[1]), blockDim.x);
+    }
+
+    // 1. Copy the first weights. No running kernel writes them.
+    int copied = part;
+    const auto copy_weights = [&](int stage) {
+        if (has_rows && copied < chunks) {
+#pragma unroll
+            for (int i = 0; i < LANE_PIECES; ++i) {
+                // Pieces 0 and 1 are from the halves of the chunk in row `quad`, and pieces 2 and 3 in row `quad` + 8.
+                const T* from = lane_row + (size_t)(i / 2 * 8) * columns + copied * COLUMNS + i % 2 * (COLUMNS / 2);
+                copy_async_or_zero(shared_address(weights + stage * STAGE_PIECES + i * 32), from, true);
+            }
+        }
+        copied += parts;
+        commit_copies();
+    };
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) copy_weights(stage);
+    __syncthreads();  // the barriers are initialized
+    pdl_wait();
+    pdl_launch_dependents();
+
+    // 2. Multiply. The inputs of the next chunks are copied meanwhile.
+    const auto copy_inputs = [&](int first, int buffer) {
+        for (int i = threadIdx.x; i < INPUT_PIECES; i += blockDim.x) {
+            const int token = i % 32 / 4, column = first * COLUMNS + (i / 32 * 4 + i % 4) * PIECE_COLUMNS;
+            if (column >= columns) break;
+            const bool is_token = token < tokens;
+            copy_async_or_zero(shared_address(inputs + buffer * INPUT_PIECES + i),
+                               is_token ? x + (size_t)token * columns + column : x, is_token);
+        }
+        barrier_arrive_after_copies(shared_address(&barriers[buffer]));
+    };
+    copy_inputs(0, 0);
+    float sums[4] = {};
+    int chunk = part, stage = 0;
+    for (int first = 0, index = 0; first < chunks; first += INPUT_CHUNKS, ++index) {
+        const int buffer = index % 2, end = min(first + INPUT_CHUNKS, chunks);
+        if (end < chunks) {
+            __syncthreads();  // no warp reads the other buffer anymore
+            copy_inputs(end, 1 - buffer);
+        }
+        barrier_wait(shared_address(&barriers[buffer]), index / 2 % 2);
+        const uint4* const x_pieces = inputs + buffer * INPUT_PIECES + lane;
+        for (; chunk < end; chunk += parts) {
+            wait_for_copies<STAGES - 1>();
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const uint4* const pieces = weights + stage * STAGE_PIECES + half * 32;
+                const uint4 top = pieces[0], bottom = pieces[2 * 32], b = x_pieces[((chunk - first) * 2 + half) * 32];
+                const uint32_t left[4] = {top.x, bottom.x, top.y, bottom.y};
+                const uint32_t right[4] = {top.z, bottom.z, top.w, bottom.w};
+                multiply_add<T>(sums, left, b.x, b.y);
+                multiply_add<T>(sums, right, b.z, b.w);
+            }
+            copy_weights(stage);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        }
+    }
+    wait_for_copies<0>();
+    __syncthreads();
+
+    // 3. Add the sums of all parts.
+    float* const partial = reinterpret_cast<float*>(shared);  // [warp][token][row]
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int token = lane % 4 * 2 + i % 2, row = quad + i / 2 * 8;
+        partial[(warp * TOKENS + token) * ROWS + row] = sums[i];
+    }
+    __syncthreads();
+    // Half a warp adds the sums of a token in one unit.
+    const int row = lane % ROWS;
+    for (int unit = warp; unit < block_units; unit += blockDim.x / 32) {
+        const int y_row = (first_unit + unit) * ROWS + row;
+        if (y_row >= rows) break;
+        for (int token = lane / ROWS; token < tokens; token += 2) {
+            float sum = 0.0f;
+            for (int p = 0; p < parts; ++p) sum += partial[((unit * parts + p) * TOKENS + token) * ROWS + row];
+            y[(size_t)token * rows + y_row] = sum;
+        }
+    }
+}
+
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(32 * DENSE_FEW_WARPS)                                                 \
+        dense_few_##SUFFIX(const T* w, const T* x, float* y, int rows, int columns, int tokens, int block_units,       \
+                           int parts) {                                                                                \
+        dense_few<T>(w, x, y, rows, columns, tokens, block_units, parts);                                              \
+    }
+DEFINE(__half, f16)
+DEFINE(__nv_bfloat16, bf16)

@@ -1,0 +1,81 @@
+//! Products of dense matrices with few tokens on tensor cores (`dense_few.cu`).
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{DType, Result, Tensor, bail};
+
+use crate::kernels::constants::{
+    DENSE_FEW_COLUMNS, DENSE_FEW_INPUT_CHUNKS, DENSE_FEW_ROWS, DENSE_FEW_STAGES, DENSE_FEW_TOKENS, DENSE_FEW_WARPS,
+};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
+use crate::kernels::scratch;
+
+/// How the kernel divides a matrix.
+struct Division {
+    /// Units of [`DENSE_FEW_ROWS`] rows per thread block.
+    block_units: usize,
+    /// Warps that share the columns of a unit.
+    parts: usize,
+    /// Shared memory per thread block.
+    shared_bytes: usize,
+}
+
+impl Division {
+    /// Divides a matrix of `rows` rows, so that each multiprocessor has at most one block. `None` if a block would have
+    /// more units than warps.
+    fn new(device: &CudaDevice, rows: usize, element_bytes: usize) -> Result<Option<Self>> {
+        let block_units = (rows / DENSE_FEW_ROWS).div_ceil(multiprocessors(device)?);
+        let parts = DENSE_FEW_WARPS.checked_div(block_units).unwrap_or(0);
+        if parts == 0 {
+            return Ok(None);
+        }
+        let chunk_bytes = |rows| rows * DENSE_FEW_COLUMNS * element_bytes;
+        let input_bytes = 2 * DENSE_FEW_INPUT_CHUNKS * chunk_bytes(DENSE_FEW_TOKENS);
+        let weight_bytes = block_units * parts * DENSE_FEW_STAGES * chunk_bytes(DENSE_FEW_ROWS);
+        Ok(Some(Self { block_units, parts, shared_bytes: input_bytes + weight_bytes }))
+    }
+}
+
+/// Returns whether the kernel supports the product of w and x, both of this dtype.
+pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool> {
+    let ((tokens, _), (rows, columns)) = (x.dims2()?, w.dims2()?);
+    let fits = match Division::new(device, rows, w.dtype().size_in_bytes())? {
+        Some(division) => division.shared_bytes <= max_shared_bytes(device)?,
+        None => false,
+    };
+    Ok(fits
+        && (1..=DENSE_FEW_TOKENS).contains(&tokens)
+        && matches!(w.dtype(), DType::F16 | DType::BF16)
+        && rows.is_multiple_of(DENSE_FEW_ROWS)
+        && columns > 0
+        && columns.is_multiple_of(DENSE_FEW_COLUMNS))
+}
+
+/// Returns x·wᵀ as f32 `[tokens, rows]`.
+///
+/// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. [`is_supported`] must be true.
+pub fn matmul_few(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
+    let division = Division::new(device, rows, w.dtype().size_in_bytes())?.filter(|_| columns == w_columns);
+    let (Some(division), true) = (division, is_supported(device, x, w)? && x.dtype() == w.dtype()) else {
+        bail!("matmul_few: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
+    };
+    let Division { block_units, parts, shared_bytes } = division;
+    // SAFETY: the kernel writes every element.
+    let y = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
+    let arguments = Arguments::new()
+        .tensor(w)?
+        .tensor(x)?
+        .tensor(&y)?
+        .int(rows)
+        .int(columns)
+        .int(tokens)
+        .int(block_units)
+        .int(parts);
+    let blocks = (rows / DENSE_FEW_ROWS).div_ceil(block_units);
+    let shape = LaunchShape::linear(blocks, 32 * block_units * parts).with_shared_bytes(shared_bytes);
+    let kernel = format!("dense_few_{}", dtype_suffix(x.dtype())?);
+    let launch = Launch::new(module!("dense_few"), kernel, shape, arguments).overlapping();
+    // SAFETY: the shapes are checked above.
+    unsafe { launch.enqueue(device)? };
+    Ok(y)
+}
