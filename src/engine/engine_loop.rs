@@ -210,6 +210,7 @@ impl EngineLoop {
                         id,
                         prompt: first.take_prompt(),
                         cache_salt: first.cache_salt.take(),
+                        grid: first.grid,
                         forks: (id + 1..self.next_id).collect(),
                         max_tokens: first.remaining(),
                         tenant: first.tenant,

@@ -27,7 +27,7 @@ use crate::error::Error;
 use crate::files;
 use crate::language::Language;
 use crate::nn::kv_cache::KvCache;
-use crate::runner::{EagerReason, Executor, Runner};
+use crate::runner::{ChunkGrid, EagerReason, Executor, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
 /// The maximum size of a prompt in bytes per token of context. Typical text has 3 to 5 bytes per token.
@@ -132,11 +132,13 @@ impl EngineHandle {
         if counters.is_draining.load(Ordering::Relaxed) {
             return Err(Error::Draining.into());
         }
+        let grid = self.request_grid(&options)?;
         let constraint = self.prepare_constraint(&mut options, chat)?;
         let (mut sequences, mut streams) = (Vec::new(), Vec::new());
         for output in outputs {
             let (sender, events) = unbounded_channel();
             let mut sequence = Sequence::new(ids.clone(), &options, self.language().stop_ids(), sender);
+            sequence.grid = grid;
             if let Some(constraint) = &constraint {
                 sequence.constrain(constraint.clone());
             }
@@ -199,6 +201,20 @@ impl EngineHandle {
             return Err(Error::ContextFull { prompt_tokens, context_tokens, limit_tokens }.into());
         }
         Ok(())
+    }
+
+    /// Returns how to divide the prompt of a request. `None` if its answer may depend on other requests, or if no answer
+    /// of this engine does.
+    pub(super) fn request_grid(&self, options: &GenerateOptions) -> Result<Option<ChunkGrid>> {
+        let info = self.info();
+        match info.request_grid {
+            _ if !options.deterministic || info.is_deterministic => Ok(None),
+            None => {
+                let reason = "the chunk size or the attention kernel of this engine does not support it".to_string();
+                Err(Error::InvalidConstraint { name: "deterministic".to_string(), reason }.into())
+            }
+            grid => Ok(grid),
+        }
     }
 
     fn check_options(&self, options: &GenerateOptions) -> Result<()> {

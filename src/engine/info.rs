@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::device::DeviceInfo;
 use crate::kernels::attention::AttentionBackend;
-use crate::runner::{EagerReason, Executor};
+use crate::runner::{ChunkGrid, EagerReason, Executor};
 
 /// Properties of a loaded model.
 #[derive(Clone, Debug)]
@@ -32,6 +32,9 @@ pub struct ModelInfo {
     pub eager_reason: Option<EagerReason>,
     /// Whether answers do not depend on other requests.
     pub is_deterministic: bool,
+    /// How the prompts of requests with [`deterministic`](crate::GenerateOptions::deterministic) are divided. `None` if
+    /// the chunk size or the attention kernel does not support such requests.
+    pub request_grid: Option<ChunkGrid>,
     pub device: DeviceInfo,
     /// The size of the weights on the device, in bytes.
     pub weight_bytes: u64,

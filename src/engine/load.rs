@@ -136,6 +136,7 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
         executor: runner.executor(),
         eager_reason: runner.eager_reason().cloned(),
         is_deterministic: runner.grid().is_some(),
+        request_grid: chunk_grid(runner.limits().chunk, attention).ok(),
         device: device_info,
         weight_bytes,
         cache_bytes,

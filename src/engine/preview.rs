@@ -28,6 +28,7 @@ impl EngineHandle {
         let options = request.options.unwrap_or_else(|| GenerateOptions::new(self.defaults().clone()));
         self.check(&ids, &options)?;
         let prompt_tokens = ids.len();
+        let grid = self.request_grid(&options)?;
         let max_tokens = options.max_tokens.unwrap_or(usize::MAX).min(self.context() - prompt_tokens);
         let (sender, result) = mpsc::sync_channel(1);
         self.send(Command::Inspect(Box::new(move |scheduler, now| {
@@ -36,6 +37,7 @@ impl EngineHandle {
                 id: SequenceId::MAX - answers as SequenceId,
                 prompt: ids,
                 cache_salt: options.cache_salt,
+                grid,
                 forks: (1..answers as SequenceId).map(|fork| SequenceId::MAX - fork).collect(),
                 max_tokens,
                 tenant: options.tenant,

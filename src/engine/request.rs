@@ -103,6 +103,9 @@ pub struct GenerateOptions {
     /// If set, the prompt reuses only cached prefixes of requests with the same salt. The time to the first token then tells
     /// nothing about the prompts of others.
     pub cache_salt: Option<String>,
+    /// Whether the answer must not depend on other requests, even if the engine was not loaded as
+    /// [`deterministic`](super::EngineBuilder::deterministic). Slower, also for requests that run at the same time.
+    pub deterministic: bool,
     /// The longest time to wait for the request to start. If it has not started by then, it fails. `None`: no limit.
     pub max_wait: Option<Duration>,
 }
@@ -124,6 +127,7 @@ impl GenerateOptions {
             tenant: 0,
             priority: 0,
             cache_salt: None,
+            deterministic: false,
             max_wait: None,
         }
     }

@@ -11,7 +11,7 @@ use super::constraint::ConstraintState;
 use super::outbox::{Outbox, SequenceEvent};
 use super::request::{FinishReason, GenerateOptions};
 use super::sampler::{LogitRules, Sampler};
-use crate::runner::ChosenToken;
+use crate::runner::{ChosenToken, ChunkGrid};
 
 /// A request on the engine thread.
 pub struct Sequence {
@@ -26,6 +26,8 @@ pub struct Sequence {
     stop_ids: Vec<u32>,
     /// Limits the reuse of cached prefixes. Taken when the sequence is passed to the scheduler.
     pub cache_salt: Option<String>,
+    /// How to divide the prompt so that the answer does not depend on other requests.
+    pub grid: Option<ChunkGrid>,
     pub tenant: u64,
     pub priority: i32,
     pub max_wait: Option<Duration>,
@@ -61,6 +63,7 @@ impl Sequence {
             generated: 0,
             max_tokens: options.max_tokens,
             cache_salt: options.cache_salt.clone(),
+            grid: None,
             tenant: options.tenant,
             priority: options.priority,
             max_wait: options.max_wait,

@@ -21,10 +21,15 @@ impl Runner {
     /// [`awaits_input`](StepSequence::awaits_input) continue with its tokens.
     ///
     /// Returns `None` and does nothing if the step must run with [`step`](Self::step): with the decode graph of a single
-    /// sequence, if a choice depends on the tokens before, if no sequence needs a token, and usually on a CPU.
+    /// sequence, if a choice depends on the tokens before, if no sequence needs a token, if only some sequences have a
+    /// grid, and usually on a CPU.
     pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
         let mut samplers = sequences.iter().filter_map(|sequence| sequence.sampler.as_deref()).peekable();
         if samplers.peek().is_none() || !samplers.all(|sampler| sampler.can_queue()) {
+            return Ok(None);
+        }
+        // Such sequences need passes of their own, whose tokens do not stay on the device.
+        if self.options.grid.is_none() && sequences.iter().any(|sequence| sequence.grid.is_some()) {
             return Ok(None);
         }
         #[cfg(feature = "cuda")]
@@ -70,10 +75,10 @@ impl Runner {
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
         let mut known: Vec<StepSequence> = Vec::with_capacity(sequences.len());
         for (sequence, input) in sequences.iter_mut().zip(&inputs) {
-            let StepSequence { id, ids, position, tables, limit, .. } = *sequence;
+            let StepSequence { id, ids, position, tables, limit, grid, .. } = *sequence;
             let ids = input.as_ref().map_or(ids, |input| input.as_slice());
             let sampler = sequence.sampler.take().map(|sampler| sampler as &mut dyn ChooseToken);
-            known.push(StepSequence { id, ids, awaits_input: false, position, tables, sampler, limit });
+            known.push(StepSequence { id, ids, awaits_input: false, position, tables, sampler, limit, grid });
         }
         let chosen = self.run_step(&mut known, &mut || ())?;
         let tokens = known.iter().zip(&chosen).filter_map(|(sequence, chosen)| {

@@ -2,13 +2,13 @@
 
 use std::time::Instant;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
 
+use super::Runner;
 use super::host_choice::choose;
 use super::step_sequence::{Chosen, StepSequence};
 use super::step_times::StepKind;
-use super::{ChunkGrid, Runner};
 #[cfg(feature = "cuda")]
 use super::{Decode, gpu_step::choose_on_device};
 use crate::kernels::SumOrder;
@@ -36,9 +36,19 @@ impl Runner {
         sequences: &mut [StepSequence],
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Vec<Chosen>> {
-        if let Some(grid) = self.options.grid {
-            return self.step_on_grid(grid, sequences, meanwhile);
+        if self.options.grid.is_some() {
+            return self.step_on_grid(sequences, meanwhile);
         }
+        // Sequences with a grid of their own run in passes of their own.
+        let has_grid = |sequence: &StepSequence| sequence.grid.is_some();
+        in_two_parts(sequences, has_grid, |sequences, has_grid| match has_grid {
+            true => self.step_on_grid(sequences, meanwhile),
+            false => self.step_together(sequences, meanwhile),
+        })
+    }
+
+    /// Runs one step of sequences whose results may depend on each other.
+    fn step_together(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
         self.check_tokens(sequences)?;
         #[cfg(feature = "cuda")]
         if let Some(chosen) = self.step_on_graph(sequences, meanwhile)? {
@@ -60,34 +70,24 @@ impl Runner {
 
     /// Runs one step whose results do not depend on which sequences it contains: the single tokens in one pass, and
     /// each part of a prompt in a pass of its own.
-    fn step_on_grid(
-        &mut self,
-        grid: ChunkGrid,
-        sequences: &mut [StepSequence],
-        meanwhile: &mut dyn FnMut(),
-    ) -> Result<Vec<Chosen>> {
+    fn step_on_grid(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
         let is_chunk = |sequence: &StepSequence| sequence.ids.len() > 1;
-        let mut order: Vec<usize> = (0..sequences.len()).collect();
-        order.sort_by_key(|&index| is_chunk(&sequences[index]));
-        // A stable sort, so that sequence i of the sorted slice was at `order[i]`.
-        sequences.sort_by_key(is_chunk);
-        let (rows, chunks) = sequences.split_at_mut(sequences.partition_point(|sequence| !is_chunk(sequence)));
-        let mut results = if rows.is_empty() { Vec::new() } else { self.step_rows(rows, meanwhile)? };
-        meanwhile();
-        for sequence in chunks {
-            results.push(self.step_chunk(grid, sequence)?);
-        }
-        let mut chosen: Vec<Chosen> = results.iter().map(|_| None).collect();
-        for (index, result) in order.into_iter().zip(results) {
-            chosen[index] = result;
-        }
-        Ok(chosen)
+        in_two_parts(sequences, is_chunk, |sequences, is_chunk| match is_chunk {
+            true => {
+                meanwhile();
+                sequences.iter_mut().map(|sequence| self.step_chunk(sequence)).collect()
+            }
+            false => self.step_rows(sequences, meanwhile),
+        })
     }
 
     /// Runs one token of each sequence, with sums in a fixed order.
     fn step_rows(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
+        // The graphs have this order only if all sequences have a grid.
         #[cfg(feature = "cuda")]
-        if let Some(chosen) = self.step_on_graph(sequences, meanwhile)? {
+        if self.options.grid.is_some()
+            && let Some(chosen) = self.step_on_graph(sequences, meanwhile)?
+        {
             return Ok(chosen);
         }
         let logits = self.forward(sequences, SumOrder::Fixed)?;
@@ -96,15 +96,17 @@ impl Runner {
     }
 
     /// Runs a chunk of a prompt, divided at the boundaries of the grid. A single token is a row of a decode step.
-    fn step_chunk(&mut self, grid: ChunkGrid, sequence: &mut StepSequence) -> Result<Chosen> {
-        let StepSequence { id, ids, position, tables, limit, .. } = *sequence;
+    fn step_chunk(&mut self, sequence: &mut StepSequence) -> Result<Chosen> {
+        let StepSequence { id, ids, position, tables, limit, grid, .. } = *sequence;
+        let parts = grid.or(self.options.grid).context("internal error: a sequence has no grid")?;
         let (mut start, end) = (position, position + ids.len());
         loop {
-            let part_end = grid.next(start).min(end);
+            let part_end = parts.next(start).min(end);
             let is_last = part_end == end;
             let sampler = if is_last { sequence.sampler.take() } else { None };
             let ids = &ids[start - position..part_end - position];
-            let mut part = [StepSequence { id, ids, awaits_input: false, position: start, tables, sampler, limit }];
+            let mut part =
+                [StepSequence { id, ids, awaits_input: false, position: start, tables, sampler, limit, grid }];
             let order = if ids.len() == 1 { SumOrder::Fixed } else { SumOrder::Fastest };
             let logits = self.forward(&part, order)?;
             if is_last {
@@ -143,7 +145,8 @@ impl Runner {
         #[cfg(feature = "cuda")]
         if logits.device().is_cuda() {
             return match sequences {
-                [sequence] => Ok(vec![self.first_graph_token(sequence, logits)?]),
+                // The decode graph would queue the next steps in the fastest order.
+                [sequence] if sequence.grid.is_none() => Ok(vec![self.first_graph_token(sequence, logits)?]),
                 _ => choose_on_device(sequences, logits),
             };
         }
@@ -154,4 +157,27 @@ impl Runner {
         })
         .collect()
     }
+}
+
+/// Calls `run` with the sequences for which `is_second` is false, and then with the others. Skips a part without any.
+/// Returns the results in the order of `sequences`, which this function changes.
+fn in_two_parts(
+    sequences: &mut [StepSequence],
+    is_second: impl Fn(&StepSequence) -> bool,
+    mut run: impl FnMut(&mut [StepSequence], bool) -> Result<Vec<Chosen>>,
+) -> Result<Vec<Chosen>> {
+    let mut order: Vec<usize> = (0..sequences.len()).collect();
+    order.sort_by_key(|&index| is_second(&sequences[index]));
+    // A stable sort, so that sequence i of the sorted slice was at `order[i]`.
+    sequences.sort_by_key(&is_second);
+    let (first, second) = sequences.split_at_mut(sequences.partition_point(|sequence| !is_second(sequence)));
+    let mut results = if first.is_empty() { Vec::new() } else { run(first, false)? };
+    if !second.is_empty() {
+        results.extend(run(second, true)?);
+    }
+    let mut chosen: Vec<Chosen> = results.iter().map(|_| None).collect();
+    for (index, result) in order.into_iter().zip(results) {
+        chosen[index] = result;
+    }
+    Ok(chosen)
 }

@@ -3,6 +3,7 @@
 use anyhow::Result;
 
 use super::choose_token::ChooseToken;
+use super::limits::ChunkGrid;
 use super::logprobs::TokenLogprobs;
 use crate::nn::kv_cache::BlockTables;
 use crate::nn::pass::SequenceSpan;
@@ -25,6 +26,8 @@ pub struct StepSequence<'s> {
     /// The maximum number of tokens that the sequence may still generate, including this step's token.
     /// The decode graph queues no steps beyond this limit.
     pub limit: usize,
+    /// If set, the results must not depend on other sequences, even if other sequences of the step have no grid.
+    pub grid: Option<ChunkGrid>,
 }
 
 impl StepSequence<'_> {

@@ -68,6 +68,7 @@ pub async fn preview(
     reply::check_strict(&headers, &ignored)?;
     if let Some(options) = &mut request.options {
         options.tenant = client.index() as u64;
+        options.deterministic |= reply::is_deterministic(&headers);
     }
     // Rendering takes milliseconds of CPU time, and the engine answers only between two steps.
     let worker = tokio::task::spawn_blocking(move || engine.preview(request, choices));

@@ -65,6 +65,7 @@ pub fn read(fields: &mut Fields, server: &Server, engine: &EngineHandle) -> Resu
     let priority = fields.take_integer("priority", i64::from(i32::MIN)..=i64::from(i32::MAX))?;
     options.priority = priority.unwrap_or(0) as i32;
     options.cache_salt = read_cache_salt(fields)?;
+    options.deterministic = fields.take_bool("deterministic")?.unwrap_or(false);
     options.max_wait = Some(server.options.timeouts.queue);
     let vocab_size = engine.info().vocab_size;
     for (name, ids) in [

@@ -29,6 +29,7 @@ pub struct Answers {
     server: Arc<Server>,
     log: Arc<RequestLog>,
     is_stream: bool,
+    is_deterministic: bool,
     submitted: Instant,
     has_failed: bool,
     /// Receives a message when another request cancels the answers.
@@ -78,7 +79,10 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
     let (handle, mut requests, choices) = (engine.clone(), job.requests, job.choices);
     for options in requests.iter_mut().filter_map(|request| request.options.as_mut()) {
         options.tenant = client.index() as u64;
+        options.deterministic |= log.is_deterministic;
     }
+    let asks = requests.iter().any(|request| request.options.as_ref().is_some_and(|options| options.deterministic));
+    let is_deterministic = asks || engine.info().is_deterministic;
     // Rendering and tokenizing take milliseconds of CPU time, so they must not run on a thread of the runtime.
     let submit = move || -> anyhow::Result<Vec<RequestStream>> {
         let mut streams = Vec::new();
@@ -106,6 +110,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
         server: server.clone(),
         log,
         is_stream: job.is_stream,
+        is_deterministic,
         submitted,
         has_failed: false,
         cancel: None,
@@ -132,6 +137,11 @@ impl Answers {
 
     pub fn engine(&self) -> &EngineHandle {
         &self.engine
+    }
+
+    /// Returns whether the answers do not depend on other requests.
+    pub fn is_deterministic(&self) -> bool {
+        self.is_deterministic
     }
 
     /// Returns the time since the request was submitted.

@@ -20,6 +20,8 @@ pub struct RequestLog {
     method: Method,
     path: String,
     traceparent: Option<String>,
+    /// Whether the answer must not depend on other requests.
+    pub is_deterministic: bool,
     started: Instant,
     metrics: Arc<Metrics>,
     client: OnceLock<Client>,
@@ -49,7 +51,14 @@ pub struct AnswerLog {
 impl RequestLog {
     pub fn new(id: String, method: Method, path: String, traceparent: Option<String>, metrics: Arc<Metrics>) -> Self {
         let (client, outcome) = (OnceLock::new(), Mutex::default());
-        Self { id, method, path, traceparent, started: Instant::now(), metrics, client, outcome }
+        let is_deterministic = false;
+        Self { id, method, path, traceparent, is_deterministic, started: Instant::now(), metrics, client, outcome }
+    }
+
+    /// Sets whether a header of the request asks for an answer that does not depend on other requests.
+    pub fn with_determinism(mut self, is_deterministic: bool) -> Self {
+        self.is_deterministic = is_deterministic;
+        self
     }
 
     /// Records who sent the request. Later calls have no effect.

@@ -8,6 +8,7 @@ use axum::response::Response;
 use serde::Serialize;
 
 use super::error::ApiError;
+use super::generation::Answers;
 use super::ids;
 use super::state::Server;
 
@@ -17,8 +18,15 @@ const IGNORED: HeaderName = HeaderName::from_static("x-inferno-ignored");
 /// The request header that makes such fields an error.
 const STRICT: &str = "x-inferno-strict";
 
+/// The request header that makes the answer independent of other requests, like the field `deterministic`.
+const DETERMINISTIC: &str = "x-inferno-deterministic";
+
 /// Identifies the version that computed an answer.
 const FINGERPRINT: &str = concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", env!("INFERNO_COMMIT"));
+
+/// The same for an answer that does not depend on other requests.
+const DETERMINISTIC_FINGERPRINT: &str =
+    concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", env!("INFERNO_COMMIT"), "-deterministic");
 
 /// The fields that all chunks of a stream share with each other and with a whole response.
 #[derive(Serialize)]
@@ -31,14 +39,14 @@ pub struct ReplyHeader {
 }
 
 impl ReplyHeader {
-    /// Creates the header of a response whose id starts with `prefix`.
-    pub fn new(server: &Server, prefix: &str, object: &'static str) -> Self {
+    /// Creates the header of a response with `answers`, whose id starts with `prefix`.
+    pub fn new(server: &Server, answers: &Answers, prefix: &str, object: &'static str) -> Self {
         Self {
             id: ids::new(prefix),
             object,
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
             model: server.options.model.clone(),
-            system_fingerprint: FINGERPRINT,
+            system_fingerprint: if answers.is_deterministic() { DETERMINISTIC_FINGERPRINT } else { FINGERPRINT },
         }
     }
 }
@@ -50,6 +58,11 @@ pub fn check_strict(headers: &HeaderMap, ignored: &[String]) -> Result<(), ApiEr
         Some(first) if is_strict => Err(ApiError::unsupported(first, "without x-inferno-strict, it is ignored")),
         _ => Ok(()),
     }
+}
+
+/// Returns whether the headers of a request ask for an answer that does not depend on other requests.
+pub fn is_deterministic(headers: &HeaderMap) -> bool {
+    headers.get(DETERMINISTIC).is_some_and(|value| value == "1")
 }
 
 /// Names the ignored fields in the response.

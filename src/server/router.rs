@@ -14,7 +14,9 @@ use super::auth::Access;
 use super::error::ApiError;
 use super::log::RequestLog;
 use super::state::Server;
-use super::{admission, chat, completions, dialect, health, ids, messages, models, ollama, page, responses, tokenize};
+use super::{
+    admission, chat, completions, dialect, health, ids, messages, models, ollama, page, reply, responses, tokenize,
+};
 
 /// The header that identifies a request in logs. Clients may choose the id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -98,7 +100,9 @@ async fn log_request(State(server): State<Arc<Server>>, mut request: Request, ne
     let id = request_id(request.headers());
     let traceparent = request.headers().get("traceparent").and_then(|value| value.to_str().ok()).map(str::to_string);
     let (method, path) = (request.method().clone(), request.uri().path().to_string());
-    let log = Arc::new(RequestLog::new(id, method, path.clone(), traceparent, server.metrics.clone()));
+    let is_deterministic = reply::is_deterministic(request.headers());
+    let log = RequestLog::new(id, method, path.clone(), traceparent, server.metrics.clone());
+    let log = Arc::new(log.with_determinism(is_deterministic));
     request.extensions_mut().insert(log.clone());
     let mut response = dialect::adapt(&path, &log.id, next.run(request).await);
     log.set_status(response.status());

@@ -47,7 +47,7 @@ fn check(engine: &EngineHandle, count: usize, longest: usize) {
     let mut random = Random(5);
     for round in 0..3 {
         let mut order: Vec<usize> = (0..count).collect();
-        order.sort_by_key(|_| random.next());
+        order.sort_by_cached_key(|_| random.next());
         let streams: Vec<_> = order.iter().map(|&index| (index, submit(index))).collect();
         for (index, stream) in streams {
             assert_eq!(read(stream), alone[index], "round {round}, prompt of {} tokens", prompts[index].len());
@@ -78,6 +78,64 @@ fn answers_depend_only_on_their_request() {
     assert!(stats.preemptions > 0 && stats.hit_tokens > 0, "{stats:?}");
 }
 
+/// Compares deterministic answers of an engine that is not: alone, and next to other answers of both kinds.
+fn check_requests(engine: &EngineHandle, count: usize, longest: usize) {
+    assert!(!engine.info().is_deterministic);
+    let shared = engine.random_tokens(1, longest / 2);
+    let prompt = |index: usize| {
+        let own = engine.random_tokens(100 + index as u64, 1 + index * 37 % (longest / 2));
+        [&shared[..if index.is_multiple_of(3) { shared.len() } else { 0 }], &own].concat()
+    };
+    let submit = |index: usize, deterministic: bool| {
+        let options = GenerateOptions { deterministic, ..options(index, longest / 4) };
+        engine.complete_ids(&prompt(index), options).unwrap()
+    };
+    let alone = |deterministic: bool| -> Vec<Bits> {
+        let answer = |index| {
+            engine.with_runner(|runner| runner.reset()).unwrap();
+            read(submit(index, deterministic))
+        };
+        (0..count).map(answer).collect()
+    };
+    let (deterministic, ordinary) = (alone(true), alone(false));
+    let (mut random, mut differences) = (Random(6), 0);
+    for round in 0..3 {
+        // Ordinary requests with the same prompts leave cached prefixes that a deterministic one must not reuse.
+        let mut order: Vec<(usize, bool)> = (0..2 * count).map(|index| (index / 2, index % 2 == 0)).collect();
+        order.sort_by_cached_key(|_| random.next());
+        let streams: Vec<_> = order.iter().map(|&(index, kind)| (index, kind, submit(index, kind))).collect();
+        for (index, is_deterministic, stream) in streams {
+            let bits = read(stream);
+            match is_deterministic {
+                true => assert_eq!(bits, deterministic[index], "round {round}, request {index}"),
+                false => differences += usize::from(bits != ordinary[index]),
+            }
+        }
+    }
+    assert!(differences > 0, "no ordinary answer depended on other requests, so this test proves nothing");
+}
+
+#[test]
+fn single_requests_can_be_deterministic() {
+    let engine = || Engine::builder(demo_dir()).device(DeviceChoice::Cpu).chunk(128).context(400).sequences(2);
+    for queue_on_cpu in [false, true] {
+        let engine = engine().queue_on_cpu(queue_on_cpu).load().unwrap();
+        check_requests(&engine, 14, 300);
+        let stats = engine.stats();
+        assert!(stats.preemptions > 0 && stats.hit_tokens > 0, "{stats:?}");
+        assert_eq!((stats.failed, stats.used_blocks), (0, 0), "{stats:?}");
+    }
+    // A deterministic engine computes the same.
+    let options = || GenerateOptions { deterministic: true, ..options(1, 80) };
+    let (one, all) = (engine().load().unwrap(), engine().deterministic(true).load().unwrap());
+    let prompt = one.random_tokens(3, 300);
+    let answer = |engine: &Engine| read(engine.complete_ids(&prompt, options()).unwrap());
+    assert_eq!(answer(&one), answer(&all));
+    let small = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).chunk(63).load().unwrap();
+    let error = small.complete_ids(&prompt, options()).map(|_| ()).unwrap_err();
+    assert!(error.to_string().contains("deterministic"), "{error}");
+}
+
 #[test]
 fn unsupported_options_are_refused() {
     let error = demo().chunk(63).load().map(|_| ()).unwrap_err();
@@ -97,15 +155,19 @@ fn answers_on_a_gpu_depend_only_on_their_request() {
     ] {
         let model = GraphModel::new(name);
         for dtype in [DType::BF16, DType::F32] {
-            let builder = model.builder().dtype(dtype).chunk(64).deterministic(true).context(128).sequences(3);
-            let builder = match quantize.map(|name: &str| name.parse::<QuantizationTarget>().unwrap()) {
-                Some(quantize) => builder.quantize(quantize),
-                None => builder,
+            let builder = || {
+                let builder = model.builder().dtype(dtype).chunk(64).context(128).sequences(3);
+                match quantize.map(|name: &str| name.parse::<QuantizationTarget>().unwrap()) {
+                    Some(quantize) => builder.quantize(quantize),
+                    None => builder,
+                }
             };
-            let engine = builder.load().unwrap();
+            let engine = builder().deterministic(true).load().unwrap();
             assert_eq!(engine.executor(), Executor::Graph);
             check(&engine, 20, 90);
             println!("{name}, {quantize:?}, {dtype:?}: {:?}", engine.stats());
+            drop(engine);
+            check_requests(&builder().load().unwrap(), 20, 90);
         }
     }
 }

@@ -68,6 +68,7 @@ impl Simulator {
             id,
             prompt,
             cache_salt: None,
+            grid: None,
             forks: Vec::new(),
             max_tokens: load.answer,
             tenant: load.tenant,

@@ -35,6 +35,8 @@ struct Request {
     /// How many of the next requests are forks of this one.
     forks: usize,
     is_fork: bool,
+    /// If set, this sequence is divided at boundaries of this grid.
+    grid: Option<ChunkGrid>,
 }
 
 /// The configuration of a scheduler, and the requests to submit.
@@ -210,10 +212,10 @@ impl<'a> Simulator<'a> {
     }
 
     fn submit(&mut self, id: SequenceId, request: &Request) {
-        let Request { ref prompt, max_tokens, tenant, priority, arrival, deadline, is_fork, .. } = *request;
+        let Request { ref prompt, max_tokens, tenant, priority, arrival, deadline, is_fork, grid, .. } = *request;
         if !is_fork {
             let (prompt, forks) = (prompt.clone(), (id + 1..=id + request.forks as u64).collect());
-            let new = NewSequence { forks, max_tokens, tenant, priority, deadline, ..new_sequence(id, prompt) };
+            let new = NewSequence { grid, forks, max_tokens, tenant, priority, deadline, ..new_sequence(id, prompt) };
             self.scheduler.submit(NewSequence { arrival, ..new });
         }
         let rank = self.rank(id);
@@ -322,7 +324,7 @@ impl<'a> Simulator<'a> {
 
     /// Checks that a plan keeps every guarantee of the scheduler.
     fn check(&mut self, plan: &StepPlan) {
-        let SchedulerConfig { token_budget, max_sequences, grid, .. } = self.scenario.config;
+        let SchedulerConfig { token_budget, max_sequences, .. } = self.scenario.config;
         self.steps += 1;
         for &id in &plan.expired {
             let deadline = self.scenario.requests[id as usize].deadline;
@@ -351,6 +353,7 @@ impl<'a> Simulator<'a> {
             self.waiting.insert(self.rank(id));
         }
         let tokens: usize = plan.work.iter().map(|work| work.range.len()).sum();
+        let grid = self.scenario.requests.iter().find_map(|request| request.grid).or(self.scenario.config.grid);
         let part = grid.map_or(1, ChunkGrid::tokens);
         assert!(tokens < token_budget + part, "{tokens} tokens exceed a budget of {token_budget}");
         assert!(
@@ -384,7 +387,7 @@ impl<'a> Simulator<'a> {
         let parents: BTreeSet<_> = self.pending.iter().filter_map(|&fork| self.scheduler.parent(fork)).collect();
         let is_done = |id: &SequenceId| {
             let last = self.scenario.requests[*id as usize].prompt.len() - 1;
-            let end = match grid {
+            let end = match self.grid(*id) {
                 Some(_) => last.max(self.scheduler.computed(*id) + 1),
                 None => self.tracked[*id as usize].digests.len() - usize::from(parents.contains(id)),
             };
@@ -445,6 +448,7 @@ impl<'a> Simulator<'a> {
     /// Checks the work of one sequence, and records that it runs.
     fn check_work(&mut self, work: &SequenceWork) {
         let SequenceWork { id, ref range, is_last } = *work;
+        let grid = self.grid(id);
         let tracked = &mut self.tracked[id as usize];
         let len = tracked.digests.len();
         assert!(self.unfinished.contains(&id), "{id} does not exist");
@@ -459,7 +463,6 @@ impl<'a> Simulator<'a> {
             assert_eq!(range.start, last, "{id} did not continue where it stopped");
         } else {
             assert!(range.start.is_multiple_of(BLOCK_TOKENS), "{id} reuses part of a block");
-            let grid = self.scenario.config.grid;
             assert!(grid.is_none_or(|grid| grid.floor(range.start) == range.start), "{id} reuses part of a chunk");
             if tracked.started.is_none() {
                 tracked.started = Some(self.now);
@@ -508,16 +511,21 @@ impl<'a> Simulator<'a> {
                 for position in range.clone() {
                     let block = tables.get(group, position / BLOCK_TOKENS) as usize;
                     self.contents[block * BLOCK_TOKENS + position % BLOCK_TOKENS] =
-                        self.digest(*id, group, self.pass(range, position), position);
+                        self.digest(*id, group, self.pass(*id, range, position), position);
                 }
             }
         }
     }
 
+    /// Returns the grid that divides a sequence.
+    fn grid(&self, id: SequenceId) -> Option<ChunkGrid> {
+        self.scenario.requests[id as usize].grid.or(self.scenario.config.grid)
+    }
+
     /// Returns the positions that are computed in the same pass as `position`, in a step that computes `range`.
     /// Without a grid, the pass does not matter, so it is always empty.
-    fn pass(&self, range: &Range<usize>, position: usize) -> Range<usize> {
-        match self.scenario.config.grid {
+    fn pass(&self, id: SequenceId, range: &Range<usize>, position: usize) -> Range<usize> {
+        match self.grid(id) {
             Some(grid) => grid.floor(position).max(range.start)..grid.next(position).min(range.end),
             None => 0..0,
         }
@@ -540,7 +548,7 @@ impl<'a> Simulator<'a> {
                     let read = self.contents[block * BLOCK_TOKENS + position % BLOCK_TOKENS];
                     let last = self.scenario.requests[*id as usize].prompt.len() - 1;
                     let own = if position < last { 0..last } else { position..position + 1 };
-                    let want = self.digest(*id, group, self.pass(&own, position), position);
+                    let want = self.digest(*id, group, self.pass(*id, &own, position), position);
                     assert_eq!(read, want, "{id} reads position {position} of group {group} at {range:?}");
                 }
             }
@@ -692,6 +700,7 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
         Request {
             forks: 0,
             is_fork: false,
+            grid: None,
             prompt,
             max_tokens,
             answer,
@@ -743,6 +752,9 @@ fn random_requests_get_what_the_scheduler_promises() {
         if seed % 3 == 0 {
             assign_tenants(&mut scenario, seed);
         }
+        if seed % 4 == 1 {
+            assign_grids(&mut scenario, seed);
+        }
         simulated += scenario.requests.len();
         let Scenario { config, windows, blocks, .. } = &scenario;
         let summary = on_panic(
@@ -785,6 +797,19 @@ fn assign_tenants(scenario: &mut Scenario, seed: u64) {
     }
 }
 
+/// Divides some sequences of a scenario at the boundaries of a grid. Forks have the grid of their parent.
+fn assign_grids(scenario: &mut Scenario, seed: u64) {
+    let mut random = Random(digest(seed, 3));
+    let grid = ChunkGrid::new(scenario.config.token_budget.min(64 + random.below(200)));
+    let mut own = None;
+    for request in &mut scenario.requests {
+        if !request.is_fork {
+            own = grid.filter(|_| random.below(2) == 0);
+        }
+        request.grid = own;
+    }
+}
+
 /// Calls `run`, and `report` if it panics.
 fn on_panic<T>(report: impl Fn(), run: impl FnOnce() -> T) -> T {
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
@@ -809,6 +834,7 @@ fn low_priority_finishes_while_high_priority_requests_arrive() {
         cancel: None,
         forks: 0,
         is_fork: false,
+        grid: None,
     };
     // For 30 seconds, 50 requests per second arrive. With four sequences at a time, about 33 per second finish.
     let mut requests: Vec<_> = (0..1500).map(|n| request(20 * n, 0)).collect();
@@ -839,6 +865,7 @@ fn new_sequence(id: SequenceId, prompt: Vec<u32>) -> NewSequence {
         id,
         prompt,
         cache_salt: None,
+        grid: None,
         forks: Vec::new(),
         max_tokens: 1,
         tenant: 0,

@@ -6,6 +6,7 @@ mod answers;
 mod cancel;
 mod client;
 mod demo;
+mod deterministic;
 mod fields;
 mod health;
 mod hostile;

@@ -23,8 +23,10 @@ pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BL
 /// The default has no salt.
 #[derive(Clone, Debug, Default)]
 pub struct BlockHashes {
-    /// The hash of the salt, or 0. Sequences with different salts have no hash in common.
+    /// The hash of the salt and the grid, or 0. Sequences with different salts or grids have no hash in common.
     salt: u128,
+    /// If set, only the parts of the prompt between boundaries of this grid are reused.
+    grid: Option<ChunkGrid>,
     blocks: Vec<u128>,
 }
 
@@ -144,14 +146,14 @@ impl BlockManager {
     /// The first `prompt` tokens are the prompt; the others were generated before a preemption.
     /// `hashes` comes from [`hashes`](Self::hashes) for a new sequence. To continue a sequence, pass what [`release`](Self::release) returned.
     pub fn start(&mut self, tokens: &[u32], prompt: usize, hashes: BlockHashes) -> SequenceBlocks {
-        let last = prompt.saturating_sub(1);
+        let (last, grid) = (prompt.saturating_sub(1), hashes.grid.or(self.grid));
         let mut sequence = SequenceBlocks {
             tables: BlockTables::new(self.windows.len()),
             hashes,
             oldest: vec![0; self.windows.len()],
             computed: 0,
             prompt,
-            reusable: self.grid.map_or(usize::MAX, |grid| grid.floor(last) / BLOCK_TOKENS),
+            reusable: grid.map_or(usize::MAX, |grid| grid.floor(last) / BLOCK_TOKENS),
         };
         let limit = sequence.reusable.min(tokens.len().saturating_sub(1) / BLOCK_TOKENS);
         self.extend_hashes(&mut sequence.hashes, &tokens[..limit * BLOCK_TOKENS]);
@@ -190,7 +192,8 @@ impl BlockManager {
                 (self.first_visible_block(group, hit * BLOCK_TOKENS)..hit).rev().find(|&index| !has(group, index))
             })
         };
-        let floor = |hit: usize| self.grid.map_or(hit, |grid| grid.floor(hit * BLOCK_TOKENS) / BLOCK_TOKENS);
+        let grid = hashes.grid.or(self.grid);
+        let floor = |hit: usize| grid.map_or(hit, |grid| grid.floor(hit * BLOCK_TOKENS) / BLOCK_TOKENS);
         hit = floor(hit);
         while let Some(missing) = last_missing(hit) {
             hit = floor(missing);
@@ -220,15 +223,18 @@ impl BlockManager {
         }
     }
 
-    /// Returns the hashes of a new sequence. Sequences reuse only the blocks of sequences with the same salt.
-    pub fn hashes(&self, salt: Option<&str>) -> BlockHashes {
-        let salt = salt.map_or(0, |salt| {
+    /// Returns the hashes of a new sequence. Sequences reuse only the blocks of sequences with the same salt and grid.
+    ///
+    /// With a grid, the sequence reuses only whole parts of the grid. Other sequences compute their keys and values in
+    /// other passes, so these differ in their last bits.
+    pub fn hashes(&self, salt: Option<&str>, grid: Option<ChunkGrid>) -> BlockHashes {
+        let key = (salt.is_some() || grid.is_some()).then(|| {
             self.hash(|mut hasher| {
-                salt.hash(&mut hasher);
+                (salt, grid.map(ChunkGrid::tokens)).hash(&mut hasher);
                 hasher.finish()
             })
         });
-        BlockHashes { salt, blocks: Vec::new() }
+        BlockHashes { salt: key.unwrap_or(0), grid, blocks: Vec::new() }
     }
 
     /// Returns the hash of what `finish` writes to a hasher. `finish` is called once for each half.

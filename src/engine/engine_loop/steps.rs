@@ -173,6 +173,7 @@ fn inputs<'s>(
             tables,
             sampler: samples.then_some(&mut sequence.sampler),
             limit,
+            grid: scheduler.grid(*id),
         });
     }
     Ok(inputs)

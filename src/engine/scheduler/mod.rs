@@ -62,6 +62,8 @@ pub struct NewSequence {
     pub prompt: Vec<u32>,
     /// If set, the sequence reuses only the blocks of sequences with the same salt.
     pub cache_salt: Option<String>,
+    /// If set, this sequence is divided at boundaries of this grid, as [`SchedulerConfig::grid`] does with all sequences.
+    pub grid: Option<ChunkGrid>,
     /// The ids of more sequences that differ from this one only in their id. The prompt is computed once for all.
     pub forks: Vec<SequenceId>,
     /// The most tokens to generate.
@@ -146,6 +148,8 @@ struct Sequence {
     /// Whether the last of `tokens` is a placeholder for the token that a queued step chooses.
     is_last_pending: bool,
     prompt: usize,
+    /// If set, chunks of the prompt end at boundaries of this grid, and every later token is computed by itself.
+    grid: Option<ChunkGrid>,
     max_tokens: usize,
     tenant: TenantId,
     /// The number of tokens that were counted for the tenant. Tokens that are computed again do not count again.
@@ -179,9 +183,9 @@ impl Sequence {
 
     /// Returns the position up to which the next step can compute. Forks need the last prompt token, to sample from it.
     /// With a grid, the last prompt token and all generated tokens are computed one by one.
-    fn next_end(&self, grid: Option<ChunkGrid>) -> usize {
+    fn next_end(&self) -> usize {
         let (last, computed) = (self.prompt - 1, self.computed());
-        match grid {
+        match self.grid {
             Some(_) if computed >= last => computed + 1,
             None if self.forks.is_empty() => self.tokens.len(),
             _ => last,
@@ -189,10 +193,10 @@ impl Sequence {
     }
 
     /// Returns the end of a chunk that starts at `start` and has about `tokens` tokens.
-    fn chunk_end(&self, grid: Option<ChunkGrid>, start: usize, tokens: usize) -> usize {
+    fn chunk_end(&self, start: usize, tokens: usize) -> usize {
         let end = start.saturating_add(tokens);
-        let end = grid.map_or(end, |grid| grid.floor(end).max(grid.next(start)));
-        end.min(self.next_end(grid))
+        let end = self.grid.map_or(end, |grid| grid.floor(end).max(grid.next(start)));
+        end.min(self.next_end())
     }
 
     /// Returns whether the sequence runs, or ran before it was preempted.
@@ -233,13 +237,18 @@ impl Scheduler {
 
     /// Adds a sequence and its forks to the waiting queue.
     pub fn submit(&mut self, new: NewSequence) {
-        let NewSequence { id, prompt, cache_salt, forks, max_tokens, tenant, priority, arrival, deadline } = new;
+        let NewSequence { id, prompt, cache_salt, grid, forks, max_tokens, tenant, priority, arrival, deadline } = new;
         assert!((1..=self.config.context).contains(&prompt.len()), "cannot submit a prompt of {} tokens", prompt.len());
-        let hashes = self.blocks.hashes(cache_salt.as_deref());
+        assert!(
+            grid.is_none_or(|grid| grid.tokens() <= self.config.token_budget),
+            "a step must fit a part of the grid"
+        );
+        let hashes = self.blocks.hashes(cache_salt.as_deref(), grid);
         let sequence = |id, tokens, forks, parent| Sequence {
             prompt: prompt.len(),
             tokens,
             is_last_pending: false,
+            grid: grid.or(self.config.grid),
             max_tokens,
             tenant,
             served: 0,
@@ -266,7 +275,7 @@ impl Scheduler {
         let SchedulerConfig { token_budget, max_sequences, context, .. } = self.config;
         let running: usize = self.running.iter().map(|seniority| self.demand(seniority)).sum();
         // The blocks of a cached prefix do not count as free while the sequence runs.
-        let hashes = self.blocks.hashes(new.cache_salt.as_deref());
+        let hashes = self.blocks.hashes(new.cache_salt.as_deref(), new.grid);
         let blocks = self.blocks.start(prompt, prompt.len(), hashes);
         let cached_tokens = blocks.computed();
         let chunk = (prompt.len() - cached_tokens).clamp(1, token_budget);
@@ -291,6 +300,11 @@ impl Scheduler {
     /// Returns the prompt of a sequence and all tokens generated so far.
     pub fn tokens(&self, id: SequenceId) -> &[u32] {
         &self.sequences[&id].tokens
+    }
+
+    /// Returns the grid that divides a sequence, or `None` if its results may depend on other sequences.
+    pub fn grid(&self, id: SequenceId) -> Option<ChunkGrid> {
+        self.sequences[&id].grid
     }
 
     /// Returns the number of tokens of a sequence whose keys and values are in the cache.

@@ -144,7 +144,7 @@ impl Scheduler {
             let start = sequence.computed();
             // A prompt first gets at most half of the token budget, so that other prompts get the other half.
             let tokens = (*budget).min(self.config.token_budget.div_ceil(2));
-            let end = sequence.chunk_end(self.config.grid, start, tokens);
+            let end = sequence.chunk_end(start, tokens);
             let is_last = end == sequence.tokens.len();
             if self.give_blocks(id, end, plan) {
                 plan.work.push(SequenceWork { id, range: start..end, is_last });
@@ -156,10 +156,10 @@ impl Scheduler {
         for index in first_chunk..plan.work.len() {
             let SequenceWork { id, range, .. } = plan.work[index].clone();
             let sequence = &self.sequences[&id];
-            if *budget == 0 || range.end == sequence.next_end(self.config.grid) {
+            if *budget == 0 || range.end == sequence.next_end() {
                 continue;
             }
-            let (tokens, end) = (sequence.tokens.len(), sequence.chunk_end(self.config.grid, range.end, *budget));
+            let (tokens, end) = (sequence.tokens.len(), sequence.chunk_end(range.end, *budget));
             if self.try_give_blocks(id, end, plan) {
                 *budget = budget.saturating_sub(end - range.end);
                 self.serve(id, range.end, end);

@@ -50,7 +50,7 @@ pub async fn create(
     let answers = generation::submit(&server, log, job).await?;
     let shape = Shape { shows_reasoning: chat.shows_reasoning, has_logprobs };
     let response = if chat.stream.is_stream {
-        let header = ReplyHeader::new(&server, "chatcmpl-", "chat.completion.chunk");
+        let header = ReplyHeader::new(&server, &answers, "chatcmpl-", "chat.completion.chunk");
         let writer = ChunkWriter { header, stream: chat.stream, shape, has_role: vec![false; answers.len()] };
         event_stream::response(answers, writer, server.options.timeouts.ping)
     } else {
@@ -103,7 +103,7 @@ async fn whole(server: &Server, mut answers: Answers, shape: Shape) -> Result<Re
             choice.finish_reason = finish;
         }
     }
-    let header = ReplyHeader::new(server, "chatcmpl-", "chat.completion");
+    let header = ReplyHeader::new(server, &answers, "chatcmpl-", "chat.completion");
     json_response(&Completion { header: &header, choices, usage: answers.usage() })
 }
 

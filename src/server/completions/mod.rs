@@ -42,7 +42,7 @@ pub async fn create(
     };
     let answers = generation::submit(&server, log, job).await?;
     let texts = Texts::new(&completion.echoes, completion.choices, completion.has_logprobs);
-    let header = ReplyHeader::new(&server, "cmpl-", "text_completion");
+    let header = ReplyHeader::new(&server, &answers, "cmpl-", "text_completion");
     let response = if completion.stream.is_stream {
         let writer = ChunkWriter { header, stream: completion.stream, texts };
         event_stream::response(answers, writer, server.options.timeouts.ping)
