@@ -9,6 +9,7 @@ use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokR
 use llguidance::{Matcher, ParserFactory, panic_utils};
 use serde_json::{Value, json};
 
+use super::cache::GrammarCache;
 use super::{Grammar, GrammarKind};
 use crate::error::Error;
 use crate::tokenizer::TokenTable;
@@ -32,6 +33,7 @@ const JSON_WHITESPACE: &str = r" |\r?\n[ \t]{0,128}";
 /// Compiles grammars for one vocabulary.
 pub struct GrammarCompiler {
     factory: ParserFactory,
+    cache: GrammarCache,
     vocab_size: usize,
     /// The token that stands for the end of the text in masks.
     end: u32,
@@ -72,7 +74,7 @@ impl GrammarCompiler {
         // A lexer state takes up to 2 kB of memory.
         limits.max_lexer_states = 50_000;
         limits.verbose_errors = false;
-        Ok(Self { factory, vocab_size, end })
+        Ok(Self { factory, cache: GrammarCache::default(), vocab_size, end })
     }
 
     /// Returns the number of logits.
@@ -87,6 +89,18 @@ impl GrammarCompiler {
 
     /// Compiles a grammar. Fails with [`Error::InvalidConstraint`] if it is invalid, not supported or too large.
     pub fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar> {
+        let (key, name) = (GrammarCache::key(&grammar.kind), grammar.name.as_str().into());
+        if let Some(matcher) = key.and_then(|key| self.cache.get(&key)) {
+            return Ok(CompiledGrammar { name, matcher });
+        }
+        let matcher = self.compile_anew(grammar)?;
+        if let Some(key) = key {
+            self.cache.insert(key, &matcher);
+        }
+        Ok(CompiledGrammar { name, matcher })
+    }
+
+    fn compile_anew(&self, grammar: &Grammar) -> Result<Matcher> {
         let top_level = match &grammar.kind {
             GrammarKind::JsonSchema(schema) => TopLevelGrammar::from_json_schema(with_options(schema)),
             GrammarKind::JsonObject => TopLevelGrammar::from_json_schema(with_options(&json!({ "type": "object" }))),
@@ -106,7 +120,7 @@ impl GrammarCompiler {
         }
         // The first mask shows whether the grammar allows any text at all, and is affordable.
         matcher.compute_mask().map_err(|problem| invalid(&grammar.name, &problem.to_string()))?;
-        Ok(CompiledGrammar { name: grammar.name.as_str().into(), matcher })
+        Ok(matcher)
     }
 }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::Result;
+use serde::{Deserialize, Serialize};
 
 use super::compiler::GrammarCompiler;
 use super::plan::{Part, PartId};
@@ -10,6 +11,7 @@ use super::{Constraint, Grammar};
 use crate::language::Language;
 
 /// The end of a rendered conversation, after which the answer begins.
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ChatPrompt {
     pub text: String,
     /// Whether the prompt contains the start of the answer's first message.

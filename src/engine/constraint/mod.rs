@@ -8,14 +8,17 @@
 //! Reasoning is never constrained. A plan follows the control tokens of the chat format, not its text.
 //! A constraint never gives up: if its grammar becomes too expensive to follow, the request ends with an error.
 
+mod cache;
 mod compiler;
 mod context;
+mod cpu_time;
 mod harmony;
 mod plan;
 mod prepare;
 mod state;
 mod tagged;
 
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 pub use compiler::GrammarCompiler;
@@ -24,7 +27,7 @@ pub use prepare::prepare;
 pub use state::ConstraintState;
 
 /// The form of an answer: the grammar of its text, and the tools that it may call.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Constraint {
     /// The grammar of the text. `None` allows any text.
     pub answer: Option<Grammar>,
@@ -37,7 +40,7 @@ pub struct Constraint {
 }
 
 /// A tool that may be called.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ToolGrammar {
     pub name: String,
     /// The grammar of the arguments. `None` allows any text.
@@ -45,7 +48,7 @@ pub struct ToolGrammar {
 }
 
 /// A grammar with a name for error messages.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Grammar {
     /// What the grammar belongs to, such as the name of a request field.
     pub name: String,
@@ -53,7 +56,7 @@ pub struct Grammar {
 }
 
 /// The kinds of grammars.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum GrammarKind {
     /// A JSON value that matches a schema. Submitting fails if llguidance cannot enforce the whole schema.
     JsonSchema(Value),

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::compiler::CompiledGrammar;
+use super::cpu_time::MaskBudget;
 use crate::language::Language;
 
 /// The index of a part in a plan.
@@ -22,6 +23,8 @@ pub struct Plan {
     pub vocab_size: usize,
     /// The token that stands for the end of the text in the masks of a matcher.
     pub end: u32,
+    /// The CPU time that all sequences of the request may still spend on masks.
+    pub masks: MaskBudget,
 }
 
 /// One part of an answer.

@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 
 use super::compiler::invalid;
 use super::context::ConstrainedRequest;
+use super::cpu_time::{MaskBudget, thread_time};
 use super::plan::{END, Part, PartId, Plan, all_to};
 use super::state::ConstraintState;
 use super::{harmony, tagged};
@@ -17,7 +18,7 @@ use crate::chat::ChatFormat;
 const MAX_COMPILE_CPU: Duration = Duration::from_millis(250);
 
 /// The longest time to wait for the grammars of a request, on a machine that is busy.
-const MAX_COMPILE_WAIT: Duration = Duration::from_secs(2);
+const MAX_COMPILE_WAIT: Duration = Duration::from_secs(1);
 
 /// The stack of the thread that compiles grammars, in bytes. Nested grammars recurse.
 const COMPILE_STACK: usize = 32 << 20;
@@ -54,7 +55,7 @@ fn plan(request: ConstrainedRequest) -> Result<Plan> {
         (None, _) => text_parts(&request, &stops)?,
     };
     let (vocab_size, end) = (request.compiler.vocab_size(), request.compiler.end());
-    Ok(Plan { language: request.language, parts, start, stops, vocab_size, end })
+    Ok(Plan { language: request.language, parts, start, stops, vocab_size, end, masks: MaskBudget::default() })
 }
 
 /// Returns the parts of a text without a chat format.
@@ -65,17 +66,4 @@ fn text_parts(request: &ConstrainedRequest, stops: &[u32]) -> Result<(Vec<Part>,
         }
         _ => Err(invalid("tools", "a text completion cannot call tools")),
     }
-}
-
-/// Returns the CPU time of this thread so far.
-#[cfg(unix)]
-fn thread_time() -> Duration {
-    use nix::time::{ClockId, clock_gettime};
-    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
-}
-
-/// Returns zero, because the CPU time of a thread is not available.
-#[cfg(not(unix))]
-fn thread_time() -> Duration {
-    Duration::ZERO
 }

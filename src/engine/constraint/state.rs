@@ -6,6 +6,7 @@ use anyhow::{Result, bail};
 use llguidance::Matcher;
 
 use super::compiler::invalid;
+use super::cpu_time::thread_time;
 use super::plan::{Free, Part, PartId, Plan};
 use crate::kernels::token_mask::TokenMask;
 
@@ -84,7 +85,11 @@ impl ConstraintState {
             }
             (Progress::Grammar { matcher, unread, has_text }, Part::Grammar { grammar, instead, after }) => {
                 let read = std::mem::take(unread);
+                let started = thread_time();
                 let text = read_mask(matcher, &read).map_err(|problem| invalid(&grammar.name, &problem.to_string()))?;
+                if !plan.masks.spend(thread_time().saturating_sub(started)) {
+                    return Err(invalid(&grammar.name, "the grammar takes too much time to follow"));
+                }
                 let can_end = match text {
                     Some(text) => {
                         mask = TokenMask::from_words(text.as_slice(), plan.vocab_size);
@@ -189,6 +194,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::engine::constraint::cpu_time::MaskBudget;
     use crate::engine::constraint::plan::END;
     use crate::language::Language;
     use crate::tokenizer::{ControlTokens, Tokenizer};
@@ -202,7 +208,8 @@ mod tests {
         let language = Arc::new(Language::new(tokenizer, None, serde_json::Value::Null, vec![STOP]));
         let sequences = vec![(vec![5, 6, 7], 3), (vec![5, 8], END)];
         let parts = vec![Part::End, Part::Free(free), Part::Choice(sequences), Part::Free(Free::default())];
-        let plan = Plan { language, parts, start: 1, stops: vec![STOP], vocab_size: 2000, end: STOP };
+        let masks = MaskBudget::default();
+        let plan = Plan { language, parts, start: 1, stops: vec![STOP], vocab_size: 2000, end: STOP, masks };
         ConstraintState::new(Arc::new(plan))
     }
 

@@ -1,0 +1,49 @@
+//! Limits the CPU time of the masks of a request.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// The CPU time of a mask that does not count. Masks of common schemas take less.
+const FREE_TIME: Duration = Duration::from_millis(1);
+
+/// The most CPU time that all masks of a request may take beyond [`FREE_TIME`] each. All requests wait for a mask.
+const MAX_EXCESS: Duration = Duration::from_millis(250);
+
+/// The CPU time that the masks of a request took too much, in nanoseconds.
+#[derive(Default)]
+pub struct MaskBudget(AtomicU64);
+
+impl MaskBudget {
+    /// Adds the CPU time of a mask. Returns whether the request may continue.
+    pub fn spend(&self, time: Duration) -> bool {
+        let excess = time.saturating_sub(FREE_TIME).as_nanos() as u64;
+        let before = self.0.fetch_add(excess, Ordering::Relaxed);
+        before.saturating_add(excess) <= MAX_EXCESS.as_nanos() as u64
+    }
+}
+
+/// Returns the CPU time of this thread so far.
+#[cfg(unix)]
+pub fn thread_time() -> Duration {
+    use nix::time::{ClockId, clock_gettime};
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
+}
+
+/// Returns zero, because the CPU time of a thread is not available.
+#[cfg(not(unix))]
+pub fn thread_time() -> Duration {
+    Duration::ZERO
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_slow_masks_count() {
+        let budget = MaskBudget::default();
+        assert!((0..100_000).all(|_| budget.spend(FREE_TIME)));
+        assert!((0..25).all(|_| budget.spend(Duration::from_millis(11))));
+        assert!(!budget.spend(Duration::from_millis(11)));
+    }
+}
