@@ -33,6 +33,11 @@ impl ServerUrl {
         format!("{}{route}", self.0)
     }
 
+    /// Returns whether the connection uses TLS.
+    pub fn is_encrypted(&self) -> bool {
+        self.0.parse::<Uri>().is_ok_and(|url| url.scheme_str() == Some("https"))
+    }
+
     /// Returns whether the server is on this machine.
     pub fn is_local(&self) -> bool {
         let host = self.0.parse::<Uri>().ok().and_then(|url| url.host().map(str::to_lowercase)).unwrap_or_default();

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::io::{BufReader, Read};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, SyncSender};
 use std::thread;
@@ -10,11 +11,13 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow};
 use serde_json::Value;
 use ureq::http::{HeaderMap, Response, StatusCode, header};
+use ureq::tls::{Certificate, PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Body, RequestBuilder};
 
 use super::address::ServerUrl;
 use super::sse::read_event;
 use crate::error::Error;
+use crate::files;
 use crate::text::library_error;
 
 /// The longest time to connect to a server.
@@ -42,6 +45,7 @@ const WAITING_EVENTS: usize = 256;
 pub struct Connection {
     pub url: ServerUrl,
     key: Option<String>,
+    tls: TlsConfig,
     agent: RefCell<Agent>,
 }
 
@@ -89,11 +93,15 @@ impl Drop for CloseOnDrop {
     }
 }
 
-fn new_agent(url: &ServerUrl) -> Agent {
+/// The maximum size of a file with certificates, in bytes.
+const MAX_CERTIFICATES: u64 = 4 << 20;
+
+fn new_agent(url: &ServerUrl, tls: &TlsConfig) -> Agent {
     let config = Agent::config_builder();
     // A proxy cannot reach a server on this machine.
     let config = if url.is_local() { config.proxy(None) } else { config };
     config
+        .tls_config(tls.clone())
         .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
         .accept_encoding("identity")
         .http_status_as_error(false)
@@ -107,9 +115,16 @@ fn new_agent(url: &ServerUrl) -> Agent {
 }
 
 impl Connection {
-    pub fn new(url: ServerUrl, key: Option<String>) -> Self {
-        let agent = RefCell::new(new_agent(&url));
-        Self { url, key, agent }
+    /// Creates a connection. `ca_cert` names a file with the certificates of the authorities to trust, in PEM format. By
+    /// default, these are the ones that are built in.
+    pub fn new(url: ServerUrl, key: Option<String>, ca_cert: Option<&Path>) -> Result<Self> {
+        // `SSL_CERT_FILE` can name a file that no plain connection needs.
+        let tls = match ca_cert.filter(|_| url.is_encrypted()) {
+            Some(path) => TlsConfig::builder().root_certs(read_certificates(path)?).build(),
+            None => TlsConfig::default(),
+        };
+        let agent = RefCell::new(new_agent(&url, &tls));
+        Ok(Self { url, key, tls, agent })
     }
 
     /// Sends a GET request to a route of OpenAI's API and parses the JSON response.
@@ -138,7 +153,7 @@ impl Connection {
         on_event: &mut dyn FnMut(&str) -> Result<Flow>,
     ) -> Result<StreamEnd> {
         // A shut down agent accepts no more requests, so the next request uses a new one unless this one completes.
-        let agent = self.agent.replace(new_agent(&self.url));
+        let agent = self.agent.replace(new_agent(&self.url, &self.tls));
         let mut open = CloseOnDrop(Some(agent.clone()));
         let request = self.authorized(agent.post(self.url.route(route)).content_type("application/json"));
         let (sender, events) = mpsc::sync_channel(WAITING_EVENTS);
@@ -214,6 +229,23 @@ impl Connection {
             _ if refusal.code() == Some("context_length_exceeded") => Error::ServerContextFull { message }.into(),
             _ => anyhow!("the server at {url} refused the request with status {}: {message}", status.as_u16()),
         }
+    }
+}
+
+/// Reads the certificates in a PEM file. Skips private keys.
+fn read_certificates(path: &Path) -> Result<RootCerts> {
+    let problem = |cause: String| Error::usage(format!("cannot use the certificates in {}: {cause}", path.display()));
+    let pem = files::read(path, MAX_CERTIFICATES).map_err(|error| problem(format!("{error:#}")))?;
+    let mut certificates: Vec<Certificate<'static>> = Vec::new();
+    for item in parse_pem(&pem) {
+        match item.map_err(|error| problem(library_error(&error)))? {
+            PemItem::Certificate(certificate) => certificates.push(certificate),
+            _ => {}
+        }
+    }
+    match certificates.is_empty() {
+        true => Err(problem("it has none in PEM format".to_string())),
+        false => Ok(RootCerts::from(certificates)),
     }
 }
 

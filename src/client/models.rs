@@ -69,7 +69,7 @@ mod tests {
 
     #[test]
     fn models_are_found_by_a_unique_part_of_their_name() {
-        let connection = Connection::new(ServerUrl::parse("http://127.0.0.1:1").unwrap(), None);
+        let connection = Connection::new(ServerUrl::parse("http://127.0.0.1:1").unwrap(), None, None).unwrap();
         let models: Vec<ServedModel> = [
             json!({ "id": "openai/gpt-oss-20b", "max_model_len": 4096, "owned_by": "vllm" }),
             json!({ "id": "openai/gpt-oss-120b", "meta": { "n_ctx": 512, "n_ctx_train": 9 } }),

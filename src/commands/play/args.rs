@@ -1,6 +1,7 @@
 //! The flags of `inferno play`.
 
 use std::num::NonZero;
+use std::path::PathBuf;
 use std::rc::Rc;
 
 use anyhow::Result;
@@ -37,6 +38,9 @@ pub struct Args {
     /// API key for the server, or @FILE [default: INFERNO_API_KEY]
     #[arg(long, value_name = "KEY", env = "INFERNO_API_KEY", hide_env = true)]
     pub api_key: Option<String>,
+    /// File with the certificates of authorities to trust, in PEM format, such as the server's own certificate
+    #[arg(long, value_name = "FILE", env = "SSL_CERT_FILE", hide_env = true)]
+    pub ca_cert: Option<PathBuf>,
     /// Answer this prompt and exit [default: piped standard input]
     #[arg(long, short, value_name = "TEXT")]
     pub prompt: Option<String>,

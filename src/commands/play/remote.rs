@@ -20,7 +20,7 @@ use crate::text::printable;
 pub fn select(url: &str, args: &Args, is_one_shot: bool) -> Result<Option<Selected>> {
     let url = ServerUrl::parse(url).map_err(Error::usage)?;
     let key = api_keys::read(args.api_key.as_slice())?.into_iter().next();
-    let connection = Rc::new(Connection::new(url, key));
+    let connection = Rc::new(Connection::new(url, key, args.ca_cert.as_deref())?);
     let models = client::list(&connection)?;
     let found = args.model.as_deref().map(|name| client::find(&models, name, &connection));
     let model = match found {

@@ -122,3 +122,23 @@ fn certificates_that_cannot_be_used_are_errors() {
         assert!(!String::from_utf8_lossy(&output.stderr).contains("secret-text"));
     }
 }
+
+#[test]
+fn play_trusts_the_certificates_of_a_file() {
+    let server = start(&[]);
+    let port = server.address.rsplit(':').next().unwrap();
+    let url = format!("https://localhost:{port}");
+    let ask = |variable: Option<&str>, args: &[&str]| {
+        let home = TempDir::new().unwrap();
+        let mut command = inferno(&home);
+        command.env_remove("SSL_CERT_FILE").envs(variable.map(|file| ("SSL_CERT_FILE", file)));
+        command.args(["play", "--url", &url, "--prompt", "Hi", "--max-tokens", "3"]).args(args).output().unwrap()
+    };
+    let certificate = path("localhost.pem");
+    assert_fails(&ask(None, &[]), 5, &["cannot reach", "certificate"]);
+    let output = ask(None, &["--ca-cert", &certificate]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(ask(Some(&certificate), &[]).status.success());
+    assert_fails(&ask(None, &["--ca-cert", &path("other-key.pem")]), 2, &["other-key.pem", "none in PEM format"]);
+    assert_fails(&ask(None, &["--ca-cert", "/nowhere"]), 2, &["/nowhere"]);
+}
