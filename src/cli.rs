@@ -7,8 +7,8 @@ use anyhow::Result;
 use clap::{ArgAction, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::commands::{
-    bench, completions, doctor, download, health, list, perplexity, play, prune, remove, serve, shared::defaults, show,
-    tokenize, verify,
+    bench, completions, doctor, download, health, list, perplexity, play, prune, remove, replay, serve,
+    shared::defaults, show, tokenize, verify,
 };
 use crate::error::{exit_code, is_disk_full};
 use crate::terminal;
@@ -52,6 +52,7 @@ enum Command {
     Play(Box<play::Args>),
     Serve(Box<serve::Args>),
     Health(health::Args),
+    Replay(Box<replay::Args>),
     Bench(bench::Args),
     Perplexity(perplexity::Args),
     Tokenize(tokenize::Args),
@@ -115,6 +116,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Play(args) => play::run(*args),
         Command::Serve(args) => serve::run(*args),
         Command::Health(args) => health::run(args),
+        Command::Replay(args) => replay::run(*args),
         Command::Bench(args) => bench::run(args),
         Command::Perplexity(args) => perplexity::run(args),
         Command::Tokenize(args) => tokenize::run(args),

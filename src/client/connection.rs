@@ -238,9 +238,8 @@ fn read_certificates(path: &Path) -> Result<RootCerts> {
     let pem = files::read(path, MAX_CERTIFICATES).map_err(|error| problem(format!("{error:#}")))?;
     let mut certificates: Vec<Certificate<'static>> = Vec::new();
     for item in parse_pem(&pem) {
-        match item.map_err(|error| problem(library_error(&error)))? {
-            PemItem::Certificate(certificate) => certificates.push(certificate),
-            _ => {}
+        if let PemItem::Certificate(certificate) = item.map_err(|error| problem(library_error(&error)))? {
+            certificates.push(certificate);
         }
     }
     match certificates.is_empty() {

@@ -10,6 +10,7 @@ pub mod perplexity;
 pub mod play;
 pub mod prune;
 pub mod remove;
+pub mod replay;
 pub mod serve;
 pub mod shared;
 pub mod show;

@@ -14,7 +14,7 @@ use super::shared::logging::LogFormat;
 use super::shared::{LoadArgs, api_keys, log_writer, note, seconds};
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot, demo};
-use crate::server::{self, Server, ServerOptions, Timeouts};
+use crate::server::{self, RecordOptions, Server, ServerOptions, Timeouts};
 use crate::terminal;
 use crate::text::printable;
 
@@ -68,6 +68,12 @@ pub struct Args {
     /// Also publish metrics under the names that another server uses
     #[arg(long, value_name = "SERVER")]
     metrics_compat: Option<MetricsCompat>,
+    /// Write a record of each request, with its prompt and its answer, to this folder, for `inferno replay`
+    #[arg(long, value_name = "FOLDER")]
+    record: Option<PathBuf>,
+    /// Memory for records of the last requests, in MiB; 0 keeps none
+    #[arg(long, default_value_t = 16, value_name = "MIB", hide_short_help = true)]
+    record_memory: usize,
     /// Compute each answer independently of other requests; slower
     #[arg(long)]
     deterministic: bool,
@@ -141,6 +147,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     announce(&format!("{scheme}://{address}"), &snapshot, has_key);
     runtime.block_on(serving).context("the server stopped unexpectedly")?;
     drop(engine);
+    server.finish_records();
     runtime.shutdown_timeout(END_TIME);
     log_writer::flush();
     Ok(ExitCode::SUCCESS)
@@ -165,6 +172,11 @@ fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOpt
             drain: Duration::from_secs(args.drain_timeout),
         },
         tls: None,
+        record: RecordOptions {
+            memory_bytes: args.record_memory.saturating_mul(1 << 20),
+            folder: args.record.clone(),
+            revision: snapshot.revision.clone(),
+        },
         has_vllm_metrics: args.metrics_compat == Some(MetricsCompat::Vllm),
     }
 }

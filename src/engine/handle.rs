@@ -16,6 +16,7 @@ use super::engine_loop::Command;
 use super::info::ModelInfo;
 use super::output::Output;
 use super::prefix_file;
+use super::record::RequestRecord;
 use super::request::{GenerateOptions, Prompt, Request};
 use super::sampler::uniform;
 use super::sampling::SamplingParams;
@@ -118,7 +119,7 @@ impl EngineHandle {
     }
 
     /// Queues one sequence for each output.
-    fn submit_ids(
+    pub(super) fn submit_ids(
         &self,
         ids: Vec<u32>,
         chat: Option<ChatPrompt>,
@@ -133,6 +134,7 @@ impl EngineHandle {
             return Err(Error::Draining.into());
         }
         let grid = self.request_grid(&options)?;
+        let record = options.keeps_record.then(|| Arc::new(RequestRecord::new(&ids, chat.as_ref(), &options)));
         let constraint = self.prepare_constraint(&mut options, chat)?;
         let (mut sequences, mut streams) = (Vec::new(), Vec::new());
         for output in outputs {
@@ -143,7 +145,8 @@ impl EngineHandle {
                 sequence.constrain(constraint.clone());
             }
             sequences.push(sequence);
-            streams.push(RequestStream::new(events, output, &options, prompt_tokens, self.info(), submitted));
+            let stream = RequestStream::new(events, output, &options, prompt_tokens, self.info(), submitted);
+            streams.push(stream.with_record(record.clone()));
             options.sampling.seed = options.sampling.seed.wrapping_add(1);
         }
         let count = streams.len() as u64;
@@ -278,6 +281,10 @@ impl EngineHandle {
     /// Returns the model's tokenizer and chat format.
     pub fn language(&self) -> &Language {
         &self.shared.language
+    }
+
+    pub(super) fn shared_language(&self) -> Arc<Language> {
+        self.shared.language.clone()
     }
 
     /// Returns the model's tokenizer.

@@ -22,6 +22,8 @@ pub struct ModelInfo {
     pub max_context: usize,
     /// The context length for which the KV cache is allocated, in tokens.
     pub context: usize,
+    /// The most tokens of one step.
+    pub chunk: usize,
     /// The dtype of activations.
     pub dtype: DType,
     /// The attention kernel for all steps that do not run on the decode graph. The graph uses its own kernel.

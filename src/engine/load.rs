@@ -131,6 +131,7 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
         vocab_size: config.architecture.vocab_size(),
         max_context: config.architecture.max_position_embeddings(),
         context: runner.limits().context,
+        chunk: runner.limits().chunk,
         dtype: runner.dtype(),
         attention,
         executor: runner.executor(),

@@ -106,6 +106,8 @@ pub struct GenerateOptions {
     /// Whether the answer must not depend on other requests, even if the engine was not loaded as
     /// [`deterministic`](super::EngineBuilder::deterministic). Slower, also for requests that run at the same time.
     pub deterministic: bool,
+    /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), so that the answer can be computed again.
+    pub keeps_record: bool,
     /// The longest time to wait for the request to start. If it has not started by then, it fails. `None`: no limit.
     pub max_wait: Option<Duration>,
 }
@@ -128,6 +130,7 @@ impl GenerateOptions {
             priority: 0,
             cache_salt: None,
             deterministic: false,
+            keeps_record: false,
             max_wait: None,
         }
     }

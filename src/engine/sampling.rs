@@ -27,7 +27,7 @@ macro_rules! sampling_table {
         generation_config: $when:ident, help: $help:literal;
     )*) => {
         /// The parameters that control how tokens are sampled.
-        #[derive(Clone, Debug, PartialEq)]
+        #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
         pub struct SamplingParams {
             $($(#[$doc])* pub $field: $type,)*
         }

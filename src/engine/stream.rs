@@ -14,6 +14,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use super::info::ModelInfo;
 use super::outbox::SequenceEvent;
 use super::output::Output;
+use super::record::RequestRecord;
 use super::request::{FinishReason, GenerateOptions};
 use crate::chat::{Channel, Delta, ToolCall};
 use crate::runner::{ChosenToken, Executor, TokenLogprobs};
@@ -130,6 +131,7 @@ pub struct RequestStream {
     last_token: Instant,
     finish: Option<FinishReason>,
     has_ended: bool,
+    record: Option<Arc<RequestRecord>>,
 }
 
 impl RequestStream {
@@ -156,7 +158,17 @@ impl RequestStream {
             last_token: submitted,
             finish: None,
             has_ended: false,
+            record: None,
         }
+    }
+
+    pub(super) fn with_record(self, record: Option<Arc<RequestRecord>>) -> Self {
+        Self { record, ..self }
+    }
+
+    /// Returns the record of the request, if [`GenerateOptions::keeps_record`] is set. Answers to one request share it.
+    pub fn record(&self) -> Option<&Arc<RequestRecord>> {
+        self.record.as_ref()
     }
 
     /// Waits for the next event. Returns `None` after the end or an error.

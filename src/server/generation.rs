@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 use futures_core::Stream;
 use tokio::sync::oneshot;
 
-use super::choice::{Choice, Pieces};
+use super::choice::{Choice, Pieces, finite_logprob};
 use super::error::ApiError;
 use super::limits::Permit;
 use super::log::{AnswerLog, RequestLog};
 use super::state::Server;
 use super::usage::Usage;
-use crate::engine::{EngineHandle, Event, Request, RequestStream, Summary};
+use crate::engine::{EngineHandle, Event, Record, RecordedAnswer, RecordedRequest, Request, RequestStream, Summary};
 use crate::error::Error;
 
 /// The answers to one HTTP request. Dropping it cancels those that have not ended.
@@ -31,7 +31,8 @@ pub struct Answers {
     is_stream: bool,
     is_deterministic: bool,
     submitted: Instant,
-    has_failed: bool,
+    /// Why the answers failed.
+    failure: Option<String>,
     /// Receives a message when another request cancels the answers.
     cancel: Option<oneshot::Receiver<()>>,
     is_canceled: bool,
@@ -43,8 +44,20 @@ struct Answer {
     stream: RequestStream,
     choice: Choice,
     last_token: Option<Instant>,
+    recorded: RecordedAnswer,
     /// Set when the answer has ended.
     summary: Option<Box<Summary>>,
+}
+
+impl Answer {
+    /// Adds a token to the record of the answer.
+    fn record(&mut self, token: u32, logprob: Option<f32>) {
+        if self.stream.record().is_some() {
+            self.recorded.tokens.push(token);
+            // JSON has no infinity.
+            self.recorded.logprobs.extend(logprob.map(finite_logprob));
+        }
+    }
 }
 
 /// What to submit, and how to interpret the answers.
@@ -80,6 +93,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
     for options in requests.iter_mut().filter_map(|request| request.options.as_mut()) {
         options.tenant = client.index() as u64;
         options.deterministic |= log.is_deterministic;
+        options.keeps_record = server.recorder.is_on();
     }
     let asks = requests.iter().any(|request| request.options.as_ref().is_some_and(|options| options.deterministic));
     let is_deterministic = asks || engine.info().is_deterministic;
@@ -99,7 +113,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
     };
     let answer = |stream| {
         let choice = Choice::new(job.can_call_in_parallel).with_named_call(job.must_call_named);
-        Answer { stream, choice, last_token: None, summary: None }
+        Answer { stream, choice, last_token: None, recorded: RecordedAnswer::default(), summary: None }
     };
     Ok(Answers {
         answers: streams.into_iter().map(answer).collect(),
@@ -112,7 +126,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
         is_stream: job.is_stream,
         is_deterministic,
         submitted,
-        has_failed: false,
+        failure: None,
         cancel: None,
         is_canceled: false,
         _permit: permit,
@@ -166,7 +180,7 @@ impl Answers {
 
     /// Polls for the next pieces of any answer. Skips events without any.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<(usize, Pieces), ApiError>>> {
-        if self.has_failed || self.answers.iter().all(|answer| answer.summary.is_some()) {
+        if self.failure.is_some() || self.answers.iter().all(|answer| answer.summary.is_some()) {
             return Poll::Ready(None);
         }
         if self.ending.as_mut().poll(context).is_ready() {
@@ -203,15 +217,17 @@ impl Answers {
     }
 
     fn fail(&mut self, error: &anyhow::Error) -> Poll<Option<Result<(usize, Pieces), ApiError>>> {
-        self.has_failed = true;
-        Poll::Ready(Some(Err(ApiError::from_stream(error))))
+        let api_error = ApiError::from_stream(error);
+        self.failure = Some(api_error.message());
+        Poll::Ready(Some(Err(api_error)))
     }
 
     /// Measures an event and turns it into pieces.
     fn push(&mut self, index: usize, event: Event) -> Pieces {
         let answer = &mut self.answers[index];
         let metrics = &self.server.metrics;
-        if event.token().is_some() {
+        if let Some(token) = event.token() {
+            answer.record(token, event.logprobs().map(|logprobs| logprobs.chosen));
             let now = Instant::now();
             match answer.last_token.replace(now) {
                 None => metrics.first_token.observe((now - self.submitted).as_secs_f64()),
@@ -240,6 +256,32 @@ impl Answers {
         }
         answer.summary = summary;
         pieces
+    }
+
+    /// Adds the answers to the records of the server.
+    fn record(&mut self) {
+        let options = &self.server.options;
+        let (id, model, revision) = (self.log.id.clone(), options.model.clone(), options.record.revision.clone());
+        let mut record = Record::new(id, model, revision, self.engine.info());
+        let (is_canceled, failure) = (self.is_canceled, self.failure.take());
+        for answers in self.answers.chunks_mut(self.per_prompt) {
+            let Some(request) = answers.first().and_then(|answer| answer.stream.record()).cloned() else { return };
+            let take = |answer: &mut Answer| {
+                let counts = answer.stream.counts();
+                let finish = match &answer.summary {
+                    Some(summary) if !is_canceled => finish_name(summary),
+                    None if failure.is_some() => "error",
+                    _ => "canceled",
+                };
+                let recorded = std::mem::take(&mut answer.recorded);
+                let (cached_tokens, ttft_s) = (counts.cached_tokens, counts.ttft_s);
+                RecordedAnswer { finish: finish.to_string(), cached_tokens, ttft_s, ..recorded }
+            };
+            let answers = answers.iter_mut().map(take).collect();
+            record.requests.push(RecordedRequest { request: Arc::unwrap_or_clone(request), answers });
+        }
+        record.error = failure;
+        self.server.recorder.add(self.log.client(), record);
     }
 
     /// Returns the token counts so far. The tokens of a prompt count once for all its answers.
@@ -274,10 +316,11 @@ impl Drop for Answers {
         }
         let has_ended = self.answers.iter().all(|answer| answer.summary.is_some());
         let finish = match self.answers.first().and_then(|answer| answer.summary.as_ref()) {
-            _ if self.has_failed => "error",
+            _ if self.failure.is_some() => "error",
             Some(summary) if has_ended && !self.is_canceled => finish_name(summary),
             _ => "canceled",
         };
+        self.record();
         let usage = self.usage();
         self.log.set_answer(AnswerLog {
             choices: self.len(),

@@ -3,11 +3,12 @@
 //! The server is a client of an [`EngineHandle`](crate::EngineHandle) and holds no model code. Every route is in one file
 //! or folder:
 //!
-//! - `chat/`, `completions/`, `responses/`, `admission`, `models`, `tokenize`, `health`: the routes
+//! - `chat/`, `completions/`, `responses/`, `admission`, `records`, `models`, `tokenize`, `health`: the routes
 //! - `messages/`, `ollama/`: the routes of Anthropic's and ollama's API; `dialect`: their errors
 //! - `body`, `generate_options`, `constraint`: read request fields
 //! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
 //! - `router`, `auth`, `log`, `listener`, `tls`, `write_limit`: everything around a route
+//! - `recorder`: keeps records of requests, from which their answers can be computed again
 //! - `page`: the chat in the browser, and its files in `page/`
 //! - `state`, `options`, `limits`, `metrics`: shared state
 
@@ -34,6 +35,8 @@ mod models;
 mod ollama;
 mod options;
 mod page;
+mod recorder;
+mod records;
 mod reply;
 mod responses;
 mod router;
@@ -47,6 +50,6 @@ mod write_limit;
 pub use ids::api_key as new_api_key;
 pub use listener::{bind, serve};
 pub use log::TARGET as LOG_TARGET;
-pub use options::{ServerOptions, Timeouts};
+pub use options::{RecordOptions, ServerOptions, Timeouts};
 pub use state::Server;
 pub use tls::read_tls;

@@ -1,5 +1,6 @@
 //! The options of a server.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,8 +25,20 @@ pub struct ServerOptions {
     pub timeouts: Timeouts,
     /// The certificate and the private key. `None` serves plain HTTP.
     pub tls: Option<Arc<ServerConfig>>,
+    pub record: RecordOptions,
     /// Whether `/metrics` also contains the names that vLLM uses.
     pub has_vllm_metrics: bool,
+}
+
+/// Which records of requests a server keeps.
+#[derive(Clone, Debug, Default)]
+pub struct RecordOptions {
+    /// The most memory for the records of the last requests, in bytes. 0 keeps none.
+    pub memory_bytes: usize,
+    /// The folder to which all records are written.
+    pub folder: Option<PathBuf>,
+    /// The commit of the model, or a hash of the demo's files, to name in records.
+    pub revision: Option<String>,
 }
 
 /// The time limits of a server.

@@ -15,7 +15,8 @@ use super::error::ApiError;
 use super::log::RequestLog;
 use super::state::Server;
 use super::{
-    admission, chat, completions, dialect, health, ids, messages, models, ollama, page, reply, responses, tokenize,
+    admission, chat, completions, dialect, health, ids, messages, models, ollama, page, records, reply, responses,
+    tokenize,
 };
 
 /// The header that identifies a request in logs. Clients may choose the id.
@@ -29,24 +30,25 @@ pub fn router(server: &Arc<Server>) -> Router {
     let options = &server.options;
     let access = Arc::new(Access::new(options));
     let routes = Router::new()
+        .route("/v1/chat/completions", post(chat::create))
+        .route("/v1/completions", post(completions::create))
+        .route("/v1/responses", post(responses::create))
+        .route("/v1/messages", post(messages::create))
+        .route("/api/chat", post(ollama::chat))
+        .route("/api/generate", post(ollama::generate))
         .route("/health", get(health::health))
         .route("/live", get(health::live))
         .route("/metrics", get(health::metrics))
         .route("/v1/loads", get(health::loads))
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*id}", get(models::get))
-        .route("/v1/chat/completions", post(chat::create))
-        .route("/v1/completions", post(completions::create))
-        .route("/v1/responses", post(responses::create))
         .route("/v1/responses/input_tokens", post(responses::count_tokens))
         .route("/v1/responses/{id}", get(responses::get).delete(responses::delete))
         .route("/v1/responses/{id}/cancel", post(responses::cancel))
         .route("/v1/responses/{id}/input_items", get(responses::input_items))
+        .route("/v1/records/{*id}", get(records::get))
         .route("/v1/admission", post(admission::preview))
-        .route("/v1/messages", post(messages::create))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
-        .route("/api/chat", post(ollama::chat))
-        .route("/api/generate", post(ollama::generate))
         .route("/api/tags", get(ollama::tags))
         .route("/api/ps", get(ollama::running))
         .route("/api/show", post(ollama::show))

@@ -10,6 +10,7 @@ use super::error::ApiError;
 use super::limits::Admission;
 use super::metrics::Metrics;
 use super::options::ServerOptions;
+use super::recorder::Recorder;
 use super::throughput::Throughput;
 use crate::engine::EngineHandle;
 
@@ -22,6 +23,7 @@ pub struct Server {
     pub admission: Arc<Admission>,
     pub metrics: Arc<Metrics>,
     pub throughput: Throughput,
+    pub recorder: Recorder,
     /// Unset while the model loads.
     model: OnceLock<EngineHandle>,
     phase: watch::Sender<Phase>,
@@ -49,6 +51,7 @@ impl Server {
             admission: Arc::new(Admission::new(limit, options.api_keys.len())),
             metrics: Arc::new(Metrics::new(&options.model, options.has_vllm_metrics)?),
             throughput: Throughput::default(),
+            recorder: Recorder::new(&options.record)?,
             model: OnceLock::new(),
             phase: watch::Sender::new(Phase::Serving),
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
@@ -97,6 +100,11 @@ impl Server {
     /// Tells routers to send no more requests.
     pub fn leave(&self) {
         self.enter(Phase::Leaving);
+    }
+
+    /// Writes the records that wait to be written.
+    pub fn finish_records(&self) {
+        self.recorder.finish();
     }
 
     /// Rejects new requests.

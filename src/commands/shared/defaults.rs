@@ -100,7 +100,7 @@ const SWITCHES: [&str; 5] = ["deterministic", "eager", "hide-reasoning", "no-aut
 /// The flags of `health` that can be set outside the command line, so that it finds a server with the same settings.
 const HEALTH_FLAGS: [&str; 3] = ["host", "port", "tls-cert"];
 
-/// The flags of `bench` and `perplexity` that can be set outside the command line.
+/// The flags of `bench`, `perplexity` and `replay` that can be set outside the command line.
 const DEVICE: [&str; 1] = ["device"];
 
 /// The parsed command line, with values from the environment, the conversation and the configuration file.
@@ -311,7 +311,7 @@ fn flags_of(subcommand: &str) -> &'static [&'static str] {
         "play" => &PLAY_FLAGS,
         "serve" => &SERVE_FLAGS,
         "health" => &HEALTH_FLAGS,
-        "bench" | "perplexity" => &DEVICE,
+        "bench" | "perplexity" | "replay" => &DEVICE,
         _ => &[],
     }
 }

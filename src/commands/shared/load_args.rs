@@ -18,7 +18,7 @@ use crate::weights::quantized::QuantizationTarget;
 /// The full-context sequences that the KV cache of a server on a CPU can hold.
 const CPU_SEQUENCES: usize = 4;
 
-/// The flags for loading a model, shared by `play`, `serve`, `bench` and `perplexity`.
+/// The flags for loading a model, shared by `play`, `serve`, `bench`, `perplexity` and `replay`.
 #[derive(Clone, clap::Args)]
 pub struct LoadArgs {
     /// Branch, tag or commit of the model
@@ -103,6 +103,12 @@ impl LoadArgs {
     /// Sets the number of full-context sequences that the KV cache can hold.
     pub fn set_sequences(&mut self, sequences: usize) {
         self.sequences = sequences;
+    }
+
+    /// Sets the context and the prompt chunk, in tokens, unless --context or --chunk was given.
+    pub fn set_default_sizes(&mut self, context: usize, chunk: usize) {
+        self.context.get_or_insert(context);
+        self.chunk.get_or_insert(chunk);
     }
 
     /// Sets whether answers must not depend on other requests.

@@ -49,3 +49,32 @@ impl GrammarCache {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_grammars_that_were_used_last_are_kept() {
+        let cache = GrammarCache::default();
+        let key = |index: usize| GrammarCache::key(&GrammarKind::Regex(index.to_string())).unwrap();
+        let matcher = Matcher::new(Err(anyhow::anyhow!("no grammar")));
+        for index in 0..MAX_GRAMMARS {
+            assert!(cache.get(&key(index)).is_none());
+            cache.insert(key(index), &matcher);
+        }
+        assert!(cache.get(&key(0)).is_some());
+        cache.insert(key(1000), &matcher);
+        let is_kept = |index| cache.get(&key(index)).is_some();
+        assert_eq!([0, 1, 2, 1000].map(is_kept), [true, false, true, true]);
+    }
+
+    #[test]
+    fn keys_depend_on_the_kind_and_large_grammars_have_none() {
+        let key = GrammarCache::key;
+        let text = || "a".to_string();
+        assert_ne!(key(&GrammarKind::Regex(text())), key(&GrammarKind::Lark(text())));
+        assert_eq!(key(&GrammarKind::Regex(text())), key(&GrammarKind::Regex(text())));
+        assert_eq!(key(&GrammarKind::Regex("a".repeat(MAX_TEXT))), None);
+    }
+}

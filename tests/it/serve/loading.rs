@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 
 use inferno::Engine;
 use inferno::device::DeviceChoice;
-use inferno::server::{self, Server, ServerOptions, Timeouts};
+use inferno::server::{self, RecordOptions, Server, ServerOptions, Timeouts};
 use serde_json::json;
 use tokio::runtime::Runtime;
 
@@ -22,6 +22,7 @@ fn options() -> ServerOptions {
         queue: 4,
         timeouts: Timeouts::default(),
         tls: None,
+        record: RecordOptions::default(),
         has_vllm_metrics: false,
     }
 }

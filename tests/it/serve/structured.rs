@@ -194,3 +194,21 @@ fn spent_fuel_is_an_error_of_the_request() {
     server.wait_until_idle();
     server.chat(json!({ "max_tokens": 5 })).ok();
 }
+
+#[test]
+fn a_grammar_that_was_compiled_before_gives_the_same_answers() {
+    let server = Server::start(&[]);
+    let ask = |seed: usize| {
+        let fields = json!({ "response_format": response_format(schema()), "temperature": 1, "seed": seed });
+        server.chat(fields).ok()["choices"][0]["message"]["content"].clone()
+    };
+    let first: Vec<Value> = (0..4).map(ask).collect();
+    first.iter().for_each(|text| check(text.as_str().unwrap()));
+    assert_eq!((0..4).map(ask).collect::<Vec<_>>(), first);
+    // The name of the field in an error is that of the request, not of the first request with the grammar.
+    let hostile = "start: e{600} \"z\"\ne: \"x\" | e e | e e e | e e e e";
+    for _ in 0..2 {
+        let fields = json!({ "structured_outputs": { "grammar": hostile } });
+        assert_eq!(server.chat(fields).error(400)["param"], "structured_outputs.grammar");
+    }
+}

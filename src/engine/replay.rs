@@ -1,0 +1,61 @@
+//! Computes recorded answers again.
+
+use std::time::Instant;
+
+use anyhow::Result;
+
+use super::handle::EngineHandle;
+use super::output::Output;
+use super::record::{RecordedAnswer, RequestRecord};
+use super::request::GenerateOptions;
+
+/// A token with its log probability, if the request asked for it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ReplayedToken {
+    pub id: u32,
+    pub logprob: Option<f32>,
+}
+
+/// The first token of an answer that differs from the record.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Divergence {
+    /// The number of equal tokens before it.
+    pub index: usize,
+    pub expected: ReplayedToken,
+    /// `None` if the answer ended here.
+    pub got: Option<ReplayedToken>,
+}
+
+impl EngineHandle {
+    /// Computes the answer at `index` again, up to the end of its record. Returns the first difference, if there is one.
+    ///
+    /// Fails like [`submit`](Self::submit).
+    pub fn replay(&self, request: &RequestRecord, index: usize, answer: &RecordedAnswer) -> Result<Option<Divergence>> {
+        let mut options = GenerateOptions::new(request.sampling.clone());
+        options.sampling.seed = options.sampling.seed.wrapping_add(index as u64);
+        options.max_tokens = Some(answer.tokens.len());
+        options.stop_token_ids = request.stop_token_ids.clone();
+        options.min_tokens = request.min_tokens;
+        options.logit_bias = request.logit_bias.clone();
+        options.logprobs = request.logprobs;
+        options.constraint = request.constraint.clone();
+        options.ignore_eos = request.ignore_eos;
+        options.deterministic = request.deterministic;
+        let output = Output::raw(self.shared_language(), &request.prompt, &options);
+        let chat = request.chat.clone();
+        let mut streams = self.submit_ids(request.prompt.clone(), chat, vec![output], options, Instant::now())?;
+        let mut events = streams.remove(0).into_iter();
+        for (index, &id) in answer.tokens.iter().enumerate() {
+            let event = events.next().transpose()?;
+            let got = event.as_ref().and_then(|event| {
+                let logprob = event.logprobs().map(|logprobs| logprobs.chosen);
+                Some(ReplayedToken { id: event.token()?, logprob })
+            });
+            if got.map(|token| token.id) != Some(id) {
+                let expected = ReplayedToken { id, logprob: answer.logprobs.get(index).copied() };
+                return Ok(Some(Divergence { index, expected, got }));
+            }
+        }
+        Ok(None)
+    }
+}
