@@ -1,6 +1,6 @@
 //! Reads request bodies with limits, and takes typed fields from them.
 
-use axum::body::Body;
+use axum::body::{Body, Bytes};
 use axum::extract::Request;
 use axum::http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use axum::http::{HeaderMap, StatusCode};
@@ -23,17 +23,21 @@ const MAX_VALUES: usize = 500_000;
 /// Reads the JSON object in the body of a request.
 pub async fn read_json(request: Request, timeouts: &Timeouts) -> Result<Fields, ApiError> {
     let (parts, body) = request.into_parts();
-    check_headers(&parts.headers)?;
-    let bytes = match tokio::time::timeout(timeouts.body, Limited::new(body, MAX_BODY_BYTES).collect()).await {
+    parse(&collect(&parts.headers, body, timeouts).await?)
+}
+
+/// Reads the bytes of a JSON body.
+pub async fn collect(headers: &HeaderMap, body: Body, timeouts: &Timeouts) -> Result<Bytes, ApiError> {
+    check_headers(headers)?;
+    match tokio::time::timeout(timeouts.body, Limited::new(body, MAX_BODY_BYTES).collect()).await {
         Err(_) => {
             let message = format!("the body did not arrive within {} s", timeouts.body.as_secs());
-            return Err(ApiError::client(StatusCode::REQUEST_TIMEOUT, message));
+            Err(ApiError::client(StatusCode::REQUEST_TIMEOUT, message))
         }
-        Ok(Err(error)) if error.is::<LengthLimitError>() => return Err(too_large()),
-        Ok(Err(error)) => return Err(ApiError::bad_request(format!("cannot read the body: {error}"))),
-        Ok(Ok(body)) => body.to_bytes(),
-    };
-    parse(&bytes)
+        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_large()),
+        Ok(Err(error)) => Err(ApiError::bad_request(format!("cannot read the body: {error}"))),
+        Ok(Ok(body)) => Ok(body.to_bytes()),
+    }
 }
 
 fn check_headers(headers: &HeaderMap) -> Result<(), ApiError> {

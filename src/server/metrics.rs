@@ -49,6 +49,12 @@ const REQUEST_SECONDS: &[f64] =
     &[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0];
 const TOKENS: &[f64] = &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5];
 
+/// The values of labels that occur. Their counters exist from the start, so that the first increase is not missed.
+const FINISH_REASONS: &[&str] = &["stop", "length", "tool_calls"];
+const REJECTION_REASONS: &[&str] = &["queue"];
+const STATUS_CODES: &[&str] =
+    &["200", "304", "400", "401", "403", "404", "405", "408", "413", "415", "429", "499", "500", "503"];
+
 /// The counters and histograms of a server.
 pub struct Metrics {
     registry: Registry,
@@ -59,6 +65,7 @@ pub struct Metrics {
     pub prompt_tokens: IntCounter,
     pub prompt_tokens_cached: IntCounter,
     pub format_violations: IntCounter,
+    pub joined_retries: IntCounter,
     pub first_token: Histogram,
     pub inter_token: Histogram,
     pub per_output_token: Histogram,
@@ -121,12 +128,18 @@ impl Metrics {
         };
         Ok(Self {
             has_vllm_names,
-            requests: make.counters("request_success_total", "Finished answers.", "finished_reason")?,
-            http_responses: make.counters("http_responses_total", "HTTP responses.", "code")?,
-            admission_rejections: make.counters("admission_rejections_total", "Rejected requests.", "reason")?,
+            requests: make.counters("request_success_total", "Finished answers.", "finished_reason", FINISH_REASONS)?,
+            http_responses: make.counters("http_responses_total", "HTTP responses.", "code", STATUS_CODES)?,
+            admission_rejections: make.counters(
+                "admission_rejections_total",
+                "Rejected requests.",
+                "reason",
+                REJECTION_REASONS,
+            )?,
             prompt_tokens: make.counter("prompt_tokens_total", "Prompt tokens, including cached ones.")?,
             prompt_tokens_cached: make.counter("prompt_tokens_cached_total", "Prompt tokens found in the KV cache.")?,
             format_violations: make.counter("harmony_repairs_total", "Violations of the chat format by the model.")?,
+            joined_retries: make.counter("joined_retries_total", "Retries that got the answer to the lost request.")?,
             first_token: make.histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_SECONDS)?,
             inter_token: make.histogram("inter_token_latency_seconds", "Time between tokens.", TOKEN_SECONDS)?,
             per_output_token: make.histogram(
@@ -214,8 +227,11 @@ impl Maker<'_> {
         self.register(IntCounter::with_opts(self.opts(name, help))?)
     }
 
-    fn counters(&self, name: &str, help: &str, label: &str) -> Result<IntCounterVec> {
-        self.register(IntCounterVec::new(self.opts(name, help), &[label])?)
+    /// Creates one counter for each value of a label. Other values can be added later.
+    fn counters(&self, name: &str, help: &str, label: &str, values: &[&str]) -> Result<IntCounterVec> {
+        let counters = self.register(IntCounterVec::new(self.opts(name, help), &[label])?)?;
+        values.iter().for_each(|value| drop(counters.with_label_values(&[*value])));
+        Ok(counters)
     }
 
     fn gauge(&self, name: &str, help: &str) -> Result<IntGauge> {

@@ -7,6 +7,7 @@
 //! - `messages/`, `ollama/`: the routes of Anthropic's and ollama's API; `dialect`: their errors
 //! - `body`, `generate_options`, `constraint`: read request fields
 //! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
+//! - `retries`, `orphans`: join the retry of a request with its answer
 //! - `router`, `auth`, `log`, `listener`, `tls`, `write_limit`: everything around a route
 //! - `recorder`: keeps records of requests, from which their answers can be computed again
 //! - `page`: the chat in the browser, and its files in `page/`
@@ -34,11 +35,13 @@ mod metrics;
 mod models;
 mod ollama;
 mod options;
+mod orphans;
 mod page;
 mod recorder;
 mod records;
 mod reply;
 mod responses;
+mod retries;
 mod router;
 mod state;
 mod throughput;

@@ -16,7 +16,7 @@ use super::log::RequestLog;
 use super::state::Server;
 use super::{
     admission, chat, completions, dialect, health, ids, messages, models, ollama, page, records, reply, responses,
-    tokenize,
+    retries, tokenize,
 };
 
 /// The header that identifies a request in logs. Clients may choose the id.
@@ -29,13 +29,16 @@ const MAX_ID_LENGTH: usize = 128;
 pub fn router(server: &Arc<Server>) -> Router {
     let options = &server.options;
     let access = Arc::new(Access::new(options));
-    let routes = Router::new()
+    let generating = Router::new()
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
         .route("/v1/responses", post(responses::create))
         .route("/v1/messages", post(messages::create))
         .route("/api/chat", post(ollama::chat))
         .route("/api/generate", post(ollama::generate))
+        .route_layer(middleware::from_fn_with_state(server.clone(), retries::join));
+    let routes = Router::new()
+        .merge(generating)
         .route("/health", get(health::health))
         .route("/live", get(health::live))
         .route("/metrics", get(health::metrics))

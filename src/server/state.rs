@@ -10,6 +10,7 @@ use super::error::ApiError;
 use super::limits::Admission;
 use super::metrics::Metrics;
 use super::options::ServerOptions;
+use super::orphans::Orphans;
 use super::recorder::Recorder;
 use super::throughput::Throughput;
 use crate::engine::EngineHandle;
@@ -24,6 +25,7 @@ pub struct Server {
     pub metrics: Arc<Metrics>,
     pub throughput: Throughput,
     pub recorder: Recorder,
+    pub orphans: Arc<Orphans>,
     /// Unset while the model loads.
     model: OnceLock<EngineHandle>,
     phase: watch::Sender<Phase>,
@@ -52,6 +54,7 @@ impl Server {
             metrics: Arc::new(Metrics::new(&options.model, options.has_vllm_metrics)?),
             throughput: Throughput::default(),
             recorder: Recorder::new(&options.record)?,
+            orphans: Arc::default(),
             model: OnceLock::new(),
             phase: watch::Sender::new(Phase::Serving),
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),

@@ -18,6 +18,7 @@ mod records;
 mod remote_play;
 mod response_fields;
 mod responses;
+mod retries;
 mod routes;
 mod stored_responses;
 mod structured;

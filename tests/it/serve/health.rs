@@ -97,3 +97,24 @@ fn invalid_arguments_are_usage_errors() {
     assert_fails(&run(&["health", "--url", "http://a", "--port", "1"]), 2, &["--port"]);
     assert_fails(&run(&["health", "--timeout", "0"]), 2, &["seconds"]);
 }
+
+#[test]
+fn all_counters_exist_from_the_start() {
+    let server = Server::start(&[]);
+    let text = server.get("/metrics").text();
+    for series in [
+        "inferno_request_success_total{finished_reason=\"stop\"",
+        "inferno_request_success_total{finished_reason=\"length\"",
+        "inferno_request_success_total{finished_reason=\"tool_calls\"",
+        "inferno_admission_rejections_total{reason=\"queue\"",
+        "inferno_http_responses_total{code=\"429\"",
+        "inferno_http_responses_total{code=\"500\"",
+        "inferno_joined_retries_total{",
+        "inferno_canceled_sequences_total{",
+        "inferno_harmony_repairs_total{",
+    ] {
+        let (name, label) = series.split_once('{').unwrap();
+        let line = text.lines().find(|line| line.starts_with(&format!("{name}{{")) && line.contains(label));
+        assert!(line.is_some_and(|line| line.ends_with(" 0")), "{series}: {text}");
+    }
+}

@@ -1,0 +1,126 @@
+//! Answers whose clients lost their connections, and may ask for them again.
+
+use std::collections::HashMap;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::response::Response;
+use tokio::runtime::Handle;
+use tokio::task::{JoinError, JoinHandle};
+
+/// How long an answer waits for its client. OpenAI's clients try again after half a second.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// The hash of what a request and its retry have in common.
+pub type RetryKey = [u8; 32];
+
+/// The answers without a client.
+#[derive(Default)]
+pub struct Orphans(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    waiting: HashMap<RetryKey, (u64, Orphan)>,
+    next: u64,
+}
+
+/// An answer, and the id of the request that asked for it first.
+struct Orphan {
+    task: AnswerTask,
+    request_id: String,
+}
+
+/// A task that computes a response. Dropping it cancels the answer.
+struct AnswerTask(JoinHandle<Response>);
+
+impl Drop for AnswerTask {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+impl Orphans {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets an answer wait for its client. Cancels another answer to the same request that already waits.
+    fn insert(self: &Arc<Self>, key: RetryKey, orphan: Orphan) {
+        // Without a runtime, the server has ended.
+        let Ok(runtime) = Handle::try_current() else { return };
+        let mut state = self.lock();
+        let number = state.next;
+        state.next += 1;
+        let replaced = state.waiting.insert(key, (number, orphan));
+        drop(state);
+        drop(replaced);
+        let orphans = self.clone();
+        runtime.spawn(async move {
+            tokio::time::sleep(GRACE).await;
+            let mut state = orphans.lock();
+            let expired = match state.waiting.get(&key) {
+                Some((other, _)) if *other == number => state.waiting.remove(&key),
+                _ => None,
+            };
+            drop(state);
+            drop(expired);
+        });
+    }
+
+    fn take(&self, key: &RetryKey) -> Option<Orphan> {
+        self.lock().waiting.remove(key).map(|(_, orphan)| orphan)
+    }
+}
+
+/// A client that waits for an answer. If it is dropped before the answer is complete, the answer becomes an orphan.
+pub struct Waiter {
+    orphans: Arc<Orphans>,
+    key: RetryKey,
+    orphan: Option<Orphan>,
+}
+
+impl Waiter {
+    /// Waits for an answer in a task of its own.
+    pub fn new(
+        orphans: &Arc<Orphans>,
+        key: RetryKey,
+        request_id: String,
+        answer: impl Future<Output = Response> + Send + 'static,
+    ) -> Self {
+        let task = AnswerTask(tokio::spawn(answer));
+        Self { orphans: orphans.clone(), key, orphan: Some(Orphan { task, request_id }) }
+    }
+
+    /// Waits for the answer that lost its client. Returns `None` if there is no such answer.
+    pub fn adopt(orphans: &Arc<Orphans>, key: RetryKey) -> Option<Self> {
+        let orphan = orphans.take(&key)?;
+        Some(Self { orphans: orphans.clone(), key, orphan: Some(orphan) })
+    }
+
+    /// Returns the id of the request that asked for the answer first.
+    pub fn request_id(&self) -> &str {
+        self.orphan.as_ref().map_or("", |orphan| &orphan.request_id)
+    }
+
+    /// Waits for the response. Fails if computing it panicked.
+    pub async fn response(mut self) -> Result<Response, JoinError> {
+        std::future::poll_fn(|context| self.poll(context)).await
+    }
+
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<Response, JoinError>> {
+        let Some(orphan) = &mut self.orphan else { return Poll::Pending };
+        let response = std::task::ready!(Pin::new(&mut orphan.task.0).poll(context));
+        self.orphan = None;
+        Poll::Ready(response)
+    }
+}
+
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        if let Some(orphan) = self.orphan.take() {
+            self.orphans.insert(self.key, orphan);
+        }
+    }
+}

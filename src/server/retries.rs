@@ -1,0 +1,80 @@
+//! Joins a retry with the answer to the request whose connection was lost.
+//!
+//! Clients such as OpenAI's send a request again if its connection breaks. The answer to such a request is not canceled at
+//! once: it goes on for a short time, and a retry with the same body and key gets it. This applies only to requests that
+//! name themselves: with the header `x-stainless-retry-count`, or with an idempotency key. All others are canceled at once.
+//! A stream ends with its connection, because clients do not retry one that has begun.
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use ring::digest::{Context, SHA256};
+
+use super::auth::Client;
+use super::body;
+use super::error::ApiError;
+use super::log::RequestLog;
+use super::orphans::{RetryKey, Waiter};
+use super::state::Server;
+
+/// The header in which OpenAI's clients send the number of the retry, which is 0 in the first request.
+const RETRY_COUNT: &str = "x-stainless-retry-count";
+
+/// The header that identifies a request and its retries.
+const IDEMPOTENCY_KEY: &str = "idempotency-key";
+
+/// The request headers that change the answer.
+const OPTIONS: [&str; 2] = ["x-inferno-strict", "x-inferno-deterministic"];
+
+/// The response header with the id of the request that asked for the answer first.
+const JOINED: HeaderName = HeaderName::from_static("x-inferno-joined");
+
+/// Runs a request, or joins it with the answer that an earlier one left.
+pub async fn join(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response {
+    let headers = request.headers();
+    let (count, idempotency_key) = (headers.get(RETRY_COUNT), headers.get(IDEMPOTENCY_KEY));
+    if count.is_none() && idempotency_key.is_none() {
+        return next.run(request).await;
+    }
+    let is_retry = idempotency_key.is_some() || count.is_some_and(|count| count != "0");
+    let (parts, body) = request.into_parts();
+    let bytes = match body::collect(&parts.headers, body, &server.options.timeouts).await {
+        Ok(bytes) => bytes,
+        Err(error) => return error.into_response(),
+    };
+    let client = parts.extensions.get::<Client>().copied().unwrap_or_default();
+    let key = key(client, parts.uri.path(), &parts.headers, &bytes);
+    let adopted = if is_retry { Waiter::adopt(&server.orphans, key) } else { None };
+    let joined = adopted.as_ref().map(|waiter| waiter.request_id().to_string());
+    let waiter = adopted.unwrap_or_else(|| {
+        let id = parts.extensions.get::<Arc<RequestLog>>().map_or_else(String::new, |log| log.id.clone());
+        Waiter::new(&server.orphans, key, id, next.run(Request::from_parts(parts, Body::from(bytes))))
+    });
+    let mut response = match waiter.response().await {
+        Ok(response) => response,
+        Err(error) => ApiError::internal(format!("cannot answer the request: {error}")).into_response(),
+    };
+    if let Some(id) = joined.and_then(|id| HeaderValue::from_str(&id).ok()) {
+        server.metrics.joined_retries.inc();
+        response.headers_mut().insert(JOINED, id);
+    }
+    response
+}
+
+/// Returns the hash of what a request and its retry have in common.
+fn key(client: Client, path: &str, headers: &HeaderMap, body: &[u8]) -> RetryKey {
+    let mut hash = Context::new(&SHA256);
+    let options = OPTIONS.iter().chain([&IDEMPOTENCY_KEY]);
+    let values = options.map(|name| headers.get(*name).map_or(&[][..], HeaderValue::as_bytes));
+    for part in [&client.index().to_le_bytes()[..], path.as_bytes()].into_iter().chain(values).chain([body]) {
+        hash.update(&part.len().to_le_bytes());
+        hash.update(part);
+    }
+    let mut key = RetryKey::default();
+    key.copy_from_slice(hash.finish().as_ref());
+    key
+}

@@ -1,0 +1,103 @@
+//! Retries of requests whose connections were lost.
+
+use std::io::Write;
+use std::net::Shutdown;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use super::client::{JSON, Response, Server, chat, endless, request};
+
+/// The length of a long answer.
+const TOKENS: u32 = 1500;
+
+const PATH: &str = "/v1/chat/completions";
+
+/// A request that takes a while.
+fn long() -> Value {
+    chat(json!({ "ignore_eos": true, "max_tokens": TOKENS, "temperature": 1 }))
+}
+
+/// Sends a request, and closes the connection while the answer is generated.
+fn lose(server: &Server, headers: &[(&str, &str)], body: &Value) {
+    let mut stream = server.connect();
+    let headers = [&[JSON], headers].concat();
+    stream.write_all(&request("POST", PATH, &headers, body.to_string().as_bytes())).unwrap();
+    server.wait("the request runs", |server| server.metric("inferno_num_requests_running") == 1.0);
+    stream.shutdown(Shutdown::Both).unwrap();
+}
+
+fn send(server: &Server, headers: &[(&str, &str)], body: &Value) -> Response {
+    server.send("POST", PATH, &[&[JSON], headers].concat(), body.to_string().as_bytes())
+}
+
+#[test]
+fn a_retry_gets_the_answer_to_the_lost_request() {
+    let server = Server::start(&["--api-key", "one", "--api-key", "two"]);
+    let (one, two) = (("Authorization", "Bearer one"), ("Authorization", "Bearer two"));
+    let count = |count| ("x-stainless-retry-count", count);
+    let metric = |name: &str| {
+        let text = server.send("GET", "/metrics", &[one], b"").text();
+        let line = text.lines().find(|line| line.starts_with(&format!("{name}{{"))).unwrap().to_string();
+        line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()
+    };
+    let lose = |headers: &[(&str, &str)], body: &Value| {
+        let mut stream = server.connect();
+        let headers = [&[JSON, one, ("x-request-id", "first")], headers].concat();
+        stream.write_all(&request("POST", PATH, &headers, body.to_string().as_bytes())).unwrap();
+        server.wait("the request runs", |_| metric("inferno_num_requests_running") == 1.0);
+        stream.shutdown(Shutdown::Both).unwrap();
+        // Clients wait before they try again. Until then, the server notices that the connection is lost.
+        std::thread::sleep(Duration::from_millis(300));
+    };
+    for headers in [[count("0"), ("x-a", "b")], [("Idempotency-Key", "abc"), ("x-a", "b")]] {
+        let before = metric("inferno_generation_tokens_total");
+        lose(&headers, &long());
+        let retry = if headers[0].0.starts_with('x') { count("1") } else { headers[0] };
+        let response = send(&server, &[one, retry], &long());
+        assert_eq!(response.ok()["usage"]["completion_tokens"], TOKENS);
+        assert_eq!(response.header("x-inferno-joined"), Some("first"));
+        // Another retry starts anew, because the answer was delivered.
+        assert_eq!(metric("inferno_generation_tokens_total") - before, f64::from(TOKENS));
+        assert_eq!(send(&server, &[one, retry], &long()).header("x-inferno-joined"), None);
+    }
+    assert_eq!(metric("inferno_joined_retries_total"), 2.0);
+    assert_eq!(metric("inferno_canceled_sequences_total"), 0.0);
+    // Requests of others, requests with other bodies, and first requests get answers of their own.
+    lose(&[count("0")], &long());
+    let mut other = long();
+    other["max_tokens"] = json!(3);
+    for (headers, body) in [([two, count("1")], long()), ([one, count("1")], other), ([one, count("0")], long())] {
+        assert_eq!(send(&server, &headers, &body).header("x-inferno-joined"), None, "{headers:?}");
+    }
+}
+
+#[test]
+fn a_client_that_does_not_come_back_costs_nothing_after_a_short_time() {
+    let server = Server::start(&[]);
+    let started = Instant::now();
+    lose(&server, &[("x-stainless-retry-count", "0")], &endless(false));
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(server.metric("inferno_num_requests_running"), 1.0, "the answer waits for a retry");
+    server.wait_until_idle();
+    assert!((2..20).contains(&started.elapsed().as_secs()), "{:?}", started.elapsed());
+    assert_eq!(server.metric("inferno_canceled_sequences_total"), 1.0);
+    assert_eq!(server.metric("inferno_tokens_after_cancel_total"), 0.0);
+    let late = send(&server, &[("x-stainless-retry-count", "1")], &chat(json!({ "max_tokens": 2 })));
+    assert_eq!((late.status, late.header("x-inferno-joined")), (200, None));
+}
+
+#[test]
+fn streams_and_requests_of_other_clients_are_canceled_at_once() {
+    let server = Server::start(&[]);
+    for (headers, is_stream) in [(&[("x-stainless-retry-count", "0")][..], true), (&[], false)] {
+        lose(&server, headers, &endless(is_stream));
+        let lost = Instant::now();
+        server.wait_until_idle();
+        assert!(lost.elapsed() < Duration::from_millis(1900), "{:?}", lost.elapsed());
+    }
+    // The limits of bodies are the same.
+    let headers = [("Content-Type", "text/plain"), ("x-stainless-retry-count", "0")];
+    server.send("POST", PATH, &headers, b"{}").error(415);
+    send(&server, &[("x-stainless-retry-count", "2")], &json!({ "messages": 5 })).error(400);
+}
