@@ -108,7 +108,7 @@ fn control_id(text: &str) -> u32 {
 
 /// Converts bytes to token ids. A byte with a small value becomes a control token or the ids of one of [`HEADERS`].
 /// Any other byte forms an id together with the next byte.
-fn to_ids(data: &[u8]) -> Vec<u32> {
+pub fn to_ids(data: &[u8]) -> Vec<u32> {
     let tokenizer = tokenizer();
     let mut controls: Vec<u32> = tokenizer.controls().map(|(_, id)| id).collect();
     controls.sort_unstable();

@@ -24,6 +24,8 @@ pub mod sampler;
 pub mod sampling;
 pub mod scheduler;
 mod score;
+#[doc(hidden)]
+pub mod scripted;
 mod sequence;
 mod stats;
 mod stop;

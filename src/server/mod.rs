@@ -54,5 +54,6 @@ pub use ids::api_key as new_api_key;
 pub use listener::{bind, serve};
 pub use log::TARGET as LOG_TARGET;
 pub use options::{RecordOptions, ServerOptions, Timeouts};
+pub use router::router;
 pub use state::Server;
 pub use tls::read_tls;

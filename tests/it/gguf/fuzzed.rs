@@ -87,3 +87,13 @@ fn mutated_hub_listings_are_listings_or_errors() {
 fn mutated_safetensors_files_are_checkpoints_or_errors() {
     run("safetensors", bodies::safetensors);
 }
+
+#[test]
+fn mutated_requests_are_answered_or_errors() {
+    run("request_body", bodies::server::request_body);
+}
+
+#[test]
+fn streams_of_mutated_answers_add_up_to_whole_answers() {
+    run("answer", bodies::answer::answer);
+}

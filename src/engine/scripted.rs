@@ -1,0 +1,126 @@
+//! An engine without a model, for tests and fuzz targets of the server.
+
+use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread;
+
+use anyhow::{Context, Result, anyhow};
+use candle_core::{DType, Device};
+
+use super::engine_loop::Command;
+use super::handle::{EngineHandle, Shared};
+use super::info::{LoadTimes, ModelInfo};
+use super::outbox::Outbox;
+use super::request::FinishReason;
+use super::sampling::SamplingParams;
+use super::sequence::Sequence;
+use super::stats::{self, Counters};
+use crate::device::DeviceInfo;
+use crate::kernels::attention::AttentionBackend;
+use crate::language::Language;
+use crate::runner::{ChosenToken, Executor, TokenLogprobs};
+
+/// The context length in tokens.
+const CONTEXT: usize = 32_768;
+
+/// The answer to all requests.
+#[derive(Clone, Debug, Default)]
+pub struct Script {
+    /// The tokens, each with the log probability 0. A stop token or a limit of the request can end the answer earlier.
+    pub tokens: Vec<u32>,
+    /// Whether the engine fails after the last token.
+    pub fails: bool,
+}
+
+/// An engine whose answers follow a script. It supports only requests for answers.
+pub struct ScriptedEngine {
+    handle: EngineHandle,
+    script: Arc<Mutex<Script>>,
+}
+
+impl ScriptedEngine {
+    /// Starts the engine. Its thread ends when the last handle is dropped.
+    pub fn start(language: Language, vocab_size: usize) -> Result<Self> {
+        let (commands, receiver) = mpsc::channel();
+        let (script, counters) = (Arc::new(Mutex::new(Script::default())), Arc::new(Counters::default()));
+        let shared = Shared {
+            language: Arc::new(language),
+            info: info(vocab_size),
+            defaults: SamplingParams::greedy(),
+            device: Device::Cpu,
+            fingerprint: String::new(),
+            counters: counters.clone(),
+            grammars: OnceLock::new(),
+        };
+        let played = script.clone();
+        let run = move || play(&receiver, &played, &counters);
+        thread::Builder::new().name("inferno-script".into()).spawn(run).context("cannot start the engine thread")?;
+        Ok(Self { handle: EngineHandle::new(commands, shared), script })
+    }
+
+    /// Returns a handle to the engine.
+    pub fn handle(&self) -> EngineHandle {
+        self.handle.clone()
+    }
+
+    /// Sets the answer to all later requests.
+    pub fn set_script(&self, script: Script) {
+        *self.script.lock().unwrap_or_else(PoisonError::into_inner) = script;
+    }
+}
+
+fn info(vocab_size: usize) -> ModelInfo {
+    ModelInfo {
+        family: "scripted",
+        quantization: None,
+        parameters: 0,
+        vocab_size,
+        max_context: CONTEXT,
+        context: CONTEXT,
+        chunk: CONTEXT,
+        dtype: DType::F32,
+        attention: AttentionBackend::Auto,
+        executor: Executor::Eager,
+        eager_reason: None,
+        is_deterministic: true,
+        request_grid: None,
+        device: DeviceInfo::cpu(),
+        weight_bytes: 0,
+        cache_bytes: 0,
+        cache_blocks: 0,
+        cache_sequences: 0,
+        max_sequences: 1,
+        load: LoadTimes::default(),
+    }
+}
+
+/// Answers requests until all handles are dropped. Other commands fail, because their reply channels are dropped.
+fn play(commands: &Receiver<Command>, script: &Mutex<Script>, counters: &Counters) {
+    while let Ok(command) = commands.recv() {
+        let Command::Submit(sequences) = command else { continue };
+        stats::subtract(&counters.waiting, sequences.len() as u64);
+        let script = script.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        for sequence in sequences {
+            answer(sequence, &script);
+        }
+    }
+}
+
+fn answer(mut sequence: Sequence, script: &Script) {
+    let mut outbox = Outbox::default();
+    sequence.start(0, &mut outbox);
+    let mut finish = sequence.is_prefill_only().then_some(FinishReason::Length);
+    for &id in &script.tokens {
+        outbox.flush();
+        if finish.is_some() || sequence.is_canceled() {
+            break;
+        }
+        let logprobs = Some(TokenLogprobs { chosen: 0.0, top: vec![(id, 0.0)] });
+        finish = sequence.push(ChosenToken { id, logprobs }, CONTEXT, &mut outbox);
+    }
+    match finish {
+        None if script.fails => sequence.fail(anyhow!("the script ended with a fault"), &mut outbox),
+        reason => sequence.finish(reason.unwrap_or(FinishReason::Stop), &mut outbox),
+    }
+    outbox.flush();
+}
