@@ -1,0 +1,191 @@
+"""Clients that vanish, and servers that shut down."""
+
+import asyncio
+import json
+import random
+import signal
+import time
+
+from client import Prompts, abort, ask, connect, get, percentile, read_head, request
+from process import Server
+
+PATH = "/v1/completions"
+
+
+async def kill(port, prompts, chooser, longest, counts):
+    """Sends a request and closes the connection in a random phase."""
+    phase = chooser.choice(["connect", "body", "queue", "prefill", "decode", "whole"])
+    counts[phase] = counts.get(phase, 0) + 1
+    close = abort if chooser.random() < 0.5 else lambda writer: writer.close()
+    is_long = phase == "prefill"
+    fields = prompts.completion(longest if is_long else 32, 400, stream=phase != "whole")
+    if phase == "decode":
+        most = chooser.randint(1, 60)
+        await ask(port, PATH, fields, cancel=lambda answer: answer.events >= most)
+        return
+    _, writer = await connect(port)
+    body = request("POST", PATH, json.dumps(fields).encode())
+    if phase == "body":
+        writer.write(body[: len(body) // 2])
+    elif phase != "connect":
+        writer.write(body)
+    longest_wait = {"connect": 0.02, "body": 0.05, "queue": 0.01, "prefill": 0.3, "whole": 1.0}[phase]
+    await asyncio.sleep(chooser.random() * longest_wait)
+    close(writer)
+
+
+def killed_clients(options, report):
+    count, at_once = (150, 32) if options.short else (1000, 96)
+    with Server(options, "--max-sequences", "16", "--queue", "512") as server:
+        prompts, chooser, counts = Prompts(server.port), random.Random(3), {}
+        longest = min(2000, server.context() - 500)
+        asyncio.run(ask(server.port, PATH, prompts.completion(32, 4)))
+        before = server.metrics()
+
+        async def kill_all():
+            free = asyncio.Semaphore(at_once)
+
+            async def one():
+                async with free:
+                    await kill(server.port, prompts, chooser, longest, counts)
+
+            await asyncio.gather(*(one() for _ in range(count)))
+
+        asyncio.run(kill_all())
+        idle_s = server.wait_until_idle()
+        after = server.metrics()
+        usage = after["kv_cache_usage_perc"] - before["kv_cache_usage_perc"]
+        faults = server.faults()
+        late = after["tokens_after_cancel_total"]
+        ended = asyncio.run(ask(server.port, PATH, prompts.completion(32, 4)))
+    passed = idle_s is not None and late == 0 and usage == 0 and ended.status == 200 and not faults
+    report.add(
+        f"{count} clients killed at random phases",
+        "0 tokens after the next step; KV cache back to its use before; nothing runs or waits",
+        f"{late:.0f} tokens; {usage:+.6f} of the KV cache; idle after {(idle_s or 0) * 1e3:.0f} ms",
+        passed,
+        phases=counts,
+        canceled_sequences=after["canceled_sequences_total"],
+        faults=faults,
+    )
+
+
+async def cancel_time(port, fields, events):
+    """Starts a stream, closes it after a number of events (or at once, while the prompt is computed), and returns the time
+    until nothing runs, and the gaps between events."""
+    reader, writer = await connect(port)
+
+    async def running():
+        writer.write(request("GET", "/v1/loads"))
+        _, headers = await read_head(reader)
+        load = json.loads(await reader.readexactly(int(headers["content-length"])))["loads"][0]
+        return load["num_running_reqs"] + load["num_waiting_reqs"]
+
+    if events:
+        answer = await ask(port, PATH, fields, cancel=lambda answer: answer.events >= events)
+    else:
+        _, client = await connect(port)
+        client.write(request("POST", PATH, json.dumps(fields).encode()))
+        await client.drain()
+        while not await running():
+            pass
+        answer = None
+        abort(client)
+    started = time.perf_counter()
+    while await running():
+        pass
+    writer.close()
+    return time.perf_counter() - started, answer.gaps if answer else []
+
+
+def cancel_latency(options, report):
+    count = 10 if options.short else 50
+    with Server(options) as server:
+        prompts = Prompts(server.port)
+        longest = min(4000, server.context() - 100)
+        # The longest step that a cancellation can wait for is one chunk of a prompt.
+        prefill = asyncio.run(ask(server.port, PATH, prompts.completion(longest, 1, stream=True))).first
+        decode, gaps, early = [], [], []
+        for _ in range(count):
+            time_s, more = asyncio.run(cancel_time(server.port, prompts.completion(32, 400, stream=True), 8))
+            decode.append(time_s)
+            gaps += more
+            early.append(asyncio.run(cancel_time(server.port, prompts.completion(longest, 400, stream=True), 0))[0])
+        late, faults = server.metrics()["tokens_after_cancel_total"], server.faults()
+    step = percentile(gaps, 0.99)
+    passed = late == 0 and not faults and max(decode) <= 2 * step + 0.01
+    report.add(
+        f"{count} streams canceled while they decode",
+        "ended after 1 step (at most 2 steps and 10 ms, as the client sees it)",
+        f"p50 {percentile(decode, 0.5) * 1e3:.1f} ms, longest {max(decode) * 1e3:.1f} ms; step p99 {step * 1e3:.1f} ms",
+        passed,
+        faults=faults,
+    )
+    report.add(
+        f"{count} prompts of {longest} tokens canceled while they are computed",
+        "ended before the prompt would have been computed",
+        f"p50 {percentile(early, 0.5) * 1e3:.1f} ms, longest {max(early) * 1e3:.1f} ms; whole prompt {prefill * 1e3:.1f} ms",
+        max(early) < prefill,
+    )
+
+
+def is_answered(answer):
+    """Returns whether a request was answered completely, or with an error that says why not."""
+    if answer.status != 200:
+        return answer.status == 503
+    return answer.is_complete
+
+
+def shutdown_under_load(options, report):
+    limit_s = 3 if options.short else 30
+    with Server(options, "--drain-timeout", str(limit_s)) as server:
+        prompts, longest = Prompts(server.port), server.context() - 100
+        bodies = [prompts.completion(32, 64, stream=True) for _ in range(24)]
+        bodies += [prompts.completion(32, 64) for _ in range(4)]
+        bodies += [prompts.completion(32, longest, stream=True) for _ in range(8)]
+        bodies += [prompts.completion(32, longest) for _ in range(2)]
+
+        async def shut_down():
+            requests = [asyncio.ensure_future(ask(server.port, PATH, body)) for body in bodies]
+            await asyncio.sleep(0.3)
+            server.process.send_signal(signal.SIGTERM)
+            signaled = time.perf_counter()
+            while (await get(server.port, "/health"))[0] != 503:
+                await asyncio.sleep(0.001)
+            unhealthy_s = time.perf_counter() - signaled
+            refused = await ask(server.port, PATH, prompts.completion(8, 2))
+            answers = await asyncio.gather(*requests, return_exceptions=True)
+            return unhealthy_s, refused.status, answers, time.perf_counter() - signaled
+
+        unhealthy_s, refused, answers, _ = asyncio.run(shut_down())
+        ended = time.perf_counter()
+        code = server.process.wait(limit_s + 10)
+        exit_s = time.perf_counter() - ended
+        panics = server.read_log().count("panicked at")
+    lost = [answer for answer in answers if isinstance(answer, BaseException) or not is_answered(answer)]
+    passed = not lost and code == 0 and refused == 503 and unhealthy_s < 0.1 and exit_s < 3 and not panics
+    report.add(
+        f"SIGTERM with {len(bodies)} requests",
+        f"/health 503 at once; all end in {limit_s} s, completely or with an error; exit code 0",
+        f"503 after {unhealthy_s * 1e3:.1f} ms; {len(lost)} lost; exit code {code} {exit_s:.2f} s after the last answer",
+        passed,
+        ended_with_error=sum(not isinstance(answer, BaseException) and answer.has_error_event for answer in answers),
+        lost=[repr(answer)[:200] for answer in lost],
+    )
+    with Server(options) as server:
+
+        async def signal_twice():
+            stream = asyncio.ensure_future(ask(server.port, PATH, prompts.completion(32, longest, stream=True)))
+            await asyncio.sleep(0.3)
+            server.process.send_signal(signal.SIGTERM)
+            while (await get(server.port, "/health"))[0] != 503:
+                pass
+            server.process.send_signal(signal.SIGTERM)
+            started = time.perf_counter()
+            server.process.wait(10)
+            stream.cancel()
+            return time.perf_counter() - started
+
+        exit_s = asyncio.run(signal_twice())
+        code = server.process.returncode
+    report.add("second signal", "ends at once", f"exit code {code} after {exit_s * 1e3:.0f} ms", exit_s < 0.25 and code == 130)

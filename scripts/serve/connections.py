@@ -1,0 +1,238 @@
+"""Connections that send nothing, send slowly, or do not read."""
+
+import asyncio
+import json
+import time
+
+from background import Background, raise_file_limit
+from client import Prompts, abort, ask, connect, percentile, read_body, read_head, request
+from process import Server
+
+# Files that a process opens besides connections.
+OTHER_FILES = 200
+
+
+async def first_token_times(port, prompts, seconds):
+    """Sends short requests one after the other. Returns their times to the first token in seconds."""
+    times, end = [], time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        answer = await ask(port, "/v1/completions", prompts.completion(32, 2, stream=True))
+        assert answer.status == 200 and answer.is_complete, answer
+        times.append(answer.first)
+    return times
+
+
+async def drip(port, lifetimes):
+    """Sends a byte of a header per second until the server closes the connection."""
+    reader, writer = await connect(port)
+    started = time.perf_counter()
+    writer.write(b"GET /v1/models HTTP/1.1\r\nX-Slow: ")
+    closed = asyncio.ensure_future(reader.read())
+    while not (await asyncio.wait([closed], timeout=1))[0]:
+        writer.write(b"x")
+    lifetimes.append(time.perf_counter() - started)
+    closed.exception()
+    writer.close()
+
+
+async def drip_many(session, port, count):
+    """Opens slow connections. Returns how long the server kept each of them."""
+    lifetimes = []
+    clients = [asyncio.ensure_future(drip(port, lifetimes)) for _ in range(count)]
+    await asyncio.sleep(0.5)
+    session.ready()
+    await session.stopped()
+    await asyncio.gather(*clients)
+    return lifetimes
+
+
+def slow_loris(options, report):
+    count, timeout_s = (200, 2.0) if options.short else (1000, 10.0)
+    with Server(options, "--header-timeout", str(timeout_s)) as server:
+        prompts = Prompts(server.port)
+        asyncio.run(first_token_times(server.port, prompts, 1))
+        seconds = timeout_s - 1
+        alone = asyncio.run(first_token_times(server.port, prompts, seconds))
+        with Background(drip_many, server.port, count) as slow:
+            during = asyncio.run(first_token_times(server.port, prompts, seconds))
+        lifetimes = slow.result
+        faults = server.faults()
+    late = max(abs(lifetime - timeout_s) for lifetime in lifetimes)
+    target = f"all closed after {timeout_s:g} s ± 0.5 s"
+    figure = f"{len(lifetimes)} closed after {min(lifetimes):.2f} to {max(lifetimes):.2f} s"
+    report.add(f"{count} slow-loris sockets: closed", target, figure, late <= 0.5 and not faults, faults=faults)
+    p50, p99 = (percentile(during, share) / percentile(alone, share) - 1 for share in (0.5, 0.99))
+    figure = f"p99 {p99:+.1%} ({percentile(alone, 0.99) * 1e3:.1f} → {percentile(during, 0.99) * 1e3:.1f} ms), p50 {p50:+.1%}"
+    report.add("others' time to first token", "p99 ≤ +5 %", figure, p99 <= 0.05, requests=len(alone) + len(during), p50=p50)
+
+
+async def hold(session, port, count):
+    """Opens connections, sends one request on each, and keeps them. Returns the number that the server closed."""
+    connections = []
+    for _ in range(count):
+        reader, writer = await connect(port)
+        writer.write(request("GET", "/live"))
+        _, headers = await read_head(reader)
+        async for _ in read_body(reader, headers):
+            pass
+        connections.append((reader, writer))
+    session.ready()
+    await session.stopped()
+    closed = sum(reader.at_eof() for reader, _ in connections)
+    for _, writer in connections:
+        writer.transport.abort()
+    return closed
+
+
+async def streams(port, prompts, count, max_tokens):
+    """Runs streams at once. Returns their answers."""
+    bodies = [prompts.completion(32, max_tokens, stream=True) for _ in range(count)]
+    return await asyncio.gather(*(ask(port, "/v1/completions", body) for body in bodies))
+
+
+def idle_connections(options, report):
+    count, stream_count = (1000, 32) if options.short else (10_000, 256)
+    name = f"{count} idle connections and {stream_count} streams"
+    room = raise_file_limit() - stream_count - OTHER_FILES
+    if room < count:
+        report.skip(name, "0 errors", f"the limit on open files allows {room} connections")
+        count = room
+    with Server(options, "--header-timeout", "3600") as server:
+        prompts = Prompts(server.port)
+        asyncio.run(streams(server.port, prompts, stream_count, 16))
+        alone = asyncio.run(streams(server.port, prompts, stream_count, 64))
+        before = server.rss()
+        with Background(hold, server.port, count) as idle:
+            kilobytes = (server.rss() - before) / count / 1000
+            during = asyncio.run(streams(server.port, prompts, stream_count, 64))
+        faults = server.faults()
+    errors = sum(answer.status != 200 or not answer.is_complete for answer in during) + idle.result
+    report.add(name, "0 errors", f"{errors} errors", errors == 0 and not faults, faults=faults)
+    report.add(f"memory of {count} idle connections", "≤ 30 kB each", f"{kilobytes:.1f} kB each", kilobytes <= 30)
+    slow, fast = (percentile([gap for answer in run for gap in answer.gaps], 0.99) for run in (during, alone))
+    figure = f"{slow / fast:.2f}× ({fast * 1e3:.1f} → {slow * 1e3:.1f} ms)"
+    report.add("streams' p99 between tokens", "≤ 1.1× that without idle connections", figure, slow <= 1.1 * fast)
+
+
+def unsent_bytes(port, client_ports):
+    """Returns the bytes that wait in the server's sockets, by the port of the client. None for closed connections."""
+    unsent = dict.fromkeys(client_ports)
+    with open("/proc/net/tcp") as file:
+        for line in file.readlines()[1:]:
+            fields = line.split()
+            local, remote = (int(address.split(":")[1], 16) for address in fields[1:3])
+            if local == port and remote in unsent and fields[3] == "01":  # established
+                unsent[remote] = int(fields[4].split(":")[0], 16)
+    return unsent
+
+
+async def watch_slow_readers(server, count, body):
+    """Starts streams and reads nothing. Returns how long each connection was stuck before it was closed."""
+    clients = [await connect(server.port, receive_bytes=4096) for _ in range(count)]
+    for _, writer in clients:
+        writer.transport.pause_reading()
+        writer.write(request("POST", "/v1/chat/completions", body))
+    ports = [writer.get_extra_info("sockname")[1] for _, writer in clients]
+    last, changed, stuck, peak = unsent_bytes(server.port, ports), {}, {}, 0
+    end = time.perf_counter() + 300
+    while len(stuck) < count and time.perf_counter() < end:
+        await asyncio.sleep(0.02)
+        now, unsent, peak = time.perf_counter(), unsent_bytes(server.port, ports), max(peak, server.rss())
+        for port in ports:
+            if unsent[port] is None and port in changed:
+                stuck.setdefault(port, now - changed[port])
+            elif unsent[port] != last[port]:
+                changed[port] = now
+        last = unsent
+    for _, writer in clients:
+        abort(writer)
+    return list(stuck.values()), peak
+
+
+def slow_readers(options, report):
+    count, timeout_s = (4, 2.0) if options.short else (16, 30.0)
+    with Server(options, "--write-timeout", str(timeout_s)) as server:
+        fields = {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True, "stream": True}
+        # Large events fill the buffers of the connection soon.
+        body = json.dumps(fields | {"logprobs": True, "top_logprobs": 20, "n": 4}).encode()
+        before = server.rss()
+        stuck, peak = asyncio.run(watch_slow_readers(server, count, body))
+        idle = server.wait_until_idle()
+        faults = server.faults()
+    is_exact = len(stuck) == count and all(abs(time_s - timeout_s) <= 0.5 for time_s in stuck)
+    times = f"{min(stuck, default=0):.2f} to {max(stuck, default=0):.2f} s" if stuck else "never"
+    report.add(
+        f"{count} clients that do not read",
+        f"all disconnected {timeout_s:g} s ± 0.5 s after the last byte that was accepted, and canceled",
+        f"{len(stuck)} disconnected after {times}",
+        is_exact and idle is not None and not faults,
+        peak_bytes_per_client=(peak - before) // count,
+        faults=faults,
+    )
+
+
+async def header_time(port):
+    """Returns the time until the server closes a connection whose headers stay incomplete."""
+    reader, writer = await connect(port)
+    started = time.perf_counter()
+    writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n")
+    await reader.read()
+    writer.close()
+    return time.perf_counter() - started
+
+
+async def keep_alive_time(port):
+    """Returns the time until the server closes a connection that is idle after a response."""
+    reader, writer = await connect(port)
+    writer.write(request("GET", "/live"))
+    _, headers = await read_head(reader)
+    async for _ in read_body(reader, headers):
+        pass
+    started = time.perf_counter()
+    await reader.read()
+    writer.close()
+    return time.perf_counter() - started
+
+
+async def body_time(port):
+    """Returns the time until an incomplete body gets status 408."""
+    reader, writer = await connect(port)
+    started = time.perf_counter()
+    writer.write(request("POST", "/v1/completions", b" " * 100)[:-50])
+    status, _ = await read_head(reader)
+    writer.close()
+    assert status == 408, status
+    return time.perf_counter() - started
+
+
+async def queue_time(port, prompts, limit_s, context):
+    """Returns the time until a request that cannot start gets status 429."""
+    # Requests with this priority always start first.
+    blockers = [prompts.completion(8, context - 16, priority=-100_000) for _ in range(32)]
+    blockers = [asyncio.ensure_future(ask(port, "/v1/completions", body)) for body in blockers]
+    await asyncio.sleep(0.5)
+    started = time.perf_counter()
+    answer = await ask(port, "/v1/completions", prompts.completion(8, 4))
+    elapsed = time.perf_counter() - started
+    for blocker in blockers:
+        blocker.cancel()
+    assert answer.status == 429 or elapsed < limit_s, answer
+    return elapsed
+
+
+def timeouts(options, report):
+    limits = {"header": 2.0, "body": 2.5, "queue": 3.0} if options.short else {"header": 10.0, "body": 30.0, "queue": 60.0}
+    flags = [part for name, limit_s in limits.items() for part in (f"--{name}-timeout", str(limit_s))]
+    with Server(options, "--max-sequences", "1", *flags) as server:
+        prompts = Prompts(server.port)
+
+        async def all_times():
+            waits = [header_time(server.port), keep_alive_time(server.port), body_time(server.port)]
+            return await asyncio.gather(*waits, queue_time(server.port, prompts, limits["queue"], server.context()))
+
+        names = ["header", "header", "body", "queue"]
+        found = asyncio.run(all_times())
+        faults = server.faults()
+    for what, name, time_s in zip(["headers", "idle after a response", "body (408)", "queue (429)"], names, found):
+        is_exact = abs(time_s - limits[name]) <= 0.5
+        report.add(f"timeout: {what}", f"{limits[name]:g} s ± 0.5 s", f"{time_s:.2f} s", is_exact and not faults, faults=faults)

@@ -1,0 +1,112 @@
+"""A running `inferno serve`: its port, its memory and its metrics."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+
+START_SECONDS = 300
+END_SECONDS = 60
+
+
+class Server:
+    """Starts `inferno serve`. Use it in a `with` statement, which ends it. `options` has `program`, `model` and `device`."""
+
+    def __init__(self, options, *flags, keys=()):
+        self.keys = keys
+        # A forked process must not delete the file, so it is not deleted by itself.
+        self.log = tempfile.NamedTemporaryFile(prefix="inferno-serve-", suffix=".log", delete=False)
+        command = [options.program, "serve", options.model, "--port", "0", *options.flags, *flags]
+        if options.device:
+            command += ["--device", options.device]
+        for key in keys:
+            command += ["--api-key", key]
+        started = time.monotonic()
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
+        line = self.process.stdout.readline()
+        match = re.search(r"ready at http://[^ ]*:(\d+)/v1", line)
+        if not match:
+            self.process.kill()
+            raise SystemExit(f"the server did not start: {line!r}\n{self.read_log()[-2000:]}")
+        self.port = int(match[1])
+        self.start_s = time.monotonic() - started
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(1)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(END_SECONDS)
+        self.process.stdout.close()
+        self.log.close()
+        os.unlink(self.log.name)
+
+    def read_log(self):
+        with open(self.log.name, errors="replace") as log:
+            return log.read()
+
+    def get(self, path, timeout=30):
+        """Returns the status and the text of a response."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        headers = {"Authorization": f"Bearer {self.keys[0]}"} if self.keys else {}
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        text = response.read().decode()
+        connection.close()
+        return response.status, text
+
+    def context(self):
+        """Returns the context length of the model in tokens."""
+        return json.loads(self.get("/v1/models")[1])["data"][0]["max_model_len"]
+
+    def metrics(self):
+        """Returns all metrics by name. The values of a name with several labels are added."""
+        values = {}
+        for line in self.get("/metrics")[1].splitlines():
+            if line.startswith("inferno_"):
+                name = re.match(r"inferno_(\w+)", line)[1]
+                values[name] = values.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+        return values
+
+    def faults(self):
+        """Returns the number of responses with status 500, and of panics in the log."""
+        text = self.get("/metrics")[1]
+        count = sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if 'code="500"' in line)
+        return int(count) + self.read_log().count("panicked at")
+
+    def wait_until_idle(self, limit=60):
+        """Waits until no request runs or waits. Returns the seconds that this took, or `None` if it took too long."""
+        started = time.monotonic()
+        while time.monotonic() - started < limit:
+            values = self.metrics()
+            if values["num_requests_running"] + values["num_requests_waiting"] == 0:
+                return time.monotonic() - started
+            time.sleep(0.002)
+        return None
+
+    def rss(self):
+        """Returns the resident memory in bytes."""
+        with open(f"/proc/{self.process.pid}/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS"))
+
+    def cpu_seconds(self):
+        """Returns the CPU time of each thread by its name. Threads with the same name are added."""
+        times = {}
+        for thread in os.listdir(f"/proc/{self.process.pid}/task"):
+            try:
+                with open(f"/proc/{self.process.pid}/task/{thread}/stat") as stat:
+                    text = stat.read()
+            except OSError:
+                continue  # the thread has ended
+            name, fields = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
+            times[name] = times.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return times

@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Tests the reliability of `inferno serve`: starts servers, treats them badly, and compares figures with targets.
+
+    scripts/serve/reliability.py --program target/release/inferno [--short] [--only WORD] [--out FILE]
+
+Requires only Python 3.11 or later. --short takes about a minute; without it, the run takes about ten minutes and
+--minutes more. Exits with code 1 if a row fails. The times of a row are meaningful only on an otherwise idle machine.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+
+import bodies
+import cancel
+import connections
+import limits
+import report as reports
+import soak
+from background import raise_file_limit
+from process import Server
+
+TESTS = {
+    "loris": connections.slow_loris,
+    "bodies": bodies.large_bodies,
+    "idle": connections.idle_connections,
+    "killed": cancel.killed_clients,
+    "latency": cancel.cancel_latency,
+    "readers": connections.slow_readers,
+    "malformed": bodies.malformed_bodies,
+    "timeouts": connections.timeouts,
+    "shutdown": cancel.shutdown_under_load,
+    "burst": limits.burst,
+    "fairness": limits.fairness,
+    "grammars": limits.grammars,
+    "soak": soak.soak,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Tests the reliability of `inferno serve`.")
+    parser.add_argument("--program", default="target/release/inferno", help="the program to test")
+    parser.add_argument("--model", default="demo", help="the model to serve")
+    parser.add_argument("--device", default="cpu", help="the device; empty for the default")
+    parser.add_argument("--flags", default="", help="more flags of `inferno serve`, separated by spaces")
+    parser.add_argument("--short", action="store_true", help="fewer clients and shorter time limits")
+    parser.add_argument("--only", default="", metavar="WORDS", help=f"run only some of: {', '.join(TESTS)}")
+    parser.add_argument("--minutes", type=float, default=10, help="the length of the soak")
+    parser.add_argument("--soak-sequences", type=int, default=8, help="answers at once in the soak")
+    parser.add_argument("--burst", type=int, default=16, help="answers at once in the burst")
+    parser.add_argument("--out", help="the file for the report, in JSON")
+    options = parser.parse_args()
+    options.flags = options.flags.split()
+    chosen = options.only.replace(",", " ").split() or list(TESTS)
+    unknown = [name for name in chosen if name not in TESTS]
+    if unknown:
+        parser.error(f"no test has the name {unknown[0]}: choose from {', '.join(TESTS)}")
+    raise_file_limit()
+    report = reports.Report(options)
+    with Server(options) as server:
+        report.server = reports.describe(server)
+    for name in chosen:
+        started = time.monotonic()
+        try:
+            TESTS[name](options, report)
+        except (OSError, EOFError, AssertionError, subprocess.SubprocessError) as error:
+            report.add(name, "the test runs", f"{type(error).__name__}: {str(error)[:500]}", False)
+        print(f"      {name}: {time.monotonic() - started:.1f} s", flush=True)
+    sys.exit(0 if report.write(options.out) else 1)
+
+
+if __name__ == "__main__":
+    main()

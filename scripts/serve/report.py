@@ -1,0 +1,74 @@
+"""Collects the rows of a report and writes them as JSON."""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+
+
+class Report:
+    """The rows of a run: what was tested, the target, the figure, and whether the figure meets the target."""
+
+    def __init__(self, options):
+        self.options = options
+        self.rows = []
+        self.server = {}
+        self.started = time.monotonic()
+
+    def add(self, name, target, figure, passed, **details):
+        """Adds a row and prints it. `figure` is the measured value as text, `details` are more figures."""
+        details = {key: round(value, 6) if isinstance(value, float) else value for key, value in details.items()}
+        self.rows.append({"name": name, "target": target, "figure": figure, "passed": bool(passed), "details": details})
+        print(f"{'pass' if passed else 'FAIL'}  {name}: {figure}  (target: {target})", flush=True)
+
+    def skip(self, name, target, reason):
+        """Adds a row that this machine cannot measure."""
+        self.rows.append({"name": name, "target": target, "figure": None, "passed": None, "details": {"reason": reason}})
+        print(f"skip  {name}: {reason}", flush=True)
+
+    def write(self, path):
+        """Writes the report. Returns whether no row failed."""
+        failed = [row["name"] for row in self.rows if row["passed"] is False]
+        result = {
+            "command": " ".join(["scripts/serve/" + os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "inferno": self.server,
+            "machine": machine(),
+            "seconds": round(time.monotonic() - self.started, 1),
+            "failed": failed,
+            "rows": self.rows,
+        }
+        if path:
+            with open(path, "w") as file:
+                json.dump(result, file, indent=2, ensure_ascii=False)
+                file.write("\n")
+        print(f"{len(self.rows) - len(failed)} of {len(self.rows)} rows did not fail; {result['seconds']} s")
+        return not failed
+
+
+def describe(server):
+    """Returns the version of a server, and its model."""
+    models = json.loads(server.get("/v1/models")[1])["data"][0]
+    version = subprocess.run([server.process.args[0], "--version"], capture_output=True, text=True).stdout.strip()
+    return {"version": version, "model": models["id"], "context": models["max_model_len"]}
+
+
+def machine():
+    """Returns the processor, its number of threads, the memory and the GPUs."""
+    cpu, memory = platform.processor(), 0
+    with open("/proc/cpuinfo") as file:
+        cpu = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), cpu)
+    with open("/proc/meminfo") as file:
+        memory = int(file.readline().split()[1]) * 1024
+    gpus = []
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        pass  # no GPU
+    threads = len(os.sched_getaffinity(0))
+    load = [round(value, 2) for value in os.getloadavg()]
+    return {"cpu": cpu, "threads": threads, "memory_bytes": memory, "gpus": gpus, "load_average": load}
