@@ -52,9 +52,11 @@ def slow_loris(options, report):
         prompts = Prompts(server.port)
         asyncio.run(first_token_times(server.port, prompts, 1))
         seconds = timeout_s - 1
-        alone = asyncio.run(first_token_times(server.port, prompts, seconds))
+        # Before and after, because the speed of the machine can drift.
+        alone = asyncio.run(first_token_times(server.port, prompts, seconds / 2))
         with Background(drip_many, server.port, count) as slow:
             during = asyncio.run(first_token_times(server.port, prompts, seconds))
+        alone += asyncio.run(first_token_times(server.port, prompts, seconds / 2))
         lifetimes = slow.result
         faults = server.faults()
     late = max(abs(lifetime - timeout_s) for lifetime in lifetimes)
@@ -105,6 +107,7 @@ def idle_connections(options, report):
         with Background(hold, server.port, count) as idle:
             kilobytes = (server.rss() - before) / count / 1000
             during = asyncio.run(streams(server.port, prompts, stream_count, 64))
+        alone += asyncio.run(streams(server.port, prompts, stream_count, 64))
         faults = server.faults()
     errors = sum(answer.status != 200 or not answer.is_complete for answer in during) + idle.result
     report.add(name, "0 errors", f"{errors} errors", errors == 0 and not faults, faults=faults)

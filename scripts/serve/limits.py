@@ -213,6 +213,7 @@ def grammars(options, report):
         alone = gaps()
         with Background(send_grammars, server.port, 8) as hostile:
             during = gaps()
+        alone += gaps()
         statuses, times, slowest = hostile.result
         idle, faults = server.wait_until_idle(), server.faults()
     name = f"{len(hostile_grammars())} hostile grammars, 8 at once"

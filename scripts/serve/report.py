@@ -33,7 +33,7 @@ class Report:
         """Writes the report. Returns whether no row failed."""
         failed = [row["name"] for row in self.rows if row["passed"] is False]
         result = {
-            "command": " ".join(["scripts/serve/" + os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+            "command": command(),
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "inferno": self.server,
             "machine": machine(),
@@ -47,6 +47,11 @@ class Report:
                 file.write("\n")
         print(f"{len(self.rows) - len(failed)} of {len(self.rows)} rows did not fail; {result['seconds']} s")
         return not failed
+
+
+def command():
+    """Returns the command line of this script."""
+    return " ".join(["scripts/serve/" + os.path.basename(sys.argv[0]), *sys.argv[1:]])
 
 
 def describe(server):

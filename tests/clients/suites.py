@@ -79,6 +79,12 @@ def openai_node(program, tools, scratch):
     return openai(program, scratch, ["node", tools.node / "openai_node.mjs"], lambda _: 4)
 
 
+def openai_schemas(program, tools, scratch):
+    """Compares answers with OpenAI's and Anthropic's OpenAPI documents."""
+    # It opens a connection for each request.
+    return openai(program, scratch, [tools.python, HERE / "openai_schemas.py"], lambda server: len(server.requests()))
+
+
 def codex(program, tools, scratch):
     """Lets Codex run a command and answer from its output."""
     command = "printf 'violet heron' > report.txt; cat report.txt"
@@ -194,6 +200,7 @@ def open_responses(program, tools, scratch):
 ALL = {
     "openai-python": openai_python,
     "openai-node": openai_node,
+    "openai-schemas": openai_schemas,
     "codex": codex,
     "gpt-oss": gpt_oss,
     "open-responses": open_responses,

@@ -76,7 +76,7 @@ impl Shape {
         let is_content = matches!(piece, Piece::Content(..));
         let tokens = response::scored_tokens(piece);
         let entry = |token| TokenLogprob::new(token, answers.engine().tokenizer());
-        (self.has_logprobs && is_content).then(|| Logprobs { content: tokens.iter().map(entry).collect() })
+        (self.has_logprobs && is_content).then(|| Logprobs { content: tokens.iter().map(entry).collect(), refusal: () })
     }
 }
 

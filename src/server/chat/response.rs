@@ -91,6 +91,8 @@ struct WireFunction {
 #[derive(Default, Serialize)]
 pub struct Logprobs {
     pub content: Vec<TokenLogprob>,
+    /// Required in OpenAI's API. Always null, because refusals have no field of their own.
+    pub refusal: (),
 }
 
 #[derive(Serialize)]

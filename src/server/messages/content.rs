@@ -4,7 +4,7 @@
 
 use serde_json::{Map, Value};
 
-use super::block::{Block, SIGNATURE};
+use super::block::{Block, Caller, SIGNATURE};
 use super::events::{BlockDelta, BlockStart, Event, EventSink};
 use crate::server::choice::Piece;
 
@@ -41,13 +41,14 @@ impl Content {
             }
             Piece::Content(text, _) => {
                 if !matches!(self.open(), Some(Block::Text { .. })) {
-                    self.start(Block::Text { text: String::new() }, events);
+                    self.start(Block::Text { text: String::new(), citations: () }, events);
                 }
                 self.extend(&text, events);
             }
             Piece::ToolStart { id, name, .. } => {
                 let id = id.replacen("call_", "toolu_", 1);
-                self.start(Block::ToolUse { id, name, input: Value::Object(Map::new()) }, events);
+                let (input, caller) = (Value::Object(Map::new()), Caller::Direct);
+                self.start(Block::ToolUse { id, name, input, caller }, events);
                 self.calls.push(self.blocks.len() - 1);
             }
             Piece::ToolArguments { index, text } => {
@@ -85,8 +86,10 @@ impl Content {
         self.finish(events);
         let content_block = match &block {
             Block::Thinking { .. } => BlockStart::Thinking { thinking: "", signature: "" },
-            Block::Text { .. } => BlockStart::Text { text: "" },
-            Block::ToolUse { id, name, .. } => BlockStart::ToolUse { id, name, input: Map::new() },
+            Block::Text { .. } => BlockStart::Text { text: "", citations: () },
+            Block::ToolUse { id, name, caller, .. } => {
+                BlockStart::ToolUse { id, name, input: Map::new(), caller: *caller }
+            }
         };
         events.send(Event::ContentBlockStart { index: self.blocks.len(), content_block });
         self.blocks.push(block);
@@ -101,7 +104,7 @@ impl Content {
                 thinking.push_str(more);
                 BlockDelta::Thinking { thinking: more }
             }
-            Some(Block::Text { text }) => {
+            Some(Block::Text { text, .. }) => {
                 text.push_str(more);
                 BlockDelta::Text { text: more }
             }
@@ -168,12 +171,13 @@ mod tests {
     #[test]
     fn every_block_starts_grows_and_stops_in_order() {
         let (content, events) = run(pieces(), true);
+        let direct = json!({ "type": "direct" });
         let expected = json!([
             { "type": "thinking", "thinking": "Let me look.", "signature": "inferno" },
-            { "type": "text", "text": "One moment." },
-            { "type": "tool_use", "id": "toolu_0", "name": "find", "input": { "q": 1 } },
-            { "type": "tool_use", "id": "toolu_1", "name": "list", "input": {} },
-            { "type": "tool_use", "id": "toolu_2", "name": "stop", "input": { "arguments": "nonsense" } },
+            { "type": "text", "text": "One moment.", "citations": null },
+            { "type": "tool_use", "id": "toolu_0", "name": "find", "input": { "q": 1 }, "caller": direct },
+            { "type": "tool_use", "id": "toolu_1", "name": "list", "input": {}, "caller": direct },
+            { "type": "tool_use", "id": "toolu_2", "name": "stop", "input": { "arguments": "nonsense" }, "caller": direct },
         ]);
         assert_eq!(content, expected);
         let summary: Vec<String> = events

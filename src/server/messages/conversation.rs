@@ -110,6 +110,8 @@ fn read_assistant(message: &mut Fields) -> Result<Message, ApiError> {
                     Some(input @ Value::Object(_)) => input.to_string(),
                     _ => return Err(block.invalid("input", "expected an object")),
                 };
+                // Only describes a call that the server sent.
+                block.take("caller");
                 answer.tool_calls.push(ToolCall { id: Some(id), name, arguments });
             }
             _ => return Err(unsupported(&block, &kind)),

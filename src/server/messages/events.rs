@@ -3,6 +3,7 @@
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+use super::block::Caller;
 use super::object::{MessageObject, MessagesUsage, StopDelta};
 use crate::server::event_stream::EventBuffer;
 
@@ -56,8 +57,8 @@ impl Event<'_> {
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum BlockStart<'a> {
     Thinking { thinking: &'a str, signature: &'a str },
-    Text { text: &'a str },
-    ToolUse { id: &'a str, name: &'a str, input: Map<String, Value> },
+    Text { text: &'a str, citations: () },
+    ToolUse { id: &'a str, name: &'a str, input: Map<String, Value>, caller: Caller },
 }
 
 /// More of a content block.

@@ -131,7 +131,7 @@ fn stop(finish: Finish, answers: &Answers) -> StopDelta {
         Finish::Stop if stop_sequence.is_some() => "stop_sequence",
         Finish::Stop => "end_turn",
     };
-    StopDelta { stop_reason: Some(stop_reason), stop_sequence }
+    StopDelta { stop_reason: Some(stop_reason), stop_sequence, ..StopDelta::default() }
 }
 
 /// Writes the events of a stream.

@@ -20,6 +20,7 @@ pub struct MessageObject {
 }
 
 /// The token counts of a response. Unlike in OpenAI's API, `input_tokens` leaves out the cached tokens.
+/// Fields of type `()` are required in Anthropic's API, and null because inferno has no value for them.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct MessagesUsage {
     input_tokens: usize,
@@ -27,6 +28,10 @@ pub struct MessagesUsage {
     cache_read_input_tokens: usize,
     output_tokens: usize,
     output_tokens_details: OutputDetails,
+    cache_creation: (),
+    inference_geo: (),
+    server_tool_use: (),
+    service_tier: (),
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -43,13 +48,19 @@ impl From<Usage> for MessagesUsage {
             cache_read_input_tokens: cached,
             output_tokens: usage.completion_tokens,
             output_tokens_details: OutputDetails { thinking_tokens: usage.completion_tokens_details.reasoning_tokens },
+            cache_creation: (),
+            inference_geo: (),
+            server_tool_use: (),
+            service_tier: (),
         }
     }
 }
 
-/// Why a message ended. Both fields are null while it is in progress.
+/// Why a message ended. All fields are null while it is in progress. Those of type `()` always are.
 #[derive(Default, Serialize)]
 pub struct StopDelta {
     pub stop_reason: Option<&'static str>,
     pub stop_sequence: Option<String>,
+    pub stop_details: (),
+    pub container: (),
 }

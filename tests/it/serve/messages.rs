@@ -123,7 +123,7 @@ fn answers_are_those_of_chat_completions_in_another_shape() {
     let answer = &chat["choices"][0]["message"];
     let expected = json!([
         { "type": "thinking", "thinking": answer["reasoning"], "signature": "inferno" },
-        { "type": "text", "text": answer["content"] },
+        { "type": "text", "text": answer["content"], "citations": null },
     ]);
     assert_eq!(message["content"], expected);
     let (usage, chat_usage) = (&message["usage"], &chat["usage"]);
@@ -135,7 +135,7 @@ fn answers_are_those_of_chat_completions_in_another_shape() {
     assert_eq!(usage["output_tokens_details"]["thinking_tokens"], *reasoning);
     // Without the field, the answer does not contain the thinking.
     let hidden = send(&server, json!({})).ok();
-    assert_eq!(hidden["content"], json!([{ "type": "text", "text": answer["content"] }]));
+    assert_eq!(hidden["content"], json!([{ "type": "text", "text": answer["content"], "citations": null }]));
     assert_eq!(hidden["usage"]["output_tokens"], usage["output_tokens"]);
     let mut counted = body(json!({}));
     counted.as_object_mut().unwrap().remove("max_tokens");
