@@ -119,13 +119,14 @@ def cancel_latency(options, report):
         "ended after 1 step (at most 2 steps and 10 ms, as the client sees it)",
         f"p50 {percentile(decode, 0.5) * 1e3:.1f} ms, longest {max(decode) * 1e3:.1f} ms; step p99 {step * 1e3:.1f} ms",
         passed,
-        faults=faults,
+        is_speed=late == 0 and not faults,
     )
     report.add(
         f"{count} prompts of {longest} tokens canceled while they are computed",
         "ended before the prompt would have been computed",
         f"p50 {percentile(early, 0.5) * 1e3:.1f} ms, longest {max(early) * 1e3:.1f} ms; whole prompt {prefill * 1e3:.1f} ms",
         max(early) < prefill,
+        is_speed=True,
     )
 
 
