@@ -4,6 +4,7 @@
 #![allow(dead_code, reason = "the test suite does not run all functions")]
 
 pub mod answer;
+mod compare;
 pub mod hub;
 pub mod json;
 pub mod language;

@@ -100,7 +100,8 @@ def malformed():
         b"", b"null", b"[]", b"1", b'"text"', b"{", b"{]", b"{} {}", b"\xef\xbb\xbf{}", b"\x00", b"\xff\xfe",
         b'{"messages": NaN}', b'{"temperature": Infinity}', b'{"temperature": 1e999}', b'{"a": "\\ud800"}',
         b'{"a": "\\udc00\\ud800"}', b'{"a": "\xff"}', b'{"a": "\xed\xa0\x80"}', b'{"a": "\x01"}', b"{'a': 1}",
-        b'{"x": [' + b"0," * 1_000_000 + b"0]}", b"[" * 1_000_000, *deep, *(b'{"messages": ' + text + b"}" for text in deep),
+        b'{"x": [' + b"0," * 1_000_000 + b"0]}", b"[" * 1_000_000, *deep,
+        *(b'{"messages": ' + text + b"}" for text in deep),
     ]  # fmt: skip
 
 

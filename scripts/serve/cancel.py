@@ -71,8 +71,10 @@ def killed_clients(options, report):
 
 
 async def cancel_time(port, fields, events):
-    """Starts a stream, closes it after a number of events (or at once, while the prompt is computed), and returns the time
-    until nothing runs, and the gaps between events."""
+    """Starts a stream, closes it, and returns the time until nothing runs and the gaps between events.
+
+    Closes the stream after a number of events. With 0, it closes the stream while the prompt is computed.
+    """
     reader, writer = await connect(port)
 
     async def running():
@@ -124,7 +126,8 @@ def cancel_latency(options, report):
     report.add(
         f"{count} prompts of {longest} tokens canceled while they are computed",
         "ended before the prompt would have been computed",
-        f"p50 {percentile(early, 0.5) * 1e3:.1f} ms, longest {max(early) * 1e3:.1f} ms; whole prompt {prefill * 1e3:.1f} ms",
+        f"p50 {percentile(early, 0.5) * 1e3:.1f} ms, longest {max(early) * 1e3:.1f} ms; "
+        f"whole prompt {prefill * 1e3:.1f} ms",
         max(early) < prefill,
         is_speed=True,
     )
@@ -189,4 +192,5 @@ def shutdown_under_load(options, report):
 
         exit_s = asyncio.run(signal_twice())
         code = server.process.returncode
-    report.add("second signal", "ends at once", f"exit code {code} after {exit_s * 1e3:.0f} ms", exit_s < 0.25 and code == 130)
+    figure = f"exit code {code} after {exit_s * 1e3:.0f} ms"
+    report.add("second signal", "ends at once", figure, exit_s < 0.25 and code == 130)

@@ -133,7 +133,7 @@ async def get(port, path, key=None):
 class Prompts:
     """Random prompts. Each of them differs from its first token on, so that no cached prefix fits."""
 
-    TEXT = "A server answers many clients at once. Each client waits for its first token and then reads a stream of text. "
+    TEXT = "A server answers many clients at once. Each client waits for its first token and then reads a stream."
 
     def __init__(self, port, key=None, seed=1):
         answer = asyncio.run(ask(port, "/tokenize", {"prompt": self.TEXT}, key=key))
