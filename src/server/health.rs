@@ -1,7 +1,7 @@
 //! The routes that report the state of the server: `/health`, `/live`, `/v1/loads` and `/metrics`.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::State;
@@ -48,7 +48,8 @@ pub async fn metrics(State(server): State<Arc<Server>>) -> Result<Response, ApiE
 
 #[derive(Serialize)]
 struct Loads {
-    timestamp: f64,
+    /// The time in RFC 3339. SMG ignores a report whose time is a number.
+    timestamp: String,
     dp_rank_count: usize,
     loads: [Load; 1],
 }
@@ -85,6 +86,5 @@ pub async fn loads(State(server): State<Arc<Server>>) -> Result<Response, ApiErr
         gen_throughput: server.throughput.measure(stats.generated_tokens),
         cache_hit_rate: stats.hit_tokens as f64 / stats.queried_tokens.max(1) as f64,
     };
-    let timestamp = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
-    json_response(&Loads { timestamp, dp_rank_count: 1, loads: [load] })
+    json_response(&Loads { timestamp: jiff::Timestamp::now().to_string(), dp_rank_count: 1, loads: [load] })
 }

@@ -97,6 +97,7 @@ fn loads_have_the_fields_that_routers_read() {
     let server = Server::start(&["--max-sequences", "7"]);
     let json = server.get("/v1/loads").ok();
     assert_eq!(json["dp_rank_count"], 1);
+    json["timestamp"].as_str().unwrap().parse::<jiff::Timestamp>().unwrap();
     let load = &json["loads"][0];
     for name in
         ["num_running_reqs", "num_waiting_reqs", "token_usage", "num_used_tokens", "gen_throughput", "cache_hit_rate"]
