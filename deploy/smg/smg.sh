@@ -4,17 +4,20 @@
 #   smg.sh http://a:8000 http://b:8000     the replicas
 #
 # SMG_HOST         the address to listen on [127.0.0.1]. With INFERNO_API_KEY, SMG asks clients for it too.
-# SMG_PORT         the port [30000]; SMG's own metrics are on port 29000
+# SMG_PORT         the port [30000]
+# SMG_METRICS_PORT the port of SMG's own metrics [29000]
 # INFERNO_API_KEY  the key of the replicas: SMG sends it to them, and requires it from clients
 set -eu
 [ $# -gt 0 ] || { echo "usage: smg.sh URL..." >&2; exit 2; }
 
 # cache_aware keeps a conversation on the replica that has its prefix. Overload protection spares replicas whose KV cache is
-# nearly full. By default, SMG asks /health every 60 s and needs three failures; inferno's --drain-delay is shorter than that.
+# nearly full or that have a queue; SMG reads that from /v1/loads. By default, SMG asks /health every 60 s and needs three
+# failures; inferno's --drain-delay is shorter than that. SMG's metrics listen on all addresses by default.
 exec smg launch --worker-urls "$@" \
   --host "${SMG_HOST:-127.0.0.1}" --port "${SMG_PORT:-30000}" \
+  --prometheus-host "${SMG_HOST:-127.0.0.1}" --prometheus-port "${SMG_METRICS_PORT:-29000}" \
   ${INFERNO_API_KEY:+--api-key "$INFERNO_API_KEY"} \
-  --policy cache_aware --worker-overload-protection \
+  --policy cache_aware --worker-overload-protection --load-monitor-interval 1 \
   --health-check-interval-secs 1 --health-check-timeout-secs 2 \
   --health-failure-threshold 1 --health-success-threshold 1 \
   --disable-tokenizer-autoload

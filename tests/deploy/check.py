@@ -3,7 +3,7 @@
 
     tests/deploy/check.py --program target/release/inferno
 
-Requires PyYAML. Needs no network, GPU or cluster: the metrics come from a demo server on the CPU that this script starts.
+run.py installs the tools and calls this script. Requires PyYAML. Needs no network, GPU or cluster: the metrics come from a demo server on the CPU that this script starts.
 Uses kubectl or kustomize, kubernetes-validate, promtool and hadolint if they are installed. For each missing tool, the
 output has a line `skipped: NAME`. Exits with 1 if a check fails.
 """

@@ -1,0 +1,346 @@
+"""Tests of three replicas behind SMG. Each test raises `Failure` or returns its figures."""
+
+import dataclasses
+import itertools
+import threading
+import time
+
+from cluster import Cluster, Failure, Request, send_all, wait_for
+
+# The flags of the replicas. SMG needs about a second to notice that a replica drains.
+FLAGS = ["--drain-delay", "3", "--drain-timeout", "60", "--max-sequences", "4"]
+# A replica with one running and one waiting answer, and no delay when it drains.
+SMALL = ["--drain-delay", "0", "--drain-timeout", "60", "--max-sequences", "1", "--queue", "1"]
+LONG_ANSWER = 500
+# SMG's own numbers: it checks /health and /v1/loads every second.
+NOTICE_SECONDS = 2
+TOPICS = "tokens weights kernels blocks prompts layers heads scales shards graphs streams queues".split()
+numbers = itertools.count(1)
+
+
+@dataclasses.dataclass
+class Size:
+    """How much load the tests generate."""
+
+    conversations: int = 9
+    turns: int = 4
+    prompts: int = 60
+    clients: int = 6
+    seconds: int = 3  # under load before and after each change
+    rounds: int = 1  # restarts of all replicas
+
+
+def require(condition, message):
+    if not condition:
+        raise Failure(message)
+
+
+def unlike_prompt():
+    """Returns the messages of a new conversation that shares no prefix with others."""
+    number = next(numbers)
+    topic = TOPICS[number % len(TOPICS)]
+    return [{"role": "user", "content": f"{number * 7919 % 10007} {topic} {number}: what is a KV cache?"}]
+
+
+def unlike_requests(cluster, count, name, **options):
+    options = {"max_tokens": 16} | options
+    return [Request(cluster.address, f"{name}-{next(numbers)}", unlike_prompt(), **options) for _ in range(count)]
+
+
+def long_streams(address, count, name):
+    """Starts streams that generate LONG_ANSWER tokens, and waits until all have begun."""
+    streams = [
+        Request(address, f"{name}-{next(numbers)}", unlike_prompt(), LONG_ANSWER, stream=True, to_the_end=True)
+        for _ in range(count)
+    ]
+    for stream in streams:
+        stream.start()
+    for stream in streams:
+        require(stream.answer.has_begun.wait(60), f"{stream.answer.id} has not begun within 60 s")
+    return streams
+
+
+def check_all_answered(answers):
+    failed = [answer for answer in answers if not answer.is_whole]
+    require(not failed, f"{len(failed)} of {len(answers)} requests failed: {failed[:3]}")
+
+
+def figures(cluster, answers):
+    """Returns what is reported about requests."""
+    return {
+        "requests": len(answers),
+        "errors": sum(not answer.is_whole for answer in answers),
+        "slowest_s": round(max(answer.seconds for answer in answers), 2),
+        "shares": cluster.shares(answers),
+    }
+
+
+class Load:
+    """Clients that send requests, one after the other, until the `with` block ends. Every second request streams."""
+
+    def __init__(self, cluster, clients, name):
+        self.cluster, self.name = cluster, name
+        self.answers, self.is_over = [], False
+        self.threads = [threading.Thread(target=self.client, daemon=True) for _ in range(clients)]
+
+    def __enter__(self):
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.is_over = True
+        for thread in self.threads:
+            thread.join()
+
+    def client(self):
+        for turn in itertools.count():
+            if self.is_over:
+                return
+            [request] = unlike_requests(self.cluster, 1, self.name, stream=turn % 2 == 1)
+            request.run()  # on this thread
+            self.answers.append(request.answer)
+
+
+def conversations_stay(cluster, size):
+    """Each conversation stays on the replica that has its prefix, and all replicas get conversations."""
+    answers, used = [], set()
+    found = [0]
+    lock = threading.Lock()
+
+    def converse():
+        messages, own = unlike_prompt(), []
+        for turn in range(size.turns):
+            request = Request(cluster.address, f"conversation-{next(numbers)}", messages, 24)
+            request.run()
+            own.append(request.answer)
+            messages = [
+                *messages,
+                {"role": "assistant", "content": request.answer.text},
+                {"role": "user", "content": f"Question {turn}: and how does it grow?"},
+            ]
+        with lock:
+            answers.extend(own)
+            conversations.append(own)
+            found[0] += sum(answer.cached_tokens > 0 for answer in own[1:])
+
+    conversations = []
+    for first in range(0, size.conversations, 9):
+        threads = [threading.Thread(target=converse) for _ in range(first, min(first + 9, size.conversations))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    check_all_answered(answers)
+    for own in conversations:
+        shares = cluster.shares(own)
+        require(max(shares) == len(own), f"a conversation of {len(own)} turns moved: shares {shares}")
+        used.add(shares.index(len(own)))
+    require(len(used) == 3, f"only the replicas {sorted(used)} got conversations")
+    later = len(conversations) * (size.turns - 1)
+    require(found[0] == later, f"the prefix cache had the prefix of {found[0]} of {later} later turns")
+    return figures(cluster, answers)
+
+
+def unlike_prompts_spread(cluster, size):
+    """Prompts without a common prefix spread over all replicas."""
+    answers = send_all(unlike_requests(cluster, size.prompts, "spread"))
+    check_all_answered(answers)
+    result = figures(cluster, answers)
+    require(min(result["shares"]) >= size.prompts // 6, f"the shares of {size.prompts} prompts are {result['shares']}")
+    return result
+
+
+def client_leaves(cluster, _):
+    """A client that closes its connection cancels its answer on the replica."""
+    slowest = 0.0
+    for stream in (True, False):
+        request = Request(cluster.address, f"leave-{next(numbers)}", unlike_prompt(), 3000, stream, to_the_end=True)
+        request.start()
+        wait_for("the answer runs", lambda: sum(r.loads()["num_running_reqs"] for r in cluster.replicas) == 1)
+        if stream:
+            request.answer.has_begun.wait(30)
+        request.leave()
+
+        def is_canceled(name=request.answer.id):
+            lines = [line for replica in cluster.replicas for line in replica.requests() if line["id"] == name]
+            return [line.get("finish") for line in lines] == ["canceled"]
+
+        slowest = max(slowest, wait_for("a client that left is canceled", is_canceled, seconds=5))
+        request.join()
+    return {"requests": 2, "slowest_s": round(slowest, 2)}
+
+
+def load_follows_reports(cluster, size):
+    """A replica whose /v1/loads reports a queue gets no requests while it has one, and gets some afterwards."""
+    busy = cluster.replicas[0]
+    # Directly, so that SMG knows of this load from /v1/loads alone. 4 answers run, and SMG's limit is 8 that wait.
+    requests = unlike_requests(cluster, 20, "direct", max_tokens=3000, stream=True, to_the_end=True)
+    for request in requests:
+        request.connection.host, request.connection.port = busy.address
+        request.start()
+    wait_for("the replica has a queue", lambda: busy.loads()["num_waiting_reqs"] >= 16)
+    time.sleep(NOTICE_SECONDS)
+    answers = send_all(unlike_requests(cluster, size.prompts // 2, "busy"))
+    check_all_answered(answers)
+    result = figures(cluster, answers)
+    require(busy.loads()["num_waiting_reqs"] >= 8, "the queue became short before the test ended")
+    require(result["shares"][0] == 0, f"a replica with a queue got requests: shares {result['shares']}")
+    for request in requests:
+        request.leave()
+    for request in requests:
+        request.join()
+    wait_for("the queue is empty", lambda: busy.loads()["num_running_reqs"] == 0)
+    time.sleep(NOTICE_SECONDS)
+    after = figures(cluster, send_all(unlike_requests(cluster, size.prompts // 2, "idle")))
+    require(after["shares"][0] > 0, f"a replica without a queue gets no requests: shares {after['shares']}")
+    return result | {"shares_afterwards": after["shares"]}
+
+
+def drain_loses_nothing(cluster, size):
+    """Streams of a replica that drains end whole, and it gets no requests after SMG has noticed."""
+    drained = cluster.replicas[1]
+    streams = long_streams(cluster.address, 9, "drain")
+    drained.terminate()
+    time.sleep(NOTICE_SECONDS)
+    late = send_all(unlike_requests(cluster, size.prompts // 2, "late"))
+    for stream in streams:
+        stream.join()
+    code = drained.wait()
+    answers = [*late, *(stream.answer for stream in streams)]
+    check_all_answered(answers)
+    require(code == 0, f"the replica exited with code {code}")
+    shares = cluster.shares(late)
+    require(shares[1] == 0, f"a replica that drains got requests: shares {shares}")
+    require(cluster.shares([s.answer for s in streams])[1] > 0, "the replica had no stream when it began to drain")
+    drained.start()
+    wait_for("SMG knows three healthy replicas", lambda: cluster.healthy() == 3)
+    return figures(cluster, answers)
+
+
+def kill_costs_own_streams_only(cluster, size):
+    """A replica that is killed under load costs only the streams that it had, and gets requests again."""
+    killed = cluster.replicas[2]
+    streams = long_streams(cluster.address, 6, "kill")
+    with Load(cluster, size.clients, "under-kill") as load:
+        killed.kill()
+        time.sleep(size.seconds)
+        killed.start()
+        back = wait_for("SMG knows three healthy replicas", lambda: cluster.healthy() == 3)
+        time.sleep(size.seconds)
+    for stream in streams:
+        stream.join()
+    answers = [*load.answers, *(stream.answer for stream in streams)]
+    cut = [answer for answer in answers if not answer.is_whole]
+    require(cut, "the killed replica had no stream, so the test shows nothing")
+    require(all(answer.status == 200 for answer in cut), f"requests failed that were no open streams: {cut[:3]}")
+    served = cluster.shares(cut)
+    require(served[:2] == [0, 0], f"streams of other replicas were cut: {served}")
+    after = figures(cluster, send_all(unlike_requests(cluster, size.prompts, "after-kill")))
+    require(after["errors"] == 0, f"{after['errors']} errors after the restart")
+    require(after["shares"][2] >= size.prompts // 6, f"the replica that is back got {after['shares'][2]} requests")
+    result = figures(cluster, answers)
+    result["errors"] -= len(cut)
+    return result | {"cut_streams": len(cut), "back_after_s": round(back, 2), "shares_afterwards": after["shares"]}
+
+
+def rolling_restart(cluster, size):
+    """A restart of all replicas, one after the other under load, has no errors."""
+    with Load(cluster, size.clients, "rolling") as load:
+        for replica in cluster.replicas * size.rounds:
+            time.sleep(size.seconds)
+            replica.terminate()
+            code = replica.wait()
+            require(code == 0, f"replica {replica.number} exited with code {code}")
+            replica.start()
+            wait_for("SMG knows three healthy replicas", lambda: cluster.healthy() == 3)
+        time.sleep(size.seconds)
+    check_all_answered(load.answers)
+    return figures(cluster, load.answers) | {"restarts": 3 * size.rounds}
+
+
+def full_replica_is_passed_over(cluster, size):
+    """Requests that a full replica rejects with 429 are answered by others; if all are full, the client gets 429."""
+    streams = fill(cluster.replicas[0])
+    answers = []
+    for _ in range(size.prompts // 2):
+        answers += send_all(unlike_requests(cluster, 1, "full"))
+    check_all_answered(answers)
+    rejected = count_status(cluster.replicas[0], 429)
+    require(rejected > 0, "the full replica rejected no request, so the test shows nothing")
+    result = figures(cluster, answers)
+    for replica in cluster.replicas[1:]:
+        streams += fill(replica)
+    [answer] = send_all(unlike_requests(cluster, 1, "all-full"))
+    require(answer.status == 429 and "retry-after" in answer.headers, f"all replicas are full: {answer} {answer.headers}")
+    for stream in streams:
+        stream.leave()
+    for stream in streams:
+        stream.join()
+    return result | {"rejected_429": rejected, "all_full_s": round(answer.seconds, 2)}
+
+
+def draining_replica_is_passed_over(cluster, size):
+    """Requests that a draining replica rejects with 503 are answered by others."""
+    answers, replica = [], cluster.replicas[1]
+    for _ in range(5):
+        [stream] = long_streams(replica.address, 1, "hold")
+        replica.terminate()
+        wait_for("the replica drains", lambda: replica.health() == 503, pause=0.005)
+        # SMG checks /health once a second, so the replica gets some of the requests.
+        for _ in range(10):
+            answers += send_all(unlike_requests(cluster, 1, "draining"))
+        stream.join()
+        require(replica.wait() == 0 and stream.answer.is_whole, "the replica did not complete its stream")
+        replica.start()
+        wait_for("SMG knows three healthy replicas", lambda: cluster.healthy() == 3)
+        if count_status(replica, 503):
+            break
+    check_all_answered(answers)
+    rejected = count_status(replica, 503)
+    require(rejected > 0, "the draining replica rejected no request, so the test shows nothing")
+    return figures(cluster, answers) | {"rejected_503": rejected}
+
+
+def fill(replica):
+    """Starts one answer that runs and one that waits on a replica with the flags SMALL."""
+    streams = []
+    for running, waiting in ((1, 0), (1, 1)):
+        name = f"fill-{next(numbers)}"
+        streams.append(Request(replica.address, name, unlike_prompt(), 3000, stream=True, to_the_end=True))
+        streams[-1].start()
+        wait_for(
+            "the replica is full",
+            lambda: [replica.loads()[key] for key in ("num_running_reqs", "num_waiting_reqs")] == [running, waiting],
+        )
+    return streams
+
+
+def count_status(replica, status):
+    return sum(line["status"] == status for line in replica.requests())
+
+
+SUITES = {
+    "load": (FLAGS, [conversations_stay, unlike_prompts_spread, client_leaves, load_follows_reports, drain_loses_nothing,
+                     kill_costs_own_streams_only, rolling_restart]),
+    "rejections": (SMALL, [full_replica_is_passed_over, draining_replica_is_passed_over]),
+}
+
+
+def run(program, smg, folder, size, only=""):
+    """Yields the name, the outcome and the seconds of each test. The outcome is a `Failure` or a dict of figures."""
+    for suite, (flags, tests) in SUITES.items():
+        tests = [test for test in tests if only in test.__name__]
+        if not tests:
+            continue
+        with Cluster(program, smg, folder / suite, flags) as cluster:
+            for test in tests:
+                started = time.monotonic()
+                try:
+                    wait_for("SMG knows three healthy replicas", lambda: cluster.healthy() == 3)
+                    outcome = test(cluster, size)
+                except Failure as failure:
+                    outcome = failure
+                yield test.__name__, outcome, time.monotonic() - started
+                if isinstance(outcome, Failure):
+                    break  # the replicas may not be as the next test needs them
