@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Installs a CUDA 13.0 toolkit from NVIDIA's Python wheels into a folder.
-# Needs no root access, GPU or driver. The download is 1.2 GB and takes about a minute.
+# Installs a CUDA toolkit from packages into a folder: CUDA 13.0, or CUDA 12.4 for drivers 550 or later.
+# Needs no root access, GPU or driver. The download is 1.2 GB for CUDA 13 and 0.7 GB for CUDA 12, and takes about a minute.
 #
-#   scripts/cuda-toolkit.sh DIR && source DIR/env.sh
+#   scripts/cuda-toolkit.sh DIR [13|12] && source DIR/env.sh
+#
+# CUDA 13 comes from NVIDIA's Python wheels. The wheels of CUDA 12 contain no nvcc, so nvcc comes from Debian's package of
+# CUDA 12.4, which requires apt-get and Debian's keyring.
 #
 # Fills DIR with a standard toolkit tree (bin/nvcc, include, lib64, lib64/stubs/libcuda.so) and env.sh.
 # env.sh sets the variables that cargo, the linker and CUDA programs need.
@@ -14,8 +17,10 @@ fail() {
   exit 1
 }
 
-[ $# = 1 ] || fail "usage: scripts/cuda-toolkit.sh DIR"
-[ "$(uname -sm)" = "Linux x86_64" ] || fail "cannot install on $(uname -sm): the wheels are for Linux on x86-64"
+[ $# = 1 ] || [ $# = 2 ] || fail "usage: scripts/cuda-toolkit.sh DIR [13|12]"
+version=${2:-13}
+[[ $version =~ ^1[23]$ ]] || fail "cannot install CUDA $version: this script knows 13 and 12"
+[ "$(uname -sm)" = "Linux x86_64" ] || fail "cannot install on $(uname -sm): the packages are for Linux on x86-64"
 for tool in python3 gcc g++; do # nvcc needs g++; the driver stub needs gcc
   command -v $tool > /dev/null || fail "cannot find $tool; install it (on Debian: apt-get install python3-venv g++)"
 done
@@ -23,17 +28,81 @@ done
 script=$(realpath "$0")
 mkdir -p "$1"
 dir=$(cd "$1" && pwd)
-if cmp -s "$script" "$dir/made-by.sh" && grep -qF "CUDA_HOME=$dir/" "$dir/env.sh"; then
+if cmp -s "$script" "$dir/made-by.sh" && grep -qF "CUDA_HOME=$dir/" "$dir/env.sh" && [ "$(cat "$dir/version")" = "$version" ]; then
   echo "already installed; run: source $dir/env.sh"
   exit
 fi
 rm -f "$dir/made-by.sh"
-
+echo "$version" > "$dir/version"
 python3 -m venv --clear "$dir/venv"
-"$dir/venv/bin/pip" install -q --disable-pip-version-check \
-  nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85 \
-  nvidia-cuda-runtime==13.0.96 nvidia-cuda-nvrtc==13.0.88 nvidia-cublas==13.1.0.3 nvidia-curand==10.4.0.35
-home=$(echo "$dir"/venv/lib/python3*/site-packages/nvidia/cu13)
+
+wheels() {
+  "$dir/venv/bin/pip" install -q --disable-pip-version-check "$@"
+}
+
+# debian_packages FOLDER RELEASE COMPONENT NAME...: unpacks packages of a Debian release. Uses the mirror of this machine and
+# apt's state in a folder of its own, so that the release of this machine does not matter.
+debian_packages() {
+  local folder=$1 release=$2 component=$3 mirror keys=/usr/share/keyrings/debian-archive-keyring.gpg
+  shift 3
+  command -v apt-get > /dev/null && [ -f $keys ] || fail "cannot find apt-get with Debian's keyring: CUDA 12 installs on Debian only"
+  # shellcheck disable=SC2016 # apt replaces these variables
+  mirror=$(apt-get indextargets --format '$(REPO_URI) $(RELEASE)' 'Created-By: Packages' 'Origin: Debian' |
+    awk '$2 !~ /-/ { print $1; exit }')
+  [ -n "$mirror" ] || fail "cannot find Debian's mirror in the list of packages; run: apt-get update"
+  rm -rf "$folder"
+  mkdir -p "$folder/lists/partial" "$folder/cache/archives/partial"
+  echo "deb [signed-by=$keys] $mirror $release $component" > "$folder/sources.list"
+  cat > "$folder/apt.conf" << CONF
+Dir::Etc::SourceList "$folder/sources.list";
+Dir::Etc::SourceParts "-";
+Dir::State::Lists "$folder/lists";
+Dir::State::status "/dev/null";
+Dir::Cache "$folder/cache";
+APT::Sandbox::User "";
+CONF
+  APT_CONFIG=$folder/apt.conf apt-get update -qq
+  (cd "$folder" && APT_CONFIG=apt.conf apt-get download -qq "$@")
+  for package in "$folder"/*.deb; do
+    dpkg-deb -x "$package" "$folder/tree"
+  done
+}
+
+if [ "$version" = 13 ]; then
+  wheels nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85 \
+    nvidia-cuda-runtime==13.0.96 nvidia-cuda-nvrtc==13.0.88 nvidia-cublas==13.1.0.3 nvidia-curand==10.4.0.35
+  home=$(echo "$dir"/venv/lib/python3*/site-packages/nvidia/cu13)
+else
+  # nvidia-cuda-nvcc-cu12 contains libdevice and the headers of nvcc. The CCCL of 12.4 was withdrawn; a later one works too.
+  wheels nvidia-cuda-nvcc-cu12==12.4.131 nvidia-cuda-cccl-cu12==12.9.27 nvidia-cuda-runtime-cu12==12.4.127 \
+    nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cublas-cu12==12.4.5.8 nvidia-curand-cu12==10.3.5.147
+  debian_packages "$dir/debian" trixie non-free nvidia-cuda-toolkit=12.4.131*
+  home=$dir/cu12
+  rm -rf "$home"
+  mkdir -p "$home/bin" "$home/nvvm/bin" "$home/include" "$home/lib"
+  for part in "$dir"/venv/lib/python3*/site-packages/nvidia/*/; do
+    [ ! -d "$part/include" ] || cp -rlf "$part/include/." "$home/include"
+    [ ! -d "$part/lib" ] || cp -rlf "$part/lib/." "$home/lib"
+    [ ! -d "$part/nvvm/libdevice" ] || cp -rl "$part/nvvm/libdevice" "$home/nvvm/"
+  done
+  tree=$dir/debian/tree/usr
+  cp -l "$tree"/bin/{cudafe++,fatbinary,nvlink,ptxas,bin2c} "$tree/lib/nvidia-cuda-toolkit/bin/nvcc" "$home/bin/"
+  cp -rl "$tree/lib/nvidia-cuda-toolkit/bin/crt" "$home/bin/"
+  cp -l "$tree/lib/nvidia-cuda-toolkit/bin/cicc" "$home/nvvm/bin/"
+  # Debian's profile has other paths. $(…) and _HERE_ are nvcc's.
+  cat > "$home/bin/nvcc.profile" << 'PROFILE'
+TOP = $(_HERE_)/..
+CICC_PATH = $(TOP)/nvvm/bin
+NVVMIR_LIBRARY_DIR = $(TOP)/nvvm/libdevice
+LD_LIBRARY_PATH += $(TOP)/lib:
+PATH += $(CICC_PATH):$(_HERE_):
+INCLUDES += "-I$(TOP)/include" $(_SPACE_)
+LIBRARIES =+ $(_SPACE_) "-L$(TOP)/lib64/stubs" "-L$(TOP)/lib64"
+CUDAFE_FLAGS +=
+PTXAS_FLAGS +=
+PROFILE
+  rm -rf "$dir/debian"
+fi
 cd "$home"
 
 # The linker looks for lib64 and for library names without a version. The wheels contain neither.
