@@ -1,0 +1,164 @@
+#!/usr/bin/env bash
+# Builds the files of a release into a folder: programs, image, SBOM, release notes and SHA256SUMS.
+#
+#   scripts/release.sh [--output DIR] [--tag vVERSION] [--only PART,PART…]
+#
+# --output   the folder for the files [dist]
+# --tag      fails unless the tag names the version in Cargo.toml and CHANGELOG.md has a dated section for it
+# --only     some of the parts [cpu,cuda12,cuda13,aarch64,image,sbom,notes]
+#
+#   cpu, cuda12, cuda13   an archive with the program for Linux on x86-64
+#   aarch64               an archive with the CPU program for Linux on ARM64, cross-compiled and started in qemu-user
+#   image                 the image of scripts/image.sh, from the program of cuda13 if it was built, else of cpu
+#   sbom                  a list of all crates in CycloneDX's format, by cargo-cyclonedx
+#   notes                 the section of CHANGELOG.md
+#
+# SHA256SUMS covers all files in the folder. Run the script with --only several times to fill one folder. The programs run on
+# systems with the glibc of the building machine or a later one, so build on the oldest system that you support.
+#
+# INFERNO_CUDA_12, INFERNO_CUDA_13   folders with CUDA toolkits [cuda12, cuda13 in the target folder; installed if missing]
+# CUDA_COMPUTE_CAP [80], INFERNO_EXTRA_COMPUTE_CAPS [86,89,90]   the GPUs of the CUDA programs
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+fail() {
+  echo "release.sh: $*" >&2
+  exit 1
+}
+
+output=dist tag='' only=cpu,cuda12,cuda13,aarch64,image,sbom,notes
+while [ $# -gt 0 ]; do
+  [ $# -ge 2 ] || fail "$1 needs a value"
+  case $1 in
+    --output) output=$2 ;;
+    --tag) tag=$2 ;;
+    --only) only=$2 ;;
+    *) fail "unknown option $1" ;;
+  esac
+  shift 2
+done
+has_part() {
+  [[ ,$only, == *,$1,* ]]
+}
+
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
+if [ -n "$tag" ]; then
+  [ "$tag" = "v$version" ] || fail "the tag is $tag, but Cargo.toml has the version $version"
+  grep -qE "^## ${version//./\\.} \([0-9]{4}-[0-9]{2}-[0-9]{2}\)" CHANGELOG.md || fail "CHANGELOG.md has no dated section for $version"
+  [ -z "$(git status --porcelain)" ] || fail "the working tree has changes; commit them"
+fi
+mkdir -p "$output"
+output=$(realpath "$output")
+target=${CARGO_TARGET_DIR:-target}
+mkdir -p "$target"
+target=$(realpath "$target")
+export CARGO_TARGET_DIR=$target
+# Archives of one commit are equal, byte by byte, if the programs are.
+time=$(git log -1 --format=%ct)
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+# archive NAME PROGRAM: packs a program with its licenses.
+archive() {
+  local folder=$scratch/$1
+  mkdir "$folder"
+  cp "$2" "$folder/inferno"
+  cp README.md CHANGELOG.md LICENSE-APACHE LICENSE-MIT docs/third-party-notices.txt "$folder/"
+  tar -C "$scratch" --sort=name --mtime="@$time" --owner=0 --group=0 --numeric-owner -cf - "$1" | gzip -9n > "$output/$1.tar.gz"
+  ls -l "$output/$1.tar.gz"
+}
+
+# check_links PROGRAM: the program must load NVIDIA's libraries itself (docs/nvidia-libraries.md), so that it starts without.
+check_links() {
+  readelf -d "$1" > "$scratch/needed"
+  ! grep -E 'NEEDED.*lib(cu|nv)' "$scratch/needed" || fail "$1 is linked against NVIDIA's libraries"
+}
+
+scripts/third_party_notices.py --check
+
+if has_part cpu; then
+  echo "== cpu"
+  cargo build --release --locked
+  check_links "$target/release/inferno"
+  "$target/release/inferno" --version
+  "$target/release/inferno" play demo --device cpu --prompt "What is a token?" > "$scratch/answer"
+  [ -s "$scratch/answer" ] || fail "the demo gave no answer"
+  archive "inferno-$version-linux-x86_64-cpu" "$target/release/inferno"
+fi
+
+for cuda in 12 13; do
+  has_part cuda$cuda || continue
+  echo "== cuda$cuda"
+  variable=INFERNO_CUDA_$cuda
+  toolkit=${!variable:-$target/cuda$cuda}
+  scripts/cuda-toolkit.sh "$toolkit" $cuda
+  (
+    # shellcheck source=/dev/null
+    . "$toolkit/env.sh"
+    export CUDA_COMPUTE_CAP=${CUDA_COMPUTE_CAP:-80} INFERNO_EXTRA_COMPUTE_CAPS=${INFERNO_EXTRA_COMPUTE_CAPS-86,89,90}
+    # A folder for each version, because candle's kernels do not notice a change of the toolkit.
+    cargo build --release --locked --features cuda --target-dir "$target/release-cuda$cuda"
+  )
+  program=$target/release-cuda$cuda/release/inferno
+  check_links "$program"
+  "$program" --version # without the toolkit in LD_LIBRARY_PATH
+  archive "inferno-$version-linux-x86_64-cuda$cuda" "$program"
+done
+
+if has_part aarch64; then
+  echo "== aarch64"
+  triple=aarch64-unknown-linux-gnu
+  if ! rustup target add $triple > /dev/null 2>&1 && [ ! -d "$(rustc --print sysroot)/lib/rustlib/$triple" ]; then
+    echo "skipped: aarch64: rustup cannot download the standard library for $triple"
+  elif ! command -v aarch64-linux-gnu-gcc > /dev/null || ! command -v aarch64-linux-gnu-g++ > /dev/null; then
+    echo "skipped: aarch64: no cross compiler; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user-static"
+  else
+    CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc \
+      CXX_aarch64_unknown_linux_gnu=aarch64-linux-gnu-g++ cargo build --release --locked --target $triple
+    program=$target/$triple/release/inferno
+    if command -v qemu-aarch64-static > /dev/null; then
+      qemu-aarch64-static -L /usr/aarch64-linux-gnu "$program" --version
+    else
+      echo "skipped: aarch64: the program was not started, because qemu-aarch64-static is missing"
+    fi
+    archive "inferno-$version-linux-aarch64-cpu" "$program"
+  fi
+fi
+
+if has_part image; then
+  echo "== image"
+  if [ -x "$target/release-cuda13/release/inferno" ]; then
+    scripts/image.sh --program "$target/release-cuda13/release/inferno" --cuda "${INFERNO_CUDA_13:-$target/cuda13}" \
+      --tag "localhost/inferno:$version-cuda13" --output "$scratch/image.tar"
+    name=inferno-$version-image-cuda13
+  else
+    scripts/image.sh --program "$target/release/inferno" --tag "localhost/inferno:$version-cpu" --output "$scratch/image.tar"
+    name=inferno-$version-image-cpu
+  fi
+  gzip -1n < "$scratch/image.tar" > "$output/$name.tar.gz"
+  ls -l "$output/$name.tar.gz"
+fi
+
+if has_part sbom; then
+  echo "== sbom"
+  cyclonedx=0.5.9
+  if [ ! -x "$target/cyclonedx-$cyclonedx/bin/cargo-cyclonedx" ]; then
+    CARGO_TARGET_DIR=$scratch/cyclonedx cargo install --quiet --locked --debug --root "$target/cyclonedx-$cyclonedx" \
+      "cargo-cyclonedx@$cyclonedx"
+  fi
+  SOURCE_DATE_EPOCH=$time "$target/cyclonedx-$cyclonedx/bin/cargo-cyclonedx" cyclonedx --format json --spec-version 1.5 \
+    --features cuda --target x86_64-unknown-linux-gnu --override-filename inferno-sbom
+  mv inferno-sbom.json "$output/inferno-$version.cdx.json"
+  python3 -c 'import json, sys; print(len(json.load(open(sys.argv[1]))["components"]), "crates")' "$output/inferno-$version.cdx.json"
+fi
+
+if has_part notes; then
+  echo "== notes"
+  awk -v title="## $version " 'index($0, "## ") == 1 { inside = index($0, title) == 1; next } inside' CHANGELOG.md > "$output/release-notes.md"
+  [ -s "$output/release-notes.md" ] || fail "CHANGELOG.md has no section for $version"
+fi
+
+cd "$output"
+find . -maxdepth 1 -type f ! -name SHA256SUMS -printf '%P\n' | sort | xargs sha256sum > SHA256SUMS
+sha256sum --check --quiet SHA256SUMS
+cat SHA256SUMS
