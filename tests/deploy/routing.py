@@ -109,7 +109,10 @@ def conversations_stay(cluster, size):
     lock = threading.Lock()
 
     def converse():
-        messages, own = unlike_prompt(), []
+        # SMG keeps a conversation only if at least 30 % of the text is known, so the first message is not short.
+        first = next(numbers)
+        numerals = " ".join(str((first * 7919 + index * 104729) % 10007) for index in range(40))
+        messages, own = [{"role": "user", "content": f"{numerals}: what is a KV cache?"}], []
         for turn in range(size.turns):
             request = Request(cluster.address, f"conversation-{next(numbers)}", messages, 24)
             request.run()

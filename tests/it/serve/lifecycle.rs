@@ -1,8 +1,9 @@
 //! Limits on load, shutdown, logs and settings.
 
 use std::fs;
-use std::io::BufReader;
+use std::io::{BufReader, Write};
 use std::net::TcpStream;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
@@ -139,17 +140,32 @@ fn idle_connections_close_at_the_end() {
     assert_eq!(server.exit_code(), Some(0));
 }
 
+/// SMG keeps idle connections for 3 s and reuses them, so the server must not close them earlier.
+#[test]
+fn an_idle_connection_stays_open_for_longer_than_routers_keep_it() {
+    let server = Server::start(&[]);
+    let mut stream = BufReader::new(server.connect());
+    for pause in [0, 5] {
+        thread::sleep(Duration::from_secs(pause));
+        stream.get_mut().write_all(b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n").unwrap();
+        assert_eq!(Response::read(&mut stream).status, 200);
+    }
+}
+
+const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+
 #[test]
 fn each_request_is_one_line_in_the_log_without_its_content() {
     let server = Server::start(&["--log-format", "json"]);
     let messages = json!([{ "role": "user", "content": "secret-question" }]);
     server.chat(json!({ "messages": messages, "max_tokens": 9, "stream": true })).events();
-    server.get("/v1/models?token=secret-query").ok();
+    server.send("GET", "/v1/models?token=secret-query", &[("traceparent", TRACEPARENT)], b"").ok();
     server.get("/health").ok();
     let log = server.log();
     assert!(!log.contains("secret"), "{log}");
     let lines: Vec<Value> = log.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(lines.len(), 2, "{log}");
+    assert_eq!((&lines[0]["traceparent"], &lines[1]["traceparent"]), (&Value::Null, &json!(TRACEPARENT)));
     let line = &lines[0];
     assert_eq!(
         (&line["path"], &line["status"], &line["stream"]),
