@@ -55,6 +55,9 @@ struct Loads {
 }
 
 /// The load of the engine, in the fields that routers such as SMG read.
+///
+/// `gen_throughput` is left out: SMG takes the current throughput for the speed of the replica, and then sends all requests to
+/// the replica that already generates the most tokens.
 #[derive(Serialize)]
 struct Load {
     dp_rank: usize,
@@ -64,7 +67,6 @@ struct Load {
     num_used_tokens: u64,
     max_total_num_tokens: u64,
     max_running_requests: usize,
-    gen_throughput: f64,
     cache_hit_rate: f64,
 }
 
@@ -83,7 +85,6 @@ pub async fn loads(State(server): State<Arc<Server>>) -> Result<Response, ApiErr
         num_used_tokens: ((usage * max_tokens as f64) as u64).next_multiple_of(BLOCK_TOKENS as u64).min(max_tokens),
         max_total_num_tokens: max_tokens,
         max_running_requests: info.max_sequences,
-        gen_throughput: server.throughput.measure(stats.generated_tokens),
         cache_hit_rate: stats.hit_tokens as f64 / stats.queried_tokens.max(1) as f64,
     };
     json_response(&Loads { timestamp: jiff::Timestamp::now().to_string(), dp_rank_count: 1, loads: [load] })

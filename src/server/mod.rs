@@ -44,7 +44,6 @@ mod responses;
 mod retries;
 mod router;
 mod state;
-mod throughput;
 mod tls;
 mod tokenize;
 mod usage;

@@ -12,7 +12,6 @@ use super::metrics::Metrics;
 use super::options::ServerOptions;
 use super::orphans::Orphans;
 use super::recorder::Recorder;
-use super::throughput::Throughput;
 use crate::engine::EngineHandle;
 
 /// The longest step of a healthy engine.
@@ -23,7 +22,6 @@ pub struct Server {
     pub options: ServerOptions,
     pub admission: Arc<Admission>,
     pub metrics: Arc<Metrics>,
-    pub throughput: Throughput,
     pub recorder: Recorder,
     pub orphans: Arc<Orphans>,
     /// Unset while the model loads.
@@ -52,7 +50,6 @@ impl Server {
         Ok(Arc::new(Self {
             admission: Arc::new(Admission::new(limit, options.api_keys.len())),
             metrics: Arc::new(Metrics::new(&options.model, options.has_vllm_metrics)?),
-            throughput: Throughput::default(),
             recorder: Recorder::new(&options.record)?,
             orphans: Arc::default(),
             model: OnceLock::new(),

@@ -99,9 +99,7 @@ fn loads_have_the_fields_that_routers_read() {
     assert_eq!(json["dp_rank_count"], 1);
     json["timestamp"].as_str().unwrap().parse::<jiff::Timestamp>().unwrap();
     let load = &json["loads"][0];
-    for name in
-        ["num_running_reqs", "num_waiting_reqs", "token_usage", "num_used_tokens", "gen_throughput", "cache_hit_rate"]
-    {
+    for name in ["num_running_reqs", "num_waiting_reqs", "token_usage", "num_used_tokens", "cache_hit_rate"] {
         assert_eq!(load[name].as_f64(), Some(0.0), "{name}");
     }
     assert_eq!((&load["max_running_requests"], &load["max_total_num_tokens"]), (&json!(7), &json!(4 * 4096)));
