@@ -129,6 +129,7 @@ class Cluster:
             with (self.folder / "smg.log").open("w") as log:
                 self.router = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
             wait_for("SMG knows three healthy replicas", lambda: self.healthy() == 3)
+            time.sleep(2)  # until SMG has read the loads of all replicas
         except BaseException:
             self.__exit__()
             raise
