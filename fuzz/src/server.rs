@@ -8,7 +8,7 @@ use hyper::service::Service;
 use hyper_util::service::TowerToHyperService;
 use inferno::engine::scripted::{Script, ScriptedEngine};
 use inferno::language::Language;
-use inferno::server::{self, Server, ServerOptions, Timeouts};
+use inferno::server::{self, RecordOptions, Server, ServerOptions, Timeouts};
 use serde_json::Value;
 use tokio::runtime::{Builder, Runtime};
 
@@ -80,6 +80,7 @@ impl Harness {
             timeouts: Timeouts::default(),
             tls: None,
             has_vllm_metrics: false,
+            record: RecordOptions::default(),
         });
         let server = server.unwrap();
         server.set_model(engine.handle());

@@ -1,8 +1,9 @@
 //! Joins a retry with the answer to the request whose connection was lost.
 //!
-//! Clients such as OpenAI's send a request again if its connection breaks. The answer to such a request is not canceled at
-//! once: it goes on for a short time, and a retry with the same body and key gets it. This applies only to requests that
-//! name themselves: with the header `x-stainless-retry-count`, or with an idempotency key. All others are canceled at once.
+//! Clients such as OpenAI's send a request again if its connection breaks. The answer to some requests is therefore not
+//! canceled at once: it goes on for a short time, and a retry with the same body and key gets it. This applies only to
+//! requests with an idempotency key, and to retries: a count in `x-stainless-retry-count` other than 0. First requests of
+//! OpenAI's clients have the count 0 and are canceled at once, because most of these clients do not come back.
 //! A stream ends with its connection, because clients do not retry one that has begun.
 
 use std::sync::Arc;
@@ -37,10 +38,9 @@ const JOINED: HeaderName = HeaderName::from_static("x-inferno-joined");
 pub async fn join(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response {
     let headers = request.headers();
     let (count, idempotency_key) = (headers.get(RETRY_COUNT), headers.get(IDEMPOTENCY_KEY));
-    if count.is_none() && idempotency_key.is_none() {
+    if idempotency_key.is_none() && count.is_none_or(|count| count == "0") {
         return next.run(request).await;
     }
-    let is_retry = idempotency_key.is_some() || count.is_some_and(|count| count != "0");
     let (parts, body) = request.into_parts();
     let bytes = match body::collect(&parts.headers, body, &server.options.timeouts).await {
         Ok(bytes) => bytes,
@@ -48,7 +48,7 @@ pub async fn join(State(server): State<Arc<Server>>, request: Request, next: Nex
     };
     let client = parts.extensions.get::<Client>().copied().unwrap_or_default();
     let key = key(client, parts.uri.path(), &parts.headers, &bytes);
-    let adopted = if is_retry { Waiter::adopt(&server.orphans, key) } else { None };
+    let adopted = Waiter::adopt(&server.orphans, key);
     let joined = adopted.as_ref().map(|waiter| waiter.request_id().to_string());
     let waiter = adopted.unwrap_or_else(|| {
         let id = parts.extensions.get::<Arc<RequestLog>>().map_or_else(String::new, |log| log.id.clone());

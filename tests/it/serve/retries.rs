@@ -50,10 +50,10 @@ fn a_retry_gets_the_answer_to_the_lost_request() {
         // Clients wait before they try again. Until then, the server notices that the connection is lost.
         std::thread::sleep(Duration::from_millis(300));
     };
-    for headers in [[count("0"), ("x-a", "b")], [("Idempotency-Key", "abc"), ("x-a", "b")]] {
+    for headers in [[count("1"), ("x-a", "b")], [("Idempotency-Key", "abc"), ("x-a", "b")]] {
         let before = metric("inferno_generation_tokens_total");
         lose(&headers, &long());
-        let retry = if headers[0].0.starts_with('x') { count("1") } else { headers[0] };
+        let retry = if headers[0].0.starts_with('x') { count("2") } else { headers[0] };
         let response = send(&server, &[one, retry], &long());
         assert_eq!(response.ok()["usage"]["completion_tokens"], TOKENS);
         assert_eq!(response.header("x-inferno-joined"), Some("first"));
@@ -64,10 +64,10 @@ fn a_retry_gets_the_answer_to_the_lost_request() {
     assert_eq!(metric("inferno_joined_retries_total"), 2.0);
     assert_eq!(metric("inferno_canceled_sequences_total"), 0.0);
     // Requests of others, requests with other bodies, and first requests get answers of their own.
-    lose(&[count("0")], &long());
+    lose(&[count("1")], &long());
     let mut other = long();
     other["max_tokens"] = json!(3);
-    for (headers, body) in [([two, count("1")], long()), ([one, count("1")], other), ([one, count("0")], long())] {
+    for (headers, body) in [([two, count("2")], long()), ([one, count("2")], other), ([one, count("0")], long())] {
         assert_eq!(send(&server, &headers, &body).header("x-inferno-joined"), None, "{headers:?}");
     }
 }
@@ -76,21 +76,22 @@ fn a_retry_gets_the_answer_to_the_lost_request() {
 fn a_client_that_does_not_come_back_costs_nothing_after_a_short_time() {
     let server = Server::start(&[]);
     let started = Instant::now();
-    lose(&server, &[("x-stainless-retry-count", "0")], &endless(false));
+    lose(&server, &[("x-stainless-retry-count", "1")], &endless(false));
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!(server.metric("inferno_num_requests_running"), 1.0, "the answer waits for a retry");
     server.wait_until_idle();
     assert!((2..20).contains(&started.elapsed().as_secs()), "{:?}", started.elapsed());
     assert_eq!(server.metric("inferno_canceled_sequences_total"), 1.0);
     assert_eq!(server.metric("inferno_tokens_after_cancel_total"), 0.0);
-    let late = send(&server, &[("x-stainless-retry-count", "1")], &chat(json!({ "max_tokens": 2 })));
+    let late = send(&server, &[("x-stainless-retry-count", "2")], &chat(json!({ "max_tokens": 2 })));
     assert_eq!((late.status, late.header("x-inferno-joined")), (200, None));
 }
 
 #[test]
 fn streams_and_requests_of_other_clients_are_canceled_at_once() {
     let server = Server::start(&[]);
-    for (headers, is_stream) in [(&[("x-stainless-retry-count", "0")][..], true), (&[], false)] {
+    let (first, retry) = ([("x-stainless-retry-count", "0")], [("x-stainless-retry-count", "1")]);
+    for (headers, is_stream) in [(&first[..], false), (&first, true), (&retry, true), (&[], false)] {
         lose(&server, headers, &endless(is_stream));
         let lost = Instant::now();
         server.wait_until_idle();
