@@ -57,7 +57,8 @@ fn body(path: &str, options: u8, limit: u8) -> Value {
     let tool = json!({ "name": "f", "parameters": { "type": "object" } });
     let mut body = json!({ "model": MODEL });
     let mut set = |name: &str, value: Value| body[name] = value;
-    let stop = has(0).then(|| json!(["e", "the answer"]));
+    // Null counts as absent.
+    let stop = json!(has(0).then_some(["e", "the answer"]));
     let max_tokens = if limit == 0 { 4096 } else { u64::from(limit) };
     match path {
         "/v1/chat/completions" => {
@@ -67,7 +68,7 @@ fn body(path: &str, options: u8, limit: u8) -> Value {
             set("include_reasoning", json!(!has(3)));
             set("logprobs", json!(has(1)));
             set("parallel_tool_calls", json!(!has(4)));
-            stop.map(|stop| set("stop", stop));
+            set("stop", stop);
         }
         "/v1/completions" => {
             set("prompt", json!("Hello"));
@@ -75,7 +76,7 @@ fn body(path: &str, options: u8, limit: u8) -> Value {
             set("n", json!(1 + u8::from(has(2))));
             has(1).then(|| set("logprobs", json!(1)));
             set("echo", json!(has(3) && !has(1)));
-            stop.map(|stop| set("stop", stop));
+            set("stop", stop);
         }
         "/v1/responses" => {
             set("input", json!("Hello"));
@@ -83,13 +84,13 @@ fn body(path: &str, options: u8, limit: u8) -> Value {
             set("max_output_tokens", json!(max_tokens));
             set("parallel_tool_calls", json!(!has(4)));
             has(1).then(|| set("include", json!(["message.output_text.logprobs", "reasoning.encrypted_content"])));
-            stop.map(|stop| set("stop", stop));
+            set("stop", stop);
         }
         "/v1/messages" => {
             set("messages", messages);
             set("max_tokens", json!(max_tokens));
             has(3).then(|| set("thinking", json!({ "type": "enabled", "budget_tokens": 2048 })));
-            stop.map(|stop| set("stop_sequences", stop));
+            set("stop_sequences", stop);
             let mut choice = json!({ "type": "auto" });
             choice["disable_parallel_tool_use"] = json!(has(4));
             set("tools", json!([{ "name": "f", "input_schema": { "type": "object" } }]));
@@ -106,7 +107,7 @@ fn body(path: &str, options: u8, limit: u8) -> Value {
             set("think", json!(!has(3)));
             set("logprobs", json!(has(1)));
             let mut options = json!({ "num_predict": max_tokens });
-            stop.map(|stop| options["stop"] = stop);
+            options["stop"] = stop;
             set("options", options);
         }
     }
