@@ -9,6 +9,7 @@ mod facts;
 mod info;
 #[cfg(feature = "cuda")]
 mod libraries;
+mod world;
 
 use std::str::FromStr;
 
@@ -19,8 +20,9 @@ use candle_core::{DType, Device};
 pub use cuda::{capture_lock, gpu_count, info, info_after_trim};
 pub use facts::{GpuFacts, GpuState, nvidia_smi_gpus};
 pub use info::DeviceInfo;
+pub use world::{World, share};
 
-/// The value of `--device`.
+/// A device to open.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
     Cpu,
@@ -41,10 +43,76 @@ impl FromStr for DeviceChoice {
                 .parse()
                 .map(DeviceChoice::Cuda)
                 .map_err(|_| format!("'{ordinal}' is not a GPU number; try cuda:0")),
-            _ => Err(format!("unknown device '{text}'; use cuda, cuda:N or cpu")),
+            _ => Err(format!("unknown device '{text}'; use cuda, cuda:N, cuda:N,M or cpu")),
         }
     }
 }
+
+/// The devices that run one model together, one per rank. The value of `--device`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Devices(Vec<DeviceChoice>);
+
+impl Devices {
+    /// Returns the first `count` GPUs. Returns `None` if `count` is 0.
+    pub fn gpus(count: usize) -> Option<Self> {
+        (count > 0).then(|| Self((0..count).map(DeviceChoice::Cuda).collect()))
+    }
+
+    /// Returns the device of the first rank.
+    pub fn first(&self) -> DeviceChoice {
+        self.0[0]
+    }
+
+    /// Returns the number of ranks.
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = DeviceChoice> {
+        self.0.iter().copied()
+    }
+
+    /// Returns the most ranks that share one device.
+    pub fn most_ranks_per_device(&self) -> usize {
+        self.0.iter().map(|device| self.0.iter().filter(|other| *other == device).count()).max().unwrap_or(1)
+    }
+}
+
+impl Default for Devices {
+    /// Returns the first GPU.
+    fn default() -> Self {
+        DeviceChoice::default().into()
+    }
+}
+
+impl From<DeviceChoice> for Devices {
+    fn from(device: DeviceChoice) -> Self {
+        Self(vec![device])
+    }
+}
+
+impl FromStr for Devices {
+    type Err = String;
+
+    /// Parses a list such as `cuda:0,1`, `cuda:0,cuda:1`, or `cpu,cpu` for two ranks on the CPU.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parse = |part: &str| match part.parse::<usize>() {
+            Ok(ordinal) if text.starts_with("cuda") => Ok(DeviceChoice::Cuda(ordinal)),
+            _ => part.parse(),
+        };
+        let devices = text.split(',').map(parse).collect::<Result<Vec<_>, String>>()?;
+        if devices.contains(&DeviceChoice::Cpu) && devices.iter().any(|device| *device != DeviceChoice::Cpu) {
+            return Err("a model runs on GPUs or on the CPU, not on both".into());
+        }
+        if devices.len() > MAX_RANKS {
+            return Err(format!("a model can use at most {MAX_RANKS} devices"));
+        }
+        Ok(Self(devices))
+    }
+}
+
+/// The most devices that run one model.
+const MAX_RANKS: usize = 8;
 
 /// Opens a device. On a GPU, candle uses only one stream, so its event tracking across streams is turned off.
 ///

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::matmul::matmul_f32;
 #[cfg(feature = "cuda")]
@@ -95,8 +95,12 @@ impl Matrix {
     /// Returns `x · Wᵀ` as f32 `[tokens, rows]`.
     ///
     /// `x` is `[tokens, columns]`. If the matrix is dense, `x` must have the same dtype as the matrix.
+    /// A dense matrix may be empty.
     pub fn matmul(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         match self {
+            Self::Dense(weight) if weight.elem_count() == 0 => {
+                Tensor::zeros((x.dim(0)?, weight.dim(0)?), DType::F32, x.device())
+            }
             Self::Dense(weight) => matmul_f32(x, weight, order),
             Self::Quantized(parts) => match self.device() {
                 #[cfg(feature = "cuda")]

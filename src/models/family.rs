@@ -18,7 +18,7 @@ pub struct Family {
 }
 
 /// The validated config of one model, which builds the model's decoder.
-pub trait Architecture {
+pub trait Architecture: Send + Sync {
     /// Returns the number of rows in the embedding, which can exceed the number of tokens in the tokenizer.
     fn vocab_size(&self) -> usize;
 

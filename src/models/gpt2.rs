@@ -13,7 +13,6 @@ use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::decoder::Decoder;
 use crate::nn::decoder_config::{DecoderConfig, DecoderNames, LayerInfo};
 use crate::nn::kv_cache::LayerSpec;
-use crate::nn::linear::Linear;
 use crate::nn::mlp::{Mlp, PlainMlp};
 use crate::nn::norm::{NormConfig, NormKind};
 use crate::nn::rope::RopeFrequencies;
@@ -96,13 +95,9 @@ impl Config {
             scale: self.attention_scale(layer.index),
             ..AttentionConfig::new(hidden_size, self.n_head, layer.spec)
         };
-        let (attn, mlp) = (weights.at("attn"), weights.at("mlp"));
-        let c_attn = Linear::load_transposed(&attn.at("c_attn"), hidden_size, 3 * hidden_size)?;
-        let c_proj = Linear::load_transposed(&attn.at("c_proj"), hidden_size, hidden_size)?;
-        let attention = Attention::new(&attn, config, layer.rotary, c_attn, c_proj)?;
-        let fc = Linear::load_transposed(&mlp.at("c_fc"), hidden_size, intermediate_size)?;
-        let proj = Linear::load_transposed(&mlp.at("c_proj"), intermediate_size, hidden_size)?;
-        Ok((attention, Mlp::Plain(PlainMlp::new(fc, proj, self.hidden_act, weights.dtype())?)))
+        let attention = Attention::load_transposed(&weights.at("attn"), config, ["c_attn", "c_proj"], layer.rotary)?;
+        let mlp = PlainMlp::load_transposed(&weights.at("mlp"), hidden_size, intermediate_size, self.hidden_act)?;
+        Ok((attention, Mlp::Plain(mlp)))
     }
 }
 

@@ -13,7 +13,7 @@ use crate::weights::Weights;
 
 /// The config of a family whose config.json has the fields of [`CommonConfig`].
 /// Each family loads its own attention and MLPs. All families share the other parts of the decoder.
-pub(super) trait StandardDecoder {
+pub(super) trait StandardDecoder: Send + Sync {
     fn common(&self) -> &CommonConfig;
 
     /// Returns the KV cache spec of each layer.

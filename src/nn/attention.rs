@@ -2,6 +2,7 @@
 //!
 //! The steps: project to q, k and v; normalize q and k; apply RoPE; write k and v to the cache; attend; apply o_proj.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::Result;
@@ -12,6 +13,7 @@ use super::linear::{Bias, Linear};
 use super::norm::{Norm, NormConfig};
 use super::pass::Pass;
 use super::rope::RotaryEmbedding;
+use crate::device::World;
 use crate::kernels::{
     self,
     attention::{
@@ -58,6 +60,15 @@ impl AttentionConfig {
     fn projection_sizes(&self) -> (usize, usize) {
         (self.heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim)
     }
+
+    /// Returns the KV heads that a rank holds. It also holds the query heads that attend to them.
+    /// The columns of `o_proj` can be divided only between blocks of `column_unit` columns.
+    fn kv_share(&self, world: &World, column_unit: usize) -> Range<usize> {
+        let columns = self.heads / self.spec.kv_heads * self.spec.head_dim;
+        // The fewest KV heads whose query heads have whole blocks.
+        let unit = (1..=column_unit).find(|heads| (heads * columns).is_multiple_of(column_unit)).unwrap_or(1);
+        world.share(self.spec.kv_heads, unit)
+    }
 }
 
 /// Whether a layer has a learned attention sink (a logit) for each head.
@@ -76,51 +87,103 @@ pub struct Attention {
     /// The norms of q and k.
     pub(crate) qk_norm: Option<(Norm, Norm)>,
     pub(crate) rotary: Arc<RotaryEmbedding>,
+    /// The numbers of heads are those of this rank.
     pub(crate) config: AttentionConfig,
     /// The dtype of the layer's input and of the KV cache.
     dtype: DType,
+    world: World,
+}
+
+/// How a checkpoint stores the projections of an attention layer.
+#[derive(Clone, Copy)]
+enum Projections {
+    /// `q_proj`, `k_proj`, `v_proj` and `o_proj`.
+    Separate,
+    /// `qkv_proj` and `o_proj`. `qkv_proj` contains the rows of q, k and v, in this order.
+    Fused,
+    /// Like `Fused`, but the matrices are stored transposed, with these names and biases (GPT-2).
+    FusedTransposed { qkv: &'static str, o: &'static str },
 }
 
 impl Attention {
-    /// Loads `q_proj`, `k_proj`, `v_proj` and `o_proj`.
+    /// Loads this rank's heads of `q_proj`, `k_proj`, `v_proj` and `o_proj`.
     pub fn load(weights: &Weights, config: AttentionConfig, rotary: Arc<RotaryEmbedding>) -> Result<Self> {
-        let (q_size, kv_size) = config.projection_sizes();
-        let parts = [(weights.at("q_proj"), q_size), (weights.at("k_proj"), kv_size), (weights.at("v_proj"), kv_size)];
-        let qkv_proj = Linear::load_stacked(&parts, config.hidden_size, config.qkv_bias)?;
-        let o_proj = Linear::load(&weights.at("o_proj"), q_size, config.hidden_size, config.o_bias)?;
-        Self::new(weights, config, rotary, qkv_proj, o_proj)
+        Self::load_heads(weights, config, Projections::Separate, rotary)
     }
 
-    /// Loads `qkv_proj` and `o_proj`. `qkv_proj` contains the rows of q, k and v, in this order.
+    /// Loads this rank's heads of `qkv_proj` and `o_proj`. `qkv_proj` contains the rows of q, k and v, in this order.
     pub fn load_fused(weights: &Weights, config: AttentionConfig, rotary: Arc<RotaryEmbedding>) -> Result<Self> {
-        let (q_size, kv_size) = config.projection_sizes();
-        let (hidden_size, qkv_size) = (config.hidden_size, q_size + 2 * kv_size);
-        let qkv_proj = Linear::load(&weights.at("qkv_proj"), hidden_size, qkv_size, config.qkv_bias)?;
-        let o_proj = Linear::load(&weights.at("o_proj"), q_size, hidden_size, config.o_bias)?;
-        Self::new(weights, config, rotary, qkv_proj, o_proj)
+        Self::load_heads(weights, config, Projections::Fused, rotary)
     }
 
-    /// Builds the layer from loaded projections. Sinks and q/k norms are loaded from `weights`.
-    pub fn new(
+    /// Like [`load_fused`](Self::load_fused), but the matrices have other names, are stored transposed, and have biases.
+    pub fn load_transposed(
         weights: &Weights,
         config: AttentionConfig,
+        [qkv, o]: [&'static str; 2],
         rotary: Arc<RotaryEmbedding>,
-        qkv_proj: Linear,
-        o_proj: Linear,
     ) -> Result<Self> {
-        let AttentionConfig { heads, spec, sinks, qk_norm, .. } = config;
+        Self::load_heads(weights, config, Projections::FusedTransposed { qkv, o }, rotary)
+    }
+
+    fn load_heads(
+        weights: &Weights,
+        config: AttentionConfig,
+        names: Projections,
+        rotary: Arc<RotaryEmbedding>,
+    ) -> Result<Self> {
+        let AttentionConfig { hidden_size, heads, spec, .. } = config;
+        let (q_size, kv_size) = config.projection_sizes();
+        let o_name = if let Projections::FusedTransposed { o, .. } = names { o } else { "o_proj" };
+        let world = weights.world();
+        let kv_heads = config.kv_share(world, weights.at(o_name).column_unit("weight", q_size)?);
+        let times = |range: &Range<usize>, factor: usize| range.start * factor..range.end * factor;
+        let q_heads = times(&kv_heads, heads / spec.kv_heads);
+        let (q, kv) = (times(&q_heads, spec.head_dim), times(&kv_heads, spec.head_dim));
+        let o = weights.at(o_name).columns(q.clone(), q_size);
+
+        // The rows of q, k and v in a fused matrix.
+        let fused =
+            [q.clone(), q_size + kv.start..q_size + kv.end, q_size + kv_size + kv.start..q_size + kv_size + kv.end];
+        let (fused_rows, fused_size) = (q.len() + 2 * kv.len(), q_size + 2 * kv_size);
+        let (qkv_proj, o_proj) = match names {
+            Projections::Separate => {
+                let part = |name, rows: &Range<usize>, size| {
+                    (weights.at(name).rows(std::slice::from_ref(rows), size), rows.len())
+                };
+                let parts = [part("q_proj", &q, q_size), part("k_proj", &kv, kv_size), part("v_proj", &kv, kv_size)];
+                let qkv_proj = Linear::load_stacked(&parts, hidden_size, config.qkv_bias)?;
+                (qkv_proj, Linear::load(&o, q.len(), hidden_size, config.o_bias)?)
+            }
+            Projections::Fused => {
+                let qkv = weights.at("qkv_proj").rows(&fused, fused_size);
+                let qkv_proj = Linear::load(&qkv, hidden_size, fused_rows, config.qkv_bias)?;
+                (qkv_proj, Linear::load(&o, q.len(), hidden_size, config.o_bias)?)
+            }
+            Projections::FusedTransposed { qkv, .. } => {
+                let qkv = weights.at(qkv).rows(&fused, fused_size);
+                let qkv_proj = Linear::load_transposed(&qkv, hidden_size, fused_rows)?;
+                (qkv_proj, Linear::load_transposed(&o, q.len(), hidden_size)?)
+            }
+        };
+        let sinks = weights.rows(std::slice::from_ref(&q_heads), heads);
         let norm = |name, config| Norm::load(&weights.at(name), spec.head_dim, config);
+        let spec = LayerSpec { kv_heads: kv_heads.len(), ..spec };
         Ok(Self {
             qkv_proj,
             o_proj,
-            sinks: (sinks == Sinks::With).then(|| weights.float_as("sinks", &[heads], DType::F32)).transpose()?,
-            qk_norm: match qk_norm {
+            sinks: match config.sinks {
+                Sinks::With => Some(sinks.vector("sinks", q_heads.len(), DType::F32)?),
+                Sinks::Without => None,
+            },
+            qk_norm: match config.qk_norm {
                 Some(config) => Some((norm("q_norm", config)?, norm("k_norm", config)?)),
                 None => None,
             },
             rotary,
-            config,
+            config: AttentionConfig { heads: q_heads.len(), spec, ..config },
             dtype: weights.dtype(),
+            world: world.clone(),
         })
     }
 
@@ -135,11 +198,20 @@ impl Attention {
         self.dtype
     }
 
-    /// Computes attention for the tokens of all sequences. Maps x `[tokens, hidden]` to f32 `[tokens, hidden]`.
-    /// Writes the new keys and values to the cache.
+    /// Computes attention for the tokens of all sequences. Maps x `[tokens, hidden]` to f32 `[tokens, hidden]`, the sum
+    /// over the heads of all ranks. Writes the new keys and values to the cache.
     ///
     /// The result does not include the bias of `o_proj`. It is returned separately, so that the next norm can add it.
     pub fn forward(&self, x: &Tensor, layer: usize, pass: &Pass, cache: &KvCache) -> Result<(Tensor, Option<&Tensor>)> {
+        let y = match self.config.heads {
+            0 => Tensor::zeros((x.dim(0)?, self.config.hidden_size), DType::F32, x.device())?,
+            _ => self.forward_heads(x, layer, pass, cache)?,
+        };
+        Ok((self.world.sum(&y)?, self.o_proj.bias.as_ref()))
+    }
+
+    /// Computes [`forward`](Self::forward) for the heads of this rank, of which there is at least one.
+    fn forward_heads(&self, x: &Tensor, layer: usize, pass: &Pass, cache: &KvCache) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
         let AttentionConfig { heads, spec, scale, softcap, .. } = self.config;
         let LayerSpec { kv_heads, head_dim, window } = spec;
@@ -161,6 +233,6 @@ impl Attention {
 
         // 3. project back
         let y = y.reshape((tokens, heads * head_dim))?;
-        Ok((self.o_proj.matmul(&y, sum_order)?, self.o_proj.bias.as_ref()))
+        self.o_proj.matmul(&y, sum_order)
     }
 }

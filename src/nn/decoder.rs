@@ -14,6 +14,7 @@ use super::mlp::Mlp;
 use super::norm::Norm;
 use super::pass::{LogitRows, Pass, StepBatch};
 use super::rope::RotaryEmbedding;
+use crate::device::World;
 use crate::error::Error;
 use crate::kernels::scratch;
 use crate::kernels::{
@@ -35,15 +36,18 @@ pub struct Decoder {
     dtype: DType,
     pub(crate) layers: Vec<DecoderLayer>,
     pub(crate) norm: Norm,
+    /// The rows of the vocabulary that this rank computes.
     pub(crate) lm_head: Linear,
     pub(crate) embed_scale: f32,
     /// `[positions, hidden]`
     pub(crate) embed_positions: Option<Tensor>,
     pub(crate) final_softcap: Option<f32>,
+    /// The keys and values that this rank caches.
     cache_layers: Vec<LayerSpec>,
     /// The number of positions that the RoPE tables cover.
     context: usize,
     backend: AttentionBackend,
+    world: World,
 }
 
 impl Decoder {
@@ -65,23 +69,25 @@ impl Decoder {
         layers.check_layer_count(config.cache_layers.len())?;
         let embed_tokens = load_embedding(&root.at(names.embed_tokens), vocab_size, hidden_size, tie_word_embeddings)?;
         let load_positions = |(name, positions)| root.at(name).float("weight", &[positions, hidden_size]);
+        let decoder_layers = load_layers(&root, context, &config, load_parts)?;
         let decoder = Self {
-            layers: load_layers(&root, context, &config, load_parts)?,
+            cache_layers: decoder_layers.iter().map(|layer| layer.self_attn.config.spec).collect(),
+            layers: decoder_layers,
             norm: Norm::load(&root.at(names.norm), hidden_size, config.norm)?,
-            lm_head: match tie_word_embeddings {
-                true => Linear::tied(embed_tokens.clone()),
-                false => Linear::load(&weights.at("lm_head"), hidden_size, vocab_size, Bias::Without)?,
-            },
+            lm_head: load_head(weights, &embed_tokens, (vocab_size, hidden_size), tie_word_embeddings)?,
             embed_positions: config.learned_positions.map(load_positions).transpose()?,
             embed_scale: config.embed_scale,
             final_softcap: config.final_softcap,
             embed_tokens,
             dtype: weights.dtype(),
-            cache_layers: config.cache_layers,
             context,
             backend: AttentionBackend::Auto,
+            world: weights.world().clone(),
         };
-        layers.check_all_loaded(decoder.layers.len())?;
+        // Other ranks may hold no part of some tensors.
+        if decoder.world.is_first() {
+            layers.check_all_loaded(decoder.layers.len())?;
+        }
         Ok(decoder)
     }
 
@@ -144,7 +150,7 @@ impl Decoder {
         }
         let (_, normed) = self.norm.add_norm(&x, y.as_ref().map(Addend::from), self.dtype)?;
         scratch::end_layers();
-        let logits = self.lm_head.forward(&normed, pass.sum_order())?;
+        let logits = self.world.concat_columns(&self.lm_head.forward(&normed, pass.sum_order())?)?;
         Ok(match self.final_softcap {
             Some(cap) => soft_cap(&logits, cap)?,
             None => logits,
@@ -152,7 +158,7 @@ impl Decoder {
     }
 
     /// Fails if a token id is outside the vocabulary, or if a position is beyond the loaded context.
-    fn validate(&self, batch: &StepBatch) -> Result<()> {
+    pub(crate) fn validate(&self, batch: &StepBatch) -> Result<()> {
         let vocab_size = self.vocab_size();
         if let Some(id) = batch.ids.iter().find(|&&id| id as usize >= vocab_size) {
             bail!("token id {id} is outside the model's vocabulary of {vocab_size} tokens");
@@ -278,6 +284,25 @@ fn load_layers(
 fn load_embedding(weights: &Weights, vocab_size: usize, hidden_size: usize, is_head: bool) -> Result<Matrix> {
     let weights = if is_head { weights.clone() } else { weights.unquantized() };
     Weights::matrix(&[(weights, vocab_size)], "weight", hidden_size)
+}
+
+/// Loads the rows of the output head that this rank computes.
+fn load_head(
+    weights: &Weights,
+    embedding: &Matrix,
+    (vocab_size, hidden_size): (usize, usize),
+    is_tied: bool,
+) -> Result<Linear> {
+    let share = weights.world().share(vocab_size, 1);
+    if !is_tied {
+        let head = weights.at("lm_head").rows(std::slice::from_ref(&share), vocab_size);
+        return Linear::load(&head, hidden_size, share.len(), Bias::Without);
+    }
+    // All ranks hold the whole embedding.
+    match weights.world().size() {
+        1 => Ok(Linear::tied(embedding.clone())),
+        _ => Ok(Linear::tied(embedding.rows(share.start, share.len())?)),
+    }
 }
 
 /// Returns the last row of each sequence.

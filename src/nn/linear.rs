@@ -3,6 +3,7 @@
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
+use crate::device::World;
 use crate::kernels::{self, SumOrder, matrix::Matrix, rows::add_bias};
 use crate::weights::Weights;
 
@@ -45,7 +46,7 @@ impl Linear {
         let biases = match bias {
             Bias::Without => Vec::new(),
             Bias::With => {
-                let load = |(weights, output): &(Weights, usize)| weights.float_as("bias", &[*output], DType::F32);
+                let load = |(weights, output): &(Weights, usize)| weights.vector("bias", *output, DType::F32);
                 parts.iter().map(load).collect::<Result<Vec<_>>>()?
             }
         };
@@ -59,11 +60,8 @@ impl Linear {
 
     /// Loads a GPT-2 `Conv1D` layer. The checkpoint stores `weight` as `[in, out]` and `bias` as `[out]`.
     pub fn load_transposed(weights: &Weights, input: usize, output: usize) -> Result<Self> {
-        let weight = match weights.transposed("weight", output, input)? {
-            Some(weight) => weight,
-            None => Matrix::Dense(weights.float("weight", &[input, output])?.t()?.contiguous()?),
-        };
-        Ok(Self { weight, bias: Some(weights.float_as("bias", &[output], DType::F32)?) })
+        let weight = weights.transposed("weight", output, input)?;
+        Ok(Self { weight, bias: Some(weights.vector("bias", output, DType::F32)?) })
     }
 
     /// Returns the layer that computes `rows` outputs, starting at output `first`. The two layers share memory.
@@ -82,6 +80,12 @@ impl Linear {
         self.weight.bytes() + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
+    /// Returns x·Wᵀ + b, where x and W are the columns that this rank holds. Maps x `[tokens, in]` to f32
+    /// `[tokens, out]`. All ranks must call it.
+    pub fn forward_summed(&self, x: &Tensor, order: SumOrder, world: &World) -> Result<Tensor> {
+        self.add_bias(world.sum(&self.matmul(x, order)?)?)
+    }
+
     /// Returns x·Wᵀ, without the bias.
     pub fn matmul(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         Ok(self.weight.matmul(x, order)?)
@@ -89,7 +93,10 @@ impl Linear {
 
     /// Maps x `[tokens, in]` to f32 `[tokens, out]`. If the weight is not quantized, x must have the weight's dtype.
     pub fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
-        let y = self.matmul(x, order)?;
+        self.add_bias(self.matmul(x, order)?)
+    }
+
+    fn add_bias(&self, y: Tensor) -> Result<Tensor> {
         Ok(match &self.bias {
             Some(bias) => add_bias(&y, bias)?,
             None => y,

@@ -1,15 +1,22 @@
 //! The feed-forward part of a layer: a gated MLP, a plain MLP, or a mixture of experts.
 
+use std::ops::Range;
+
 use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
 use candle_nn::Activation;
 
 use super::linear::{Bias, Linear};
 use super::moe::{ClampedMoe, GatedMoe};
+use crate::device::World;
 use crate::kernels::SumOrder;
 use crate::kernels::activation::{self, gated, gated_halves};
 use crate::kernels::moe::expert_usage::ExpertUsage;
 use crate::weights::Weights;
+
+/// The unit in which ranks divide an intermediate size: an MXFP4 block, and a multiple of what the kernels for float
+/// matrices need.
+pub(super) const SHARE_COLUMNS: usize = 32;
 
 pub enum Mlp {
     Gated(GatedMlp),
@@ -73,10 +80,11 @@ pub struct GatedMlp {
     pub(crate) down_proj: Linear,
     pub(crate) activation: activation::Activation,
     dtype: DType,
+    world: World,
 }
 
 impl GatedMlp {
-    /// Loads `gate_proj`, `up_proj` and `down_proj`.
+    /// Loads this rank's part of `gate_proj`, `up_proj` and `down_proj`.
     pub fn load(
         weights: &Weights,
         hidden_size: usize,
@@ -84,27 +92,41 @@ impl GatedMlp {
         bias: Bias,
         activation: Activation,
     ) -> Result<Self> {
-        let parts = [(weights.at("gate_proj"), intermediate_size), (weights.at("up_proj"), intermediate_size)];
-        let gate_up_proj = Linear::load_stacked(&parts, hidden_size, bias)?;
-        let down_proj = Linear::load(&weights.at("down_proj"), intermediate_size, hidden_size, bias)?;
-        Self::new(gate_up_proj, down_proj, activation, weights.dtype())
+        let down = weights.at("down_proj");
+        let share = intermediate_share(&down, intermediate_size)?;
+        let part = |name| (weights.at(name).rows(std::slice::from_ref(&share), intermediate_size), share.len());
+        let gate_up_proj = Linear::load_stacked(&[part("gate_proj"), part("up_proj")], hidden_size, bias)?;
+        Self::new(gate_up_proj, &down, share, (hidden_size, intermediate_size), bias, activation)
     }
 
-    /// Loads `gate_up_proj` and `down_proj`, without biases. The gate rows come first in `gate_up_proj`.
+    /// Loads this rank's part of `gate_up_proj` and `down_proj`, without biases. The gate rows come first in
+    /// `gate_up_proj`.
     pub fn load_fused(
         weights: &Weights,
         hidden_size: usize,
         intermediate_size: usize,
         activation: Activation,
     ) -> Result<Self> {
-        let gate_up_proj =
-            Linear::load(&weights.at("gate_up_proj"), hidden_size, 2 * intermediate_size, Bias::Without)?;
-        let down_proj = Linear::load(&weights.at("down_proj"), intermediate_size, hidden_size, Bias::Without)?;
-        Self::new(gate_up_proj, down_proj, activation, weights.dtype())
+        let down = weights.at("down_proj");
+        let share = intermediate_share(&down, intermediate_size)?;
+        let ranges = [share.clone(), intermediate_size + share.start..intermediate_size + share.end];
+        let gate_up = weights.at("gate_up_proj").rows(&ranges, 2 * intermediate_size);
+        let gate_up_proj = Linear::load(&gate_up, hidden_size, 2 * share.len(), Bias::Without)?;
+        Self::new(gate_up_proj, &down, share, (hidden_size, intermediate_size), Bias::Without, activation)
     }
 
-    fn new(gate_up_proj: Linear, down_proj: Linear, activation: Activation, dtype: DType) -> Result<Self> {
-        Ok(Self { gate_up_proj, down_proj, activation: kernel_activation(activation)?, dtype })
+    fn new(
+        gate_up_proj: Linear,
+        down: &Weights,
+        share: Range<usize>,
+        (hidden_size, intermediate_size): (usize, usize),
+        bias: Bias,
+        activation: Activation,
+    ) -> Result<Self> {
+        let columns = share.len();
+        let down_proj = Linear::load(&down.columns(share, intermediate_size), columns, hidden_size, bias)?;
+        let (dtype, world) = (down.dtype(), down.world().clone());
+        Ok(Self { gate_up_proj, down_proj, activation: kernel_activation(activation)?, dtype, world })
     }
 
     /// Returns `gate_proj` and `up_proj`, which share memory with this layer.
@@ -124,8 +146,11 @@ impl GatedMlp {
 
     fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         let gate_up = self.gate_up_proj.forward(x, order)?;
-        let gated = gated_halves(&gate_up, self.activation, self.dtype)?;
-        self.down_proj.forward(&gated, order)
+        let gated = match gate_up.elem_count() {
+            0 => gate_up,
+            _ => gated_halves(&gate_up, self.activation, self.dtype)?,
+        };
+        self.down_proj.forward_summed(&gated, order, &self.world)
     }
 }
 
@@ -135,18 +160,43 @@ pub struct PlainMlp {
     proj: Linear,
     activation: activation::Activation,
     dtype: DType,
+    world: World,
 }
 
 impl PlainMlp {
-    /// Builds the MLP from loaded projections. `dtype` is the dtype that inputs must have.
-    pub fn new(fc: Linear, proj: Linear, activation: Activation, dtype: DType) -> Result<Self> {
-        Ok(Self { fc, proj, activation: kernel_activation(activation)?, dtype })
+    /// Loads this rank's part of `c_fc` and `c_proj`, which are stored transposed.
+    pub fn load_transposed(
+        weights: &Weights,
+        hidden_size: usize,
+        intermediate_size: usize,
+        activation: Activation,
+    ) -> Result<Self> {
+        let (fc, proj) = (weights.at("c_fc"), weights.at("c_proj"));
+        let share = intermediate_share(&proj, intermediate_size)?;
+        let fc = fc.rows(std::slice::from_ref(&share), intermediate_size);
+        Ok(Self {
+            fc: Linear::load_transposed(&fc, hidden_size, share.len())?,
+            proj: Linear::load_transposed(&proj.columns(share.clone(), intermediate_size), share.len(), hidden_size)?,
+            activation: kernel_activation(activation)?,
+            dtype: weights.dtype(),
+            world: weights.world().clone(),
+        })
     }
 
     fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
-        let gated = gated(&self.fc.forward(x, order)?, None, self.activation, self.dtype)?;
-        self.proj.forward(&gated, order)
+        let x = self.fc.forward(x, order)?;
+        let activated = match x.elem_count() {
+            0 => x,
+            _ => gated(&x, None, self.activation, self.dtype)?,
+        };
+        self.proj.forward_summed(&activated, order, &self.world)
     }
+}
+
+/// Returns the part of the intermediate size that a rank holds. `down` are the weights of the projection from it.
+fn intermediate_share(down: &Weights, intermediate_size: usize) -> Result<Range<usize>> {
+    let unit = SHARE_COLUMNS.max(down.column_unit("weight", intermediate_size)?);
+    Ok(down.world().share(intermediate_size, unit))
 }
 
 /// Returns the kernel for an activation. Fails if the activation has no kernel.

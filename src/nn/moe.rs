@@ -5,6 +5,8 @@ use candle_core::{DType, Tensor};
 
 use super::checks::check_size;
 use super::linear::{Bias, Linear};
+use super::mlp::SHARE_COLUMNS;
+use crate::device::World;
 use crate::kernels::activation::{Activation, clamped_swiglu, gated_halves};
 use crate::kernels::matrix::Matrix;
 #[cfg(feature = "cuda")]
@@ -12,6 +14,7 @@ use crate::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
 use crate::kernels::moe::expert_usage::ExpertUsage;
 use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, expert_matmul};
 use crate::kernels::moe::grouped_gemm::combine;
+use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 #[cfg(feature = "cuda")]
 use crate::kernels::moe::route::RoutedPairs;
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
@@ -61,6 +64,7 @@ pub struct GatedMoe {
     pub(crate) down_proj: ExpertWeights,
     pub(crate) dtype: DType,
     pub(crate) config: GatedMoeConfig,
+    world: World,
 }
 
 impl GatedMoe {
@@ -72,21 +76,31 @@ impl GatedMoe {
     pub fn load(weights: &Weights, config: GatedMoeConfig, names: &ExpertNames) -> Result<Self> {
         let GatedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
         let router = Linear::load_with_dtype(&weights.at("gate"), hidden_size, experts, Bias::Without, DType::F32)?;
-        let all = weights.at("experts");
+        let (all, world) = (weights.at("experts"), weights.world().clone());
+        let is_stacked = all.contains("gate_up_proj");
+        let unit = match is_stacked {
+            true => all.column_unit("down_proj", intermediate_size)?,
+            false => all.at(0).at(names.down).column_unit("weight", intermediate_size)?,
+        };
+        let share = world.share(intermediate_size, SHARE_COLUMNS.max(unit));
         let (gate_up_shape, down_shape) =
-            ([experts, 2 * intermediate_size, hidden_size], [experts, hidden_size, intermediate_size]);
-        let (gate_up, down) = if all.contains("gate_up_proj") {
-            (all.experts("gate_up_proj", gate_up_shape)?, all.experts("down_proj", down_shape)?)
+            ([experts, 2 * share.len(), hidden_size], [experts, hidden_size, share.len()]);
+        let (gate_up, down) = if is_stacked {
+            let ranges = [share.clone(), intermediate_size + share.start..intermediate_size + share.end];
+            let gate_up = all.rows(&ranges, 2 * intermediate_size).experts("gate_up_proj", gate_up_shape)?;
+            (gate_up, all.columns(share, intermediate_size).experts("down_proj", down_shape)?)
         } else {
             let matrix = |expert: usize, name| all.at(expert).at(name);
-            let gate_up = |expert| [names.gate, names.up].map(|name| (matrix(expert, name), intermediate_size));
+            let rows = |expert, name| matrix(expert, name).rows(std::slice::from_ref(&share), intermediate_size);
+            let gate_up = |expert| [names.gate, names.up].map(|name| (rows(expert, name), share.len()));
             let gate_up: Vec<_> = (0..experts).flat_map(gate_up).collect();
-            let down: Vec<_> = (0..experts).map(|expert| (matrix(expert, names.down), hidden_size)).collect();
+            let down = |expert| (matrix(expert, names.down).columns(share.clone(), intermediate_size), hidden_size);
+            let down: Vec<_> = (0..experts).map(down).collect();
             let gate_up = Weights::matrix(&gate_up, "weight", hidden_size)?;
-            (gate_up, Weights::matrix(&down, "weight", intermediate_size)?)
+            (gate_up, Weights::matrix(&down, "weight", share.len())?)
         };
         let (gate_up_proj, down_proj) = (split_experts(gate_up, gate_up_shape)?, split_experts(down, down_shape)?);
-        Ok(Self { router, gate_up_proj, down_proj, dtype: weights.dtype(), config })
+        Ok(Self { router, gate_up_proj, down_proj, dtype: weights.dtype(), config, world })
     }
 
     /// Returns the size of one expert in bytes.
@@ -101,6 +115,15 @@ impl GatedMoe {
 
     /// Maps x, f32 `[tokens, hidden]`, to f32 `[tokens, hidden]`.
     pub fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+        let y = match self.down_proj.dims()? {
+            (_, _, 0) => x.zeros_like()?,
+            _ => self.forward_part(x, order)?,
+        };
+        Ok(self.world.sum(&y)?)
+    }
+
+    /// Computes the part of this rank.
+    fn forward_part(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         // One kernel grid covers at most MAX_PAIRS (token, expert) pairs.
         let (tokens, limit) = (x.dim(0)?, MAX_PAIRS / self.config.experts_per_token);
         if tokens <= limit {
@@ -161,24 +184,31 @@ pub struct ClampedMoe {
     pub(crate) config: ClampedMoeConfig,
     /// The experts that batches of decode steps used.
     pub(crate) usage: ExpertUsage,
+    world: World,
 }
 
 impl ClampedMoe {
     /// Loads `router` and `experts` with their biases.
     pub fn load(weights: &Weights, config: ClampedMoeConfig) -> Result<Self> {
         let ClampedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
-        let all = weights.at("experts");
-        let gate_up = mxfp4::experts(&all, "gate_up_proj", (experts, 2 * intermediate_size, hidden_size))?;
-        let down = mxfp4::experts(&all, "down_proj", (experts, hidden_size, intermediate_size))?;
+        let (all, world) = (weights.at("experts"), weights.world());
+        let share = world.share(intermediate_size, MXFP4_BLOCK);
+        let gate_up_weights = all.rows(&[2 * share.start..2 * share.end], 2 * intermediate_size);
+        let down_weights = all.columns(share.clone(), intermediate_size);
+        let gate_up = mxfp4::experts(&gate_up_weights, "gate_up_proj", (experts, 2 * share.len(), hidden_size))?;
+        let down = mxfp4::experts(&down_weights, "down_proj", (experts, hidden_size, share.len()))?;
         let (gate_up_proj, down_proj) = mxfp4::for_tensor_cores(&all, gate_up, down)?;
+        let down_bias = all.float("down_proj_bias", &[experts, hidden_size])?;
         Ok(Self {
             router: Linear::load_with_dtype(&weights.at("router"), hidden_size, experts, Bias::With, DType::F32)?,
             gate_up_proj,
-            gate_up_bias: all.float("gate_up_proj_bias", &[experts, 2 * intermediate_size])?,
+            gate_up_bias: gate_up_weights.stacked_vectors("gate_up_proj_bias", experts, 2 * share.len())?,
             down_proj,
-            down_bias: all.float("down_proj_bias", &[experts, hidden_size])?,
+            // The outputs of all ranks are summed, so only one of them contains the bias.
+            down_bias: if world.is_first() { down_bias } else { down_bias.zeros_like()? },
             config,
             usage: ExpertUsage::new(weights.device())?,
+            world: world.clone(),
         })
     }
 
@@ -200,6 +230,15 @@ impl ClampedMoe {
 
     /// Maps x, f32 `[tokens, hidden]`, to f32 `[tokens, hidden]`.
     pub fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+        let y = match self.down_proj.dims()? {
+            (_, _, 0) => x.zeros_like()?,
+            _ => self.forward_part(x, order)?,
+        };
+        Ok(self.world.sum(&y)?)
+    }
+
+    /// Computes the part of this rank.
+    fn forward_part(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         let chosen = self.config.experts_per_token;
         #[cfg(feature = "cuda")]
         if let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down), Matrix::Dense(router)) =

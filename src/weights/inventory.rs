@@ -193,6 +193,14 @@ impl Inventory {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }
 
+    /// Returns the size in memory of the weights that every rank holds as a whole: embeddings, norms, routers and biases.
+    pub fn whole_bytes(&self, dtype: DType) -> u64 {
+        let is_whole = |tensor: &&InventoryTensor| {
+            tensor.format == MemoryFormat::F32 || ["embedding", "norms", "other"].contains(&tensor.group())
+        };
+        sum(self.tensors.iter().filter(is_whole).map(|tensor| tensor.loaded_bytes(dtype)))
+    }
+
     /// Returns the size in memory of the largest layer of experts, in bytes.
     /// Loading temporarily needs this much extra memory to repack or stack the experts of one layer at a time.
     pub fn largest_expert_layer(&self, dtype: DType) -> u64 {

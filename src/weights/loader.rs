@@ -1,5 +1,6 @@
 //! Loads tensors by name, and converts float tensors to the compute dtype.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use ::safetensors::tensor::Dtype;
@@ -7,6 +8,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 
 use super::checkpoint::Checkpoint;
+use super::part::{Axis, Part, Slice};
 use super::progress::LoadProgress;
 use super::quantized::{self, QuantizationTarget};
 use super::read_ahead::ReadAhead;
@@ -14,6 +16,7 @@ use super::read_ahead::ReadAhead;
 use super::read_ahead::{ReadAheadOptions, Retention};
 use super::safetensors::module;
 use super::tensor_info::TensorInfo;
+use crate::device::World;
 use crate::error::Error;
 #[cfg(feature = "cuda")]
 use crate::kernels::upload::CopyStream;
@@ -30,6 +33,10 @@ pub struct Weights<'c> {
     /// The quantization of float matrices during loading, if any.
     pub(super) quantize: Option<QuantizationTarget>,
     pub(super) progress: &'c LoadProgress<'c>,
+    /// The rank that loads the weights.
+    world: World,
+    /// The part of each tensor that is loaded. `None` for whole tensors.
+    pub(super) part: Option<Part>,
     /// The background reader. It stops when the last clone of these weights is dropped.
     pub(super) reader: Option<Arc<dyn TensorReader>>,
 }
@@ -84,19 +91,8 @@ impl<'c> Weights<'c> {
         progress: &'c LoadProgress<'c>,
     ) -> Self {
         let (prefix, device) = (String::new(), device.clone());
-        Self { checkpoint, prefix, device, dtype, quantize: None, progress, reader: None }
-    }
-
-    /// Like [`Weights::new`], but float matrices are quantized during loading.
-    /// Nothing is read ahead, because quantizing takes longer than reading.
-    pub fn quantizing(
-        checkpoint: &'c Checkpoint,
-        device: &Device,
-        dtype: DType,
-        progress: &'c LoadProgress<'c>,
-        quantize: QuantizationTarget,
-    ) -> Self {
-        Self { quantize: Some(quantize), ..Self::without_reader(checkpoint, device, dtype, progress) }
+        let world = World::alone();
+        Self { checkpoint, prefix, device, dtype, quantize: None, progress, world, part: None, reader: None }
     }
 
     /// Creates weights that take tensors from `reader`, which must copy them to `device`.
@@ -108,6 +104,62 @@ impl<'c> Weights<'c> {
         reader: ReadAhead<impl Target>,
     ) -> Self {
         Self { reader: Some(Arc::new(reader)), ..Self::without_reader(checkpoint, device, dtype, progress) }
+    }
+
+    /// Returns weights that a rank of `world` loads to `device`. Layers load only the parts that this rank holds.
+    /// Nothing is read ahead.
+    pub fn of_rank(
+        checkpoint: &'c Checkpoint,
+        device: &Device,
+        dtype: DType,
+        progress: &'c LoadProgress<'c>,
+        world: World,
+    ) -> Self {
+        Self { world, ..Self::without_reader(checkpoint, device, dtype, progress) }
+    }
+
+    /// Like [`Weights::new`], but float matrices are quantized during loading.
+    /// Nothing is read ahead, because quantizing takes longer than reading.
+    pub fn quantizing(
+        checkpoint: &'c Checkpoint,
+        device: &Device,
+        dtype: DType,
+        progress: &'c LoadProgress<'c>,
+        quantize: QuantizationTarget,
+    ) -> Self {
+        Self::without_reader(checkpoint, device, dtype, progress).quantized_to(quantize)
+    }
+
+    /// Returns these weights with float matrices quantized during loading. Nothing is read ahead.
+    pub fn quantized_to(self, quantize: QuantizationTarget) -> Self {
+        Self { quantize: Some(quantize), reader: None, ..self }
+    }
+
+    /// Returns the rank that loads these weights.
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+
+    /// Returns weights that load only these of the `total` rows of each tensor. Callers give the shape of the part.
+    pub fn rows(&self, ranges: &[Range<usize>], total: usize) -> Self {
+        self.part(Axis::Rows, ranges, total)
+    }
+
+    /// Returns weights that load only these of the `total` columns of each matrix, and whole biases.
+    /// Callers give the shape of the part.
+    pub fn columns(&self, range: Range<usize>, total: usize) -> Self {
+        self.part(Axis::Columns, &[range], total)
+    }
+
+    fn part(&self, axis: Axis, ranges: &[Range<usize>], total: usize) -> Self {
+        // A rank that is alone loads whole tensors, which may be read ahead.
+        let part = Part { axis, ranges: ranges.to_vec(), total };
+        Self { part: (self.world.size() > 1).then_some(part), ..self.clone() }
+    }
+
+    /// Returns the ranges to load of a tensor whose rows and columns are these dimensions.
+    pub(super) fn slice(&self, rows: Option<usize>, columns: Option<usize>) -> Option<Slice> {
+        self.part.as_ref()?.slice(rows, columns)
     }
 
     /// Returns a copy of these weights that loads float matrices without quantizing them.
@@ -140,7 +192,7 @@ impl<'c> Weights<'c> {
         self.checkpoint.info(&self.full_name(name)).is_some()
     }
 
-    /// Loads a float tensor of exactly this shape in the compute dtype.
+    /// Loads a whole float tensor of exactly this shape in the compute dtype.
     /// The file may store it as F32, F16, BF16 or F8_E4M3.
     pub fn float(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
         self.float_as(name, shape, self.dtype)
@@ -148,29 +200,51 @@ impl<'c> Weights<'c> {
 
     /// Loads a float tensor of exactly this shape and converts it to `dtype`.
     pub fn float_as(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        self.float_slice(name, shape, dtype, None)
+    }
+
+    /// Loads a vector with one value for each row of a matrix, such as a bias.
+    pub fn vector(&self, name: &str, rows: usize, dtype: DType) -> Result<Tensor> {
+        self.float_slice(name, &[rows], dtype, self.slice(Some(0), None))
+    }
+
+    /// Loads one vector for each of several stacked matrices in the compute dtype: `[matrices, rows]`.
+    pub fn stacked_vectors(&self, name: &str, matrices: usize, rows: usize) -> Result<Tensor> {
+        self.float_slice(name, &[matrices, rows], self.dtype, self.slice(Some(1), None))
+    }
+
+    /// Loads a float tensor, or the part of it that `slice` selects. `shape` is the shape of the result.
+    pub(super) fn float_slice(
+        &self,
+        name: &str,
+        shape: &[usize],
+        dtype: DType,
+        slice: Option<Slice>,
+    ) -> Result<Tensor> {
         let name = self.full_name(name);
+        let stored_shape = slice.as_ref().map_or(shape.to_vec(), |slice| slice.stored_shape(shape));
         if self.checkpoint.required(&name)?.dtype == Dtype::F8_E4M3 {
             self.progress.add_name(&name);
-            return self.float_from_e4m3(&name, shape, dtype);
+            return self.float_from_e4m3(&name, &stored_shape, dtype, slice);
         }
-        let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], shape)?;
+        let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], &stored_shape)?;
         // Convert small tensors, such as norms and biases, on the host. The first conversion on a GPU takes a second if
         // the driver has no compiled copy of candle's conversion kernels in its cache.
         let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= MAX_HOST_CONVERSION_BYTES;
         if let Checkpoint::Gguf(model) = self.checkpoint {
-            let tensor = model.float(&name, dtype)?.to_device(&self.device);
+            let whole = model.float(&name, dtype);
+            let tensor = whole.and_then(|whole| Ok(sliced(whole, slice)?.to_device(&self.device)?));
             self.progress.add_read(info.bytes() as u64);
-            let tensor = tensor.with_context(|| format!("cannot load tensor {name}"))?;
-            return Ok(self.progress.add_tensor(tensor));
+            return Ok(self.progress.add_tensor(tensor.with_context(|| format!("cannot load tensor {name}"))?));
         }
-        let tensor = self.load(&name, if on_host { &Device::Cpu } else { &self.device })?;
+        let tensor = self.load(&name, shape, slice, if on_host { &Device::Cpu } else { &self.device })?;
         let converted = tensor.to_dtype(dtype).and_then(|tensor| tensor.to_device(&self.device));
         let converted = converted.with_context(|| format!("cannot convert {name} to {dtype:?}"))?;
         Ok(self.progress.add_tensor(converted))
     }
 
     /// Loads an E4M3 tensor that has no scales. Converts it on the host, because GPUs before Ada do not support E4M3.
-    fn float_from_e4m3(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
+    fn float_from_e4m3(&self, name: &str, shape: &[usize], dtype: DType, slice: Option<Slice>) -> Result<Tensor> {
         let view = self.checkpoint.view(name)?;
         self.check_unscaled(name)?;
         if view.info.shape != shape {
@@ -179,7 +253,8 @@ impl<'c> Weights<'c> {
         let mut values = vec![0.0; view.info.elements()];
         let bytes = view.bytes.read().with_context(|| format!("cannot load tensor {name}"))?;
         quantized::read_floats(Dtype::F8_E4M3, &bytes, &mut values)?;
-        let tensor = Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(&self.device);
+        let whole = Tensor::from_vec(values, shape, &Device::Cpu)?;
+        let tensor = sliced(whole, slice)?.to_dtype(dtype)?.to_device(&self.device);
         self.progress.add_read(view.info.bytes() as u64);
         Ok(self.progress.add_tensor(tensor.with_context(|| format!("cannot load tensor {name}"))?))
     }
@@ -202,9 +277,15 @@ impl<'c> Weights<'c> {
 
     /// Loads a U8 tensor of exactly this shape.
     pub fn bytes(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
+        self.bytes_slice(name, shape, None)
+    }
+
+    /// Loads a U8 tensor, or the part of it that `slice` selects. `shape` is the shape of the result.
+    pub(super) fn bytes_slice(&self, name: &str, shape: &[usize], slice: Option<Slice>) -> Result<Tensor> {
         let name = self.full_name(name);
-        self.check(&name, &[DType::U8], shape)?;
-        Ok(self.progress.add_tensor(self.load(&name, &self.device)?))
+        let stored_shape = slice.as_ref().map_or(shape.to_vec(), |slice| slice.stored_shape(shape));
+        self.check(&name, &[DType::U8], &stored_shape)?;
+        Ok(self.progress.add_tensor(self.load(&name, shape, slice, &self.device)?))
     }
 
     /// Returns the header entry of a tensor. Fails unless the tensor has this shape and one of these dtypes.
@@ -223,28 +304,35 @@ impl<'c> Weights<'c> {
         Ok(info)
     }
 
-    /// Loads a tensor in its stored dtype. `device` is the device of these weights or the host.
-    fn load(&self, name: &str, device: &Device) -> Result<Tensor> {
+    /// Loads a tensor, or the part of it that `slice` selects, in its stored dtype. `device` is the device of these
+    /// weights or the host. `shape` is the shape of the result.
+    fn load(&self, name: &str, shape: &[usize], slice: Option<Slice>, device: &Device) -> Result<Tensor> {
+        let cannot = || format!("cannot load tensor {name}");
         if let Checkpoint::Gguf(model) = self.checkpoint {
-            let tensor = model.packed(name)?.to_device(device)?;
+            let tensor = sliced(model.packed(name)?, slice)?.to_device(device)?;
             self.progress.add_read(self.checkpoint.required(name)?.bytes() as u64);
             return Ok(tensor);
         }
         let view = self.checkpoint.view(name)?;
-        let shape = &view.info.shape;
         let Some(dtype) = view.info.candle_dtype() else {
             bail!("tensor {name}: the dtype {} is not supported", view.info.dtype)
         };
-        let tensor = match &self.reader {
-            Some(reader) if reader.contains(name) && device.same_device(&self.device) => {
+        let tensor = match (&self.reader, slice) {
+            (_, Some(slice)) => slice.read(&view.bytes, dtype, shape).with_context(cannot)?.to_device(device)?,
+            (Some(reader), None) if reader.contains(name) && device.same_device(&self.device) => {
                 reader.take(name, dtype, shape)?
             }
             _ => {
                 let tensor = view.bytes.tensor(dtype, shape).and_then(|tensor| Ok(tensor.to_device(device)?));
-                tensor.with_context(|| format!("cannot load tensor {name}"))?
+                tensor.with_context(cannot)?
             }
         };
         self.progress.add_read(view.info.bytes() as u64);
         Ok(tensor)
     }
+}
+
+/// Returns the part of a whole tensor that `slice` selects.
+fn sliced(whole: Tensor, slice: Option<Slice>) -> Result<Tensor> {
+    slice.map_or(Ok(whole.clone()), |slice| slice.of(&whole))
 }

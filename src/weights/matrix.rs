@@ -7,6 +7,7 @@ use candle_core::Tensor;
 use super::checkpoint::Checkpoint;
 use super::compressed::{self, Activations, WeightScales};
 use super::loader::Weights;
+use super::part::Slice;
 use super::quantized::{self, MatrixRows};
 use super::safetensors::{self, SafetensorsCheckpoint, module};
 use super::source::{RowBuffer, RowSource, StoredRows};
@@ -18,7 +19,13 @@ impl<'c> Weights<'c> {
     /// A matrix that is quantized in the file stays quantized. With a quantization target, a float matrix is quantized
     /// if the target supports its row length. All other matrices are loaded as floats in the compute dtype.
     pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
-        let quantized = |(weights, rows): &(Self, usize)| weights.quantized(name, *rows, columns);
+        let all_rows: usize = parts.iter().map(|(_, rows)| rows).sum();
+        if let Some((weights, _)) = parts.first()
+            && all_rows * columns == 0
+        {
+            return Ok(Matrix::Dense(Tensor::zeros((all_rows, columns), weights.dtype, &weights.device)?));
+        }
+        let quantized = |(weights, rows): &(Self, usize)| weights.quantized(name, 1, *rows, columns);
         let found = parts.iter().map(quantized).collect::<Result<Vec<_>>>()?;
         // Group adjacent parts that a single kernel can process.
         let is_compatible = |a: &Option<MatrixRows>, b: &Option<MatrixRows>| match (a, b) {
@@ -54,24 +61,49 @@ impl<'c> Weights<'c> {
     /// Loads the matrices of all experts from one stacked tensor, with shape `[experts, rows, columns]`.
     pub fn experts(&self, name: &str, shape: [usize; 3]) -> Result<Matrix> {
         let [experts, rows, columns] = shape;
-        match self.quantized(name, experts * rows, columns)? {
+        if rows * columns == 0 {
+            return Ok(Matrix::Dense(Tensor::zeros(&shape, self.dtype, &self.device)?));
+        }
+        match self.quantized(name, experts, rows, columns)? {
             Some(found) => {
                 self.progress.add_read(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
                 Ok(Matrix::Quantized(vec![self.build(&[&found])?]))
             }
-            None => Ok(Matrix::Dense(self.float(name, &shape)?)),
+            None => Ok(Matrix::Dense(self.float_slice(name, &shape, self.dtype, self.slice(Some(1), Some(2)))?)),
         }
     }
 
-    /// Loads a quantized matrix that safetensors checkpoints store transposed, but GGUF files do not.
-    /// Returns `None` for a safetensors checkpoint, or if the matrix is loaded as floats.
-    pub fn transposed(&self, name: &str, rows: usize, columns: usize) -> Result<Option<Matrix>> {
-        if !matches!(self.checkpoint, Checkpoint::Gguf(_)) {
-            return Ok(None);
+    /// Loads a matrix `[rows, columns]` that checkpoints store as `[columns, rows]`. Quantized matrices in GGUF files are
+    /// stored as `[rows, columns]`.
+    pub fn transposed(&self, name: &str, rows: usize, columns: usize) -> Result<Matrix> {
+        if matches!(self.checkpoint, Checkpoint::Gguf(_))
+            && rows * columns > 0
+            && let Some(found) = self.quantized(name, 1, rows, columns)?
+        {
+            self.progress.add_read(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
+            return Ok(Matrix::Quantized(vec![self.build(&[&found])?]));
         }
-        let Some(found) = self.quantized(name, rows, columns)? else { return Ok(None) };
-        self.progress.add_read(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
-        Ok(Some(Matrix::Quantized(vec![self.build(&[&found])?])))
+        let stored = self.float_slice(name, &[columns, rows], self.dtype, self.slice(Some(1), Some(0)))?;
+        Ok(Matrix::Dense(stored.t()?.contiguous()?))
+    }
+
+    /// Returns the number of columns of a matrix that its memory format cannot divide: 1 for floats, and a block for
+    /// quantized matrices. `columns` is the number of columns of the whole matrix.
+    pub fn column_unit(&self, name: &str, columns: usize) -> Result<usize> {
+        let name = self.full_name(name);
+        let format = match (self.checkpoint, self.quantize) {
+            (Checkpoint::Gguf(model), None) => model.stored_type(&name).and_then(quantized::format),
+            (Checkpoint::Safetensors(checkpoint), _) if checkpoint.info(&format!("{name}_scale")).is_some() => {
+                checkpoint.scheme(module(&name)).map(|scheme| scheme.format.memory_format())
+            }
+            (Checkpoint::Safetensors(_), None) => None,
+            (Checkpoint::Gguf(model), Some(target)) => match model.stored_type(&name).and_then(quantized::format) {
+                None => target.format(columns),
+                stored => stored,
+            },
+            (Checkpoint::Safetensors(_), Some(target)) => target.format(columns),
+        };
+        Ok(format.map_or(1, WeightFormat::column_unit))
     }
 
     fn build(&self, parts: &[&MatrixRows]) -> Result<QuantizedMatrix> {
@@ -80,9 +112,25 @@ impl<'c> Weights<'c> {
         Ok(matrix)
     }
 
-    /// Returns the rows of a matrix that is quantized in the file or during loading.
-    /// Returns `None` for a matrix that is loaded as floats.
-    fn quantized(&self, name: &str, rows: usize, columns: usize) -> Result<Option<MatrixRows<'c>>> {
+    /// Returns the rows of `matrices` stacked matrices that are quantized in the file or during loading.
+    /// Returns `None` for matrices that are loaded as floats.
+    fn quantized(&self, name: &str, matrices: usize, rows: usize, columns: usize) -> Result<Option<MatrixRows<'c>>> {
+        let slice = self.slice(Some(0), Some(1));
+        let stored = slice.as_ref().map_or(vec![rows, columns], |slice| slice.stored_shape(&[rows, columns]));
+        let found = self.quantized_rows(name, matrices * stored[0], stored[1])?;
+        Ok(match (found, slice) {
+            (Some(found), Some(Slice { dim: 0, ranges, total })) => {
+                let starts = (0..matrices).map(|matrix| matrix * total);
+                let ranges = starts.flat_map(|start| ranges.iter().map(move |r| start + r.start..start + r.end));
+                Some(found.rows(ranges.flatten().collect()))
+            }
+            (Some(found), Some(slice)) => Some(found.columns(slice.ranges[0].clone())?),
+            (found, _) => found,
+        })
+    }
+
+    /// Returns all rows of a matrix that is quantized in the file or during loading.
+    fn quantized_rows(&self, name: &str, rows: usize, columns: usize) -> Result<Option<MatrixRows<'c>>> {
         let name = self.full_name(name);
         let info = self.checkpoint.required(&name)?;
         self.progress.add_name(&name);
@@ -188,7 +236,7 @@ impl<'c> Weights<'c> {
     /// The result has the compute dtype.
     pub fn stacked(parts: &[(Weights, usize)], name: &str, columns: usize) -> Result<Tensor> {
         if let [(weights, rows)] = parts {
-            return weights.float(name, &[*rows, columns]);
+            return weights.float_slice(name, &[*rows, columns], weights.dtype, weights.slice(Some(0), Some(1)));
         }
         let names: Vec<String> = parts.iter().map(|(weights, _)| weights.full_name(name)).collect();
         let stacked = safetensors::stacked_name(&names);
@@ -202,7 +250,9 @@ impl<'c> Weights<'c> {
             let rows = parts.iter().map(|(_, rows)| rows).sum();
             return Ok(first.progress.add_tensor(reader.take(&stacked, first.dtype, &[rows, columns])?));
         }
-        let tensors = parts.iter().map(|(weights, rows)| weights.float(name, &[*rows, columns]));
+        let tensors = parts.iter().map(|(weights, rows)| {
+            weights.float_slice(name, &[*rows, columns], weights.dtype, weights.slice(Some(0), Some(1)))
+        });
         Ok(Tensor::cat(&tensors.collect::<Result<Vec<_>>>()?, 0)?)
     }
 }

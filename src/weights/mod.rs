@@ -9,6 +9,7 @@ pub mod inventory;
 mod loader;
 mod matrix;
 pub mod mxfp4;
+mod part;
 mod progress;
 pub mod quantized;
 pub mod read_ahead;

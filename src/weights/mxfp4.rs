@@ -9,6 +9,7 @@ use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 use crate::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
 
 /// Loads the stacked matrices of all experts, with shape `[experts, rows, columns]`.
+/// If the weights are a part of the columns, the part must consist of whole MXFP4 blocks.
 ///
 /// A packed checkpoint has two tensors:
 /// - `{name}_blocks` with shape `[experts, rows, columns / 32, 16]`
@@ -25,11 +26,17 @@ pub fn experts(
             bail!("{name}: {columns} columns are not a multiple of the MXFP4 block length {MXFP4_BLOCK}");
         }
         let groups = columns / MXFP4_BLOCK;
-        let blocks = weights.bytes(&format!("{name}_blocks"), &[experts, rows, groups, MXFP4_BLOCK / 2])?;
-        let scales = weights.bytes(&format!("{name}_scales"), &[experts, rows, groups])?;
+        let slice = match weights.slice(None, Some(2)) {
+            Some(columns) => Some(columns.in_units(MXFP4_BLOCK)),
+            None => weights.slice(Some(1), None),
+        };
+        let blocks_shape = [experts, rows, groups, MXFP4_BLOCK / 2];
+        let blocks = weights.bytes_slice(&format!("{name}_blocks"), &blocks_shape, slice.clone())?;
+        let scales = weights.bytes_slice(&format!("{name}_scales"), &[experts, rows, groups], slice)?;
         return Ok(ExpertWeights::Mxfp4 { blocks, scales });
     }
-    let dense = weights.float(name, &[experts, columns, rows])?;
+    let slice = weights.slice(Some(2), Some(1));
+    let dense = weights.float_slice(name, &[experts, columns, rows], weights.dtype(), slice)?;
     Ok(ExpertWeights::Dense(dense.transpose(1, 2)?.contiguous()?))
 }
 

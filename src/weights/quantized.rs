@@ -1,6 +1,7 @@
 //! Builds quantized matrices from quantized rows in a file, or from floats that are quantized during loading.
 
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 
 use anyhow::{Context, Result, bail};
@@ -100,6 +101,9 @@ pub fn format(ggml_type: GgmlType) -> Option<WeightFormat> {
     })
 }
 
+/// The index of the scales among the planes of a matrix.
+const SCALES_PLANE: usize = 2;
+
 /// The rows of one matrix before they are packed.
 pub struct MatrixRows<'c> {
     pub format: WeightFormat,
@@ -152,6 +156,37 @@ impl<'c> MatrixRows<'c> {
             Ok(())
         };
         Some(Self { format, rows, columns, rounding: InputRounding::None, write: Box::new(write) })
+    }
+
+    /// Returns the rows with these indices.
+    pub fn rows(self, indices: Vec<usize>) -> Self {
+        let Self { format, columns, rounding, write, .. } = self;
+        let rows = indices.len();
+        let write =
+            move |row: usize, buffer: &mut RowBuffer, planes: [&mut [u8]; 4]| write(indices[row], buffer, planes);
+        Self { format, rows, columns, rounding, write: Box::new(write) }
+    }
+
+    /// Returns some of the columns of all rows. Fails if the range does not consist of whole blocks of the format.
+    pub fn columns(self, range: Range<usize>) -> Result<Self> {
+        let Self { format, rows, columns, rounding, write } = self;
+        let unit = format.column_unit();
+        if range.start % unit != 0 || (range.end % unit != 0 && range.end != columns) {
+            bail!("cannot divide the columns of a {format:?} matrix at {range:?}: its blocks have {unit} columns");
+        }
+        let (whole, before) = (format.row_bytes(columns), format.row_bytes(range.start));
+        let has_row_scales = format.has_row_scales();
+        let write = move |row: usize, buffer: &mut RowBuffer, planes: [&mut [u8]; 4]| {
+            let mut bytes = whole.map(|bytes| vec![0; bytes]);
+            write(row, buffer, bytes.each_mut().map(Vec::as_mut_slice))?;
+            for (index, (plane, bytes)) in planes.into_iter().zip(&bytes).enumerate() {
+                // A scale of a whole row is also the scale of its columns.
+                let start = if index == SCALES_PLANE && has_row_scales { 0 } else { before[index] };
+                plane.copy_from_slice(&bytes[start..start + plane.len()]);
+            }
+            Ok(())
+        };
+        Ok(Self { format, rows, columns: range.len(), rounding, write: Box::new(write) })
     }
 
     /// Builds one matrix from the rows of several matrices with the same format, using all cores.

@@ -73,6 +73,11 @@ impl WeightFormat {
         PlaneBytes { low, high, scales, supers }
     }
 
+    /// Returns the number of columns that share scales or bytes. A matrix can be divided only between such units.
+    pub fn column_unit(self) -> usize {
+        if self.plane_bytes().supers > 0 { SUPERBLOCK_COLUMNS } else { GROUP_COLUMNS }
+    }
+
     /// Returns whether each row has a single scale.
     pub fn has_row_scales(self) -> bool {
         self.plane_bytes().scales == 0
