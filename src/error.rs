@@ -66,9 +66,11 @@ pub enum Error {
         "{what} needs {:.1} GB of memory on {device}, but only {:.1} GB is free\n  {}",
         *needed_bytes as f64 / 1e9,
         *free_bytes as f64 / 1e9,
-        match fitting_context {
-            Some(context) => format!("try --context {context}, or free memory on the device"),
-            None => "no context fits: free memory on the device, or choose a smaller model".to_string(),
+        match (fitting_context, fitting_gpus) {
+            (Some(context), None) => format!("try --context {context}, or free memory on the device"),
+            (Some(context), Some(gpus)) => format!("try --context {context}, or --gpus {gpus} if you have {gpus} such GPUs"),
+            (None, Some(gpus)) => format!("no context fits: try --gpus {gpus} if you have {gpus} such GPUs"),
+            (None, None) => "no context fits: free memory on the device, or choose a smaller model".to_string(),
         }
     )]
     OutOfMemory {
@@ -78,6 +80,8 @@ pub enum Error {
         free_bytes: u64,
         /// The longest context that would fit, in tokens.
         fitting_context: Option<usize>,
+        /// The smallest number of such GPUs that can hold the model together with its context.
+        fitting_gpus: Option<usize>,
     },
 
     /// The model is on this machine, but not in inferno's own cache.

@@ -354,6 +354,9 @@ impl EngineHandle {
     /// Returns 0 if the file belongs to another model, dtype or build of inferno, or if the cache has no room.
     /// Fails if the file cannot be read or is damaged.
     pub fn load_prefix(&self, path: &Path) -> Result<usize> {
+        if self.info().ranks > 1 {
+            return Ok(0);
+        }
         // Read the file on this thread, so that other requests do not wait for it.
         let bytes = files::read(path, self.info().cache_bytes.saturating_add(MAX_PREFIX_HEADER))?;
         let (path, fingerprint) = (path.to_path_buf(), self.shared.fingerprint.clone());

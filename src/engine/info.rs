@@ -37,10 +37,13 @@ pub struct ModelInfo {
     /// How the prompts of requests with [`deterministic`](crate::GenerateOptions::deterministic) are divided. `None` if
     /// the chunk size or the attention kernel does not support such requests.
     pub request_grid: Option<ChunkGrid>,
+    /// The device with the least free memory.
     pub device: DeviceInfo,
-    /// The size of the weights on the device, in bytes.
+    /// The number of devices that run the model together.
+    pub ranks: usize,
+    /// The size of the weights on the device with the largest part, in bytes.
     pub weight_bytes: u64,
-    /// The size of the KV cache on the device, in bytes.
+    /// The size of the KV cache on one device, in bytes.
     pub cache_bytes: u64,
     /// The number of blocks in the KV cache, each of 64 tokens in one group of layers.
     pub cache_blocks: usize,

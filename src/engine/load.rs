@@ -10,23 +10,25 @@ use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device};
 
 use super::info::{LoadTimes, ModelInfo};
+use super::load_ranks::{LoadedRanks, RankLoader};
 use super::memory::{Capacity, DeviceKind, MAX_LOGIT_ROWS, MemoryPlan};
 use super::memory_limit::MemoryLimit;
 use super::sampling::SamplingParams;
-use crate::device::{self, DeviceChoice, DeviceInfo};
+use crate::device::{self, DeviceChoice, DeviceInfo, Devices};
 use crate::error::Error;
 use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
 use crate::models::{self, ModelConfig};
-use crate::nn::kv_cache::{BLOCK_TOKENS, KvCache};
+use crate::nn::kv_cache::BLOCK_TOKENS;
 use crate::runner::{ChunkGrid, Runner, RunnerLimits, RunnerOptions};
 use crate::weights::quantized::QuantizationTarget;
-use crate::weights::{Checkpoint, Inventory, LoadProgress, Weights};
+use crate::weights::{Checkpoint, Inventory, LoadProgress};
 use crate::worker;
 
 /// Options for loading a model.
 pub struct LoadOptions<'o> {
-    pub device: DeviceChoice,
+    /// The devices that run the model together.
+    pub devices: Devices,
     /// The dtype of activations. `None` selects bf16 on a GPU and f32 on a CPU.
     pub dtype: Option<DType>,
     /// The context length in tokens. `None` selects 32,768 or the model's limit, whichever is less, and halves it until
@@ -63,7 +65,7 @@ pub struct LoadOptions<'o> {
 impl Default for LoadOptions<'_> {
     fn default() -> Self {
         Self {
-            device: DeviceChoice::default(),
+            devices: Devices::default(),
             dtype: None,
             context: None,
             chunk: None,
@@ -139,6 +141,7 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
         is_deterministic: runner.grid().is_some(),
         request_grid: chunk_grid(runner.limits().chunk, attention).ok(),
         device: device_info,
+        ranks: options.devices.count(),
         weight_bytes,
         cache_bytes,
         cache_blocks: runner.cache().blocks(),
@@ -224,8 +227,8 @@ fn load_onto_device(
 ) -> Result<OnDevice> {
     let architecture = &config.architecture;
     let started = Instant::now();
-    let device = device::open(options.device)?;
-    let device_info = device::info(&device)?;
+    let device = device::open(options.devices.first())?;
+    let device_info = smallest_device(&device, &options.devices)?;
     times.device_s = started.elapsed().as_secs_f64();
     if is_refused.load(Ordering::Relaxed) {
         bail!("loading was canceled");
@@ -236,9 +239,10 @@ fn load_onto_device(
     let device_kind = if device.is_cuda() { DeviceKind::Gpu } else { DeviceKind::Cpu };
     let inventory = Inventory::from_checkpoint(checkpoint, options.quantize);
     let plan = MemoryPlan::new(&inventory, architecture.as_ref(), dtype, device_kind).with_chunk(options.chunk)?;
-    let mut plan = plan.with_sequences(options.sequences)?;
-    // Other processes may use some of the memory below the limit.
+    let mut plan = plan.with_sequences(options.sequences)?.with_ranks(options.devices.count());
+    // Other processes may use some of the memory below the limit. Ranks on the same device share its memory.
     let mut usable = device_info.clone();
+    usable.free_bytes /= options.devices.most_ranks_per_device() as u64;
     if let Some(memory) = options.memory {
         if device_info.total_bytes == 0 {
             return Err(Error::Usage("cannot limit the memory: the memory of this device is unknown".into()).into());
@@ -285,25 +289,36 @@ fn allocate(
     let report = |bytes| (options.progress)(bytes, total);
     let started = Instant::now();
     let progress = LoadProgress::new(&report);
-    let weights = match options.quantize {
-        Some(quantize) => Weights::quantizing(checkpoint, device, dtype, &progress, quantize),
-        None => Weights::new(checkpoint, device, dtype, &progress)?,
+    let loader = RankLoader {
+        config,
+        checkpoint,
+        dtype,
+        quantize: options.quantize,
+        attention: options.attention,
+        context,
+        cache_blocks: plan.cache_blocks(capacity),
     };
-    let mut decoder = config.architecture.build(&weights, context)?;
-    let attention = decoder.set_attention_backend(options.attention)?;
+    let LoadedRanks { world, parts, others, attention, cache_s } = loader.load(device, &options.devices, &progress)?;
     let grid = options.deterministic.then(|| chunk_grid(chunk, attention)).transpose()?;
-    drop(weights);
-    device.synchronize()?;
-    times.weights_s = started.elapsed().as_secs_f64();
-
-    let started = Instant::now();
-    let cache = KvCache::new(plan.layout().clone(), plan.cache_blocks(capacity), dtype, device)?;
-    device.synchronize()?;
-    times.cache_s = started.elapsed().as_secs_f64();
+    times.cache_s = cache_s;
+    times.weights_s = started.elapsed().as_secs_f64() - cache_s;
 
     let started = Instant::now();
     let runner_options = RunnerOptions { eager: options.eager, grid, queue_on_cpu: options.queue_on_cpu };
-    let runner = Runner::new(decoder, cache, RunnerLimits { context, chunk }, device.clone(), runner_options)?;
+    let limits = RunnerLimits { context, chunk };
+    let runner = Runner::with_ranks(world, parts, others, limits, device.clone(), runner_options)?;
     times.graph_s = started.elapsed().as_secs_f64();
     Ok((runner, attention))
+}
+
+/// Returns the properties of the device with the least free memory.
+fn smallest_device(first: &Device, devices: &Devices) -> Result<DeviceInfo> {
+    let mut smallest = device::info(first)?;
+    for choice in devices.iter().skip(1).filter(|choice| *choice != DeviceChoice::Cpu) {
+        let info = device::info(&device::open(choice)?)?;
+        if info.free_bytes < smallest.free_bytes {
+            smallest = info;
+        }
+    }
+    Ok(smallest)
 }

@@ -5,7 +5,7 @@
 use anyhow::Result;
 use candle_core::DType;
 
-use crate::device::DeviceInfo;
+use crate::device::{DeviceInfo, share};
 use crate::error::Error;
 use crate::kernels::scratch::MAX_ARENA_BYTES;
 use crate::models::Architecture;
@@ -76,8 +76,13 @@ impl DeviceKind {
 }
 
 /// The memory requirements of a model as a function of its [`Capacity`].
+#[derive(Clone)]
 pub struct MemoryPlan {
+    /// The number of devices that run the model together. All sizes are those of the device with the largest part.
+    ranks: usize,
     weight_bytes: u64,
+    /// The weights that every rank holds as a whole.
+    whole_bytes: u64,
     /// Extra bytes needed during loading, to repack or stack the experts of one layer.
     /// The memory is freed before the KV cache is allocated.
     loading_bytes: u64,
@@ -136,7 +141,9 @@ impl MemoryPlan {
         device_kind: DeviceKind,
     ) -> Self {
         Self {
+            ranks: 1,
             weight_bytes: inventory.loaded_bytes(dtype),
+            whole_bytes: inventory.whole_bytes(dtype),
             loading_bytes: if device_kind == DeviceKind::Gpu { inventory.largest_expert_layer(dtype) } else { 0 },
             unpacked_bytes: if device_kind == DeviceKind::Gpu { inventory.unpacked_expert_layer(dtype) } else { 0 },
             workspace_bytes_per_token: MIN_WORKSPACE_BYTES_PER_TOKEN,
@@ -159,6 +166,18 @@ impl MemoryPlan {
             0 => Err(Error::Usage("cannot load a model for 0 sequences: use 1 or more".into()).into()),
             _ => Ok(Self { sequences, ..self }),
         }
+    }
+
+    /// Divides the model among several ranks. The plan is then that of the rank with the largest part.
+    pub fn with_ranks(mut self, ranks: usize) -> Self {
+        if ranks > 1 {
+            self.ranks = ranks;
+            let largest = |total: usize| share(total, 1, 0, ranks).len();
+            self.layers.iter_mut().for_each(|layer| layer.kv_heads = largest(layer.kv_heads));
+            self.layout = CacheLayout::new(&self.layers);
+            self.weight_bytes = self.whole_bytes + (self.weight_bytes - self.whole_bytes).div_ceil(ranks as u64);
+        }
+        self
     }
 
     /// Lets the model use this many bytes of the device's memory. The KV cache takes all of it that is left.
@@ -362,7 +381,17 @@ impl MemoryPlan {
         let (needed_bytes, free_bytes) = (self.bytes(self.smallest(context)), device.free_bytes);
         let smaller = self.halvings(context).skip(1);
         let fitting_context = smaller.into_iter().find(|&context| self.fit(context, device).is_some());
-        Error::OutOfMemory { what, device: device.name.clone(), needed_bytes, free_bytes, fitting_context }
+        let fits_on = |gpus: &usize| self.clone().with_ranks(*gpus).fit(context, device).is_some();
+        let is_divisible = self.ranks == 1 && device.compute_capability.is_some();
+        let fitting_gpus = [2, 4, 8].into_iter().find(|gpus| is_divisible && fits_on(gpus));
+        Error::OutOfMemory {
+            what,
+            device: device.name.clone(),
+            needed_bytes,
+            free_bytes,
+            fitting_context,
+            fitting_gpus,
+        }
     }
 }
 
@@ -374,7 +403,9 @@ mod tests {
         const FULL: LayerSpec = LayerSpec { kv_heads: 8, head_dim: 64, window: None };
         const SLIDING: LayerSpec = LayerSpec { kv_heads: 8, head_dim: 64, window: Some(128) };
         MemoryPlan {
+            ranks: 1,
             weight_bytes: 10 << 30,
+            whole_bytes: 1 << 30,
             loading_bytes: 0,
             unpacked_bytes: 0,
             workspace_bytes_per_token: MIN_WORKSPACE_BYTES_PER_TOKEN,
@@ -446,6 +477,29 @@ mod tests {
         let error = plan.choose(None, &device(1 << 30)).unwrap_err();
         let Some(Error::OutOfMemory { fitting_context, .. }) = error.downcast_ref() else { panic!("{error}") };
         assert_eq!(*fitting_context, None);
+    }
+
+    #[test]
+    fn out_of_memory_error_names_the_gpus_that_fit() {
+        let gpu = |bytes| DeviceInfo { compute_capability: Some((9, 0)), ..device(bytes) };
+        // 1 of the 10 GB is not divided.
+        for (bytes, gpus) in [(9u64 << 30, Some(2)), (5 << 30, Some(4)), (1 << 30, None)] {
+            let error = plan().choose(Some(2048), &gpu(bytes)).unwrap_err();
+            let Some(Error::OutOfMemory { fitting_gpus, .. }) = error.downcast_ref() else { panic!("{error}") };
+            assert_eq!(*fitting_gpus, gpus, "{error}");
+            assert_eq!(error.to_string().contains("--gpus"), gpus.is_some(), "{error}");
+        }
+        let error = plan().choose(Some(2048), &device(9 << 30)).unwrap_err();
+        assert!(!error.to_string().contains("--gpus"), "a CPU: {error}");
+    }
+
+    #[test]
+    fn several_ranks_divide_weights_and_cache() {
+        let (one, two) = (plan(), plan().with_ranks(2));
+        assert_eq!(two.weight_bytes(), (1 << 30) + (9 << 30) / 2);
+        let capacity = Capacity { context: 4096, chunk: 512 };
+        assert_eq!(two.cache_blocks(capacity), one.cache_blocks(capacity));
+        assert_eq!(two.cache_bytes(capacity), one.cache_bytes(capacity) / 2);
     }
 
     #[test]

@@ -11,6 +11,7 @@ mod handle;
 mod heartbeat;
 mod info;
 mod load;
+mod load_ranks;
 pub mod memory;
 mod memory_limit;
 mod outbox;
@@ -39,7 +40,7 @@ use std::thread::{self, JoinHandle};
 use anyhow::{Context, Result};
 use candle_core::DType;
 
-use crate::device::{DeviceChoice, DeviceInfo};
+use crate::device::{DeviceChoice, DeviceInfo, Devices};
 use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
 use crate::weights::quantized::QuantizationTarget;
@@ -146,8 +147,13 @@ pub struct EngineBuilder<'o> {
 
 impl<'o> EngineBuilder<'o> {
     /// Sets the device. The default is the first GPU.
-    pub fn device(mut self, device: DeviceChoice) -> Self {
-        self.options.device = device;
+    pub fn device(self, device: DeviceChoice) -> Self {
+        self.devices(device.into())
+    }
+
+    /// Sets the devices that run the model together. Each holds a part of every large matrix and of the KV cache.
+    pub fn devices(mut self, devices: Devices) -> Self {
+        self.options.devices = devices;
         self
     }
 

@@ -85,6 +85,7 @@ fn info(vocab_size: usize) -> ModelInfo {
         is_deterministic: true,
         request_grid: None,
         device: DeviceInfo::cpu(),
+        ranks: 1,
         weight_bytes: 0,
         cache_bytes: 0,
         cache_blocks: 0,

@@ -11,6 +11,7 @@ mod choose_token;
 #[cfg(feature = "cuda")]
 pub mod decode_graph;
 mod eager_reason;
+mod followers;
 #[cfg(feature = "cuda")]
 mod gpu_queue;
 #[cfg(feature = "cuda")]
@@ -37,12 +38,14 @@ use anyhow::Result;
 use candle_core::{DType, Device};
 use serde::Serialize;
 
+use crate::device::World;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 #[cfg(feature = "cuda")]
 use batch_graph::BatchGraphs;
 #[cfg(feature = "cuda")]
 use decode_graph::{DecodeGraph, DecodePlan};
+use followers::Followers;
 use solo_sequence::SoloSequence;
 #[cfg(feature = "cuda")]
 use step_queue::StepQueue;
@@ -50,6 +53,7 @@ use step_times::StepTimes;
 
 pub use choose_token::ChooseToken;
 pub use eager_reason::EagerReason;
+pub use followers::RankParts;
 pub use limits::{ChunkGrid, RunnerLimits, RunnerOptions};
 pub use logprobs::TokenLogprobs;
 pub use queued_step::QueuedStep;
@@ -65,6 +69,8 @@ pub struct Runner {
     /// `None` on a CPU, and if steps run eagerly.
     #[cfg(feature = "cuda")]
     queue: Option<StepQueue>,
+    /// The other ranks. They run every pass of `decoder`.
+    followers: Followers,
     decoder: Decoder,
     cache: KvCache,
     limits: RunnerLimits,
@@ -137,19 +143,39 @@ impl Runner {
         device: Device,
         options: RunnerOptions,
     ) -> Result<Self> {
+        let parts = RankParts { decoder, cache };
+        Self::with_ranks(World::alone(), parts, Vec::new(), limits, device, options)
+    }
+
+    /// Creates a runner of a model that several ranks run together. `world` and `parts` are those of the first rank,
+    /// which runs on the calling thread. `others` are all other ranks.
+    ///
+    /// All caches must have the same number of blocks, enough for one sequence of `limits.context` positions.
+    pub fn with_ranks(
+        world: World,
+        parts: RankParts,
+        others: Vec<(World, RankParts)>,
+        limits: RunnerLimits,
+        device: Device,
+        options: RunnerOptions,
+    ) -> Result<Self> {
+        let RankParts { decoder, cache } = parts;
+        let followers = Followers::start(world, others)?;
         let decode = match options {
             RunnerOptions { eager: true, .. } => Decode::Eager(EagerReason::Requested),
+            _ if !followers.is_empty() => Decode::Eager(EagerReason::SeveralDevices),
             RunnerOptions { grid: Some(_), .. } if decoder.is_on_gpu() => Decode::Eager(EagerReason::Deterministic),
             _ => Decode::plan(&decoder, &cache, limits.context)?,
         };
         let solo = SoloSequence::new(cache.layout(), limits);
         #[cfg(feature = "cuda")]
-        let gpu = batch_graph::gpu(&device).filter(|_| !options.eager);
+        let gpu = batch_graph::gpu(&device).filter(|_| !options.eager && followers.is_empty());
         Ok(Self {
             #[cfg(feature = "cuda")]
             batches: gpu.map(|gpu| BatchGraphs::new(gpu, limits.context, options.sum_order())),
             #[cfg(feature = "cuda")]
             queue: gpu.map(StepQueue::new).transpose()?,
+            followers,
             decoder,
             cache,
             limits,
@@ -180,6 +206,7 @@ impl Runner {
 
     /// Copies the keys and values in block `from` of the cache to block `to`.
     pub fn copy_block(&self, from: u32, to: u32) -> Result<()> {
+        self.followers.copy_block(from, to)?;
         self.cache.copy_block(from, to)
     }
 

@@ -33,9 +33,8 @@ impl Runner {
         }
         self.stop_graph();
         let span = SequenceSpan { tokens: ids.len(), position, tables: &self.solo.tables };
-        let logits = self
-            .decoder
-            .forward(&StepBatch { ids, sequences: &[span], logits, sum_order: SumOrder::Fastest }, &self.cache)?;
+        let batch = StepBatch { ids, sequences: &[span], logits, sum_order: SumOrder::Fastest };
+        let logits = self.followers.forward(&self.decoder, &batch, &self.cache)?;
         self.solo.cached.extend(ids);
         self.solo.written = self.solo.written.max(self.solo.cached.len());
         Ok(logits)

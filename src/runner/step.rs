@@ -123,7 +123,7 @@ impl Runner {
         let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
         self.forget_sequences();
         let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order };
-        self.decoder.forward(&batch, &self.cache)
+        self.followers.forward(&self.decoder, &batch, &self.cache)
     }
 
     /// Stops the decode graph and clears the solo sequence, because the next pass may overwrite their blocks.

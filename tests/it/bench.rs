@@ -122,7 +122,7 @@ fn bench_names_the_context_that_it_needs() {
 }
 
 fn demo() -> Engine {
-    let options = LoadOptions { device: DeviceChoice::Cpu, context: Some(700), ..Default::default() };
+    let options = LoadOptions { devices: DeviceChoice::Cpu.into(), context: Some(700), ..Default::default() };
     Engine::load(&demo_dir(), &options).unwrap()
 }
 

@@ -54,6 +54,7 @@ mod memory;
 mod prefix_file;
 mod quantized;
 mod queued_steps;
+mod ranks;
 mod render;
 mod scheduler;
 mod screen;

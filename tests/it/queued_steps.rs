@@ -9,7 +9,7 @@ use inferno::engine::{Engine, EngineBuilder, GenerateOptions};
 use crate::engine::{Answer, greedy};
 use crate::support::demo_dir;
 
-fn demo() -> EngineBuilder<'static> {
+pub fn demo() -> EngineBuilder<'static> {
     Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(320).sequences(2).chunk(64)
 }
 
@@ -30,7 +30,7 @@ fn request(engine: &Engine, index: usize) -> (Vec<u32>, GenerateOptions) {
 }
 
 /// Checks that `engine` answers as `reference` does, after preemptions and prefix hits too.
-fn check(engine: Engine, reference: Engine, change: impl Fn(usize, &mut GenerateOptions)) {
+pub fn check(engine: Engine, reference: Engine, change: impl Fn(usize, &mut GenerateOptions)) {
     let requests = (0..24).map(|index| {
         let (prompt, mut options) = request(&engine, index);
         change(index, &mut options);

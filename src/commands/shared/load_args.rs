@@ -6,7 +6,7 @@ use clap::ValueEnum;
 use indicatif::ProgressBar;
 
 use super::{note, progress_style, stderr_target};
-use crate::device::{DeviceChoice, DeviceInfo};
+use crate::device::{DeviceChoice, DeviceInfo, Devices};
 use crate::engine::{Engine, LoadOptions, MemoryLimit};
 use crate::error::Error;
 use crate::hub::Snapshot;
@@ -24,9 +24,12 @@ pub struct LoadArgs {
     /// Branch, tag or commit of the model
     #[arg(long, value_name = "REV")]
     revision: Option<String>,
-    /// Device to run on: cuda, cuda:N, or cpu (for development and the demo model)
+    /// Device to run on: cuda, cuda:N, several GPUs as cuda:N,M, or cpu (for development and the demo model)
     #[arg(long, default_value = "cuda", value_name = "DEVICE")]
-    device: DeviceChoice,
+    device: Devices,
+    /// Number of GPUs that run the model together: the first N
+    #[arg(long, value_name = "N", value_parser = parse_gpus, conflicts_with = "device")]
+    gpus: Option<Devices>,
     /// Compute dtype [default: bf16 on a GPU, f32 on a CPU]
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<Dtype>,
@@ -120,10 +123,14 @@ impl LoadArgs {
     /// --gpu-memory was given, or a few full-context sequences on a CPU.
     pub fn plan_for_many(&mut self, max_sequences: Option<usize>) {
         self.max_sequences = max_sequences;
-        match self.device {
+        match self.devices().first() {
             DeviceChoice::Cpu => self.sequences = CPU_SEQUENCES,
             _ => self.gpu_memory = self.gpu_memory.or(Some(MemoryLimit::Fraction(0.9))),
         }
+    }
+
+    fn devices(&self) -> &Devices {
+        self.gpus.as_ref().unwrap_or(&self.device)
     }
 
     /// Loads a snapshot. Shows a progress bar and a line about the device on stderr.
@@ -144,7 +151,7 @@ impl LoadArgs {
         let engine = Engine::load(
             &snapshot.path,
             &LoadOptions {
-                device: self.device,
+                devices: self.devices().clone(),
                 dtype: self.dtype.map(|dtype| match dtype {
                     Dtype::F32 => DType::F32,
                     Dtype::F16 => DType::F16,
@@ -180,4 +187,10 @@ impl LoadArgs {
         }
         Ok(engine)
     }
+}
+
+/// Parses the value of `--gpus`.
+fn parse_gpus(text: &str) -> Result<Devices, String> {
+    let count = text.parse().map_err(|_| format!("'{text}' is not a number of GPUs"))?;
+    Devices::gpus(count).ok_or_else(|| "choose 1 or more".into())
 }

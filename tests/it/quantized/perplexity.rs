@@ -173,7 +173,7 @@ fn engine_agrees_with_transformers_on_the_loss_of_a_text() {
     let text = std::fs::read_to_string(dir.join("text.txt")).unwrap();
     for (quantize, name) in [(None, "nll"), (Some("q4_k"), "q4_k.nll")] {
         let quantize = quantize.map(|name| name.parse().unwrap());
-        let options = LoadOptions { device: DeviceChoice::Cpu, quantize, ..Default::default() };
+        let options = LoadOptions { devices: DeviceChoice::Cpu.into(), quantize, ..Default::default() };
         let engine = Engine::load(Path::new(&dir), &options).unwrap();
         let ids = engine.tokenizer().encode(&text, ControlTokens::Default).unwrap();
         assert_near(name, &engine.negative_log_likelihood(&ids).unwrap(), &values(&golden[name]));

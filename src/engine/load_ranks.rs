@@ -1,0 +1,94 @@
+//! Loads the part of a model that each of its devices holds.
+
+use std::panic::resume_unwind;
+use std::thread;
+use std::time::Instant;
+
+use anyhow::Result;
+use candle_core::{DType, Device};
+
+use crate::device::{self, DeviceChoice, Devices, World};
+use crate::kernels::attention::AttentionBackend;
+use crate::models::ModelConfig;
+use crate::nn::kv_cache::{CacheLayout, KvCache};
+use crate::runner::RankParts;
+use crate::weights::quantized::QuantizationTarget;
+use crate::weights::{Checkpoint, LoadProgress, Weights};
+
+/// What all ranks load.
+pub(super) struct RankLoader<'l> {
+    pub config: &'l ModelConfig,
+    pub checkpoint: &'l Checkpoint,
+    pub dtype: DType,
+    pub quantize: Option<QuantizationTarget>,
+    pub attention: AttentionBackend,
+    /// The number of positions of the longest sequence.
+    pub context: usize,
+    /// The number of blocks in the KV cache of each rank.
+    pub cache_blocks: usize,
+}
+
+/// The loaded parts of all ranks.
+pub(super) struct LoadedRanks {
+    /// The world and the parts of the first rank.
+    pub world: World,
+    pub parts: RankParts,
+    pub others: Vec<(World, RankParts)>,
+    pub attention: AttentionBackend,
+    /// The time in which the first rank allocated its KV cache, in seconds.
+    pub cache_s: f64,
+}
+
+/// The loaded part of one rank.
+struct LoadedRank {
+    parts: RankParts,
+    attention: AttentionBackend,
+    cache_s: f64,
+}
+
+impl RankLoader<'_> {
+    /// Loads the part of the first rank to `first`, the open first device, and all other parts to the other devices, each
+    /// on a thread of its own. Reports only the progress of the first rank.
+    pub fn load(&self, first: &Device, devices: &Devices, progress: &LoadProgress) -> Result<LoadedRanks> {
+        let mut worlds = World::threads(devices.count()).into_iter();
+        let world = worlds.next().unwrap_or_default();
+        thread::scope(|scope| {
+            let threads: Vec<_> = (worlds.zip(devices.iter().skip(1)))
+                .map(|(world, choice)| scope.spawn(move || self.load_other(world, choice)))
+                .collect();
+            let loaded = self.load_rank(&world, first, progress);
+            let others = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
+            let others = others.collect::<Vec<_>>();
+            let LoadedRank { parts, attention, cache_s } = loaded?;
+            Ok(LoadedRanks { world, parts, others: others.into_iter().collect::<Result<_>>()?, attention, cache_s })
+        })
+    }
+
+    fn load_other(&self, world: World, choice: DeviceChoice) -> Result<(World, RankParts)> {
+        let device = device::open(choice)?;
+        let LoadedRank { parts, .. } = self.load_rank(&world, &device, &LoadProgress::silent())?;
+        Ok((world, parts))
+    }
+
+    /// Builds the decoder and the KV cache of one rank.
+    fn load_rank(&self, world: &World, device: &Device, progress: &LoadProgress) -> Result<LoadedRank> {
+        let &Self { config, checkpoint, dtype, quantize, attention, context, cache_blocks } = self;
+        let weights = match quantize {
+            _ if world.size() > 1 => Weights::of_rank(checkpoint, device, dtype, progress, world.clone()),
+            Some(quantize) => Weights::quantizing(checkpoint, device, dtype, progress, quantize),
+            None => Weights::new(checkpoint, device, dtype, progress)?,
+        };
+        let weights = match quantize {
+            Some(quantize) => weights.quantized_to(quantize),
+            None => weights,
+        };
+        let mut decoder = config.architecture.build(&weights, context)?;
+        let attention = decoder.set_attention_backend(attention)?;
+        drop(weights);
+        device.synchronize()?;
+        let started = Instant::now();
+        let cache = KvCache::new(CacheLayout::new(decoder.cache_layers()), cache_blocks, dtype, device)?;
+        device.synchronize()?;
+        Ok(LoadedRank { parts: RankParts { decoder, cache }, attention, cache_s: started.elapsed().as_secs_f64() })
+    }
+}

@@ -1,0 +1,276 @@
+//! Several ranks that run one model together, as threads on the CPU.
+//!
+//! The ranks hold different parts of each matrix. Their logits must agree with transformers as closely as those of one
+//! rank, and must be the same bits on all ranks. Otherwise, ranks would choose different tokens.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::Path;
+
+use candle_core::{DType, Device, safetensors};
+use inferno::device::{self, Devices, World};
+use inferno::engine::{Engine, EngineBuilder, Request};
+use inferno::models;
+use inferno::nn::kv_cache::{CacheLayout, KvCache};
+use inferno::runner::{RankParts, Runner, RunnerLimits, RunnerOptions};
+use inferno::weights::ggml::GgmlType;
+use inferno::weights::quantized::QuantizationTarget;
+use inferno::weights::{Checkpoint, LoadProgress, Weights};
+use inferno::{GenerateOptions, SamplingParams};
+
+use crate::cli::{run, text};
+use crate::engine::Answer;
+use crate::gguf::models::{quantized_llama, saved};
+use crate::queued_steps;
+use crate::support::{GoldenKind, golden, golden_models, logits_of, relative_error, values};
+
+/// Worlds of sizes that divide heads, blocks and vocabularies evenly, unevenly, and into empty parts.
+const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
+
+/// The context length of golden.rs for models in folders. LongRoPE chooses its factors by the context length.
+const CONTEXT: usize = 160;
+
+/// Runs `work` on a thread of each rank. Returns the results in the order of the ranks.
+fn on_ranks<T: Send>(size: usize, work: impl Fn(&World) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let run = |world: World| {
+            catch_unwind(AssertUnwindSafe(|| work(&world))).unwrap_or_else(|panic| {
+                world.end("another rank panicked"); // otherwise, the other ranks would wait for this one
+                resume_unwind(panic)
+            })
+        };
+        let threads: Vec<_> = World::threads(size).into_iter().map(|world| scope.spawn(move || run(world))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Returns the logits of all `ids` on each of `size` ranks, which run on the CPU.
+fn logits(path: &Path, size: usize, quantize: Option<QuantizationTarget>, ids: &[u32]) -> Vec<Vec<f32>> {
+    let cpus = vec!["cpu"; size].join(",").parse().unwrap();
+    logits_on(&cpus, DType::F32, path, quantize, ids)
+}
+
+/// Returns the logits of all `ids` on each rank.
+fn logits_on(
+    devices: &Devices,
+    dtype: DType,
+    path: &Path,
+    quantize: Option<QuantizationTarget>,
+    ids: &[u32],
+) -> Vec<Vec<f32>> {
+    let config = models::read_config(path).unwrap();
+    let checkpoint = Checkpoint::open(path).unwrap();
+    on_ranks(devices.count(), |world| {
+        let device = device::open(devices.iter().nth(world.rank()).unwrap()).unwrap();
+        let progress = LoadProgress::silent();
+        let weights = Weights::of_rank(&checkpoint, &device, dtype, &progress, world.clone());
+        let weights = match quantize {
+            Some(quantize) => weights.quantized_to(quantize),
+            None => weights,
+        };
+        let context = if path.is_dir() { CONTEXT } else { ids.len() };
+        let decoder = config.architecture.build(&weights, context).unwrap();
+        values(&logits_of(&decoder, ids, dtype, &device).unwrap())
+    })
+}
+
+/// Asserts that all ranks have the same bits, and that they agree with `expected`.
+fn assert_ranks_agree(name: &str, ranks: &[Vec<f32>], expected: &[f32], tolerance: f32) {
+    let bits = |logits: &[f32]| logits.iter().map(|logit| logit.to_bits()).collect::<Vec<_>>();
+    assert!(ranks.iter().all(|logits| bits(logits) == bits(&ranks[0])), "{name}: the ranks differ");
+    let error = relative_error(&ranks[0], expected);
+    println!("{name} on {} ranks: the logits are off by {error:e}", ranks.len());
+    assert!(error < tolerance, "{name} on {} ranks: the logits are off by {error:e}", ranks.len());
+}
+
+/// Returns the token ids and the logits that transformers computed, from the safetensors file of a golden model.
+fn expected(file: &Path) -> (Vec<u32>, Vec<f32>) {
+    let golden = safetensors::load(file, &Device::Cpu).unwrap();
+    let ids = golden["ids"].to_vec1::<i64>().unwrap();
+    (ids.into_iter().map(|id| id as u32).collect(), values(&golden["logits"]))
+}
+
+#[test]
+fn logits_of_every_family_agree_with_transformers() {
+    for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
+        let dir = golden(case);
+        let (ids, expected) = expected(&dir.join("golden.safetensors"));
+        for size in SIZES {
+            assert_ranks_agree(case, &logits(&dir, size, None, &ids), &expected, 1e-4);
+        }
+    }
+}
+
+/// A rank rounds the inputs of o_proj and down_proj by the largest value in its own columns, as vLLM does. With
+/// dynamic scales, this differs from one rank within the precision of 8 bits.
+#[test]
+fn logits_of_8_bit_models_agree_with_transformers() {
+    for (case, tolerance) in [
+        ("compressed/int8_weights", 1e-4),
+        ("compressed/int8_packed", 1e-4),
+        ("compressed/int8", 7e-2),
+        ("compressed/fp8", 12e-2),
+        ("compressed/fp8_static", 19e-2),
+    ] {
+        let dir = golden(case);
+        let (ids, expected) = expected(&dir.join("golden.safetensors"));
+        for size in SIZES {
+            assert_ranks_agree(case, &logits(&dir, size, None, &ids), &expected, tolerance);
+        }
+    }
+}
+
+/// K-quants have blocks of 256 columns, which are more than the columns of a head.
+#[test]
+fn logits_of_quantized_gguf_files_agree_with_transformers() {
+    let folder = golden("gguf_quantized");
+    for family in ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"] {
+        let (ids, expected) = expected(&folder.join(format!("{family}.safetensors")));
+        for size in SIZES {
+            let ranks = logits(&folder.join(format!("{family}.gguf")), size, None, &ids);
+            assert_ranks_agree(family, &ranks, &expected, 1e-4);
+        }
+    }
+}
+
+#[test]
+fn blocks_of_random_bits_give_the_same_logits_as_one_rank() {
+    let ids: Vec<u32> = (0..20).map(|i| i * 7 % 64).collect();
+    for ggml_type in [GgmlType::Q8_0, GgmlType::Q4K, GgmlType::Q6K] {
+        let (_folder, path) = saved(&quantized_llama(ggml_type, false));
+        let expected = logits(&path, 1, None, &ids).remove(0);
+        for size in SIZES {
+            assert_ranks_agree(ggml_type.name(), &logits(&path, size, None, &ids), &expected, 2e-5);
+        }
+    }
+}
+
+#[test]
+fn quantizing_while_loading_gives_the_same_logits_as_one_rank() {
+    for case in ["llama_graph", "mixtral_graph", "gpt2"] {
+        let dir = golden(case);
+        let (ids, _) = expected(&dir.join("golden.safetensors"));
+        for target in ["q8_0", "q6_k", "q5_1", "q4_k", "q4_0", "q2_k", "int8", "fp8"] {
+            let target: QuantizationTarget = target.parse().unwrap();
+            let expected = logits(&dir, 1, Some(target), &ids).remove(0);
+            for size in SIZES {
+                let name = format!("{case} as {target}");
+                assert_ranks_agree(&name, &logits(&dir, size, Some(target), &ids), &expected, 2e-5);
+            }
+        }
+    }
+}
+
+/// Runs requests with preemptions, prefix hits, stop tokens and sampling on several ranks, and each one alone on one rank.
+#[test]
+fn engines_of_several_ranks_answer_like_one_rank() {
+    for devices in ["cpu,cpu", "cpu,cpu,cpu"] {
+        let devices: Devices = devices.parse().unwrap();
+        let engine = queued_steps::demo().devices(devices.clone()).load().unwrap();
+        assert_eq!(engine.info().ranks, devices.count());
+        queued_steps::check(engine, queued_steps::demo().load().unwrap(), |_, _| ());
+    }
+}
+
+#[test]
+fn several_answers_to_one_prompt_share_its_blocks_on_all_ranks() {
+    let answers = |builder: EngineBuilder| {
+        let engine = builder.load().unwrap();
+        let prompt = engine.random_tokens(3, 100);
+        let sampling = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };
+        let options = GenerateOptions { ignore_eos: true, max_tokens: Some(40), ..GenerateOptions::new(sampling) };
+        let streams = engine.submit_n(Request::ids(prompt).options(options), 3).unwrap();
+        streams.into_iter().map(|stream| Answer::read(stream).tokens).collect::<Vec<_>>()
+    };
+    let devices: Devices = "cpu,cpu".parse().unwrap();
+    assert_eq!(answers(queued_steps::demo().devices(devices)), answers(queued_steps::demo()));
+}
+
+/// The cache of the second rank has too few blocks, so its first pass fails.
+#[test]
+fn if_a_rank_fails_all_passes_fail_with_its_error() {
+    let dir = golden("llama_new");
+    let checkpoint = Checkpoint::open(&dir).unwrap();
+    let config = models::read_config(&dir).unwrap();
+    let mut ranks: Vec<_> = World::threads(2)
+        .into_iter()
+        .map(|world| {
+            let progress = LoadProgress::silent();
+            let weights = Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone());
+            let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
+            let blocks = if world.is_first() { 8 } else { 1 };
+            let layout = CacheLayout::new(decoder.cache_layers());
+            let cache = KvCache::new(layout, blocks, DType::F32, &Device::Cpu).unwrap();
+            (world, RankParts { decoder, cache })
+        })
+        .collect();
+    let (world, parts) = ranks.remove(0);
+    let limits = RunnerLimits { context: CONTEXT, chunk: 64 };
+    let mut runner = Runner::with_ranks(world, parts, ranks, limits, Device::Cpu, RunnerOptions::default()).unwrap();
+    for _ in 0..3 {
+        let error = format!("{:#}", runner.logits(&[1, 2, 3]).unwrap_err());
+        assert!(error.contains("GPU 2 of 2 failed: ") && error.contains("the others were stopped"), "{error}");
+    }
+    drop(runner); // waits for the thread of the second rank
+}
+
+#[test]
+fn the_command_line_takes_a_list_of_devices() {
+    let play = |arguments: &[&str]| {
+        let prompt = ["play", "demo", "--prompt", "Hello", "--temperature", "0", "--max-tokens", "20"];
+        run(&[&prompt, arguments].concat())
+    };
+    let (one, two) = (play(&["--device", "cpu"]), play(&["--device", "cpu,cpu"]));
+    assert!(one.status.success() && two.status.success(), "{}", text(&two.stderr));
+    assert_eq!(text(&one.stdout), text(&two.stdout));
+    for (arguments, message) in [
+        (["--device", "cpu,cuda"], "a model runs on GPUs or on the CPU, not on both"),
+        (["--device", "cpu,gpu"], "unknown device 'gpu'"),
+        (["--gpus", "0"], "choose 1 or more"),
+        (["--gpus", "two"], "'two' is not a number of GPUs"),
+    ] {
+        let output = play(&arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        assert!(text(&output.stderr).contains(message), "{arguments:?}: {}", text(&output.stderr));
+    }
+    let both = play(&["--device", "cpu", "--gpus", "2"]);
+    assert!(text(&both.stderr).contains("cannot be used with"), "{}", text(&both.stderr));
+}
+
+/// Runs two ranks on two GPUs, or on the same GPU if there is only one.
+#[test(gpu)]
+fn ranks_on_gpus_agree_with_transformers() {
+    let devices: Devices = if device::gpu_count() > 1 { "cuda:0,1" } else { "cuda:0,0" }.parse().unwrap();
+    for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, 6e-2), (DType::F16, 2e-2)] {
+        for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
+            let dir = golden(case);
+            let (ids, expected) = expected(&dir.join("golden.safetensors"));
+            assert_ranks_agree(case, &logits_on(&devices, dtype, &dir, None, &ids), &expected, tolerance);
+        }
+        for family in ["llama", "qwen3_moe", "phi3", "gpt2", "gpt_oss"] {
+            let (ids, expected) = expected(&golden("gguf_quantized").join(format!("{family}.safetensors")));
+            let path = golden("gguf_quantized").join(format!("{family}.gguf"));
+            assert_ranks_agree(family, &logits_on(&devices, dtype, &path, None, &ids), &expected, tolerance);
+        }
+    }
+}
+
+/// Requests with preemptions, prefix hits and sampling on two ranks end, and each answer has the requested length.
+#[test(gpu)]
+fn engines_of_several_gpus_answer_many_requests() {
+    let devices: Devices = if device::gpu_count() > 1 { "cuda:0,1" } else { "cuda:0,0" }.parse().unwrap();
+    let engine = |devices: Devices| queued_steps::demo().devices(devices).dtype(DType::F32).load().unwrap();
+    let (two, one) = (engine(devices), engine("cuda".parse().unwrap()));
+    let prompts: Vec<_> = (0..12).map(|index| two.random_tokens(index, 20 + 10 * index as usize)).collect();
+    let options =
+        || GenerateOptions { ignore_eos: true, max_tokens: Some(40), ..GenerateOptions::new(SamplingParams::greedy()) };
+    let answers = |engine: &Engine| {
+        let streams: Vec<_> = prompts.iter().map(|ids| engine.complete_ids(ids, options()).unwrap()).collect();
+        streams.into_iter().map(|stream| Answer::read(stream).tokens).collect::<Vec<_>>()
+    };
+    let (together, alone) = (answers(&two), answers(&one));
+    assert!(together.iter().all(|tokens| tokens.len() == 40));
+    // Near ties can change a greedy token, so not every answer must be the same.
+    let same = together.iter().zip(&alone).filter(|(a, b)| a == b).count();
+    println!("{same} of 12 answers are the same as on one GPU");
+    assert!(same >= 10, "only {same} of 12 answers are the same as on one GPU");
+}
