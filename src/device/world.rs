@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 /// The place of a rank among all ranks of a model. A model on a single device is a world of one rank.
 #[derive(Clone, Debug, Default)]
@@ -23,7 +23,7 @@ impl World {
         Self::default()
     }
 
-    /// Returns the worlds of `size` ranks, which run on one thread each and exchange data in host memory.
+    /// Returns the worlds of `size` ranks, which run on one thread each.
     pub fn threads(size: usize) -> Vec<Self> {
         let meeting = (size > 1).then(|| Arc::new(Meeting::new(size)));
         (0..size).map(|rank| Self { rank, meeting: meeting.clone() }).collect()
@@ -47,36 +47,37 @@ impl World {
         share(total, unit, self.rank, self.size())
     }
 
-    /// Returns the sum of the tensors x of all ranks: f32, with the same shape on every rank.
+    /// Returns the sum of the tensors x of all ranks, which have the same shape and dtype.
     /// Waits until all ranks have called it.
     pub fn sum(&self, x: &Tensor) -> Result<Tensor> {
         let Some(meeting) = &self.meeting else { return Ok(x.clone()) };
-        let parts = meeting.exchange(self.rank, values(x)?)?;
-        let mut sum = parts[0].clone();
-        for part in &parts[1..] {
-            if part.len() != sum.len() {
-                bail!("cannot sum tensors of {} and {} elements", sum.len(), part.len());
-            }
-            sum.iter_mut().zip(part).for_each(|(sum, value)| *sum += value);
-        }
-        Tensor::from_vec(sum, x.shape(), x.device())
+        let parts = self.parts(meeting, x)?;
+        parts[1..].iter().try_fold(parts[0].clone(), |sum, part| sum + part)
     }
 
-    /// Returns the columns of all ranks side by side, in the order of the ranks. x is f32 `[rows, columns]`, where only
-    /// the number of rows is the same on every rank. Waits until all ranks have called it.
+    /// Returns the columns of all ranks side by side, in the order of the ranks. x is `[rows, columns]`, where only the
+    /// number of rows is the same on every rank. Waits until all ranks have called it.
     pub fn concat_columns(&self, x: &Tensor) -> Result<Tensor> {
         let Some(meeting) = &self.meeting else { return Ok(x.clone()) };
-        let rows = x.dim(0)?;
-        let parts = meeting.exchange(self.rank, values(x)?)?;
-        let columns: Vec<usize> = parts.iter().map(|part| part.len() / rows.max(1)).collect();
-        let total: usize = columns.iter().sum();
-        let mut all = Vec::with_capacity(rows * total);
-        for row in 0..rows {
-            for (part, &columns) in parts.iter().zip(&columns) {
-                all.extend_from_slice(&part[row * columns..][..columns]);
-            }
+        let parts = self.parts(meeting, x)?;
+        let parts: Vec<&Tensor> = parts.iter().filter(|part| part.elem_count() > 0).collect();
+        Tensor::cat(&parts, 1)
+    }
+
+    /// Returns the tensors of all ranks on the device of x. Copies between GPUs do not pass through host memory if the
+    /// driver can avoid it.
+    fn parts(&self, meeting: &Meeting, x: &Tensor) -> Result<Vec<Tensor>> {
+        let device = x.device();
+        // Each GPU has a stream of its own, so a rank must not read a part before the other GPU has written it, and must
+        // not free its own part before all others have read it.
+        device.synchronize()?;
+        let parts = meeting.exchange(self.rank, x.clone())?;
+        let parts = parts.iter().map(|part| part.to_device(device)).collect::<Result<Vec<_>>>()?;
+        if device.is_cuda() {
+            device.synchronize()?;
+            meeting.exchange(self.rank, x.clone())?;
         }
-        Tensor::from_vec(all, (rows, total), x.device())
+        Ok(parts)
     }
 
     /// Returns why the world has ended, or `None` if it has not.
@@ -106,15 +107,7 @@ pub fn share(total: usize, unit: usize, rank: usize, size: usize) -> Range<usize
     start(rank)..start(rank + 1)
 }
 
-/// Copies the elements of an f32 tensor to host memory.
-fn values(x: &Tensor) -> Result<Vec<f32>> {
-    if x.dtype() != DType::F32 {
-        bail!("ranks exchange f32 tensors, not {:?}", x.dtype());
-    }
-    x.flatten_all()?.to_vec1()
-}
-
-/// A place in host memory where the threads of all ranks exchange data.
+/// A place where the threads of all ranks exchange tensors.
 #[derive(Debug)]
 struct Meeting {
     size: usize,
@@ -125,12 +118,12 @@ struct Meeting {
 #[derive(Debug, Default)]
 struct MeetingState {
     /// What the ranks brought to the current exchange.
-    brought: Vec<Option<Vec<f32>>>,
+    brought: Vec<Option<Tensor>>,
     /// The number of exchanges that have ended.
     exchanges: u64,
-    /// The data of all ranks in the last exchange. It stays until every rank has brought data to the next exchange, so
-    /// no rank misses it.
-    last: Arc<Vec<Vec<f32>>>,
+    /// The tensors of the last exchange. They stay until every rank has come to the next exchange, so no rank misses
+    /// them.
+    last: Arc<Vec<Tensor>>,
     end_reason: Option<String>,
 }
 
@@ -144,10 +137,10 @@ impl Meeting {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until every rank has brought its data. Returns the data of all ranks.
-    fn exchange(&self, rank: usize, data: Vec<f32>) -> Result<Arc<Vec<Vec<f32>>>> {
+    /// Waits until every rank has brought a tensor. Returns the tensors of all ranks.
+    fn exchange(&self, rank: usize, tensor: Tensor) -> Result<Arc<Vec<Tensor>>> {
         let mut state = self.lock();
-        state.brought[rank] = Some(data);
+        state.brought[rank] = Some(tensor);
         if state.end_reason.is_none() && state.brought.iter().all(Option::is_some) {
             state.last = Arc::new(state.brought.iter_mut().filter_map(Option::take).collect());
             state.exchanges += 1;

@@ -113,9 +113,10 @@ impl EngineLoop {
         }
     }
 
-    /// Runs until shutdown, or until all handles are dropped.
+    /// Runs until shutdown, until all handles are dropped, or until a device of several fails. All requests that have not
+    /// ended then fail, because their channels close.
     pub fn run(mut self) {
-        while self.receive_commands() {
+        while self.runner.is_whole() && self.receive_commands() {
             self.counters.heartbeat.begin_step();
             self.end_canceled();
             self.admit();

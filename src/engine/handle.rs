@@ -343,15 +343,20 @@ impl EngineHandle {
 
     /// Saves the keys and values of the longest prefix of `ids` that is in the prefix cache. Returns its number of tokens.
     ///
-    /// [`load_prefix`](Self::load_prefix) reads the file. If nothing is cached, writes no file and returns 0.
+    /// [`load_prefix`](Self::load_prefix) reads the file. If nothing is cached, or if several devices hold the keys and
+    /// values, writes no file and returns 0.
     pub fn save_prefix(&self, ids: &[u32], path: &Path) -> Result<usize> {
+        if self.info().ranks > 1 {
+            return Ok(0);
+        }
         let (ids, path, fingerprint) = (ids.to_vec(), path.to_path_buf(), self.shared.fingerprint.clone());
         self.with_cache(move |cache, blocks| prefix_file::save(&path, &ids, &fingerprint, cache, blocks))?
     }
 
     /// Adds a saved prefix to the prefix cache. Returns its number of tokens.
     ///
-    /// Returns 0 if the file belongs to another model, dtype or build of inferno, or if the cache has no room.
+    /// Returns 0 if the file belongs to another model, dtype or build of inferno, if the cache has no room, or if several
+    /// devices hold the keys and values.
     /// Fails if the file cannot be read or is damaged.
     pub fn load_prefix(&self, path: &Path) -> Result<usize> {
         if self.info().ranks > 1 {

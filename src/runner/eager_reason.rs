@@ -12,7 +12,7 @@ pub enum EagerReason {
     /// The results must not depend on other sequences. The steps run as a batch graph of one sequence instead.
     Deterministic,
     NotOnGpu,
-    /// Several devices run the model together. They exchange data through host memory, which a graph cannot contain.
+    /// Several devices run the model together. The host starts their exchanges, which a graph cannot contain.
     SeveralDevices,
     /// The graph supports only bf16 and f16.
     Dtype(DType),

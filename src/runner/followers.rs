@@ -64,6 +64,11 @@ impl Followers {
         self.threads.is_empty()
     }
 
+    /// Returns whether no rank has failed.
+    pub fn are_running(&self) -> bool {
+        self.world.end_reason().is_none()
+    }
+
     /// Runs `decoder`, the part of the first rank, together with the parts of all followers.
     ///
     /// If one of the ranks fails, the pass of every rank fails with its error, and so do all later passes: the keys and

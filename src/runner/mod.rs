@@ -204,6 +204,11 @@ impl Runner {
         &self.cache
     }
 
+    /// Returns whether all devices of the model still work together. After a failure of one of them, every step fails.
+    pub fn is_whole(&self) -> bool {
+        self.followers.are_running()
+    }
+
     /// Copies the keys and values in block `from` of the cache to block `to`.
     pub fn copy_block(&self, from: u32, to: u32) -> Result<()> {
         self.followers.copy_block(from, to)?;

@@ -185,6 +185,19 @@ fn several_answers_to_one_prompt_share_its_blocks_on_all_ranks() {
     assert_eq!(answers(queued_steps::demo().devices(devices)), answers(queued_steps::demo()));
 }
 
+/// Each rank has the keys and values of its own heads only.
+#[test]
+fn several_ranks_save_no_prefix() {
+    let folder = tempfile::TempDir::new().unwrap();
+    let engine = queued_steps::demo().devices("cpu,cpu".parse().unwrap()).load().unwrap();
+    let prompt = engine.random_tokens(3, 200);
+    let options = GenerateOptions { max_tokens: Some(1), ..GenerateOptions::new(SamplingParams::greedy()) };
+    Answer::read(engine.complete_ids(&prompt, options).unwrap());
+    let path = folder.path().join("prefix.kv");
+    assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 0);
+    assert!(!path.exists());
+}
+
 /// The cache of the second rank has too few blocks, so its first pass fails.
 #[test]
 fn if_a_rank_fails_all_passes_fail_with_its_error() {
@@ -206,10 +219,12 @@ fn if_a_rank_fails_all_passes_fail_with_its_error() {
     let (world, parts) = ranks.remove(0);
     let limits = RunnerLimits { context: CONTEXT, chunk: 64 };
     let mut runner = Runner::with_ranks(world, parts, ranks, limits, Device::Cpu, RunnerOptions::default()).unwrap();
+    assert!(runner.is_whole());
     for _ in 0..3 {
         let error = format!("{:#}", runner.logits(&[1, 2, 3]).unwrap_err());
         assert!(error.contains("GPU 2 of 2 failed: ") && error.contains("the others were stopped"), "{error}");
     }
+    assert!(!runner.is_whole());
     drop(runner); // waits for the thread of the second rank
 }
 

@@ -164,7 +164,7 @@ pub(super) fn add_gated_moe(
     layer: &DecoderLayer,
     mlp: &GatedMoe,
 ) -> Result<()> {
-    let GatedMoe { router, gate_up_proj, down_proj, dtype, config } = mlp;
+    let GatedMoe { router, gate_up_proj, down_proj, dtype, config, .. } = mlp;
     let (Matrix::Dense(router), Some(gate_up), Some(down)) =
         (&router.weight, gate_up_proj.as_matrix()?, down_proj.as_matrix()?)
     else {
@@ -188,7 +188,7 @@ pub(super) fn add_clamped_moe(
     layer: &DecoderLayer,
     mlp: &ClampedMoe,
 ) -> Result<()> {
-    let ClampedMoe { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config, usage: _ } = mlp;
+    let ClampedMoe { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config, .. } = mlp;
     let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down)) = (gate_up_proj, down_proj) else {
         bail!("the decode graph supports only MXFP4 experts");
     };
