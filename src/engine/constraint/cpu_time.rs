@@ -29,6 +29,31 @@ pub fn thread_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
 }
 
+/// The CPU time of a thread, for other threads. Always zero where they cannot read it.
+pub struct ThreadClock {
+    #[cfg(target_os = "linux")]
+    clock: nix::time::ClockId,
+}
+
+impl ThreadClock {
+    /// Creates the clock of this thread.
+    pub fn new() -> Self {
+        Self {
+            // The kernel's number for the CPU clock of a thread, as pthread_getcpuclockid computes it.
+            #[cfg(target_os = "linux")]
+            clock: nix::time::ClockId::from_raw(!nix::unistd::gettid().as_raw() << 3 | 6),
+        }
+    }
+
+    /// Returns the CPU time of the thread so far, or zero if it has ended.
+    pub fn elapsed(&self) -> Duration {
+        #[cfg(target_os = "linux")]
+        return nix::time::clock_gettime(self.clock).map_or(Duration::ZERO, Duration::from);
+        #[cfg(not(target_os = "linux"))]
+        Duration::ZERO
+    }
+}
+
 /// Returns zero, because the CPU time of a thread is not available.
 #[cfg(not(unix))]
 pub fn thread_time() -> Duration {
@@ -38,6 +63,17 @@ pub fn thread_time() -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn other_threads_can_read_the_time_of_a_thread() {
+        let clock = ThreadClock::new();
+        let read = || std::thread::scope(|scope| scope.spawn(|| clock.elapsed()).join().unwrap());
+        let (before, own) = (read(), thread_time());
+        while thread_time() < own + Duration::from_millis(20) {}
+        let spent = read() - before;
+        assert!(spent >= Duration::from_millis(20) && spent <= thread_time(), "{spent:?}");
+    }
 
     #[test]
     fn only_slow_masks_count() {

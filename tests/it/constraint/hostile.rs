@@ -173,6 +173,30 @@ fn abusive_grammars_are_refused_or_stay_within_limits() {
     assert_eq!(engine.stats().used_blocks, 0);
 }
 
+/// The time to compile optional properties grows with the square of their number. Required ones take no such time.
+#[test]
+fn objects_with_many_optional_properties_are_refused() {
+    let engine = demo(256);
+    let schema = |optional: usize, required: usize| {
+        let names = |kind: &str, count: usize| (0..count).map(|index| format!("{kind}{index}")).collect::<Vec<_>>();
+        let (optional, required) = (names("optional", optional), names("required", required));
+        let fields: serde_json::Map<String, Value> =
+            optional.iter().chain(&required).map(|name| (name.clone(), json!({ "type": "string" }))).collect();
+        json!({ "type": "object", "properties": fields, "required": required })
+    };
+    let submit = |schema: Value| {
+        let constraint = Some(Constraint::new(GrammarKind::JsonSchema(schema)));
+        let options = GenerateOptions { constraint, max_tokens: Some(4), ..sampled(1) };
+        engine.submit(question().options(options)).map(drop)
+    };
+    submit(schema(300, 300)).unwrap();
+    let refusal = |schema| submit(schema).unwrap_err().to_string();
+    assert!(refusal(schema(1001, 0)).contains("more than 1000 optional properties"));
+    assert!(refusal(json!({ "anyOf": [schema(800, 0), schema(700, 5)] })).contains("optional properties"));
+    // No object named `properties` counts that is itself a property.
+    submit(json!({ "type": "object", "properties": { "properties": { "const": 1 } } })).unwrap();
+}
+
 /// If following a grammar becomes too expensive, the request ends with an error instead of without its constraint.
 #[test]
 fn spent_fuel_is_an_error() {
