@@ -5,11 +5,13 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 
-/// The weight of the newest interval in the mean interval between the ends of sequences.
-const NEWEST_WEIGHT: f64 = 0.2;
+use super::free_times::FreeTimes;
 
 /// The longest wait that the server suggests to a client.
 const MAX_RETRY: Duration = Duration::from_secs(60);
+
+/// The shortest wait that the server suggests: `retry-after-ms` has whole milliseconds.
+const MIN_RETRY: Duration = Duration::from_millis(1);
 
 /// If there are several clients, each of them can have this many times as many sequences as there is room left. One client
 /// alone therefore leaves a fifth of the room to others, and two leave a ninth.
@@ -27,9 +29,7 @@ pub struct Admission {
 struct State {
     /// The number of sequences of each client.
     admitted: Vec<usize>,
-    last_end: Instant,
-    /// The mean time between two ends while the server was busy, in seconds.
-    mean_interval_s: Option<f64>,
+    ends: FreeTimes,
 }
 
 impl State {
@@ -42,7 +42,7 @@ impl Admission {
     /// Creates an admission for at most `limit` sequences of `clients` clients at once.
     pub fn new(limit: usize, clients: usize) -> Self {
         let admitted = vec![0; clients.max(1)];
-        let state = Mutex::new(State { admitted, last_end: Instant::now(), mean_interval_s: None });
+        let state = Mutex::new(State { admitted, ends: FreeTimes::new(Instant::now()) });
         Self { limit, state, idle: Notify::new() }
     }
 
@@ -51,11 +51,11 @@ impl Admission {
         let mut state = self.lock();
         let total = state.total();
         if !self.has_room(&state, client, count) {
-            return Err(expected_wait(&state));
+            return Err(self.expected_wait(&state, count));
         }
         if total == 0 {
             // The time without any sequence is not an interval between two ends.
-            state.last_end = Instant::now();
+            state.ends.restart(Instant::now());
         }
         state.admitted[client] += count;
         Ok(Permit { admission: self.clone(), client, count })
@@ -64,15 +64,20 @@ impl Admission {
     /// Returns the expected time until there is room for `count` sequences of a client, or `None` if there is room now.
     pub fn wait(&self, client: usize, count: usize) -> Option<Duration> {
         let state = self.lock();
-        (!self.has_room(&state, client, count)).then(|| expected_wait(&state))
+        (!self.has_room(&state, client, count)).then(|| self.expected_wait(&state, count))
     }
 
     /// Returns the expected time until `ahead` other sequences and then one more have ended. `None` before the first end.
     pub fn expected_start(&self, ahead: usize) -> Option<Duration> {
-        let state = self.lock();
-        let elapsed_s = state.last_end.elapsed().as_secs_f64();
-        let wait_s = state.mean_interval_s? * (ahead as f64 + 1.0) - elapsed_s;
-        Duration::try_from_secs_f64(wait_s.max(0.0)).ok()
+        self.lock().ends.expected_wait(Instant::now(), ahead + 1)
+    }
+
+    /// Returns the expected time until enough sequences have ended that `count` sequences have room.
+    fn expected_wait(&self, state: &State, count: usize) -> Duration {
+        let (now, missing) = (Instant::now(), (state.total() + count).saturating_sub(self.limit).max(1));
+        // Before the first end, only a lower bound is known: no sequence has ended yet.
+        let wait = state.ends.expected_wait(now, missing).unwrap_or_else(|| state.ends.elapsed(now));
+        wait.clamp(MIN_RETRY, MAX_RETRY)
     }
 
     fn has_room(&self, state: &State, client: usize, count: usize) -> bool {
@@ -105,9 +110,7 @@ impl Admission {
 
     fn release(&self, client: usize, count: usize) {
         let mut state = self.lock();
-        let interval_s = state.last_end.elapsed().as_secs_f64() / count.max(1) as f64;
-        let mean = state.mean_interval_s.map_or(interval_s, |mean| mean + NEWEST_WEIGHT * (interval_s - mean));
-        (state.last_end, state.mean_interval_s) = (Instant::now(), Some(mean));
+        state.ends.add(Instant::now(), count);
         state.admitted[client] -= count;
         if state.total() == 0 {
             self.idle.notify_waiters();
@@ -117,14 +120,6 @@ impl Admission {
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Returns the expected time until the next sequence ends.
-fn expected_wait(state: &State) -> Duration {
-    let elapsed = state.last_end.elapsed().as_secs_f64();
-    // Before the first end, only a lower bound is known: no sequence has ended in `elapsed` seconds.
-    let left = state.mean_interval_s.map_or(elapsed, |mean| mean - elapsed);
-    Duration::from_secs_f64(left.clamp(0.05, MAX_RETRY.as_secs_f64()))
 }
 
 /// The right to run sequences. Dropping it makes room for others.
@@ -155,8 +150,8 @@ mod tests {
         assert_eq!(admission.admitted(), 2);
         drop(second);
         assert_eq!(admission.admitted(), 0);
-        let wait = expected_wait(&admission.lock());
-        assert!(wait >= Duration::from_millis(50) && wait <= MAX_RETRY, "{wait:?}");
+        let wait = admission.expected_wait(&admission.lock(), 5);
+        assert!(wait >= MIN_RETRY && wait <= MAX_RETRY, "{wait:?}");
     }
 
     #[test]

@@ -23,6 +23,7 @@ mod constraint;
 mod dialect;
 mod error;
 mod event_stream;
+mod free_times;
 mod generate_options;
 mod generation;
 mod health;

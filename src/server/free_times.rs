@@ -1,0 +1,139 @@
+//! Estimates when places become free, from the times at which sequences ended.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// The number of last ends from which waits are estimated.
+const ENDS: usize = 64;
+
+/// Sequences that end within this time count as one end: they were part of the same step.
+const SAME_STEP: Duration = Duration::from_millis(1);
+
+/// The last times at which sequences ended.
+pub struct FreeTimes {
+    last: Instant,
+    /// For each end, the time since the end before and the number of sequences.
+    ends: VecDeque<(Duration, usize)>,
+}
+
+impl FreeTimes {
+    pub fn new(now: Instant) -> Self {
+        Self { last: now, ends: VecDeque::new() }
+    }
+
+    /// Starts the time to the next end, because no sequence ran before.
+    pub fn restart(&mut self, now: Instant) {
+        self.last = now;
+    }
+
+    /// Returns the time since the last end.
+    pub fn elapsed(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.last)
+    }
+
+    /// Records that `count` sequences have ended.
+    pub fn add(&mut self, now: Instant, count: usize) {
+        let interval = self.elapsed(now);
+        match self.ends.back_mut() {
+            Some((_, sequences)) if interval < SAME_STEP => *sequences += count,
+            _ => {
+                self.ends.push_back((interval, count));
+                self.last = now;
+            }
+        }
+        if self.ends.len() > ENDS {
+            self.ends.pop_front();
+        }
+    }
+
+    /// Returns the expected time until `count` more sequences have ended. `None` before the first end.
+    ///
+    /// The next end is expected after the mean rest of the intervals that were longer than the time since the last end. If
+    /// that time is longer than all of them, then after the same time again.
+    pub fn expected_wait(&self, now: Instant, count: usize) -> Option<Duration> {
+        let elapsed = self.elapsed(now);
+        let rests = self.ends.iter().filter_map(|(interval, _)| interval.checked_sub(elapsed));
+        let (sum, longer) = rests.fold((Duration::ZERO, 0), |(sum, longer), rest| (sum + rest, longer + 1));
+        let next = sum.checked_div(longer).unwrap_or(elapsed);
+        let total: Duration = self.ends.iter().map(|(interval, _)| interval).sum();
+        let sequences: usize = self.ends.iter().map(|(_, sequences)| sequences).sum();
+        // The next end frees as many places as the mean of the last ones.
+        let per_end = sequences.checked_div(self.ends.len())?;
+        let others = count.saturating_sub(per_end.max(1)) as f64 * total.as_secs_f64() / sequences.max(1) as f64;
+        Duration::try_from_secs_f64(next.as_secs_f64() + others).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A linear congruential generator of numbers in (0, 1).
+    struct Uniform(u64);
+
+    impl Uniform {
+        fn next(&mut self) -> f64 {
+            self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            ((self.0 >> 33) as f64 + 0.5) / (1u64 << 31) as f64
+        }
+    }
+
+    /// Lets sequences end after each interval, `per_end` at once. Returns the mean suggested wait for `count` places, and
+    /// the mean wait in truth, at times that are spread evenly.
+    fn waits(per_end: usize, count: usize, mut interval_s: impl FnMut(&mut Uniform) -> f64) -> (f64, f64) {
+        let (start, mut random) = (Instant::now(), Uniform(1));
+        let mut ends = vec![0.0];
+        while ends.len() < 2000 {
+            ends.push(ends[ends.len() - 1] + interval_s(&mut random));
+        }
+        let at = |seconds: f64| start + Duration::from_secs_f64(seconds);
+        let (mut times, mut known, mut suggested, mut real) = (FreeTimes::new(start), 0, 0.0, 0.0);
+        let samples = 5000;
+        for sample in 0..samples {
+            // After the first 100 ends, and before the last 100.
+            let now = ends[100] + (ends[1900] - ends[100]) * f64::from(sample) / f64::from(samples);
+            while ends[known + 1] <= now {
+                known += 1;
+                // The sequences of a step end one after the other.
+                (0..per_end).for_each(|index| times.add(at(ends[known] + index as f64 * 1e-6), 1));
+            }
+            suggested += times.expected_wait(at(now), count).unwrap().as_secs_f64();
+            real += ends[known + count.div_ceil(per_end)] - now;
+        }
+        (suggested / f64::from(samples), real / f64::from(samples))
+    }
+
+    #[test]
+    fn suggested_waits_are_close_to_the_truth() {
+        for scale_s in [0.006, 0.3, 20.0] {
+            let regular = |random: &mut Uniform| scale_s * (0.9 + 0.2 * random.next());
+            let random = |random: &mut Uniform| 0.002 + scale_s * -random.next().ln();
+            let rare = |random: &mut Uniform| if random.next() < 0.1 { 5.0 * scale_s } else { 0.3 * scale_s };
+            for (per_end, count) in [(1, 1), (1, 5), (16, 1), (16, 40)] {
+                for (name, (suggested, real)) in [
+                    ("regular", waits(per_end, count, regular)),
+                    ("random", waits(per_end, count, random)),
+                    ("rare", waits(per_end, count, rare)),
+                ] {
+                    let ratio = suggested / real;
+                    assert!((0.7..1.5).contains(&ratio), "{name} {scale_s} {per_end} {count}: {suggested} s, {real} s");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_wait_longer_than_all_others_is_expected_to_double() {
+        let start = Instant::now();
+        let mut times = FreeTimes::new(start);
+        let at = |milliseconds| start + Duration::from_millis(milliseconds);
+        assert_eq!(times.expected_wait(at(70), 1), None);
+        times.restart(at(100));
+        times.add(at(110), 1);
+        times.add(at(120), 3);
+        assert_eq!(times.expected_wait(at(123), 1), Some(Duration::from_millis(7)));
+        assert_eq!(times.expected_wait(at(150), 1), Some(Duration::from_millis(30)));
+        times.restart(at(200));
+        assert_eq!(times.expected_wait(at(200), 2), Some(Duration::from_millis(10)));
+    }
+}
