@@ -212,6 +212,7 @@ impl EngineLoop {
                         prompt: first.take_prompt(),
                         cache_salt: first.cache_salt.take(),
                         grid: first.grid,
+                        computes_whole_prompt: first.prompt_scores.is_some(),
                         forks: (id + 1..self.next_id).collect(),
                         max_tokens: first.remaining(),
                         tenant: first.tenant,

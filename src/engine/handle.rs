@@ -22,7 +22,7 @@ use super::sampler::uniform;
 use super::sampling::SamplingParams;
 use super::sequence::Sequence;
 use super::stats::{self, Counters, EngineStats};
-use super::stream::RequestStream;
+use super::stream::{RequestStream, ScoredPrompt};
 use crate::chat::{Message, RenderOptions, Rendered};
 use crate::error::Error;
 use crate::files;
@@ -146,7 +146,9 @@ impl EngineHandle {
             }
             sequences.push(sequence);
             let stream = RequestStream::new(events, output, &options, prompt_tokens, self.info(), submitted);
-            streams.push(stream.with_record(record.clone()));
+            let prompt = |top| ScoredPrompt { tokens: ids.clone(), top, logprobs: Vec::new() };
+            let prompt = options.prompt_logprobs.map(prompt);
+            streams.push(stream.with_record(record.clone()).with_scored_prompt(prompt));
             options.sampling.seed = options.sampling.seed.wrapping_add(1);
         }
         let count = streams.len() as u64;
@@ -230,8 +232,13 @@ impl EngineHandle {
         if let Some((id, bias)) = options.logit_bias.iter().find(|(_, bias)| !(-100.0..=100.0).contains(*bias)) {
             bail!("the logit bias of token id {id} is {bias}: expected a number from -100 to 100");
         }
-        if let Some(count) = options.logprobs.filter(|&count| count > MAX_LOGPROBS) {
-            bail!("logprobs is {count}: expected a number from 0 to {MAX_LOGPROBS}");
+        for (name, count) in [("logprobs", options.logprobs), ("prompt_logprobs", options.prompt_logprobs)] {
+            if let Some(count) = count.filter(|&count| count > MAX_LOGPROBS) {
+                bail!("{name} is {count}: expected a number from 0 to {MAX_LOGPROBS}");
+            }
+        }
+        if options.prompt_logprobs.is_some() && self.info().ranks > 1 {
+            bail!("cannot compute the log probabilities of a prompt with several GPUs");
         }
         Ok(())
     }

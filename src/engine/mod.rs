@@ -18,6 +18,7 @@ mod outbox;
 mod output;
 mod prefix_file;
 mod preview;
+mod prompt_scores;
 mod record;
 mod replay;
 mod request;
@@ -61,7 +62,7 @@ pub use request::{FinishReason, GenerateOptions, Prompt, Request};
 pub use sampling::SamplingParams;
 pub use stats::EngineStats;
 pub use stop::StopStrings;
-pub use stream::{Event, Events, RequestStream, Summary, TokenCounts};
+pub use stream::{Event, Events, RequestStream, ScoredPrompt, Summary, TokenCounts};
 
 /// A loaded model and the thread that runs it.
 ///

@@ -1,11 +1,12 @@
 //! Events that the engine sends to clients while the device runs the next step.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::request::FinishReason;
-use crate::runner::ChosenToken;
+use crate::runner::{ChosenToken, TokenLogprobs};
 
 /// A message from the engine thread to the client of a sequence.
 #[derive(Debug)]
@@ -15,6 +16,8 @@ pub enum SequenceEvent {
         cached_tokens: usize,
         at: Instant,
     },
+    /// The log probabilities of the next prompt tokens. They come before the first generated token.
+    PromptLogprobs(Arc<Vec<TokenLogprobs>>),
     /// A generated token and the time at which it was generated.
     Token {
         token: ChosenToken,

@@ -38,6 +38,7 @@ impl EngineHandle {
                 prompt: ids,
                 cache_salt: options.cache_salt,
                 grid,
+                computes_whole_prompt: options.prompt_logprobs.is_some(),
                 forks: (1..answers as SequenceId).map(|fork| SequenceId::MAX - fork).collect(),
                 max_tokens,
                 tenant: options.tenant,

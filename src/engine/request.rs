@@ -88,6 +88,10 @@ pub struct GenerateOptions {
     /// How many of the most likely tokens to report with each generated token, with their log probabilities.
     /// 0 reports only the log probability of the generated token. `None` reports none.
     pub logprobs: Option<usize>,
+    /// How many of the most likely tokens to report with each prompt token after the first, with their log probabilities.
+    /// [`RequestStream::scored_prompt`](super::RequestStream::scored_prompt) has them. The whole prompt is then computed,
+    /// even if it is cached. `None` reports none.
+    pub prompt_logprobs: Option<usize>,
     /// The form that the answer must have. `None` allows any answer.
     pub constraint: Option<Constraint>,
     /// Whether to keep generating after a stop token of the model, as benchmarks do.
@@ -123,6 +127,7 @@ impl GenerateOptions {
             min_tokens: 0,
             logit_bias: BTreeMap::new(),
             logprobs: None,
+            prompt_logprobs: None,
             constraint: None,
             ignore_eos: false,
             cancel: None,

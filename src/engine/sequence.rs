@@ -9,9 +9,10 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::constraint::ConstraintState;
 use super::outbox::{Outbox, SequenceEvent};
+use super::prompt_scores::PromptScores;
 use super::request::{FinishReason, GenerateOptions};
 use super::sampler::{LogitRules, Sampler};
-use crate::runner::{ChosenToken, ChunkGrid};
+use crate::runner::{ChosenToken, ChunkGrid, TokenLogprobs};
 
 /// A request on the engine thread.
 pub struct Sequence {
@@ -21,6 +22,8 @@ pub struct Sequence {
     has_started: bool,
     generated: usize,
     pub sampler: Sampler,
+    /// The log probabilities of prompt tokens, if the request asked for them.
+    pub prompt_scores: Option<PromptScores>,
     max_tokens: Option<usize>,
     /// The tokens that end the answer.
     stop_ids: Vec<u32>,
@@ -56,6 +59,7 @@ impl Sequence {
         };
         Self {
             sampler: Sampler::new(options.sampling.clone(), &prompt).with_rules(rules),
+            prompt_scores: options.prompt_logprobs.map(|top| PromptScores::new(top, prompt.len())),
             stop_ids,
             prompt_tokens: prompt.len(),
             prompt,
@@ -103,6 +107,14 @@ impl Sequence {
         if !self.has_started {
             self.has_started = true;
             outbox.add(&self.events, SequenceEvent::Started { cached_tokens, at: Instant::now() });
+        }
+    }
+
+    /// Adds the event [`SequenceEvent::PromptLogprobs`].
+    pub fn add_prompt_logprobs(&mut self, logprobs: &Arc<Vec<TokenLogprobs>>, outbox: &mut Outbox) {
+        if let Some(scores) = &mut self.prompt_scores {
+            scores.count(logprobs.len());
+            outbox.add(&self.events, SequenceEvent::PromptLogprobs(logprobs.clone()));
         }
     }
 

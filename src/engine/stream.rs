@@ -98,6 +98,17 @@ pub struct Summary {
     pub format_violations: usize,
 }
 
+/// A prompt with the log probabilities of its tokens.
+#[derive(Clone, Debug, Default)]
+pub struct ScoredPrompt {
+    pub tokens: Vec<u32>,
+    /// The most alternatives of each token.
+    pub top: usize,
+    /// The log probabilities of all tokens but the first, given the tokens before. Complete when the first event of the
+    /// stream arrives.
+    pub logprobs: Vec<TokenLogprobs>,
+}
+
 /// The token counts of a generation in progress.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenCounts {
@@ -132,6 +143,7 @@ pub struct RequestStream {
     finish: Option<FinishReason>,
     has_ended: bool,
     record: Option<Arc<RequestRecord>>,
+    scored_prompt: Option<ScoredPrompt>,
 }
 
 impl RequestStream {
@@ -159,6 +171,7 @@ impl RequestStream {
             finish: None,
             has_ended: false,
             record: None,
+            scored_prompt: None,
         }
     }
 
@@ -169,6 +182,15 @@ impl RequestStream {
     /// Returns the record of the request, if [`GenerateOptions::keeps_record`] is set. Answers to one request share it.
     pub fn record(&self) -> Option<&Arc<RequestRecord>> {
         self.record.as_ref()
+    }
+
+    pub(super) fn with_scored_prompt(self, scored_prompt: Option<ScoredPrompt>) -> Self {
+        Self { scored_prompt, ..self }
+    }
+
+    /// Returns the prompt with its log probabilities, if [`GenerateOptions::prompt_logprobs`] is set.
+    pub fn scored_prompt(&self) -> Option<&ScoredPrompt> {
+        self.scored_prompt.as_ref()
     }
 
     /// Waits for the next event. Returns `None` after the end or an error.
@@ -263,6 +285,12 @@ impl RequestStream {
         let result = match event {
             Some(SequenceEvent::Started { cached_tokens, at }) => {
                 (self.cached_tokens, self.started) = (cached_tokens, Some(at));
+                return None;
+            }
+            Some(SequenceEvent::PromptLogprobs(logprobs)) => {
+                if let Some(prompt) = &mut self.scored_prompt {
+                    prompt.logprobs.extend_from_slice(&logprobs);
+                }
                 return None;
             }
             Some(SequenceEvent::Finished(reason)) => {

@@ -16,6 +16,7 @@ use super::pass::{LogitRows, Pass, StepBatch};
 use super::rope::RotaryEmbedding;
 use crate::device::World;
 use crate::error::Error;
+use crate::kernels::SumOrder;
 use crate::kernels::scratch;
 use crate::kernels::{
     attention::AttentionBackend,
@@ -125,6 +126,38 @@ impl Decoder {
         pass: &Pass,
         cache: &KvCache,
         logits: LogitRows,
+        tap: Option<Tap>,
+    ) -> Result<Tensor> {
+        let hidden = self.hidden_pass(ids, pass, cache, logits, tap)?;
+        self.logits(&hidden, pass.sum_order())
+    }
+
+    /// Runs a batch like `forward` with `LogitRows::All`, but returns the normalized hidden states of all tokens,
+    /// `[tokens, hidden]`. [`logits`](Self::logits) turns rows of them into logits, which take far more memory.
+    pub fn forward_hidden(&self, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
+        self.validate(batch)?;
+        let device = self.embed_tokens.device();
+        let pass = Pass::new(batch, cache, device, self.backend)?;
+        self.hidden_pass(&Tensor::new(batch.ids, device)?, &pass, cache, LogitRows::All, None)
+    }
+
+    /// Returns the logits of hidden states, f32 `[rows, vocab]`.
+    pub fn logits(&self, hidden: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
+        let logits = self.world.concat_columns(&self.lm_head.forward(hidden, sum_order)?)?;
+        Ok(match self.final_softcap {
+            Some(cap) => soft_cap(&logits, cap)?,
+            None => logits,
+        })
+    }
+
+    /// Runs a pass like `forward_pass`, up to the logits. Returns the normalized hidden states of the tokens that `rows`
+    /// selects, `[rows, hidden]`.
+    fn hidden_pass(
+        &self,
+        ids: &Tensor,
+        pass: &Pass,
+        cache: &KvCache,
+        rows: LogitRows,
         mut tap: Option<Tap>,
     ) -> Result<Tensor> {
         scratch::begin_layer();
@@ -143,18 +176,14 @@ impl Decoder {
             (x, y) = (sum, Some(output));
         }
 
-        // 3. logits
+        // 3. norm
         scratch::begin_layer();
-        if logits == LogitRows::Last {
+        if rows == LogitRows::Last {
             (x, y) = (last_rows(&x, pass)?, y.map(|y| last_rows(&y, pass)).transpose()?);
         }
         let (_, normed) = self.norm.add_norm(&x, y.as_ref().map(Addend::from), self.dtype)?;
         scratch::end_layers();
-        let logits = self.world.concat_columns(&self.lm_head.forward(&normed, pass.sum_order())?)?;
-        Ok(match self.final_softcap {
-            Some(cap) => soft_cap(&logits, cap)?,
-            None => logits,
-        })
+        Ok(normed)
     }
 
     /// Fails if a token id is outside the vocabulary, or if a position is beyond the loaded context.

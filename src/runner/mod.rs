@@ -58,7 +58,7 @@ pub use limits::{ChunkGrid, RunnerLimits, RunnerOptions};
 pub use logprobs::TokenLogprobs;
 pub use queued_step::QueuedStep;
 pub use step_cost::{KernelTime, LaunchCounts, StepBytes};
-pub use step_sequence::{Chosen, ChosenToken, StepSequence};
+pub use step_sequence::{Chosen, ChosenToken, ScoreTokens, StepSequence};
 pub use step_times::StepTime;
 
 /// A decoder on its device, with the KV cache of all sequences.

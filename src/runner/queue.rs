@@ -22,7 +22,7 @@ impl Runner {
     ///
     /// Returns `None` and does nothing if the step must run with [`step`](Self::step): with the decode graph of a single
     /// sequence, if a choice depends on the tokens before, if no sequence needs a token, if only some sequences have a
-    /// grid, and usually on a CPU.
+    /// grid, if the step computes log probabilities of prompt tokens, and usually on a CPU.
     pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
         let mut samplers = sequences.iter().filter_map(|sequence| sequence.sampler.as_deref()).peekable();
         if samplers.peek().is_none() || !samplers.all(|sampler| sampler.can_queue()) {
@@ -30,6 +30,9 @@ impl Runner {
         }
         // Such sequences need passes of their own, whose tokens do not stay on the device.
         if self.options.grid.is_none() && sequences.iter().any(|sequence| sequence.grid.is_some()) {
+            return Ok(None);
+        }
+        if sequences.iter().any(|sequence| sequence.scores.is_some()) {
             return Ok(None);
         }
         #[cfg(feature = "cuda")]
@@ -78,7 +81,17 @@ impl Runner {
             let StepSequence { id, ids, position, tables, limit, grid, .. } = *sequence;
             let ids = input.as_ref().map_or(ids, |input| input.as_slice());
             let sampler = sequence.sampler.take().map(|sampler| sampler as &mut dyn ChooseToken);
-            known.push(StepSequence { id, ids, awaits_input: false, position, tables, sampler, limit, grid });
+            known.push(StepSequence {
+                id,
+                ids,
+                awaits_input: false,
+                position,
+                tables,
+                sampler,
+                limit,
+                grid,
+                scores: None,
+            });
         }
         let chosen = self.run_step(&mut known, &mut || ())?;
         let tokens = known.iter().zip(&chosen).filter_map(|(sequence, chosen)| {

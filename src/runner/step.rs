@@ -6,13 +6,21 @@ use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
 
 use super::Runner;
+use super::choose_token::ChooseToken;
 use super::host_choice::choose;
-use super::step_sequence::{Chosen, StepSequence};
+use super::logprobs::TokenLogprobs;
+use super::step_sequence::{Chosen, ScoreTokens, StepSequence};
 use super::step_times::StepKind;
 #[cfg(feature = "cuda")]
 use super::{Decode, gpu_step::choose_on_device};
 use crate::kernels::SumOrder;
+#[cfg(feature = "cuda")]
+use crate::kernels::decode::{RowLogprobs, top_logprobs};
+use crate::nn::decoder::Decoder;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
+
+/// The most prompt tokens whose logits are in memory at once. The memory plan has room for several copies of them.
+const SCORED_ROWS: usize = 64;
 
 impl Runner {
     /// Runs one step. Returns the chosen token of each sequence.
@@ -51,7 +59,9 @@ impl Runner {
     fn step_together(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
         self.check_tokens(sequences)?;
         #[cfg(feature = "cuda")]
-        if let Some(chosen) = self.step_on_graph(sequences, meanwhile)? {
+        if !has_scores(sequences)
+            && let Some(chosen) = self.step_on_graph(sequences, meanwhile)?
+        {
             return Ok(chosen);
         }
         let logits = self.forward(sequences, SumOrder::Fastest)?;
@@ -86,6 +96,7 @@ impl Runner {
         // The graphs have this order only if all sequences have a grid.
         #[cfg(feature = "cuda")]
         if self.options.grid.is_some()
+            && !has_scores(sequences)
             && let Some(chosen) = self.step_on_graph(sequences, meanwhile)?
         {
             return Ok(chosen);
@@ -100,15 +111,18 @@ impl Runner {
         let StepSequence { id, ids, position, tables, limit, grid, .. } = *sequence;
         let parts = grid.or(self.options.grid).context("internal error: a sequence has no grid")?;
         let (mut start, end) = (position, position + ids.len());
+        let mut scores = sequence.scores.take();
         loop {
             let part_end = parts.next(start).min(end);
             let is_last = part_end == end;
-            let sampler = if is_last { sequence.sampler.take() } else { None };
-            let ids = &ids[start - position..part_end - position];
+            let sampler = sequence.sampler.take_if(|_| is_last).map(|sampler| sampler as &mut dyn ChooseToken);
+            let range = start - position..part_end - position;
+            let scores = scores.as_mut().and_then(|scores| scores.part(range.clone()));
+            let ids = &ids[range];
             let mut part =
-                [StepSequence { id, ids, awaits_input: false, position: start, tables, sampler, limit, grid }];
+                [StepSequence { id, ids, awaits_input: false, position: start, tables, sampler, limit, grid, scores }];
             let order = if ids.len() == 1 { SumOrder::Fixed } else { SumOrder::Fastest };
-            let logits = self.forward(&part, order)?;
+            let logits = self.forward(&mut part, order)?;
             if is_last {
                 return Ok(self.choose(&mut part, &logits)?.remove(0));
             }
@@ -116,14 +130,29 @@ impl Runner {
         }
     }
 
-    /// Runs the decoder operation by operation.
+    /// Runs the decoder operation by operation, and computes the log probabilities of prompt tokens.
     /// Returns the logits of each sequence's last token, f32 `[sequences, vocab]`.
-    fn forward(&mut self, sequences: &[StepSequence], sum_order: SumOrder) -> Result<Tensor> {
+    fn forward(&mut self, sequences: &mut [StepSequence], sum_order: SumOrder) -> Result<Tensor> {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
         let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
         self.forget_sequences();
         let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order };
-        self.followers.forward(&self.decoder, &batch, &self.cache)
+        if !has_scores(sequences) {
+            return self.followers.forward(&self.decoder, &batch, &self.cache);
+        }
+        if !self.followers.is_empty() {
+            bail!("internal error: several ranks cannot compute the log probabilities of a prompt");
+        }
+        let hidden = self.decoder.forward_hidden(&batch, &self.cache)?;
+        let (mut start, mut last_rows) = (0, Vec::with_capacity(sequences.len()));
+        for sequence in sequences {
+            if let Some(scores) = &mut sequence.scores {
+                score(&self.decoder, &hidden, start, sum_order, scores)?;
+            }
+            start += sequence.ids.len();
+            last_rows.push(start as u32 - 1);
+        }
+        self.decoder.logits(&hidden.index_select(&Tensor::new(last_rows, hidden.device())?, 0)?, sum_order)
     }
 
     /// Stops the decode graph and clears the solo sequence, because the next pass may overwrite their blocks.
@@ -157,6 +186,31 @@ impl Runner {
         })
         .collect()
     }
+}
+
+fn has_scores(sequences: &[StepSequence]) -> bool {
+    sequences.iter().any(|sequence| sequence.scores.is_some())
+}
+
+/// Computes the log probabilities of prompt tokens from `hidden`, `[tokens, hidden]`. The first input token of their
+/// sequence is in row `row`.
+fn score(decoder: &Decoder, hidden: &Tensor, row: usize, sum_order: SumOrder, scores: &mut ScoreTokens) -> Result<()> {
+    let mut start = row + scores.first;
+    for tokens in scores.tokens.chunks(SCORED_ROWS) {
+        let logits = decoder.logits(&hidden.narrow(0, start, tokens.len())?, sum_order)?;
+        start += tokens.len();
+        #[cfg(feature = "cuda")]
+        if logits.device().is_cuda() {
+            let rows = top_logprobs(&logits, tokens, scores.top)?.into_iter();
+            scores.logprobs.extend(rows.map(|RowLogprobs { chosen, top }| TokenLogprobs { chosen, top }));
+            continue;
+        }
+        for (row, &token) in tokens.iter().enumerate() {
+            let logits = logits.get(row)?.to_vec1::<f32>()?;
+            scores.logprobs.push(TokenLogprobs::from_logits(&logits, token, scores.top));
+        }
+    }
+    Ok(())
 }
 
 /// Calls `run` with the sequences for which `is_second` is false, and then with the others. Skips a part without any.

@@ -1,5 +1,7 @@
 //! The input and the result of one sequence in a step.
 
+use std::ops::Range;
+
 use anyhow::Result;
 
 use super::choose_token::ChooseToken;
@@ -28,12 +30,36 @@ pub struct StepSequence<'s> {
     pub limit: usize,
     /// If set, the results must not depend on other sequences, even if other sequences of the step have no grid.
     pub grid: Option<ChunkGrid>,
+    /// The prompt tokens whose log probabilities the step computes. `None` if it computes none.
+    pub scores: Option<ScoreTokens<'s>>,
 }
 
 impl StepSequence<'_> {
     /// Returns the tokens of the sequence without their ids.
     pub(super) fn span(&self) -> SequenceSpan<'_> {
         SequenceSpan { tokens: self.ids.len(), position: self.position, tables: self.tables }
+    }
+}
+
+/// Tokens of a prompt whose log probabilities a step computes. Each follows an input token of the step.
+pub struct ScoreTokens<'s> {
+    /// The index of the input token before the first of `tokens`.
+    pub first: usize,
+    pub tokens: &'s [u32],
+    /// How many of the most likely tokens to report with each token.
+    pub top: usize,
+    /// Receives an entry for each of `tokens`.
+    pub logprobs: &'s mut Vec<TokenLogprobs>,
+}
+
+impl ScoreTokens<'_> {
+    /// Returns the tokens that follow the input tokens in `range`, for a pass with only these input tokens.
+    pub(super) fn part(&mut self, range: Range<usize>) -> Option<ScoreTokens<'_>> {
+        let Self { first, tokens, top, logprobs } = self;
+        let start = range.start.clamp(*first, *first + tokens.len());
+        let end = range.end.clamp(*first, *first + tokens.len());
+        let tokens = &tokens[start - *first..end - *first];
+        (!tokens.is_empty()).then(|| ScoreTokens { first: start - range.start, tokens, top: *top, logprobs })
     }
 }
 

@@ -72,6 +72,8 @@ pub struct Pieces {
 pub struct Choice {
     can_call_in_parallel: bool,
     must_call_named: bool,
+    /// Whether tokens without text, such as stop tokens, are part of the content.
+    keeps_all_tokens: bool,
     /// The tokens whose text was not released yet.
     pending: Vec<PendingToken>,
     calls: Vec<SentCall>,
@@ -101,6 +103,7 @@ impl Choice {
         Self {
             can_call_in_parallel,
             must_call_named: false,
+            keeps_all_tokens: false,
             pending: Vec::new(),
             calls: Vec::new(),
             sent_calls: 0,
@@ -114,6 +117,11 @@ impl Choice {
         Self { must_call_named, ..self }
     }
 
+    /// Sets whether all tokens are part of the content, also those without text. The answer must have no chat format.
+    pub fn with_all_tokens(self, keeps_all_tokens: bool) -> Self {
+        Self { keeps_all_tokens, ..self }
+    }
+
     /// Returns the number of tokens of reasoning so far.
     pub fn reasoning_tokens(&self) -> usize {
         self.reasoning_tokens
@@ -125,7 +133,7 @@ impl Choice {
         let (deltas, summary) = match event {
             Event::Token { id, deltas, logprobs } => {
                 // A control token without text ends a header, whose tokens are part of no channel.
-                if deltas.is_empty() && tokenizer.is_control(id) {
+                if deltas.is_empty() && tokenizer.is_control(id) && !self.keeps_all_tokens {
                     self.pending.clear();
                 } else {
                     self.pending.push(PendingToken { id, logprobs });
@@ -141,13 +149,19 @@ impl Choice {
                     out.pieces.push(Piece::Reasoning(text));
                 }
                 Channel::Answer => {
-                    let tokens = self.release(text.len(), tokenizer).into_iter();
-                    let scored = tokens
-                        .filter_map(|PendingToken { id, logprobs }| Some(ScoredToken { id, logprobs: logprobs? }));
-                    let scored = scored.collect();
-                    out.pieces.push(Piece::Content(text, scored));
+                    let tokens = match self.keeps_all_tokens {
+                        true => std::mem::take(&mut self.pending),
+                        false => self.release(text.len(), tokenizer),
+                    };
+                    out.pieces.push(Piece::Content(text, scored(tokens)));
                 }
                 Channel::ToolCall => self.pending.clear(),
+            }
+        }
+        if summary.is_some() && self.keeps_all_tokens {
+            let tokens = scored(std::mem::take(&mut self.pending));
+            if !tokens.is_empty() {
+                out.pieces.push(Piece::Content(String::new(), tokens));
             }
         }
         self.send_calls(calls, summary.as_deref(), &mut out);
@@ -209,6 +223,12 @@ impl Choice {
             _ => Finish::Stop,
         }
     }
+}
+
+/// Returns the tokens that have log probabilities.
+fn scored(tokens: Vec<PendingToken>) -> Vec<ScoredToken> {
+    let scored = |PendingToken { id, logprobs }| Some(ScoredToken { id, logprobs: logprobs? });
+    tokens.into_iter().filter_map(scored).collect()
 }
 
 /// Joins consecutive texts of the same channel.

@@ -14,7 +14,9 @@ use super::limits::Permit;
 use super::log::{AnswerLog, RequestLog};
 use super::state::Server;
 use super::usage::Usage;
-use crate::engine::{EngineHandle, Event, Record, RecordedAnswer, RecordedRequest, Request, RequestStream, Summary};
+use crate::engine::{
+    EngineHandle, Event, Record, RecordedAnswer, RecordedRequest, Request, RequestStream, ScoredPrompt, Summary,
+};
 use crate::error::Error;
 
 /// The answers to one HTTP request. Dropping it cancels those that have not ended.
@@ -69,6 +71,8 @@ pub struct Job {
     pub can_call_in_parallel: bool,
     /// Whether the model must call one certain tool.
     pub must_call_named: bool,
+    /// Whether log probabilities include tokens without text, such as stop tokens.
+    pub keeps_all_tokens: bool,
     pub is_stream: bool,
     /// The field that contains the prompt, for error messages.
     pub prompt_field: &'static str,
@@ -113,6 +117,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
     };
     let answer = |stream| {
         let choice = Choice::new(job.can_call_in_parallel).with_named_call(job.must_call_named);
+        let choice = choice.with_all_tokens(job.keeps_all_tokens);
         Answer { stream, choice, last_token: None, recorded: RecordedAnswer::default(), summary: None }
     };
     Ok(Answers {
@@ -161,6 +166,12 @@ impl Answers {
     /// Returns the time since the request was submitted.
     pub fn elapsed(&self) -> Duration {
         self.submitted.elapsed()
+    }
+
+    /// Returns the prompt of an answer with its log probabilities, if the request asked for them. They are complete once
+    /// the first pieces of the answer have arrived.
+    pub fn scored_prompt(&self, index: usize) -> Option<&ScoredPrompt> {
+        self.answers.get(index)?.stream.scored_prompt()
     }
 
     /// Returns the stop string that ended an answer.

@@ -69,6 +69,7 @@ impl Simulator {
             prompt,
             cache_salt: None,
             grid: None,
+            computes_whole_prompt: false,
             forks: Vec::new(),
             max_tokens: load.answer,
             tenant: load.tenant,

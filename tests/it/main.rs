@@ -52,6 +52,7 @@ mod kernels;
 mod layers;
 mod memory;
 mod prefix_file;
+mod prompt_logprobs;
 mod quantized;
 mod queued_steps;
 mod ranks;

@@ -866,6 +866,7 @@ fn new_sequence(id: SequenceId, prompt: Vec<u32>) -> NewSequence {
         prompt,
         cache_salt: None,
         grid: None,
+        computes_whole_prompt: false,
         forks: Vec::new(),
         max_tokens: 1,
         tenant: 0,

@@ -51,6 +51,8 @@ pub struct SequenceBlocks {
     prompt: usize,
     /// The number of full blocks at the start of the sequence that other sequences may reuse.
     reusable: usize,
+    /// The number of tokens that [`BlockManager::start`] looked up in the prefix cache.
+    queried: usize,
 }
 
 impl SequenceBlocks {
@@ -146,6 +148,20 @@ impl BlockManager {
     /// The first `prompt` tokens are the prompt; the others were generated before a preemption.
     /// `hashes` comes from [`hashes`](Self::hashes) for a new sequence. To continue a sequence, pass what [`release`](Self::release) returned.
     pub fn start(&mut self, tokens: &[u32], prompt: usize, hashes: BlockHashes) -> SequenceBlocks {
+        let mut sequence = self.start_with(tokens, prompt, hashes, usize::MAX);
+        sequence.queried = tokens.len();
+        self.queried_tokens += sequence.queried as u64;
+        self.hit_tokens += sequence.computed as u64;
+        sequence
+    }
+
+    /// Creates the block tables of a sequence like [`start`](Self::start), but adds no cached blocks.
+    pub fn start_uncached(&mut self, tokens: &[u32], prompt: usize, hashes: BlockHashes) -> SequenceBlocks {
+        self.start_with(tokens, prompt, hashes, 0)
+    }
+
+    /// Creates the block tables of a sequence and adds at most `most` cached blocks of each group.
+    fn start_with(&mut self, tokens: &[u32], prompt: usize, hashes: BlockHashes, most: usize) -> SequenceBlocks {
         let (last, grid) = (prompt.saturating_sub(1), hashes.grid.or(self.grid));
         let mut sequence = SequenceBlocks {
             tables: BlockTables::new(self.windows.len()),
@@ -154,8 +170,9 @@ impl BlockManager {
             computed: 0,
             prompt,
             reusable: grid.map_or(usize::MAX, |grid| grid.floor(last) / BLOCK_TOKENS),
+            queried: 0,
         };
-        let limit = sequence.reusable.min(tokens.len().saturating_sub(1) / BLOCK_TOKENS);
+        let limit = sequence.reusable.min(tokens.len().saturating_sub(1) / BLOCK_TOKENS).min(most);
         self.extend_hashes(&mut sequence.hashes, &tokens[..limit * BLOCK_TOKENS]);
         let hit = self.longest_hit(tokens, &sequence.hashes, limit);
         for group in 0..self.windows.len() {
@@ -172,8 +189,6 @@ impl BlockManager {
             }
         }
         sequence.computed = hit * BLOCK_TOKENS;
-        self.queried_tokens += tokens.len() as u64;
-        self.hit_tokens += sequence.computed as u64;
         sequence
     }
 
@@ -385,6 +400,7 @@ impl BlockManager {
             computed: sequence.computed,
             prompt: sequence.prompt,
             reusable: sequence.reusable,
+            queried: 0,
         }
     }
 
@@ -405,7 +421,7 @@ impl BlockManager {
 
     /// Undoes [`start`](Self::start) for a sequence that cannot run yet. Returns its hashes.
     pub fn abandon(&mut self, sequence: SequenceBlocks) -> BlockHashes {
-        self.queried_tokens -= sequence.prompt as u64;
+        self.queried_tokens -= sequence.queried as u64;
         self.hit_tokens -= sequence.computed as u64;
         self.release(sequence)
     }

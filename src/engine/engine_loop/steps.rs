@@ -1,12 +1,14 @@
 //! Runs and queues planned steps, and delivers their tokens.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use anyhow::{Result, anyhow, bail};
 
 use super::{EngineLoop, QueuedWork};
 use crate::engine::outbox::Outbox;
+use crate::engine::prompt_scores::PromptScores;
 use crate::engine::request::FinishReason;
 use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
 use crate::engine::sequence::Sequence;
@@ -111,6 +113,16 @@ impl EngineLoop {
             if is_prompt {
                 stats::add(&self.counters.prompt_tokens, range.len() as u64);
             }
+            if let Some(logprobs) = sequence.prompt_scores.as_mut().and_then(PromptScores::take) {
+                let logprobs = Arc::new(logprobs);
+                sequence.add_prompt_logprobs(&logprobs, &mut self.outbox);
+                for fork in self.scheduler.forks(*id) {
+                    if let Some(fork) = self.sequences.get_mut(fork) {
+                        fork.add_prompt_logprobs(&logprobs, &mut self.outbox);
+                    }
+                }
+            }
+            let Some(sequence) = self.sequences.get_mut(id) else { continue };
             let end = match chosen.map(|chosen| chosen.and_then(|token| sequence.accept(token))) {
                 None if *is_last => Some(Ok(FinishReason::Length)),
                 None => None,
@@ -165,15 +177,17 @@ fn inputs<'s>(
         }
         let limit = sequence.remaining();
         let samples = *is_last && !sequence.is_prefill_only();
+        let tokens = scheduler.tokens(*id);
         inputs.push(StepSequence {
             id: *id,
-            ids: &scheduler.tokens(*id)[range.clone()],
+            ids: &tokens[range.clone()],
             awaits_input: *is_last && scheduler.is_pending(*id),
             position: range.start,
             tables,
             sampler: samples.then_some(&mut sequence.sampler),
             limit,
             grid: scheduler.grid(*id),
+            scores: sequence.prompt_scores.as_mut().and_then(|scores| scores.of_step(tokens, range.clone())),
         });
     }
     Ok(inputs)

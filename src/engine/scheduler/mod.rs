@@ -64,6 +64,8 @@ pub struct NewSequence {
     pub cache_salt: Option<String>,
     /// If set, this sequence is divided at boundaries of this grid, as [`SchedulerConfig::grid`] does with all sequences.
     pub grid: Option<ChunkGrid>,
+    /// Whether a step computes every prompt token, even if the prefix cache has it.
+    pub computes_whole_prompt: bool,
     /// The ids of more sequences that differ from this one only in their id. The prompt is computed once for all.
     pub forks: Vec<SequenceId>,
     /// The most tokens to generate.
@@ -150,6 +152,8 @@ struct Sequence {
     prompt: usize,
     /// If set, chunks of the prompt end at boundaries of this grid, and every later token is computed by itself.
     grid: Option<ChunkGrid>,
+    /// Whether the sequence takes no tokens of its prompt from the prefix cache. Unset once its prompt is computed.
+    computes_whole_prompt: bool,
     max_tokens: usize,
     tenant: TenantId,
     /// The number of tokens that were counted for the tenant. Tokens that are computed again do not count again.
@@ -237,7 +241,8 @@ impl Scheduler {
 
     /// Adds a sequence and its forks to the waiting queue.
     pub fn submit(&mut self, new: NewSequence) {
-        let NewSequence { id, prompt, cache_salt, grid, forks, max_tokens, tenant, priority, arrival, deadline } = new;
+        let NewSequence { id, prompt, cache_salt, grid, forks, max_tokens, .. } = new;
+        let NewSequence { computes_whole_prompt, tenant, priority, arrival, deadline, .. } = new;
         assert!((1..=self.config.context).contains(&prompt.len()), "cannot submit a prompt of {} tokens", prompt.len());
         assert!(
             grid.is_none_or(|grid| grid.tokens() <= self.config.token_budget),
@@ -249,6 +254,7 @@ impl Scheduler {
             tokens,
             is_last_pending: false,
             grid: grid.or(self.config.grid),
+            computes_whole_prompt,
             max_tokens,
             tenant,
             served: 0,
@@ -276,7 +282,10 @@ impl Scheduler {
         let running: usize = self.running.iter().map(|seniority| self.demand(seniority)).sum();
         // The blocks of a cached prefix do not count as free while the sequence runs.
         let hashes = self.blocks.hashes(new.cache_salt.as_deref(), new.grid);
-        let blocks = self.blocks.start(prompt, prompt.len(), hashes);
+        let blocks = match new.computes_whole_prompt {
+            true => self.blocks.start_uncached(prompt, prompt.len(), hashes),
+            false => self.blocks.start(prompt, prompt.len(), hashes),
+        };
         let cached_tokens = blocks.computed();
         let chunk = (prompt.len() - cached_tokens).clamp(1, token_budget);
         let longest = prompt.len().saturating_add(max_tokens).min(context);
@@ -317,6 +326,11 @@ impl Scheduler {
         self.sequences[&id].parent
     }
 
+    /// Returns the sequences that share the prompt of a sequence and wait for it.
+    pub fn forks(&self, id: SequenceId) -> &[SequenceId] {
+        self.sequences.get(&id).map_or(&[], |sequence| &sequence.forks)
+    }
+
     /// Returns the block tables of a running sequence.
     pub fn tables(&self, id: SequenceId) -> Option<&BlockTables> {
         self.sequences[&id].blocks.as_ref().map(SequenceBlocks::tables)
@@ -349,6 +363,7 @@ impl Scheduler {
     /// Records that the keys and values of positions before `end` are in the cache.
     pub fn advance(&mut self, id: SequenceId, end: usize) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        sequence.computes_whole_prompt &= end + 1 < sequence.prompt;
         if let Some(blocks) = &mut sequence.blocks {
             self.blocks.commit(blocks, &sequence.tokens[..end]);
         }

@@ -25,7 +25,7 @@ impl Scheduler {
             let parent = self.sequences[&id].blocks.as_ref();
             let blocks = parent.filter(|_| can_run).map(|parent| self.blocks.fork(parent));
             let Some(fork) = self.sequences.get_mut(&fork) else { continue };
-            (fork.blocks, fork.parent) = (blocks, None);
+            (fork.blocks, fork.parent, fork.computes_whole_prompt) = (blocks, None, false);
             if fork.is_running() {
                 self.running.insert(fork.seniority);
                 started.push(fork.seniority);
@@ -172,7 +172,11 @@ impl Scheduler {
     fn admit(&mut self, id: SequenceId) -> bool {
         let Some(sequence) = self.sequences.get_mut(&id) else { return false };
         // The blocks of a cached prefix are in use from here on, so they do not count as free below.
-        sequence.blocks = Some(self.blocks.start(&sequence.tokens, sequence.prompt, mem::take(&mut sequence.hashes)));
+        let (tokens, prompt, hashes) = (&sequence.tokens, sequence.prompt, mem::take(&mut sequence.hashes));
+        sequence.blocks = Some(match sequence.computes_whole_prompt {
+            true => self.blocks.start_uncached(tokens, prompt, hashes),
+            false => self.blocks.start(tokens, prompt, hashes),
+        });
         let (tenant, seniority) = (sequence.tenant, sequence.seniority);
         let demand: usize = self.running.iter().chain([&seniority]).map(|other| self.demand(other)).sum();
         if demand <= self.blocks.free() {

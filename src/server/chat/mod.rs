@@ -44,6 +44,7 @@ pub async fn create(
         choices: chat.choices,
         can_call_in_parallel: chat.can_call_in_parallel,
         must_call_named: chat.must_call_named,
+        keeps_all_tokens: false,
         is_stream: chat.stream.is_stream,
         prompt_field: "messages",
     };

@@ -18,8 +18,13 @@ use super::generation::{self, Answers, Job};
 use super::log::RequestLog;
 use super::reply::{self, ReplyHeader};
 use super::state::Server;
+use crate::tokenizer::Tokenizer;
 use request::CompletionRequest;
 use response::{Completion, Logprobs, WireChoice};
+
+/// The most entries in the log probabilities of the prompts of a response: tokens and their alternatives. They take up
+/// to 100 bytes each until the response is sent.
+const MAX_PROMPT_LOGPROBS: usize = 1 << 19;
 
 /// Continues texts.
 pub async fn create(
@@ -37,10 +42,12 @@ pub async fn create(
         choices: completion.choices,
         can_call_in_parallel: true,
         must_call_named: false,
+        keeps_all_tokens: true,
         is_stream: completion.stream.is_stream,
         prompt_field: "prompt",
     };
     let answers = generation::submit(&server, log, job).await?;
+    check_prompt_logprobs(&answers)?;
     let texts = Texts::new(&completion.echoes, completion.choices, completion.has_logprobs);
     let header = ReplyHeader::new(&server, &answers, "cmpl-", "text_completion");
     let response = if completion.stream.is_stream {
@@ -50,6 +57,20 @@ pub async fn create(
         whole(header, answers, texts).await?
     };
     Ok(reply::with_ignored(response, &completion.ignored))
+}
+
+/// Fails if the log probabilities of the prompts would take too much memory.
+fn check_prompt_logprobs(answers: &Answers) -> Result<(), ApiError> {
+    let prompts = (0..answers.len()).filter_map(|index| answers.scored_prompt(index));
+    let entries: usize = prompts.map(|prompt| prompt.tokens.len() * (1 + prompt.top)).sum();
+    if entries > MAX_PROMPT_LOGPROBS {
+        let problem = format!(
+            "the prompts have {entries} log probabilities with those of 'logprobs' for each token, but a response has at \
+             most {MAX_PROMPT_LOGPROBS}; send fewer prompts in a request"
+        );
+        return Err(ApiError::invalid("logprobs", problem));
+    }
+    Ok(())
 }
 
 /// Turns pieces into choices, for whole and streamed responses.
@@ -70,13 +91,20 @@ impl Texts {
 
     /// Returns the next part of a choice.
     fn choice(&mut self, index: usize, pieces: Pieces, answers: &Answers) -> WireChoice {
-        let mut text = self.echoes[index].take().unwrap_or_default();
-        self.offsets[index] += text.chars().count();
+        let tokenizer: &Tokenizer = answers.engine().tokenizer();
+        let echo = self.echoes[index].take();
         let mut logprobs = self.has_logprobs.then(Logprobs::default);
+        if let (Some(echo), Some(logprobs)) = (&echo, &mut logprobs)
+            && let Some(prompt) = answers.scored_prompt(index)
+        {
+            logprobs.add_prompt(prompt, echo, tokenizer);
+        }
+        let mut text = echo.unwrap_or_default();
+        self.offsets[index] += text.chars().count();
         for piece in pieces.pieces {
             let Piece::Content(content, tokens) = piece else { continue };
             if let Some(logprobs) = &mut logprobs {
-                logprobs.extend(&tokens, self.offsets[index], answers.engine().tokenizer());
+                logprobs.extend(&tokens, self.offsets[index], tokenizer);
             }
             self.offsets[index] += content.chars().count();
             text.push_str(&content);

@@ -46,9 +46,7 @@ impl CompletionRequest {
         options.logprobs = fields_ref.take_integer("logprobs", 0..=MAX_LOGPROBS)?.map(|count| count as usize);
         let has_logprobs = options.logprobs.is_some();
         let is_echo = fields_ref.take_bool("echo")?.unwrap_or(false);
-        if is_echo && has_logprobs {
-            return Err(ApiError::unsupported("echo", "the log probabilities of a prompt are not available"));
-        }
+        options.prompt_logprobs = options.logprobs.filter(|_| is_echo);
         let choices = generate_options::read_choices(fields_ref)?;
         let stream = generate_options::read_stream(fields_ref)?;
         if prompts.len() * choices > MAX_ANSWERS {

@@ -1,8 +1,9 @@
 //! The bodies of text completion responses. Whole responses and chunks have the same shape.
 
-use serde::Serialize;
-use serde_json::{Map, Value, json};
+use serde::{Serialize, Serializer};
 
+use crate::engine::ScoredPrompt;
+use crate::runner::TokenLogprobs;
 use crate::server::choice::{Finish, ScoredToken, finite_logprob};
 use crate::server::reply::ReplyHeader;
 use crate::server::usage::Usage;
@@ -40,30 +41,83 @@ impl WireChoice {
     }
 }
 
-/// The log probabilities of generated tokens, as parallel arrays.
+/// The log probabilities of tokens, as parallel arrays.
 #[derive(Default, Serialize)]
 pub struct Logprobs {
     tokens: Vec<String>,
-    token_logprobs: Vec<f32>,
-    top_logprobs: Vec<Map<String, Value>>,
+    /// `None` for the first token of a prompt, which follows no other.
+    token_logprobs: Vec<Option<f32>>,
+    top_logprobs: Vec<Option<Alternatives>>,
     /// The offset of each token in the text, in characters.
     text_offset: Vec<usize>,
+}
+
+/// The most likely tokens with their log probabilities, as an object.
+struct Alternatives(Vec<(String, f32)>);
+
+impl Serialize for Alternatives {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(text, logprob)| (text, logprob)))
+    }
 }
 
 impl Logprobs {
     /// Adds tokens whose text starts at `offset`.
     pub fn extend(&mut self, tokens: &[ScoredToken], mut offset: usize, tokenizer: &Tokenizer) {
-        let text = |id: u32| String::from_utf8_lossy(&tokenizer.table().bytes(id)).into_owned();
         for token in tokens {
-            let top = token.logprobs.top.iter();
-            let top = top.map(|&(id, logprob)| (text(id), json!(finite_logprob(logprob)))).collect();
-            let token_text = text(token.id);
-            let characters = token_text.chars().count();
-            self.tokens.push(token_text);
-            self.token_logprobs.push(finite_logprob(token.logprobs.chosen));
-            self.top_logprobs.push(top);
-            self.text_offset.push(offset);
-            offset += characters;
+            self.push(token.id, Some(&token.logprobs), offset, tokenizer);
+            offset += text_of(token.id, tokenizer).chars().count();
         }
     }
+
+    /// Adds the tokens of a prompt, whose text is `echo`.
+    pub fn add_prompt(&mut self, prompt: &ScoredPrompt, echo: &str, tokenizer: &Tokenizer) {
+        let offsets = echo_offsets(&prompt.tokens, echo, tokenizer);
+        let logprobs = std::iter::once(None).chain(prompt.logprobs.iter().map(Some));
+        for ((&id, offset), logprobs) in prompt.tokens.iter().zip(offsets).zip(logprobs) {
+            self.push(id, logprobs, offset, tokenizer);
+        }
+    }
+
+    fn push(&mut self, id: u32, logprobs: Option<&TokenLogprobs>, offset: usize, tokenizer: &Tokenizer) {
+        self.tokens.push(text_of(id, tokenizer));
+        self.token_logprobs.push(logprobs.map(|logprobs| finite_logprob(logprobs.chosen)));
+        self.top_logprobs.push(logprobs.map(|logprobs| {
+            let mut top: Vec<(String, f32)> = Vec::with_capacity(logprobs.top.len());
+            for &(id, logprob) in &logprobs.top {
+                let text = text_of(id, tokenizer);
+                // Tokens with parts of characters can have the same text. The most likely one comes first.
+                if top.iter().all(|(other, _)| *other != text) {
+                    top.push((text, finite_logprob(logprob)));
+                }
+            }
+            Alternatives(top)
+        }));
+        self.text_offset.push(offset);
+    }
+}
+
+fn text_of(id: u32, tokenizer: &Tokenizer) -> String {
+    String::from_utf8_lossy(&tokenizer.table().bytes(id)).into_owned()
+}
+
+/// Returns the offset of each token of a prompt in its text, in characters.
+///
+/// The text can lack a control token at its start, and the space that some tokenizers add to a text.
+fn echo_offsets(tokens: &[u32], echo: &str, tokenizer: &Tokenizer) -> Vec<usize> {
+    let (mut offsets, mut byte, mut characters) = (Vec::with_capacity(tokens.len()), 0, 0);
+    for &id in tokens {
+        offsets.push(characters);
+        let (token, rest) = (tokenizer.table().bytes(id), &echo.as_bytes()[byte..]);
+        let length = match &*token {
+            token if rest.starts_with(token) => token.len(),
+            _ if tokenizer.is_control(id) => 0,
+            [b' ', token @ ..] if rest.starts_with(token) => token.len(),
+            token => token.len().min(rest.len()),
+        };
+        // Bytes other than the first of a character start no other character.
+        characters += rest[..length].iter().filter(|&&byte| byte & 0xC0 != 0x80).count();
+        byte += length;
+    }
+    offsets
 }

@@ -52,6 +52,7 @@ pub async fn create(
         choices: 1,
         can_call_in_parallel: request.can_call_in_parallel,
         must_call_named: false,
+        keeps_all_tokens: false,
         is_stream: request.is_stream,
         prompt_field: "messages",
     };

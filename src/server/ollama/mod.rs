@@ -77,6 +77,7 @@ async fn generate_with(
         can_call_in_parallel: true,
         must_call_named: false,
         is_stream,
+        keeps_all_tokens: false,
         prompt_field: route.prompt_field(),
     };
     let mut answers = generation::submit(server, log, job).await?;

@@ -58,6 +58,7 @@ pub async fn create(
         choices: 1,
         can_call_in_parallel: settings.parallel_tool_calls,
         must_call_named: false,
+        keeps_all_tokens: false,
         is_stream,
         prompt_field: "input",
     };

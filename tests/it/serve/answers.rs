@@ -191,3 +191,76 @@ fn completions_continue_texts_and_token_ids() {
     let echo = complete(json!({ "prompt": "Only this", "max_tokens": 0, "echo": true }));
     assert_eq!(echo["choices"][0]["text"], "Only this");
 }
+
+/// The bodies that lm-evaluation-harness sends to score a continuation, and what it reads from the response.
+#[test]
+fn echoed_prompts_have_log_probabilities() {
+    let server = Server::start(&["--chunk", "16", "--max-sequences", "4"]);
+    let complete = |fields: Value| {
+        let mut body = json!({ "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": true });
+        fields.as_object().unwrap().iter().for_each(|(name, value)| body[name] = value.clone());
+        server.post("/v1/completions", &body)
+    };
+    let text = "The KV cache stores the keys and values of all earlier tokens, café 🦀.";
+    let ids = server.post("/tokenize", &json!({ "prompt": text })).ok()["tokens"].clone();
+    let count = ids.as_array().unwrap().len();
+    assert!(count > 20);
+    let scored = complete(json!({ "prompt": [ids] })).ok();
+    let logprobs = &scored["choices"][0]["logprobs"];
+    for name in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
+        assert_eq!(logprobs[name].as_array().unwrap().len(), count + 1, "{name}");
+    }
+    assert!(logprobs["token_logprobs"][0].is_null() && logprobs["top_logprobs"][0].is_null());
+    for index in 1..=count {
+        let logprob = logprobs["token_logprobs"][index].as_f64().unwrap();
+        let top = logprobs["top_logprobs"][index].as_object().unwrap();
+        assert_eq!(top.len(), 1);
+        let best = top.values().next().unwrap().as_f64().unwrap();
+        assert!(logprob <= best && best <= 0.0, "{logprob} {best}");
+    }
+    // The generated token is the most likely one. It is reported even if it has no text, such as a stop token.
+    let last = logprobs["tokens"][count].as_str().unwrap();
+    assert_eq!(logprobs["top_logprobs"][count][last], logprobs["token_logprobs"][count]);
+    // Each token starts at its offset, in characters.
+    let characters: Vec<char> = scored["choices"][0]["text"].as_str().unwrap().chars().collect();
+    let offsets = logprobs["text_offset"].as_array().unwrap();
+    for (token, offset) in logprobs["tokens"].as_array().unwrap()[..count].iter().zip(offsets) {
+        let (token, offset) = (token.as_str().unwrap(), offset.as_u64().unwrap() as usize);
+        let rest: String = characters[offset..].iter().collect();
+        assert!(token.contains('\u{fffd}') || rest.starts_with(token), "{token:?} at {offset}");
+    }
+
+    // Scored as a prompt, greedy tokens have the log probabilities with which they were generated.
+    let start = "To download a model";
+    let count = server.post("/tokenize", &json!({ "prompt": start })).ok()["count"].as_u64().unwrap() as usize;
+    let answer = complete(json!({ "prompt": start, "max_tokens": 6, "echo": false })).ok();
+    let whole = format!("{start}{}", answer["choices"][0]["text"].as_str().unwrap());
+    let again = complete(json!({ "prompt": whole, "max_tokens": 0 })).ok();
+    let (again, answer) = (&again["choices"][0], &answer["choices"][0]);
+    assert_eq!((again["text"].as_str().unwrap(), &again["finish_reason"]), (whole.as_str(), &json!("length")));
+    let array = |choice: &Value, name: &str| choice["logprobs"][name].as_array().unwrap().clone();
+    assert_eq!(array(again, "tokens")[count..], array(answer, "tokens"));
+    assert_eq!(array(answer, "tokens").len(), 6);
+    for (got, expected) in array(again, "token_logprobs")[count..].iter().zip(array(answer, "token_logprobs")) {
+        assert!((got.as_f64().unwrap() - expected.as_f64().unwrap()).abs() < 1e-3, "{got} {expected}");
+    }
+
+    // Several prompts and answers, whole and streamed.
+    let fields = json!({ "prompt": [text, "The KV cache"], "n": 2, "logprobs": 3, "max_tokens": 4, "temperature": 1 });
+    let scored = complete(fields.clone()).ok();
+    let mut stream = fields;
+    stream["stream"] = json!(true);
+    let events = complete(stream).events();
+    for (index, choice) in scored["choices"].as_array().unwrap().iter().enumerate() {
+        let parts = events.iter().map(|event| &event["choices"][0]).filter(|part| part["index"] == index);
+        for name in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
+            let streamed: Vec<Value> = parts.clone().flat_map(|part| array(part, name)).collect();
+            assert_eq!(streamed, array(choice, name), "{name} of answer {index}");
+            assert_eq!(array(choice, name)[..3], array(&scored["choices"][index / 2 * 2], name)[..3]);
+        }
+        let streamed: String = parts.map(|part| part["text"].as_str().unwrap()).collect();
+        assert_eq!(streamed, choice["text"].as_str().unwrap());
+    }
+    assert_eq!(scored["usage"]["completion_tokens"], 16);
+    server.wait_until_idle();
+}

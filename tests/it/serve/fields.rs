@@ -78,7 +78,8 @@ fn invalid_fields_are_errors_that_name_the_field() {
         (json!({ "prompt": [1, "a"] }), "prompt"),
         (json!({ "prompt": [-1] }), "prompt"),
         (json!({ "prompt": "a", "suffix": "b" }), "suffix"),
-        (json!({ "prompt": "a", "echo": true, "logprobs": 1 }), "echo"),
+        (json!({ "prompt": "a", "echo": true, "logprobs": 21 }), "logprobs"),
+        (json!({ "prompt": vec!["a ".repeat(1500); 20], "n": 6, "echo": true, "logprobs": 20 }), "logprobs"),
         (json!({ "prompt": vec!["a"; 33], "n": 4 }), "prompt"),
     ] {
         let error = server.post("/v1/completions", &fields).error(400);

@@ -1,0 +1,182 @@
+//! Log probabilities of prompt tokens.
+
+use candle_core::DType;
+use inferno::device::DeviceChoice;
+use inferno::runner::{Executor, TokenLogprobs};
+use inferno::{Engine, EngineHandle, GenerateOptions, Request, RequestStream};
+
+use crate::engine::{GraphModel, demo, greedy};
+use crate::support::demo_dir;
+
+/// The alternatives of each token.
+const TOP: usize = 3;
+
+fn options(max_tokens: usize) -> GenerateOptions {
+    GenerateOptions { ignore_eos: true, max_tokens: Some(max_tokens), prompt_logprobs: Some(TOP), ..greedy() }
+}
+
+/// Returns the log probabilities of the prompt, which are complete at the first event, and the generated tokens.
+fn read(mut stream: RequestStream) -> (Vec<TokenLogprobs>, Vec<u32>) {
+    let first = stream.next_blocking().unwrap().unwrap();
+    let prompt = stream.scored_prompt().unwrap().logprobs.clone();
+    let tokens = first.token().into_iter();
+    let tokens = tokens.chain((&mut stream).into_iter().filter_map(|event| event.unwrap().token())).collect();
+    assert_eq!(stream.scored_prompt().unwrap().logprobs.len(), prompt.len());
+    (prompt, tokens)
+}
+
+/// Checks log probabilities against the logits of a forward pass over the whole prompt.
+fn assert_close(engine: &EngineHandle, prompt: &[u32], got: &[TokenLogprobs], tolerance: f64) {
+    assert_eq!(got.len(), prompt.len() - 1);
+    let rows = engine.logits(prompt).unwrap().to_vec2::<f32>().unwrap();
+    for (index, (row, got)) in rows.iter().zip(got).enumerate() {
+        let sum: f64 = row.iter().map(|&logit| f64::from(logit).exp()).sum();
+        let logprob = |id: usize| f64::from(row[id]) - sum.ln();
+        let is_close = |got: f32, want: f64| (f64::from(got) - want).abs() < tolerance;
+        let want = logprob(prompt[index + 1] as usize);
+        assert!(is_close(got.chosen, want), "token {} of {}: {} {want}", index + 1, prompt.len(), got.chosen);
+        let mut largest: Vec<f64> = (0..row.len()).map(logprob).collect();
+        largest.sort_by(|a, b| b.total_cmp(a));
+        assert_eq!(got.top.len(), TOP);
+        for (&(id, logprob_got), largest) in got.top.iter().zip(largest) {
+            assert!(is_close(logprob_got, largest) && is_close(logprob_got, logprob(id as usize)), "token {index}");
+        }
+        // Clients compare these two to find out whether the token is the most likely one.
+        for (_, logprob) in got.top.iter().filter(|(id, _)| *id == prompt[index + 1]) {
+            assert_eq!(*logprob, got.chosen);
+        }
+    }
+}
+
+/// Checks prompts with lengths around the chunk size, one and several answers, and cached prefixes.
+fn check(engine: &EngineHandle, lengths: &[usize], tolerance: f64) {
+    for &length in lengths {
+        let prompt = engine.random_tokens(length as u64, length);
+        let plain = |count| GenerateOptions { prompt_logprobs: None, ..options(count) };
+        let generated = |options| -> Vec<u32> {
+            let events = engine.complete_ids(&prompt, options).unwrap().into_iter();
+            events.filter_map(|event| event.unwrap().token()).collect()
+        };
+        // The prompt is in the prefix cache from here on.
+        let want = generated(plain(4));
+        for (answers, count) in [(1, 0), (3, 4)] {
+            let request = Request::ids(prompt.clone()).options(options(count));
+            let answers: Vec<_> = engine.submit_n(request, answers).unwrap().into_iter().map(read).collect();
+            for (logprobs, tokens) in &answers {
+                assert_eq!(logprobs, &answers[0].0, "the answers have different log probabilities");
+                assert_eq!(tokens, &want[..count]);
+            }
+            assert_close(engine, &prompt, &answers[0].0, tolerance);
+        }
+    }
+}
+
+#[test]
+fn prompt_logprobs_equal_those_of_a_forward_pass() {
+    for name in ["llama_graph", "gpt_oss_graph", "gemma2_graph", "gemma3_graph"] {
+        let model = GraphModel::new(name);
+        let builder = || model.builder().device(DeviceChoice::Cpu).dtype(DType::F32).context(110);
+        check(&builder().chunk(16).load().unwrap(), &[1, 2, 16, 17, 18, 65, 100], 1e-4);
+        check(&builder().load().unwrap(), &[100], 1e-4);
+    }
+}
+
+#[test]
+fn long_prompts_are_scored_in_slices() {
+    check(&demo(512), &[65, 66, 130, 300], 1e-4);
+    let deterministic = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(300).chunk(64);
+    check(&deterministic.deterministic(true).load().unwrap(), &[2, 64, 65, 66, 130], 1e-4);
+}
+
+#[test(gpu)]
+fn prompt_logprobs_equal_those_of_a_forward_pass_on_a_gpu() {
+    for name in ["llama_graph", "gpt_oss_graph"] {
+        let model = GraphModel::new(name);
+        for executor in [Executor::Graph, Executor::Eager] {
+            let engine = model.load(110, executor);
+            for length in [1, 2, 16, 17, 18, 65, 100] {
+                let prompt = engine.random_tokens(length as u64, length);
+                for count in [0, 4] {
+                    let request = Request::ids(prompt.clone()).options(options(count));
+                    for stream in engine.submit_n(request, 3).unwrap() {
+                        assert_close(&engine, &prompt, &read(stream).0, 0.1);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Requests with and without log probabilities share steps, wait for blocks and are preempted.
+#[test]
+fn requests_at_once_are_scored_like_single_ones() {
+    let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(320).sequences(2).load().unwrap();
+    let shared = engine.random_tokens(1, 150);
+    let prompt = |index: usize| {
+        let own = engine.random_tokens(index as u64 + 2, 5 + index * 17 % 100);
+        [&shared[..if index.is_multiple_of(3) { 150 } else { 0 }], &own].concat()
+    };
+    let count = |index: usize| [0, 60][index % 2];
+    for round in 0..2 {
+        let streams: Vec<_> = (0..12)
+            .map(|index| {
+                let prompt_logprobs = (index % 4 != round).then_some(TOP);
+                let options = GenerateOptions { prompt_logprobs, ..options(count(index)) };
+                engine.complete_ids(&prompt(index), options).unwrap()
+            })
+            .collect();
+        for (index, mut stream) in streams.into_iter().enumerate() {
+            if index % 4 == round {
+                let tokens = (&mut stream).into_iter().filter(|event| event.as_ref().unwrap().token().is_some());
+                assert_eq!((tokens.count(), stream.scored_prompt().is_some()), (count(index), false));
+                continue;
+            }
+            let (logprobs, tokens) = read(stream);
+            assert_eq!(tokens.len(), count(index));
+            assert_close(&engine, &prompt(index), &logprobs, 1e-4);
+        }
+    }
+    engine.with_runner(|_| ()).unwrap();
+    let stats = engine.stats();
+    assert!(stats.preemptions > 0 && stats.used_blocks == 0, "{stats:?}");
+}
+
+/// Another answer computes the prompt if the one that began is canceled.
+#[test]
+fn canceled_answers_leave_the_scores_of_others_complete() {
+    let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(320).chunk(16).load().unwrap();
+    let prompt = engine.random_tokens(1, 300);
+    for canceled in 1..3 {
+        let mut streams = engine.submit_n(Request::ids(prompt.clone()).options(options(2)), 3).unwrap();
+        let begin = engine.stats().prompt_tokens;
+        while engine.stats().prompt_tokens < begin + 64 {
+            std::thread::yield_now();
+        }
+        streams.drain(..canceled);
+        for stream in streams {
+            assert_close(&engine, &prompt, &read(stream).0, 1e-4);
+        }
+    }
+}
+
+/// Deterministic log probabilities do not depend on other requests.
+#[test]
+fn deterministic_prompt_logprobs_are_always_equal() {
+    let builder = || Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(600);
+    for engine in [builder().load().unwrap(), builder().chunk(64).deterministic(true).load().unwrap()] {
+        let submit = |index: usize| {
+            let options = GenerateOptions { deterministic: true, ..options(index % 3) };
+            engine.complete_ids(&engine.random_tokens(index as u64 / 2, 100 + index * 60), options).unwrap()
+        };
+        let alone: Vec<_> = (0..6)
+            .map(|index| {
+                engine.with_runner(|runner| runner.reset()).unwrap();
+                read(submit(index))
+            })
+            .collect();
+        let at_once: Vec<_> = (0..6).map(submit).collect();
+        for (stream, alone) in at_once.into_iter().zip(alone) {
+            assert_eq!(read(stream), alone);
+        }
+    }
+}
