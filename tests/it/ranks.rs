@@ -185,14 +185,17 @@ fn several_answers_to_one_prompt_share_its_blocks_on_all_ranks() {
     assert_eq!(answers(queued_steps::demo().devices(devices)), answers(queued_steps::demo()));
 }
 
-/// Each rank has the keys and values of its own heads only.
+/// Each rank has the keys and values of its own heads, and the logits of its own part of the vocabulary.
 #[test]
-fn several_ranks_save_no_prefix() {
+fn several_ranks_save_no_prefix_and_score_no_prompt() {
     let folder = tempfile::TempDir::new().unwrap();
     let engine = queued_steps::demo().devices("cpu,cpu".parse().unwrap()).load().unwrap();
     let prompt = engine.random_tokens(3, 200);
     let options = GenerateOptions { max_tokens: Some(1), ..GenerateOptions::new(SamplingParams::greedy()) };
     Answer::read(engine.complete_ids(&prompt, options).unwrap());
+    let options = GenerateOptions { prompt_logprobs: Some(1), ..GenerateOptions::new(SamplingParams::greedy()) };
+    let error = engine.complete_ids(&prompt, options).err().unwrap();
+    assert!(error.to_string().contains("with several GPUs"), "{error}");
     let path = folder.path().join("prefix.kv");
     assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 0);
     assert!(!path.exists());
