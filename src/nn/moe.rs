@@ -193,7 +193,8 @@ impl ClampedMoe {
         let ClampedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
         let (all, world) = (weights.at("experts"), weights.world());
         let share = world.share(intermediate_size, MXFP4_BLOCK);
-        let gate_up_weights = all.rows(&[2 * share.start..2 * share.end], 2 * intermediate_size);
+        let gate_up_rows = 2 * share.start..2 * share.end;
+        let gate_up_weights = all.rows(std::slice::from_ref(&gate_up_rows), 2 * intermediate_size);
         let down_weights = all.columns(share.clone(), intermediate_size);
         let gate_up = mxfp4::experts(&gate_up_weights, "gate_up_proj", (experts, 2 * share.len(), hidden_size))?;
         let down = mxfp4::experts(&down_weights, "down_proj", (experts, hidden_size, share.len()))?;

@@ -171,7 +171,7 @@ impl<'c> MatrixRows<'c> {
     pub fn columns(self, range: Range<usize>) -> Result<Self> {
         let Self { format, rows, columns, rounding, write } = self;
         let unit = format.column_unit();
-        if range.start % unit != 0 || (range.end % unit != 0 && range.end != columns) {
+        if !range.start.is_multiple_of(unit) || !(range.end.is_multiple_of(unit) || range.end == columns) {
             bail!("cannot divide the columns of a {format:?} matrix at {range:?}: its blocks have {unit} columns");
         }
         let (whole, before) = (format.row_bytes(columns), format.row_bytes(range.start));
