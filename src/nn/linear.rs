@@ -7,6 +7,10 @@ use crate::device::World;
 use crate::kernels::{self, SumOrder, matrix::Matrix, rows::add_bias};
 use crate::weights::Weights;
 
+/// The unit in which ranks divide an intermediate size: an MXFP4 block, and a multiple of what the kernels for float
+/// matrices need.
+pub(super) const SHARE_COLUMNS: usize = 32;
+
 /// Whether a projection has a bias. The family or config.json decides this, not the tensors in the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {

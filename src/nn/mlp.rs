@@ -6,17 +6,13 @@ use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
 use candle_nn::Activation;
 
-use super::linear::{Bias, Linear};
+use super::linear::{Bias, Linear, SHARE_COLUMNS};
 use super::moe::{ClampedMoe, GatedMoe};
 use crate::device::World;
 use crate::kernels::SumOrder;
 use crate::kernels::activation::{self, gated, gated_halves};
 use crate::kernels::moe::expert_usage::ExpertUsage;
 use crate::weights::Weights;
-
-/// The unit in which ranks divide an intermediate size: an MXFP4 block, and a multiple of what the kernels for float
-/// matrices need.
-pub(super) const SHARE_COLUMNS: usize = 32;
 
 pub enum Mlp {
     Gated(GatedMlp),

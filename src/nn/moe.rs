@@ -4,8 +4,7 @@ use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
 
 use super::checks::check_size;
-use super::linear::{Bias, Linear};
-use super::mlp::SHARE_COLUMNS;
+use super::linear::{Bias, Linear, SHARE_COLUMNS};
 use crate::device::World;
 use crate::kernels::activation::{Activation, clamped_swiglu, gated_halves};
 use crate::kernels::matrix::Matrix;

@@ -246,7 +246,10 @@ fn echoed_prompts_have_log_probabilities() {
     }
 
     // Several prompts and answers, whole and streamed.
-    let fields = json!({ "prompt": [text, "The KV cache"], "n": 2, "logprobs": 3, "max_tokens": 4, "temperature": 1 });
+    let prompts = [text, "The KV cache"];
+    let fields = json!({
+        "prompt": prompts, "n": 2, "logprobs": 3, "max_tokens": 4, "min_tokens": 4, "temperature": 1
+    });
     let scored = complete(fields.clone()).ok();
     let mut stream = fields;
     stream["stream"] = json!(true);
