@@ -53,9 +53,9 @@ impl FromStr for DeviceChoice {
 pub struct Devices(Vec<DeviceChoice>);
 
 impl Devices {
-    /// Returns the first `count` GPUs. Returns `None` if `count` is 0.
+    /// Returns the first `count` GPUs. Returns `None` if a model cannot use so many devices.
     pub fn gpus(count: usize) -> Option<Self> {
-        (count > 0).then(|| Self((0..count).map(DeviceChoice::Cuda).collect()))
+        (1..=MAX_RANKS).contains(&count).then(|| Self((0..count).map(DeviceChoice::Cuda).collect()))
     }
 
     /// Returns the device of the first rank.
@@ -107,12 +107,17 @@ impl FromStr for Devices {
         if devices.len() > MAX_RANKS {
             return Err(format!("a model can use at most {MAX_RANKS} devices"));
         }
-        Ok(Self(devices))
+        // `cuda` is the same GPU as `cuda:0`.
+        let named = |device| if device == DeviceChoice::FirstCuda { DeviceChoice::Cuda(0) } else { device };
+        Ok(match devices.as_slice() {
+            [device] => (*device).into(),
+            _ => Self(devices.into_iter().map(named).collect()),
+        })
     }
 }
 
 /// The most devices that run one model.
-const MAX_RANKS: usize = 8;
+pub const MAX_RANKS: usize = 8;
 
 /// Opens a device. On a GPU, candle uses only one stream, so its event tracking across streams is turned off.
 ///

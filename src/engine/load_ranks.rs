@@ -73,14 +73,11 @@ impl RankLoader<'_> {
     /// Builds the decoder and the KV cache of one rank.
     fn load_rank(&self, world: &World, device: &Device, progress: &LoadProgress) -> Result<LoadedRank> {
         let &Self { config, checkpoint, dtype, quantize, attention, context, cache_blocks } = self;
+        let of_rank = || Weights::of_rank(checkpoint, device, dtype, progress, world.clone());
         let weights = match quantize {
-            _ if world.size() > 1 => Weights::of_rank(checkpoint, device, dtype, progress, world.clone()),
-            Some(quantize) => Weights::quantizing(checkpoint, device, dtype, progress, quantize),
+            Some(quantize) => of_rank().quantized_to(quantize),
+            None if world.size() > 1 => of_rank(),
             None => Weights::new(checkpoint, device, dtype, progress)?,
-        };
-        let weights = match quantize {
-            Some(quantize) => weights.quantized_to(quantize),
-            None => weights,
         };
         let mut decoder = config.architecture.build(&weights, context)?;
         let attention = decoder.set_attention_backend(attention)?;

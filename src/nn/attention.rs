@@ -146,27 +146,25 @@ impl Attention {
         let fused =
             [q.clone(), q_size + kv.start..q_size + kv.end, q_size + kv_size + kv.start..q_size + kv_size + kv.end];
         let (fused_rows, fused_size) = (q.len() + 2 * kv.len(), q_size + 2 * kv_size);
-        let (qkv_proj, o_proj) = match names {
+        let qkv_proj = match names {
             Projections::Separate => {
-                let part = |name, rows: &Range<usize>, size| {
-                    (weights.at(name).rows(std::slice::from_ref(rows), size), rows.len())
-                };
+                let part = |name, rows: &Range<usize>, size| (weights.at(name).rows([rows.clone()], size), rows.len());
                 let parts = [part("q_proj", &q, q_size), part("k_proj", &kv, kv_size), part("v_proj", &kv, kv_size)];
-                let qkv_proj = Linear::load_stacked(&parts, hidden_size, config.qkv_bias)?;
-                (qkv_proj, Linear::load(&o, q.len(), hidden_size, config.o_bias)?)
+                Linear::load_stacked(&parts, hidden_size, config.qkv_bias)?
             }
             Projections::Fused => {
-                let qkv = weights.at("qkv_proj").rows(&fused, fused_size);
-                let qkv_proj = Linear::load(&qkv, hidden_size, fused_rows, config.qkv_bias)?;
-                (qkv_proj, Linear::load(&o, q.len(), hidden_size, config.o_bias)?)
+                let qkv = weights.at("qkv_proj").rows(fused, fused_size);
+                Linear::load(&qkv, hidden_size, fused_rows, config.qkv_bias)?
             }
             Projections::FusedTransposed { qkv, .. } => {
-                let qkv = weights.at(qkv).rows(&fused, fused_size);
-                let qkv_proj = Linear::load_transposed(&qkv, hidden_size, fused_rows)?;
-                (qkv_proj, Linear::load_transposed(&o, q.len(), hidden_size)?)
+                Linear::load_transposed(&weights.at(qkv).rows(fused, fused_size), hidden_size, fused_rows)?
             }
         };
-        let sinks = weights.rows(std::slice::from_ref(&q_heads), heads);
+        let o_proj = match names {
+            Projections::FusedTransposed { .. } => Linear::load_transposed(&o, q.len(), hidden_size)?,
+            _ => Linear::load(&o, q.len(), hidden_size, config.o_bias)?,
+        };
+        let sinks = weights.rows([q_heads.clone()], heads);
         let norm = |name, config| Norm::load(&weights.at(name), spec.head_dim, config);
         let spec = LayerSpec { kv_heads: kv_heads.len(), ..spec };
         Ok(Self {

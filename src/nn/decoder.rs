@@ -324,7 +324,7 @@ fn load_head(
 ) -> Result<Linear> {
     let share = weights.world().share(vocab_size, 1);
     if !is_tied {
-        let head = weights.at("lm_head").rows(std::slice::from_ref(&share), vocab_size);
+        let head = weights.at("lm_head").rows([share.clone()], vocab_size);
         return Linear::load(&head, hidden_size, share.len(), Bias::Without);
     }
     // All ranks hold the whole embedding.

@@ -1,5 +1,7 @@
 //! The linear layer, y = x·Wᵀ + b.
 
+use std::ops::Range;
+
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
@@ -10,6 +12,12 @@ use crate::weights::Weights;
 /// The unit in which ranks divide an intermediate size: an MXFP4 block, and a multiple of what the kernels for float
 /// matrices need.
 pub(super) const SHARE_COLUMNS: usize = 32;
+
+/// Returns a rank's rows of a matrix that has the rows of gate_proj, and then those of up_proj. `share` is its part of the
+/// intermediate size.
+pub(super) fn gate_up_rows(share: &Range<usize>, intermediate_size: usize) -> [Range<usize>; 2] {
+    [share.clone(), intermediate_size + share.start..intermediate_size + share.end]
+}
 
 /// Whether a projection has a bias. The family or config.json decides this, not the tensors in the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

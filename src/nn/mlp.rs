@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
 use candle_nn::Activation;
 
-use super::linear::{Bias, Linear, SHARE_COLUMNS};
+use super::linear::{Bias, Linear, SHARE_COLUMNS, gate_up_rows};
 use super::moe::{ClampedMoe, GatedMoe};
 use crate::device::World;
 use crate::kernels::SumOrder;
@@ -90,7 +90,7 @@ impl GatedMlp {
     ) -> Result<Self> {
         let down = weights.at("down_proj");
         let share = intermediate_share(&down, intermediate_size)?;
-        let part = |name| (weights.at(name).rows(std::slice::from_ref(&share), intermediate_size), share.len());
+        let part = |name| (weights.at(name).rows([share.clone()], intermediate_size), share.len());
         let gate_up_proj = Linear::load_stacked(&[part("gate_proj"), part("up_proj")], hidden_size, bias)?;
         Self::new(gate_up_proj, &down, share, (hidden_size, intermediate_size), bias, activation)
     }
@@ -105,8 +105,8 @@ impl GatedMlp {
     ) -> Result<Self> {
         let down = weights.at("down_proj");
         let share = intermediate_share(&down, intermediate_size)?;
-        let ranges = [share.clone(), intermediate_size + share.start..intermediate_size + share.end];
-        let gate_up = weights.at("gate_up_proj").rows(&ranges, 2 * intermediate_size);
+        let rows = gate_up_rows(&share, intermediate_size);
+        let gate_up = weights.at("gate_up_proj").rows(rows, 2 * intermediate_size);
         let gate_up_proj = Linear::load(&gate_up, hidden_size, 2 * share.len(), Bias::Without)?;
         Self::new(gate_up_proj, &down, share, (hidden_size, intermediate_size), Bias::Without, activation)
     }
@@ -169,7 +169,7 @@ impl PlainMlp {
     ) -> Result<Self> {
         let (fc, proj) = (weights.at("c_fc"), weights.at("c_proj"));
         let share = intermediate_share(&proj, intermediate_size)?;
-        let fc = fc.rows(std::slice::from_ref(&share), intermediate_size);
+        let fc = fc.rows([share.clone()], intermediate_size);
         Ok(Self {
             fc: Linear::load_transposed(&fc, hidden_size, share.len())?,
             proj: Linear::load_transposed(&proj.columns(share.clone(), intermediate_size), share.len(), hidden_size)?,

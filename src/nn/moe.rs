@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
 
 use super::checks::check_size;
-use super::linear::{Bias, Linear, SHARE_COLUMNS};
+use super::linear::{Bias, Linear, SHARE_COLUMNS, gate_up_rows};
 use crate::device::World;
 use crate::kernels::activation::{Activation, clamped_swiglu, gated_halves};
 use crate::kernels::matrix::Matrix;
@@ -85,12 +85,12 @@ impl GatedMoe {
         let (gate_up_shape, down_shape) =
             ([experts, 2 * share.len(), hidden_size], [experts, hidden_size, share.len()]);
         let (gate_up, down) = if is_stacked {
-            let ranges = [share.clone(), intermediate_size + share.start..intermediate_size + share.end];
-            let gate_up = all.rows(&ranges, 2 * intermediate_size).experts("gate_up_proj", gate_up_shape)?;
+            let rows = gate_up_rows(&share, intermediate_size);
+            let gate_up = all.rows(rows, 2 * intermediate_size).experts("gate_up_proj", gate_up_shape)?;
             (gate_up, all.columns(share, intermediate_size).experts("down_proj", down_shape)?)
         } else {
             let matrix = |expert: usize, name| all.at(expert).at(name);
-            let rows = |expert, name| matrix(expert, name).rows(std::slice::from_ref(&share), intermediate_size);
+            let rows = |expert, name| matrix(expert, name).rows([share.clone()], intermediate_size);
             let gate_up = |expert| [names.gate, names.up].map(|name| (rows(expert, name), share.len()));
             let gate_up: Vec<_> = (0..experts).flat_map(gate_up).collect();
             let down = |expert| (matrix(expert, names.down).columns(share.clone(), intermediate_size), hidden_size);
@@ -192,8 +192,9 @@ impl ClampedMoe {
         let ClampedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
         let (all, world) = (weights.at("experts"), weights.world());
         let share = world.share(intermediate_size, MXFP4_BLOCK);
-        let gate_up_rows = 2 * share.start..2 * share.end;
-        let gate_up_weights = all.rows(std::slice::from_ref(&gate_up_rows), 2 * intermediate_size);
+        // Gate rows and up rows alternate.
+        let alternating = 2 * share.start..2 * share.end;
+        let gate_up_weights = all.rows([alternating], 2 * intermediate_size);
         let down_weights = all.columns(share.clone(), intermediate_size);
         let gate_up = mxfp4::experts(&gate_up_weights, "gate_up_proj", (experts, 2 * share.len(), hidden_size))?;
         let down = mxfp4::experts(&down_weights, "down_proj", (experts, hidden_size, share.len()))?;

@@ -141,19 +141,19 @@ impl<'c> Weights<'c> {
     }
 
     /// Returns weights that load only these of the `total` rows of each tensor. Callers give the shape of the part.
-    pub fn rows(&self, ranges: &[Range<usize>], total: usize) -> Self {
-        self.part(Axis::Rows, ranges, total)
+    pub fn rows(&self, ranges: impl Into<Vec<Range<usize>>>, total: usize) -> Self {
+        self.part(Axis::Rows, ranges.into(), total)
     }
 
     /// Returns weights that load only these of the `total` columns of each matrix, and whole biases.
     /// Callers give the shape of the part.
     pub fn columns(&self, range: Range<usize>, total: usize) -> Self {
-        self.part(Axis::Columns, &[range], total)
+        self.part(Axis::Columns, vec![range], total)
     }
 
-    fn part(&self, axis: Axis, ranges: &[Range<usize>], total: usize) -> Self {
+    fn part(&self, axis: Axis, ranges: Vec<Range<usize>>, total: usize) -> Self {
         // A rank that is alone loads whole tensors, which may be read ahead.
-        let part = Part { axis, ranges: ranges.to_vec(), total };
+        let part = Part { axis, ranges, total };
         Self { part: (self.world.size() > 1).then_some(part), ..self.clone() }
     }
 

@@ -243,7 +243,9 @@ fn the_command_line_takes_a_list_of_devices() {
     for (arguments, message) in [
         (["--device", "cpu,cuda"], "a model runs on GPUs or on the CPU, not on both"),
         (["--device", "cpu,gpu"], "unknown device 'gpu'"),
-        (["--gpus", "0"], "choose 1 or more"),
+        (["--gpus", "0"], "choose 1 to 8"),
+        (["--gpus", "9"], "choose 1 to 8"),
+        (["--device", "cuda:0,1,2,3,4,5,6,7,8"], "at most 8 devices"),
         (["--gpus", "two"], "'two' is not a number of GPUs"),
     ] {
         let output = play(&arguments);
@@ -263,6 +265,12 @@ fn ranks_on_gpus_agree_with_transformers() {
             let dir = golden(case);
             let (ids, expected) = expected(&dir.join("golden.safetensors"));
             assert_ranks_agree(case, &logits_on(&devices, dtype, &dir, None, &ids), &expected, tolerance);
+        }
+        // More ranks than KV heads: some hold nothing.
+        for case in ["llama_new", "gpt_oss_new", "qwen3_moe", "gpt2"] {
+            let (eight, dir) = (["cuda:0"; 8].join(",").parse().unwrap(), golden(case));
+            let (ids, expected) = expected(&dir.join("golden.safetensors"));
+            assert_ranks_agree(case, &logits_on(&eight, dtype, &dir, None, &ids), &expected, tolerance);
         }
         for family in ["llama", "qwen3_moe", "phi3", "gpt2", "gpt_oss"] {
             let (ids, expected) = expected(&golden("gguf_quantized").join(format!("{family}.safetensors")));

@@ -6,7 +6,7 @@ use clap::ValueEnum;
 use indicatif::ProgressBar;
 
 use super::{note, progress_style, stderr_target};
-use crate::device::{DeviceChoice, DeviceInfo, Devices};
+use crate::device::{DeviceChoice, DeviceInfo, Devices, MAX_RANKS};
 use crate::engine::{Engine, LoadOptions, MemoryLimit};
 use crate::error::Error;
 use crate::hub::Snapshot;
@@ -192,5 +192,5 @@ impl LoadArgs {
 /// Parses the value of `--gpus`.
 fn parse_gpus(text: &str) -> Result<Devices, String> {
     let count = text.parse().map_err(|_| format!("'{text}' is not a number of GPUs"))?;
-    Devices::gpus(count).ok_or_else(|| "choose 1 or more".into())
+    Devices::gpus(count).ok_or_else(|| format!("choose 1 to {MAX_RANKS}"))
 }
