@@ -158,10 +158,16 @@ def unlike_prompts_spread(cluster, size):
 def client_leaves(cluster, _):
     """A client that closes its connection cancels its answer on the replica."""
     slowest = 0.0
+
+    def running():
+        return sum(replica.loads()["num_running_reqs"] for replica in cluster.replicas)
+
     for stream in (True, False):
+        # Otherwise the answer seen below could be the one before, and the client would leave before it arrived.
+        wait_for("no answer runs", lambda: running() == 0)
         request = Request(cluster.address, f"leave-{next(numbers)}", unlike_prompt(), 3000, stream, to_the_end=True)
         request.start()
-        wait_for("the answer runs", lambda: sum(r.loads()["num_running_reqs"] for r in cluster.replicas) == 1)
+        wait_for("the answer runs", lambda: running() == 1)
         if stream:
             request.answer.has_begun.wait(30)
         request.leave()
