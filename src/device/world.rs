@@ -4,6 +4,8 @@
 //! matrix. All ranks run the same passes, and the partial results of the attention and of the MLP are summed.
 //! Sums are added in the order of the ranks, so all ranks get the same bits and choose the same tokens.
 
+use std::any::Any;
+use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -13,8 +15,33 @@ use candle_core::{Result, Tensor, bail};
 #[derive(Clone, Debug, Default)]
 pub struct World {
     rank: usize,
-    /// Where the ranks exchange data. `None` in a world of one rank.
+    /// Exchanges tensors without the host. `None` if the host copies them.
+    exchange: Option<Arc<dyn Exchange>>,
+    /// Where the threads of all ranks meet. `None` in a world of one rank.
     meeting: Option<Arc<Meeting>>,
+}
+
+/// Exchanges tensors between the devices of all ranks. The operations are queued and return at once, so every rank must
+/// queue the same operations in the same order.
+pub trait Exchange: Any + fmt::Debug + Send + Sync {
+    /// Returns whether operations can be queued now. The answer is the same on all ranks.
+    ///
+    /// Ranks that share a GPU, as in tests, can only capture them in a CUDA graph. When a GPU loads a kernel for the first
+    /// time, it waits for all running kernels, and thus for those that wait for the rank that loads the kernel.
+    fn can_queue(&self) -> bool;
+
+    /// See [`World::sum`].
+    fn sum(&self, x: &Tensor) -> Result<Tensor>;
+
+    /// See [`World::concat_columns`].
+    fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor>;
+
+    /// Returns a rank that did not answer in time, or `None` if all ranks have answered so far. The results of all
+    /// operations after it are wrong.
+    fn missing_rank(&self) -> Option<usize>;
+
+    /// Ends all operations of all ranks that wait, now or later. Their results are wrong.
+    fn end(&self);
 }
 
 impl World {
@@ -26,7 +53,17 @@ impl World {
     /// Returns the worlds of `size` ranks, which run on one thread each.
     pub fn threads(size: usize) -> Vec<Self> {
         let meeting = (size > 1).then(|| Arc::new(Meeting::new(size)));
-        (0..size).map(|rank| Self { rank, meeting: meeting.clone() }).collect()
+        (0..size).map(|rank| Self { rank, exchange: None, meeting: meeting.clone() }).collect()
+    }
+
+    /// Lets this rank exchange tensors by `exchange`. All ranks must do so.
+    pub fn with_exchange(self, exchange: Arc<dyn Exchange>) -> Self {
+        Self { exchange: Some(exchange), ..self }
+    }
+
+    /// Returns what exchanges tensors without the host, or `None` if the host copies them.
+    pub fn exchange(&self) -> Option<&Arc<dyn Exchange>> {
+        self.exchange.as_ref()
     }
 
     pub fn rank(&self) -> usize {
@@ -48,20 +85,30 @@ impl World {
     }
 
     /// Returns the sum of the tensors x of all ranks, which have the same shape and dtype.
-    /// Waits until all ranks have called it.
+    /// Without an [`Exchange`], waits until all ranks have called it.
     pub fn sum(&self, x: &Tensor) -> Result<Tensor> {
-        let Some(meeting) = &self.meeting else { return Ok(x.clone()) };
-        let parts = self.parts(meeting, x)?;
-        parts[1..].iter().try_fold(parts[0].clone(), |sum, part| sum + part)
+        match (&self.meeting, &self.exchange) {
+            (None, _) => Ok(x.clone()),
+            (_, Some(exchange)) if exchange.can_queue() => exchange.sum(x),
+            (Some(meeting), _) => {
+                let parts = self.parts(meeting, x)?;
+                parts[1..].iter().try_fold(parts[0].clone(), |sum, part| sum + part)
+            }
+        }
     }
 
-    /// Returns the columns of all ranks side by side, in the order of the ranks. x is `[rows, columns]`, where only the
-    /// number of rows is the same on every rank. Waits until all ranks have called it.
-    pub fn concat_columns(&self, x: &Tensor) -> Result<Tensor> {
-        let Some(meeting) = &self.meeting else { return Ok(x.clone()) };
-        let parts = self.parts(meeting, x)?;
-        let parts: Vec<&Tensor> = parts.iter().filter(|part| part.elem_count() > 0).collect();
-        Tensor::cat(&parts, 1)
+    /// Returns the columns of all ranks side by side, in the order of the ranks. x is `[rows, columns]` with this rank's
+    /// [`share`] of `columns`. Without an [`Exchange`], waits until all ranks have called it.
+    pub fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor> {
+        match (&self.meeting, &self.exchange) {
+            (None, _) => Ok(x.clone()),
+            (_, Some(exchange)) if exchange.can_queue() => exchange.concat_columns(x, columns),
+            (Some(meeting), _) => {
+                let parts = self.parts(meeting, x)?;
+                let parts: Vec<&Tensor> = parts.iter().filter(|part| part.elem_count() > 0).collect();
+                Tensor::cat(&parts, 1)
+            }
+        }
     }
 
     /// Returns the tensors of all ranks on the device of x. Copies between GPUs do not pass through host memory if the
@@ -71,13 +118,32 @@ impl World {
         // Each GPU has a stream of its own, so a rank must not read a part before the other GPU has written it, and must
         // not free its own part before all others have read it.
         device.synchronize()?;
-        let parts = meeting.exchange(self.rank, x.clone())?;
+        let parts = meeting.exchange(self.rank, Arc::new(x.clone()))?;
         let parts = parts.iter().map(|part| part.to_device(device)).collect::<Result<Vec<_>>>()?;
         if device.is_cuda() {
             device.synchronize()?;
-            meeting.exchange(self.rank, x.clone())?;
+            meeting.exchange(self.rank, Arc::new(()))?;
         }
         Ok(parts)
+    }
+
+    /// Returns the values of all ranks, in the order of the ranks. Waits until all ranks have called it.
+    pub fn all<T: Any + Send + Sync>(&self, value: T) -> Result<Vec<Arc<T>>> {
+        match &self.meeting {
+            None => Ok(vec![Arc::new(value)]),
+            Some(meeting) => meeting.exchange(self.rank, Arc::new(value)),
+        }
+    }
+
+    /// Fails if the world has ended, or if a rank did not answer in time. In the latter case, ends the world.
+    pub fn check(&self) -> Result<()> {
+        if let Some(missing) = self.exchange.as_ref().and_then(|exchange| exchange.missing_rank()) {
+            self.end(&format!("GPU {} of {} does not answer; the others were stopped", missing + 1, self.size()));
+        }
+        match self.end_reason() {
+            Some(reason) => bail!("{reason}"),
+            None => Ok(()),
+        }
     }
 
     /// Returns why the world has ended, or `None` if it has not.
@@ -93,6 +159,9 @@ impl World {
             state.end_reason.get_or_insert_with(|| reason.to_string());
             meeting.changed.notify_all();
         }
+        if let Some(exchange) = &self.exchange {
+            exchange.end();
+        }
     }
 }
 
@@ -107,7 +176,10 @@ pub fn share(total: usize, unit: usize, rank: usize, size: usize) -> Range<usize
     start(rank)..start(rank + 1)
 }
 
-/// A place where the threads of all ranks exchange tensors.
+/// A value that a rank brings to an exchange.
+type Item = Arc<dyn Any + Send + Sync>;
+
+/// A place where the threads of all ranks exchange values.
 #[derive(Debug)]
 struct Meeting {
     size: usize,
@@ -118,12 +190,12 @@ struct Meeting {
 #[derive(Debug, Default)]
 struct MeetingState {
     /// What the ranks brought to the current exchange.
-    brought: Vec<Option<Tensor>>,
+    brought: Vec<Option<Item>>,
     /// The number of exchanges that have ended.
     exchanges: u64,
-    /// The tensors of the last exchange. They stay until every rank has come to the next exchange, so no rank misses
+    /// The values of the last exchange. They stay until every rank has come to the next exchange, so no rank misses
     /// them.
-    last: Arc<Vec<Tensor>>,
+    last: Arc<Vec<Item>>,
     end_reason: Option<String>,
 }
 
@@ -137,10 +209,19 @@ impl Meeting {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until every rank has brought a tensor. Returns the tensors of all ranks.
-    fn exchange(&self, rank: usize, tensor: Tensor) -> Result<Arc<Vec<Tensor>>> {
+    /// Waits until every rank has brought a value. Returns the values of all ranks.
+    fn exchange<T: Any + Send + Sync>(&self, rank: usize, value: Arc<T>) -> Result<Vec<Arc<T>>> {
+        let items = self.exchange_items(rank, value)?;
+        let typed = items.iter().map(|item| item.clone().downcast::<T>());
+        match typed.collect() {
+            Ok(values) => Ok(values),
+            Err(_) => bail!("internal error: the ranks exchange values of different types"),
+        }
+    }
+
+    fn exchange_items(&self, rank: usize, item: Item) -> Result<Arc<Vec<Item>>> {
         let mut state = self.lock();
-        state.brought[rank] = Some(tensor);
+        state.brought[rank] = Some(item);
         if state.end_reason.is_none() && state.brought.iter().all(Option::is_some) {
             state.last = Arc::new(state.brought.iter_mut().filter_map(Option::take).collect());
             state.exchanges += 1;
@@ -214,12 +295,23 @@ mod tests {
 
     #[test]
     fn uneven_and_empty_columns_are_placed_side_by_side() {
-        let rows = on_threads(3, |world| {
-            let columns = [2, 1, 0][world.rank()];
-            let x = Tensor::full(world.rank() as f32, (2, columns), &Device::Cpu).unwrap();
-            world.concat_columns(&x).unwrap().to_vec2::<f32>().unwrap()
+        for (columns, expected) in [(4, vec![0.0, 0.0, 1.0, 2.0]), (2, vec![0.0, 1.0])] {
+            let rows = on_threads(3, |world| {
+                let own = world.share(columns, 1).len();
+                let x = Tensor::full(world.rank() as f32, (2, own), &Device::Cpu).unwrap();
+                world.concat_columns(&x, columns).unwrap().to_vec2::<f32>().unwrap()
+            });
+            assert!(rows.iter().all(|rows| rows[0] == expected && rows[1] == expected), "{rows:?}");
+        }
+    }
+
+    #[test]
+    fn every_rank_gets_the_values_of_all() {
+        let values = on_threads(3, |world| {
+            let of_ranks = world.all(world.rank() * 10).unwrap();
+            (of_ranks.iter().map(|value| **value).collect::<Vec<_>>(), world.check().is_ok())
         });
-        assert!(rows.iter().all(|rows| rows == &[[0.0, 0.0, 1.0], [0.0, 0.0, 1.0]]), "{rows:?}");
+        assert_eq!(values, vec![(vec![0, 10, 20], true); 3]);
     }
 
     #[test]

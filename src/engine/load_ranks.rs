@@ -9,6 +9,7 @@ use candle_core::{DType, Device};
 
 use crate::device::{self, DeviceChoice, Devices, World};
 use crate::kernels::attention::AttentionBackend;
+use crate::kernels::exchange;
 use crate::models::ModelConfig;
 use crate::nn::kv_cache::{CacheLayout, KvCache};
 use crate::runner::RankParts;
@@ -56,16 +57,23 @@ impl RankLoader<'_> {
             let threads: Vec<_> = (worlds.zip(devices.iter().skip(1)))
                 .map(|(world, choice)| scope.spawn(move || self.load_other(world, choice)))
                 .collect();
-            let loaded = self.load_rank(&world, first, progress);
+            let loaded = self.load_first(world, first, progress);
             let others = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
             let others = others.collect::<Vec<_>>();
-            let LoadedRank { parts, attention, cache_s } = loaded?;
+            let (world, LoadedRank { parts, attention, cache_s }) = loaded?;
             Ok(LoadedRanks { world, parts, others: others.into_iter().collect::<Result<_>>()?, attention, cache_s })
         })
     }
 
+    fn load_first(&self, world: World, device: &Device, progress: &LoadProgress) -> Result<(World, LoadedRank)> {
+        let world = exchange::connect(world, device)?;
+        let rank = self.load_rank(&world, device, progress)?;
+        Ok((world, rank))
+    }
+
     fn load_other(&self, world: World, choice: DeviceChoice) -> Result<(World, RankParts)> {
         let device = device::open(choice)?;
+        let world = exchange::connect(world, &device)?;
         let LoadedRank { parts, .. } = self.load_rank(&world, &device, &LoadProgress::silent())?;
         Ok((world, parts))
     }

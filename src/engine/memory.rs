@@ -7,6 +7,7 @@ use candle_core::DType;
 
 use crate::device::{DeviceInfo, share};
 use crate::error::Error;
+use crate::kernels::exchange::MAILBOX_BYTES;
 use crate::kernels::scratch::MAX_ARENA_BYTES;
 use crate::models::Architecture;
 use crate::nn::kv_cache::{BLOCK_TOKENS, CacheLayout, LayerSpec, peak_blocks};
@@ -263,7 +264,11 @@ impl MemoryPlan {
             true => self.logit_bytes(capacity.chunk).saturating_add(ARENA_BYTES),
             false => 0,
         };
-        WORKSPACE_BYTES.saturating_add(chunk_bytes).saturating_add(self.unpacked_bytes).saturating_add(batch_bytes)
+        let exchange_bytes = if self.ranks > 1 { MAILBOX_BYTES as u64 } else { 0 };
+        (WORKSPACE_BYTES + exchange_bytes)
+            .saturating_add(chunk_bytes)
+            .saturating_add(self.unpacked_bytes)
+            .saturating_add(batch_bytes)
     }
 
     /// Returns the bytes for the logits of several sequences: a buffer that all batch graphs share, the logits of a step, a
@@ -500,6 +505,7 @@ mod tests {
         let capacity = Capacity { context: 4096, chunk: 512 };
         assert_eq!(two.cache_blocks(capacity), one.cache_blocks(capacity));
         assert_eq!(two.cache_bytes(capacity), one.cache_bytes(capacity) / 2);
+        assert_eq!(two.workspace_bytes(capacity), one.workspace_bytes(capacity) + MAILBOX_BYTES as u64);
     }
 
     #[test]

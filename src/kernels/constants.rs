@@ -26,6 +26,16 @@ pub const ROPE_HEADS_PER_WARP: usize = 4;
 /// For at most this many tokens, each head has a warp of its own, because larger warps would leave most of the GPU idle.
 pub const ROPE_FEW_TOKENS: usize = 64;
 
+// Exchange between ranks (`exchange.rs`, `exchange.cu`).
+
+/// The most ranks that can exchange data.
+pub const EXCHANGE_MAX_RANKS: usize = 8;
+/// The slots of a mailbox, which operations use in turn.
+pub const EXCHANGE_SLOTS: usize = 4;
+/// The most blocks of all ranks together. If tests run all ranks on one GPU, those that wait must leave multiprocessors
+/// for the others.
+pub const EXCHANGE_BLOCKS: usize = 128;
+
 // Paged KV cache (`attention/paged.rs`, `attention/paged.cuh`).
 
 /// Positions per block of the KV cache.

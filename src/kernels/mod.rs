@@ -18,6 +18,7 @@ pub mod bandwidth;
 mod constants;
 #[cfg(feature = "cuda")]
 pub mod decode;
+pub mod exchange;
 #[cfg(feature = "cuda")]
 pub mod launch;
 pub mod matmul;

@@ -143,7 +143,7 @@ impl Decoder {
 
     /// Returns the logits of hidden states, f32 `[rows, vocab]`.
     pub fn logits(&self, hidden: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
-        let logits = self.world.concat_columns(&self.lm_head.forward(hidden, sum_order)?)?;
+        let logits = self.world.concat_columns(&self.lm_head.forward(hidden, sum_order)?, self.vocab_size())?;
         Ok(match self.final_softcap {
             Some(cap) => soft_cap(&logits, cap)?,
             None => logits,
@@ -269,6 +269,11 @@ impl Decoder {
 
     pub fn is_on_gpu(&self) -> bool {
         self.embed_tokens.device().is_cuda()
+    }
+
+    /// Returns the ranks that run the model together.
+    pub fn world(&self) -> &World {
+        &self.world
     }
 
     /// Returns the number of positions that the model was loaded for.

@@ -1,0 +1,189 @@
+// Exchange of data between ranks on several GPUs, without the host.
+//
+// Every rank has a mailbox that all ranks can write to: EXCHANGE_SLOTS slots, each with a region per sender. A rank writes
+// its values to its region in the mailbox of every rank, and waits in its own mailbox for the values of the others.
+// The values are their own flags, as in TensorRT-LLM's Lamport kernels: a word that has not arrived is EMPTY, a NaN that
+// arithmetic never produces.
+//
+// Operation k uses slot k mod EXCHANGE_SLOTS, and empties the slot of operation k − 1. A rank that writes to that slot
+// again has received this rank's values of operation k + 1, so the slot is empty by then.
+#include "constants.cuh"
+#include "headers/arrive.cuh"
+#include "headers/pdl.cuh"
+
+constexpr uint32_t EMPTY = 0xffffffffu;
+constexpr uint32_t OTHER_NAN = 0x7fffffffu;
+// How often a thread looks for a value before it looks whether to give up, which takes longer than an exchange.
+constexpr uint32_t CHECK_TURNS = 4096;
+
+struct Mailboxes {
+    // For each rank, its mailbox: u32 [EXCHANGE_SLOTS, ranks, region].
+    uint32_t* of[EXCHANGE_MAX_RANKS];
+    // This rank's own words: the number of finished operations, the words in the largest region of the last one, and the
+    // counter of arrived blocks.
+    uint32_t* state;
+    // A word in host memory that all ranks share. 0: all ranks work. Otherwise, nobody waits any longer.
+    uint32_t* control;
+    // The first column of each rank's part, and the number of all columns. Only exchange_columns uses them.
+    int first_column[EXCHANGE_MAX_RANKS + 1];
+    int rank, ranks, region;
+    // How long to wait for another rank.
+    int timeout_seconds;
+};
+
+struct Scalar {
+    typedef uint32_t Word;
+    static constexpr int SIZE = 1;
+    static __device__ void store(uint32_t* to, uint32_t v) {
+        asm volatile("st.volatile.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+    }
+    static __device__ uint32_t load(const uint32_t* from) {
+        uint32_t v;
+        asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+        return v;
+    }
+    static __device__ bool has_arrived(uint32_t v) { return v != EMPTY; }
+    static __device__ uint32_t sendable(uint32_t v) { return v == EMPTY ? OTHER_NAN : v; }
+    static __device__ uint32_t zero() { return 0; }
+};
+
+struct Quad {
+    typedef uint4 Word;
+    static constexpr int SIZE = 4;
+    static __device__ void store(uint32_t* to, uint4 v) {
+        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                     : "memory");
+    }
+    static __device__ uint4 load(const uint32_t* from) {
+        uint4 v;
+        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "l"(from)
+                     : "memory");
+        return v;
+    }
+    static __device__ bool has_arrived(uint4 v) { return v.x != EMPTY && v.y != EMPTY && v.z != EMPTY && v.w != EMPTY; }
+    static __device__ uint4 sendable(uint4 v) {
+        return make_uint4(Scalar::sendable(v.x), Scalar::sendable(v.y), Scalar::sendable(v.z), Scalar::sendable(v.w));
+    }
+    static __device__ uint4 zero() { return make_uint4(0, 0, 0, 0); }
+    static __device__ uint4 empty() { return make_uint4(EMPTY, EMPTY, EMPTY, EMPTY); }
+};
+
+__device__ __forceinline__ float add(uint32_t a, uint32_t b) { return __uint_as_float(a) + __uint_as_float(b); }
+__device__ __forceinline__ void add_to(uint32_t& sum, uint32_t v) { sum = __float_as_uint(add(sum, v)); }
+__device__ __forceinline__ void add_to(uint4& sum, uint4 v) {
+    add_to(sum.x, v.x), add_to(sum.y, v.y), add_to(sum.z, v.z), add_to(sum.w, v.w);
+}
+
+// Waits for words of other ranks. Gives up if a rank does not answer, or if the host has ended the exchange. The results
+// are then wrong, and the host must not use them.
+class Waiting {
+    uint32_t* control;
+    uint64_t timeout;
+    uint64_t started = 0;
+    bool has_ended = false;
+
+    static __device__ uint64_t nanoseconds() {
+        uint64_t now;
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+        return now;
+    }
+
+    __device__ bool gives_up(int sender) {
+        if (*(volatile uint32_t*)control) return true;
+        const uint64_t now = nanoseconds();
+        if (!started) started = now;
+        if (now - started < timeout) return false;
+        atomicCAS_system(control, 0u, 1u + sender);
+        return true;
+    }
+
+  public:
+    __device__ explicit Waiting(const Mailboxes& m)
+        : control(m.control), timeout(m.timeout_seconds * 1000000000ull) {}
+
+    template <typename V> __device__ typename V::Word take(const uint32_t* from, int sender) {
+        typename V::Word v = V::load(from);
+        for (uint32_t turn = 1; !V::has_arrived(v) && !has_ended; ++turn) {
+            if (turn % CHECK_TURNS == 0) has_ended = gives_up(sender);
+            v = V::load(from);
+        }
+        return v;
+    }
+};
+
+// One operation: sends `words` words of `x`, and calls `take(region of rank 0 in this rank's slot, waiting)`.
+template <typename V, typename Take>
+__device__ void exchange(const uint32_t* x, const Mailboxes& m, int words, int largest, Take take) {
+    pdl_wait();
+    pdl_launch_dependents();
+    const uint32_t op = Scalar::load(m.state), previous = Scalar::load(m.state + 1);
+    const size_t slot = (size_t)(op % EXCHANGE_SLOTS) * m.ranks * m.region;
+    const size_t last_slot = (size_t)((op + EXCHANGE_SLOTS - 1) % EXCHANGE_SLOTS) * m.ranks * m.region;
+    const int first = (blockIdx.x * blockDim.x + threadIdx.x) * V::SIZE, step = gridDim.x * blockDim.x * V::SIZE;
+    for (int i = first; i < words; i += step) {
+        const auto v = V::sendable(V::load(x + i));
+        for (int rank = 0; rank < m.ranks; ++rank) V::store(m.of[rank] + slot + (size_t)m.rank * m.region + i, v);
+    }
+    // Regions hold a multiple of 4 words.
+    uint32_t* own = m.of[m.rank];
+    for (int i = first / V::SIZE * 4; i < previous; i += step / V::SIZE * 4)
+        for (int rank = 0; rank < m.ranks; ++rank)
+            Quad::store(own + last_slot + (size_t)rank * m.region + i, Quad::empty());
+    Waiting waiting(m);
+    take(own + slot, waiting, first, step);
+    // All blocks have read the state before the last one changes it.
+    if (is_last_block(m.state + 2, gridDim.x) && threadIdx.x == 0) {
+        Scalar::store(m.state, op + 1);
+        Scalar::store(m.state + 1, largest);
+    }
+}
+
+template <typename V>
+__device__ void exchange_sum(uint32_t* x, uint32_t* out, const Mailboxes& m, int words, int clears_x) {
+    exchange<V>(x, m, words, words, [&](const uint32_t* slot, Waiting& waiting, int first, int step) {
+        for (int i = first; i < words; i += step) {
+            if (clears_x) V::store(x + i, V::zero());
+            auto sum = waiting.take<V>(slot + i, 0);
+            for (int rank = 1; rank < m.ranks; ++rank)
+                add_to(sum, waiting.take<V>(slot + (size_t)rank * m.region + i, rank));
+            V::store(out + i, sum);
+        }
+    });
+}
+
+// Adds the tensors of all ranks, in the order of the ranks. Computes out = Σ x of rank r.
+//   x, out: f32 [words]; out may be x
+//   words: at most the words of a region; exchange_sum_4 needs a multiple of 4
+//   clears_x: whether to fill x with zeros; only if out is not x
+//   grid: at most EXCHANGE_BLOCKS / ranks; block: at most 512
+//   bytes moved: 8 · words, and 4 · words to each rank
+extern "C" __global__ void __launch_bounds__(512)
+    exchange_sum_4(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int words, int clears_x) {
+    exchange_sum<Quad>(x, out, m, words, clears_x);
+}
+extern "C" __global__ void __launch_bounds__(512)
+    exchange_sum_1(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int words, int clears_x) {
+    exchange_sum<Scalar>(x, out, m, words, clears_x);
+}
+
+// Places the columns of all ranks side by side.
+//   x: f32 [rows, columns of this rank]
+//   out: f32 [rows, columns of all ranks]
+//   largest: rows · columns of the rank that has most
+//   grid, block: as above
+//   bytes moved: 4 · (rows · columns of this rank and of all ranks)
+extern "C" __global__ void __launch_bounds__(512)
+    exchange_columns(const uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int rows, int largest) {
+    const int own = m.first_column[m.rank + 1] - m.first_column[m.rank], total = m.first_column[m.ranks];
+    exchange<Scalar>(x, m, rows * own, largest, [&](const uint32_t* slot, Waiting& waiting, int first, int step) {
+        for (int rank = 0; rank < m.ranks; ++rank) {
+            const int start = m.first_column[rank], columns = m.first_column[rank + 1] - start;
+            for (int i = first; i < rows * columns; i += step) {
+                const uint32_t v = waiting.take<Scalar>(slot + (size_t)rank * m.region + i, rank);
+                Scalar::store(out + (size_t)(i / columns) * total + start + i % columns, v);
+            }
+        }
+    });
+}
