@@ -73,23 +73,25 @@ impl BatchGraphs {
         }
     }
 
-    /// Queues a decode step of all sequences. Returns their logits, f32 `[sequences, vocab]`.
-    /// The next step overwrites the logits. The inputs travel through `queue`.
-    ///
-    /// Returns `None` if the step cannot run as a graph: for large batches and prompts, with the backend
+    /// Returns whether a step can run as a graph. This is not so for large batches and prompts, with the backend
     /// `CandleFlashAttn`, and after a graph step has failed.
-    pub fn run(
+    pub fn support(&self, decoder: &Decoder, sequences: &[StepSequence]) -> bool {
+        let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
+        !self.has_failed && is_decode && sequences.len() <= MAX_BATCH && !decoder.reads_tables_on_host()
+    }
+
+    /// Queues a decode step like [`run`](Self::run). Returns `None` if the step cannot run as a graph.
+    pub fn try_run(
         &mut self,
         decoder: &Decoder,
         cache: &KvCache,
         sequences: &[StepSequence],
         queue: &mut StepQueue,
     ) -> Result<Option<Tensor>> {
-        let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
-        if self.has_failed || !is_decode || sequences.len() > MAX_BATCH || decoder.reads_tables_on_host() {
+        if !self.support(decoder, sequences) {
             return Ok(None);
         }
-        match self.run_batch(decoder, cache, sequences, queue) {
+        match self.run(decoder, cache, sequences, queue) {
             Ok(logits) => Ok(Some(logits)),
             Err(error) => {
                 // The failed step changed only keys and values in the cache, which the eager step writes again.
@@ -103,7 +105,9 @@ impl BatchGraphs {
         }
     }
 
-    fn run_batch(
+    /// Queues a decode step of all sequences, which must be [supported](Self::support). Returns their logits, f32
+    /// `[sequences, vocab]`. The next step overwrites the logits. The inputs travel through `queue`.
+    pub fn run(
         &mut self,
         decoder: &Decoder,
         cache: &KvCache,
@@ -149,6 +153,8 @@ impl BatchGraphs {
                 // frees. `Runner` drops the graphs before the decoder and the cache, and `BatchGraph` owns its buffers,
                 // including the arena. Only the engine thread uses the stream after loading.
                 let graph = unsafe { LaunchGraph::capture_with(&self.device, forward)? };
+                // While a GPU waits for another one, the other must not allocate memory or load kernels.
+                decoder.world().all(())?;
                 // Run the step again. cuBLAS may choose another algorithm during a capture, but all steps of a size must
                 // have the same results.
                 graph.enqueue()?;

@@ -5,6 +5,8 @@
 use anyhow::{Context, Result, bail};
 use candle_core::{D, Tensor};
 
+#[cfg(feature = "cuda")]
+use super::followers::GraphCommand;
 use super::{Decode, KernelTime, LaunchCounts, Runner, StepBytes, StepTime};
 use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
 use crate::nn::pass::LogitRows;
@@ -52,6 +54,9 @@ impl Runner {
     /// Empties the cache afterwards. Fails if there is no graph.
     #[cfg(feature = "cuda")]
     pub fn decode_steps_ungraphed(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
+        if !self.followers.is_empty() {
+            bail!("several ranks run decode steps only as graphs");
+        }
         if count > self.limits.context - self.solo.cached.len() || !self.start_graph(first)? {
             bail!("cannot run {count} decode steps: they exceed the context, or there is no graph");
         }
@@ -97,7 +102,9 @@ impl Runner {
             }
             #[cfg(feature = "cuda")]
             Decode::Graph(graph) => {
-                graph.start(SOLO, self.solo.cached.len(), token, None, &self.solo.tables)?;
+                let (position, tables) = (self.solo.cached.len(), self.solo.tables.clone());
+                let start = GraphCommand::Start { sequence: SOLO, position, token, sampling: None, tables };
+                self.followers.run_graph(graph, start, None)?;
                 Ok(true)
             }
         }
@@ -108,7 +115,7 @@ impl Runner {
     #[cfg(feature = "cuda")]
     fn solo_graph_step(&mut self, input: u32, limit: usize) -> Result<u32> {
         let Decode::Graph(graph) = &mut self.decode else { bail!("no decode graph was planned") };
-        let token = graph.next(limit)?;
+        let token = self.followers.next_token(graph, limit)?;
         self.solo.cached.push(input);
         // Steps that are already queued write to the positions after this token.
         self.solo.written = self.solo.written.max(self.solo.cached.len() + graph.queued_steps());
@@ -167,10 +174,11 @@ impl Runner {
         self.times.take()
     }
 
-    /// Times each kernel of a decode step after the cached tokens. Returns `None` if there is no graph.
+    /// Times each kernel of a decode step after the cached tokens. Returns `None` if there is no graph, or if
+    /// several ranks run it.
     pub fn kernel_times(&mut self) -> Result<Option<Vec<KernelTime>>> {
         #[cfg(feature = "cuda")]
-        if self.solo.cached.len() < self.limits.context && self.start_graph(0)? {
+        if self.followers.is_empty() && self.solo.cached.len() < self.limits.context && self.start_graph(0)? {
             let dtype = self.dtype();
             let Decode::Graph(graph) = &mut self.decode else { return Ok(None) };
             let mut times = graph.kernel_times()?;

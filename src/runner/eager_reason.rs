@@ -12,7 +12,7 @@ pub enum EagerReason {
     /// The results must not depend on other sequences. The steps run as a batch graph of one sequence instead.
     Deterministic,
     NotOnGpu,
-    /// Several devices run the model together. The host starts their exchanges, which a graph cannot contain.
+    /// Several devices run the model together. They exchange data by the host, or one of them holds no part of a layer.
     SeveralDevices,
     /// The graph supports only bf16 and f16.
     Dtype(DType),
@@ -54,7 +54,9 @@ impl fmt::Display for EagerReason {
             EagerReason::Requested => f.write_str("--eager was given"),
             EagerReason::Deterministic => f.write_str("--deterministic was given"),
             EagerReason::NotOnGpu => f.write_str("the model is not on a GPU"),
-            EagerReason::SeveralDevices => f.write_str("the graph does not support several GPUs"),
+            EagerReason::SeveralDevices => {
+                f.write_str("the GPUs cannot exchange data directly, or one holds no part of a layer")
+            }
             EagerReason::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
             EagerReason::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),
             EagerReason::Layer(what) => write!(f, "the graph has no kernel for {what}"),

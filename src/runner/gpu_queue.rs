@@ -17,6 +17,10 @@ use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 impl Runner {
     /// See [`queue`](Self::queue).
     pub(super) fn queue_on_gpu(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
+        // The tokens of a queued step stay on the first GPU, but the next step needs them on all.
+        if !self.followers.is_empty() {
+            return Ok(None);
+        }
         let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
         let runs_alone = sequences.len() == 1 && matches!(self.decode, Decode::Graph(_));
         if sequences.len() > MAX_ROWS || runs_alone || self.options.grid.is_some() && !is_decode {
@@ -26,7 +30,7 @@ impl Runner {
         self.forget_sequences();
         let (Some(queue), Some(batches)) = (&mut self.queue, &mut self.batches) else { return Ok(None) };
         let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
-        let logits = match batches.run(&self.decoder, &self.cache, sequences, queue)? {
+        let logits = match batches.try_run(&self.decoder, &self.cache, sequences, queue)? {
             Some(logits) => logits,
             None => {
                 let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();

@@ -7,6 +7,7 @@ use candle_core::Tensor;
 
 use super::choose_token::{ChooseToken, NO_ALLOWED_TOKEN, NO_TOKEN};
 use super::decode_graph::DecodeGraph;
+use super::followers::{Followers, GraphCommand};
 use super::logprobs::TokenLogprobs;
 use super::step_sequence::{Chosen, ChosenToken, StepSequence};
 use super::{Decode, Runner};
@@ -110,11 +111,19 @@ impl Runner {
         if let [sequence] = sequences
             && !needs_logits(sequence)
             && self.options.grid.is_none()
+            && self.followers.is_empty()
         {
             return Ok(None);
         }
         let (Some(batches), Some(queue)) = (&mut self.batches, &mut self.queue) else { return Ok(None) };
-        let logits = batches.run(&self.decoder, &self.cache, sequences, queue)?;
+        let logits = if self.followers.is_empty() {
+            batches.try_run(&self.decoder, &self.cache, sequences, queue)?
+        } else if batches.support(&self.decoder, sequences) {
+            let run = || batches.run(&self.decoder, &self.cache, sequences, queue);
+            Some(self.followers.run_batch(&self.device, sequences, run)?)
+        } else {
+            None
+        };
         queue.skip();
         match logits {
             Some(logits) => {
@@ -143,12 +152,16 @@ impl Runner {
         self.solo.cached.clear();
         // `input` can also be a prompt of one token, which the graph runs like a generated token.
         if !graph.continues(sequence.id, sequence.position) {
-            graph.start(sequence.id, sequence.position, input, sampler.on_device(), sequence.tables)?;
+            let (sampling, tables) = (sampler.on_device(), sequence.tables.clone());
+            let (sequence, position) = (sequence.id, sequence.position);
+            let start = GraphCommand::Start { sequence, position, token: input, sampling, tables };
+            self.followers.run_graph(graph, start, None)?;
+        } else if graph.needs_tables(sequence.tables) {
+            self.followers.run_graph(graph, GraphCommand::SetTables(sequence.tables.clone()), None)?;
         }
-        graph.set_tables(sequence.tables)?;
         // Steps are already queued here, except before the first token.
         meanwhile();
-        Ok(Some(take_token(graph, sequence.limit, sampler)))
+        Ok(Some(take_token(graph, &self.followers, sequence.limit, sampler)))
     }
 
     /// Chooses the next token of one sequence from the logits of an eager step, such as the end of prefill.
@@ -160,8 +173,12 @@ impl Runner {
         };
         let Some(sampler) = sequence.sampler.as_deref_mut() else { return Ok(None) };
         let end = sequence.position + sequence.ids.len();
-        graph.start_from(sequence.id, end, logits, sampler.on_device(), sequence.tables)?;
-        Ok(Some(take_token(graph, sequence.limit, sampler).map(|id| ChosenToken { id, logprobs: None })))
+        let (sampling, tables) = (sampler.on_device(), sequence.tables.clone());
+        let start = GraphCommand::StartFrom { sequence: sequence.id, tokens: end, sampling, tables };
+        self.followers.run_graph(graph, start, Some(logits))?;
+        Ok(Some(
+            take_token(graph, &self.followers, sequence.limit, sampler).map(|id| ChosenToken { id, logprobs: None }),
+        ))
     }
 }
 
@@ -171,8 +188,13 @@ fn needs_logits(sequence: &StepSequence) -> bool {
 }
 
 /// Waits for the graph's next token and records it in the sampler. Stops the graph after an error.
-fn take_token(graph: &mut DecodeGraph, limit: usize, sampler: &mut dyn ChooseToken) -> Result<u32> {
-    let token = graph.next(limit);
+fn take_token(
+    graph: &mut DecodeGraph,
+    followers: &Followers,
+    limit: usize,
+    sampler: &mut dyn ChooseToken,
+) -> Result<u32> {
+    let token = followers.next_token(graph, limit);
     match token {
         Ok(token) => sampler.record(token),
         Err(_) => graph.stop(),

@@ -132,6 +132,23 @@ impl Decode {
     }
 }
 
+impl Decode {
+    /// Chooses how the decode steps run. Every rank must call this function, because they all choose the same.
+    fn plan_together(decoder: &Decoder, cache: &KvCache, limits: RunnerLimits, options: RunnerOptions) -> Result<Self> {
+        let planned = match options {
+            RunnerOptions { eager: true, .. } => Ok(Decode::Eager(EagerReason::Requested)),
+            RunnerOptions { grid: Some(_), .. } if decoder.is_on_gpu() => Ok(Decode::Eager(EagerReason::Deterministic)),
+            _ => Decode::plan(decoder, cache, limits.context),
+        };
+        let is_eager = matches!(planned, Err(_) | Ok(Decode::Eager(_)));
+        let are_eager = decoder.world().all(is_eager)?;
+        Ok(match are_eager.iter().any(|is_eager| **is_eager) {
+            true if !is_eager => Decode::Eager(EagerReason::SeveralDevices),
+            _ => planned?,
+        })
+    }
+}
+
 impl Runner {
     /// Creates a runner and plans its decode graph.
     ///
@@ -160,16 +177,11 @@ impl Runner {
         options: RunnerOptions,
     ) -> Result<Self> {
         let RankParts { decoder, cache } = parts;
-        let followers = Followers::start(world, others)?;
-        let decode = match options {
-            RunnerOptions { eager: true, .. } => Decode::Eager(EagerReason::Requested),
-            _ if !followers.is_empty() => Decode::Eager(EagerReason::SeveralDevices),
-            RunnerOptions { grid: Some(_), .. } if decoder.is_on_gpu() => Decode::Eager(EagerReason::Deterministic),
-            _ => Decode::plan(&decoder, &cache, limits.context)?,
-        };
+        let followers = Followers::start(world, others, limits, options)?;
+        let decode = Decode::plan_together(&decoder, &cache, limits, options)?;
         let solo = SoloSequence::new(cache.layout(), limits);
         #[cfg(feature = "cuda")]
-        let gpu = batch_graph::gpu(&device).filter(|_| !options.eager && followers.is_empty());
+        let gpu = batch_graph::gpu(&device).filter(|_| !options.eager && followers.support_graphs());
         Ok(Self {
             #[cfg(feature = "cuda")]
             batches: gpu.map(|gpu| BatchGraphs::new(gpu, limits.context, options.sum_order())),

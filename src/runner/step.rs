@@ -35,6 +35,7 @@ impl Runner {
             meanwhile();
         }
         let chosen = self.run_step(sequences, meanwhile)?;
+        self.followers.check()?;
         self.times.add(kind, started.elapsed());
         Ok(chosen)
     }

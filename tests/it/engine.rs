@@ -565,14 +565,14 @@ impl GraphModel {
 }
 
 /// Generates `count` tokens. Stop tokens do not end the generation.
-fn generate(engine: &EngineHandle, prompt: &[u32], sampling: SamplingParams, count: usize) -> Answer {
+pub fn generate(engine: &EngineHandle, prompt: &[u32], sampling: SamplingParams, count: usize) -> Answer {
     let options = GenerateOptions { ignore_eos: true, max_tokens: Some(count), ..GenerateOptions::new(sampling) };
     Answer::read(engine.complete_ids(prompt, options).unwrap())
 }
 
 /// Checks that each token has the largest logit at its position, according to a prefill without a cached prefix.
 /// Allows a small gap, because rounding may change the order of nearly equal logits.
-fn assert_greedy(engine: &EngineHandle, prompt: &[u32], tokens: &[u32]) {
+pub fn assert_greedy(engine: &EngineHandle, prompt: &[u32], tokens: &[u32]) {
     let ids = [prompt, &tokens[..tokens.len() - 1]].concat();
     let logits = engine.logits(&ids).unwrap().to_vec2::<f32>().unwrap();
     for (index, (row, &token)) in logits[prompt.len() - 1..].iter().zip(tokens).enumerate() {
@@ -583,7 +583,7 @@ fn assert_greedy(engine: &EngineHandle, prompt: &[u32], tokens: &[u32]) {
 }
 
 /// Submits all prompts before it reads any answer. Returns the answers in the order of the prompts.
-fn generate_at_once(
+pub fn generate_at_once(
     engine: &EngineHandle,
     prompts: &[Vec<u32>],
     sampling: &SamplingParams,

@@ -56,6 +56,8 @@ mod prompt_logprobs;
 mod quantized;
 mod queued_steps;
 mod ranks;
+#[cfg(feature = "cuda")]
+mod ranks_on_gpus;
 mod render;
 mod scheduler;
 mod screen;

@@ -3,12 +3,19 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use crate::device::World;
 use crate::kernels::launch::multiprocessors;
 
 /// The buffers that the kernels of a decode step share. Their addresses never change.
 pub struct StepBuffers {
     /// The residual stream: f32 `[hidden]`.
     pub x: Tensor,
+    /// Where kernels add the outputs of attention and of the MLP: f32 `[hidden]`. This is `x`, but not on the other ranks
+    /// of a model that several GPUs run. There it is a buffer of zeros, because only the first rank may add `x` to the sum
+    /// over all ranks.
+    pub partial: Tensor,
+    /// The ranks that run the step together.
+    pub world: World,
     /// u32 `[4]`: the current position, the current token, the number of finished steps, and an unused word.
     pub state: Tensor,
     /// f32 `[vocab]`
@@ -20,11 +27,14 @@ pub struct StepBuffers {
 }
 
 impl StepBuffers {
-    pub fn new(device: &CudaDevice, hidden_size: usize, vocab_size: usize) -> Result<Self> {
+    pub fn new(device: &CudaDevice, hidden_size: usize, vocab_size: usize, world: &World) -> Result<Self> {
         let multiprocessors = multiprocessors(device)?;
         let device = &Device::Cuda(device.clone());
+        let x = Tensor::zeros(hidden_size, DType::F32, device)?;
         Ok(Self {
-            x: Tensor::zeros(hidden_size, DType::F32, device)?,
+            partial: if world.is_first() { x.clone() } else { x.zeros_like()? },
+            x,
+            world: world.clone(),
             state: Tensor::zeros(4, DType::U32, device)?,
             logits: Tensor::zeros(vocab_size, DType::F32, device)?,
             best: Tensor::zeros(2 * multiprocessors, DType::U32, device)?,

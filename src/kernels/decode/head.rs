@@ -6,6 +6,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::buffers::{RmsNormParams, StepBuffers, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
+use crate::kernels::exchange::add_columns;
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, Mailbox, dtype_suffix, module};
 use crate::kernels::matrix::Matrix;
 
@@ -20,7 +21,8 @@ pub struct Embedding {
 
 /// Adds a launch that computes the logits of `norm(x)` and the largest logit of each thread block.
 ///
-/// `weight` is `[vocab, hidden]`. A dense weight has the dtype `dtype`.
+/// `weight` is `[vocab, hidden]`, or this rank's share of the rows. A dense weight has the dtype `dtype`.
+/// With several ranks, adds another launch that places the logits of all ranks side by side.
 /// With a `softcap`, each logit `l` becomes `softcap · tanh(l / softcap)`.
 pub fn add_head(
     launches: &mut LaunchList,
@@ -31,15 +33,21 @@ pub fn add_head(
     softcap: Option<f32>,
 ) -> Result<()> {
     let (vocab, columns) = (buffers.logits.dims1()?, buffers.x.dims1()?);
-    check_weight(weight, vocab, columns, dtype)?;
+    // A rank computes the logits of its own part of the vocabulary.
+    let own = buffers.world.share(vocab, 1).len();
+    let logits = match buffers.world.size() {
+        1 => buffers.logits.clone(),
+        _ => Tensor::zeros(own, DType::F32, buffers.logits.device())?,
+    };
+    check_weight(weight, own, columns, dtype)?;
     check_f32("the norm weight", norm.weight, columns)?;
     let arguments = Arguments::new()
         .tensor(&buffers.x)?
         .tensor(norm.weight)?
         .weight(weight)?
-        .tensor(&buffers.logits)?
+        .tensor(&logits)?
         .tensor(&buffers.best)?
-        .int(vocab)
+        .int(own)
         .int(columns)
         .float(norm.eps)
         .float(softcap.unwrap_or(0.0))
@@ -48,21 +56,26 @@ pub fn add_head(
         Matrix::Dense(_) => matvec_kernel(weight, &format!("head_{}", dtype_suffix(dtype)?)),
         _ => matvec_kernel(weight, "head"),
     };
-    let launch = Launch::new(module!("head"), kernel, head_shape(buffers, weight)?, arguments);
+    let launch = Launch::new(module!("head"), kernel, head_shape(buffers, weight), arguments);
     // SAFETY: shapes and dtypes are checked above.
     // The grid has at most one block per multiprocessor, and `best` has one entry for each multiprocessor.
-    unsafe { launches.add(launch.with_bytes_moved(weight.bytes())) }
+    unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
+    match buffers.world.size() {
+        1 => Ok(()),
+        _ => add_columns(launches, &buffers.world, &logits.unsqueeze(0)?, &buffers.logits.unsqueeze(0)?),
+    }
 }
 
 /// Returns the launch shape of the head kernel. Each unit is two rows of the weight.
-fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> Result<LaunchShape> {
-    Ok(matvec_shape(buffers, buffers.logits.dims1()?.div_ceil(2), weight))
+fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> LaunchShape {
+    matvec_shape(buffers, weight.dims().0.div_ceil(2), weight)
 }
 
 /// Adds greedy sampling, which sends the token with the largest logit to the mailbox.
 /// The token's embedding becomes the input of the next step.
 ///
-/// `head` is the weight that was passed to [`add_head`]: `[vocab, hidden]`.
+/// `head` is the weight that was passed to [`add_head`]: `[vocab, hidden]`. A model on several GPUs must use
+/// [`add_sample`](super::sample::add_sample) instead, because each rank knows only the largest logit of its own part.
 pub fn add_greedy_sampling(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
@@ -74,7 +87,7 @@ pub fn add_greedy_sampling(
     let (table, suffix) = dense_table(&embedding.table)?;
     let arguments = Arguments::new()
         .tensor(&buffers.best)?
-        .int(head_shape(buffers, head)?.grid.0)
+        .int(head_shape(buffers, head).grid.0)
         .optional(table)?
         .tensor(&buffers.x)?
         .tensor(&buffers.state)?

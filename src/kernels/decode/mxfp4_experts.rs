@@ -5,6 +5,7 @@ use candle_core::{DType, Result, Tensor};
 use super::buffers::{StepBuffers, check, check_f32};
 use crate::kernels::activation::ALPHA;
 use crate::kernels::constants::{DECODE_DOWN_SPLITS, DECODE_UP_THREADS, DECODE_UP_TILES, MXFP4_TILE_ROWS};
+use crate::kernels::exchange::add_sum;
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, module};
 use crate::kernels::moe::mxfp4_tiles::Mxfp4Tiles;
 
@@ -93,7 +94,7 @@ pub fn add_mxfp4_down(
     check("the SwiGLU output", chosen <= MAX_CHOSEN_MXFP4 && intermediate % 8 == 0, &expert_buffers.h)?;
     check_f32("the expert bias", bias, experts * rows)?;
     let arguments = Arguments::new()
-        .tensor(&buffers.x)?
+        .tensor(&buffers.partial)?
         .tensor(&expert_buffers.h)?
         .tensor(&expert_buffers.logits)?
         .tensor(weights.blocks())?
@@ -110,5 +111,6 @@ pub fn add_mxfp4_down(
     let launch = Launch::new(module!("mxfp4_experts"), "decode_down_mxfp4", shape, arguments);
     let bytes = weights.bytes() / experts as u64 * chosen as u64;
     // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
-    unsafe { launches.add(launch.with_bytes_moved(bytes)) }
+    unsafe { launches.add(launch.with_bytes_moved(bytes))? };
+    add_sum(launches, &buffers.world, &buffers.partial, &buffers.x)
 }

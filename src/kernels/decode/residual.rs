@@ -4,6 +4,7 @@ use candle_core::{Result, Tensor};
 
 use super::buffers::{RmsNormParams, StepBuffers, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
+use crate::kernels::exchange::add_sum;
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, dtype_suffix, module};
 use crate::kernels::matrix::Matrix;
 
@@ -15,8 +16,8 @@ pub struct PostNorm<'t> {
     pub scratch: &'t Tensor,
 }
 
-/// Adds a launch that computes `x += W·y + bias`.
-/// With a `post_norm`, adds two launches that compute `x += norm(W·y + bias)`.
+/// Adds a launch that computes `partial += W·y + bias`, and another one that adds the ranks' results if there are several.
+/// With a `post_norm`, adds launches that compute `x += norm(W·y + bias)`.
 ///
 /// `weight` is `[hidden, columns]`, `y` is bf16 or f16 `[columns]`, and `bias` is f32 `[hidden]`.
 pub fn add_residual(
@@ -29,13 +30,15 @@ pub fn add_residual(
 ) -> Result<()> {
     let (rows, columns) = (buffers.x.dims1()?, y.elem_count());
     check_weight(weight, rows, columns, y.dtype())?;
+    // The sum over all ranks must contain the bias once.
+    let bias = bias.filter(|_| buffers.world.is_first());
     if let Some(bias) = bias {
         check_f32("the bias", bias, rows)?;
     }
-    let out = post_norm.map_or(&buffers.x, |post_norm| post_norm.scratch);
+    let out = post_norm.map_or(&buffers.partial, |post_norm| post_norm.scratch);
     check_f32("the output of a projection", out, rows)?;
     let arguments = Arguments::new()
-        .optional(post_norm.is_none().then_some(&buffers.x))?
+        .optional(post_norm.is_none().then_some(&buffers.partial))?
         .tensor(out)?
         .tensor(y)?
         .weight(weight)?
@@ -47,7 +50,10 @@ pub fn add_residual(
     let launch = Launch::new(module!("residual"), kernel, matvec_shape(buffers, rows, weight), arguments);
     // SAFETY: shapes and dtypes are checked above.
     unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
-    let Some(PostNorm { norm, scratch }) = post_norm else { return Ok(()) };
+    let Some(PostNorm { norm, scratch }) = post_norm else {
+        return add_sum(launches, &buffers.world, &buffers.partial, &buffers.x);
+    };
+    add_sum(launches, &buffers.world, scratch, scratch)?;
     check_f32("the norm weight", norm.weight, rows)?;
     let arguments =
         Arguments::new().tensor(&buffers.x)?.tensor(scratch)?.tensor(norm.weight)?.int(rows).float(norm.eps);

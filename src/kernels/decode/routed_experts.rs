@@ -5,6 +5,7 @@ use candle_core::{DType, Result, Tensor};
 use super::buffers::{RmsNormParams, StepBuffers, check, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape, matvec_shape_for};
 use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
+use crate::kernels::exchange::add_sum;
 use crate::kernels::launch::{Arguments, Launch, LaunchList, dtype_suffix, module};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::moe::topk::Softmax;
@@ -61,7 +62,7 @@ pub fn add_routed_down(
     check_routing(logits, chosen)?;
     check_weight(weight, experts * rows, columns, h.dtype())?;
     let arguments = Arguments::new()
-        .tensor(&buffers.x)?
+        .tensor(&buffers.partial)?
         .tensor(h)?
         .tensor(logits)?
         .weight(weight)?
@@ -76,7 +77,8 @@ pub fn add_routed_down(
     let launch = Launch::new(module!("routed_experts"), kernel, shape, arguments);
     let bytes = weight.bytes() / experts as u64 * chosen as u64;
     // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
-    unsafe { launches.add(launch.with_bytes_moved(bytes)) }
+    unsafe { launches.add(launch.with_bytes_moved(bytes))? };
+    add_sum(launches, &buffers.world, &buffers.partial, &buffers.x)
 }
 
 fn check_routing(logits: &Tensor, chosen: usize) -> Result<()> {

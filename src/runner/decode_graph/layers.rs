@@ -172,8 +172,9 @@ pub(super) fn add_gated_moe(
     };
     let device = buffers.x.device();
     let logits = scratch.tensor(Slot::RouterLogits, &[config.experts], DType::F32, device)?;
-    let h =
-        scratch.tensor(Slot::Intermediate, &[config.experts_per_token, config.intermediate_size], *dtype, device)?;
+    // A rank may hold only a part of the columns.
+    let (_, columns) = down.dims();
+    let h = scratch.tensor(Slot::Intermediate, &[config.experts_per_token, columns], *dtype, device)?;
     let norm = rms_norm(&layer.mlp_norm);
     decode::add_router(launches, buffers, norm, router, None, &logits, None)?;
     decode::add_routed_gate_up(launches, buffers, norm, &gate_up, &logits, &h)?;
@@ -194,8 +195,10 @@ pub(super) fn add_clamped_moe(
     };
     let Matrix::Dense(router_weight) = &router.weight else { bail!("the decode graph needs an unquantized router") };
     if scratch.experts.is_none() {
+        // A rank may hold only a part of the columns.
+        let (_, _, columns) = down.dims();
         let (count, chosen) = (config.experts, config.experts_per_token);
-        scratch.experts = Some(ExpertBuffers::new(&buffers.x, count, chosen, config.intermediate_size)?);
+        scratch.experts = Some(ExpertBuffers::new(&buffers.x, count, chosen, columns)?);
     }
     let Some(expert_buffers) = &scratch.experts else { bail!("the expert buffers were not allocated") };
     let norm = rms_norm(&layer.mlp_norm);

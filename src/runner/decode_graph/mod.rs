@@ -51,7 +51,8 @@ pub struct DecodeGraph {
     sampling_buffers: SamplingBuffers,
     /// The launches of a step, up to its logits.
     layers: LaunchList,
-    greedy: StepTail,
+    /// `None` with several ranks, where the sampling kernel also makes greedy choices.
+    greedy: Option<StepTail>,
     sampled: StepTail,
     sampling: Sampling,
     /// Steps queued since decoding started. Step s writes its token to slot s mod `mailbox.slots()`.
@@ -83,7 +84,7 @@ impl DecodeGraph {
         }
         let embedding = Embedding { table: decoder.embed_tokens.clone(), scale: decoder.embed_scale };
         let (vocab_size, hidden_size) = decoder.embed_tokens.dims();
-        let buffers = StepBuffers::new(device, hidden_size, vocab_size)?;
+        let buffers = StepBuffers::new(device, hidden_size, vocab_size, decoder.world())?;
         if !sample::can_sample(&buffers) {
             return Ok(DecodePlan::Unsupported(EagerReason::VocabularySize(vocab_size)));
         }
@@ -119,7 +120,10 @@ impl DecodeGraph {
             let graph = LaunchGraph::capture(&launches, &tail).context("cannot capture the decode step")?;
             Ok(StepTail { launches: tail, graph })
         };
-        let greedy = step_tail(&|tail| decode::add_greedy_sampling(tail, &buffers, &embedding, head, &mailbox))?;
+        let greedy = match decoder.world().size() {
+            1 => Some(step_tail(&|tail| decode::add_greedy_sampling(tail, &buffers, &embedding, head, &mailbox))?),
+            _ => None,
+        };
         let sampled = step_tail(&|tail| sample::add_sample(tail, &buffers, &sampling_buffers, &embedding, &mailbox))?;
         Ok(DecodePlan::Graph(Box::new(Self {
             device: device.clone(),
@@ -244,6 +248,11 @@ impl DecodeGraph {
     fn set_sampling(&mut self, sampling: Option<DeviceSampling>) -> Result<()> {
         self.drain()?;
         self.sampling = match sampling {
+            None if self.greedy.is_none() => {
+                self.sampling_buffers
+                    .set(DeviceSampling { params: SamplingKernelParams::greedy(), seen: Vec::new() })?;
+                Sampling::Sampled
+            }
             None => Sampling::Greedy,
             Some(sampling) => {
                 self.sampling_buffers.set(sampling)?;
@@ -255,9 +264,9 @@ impl DecodeGraph {
 
     /// Returns the launches and the graph for the current sampling mode.
     fn tail(&self) -> &StepTail {
-        match self.sampling {
-            Sampling::Greedy => &self.greedy,
-            Sampling::Sampled => &self.sampled,
+        match (self.sampling, &self.greedy) {
+            (Sampling::Greedy, Some(greedy)) => greedy,
+            _ => &self.sampled,
         }
     }
 
@@ -266,15 +275,26 @@ impl DecodeGraph {
     /// `limit` is the maximum number of tokens still to generate, including this one.
     /// Steps at positions beyond the context or the last block are never queued.
     pub fn next(&mut self, limit: usize) -> Result<u32> {
-        let limit = limit.min(self.possible - self.taken);
-        if limit == 0 {
-            bail!("cannot decode a token: the context is full or the request's limit is reached");
-        }
+        let limit = self.steps_left(limit)?;
         while self.queued - self.taken < limit.min(1 + AHEAD) {
             self.count_step()?;
             self.tail().graph.enqueue()?;
         }
         self.take_token()
+    }
+
+    /// Returns how many more tokens can be generated, at most `limit`. Fails if there are none.
+    pub fn steps_left(&self, limit: usize) -> Result<usize> {
+        match limit.min(self.possible - self.taken) {
+            0 => bail!("cannot decode a token: the context is full or the request's limit is reached"),
+            left => Ok(left),
+        }
+    }
+
+    /// Returns whether [`set_tables`](Self::set_tables) would change a table.
+    pub fn needs_tables(&self, tables: &BlockTables) -> bool {
+        let used = self.tables.iter().zip(tables.iter()).map(|(device, table)| table.len().min(device.dims()[1]));
+        !used.eq(self.blocks.iter().copied())
     }
 
     /// Counts one more queued step. Fails if the context or the last block is full.

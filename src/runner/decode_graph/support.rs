@@ -20,6 +20,9 @@ pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Resu
     if !matches!(dtype, DType::BF16 | DType::F16) {
         return Ok(Some(EagerReason::Dtype(dtype)));
     }
+    if decoder.world().size() > 1 && (decoder.world().exchange().is_none() || holds_nothing(decoder)) {
+        return Ok(Some(EagerReason::SeveralDevices));
+    }
     if decoder.norm.bias.is_some() || decoder.layers.iter().any(has_layer_norm) {
         return Ok(Some(EagerReason::Layer("LayerNorm")));
     }
@@ -32,6 +35,18 @@ pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Resu
         }
     }
     Ok(None)
+}
+
+/// Returns whether this rank has no part of the attention, of an MLP or of the output head.
+fn holds_nothing(decoder: &Decoder) -> bool {
+    let is_empty = |mlp: &Mlp| match mlp {
+        Mlp::Gated(mlp) => mlp.down_proj.weight.dims().1 == 0,
+        Mlp::ClampedMoe(mlp) => mlp.down_proj.bytes() == 0,
+        Mlp::GatedMoe(mlp) => mlp.down_proj.bytes() == 0,
+        Mlp::Plain(_) => false,
+    };
+    decoder.lm_head.weight.dims().0 == 0
+        || decoder.layers.iter().any(|layer| layer.self_attn.config.heads == 0 || is_empty(&layer.mlp))
 }
 
 /// Returns whether any norm of a layer is a LayerNorm.
@@ -80,7 +95,8 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<EagerReason>> {
         }
         Mlp::ClampedMoe(mlp) => {
             let ClampedMoe { gate_up_proj, down_proj, config, .. } = mlp;
-            let (chosen, experts, columns) = (config.experts_per_token, config.experts, config.intermediate_size);
+            let (chosen, experts) = (config.experts_per_token, config.experts);
+            let (_, _, columns) = down_proj.dims()?;
             if !matches!(mlp.router.weight, Matrix::Dense(_)) {
                 Some(EagerReason::Layer("a quantized router"))
             } else if !matches!((gate_up_proj, down_proj), (ExpertWeights::Mxfp4Tiles(_), ExpertWeights::Mxfp4Tiles(_)))

@@ -1,0 +1,236 @@
+//! Several ranks that run one model together on GPUs, or on the same GPU if there are fewer.
+
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use inferno::device::{self, DeviceChoice, Devices, Exchange, World};
+use inferno::engine::Engine;
+use inferno::kernels::exchange;
+use inferno::models;
+use inferno::nn::kv_cache::KvCache;
+use inferno::runner::Executor;
+use inferno::runner::decode_graph::{DecodeGraph, DecodePlan};
+use inferno::weights::{Checkpoint, LoadProgress, Weights};
+use inferno::{GenerateOptions, SamplingParams};
+
+use crate::engine::{Answer, GraphModel, assert_greedy, generate, generate_at_once};
+use crate::queued_steps;
+use crate::ranks::{CONTEXT, assert_ranks_agree, expected, logits_on, on_ranks};
+use crate::support::{GoldenKind, golden, golden_models, logits_of};
+
+/// Calls `work` with the connected world of each rank, its GPU, and what exchanges data between the GPUs. If there are fewer
+/// GPUs, several ranks share one.
+fn on_gpus<T: Send>(size: usize, work: impl Fn(&World, &Device, &dyn Exchange) -> T + Sync) -> Vec<T> {
+    on_ranks(size, |world| {
+        let device = device::open(DeviceChoice::Cuda(world.rank() % device::gpu_count())).unwrap();
+        let world = exchange::connect(world.clone(), &device).unwrap();
+        let exchange = world.exchange().expect("the GPUs cannot exchange data directly");
+        work(&world, &device, &**exchange)
+    })
+}
+
+/// Returns the elements of `x`. On a shared GPU, a copy that waits for an exchange would keep the other ranks from launching
+/// kernels, so this function waits first.
+fn on_host(x: &Tensor) -> Vec<f32> {
+    x.device().synchronize().unwrap();
+    x.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+#[test(gpu)]
+fn gpus_exchange_tensors_of_all_sizes() {
+    let value = |rank: usize, i: usize| ((i * 31 + rank * 17 + 5) % 1009) as f32;
+    for size in [2, 3, 4] {
+        on_gpus(size, |world, device, exchange| {
+            for round in 0..3 {
+                // The last one is larger than a region of a mailbox.
+                for count in [1, 3, 4, 2880, 2881, 8 * 2880, 5_000_003] {
+                    let x: Vec<f32> = (0..count).map(|i| value(world.rank(), i + round)).collect();
+                    let x = Tensor::from_vec(x, count, device).unwrap();
+                    let sum = on_host(&exchange.sum(&x).unwrap());
+                    let expected = |i: usize| (0..size).map(|rank| value(rank, i + round)).sum::<f32>();
+                    assert!(sum.iter().enumerate().all(|(i, &sum)| sum == expected(i)), "{count} in round {round}");
+                }
+                for (rows, columns) in [(1, 1), (1, 113), (5, 1001), (33, 201_088)] {
+                    let own = world.share(columns, 1);
+                    let x = (0..rows).flat_map(|row| own.clone().map(move |column| value(row, column)));
+                    let x = Tensor::from_vec(x.collect::<Vec<_>>(), (rows, own.len()), device).unwrap();
+                    let all = on_host(&exchange.concat_columns(&x, columns).unwrap());
+                    let expected = (0..rows).flat_map(|row| (0..columns).map(move |column| value(row, column)));
+                    assert!(all.into_iter().eq(expected), "{rows} x {columns}");
+                }
+            }
+            world.check().unwrap();
+        });
+    }
+}
+
+/// The words of an exchange are their own flags, so no value may look like one that has not arrived.
+#[test(gpu)]
+fn gpus_exchange_every_kind_of_number() {
+    let values = [f32::from_bits(u32::MAX), f32::NAN, f32::INFINITY, -0.0, f32::MIN_POSITIVE / 2.0, 1.0, 2.0, 3.0];
+    let sums = on_gpus(2, |world, device, exchange| {
+        let x = Tensor::new(&values, device).unwrap();
+        // If too many operations are queued, launches wait, and on a shared GPU keep the other rank from launching its own.
+        for _ in 0..200 {
+            (0..100).for_each(|_| drop(exchange.sum(&x).unwrap()));
+            device.synchronize().unwrap();
+        }
+        let sum = on_host(&exchange.sum(&x).unwrap());
+        world.check().unwrap();
+        sum
+    });
+    for sum in sums {
+        assert!(sum[0].is_nan() && sum[1].is_nan(), "{sum:?}");
+        assert_eq!(sum[2..], values[2..].iter().map(|value| value + value).collect::<Vec<_>>());
+    }
+}
+
+/// The times are those of two GPUs only if there are two.
+#[test(gpu)]
+fn the_exchange_of_gpus_can_be_measured() {
+    let times = on_ranks(2, |world| {
+        let device = device::open(DeviceChoice::Cuda(world.rank() % device::gpu_count())).unwrap();
+        let Device::Cuda(device) = device else { panic!("not a GPU") };
+        exchange::measure(world, &device).unwrap().unwrap()
+    });
+    println!("{times:?}");
+    assert!(times.iter().all(|times| times.small > 0.0 && times.small < times.large && times.large < 0.1), "{times:?}");
+}
+
+#[test(gpu)]
+fn a_gpu_that_does_not_answer_ends_the_world() {
+    let errors = on_gpus(2, |world, device, exchange| {
+        let x = Tensor::new(&[1f32], device).unwrap();
+        on_host(&exchange.sum(&x).unwrap());
+        world.check().unwrap();
+        if world.is_first() {
+            on_host(&exchange.sum(&x).unwrap());
+        } else {
+            std::thread::sleep(std::time::Duration::from_secs(7));
+        }
+        world.check().unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("GPU 2 of 2 does not answer")), "{errors:?}");
+}
+
+/// Runs each golden model token by token on the decode graphs of two ranks. Only models of which both ranks hold a part have
+/// such graphs.
+#[test(gpu)]
+fn decode_graphs_of_ranks_agree_with_transformers() {
+    for (dtype, tolerance) in [(DType::BF16, 6e-2), (DType::F16, 2e-2)] {
+        let mut models = Vec::new();
+        for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
+            let dir = golden(case);
+            let (ids, expected) = expected(&dir.join("golden.safetensors"));
+            let ranks = on_gpus(2, |world, device, _| graph_logits(world, device, dtype, &dir, &ids));
+            if let Some(ranks) = ranks.into_iter().collect::<Option<Vec<_>>>() {
+                assert_ranks_agree(case, &ranks, &expected, tolerance);
+                models.push(case);
+            }
+        }
+        let expected = ["gpt_oss_graph", "llama_graph", "mixtral_graph", "qwen3_moe_graph", "gemma2_graph"];
+        assert!(expected.iter().all(|model| models.contains(model)), "only {models:?} have graphs");
+    }
+}
+
+/// Returns the logits of all `ids` on the decode graph of a rank, or `None` if it has none.
+fn graph_logits(world: &World, device: &Device, dtype: DType, dir: &Path, ids: &[u32]) -> Option<Vec<f32>> {
+    let (config, checkpoint) = (models::read_config(dir).unwrap(), Checkpoint::open(dir).unwrap());
+    let progress = LoadProgress::silent();
+    let weights = Weights::of_rank(&checkpoint, device, dtype, &progress, world.clone());
+    let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
+    let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layers(), CONTEXT, dtype, device).unwrap();
+    let plan = DecodeGraph::plan(&decoder, &cache, CONTEXT).unwrap();
+    let has_graph = matches!(plan, DecodePlan::Graph(_));
+    if world.all(has_graph).unwrap().iter().any(|has_graph| !**has_graph) {
+        return None;
+    }
+    let DecodePlan::Graph(mut graph) = plan else { return None };
+    // Loads the kernel of the first input. Ranks that share a GPU cannot do so while one of them waits for the other.
+    logits_of(&decoder, &ids[..1], dtype, device).unwrap();
+    device.synchronize().unwrap();
+    let step = |(position, &id): (usize, &u32)| {
+        world.all(()).unwrap();
+        graph.start(0, position, id, None, &tables).unwrap();
+        graph.next(1).unwrap();
+        world.check().unwrap();
+        on_host(graph.logits())
+    };
+    Some(ids.iter().enumerate().flat_map(step).collect())
+}
+
+/// Runs two ranks on two GPUs, or on the same GPU if there is only one.
+#[test(gpu)]
+fn ranks_on_gpus_agree_with_transformers() {
+    let devices = two_gpus();
+    for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, 6e-2), (DType::F16, 2e-2)] {
+        for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
+            let dir = golden(case);
+            let (ids, expected) = expected(&dir.join("golden.safetensors"));
+            assert_ranks_agree(case, &logits_on(&devices, dtype, &dir, None, &ids), &expected, tolerance);
+        }
+        // More ranks than KV heads: some hold nothing.
+        for case in ["llama_new", "gpt_oss_new", "qwen3_moe", "gpt2"] {
+            let (eight, dir) = (["cuda:0"; 8].join(",").parse().unwrap(), golden(case));
+            let (ids, expected) = expected(&dir.join("golden.safetensors"));
+            assert_ranks_agree(case, &logits_on(&eight, dtype, &dir, None, &ids), &expected, tolerance);
+        }
+        for family in ["llama", "qwen3_moe", "phi3", "gpt2", "gpt_oss"] {
+            let (ids, expected) = expected(&golden("gguf_quantized").join(format!("{family}.safetensors")));
+            let path = golden("gguf_quantized").join(format!("{family}.gguf"));
+            assert_ranks_agree(family, &logits_on(&devices, dtype, &path, None, &ids), &expected, tolerance);
+        }
+    }
+}
+
+/// Requests with preemptions, prefix hits and sampling on two ranks end, and each answer has the requested length.
+#[test(gpu)]
+fn engines_of_several_gpus_answer_many_requests() {
+    let engine = |devices: Devices| queued_steps::demo().devices(devices).dtype(DType::F32).load().unwrap();
+    let (two, one) = (engine(two_gpus()), engine("cuda".parse().unwrap()));
+    let prompts: Vec<_> = (0..12).map(|index| two.random_tokens(index, 20 + 10 * index as usize)).collect();
+    let options =
+        || GenerateOptions { ignore_eos: true, max_tokens: Some(40), ..GenerateOptions::new(SamplingParams::greedy()) };
+    let answers = |engine: &Engine| {
+        let streams: Vec<_> = prompts.iter().map(|ids| engine.complete_ids(ids, options()).unwrap()).collect();
+        streams.into_iter().map(|stream| Answer::read(stream).tokens).collect::<Vec<_>>()
+    };
+    let (together, alone) = (answers(&two), answers(&one));
+    assert!(together.iter().all(|tokens| tokens.len() == 40));
+    // Near ties can change a greedy token, so not every answer must be the same.
+    let same = together.iter().zip(&alone).filter(|(a, b)| a == b).count();
+    println!("{same} of 12 answers are the same as on one GPU");
+    assert!(same >= 10, "only {same} of 12 answers are the same as on one GPU");
+}
+
+/// Returns the devices of two ranks: two GPUs, or the same GPU twice if there is only one.
+fn two_gpus() -> Devices {
+    if device::gpu_count() > 1 { "cuda:0,1" } else { "cuda:0,0" }.parse().unwrap()
+}
+
+/// A single sequence runs on decode graphs, and several run on batch graphs.
+#[test(gpu)]
+fn graphs_of_several_gpus_choose_the_most_likely_tokens() {
+    for name in ["mistral", "gpt_oss_graph", "gemma2_graph"] {
+        let model = GraphModel::new(name);
+        let builder = model.builder().devices(two_gpus()).dtype(DType::F16).context(110).sequences(4).chunk(16);
+        let engine = builder.load().unwrap();
+        assert_eq!(engine.executor(), Executor::Graph, "{name}: {:?}", engine.eager_reason());
+        let prompts: Vec<Vec<u32>> = (1..7).map(|index| engine.random_tokens(index, 9 * index as usize)).collect();
+        for _ in 0..2 {
+            for prompt in &prompts {
+                let answer = generate(&engine, prompt, SamplingParams::greedy(), 40);
+                assert_greedy(&engine, prompt, &answer.tokens);
+            }
+            let answers = generate_at_once(&engine, &prompts, &SamplingParams::greedy(), 40);
+            for (prompt, answer) in prompts.iter().zip(answers) {
+                assert_greedy(&engine, prompt, &answer.tokens);
+            }
+        }
+        // The same seed draws the same tokens again, also with penalties.
+        let sampling =
+            SamplingParams { temperature: 1.0, repetition_penalty: 1.2, seed: 5, ..SamplingParams::greedy() };
+        let drawn = || generate(&engine, &prompts[0], sampling.clone(), 40).tokens;
+        assert_eq!(drawn(), drawn(), "{name}");
+    }
+}
