@@ -2,6 +2,8 @@
 
 mod finding;
 mod gpu;
+#[cfg(feature = "cuda")]
+mod links;
 mod machine;
 #[cfg(feature = "cuda")]
 mod step;
@@ -37,6 +39,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut findings = vec![machine::build()];
     let mut self_test = Vec::new();
     gpu::check(&mut findings, &mut self_test);
+    #[cfg(feature = "cuda")]
+    findings.extend(links::check());
     match Hub::from_env() {
         Ok(hub) => machine::check(&hub, &mut findings),
         Err(error) => findings.push(Finding::fail("settings", one_line(&error), "env | grep -E 'INFERNO|^HF_|HOME'")),
