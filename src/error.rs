@@ -13,6 +13,10 @@ pub enum Error {
     #[error("cannot use an NVIDIA GPU: {reason}\n  {hint}")]
     NoGpu { reason: String, hint: String },
 
+    /// One of several GPUs that run a model failed or does not answer. Names it.
+    #[error("{0}")]
+    GpuFailed(String),
+
     #[error("model '{}' is not on this machine\n  {hint}", escaped(model))]
     ModelNotFound { model: String, hint: String },
 
@@ -163,7 +167,7 @@ impl Error {
             Error::Gated { .. } | Error::ServerAccess { .. } => 4,
             Error::Offline { .. } | Error::Network { .. } | Error::ServerUnreachable { .. } => 5,
             Error::Verification { .. } => 6,
-            Error::NoGpu { .. } => 7,
+            Error::NoGpu { .. } | Error::GpuFailed(_) => 7,
             Error::OutOfMemory { .. } => 8,
             Error::UnsupportedArchitecture { .. } | Error::UnsupportedQuantization { .. } => 9,
             Error::ContextFull { .. } | Error::PromptTooLong { .. } | Error::ServerContextFull { .. } => 10,

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::{D, Tensor};
 
 #[cfg(feature = "cuda")]
-use super::followers::GraphCommand;
+use super::rank_command::GraphCommand;
 use super::{Decode, KernelTime, LaunchCounts, Runner, StepBytes, StepTime};
 use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
 use crate::nn::pass::LogitRows;

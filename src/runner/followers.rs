@@ -4,9 +4,8 @@
 //! cache. Followers run the same passes as the runner at the same time. They exchange partial results within a pass, see
 //! [`World`].
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::mpsc::{self, Sender};
 use std::thread::{self, JoinHandle};
 
 use anyhow::{Context, Result, bail};
@@ -14,105 +13,34 @@ use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use candle_core::Tensor;
 
-use super::Decode;
-#[cfg(feature = "cuda")]
-use super::batch_graph::{BatchGraphs, gpu};
 #[cfg(feature = "cuda")]
 use super::choose_token::NO_TOKEN;
 #[cfg(feature = "cuda")]
 use super::decode_graph::DecodeGraph;
+use super::follower::{failure, follow};
 use super::limits::{RunnerLimits, RunnerOptions};
+use super::rank_command::Command;
 #[cfg(feature = "cuda")]
-use super::step_queue::StepQueue;
+use super::rank_command::{GraphCommand, OwnedBatch};
+use super::rank_parts::RankParts;
 #[cfg(feature = "cuda")]
 use super::step_sequence::StepSequence;
 use crate::device::World;
-use crate::kernels::SumOrder;
+use crate::error::Error;
 #[cfg(feature = "cuda")]
-use crate::kernels::decode::sample::DeviceSampling;
+use crate::kernels::SumOrder;
 use crate::nn::decoder::Decoder;
-use crate::nn::kv_cache::{BlockTables, KvCache};
-use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
+use crate::nn::kv_cache::KvCache;
+#[cfg(feature = "cuda")]
+use crate::nn::pass::LogitRows;
+use crate::nn::pass::StepBatch;
 use crate::text::error_message;
-
-/// The part of a model that one rank holds.
-pub struct RankParts {
-    pub decoder: Decoder,
-    pub cache: KvCache,
-}
 
 /// The threads of all ranks but the first. There are none if a model runs on a single device.
 pub(super) struct Followers {
     /// The world of the first rank.
     world: World,
     threads: Vec<(Sender<Command>, JoinHandle<()>)>,
-}
-
-/// What a follower does next.
-#[derive(Clone)]
-enum Command {
-    /// Runs a batch operation by operation.
-    Forward(Arc<OwnedBatch>),
-    /// Runs a decode step as a CUDA graph.
-    #[cfg(feature = "cuda")]
-    Batch(Arc<OwnedBatch>),
-    #[cfg(feature = "cuda")]
-    Graph(GraphCommand),
-    CopyBlock {
-        from: u32,
-        to: u32,
-    },
-}
-
-/// What the decode graphs of all ranks do.
-#[cfg(feature = "cuda")]
-#[derive(Clone)]
-pub(super) enum GraphCommand {
-    /// See [`DecodeGraph::start`].
-    Start { sequence: u64, position: usize, token: u32, sampling: Option<DeviceSampling>, tables: BlockTables },
-    /// See [`DecodeGraph::start_from`]. The logits are those of the last pass.
-    StartFrom { sequence: u64, tokens: usize, sampling: Option<DeviceSampling>, tables: BlockTables },
-    /// See [`DecodeGraph::set_tables`].
-    SetTables(BlockTables),
-    /// See [`DecodeGraph::next`].
-    Next { limit: usize },
-}
-
-#[cfg(feature = "cuda")]
-impl GraphCommand {
-    /// Runs the command on the graph of a rank. `logits` are those of the last pass, f32 `[1, vocab]`.
-    /// Returns the token of `Next`.
-    fn run(&self, graph: &mut DecodeGraph, logits: Option<&Tensor>) -> Result<Option<u32>> {
-        match self {
-            Self::Start { sequence, position, token, sampling, tables } => {
-                graph.start(*sequence, *position, *token, sampling.clone(), tables)?;
-            }
-            Self::StartFrom { sequence, tokens, sampling, tables } => {
-                let logits = logits.context("internal error: the last pass had no logits of a single row")?;
-                graph.start_from(*sequence, *tokens, logits, sampling.clone(), tables)?;
-            }
-            Self::SetTables(tables) => graph.set_tables(tables)?,
-            Self::Next { limit } => return graph.next(*limit).map(Some),
-        }
-        Ok(None)
-    }
-}
-
-/// A copy of a [`StepBatch`] for other threads.
-struct OwnedBatch {
-    ids: Vec<u32>,
-    /// The new tokens, their position and the block tables of each sequence.
-    sequences: Vec<(usize, usize, BlockTables)>,
-    logits: LogitRows,
-    sum_order: SumOrder,
-}
-
-impl From<&StepBatch<'_>> for OwnedBatch {
-    fn from(batch: &StepBatch) -> Self {
-        let sequences = batch.sequences.iter().map(|span| (span.tokens, span.position, span.tables.clone()));
-        let (logits, sum_order) = (batch.logits, batch.sum_order);
-        Self { ids: batch.ids.to_vec(), sequences: sequences.collect(), logits, sum_order }
-    }
 }
 
 impl Followers {
@@ -152,7 +80,7 @@ impl Followers {
     /// Fails if a rank has failed. Call this after the host has received results of a step, because the results of a step
     /// in which a rank failed are wrong.
     pub fn check(&self) -> Result<()> {
-        Ok(self.world.check()?)
+        self.world.check().map_err(|error| Error::GpuFailed(error.to_string()).into())
     }
 
     /// Runs `decoder`, the part of the first rank, together with the parts of all followers.
@@ -210,6 +138,11 @@ impl Followers {
         self.check()?;
         self.send(&Command::Graph(command.clone()))?;
         let token = command.run(graph, logits);
+        match &token {
+            // A request ends, but the ranks still agree.
+            Err(error) if error.to_string() != NO_TOKEN => self.fail(error),
+            _ => {}
+        }
         // The results of a step in which a rank failed are wrong.
         self.check()?;
         token
@@ -226,7 +159,16 @@ impl Followers {
     fn together<T>(&self, command: Command, run: impl FnOnce() -> Result<T>) -> Result<T> {
         self.check()?;
         self.send(&command)?;
-        run().inspect_err(|error| self.world.end(&failure(&self.world, &error_message(error))))
+        run().or_else(|error| {
+            self.fail(&error);
+            self.check()?;
+            Err(error)
+        })
+    }
+
+    /// Ends the world because of an error on the first rank.
+    fn fail(&self, error: &anyhow::Error) {
+        self.world.end(&failure(&self.world, &error_message(error)));
     }
 
     /// Copies a block in the cache of every follower.
@@ -237,7 +179,8 @@ impl Followers {
     fn send(&self, command: &Command) -> Result<()> {
         for (sender, _) in &self.threads {
             if sender.send(command.clone()).is_err() {
-                bail!(self.world.end_reason().unwrap_or_else(|| "internal error: a rank has stopped".into()));
+                self.check()?;
+                bail!("internal error: a rank has stopped");
             }
         }
         Ok(())
@@ -253,106 +196,4 @@ impl Drop for Followers {
             let _ = thread.join();
         }
     }
-}
-
-/// Runs the commands of the first rank until it stops or a pass fails.
-fn follow(world: &World, parts: RankParts, commands: &Receiver<Command>, limits: RunnerLimits, options: RunnerOptions) {
-    // The device's memory must be freed by this thread, so the closure owns the parts.
-    let run = move || -> Result<()> {
-        let mut follower = Follower::new(parts, limits, options)?;
-        while let Ok(command) = commands.recv() {
-            follower.run(&command)?;
-        }
-        Ok(())
-    };
-    match catch_unwind(AssertUnwindSafe(run)) {
-        Ok(Ok(())) => {}
-        Ok(Err(error)) => world.end(&failure(world, &error_message(&error))),
-        Err(_) => world.end(&failure(world, "its thread panicked")),
-    }
-}
-
-/// What the thread of a follower owns.
-struct Follower {
-    /// Declared first, so that the graphs are dropped before the decoder and the cache, whose memory they use.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code))]
-    decode: Decode,
-    #[cfg(feature = "cuda")]
-    batches: Option<(BatchGraphs, StepQueue)>,
-    decoder: Decoder,
-    cache: KvCache,
-    /// The logits of the last pass, f32 `[1, vocab]`, if it had only one row of them.
-    logits: Option<Tensor>,
-}
-
-impl Follower {
-    fn new(parts: RankParts, limits: RunnerLimits, options: RunnerOptions) -> Result<Self> {
-        let RankParts { decoder, cache } = parts;
-        #[cfg(feature = "cuda")]
-        let batches = match gpu(cache.layer(0).k.device()) {
-            Some(gpu) => Some((BatchGraphs::new(gpu, limits.context, options.sum_order()), StepQueue::new(gpu)?)),
-            None => None,
-        };
-        Ok(Self {
-            decode: Decode::plan_together(&decoder, &cache, limits, options)?,
-            #[cfg(feature = "cuda")]
-            batches,
-            decoder,
-            cache,
-            logits: None,
-        })
-    }
-
-    fn run(&mut self, command: &Command) -> Result<()> {
-        match command {
-            Command::Forward(batch) => {
-                let OwnedBatch { ids, sequences, logits, sum_order } = &**batch;
-                let spans = sequences.iter().map(|(tokens, position, tables)| SequenceSpan {
-                    tokens: *tokens,
-                    position: *position,
-                    tables,
-                });
-                let (spans, logits, sum_order) = (spans.collect::<Vec<_>>(), *logits, *sum_order);
-                let batch = StepBatch { ids, sequences: &spans, logits, sum_order };
-                let logits = self.decoder.forward(&batch, &self.cache)?;
-                // Other logits can be large.
-                self.logits = (logits.dim(0)? == 1).then_some(logits);
-            }
-            #[cfg(feature = "cuda")]
-            Command::Batch(batch) => {
-                let Some((graphs, queue)) = &mut self.batches else { bail!("internal error: a graph without a GPU") };
-                let sequences = batch.ids.chunks(1).zip(&batch.sequences).map(|(ids, (_, position, tables))| {
-                    let (position, id, limit) = (*position, 0, 0);
-                    StepSequence {
-                        id,
-                        ids,
-                        awaits_input: false,
-                        position,
-                        tables,
-                        sampler: None,
-                        limit,
-                        grid: None,
-                        scores: None,
-                    }
-                });
-                graphs.run(&self.decoder, &self.cache, &sequences.collect::<Vec<_>>(), queue)?;
-                queue.skip();
-            }
-            #[cfg(feature = "cuda")]
-            Command::Graph(command) => {
-                let Decode::Graph(graph) = &mut self.decode else { bail!("internal error: a rank has no graph") };
-                match command.run(graph, self.logits.as_ref()) {
-                    // The first rank has the same logits, and reports this to the client.
-                    Err(error) if error.to_string() == NO_TOKEN => {}
-                    result => drop(result?),
-                }
-            }
-            Command::CopyBlock { from, to } => self.cache.copy_block(*from, *to)?,
-        }
-        Ok(())
-    }
-}
-
-fn failure(world: &World, reason: &str) -> String {
-    format!("GPU {} of {} failed: {reason}; the others were stopped", world.rank() + 1, world.size())
 }

@@ -7,8 +7,9 @@ use candle_core::Tensor;
 
 use super::choose_token::{ChooseToken, NO_ALLOWED_TOKEN, NO_TOKEN};
 use super::decode_graph::DecodeGraph;
-use super::followers::{Followers, GraphCommand};
+use super::followers::Followers;
 use super::logprobs::TokenLogprobs;
+use super::rank_command::GraphCommand;
 use super::step_sequence::{Chosen, ChosenToken, StepSequence};
 use super::{Decode, Runner};
 use crate::kernels::decode::{LogitEdit, RowLogprobs, edit_logits, mask_logits, sample_rows, top_logprobs};

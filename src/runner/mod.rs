@@ -8,9 +8,11 @@
 mod batch_graph;
 mod bench;
 mod choose_token;
+mod decode;
 #[cfg(feature = "cuda")]
 pub mod decode_graph;
 mod eager_reason;
+mod follower;
 mod followers;
 #[cfg(feature = "cuda")]
 mod gpu_queue;
@@ -21,6 +23,8 @@ mod limits;
 mod logprobs;
 mod queue;
 mod queued_step;
+mod rank_command;
+mod rank_parts;
 mod solo;
 mod solo_sequence;
 mod step;
@@ -31,20 +35,17 @@ mod step_sequence;
 mod step_times;
 
 use std::collections::HashMap;
-use std::fmt;
 use std::time::Instant;
 
 use anyhow::Result;
 use candle_core::{DType, Device};
-use serde::Serialize;
 
 use crate::device::World;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 #[cfg(feature = "cuda")]
 use batch_graph::BatchGraphs;
-#[cfg(feature = "cuda")]
-use decode_graph::{DecodeGraph, DecodePlan};
+use decode::Decode;
 use followers::Followers;
 use solo_sequence::SoloSequence;
 #[cfg(feature = "cuda")]
@@ -52,11 +53,12 @@ use step_queue::StepQueue;
 use step_times::StepTimes;
 
 pub use choose_token::ChooseToken;
+pub use decode::Executor;
 pub use eager_reason::EagerReason;
-pub use followers::RankParts;
 pub use limits::{ChunkGrid, RunnerLimits, RunnerOptions};
 pub use logprobs::TokenLogprobs;
 pub use queued_step::QueuedStep;
+pub use rank_parts::RankParts;
 pub use step_cost::{KernelTime, LaunchCounts, StepBytes};
 pub use step_sequence::{Chosen, ChosenToken, ScoreTokens, StepSequence};
 pub use step_times::StepTime;
@@ -84,69 +86,6 @@ pub struct Runner {
     /// When the tokens of a queued step were taken last.
     last_taken: Instant,
     times: StepTimes,
-}
-
-/// How the decode steps of a single sequence run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Executor {
-    /// A CUDA graph of fused kernels.
-    Graph,
-    /// Operation by operation.
-    Eager,
-}
-
-impl fmt::Display for Executor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Graph => "graph",
-            Self::Eager => "eager",
-        })
-    }
-}
-
-/// How the decode steps of a single sequence run. `BatchGraphs` runs those of several sequences.
-enum Decode {
-    /// Runs the decoder one operation at a time. The reason says why there is no decode graph.
-    Eager(EagerReason),
-    #[cfg(feature = "cuda")]
-    Graph(Box<DecodeGraph>),
-}
-
-impl Decode {
-    /// Plans the decode graph, or returns `Eager` with the reason if the decoder is not supported.
-    fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<Self> {
-        #[cfg(feature = "cuda")]
-        if decoder.is_on_gpu() {
-            return match DecodeGraph::plan(decoder, cache, context) {
-                Ok(DecodePlan::Graph(graph)) => Ok(Decode::Graph(graph)),
-                Ok(DecodePlan::Unsupported(reason)) => Ok(Decode::Eager(reason)),
-                Err(error) if crate::device::is_out_of_memory(&error) => Err(error),
-                // Debug builds fail here, so that tests find the bug. Release builds warn and decode without a graph.
-                Err(error) if cfg!(debug_assertions) => Err(error.context("cannot plan the decode graph")),
-                Err(error) => Ok(Decode::Eager(EagerReason::PlanFailed(crate::text::error_message(&error)))),
-            };
-        }
-        let _ = (decoder, cache, context);
-        Ok(Decode::Eager(EagerReason::NotOnGpu))
-    }
-}
-
-impl Decode {
-    /// Chooses how the decode steps run. Every rank must call this function, because they all choose the same.
-    fn plan_together(decoder: &Decoder, cache: &KvCache, limits: RunnerLimits, options: RunnerOptions) -> Result<Self> {
-        let planned = match options {
-            RunnerOptions { eager: true, .. } => Ok(Decode::Eager(EagerReason::Requested)),
-            RunnerOptions { grid: Some(_), .. } if decoder.is_on_gpu() => Ok(Decode::Eager(EagerReason::Deterministic)),
-            _ => Decode::plan(decoder, cache, limits.context),
-        };
-        let is_eager = matches!(planned, Err(_) | Ok(Decode::Eager(_)));
-        let are_eager = decoder.world().all(is_eager)?;
-        Ok(match are_eager.iter().any(|is_eager| **is_eager) {
-            true if !is_eager => Decode::Eager(EagerReason::SeveralDevices),
-            _ => planned?,
-        })
-    }
 }
 
 impl Runner {

@@ -10,7 +10,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaContext, DeviceRepr, result,
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Device, Result as CandleResult, Tensor, bail};
 
-use super::{ExchangeTimes, LARGE_ELEMENTS, MAILBOX_BYTES, SMALL_ELEMENTS};
+use super::sizes::{ExchangeTimes, LARGE_ELEMENTS, MAILBOX_BYTES, SMALL_ELEMENTS};
 use crate::device::{Exchange, World, share};
 use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_MAX_RANKS, EXCHANGE_SLOTS};
 use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchList, LaunchShape, address, module};

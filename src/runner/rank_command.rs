@@ -1,0 +1,83 @@
+//! What the first rank tells the others to do.
+
+use std::sync::Arc;
+
+#[cfg(feature = "cuda")]
+use anyhow::{Context, Result};
+#[cfg(feature = "cuda")]
+use candle_core::Tensor;
+
+#[cfg(feature = "cuda")]
+use super::decode_graph::DecodeGraph;
+use crate::kernels::SumOrder;
+#[cfg(feature = "cuda")]
+use crate::kernels::decode::sample::DeviceSampling;
+use crate::nn::kv_cache::BlockTables;
+use crate::nn::pass::{LogitRows, StepBatch};
+
+/// What a follower does next.
+#[derive(Clone)]
+pub(super) enum Command {
+    /// Runs a batch operation by operation.
+    Forward(Arc<OwnedBatch>),
+    /// Runs a decode step as a CUDA graph.
+    #[cfg(feature = "cuda")]
+    Batch(Arc<OwnedBatch>),
+    #[cfg(feature = "cuda")]
+    Graph(GraphCommand),
+    CopyBlock {
+        from: u32,
+        to: u32,
+    },
+}
+
+/// What the decode graphs of all ranks do.
+#[cfg(feature = "cuda")]
+#[derive(Clone)]
+pub(super) enum GraphCommand {
+    /// See [`DecodeGraph::start`].
+    Start { sequence: u64, position: usize, token: u32, sampling: Option<DeviceSampling>, tables: BlockTables },
+    /// See [`DecodeGraph::start_from`]. The logits are those of the last pass.
+    StartFrom { sequence: u64, tokens: usize, sampling: Option<DeviceSampling>, tables: BlockTables },
+    /// See [`DecodeGraph::set_tables`].
+    SetTables(BlockTables),
+    /// See [`DecodeGraph::next`].
+    Next { limit: usize },
+}
+
+#[cfg(feature = "cuda")]
+impl GraphCommand {
+    /// Runs the command on the graph of a rank. `logits` are those of the last pass, f32 `[1, vocab]`.
+    /// Returns the token of `Next`.
+    pub fn run(&self, graph: &mut DecodeGraph, logits: Option<&Tensor>) -> Result<Option<u32>> {
+        match self {
+            Self::Start { sequence, position, token, sampling, tables } => {
+                graph.start(*sequence, *position, *token, sampling.clone(), tables)?;
+            }
+            Self::StartFrom { sequence, tokens, sampling, tables } => {
+                let logits = logits.context("internal error: the last pass had no logits of a single row")?;
+                graph.start_from(*sequence, *tokens, logits, sampling.clone(), tables)?;
+            }
+            Self::SetTables(tables) => graph.set_tables(tables)?,
+            Self::Next { limit } => return graph.next(*limit).map(Some),
+        }
+        Ok(None)
+    }
+}
+
+/// A copy of a [`StepBatch`] for other threads.
+pub(super) struct OwnedBatch {
+    pub ids: Vec<u32>,
+    /// The new tokens, their position and the block tables of each sequence.
+    pub sequences: Vec<(usize, usize, BlockTables)>,
+    pub logits: LogitRows,
+    pub sum_order: SumOrder,
+}
+
+impl From<&StepBatch<'_>> for OwnedBatch {
+    fn from(batch: &StepBatch) -> Self {
+        let sequences = batch.sequences.iter().map(|span| (span.tokens, span.position, span.tables.clone()));
+        let (logits, sum_order) = (batch.logits, batch.sum_order);
+        Self { ids: batch.ids.to_vec(), sequences: sequences.collect(), logits, sum_order }
+    }
+}

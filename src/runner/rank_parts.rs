@@ -1,0 +1,10 @@
+//! [`RankParts`]: what a rank holds.
+
+use crate::nn::decoder::Decoder;
+use crate::nn::kv_cache::KvCache;
+
+/// The part of a model that one rank holds.
+pub struct RankParts {
+    pub decoder: Decoder,
+    pub cache: KvCache,
+}
