@@ -154,7 +154,8 @@ macro_rules! libraries {
 // Functions that have different names in CUDA 12 and CUDA 13 are listed under both names.
 libraries! {
     DRIVER =>
-        cuCtxDestroy_v2 cuCtxEnablePeerAccess cuCtxGetCurrent cuCtxSetCurrent cuCtxSynchronize cuDeviceCanAccessPeer cuDeviceGet cuDeviceGetAttribute
+        cuCtxDestroy_v2 cuCtxEnablePeerAccess cuCtxGetCurrent cuCtxSetCurrent cuCtxSynchronize
+        cuDeviceCanAccessPeer cuDeviceGet cuDeviceGetAttribute
         cuDeviceGetCount cuDeviceGetDefaultMemPool cuDeviceGetName cuDeviceGetUuid cuDeviceGetUuid_v2
         cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDriverGetVersion cuEventCreate cuEventDestroy_v2
         cuEventElapsedTime cuEventElapsedTime_v2 cuEventRecord cuEventSynchronize cuFuncGetAttribute

@@ -3,11 +3,17 @@
 //! The kernels run in stream order like all others, so passes that exchange data can be captured as CUDA graphs.
 
 #[cfg(feature = "cuda")]
+mod connect;
+#[cfg(feature = "cuda")]
+mod gpu_exchange;
+#[cfg(feature = "cuda")]
 mod mailbox;
 mod sizes;
 
 #[cfg(feature = "cuda")]
-pub use mailbox::{add_columns, add_sum, measure};
+pub use connect::measure;
+#[cfg(feature = "cuda")]
+pub use gpu_exchange::{add_columns, add_sum};
 pub use sizes::{ExchangeTimes, LARGE_ELEMENTS, MAILBOX_BYTES, SMALL_ELEMENTS};
 
 use candle_core::{Device, Result};
@@ -26,7 +32,7 @@ pub fn connect(world: World, device: &Device) -> Result<World> {
         Device::Cuda(device)
             if world.size() > 1 && std::env::var_os("INFERNO_EXCHANGE").is_none_or(|by| by != "host") =>
         {
-            mailbox::connect(world, device)
+            connect::connect(world, device)
         }
         _ => Ok(world),
     }

@@ -21,7 +21,7 @@ use super::follower::{failure, follow};
 use super::limits::{RunnerLimits, RunnerOptions};
 use super::rank_command::Command;
 #[cfg(feature = "cuda")]
-use super::rank_command::{GraphCommand, OwnedBatch};
+use super::rank_command::GraphCommand;
 use super::rank_parts::RankParts;
 #[cfg(feature = "cuda")]
 use super::step_sequence::StepSequence;
@@ -31,9 +31,9 @@ use crate::error::Error;
 use crate::kernels::SumOrder;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-#[cfg(feature = "cuda")]
-use crate::nn::pass::LogitRows;
 use crate::nn::pass::StepBatch;
+#[cfg(feature = "cuda")]
+use crate::nn::pass::{LogitRows, SequenceSpan};
 use crate::text::error_message;
 
 /// The threads of all ranks but the first. There are none if a model runs on a single device.
@@ -107,11 +107,11 @@ impl Followers {
         sequences: &[StepSequence],
         run: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        let ids = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
-        let spans = sequences.iter().map(|sequence| (sequence.ids.len(), sequence.position, sequence.tables.clone()));
-        let batch =
-            OwnedBatch { ids, sequences: spans.collect(), logits: LogitRows::Last, sum_order: SumOrder::Fastest };
-        let result = self.together(Command::Batch(Arc::new(batch)), run)?;
+        let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
+        let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
+        // Every rank's graphs have the rows and the order of sums that its options select.
+        let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order: SumOrder::default() };
+        let result = self.together(Command::Batch(Arc::new((&batch).into())), run)?;
         // On a GPU that ranks share, a copy to the host would wait too, but keep the other ranks from launching kernels.
         if self.world.exchange().is_some_and(|exchange| !exchange.can_queue()) {
             device.synchronize()?;

@@ -1,0 +1,83 @@
+//! Connects the GPUs of all ranks, and measures their exchange.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{Device, Result as CandleResult, Tensor};
+
+use super::gpu_exchange::GpuExchange;
+use super::mailbox::Mailbox;
+use super::sizes::{ExchangeTimes, LARGE_ELEMENTS, SMALL_ELEMENTS};
+use crate::device::{Exchange, World};
+
+/// Returns the world of a rank with an exchange between the GPUs, or `world` if the GPUs cannot access each other.
+pub fn connect(world: World, device: &CudaDevice) -> CandleResult<World> {
+    match connected(&world, device)? {
+        Ok(exchange) => {
+            if world.is_first() {
+                tracing::info!(ranks = world.size(), "the GPUs exchange data directly");
+            }
+            Ok(world.with_exchange(Arc::new(exchange)))
+        }
+        Err(reason) => {
+            // All ranks have the same reason.
+            if world.is_first() {
+                tracing::warn!(%reason, "the GPUs exchange data by the host, which is slow");
+            }
+            Ok(world)
+        }
+    }
+}
+
+/// Returns the exchange of a rank. The inner error is the reason why the ranks cannot exchange data directly, and all
+/// ranks get one. After an outer error, the world has ended.
+fn connected(world: &World, device: &CudaDevice) -> CandleResult<Result<GpuExchange, String>> {
+    let mailboxes = match agree(world, Mailbox::new(device))? {
+        Ok(mailboxes) => mailboxes,
+        Err(reason) => return Ok(Err(reason)),
+    };
+    let exchange = GpuExchange::new(world.rank(), device, mailboxes);
+    let opened = exchange.mailboxes.iter().try_for_each(|peer| exchange.own().open_to(peer));
+    if let Err(reason) = agree(world, opened.and_then(|()| exchange.load_kernels()))? {
+        return Ok(Err(reason));
+    }
+    // Some drivers report access that does not work.
+    let tested = exchange.test();
+    Ok(agree(world, tested)?.map(|_| exchange))
+}
+
+/// Connects the GPUs of all ranks like [`super::connect`], and measures their exchange. The inner error is the reason why they cannot
+/// exchange data directly.
+pub fn measure(world: &World, device: &CudaDevice) -> CandleResult<Result<ExchangeTimes, String>> {
+    let exchange = match connected(world, device)? {
+        Ok(exchange) => exchange,
+        Err(reason) => return Ok(Err(reason)),
+    };
+    let time = |elements: usize| -> CandleResult<f64> {
+        // On a GPU that ranks share, more operations would fill the queue of launches, and keep the other ranks from theirs.
+        const OPERATIONS: usize = 100;
+        let x = Tensor::new(vec![1f32; elements], &Device::Cuda(device.clone()))?;
+        device.cuda_stream().synchronize().w()?;
+        world.all(())?;
+        let started = Instant::now();
+        for _ in 0..OPERATIONS {
+            exchange.sum(&x)?;
+        }
+        device.cuda_stream().synchronize().w()?;
+        Ok(started.elapsed().as_secs_f64() / OPERATIONS as f64)
+    };
+    let times = ExchangeTimes { small: time(SMALL_ELEMENTS)?, large: time(LARGE_ELEMENTS)? };
+    let missing = exchange.missing_rank().map(|rank| format!("GPU {rank} does not answer"));
+    Ok(missing.map_or(Ok(times), Err))
+}
+
+/// Returns the values of all ranks, or the reason of the first rank that failed. Every rank must call this function, also
+/// after a failure, because the others wait for it.
+fn agree<T: Send + Sync + 'static>(
+    world: &World,
+    result: CandleResult<T>,
+) -> CandleResult<Result<Vec<Arc<T>>, String>> {
+    let own = result.map(Arc::new).map_err(|error| error.to_string());
+    Ok(world.all(own)?.iter().map(|of_rank| (**of_rank).clone()).collect())
+}

@@ -1,0 +1,253 @@
+//! The exchange of one rank: the launches of `exchange.cu`.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, sys};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use super::mailbox::Mailbox;
+use super::sizes::MAILBOX_BYTES;
+use crate::device::{Exchange, World, share};
+use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_MAX_RANKS, EXCHANGE_SLOTS};
+use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchList, LaunchShape, address, module};
+use crate::kernels::scratch;
+
+/// How long a rank waits for the others.
+const TIMEOUT_SECONDS: i32 = 5;
+/// The value of the control word after the host has ended the exchange. Other values are 1 + the rank that did not answer.
+const ENDED: u32 = u32::MAX;
+const NOT_CAPTURING: sys::CUstreamCaptureStatus = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+
+/// Adds a launch that writes the sum of the ranks' tensors `x` to `out`. Both are f32 with the same number of elements. If
+/// they are different tensors, the launch fills `x` with zeros. Adds nothing in a world of one rank.
+pub fn add_sum(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
+    if world.size() == 1 {
+        return Ok(());
+    }
+    let launch = of_world(world)?.sum_launch(x, out, x.id() != out.id())?;
+    // SAFETY: `sum_launch` checks the tensors. The caller keeps `world`, and with it the mailboxes.
+    unsafe { launches.add(launch) }
+}
+
+/// Adds a launch that writes the columns of all ranks to `out`, f32 `[rows, columns]`. `x` is f32
+/// `[rows, share of columns]`.
+pub fn add_columns(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
+    let launch = of_world(world)?.columns_launch(x, out)?;
+    // SAFETY: as in `add_sum`.
+    unsafe { launches.add(launch) }
+}
+
+fn of_world(world: &World) -> Result<&GpuExchange> {
+    match world.exchange().and_then(|exchange| (&**exchange as &dyn Any).downcast_ref()) {
+        Some(exchange) => Ok(exchange),
+        None => bail!("internal error: the GPUs cannot exchange data directly"),
+    }
+}
+
+/// `Mailboxes` in `exchange.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RawMailboxes {
+    of: [u64; EXCHANGE_MAX_RANKS],
+    state: u64,
+    control: u64,
+    first_column: [i32; EXCHANGE_MAX_RANKS + 1],
+    rank: i32,
+    ranks: i32,
+    region: i32,
+    timeout_seconds: i32,
+}
+
+// SAFETY: the struct has C's layout and contains only numbers.
+unsafe impl DeviceRepr for RawMailboxes {}
+
+/// The exchange of one rank.
+pub(super) struct GpuExchange {
+    rank: usize,
+    device: CudaDevice,
+    pub mailboxes: Vec<Arc<Mailbox>>,
+    /// Whether another rank has the same GPU.
+    shares_gpu: bool,
+}
+
+impl fmt::Debug for GpuExchange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "GpuExchange({} of {})", self.rank, self.mailboxes.len())
+    }
+}
+
+impl GpuExchange {
+    pub fn new(rank: usize, device: &CudaDevice, mailboxes: Vec<Arc<Mailbox>>) -> Self {
+        let gpu = |mailbox: &Arc<Mailbox>| mailbox.context.cu_device();
+        let shares_gpu = mailboxes.iter().filter(|mailbox| gpu(mailbox) == gpu(&mailboxes[rank])).count() > 1;
+        Self { rank, device: device.clone(), mailboxes, shares_gpu }
+    }
+
+    pub fn own(&self) -> &Mailbox {
+        &self.mailboxes[self.rank]
+    }
+
+    fn control(&self) -> &Arc<HostWords> {
+        &self.mailboxes[0].control
+    }
+
+    /// Returns the number of words in a region, a multiple of 4.
+    fn region(&self) -> usize {
+        MAILBOX_BYTES / (EXCHANGE_SLOTS * self.mailboxes.len() * 16) * 4
+    }
+
+    /// Returns the last argument of the kernels. Each rank has a [`share`] of `columns`.
+    fn raw(&self, columns: usize) -> RawMailboxes {
+        let ranks = self.mailboxes.len();
+        let mut raw = RawMailboxes {
+            of: [0; EXCHANGE_MAX_RANKS],
+            state: self.own().state(),
+            control: self.control().address(0),
+            first_column: [columns as i32; EXCHANGE_MAX_RANKS + 1],
+            rank: self.rank as i32,
+            ranks: ranks as i32,
+            region: self.region() as i32,
+            timeout_seconds: TIMEOUT_SECONDS,
+        };
+        for (rank, mailbox) in self.mailboxes.iter().enumerate() {
+            raw.of[rank] = mailbox.address;
+            raw.first_column[rank] = share(columns, 1, rank, ranks).start as i32;
+        }
+        raw
+    }
+
+    /// Returns the shape of a launch in which each thread handles one of `items`, or several.
+    fn shape(&self, items: usize) -> LaunchShape {
+        // Few values are spread over many blocks, because a block sends one value of each thread at a time.
+        let blocks = EXCHANGE_BLOCKS / self.mailboxes.len();
+        let threads = if items <= blocks * 128 { 128 } else { 512 };
+        LaunchShape::linear(items.div_ceil(threads).clamp(1, blocks), threads)
+    }
+
+    /// Returns a launch that writes the sum of the ranks' tensors `x` to `out`, which may be `x`. Both are contiguous f32
+    /// with the same number of elements, at most `region`. If `out` is not `x`, `clears_x` fills `x` with zeros.
+    fn sum_launch(&self, x: &Tensor, out: &Tensor, clears_x: bool) -> Result<Launch> {
+        let words = x.elem_count();
+        if x.dtype() != DType::F32 || out.dtype() != DType::F32 || out.elem_count() != words || words > self.region() {
+            bail!("exchange_sum: cannot add {:?} {:?} to {:?}", x.dtype(), x.dims(), out.dims());
+        }
+        let (x_address, out_address) = (address(x)?, address(out)?);
+        let is_aligned = words.is_multiple_of(4) && x_address.is_multiple_of(16) && out_address.is_multiple_of(16);
+        let (kernel, items) = if is_aligned { ("exchange_sum_4", words / 4) } else { ("exchange_sum_1", words) };
+        let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(0), []).int(words).flag(clears_x);
+        Ok(Launch::new(module!("exchange"), kernel, self.shape(items), arguments)
+            .with_bytes_moved(8 * words as u64)
+            .overlapping())
+    }
+
+    /// Returns a launch that writes the columns of all ranks to `out`, f32 `[rows, columns]`. `x` is f32
+    /// `[rows, share of columns]`. The largest share of all rows fits in a region.
+    fn columns_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
+        let (rows, columns) = out.dims2()?;
+        let ranks = self.mailboxes.len();
+        let (own, largest) = (share(columns, 1, self.rank, ranks).len(), rows * share(columns, 1, 0, ranks).len());
+        let is_valid = x.dims() == [rows, own] && x.dtype() == DType::F32 && out.dtype() == DType::F32;
+        if !is_valid || largest > self.region() {
+            bail!("exchange_columns: cannot place {:?} {:?} in {:?}", x.dtype(), x.dims(), out.dims());
+        }
+        let arguments = Arguments::new();
+        // An empty tensor has no address.
+        let arguments = if own > 0 { arguments.tensor(x)? } else { arguments.address(0) };
+        let arguments = arguments.tensor(out)?.value(self.raw(columns), []).int(rows).int(largest);
+        Ok(Launch::new(module!("exchange"), "exchange_columns", self.shape(largest), arguments)
+            .with_bytes_moved(4 * (rows * (own + columns)) as u64)
+            .overlapping())
+    }
+
+    /// Loads all kernels, by operations without values, which wait for no other rank.
+    pub fn load_kernels(&self) -> Result<()> {
+        let arguments = || Arguments::new().address(0).address(0).value(self.raw(0), []).int(0).int(0);
+        for kernel in ["exchange_sum_4", "exchange_sum_1", "exchange_columns"] {
+            let launch = Launch::new(module!("exchange"), kernel, self.shape(0), arguments());
+            // SAFETY: without values, the kernel reads only the state of the mailbox.
+            unsafe { launch.enqueue(&self.device)? };
+        }
+        self.device.cuda_stream().synchronize().w()
+    }
+
+    /// Exchanges a few values, and fails if they do not arrive.
+    pub fn test(&self) -> Result<()> {
+        let (device, ranks) = (Device::Cuda(self.device.clone()), self.mailboxes.len());
+        // More than all slots, so that each slot is emptied and used again.
+        for round in 0..2 * EXCHANGE_SLOTS {
+            let value = |rank: usize| (round * 100 + rank) as f32;
+            let x = Tensor::new(vec![value(self.rank); 1024], &device)?;
+            let sums = self.sum(&x)?;
+            // A copy to the host would wait too, but on the same GPU it would keep the other ranks from launching kernels.
+            self.device.cuda_stream().synchronize().w()?;
+            let sums = sums.to_vec1::<f32>()?;
+            let expected: f32 = (0..ranks).map(value).sum();
+            if self.missing_rank().is_some() || sums.iter().any(|&sum| sum != expected) {
+                bail!("operation {round} returned {} instead of {expected}", sums[0]);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Exchange for GpuExchange {
+    fn can_queue(&self) -> bool {
+        !self.shares_gpu || self.device.cuda_stream().capture_status().is_ok_and(|status| status != NOT_CAPTURING)
+    }
+
+    fn sum(&self, x: &Tensor) -> Result<Tensor> {
+        let from = x.to_dtype(DType::F32)?.contiguous()?;
+        // SAFETY: the kernels write every element.
+        let out = unsafe { scratch::empty(x.dims(), DType::F32, x.device())? };
+        let (from, sums, words) = (from.flatten_all()?, out.flatten_all()?, x.elem_count());
+        for start in (0..words).step_by(self.region()) {
+            let part = |tensor: &Tensor| tensor.narrow(0, start, self.region().min(words - start));
+            let launch = self.sum_launch(&part(&from)?, &part(&sums)?, false)?;
+            // SAFETY: `sum_launch` checks the tensors, and all mailboxes live as long as `self`. The last launch ends before
+            // `drop` returns.
+            unsafe { launch.enqueue(&self.device)? };
+        }
+        out.to_dtype(x.dtype())
+    }
+
+    fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor> {
+        let (rows, _) = x.dims2()?;
+        let from = x.contiguous()?;
+        // SAFETY: the kernels write every element.
+        let out = unsafe { scratch::empty((rows, columns), DType::F32, x.device())? };
+        let most = self.region() / share(columns, 1, 0, self.mailboxes.len()).len().max(1);
+        if most == 0 {
+            bail!("exchange_columns: rows of {columns} columns are too large");
+        }
+        for start in (0..rows).step_by(most) {
+            let part = |tensor: &Tensor| tensor.narrow(0, start, most.min(rows - start));
+            let launch = self.columns_launch(&part(&from)?, &part(&out)?)?;
+            // SAFETY: as in `sum`.
+            unsafe { launch.enqueue(&self.device)? };
+        }
+        Ok(out)
+    }
+
+    fn missing_rank(&self) -> Option<usize> {
+        match self.control().words()[0].load(Ordering::Relaxed) {
+            0 | ENDED => None,
+            rank => Some(rank as usize - 1),
+        }
+    }
+
+    fn end(&self) {
+        // Keeps the rank that did not answer.
+        let _ = self.control().words()[0].compare_exchange(0, ENDED, Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
+impl Drop for GpuExchange {
+    fn drop(&mut self) {
+        // Queued kernels write to the mailboxes of all ranks. `drop` cannot return an error.
+        let _ = self.device.cuda_stream().synchronize();
+    }
+}
