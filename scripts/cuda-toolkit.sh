@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs a CUDA toolkit from packages into a folder: CUDA 13.0, or CUDA 12.4 for drivers 550 or later.
+# Installs a CUDA toolkit from packages into a folder: CUDA 13.0, or CUDA 12.4, which works with driver 550 or later.
 # Needs no root access, GPU or driver. The download is 1.2 GB for CUDA 13 and 0.7 GB for CUDA 12, and takes about a minute.
 #
 #   scripts/cuda-toolkit.sh DIR [13|12] && source DIR/env.sh
@@ -40,8 +40,8 @@ wheels() {
   "$dir/venv/bin/pip" install -q --disable-pip-version-check "$@"
 }
 
-# debian_packages FOLDER RELEASE COMPONENT NAME...: unpacks packages of a Debian release. Uses the mirror of this machine and
-# apt's state in a folder of its own, so that the release of this machine does not matter.
+# debian_packages FOLDER RELEASE COMPONENT NAME...: unpacks packages of a Debian release. Uses this machine's Debian mirror,
+# but keeps apt's state in a separate folder, so it also works on other Debian releases.
 debian_packages() {
   local folder=$1 release=$2 component=$3 mirror keys=/usr/share/keyrings/debian-archive-keyring.gpg
   shift 3
@@ -73,7 +73,7 @@ if [ "$version" = 13 ]; then
     nvidia-cuda-runtime==13.0.96 nvidia-cuda-nvrtc==13.0.88 nvidia-cublas==13.1.0.3 nvidia-curand==10.4.0.35
   home=$(echo "$dir"/venv/lib/python3*/site-packages/nvidia/cu13)
 else
-  # nvidia-cuda-nvcc-cu12 contains libdevice and the headers of nvcc. The CCCL of 12.4 was withdrawn; a later one works too.
+  # nvidia-cuda-nvcc-cu12 contains libdevice and nvcc's headers. NVIDIA withdrew CCCL 12.4; CCCL 12.9 works too.
   wheels nvidia-cuda-nvcc-cu12==12.4.131 nvidia-cuda-cccl-cu12==12.9.27 nvidia-cuda-runtime-cu12==12.4.127 \
     nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cublas-cu12==12.4.5.8 nvidia-curand-cu12==10.3.5.147
   debian_packages "$dir/debian" trixie non-free nvidia-cuda-toolkit=12.4.131*
@@ -89,7 +89,7 @@ else
   cp -l "$tree"/bin/{cudafe++,fatbinary,nvlink,ptxas,bin2c} "$tree/lib/nvidia-cuda-toolkit/bin/nvcc" "$home/bin/"
   cp -rl "$tree/lib/nvidia-cuda-toolkit/bin/crt" "$home/bin/"
   cp -l "$tree/lib/nvidia-cuda-toolkit/bin/cicc" "$home/nvvm/bin/"
-  # Debian's profile has other paths. $(…) and _HERE_ are nvcc's.
+  # Debian's nvcc.profile has different paths. nvcc itself expands $(…) and _HERE_.
   cat > "$home/bin/nvcc.profile" << 'PROFILE'
 TOP = $(_HERE_)/..
 CICC_PATH = $(TOP)/nvvm/bin
