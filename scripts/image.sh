@@ -3,14 +3,14 @@
 #
 #   scripts/image.sh --program target/release/inferno [--cuda DIR] [--base IMAGE] [--tag NAME] [--output FILE]
 #
-# --cuda     the folder of scripts/cuda-toolkit.sh; the image then contains its cuBLAS, cuBLASLt and cuRAND
-# --base     an image of Debian; without it, mmdebstrap makes one, so that no registry is needed
+# --cuda     a toolkit folder from scripts/cuda-toolkit.sh; the image then contains its cuBLAS, cuBLASLt and cuRAND
+# --base     a Debian image; without this flag, mmdebstrap makes an image, so that no registry is needed
 # --tag      the name of the image [localhost/inferno:test]
 # --output   writes the image to this file, in Docker's format
 #
 # Requires root, buildah, and mmdebstrap if there is no --base (apt-get install --no-install-recommends buildah mmdebstrap).
-# Uses chroot isolation, so it also runs in a container without privileges for namespaces. The containers share the network of
-# this machine, and the tests listen on 127.0.0.1 only. INFERNO_IMAGE_CACHE keeps the storage of buildah [a temporary folder].
+# Uses chroot isolation, so it also runs in a container that may not create namespaces. The containers share the network of
+# this machine, and the tests listen on 127.0.0.1 only. INFERNO_IMAGE_CACHE names buildah's storage folder [a temporary folder].
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -64,7 +64,7 @@ if [ -z "$base" ]; then
 fi
 
 echo "== $tag from $base"
-# This folder takes the place of the stage `build`.
+# This folder replaces the stage `build` of the Dockerfile.
 mkdir -p "$scratch/stage/out/lib"
 cp "$program" "$scratch/stage/out/inferno"
 if [ -n "$cuda" ]; then
@@ -100,11 +100,11 @@ grep -q "inferno download" "$scratch/answer" || fail "the demo's answer does not
 
 echo "== serve demo"
 port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-# The image's own delay is 10 s; the test waits less.
+# The image sets a delay of 10 s. A shorter delay makes the test faster.
 inside env INFERNO_DRAIN_DELAY=1 inferno serve demo --device cpu --host 127.0.0.1 --port "$port" > "$scratch/log" 2>&1 &
 server=$!
 health() {
-  # The command of HEALTHCHECK. Containers share the network here, so the port is chosen above.
+  # This is the HEALTHCHECK command plus a port, because the containers share this machine's network.
   inside inferno health --port "$port"
 }
 for _ in $(seq 100); do
@@ -122,7 +122,7 @@ print(json.load(urllib.request.urlopen(request, timeout=60))["usage"])
 PYTHON
 
 echo "== SIGTERM"
-# The only process whose command line has this port is the server in the container.
+# Only the server in the container has this port on its command line.
 pid=$(pgrep -f "^inferno serve demo .*--port $port\$") || fail "cannot find the process of the server"
 started=$SECONDS
 kill -TERM "$pid"

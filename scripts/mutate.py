@@ -197,7 +197,7 @@ def mutate_tree(rng, root):
     return replace(hostile(rng))
 
 
-# Returns a key and a value for config.json. The value often has the right type, but is extreme or inconsistent.
+# Returns a key and a value for config.json. The value often has the right type but is extreme or inconsistent.
 def config_addition(rng):
     number = rng.choice([0, 1e-9, 0.5, 1, 2, 8, 40, 1e9, -1, 1e30])
     size = rng.choice([0, 1, 2, 3, 8, 16, 64, 128, 1000, 4096, 2**31, 2**40])
@@ -708,7 +708,7 @@ def remove(path):
 
 
 def write_new(path, data):
-    """Replaces a file. Does not follow a link, and does not wait for the reader of a pipe."""
+    """Replaces a file. Removes it first, because writing would follow a link and would wait for the reader of a pipe."""
     remove(path)
     path.write_bytes(data)
 

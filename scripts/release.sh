@@ -9,15 +9,15 @@
 #
 #   cpu, cuda12, cuda13   an archive with the program for Linux on x86-64
 #   aarch64               an archive with the CPU program for Linux on ARM64, cross-compiled and started in qemu-user
-#   image                 the image of scripts/image.sh, from the program of cuda13 if it was built, else of cpu
-#   sbom                  a list of all crates in CycloneDX's format, by cargo-cyclonedx
+#   image                 the image from scripts/image.sh, with the cuda13 program if it exists, else with the cpu program
+#   sbom                  a list of all crates in CycloneDX format, made by cargo-cyclonedx
 #   notes                 the section of CHANGELOG.md
 #
-# SHA256SUMS covers all files in the folder. Run the script with --only several times to fill one folder. The programs run on
-# systems with the glibc of the building machine or a later one, so build on the oldest system that you support.
+# SHA256SUMS covers all files in the folder. You can run the script several times with different --only to fill one folder.
+# The programs need at least the glibc version of the build machine, so build on the oldest system that you support.
 #
 # INFERNO_CUDA_12, INFERNO_CUDA_13   folders with CUDA toolkits [cuda12, cuda13 in the target folder; installed if missing]
-# CUDA_COMPUTE_CAP [80], INFERNO_EXTRA_COMPUTE_CAPS [86,89,90]   the GPUs of the CUDA programs
+# CUDA_COMPUTE_CAP [80], INFERNO_EXTRA_COMPUTE_CAPS [86,89,90]   the compute capabilities that the CUDA programs support
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -53,7 +53,7 @@ target=${CARGO_TARGET_DIR:-target}
 mkdir -p "$target"
 target=$(realpath "$target")
 export CARGO_TARGET_DIR=$target
-# Archives of one commit are equal, byte by byte, if the programs are.
+# All archives get the time of the commit, so that equal programs give archives that are equal byte for byte.
 time=$(git log -1 --format=%ct)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -68,7 +68,8 @@ archive() {
   ls -l "$output/$1.tar.gz"
 }
 
-# check_links PROGRAM: the program must load NVIDIA's libraries itself (docs/nvidia-libraries.md), so that it starts without.
+# check_links PROGRAM: fails if the program is linked against NVIDIA's libraries. It would not start on a machine without
+# them (docs/nvidia-libraries.md).
 check_links() {
   readelf -d "$1" > "$scratch/needed"
   ! grep -E 'NEEDED.*lib(cu|nv)' "$scratch/needed" || fail "$1 is linked against NVIDIA's libraries"
@@ -96,7 +97,7 @@ for cuda in 12 13; do
     # shellcheck source=/dev/null
     . "$toolkit/env.sh"
     export CUDA_COMPUTE_CAP=${CUDA_COMPUTE_CAP:-80} INFERNO_EXTRA_COMPUTE_CAPS=${INFERNO_EXTRA_COMPUTE_CAPS-86,89,90}
-    # A folder for each version, because candle's kernels do not notice a change of the toolkit.
+    # Use one target folder per CUDA version, because candle's build does not notice that the toolkit has changed.
     cargo build --release --locked --features cuda --target-dir "$target/release-cuda$cuda"
   )
   program=$target/release-cuda$cuda/release/inferno

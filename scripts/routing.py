@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Runs the routing tests of tests/deploy/ with more load, and writes their figures.
+"""Runs the routing tests of tests/deploy/ with more load, and writes the results to a report.
 
     scripts/routing.py --program target/release/inferno --report benches/results/DATE-cpu-smg.json
 
-Three `inferno serve demo` on the CPU run behind SMG with the flags of deploy/smg/smg.sh. All servers listen on 127.0.0.1, and
-the number of requests is bounded. Takes about six minutes on two cores.
+Three `inferno serve demo` processes run on the CPU behind SMG, which has the flags of deploy/smg/smg.sh. All servers listen
+on 127.0.0.1, and the number of requests is limited. The script takes about six minutes on two cores.
 """
 
 import argparse
@@ -27,10 +27,10 @@ SIZE = routing.Size(conversations=54, turns=8, prompts=300, clients=12, seconds=
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Runs the routing tests with more load, and writes their figures.")
+    parser = argparse.ArgumentParser(description="Runs the routing tests with more load, and writes the results.")
     parser.add_argument("--program", type=Path, required=True, help="the program to test")
     parser.add_argument("--report", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/inferno-ci/deploy", help="installed tools")
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/inferno-ci/deploy", help="the folder for installed tools")
     parser.add_argument("--only", default="", metavar="WORD", help="run only the tests whose name contains WORD")
     options = parser.parse_args()
     program, cache = options.program.resolve(), options.cache.resolve()

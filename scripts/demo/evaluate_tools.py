@@ -1,5 +1,6 @@
-"""Measures how often the demo model calls tools and writes JSON correctly, with tools and values that are not in the
-training data.
+"""Measures how often the demo model calls tools and writes JSON correctly.
+
+The tools and values are not in the training data, except for the kind "calls of known tools".
 
     python evaluate_tools.py SNAPSHOT
     python evaluate_tools.py --dump-prompts ../../tests/golden/demo_prompts.json
@@ -33,7 +34,7 @@ def generate(model, writer, prompts, max_tokens, batch):
 
 
 def held_out_tools(names_are_known):
-    """Returns a sampler of held-out values for tools that occur in the training data, or do not."""
+    """Returns a sampler of held-out values, for tools from the training data if `names_are_known`, else for held-out tools."""
     sampler = ToolSampler(Sampler(seed=11), held_out=True)
     if names_are_known:
         sampler.known = ToolSampler(Sampler(seed=11)).known
@@ -42,7 +43,7 @@ def held_out_tools(names_are_known):
 
 
 def with_tool(sampler, tool):
-    """Returns a conversation with a question for a tool, and with others."""
+    """Returns a conversation with a question for a tool. It also offers other tools."""
     others = [other for other in sampler.tools(sampler.random.randint(1, 3)) if other.name != tool.name][:2]
     offered = [*others, tool]
     sampler.random.shuffle(offered)
@@ -61,7 +62,7 @@ def is_same_call(call, expected):
 
 
 def values(result):
-    """Returns all values in a result, as texts."""
+    """Returns all values in a tool result, as strings."""
     try:
         value = json.loads(result, parse_float=str, parse_int=str)
     except ValueError:
@@ -146,7 +147,7 @@ def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=T
 
 
 def dump_prompts(path):
-    """Writes conversations, and their prompts as text."""
+    """Writes conversations with their prompts as text."""
     snapshot = Path(__file__).parents[2] / "assets/demo/tokenizer.json"
     writer = Writer(Tokenizer.from_file(str(snapshot)))
     sampler, prompts = ToolSampler(Sampler(seed=5)), []

@@ -1,6 +1,7 @@
 """Renders conversations as token ids in gpt-oss's chat format, and trains the small tokenizer.
 
-inferno renders the same text: a test compares both with `tests/golden/demo_prompts.json`, which `evaluate_tools.py` writes.
+inferno must render the same text: `evaluate_tools.py` writes prompts to `tests/golden/demo_prompts.json`, and a test compares
+them with inferno's prompts.
 """
 
 import re
@@ -32,7 +33,7 @@ def system_text(date, effort, has_tools=False):
 
 
 def developer_text(instructions, tools):
-    """Returns the developer message. Supports only what the tools in `tools.py` consist of."""
+    """Returns the developer message. Supports only the kinds of tools that `tools.py` makes."""
     sections = [f"# Instructions\n\n{instructions}"] if instructions else []
     if tools:
         types = "".join(tool_type(tool["function"]) for tool in tools)
@@ -122,7 +123,7 @@ class Writer:
         return [*header, self.control["<|message|>"], *content, self.control[end]]
 
     def prompt(self, conversation):
-        """Returns the token ids of the prompt, and the loss weight of each."""
+        """Returns the token ids of the prompt, and the loss weight of each id."""
         ids, weights = [], []
         start = 1 + len(self.text("assistant"))  # every assistant message begins with these tokens
 
@@ -137,12 +138,12 @@ class Writer:
             is_past = i < len(conversation.turns) - 1
             add(self.message("user", turn.user))
             for call in turn.calls:
-                keeps_think = bool(call.think) and not is_past  # a final answer removes the reasoning before it
+                keeps_think = bool(call.think) and not is_past  # harmony drops reasoning before a final answer
                 if keeps_think:
                     add(self.message("assistant", thought(call.think, conversation.effort), "analysis"), 1.0, start)
                 role = f"assistant to=functions.{call.name}"
                 message = self.message(role, call.arguments, "commentary", "<|call|>", "json")
-                # A call without reasoning is not an example to follow, so only its arguments count.
+                # The model should reason before a call. Without reasoning, only the arguments have a loss weight.
                 add(message, *((1.0, 0) if keeps_think else (PAST_WEIGHT, len(message) - len(self.text(call.arguments)) - 1)))
                 add(self.message(f"functions.{call.name} to=assistant", call.result, "commentary"))
             if is_past:
@@ -153,7 +154,7 @@ class Writer:
         return ids, weights
 
     def completion(self, conversation):
-        """Returns the token ids of the completion, analysis and answer, and the loss weight of each."""
+        """Returns the token ids of the completion (analysis and answer), and the loss weight of each id."""
         turn = conversation.turns[-1]
         analysis = self.message("assistant", thought(turn.think, conversation.effort), "analysis")
         analysis = analysis[1 + len(self.text("assistant")) :]  # the prompt ends with these tokens

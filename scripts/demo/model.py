@@ -223,7 +223,7 @@ class GptOss(nn.Module):
         """Returns the logits [B, T, V] for ids [B, T], and the load balance of the experts.
 
         `padding` [B] is the number of padding positions at the start of each row. `cache` has one list per layer.
-        This call adds keys and values to it, so the next call only needs the following ids.
+        Each call adds keys and values to the cache, so the next call needs only the new ids.
         """
         past = cache[0][0].shape[2] if cache and cache[0] else 0
         keys = torch.arange(past + ids.shape[1], device=ids.device)

@@ -1,7 +1,7 @@
 """Samples training conversations in which the demo model answers in JSON.
 
-There are two kinds of samples. In the first, the user asks for JSON. In the second, nothing in the prompt does, as when a
-server enforces a JSON schema. There, the opening brace has no loss weight, so the model does not learn to write JSON unasked.
+In one kind of sample, the user asks for JSON. In the other kind, the prompt does not mention JSON, as when a server enforces
+a JSON schema. The opening brace then has no loss weight, so that the model does not learn to write JSON unasked.
 `python objects.py` prints some conversations.
 """
 
@@ -30,7 +30,7 @@ class ObjectSampler:
         self.asks = self.frames[kind]
 
     def facts(self):
-        """Returns a sentence, and the facts that it contains: lists of key, kind and value."""
+        """Returns a sentence and its facts, each with a key, a kind and a value."""
         text, facts = self.random.choice(self.texts), []
         for match in SLOT.finditer(text):
             facts.append((match[1], match[2] or match[1], self.values.sample(match[2] or match[1])))
@@ -39,7 +39,7 @@ class ObjectSampler:
         return filled, facts
 
     def chosen(self, facts):
-        """Returns some of the facts in random order, some with another key."""
+        """Returns all facts or a random selection, and renames some of their keys."""
         r = self.random
         facts = r.sample(facts, r.randint(1, len(facts))) if r.random() < 0.5 else facts
         renamed = {}
@@ -49,12 +49,12 @@ class ObjectSampler:
         return list(renamed.values())
 
     def key(self, key):
-        """Returns a key in pieces. A grammar may force other tokens than the usual ones for its text."""
+        """Returns a key in one or two pieces, because a grammar may force an unusual tokenization of the key."""
         at = self.random.randrange(len(key)) if self.random.random() < 0.5 else 0
         return [part for part in (key[:at], key[at:]) if part]
 
     def pieces(self, facts, is_asked):
-        """Returns an object in pieces with loss weights."""
+        """Returns a JSON object as pieces of text with loss weights."""
         pieces = [("{", 1.0 if is_asked else 0.0), ('"', 1.0)]
         for i, (key, kind, value) in enumerate(facts):
             pieces += [('"', 1.0)] if i else []
@@ -78,7 +78,7 @@ class ObjectSampler:
         return ", ".join(keys[:-1]) + (" and " if len(keys) > 1 else "") + keys[-1]
 
     def asked(self, text, facts):
-        """Returns a turn that asks for an object with certain keys."""
+        """Returns a turn in which the user asks for a JSON object with the keys of `facts`."""
         keys = [key for key, _, _ in facts]
         ask = self.random.choice(self.asks).replace("{keys}", self.enumeration(keys)).replace("{text}", text)
         return self.turn(ask, f"Answer in JSON: {', '.join(keys)}.", facts, True)
@@ -108,7 +108,7 @@ class ObjectSampler:
             keys = ", ".join(key for key, _, _ in facts)
             turn = self.turn(r.choice(self.frames["silent"]).replace("{text}", text), f"Answer in JSON: {keys}.", facts, True)
         elif kind == "silent":
-            # The analysis may be anything, because nothing in the prompt says what the answer is for.
+            # Train on several analyses, because the prompt does not say what kind of answer the user wants.
             name = next((value for key, _, value in facts if key == "name"), "Ada")
             thoughts = [sampler.intents[id].think.replace("{name}", name) for id in ("out-of-scope", "name-given")]
             user = r.choice(self.frames["silent"]).replace("{text}", text)

@@ -30,7 +30,7 @@ class Intent:
 
 @dataclass
 class Call:
-    """A call of a tool, and its result."""
+    """A tool call and its result."""
 
     name: str
     arguments: str  # JSON

@@ -1,7 +1,7 @@
 """Samples training conversations in which the demo model may call a tool.
 
-Half of the tools come from data/tools.toml, the others are made up. Arguments occur in the question, and every value of a
-result occurs in the answer, so the model learns to copy both. `python tools.py` prints some conversations.
+Half of the tools come from data/tools.toml, and the other half are made up. The question contains the arguments, and the
+answer contains every value of the result, so the model learns to copy them. `python tools.py` prints some conversations.
 """
 
 import json
@@ -21,7 +21,7 @@ BOOLS = [("on", "off"), ("true", "false"), ("yes", "no")]
 class Tool:
     name: str
     about: str
-    parameters: dict[str, str]  # kinds by name; the name of an optional parameter ends with ?
+    parameters: dict[str, str]  # maps names to kinds; the name of an optional parameter ends with ?
     ask: list[str]
     result: list[str]
 
@@ -41,7 +41,7 @@ def words(name):
 
 
 def spoken(result):
-    """Returns the answer that says what a result contains."""
+    """Returns the answer to the user: the contents of a tool result as a sentence."""
     try:
         value = json.loads(result, parse_float=Decimal)
     except ValueError:
@@ -72,7 +72,7 @@ def enumeration(parts):
 
 
 def literal(kind, text):
-    """Returns an argument as JSON."""
+    """Returns an argument of this kind as JSON."""
     if kind in ("bool", "switch"):
         return "true" if text in [true for true, _ in BOOLS] else "false"
     return text if kind in NUMBERS else json.dumps(text, ensure_ascii=False)
@@ -225,13 +225,13 @@ class ToolSampler:
         return {"type": "function", "function": function}
 
     def question(self, tool):
-        """Returns a question, and the arguments that it contains, as texts."""
+        """Returns a question and the arguments in it, as strings."""
         ask = self.random.choice(tool.ask)
         slots = list(dict.fromkeys(re.findall(r"\{(\w+)\}", ask)))
         values = {name: self.values.sample(tool.kind(name)) for name in slots}
         if self.random.random() < 0.12:
             values = {name: value.lower() for name, value in values.items()}
-        for i, name in enumerate(slots):  # `typed` must not change names of slots
+        for i, name in enumerate(slots):  # `typed` must not change the names of slots
             ask = ask.replace("{" + name + "}", "{" + str(i) + "}")
         ask = self.sampler.typed(ask) if not self.held_out else ask
         for i, name in enumerate(slots):
@@ -271,7 +271,7 @@ class ToolSampler:
         return list(tools.values())
 
     def conversation(self, turns):
-        """Returns a conversation with tools. Questions may need one of them, none, or one that is not available."""
+        """Returns a conversation with tools. A question may need an offered tool, no tool, or a tool that is not offered."""
         r, sampler = self.random, self.sampler
         offered = self.tools(r.choices([1, 2, 3, 4], [60, 20, 12, 8])[0])
         refused = sampler.intents["out-of-scope"]
@@ -283,7 +283,7 @@ class ToolSampler:
                 talk.append(self.turn(r.choice(offered)))
             elif kind == "plain":
                 talk += sampler.other_turns(1, date=date)
-            else:  # a question for another tool
+            else:  # a question for a tool that may not be offered
                 other = self.tool()
                 is_offered = any(set(words(other.name).split()) & set(words(tool.name).split()) for tool in offered)
                 refusal = Turn(self.question(other)[0], refused.think, refused.answer)

@@ -32,7 +32,7 @@ from tools import AFTER_CALL, ToolSampler
 
 # Shapes of batches: maximum tokens per sample, samples per batch. A sample goes into the first shape that it fits.
 SHAPES = [(176, 256), (288, 160), (480, 96), (800, 48), (1600, 24)]
-# Kinds of conversations: their sampler, their share of all samples in percent, the fewest and the most turns.
+# Kinds of conversations: the sampler, the share of all samples in percent, and the minimum and maximum number of turns.
 KINDS = [
     ("plain", 52, 1, 1), ("plain", 10, 2, 4), ("plain", 2, 5, 28),
     ("tools", 20, 1, 1), ("tools", 4, 2, 3), ("tools", 1, 4, 10),
@@ -52,7 +52,7 @@ def tokenizer_texts(sampler, count):
         for turn in conversation.turns:
             yield from (turn.user, turn.think, turn.answer)
     tools = ToolSampler(sampler)
-    for _ in range(count // 5):  # without arguments and results, which should consist of short tokens
+    for _ in range(count // 5):  # omit arguments and results, so that they are split into short tokens
         tool = tools.tool()
         yield developer_text("", [tools.spec(tool)])
         yield from (*tool.ask, f'Call {tool.name}: = . {{"": "", "": }}', "The is and the is.", AFTER_CALL)
@@ -150,7 +150,7 @@ def train(tokenizer_json, checkpoint, args):
         torch.save(state | {"seconds": earlier + time.time() - began, "steps": steps}, partial)
         partial.replace(args.checkpoint)
 
-    batches = Batches(tokenizer_json, args.seed + steps, args.shrink)  # a resumed run samples other conversations
+    batches = Batches(tokenizer_json, args.seed + steps, args.shrink)  # a resumed run samples new conversations
 
     loader = iter(
         DataLoader(
@@ -279,9 +279,9 @@ def main():
     parser.add_argument("--out", type=Path, required=True, help="folder for the snapshot")
     parser.add_argument("--minutes", type=float, default=7.0, help="the training time in minutes, excluding compilation and checks")
     parser.add_argument("--steps", type=int, help="stop after this many steps")
-    parser.add_argument("--checkpoint", type=Path, help="file for the state of the training, written once a minute")
-    parser.add_argument("--resume", type=Path, help="continue the training of this file, up to --minutes in total")
-    parser.add_argument("--pause-after", type=float, help="stop after this many minutes, to go on with --resume")
+    parser.add_argument("--checkpoint", type=Path, help="file for the training state, written once a minute")
+    parser.add_argument("--resume", type=Path, help="continue training from this file, up to --minutes in total")
+    parser.add_argument("--pause-after", type=float, help="stop after this many minutes; continue later with --resume")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=2e-3)

@@ -1,4 +1,4 @@
-"""Runs clients in another process, so that they do not slow the one that measures."""
+"""Runs clients in another process, so that they do not slow down the process that measures."""
 
 import asyncio
 import multiprocessing
@@ -8,8 +8,8 @@ import resource
 class Background:
     """Runs `function(session, *arguments)` in another process. Use it in a `with` statement.
 
-    The statement's body starts when the function calls `session.ready()`. At its end, `session.stopped()` returns, and
-    `result` is what the function returned.
+    The body of the `with` statement starts when the function calls `session.ready()`. At the end of the body,
+    `session.stopped()` returns in the other process. `result` is then the return value of the function.
     """
 
     def __init__(self, function, *arguments):
@@ -37,7 +37,7 @@ class Background:
 
 
 class Session:
-    """The side of the other process."""
+    """The connection to the measuring process. The function in the other process receives it."""
 
     def __init__(self, pipe):
         self.pipe = pipe

@@ -1,4 +1,4 @@
-"""Bodies that are too large, never end, are compressed, or are no valid requests."""
+"""Tests bodies that are too large, never end, are compressed, or are not valid requests."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ async def read_status(reader):
 
 
 async def declared(port, size):
-    """Sends a body that is too large, as its length says."""
+    """Sends a body of `size` bytes with a Content-Length header. Returns the status."""
     reader, writer = await connect(port)
     writer.write(request("POST", ROUTES[0], b" " * size))
     status = await read_status(reader)
@@ -30,7 +30,7 @@ async def declared(port, size):
 
 
 async def endless(port):
-    """Sends a body without an end, until the server answers."""
+    """Sends a body in chunks without an end, until the server responds. Returns the status."""
     reader, writer = await connect(port)
     head = f"POST {ROUTES[0]} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     writer.write(head.encode())
@@ -41,14 +41,14 @@ async def endless(port):
             writer.write(chunk)
             await asyncio.wait_for(writer.drain(), 1)
         except (ConnectionError, TimeoutError):
-            break  # the server has answered and reads no more
+            break  # the server has responded and stopped reading
     status = await answer
     writer.close()
     return status
 
 
 async def compressed(port, encoding):
-    """Sends a compressed body."""
+    """Sends a body with a Content-Encoding header. Returns the status."""
     reader, writer = await connect(port)
     writer.write(request("POST", ROUTES[0], b"\x1f\x8b" + bytes(1000), Content_Encoding=encoding))
     status = await read_status(reader)
@@ -57,7 +57,7 @@ async def compressed(port, encoding):
 
 
 async def hold_bodies(server, count):
-    """Sends bodies that lack one byte. Returns the growth of the server's memory for each of them."""
+    """Sends bodies without their last byte. Returns how much the server's memory grows per body, in bytes."""
     before = server.rss()
     body = b'{"messages": "' + b"x" * (MAX_BODY - 20)
     clients = [await connect(server.port) for _ in range(count)]
@@ -94,7 +94,7 @@ def large_bodies(options, report):
 
 
 def malformed():
-    """Returns bodies that are no JSON objects."""
+    """Returns bodies that are not valid JSON objects, or that are nested too deeply."""
     deep = [begin * 1_000_000 + end * 1_000_000 for begin, end in ((b"[", b"]"), (b'{"a":', b"}"))]
     return [
         b"", b"null", b"[]", b"1", b'"text"', b"{", b"{]", b"{} {}", b"\xef\xbb\xbf{}", b"\x00", b"\xff\xfe",
@@ -148,7 +148,7 @@ def malformed_bodies(options, report):
         fuzzed = asyncio.run(statuses(mutated(count, seed=1)))
         idle, faults = server.wait_until_idle(), server.faults()
     total = sum(refused.values())
-    report.add(f"{total} bodies that are no JSON object", "all 400", str(refused), set(refused) == {400} and not faults)
+    report.add(f"{total} malformed bodies", "all 400", str(refused), set(refused) == {400} and not faults)
     only = set(fuzzed) <= {200, 400, 404}
     passed = only and idle is not None and not faults
     report.add(f"{count} mutated requests", "200, 400 or 404, no fault", str(fuzzed), passed, faults=faults)

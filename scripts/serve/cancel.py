@@ -1,4 +1,4 @@
-"""Clients that vanish, and servers that shut down."""
+"""Tests clients that disconnect, and servers that shut down."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ def killed_clients(options, report):
     passed = idle_s is not None and late == 0 and usage == 0 and ended.status == 200 and not faults
     report.add(
         f"{count} clients killed at random phases",
-        "0 tokens after the next step; KV cache back to its use before; nothing runs or waits",
+        "0 tokens after the next step; KV cache usage as before; nothing runs or waits",
         f"{late:.0f} tokens; {usage:+.6f} of the KV cache; idle after {(idle_s or 0) * 1e3:.0f} ms",
         passed,
         phases=counts,
@@ -71,9 +71,9 @@ def killed_clients(options, report):
 
 
 async def cancel_time(port, fields, events):
-    """Starts a stream, closes it, and returns the time until nothing runs and the gaps between events.
+    """Starts a stream and closes it. Returns the time until the server is idle, and the gaps between events.
 
-    Closes the stream after a number of events. With 0, it closes the stream while the prompt is computed.
+    Closes the stream after `events` events. If `events` is 0, closes it during the prefill.
     """
     reader, writer = await connect(port)
 
@@ -105,7 +105,7 @@ def cancel_latency(options, report):
     with Server(options) as server:
         prompts = Prompts(server.port)
         longest = min(4000, server.context() - 100)
-        # The longest step that a cancellation can wait for is one chunk of a prompt.
+        # A cancellation waits for the current step, which is at most one prompt chunk.
         prefill = asyncio.run(ask(server.port, PATH, prompts.completion(longest, 1, stream=True))).first
         decode, gaps, early = [], [], []
         for _ in range(count):
@@ -125,7 +125,7 @@ def cancel_latency(options, report):
     )
     report.add(
         f"{count} prompts of {longest} tokens canceled while they are computed",
-        "ended before the prompt would have been computed",
+        "ended sooner than the whole prefill takes",
         f"p50 {percentile(early, 0.5) * 1e3:.1f} ms, longest {max(early) * 1e3:.1f} ms; "
         f"whole prompt {prefill * 1e3:.1f} ms",
         max(early) < prefill,
@@ -134,7 +134,7 @@ def cancel_latency(options, report):
 
 
 def is_answered(answer):
-    """Returns whether a request was answered completely, or with an error that says why not."""
+    """Returns whether a request got a complete answer, an error event in its stream, or status 503."""
     if answer.status != 200:
         return answer.status == 503
     return answer.is_complete
@@ -170,7 +170,7 @@ def shutdown_under_load(options, report):
     passed = not lost and code == 0 and refused == 503 and unhealthy_s < 0.1 and exit_s < 3 and not panics
     report.add(
         f"SIGTERM with {len(bodies)} requests",
-        f"/health 503 at once; all end in {limit_s} s, completely or with an error; exit code 0",
+        f"/health 503 at once; all answers end within {limit_s} s, completely or with an error; exit code 0",
         f"503 after {unhealthy_s * 1e3:.1f} ms; {len(lost)} lost; exit code {code} {exit_s:.2f} s after the last answer",
         passed,
         ended_with_error=sum(not isinstance(answer, BaseException) and answer.has_error_event for answer in answers),

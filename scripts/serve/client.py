@@ -15,14 +15,14 @@ DONE = b"data: [DONE]"
 
 @dataclass
 class Answer:
-    """What a client saw of a response. Times are in seconds since the request was sent."""
+    """A response as the client received it. Times are in seconds since the request was sent."""
 
     status: int = 0
     headers: dict = field(default_factory=dict)
     body: bytes = b""
-    first: float = 0.0  # the first event of a stream
+    first: float = 0.0  # the time of the first event of a stream
     end: float = 0.0
-    gaps: list = field(default_factory=list)  # between events of a stream
+    gaps: list = field(default_factory=list)  # the times between events of a stream
     events: int = 0
     is_complete: bool = False
     is_canceled: bool = False
@@ -33,7 +33,7 @@ class Answer:
 
 
 def request(method, path, body=b"", **headers):
-    """Returns the bytes of a request. In names of headers, an underscore stands for a hyphen."""
+    """Returns the bytes of a request. An underscore in a header name becomes a hyphen."""
     lines = [f"{method} {path} HTTP/1.1", "Host: localhost"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     if method == "POST":
@@ -85,8 +85,8 @@ async def read_body(reader, headers):
 async def ask(port, path, fields, key=None, cancel=None, raw=None):
     """Sends a request and reads its response.
 
-    `cancel` is a function of the answer so far; if it returns True, the client closes the connection. `raw` replaces the
-    JSON of `fields`.
+    `cancel` is called with the answer so far. If it returns True, the client closes the connection.
+    `raw` is the body to send instead of `fields`.
     """
     body = json.dumps(fields).encode() if raw is None else raw
     answer = Answer()
@@ -131,7 +131,7 @@ async def get(port, path, key=None):
 
 
 class Prompts:
-    """Random prompts. Each of them differs from its first token on, so that no cached prefix fits."""
+    """A source of random prompts. Prompts share almost no prefix, so the prefix cache is of no use."""
 
     TEXT = "A server answers many clients at once. Each client waits for its first token and then reads a stream."
 
@@ -141,12 +141,12 @@ class Prompts:
         self.random = random.Random(seed)
 
     def completion(self, prompt_tokens, max_tokens, **fields):
-        """Returns the body of a text completion that has exactly `max_tokens` tokens."""
+        """Returns the body of a completion request. Its answer has exactly `max_tokens` tokens."""
         prompt = [self.random.choice(self.ids) for _ in range(prompt_tokens)]
         return {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0} | fields
 
 
 def percentile(values, share):
-    """Returns the value below which a share of the values lies."""
+    """Returns a percentile. `share` is the fraction of the values below it, such as 0.99."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0

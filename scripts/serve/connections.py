@@ -1,4 +1,4 @@
-"""Connections that send nothing, send slowly, or do not read."""
+"""Tests connections that send nothing, send slowly, or do not read."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from background import Background, raise_file_limit
 from client import Prompts, abort, ask, connect, percentile, read_body, read_head, request
 from process import Server
 
-# Files that a process opens besides connections.
+# The number of file descriptors to keep free for files other than these connections.
 OTHER_FILES = 200
 
 
@@ -23,7 +23,7 @@ async def first_token_times(port, prompts, seconds):
 
 
 async def drip(port, lifetimes):
-    """Sends a byte of a header per second until the server closes the connection."""
+    """Sends one byte of a header per second until the server closes the connection."""
     reader, writer = await connect(port)
     started = time.perf_counter()
     writer.write(b"GET /v1/models HTTP/1.1\r\nX-Slow: ")
@@ -36,7 +36,7 @@ async def drip(port, lifetimes):
 
 
 async def drip_many(session, port, count):
-    """Opens slow connections. Returns how long the server kept each of them."""
+    """Opens slow connections. Returns how long the server kept each connection open, in seconds."""
     lifetimes = []
     clients = [asyncio.ensure_future(drip(port, lifetimes)) for _ in range(count)]
     await asyncio.sleep(0.5)
@@ -52,7 +52,7 @@ def slow_loris(options, report):
         prompts = Prompts(server.port)
         asyncio.run(first_token_times(server.port, prompts, 1))
         seconds = timeout_s - 1
-        # Before and after, because the speed of the machine can drift.
+        # Measure without slow connections both before and after, because the speed of the machine can drift.
         alone = asyncio.run(first_token_times(server.port, prompts, seconds / 2))
         with Background(drip_many, server.port, count) as slow:
             during = asyncio.run(first_token_times(server.port, prompts, seconds))
@@ -66,11 +66,11 @@ def slow_loris(options, report):
     p50, p99 = (percentile(during, share) / percentile(alone, share) - 1 for share in (0.5, 0.99))
     times = [percentile(run, 0.99) * 1e3 for run in (alone, during)]
     figure = f"p99 {p99:+.1%} ({times[0]:.1f} → {times[1]:.1f} ms), p50 {p50:+.1%}"
-    report.add("others' time to first token", "p99 ≤ +5 %", figure, p99 <= 0.05, is_speed=True, p50=p50)
+    report.add("time to first token of other requests", "p99 ≤ +5 %", figure, p99 <= 0.05, is_speed=True, p50=p50)
 
 
 async def hold(session, port, count):
-    """Opens connections, sends one request on each, and keeps them. Returns the number that the server closed."""
+    """Opens connections, sends one request on each, and keeps them open. Returns how many the server closed."""
     connections = []
     for _ in range(count):
         reader, writer = await connect(port)
@@ -88,7 +88,7 @@ async def hold(session, port, count):
 
 
 async def streams(port, prompts, count, max_tokens):
-    """Runs streams at once. Returns their answers."""
+    """Runs `count` streams at once. Returns their answers."""
     bodies = [prompts.completion(32, max_tokens, stream=True) for _ in range(count)]
     return await asyncio.gather(*(ask(port, "/v1/completions", body) for body in bodies))
 
@@ -115,12 +115,12 @@ def idle_connections(options, report):
     report.add(f"memory of {count} idle connections", "≤ 30 kB each", f"{kilobytes:.1f} kB each", kilobytes <= 30)
     slow, fast = (percentile([gap for answer in run for gap in answer.gaps], 0.99) for run in (during, alone))
     figure = f"{slow / fast:.2f}× ({fast * 1e3:.1f} → {slow * 1e3:.1f} ms)"
-    target = "≤ 1.1× that without idle connections"
+    target = "≤ 1.1× the p99 without idle connections"
     report.add("streams' p99 between tokens", target, figure, slow <= 1.1 * fast, is_speed=True)
 
 
 def unsent_bytes(port, client_ports):
-    """Returns the bytes that wait in the server's sockets, by the port of the client. None for closed connections."""
+    """Returns the unsent bytes in the server's sockets by client port, or None for closed connections."""
     unsent = dict.fromkeys(client_ports)
     with open("/proc/net/tcp") as file:
         for line in file.readlines()[1:]:
@@ -132,7 +132,7 @@ def unsent_bytes(port, client_ports):
 
 
 async def watch_slow_readers(server, count, body):
-    """Starts streams and reads nothing. Returns how long each connection was stuck before it was closed."""
+    """Starts streams and reads nothing. Returns how long each connection was stuck, and the server's peak memory."""
     clients = [await connect(server.port, receive_bytes=4096) for _ in range(count)]
     for _, writer in clients:
         writer.transport.pause_reading()
@@ -158,7 +158,7 @@ def slow_readers(options, report):
     count, timeout_s = (4, 2.0) if options.short else (16, 30.0)
     with Server(options, "--write-timeout", str(timeout_s)) as server:
         fields = {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True, "stream": True}
-        # Large events fill the buffers of the connection soon.
+        # Large events fill the buffers of the connection quickly.
         body = json.dumps(fields | {"logprobs": True, "top_logprobs": 20, "n": 4}).encode()
         before = server.rss()
         stuck, peak = asyncio.run(watch_slow_readers(server, count, body))
@@ -168,7 +168,7 @@ def slow_readers(options, report):
     times = f"{min(stuck, default=0):.2f} to {max(stuck, default=0):.2f} s" if stuck else "never"
     report.add(
         f"{count} clients that do not read",
-        f"all disconnected {timeout_s:g} s ± 0.5 s after the last byte that was accepted, and canceled",
+        f"all disconnected {timeout_s:g} s ± 0.5 s after the last accepted byte, and canceled",
         f"{len(stuck)} disconnected after {times}",
         is_exact and idle is not None and not faults,
         peak_bytes_per_client=(peak - before) // count,
@@ -212,7 +212,7 @@ async def body_time(port):
 
 async def queue_time(port, prompts, limit_s, context):
     """Returns the time until a request that cannot start gets status 429."""
-    # Requests with this priority always start first.
+    # Requests with this priority start before all other requests.
     blockers = [prompts.completion(8, context - 16, priority=-100_000) for _ in range(32)]
     blockers = [asyncio.ensure_future(ask(port, "/v1/completions", body)) for body in blockers]
     await asyncio.sleep(0.5)

@@ -1,4 +1,4 @@
-"""More load than a server admits: bursts, greedy clients and hostile grammars."""
+"""Tests more load than a server admits: bursts, greedy clients and hostile grammars."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ async def reject(reader, writer, body):
 
 
 async def burst_statuses(port, bodies):
-    """Sends requests at once. Returns how often each status occurred."""
+    """Sends all requests at once. Returns the number of responses per status."""
     statuses = {}
 
     async def one(body):
@@ -36,7 +36,7 @@ async def burst_statuses(port, bodies):
 
 
 async def suggested_waits(port, prompts, clients, lengths, seconds):
-    """Keeps the server full. Returns the times to a 429, and pairs of the suggested and the real wait for a free place."""
+    """Keeps the server full. Returns the times to a 429, and pairs of suggested and actual waits for a free place."""
     chooser, ends, end = random.Random(4), [], time.perf_counter() + seconds
 
     async def one():
@@ -46,7 +46,7 @@ async def suggested_waits(port, prompts, clients, lengths, seconds):
                 ends.append(time.perf_counter())
 
     tasks = [asyncio.ensure_future(one()) for _ in range(clients)]
-    await asyncio.sleep(seconds / 3)  # the server learns how long answers take
+    await asyncio.sleep(seconds / 3)  # let the server measure how long answers take
     times, waits, body = [], [], json.dumps(prompts.completion(16, 1)).encode()
     reader, writer = await connect(port)
     while time.perf_counter() < end:
@@ -67,7 +67,7 @@ def burst(options, report):
     total = 2 * (running + queue)
     with Server(options, "--max-sequences", str(running), "--queue", str(queue), "--queue-timeout", "600") as server:
         prompts, lengths = Prompts(server.port), (20, 120)
-        # No answer ends before the last request of the burst arrives.
+        # The answers are so long that none ends before the last request of the burst arrives.
         bodies = [prompts.completion(16, 200) for _ in range(total)]
         counts = asyncio.run(burst_statuses(server.port, bodies))
         seconds = 6 if options.short else 30
@@ -86,13 +86,13 @@ def burst(options, report):
     report.add("time to 429 while the server is full", "≤ 5 ms", figure, times and p99 <= 0.005, is_speed=True)
     suggested, real = (sum(pair[index] for pair in waits) / max(1, len(waits)) for index in (0, 1))
     ratio = suggested / real if real else 0.0
-    figure = f"mean {suggested * 1e3:.0f} ms, in truth {real * 1e3:.0f} ms: {ratio:.2f}×"
+    figure = f"mean {suggested * 1e3:.0f} ms, actual wait {real * 1e3:.0f} ms: {ratio:.2f}×"
     target = "mean within 2× of the mean time to the next free place"
     report.add("retry-after-ms", target, figure, 0.5 <= ratio <= 2, is_speed=True)
 
 
 async def closed_loop(session, port, key, clients, seconds):
-    """Keeps a number of requests in progress for some time. Returns the tokens that were generated, and the statuses."""
+    """Keeps `clients` requests in progress for some time. Returns the number of generated tokens, and the statuses."""
     prompts_random, tokens, statuses = random.Random(key), [0], {}
     session.ready()
     end = time.perf_counter() + seconds
@@ -131,11 +131,11 @@ def fairness(options, report):
         faults = server.faults()
     shares = [after[0] / max(1, before[0]) for before, after in zip(equal[1:], unequal[1:])]
     refused = [statuses for _, statuses in unequal]
-    figure = f"{min(shares):.0%} and {max(shares):.0%} of the tokens that they got when all keys sent as much"
+    figure = f"{min(shares):.0%} and {max(shares):.0%} of their tokens when all keys send equally many requests"
     name = f"one key with {flood // own}× the requests of two others"
     details = {"faults": faults, "statuses": refused}
     details |= {"tokens_equal": [run[0] for run in equal], "tokens_unequal": [run[0] for run in unequal]}
-    report.add(name, "the others keep ≥ 90 %", figure, min(shares) >= 0.9 and not faults, is_speed=not faults, **details)
+    report.add(name, "the other keys keep ≥ 90 %", figure, min(shares) >= 0.9 and not faults, is_speed=not faults, **details)
 
 
 def nested(depth, inner, wrap):
@@ -145,7 +145,7 @@ def nested(depth, inner, wrap):
 
 
 def hostile_grammars():
-    """Returns the field `structured_outputs` of requests that are hard to compile."""
+    """Returns values of the field `structured_outputs` that are hard to compile."""
     loop = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
     options = nested(50, {"type": "null"}, lambda inner: {"anyOf": [inner, {"type": "array", "items": {"type": "string"}}]})
     objects = nested(
@@ -176,7 +176,7 @@ def hostile_grammars():
 
 
 async def send_grammars(session, port, at_once):
-    """Sends hostile grammars until the measurement ends. Returns the statuses and the times to a rejection."""
+    """Sends hostile grammars until the measurement ends. Returns the statuses, the times to a rejection and the slowest."""
     fields, free = hostile_grammars(), asyncio.Semaphore(at_once)
     statuses, slowest, times = {}, [0.0, ""], []
 
@@ -202,7 +202,7 @@ def grammars(options, report):
     seconds = 5 if options.short else 20
     with Server(options) as server:
         prompts = Prompts(server.port)
-        # The first grammar builds a table for the vocabulary.
+        # Send a harmless grammar first, because the first grammar builds a table for the vocabulary.
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "structured_outputs": {"regex": "a"}}
         asyncio.run(ask(server.port, "/v1/chat/completions", body))
 
@@ -227,4 +227,4 @@ def grammars(options, report):
     report.add(f"{name}: time to a rejection", "≤ 400 ms", figure, max(times, default=0) <= 0.4, is_speed=True)
     slow, fast = percentile(during, 0.99), percentile(alone, 0.99)
     figure = f"{slow / fast:.2f}× ({fast * 1e3:.1f} → {slow * 1e3:.1f} ms)"
-    report.add(f"{name}: others' p99 between tokens", "≤ 1.2×", figure, slow <= 1.2 * fast, is_speed=True)
+    report.add(f"{name}: p99 between tokens of other requests", "≤ 1.2×", figure, slow <= 1.2 * fast, is_speed=True)

@@ -3,8 +3,8 @@
 
     scripts/serve/load.py --program target/release/inferno --model MODEL [--device cpu] [--out FILE]
 
-Starts the server. For each number of clients, all of them send a random prompt at the same time: first to warm up, then
-with a stream, then for a whole answer. Requires only Python 3.11 or later.
+Starts the server. For each number of clients, all clients send a random prompt at the same time: first as a warm-up, then
+for a measured stream, then for a whole answer. Requires only Python 3.11 or later.
 """
 
 import argparse
@@ -22,7 +22,7 @@ PATH = "/v1/completions"
 
 
 async def send_all(port, bodies):
-    """Sends requests at once. Returns the answers and the time until the last one ended."""
+    """Sends all requests at once. Returns the answers and the time until the last answer ended."""
     started = time.perf_counter()
     answers = await asyncio.gather(*(ask(port, PATH, body) for body in bodies))
     seconds = time.perf_counter() - started
@@ -33,7 +33,7 @@ async def send_all(port, bodies):
 
 
 def measure(server, prompts, clients, prompt_tokens, max_tokens):
-    """Returns the figures for a number of clients."""
+    """Measures the server with `clients` clients. Returns the figures."""
 
     def run(is_stream):
         bodies = [prompts.completion(prompt_tokens, max_tokens, stream=is_stream) for _ in range(clients)]
@@ -59,7 +59,7 @@ def measure(server, prompts, clients, prompt_tokens, max_tokens):
 
 
 def rounded(value):
-    """Rounds the numbers in a figure to four digits."""
+    """Rounds all floats in a value to four significant digits."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -14,11 +14,11 @@ END_SECONDS = 60
 
 
 class Server:
-    """Starts `inferno serve`. Use it in a `with` statement, which ends it. `options` has `program`, `model` and `device`."""
+    """A running `inferno serve`. A `with` statement ends it. `options` has `program`, `model`, `device` and `flags`."""
 
     def __init__(self, options, *flags, keys=()):
         self.keys = keys
-        # A forked process must not delete the file, so it is not deleted by itself.
+        # Do not delete the file automatically, because a forked process would then delete it too.
         self.log = tempfile.NamedTemporaryFile(prefix="inferno-serve-", suffix=".log", delete=False)
         command = [options.program, "serve", options.model, "--port", "0", *options.flags, *flags]
         if options.device:
@@ -55,7 +55,7 @@ class Server:
             return log.read()
 
     def get(self, path, timeout=30):
-        """Returns the status and the text of a response."""
+        """Sends a GET request. Returns the status and the text of the response."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         headers = {"Authorization": f"Bearer {self.keys[0]}"} if self.keys else {}
         connection.request("GET", path, headers=headers)
@@ -69,7 +69,7 @@ class Server:
         return json.loads(self.get("/v1/models")[1])["data"][0]["max_model_len"]
 
     def metrics(self):
-        """Returns all metrics by name. The values of a name with several labels are added."""
+        """Returns all metrics by name. Adds up the values of a metric with several labels."""
         values = {}
         for line in self.get("/metrics")[1].splitlines():
             if line.startswith("inferno_"):
@@ -78,13 +78,13 @@ class Server:
         return values
 
     def faults(self):
-        """Returns the number of responses with status 500, and of panics in the log."""
+        """Returns the number of responses with status 500 plus the number of panics in the log."""
         text = self.get("/metrics")[1]
         count = sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if 'code="500"' in line)
         return int(count) + self.read_log().count("panicked at")
 
     def wait_until_idle(self, limit=60):
-        """Waits until no request runs or waits. Returns the seconds that this took, or `None` if it took too long."""
+        """Waits until no request is running or queued. Returns the time in seconds, or `None` after `limit` seconds."""
         started = time.monotonic()
         while time.monotonic() - started < limit:
             values = self.metrics()
@@ -99,7 +99,7 @@ class Server:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS"))
 
     def cpu_seconds(self):
-        """Returns the CPU time of each thread by its name. Threads with the same name are added."""
+        """Returns the CPU time per thread name, in seconds. Adds up threads with the same name."""
         times = {}
         for thread in os.listdir(f"/proc/{self.process.pid}/task"):
             try:

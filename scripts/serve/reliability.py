@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Tests the reliability of `inferno serve`: starts servers, treats them badly, and compares figures with targets.
+"""Tests `inferno serve` with faulty clients and overload, and compares the results with targets.
 
     scripts/serve/reliability.py --program target/release/inferno [--short] [--only WORDS] [--out FILE]
 
-Requires only Python 3.11 or later. --short takes about two minutes; without it, the run takes about ten minutes and
---minutes more. Exits with code 1 if a row fails. Times are meaningful only on an otherwise idle machine: --any-speed
-reports them without failing.
+Requires only Python 3.11 or later. --short takes about two minutes. Without --short, the run takes about ten minutes plus
+--minutes. Exits with code 1 if a row fails. Times are meaningful only on an otherwise idle machine. With --any-speed, slow
+times do not fail.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main():
     parser.add_argument("--flags", default="", help="more flags of `inferno serve`, separated by spaces")
     parser.add_argument("--short", action="store_true", help="fewer clients and shorter time limits")
     parser.add_argument("--only", default="", metavar="WORDS", help=f"run only some of: {', '.join(TESTS)}")
-    parser.add_argument("--any-speed", action="store_true", help="do not fail because of figures that depend on the machine")
+    parser.add_argument("--any-speed", action="store_true", help="do not fail because of figures that depend on the speed of the machine")
     parser.add_argument("--minutes", type=float, default=10, help="the length of the soak")
     parser.add_argument("--soak-sequences", type=int, default=8, help="answers at once in the soak")
     parser.add_argument("--burst", type=int, default=16, help="answers at once in the burst")

@@ -21,8 +21,8 @@ class Report:
     def add(self, name, target, figure, passed, is_speed=False, **details):
         """Adds a row and prints it.
 
-        `figure` is the measured value as text, `details` are more figures. `is_speed` tells whether the figure depends on
-        the speed of the machine.
+        `figure` is the measured value as text. `details` are additional figures.
+        `is_speed` says whether the figure depends on the speed of the machine.
         """
         details = {key: round(value, 6) if isinstance(value, float) else value for key, value in details.items()}
         row = {"name": name, "target": target, "figure": figure, "passed": bool(passed), "is_speed": is_speed}
@@ -36,7 +36,7 @@ class Report:
         print(f"skip  {name}: {reason}", flush=True)
 
     def write(self, path):
-        """Writes the report. Returns whether all rows passed that the options require."""
+        """Writes the report. Returns whether no row failed, except rows that --any-speed excuses."""
         failed = [row["name"] for row in self.rows if row["passed"] is False]
         result = {
             "command": command(),
@@ -61,14 +61,14 @@ def command():
 
 
 def describe(server):
-    """Returns the version of a server, and its model."""
+    """Returns the version, the model and the context length of a server."""
     models = json.loads(server.get("/v1/models")[1])["data"][0]
     version = subprocess.run([server.process.args[0], "--version"], capture_output=True, text=True).stdout.strip()
     return {"version": version, "model": models["id"], "context": models["max_model_len"]}
 
 
 def machine():
-    """Returns the processor, its number of threads, the memory and the GPUs."""
+    """Returns the processor, the number of usable threads, the memory, the GPUs and the load average."""
     cpu, memory = platform.processor(), 0
     with open("/proc/cpuinfo") as file:
         cpu = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), cpu)

@@ -1,4 +1,4 @@
-"""Hours of more load than a server can answer, with faulty clients."""
+"""Tests a long overload: more requests than a server can answer, some of them from faulty clients."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from process import Server
 
 PATH = "/v1/completions"
 
-# The times after which a request counts as hung: the server's own limit on waiting, and the time of an answer.
+# A request counts as hung if it takes longer than the server's queue timeout plus a generous time for the answer.
 QUEUE_SECONDS = 20
 HANG_SECONDS = QUEUE_SECONDS + 100
 
@@ -20,7 +20,7 @@ FAULTS = {"killed": 0.05, "malformed": 0.02, "oversized": 0.005, "grammar": 0.00
 
 
 class Load:
-    """Sends requests at a rate, some of them with faults, and counts what happens."""
+    """Sends requests at a given rate, some of them faulty, and counts the results."""
 
     def __init__(self, port, prompts, prompt_tokens, max_tokens):
         self.port, self.prompts, self.sizes = port, prompts, (prompt_tokens, max_tokens)
@@ -96,11 +96,11 @@ class Load:
         except TimeoutError:
             self.count("hung")
         except (OSError, asyncio.IncompleteReadError) as error:
-            # A body that is too large may be cut off by a reset.
+            # If a body is too large, the server may reset the connection.
             self.count("oversized" if fault == "oversized" else f"lost: {type(error).__name__}")
 
     async def run(self, rate, seconds):
-        """Sends requests at random times, `rate` per second."""
+        """Sends requests at random times, `rate` per second on average. Returns the generated tokens until `seconds`."""
         tasks, end = set(), time.perf_counter() + seconds
         while time.perf_counter() < end:
             task = asyncio.ensure_future(self.one())
@@ -113,7 +113,7 @@ class Load:
 
 
 async def saturate(load, clients, seconds):
-    """Keeps a number of requests in progress. Returns requests and tokens per second."""
+    """Keeps `clients` requests in progress. Returns the requests per second and the tokens per second."""
     end, requests = time.perf_counter() + seconds, [0]
 
     async def one():
@@ -128,7 +128,7 @@ async def saturate(load, clients, seconds):
 
 
 async def send(session, port, sizes, clients, peak_s, seconds):
-    """Measures the capacity, then sends 1.5 times as much."""
+    """Measures the server's capacity, then sends 1.5 times as many requests per second."""
     load = Load(port, await asyncio.to_thread(Prompts, port), *sizes)
     await saturate(load, clients, peak_s / 4)
     peak = await saturate(load, clients, peak_s)
@@ -140,7 +140,7 @@ async def send(session, port, sizes, clients, peak_s, seconds):
 
 
 def slope(samples):
-    """Returns the growth per second of (time, value) samples: the least-squares line."""
+    """Returns the growth per second of (time, value) samples: the slope of the least-squares line."""
     count = len(samples)
     mean_x, mean_y = (sum(sample[index] for sample in samples) / count for index in (0, 1))
     square = sum((x - mean_x) ** 2 for x, _ in samples)
@@ -174,7 +174,7 @@ def soak(options, report):
     figure = f"{goodput:.1%} ({result['tokens'] / seconds:.0f} of {result['peak'][1]:.0f} tokens/s)"
     report.add(f"{name}: goodput", "≥ 95 % of the peak", figure, goodput >= 0.95, is_speed=True)
     if not options.short:
-        # The caches and buffers of the first half are no leak.
+        # Growth in the first half comes from caches and buffers, so it is not a leak.
         settled = [sample for sample in samples if sample[0] > seconds / 2]
         growth = slope(settled) * 3600 / 1e6
         details = {"start_mb": samples[0][1] / 1e6, "middle_mb": settled[0][1] / 1e6, "end_mb": settled[-1][1] / 1e6}
