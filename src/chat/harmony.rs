@@ -1,7 +1,7 @@
 //! Renders conversations in harmony, the chat format of gpt-oss.
 //!
 //! The output matches openai/harmony v0.0.8 (`src/encoding.rs`, `docs/format.md`) token for token.
-//! As in that library, each message text and each part of a message header is encoded separately.
+//! Like that library, this code encodes each message text and each part of a message header separately.
 //!
 //! One difference is intentional: this code drops reasoning from every turn up to the last final answer.
 //! `docs/format.md` and the model's chat_template.jinja do the same.
@@ -33,7 +33,7 @@ pub struct Harmony {
 }
 
 impl Harmony {
-    /// Looks up the control tokens. Returns `None` if the vocabulary lacks a required one.
+    /// Looks up the control tokens. Returns `None` if the vocabulary lacks a required control token.
     pub fn find(tokenizer: &Tokenizer) -> Option<Self> {
         Some(Self {
             start: tokenizer.token_id("<|start|>")?,

@@ -91,7 +91,7 @@ impl Header {
             || role.contains('.')
             || (recipient == Some("assistant") && !matches!(role, "" | "assistant"));
         let recipient = recipient.filter(|to| !foreign && !matches!(*to, "assistant" | "user" | "all" | ""));
-        // `<|start|>final<|message|>` has the channel in place of the role.
+        // In `<|start|>final<|message|>`, the channel name replaces the role.
         let name = channel.unwrap_or(role);
         let channel = match name {
             _ if recipient.is_some() => Channel::ToolCall,

@@ -227,8 +227,8 @@ impl HarmonyParser {
                     return Ok(());
                 }
                 self.format_violations += 1;
-                // The message ended without `<|message|>`, so undecided words after the channel are content. If the
-                // generation was cut off instead, they are words of the header.
+                // The message ended without `<|message|>`, so undecided words after the channel are content.
+                // If the generation was cut off, undecided words are part of the header instead.
                 let cut_off = ending == Ending::Generation && header.channel.is_some() && parsed.undecided;
                 if cut_off || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
                     push_words(&mut self.header_words, &parsed.words);

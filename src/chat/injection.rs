@@ -1,7 +1,7 @@
 //! Prevents text from users and tools from becoming control tokens in a rendered template.
 //!
 //! A template joins its own control tokens and the messages into one string.
-//! In that string, an `<|im_end|>` from a message looks like one from the template.
+//! In that string, an `<|im_end|>` from a message looks like an `<|im_end|>` from the template.
 //! Before rendering, this module marks every control token in a message with a character that no message contains.
 //! After rendering, marked text is encoded as ordinary text.
 //!

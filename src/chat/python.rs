@@ -1,4 +1,4 @@
-//! Formats JSON like Python's `json.dumps`, because models saw that format in training.
+//! Formats JSON like Python's `json.dumps`, because the training data of models has that format.
 
 use std::io::{self, Write};
 
@@ -34,7 +34,8 @@ pub struct Style {
 struct PythonFormatter {
     style: Style,
     depth: usize,
-    /// Whether the innermost list or object has an item. Empty ones are `[]` or `{}`, even with indentation.
+    /// Whether the innermost list or object has an item.
+    /// An empty list or object is written as `[]` or `{}`, even with indentation.
     has_items: bool,
 }
 

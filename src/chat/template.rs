@@ -100,7 +100,7 @@ impl Template {
     /// Renders a conversation to token ids.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let tools = Json::Array(options.tools.clone());
-        // The mark must not occur in parsed arguments either. Parsing turns escapes such as \ufdd0 into characters.
+        // Parsing arguments turns escapes such as \ufdd0 into characters. The mark must not occur in them either.
         let calls = messages.iter().flat_map(|message| &message.tool_calls);
         let arguments: Vec<Json> = calls.filter_map(|call| serde_json::from_str(&call.arguments).ok()).collect();
         let written = messages.iter().flat_map(Message::texts).chain(strings_of(&tools));
@@ -216,7 +216,7 @@ enum Arguments {
 
 /// The error if a template fails for a reason other than `raise_exception` or the step limit.
 ///
-/// If the conversation contains tool calls, `render` tries again with their arguments as strings.
+/// If the conversation contains tool calls, `render` then passes their arguments as strings and tries again.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct TemplateFailed(String);

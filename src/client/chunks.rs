@@ -9,10 +9,10 @@ use super::connection::{Flow, error_message};
 use crate::chat::{Channel, Delta, ToolCall};
 use crate::engine::FinishReason;
 
-/// The most tool calls of an answer.
+/// The maximum number of tool calls in one answer. The rest are ignored.
 const MAX_CALLS: usize = 128;
 
-/// What the chunks of an answer have reported so far.
+/// Everything that the chunks of one answer have reported so far, except its text.
 #[derive(Debug, Default)]
 pub struct Chunks {
     pub usage: Option<UsageReport>,
@@ -36,7 +36,7 @@ pub struct UsageReport {
 impl Chunks {
     /// Reads the data of an event. Returns the new text, and whether the stream is complete.
     ///
-    /// Also reads a whole answer, which servers without streaming send.
+    /// Also accepts a whole answer, which servers without streaming send.
     pub fn push(&mut self, data: &str) -> Result<(Vec<Delta>, Flow)> {
         if data.trim() == "[DONE]" {
             return Ok((Vec::new(), Flow::Stop));
@@ -44,14 +44,15 @@ impl Chunks {
         let chunk: Value =
             serde_json::from_str(data).context("cannot read the answer: the server sent invalid JSON")?;
         if !chunk["error"].is_null() {
-            let message = error_message(&chunk).unwrap_or_else(|| "it does not say why".to_string());
+            let message = error_message(&chunk).unwrap_or_else(|| "no reason given".to_string());
             bail!("the server ended the answer: {message}");
         }
         self.read_usage(&chunk);
         let choice = &chunk["choices"][0];
         let mut deltas = Vec::new();
         for message in [&choice["delta"], &choice["message"]] {
-            // vLLM and inferno send `reasoning`, llama-server and SGLang `reasoning_content`. Some servers send both.
+            // vLLM and inferno send `reasoning`; llama-server and SGLang send `reasoning_content`.
+            // Some servers send both fields with the same text.
             let reasoning = message["reasoning"].as_str().or(message["reasoning_content"].as_str());
             deltas.extend(reasoning.map(|text| delta(Channel::Reasoning, text)));
             deltas.extend(message["content"].as_str().map(|text| delta(Channel::Answer, text)));
@@ -105,7 +106,7 @@ impl Chunks {
                 reasoning_tokens: count(&usage["completion_tokens_details"]["reasoning_tokens"]),
             });
         }
-        // llama-server measures the speed itself.
+        // llama-server reports the speed that it measured.
         self.tok_per_s = chunk["timings"]["predicted_per_second"].as_f64().or(self.tok_per_s);
     }
 

@@ -1,4 +1,4 @@
-//! Sends requests to a server, and turns refusals into errors.
+//! Sends requests to a server, and turns error responses into errors.
 
 use std::cell::RefCell;
 use std::io::{BufReader, Read};
@@ -20,13 +20,13 @@ use crate::error::Error;
 use crate::files;
 use crate::text::library_error;
 
-/// The longest time to connect to a server.
+/// The maximum time to connect to a server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The longest time to answer a request that generates nothing.
+/// The maximum time for a request that generates no tokens.
 const SHORT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The longest time without any data in a stream. A request can wait for others, and its prompt can be long.
+/// The maximum time without any data in a stream. A request can be queued, and its prefill can be long.
 const STREAM_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The maximum size of a response that is not a stream, in bytes.
@@ -38,10 +38,10 @@ const MAX_ERROR_BYTES: u64 = 64 << 10;
 /// How often a request checks whether it was canceled.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The number of events that wait to be displayed. Beyond it, reading from the server pauses.
+/// The maximum number of events that wait to be displayed. While the queue is full, reading from the server pauses.
 const WAITING_EVENTS: usize = 256;
 
-/// A connection to one server. It stays open between requests.
+/// A client of one server. It keeps connections open between requests.
 pub struct Connection {
     pub url: ServerUrl,
     key: Option<String>,
@@ -49,7 +49,7 @@ pub struct Connection {
     agent: RefCell<Agent>,
 }
 
-/// What to do after an event of a stream.
+/// Whether to read more events of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flow {
     Continue,
@@ -57,10 +57,10 @@ pub enum Flow {
     Stop,
 }
 
-/// How a stream ended.
+/// The way in which a stream ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamEnd {
-    /// After [`Flow::Stop`].
+    /// The caller returned [`Flow::Stop`].
     Complete,
     /// The server closed the stream.
     Closed,
@@ -70,12 +70,12 @@ pub enum StreamEnd {
 /// A message from the thread that reads a stream.
 enum Message {
     Event(String),
-    /// The server refused the request.
+    /// The response has an error status.
     Refused(Refusal),
     Failed(ureq::Error),
 }
 
-/// A response with a status other than success.
+/// A response whose status is not a success.
 struct Refusal {
     status: StatusCode,
     headers: HeaderMap,
@@ -105,7 +105,7 @@ fn new_agent(url: &ServerUrl, tls: &TlsConfig) -> Agent {
         .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
         .accept_encoding("identity")
         .http_status_as_error(false)
-        // Another host must not get the API key.
+        // Do not follow redirects, so that no other host gets the API key.
         .max_redirects(0)
         .max_redirects_will_error(false)
         .timeout_connect(Some(CONNECT_TIMEOUT))
@@ -115,10 +115,10 @@ fn new_agent(url: &ServerUrl, tls: &TlsConfig) -> Agent {
 }
 
 impl Connection {
-    /// Creates a connection. `ca_cert` names a file with the certificates of the authorities to trust, in PEM format. By
-    /// default, these are the ones that are built in.
+    /// Creates a connection. `ca_cert` is a PEM file with the certificates of the authorities to trust.
+    /// Without it, the connection trusts the built-in authorities.
     pub fn new(url: ServerUrl, key: Option<String>, ca_cert: Option<&Path>) -> Result<Self> {
-        // `SSL_CERT_FILE` can name a file that no plain connection needs.
+        // A plain HTTP connection ignores `ca_cert`, because `SSL_CERT_FILE` may be set for other programs.
         let tls = match ca_cert.filter(|_| url.is_encrypted()) {
             Some(path) => TlsConfig::builder().root_certs(read_certificates(path)?).build(),
             None => TlsConfig::default(),
@@ -141,10 +141,10 @@ impl Connection {
         self.read_json(request.send(body.to_string()))
     }
 
-    /// Sends a JSON body to a route of OpenAI's API and reads the events of the response. A response that is not a stream
-    /// counts as one event.
+    /// Sends a JSON body to a route of OpenAI's API and reads the events of the response.
+    /// A JSON response that is not a stream counts as one event.
     ///
-    /// If `cancel` is set, or if `on_event` fails, closes the connection, so that the server stops to generate.
+    /// If `cancel` is set, or if `on_event` fails, closes the connection, so that the server stops generating.
     pub fn stream(
         &self,
         route: &str,
@@ -152,7 +152,8 @@ impl Connection {
         cancel: &AtomicBool,
         on_event: &mut dyn FnMut(&str) -> Result<Flow>,
     ) -> Result<StreamEnd> {
-        // A shut down agent accepts no more requests, so the next request uses a new one unless this one completes.
+        // Canceling shuts the agent down, and the agent then accepts no more requests. Prepare a new agent for the
+        // next request. If this request completes, the old agent is put back.
         let agent = self.agent.replace(new_agent(&self.url, &self.tls));
         let mut open = CloseOnDrop(Some(agent.clone()));
         let request = self.authorized(agent.post(self.url.route(route)).content_type("application/json"));
@@ -176,7 +177,7 @@ impl Connection {
                 Message::Event(data) => {
                     if on_event(&data)? == Flow::Stop {
                         self.agent.replace(agent);
-                        // The thread reads the rest of the response, so that the connection can be used again.
+                        // The thread reads the rest of the response, so that the connection can be reused.
                         open.0 = None;
                         return Ok(StreamEnd::Complete);
                     }
@@ -248,9 +249,9 @@ fn read_certificates(path: &Path) -> Result<RootCerts> {
     }
 }
 
-/// Reads a response and sends its events. Ends when nobody waits for them.
+/// Reads a response to its end and sends its events to the caller of [`Connection::stream`].
 fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSender<Message>) {
-    // A send fails only if the request was canceled.
+    // A send fails only if the caller has stopped reading events. Ignore this.
     let mut response = match response {
         Ok(response) => response,
         Err(error) => return drop(events.send(Message::Failed(error))),
@@ -267,7 +268,7 @@ fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSende
     let mut is_awaited = true;
     loop {
         match read_event(&mut stream) {
-            // After the last event, read to the end, so that the connection can be used again.
+            // If the caller has stopped reading events, still read to the end, so that the connection can be reused.
             Ok(Some(data)) if is_awaited => is_awaited = events.send(Message::Event(data)).is_ok(),
             Ok(Some(_)) => {}
             Ok(None) => return,
@@ -279,7 +280,7 @@ fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSende
 impl Refusal {
     fn read(mut response: Response<Body>) -> Self {
         let mut body = Vec::new();
-        // Without a body, the status alone describes the error.
+        // If the body cannot be read, the status alone describes the error.
         let _ = response.body_mut().as_reader().take(MAX_ERROR_BYTES).read_to_end(&mut body);
         Self { status: response.status(), headers: response.headers().clone(), body }
     }
@@ -304,7 +305,7 @@ impl Refusal {
         is_too_long.then_some("context_length_exceeded")
     }
 
-    /// Returns the message in the body, for the shapes that servers use.
+    /// Returns the error message from the body, or the status if the body is empty.
     fn message(&self) -> String {
         match error_message(&self.json()) {
             Some(message) => message,
@@ -314,7 +315,7 @@ impl Refusal {
     }
 }
 
-/// Returns the message of an error object, for the shapes that servers use.
+/// Returns the error message from a JSON response, in any of the forms that servers use.
 pub fn error_message(json: &Value) -> Option<String> {
     let texts = [&json["error"]["message"], &json["error"], &json["message"], &json["detail"]];
     texts.into_iter().find_map(Value::as_str).map(|message| library_error(&message))

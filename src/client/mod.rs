@@ -1,8 +1,9 @@
 //! A client for servers with OpenAI's API, as the backend of a conversation.
 //!
 //! - `address`, `connection`, `sse`: URLs, requests, and streams of server-sent events
-//! - `chunks`: the pieces of a streamed answer
-//! - `models`, `remote_model`: the models of a server, and the [`Backend`](crate::conversation::Backend) for one of them
+//! - `chunks`: the parser for chunks of a streamed answer
+//! - `models`: the list of models on a server
+//! - `remote_model`: one model of a server as a [`Backend`](crate::conversation::Backend)
 
 mod address;
 mod chunks;

@@ -1,4 +1,4 @@
-//! The models of a server.
+//! Lists and finds the models of a server.
 
 use anyhow::Result;
 use serde_json::Value;
@@ -7,10 +7,10 @@ use super::connection::Connection;
 use crate::error::Error;
 use crate::text::quote;
 
-/// The most models that a message lists.
+/// The maximum number of models that an error message lists.
 const MAX_LISTED: usize = 20;
 
-/// A model of a server.
+/// A model that a server offers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServedModel {
     pub name: String,
@@ -26,7 +26,7 @@ pub fn list(connection: &Connection) -> Result<Vec<ServedModel>> {
 }
 
 fn read(model: &Value) -> Option<ServedModel> {
-    // vLLM and inferno, OpenRouter, LM Studio, llama-server.
+    // The context length in the responses of vLLM and inferno, OpenRouter, LM Studio, and llama-server.
     let fields =
         [&model["max_model_len"], &model["context_length"], &model["max_context_length"], &model["meta"]["n_ctx"]];
     Some(ServedModel {

@@ -18,11 +18,11 @@ use crate::engine::{Engine, FinishReason, SamplingParams};
 use crate::error::Error;
 use crate::text::escaped;
 
-/// A model on a server.
+/// A model on a server. It implements [`Backend`] with chat completions.
 pub struct RemoteModel {
     connection: Rc<Connection>,
     model: ServedModel,
-    /// Whether the server may have the route `/tokenize`. Set to false once it refuses a request.
+    /// Whether the server may support the route `/tokenize`. Set to false after the first failed request.
     can_count: Cell<bool>,
     last: RefCell<Option<LastAnswer>>,
 }
@@ -39,8 +39,8 @@ impl RemoteModel {
         Self { connection, model, can_count: Cell::new(true), last: RefCell::new(None) }
     }
 
-    /// Returns the body of a request. Contains only the settings that the user chose, so that the server's own defaults
-    /// apply to the others.
+    /// Returns the body of a request. The body contains only the settings that the user chose.
+    /// The server's defaults apply to all other settings.
     fn body(&self, request: &TurnRequest<'_>, messages: &[Message]) -> Value {
         let options = &request.options;
         let mut body = Map::new();
@@ -68,7 +68,8 @@ impl RemoteModel {
         Value::Object(body)
     }
 
-    /// Returns the number of tokens that the route `/tokenize` of inferno and vLLM reports.
+    /// Returns the token count from the route `/tokenize`, which inferno and vLLM have.
+    /// Returns `None` if the request fails.
     fn count(&self, fields: Value) -> Option<usize> {
         if !self.can_count.get() {
             return None;
@@ -81,7 +82,8 @@ impl RemoteModel {
         count.map(|count| count as usize)
     }
 
-    /// Adds the models of the server to an error about an unknown model.
+    /// Replaces the error of an unknown model with an error that lists the server's models.
+    /// Returns any other error unchanged.
     fn explain(&self, error: anyhow::Error) -> anyhow::Error {
         match error.downcast_ref() {
             Some(Error::ServerRoute { .. }) => match models::list(&self.connection) {
@@ -95,7 +97,7 @@ impl RemoteModel {
     }
 }
 
-/// Returns a message in JSON. Leaves out the reasoning of earlier turns, which chat formats do not show to the model.
+/// Returns a message in JSON. Omits the reasoning, because chat formats drop the reasoning of earlier turns.
 fn wire_message(message: &Message) -> Value {
     json!({ "role": message.role.as_str(), "content": message.content })
 }

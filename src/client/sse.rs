@@ -9,7 +9,7 @@ const MAX_EVENT_BYTES: u64 = 8 << 20;
 
 /// Reads the next event. Returns its data, or `None` at the end of the stream. Skips comments and events without data.
 ///
-/// Unlike the standard, also returns an event that the end of the stream cuts short of its blank line.
+/// Unlike the standard, also returns an event if the stream ends before the blank line that should end the event.
 pub fn read_event(stream: &mut impl BufRead) -> io::Result<Option<String>> {
     let mut data: Option<String> = None;
     let mut bytes_left = MAX_EVENT_BYTES;

@@ -303,7 +303,7 @@ impl Bench {
         let mut gaps: Vec<Vec<Duration>> = Vec::new();
         let seconds = self.repeat(|engine, index| {
             let prompt = engine.random_tokens(SEED, depth.max(1));
-            // Do not time the first token, which the prefill produces, or the last, because no step is queued after it.
+            // Do not time the first token, which the prefill produces, or the last token, after which no step follows.
             let stream = engine.complete_ids(&prompt, chat_options(tokens + 2, SEED + 1 + index))?;
             let mut events = stream.into_iter();
             events.next().transpose()?;

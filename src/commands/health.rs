@@ -1,4 +1,4 @@
-//! `inferno health`: asks a server whether it is ready, as container runtimes do.
+//! `inferno health`: asks a server whether it is ready, for example as the health check of a container.
 
 use std::io::Write;
 use std::net::IpAddr;
@@ -17,13 +17,13 @@ use crate::error::Error;
 use crate::hub::is_loopback;
 use crate::text::{excerpt, library_error};
 
-/// The most bytes of a response to read. The server's own responses have fewer than 100.
+/// The maximum number of bytes to read from a response. inferno's own health responses are much shorter.
 const MAX_BODY_BYTES: u64 = 4 << 10;
 
 /// Check whether a server is ready: exit code 0 if it is, 1 if it is not
 #[derive(clap::Args)]
 pub struct Args {
-    /// URL of the server; default: http://HOST:PORT of this machine
+    /// URL of the server; the default is http://HOST:PORT on this machine
     #[arg(long, value_name = "URL", conflicts_with_all = ["host", "port", "tls_cert"])]
     url: Option<String>,
     /// Address on which `inferno serve` listens
@@ -32,13 +32,13 @@ pub struct Args {
     /// Port on which `inferno serve` listens
     #[arg(long, default_value_t = 8000, value_name = "PORT")]
     port: u16,
-    /// The certificate that `inferno serve` uses; the check then speaks HTTPS
+    /// Certificate file that `inferno serve` uses; with this flag, the check uses HTTPS
     #[arg(long, value_name = "FILE")]
     tls_cert: Option<PathBuf>,
-    /// Check only that the process works, even while it loads the model or shuts down
+    /// Check only that the process works; succeeds even while the server loads the model or shuts down
     #[arg(long)]
     live: bool,
-    /// Longest time for the whole check, in seconds
+    /// Time limit for the whole check, in seconds
     #[arg(long, default_value_t = 5.0, value_name = "SECONDS", value_parser = seconds)]
     timeout: f64,
 }
@@ -67,7 +67,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
         .max_redirects_will_error(false)
         .proxy(None)
         .timeout_global(Some(Duration::from_secs_f64(args.timeout)))
-        // A certificate names the public host, not the loopback address. The request contains no secret.
+        // On this machine, do not verify the certificate: it names the public host, not the loopback address, and the
+        // request contains no secret.
         .tls_config(TlsConfig::builder().disable_verification(is_loopback(&url)).build())
         .build()
         .into();
@@ -87,7 +88,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     bail!("{server} is not {}: {reason} (status {})", if args.live { "alive" } else { "ready" }, status.as_u16())
 }
 
-/// Returns the URL of a server without its path. Accepts the base URL of clients, which ends in `/v1`.
+/// Returns the URL of a server without `/v1` at its end, so that users can pass the base URL of API clients.
 fn base_url(url: &str) -> Result<String> {
     let base = url.trim_end_matches('/');
     let base = base.strip_suffix("/v1").unwrap_or(base);
@@ -104,7 +105,7 @@ fn base_url(url: &str) -> Result<String> {
 fn local_url(host: &str, port: u16, has_tls: bool) -> String {
     let scheme = if has_tls { "https" } else { "http" };
     match host.parse::<IpAddr>() {
-        // The unspecified address means all addresses of this machine.
+        // The server listens on all addresses of this machine, including the loopback address.
         Ok(IpAddr::V4(address)) if address.is_unspecified() => format!("{scheme}://127.0.0.1:{port}"),
         Ok(IpAddr::V6(address)) if address.is_unspecified() => format!("{scheme}://[::1]:{port}"),
         Ok(IpAddr::V6(address)) => format!("{scheme}://[{address}]:{port}"),

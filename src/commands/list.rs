@@ -70,7 +70,7 @@ pub struct Model {
     pub quantization: Option<String>,
     pub parameters: Option<u64>,
     pub size_bytes: u64,
-    /// When inferno last used the model. Uses by other programs are not recorded.
+    /// The time when inferno last used the model. inferno does not record uses by other programs.
     #[serde(serialize_with = "serialize_time")]
     pub last_used: Option<Timestamp>,
     pub path: String,

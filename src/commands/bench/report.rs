@@ -154,7 +154,7 @@ struct Warm {
 }
 
 impl FirstToken {
-    /// Each pair holds a prompt length in tokens and a time to first token in milliseconds.
+    /// Creates the result. Each pair is a prompt length in tokens and a time to first token in milliseconds.
     pub fn new((prompt_tokens, ms): (usize, f64), warm: Vec<(usize, Stats)>) -> Self {
         let warm = warm.into_iter().map(|(prompt_tokens, ms)| Warm { prompt_tokens, ms }).collect();
         Self { cold: Cold { prompt_tokens, ms }, warm }

@@ -24,7 +24,7 @@ pub enum Lengths {
 /// The requests of one measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
-    /// The most requests that run at once.
+    /// The maximum number of requests that run at once.
     pub concurrency: usize,
     /// The number of requests.
     pub requests: usize,
@@ -50,8 +50,9 @@ pub struct Serving {
     pub seconds: f64,
     /// Generated tokens of all requests, divided by `seconds`.
     pub output_tok_per_s: f64,
-    /// Generated tokens per second while all requests decode: after the last request got its first token, and before
-    /// the first request ended. `None` if there is no such time.
+    /// Generated tokens per second while all requests decode.
+    /// This is the time after the last request got its first token and before the first request ended.
+    /// `None` if the first request ended before the last request got its first token.
     pub decode_tok_per_s: Option<f64>,
     pub ttft_ms: Percentiles,
     /// The time between consecutive tokens of a request.
@@ -66,10 +67,10 @@ pub struct Serving {
     pub steps: Vec<StepTime>,
     /// The mean number of different experts per layer that a decode step used. `None` if they were not counted.
     pub experts_per_step: Option<f64>,
-    /// The bytes that a decode step of all requests must read, half-way through the answers.
+    /// The bytes that a decode step of all requests must read, halfway through the answers.
     /// `None` if the model has experts whose use was not counted, or if the lengths differ.
     pub step_bytes: Option<StepBytes>,
-    /// `step_bytes` divided by the time of such a step.
+    /// `step_bytes` divided by the time of a decode step.
     pub read_bytes_per_s: Option<f64>,
     /// `read_bytes_per_s` divided by the measured memory bandwidth.
     pub bandwidth_share: Option<f64>,

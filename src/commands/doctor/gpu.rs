@@ -125,8 +125,8 @@ fn kernels(ordinal: usize, device: &Device, findings: &mut Vec<Finding>, self_te
     }));
 }
 
-/// Returns one finding if all checks pass. Otherwise, returns one for each of the first `MAX_SHOWN` failed checks.
-/// If there are more, adds one with the number of failed checks.
+/// Returns one finding if all checks pass, otherwise a finding for each of the first `MAX_SHOWN` failed checks.
+/// If more checks failed, adds a finding with the total number of failed checks.
 fn self_test_findings(ordinal: usize, checks: &[Check]) -> Vec<Finding> {
     const MAX_SHOWN: usize = 6;
     let next = "inferno doctor --json > doctor.json, then attach the file to a bug report";

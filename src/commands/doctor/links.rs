@@ -1,4 +1,4 @@
-//! Checks whether the GPUs can exchange data directly, as a model on several GPUs needs it.
+//! Checks whether the GPUs can exchange data directly. A model on several GPUs is slow without direct exchange.
 
 use std::panic::resume_unwind;
 use std::thread;
@@ -11,25 +11,25 @@ use crate::device::{self, DeviceChoice, World};
 use crate::kernels::exchange::{self, ExchangeTimes, LARGE_ELEMENTS, SMALL_ELEMENTS};
 use crate::text::one_line;
 
-/// Returns what to report about the links between GPUs, or `None` if there is only one GPU.
+/// Checks the links between GPUs. Returns `None` if there are fewer than two GPUs.
 pub fn check() -> Option<Finding> {
     let count = device::gpu_count().min(device::MAX_RANKS);
     (count > 1).then(|| finding(count, measure(count)))
 }
 
-/// Measures the exchange between the first `count` GPUs.
+/// Measures the exchange between the first `count` GPUs. The inner error says why direct exchange is not possible.
 fn measure(count: usize) -> Result<Result<ExchangeTimes, String>> {
     thread::scope(|scope| {
         let measure = |world: World| {
             let measured = measure_rank(&world);
-            // Otherwise, the other ranks would wait for this one.
+            // If this rank fails, end the exchange, because the other ranks would otherwise wait for this rank.
             measured.inspect_err(|error| world.end(&one_line(error)))
         };
         let threads: Vec<_> =
             World::threads(count).into_iter().map(|world| scope.spawn(move || measure(world))).collect();
         let results = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
         let results = results.collect::<Result<Vec<_>>>()?;
-        // The slowest rank counts, and every rank has to work.
+        // Report the times of the slowest rank. If the exchange fails on any rank, report the failure.
         Ok(results.into_iter().reduce(|a, b| Ok(slower(a?, b?))).unwrap_or_else(|| Err("there is no GPU".into())))
     })
 }

@@ -12,7 +12,7 @@ use crate::commands::shared::defaults::ParsedCommandLine;
 use crate::commands::shared::sampling::SamplingArgs;
 use crate::conversation::{ModelId, ModelSource, Overflow, SettingValues};
 
-/// The flags that have no meaning for a model on a server.
+/// The flags that cannot be combined with `--url`, because they have no meaning for a model on a server.
 const LOCAL_FLAGS: [&str; 11] = [
     "attention",
     "chunk",
@@ -117,11 +117,11 @@ impl ValueOrigin {
     }
 }
 
-/// The model for a conversation.
+/// The model that the user selected for a conversation.
 pub struct Selected {
     pub model: ModelId,
-    /// The revision, if it was typed as part of the name.
+    /// The revision, if the user typed it as part of the name.
     pub typed_revision: Option<String>,
-    /// Creates the source of the model.
+    /// Creates the source that loads the model.
     pub source: Box<dyn FnOnce(Box<Reparse>) -> Rc<dyn ModelSource>>,
 }

@@ -1,4 +1,4 @@
-//! Models on this machine for `inferno play`.
+//! Finds, downloads and loads models on this machine for `inferno play`.
 
 use std::io::IsTerminal;
 use std::rc::Rc;
@@ -96,7 +96,7 @@ fn revision_in(model: &str) -> Option<&str> {
     Some(model.split_once('@')?.1)
 }
 
-/// Finds a model. On a terminal, offers to download a missing one.
+/// Finds a model. On a terminal, offers to download a missing model.
 fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Snapshot> {
     let missing = match hub.find(model, revision) {
         Err(error) if matches!(error.downcast_ref(), Some(Error::ModelNotFound { .. })) => error,
@@ -139,7 +139,7 @@ fn choose_snapshot(hub: &Hub) -> Result<Option<Snapshot>> {
 /// Prints a summary of the loaded model to stderr, if stderr is a terminal.
 fn introduce(snapshot: &Snapshot, engine: &Engine) {
     let info = engine.info();
-    // Show the executor and the attention kernel only for a GPU, because a CPU has only one of each.
+    // Show the executor and the attention kernel only on a GPU, because a CPU has only one executor and one kernel.
     let executor = match info.device.compute_capability {
         Some(_) => format!(" · {}, {} attention", engine.executor(), info.attention),
         None => String::new(),
