@@ -68,8 +68,8 @@ archive() {
   ls -l "$output/$1.tar.gz"
 }
 
-# check_links PROGRAM: fails if the program is linked against NVIDIA's libraries. It would not start on a machine without
-# them (docs/nvidia-libraries.md).
+# check_links PROGRAM: fails if the program is linked against NVIDIA's libraries.
+# Such a program would not start on a machine without the libraries (docs/nvidia-libraries.md).
 check_links() {
   readelf -d "$1" > "$scratch/needed"
   ! grep -E 'NEEDED.*lib(cu|nv)' "$scratch/needed" || fail "$1 is linked against NVIDIA's libraries"

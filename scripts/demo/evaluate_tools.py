@@ -34,7 +34,7 @@ def generate(model, writer, prompts, max_tokens, batch):
 
 
 def held_out_tools(names_are_known):
-    """Returns a sampler of held-out values, for tools from the training data if `names_are_known`, else for held-out tools."""
+    """Returns a sampler of held-out values. If `names_are_known`, the tools are in the training data; else they are not."""
     sampler = ToolSampler(Sampler(seed=11), held_out=True)
     if names_are_known:
         sampler.known = ToolSampler(Sampler(seed=11)).known

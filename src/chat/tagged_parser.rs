@@ -138,7 +138,7 @@ impl TaggedParser {
     fn undecided_start(&self) -> usize {
         let Some((tag, _)) = self.tag() else { return self.held.len() };
         if self.channel == Channel::Answer {
-            // Whitespace before <think> is dropped, so hold it back until the next text shows whether the tag follows it.
+            // Whitespace before <think> is dropped, so hold it back until the next text shows whether a tag follows.
             return if tag.starts_with(self.held.trim_start()) { 0 } else { self.held.len() };
         }
         let begins_tag = |at: &usize| self.held.is_char_boundary(*at) && tag.starts_with(&self.held[*at..]);
