@@ -127,7 +127,7 @@ pub(super) fn is_same_name(name: &str, model: &str) -> bool {
     name.eq_ignore_ascii_case(model) || last.eq_ignore_ascii_case(model)
 }
 
-/// Returns the name that is most similar to `model`, if `model` could be a typo of it.
+/// Returns the name that is most similar to `model`, if `model` could be a misspelling of this name.
 pub(super) fn nearest<'a>(model: &str, names: &'a [String]) -> Option<&'a String> {
     let model = model.to_lowercase();
     let distance = |name: &String| {

@@ -8,7 +8,7 @@ use super::snapshot::Snapshot;
 pub trait Progress: Sync {
     /// The snapshot is already complete, so nothing is fetched.
     fn already_present(&self, _snapshot: &Snapshot) {}
-    /// The hub does not list the sizes of `files` files, so each size takes another request.
+    /// The hub does not list the sizes of some files, so each size takes another request. `files` is their number.
     fn asking_for_sizes(&self, _files: usize) {}
     /// The download starts. `files` lists the name and size in bytes of every file, including those already present.
     fn start(&self, _files: &[(String, u64)]) {}

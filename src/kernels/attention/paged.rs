@@ -115,9 +115,10 @@ impl Queries {
         self.spans.iter().all(|span| span.tokens == tokens).then_some(tokens)
     }
 
-    /// Returns the row tiles of the sequences with few query rows, or with many if `few` is false, u32 `[tiles, 4]`.
-    /// The columns are the index of the sequence, the index of the tile within the sequence, and the first token and
-    /// number of tokens of the sequence.
+    /// Returns the row tiles of the sequences with few query rows, or with many query rows if `few` is false.
+    ///
+    /// The result is u32 `[tiles, 4]`. The columns are the index of the sequence, the index of the tile within
+    /// the sequence, the first token of the sequence, and the number of tokens of the sequence.
     ///
     /// A row is one query head of one token. `group` is the number of query heads per KV head.
     /// Tiles with the most keys come first.
@@ -152,7 +153,7 @@ impl Queries {
         }
     }
 
-    /// Checks that `blocks` has one table per sequence, long enough for its last token, and one slot per token.
+    /// Checks that `blocks` has one slot per token, and one table per sequence that covers the sequence's last token.
     pub(super) fn check(&self, blocks: &PassBlocks) -> Result<()> {
         let (sequences, columns) = blocks.tables.dims2()?;
         let end = self.spans.iter().map(|span| span.position + span.tokens).max().unwrap_or(0);

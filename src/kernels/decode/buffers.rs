@@ -10,9 +10,9 @@ use crate::kernels::launch::multiprocessors;
 pub struct StepBuffers {
     /// The residual stream: f32 `[hidden]`.
     pub x: Tensor,
-    /// Where kernels add the outputs of attention and of the MLP: f32 `[hidden]`. This is `x`, but not on the other ranks
-    /// of a model that several GPUs run. There it is a buffer of zeros, because only the first rank may add `x` to the sum
-    /// over all ranks.
+    /// The buffer to which kernels add the outputs of attention and of the MLP: f32 `[hidden]`.
+    /// On the first rank, this is `x`. On all other ranks, this is a separate buffer of zeros,
+    /// because only the first rank may add `x` to the sum over all ranks.
     pub partial: Tensor,
     /// The ranks that run the step together.
     pub world: World,

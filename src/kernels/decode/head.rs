@@ -74,8 +74,9 @@ fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> LaunchShape {
 /// Adds greedy sampling, which sends the token with the largest logit to the mailbox.
 /// The token's embedding becomes the input of the next step.
 ///
-/// `head` is the weight that was passed to [`add_head`]: `[vocab, hidden]`. A model on several GPUs must use
-/// [`add_sample`](super::sample::add_sample) instead, because each rank knows only the largest logit of its own part.
+/// `head` is the weight that was passed to [`add_head`]: `[vocab, hidden]`.
+/// A model on several GPUs must use [`add_sample`](super::sample::add_sample) instead,
+/// because each rank knows only the largest logit of its own part of the vocabulary.
 pub fn add_greedy_sampling(
     launches: &mut LaunchList,
     buffers: &StepBuffers,

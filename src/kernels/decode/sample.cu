@@ -40,8 +40,8 @@ struct Scratch {
 
 static_assert(sizeof(Scratch) == 4 * SAMPLE_SCRATCH_WORDS, "SAMPLE_SCRATCH_WORDS must match Scratch");
 
-// Waits until all blocks of the grid have called this function. Writes of any block before the barrier are then visible
-// to all blocks.
+// Waits until all blocks of the grid have called this function.
+// After the barrier, all writes before the barrier are visible to all blocks.
 // `expected` is the number of arrivals at earlier barriers. It must be 0 before the first call.
 __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
     __syncthreads();
