@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::snapshot::{gguf, is_safe_path};
 use crate::text::printable;
 
-/// The default revision.
+/// The default revision of a repository.
 pub(super) const MAIN: &str = "main";
 
 /// Returns true if `model` is a valid repository name, with or without `:Q4_K_M` and `@revision`.

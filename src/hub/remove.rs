@@ -21,7 +21,7 @@ use crate::snapshot::{gguf, is_weights_file};
 /// The result of removing a model.
 #[derive(Debug, PartialEq, Eq)]
 pub struct RemovedModel {
-    /// `org/name`, or `org/name:Q4_K_M`.
+    /// The name of the removed model: `org/name`, or `org/name:Q4_K_M`.
     pub name: String,
     /// The commits from which files were removed. Empty for the demo.
     pub revisions: Vec<String>,

@@ -16,7 +16,7 @@
 
 constexpr uint32_t EMPTY = 0xffffffffu;
 constexpr uint32_t OTHER_NAN = 0x7fffffffu;
-// The number of polls for a value between two checks whether to give up. A normal exchange needs fewer polls.
+// The number of polls for a value before a thread checks whether to give up. A normal exchange needs fewer polls.
 constexpr uint32_t CHECK_TURNS = 4096;
 
 struct Mailboxes {

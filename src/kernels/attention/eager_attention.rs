@@ -72,13 +72,13 @@ mod with_cuda {
 /// The inputs of [`reference()`].
 #[derive(Clone, Copy)]
 pub struct ReferenceInputs<'t> {
-    /// `[tokens, heads, head_dim]`
+    /// The queries: `[tokens, heads, head_dim]`.
     pub q: &'t [f32],
-    /// `[rows, kv_heads, head_dim]`
+    /// The keys in the cache: `[rows, kv_heads, head_dim]`.
     pub k: &'t [f32],
-    /// `[rows, kv_heads, head_dim]`
+    /// The values in the cache: `[rows, kv_heads, head_dim]`.
     pub v: &'t [f32],
-    /// `[heads]`
+    /// The sinks: `[heads]`.
     pub sinks: Option<&'t [f32]>,
     /// The new tokens of each sequence.
     pub spans: &'t [QuerySpan],

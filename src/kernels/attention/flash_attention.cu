@@ -220,7 +220,7 @@ template <typename C> using Sums = float[C::M][C::D / 8][4];
 template <typename C> using RowFloats = float[C::M][2];
 template <typename C> using RowInts = int[C::M][2];
 
-// scores += q·k
+// Computes scores += q·k for one key tile.
 template <typename T, typename C>
 __device__ __forceinline__ void multiply_queries_and_keys(Scores<C>& scores, const Queries<C>& queries, uint32_t q_lane,
                                                           uint32_t keys) {

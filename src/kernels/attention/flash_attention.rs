@@ -276,7 +276,7 @@ fn splits(mask: AttentionMask, wanted: usize) -> usize {
 struct Tile {
     /// The part of the kernel's name that identifies the tile.
     name: &'static str,
-    /// Query rows.
+    /// Query rows per tile.
     rows: usize,
     /// Threads per block.
     threads: usize,

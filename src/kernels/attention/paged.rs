@@ -12,9 +12,9 @@ pub use crate::kernels::constants::BLOCK_TOKENS;
 /// The cached keys and values of one layer, for all sequences.
 #[derive(Clone, Copy)]
 pub struct CachedLayer<'t> {
-    /// `[rows, kv_heads, head_dim]`. Block b consists of `BLOCK_TOKENS` rows, starting at row `b * BLOCK_TOKENS`.
+    /// The keys: `[rows, kv_heads, head_dim]`. Block b is the `BLOCK_TOKENS` rows that start at row `b * BLOCK_TOKENS`.
     pub k: &'t Tensor,
-    /// `[rows, kv_heads, head_dim]`
+    /// The values: `[rows, kv_heads, head_dim]`, in the same order as the keys.
     pub v: &'t Tensor,
 }
 
@@ -51,7 +51,7 @@ pub struct Queries {
 
 /// The block tables of all sequences of a pass, and the cache rows of the new tokens, for one group of layers.
 pub struct PassBlocks {
-    /// u32 `[sequences, blocks]`. Shorter tables are padded with zeros.
+    /// The block tables: u32 `[sequences, blocks]`. Shorter tables are padded with zeros.
     pub tables: Tensor,
     /// u32 `[tokens]`: the row of k and v to which each new token is written.
     pub slots: Tensor,

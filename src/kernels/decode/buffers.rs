@@ -18,7 +18,7 @@ pub struct StepBuffers {
     pub world: World,
     /// u32 `[4]`: the current position, the current token, the number of finished steps, and an unused word.
     pub state: Tensor,
-    /// f32 `[vocab]`
+    /// The logits: f32 `[vocab]`.
     pub logits: Tensor,
     /// For each thread block of the head kernel, its largest logit (as f32 bits) and the token of this logit:
     /// u32 `[2 * multiprocessors]`.
@@ -46,7 +46,7 @@ impl StepBuffers {
 /// The parameters of an RMSNorm.
 #[derive(Clone, Copy)]
 pub struct RmsNormParams<'t> {
-    /// f32 `[hidden]`
+    /// The weight of the norm: f32 `[hidden]`.
     pub weight: &'t Tensor,
     pub eps: f32,
 }

@@ -13,7 +13,7 @@ use crate::kernels::matrix::Matrix;
 /// The token embedding. Each step looks up the input of the next step in this table.
 #[derive(Clone)]
 pub struct Embedding {
-    /// `[vocab, hidden]`
+    /// The embedding table: `[vocab, hidden]`.
     pub table: Matrix,
     /// Each embedding is multiplied by this factor, which is 1 in most models.
     pub scale: f32,
@@ -113,7 +113,7 @@ pub(super) fn check_embedding(buffers: &StepBuffers, embedding: &Matrix) -> Resu
 
 /// Returns the embedding table for a sampling kernel and the dtype suffix of the kernel's name.
 ///
-/// The table is `None` if the embedding is quantized. [`add_quantized_embedding`] must then add the lookup.
+/// The table is `None` if the embedding is quantized. The caller must then call [`add_quantized_embedding`].
 pub(super) fn dense_table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str)> {
     match embedding {
         Matrix::Dense(table) => Ok((Some(table), dtype_suffix(table.dtype())?)),

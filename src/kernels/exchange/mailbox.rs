@@ -12,7 +12,7 @@ use crate::kernels::launch::HostWords;
 /// The size of the rank's state in bytes. The state follows the mailbox in memory.
 const STATE_BYTES: usize = 256;
 
-/// The mailbox of a rank. Every rank holds a reference to it, so it lives until no rank uses it.
+/// The mailbox of a rank. Every rank holds a reference, so the mailbox lives until no rank uses it.
 pub(super) struct Mailbox {
     device: CudaDevice,
     pub context: Arc<CudaContext>,

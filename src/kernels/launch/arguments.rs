@@ -143,7 +143,7 @@ impl Arguments {
         self
     }
 
-    /// Adds an f32.
+    /// Adds an f32 argument.
     pub fn float(mut self, value: f32) -> Self {
         self.args.push(Arg::Float(value));
         self

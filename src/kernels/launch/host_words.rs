@@ -17,11 +17,11 @@ pub struct HostWords {
 
 // SAFETY: the words belong to `self` until `drop`, and the host accesses them only as atomics.
 unsafe impl Send for HostWords {}
-// SAFETY: as above.
+// SAFETY: see `Send`.
 unsafe impl Sync for HostWords {}
 
 impl HostWords {
-    /// Allocates `count` words.
+    /// Allocates `count` words that are zero.
     pub fn new(device: &CudaDevice, count: usize) -> Result<Arc<Self>> {
         device.cuda_stream().context().bind_to_thread().w()?;
         // The memory is mapped into the device's address space.

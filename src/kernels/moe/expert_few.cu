@@ -11,7 +11,7 @@
 //
 // A row pair is two row tiles (32 weight rows). The row pairs of all experts are divided evenly among the blocks.
 // Each block divides its row pairs evenly among its warps. A warp's share can start or end inside a row pair.
-// The warp that starts a row pair then adds the partial sums of the warps that continue it.
+// The warp that starts a row pair adds the partial sums of the warps that continue this row pair.
 // The shares depend on the routing of all tokens, and the order of the additions depends on the shares.
 // The results of a token can therefore vary slightly with the other tokens of its batch.
 #include "headers/async_copy.cuh"
