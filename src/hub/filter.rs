@@ -150,7 +150,7 @@ fn gguf_parts(repo: &str, files: &FileList, first: &RemoteFile) -> Result<Vec<Re
     gguf::part_names(name).into_iter().map(part).collect()
 }
 
-/// Returns the total size of a GGUF model's parts. Returns `None` if the hub does not list the size of every part.
+/// Returns the total size of a GGUF model's parts, or `None` if the hub does not list the size of every part.
 fn gguf_bytes(repo: &str, files: &FileList, first: &RemoteFile) -> Option<u64> {
     gguf_parts(repo, files, first).unwrap_or_default().iter().map(|part| part.bytes).sum()
 }

@@ -123,7 +123,7 @@ impl Hub {
 
     /// Returns `org/name` if `name` has no organization and only one repository on this machine has this name.
     ///
-    /// Does not complete part of a name: `gpt2` is a repository, but also part of other names.
+    /// Does not complete partial names: `gpt2` is a repository, but also part of other names.
     pub(super) fn full_name(&self, name: &str) -> String {
         let names = self.repo_names();
         match &names.iter().filter(|other| names::is_same_name(other, name)).collect::<Vec<_>>()[..] {
@@ -153,7 +153,7 @@ impl Hub {
         })
     }
 
-    /// Fails unless all `names` are equal and there is at least one. `model` is the name that the user typed.
+    /// Fails unless there is at least one name and all `names` are equal. `model` is the name that the user typed.
     pub(super) fn check_is_one_model<'a>(&self, model: &str, names: impl Iterator<Item = &'a String>) -> Result<()> {
         let names: BTreeSet<&String> = names.collect();
         let hint = match names.len() {

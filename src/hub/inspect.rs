@@ -30,7 +30,7 @@ use crate::text::quote;
 /// The metadata of a model on the hub: its files, configuration and weight headers.
 #[derive(Debug)]
 pub struct RemoteModel {
-    /// `org/name`, or `org/name:Q4_K_M`.
+    /// The model name: `org/name`, or `org/name:Q4_K_M`.
     pub name: String,
     pub commit: String,
     /// All files of the repository, with their sizes in bytes if the hub lists them.

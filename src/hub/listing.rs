@@ -44,7 +44,7 @@ pub struct RemoteFile {
     /// The path inside the repository, validated so that it cannot point outside the repository.
     pub name: String,
     pub bytes: Option<u64>,
-    /// The name of the blob: SHA-256 for large files, git's blob SHA-1 for small ones.
+    /// The name of the blob: the SHA-256 of a large file, or git's blob SHA-1 of a small file.
     pub etag: Option<String>,
 }
 

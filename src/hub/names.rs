@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::snapshot::{gguf, is_safe_path};
 use crate::text::printable;
 
-/// The default revision.
+/// The default revision of a repository.
 pub(super) const MAIN: &str = "main";
 
 /// Returns true if `model` is a valid repository name, with or without `:Q4_K_M` and `@revision`.
@@ -127,7 +127,7 @@ pub(super) fn is_same_name(name: &str, model: &str) -> bool {
     name.eq_ignore_ascii_case(model) || last.eq_ignore_ascii_case(model)
 }
 
-/// Returns the name that is most similar to `model`, if `model` could be a typo of it.
+/// Returns the name that is most similar to `model`, if `model` could be a misspelling of this name.
 pub(super) fn nearest<'a>(model: &str, names: &'a [String]) -> Option<&'a String> {
     let model = model.to_lowercase();
     let distance = |name: &String| {

@@ -80,7 +80,7 @@ pub enum TokenStatus {
     NotSent,
 }
 
-/// Checks that the endpoint responds and whether it accepts the token. Does not follow redirects.
+/// Checks whether the endpoint responds and accepts the token. Does not follow redirects.
 pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
     let unreachable =
         |cause: String| Error::Network { endpoint: config.endpoint_for_display(), cause, is_temporary: true };

@@ -21,7 +21,7 @@ use crate::snapshot::{gguf, is_weights_file};
 /// The result of removing a model.
 #[derive(Debug, PartialEq, Eq)]
 pub struct RemovedModel {
-    /// `org/name`, or `org/name:Q4_K_M`.
+    /// The name of the removed model: `org/name`, or `org/name:Q4_K_M`.
     pub name: String,
     /// The commits from which files were removed. Empty for the demo.
     pub revisions: Vec<String>,
@@ -157,8 +157,9 @@ impl Hub {
         Ok((files > 0).then_some(PrunedRepo { name, files, freed_bytes, is_busy: false }))
     }
 
-    /// Fails if the filesystem does not support locks: another process may be using the files. `--force` skips this
-    /// check.
+    /// Fails if the filesystem does not support locks, because another process may be using the files.
+    ///
+    /// `--force` skips this check.
     fn check_lock(&self, lock: &Lock, dir: &Path) -> Result<()> {
         if !lock.is_effective() && !self.force {
             bail!(
@@ -218,7 +219,7 @@ fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Sel
     Ok(selection)
 }
 
-/// Deletes the selection. Deletes nothing if a directory cannot be read, because it may have links to the blobs.
+/// Deletes the selection. Deletes nothing if a directory cannot be read: the directory may contain links to the blobs.
 fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Result<RemovedModel> {
     let Selection { revisions, whole_commits, files } = selection;
     let bytes_before = bytes_below(&repo.path);
@@ -278,7 +279,7 @@ fn prune_repo(repo: &RepoDir) -> Result<Vec<u64>> {
     Ok(freed)
 }
 
-/// Returns the commits that have a snapshot. Fails if the directory of the snapshots cannot be read.
+/// Returns the commits that have a snapshot. Fails if the `snapshots` directory cannot be read.
 fn read_commits(repo: &RepoDir) -> Result<Vec<String>> {
     let entries = read_dir(&repo.path.join("snapshots"))?;
     let names = entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok());

@@ -7,7 +7,7 @@ use ureq::http::{HeaderMap, StatusCode, header};
 
 use super::limits::Limits;
 
-/// The wait stops doubling at this value. A server may still ask for a longer wait.
+/// The maximum wait that repeated doubling can reach. A server may still ask for a longer wait.
 const MAX_BACKOFF: Duration = Duration::from_secs(15);
 
 /// A request is retried at most `MAX_RESETS * max_failures` times in total.
@@ -18,7 +18,7 @@ const MAX_RESETS: u32 = 100;
 pub(super) struct Retry<'a> {
     limits: &'a Limits,
     max_failures: u32,
-    /// The failures since the request last made progress.
+    /// The number of failures since the request last made progress.
     failures: u32,
     total_failures: u32,
 }

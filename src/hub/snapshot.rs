@@ -30,13 +30,13 @@ impl Snapshot {
 /// Where a snapshot comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// inferno's own cache.
+    /// The snapshot is in inferno's own cache.
     Inferno,
-    /// The Hugging Face cache that Python tools share.
+    /// The snapshot is in the Hugging Face cache that Python tools share.
     HuggingFace,
-    /// A directory or file that the user named.
+    /// The user named a directory or file by its path.
     Directory,
-    /// The demo model, which is built into the binary.
+    /// The model is the demo, which is built into the binary.
     BuiltIn,
 }
 

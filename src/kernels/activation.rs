@@ -40,9 +40,9 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
 /// The activation function of a gated MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
-    /// x · sigmoid(x)
+    /// SiLU: x · sigmoid(x).
     Silu,
-    /// x · Φ(x) (arXiv 1606.08415) with Φ approximated by tanh: `gelu_pytorch_tanh` or `gelu_new` in config.json.
+    /// GELU (arXiv 1606.08415) with the tanh approximation: `gelu_pytorch_tanh` or `gelu_new` in config.json.
     GeluTanh,
 }
 

@@ -23,17 +23,18 @@ pub const ACTIVATION_GELU_TANH: usize = 1;
 
 /// Heads per warp. Several heads keep more loads in flight and share one read of the cosines and sines.
 pub const ROPE_HEADS_PER_WARP: usize = 4;
-/// For at most this many tokens, each head has a warp of its own, because larger warps would leave most of the GPU idle.
+/// The maximum number of tokens for which each head has its own warp.
+/// With few tokens, several heads per warp would leave most of the GPU idle.
 pub const ROPE_FEW_TOKENS: usize = 64;
 
 // Exchange between ranks (`exchange.rs`, `exchange.cu`).
 
-/// The most ranks that can exchange data.
+/// The maximum number of ranks that can exchange data.
 pub const EXCHANGE_MAX_RANKS: usize = 8;
-/// The slots of a mailbox, which operations use in turn.
+/// Slots per mailbox. Consecutive operations use consecutive slots.
 pub const EXCHANGE_SLOTS: usize = 4;
-/// The most blocks of all ranks together. If tests run all ranks on one GPU, those that wait must leave multiprocessors
-/// for the others.
+/// The maximum number of thread blocks of all ranks together.
+/// If tests run all ranks on one GPU, waiting blocks must leave multiprocessors for the blocks of other ranks.
 pub const EXCHANGE_BLOCKS: usize = 128;
 
 // Paged KV cache (`attention/paged.rs`, `attention/paged.cuh`).
@@ -48,8 +49,8 @@ pub const EAGER_MAX_HEAD_DIM: usize = 256;
 
 // Attention on tensor cores (`attention/flash_attention.rs`, `attention/flash_attention.cu`).
 //
-// Each head size has three kernels, with 16, 64 and 128 query rows per tile, and a second 16-row kernel for large
-// batches.
+// Each head size has kernels with 16, 64 and 128 query rows per tile.
+// A second 16-row kernel is for large batches.
 // Arrays have one value per head size, in the order of `FLASH_HEAD_DIMS`.
 // Tile sizes and warp counts were tuned for speed on an H200.
 
@@ -95,9 +96,9 @@ pub const DENSE_FEW_ROWS: usize = 16;
 pub const DENSE_FEW_COLUMNS: usize = 64;
 /// The maximum number of warps per block.
 pub const DENSE_FEW_WARPS: usize = 16;
-/// Chunks of weights that each warp has in shared memory at once.
+/// Pipeline stages: the number of weight chunks that each warp has in shared memory at once.
 pub const DENSE_FEW_STAGES: usize = 4;
-/// Chunks of inputs in each of two buffers in shared memory.
+/// Input chunks in each of the two input buffers in shared memory.
 pub const DENSE_FEW_INPUT_CHUNKS: usize = 16;
 
 // Mixture of experts (`moe/`).
@@ -239,7 +240,7 @@ pub const DECODE_DOWN_MAX_CHOSEN: usize = 4;
 
 // Tokens of many rows (`decode/sample_rows.cu`, `step_inputs.cu`).
 
-/// Stands for the token of a row in which every logit is NaN or -inf.
+/// The placeholder token id of a row in which every logit is NaN or -inf.
 pub const NO_TOKEN: u32 = 0xffffffff;
 
 // The mailbox (`decode/head.cu`, `decode/sample.cu`, `decode/sample_rows.cu`, `runner`).

@@ -1,33 +1,36 @@
 // Exchange of data between ranks on several GPUs, without the host.
 //
-// Every rank has a mailbox that all ranks can write to: EXCHANGE_SLOTS slots, each with a region per sender. A rank writes
-// its values to its region in the mailbox of every rank, and waits in its own mailbox for the values of the others.
-// The values are their own flags, as in TensorRT-LLM's Lamport kernels: a word that has not arrived is EMPTY, a NaN that
-// arithmetic never produces.
+// Every rank has a mailbox to which all ranks can write.
+// A mailbox has EXCHANGE_SLOTS slots, and each slot has one region per sending rank.
+// A rank writes its values to its own region in every rank's mailbox.
+// It then waits until the values of all ranks have arrived in its own mailbox.
+// The values need no separate flags, as in TensorRT-LLM's Lamport kernels:
+// a word that has not arrived is EMPTY, a NaN that arithmetic never produces.
 //
-// Operation k uses slot k mod EXCHANGE_SLOTS, and empties the slot of operation k − 1. A rank that writes to that slot
-// again has received this rank's values of operation k + 1, so the slot is empty by then.
+// Operation k uses slot k mod EXCHANGE_SLOTS, and empties the slot of operation k - 1.
+// Before another rank writes to that slot again, it has received this rank's values of operation k + 1.
+// This rank sends these values after operation k has ended, so the slot is empty by then.
 #include "constants.cuh"
 #include "headers/arrive.cuh"
 #include "headers/pdl.cuh"
 
 constexpr uint32_t EMPTY = 0xffffffffu;
 constexpr uint32_t OTHER_NAN = 0x7fffffffu;
-// How often a thread looks for a value before it looks whether to give up, which takes longer than an exchange.
+// The number of polls for a value before a thread checks whether to give up. A normal exchange needs fewer polls.
 constexpr uint32_t CHECK_TURNS = 4096;
 
 struct Mailboxes {
-    // For each rank, its mailbox: u32 [EXCHANGE_SLOTS, ranks, region].
+    // The mailbox of each rank: u32 [EXCHANGE_SLOTS, ranks, region].
     uint32_t* of[EXCHANGE_MAX_RANKS];
-    // This rank's own words: the number of finished operations, the words in the largest region of the last one, and the
-    // counter of arrived blocks.
+    // This rank's state, three words: the number of finished operations, the number of words in the largest region
+    // of the last operation, and the counter of arrived blocks.
     uint32_t* state;
-    // A word in host memory that all ranks share. 0: all ranks work. Otherwise, nobody waits any longer.
+    // A word in host memory that all ranks share: 0 while all ranks work. If it is nonzero, no thread waits any longer.
     uint32_t* control;
-    // The first column of each rank's part, and the number of all columns. Only exchange_columns uses them.
+    // The first column of each rank's part, then the total number of columns. Only exchange_columns uses this array.
     int first_column[EXCHANGE_MAX_RANKS + 1];
     int rank, ranks, region;
-    // How long to wait for another rank.
+    // The maximum time to wait for another rank.
     int timeout_seconds;
 };
 
@@ -76,8 +79,8 @@ __device__ __forceinline__ void add_to(uint4& sum, uint4 v) {
     add_to(sum.x, v.x), add_to(sum.y, v.y), add_to(sum.z, v.z), add_to(sum.w, v.w);
 }
 
-// Waits for words of other ranks. Gives up if a rank does not answer, or if the host has ended the exchange. The results
-// are then wrong, and the host must not use them.
+// Waits for words from other ranks. Gives up if a rank does not answer, or if the host has ended the exchange.
+// After a thread gives up, the results are wrong, and the host must not use them.
 class Waiting {
     uint32_t* control;
     uint64_t timeout;
@@ -113,7 +116,11 @@ class Waiting {
     }
 };
 
-// One operation: sends `words` words of `x`, and calls `take(region of rank 0 in this rank's slot, waiting)`.
+// Performs one operation: sends `words` words of x, empties the slot of the previous operation, and calls
+// `take(slot, waiting, first, step)`.
+// `slot` is the current slot of this rank's mailbox. It starts with the region of rank 0.
+// A thread handles the words that start at `first`, `first` + `step`, and so on.
+// `largest` is the number of words in the largest region of this operation.
 template <typename V, typename Take>
 __device__ void exchange(const uint32_t* x, const Mailboxes& m, int words, int largest, Take take) {
     pdl_wait();
@@ -126,14 +133,14 @@ __device__ void exchange(const uint32_t* x, const Mailboxes& m, int words, int l
         const auto v = V::sendable(V::load(x + i));
         for (int rank = 0; rank < m.ranks; ++rank) V::store(m.of[rank] + slot + (size_t)m.rank * m.region + i, v);
     }
-    // Regions hold a multiple of 4 words.
+    // The size of a region is a multiple of 4 words, so these stores stay within the region.
     uint32_t* own = m.of[m.rank];
     for (int i = first / V::SIZE * 4; i < previous; i += step / V::SIZE * 4)
         for (int rank = 0; rank < m.ranks; ++rank)
             Quad::store(own + last_slot + (size_t)rank * m.region + i, Quad::empty());
     Waiting waiting(m);
     take(own + slot, waiting, first, step);
-    // All blocks have read the state before the last one changes it.
+    // All blocks have read the state before the last block changes it.
     if (is_last_block(m.state + 2, gridDim.x) && threadIdx.x == 0) {
         Scalar::store(m.state, op + 1);
         Scalar::store(m.state + 1, largest);
@@ -153,10 +160,10 @@ __device__ void exchange_sum(uint32_t* x, uint32_t* out, const Mailboxes& m, int
     });
 }
 
-// Adds the tensors of all ranks, in the order of the ranks. Computes out = Σ x of rank r.
+// Computes out = Σ x over all ranks. Adds in the order of the ranks.
 //   x, out: f32 [words]; out may be x
-//   words: at most the words of a region; exchange_sum_4 needs a multiple of 4
-//   clears_x: whether to fill x with zeros; only if out is not x
+//   words: at most the size of a region; exchange_sum_4 needs a multiple of 4
+//   clears_x: whether to fill x with zeros; must be 0 if out is x
 //   grid: at most EXCHANGE_BLOCKS / ranks; block: at most 512
 //   bytes moved: 8 · words, and 4 · words to each rank
 extern "C" __global__ void __launch_bounds__(512)
@@ -171,9 +178,9 @@ extern "C" __global__ void __launch_bounds__(512)
 // Places the columns of all ranks side by side.
 //   x: f32 [rows, columns of this rank]
 //   out: f32 [rows, columns of all ranks]
-//   largest: rows · columns of the rank that has most
-//   grid, block: as above
-//   bytes moved: 4 · (rows · columns of this rank and of all ranks)
+//   largest: rows · columns of the rank with the most columns
+//   grid, block: as for exchange_sum_4
+//   bytes moved: 4 · rows · (columns of this rank + columns of all ranks), and the values sent to other ranks
 extern "C" __global__ void __launch_bounds__(512)
     exchange_columns(const uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int rows, int largest) {
     const int own = m.first_column[m.rank + 1] - m.first_column[m.rank], total = m.first_column[m.ranks];

@@ -1,6 +1,6 @@
 //! Exchange of data between ranks on GPUs that can access each other's memory, without the host (`exchange.cu`).
 //!
-//! The kernels run in stream order like all others, so passes that exchange data can be captured as CUDA graphs.
+//! The kernels run in stream order like all other kernels, so passes with exchanges can be captured as CUDA graphs.
 
 #[cfg(feature = "cuda")]
 mod connect;
@@ -20,10 +20,10 @@ use candle_core::{Device, Result};
 
 use crate::device::World;
 
-/// Connects the GPUs of all ranks. Returns the world of this rank, which from then on exchanges data between the GPUs
-/// directly if they can access each other's memory, and by the host otherwise.
+/// Connects the GPUs of all ranks, and returns the world of this rank.
 ///
-/// The environment variable `INFERNO_EXCHANGE=host` also selects the exchange by the host.
+/// If the GPUs can access each other's memory, the ranks exchange data directly. Otherwise, the host copies the data.
+/// The environment variable `INFERNO_EXCHANGE=host` also selects copies by the host.
 ///
 /// All ranks must call this function, each on its own thread.
 pub fn connect(world: World, device: &Device) -> Result<World> {

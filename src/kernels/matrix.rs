@@ -60,7 +60,8 @@ impl Matrix {
         }
     }
 
-    /// Returns the input quantization that all parts need. `None` if the matrix is not quantized or its parts differ.
+    /// Returns the input quantization that all parts need.
+    /// Returns `None` if the matrix is not quantized, or if the parts need different input quantization.
     pub fn input_rounding(&self) -> Option<InputRounding> {
         match self {
             Self::Quantized(parts) => {
@@ -128,7 +129,7 @@ impl Matrix {
     }
 }
 
-/// Returns the rows of each stacked part that are in `selected`: the index of the part, and rows of this part.
+/// Returns the index of each stacked part that overlaps `selected`, with the selected rows of this part.
 fn overlaps(part_rows: impl Iterator<Item = usize>, selected: Range<usize>) -> Vec<(usize, Range<usize>)> {
     let mut end = 0;
     let overlap = |(part, rows): (usize, usize)| {

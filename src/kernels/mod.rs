@@ -1,4 +1,4 @@
-//! inferno's own operations.
+//! The tensor operations that inferno implements itself, on CPUs and on NVIDIA GPUs.
 //!
 //! Most operations have two files:
 //! - `x.rs` contains the public operation, its shape and dtype checks, and the launch of the CUDA kernel.

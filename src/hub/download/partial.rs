@@ -33,7 +33,8 @@ pub(in crate::hub) struct Partial {
     /// The size of the complete file.
     bytes: u64,
     record: Record,
-    /// True if the data was discarded or could not be flushed. Pending records that share this flag are then not saved.
+    /// True if the data was discarded or could not be flushed.
+    /// While this flag is true, pending records that share the flag are not saved.
     ///
     /// Never reset to false, because an operating system reports a failed flush only once.
     is_lost: Arc<AtomicBool>,
@@ -86,7 +87,7 @@ impl Partial {
         Self { path, bytes, record, is_lost: Arc::default() }
     }
 
-    /// Creates the file, or continues with the file that [`find`](Self::find) found.
+    /// Creates the file, or keeps the bytes of the file that [`find`](Self::find) found.
     pub fn create(&self, blob: &Path) -> Result<()> {
         create_dir(blob.parent().unwrap_or(blob))?;
         if !self.path.exists() {
@@ -104,7 +105,7 @@ impl Partial {
             }
         }
         let file = self.open()?;
-        // A file that is too long is left over from another download with the same blob name.
+        // Truncate a file that is too long: it is left over from another download with the same blob name.
         if file.metadata().is_ok_and(|data| data.len() > self.bytes) {
             file.set_len(self.bytes).map_err(|error| write_error(error, &self.path, 0))?;
         }
@@ -171,7 +172,7 @@ impl Partial {
         self.is_lost = Arc::new(AtomicBool::new(was_lost));
     }
 
-    /// Returns true if the server's etag is the same as in earlier responses. Stores the first etag.
+    /// Returns true if `etag` is the same as in earlier responses. Stores the etag of the first response.
     pub fn has_same_etag(&mut self, etag: &str) -> bool {
         *self.record.etag.get_or_insert_with(|| etag.to_string()) == etag
     }

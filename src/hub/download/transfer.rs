@@ -17,12 +17,12 @@ use crate::hub::hash;
 use crate::hub::retry::{is_temporary, retry_after};
 use crate::text::{library_error, quote};
 
-/// A server may answer this many range requests with the whole file before the bytes on disk are discarded.
+/// The number of range requests that a server may answer with the whole file before the bytes on disk are discarded.
 const MAX_WHOLE_RESPONSES: u32 = 3;
 /// A transfer that receives fewer bytes than this within twice the stall timeout counts as stalled.
 const MIN_PROGRESS_BYTES: u64 = 64 << 10;
 
-/// Why a transfer ended early.
+/// The reason that a transfer ended early.
 pub(in crate::hub) enum Stop {
     /// Another attempt may succeed. The server may request a wait first (Retry-After).
     Temporary(String, Option<Duration>),
@@ -35,7 +35,7 @@ pub(in crate::hub) enum Stop {
 /// The transfer of one part of a file, on one thread.
 pub(in crate::hub) struct Transfer<'a, 'b> {
     pub download: &'b Download<'a>,
-    /// The index of the job.
+    /// The index of the file's job in [`DownloadState::jobs`](super::jobs::DownloadState).
     pub job: usize,
     pub part: Range<u64>,
     /// The offset in the file where the next bytes are written.
@@ -100,8 +100,8 @@ impl Transfer<'_, '_> {
 
     /// Switches to fetching the whole file, because the server ignores ranges. Other transfers of the file stop.
     ///
-    /// If some bytes are on disk, the first few such responses only cause a retry, because the next response may come
-    /// from a server that supports ranges.
+    /// While some bytes are on disk, the first few responses with the whole file only cause a retry,
+    /// because the next response may come from a server that supports ranges.
     fn restart_whole(&mut self) -> Result<(), Stop> {
         let mut state = self.download.state();
         let job = &mut state.jobs[self.job];
@@ -187,7 +187,7 @@ impl Transfer<'_, '_> {
         Ok(())
     }
 
-    /// Records bytes that were written, and saves the record if a save is due.
+    /// Records that `count` bytes were written, and saves the record if a save is due.
     fn record_written(&mut self, count: u64) -> Result<(), Stop> {
         let record = {
             let mut state = self.download.state();

@@ -42,8 +42,9 @@ mod with_cuda {
             .int(mask.window.unwrap_or(0))
             .float(mask.scale)
             .float(mask.softcap.unwrap_or(0.0));
-        // If there are few thread blocks, each needs many warps to keep enough loads in flight. Otherwise, 4 suffice.
-        // The warps divide the keys, so a fixed order needs a fixed number of them.
+        // If there are few thread blocks, each block needs many warps to keep enough loads in flight.
+        // Otherwise, 4 warps are enough.
+        // The warps of a block share the keys, so a fixed order of sums needs a fixed number of warps.
         let warps = if tokens * heads <= 512 || sum_order == SumOrder::Fixed { 32 } else { 4 };
         let shared_bytes = warps * (head_dim + 2) * size_of::<f32>();
         let kernel = format!("attention_{}", dtype_suffix(q.dtype())?);
@@ -71,15 +72,15 @@ mod with_cuda {
 /// The inputs of [`reference()`].
 #[derive(Clone, Copy)]
 pub struct ReferenceInputs<'t> {
-    /// `[tokens, heads, head_dim]`
+    /// The queries: `[tokens, heads, head_dim]`.
     pub q: &'t [f32],
-    /// `[rows, kv_heads, head_dim]`
+    /// The keys in the cache: `[rows, kv_heads, head_dim]`.
     pub k: &'t [f32],
-    /// `[rows, kv_heads, head_dim]`
+    /// The values in the cache: `[rows, kv_heads, head_dim]`.
     pub v: &'t [f32],
-    /// `[heads]`
+    /// The sinks: `[heads]`.
     pub sinks: Option<&'t [f32]>,
-    /// The tokens of each sequence.
+    /// The new tokens of each sequence.
     pub spans: &'t [QuerySpan],
     /// The block table of each sequence.
     pub tables: &'t [Vec<u32>],

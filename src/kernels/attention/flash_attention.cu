@@ -12,7 +12,7 @@
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile
-//     The row tiles of a sequence read the same keys and values, so only the first one misses L2.
+//     The row tiles of a sequence read the same keys and values, so only the first row tile misses L2.
 //
 // A row is one query head of one token. A KV head has group = heads / kv_heads query heads.
 // Row r of KV head k belongs to token r / group of the sequence. Its query head is k · group + r % group.
@@ -80,7 +80,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 // Replaces a maximum of -infinity with zero, because subtracting -infinity from itself gives NaN.
-// The maximum is -infinity only if there are no visible keys. Any finite number works then.
+// The maximum is -infinity only if there are no visible keys. In this case, any finite number works.
 __device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
 // Returns the factor that converts weighted sums of values to the output: 1 / (total + 2^(sink - maximum)).
@@ -220,7 +220,7 @@ template <typename C> using Sums = float[C::M][C::D / 8][4];
 template <typename C> using RowFloats = float[C::M][2];
 template <typename C> using RowInts = int[C::M][2];
 
-// scores += q·k
+// Computes scores += q·k for one key tile.
 template <typename T, typename C>
 __device__ __forceinline__ void multiply_queries_and_keys(Scores<C>& scores, const Queries<C>& queries, uint32_t q_lane,
                                                           uint32_t keys) {
@@ -503,8 +503,8 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     // Load the sinks early to hide the latency. They are needed only at the end.
     float sink = -INFINITY;
     if (sinks && threadIdx.x < rows.count) sink = sinks[kv_head * group + (first_row + threadIdx.x) % group];
-    // Positions, tables, and the keys and values of earlier steps were written before the previous kernel started. Only
-    // loads of this step's queries, keys and values must wait for that kernel.
+    // Positions, tables, and the keys and values of earlier steps were written before the previous kernel started.
+    // Only loads of this step's queries, keys and values must wait for the previous kernel.
 
     // 1. Find the keys that any row of the tile sees, and select the key tiles of this split and team.
     const int position = (int)__ldcg(positions + row_tile.first_token), newest = position + last_token;
@@ -610,7 +610,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
                                            table_blocks, tokens, heads, kv_heads, window, scale, softcap);             \
     }
 // Tiles have 16 rows for decoding, 128 rows for long prompts, and 64 rows if 128 would leave multiprocessors idle.
-// Batches of many sequences use blocks with fewer teams, because more of these fit on a multiprocessor.
+// Batches of many sequences use blocks with fewer teams, because more such blocks fit on a multiprocessor.
 #define DEFINE_DTYPE(D, T, SUFFIX)                                                                                     \
     DEFINE_KERNEL(16_rows, D, T, SUFFIX, 16)                                                                           \
     DEFINE_KERNEL(16_rows_batch, D, T, SUFFIX, 16, true)                                                               \

@@ -106,8 +106,10 @@ impl FlashAttention {
         Self::with_tiles(device, shape, q.dtype(), mask, tile, Rows::Uniform { tokens }, row_tiles)
     }
 
-    /// Chooses the kernels for all queries of a pass: one for sequences with few tokens, such as decode steps, and one
-    /// for sequences with many tokens.
+    /// Chooses the kernels for all queries of a pass.
+    ///
+    /// Sequences with few tokens, such as decode steps, and sequences with many tokens get separate launches,
+    /// unless all sequences have the same number of tokens.
     fn for_pass(
         device: &CudaDevice,
         q: &Tensor,
@@ -138,7 +140,7 @@ impl FlashAttention {
         Ok(launches)
     }
 
-    /// Chooses the kernel for one token per sequence, whose sums do not depend on the number of sequences.
+    /// Chooses the kernel for one token per sequence with sums that do not depend on the number of sequences.
     fn with_fixed_order(
         device: &CudaDevice,
         q: &Tensor,
@@ -202,9 +204,12 @@ impl FlashAttention {
 
     /// Returns the launch of the kernel on `tensors`. Fails if `tensors` do not have the expected shapes and dtypes.
     ///
-    /// The caller guarantees that the block tables cover the positions of all queries, and hold blocks of the cache. It also
-    /// guarantees that the positions, the tables, and the keys and values of earlier steps are written before the previous
-    /// kernel starts: the kernel reads them before that kernel has ended, if the two may overlap.
+    /// The caller guarantees that the block tables cover the positions of all queries,
+    /// and that the tables contain only blocks of the cache.
+    ///
+    /// An overlapping launch reads the positions, the tables, and the keys and values of earlier steps
+    /// before the previous kernel has ended.
+    /// The caller guarantees that this data was written before the previous kernel started.
     pub fn launch(&self, tensors: &FlashTensors) -> Result<Launch> {
         self.check(tensors)?;
         let AttentionShape { heads, kv_heads, .. } = self.shape;
@@ -271,7 +276,7 @@ fn splits(mask: AttentionMask, wanted: usize) -> usize {
 struct Tile {
     /// The part of the kernel's name that identifies the tile.
     name: &'static str,
-    /// Query rows.
+    /// Query rows per tile.
     rows: usize,
     /// Threads per block.
     threads: usize,
@@ -279,8 +284,8 @@ struct Tile {
 }
 
 impl Tile {
-    /// Chooses the tile for queries with `total` rows per KV head, at most `longest` of them in one sequence.
-    /// `few_tiles` is the number of row tiles per KV head, if each has 16 rows.
+    /// Chooses the tile for queries with `total` rows per KV head, and at most `longest` rows in one sequence.
+    /// `few_tiles` is the number of row tiles per KV head if each tile has 16 rows.
     fn choose(
         device: &CudaDevice,
         q: &Tensor,

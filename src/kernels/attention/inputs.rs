@@ -16,7 +16,7 @@ pub struct AttentionInputs<'t> {
     pub queries: &'t Queries,
     /// The block table of each sequence in `queries`.
     pub blocks: &'t PassBlocks,
-    /// f32 `[heads]`
+    /// The sinks: f32 `[heads]`.
     pub sinks: Option<&'t Tensor>,
     pub mask: AttentionMask,
     pub sum_order: SumOrder,

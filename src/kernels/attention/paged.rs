@@ -12,9 +12,9 @@ pub use crate::kernels::constants::BLOCK_TOKENS;
 /// The cached keys and values of one layer, for all sequences.
 #[derive(Clone, Copy)]
 pub struct CachedLayer<'t> {
-    /// `[rows, kv_heads, head_dim]`. Block b consists of `BLOCK_TOKENS` rows, starting at row `b * BLOCK_TOKENS`.
+    /// The keys: `[rows, kv_heads, head_dim]`. Block b is the `BLOCK_TOKENS` rows that start at row `b * BLOCK_TOKENS`.
     pub k: &'t Tensor,
-    /// `[rows, kv_heads, head_dim]`
+    /// The values: `[rows, kv_heads, head_dim]`, in the same order as the keys.
     pub v: &'t Tensor,
 }
 
@@ -51,7 +51,7 @@ pub struct Queries {
 
 /// The block tables of all sequences of a pass, and the cache rows of the new tokens, for one group of layers.
 pub struct PassBlocks {
-    /// u32 `[sequences, blocks]`. Shorter tables are padded with zeros.
+    /// The block tables: u32 `[sequences, blocks]`. Shorter tables are padded with zeros.
     pub tables: Tensor,
     /// u32 `[tokens]`: the row of k and v to which each new token is written.
     pub slots: Tensor,
@@ -115,9 +115,10 @@ impl Queries {
         self.spans.iter().all(|span| span.tokens == tokens).then_some(tokens)
     }
 
-    /// Returns the row tiles of the sequences with few query rows, or with many if `few` is false, u32 `[tiles, 4]`.
-    /// The columns are the index of the sequence, the index of the tile within the sequence, and the first token and
-    /// number of tokens of the sequence.
+    /// Returns the row tiles of the sequences with few query rows, or with many query rows if `few` is false.
+    ///
+    /// The result is u32 `[tiles, 4]`. The columns are the index of the sequence, the index of the tile within
+    /// the sequence, the first token of the sequence, and the number of tokens of the sequence.
     ///
     /// A row is one query head of one token. `group` is the number of query heads per KV head.
     /// Tiles with the most keys come first.
@@ -152,7 +153,7 @@ impl Queries {
         }
     }
 
-    /// Checks that `blocks` has one table per sequence, long enough for its last token, and one slot per token.
+    /// Checks that `blocks` has one slot per token, and one table per sequence that covers the sequence's last token.
     pub(super) fn check(&self, blocks: &PassBlocks) -> Result<()> {
         let (sequences, columns) = blocks.tables.dims2()?;
         let end = self.spans.iter().map(|span| span.position + span.tokens).max().unwrap_or(0);

@@ -61,7 +61,7 @@ __device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict
                                : v + (cache_row * kv_heads + head - heads - kv_heads) * head_dim;
     };
     const float *c = cos + (size_t)positions[token] * half, *s = sin + (size_t)positions[token] * half;
-    // Unrolled, so that the loads of the next elements do not wait for the stores of these.
+    // Unrolled so that the loads of the next elements do not wait for the stores of the current elements.
 #pragma unroll 2
     for (int i = lane; i < half; i += 32) {
         float a[HEADS], b[HEADS];

@@ -28,7 +28,7 @@ impl HeadSizes {
 /// The cosine and sine tables and the token positions for RoPE.
 #[derive(Clone, Copy)]
 pub struct Rotation<'t> {
-    /// f32 `[positions, rotated / 2]`. RoPE rotates the first `rotated` elements of each head.
+    /// The cosine table: f32 `[positions, rotated / 2]`. RoPE rotates the first `rotated` elements of each head.
     pub cos: &'t Tensor,
     pub sin: &'t Tensor,
     /// The position of each token: u32 `[tokens]`, less than the number of rows in `cos` and `sin`.
@@ -38,7 +38,7 @@ pub struct Rotation<'t> {
 /// The QK norms: RMSNorms that are applied to each head of q and each head of k before the rotation.
 #[derive(Clone, Copy)]
 pub struct QkNorm<'t> {
-    /// f32 `[head_dim]`
+    /// The weight of the query norm: f32 `[head_dim]`. The key norm has the same shape.
     pub q: &'t Tensor,
     pub k: &'t Tensor,
     pub eps: f32,

@@ -10,15 +10,15 @@ use crate::kernels::launch::multiprocessors;
 pub struct StepBuffers {
     /// The residual stream: f32 `[hidden]`.
     pub x: Tensor,
-    /// Where kernels add the outputs of attention and of the MLP: f32 `[hidden]`. This is `x`, but not on the other ranks
-    /// of a model that several GPUs run. There it is a buffer of zeros, because only the first rank may add `x` to the sum
-    /// over all ranks.
+    /// The buffer to which kernels add the outputs of attention and of the MLP: f32 `[hidden]`.
+    /// On the first rank, this is `x`. On all other ranks, this is a separate buffer of zeros,
+    /// because only the first rank may add `x` to the sum over all ranks.
     pub partial: Tensor,
     /// The ranks that run the step together.
     pub world: World,
     /// u32 `[4]`: the current position, the current token, the number of finished steps, and an unused word.
     pub state: Tensor,
-    /// f32 `[vocab]`
+    /// The logits: f32 `[vocab]`.
     pub logits: Tensor,
     /// For each thread block of the head kernel, its largest logit (as f32 bits) and the token of this logit:
     /// u32 `[2 * multiprocessors]`.
@@ -46,7 +46,7 @@ impl StepBuffers {
 /// The parameters of an RMSNorm.
 #[derive(Clone, Copy)]
 pub struct RmsNormParams<'t> {
-    /// f32 `[hidden]`
+    /// The weight of the norm: f32 `[hidden]`.
     pub weight: &'t Tensor,
     pub eps: f32,
 }

@@ -11,9 +11,9 @@ use crate::kernels::matrix::Matrix;
 /// The gate or up projection of a gated MLP.
 #[derive(Clone, Copy)]
 pub struct Projection<'t> {
-    /// `[intermediate, hidden]`
+    /// The weight matrix: `[intermediate, hidden]`.
     pub weight: &'t Matrix,
-    /// f32 `[intermediate]`
+    /// The bias: f32 `[intermediate]`.
     pub bias: Option<&'t Tensor>,
 }
 

@@ -13,7 +13,7 @@ use crate::kernels::matrix::Matrix;
 /// The token embedding. Each step looks up the input of the next step in this table.
 #[derive(Clone)]
 pub struct Embedding {
-    /// `[vocab, hidden]`
+    /// The embedding table: `[vocab, hidden]`.
     pub table: Matrix,
     /// Each embedding is multiplied by this factor, which is 1 in most models.
     pub scale: f32,
@@ -74,8 +74,9 @@ fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> LaunchShape {
 /// Adds greedy sampling, which sends the token with the largest logit to the mailbox.
 /// The token's embedding becomes the input of the next step.
 ///
-/// `head` is the weight that was passed to [`add_head`]: `[vocab, hidden]`. A model on several GPUs must use
-/// [`add_sample`](super::sample::add_sample) instead, because each rank knows only the largest logit of its own part.
+/// `head` is the weight that was passed to [`add_head`]: `[vocab, hidden]`.
+/// A model on several GPUs must use [`add_sample`](super::sample::add_sample) instead,
+/// because each rank knows only the largest logit of its own part of the vocabulary.
 pub fn add_greedy_sampling(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
@@ -112,7 +113,7 @@ pub(super) fn check_embedding(buffers: &StepBuffers, embedding: &Matrix) -> Resu
 
 /// Returns the embedding table for a sampling kernel and the dtype suffix of the kernel's name.
 ///
-/// The table is `None` if the embedding is quantized. [`add_quantized_embedding`] must then add the lookup.
+/// The table is `None` if the embedding is quantized. The caller must then call [`add_quantized_embedding`].
 pub(super) fn dense_table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str)> {
     match embedding {
         Matrix::Dense(table) => Ok((Some(table), dtype_suffix(table.dtype())?)),

@@ -31,10 +31,10 @@ extern "C" __global__ void __launch_bounds__(256)
 // Returns the key of a logit that orders NaN like -inf.
 __device__ __forceinline__ uint32_t logit_key(float logit) { return sort_key(isnan(logit) ? -INFINITY : logit + 0.0f); }
 
-// Computes the log probability of one chosen token per row, and those of the `count` most likely tokens.
-// Of equal logits, the one with the lower token id comes first.
+// Computes the log probabilities of one chosen token per row and of the `count` most likely tokens.
+// Of tokens with equal logits, the token with the lower id comes first.
 //   logits: f32 [rows, vocab]; chosen: u32 [rows]
-//   ids: u32 [rows, count]; logprobs: f32 [rows, 1 + count], that of the chosen token first
+//   ids: u32 [rows, count]; logprobs: f32 [rows, 1 + count], with the chosen token first
 //   grid: rows; block: SAMPLE_THREADS
 //   bytes moved: 4 · vocab per row in each of max(count, 1) + 1 passes; later passes hit L2
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     logits += (size_t)blockIdx.x * vocab, ids += (size_t)blockIdx.x * count,
         logprobs += (size_t)blockIdx.x * (1 + count);
     float largest = 0.0f, log_sum = 0.0f;
-    // Each round finds the largest pair of a logit and an inverted token id that is smaller than the last one.
+    // Each round finds the largest (logit, inverted token id) pair that is smaller than the pair of the previous round.
     unsigned long long last = ~0ull;
     for (int rank = 0; rank < max(count, 1); ++rank) {
         if (threadIdx.x == 0) best = 0;

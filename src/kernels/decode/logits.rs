@@ -39,9 +39,10 @@ pub fn edit_logits(logits: &Tensor, edits: &[LogitEdit]) -> Result<()> {
     unsafe { launch.enqueue(device) }
 }
 
-/// Sets the logits of all tokens that a row's mask does not allow to -inf, in place. [`TokenMask::apply`] is the reference.
+/// Sets the logits of all tokens that a row's mask does not allow to -inf, in place.
+/// [`TokenMask::apply`] is the reference.
 ///
-/// `logits` is f32 `[rows, vocab]`. `masks` contains rows with their masks, each row at most once.
+/// `logits` is f32 `[rows, vocab]`. `masks` contains row indices with their masks, each row at most once.
 pub fn mask_logits(logits: &Tensor, masks: &[(u32, TokenMask)]) -> Result<()> {
     let (device, rows, vocab) = check(logits)?;
     let words = vocab.div_ceil(32);
@@ -71,9 +72,10 @@ pub struct RowLogprobs {
     pub top: Vec<(u32, f32)>,
 }
 
-/// Returns the log probability of each row's `chosen` token, and those of its `count` most likely tokens.
+/// Returns the log probabilities of each row's `chosen` token and of the row's `count` most likely tokens.
 ///
-/// `logits` is f32 `[rows, vocab]`. NaN logits count as -inf. Of equal logits, the one with the lower id comes first.
+/// `logits` is f32 `[rows, vocab]`. NaN logits count as -inf.
+/// Of tokens with equal logits, the token with the lower id comes first.
 pub fn top_logprobs(logits: &Tensor, chosen: &[u32], count: usize) -> Result<Vec<RowLogprobs>> {
     let (device, rows, vocab) = check(logits)?;
     let count = count.min(vocab);

@@ -176,7 +176,7 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x, tiles = gridDim.x;
     const int n = warp % chosen, split = warp / chosen, segments = weights.groups * 8, full_segments = columns / 8;
     float* sums = reinterpret_cast<float*>(inputs + chosen * segments);
-    // Reading the router logits before pdl_wait() is safe, because the router has ended.
+    // Reading the router logits before pdl_wait() is safe, because the router kernel has ended.
     // Only the previous kernel, which computes h, can still be running.
     if (warp == 0) routing.choose(logits, experts, chosen, chosen, lane);
     __syncthreads();

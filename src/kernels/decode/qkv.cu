@@ -54,7 +54,8 @@ template <typename T> struct QkvPair {
         sin = rotates ? __ldg(to.sin + (size_t)position * half + first) : 0.0f;
     }
 
-    // Adds the biases to the dot products `a` and `b`, applies RoPE unless the results go to `raw`, and stores them.
+    // Adds the biases to the dot products `a` and `b`, applies RoPE, and stores the results.
+    // Does not apply RoPE to results that go to `raw`.
     // `row` is the row of the KV cache for this position.
     __device__ __forceinline__ void store(const QkvTarget<T>& to, uint32_t row, float a, float b) const {
         const size_t base = (size_t)head * to.head_dim, kv_row = (size_t)row * to.kv_heads;

@@ -10,15 +10,15 @@ use crate::kernels::matrix::Matrix;
 
 /// The query, key and value projections of a layer, with the RoPE tables and the output buffers.
 pub struct QkvProjection<'t> {
-    /// `[(heads + 2 * kv_heads) * head_dim, hidden]`
+    /// The fused weight: `[(heads + 2 * kv_heads) * head_dim, hidden]`.
     pub weight: &'t Matrix,
-    /// f32 `[(heads + 2 * kv_heads) * head_dim]`
+    /// The fused bias: f32 `[(heads + 2 * kv_heads) * head_dim]`.
     pub bias: Option<&'t Tensor>,
-    /// f32 `[positions, rotated / 2]`. RoPE rotates the first `rotated` elements of each head.
+    /// The cosine table: f32 `[positions, rotated / 2]`. RoPE rotates the first `rotated` elements of each head.
     pub cos: &'t Tensor,
-    /// f32 `[positions, rotated / 2]`
+    /// The sine table: f32 `[positions, rotated / 2]`.
     pub sin: &'t Tensor,
-    /// bf16 or f16 `[heads, head_dim]`
+    /// The output buffer for the queries: bf16 or f16 `[heads, head_dim]`.
     pub q: &'t Tensor,
     /// The keys and values in the KV cache, in the dtype of `q`.
     pub layer: CachedLayer<'t>,
@@ -31,9 +31,9 @@ pub struct QkvProjection<'t> {
 /// The RMSNorms for query heads and key heads, and the buffer for their input.
 #[derive(Clone, Copy)]
 pub struct QkNormBuffers<'t> {
-    /// f32 `[head_dim]`
+    /// The weight of the query norm: f32 `[head_dim]`.
     pub q: &'t Tensor,
-    /// f32 `[head_dim]`
+    /// The weight of the key norm: f32 `[head_dim]`.
     pub k: &'t Tensor,
     pub eps: f32,
     /// Holds q and k after the projection and before the norm: f32 `[heads + kv_heads, head_dim]`.

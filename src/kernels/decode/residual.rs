@@ -16,8 +16,9 @@ pub struct PostNorm<'t> {
     pub scratch: &'t Tensor,
 }
 
-/// Adds a launch that computes `partial += W·y + bias`, and another one that adds the ranks' results if there are several.
-/// With a `post_norm`, adds launches that compute `x += norm(W·y + bias)`.
+/// Adds a launch that computes `partial += W·y + bias`.
+/// With several ranks, adds a second launch, which writes the sum over all ranks to `x`.
+/// With a `post_norm`, the launches compute `x += norm(W·y + bias)` instead.
 ///
 /// `weight` is `[hidden, columns]`, `y` is bf16 or f16 `[columns]`, and `bias` is f32 `[hidden]`.
 pub fn add_residual(
@@ -30,7 +31,7 @@ pub fn add_residual(
 ) -> Result<()> {
     let (rows, columns) = (buffers.x.dims1()?, y.elem_count());
     check_weight(weight, rows, columns, y.dtype())?;
-    // The sum over all ranks must contain the bias once.
+    // The sum over all ranks must contain the bias only once.
     let bias = bias.filter(|_| buffers.world.is_first());
     if let Some(bias) = bias {
         check_f32("the bias", bias, rows)?;

@@ -127,7 +127,7 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
     __shared__ Routing routing;
     const int segments = columns / 8;
     const DenseInput input{shared, chosen * segments};
-    // Reading the router logits before pdl_wait() is safe, because the router has ended.
+    // Reading the router logits before pdl_wait() is safe, because the router kernel has ended.
     // Only the previous kernel, which computes h, can still be running.
     if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
     __syncthreads();
@@ -149,7 +149,7 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
 }
 
 // Writes h to shared memory.
-// Quantizes each expert's row to 8 bits if `rounding` requires it, and multiplies it by the expert's routing weight.
+// Quantizes each expert's row to 8 bits if `rounding` requires it. Multiplies each row by the expert's routing weight.
 // `factors` is shared memory for the quantization scale of each expert's row.
 template <typename T>
 __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T* h, const Routing& routing,
@@ -206,7 +206,7 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
     __shared__ Routing routing;
     const int expert_groups = (columns + 31) / 32, groups = chosen * expert_groups;
     const QuantizedInput input(vector, weight, groups);
-    // Reading the router logits before pdl_wait() is safe, because the router has ended.
+    // Reading the router logits before pdl_wait() is safe, because the router kernel has ended.
     // Only the previous kernel, which computes h, can still be running.
     if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
     __syncthreads();

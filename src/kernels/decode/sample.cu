@@ -14,8 +14,8 @@
 // A launch has at most one block per multiprocessor, so all blocks run at the same time and can wait for each other.
 // Each block handles a range of token ids. Each thread holds up to SAMPLE_IDS_PER_THREAD logits in registers.
 // Probability masses are 64-bit integers. The mass of the most likely token is 2^40.
-// Integer sums do not depend on the order of the additions, so equal logits, parameters and draw counts always give
-// the same token.
+// Integer sums do not depend on the order of the additions.
+// Equal logits, parameters and draw counts therefore always give the same token.
 //   logits: f32 [vocab]
 //   seen: u32 [vocab]; 0 if the token has not appeared, otherwise 1 + the number of times it was generated
 //   params: SamplingKernelParams
@@ -40,8 +40,8 @@ struct Scratch {
 
 static_assert(sizeof(Scratch) == 4 * SAMPLE_SCRATCH_WORDS, "SAMPLE_SCRATCH_WORDS must match Scratch");
 
-// Waits until all blocks of the grid have called this function. Writes of any block before the barrier are then visible
-// to all blocks.
+// Waits until all blocks of the grid have called this function.
+// After the barrier, all writes before the barrier are visible to all blocks.
 // `expected` is the number of arrivals at earlier barriers. It must be 0 before the first call.
 __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
     __syncthreads();

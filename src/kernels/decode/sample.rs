@@ -46,7 +46,7 @@ impl SamplingKernelParams {
         }
     }
 
-    /// Returns whether any penalty is set. Only then does the kernel use `seen`.
+    /// Returns whether any penalty is set. Without penalties, the kernel does not use `seen`.
     pub(super) fn has_penalties(&self) -> bool {
         self.repetition_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
     }

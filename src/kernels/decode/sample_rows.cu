@@ -21,7 +21,7 @@ struct Row {
         const float logit = __ldcg(logits + id);
         return isnan(logit) ? 0 : sort_key(logit + 0.0f);  // -0 becomes +0, so that both zeros have the same key
     }
-    // Returns the probability mass of a token relative to the most likely one, in units of 2^-40.
+    // Returns the probability mass of a token relative to the most likely token, in units of 2^-40.
     __device__ __forceinline__ unsigned long long mass(uint32_t key) const {
         if (key == 0) return 0;
         return key == top ? UNIT : expf((from_sort_key(key) - best) * inverse_temperature) * UNIT;
@@ -45,7 +45,8 @@ __device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsig
             const uint32_t key = id < row.vocab ? row.key(id) : 0;
             const unsigned long long mass = row.mass(key);
             const bool counts = mass > 0 && key >= floor && (round == 0 || key >> (shift + 8) == prefix);
-            // The keys of a warp usually fall into few bins. First sum each bin within the warp: one atomicAdd per bin.
+            // The keys of a warp usually fall into few bins.
+            // Sum each bin within the warp first, so that a bin takes only one atomicAdd.
             uint32_t left = __ballot_sync(0xffffffffu, counts);
             while (left) {
                 const uint32_t bin = __shfl_sync(0xffffffffu, key >> shift & 255, __ffs(left) - 1);

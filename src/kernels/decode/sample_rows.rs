@@ -45,11 +45,12 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
     Ok(tokens.into_iter().map(|token| (token != NO_TOKEN).then_some(token)).collect())
 }
 
-/// Queues sampling from each row of `logits`, f32 `[rows, vocab]`, and does not wait for it.
+/// Queues sampling from each row of `logits`, f32 `[rows, vocab]`, and does not wait for the tokens.
 ///
-/// The tokens go to the first elements of `tokens`, u32, and to the slots of `mailbox` from `first_slot` on: 1 + the token,
-/// or [`MAILBOX_NO_TOKEN`](super::MAILBOX_NO_TOKEN). The kernel reads the parameters from the words of `host` from
-/// `first_word` on. Until the tokens have arrived, the caller must not write to these words again.
+/// The kernel writes the tokens to the first elements of `tokens`, which is u32.
+/// It also writes each token + 1, or [`MAILBOX_NO_TOKEN`](super::MAILBOX_NO_TOKEN), to a slot of `mailbox`,
+/// starting at `first_slot`. The kernel reads the parameters from the words of `host`, starting at `first_word`.
+/// The caller must not write to these words again until the tokens have arrived.
 /// `rows` must not contain penalties.
 pub fn queue_rows(
     logits: &Tensor,
@@ -77,7 +78,7 @@ pub fn queue_rows(
     unsafe { Launch::new(module!("sample_rows"), "sample_rows", shape, arguments).enqueue(device) }
 }
 
-/// Returns the device of `logits` and its shape, `(rows, vocab)`. Fails if `rows` is another number.
+/// Returns the device of `logits` and its shape, `(rows, vocab)`. Fails if `logits` does not have `rows` rows.
 fn check(logits: &Tensor, rows: usize) -> Result<(&CudaDevice, usize, usize)> {
     let (count, vocab) = logits.dims2()?;
     match logits.device() {

@@ -53,7 +53,7 @@ __device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long 
     return value + before;
 }
 
-// One round of the search in `threshold`. A round determines eight bits of the key and appends them to `prefix`.
+// Performs one round of the search in `threshold`: determines eight bits of the key and appends them to `prefix`.
 // `value` is the mass or the count of bin SAMPLE_BINS - 1 - threadIdx.x, or 0 in threads without a bin.
 // Sums the bins from the highest down and chooses the bin at which the sum reaches `target`.
 // Subtracts the sum of the bins above the chosen bin from `target`.

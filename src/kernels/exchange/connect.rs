@@ -1,4 +1,4 @@
-//! Connects the GPUs of all ranks, and measures their exchange.
+//! Connects the GPUs of all ranks, and measures the speed of their exchange.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,7 +11,8 @@ use super::mailbox::Mailbox;
 use super::sizes::{ExchangeTimes, LARGE_ELEMENTS, SMALL_ELEMENTS};
 use crate::device::{Exchange, World};
 
-/// Returns the world of a rank with an exchange between the GPUs, or `world` if the GPUs cannot access each other.
+/// Adds a direct exchange between the GPUs to `world`.
+/// Returns `world` unchanged if the GPUs cannot exchange data directly.
 pub fn connect(world: World, device: &CudaDevice) -> CandleResult<World> {
     match connected(&world, device)? {
         Ok(exchange) => {
@@ -21,17 +22,19 @@ pub fn connect(world: World, device: &CudaDevice) -> CandleResult<World> {
             Ok(world.with_exchange(Arc::new(exchange)))
         }
         Err(reason) => {
-            // All ranks have the same reason.
+            // All ranks get the same reason, so only the first rank logs it.
             if world.is_first() {
-                tracing::warn!(%reason, "the GPUs exchange data by the host, which is slow");
+                tracing::warn!(%reason, "the GPUs exchange data through the host, which is slow");
             }
             Ok(world)
         }
     }
 }
 
-/// Returns the exchange of a rank. The inner error is the reason why the ranks cannot exchange data directly, and all
-/// ranks get one. After an outer error, the world has ended.
+/// Returns the direct exchange of a rank.
+///
+/// The inner error is the reason why the ranks cannot exchange data directly. All ranks get the same inner error.
+/// An outer error means that the world has ended.
 fn connected(world: &World, device: &CudaDevice) -> CandleResult<Result<GpuExchange, String>> {
     let mailboxes = match agree(world, Mailbox::new(device))? {
         Ok(mailboxes) => mailboxes,
@@ -42,20 +45,20 @@ fn connected(world: &World, device: &CudaDevice) -> CandleResult<Result<GpuExcha
     if let Err(reason) = agree(world, opened.and_then(|()| exchange.load_kernels()))? {
         return Ok(Err(reason));
     }
-    // Some drivers report access that does not work.
+    // Test the exchange, because some drivers report peer access that does not work.
     let tested = exchange.test();
     Ok(agree(world, tested)?.map(|_| exchange))
 }
 
-/// Connects the GPUs of all ranks like [`super::connect`], and measures their exchange. The inner error is the reason why they cannot
-/// exchange data directly.
+/// Connects the GPUs of all ranks like [`super::connect`], and measures the time of their exchange.
+/// The inner error is the reason why the GPUs cannot exchange data directly.
 pub fn measure(world: &World, device: &CudaDevice) -> CandleResult<Result<ExchangeTimes, String>> {
     let exchange = match connected(world, device)? {
         Ok(exchange) => exchange,
         Err(reason) => return Ok(Err(reason)),
     };
     let time = |elements: usize| -> CandleResult<f64> {
-        // On a GPU that ranks share, more operations would fill the queue of launches, and keep the other ranks from theirs.
+        // If ranks share a GPU, more operations would fill the launch queue and block the launches of the other ranks.
         const OPERATIONS: usize = 100;
         let x = Tensor::new(vec![1f32; elements], &Device::Cuda(device.clone()))?;
         device.cuda_stream().synchronize().w()?;
@@ -72,8 +75,9 @@ pub fn measure(world: &World, device: &CudaDevice) -> CandleResult<Result<Exchan
     Ok(missing.map_or(Ok(times), Err))
 }
 
-/// Returns the values of all ranks, or the reason of the first rank that failed. Every rank must call this function, also
-/// after a failure, because the others wait for it.
+/// Returns the results of all ranks, or the error message of the first rank that failed.
+///
+/// Every rank must call this function, even after a failure, because the other ranks wait for it.
 fn agree<T: Send + Sync + 'static>(
     world: &World,
     result: CandleResult<T>,

@@ -1,4 +1,4 @@
-//! The exchange of one rank: the launches of `exchange.cu`.
+//! The exchange of one rank with the other ranks: launches the kernels in `exchange.cu`.
 
 use std::any::Any;
 use std::fmt;
@@ -16,25 +16,28 @@ use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_MAX_RANKS, EXCHANGE_SL
 use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchList, LaunchShape, address, module};
 use crate::kernels::scratch;
 
-/// How long a rank waits for the others.
+/// The maximum time that a rank waits for another rank.
 const TIMEOUT_SECONDS: i32 = 5;
-/// The value of the control word after the host has ended the exchange. Other values are 1 + the rank that did not answer.
+/// The value of the control word after the host has ended the exchange.
+/// Other nonzero values are 1 + the rank that did not answer.
 const ENDED: u32 = u32::MAX;
 const NOT_CAPTURING: sys::CUstreamCaptureStatus = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
 
-/// Adds a launch that writes the sum of the ranks' tensors `x` to `out`. Both are f32 with the same number of elements. If
-/// they are different tensors, the launch fills `x` with zeros. Adds nothing in a world of one rank.
+/// Adds a launch that writes the sum of the ranks' tensors `x` to `out`. Adds nothing in a world of one rank.
+///
+/// Both tensors are f32 and have the same number of elements.
+/// If `x` and `out` are different tensors, the launch also fills `x` with zeros.
 pub fn add_sum(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
     if world.size() == 1 {
         return Ok(());
     }
     let launch = of_world(world)?.sum_launch(x, out, x.id() != out.id())?;
-    // SAFETY: `sum_launch` checks the tensors. The caller keeps `world`, and with it the mailboxes.
+    // SAFETY: `sum_launch` checks the tensors. The caller keeps `world` alive, which keeps the mailboxes alive.
     unsafe { launches.add(launch) }
 }
 
-/// Adds a launch that writes the columns of all ranks to `out`, f32 `[rows, columns]`. `x` is f32
-/// `[rows, share of columns]`.
+/// Adds a launch that writes the columns of all ranks to `out`, f32 `[rows, columns]`.
+/// `x` is f32 `[rows, columns of this rank]`.
 pub fn add_columns(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
     let launch = of_world(world)?.columns_launch(x, out)?;
     // SAFETY: as in `add_sum`.
@@ -48,7 +51,7 @@ fn of_world(world: &World) -> Result<&GpuExchange> {
     }
 }
 
-/// `Mailboxes` in `exchange.cu`.
+/// The struct `Mailboxes` in `exchange.cu`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct RawMailboxes {
@@ -65,12 +68,12 @@ struct RawMailboxes {
 // SAFETY: the struct has C's layout and contains only numbers.
 unsafe impl DeviceRepr for RawMailboxes {}
 
-/// The exchange of one rank.
+/// The direct exchange of one rank with the other ranks.
 pub(super) struct GpuExchange {
     rank: usize,
     device: CudaDevice,
     pub mailboxes: Vec<Arc<Mailbox>>,
-    /// Whether another rank has the same GPU.
+    /// True if another rank uses the same GPU.
     shares_gpu: bool,
 }
 
@@ -100,7 +103,7 @@ impl GpuExchange {
         MAILBOX_BYTES / (EXCHANGE_SLOTS * self.mailboxes.len() * 16) * 4
     }
 
-    /// Returns the last argument of the kernels. Each rank has a [`share`] of `columns`.
+    /// Returns the `Mailboxes` argument of the kernels. Each rank has a [`share`] of `columns`.
     fn raw(&self, columns: usize) -> RawMailboxes {
         let ranks = self.mailboxes.len();
         let mut raw = RawMailboxes {
@@ -120,16 +123,18 @@ impl GpuExchange {
         raw
     }
 
-    /// Returns the shape of a launch in which each thread handles one of `items`, or several.
+    /// Returns the launch shape for `items` items. Each thread handles one or more items.
     fn shape(&self, items: usize) -> LaunchShape {
-        // Few values are spread over many blocks, because a block sends one value of each thread at a time.
+        // Spread few items over many blocks, because each thread sends only one item at a time.
         let blocks = EXCHANGE_BLOCKS / self.mailboxes.len();
         let threads = if items <= blocks * 128 { 128 } else { 512 };
         LaunchShape::linear(items.div_ceil(threads).clamp(1, blocks), threads)
     }
 
-    /// Returns a launch that writes the sum of the ranks' tensors `x` to `out`, which may be `x`. Both are contiguous f32
-    /// with the same number of elements, at most `region`. If `out` is not `x`, `clears_x` fills `x` with zeros.
+    /// Returns a launch that writes the sum of the ranks' tensors `x` to `out`, which may be `x`.
+    ///
+    /// Both tensors are contiguous f32 and have the same number of elements, at most [`region`](Self::region).
+    /// If `clears_x` is true, the launch also fills `x` with zeros, and `out` must not be `x`.
     fn sum_launch(&self, x: &Tensor, out: &Tensor, clears_x: bool) -> Result<Launch> {
         let words = x.elem_count();
         if x.dtype() != DType::F32 || out.dtype() != DType::F32 || out.elem_count() != words || words > self.region() {
@@ -144,8 +149,9 @@ impl GpuExchange {
             .overlapping())
     }
 
-    /// Returns a launch that writes the columns of all ranks to `out`, f32 `[rows, columns]`. `x` is f32
-    /// `[rows, share of columns]`. The largest share of all rows fits in a region.
+    /// Returns a launch that writes the columns of all ranks to `out`, f32 `[rows, columns]`.
+    ///
+    /// `x` is f32 `[rows, columns of this rank]`. For every rank, such a tensor must fit in a region.
     fn columns_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
         let (rows, columns) = out.dims2()?;
         let ranks = self.mailboxes.len();
@@ -163,12 +169,12 @@ impl GpuExchange {
             .overlapping())
     }
 
-    /// Loads all kernels, by operations without values, which wait for no other rank.
+    /// Loads all kernels by launching them without values. Such launches do not wait for other ranks.
     pub fn load_kernels(&self) -> Result<()> {
         let arguments = || Arguments::new().address(0).address(0).value(self.raw(0), []).int(0).int(0);
         for kernel in ["exchange_sum_4", "exchange_sum_1", "exchange_columns"] {
             let launch = Launch::new(module!("exchange"), kernel, self.shape(0), arguments());
-            // SAFETY: without values, the kernel reads only the state of the mailbox.
+            // SAFETY: without values, the kernel accesses only the state of this rank's mailbox.
             unsafe { launch.enqueue(&self.device)? };
         }
         self.device.cuda_stream().synchronize().w()
@@ -177,12 +183,13 @@ impl GpuExchange {
     /// Exchanges a few values, and fails if they do not arrive.
     pub fn test(&self) -> Result<()> {
         let (device, ranks) = (Device::Cuda(self.device.clone()), self.mailboxes.len());
-        // More than all slots, so that each slot is emptied and used again.
+        // Run more operations than there are slots, so that each slot is emptied and used again.
         for round in 0..2 * EXCHANGE_SLOTS {
             let value = |rank: usize| (round * 100 + rank) as f32;
             let x = Tensor::new(vec![value(self.rank); 1024], &device)?;
             let sums = self.sum(&x)?;
-            // A copy to the host would wait too, but on the same GPU it would keep the other ranks from launching kernels.
+            // A copy to the host would also wait.
+            // However, if ranks share a GPU, the copy would block the launches of the other ranks.
             self.device.cuda_stream().synchronize().w()?;
             let sums = sums.to_vec1::<f32>()?;
             let expected: f32 = (0..ranks).map(value).sum();
@@ -207,8 +214,8 @@ impl Exchange for GpuExchange {
         for start in (0..words).step_by(self.region()) {
             let part = |tensor: &Tensor| tensor.narrow(0, start, self.region().min(words - start));
             let launch = self.sum_launch(&part(&from)?, &part(&sums)?, false)?;
-            // SAFETY: `sum_launch` checks the tensors, and all mailboxes live as long as `self`. The last launch ends before
-            // `drop` returns.
+            // SAFETY: `sum_launch` checks the tensors.
+            // All mailboxes live as long as `self`, and `drop` waits for the last launch.
             unsafe { launch.enqueue(&self.device)? };
         }
         out.to_dtype(x.dtype())
@@ -240,14 +247,14 @@ impl Exchange for GpuExchange {
     }
 
     fn end(&self) {
-        // Keeps the rank that did not answer.
+        // If a rank did not answer, the control word keeps its number.
         let _ = self.control().words()[0].compare_exchange(0, ENDED, Ordering::Relaxed, Ordering::Relaxed);
     }
 }
 
 impl Drop for GpuExchange {
     fn drop(&mut self) {
-        // Queued kernels write to the mailboxes of all ranks. `drop` cannot return an error.
+        // Wait for queued kernels, because they write to the mailboxes of all ranks. `drop` cannot return an error.
         let _ = self.device.cuda_stream().synchronize();
     }
 }

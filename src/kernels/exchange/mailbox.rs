@@ -1,4 +1,4 @@
-//! The mailboxes of GPUs, in memory that all ranks can access.
+//! The mailbox of a rank, in GPU memory that all ranks can access.
 
 use std::sync::Arc;
 
@@ -9,16 +9,16 @@ use candle_core::{Result, bail};
 use super::sizes::MAILBOX_BYTES;
 use crate::kernels::launch::HostWords;
 
-/// The bytes after the mailbox for the state of its rank.
+/// The size of the rank's state in bytes. The state follows the mailbox in memory.
 const STATE_BYTES: usize = 256;
 
-/// The mailbox of a rank. All ranks keep it until none of them uses it.
+/// The mailbox of a rank. Every rank holds a reference, so the mailbox lives until no rank uses it.
 pub(super) struct Mailbox {
     device: CudaDevice,
     pub context: Arc<CudaContext>,
-    /// Allocated directly, because other GPUs cannot access candle's memory pool.
+    /// The device address. The memory is allocated directly, because other GPUs cannot access candle's memory pool.
     pub address: u64,
-    /// The word that all ranks share. Only that of the first rank is used.
+    /// The control word. All ranks share the control word of the first rank, and the other control words are unused.
     pub control: Arc<HostWords>,
 }
 
@@ -31,7 +31,7 @@ impl Mailbox {
         // SAFETY: any size is allowed, and the context is bound. `drop` frees the memory.
         let address = unsafe { result::malloc_sync(MAILBOX_BYTES + STATE_BYTES) }.w()?;
         let mailbox = Self { device: device.clone(), context, address, control };
-        // SAFETY: the memory has this size.
+        // SAFETY: the allocation has space for the mailbox and the state.
         unsafe {
             result::memset_d8_async(address, 0xff, MAILBOX_BYTES, stream.cu_stream()).w()?;
             result::memset_d8_async(mailbox.state(), 0, STATE_BYTES, stream.cu_stream()).w()?;

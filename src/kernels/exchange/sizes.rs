@@ -1,19 +1,20 @@
-//! The sizes of the exchange between GPUs, and its times.
+//! The buffer and benchmark sizes of the exchange between GPUs, and its measured times.
 
-/// The memory of each GPU for the values of the others, in bytes. Long prompts need several operations if their tensors are
-/// larger than the part of a rank.
+/// The size of each rank's mailbox in bytes.
+/// A tensor that is larger than a region of the mailbox, such as the outputs of a long chunk, takes several operations.
 pub const MAILBOX_BYTES: usize = 64 << 20;
 
-/// The time in which the GPUs of all ranks add a tensor.
+/// The mean time of one sum over all ranks, for two tensor sizes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExchangeTimes {
-    /// For [`SMALL_ELEMENTS`], in seconds. The host queues one operation after another.
+    /// The time for [`SMALL_ELEMENTS`] elements, in seconds.
+    /// The host queues the operations without waiting between them.
     pub small: f64,
-    /// For [`LARGE_ELEMENTS`], in seconds.
+    /// The time for [`LARGE_ELEMENTS`] elements, in seconds.
     pub large: f64,
 }
 
-/// The elements of the hidden state of one token in gpt-oss.
+/// The number of elements in a small tensor: the hidden state of one token in gpt-oss.
 pub const SMALL_ELEMENTS: usize = 2880;
-/// The elements of a part of a prompt.
+/// The number of elements in a large tensor: about the hidden states of 364 prompt tokens in gpt-oss.
 pub const LARGE_ELEMENTS: usize = 1 << 20;

@@ -120,14 +120,14 @@ impl Arguments {
         self
     }
 
-    /// Adds the address of a mailbox's slots from `first` on, or a null address for `None`.
+    /// Adds the address of a mailbox's slots, starting at slot `first`, or a null address for `None`.
     pub fn mailbox_from(mut self, mailbox: Option<(&Arc<Mailbox>, usize)>) -> Self {
         self.args.push(Arg::Address(mailbox.map_or(0, |(mailbox, first)| mailbox.address(first))));
         self.memory.mailboxes.extend(mailbox.map(|(mailbox, _)| mailbox.clone()));
         self
     }
 
-    /// Adds the address of the words from `first` on.
+    /// Adds the address of `words`, starting at word `first`.
     pub fn host_words(mut self, words: &Arc<HostWords>, first: usize) -> Self {
         self.args.push(Arg::Address(words.address(first)));
         self.memory.host_words.push(words.clone());
@@ -143,7 +143,7 @@ impl Arguments {
         self
     }
 
-    /// Adds an f32.
+    /// Adds an f32 argument.
     pub fn float(mut self, value: f32) -> Self {
         self.args.push(Arg::Float(value));
         self

@@ -1,4 +1,4 @@
-//! u32 words in host memory that kernels can read and write while the host does the same.
+//! u32 words in host memory that the host and the kernels can read and write at the same time.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -17,11 +17,11 @@ pub struct HostWords {
 
 // SAFETY: the words belong to `self` until `drop`, and the host accesses them only as atomics.
 unsafe impl Send for HostWords {}
-// SAFETY: as above.
+// SAFETY: see `Send`.
 unsafe impl Sync for HostWords {}
 
 impl HostWords {
-    /// Allocates `count` words.
+    /// Allocates `count` words that are zero.
     pub fn new(device: &CudaDevice, count: usize) -> Result<Arc<Self>> {
         device.cuda_stream().context().bind_to_thread().w()?;
         // The memory is mapped into the device's address space.
@@ -42,18 +42,18 @@ impl HostWords {
         self.count
     }
 
-    /// Returns whether there are no words.
+    /// Returns whether the number of words is zero.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// Returns the words.
+    /// Returns all words as atomics.
     pub fn words(&self) -> &[AtomicU32] {
-        // SAFETY: all words are initialized and live as long as `self`. Atomics may be written by others.
+        // SAFETY: all words are initialized and live as long as `self`. The device may write to atomics at any time.
         unsafe { std::slice::from_raw_parts(self.words.as_ptr(), self.count) }
     }
 
-    /// Writes `values` to the words from `first` on. Kernels that are queued later read these values.
+    /// Writes `values` to the words, starting at word `first`. Kernels that are queued later read these values.
     pub fn write(&self, first: usize, values: &[u32]) {
         for (word, &value) in self.words()[first..first + values.len()].iter().zip(values) {
             word.store(value, Ordering::Relaxed);

@@ -81,8 +81,8 @@ impl Launch {
     }
 
     /// Lets the kernel start before the previous kernel has ended, on GPUs that support this.
-    /// In every block, the kernel must call `pdl_wait` before it uses what the previous kernel writes, and before it
-    /// writes what an earlier kernel uses.
+    /// Every block must call `pdl_wait` before it reads data that the previous kernel writes,
+    /// and before it writes data that an earlier kernel uses.
     pub fn overlapping(self) -> Self {
         Self { overlap: Overlap::Yes, ..self }
     }
@@ -138,8 +138,8 @@ pub(super) enum Overlap {
 }
 
 impl Overlap {
-    /// Returns whether kernels may overlap on a device. Code built for older GPUs contains no waits, so its launches must
-    /// not overlap on any GPU.
+    /// Returns whether kernels may overlap on a device.
+    /// Code that was built for older GPUs contains no waits, so its launches must not overlap on any GPU.
     pub fn of_device(device: &CudaDevice) -> Result<Self> {
         let (major, _) = device.cuda_stream().context().compute_capability().w()?;
         Ok(if major >= 9 && is_built_for_overlap() { Self::Yes } else { Self::No })

@@ -14,9 +14,9 @@ use crate::kernels::scratch;
 /// The element type of both input matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EightBitType {
-    /// i8 with i32 sums.
+    /// i8 elements with i32 sums.
     Int8,
-    /// E4M3 with f32 sums.
+    /// E4M3 elements with f32 sums.
     Fp8,
 }
 
@@ -73,7 +73,7 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
     descriptors.desc = Some(desc);
     let preference = checked(result::create_matmul_pref())?;
     descriptors.preference = Some(preference);
-    // CUBLAS_OP_T
+    // The value of CUBLAS_OP_T, which transposes w.
     let transposed = 1i32;
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().w()?;

@@ -1,16 +1,16 @@
 // y = x·Wᵀ for up to DENSE_FEW_TOKENS tokens. Reading W limits the speed, so the kernel keeps many reads in flight.
-//   w: T [rows, columns]; rows is a multiple of DENSE_FEW_ROWS, and columns of DENSE_FEW_COLUMNS
+//   w: T [rows, columns]; rows is a multiple of DENSE_FEW_ROWS, and columns is a multiple of DENSE_FEW_COLUMNS
 //   x: T [tokens, columns]
 //   y: f32 [tokens, rows]
-//   block_units: the units of DENSE_FEW_ROWS rows that a block multiplies
-//   parts: the warps that share the columns of a unit
+//   block_units: the number of units per block; a unit is DENSE_FEW_ROWS rows
+//   parts: the number of warps that share the columns of a unit
 //   grid: ceil(rows / DENSE_FEW_ROWS / block_units); block: 32 · parts · block_units
 //   bytes moved: rows · columns · sizeof(T)
 //
-// A warp multiplies one unit by x. It takes every `parts`-th chunk of DENSE_FEW_COLUMNS columns.
-// Each lane copies and multiplies the same 16-byte pieces of W, so no barrier is needed between the two. A piece has
-// eight adjacent columns. mma.sync expects other columns in a lane, but adds the products of all columns. Both matrices
-// may therefore have their columns in any order, as long as it is the same.
+// Each warp multiplies every `parts`-th chunk of one unit by x. A chunk has DENSE_FEW_COLUMNS columns.
+// Each lane multiplies the same 16-byte pieces of W that it copied, so the copies of W need no barrier.
+// A piece has eight adjacent columns. mma.sync expects other columns in a lane, but adds the products of all columns.
+// The columns may therefore be in any order, as long as W and x have the same order.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/barrier.cuh"
@@ -22,7 +22,7 @@ constexpr int TOKENS = DENSE_FEW_TOKENS, ROWS = DENSE_FEW_ROWS, COLUMNS = DENSE_
 constexpr int PIECE_COLUMNS = 8, CHUNK_PIECES = COLUMNS / PIECE_COLUMNS, STAGES = DENSE_FEW_STAGES;
 // The pieces of W that a lane copies per chunk.
 constexpr int LANE_PIECES = ROWS * CHUNK_PIECES / 32, STAGE_PIECES = LANE_PIECES * 32;
-// The inputs of INPUT_CHUNKS chunks take one of two buffers: [chunk][half of the chunk][token][piece of the half].
+// The inputs of INPUT_CHUNKS chunks fill one of two buffers: [chunk][half of the chunk][token][piece of the half].
 constexpr int INPUT_CHUNKS = DENSE_FEW_INPUT_CHUNKS, INPUT_PIECES = INPUT_CHUNKS * CHUNK_PIECES * TOKENS;
 static_assert(TOKENS == 8 && ROWS == 16 && CHUNK_PIECES == 8, "the code below assumes the shape of mma.sync");
 
@@ -52,7 +52,8 @@ __device__ void dense_few(const T* w, const T* x, float* y, int rows, int column
         if (has_rows && copied < chunks) {
 #pragma unroll
             for (int i = 0; i < LANE_PIECES; ++i) {
-                // Pieces 0 and 1 are from the halves of the chunk in row `quad`, and pieces 2 and 3 in row `quad` + 8.
+                // Pieces 0 and 1 are the pieces from the two halves of the chunk in row `quad`.
+                // Pieces 2 and 3 are the same pieces in row `quad` + 8.
                 const T* from = lane_row + (size_t)(i / 2 * 8) * columns + copied * COLUMNS + i % 2 * (COLUMNS / 2);
                 copy_async_or_zero(shared_address(weights + stage * STAGE_PIECES + i * 32), from, true);
             }
@@ -66,7 +67,7 @@ __device__ void dense_few(const T* w, const T* x, float* y, int rows, int column
     pdl_wait();
     pdl_launch_dependents();
 
-    // 2. Multiply. The inputs of the next chunks are copied meanwhile.
+    // 2. Multiply, while the inputs of the next chunks are being copied.
     const auto copy_inputs = [&](int first, int buffer) {
         for (int i = threadIdx.x; i < INPUT_PIECES; i += blockDim.x) {
             const int token = i % 32 / 4, column = first * COLUMNS + (i / 32 * 4 + i % 4) * PIECE_COLUMNS;
@@ -114,7 +115,7 @@ __device__ void dense_few(const T* w, const T* x, float* y, int rows, int column
         partial[(warp * TOKENS + token) * ROWS + row] = sums[i];
     }
     __syncthreads();
-    // Half a warp adds the sums of a token in one unit.
+    // Half a warp adds the partial sums of one token and one unit.
     const int row = lane % ROWS;
     for (int unit = warp; unit < block_units; unit += blockDim.x / 32) {
         const int y_row = (first_unit + unit) * ROWS + row;

@@ -9,19 +9,19 @@ use crate::kernels::constants::{
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
 use crate::kernels::scratch;
 
-/// How the kernel divides a matrix.
+/// The division of a matrix among thread blocks and warps.
 struct Division {
     /// Units of [`DENSE_FEW_ROWS`] rows per thread block.
     block_units: usize,
     /// Warps that share the columns of a unit.
     parts: usize,
-    /// Shared memory per thread block.
+    /// Shared memory per thread block, in bytes.
     shared_bytes: usize,
 }
 
 impl Division {
-    /// Divides a matrix of `rows` rows, so that each multiprocessor has at most one block. `None` if a block would have
-    /// more units than warps.
+    /// Divides a matrix of `rows` rows so that each multiprocessor has at most one block.
+    /// Returns `None` if a block would have more units than warps.
     fn new(device: &CudaDevice, rows: usize, element_bytes: usize) -> Result<Option<Self>> {
         let block_units = (rows / DENSE_FEW_ROWS).div_ceil(multiprocessors(device)?);
         let parts = DENSE_FEW_WARPS.checked_div(block_units).unwrap_or(0);
@@ -35,7 +35,7 @@ impl Division {
     }
 }
 
-/// Returns whether the kernel supports the product of w and x, both of this dtype.
+/// Returns whether the kernel supports the product of x and w, which have the same dtype.
 pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool> {
     let ((tokens, _), (rows, columns)) = (x.dims2()?, w.dims2()?);
     let fits = match Division::new(device, rows, w.dtype().size_in_bytes())? {

@@ -12,7 +12,8 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::sum_order::{SumOrder, each_row};
 
-/// The number of tokens in every cuBLAS product with [`SumOrder::Fixed`]. cuBLAS chooses its algorithm by this number.
+/// The number of tokens in every cuBLAS product with [`SumOrder::Fixed`].
+/// cuBLAS chooses its algorithm by the number of tokens.
 #[cfg(feature = "cuda")]
 const FIXED_TOKENS: usize = 64;
 
@@ -28,7 +29,7 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
         (Device::Cpu, SumOrder::Fixed) => each_row(x, |row| product(row, w)),
         #[cfg(feature = "cuda")]
         (Device::Cuda(_), SumOrder::Fixed) => product_of_fixed_tokens(x, w),
-        // Single tokens are rare: the decode graph has its own kernels.
+        // Single tokens are rare here, because the decode graph has its own kernels.
         #[cfg(feature = "cuda")]
         (Device::Cuda(device), SumOrder::Fastest) if x.dim(0)? > 1 && dense_few::is_supported(device, x, w)? => {
             dense_few::matmul_few(device, x, w)
@@ -49,8 +50,8 @@ fn product(x: &Tensor, w: &Tensor) -> Result<Tensor> {
 
 /// Multiplies groups of [`FIXED_TOKENS`] tokens. The last group is padded with zeros.
 ///
-/// All products of a matrix then have the same size, so cuBLAS runs the same algorithm. It adds up the result of each
-/// token in the same order, wherever the token is in its group. A GPU test checks this.
+/// All products of a matrix then have the same size, so cuBLAS runs the same algorithm.
+/// The algorithm adds in the same order for every token, wherever the token is in its group. A GPU test checks this.
 #[cfg(feature = "cuda")]
 fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let tokens = x.dim(0)?;

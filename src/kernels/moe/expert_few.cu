@@ -11,7 +11,7 @@
 //
 // A row pair is two row tiles (32 weight rows). The row pairs of all experts are divided evenly among the blocks.
 // Each block divides its row pairs evenly among its warps. A warp's share can start or end inside a row pair.
-// The warp that starts a row pair then adds the partial sums of the warps that continue it.
+// The warp that starts a row pair adds the partial sums of the warps that continue this row pair.
 // The shares depend on the routing of all tokens, and the order of the additions depends on the shares.
 // The results of a token can therefore vary slightly with the other tokens of its batch.
 #include "headers/async_copy.cuh"
@@ -19,7 +19,7 @@
 #include "moe/mxfp4_tiles.cuh"
 
 constexpr int WARPS = EXPERT_FEW_THREADS / 32;
-// A lane holds the weights of STEPS steps in registers. It multiplies one step while the others are being loaded.
+// A lane holds the weights of STEPS steps in registers. It multiplies one step while the other steps are being loaded.
 constexpr int STEPS = EXPERT_FEW_STEPS;
 
 // The matrix of one expert. `steps`, the number of column tiles, is a multiple of STEPS.
@@ -28,7 +28,7 @@ struct Matrix {
     int row_tiles, steps;
 };
 
-// A lane's position in the weights. It advances over all column tiles of a row pair, then of the next row pair.
+// A lane's position in the weights. It advances over all column tiles of a row pair, and then to the next row pair.
 // A group is STEPS column tiles.
 struct Cursor {
     const uint8_t *block, *scale;
@@ -105,8 +105,8 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, con
 }
 
 // Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x.
-// The rows of x are at `xs` in shared memory, [steps][8 · N rows][128 bytes]. `load_x` starts copying them there, if
-// this has not been done before.
+// The rows of x are at `xs` in shared memory: [steps][8 · N rows][128 bytes].
+// For down, `load_x` starts copying the rows to `xs`. For gate_up, they are already there, and `load_x` does nothing.
 template <typename T, bool GATE_UP, int N, typename LoadX>
 __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& o, int rows, const Tile& tile,
                                                    int first, int last, uint32_t xs, float4* partials, LoadX&& load_x) {
@@ -211,8 +211,8 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
     const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP, row_pairs = (w.rows + 31) / 32;
     float4* const partials = reinterpret_cast<float4*>(shared + (size_t)steps * max_pairs * 128);
 
-    // The kernel before gate_up is `route`, which writes `offsets` and `sorted`. It has ended before `down` starts,
-    // because gate_up lets the next kernel start only after it has waited for `route`.
+    // `route` writes `offsets` and `sorted`, so gate_up waits for `route` here.
+    // gate_up lets `down` start only after this wait. When `down` starts, `route` has therefore already ended.
     if constexpr (GATE_UP) {
         pdl_wait();
         pdl_launch_dependents();
@@ -242,7 +242,7 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
         const uint32_t xs = shared_address(shared);
         __syncthreads();  // slower warps may still read x or partial sums of the previous tile
         const int padded_pairs = (tile.pairs + 7) / 8 * 8;
-        // gate_up reads and converts x with many registers, so it loads weights only after that.
+        // gate_up needs many registers to read and convert x, so it loads weights only after the conversion.
         if constexpr (GATE_UP) load_x<T>(x, o, tile, w.columns, steps, chosen, padded_pairs, shared);
         const auto load = [&] {
             if constexpr (!GATE_UP) {

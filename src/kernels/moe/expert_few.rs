@@ -38,8 +38,8 @@ impl FewTile {
     }
 }
 
-/// Returns the shared memory of a thread block in bytes: the 16-bit rows of x or h, and f32 partial sums of 32 weight
-/// rows for each warp.
+/// Returns the shared memory of a thread block in bytes: the 16-bit rows of x or h,
+/// and the f32 partial sums of 32 weight rows for each warp.
 fn shared_bytes(pairs: usize, columns: usize) -> usize {
     pairs * (2 * columns + EXPERT_FEW_THREADS / 32 * 32 * 4)
 }

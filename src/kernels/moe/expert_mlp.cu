@@ -204,7 +204,8 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
 
 // ---- matrix multiplication with wgmma (sm_90a) ----
 
-// The tile of a block: at most PAIRS pairs × 192 rows. Three warpgroups compute 64 rows each, and a fourth one copies.
+// The tile of a block: at most PAIRS pairs × 192 rows.
+// Three warpgroups compute 64 rows each, and a fourth warpgroup copies data.
 // gpt-oss has matrices of 2880 and 5760 rows, both multiples of 192.
 // While one warpgroup waits for its products, another can unpack weights.
 // A fourth computing warpgroup would need more registers than a multiprocessor has.
@@ -227,8 +228,8 @@ using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW
 // For even fewer pairs per expert. With two blocks per multiprocessor, more warps unpack weights at the same time.
 using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, 2>;
 
-// In builds for targets other than sm_90a, the wgmma kernels (slim, narrow and wide) are empty and must not be
-// launched.
+// In builds for targets other than sm_90a, the wgmma kernels (slim, narrow and wide) are empty.
+// Empty kernels must not be launched.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // sum [64, N] += a [64, 16] · b [16, N]: a in registers, b in shared memory (swizzled rows of 128 bytes).
@@ -406,8 +407,8 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
         return find_tile<ROW_TILES, GATE_UP>(offsets, experts, w.rows, S::PAIRS, number, tile);
     };
     if (threadIdx.x >= MULTIPLYING) {
-        // Each thread starts with 128 / BLOCKS registers. The copying warpgroup gives most of its registers to the
-        // others.
+        // Each thread starts with 128 / BLOCKS registers.
+        // The copying warpgroup gives most of its registers to the multiplying warpgroups.
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::COPY_REGISTERS));
         // In each warp, three lanes copy the blocks of one weight tile each, and three other lanes copy the scales.
         // A warp issues its copies one by one, so the copies are spread over the warps.

@@ -19,7 +19,7 @@ use crate::kernels::unsupported;
 #[derive(Clone, Copy)]
 pub struct ExpertLinear<'t> {
     pub tiles: &'t Mxfp4Tiles,
-    /// bf16 or f16 `[experts, rows]`
+    /// The biases: bf16 or f16 `[experts, rows]`.
     pub bias: &'t Tensor,
 }
 

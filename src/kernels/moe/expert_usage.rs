@@ -2,8 +2,9 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
-/// Counters on the device, for one layer: routed batches, and the different experts of each batch, added up.
-/// Only `RoutedPairs::route` with up to 256 tokens counts.
+/// Device counters of one layer: the number of routed batches, and the number of distinct experts summed over batches.
+///
+/// Only `RoutedPairs::route` increments the counters, and only for batches of up to 256 tokens.
 #[derive(Debug)]
 pub struct ExpertUsage(Tensor);
 

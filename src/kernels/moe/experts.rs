@@ -34,11 +34,11 @@ const GEMM_FROM_PAIRS: usize = 64;
 /// The weight matrices of all experts, each `[rows, columns]`.
 #[derive(Clone, Debug)]
 pub enum ExpertWeights {
-    /// Blocks u8 `[experts, rows, columns / 32, 16]`, scales u8 `[experts, rows, columns / 32]`.
+    /// MXFP4 weights: blocks u8 `[experts, rows, columns / 32, 16]` and scales u8 `[experts, rows, columns / 32]`.
     Mxfp4 { blocks: Tensor, scales: Tensor },
-    /// `[experts, rows, columns]` in the compute dtype.
+    /// Float weights: `[experts, rows, columns]` in the compute dtype.
     Dense(Tensor),
-    /// One matrix `[experts * rows, columns]`, and the number of experts.
+    /// Quantized weights: one matrix `[experts * rows, columns]`, and the number of experts.
     Quantized(QuantizedMatrix, usize),
     /// MXFP4 weights repacked for tensor cores, used on a GPU if the compute dtype is bf16 or f16.
     #[cfg(feature = "cuda")]

@@ -63,8 +63,8 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
 
     float sums[2][TILES][4] = {};
     const int warp_pair = warp % WM * 32, warp_row = warp / WM * COLUMNS;
-    // The row and segment whose address this lane passes to ldmatrix: of x for A (16 pairs × 16 columns), and of the
-    // weights for B (16 rows × 16 columns).
+    // The row and segment of x (for A, 16 pairs × 16 columns) and of the weights (for B, 16 rows × 16 columns)
+    // whose addresses this lane passes to ldmatrix.
     const int x_row = warp_pair + lane % 16, x_segment = lane / 16;
     const int w_row = warp_row + lane % 8 + lane / 16 * 8, w_segment = lane / 8 % 2;
     for (int step = 0; step < steps; ++step) {

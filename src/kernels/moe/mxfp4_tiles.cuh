@@ -153,10 +153,11 @@ template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* 
     *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(words);
 }
 
-// Adds the biases to the sums of 8 tokens × TILES weight tiles, applies the clamped SwiGLU (gate_up only), and stores
-// the results.
+// Adds the biases to the sums of 8 tokens × TILES weight tiles, and stores the results.
+// For gate_up, applies the clamped SwiGLU before storing.
 // TILES is 1 or 2. With 2, the index of the first tile is even.
-// For each tile, lane 4g + t passes the sums of row g for tokens 2t and 2t + 1, then of row g + 8 for these tokens.
+// For each tile, lane 4g + t passes the sums of row g for tokens 2t and 2t + 1,
+// and then the sums of row g + 8 for the same tokens.
 template <typename T, bool GATE_UP, int TILES>
 __device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& tile, int row_tile, int token,
                                       const float* const (&sums)[TILES], const float2 (&bias)[TILES]) {

@@ -10,9 +10,9 @@ use crate::kernels::{bytes, unsupported};
 /// MXFP4 matrices in tiles of 16 rows × 64 columns, in the order in which tensor cores read them.
 #[derive(Clone, Debug)]
 pub struct Mxfp4Tiles {
-    /// u8 `[experts, ceil(rows / 16), ceil(columns / 64), 512]`
+    /// The E2M1 values: u8 `[experts, ceil(rows / 16), ceil(columns / 64), 512]`.
     blocks: Tensor,
-    /// u8 `[experts, ceil(rows / 16), ceil(columns / 64), 32]`
+    /// The scales: u8 `[experts, ceil(rows / 16), ceil(columns / 64), 32]`.
     scales: Tensor,
     rows: usize,
     columns: usize,

@@ -18,9 +18,9 @@ const FEW_PAIRS_PER_EXPERT: usize = 12;
 /// A kernel for the matrix products of all experts. Each of its blocks processes several tiles.
 #[derive(Clone, Copy)]
 pub(super) enum ProductKernel {
-    /// From `expert_few.cu`.
+    /// A kernel from `expert_few.cu`, for few pairs per expert.
     Few(FewTile),
-    /// From `expert_mlp.cu`. `name` is the suffix of the kernel's name.
+    /// A kernel from `expert_mlp.cu`. `name` is the suffix of the kernel's name.
     Many { name: &'static str, shape: LaunchShape },
 }
 
@@ -30,8 +30,8 @@ impl ProductKernel {
     pub fn choose(device: &CudaDevice, pairs: usize, gate_up: (usize, usize, usize), order: SumOrder) -> Result<Self> {
         let (experts, rows, columns) = gate_up;
         let multiprocessors = multiprocessors(device)?;
-        // The kernels of `expert_mlp.cu` add the products of a row from the first column to the last. Those of
-        // `expert_few.cu` divide rows among warps in a way that depends on the number of pairs.
+        // The kernels in `expert_mlp.cu` add the products of a row from the first column to the last.
+        // The kernels in `expert_few.cu` divide rows among warps in a way that depends on the number of pairs.
         if order == SumOrder::Fastest
             && let Some(tile) = FewTile::choose(device, columns, rows / 2)?
         {
