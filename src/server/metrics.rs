@@ -139,7 +139,7 @@ impl Metrics {
             prompt_tokens: make.counter("prompt_tokens_total", "Prompt tokens, including cached ones.")?,
             prompt_tokens_cached: make.counter("prompt_tokens_cached_total", "Prompt tokens found in the KV cache.")?,
             format_violations: make.counter("harmony_repairs_total", "Outputs that violate the chat format.")?,
-            joined_retries: make.counter("joined_retries_total", "Retries that received the answer to an earlier request.")?,
+            joined_retries: make.counter("joined_retries_total", "Retries that received the earlier answer.")?,
             first_token: make.histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_SECONDS)?,
             inter_token: make.histogram("inter_token_latency_seconds", "Time between tokens.", TOKEN_SECONDS)?,
             per_output_token: make.histogram(
