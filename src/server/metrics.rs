@@ -13,11 +13,11 @@ use prometheus::{
 use crate::engine::{EngineHandle, EngineStats};
 use crate::nn::kv_cache::BLOCK_TOKENS;
 
-/// The prefix of all names, and the prefix of the additional names for dashboards of vLLM.
+/// The prefix of all metric names, and the prefix of the additional names for vLLM dashboards.
 const PREFIX: &str = "inferno_";
 const VLLM_PREFIX: &str = "vllm:";
 
-/// The metrics that vLLM also has, without their prefix.
+/// The names, without a prefix, of the metrics that vLLM also has.
 const VLLM_NAMES: &[&str] = &[
     "cache_config_info",
     "e2e_request_latency_seconds",
@@ -49,7 +49,7 @@ const REQUEST_SECONDS: &[f64] =
     &[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0];
 const TOKENS: &[f64] = &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5];
 
-/// The values of labels that occur. Their counters exist from the start, so that the first increase is not missed.
+/// All label values in use. Their counters start at 0, so that Prometheus does not miss the first increase.
 const FINISH_REASONS: &[&str] = &["stop", "length", "tool_calls"];
 const REJECTION_REASONS: &[&str] = &["queue"];
 const STATUS_CODES: &[&str] =
@@ -78,30 +78,30 @@ pub struct Metrics {
     engine: EngineMetrics,
 }
 
-/// Returns one of the engine's counters.
+/// A function that returns one of the engine's counters.
 type ReadTotal = fn(&EngineStats) -> u64;
 
-/// Copies of the engine's own counters, updated when the metrics are read.
+/// Copies of the engine's counters and gauges, updated whenever the metrics are read.
 struct EngineMetrics {
     running: IntGauge,
     waiting: IntGauge,
     cache_usage: Gauge,
     cache_config: IntGaugeVec,
     totals: Vec<(IntCounter, ReadTotal)>,
-    /// Held during an update, so that two readers do not count an increase twice.
+    /// Locked during an update, so that two simultaneous readers do not count an increase twice.
     updating: Mutex<()>,
 }
 
 impl Metrics {
-    /// Creates the metrics of a server of the model named `model`.
+    /// Creates the metrics of a server. `model` is the name of the served model.
     pub fn new(model: &str, has_vllm_names: bool) -> Result<Self> {
         let labels = HashMap::from([("model_name".to_string(), model.to_string()), ("engine".into(), "0".into())]);
         let registry = Registry::new();
         let make = Maker { registry: &registry, labels };
         let total = |name, help, read: ReadTotal| Ok((make.counter(name, help)?, read));
         let engine = EngineMetrics {
-            running: make.gauge("num_requests_running", "Sequences that run.")?,
-            waiting: make.gauge("num_requests_waiting", "Sequences that wait to start.")?,
+            running: make.gauge("num_requests_running", "Running sequences.")?,
+            waiting: make.gauge("num_requests_waiting", "Waiting sequences.")?,
             cache_usage: {
                 let help = "Share of the KV cache's blocks in use, from 0 to 1.";
                 make.register(Gauge::with_opts(make.opts("kv_cache_usage_perc", help))?)?
@@ -112,13 +112,13 @@ impl Metrics {
             },
             totals: [
                 total("generation_tokens_total", "Generated tokens.", |stats| stats.generated_tokens),
-                total("num_preemptions_total", "Sequences that gave up their blocks.", |stats| stats.preemptions),
+                total("num_preemptions_total", "Preempted sequences.", |stats| stats.preemptions),
                 total("prefix_cache_queries_total", "Tokens looked up in the prefix cache.", |s| s.queried_tokens),
                 total("prefix_cache_hits_total", "Tokens found in the prefix cache.", |stats| stats.hit_tokens),
-                total("engine_steps_total", "Steps that the model ran.", |stats| stats.steps),
+                total("engine_steps_total", "Steps of the engine.", |stats| stats.steps),
                 total("canceled_sequences_total", "Sequences that clients canceled.", |stats| stats.canceled),
                 total("failed_sequences_total", "Sequences that ended with an error.", |stats| stats.failed),
-                total("tokens_after_cancel_total", "Tokens of steps that began after a cancellation.", |stats| {
+                total("tokens_after_cancel_total", "Tokens from steps that began after a cancellation.", |stats| {
                     stats.tokens_after_cancel
                 }),
             ]
@@ -138,8 +138,8 @@ impl Metrics {
             )?,
             prompt_tokens: make.counter("prompt_tokens_total", "Prompt tokens, including cached ones.")?,
             prompt_tokens_cached: make.counter("prompt_tokens_cached_total", "Prompt tokens found in the KV cache.")?,
-            format_violations: make.counter("harmony_repairs_total", "Violations of the chat format by the model.")?,
-            joined_retries: make.counter("joined_retries_total", "Retries that got the answer to the lost request.")?,
+            format_violations: make.counter("harmony_repairs_total", "Outputs that violate the chat format.")?,
+            joined_retries: make.counter("joined_retries_total", "Retries that received the earlier answer.")?,
             first_token: make.histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_SECONDS)?,
             inter_token: make.histogram("inter_token_latency_seconds", "Time between tokens.", TOKEN_SECONDS)?,
             per_output_token: make.histogram(

@@ -1,16 +1,16 @@
-//! An HTTP server with OpenAI's API.
+//! An HTTP server with the APIs of OpenAI, Anthropic and ollama.
 //!
-//! The server is a client of an [`EngineHandle`](crate::EngineHandle) and holds no model code. Every route is in one file
-//! or folder:
+//! The server is a client of an [`EngineHandle`](crate::EngineHandle) and contains no model code.
+//! Every route is in one file or folder:
 //!
 //! - `chat/`, `completions/`, `responses/`, `admission`, `records`, `models`, `tokenize`, `health`: the routes
-//! - `messages/`, `ollama/`: the routes of Anthropic's and ollama's API; `dialect`: their errors
+//! - `messages/`, `ollama/`: the routes of Anthropic's and ollama's APIs; `dialect`: the error formats of these APIs
 //! - `body`, `generate_options`, `constraint`: read request fields
 //! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
-//! - `retries`, `orphans`: join the retry of a request with its answer
-//! - `router`, `auth`, `log`, `listener`, `tls`, `write_limit`: everything around a route
-//! - `recorder`: keeps records of requests, from which their answers can be computed again
-//! - `page`: the chat in the browser, and its files in `page/`
+//! - `retries`, `orphans`: let the retry of a request receive the answer to the first attempt
+//! - `router`, `auth`, `log`, `listener`, `tls`, `write_limit`: routing, access, logging and connections
+//! - `recorder`: keeps records of requests, so that their answers can be reproduced
+//! - `page`: the chat page for browsers, with its files in `page/`
 //! - `state`, `options`, `limits`, `metrics`: shared state
 
 mod admission;

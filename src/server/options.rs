@@ -15,49 +15,49 @@ pub struct ServerOptions {
     pub api_keys: Vec<String>,
     /// The origins of web pages that may read responses. `*` allows every origin.
     pub cors_origins: Vec<String>,
-    /// Whether the server's own page may use it under any host name. Otherwise, only pages at a loopback address may.
-    /// A web page can give its own host name the server's address, so this is safe only if every client has access.
+    /// Whether the server's own chat page has access under any host name, not only under a loopback address.
+    /// Any web page can point its host name at the server's address, so this is safe only if every client has access.
     pub is_open: bool,
-    /// The most sequences that run at once.
+    /// The maximum number of sequences that run at once.
     pub max_sequences: usize,
-    /// The most sequences that wait while `max_sequences` run.
+    /// The maximum number of sequences that wait while `max_sequences` run.
     pub queue: usize,
     pub timeouts: Timeouts,
     /// The certificate and the private key. `None` serves plain HTTP.
     pub tls: Option<Arc<ServerConfig>>,
     pub record: RecordOptions,
-    /// Whether `/metrics` also contains the names that vLLM uses.
+    /// Whether `/metrics` also lists metrics under the names that vLLM uses.
     pub has_vllm_metrics: bool,
 }
 
-/// Which records of requests a server keeps.
+/// The options for the records of requests.
 #[derive(Clone, Debug, Default)]
 pub struct RecordOptions {
-    /// The most memory for the records of the last requests, in bytes. 0 keeps none.
+    /// The maximum memory for the records of the last requests, in bytes. If it is 0, no record stays in memory.
     pub memory_bytes: usize,
-    /// The folder to which all records are written.
+    /// The folder to which all records are written. `None` writes no records.
     pub folder: Option<PathBuf>,
-    /// The commit of the model, or a hash of the demo's files, to name in records.
+    /// The commit of the model, or a hash of the demo's files. Each record contains it.
     pub revision: Option<String>,
 }
 
 /// The time limits of a server.
 #[derive(Clone, Debug)]
 pub struct Timeouts {
-    /// The longest time to agree on TLS, to receive the headers of a request, or to wait for the next request of a connection.
+    /// The time limit for the TLS handshake, for the headers of a request, and for the next request on a connection.
     pub header: Duration,
-    /// The longest time to receive the body of a request.
+    /// The time limit for the body of a request to arrive.
     pub body: Duration,
-    /// The longest time that a request waits before its prefill starts.
+    /// The maximum time that a request waits before its prefill starts.
     pub queue: Duration,
-    /// The longest time in which a client may accept less than a few kilobytes of a response.
+    /// The time limit for a client to accept the next few kilobytes of a response.
     pub write: Duration,
-    /// The time between comments in a stream without events.
+    /// The time between keep-alive messages while a stream has no events.
     pub ping: Duration,
-    /// The time after the signal to shut down in which the server still accepts requests, but is no longer healthy.
-    /// Routers notice the latter and stop sending requests.
+    /// The time after the shutdown signal in which the server still accepts requests, but reports itself as unhealthy.
+    /// Routers see this state and stop sending requests.
     pub drain_delay: Duration,
-    /// The longest time that running requests may take once the server accepts no more.
+    /// The time limit for running requests once the server rejects new requests.
     pub drain: Duration,
 }
 

@@ -1,4 +1,4 @@
-//! Answers whose clients lost their connections, and may ask for them again.
+//! Answers whose clients lost the connection and may retry the request.
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -13,10 +13,10 @@ use tokio::task::{JoinError, JoinHandle};
 /// How long an answer waits for its client. OpenAI's clients try again after half a second.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// The hash of what a request and its retry have in common.
+/// A hash that is the same for a request and its retries.
 pub type RetryKey = [u8; 32];
 
-/// The answers without a client.
+/// The answers that have no client.
 #[derive(Default)]
 pub struct Orphans(Mutex<State>);
 
@@ -26,7 +26,7 @@ struct State {
     next: u64,
 }
 
-/// An answer, and the id of the request that asked for it first.
+/// An answer, and the id of the first request for this answer.
 struct Orphan {
     task: AnswerTask,
     request_id: String,
@@ -46,9 +46,9 @@ impl Orphans {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets an answer wait for its client. Cancels another answer to the same request that already waits.
+    /// Keeps an answer for its client until [`GRACE`] has passed. Cancels an older orphan with the same key.
     fn insert(self: &Arc<Self>, key: RetryKey, orphan: Orphan) {
-        // Without a runtime, the server has ended.
+        // If there is no runtime, the server has stopped.
         let Ok(runtime) = Handle::try_current() else { return };
         let mut state = self.lock();
         let number = state.next;
@@ -74,7 +74,7 @@ impl Orphans {
     }
 }
 
-/// A client that waits for an answer. If it is dropped before the answer is complete, the answer becomes an orphan.
+/// A client that waits for an answer. If the waiter is dropped too early, the answer becomes an orphan.
 pub struct Waiter {
     orphans: Arc<Orphans>,
     key: RetryKey,
@@ -82,7 +82,7 @@ pub struct Waiter {
 }
 
 impl Waiter {
-    /// Waits for an answer in a task of its own.
+    /// Computes an answer in its own task and waits for it.
     pub fn new(
         orphans: &Arc<Orphans>,
         key: RetryKey,
@@ -93,18 +93,18 @@ impl Waiter {
         Self { orphans: orphans.clone(), key, orphan: Some(Orphan { task, request_id }) }
     }
 
-    /// Waits for the answer that lost its client. Returns `None` if there is no such answer.
+    /// Waits for the orphan with this key. Returns `None` if there is no such orphan.
     pub fn adopt(orphans: &Arc<Orphans>, key: RetryKey) -> Option<Self> {
         let orphan = orphans.take(&key)?;
         Some(Self { orphans: orphans.clone(), key, orphan: Some(orphan) })
     }
 
-    /// Returns the id of the request that asked for the answer first.
+    /// Returns the id of the first request for this answer.
     pub fn request_id(&self) -> &str {
         self.orphan.as_ref().map_or("", |orphan| &orphan.request_id)
     }
 
-    /// Waits for the response. Fails if computing it panicked.
+    /// Waits for the response. Fails if the task of the answer panicked.
     pub async fn response(mut self) -> Result<Response, JoinError> {
         std::future::poll_fn(|context| self.poll(context)).await
     }

@@ -1,4 +1,4 @@
-//! The page at `/`: a chat in the browser, and a live view of the server. Its files are part of the binary.
+//! The page at `/`: a chat and a live view of the server. Its files are part of the binary.
 
 use std::sync::LazyLock;
 
@@ -19,7 +19,7 @@ const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; i
 /// The file at `/`.
 const INDEX: &str = "index.html";
 
-/// The name and the content of a file.
+/// The name and the content of a file of the page.
 type File = (&'static str, &'static str);
 
 macro_rules! file {
@@ -54,7 +54,7 @@ const FILES: [File; 22] = [
     file!("toast.js"),
 ];
 
-/// A version of all files. Browsers load the files again only if it changes.
+/// The common version of all files. Browsers reload the files only if the version changes.
 static VERSION: LazyLock<String> = LazyLock::new(|| {
     let all: String = FILES.iter().map(|(_, content)| *content).collect();
     let hash = digest(&SHA256, all.as_bytes());
@@ -70,7 +70,7 @@ pub fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
     FILES.into_iter().fold(Router::new(), route)
 }
 
-/// Returns whether a path belongs to the page. These paths are open to every client, because they contain no data.
+/// Returns whether a path belongs to the page. Every client may load these files, because they contain no user data.
 pub fn is_page(request_path: &str) -> bool {
     FILES.iter().any(|(name, _)| path(name) == request_path)
 }

@@ -1,7 +1,7 @@
-//! Records of the last requests, so that their answers can be computed again.
+//! Keeps records of the last requests, so that their answers can be reproduced.
 //!
-//! Records contain prompts and answers. The recorder keeps them in memory, and writes them to a folder only if the options
-//! name one. A client can read only its own records.
+//! Records contain prompts and answers. The recorder keeps them in memory, and also writes them to a folder if the
+//! options contain a folder. A client can read only its own records.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -18,19 +18,19 @@ use super::options::RecordOptions;
 use crate::engine::Record;
 use crate::files;
 
-/// The most records that wait to be written.
+/// The maximum number of records that wait to be written.
 const MAX_WAITING: usize = 256;
 
 /// Keeps the last records.
 pub struct Recorder {
-    /// The most memory for records, in bytes.
+    /// The maximum memory for records, in bytes.
     limit: usize,
     ring: Mutex<Ring>,
     /// Writes records to the folder. `None` without a folder, and after [`finish`](Self::finish).
     writer: Mutex<Option<Writer>>,
 }
 
-/// The last records, the oldest first.
+/// The last records, oldest first.
 #[derive(Default)]
 struct Ring {
     entries: VecDeque<Entry>,
@@ -60,7 +60,7 @@ impl Recorder {
         self.limit > 0 || lock(&self.writer).is_some()
     }
 
-    /// Adds a record. Drops the oldest ones if the memory is full.
+    /// Adds a record. Drops the oldest records if the memory limit is exceeded.
     pub fn add(&self, client: Client, record: Record) {
         let record = Arc::new(record);
         if let Some(writer) = &*lock(&self.writer)
@@ -82,19 +82,19 @@ impl Recorder {
         }
     }
 
-    /// Returns the newest record of a client with an id.
+    /// Returns the newest record of a client with the given request id.
     pub fn get(&self, client: Client, id: &str) -> Option<Arc<Record>> {
         let ring = lock(&self.ring);
         let entry = ring.entries.iter().rev().find(|entry| entry.client == client && entry.record.id == id);
         entry.map(|entry| entry.record.clone())
     }
 
-    /// Writes all waiting records to the folder. Later ones are not written.
+    /// Writes all waiting records to the folder. Records that are added later are not written.
     pub fn finish(&self) {
         let writer = lock(&self.writer).take();
         if let Some(Writer { records, thread }) = writer {
             drop(records);
-            // A panic of the thread was already printed.
+            // If the thread panicked, the message is already printed.
             let _ = thread.join();
         }
     }
@@ -126,7 +126,7 @@ fn write(folder: &Path, record: &Record) -> Result<()> {
     let json = serde_json::to_vec(record)?;
     let name = file_name(&record.id);
     let mut file = match files::create_private(&folder.join(format!("{name}.json"))) {
-        // A client may use an id twice.
+        // A client may use the same request id twice.
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
             files::create_private(&folder.join(format!("{}.json", ids::new(&format!("{name}-")))))
         }
@@ -135,7 +135,7 @@ fn write(folder: &Path, record: &Record) -> Result<()> {
     Ok(file.write_all(&json)?)
 }
 
-/// Returns a request id without characters that have a meaning in file names.
+/// Returns a request id as a file name. Characters with a special meaning in file names become `_`.
 fn file_name(id: &str) -> String {
     let is_safe = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     let name: String = id.chars().map(|c| if is_safe(c) { c } else { '_' }).collect();

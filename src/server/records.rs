@@ -11,14 +11,14 @@ use super::body::json_response;
 use super::error::ApiError;
 use super::state::Server;
 
-/// Returns the record of a request of the same client.
+/// Returns the record of a request. A client can read only the records of its own requests.
 pub async fn get(
     State(server): State<Arc<Server>>,
     Extension(client): Extension<Client>,
     Path(id): Path<String>,
 ) -> Result<Response, ApiError> {
     if server.options.is_open {
-        // All clients count as one, so each of them could read the prompts of the others.
+        // Without authentication, all clients count as one, so each client could read the prompts of all others.
         return Err(ApiError::forbidden("a server with --no-auth shows no records: use --record FOLDER"));
     }
     match server.recorder.get(client, &id) {

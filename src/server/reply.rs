@@ -12,23 +12,23 @@ use super::generation::Answers;
 use super::ids;
 use super::state::Server;
 
-/// The response header that names the request fields without effect.
+/// The response header that lists the request fields that have no effect.
 const IGNORED: HeaderName = HeaderName::from_static("x-inferno-ignored");
 
-/// The request header that makes such fields an error.
+/// The request header that makes fields without effect an error.
 const STRICT: &str = "x-inferno-strict";
 
 /// The request header that makes the answer independent of other requests, like the field `deterministic`.
 const DETERMINISTIC: &str = "x-inferno-deterministic";
 
-/// Identifies the version that computed an answer.
+/// The version and the commit of inferno that computed an answer.
 const FINGERPRINT: &str = concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", env!("INFERNO_COMMIT"));
 
-/// The same for an answer that does not depend on other requests.
+/// The fingerprint of an answer that does not depend on other requests.
 const DETERMINISTIC_FINGERPRINT: &str =
     concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", env!("INFERNO_COMMIT"), "-deterministic");
 
-/// The fields that all chunks of a stream share with each other and with a whole response.
+/// The first fields of a whole response, and of each event of a stream.
 #[derive(Serialize)]
 pub struct ReplyHeader {
     id: String,
@@ -39,7 +39,7 @@ pub struct ReplyHeader {
 }
 
 impl ReplyHeader {
-    /// Creates the header of a response with `answers`, whose id starts with `prefix`.
+    /// Creates the header of a response. The id of the response starts with `prefix`.
     pub fn new(server: &Server, answers: &Answers, prefix: &str, object: &'static str) -> Self {
         Self {
             id: ids::new(prefix),
@@ -65,7 +65,7 @@ pub fn is_deterministic(headers: &HeaderMap) -> bool {
     headers.get(DETERMINISTIC).is_some_and(|value| value == "1")
 }
 
-/// Names the ignored fields in the response.
+/// Lists the ignored fields in a header of the response.
 pub fn with_ignored(mut response: Response, ignored: &[String]) -> Response {
     // Field names come from the client and can contain any character.
     let is_safe = |c: char| c.is_ascii_graphic() && c != ',' || c == ' ';

@@ -1,10 +1,11 @@
-//! Joins a retry with the answer to the request whose connection was lost.
+//! Lets the retry of a request receive the answer to the first attempt.
 //!
-//! Clients such as OpenAI's send a request again if its connection breaks. The answer to some requests is therefore not
-//! canceled at once: it goes on for a short time, and a retry with the same body and key gets it. This applies only to
-//! requests with an idempotency key, and to retries: a count in `x-stainless-retry-count` other than 0. First requests of
-//! OpenAI's clients have the count 0 and are canceled at once, because most of these clients do not come back.
-//! A stream ends with its connection, because clients do not retry one that has begun.
+//! Clients such as OpenAI's send a request again if the connection breaks. For some requests, the server therefore
+//! keeps the answer running for a short time, and a retry with the same body and key receives this answer.
+//! This applies only to requests with an idempotency key, and to requests whose header `x-stainless-retry-count`
+//! is not 0. First requests of OpenAI's clients have the count 0. The server cancels their answers at once,
+//! because most of these clients do not come back.
+//! A stream ends with its connection, because clients do not retry a stream that has begun.
 
 use std::sync::Arc;
 
@@ -22,19 +23,19 @@ use super::log::RequestLog;
 use super::orphans::{RetryKey, Waiter};
 use super::state::Server;
 
-/// The header in which OpenAI's clients send the number of the retry, which is 0 in the first request.
+/// The request header with the retry count of OpenAI's clients. The count is 0 in the first request.
 const RETRY_COUNT: &str = "x-stainless-retry-count";
 
-/// The header that identifies a request and its retries.
+/// The request header with a key that is the same in a request and its retries.
 const IDEMPOTENCY_KEY: &str = "idempotency-key";
 
 /// The request headers that change the answer.
 const OPTIONS: [&str; 2] = ["x-inferno-strict", "x-inferno-deterministic"];
 
-/// The response header with the id of the request that asked for the answer first.
+/// The response header with the id of the first request for the answer.
 const JOINED: HeaderName = HeaderName::from_static("x-inferno-joined");
 
-/// Runs a request, or joins it with the answer that an earlier one left.
+/// Runs a request, or waits for the answer to an earlier attempt.
 pub async fn join(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response {
     let headers = request.headers();
     let (count, idempotency_key) = (headers.get(RETRY_COUNT), headers.get(IDEMPOTENCY_KEY));
@@ -65,7 +66,7 @@ pub async fn join(State(server): State<Arc<Server>>, request: Request, next: Nex
     response
 }
 
-/// Returns the hash of what a request and its retry have in common.
+/// Returns a hash that is the same for a request and its retries.
 fn key(client: Client, path: &str, headers: &HeaderMap, body: &[u8]) -> RetryKey {
     let mut hash = Context::new(&SHA256);
     let options = OPTIONS.iter().chain([&IDEMPOTENCY_KEY]);

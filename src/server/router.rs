@@ -1,4 +1,4 @@
-//! The routes, and what happens before and after each of them.
+//! The routes, and the code that runs before and after each route.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ use super::{
 /// The header that identifies a request in logs. Clients may choose the id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// The maximum length of a request id that a client chose.
+/// The maximum length of a request id that a client chose, in bytes.
 const MAX_ID_LENGTH: usize = 128;
 
 /// Creates the routes of a server.
@@ -73,7 +73,7 @@ pub fn router(server: &Arc<Server>) -> Router {
     routes.layer(middleware::from_fn_with_state(server.clone(), log_request)).with_state(server.clone())
 }
 
-/// Lets web pages of some origins read responses.
+/// Lets web pages from the given origins read responses.
 fn cors(origins: &[String]) -> CorsLayer {
     let origin = match origins.iter().any(|origin| origin == "*") {
         true => AllowOrigin::any(),
@@ -82,7 +82,7 @@ fn cors(origins: &[String]) -> CorsLayer {
     CorsLayer::new()
         .allow_origin(origin)
         .allow_methods([Method::GET, Method::POST, Method::DELETE])
-        // Browsers do not count `Authorization` as part of `*`.
+        // In browsers, the wildcard `*` does not include `Authorization`.
         .allow_headers(AllowHeaders::mirror_request())
         .expose_headers([REQUEST_ID, HeaderName::from_static("x-inferno-ignored")])
 }
@@ -117,7 +117,7 @@ async fn log_request(State(server): State<Arc<Server>>, mut request: Request, ne
     response
 }
 
-/// Returns the id that the client chose, or a new one.
+/// Returns the id that the client chose, or a new id.
 fn request_id(headers: &HeaderMap) -> String {
     let chosen = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok());
     let is_valid = |id: &&str| (1..=MAX_ID_LENGTH).contains(&id.len()) && id.chars().all(|c| c.is_ascii_graphic());

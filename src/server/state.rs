@@ -14,7 +14,7 @@ use super::orphans::Orphans;
 use super::recorder::Recorder;
 use crate::engine::EngineHandle;
 
-/// The longest step of a healthy engine.
+/// The maximum duration of a step. If a step takes longer, the engine counts as stuck.
 const MAX_STEP: Duration = Duration::from_secs(60);
 
 /// A server: its options, its model and the requests in progress.
@@ -31,7 +31,7 @@ pub struct Server {
     pub created: u64,
 }
 
-/// What a server does with requests.
+/// The phases of a server, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Phase {
     Serving,
@@ -59,7 +59,7 @@ impl Server {
         }))
     }
 
-    /// Starts to accept requests for a loaded model. Later calls have no effect.
+    /// Sets the loaded model, so that the server accepts requests. Later calls have no effect.
     pub fn set_model(&self, engine: EngineHandle) {
         let _ = self.model.set(engine);
     }
@@ -102,7 +102,7 @@ impl Server {
         self.enter(Phase::Leaving);
     }
 
-    /// Writes the records that wait to be written.
+    /// Writes all records that are still waiting to be written.
     pub fn finish_records(&self) {
         self.recorder.finish();
     }
@@ -125,7 +125,7 @@ impl Server {
     pub fn ending(&self) -> impl Future<Output = ()> + Send + use<> {
         let mut phase = self.phase.subscribe();
         async move {
-            // Fails only if the server is gone, which also ends its requests.
+            // This fails only if the server no longer exists. Its requests have then ended, too.
             let _ = phase.wait_for(|phase| *phase == Phase::Ending).await;
         }
     }

@@ -121,7 +121,7 @@ fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
 }
 
-/// Returns true if `path` names a single-file GGUF model or the first part of a split one. Excludes vision projectors.
+/// Returns true if `path` names a single-file GGUF model or the first part of a split model, but no vision projector.
 pub fn is_model_name(path: &str) -> bool {
     let file = path.rsplit('/').next().unwrap_or(path);
     let is_first = PartName::parse(file).is_none_or(|part| part.number == 1);

@@ -12,7 +12,7 @@ use crate::chat::{Channel, Delta};
 
 /// The minimum pause after a frame (one update of the screen). Pieces that arrive during the pause are drawn together.
 const MIN_FRAME: Duration = Duration::from_millis(12);
-/// The pause after a frame as a multiple of its drawing time, before clamping to `MIN_FRAME` and `MAX_FRAME`.
+/// The pause after a frame, as a multiple of the frame's drawing time. It is clamped to `MIN_FRAME` and `MAX_FRAME`.
 const REST_FACTOR: u32 = 100;
 /// The maximum pause after a frame. It keeps the output smooth on slow terminals.
 const MAX_FRAME: Duration = Duration::from_millis(80);

@@ -41,7 +41,7 @@ struct Bpe {
     vocab: Vocab,
 }
 
-/// The merges of a tokenizer.json. A second thread parses the merges, because they are half of the work.
+/// The merges of a tokenizer.json. A second thread parses the merges, because they take half of the parsing time.
 #[derive(Deserialize)]
 struct MergesFile {
     model: Merges,

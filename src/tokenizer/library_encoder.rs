@@ -14,7 +14,7 @@ const UNKNOWN: &str = "\u{FDD0}";
 
 /// An encoder that calls the `tokenizers` library in this process.
 pub struct LibraryEncoder {
-    /// Behind a mutex, because each call changes a setting of the tokenizer: how it treats control tokens.
+    /// Protected by a mutex, because each call changes how the tokenizer treats control tokens.
     tokenizer: Mutex<tokenizers::Tokenizer>,
     /// The ids of all control tokens except the unknown token, sorted.
     control_ids: Vec<u32>,

@@ -29,7 +29,7 @@ pub struct ControlToken {
 
 /// The tokens of a vocabulary by id, its control tokens and its decoder.
 ///
-/// Decoding takes time and memory proportional to the text. Tokens and decoders that could take more are rejected.
+/// Decoding takes time and memory proportional to the text. Tokens and decoders that could exceed this are rejected.
 pub struct TokenTable {
     /// All tokens, concatenated in the order of their ids.
     text: String,
@@ -214,7 +214,7 @@ impl TokenTable {
 
 /// Returns the byte that a character of a byte-level vocabulary stands for, or the UTF-8 bytes of any other character.
 ///
-/// GPT-2 spells printable bytes as themselves, and all others as the characters from U+0100, in order.
+/// GPT-2 spells printable bytes as themselves, and all other bytes as the characters from U+0100, in order.
 fn bytes_of_char(character: char) -> Vec<u8> {
     let is_printable = |byte: &u8| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     let code = character as usize;

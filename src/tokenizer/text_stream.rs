@@ -12,7 +12,7 @@ pub struct TextStream {
     emitted: usize,
 }
 
-/// The number of ids after which an incomplete character is returned as U+FFFD. Valid characters need fewer.
+/// The number of ids after which an incomplete character is returned as U+FFFD. A valid character needs fewer ids.
 const MAX_HELD_IDS: usize = 8;
 
 impl TextStream {
@@ -41,7 +41,7 @@ impl TextStream {
     }
 
     fn take(&mut self, tokenizer: &Tokenizer, force: bool) -> Result<String> {
-        // Decode with left context. In SentencePiece vocabularies, the space before a word depends on it.
+        // Decode with left context. In SentencePiece vocabularies, the space before a word depends on this context.
         let emitted = tokenizer.decode(&self.ids[..self.emitted])?;
         let text = tokenizer.decode(&self.ids)?;
         if !force && text.ends_with('\u{FFFD}') {

@@ -193,7 +193,8 @@ impl Inventory {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }
 
-    /// Returns the size in memory of the weights that every rank holds as a whole: embeddings, norms, routers and biases.
+    /// Returns the size in memory, in bytes, of the weights that every rank holds whole:
+    /// embeddings, norms, routers and biases.
     pub fn whole_bytes(&self, dtype: DType) -> u64 {
         let is_whole = |tensor: &&InventoryTensor| {
             tensor.format == MemoryFormat::F32 || ["embedding", "norms", "other"].contains(&tensor.group())

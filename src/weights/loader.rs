@@ -140,24 +140,26 @@ impl<'c> Weights<'c> {
         &self.world
     }
 
-    /// Returns weights that load only these of the `total` rows of each tensor. Callers give the shape of the part.
+    /// Returns weights that load only the rows in `ranges` of each tensor. The file has `total` rows.
+    /// Loading functions then expect the shape of the part.
     pub fn rows(&self, ranges: impl Into<Vec<Range<usize>>>, total: usize) -> Self {
         self.part(Axis::Rows, ranges.into(), total)
     }
 
-    /// Returns weights that load only these of the `total` columns of each matrix, and whole biases.
-    /// Callers give the shape of the part.
+    /// Returns weights that load only the columns in `range` of each matrix, and whole biases.
+    /// The file has `total` columns. Loading functions then expect the shape of the part.
     pub fn columns(&self, range: Range<usize>, total: usize) -> Self {
         self.part(Axis::Columns, vec![range], total)
     }
 
     fn part(&self, axis: Axis, ranges: Vec<Range<usize>>, total: usize) -> Self {
-        // A rank that is alone loads whole tensors, which may be read ahead.
+        // A single rank loads whole tensors, which may be read ahead.
         let part = Part { axis, ranges, total };
         Self { part: (self.world.size() > 1).then_some(part), ..self.clone() }
     }
 
-    /// Returns the ranges to load of a tensor whose rows and columns are these dimensions.
+    /// Returns the ranges of a tensor to load, or `None` for the whole tensor.
+    /// `rows` and `columns` are the indices of these two dimensions.
     pub(super) fn slice(&self, rows: Option<usize>, columns: Option<usize>) -> Option<Slice> {
         self.part.as_ref()?.slice(rows, columns)
     }
@@ -208,7 +210,7 @@ impl<'c> Weights<'c> {
         self.float_slice(name, &[rows], dtype, self.slice(Some(0), None))
     }
 
-    /// Loads one vector for each of several stacked matrices in the compute dtype: `[matrices, rows]`.
+    /// Loads the vectors of stacked matrices in the compute dtype, with shape `[matrices, rows]`.
     pub fn stacked_vectors(&self, name: &str, matrices: usize, rows: usize) -> Result<Tensor> {
         self.float_slice(name, &[matrices, rows], self.dtype, self.slice(Some(1), None))
     }
@@ -304,8 +306,8 @@ impl<'c> Weights<'c> {
         Ok(info)
     }
 
-    /// Loads a tensor, or the part of it that `slice` selects, in its stored dtype. `device` is the device of these
-    /// weights or the host. `shape` is the shape of the result.
+    /// Loads a tensor, or the part of it that `slice` selects, in its stored dtype. `shape` is the shape of the result.
+    /// `device` is the device of these weights, or the host.
     fn load(&self, name: &str, shape: &[usize], slice: Option<Slice>, device: &Device) -> Result<Tensor> {
         let cannot = || format!("cannot load tensor {name}");
         if let Checkpoint::Gguf(model) = self.checkpoint {

@@ -73,8 +73,8 @@ impl<'c> Weights<'c> {
         }
     }
 
-    /// Loads a matrix `[rows, columns]` that checkpoints store as `[columns, rows]`. Quantized matrices in GGUF files are
-    /// stored as `[rows, columns]`.
+    /// Loads a matrix `[rows, columns]` that checkpoints store as `[columns, rows]`.
+    /// Quantized matrices in GGUF files are stored as `[rows, columns]`.
     pub fn transposed(&self, name: &str, rows: usize, columns: usize) -> Result<Matrix> {
         if matches!(self.checkpoint, Checkpoint::Gguf(_))
             && rows * columns > 0
@@ -87,8 +87,8 @@ impl<'c> Weights<'c> {
         Ok(Matrix::Dense(stored.t()?.contiguous()?))
     }
 
-    /// Returns the number of columns of a matrix that its memory format cannot divide: 1 for floats, and a block for
-    /// quantized matrices. `columns` is the number of columns of the whole matrix.
+    /// Returns the unit in which the columns of a matrix can be divided: 1 for floats, and more for quantized matrices.
+    /// `columns` is the number of columns of the whole matrix.
     pub fn column_unit(&self, name: &str, columns: usize) -> Result<usize> {
         let name = self.full_name(name);
         let format = match (self.checkpoint, self.quantize) {
@@ -140,7 +140,7 @@ impl<'c> Weights<'c> {
                 (found, _) => found,
             },
             Checkpoint::Safetensors(checkpoint) => match self.quantize {
-                // Only quantized matrices have a scale. Embeddings and the modules in `ignore` have none.
+                // Only quantized matrices have a scale. Embeddings and the modules in `ignore` have no scale.
                 _ if checkpoint.info(&format!("{name}_scale")).is_some() => {
                     Some(self.compressed(checkpoint, &name, [rows, columns])?)
                 }

@@ -18,7 +18,7 @@ pub(super) struct Part {
     pub total: usize,
 }
 
-/// A dimension of a matrix `[rows, columns]`, the outputs and the inputs of a linear layer.
+/// A dimension of a matrix `[rows, columns]`. Rows are the outputs of a linear layer, and columns are its inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Axis {
     Rows,
@@ -26,15 +26,15 @@ pub(super) enum Axis {
 }
 
 impl Part {
-    /// Returns this part as ranges of a tensor whose rows and columns are these dimensions.
-    /// Returns `None` if the tensor does not have the divided dimension: it is then loaded as a whole.
+    /// Returns the ranges of a tensor to load. `rows` and `columns` are the indices of these two dimensions.
+    /// Returns `None` if the tensor does not have the divided dimension. Such a tensor is loaded whole.
     pub fn slice(&self, rows: Option<usize>, columns: Option<usize>) -> Option<Slice> {
         let dim = if self.axis == Axis::Rows { rows? } else { columns? };
         Some(Slice { dim, ranges: self.ranges.clone(), total: self.total })
     }
 }
 
-/// Ranges of a tensor in one dimension.
+/// Ranges in one dimension of a tensor.
 #[derive(Clone, Debug)]
 pub(super) struct Slice {
     pub dim: usize,
@@ -75,7 +75,7 @@ impl Slice {
         let mut part = Vec::new();
         for index in 0..outer {
             let start = index * self.total * inner;
-            // If the ranges are short, as those of columns, reading everything once is faster than many short reads.
+            // If a single row or column is short, one read of the whole dimension is faster than many short reads.
             if inner < MIN_READ_BYTES {
                 let all = bytes.read_range(start, self.total * inner)?;
                 self.ranges.iter().for_each(|range| part.extend(&all[range.start * inner..range.end * inner]));
@@ -95,7 +95,7 @@ impl Slice {
     }
 }
 
-/// Ranges of fewer bytes than this are read together with the bytes between them.
+/// If one row or column of a slice has fewer bytes than this, the whole dimension is read at once.
 const MIN_READ_BYTES: usize = 4096;
 
 impl StoredBytes<'_> {

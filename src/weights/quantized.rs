@@ -101,7 +101,7 @@ pub fn format(ggml_type: GgmlType) -> Option<WeightFormat> {
     })
 }
 
-/// The index of the scales among the planes of a matrix.
+/// The index of the plane with the scales.
 const SCALES_PLANE: usize = 2;
 
 /// The rows of one matrix before they are packed.
@@ -180,7 +180,7 @@ impl<'c> MatrixRows<'c> {
             let mut bytes = whole.map(|bytes| vec![0; bytes]);
             write(row, buffer, bytes.each_mut().map(Vec::as_mut_slice))?;
             for (index, (plane, bytes)) in planes.into_iter().zip(&bytes).enumerate() {
-                // A scale of a whole row is also the scale of its columns.
+                // The scale of a row applies to each of its columns.
                 let start = if index == SCALES_PLANE && has_row_scales { 0 } else { before[index] };
                 plane.copy_from_slice(&bytes[start..start + plane.len()]);
             }

@@ -2,7 +2,7 @@
 //!
 //! Each thread takes the next piece of a tensor, reads it into a staging buffer, and queues the copy to the device.
 //! The threads read the tensors in the order of the list passed to [`ReadAhead::start`].
-//! If [`ReadAhead::take`] needs a tensor whose read has not started, that tensor goes first, even if it exceeds the
+//! If [`ReadAhead::take`] needs a tensor whose read has not started, that tensor is read next, even if it exceeds the
 //! read-ahead limit. `take` therefore never waits forever.
 //! It returns once all copies of its tensor are queued, which may be before they complete.
 
@@ -20,7 +20,7 @@ use crate::kernels::upload::Target;
 /// One tensor to read.
 pub struct ReadRequest {
     pub name: String,
-    /// The byte ranges of the tensor in order, none of them empty. A stacked tensor has one range per matrix.
+    /// The byte ranges of the tensor, in order. No range is empty. A stacked tensor has one range per matrix.
     pub ranges: Vec<ByteRange>,
     pub retention: Retention,
 }

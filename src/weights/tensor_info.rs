@@ -51,7 +51,7 @@ impl TensorInfo {
 }
 
 /// Returns the number of parameters in a tensor. This is usually its number of elements.
-/// Packed MXFP4 blocks have two parameters per byte. MXFP4 scales and `weight_shape` have none.
+/// Packed MXFP4 blocks have two parameters per byte. MXFP4 scales and `weight_shape` have no parameters.
 pub(super) fn parameter_count(name: &str, is_bytes: bool, elements: u64) -> u64 {
     match is_bytes {
         true if name.ends_with("_blocks") => elements.saturating_mul(2),

@@ -44,7 +44,7 @@ impl Request {
 
 #[derive(Serialize, Deserialize)]
 pub enum Response {
-    /// The body has all tokens of the vocabulary.
+    /// The body contains all tokens of the vocabulary.
     Loaded(Box<Loaded>),
     /// The token ids are in the body.
     Encoded,

@@ -177,7 +177,7 @@ fn build(case: &str) -> Decoder {
 }
 
 /// The sizes come from tests/golden/*/config.json. Weights in bf16 take 2 bytes per value.
-/// Norms, attention biases, sinks and the router are f32 and take 4.
+/// Norms, attention biases, sinks and the router are f32 and take 4 bytes per value.
 #[test]
 fn step_bytes_match_a_count_by_hand() {
     // gpt_oss: vocabulary 113, hidden size 64, expert size 96, 10 heads, 2 KV heads, head dim 16, 4 of 7 experts.

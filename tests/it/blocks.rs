@@ -1,4 +1,4 @@
-//! Property tests of the block manager: random operations, checked against a model of what every block contains.
+//! Property tests of the block manager: random operations, checked against a model of the contents of every block.
 
 use std::collections::HashSet;
 
@@ -7,7 +7,7 @@ use inferno::nn::kv_cache::BLOCK_TOKENS;
 
 use crate::support::Random;
 
-/// What a step writes at one position: the index of the KV cache group, and a digest of all tokens up to the position.
+/// The entry that a step writes at one position: the index of the KV cache group, and a digest of the tokens so far.
 type Entry = (usize, u64);
 
 /// A block manager, and a model of the KV cache that it manages.
@@ -43,7 +43,7 @@ struct Sequence {
     tokens: Vec<u32>,
     /// The sequence may write positions below this one.
     granted: usize,
-    /// The most tokens that `grow` has made room for in one step so far.
+    /// The maximum number of tokens for which `grow` has made room in one step so far.
     chunk: usize,
     /// The index of the text that the next tokens are taken from.
     text: usize,
@@ -399,7 +399,7 @@ fn blocks_without_content_are_taken_before_cached_ones() {
         manager.release(blocks);
     }
     assert_eq!(manager.stats().evicted, 0, "60 of 100 blocks have content");
-    assert_eq!(hit(&mut manager, &first[..500]), 448, "blocks behind the window are still cached, too");
+    assert_eq!(hit(&mut manager, &first[..500]), 448, "blocks before the window are still cached, too");
     assert_eq!(hit(&mut manager, &second), 960);
 }
 
@@ -418,7 +418,7 @@ fn the_tail_of_the_sequence_that_was_released_first_is_evicted_first() {
         assert_eq!(manager.stats().evicted as usize, 2 * groups);
         assert_eq!(hit(&mut manager, &first), 3 * BLOCK_TOKENS, "{groups} groups");
         assert_eq!(hit(&mut manager, &second), 5 * BLOCK_TOKENS);
-        // Release the third text, then look up the first two. The third is then the least recently used.
+        // Release the third text, then look up the first two. The third text is then the least recently used.
         manager.release(third);
         hit(&mut manager, &first);
         hit(&mut manager, &second);
@@ -445,7 +445,7 @@ fn windows_before_checkpoints_and_prompt_ends_survive_longer() {
             .map(|(position, end)| end / BLOCK_TOKENS - first(position))
             .iter()
             .sum();
-        // Evict all others.
+        // Evict all other blocks.
         let mut running = Vec::new();
         while manager.stats().evicted < (4000 / BLOCK_TOKENS - kept) as u64 {
             running.push(compute(&mut manager, &tokens(2 + running.len() as u32, BLOCK_TOKENS), BLOCK_TOKENS));
@@ -510,7 +510,7 @@ fn demand_is_enough_to_reach_the_predicted_length() {
             manager.commit(&mut blocks, &text[..end]);
             assert!(manager.demand(&blocks, len, chunk) + free <= before + manager.free());
         }
-        assert!(taken <= demand, "{taken} blocks were taken, {demand} predicted");
+        assert!(taken <= demand, "{taken} blocks were taken, but {demand} were predicted");
         manager.release(blocks);
         manager.release(other);
         assert_eq!(manager.stats().used, 0);

@@ -1,7 +1,7 @@
 //! `POST /v1/messages` and `POST /v1/messages/count_tokens`, the routes of Anthropic's API.
 //!
-//! A request becomes a conversation for the engine, as in a chat completion. The pieces of the answer become content
-//! blocks.
+//! A request becomes a conversation for the engine, as in a chat completion.
+//! The pieces of the answer become content blocks.
 //!
 //! Source: Anthropic's API reference, "Messages", and the types of the package `anthropic` 2.12.0 (PyPI).
 
@@ -34,7 +34,7 @@ use events::{Event, EventSink, NoEvents};
 use object::{MessageObject, StopDelta};
 use request::MessagesRequest;
 
-/// Answers a conversation.
+/// Handles `POST /v1/messages`: answers a conversation.
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
@@ -88,7 +88,7 @@ struct TokenCount {
     input_tokens: usize,
 }
 
-/// Counts the tokens of a prompt. The body is that of a request for an answer.
+/// Counts the tokens of a prompt. The request has the same body as a request for a message.
 pub async fn count_tokens(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
     let engine = server.model()?.clone();
     let headers = request.headers().clone();
@@ -108,7 +108,7 @@ struct Progress {
 }
 
 impl Progress {
-    /// Adds the pieces of an event.
+    /// Adds pieces of the answer to the message.
     fn push(&mut self, pieces: Pieces, answers: &Answers, events: &mut impl EventSink) {
         for piece in pieces.pieces {
             self.content.push(piece, events);
@@ -120,7 +120,7 @@ impl Progress {
     }
 }
 
-/// Returns why an answer ended.
+/// Returns the reason why an answer ended.
 fn stop(finish: Finish, answers: &Answers) -> StopDelta {
     let summary = answers.summary(0);
     let is_context_full = summary.is_some_and(|summary| summary.context_used >= summary.context);
@@ -161,7 +161,7 @@ impl EventWriter for MessageWriter {
         out.push_named("error", &MessagesError::new(error, &self.request_id));
     }
 
-    /// The last event of the API has a name, so no marker follows.
+    /// Sends nothing: the event `message_stop` already marks the end of the stream.
     fn end(&mut self, _out: &mut EventBuffer) {}
 
     fn keep_alive(&mut self, out: &mut EventBuffer) {

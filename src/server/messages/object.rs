@@ -1,4 +1,4 @@
-//! The message of a response.
+//! The message object of a response.
 
 use serde::Serialize;
 
@@ -19,8 +19,8 @@ pub struct MessageObject {
     pub usage: MessagesUsage,
 }
 
-/// The token counts of a response. Unlike in OpenAI's API, `input_tokens` leaves out the cached tokens.
-/// Fields of type `()` are required in Anthropic's API, and null because inferno has no value for them.
+/// The token counts of a response. Unlike in OpenAI's API, `input_tokens` excludes cached tokens.
+/// Anthropic's API requires the fields of type `()`. They are null, because inferno has no values for them.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct MessagesUsage {
     input_tokens: usize,
@@ -56,7 +56,8 @@ impl From<Usage> for MessagesUsage {
     }
 }
 
-/// Why a message ended. All fields are null while it is in progress. Those of type `()` always are.
+/// The reason why a message ended. All fields are null while the message is in progress.
+/// Fields of type `()` are always null.
 #[derive(Default, Serialize)]
 pub struct StopDelta {
     pub stop_reason: Option<&'static str>,

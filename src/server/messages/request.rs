@@ -12,15 +12,15 @@ use crate::server::error::ApiError;
 use crate::server::generate_options;
 use crate::server::state::Server;
 
-/// The most stop sequences, and the maximum size of one in bytes.
+/// The maximum number of stop sequences, and the maximum size of a stop sequence in bytes.
 const MAX_STOPS: usize = 16;
 const MAX_STOP_BYTES: usize = 1024;
 
-/// The largest thinking budgets, in tokens, that count as low and medium effort.
+/// The largest thinking budgets, in tokens, that mean low effort and medium effort.
 const LOW_BUDGET: i64 = 4096;
 const MEDIUM_BUDGET: i64 = 16384;
 
-/// Fields of other APIs and services that would change the output, with the values that have no effect and a hint.
+/// Unsupported fields that would change the output: name, the value that is accepted, and a hint for the error message.
 const REFUSED: &[(&str, &str, &str)] = &[
     ("container", "null", ""),
     ("context_management", "null", "inferno never shortens a conversation"),
@@ -38,12 +38,12 @@ const REFUSED: &[(&str, &str, &str)] = &[
 pub struct MessagesRequest {
     pub messages: Vec<Message>,
     pub render: RenderOptions,
-    /// The options, without a limit on tokens.
+    /// The options. `max_tokens` is not set.
     pub options: GenerateOptions,
     pub shows_thinking: bool,
     pub can_call_in_parallel: bool,
     pub is_stream: bool,
-    /// Fields of the request without effect.
+    /// The names of request fields that have no effect.
     pub ignored: Vec<String>,
 }
 
@@ -88,7 +88,7 @@ impl MessagesRequest {
 
 /// Reads `tools` and `tool_choice`. Also returns whether the model may call several tools at once.
 ///
-/// Tools that the service would run, or whose schema only the service knows, are left out and named as ignored.
+/// Skips tools that Anthropic's service runs or whose schema only the service knows, and reports them as ignored.
 fn read_tools(fields: &mut Fields) -> Result<(Tools, bool), ApiError> {
     let items = fields.take_array("tools")?.unwrap_or_default();
     if items.len() > MAX_TOOLS {
@@ -129,7 +129,7 @@ fn read_tools(fields: &mut Fields) -> Result<(Tools, bool), ApiError> {
     Ok((Tools::new(fields, functions, choice)?, can_call_in_parallel))
 }
 
-/// Reads `thinking`. Returns the effort that its budget stands for, and whether the answer contains the thinking.
+/// Reads `thinking`. Returns the reasoning effort for its budget, and whether the answer contains the thinking.
 fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool), ApiError> {
     let Some(mut thinking) = fields.take_object("thinking")? else { return Ok((None, false)) };
     let kind = thinking.take_string("type")?;
@@ -157,7 +157,7 @@ fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool),
         }
         (Some("enabled"), ..) => Err(fields.invalid("thinking.budget_tokens", "expected a number of tokens")),
         (Some("adaptive"), ..) => Ok((None, shows_thinking)),
-        // The model thinks in any case.
+        // The model still thinks, but the answer does not contain the thinking.
         (Some("disabled"), ..) => {
             fields.ignore("thinking (disabled as hidden)".to_string());
             Ok((Some(ReasoningEffort::Low), false))

@@ -7,7 +7,7 @@ use crate::server::body::Fields;
 use crate::server::chat;
 use crate::server::error::ApiError;
 
-/// Reads `messages`. Returns `None` if there are none.
+/// Reads `messages`. Returns `None` if there are no messages.
 pub fn read(fields: &mut Fields) -> Result<Option<Vec<Message>>, ApiError> {
     let items = fields.take_array("messages")?.unwrap_or_default();
     if items.is_empty() {
@@ -32,7 +32,7 @@ fn renamed((index, mut item): (usize, Value)) -> Result<Value, ApiError> {
             message.insert(to.to_string(), value);
         }
     }
-    // Messages of the assistant that consist of tool calls often have no content.
+    // Assistant messages with tool calls often have no content.
     let content = message.entry("content").or_insert(Value::Null);
     if content.is_null() {
         *content = json!("");
@@ -40,7 +40,7 @@ fn renamed((index, mut item): (usize, Value)) -> Result<Value, ApiError> {
     Ok(item)
 }
 
-/// Gives ids to calls without one. Results without an id answer the calls in order.
+/// Adds missing ids to tool calls and results. Results without an id belong to the latest calls, in order.
 fn link_results(messages: &mut [Message]) {
     let mut open: std::collections::VecDeque<String> = Default::default();
     for (index, message) in messages.iter_mut().enumerate() {

@@ -1,7 +1,7 @@
 //! The routes of ollama's API: `/api/chat`, `/api/generate` and the routes about models.
 //!
-//! A request becomes a conversation for the engine, as in a chat completion. The pieces of the answer become JSON objects,
-//! one per line.
+//! A request becomes a conversation for the engine, as in a chat completion.
+//! The pieces of the answer become JSON objects, one per line.
 //!
 //! Source: ollama's `docs/api.md`, and the types of the package `ollama` 0.6.3 (PyPI).
 
@@ -33,7 +33,7 @@ pub use models::{pull, running, show, tags, version};
 /// The content type of streams: one JSON object per line.
 const LINES: &str = "application/x-ndjson";
 
-/// Answers a conversation.
+/// Handles `/api/chat`: answers a conversation.
 pub async fn chat(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
@@ -42,7 +42,7 @@ pub async fn chat(
     generate_with(Route::Chat, OllamaRequest::read_chat, &server, log, request).await
 }
 
-/// Answers a prompt, or continues it as plain text.
+/// Handles `/api/generate`: answers a prompt, or continues it as plain text if `raw` is set.
 pub async fn generate(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
@@ -98,7 +98,7 @@ async fn generate_with(
 struct LineWriter {
     route: Route,
     model: String,
-    /// The text that was not sent. Calls are sent as a whole, at the end.
+    /// The text that is not sent yet. Tool calls are sent whole, at the end of the answer.
     text: Text,
 }
 
@@ -125,7 +125,7 @@ impl EventWriter for LineWriter {
 
     fn end(&mut self, _out: &mut EventBuffer) {}
 
-    /// Sends a line without text, because lines have no comments.
+    /// Sends a line without text, because a stream of JSON lines cannot contain comments.
     fn keep_alive(&mut self, out: &mut EventBuffer) {
         out.push_line(&part(self.route, &self.model, Text::new(false, false).take(), None));
     }

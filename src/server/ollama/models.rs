@@ -21,7 +21,7 @@ use crate::server::reply;
 use crate::server::state::Server;
 use crate::text;
 
-/// The version of ollama whose API this is. Clients such as Codex require it. The build metadata names the program.
+/// The version of ollama whose API inferno provides. Clients such as Codex check it. The part after `+` names inferno.
 const VERSION: &str = concat!("0.13.4+inferno.", env!("CARGO_PKG_VERSION"));
 
 #[derive(Serialize)]
@@ -76,7 +76,7 @@ fn models(server: &Server, state: ModelState) -> Result<Response, ApiError> {
         name,
         model: name,
         size: engine.info().weight_bytes,
-        // ollama has the hash of a manifest here. Clients only compare it.
+        // ollama sends the hash of a manifest here. Clients only compare hashes.
         digest: ids::hex(digest(&SHA256, name.as_bytes()).as_ref()),
         details: details(engine),
         state,
@@ -84,7 +84,7 @@ fn models(server: &Server, state: ModelState) -> Result<Response, ApiError> {
     json_response(&Models { models: [model] })
 }
 
-/// Returns the time at which the server started.
+/// Returns the time at which the server started, in the format of RFC 3339.
 fn started(server: &Server) -> String {
     let seconds = i64::try_from(server.created).unwrap_or_default();
     jiff::Timestamp::from_second(seconds).unwrap_or_default().to_string()
@@ -99,7 +99,7 @@ pub async fn tags(State(server): State<Arc<Server>>) -> Result<Response, ApiErro
 pub async fn running(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     let info = server.model()?.info().clone();
     let size_vram = if info.device.compute_capability.is_some() { info.weight_bytes + info.cache_bytes } else { 0 };
-    // The model stays loaded until the server ends. Clients expect a date.
+    // The model stays loaded until the server stops. Clients expect a date.
     let expires_at = "2999-12-31T00:00:00Z".to_string();
     models(&server, ModelState::Loaded { expires_at, size_vram, context_length: info.context })
 }
@@ -139,7 +139,7 @@ pub async fn show(State(server): State<Arc<Server>>, request: Request) -> Result
     Ok(reply::with_ignored(response, &ignored))
 }
 
-/// Returns what the model can do. It can call tools if its chat format shows them.
+/// Returns the capabilities of the model. It can call tools if its chat format adds them to the prompt.
 fn capabilities(engine: &EngineHandle) -> Vec<&'static str> {
     let mut capabilities = vec!["completion"];
     let Some(chat) = engine.language().chat.as_ref() else { return capabilities };
@@ -163,7 +163,7 @@ fn capabilities(engine: &EngineHandle) -> Vec<&'static str> {
     capabilities
 }
 
-/// Succeeds for the served model, which is already there.
+/// Handles `/api/pull`: succeeds for the served model, which is already loaded.
 pub async fn pull(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
     let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;

@@ -1,4 +1,4 @@
-//! Reads the body of a request for an answer.
+//! Reads the body of a request to `/api/chat` or `/api/generate`.
 
 use serde_json::{Value, json};
 
@@ -12,18 +12,18 @@ use crate::server::error::ApiError;
 use crate::server::generate_options;
 use crate::server::state::Server;
 
-/// Options that would change the output, with the values that have no effect.
+/// Unsupported options that would change the output, with the values that are accepted.
 const REFUSED_OPTIONS: &[(&str, &[&str])] =
     &[("mirostat", &["0"]), ("typical_p", &["1", "1.0"]), ("tfs_z", &["1", "1.0"])];
 
-/// A request for an answer.
+/// A request to `/api/chat` or `/api/generate`.
 pub struct OllamaRequest {
     /// `None` if the request has no prompt.
     pub request: Option<Request>,
     pub has_logprobs: bool,
     pub shows_thinking: bool,
     pub is_stream: bool,
-    /// Fields of the request without effect.
+    /// The names of request fields that have no effect.
     pub ignored: Vec<String>,
 }
 
@@ -73,7 +73,7 @@ enum Prompt {
     Text(String),
 }
 
-/// The fields that both routes have.
+/// The request fields that both routes share.
 struct Shared {
     options: GenerateOptions,
     format: Option<Grammar>,
@@ -136,13 +136,13 @@ impl Shared {
     }
 }
 
-/// Reads `think`. Returns the effort, and whether the answer contains the thinking.
+/// Reads `think`. Returns the reasoning effort, and whether the answer contains the thinking.
 fn read_think(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> {
     let think = fields.take("think");
     let effort = ReasoningEffort::default();
     match think.as_ref().map(|think| (think.as_bool(), think.as_str())) {
         None | Some((Some(true), _)) => Ok((effort, true)),
-        // The model thinks in any case.
+        // The model still thinks, but the answer does not contain the thinking.
         Some((Some(false), _)) => {
             fields.ignore("think (false as hidden)".to_string());
             Ok((ReasoningEffort::Low, false))

@@ -8,7 +8,7 @@ use crate::server::chat::{TokenLogprob, scored_tokens};
 use crate::server::choice::Piece;
 use crate::server::generation::Answers;
 
-/// A route that generates.
+/// A route that generates text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route {
     Chat,
@@ -16,7 +16,7 @@ pub enum Route {
 }
 
 impl Route {
-    /// Returns the field with the prompt.
+    /// Returns the name of the request field that contains the prompt.
     pub fn prompt_field(self) -> &'static str {
         match self {
             Self::Chat => "messages",
@@ -93,14 +93,14 @@ struct Figures {
     eval_duration: u64,
 }
 
-/// Text of an answer that was not sent.
+/// The text and the tool calls of an answer that are not sent yet.
 pub struct Text {
     shows_thinking: bool,
     has_logprobs: bool,
     content: String,
     thinking: String,
     logprobs: Vec<TokenLogprob>,
-    /// The names and arguments of calls.
+    /// The names and arguments of the tool calls.
     calls: Vec<(String, String)>,
 }
 
@@ -129,13 +129,13 @@ impl Text {
         }
     }
 
-    /// Takes everything.
+    /// Takes the text and the tool calls.
     pub fn take(&mut self) -> Self {
         let empty = Self::new(self.shows_thinking, self.has_logprobs);
         std::mem::replace(self, empty)
     }
 
-    /// Takes everything but the calls, which may be incomplete.
+    /// Takes the text. Leaves the tool calls, which may be incomplete.
     pub fn take_text(&mut self) -> Option<Self> {
         let calls = std::mem::take(&mut self.calls);
         let text = self.take();
@@ -148,7 +148,7 @@ impl Text {
     }
 }
 
-/// Creates a part of an answer. The last part has the figures of the answer.
+/// Creates a part of an answer. The last part contains the token counts and durations of the answer.
 pub fn part<'a>(route: Route, model: &'a str, text: Text, ended: Option<&Answers>) -> Part<'a> {
     let Text { content, thinking, logprobs, calls, .. } = text;
     let call = |(index, (name, arguments)): (usize, (String, String))| WireCall {
@@ -188,7 +188,7 @@ fn end(answers: &Answers) -> End {
     End { done_reason: if is_cut { "length" } else { "stop" }, figures }
 }
 
-/// Parses the arguments of a call. The API requires an object, so arguments that are none become its only field.
+/// Parses the arguments of a tool call. The API requires an object, so other text becomes its field `arguments`.
 fn parse(arguments: &str) -> Value {
     match serde_json::from_str(arguments) {
         Ok(Value::Object(map)) => Value::Object(map),
@@ -197,7 +197,7 @@ fn parse(arguments: &str) -> Value {
     }
 }
 
-/// Returns the current time as in RFC 3339.
+/// Returns the current time in the format of RFC 3339.
 pub fn now() -> String {
     jiff::Timestamp::now().to_string()
 }

@@ -12,7 +12,7 @@ pub trait EventSink {
     fn send(&mut self, name: &'static str, event: Event<'_>);
 }
 
-/// Drops events. Whole responses have none.
+/// Drops events. A response that is not streamed has no events.
 pub struct NoEvents;
 
 impl EventSink for NoEvents {
@@ -64,7 +64,7 @@ pub enum Event<'a> {
         #[serde(skip_serializing_if = "Option::is_none")]
         logprobs: Option<&'a [TokenLogprob]>,
     },
-    /// The end of a text.
+    /// The end of a text, with the complete text.
     Text {
         #[serde(flatten)]
         place: Place<'a>,
@@ -72,7 +72,7 @@ pub enum Event<'a> {
         #[serde(skip_serializing_if = "Option::is_none")]
         logprobs: Option<&'a [TokenLogprob]>,
     },
-    /// The end of the arguments of a call.
+    /// The end of the arguments of a call, with the complete arguments.
     Arguments {
         #[serde(flatten)]
         place: Place<'a>,

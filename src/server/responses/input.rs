@@ -12,12 +12,12 @@ use crate::server::body::{Fields, MAX_BODY_BYTES};
 use crate::server::chat::read_content;
 use crate::server::error::ApiError;
 
-/// The maximum length of an id that a client chose.
+/// The maximum length, in bytes, of an id that a client chose.
 const MAX_ID: usize = 128;
 
 /// The input of a request.
 pub struct Input {
-    /// The conversation of the previous response.
+    /// The conversation up to the end of the previous response.
     pub earlier: Vec<Arc<Item>>,
     /// The items of `input`.
     pub items: Vec<Arc<Item>>,
@@ -64,7 +64,7 @@ fn unknown_response(id: &str, missing: &str) -> ApiError {
     ApiError::unknown_id("previous_response_id", Some("previous_response_not_found"), message)
 }
 
-/// Counts a stored item. References make it easy to build a conversation that is far larger than the request.
+/// Subtracts a stored item from the budget. With references, a small request could build a huge conversation.
 fn spend(budget: &mut usize, item: &Item, param: &str) -> Result<(), ApiError> {
     *budget = budget.checked_sub(item.bytes()).ok_or_else(|| {
         let message = format!("the stored items of the conversation have more than {} MiB", MAX_BODY_BYTES >> 20);
@@ -73,7 +73,7 @@ fn spend(budget: &mut usize, item: &Item, param: &str) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Checks that every output belongs to an earlier call.
+/// Checks that every call output belongs to an earlier call.
 fn check_calls(earlier: &[Arc<Item>], items: &[Arc<Item>]) -> Result<(), ApiError> {
     let mut calls = HashSet::new();
     for (position, item) in earlier.iter().chain(items).enumerate() {
@@ -100,7 +100,7 @@ fn read_item(
     let mut item = Fields::nested(path, value)?;
     let kind = match item.take_string("type")? {
         Some(kind) => kind,
-        // Both types may omit the field.
+        // Messages and references may omit `type`.
         None if item.has("role") => "message".to_string(),
         None => "item_reference".to_string(),
     };
@@ -143,7 +143,7 @@ fn read_item_content(item: &mut Fields, kind: &str) -> Result<ItemContent, ApiEr
             if text.is_none() && decoded.is_none() && encoded.is_some() {
                 item.ignore("input[].encrypted_content (of another service)".to_string());
             }
-            // A summary is not the reasoning itself.
+            // A summary has no effect, because it is not the reasoning itself.
             if item.take_array("summary")?.is_some_and(|summary| !summary.is_empty()) {
                 item.ignore("input[].summary".to_string());
             }

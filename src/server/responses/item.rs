@@ -7,10 +7,10 @@ use crate::chat::Role;
 use crate::server::chat::TokenLogprob;
 use crate::server::ids;
 
-/// The start of the field `encrypted_content`, which tells our reasoning from that of other services.
+/// The prefix of `encrypted_content`. It distinguishes inferno's reasoning from the reasoning of other services.
 const REASONING_PREFIX: &str = "inferno-";
 
-/// The estimated memory of an item and of a log probability besides their text, in bytes.
+/// The estimated memory of an item, and of a log probability, without the text, in bytes.
 const ITEM_BYTES: usize = 512;
 const LOGPROB_BYTES: usize = 128;
 
@@ -75,7 +75,7 @@ impl ItemContent {
         })
     }
 
-    /// Returns the content part of a message or of reasoning. Other items have none.
+    /// Returns the content part of a message or of reasoning. Other items have no parts.
     pub fn part(&self) -> Option<Part<'_>> {
         match self {
             ItemContent::Message { role: Role::Assistant, text, logprobs } => {
@@ -117,7 +117,7 @@ impl Serialize for Item {
             },
         )?;
         map.serialize_entry("status", &self.status)?;
-        // The parts of an item in progress follow as events of their own.
+        // While an item is in progress, its parts are sent in separate events.
         let is_started = self.status != ItemStatus::InProgress;
         let parts = || self.content.part().into_iter().filter(|_| is_started).collect::<Vec<Part>>();
         match &self.content {

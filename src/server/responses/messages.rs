@@ -3,13 +3,13 @@
 use super::item::{Item, ItemContent};
 use crate::chat::{Message, Role, ToolCall};
 
-/// Converts a conversation to messages. `instructions` become the first one.
+/// Converts a conversation to messages. `instructions` become the first message.
 ///
-/// Consecutive items of the assistant become one message, as in a chat completion: reasoning, text and calls.
-/// Only the text of a second message starts a new one.
+/// Consecutive assistant items (reasoning, text and calls) become one message, as in a chat completion.
+/// A text that follows another text or a call starts a new message.
 pub fn messages<'a>(instructions: Option<&str>, items: impl Iterator<Item = &'a Item>) -> Vec<Message> {
     let mut messages: Vec<Message> = instructions.map(Message::system).into_iter().collect();
-    // Whether the last message is one of the assistant that the next item may extend.
+    // Whether the last message is an assistant message that the next item may extend.
     let mut is_open = false;
     for item in items {
         match &item.content {
@@ -42,7 +42,7 @@ pub fn messages<'a>(instructions: Option<&str>, items: impl Iterator<Item = &'a 
     messages
 }
 
-/// Returns the last message if it is open, or a new message of the assistant.
+/// Returns the last message if it is open, or a new assistant message.
 fn assistant<'m>(messages: &'m mut Vec<Message>, is_open: &mut bool) -> &'m mut Message {
     if !std::mem::replace(is_open, true) || messages.is_empty() {
         messages.push(Message::assistant(""));
@@ -76,7 +76,7 @@ mod tests {
         item(ItemContent::CallOutput { call_id: id.into(), output: "ok".into() })
     }
 
-    /// Returns one letter per part of each message.
+    /// Returns a short form of each message: the first letter of the role, `<reasoning>`, the content and `(call ids)`.
     fn shape(items: &[Item]) -> String {
         let describe = |message: &Message| {
             let reasoning = message.reasoning.as_ref().map_or(String::new(), |text| format!("<{text}>"));

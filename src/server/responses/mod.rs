@@ -38,7 +38,7 @@ use store::{ClientStore, RunningGuard, StoredResponse};
 pub use store::Store;
 pub use stored::{cancel, delete, get, input_items};
 
-/// Answers a conversation.
+/// Handles `POST /v1/responses`: answers a conversation.
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
@@ -88,7 +88,7 @@ struct InputTokens {
     input_tokens: usize,
 }
 
-/// Counts the tokens of a prompt. The body is that of a request for a response.
+/// Counts the tokens of a prompt. The request has the same body as a request for a response.
 pub async fn count_tokens(
     State(server): State<Arc<Server>>,
     Extension(client): Extension<Client>,
@@ -116,7 +116,7 @@ struct Progress {
 }
 
 impl Progress {
-    /// Adds the pieces of an event.
+    /// Adds pieces of the answer to the response.
     fn push(&mut self, pieces: Pieces, answers: &Answers, events: &mut impl EventSink) {
         for piece in pieces.pieces {
             self.output.push(piece, answers.engine().tokenizer(), events);
@@ -127,7 +127,7 @@ impl Progress {
         }
     }
 
-    /// Sets the fields that are known at the end. Returns the name of the last event.
+    /// Sets the fields that are known only at the end of the response. Returns the name of the last event.
     fn end(&mut self, answers: &Answers) -> &'static str {
         let (status, event) = match self.finish {
             _ if answers.is_canceled() => (ResponseStatus::Cancelled, "response.incomplete"),
@@ -140,7 +140,7 @@ impl Progress {
         event
     }
 
-    /// Stores the response, unless the client asked not to.
+    /// Stores the response, unless the request contains `"store": false`.
     fn save(&mut self, store: &ClientStore) {
         if self.object.settings.store {
             let input = std::mem::take(&mut self.input);
@@ -195,7 +195,7 @@ impl EventWriter for ResponseWriter {
         self.end(answers, out);
     }
 
-    /// Repeats the last state. The idle timers of clients such as Codex count events only, not comments.
+    /// Repeats the last state as an event, because comments do not reset the idle timers of clients such as Codex.
     fn keep_alive(&mut self, out: &mut EventBuffer) {
         self.send("response.in_progress", out);
     }

@@ -1,4 +1,4 @@
-//! The response object, with all keys that OpenAI's schema requires.
+//! The response object, with all fields that OpenAI's schema requires.
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -11,11 +11,11 @@ use crate::server::error::ApiError;
 use crate::server::ids;
 use crate::server::usage::Usage;
 
-/// The estimated memory of a JSON value and of a response besides their text, in bytes.
+/// The estimated memory of a JSON value, and of a response, without the text, in bytes.
 const VALUE_BYTES: usize = 96;
 const OBJECT_BYTES: usize = 2048;
 
-/// A response. Its keys and their order are those of OpenAI's API.
+/// A response, with the same fields in the same order as in OpenAI's API.
 #[derive(Clone, Serialize)]
 pub struct ResponseObject {
     pub id: String,
@@ -101,7 +101,7 @@ struct ResponseUsage {
 #[derive(Clone, Copy, Serialize)]
 struct InputDetails {
     cached_tokens: usize,
-    /// OpenAI charges for these tokens. Here, writing to the cache has no price.
+    /// Always 0. OpenAI charges for these tokens, but inferno's cache costs nothing.
     cache_write_tokens: usize,
 }
 
@@ -127,7 +127,7 @@ impl ResponseObject {
         }
     }
 
-    /// Sets the fields that are known at the end.
+    /// Sets the fields that are known only at the end of the response.
     pub fn end(&mut self, status: ResponseStatus, output: Vec<Arc<Item>>, usage: Usage) {
         self.set_status(status);
         self.output = output;
@@ -151,7 +151,7 @@ impl ResponseObject {
         self.incomplete_details = (status == ResponseStatus::Incomplete).then_some(details);
     }
 
-    /// Records why the response failed. Clients know few codes.
+    /// Records why the response failed. Codes that clients do not know become `server_error`.
     pub fn set_error(&mut self, error: &ApiError) {
         let known = ["rate_limit_exceeded", "context_length_exceeded"];
         let code = error.code.filter(|code| known.contains(code)).unwrap_or("server_error");

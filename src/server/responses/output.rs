@@ -9,7 +9,7 @@ use crate::server::chat::{TokenLogprob, scored_tokens};
 use crate::server::choice::Piece;
 use crate::tokenizer::Tokenizer;
 
-/// What the client wants to see of an answer.
+/// The optional parts of an answer that the client requested.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Shape {
     pub shows_reasoning: bool,
@@ -30,7 +30,7 @@ impl Output {
         Self { shape, items: Vec::new(), calls: Vec::new() }
     }
 
-    /// Returns the items, which is meaningful after [`finish`](Self::finish).
+    /// Takes the items. They are complete only after [`finish`](Self::finish).
     pub fn take(&mut self) -> Vec<Item> {
         std::mem::take(&mut self.items)
     }
@@ -59,7 +59,7 @@ impl Output {
                 self.calls.push(self.items.len() - 1);
             }
             Piece::ToolArguments { index, text } => {
-                // A call that has ended got its arguments when the next item started.
+                // Skip an ended call: `end` has already sent its arguments.
                 if self.calls.get(index).is_some_and(|&item| item + 1 == self.items.len()) && self.open().is_some() {
                     self.extend(&text, Vec::new(), events);
                 }
@@ -67,11 +67,11 @@ impl Output {
         }
     }
 
-    /// Ends the last item. `is_whole` tells whether the answer ended by itself.
+    /// Ends the last item. `is_whole` is false if the answer was cut off.
     pub fn finish(&mut self, is_whole: bool, events: &mut impl EventSink) {
         let status = if is_whole { ItemStatus::Completed } else { ItemStatus::Incomplete };
         self.end(status, events);
-        // An answer without text and calls is an empty message.
+        // An answer without text or calls becomes an empty message.
         let is_answer = |item: &Item| !matches!(item.content, ItemContent::Reasoning { .. });
         if is_whole && !self.items.iter().any(is_answer) {
             self.start_message(events);
@@ -128,7 +128,7 @@ impl Output {
     /// Ends the item in progress, if there is one.
     fn end(&mut self, status: ItemStatus, events: &mut impl EventSink) {
         let Some(content) = self.open() else { return };
-        // Clients parse the arguments, so a call without any gets an empty object.
+        // Clients parse the arguments, so a call without arguments gets an empty object.
         let is_empty_call = matches!(content, ItemContent::Call { arguments, .. } if arguments.is_empty());
         if is_empty_call && status == ItemStatus::Completed {
             self.extend("{}", Vec::new(), events);
@@ -156,7 +156,7 @@ impl Output {
     }
 }
 
-/// Returns the place of the content of an item. An item has at most one part.
+/// Returns the position of an item and its content part. An item has at most one part.
 fn place(item: &Item, output_index: usize) -> Place<'_> {
     Place { item_id: &item.id, output_index, content_index: item.content.part().map(|_| 0) }
 }
@@ -237,7 +237,7 @@ mod tests {
         let expected = text("reasoning", 2).chain(text("message", 1)).chain(call(2)).chain(call(1)).chain(call(1));
         assert_eq!(names, expected.collect::<Vec<_>>());
 
-        // The events of an item add up to the item, and its id never changes.
+        // The deltas of an item add up to the complete item, and the id never changes.
         for (index, item) in items.iter().enumerate() {
             let of_item: Vec<&(&str, Value)> =
                 events.iter().filter(|(_, event)| event["output_index"] == index).collect();

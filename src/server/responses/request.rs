@@ -20,13 +20,13 @@ use crate::server::error::ApiError;
 use crate::server::generate_options;
 use crate::server::state::Server;
 
-/// The most likely tokens that a request can ask for.
+/// The maximum number of most likely tokens per position that a request can ask for.
 const MAX_TOP_LOGPROBS: i64 = 20;
 
-/// The most metadata of a request.
+/// The maximum number of entries in `metadata`.
 const MAX_METADATA: usize = 16;
 
-/// Fields of other APIs and services that would change the output, with the values that have no effect and a hint.
+/// Unsupported fields that would change the output: name, the value that is accepted, and a hint for the error message.
 const REFUSED: &[(&str, &str, &str)] = &[
     ("background", "false", "send 'stream' instead"),
     ("context_management", "[]", ""),
@@ -47,11 +47,11 @@ pub struct ResponseRequest {
     pub render: RenderOptions,
     pub options: GenerateOptions,
     pub settings: Settings,
-    /// The items of `input`, without those of the previous response.
+    /// The items of `input`, without the conversation of the previous response.
     pub input: Vec<Arc<Item>>,
     pub shape: Shape,
     pub is_stream: bool,
-    /// Fields of the request without effect.
+    /// The names of request fields that have no effect.
     pub ignored: Vec<String>,
 }
 
@@ -135,7 +135,7 @@ impl ResponseRequest {
     }
 }
 
-/// Reads `text`. Returns it as the response repeats it, and the grammar of the answer.
+/// Reads `text`. Returns the value that the response repeats, and the grammar of the answer.
 fn read_text(fields: &mut Fields) -> Result<(Value, Option<Grammar>), ApiError> {
     let plain = json!({ "type": "text" });
     let Some(mut text) = fields.take_object("text")? else { return Ok((json!({ "format": plain }), None)) };
@@ -145,14 +145,14 @@ fn read_text(fields: &mut Fields) -> Result<(Value, Option<Grammar>), ApiError> 
     Ok((json!({ "format": format }), grammar))
 }
 
-/// Reads `include`.
+/// Reads `include`, the list of optional parts in the output.
 fn read_include(fields: &mut Fields) -> Result<Shape, ApiError> {
     let mut shape = Shape::default();
     for value in fields.take_array("include")?.unwrap_or_default() {
         match value.as_str() {
             Some("message.output_text.logprobs") => shape.has_logprobs = true,
             Some("reasoning.encrypted_content") => shape.has_encoded_reasoning = true,
-            // The others belong to tools that inferno does not have.
+            // Other values belong to tools that inferno does not have.
             Some(other) => fields.ignore(format!("include ({other})")),
             None => return Err(fields.invalid("include", "expected an array of strings")),
         }
@@ -169,7 +169,7 @@ fn read_max_tool_calls(fields: &mut Fields) -> Result<Option<i64>, ApiError> {
     Ok(limit)
 }
 
-/// Reads a field that only appears in the response.
+/// Reads a field whose only effect is that the response repeats it.
 fn repeated(fields: &mut Fields, name: &str) -> Result<Option<String>, ApiError> {
     let value = fields.take_string(name)?;
     if value.is_some() {

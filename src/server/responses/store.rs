@@ -10,13 +10,13 @@ use super::item::Item;
 use super::object::{ResponseObject, ResponseStatus};
 use crate::server::auth::Client;
 
-/// The most memory for the responses of one client, in bytes. The responses that were used least recently are dropped.
+/// The maximum memory for the responses of one client, in bytes. Beyond it, the least recently used ones are dropped.
 const MAX_BYTES: usize = 64 << 20;
 
-/// The time after its last use at which a response is dropped.
+/// The time without use after which a response is dropped.
 const MAX_AGE: Duration = Duration::from_secs(30 * 60);
 
-/// The responses of all clients. A client cannot refer to the responses of another one.
+/// The responses of all clients. A client cannot refer to the responses of another client.
 #[derive(Default)]
 pub struct Store(Mutex<HashMap<Client, Responses>>);
 
@@ -35,7 +35,7 @@ pub struct StoredResponse {
 #[derive(Default)]
 struct Responses {
     ended: HashMap<String, Entry>,
-    /// Where to find an item: the id of its response, and its index in the input followed by the output.
+    /// Maps an item id to the id of its response, and to the item's index in the input followed by the output.
     items: HashMap<String, (String, usize)>,
     /// The ids of the responses in the order of their last use.
     order: BTreeMap<u64, String>,
@@ -84,7 +84,7 @@ impl ClientStore {
         self.with(|responses| responses.item(id, Instant::now()))
     }
 
-    /// Returns the conversation up to the end of a response. Fails with the id of a response that is not stored.
+    /// Returns the conversation up to the end of a response. The error is the id of a response that is not stored.
     pub fn conversation(&self, id: &str) -> Result<Vec<Arc<Item>>, String> {
         self.with(|responses| responses.conversation(id, Instant::now()))
     }
@@ -122,7 +122,7 @@ impl ClientStore {
     }
 }
 
-/// A response in progress. Dropping the guard removes it from the store.
+/// Removes a response in progress from the store when the guard is dropped.
 pub struct RunningGuard {
     store: ClientStore,
     id: String,
@@ -216,7 +216,7 @@ impl Responses {
         self.order.insert(self.next_use, id.to_string());
     }
 
-    /// Removes responses that are too old or do not fit.
+    /// Removes expired responses, and the least recently used responses that do not fit in the memory.
     fn evict(&mut self, now: Instant) {
         while let Some(oldest) = self.order.values().next().cloned() {
             let is_old = self.ended.get(&oldest).is_none_or(|entry| now.duration_since(entry.used_at) > MAX_AGE);
@@ -290,7 +290,7 @@ mod tests {
         let left = ids.iter().map(|id| responses.get(id, now).is_some()).collect::<Vec<_>>();
         assert_eq!(left, [true, false, true]);
         assert!(responses.bytes <= MAX_BYTES);
-        // A response that can never fit is not stored, and leaves nothing behind.
+        // A response that can never fit is not stored, and no data of it remains.
         insert(&mut responses, None, item("e", MAX_BYTES), now);
         assert!(is_empty(&responses));
     }

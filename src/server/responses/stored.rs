@@ -14,11 +14,11 @@ use crate::server::auth::Client;
 use crate::server::body::json_response;
 use crate::server::error::ApiError;
 
-/// The number of listed items if the client does not set one, and its maximum.
+/// The default and the maximum number of listed items.
 const DEFAULT_LIMIT: usize = 20;
 const MAX_LIMIT: usize = 100;
 
-/// Returns a response, which can still be in progress.
+/// Returns a response that is stored or still in progress.
 pub async fn get(
     Extension(client): Extension<Client>,
     Extension(store): Extension<Arc<Store>>,
@@ -54,7 +54,7 @@ pub async fn delete(
     }
 }
 
-/// Cancels a response in progress. A response that has ended stays as it is.
+/// Cancels a response in progress. Returns a response that has already ended unchanged.
 pub async fn cancel(
     Extension(client): Extension<Client>,
     Extension(store): Extension<Arc<Store>>,
@@ -126,7 +126,7 @@ fn unknown(id: &str) -> ApiError {
 struct Query<'a>(&'a Uri);
 
 impl<'a> Query<'a> {
-    /// Returns the value of a parameter. The values that inferno reads need no decoding.
+    /// Returns the value of a parameter. The values that inferno reads need no percent-decoding.
     fn get(&self, name: &str) -> Option<&'a str> {
         let mut pairs = self.0.query().unwrap_or_default().split('&').filter_map(|pair| pair.split_once('='));
         pairs.find(|(key, _)| *key == name).map(|(_, value)| value)

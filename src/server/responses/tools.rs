@@ -12,15 +12,16 @@ use crate::server::error::ApiError;
 pub struct Tools {
     /// The functions that the model may or must call.
     pub functions: chat::Tools,
-    /// The served tools as the response repeats them.
+    /// The supported tools, as the response repeats them.
     pub served: Vec<Value>,
-    /// `tool_choice` as the response repeats it.
+    /// `tool_choice`, as the response repeats it.
     pub choice: Value,
 }
 
 /// Reads `tools` and `tool_choice`.
 ///
-/// Tools of other types than `function` are left out and named as ignored, because clients such as Codex always send some.
+/// Skips tools whose type is not `function` and reports them as ignored.
+/// Clients such as Codex always send such tools.
 pub fn read(fields: &mut Fields) -> Result<Tools, ApiError> {
     let items = fields.take_array("tools")?.unwrap_or_default();
     if items.len() > MAX_TOOLS {
@@ -61,14 +62,15 @@ pub fn read(fields: &mut Fields) -> Result<Tools, ApiError> {
     Ok(Tools { functions: chat::Tools::new(fields, functions, kind)?, served, choice })
 }
 
-/// Returns an object with those of the keys that `item` has.
+/// Returns an object with the entries of `item` whose keys are in `keys`. Skips null values.
 fn function(item: &Value, keys: &[&str]) -> Value {
     let entry = |key: &&str| Some((key.to_string(), item.get(*key).filter(|value| !value.is_null())?.clone()));
     Value::Object(keys.iter().filter_map(entry).collect())
 }
 
-/// Reads a `tool_choice` that is an object. Returns the names of the functions that the model may call, or `None` for all,
-/// and whether it must call one.
+/// Reads a `tool_choice` that is an object.
+///
+/// Returns the names of the functions that the model may call, or `None` for all, and whether the model must call one.
 fn read_choice<'c>(fields: &Fields, choice: &'c Value) -> Result<(Option<HashSet<&'c str>>, ToolChoice), ApiError> {
     let kind = match choice["mode"].as_str() {
         None | Some("auto") => Some(ToolChoice::Auto),

@@ -4,7 +4,8 @@
 //! BPE gives the same result if every split of a token into two tokens is a merge, ranked by the token's score.
 //! transformers uses the same conversion.
 //! For equal scores, SentencePiece joins the leftmost pair, but this code joins the pair whose token has the lowest id.
-//! In Llama and Mistral vocabularies, only runs of spaces have equal scores, and both rules agree on those.
+//! In Llama and Mistral vocabularies, only runs of spaces have equal scores.
+//! Both rules join these runs in the same way.
 
 use std::collections::HashMap;
 
@@ -45,7 +46,7 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
     Ok(found.into_iter().map(|(_, left, right)| (left.to_string(), right.to_string())).collect())
 }
 
-/// Returns whether a token may be part or result of a merge. Control tokens, for example, may not.
+/// Returns whether a token may be a part or the result of a merge. Control tokens, for example, may not.
 fn is_normal(vocabulary: &Vocabulary, id: usize) -> bool {
     vocabulary.token_type(id) == TokenType::Normal
 }

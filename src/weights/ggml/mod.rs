@@ -2,7 +2,7 @@
 //! Tests use this code as the reference for the kernels.
 //!
 //! The block layouts are from `ggml/src/ggml-common.h` in ggml-org/llama.cpp.
-//! Dequantized values are bit-identical to those of `gguf-py/gguf/quants.py` in that repository,
+//! Dequantized values are bit-identical to the results of `gguf-py/gguf/quants.py` in that repository,
 //! because the order of operations is the same.
 
 mod blocks;

@@ -274,7 +274,7 @@ fn q6_k(x: &[f32], block: &mut [u8]) {
 /// Quantizes 16 values to codes from -32 to 31 and returns their scale (`make_qx_quants` in ggml).
 ///
 /// The codes are stored with an offset of 32.
-/// Tries several scales and keeps the one with the smallest error, weighted by the squared values.
+/// Tries several scales and keeps the scale with the smallest error, weighted by the squared values.
 fn fit_q6(x: &[f32], codes: &mut [u8]) -> f32 {
     let max = x.iter().fold(0.0f32, |max, x| if x.abs() > max.abs() { *x } else { max });
     if max.abs() < SMALLEST_MAGNITUDE {

@@ -10,8 +10,8 @@ use super::types::GgmlType;
 ///
 /// The scales depend on the type:
 /// - Q2_K, Q3_K and Q6_K: one byte per 16 elements. In Q2_K, it also holds the minimum.
-/// - Q4_K and Q5_K: one byte for the scale of the group and one for its minimum.
-/// - Other types: the f16 scale of the block, followed by its f16 minimum if the type has one.
+/// - Q4_K and Q5_K: one byte for the scale of the group, and one byte for its minimum.
+/// - Other types: the f16 scale of the block, followed by the f16 minimum in types that have a minimum.
 ///
 /// For K-quants, `d` and `dmin` of the block are not written.
 pub fn split_group(ggml_type: GgmlType, bytes: &[u8], group: usize, scales: &mut [u8]) -> [u8; 32] {

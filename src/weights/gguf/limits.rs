@@ -1,4 +1,4 @@
-//! Limits on what a GGUF file may contain.
+//! Limits on the contents of a GGUF file.
 
 /// The maximum number of metadata keys. Real files have about 50.
 pub const MAX_KEYS: u64 = 1 << 16;

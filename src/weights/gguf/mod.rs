@@ -2,7 +2,7 @@
 //!
 //! Source: the format specification (ggml-org/ggml, `docs/gguf.md`).
 //!
-//! This parser replaces the one in candle, which panics on an alignment of 0 and trusts the counts in a file.
+//! This parser replaces candle's GGUF parser, which panics on an alignment of 0 and trusts the counts in a file.
 //! It checks every count, length and offset before using it, so a malicious file results in an error.
 //! The bytes of the header stay in memory. Strings and arrays are parsed when they are requested.
 //! The constants in [`limits`] bound the memory for a parsed header: about 60 bytes per key and 200 per tensor.

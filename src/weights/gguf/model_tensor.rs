@@ -33,7 +33,7 @@ pub enum Transform {
     Vector,
     /// Subtracts 1, because the file stores each norm weight as the Hugging Face value plus 1.
     MinusOne,
-    /// Transposes one matrix or a stack of them.
+    /// Transposes a matrix, or each matrix of a stack.
     Transposed,
     /// Extracts the 4-bit elements of MXFP4 blocks.
     Mxfp4Elements,

@@ -9,7 +9,7 @@ use crate::text::{excerpt, size};
 use crate::tokenizer::gguf::Vocabulary;
 
 impl GgufCheckpoint {
-    /// Returns the vocabulary in the file, or `None` if the file has none.
+    /// Returns the vocabulary in the file, or `None` if the file has no vocabulary.
     pub fn vocabulary(&self) -> Result<Option<Vocabulary<'_>>> {
         let metadata = self.metadata();
         match metadata.string("tokenizer.ggml.model")? {
@@ -18,7 +18,7 @@ impl GgufCheckpoint {
         }
     }
 
-    /// Returns the Jinja chat template in the file, or `None` if the file has none.
+    /// Returns the Jinja chat template in the file, or `None` if the file has no template.
     pub fn chat_template(&self) -> Result<Option<&str>> {
         chat_template(&self.metadata(), None)
     }

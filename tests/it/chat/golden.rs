@@ -38,7 +38,7 @@ fn harmony_agrees_with_openai_harmony() {
     }
 }
 
-/// The demo model knows only prompts as `scripts/demo/harmony.py` renders them.
+/// The demo model was trained only on prompts that `scripts/demo/harmony.py` rendered.
 #[test]
 fn demo_prompts_agree_with_the_training_script() {
     let tokenizer = Tokenizer::from_dir(&demo_dir()).unwrap();
