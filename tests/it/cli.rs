@@ -302,7 +302,7 @@ fn missing_model_error_names_the_download_command() {
 #[test]
 fn broken_weights_error_names_the_file() {
     let weights = "model.safetensors";
-    // Truncate the file: to nothing, within the 8-byte header length, right after it, within the header or the data.
+    // Truncate the file to 0 bytes, within the 8-byte header length, after the length, in the header, or in the data.
     for length in [0, 5, 8, 1000, 100_000] {
         let (_folder, path) = copy_of_demo();
         let file = fs::OpenOptions::new().write(true).open(path.join(weights)).unwrap();
@@ -455,7 +455,7 @@ fn closed_stdout_is_not_a_failure() {
 #[test]
 fn base_model_is_rejected_before_its_weights_are_read() {
     let (_folder, model) = copy_of_demo();
-    // Rename one harmony token. With all harmony tokens, inferno would treat the model as a chat model.
+    // Rename one harmony token, because inferno treats a model with all harmony tokens as a chat model.
     let tokenizer = fs::read_to_string(model.join("tokenizer.json")).unwrap();
     fs::write(model.join("tokenizer.json"), tokenizer.replace("<|channel|>", "<|canal|>")).unwrap();
     let name = model.to_str().unwrap();

@@ -1,5 +1,4 @@
-//! Tests of settings from flags, the environment and the configuration file.
-//! Also tests piped prompts and `--jsonl` output.
+//! Tests of settings from flags, the environment and the configuration file, of piped prompts, and of `--jsonl` output.
 
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};

@@ -32,7 +32,7 @@ fn ask(engine: &EngineHandle, options: GenerateOptions) -> Answer {
     Answer::read(engine.submit(question().options(options)).unwrap())
 }
 
-/// Returns the reason why a constraint is refused.
+/// Submits a constraint that the engine must refuse. Returns the reason in the error.
 fn refusal(engine: &EngineHandle, kind: GrammarKind) -> String {
     let what = format!("{kind:?}");
     let options = GenerateOptions { constraint: Some(Constraint::new(kind)), max_tokens: Some(1), ..sampled(0) };

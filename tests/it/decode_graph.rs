@@ -511,7 +511,7 @@ fn device_sampling_matches_host_sampling() {
     });
 }
 
-/// Each row of a batch has its own parameters, and gets the token that the sampler on the host chooses.
+/// Each row of a batch has its own sampling parameters, and gets the token that the sampler on the host would choose.
 #[test(gpu)]
 fn sampled_rows_match_host_sampling() {
     let device = gpu();
@@ -551,7 +551,7 @@ fn sampled_rows_match_host_sampling() {
     }
 }
 
-/// Masks change only their own rows, and in the same way as on the host.
+/// A token mask changes only its own row, and gives the same logits as masking on the host.
 #[test(gpu)]
 fn masked_rows_match_masking_on_the_host() {
     let device = gpu();
@@ -602,7 +602,7 @@ fn special_logits_are_sampled_as_on_the_host() {
     let mut all_params = vec![greedy.clone(), penalties];
     for seed in 0..20 {
         all_params.push(SamplingParams { temperature: 1.0, seed, ..greedy.clone() });
-        // No case uses top-k or top-p: of equally likely tokens at the cutoff, the host keeps fewer than the kernel.
+        // No case uses top-k or top-p, because the kernel keeps more equally likely tokens at the cutoff than the host.
         all_params.push(SamplingParams { temperature: 0.5, min_p: 0.1, seed, ..greedy.clone() });
     }
     let mut only_one = vec![-INF; vocab];

@@ -1,4 +1,4 @@
-//! With `deterministic`, the tokens and log probabilities of an answer depend only on its request.
+//! Tests that with `deterministic`, the tokens and log probabilities of an answer depend only on its request.
 
 use candle_core::DType;
 use inferno::device::DeviceChoice;
@@ -25,7 +25,7 @@ fn options(index: usize, count: usize) -> GenerateOptions {
     GenerateOptions { ignore_eos: true, max_tokens, logprobs: Some(0), ..GenerateOptions::new(sampling) }
 }
 
-/// Compares answers alone, from an empty prefix cache, with answers next to others, with and without cached prefixes.
+/// Asserts that answers in batches, with and without cached prefixes, equal answers alone with an empty prefix cache.
 fn check(engine: &EngineHandle, count: usize, longest: usize) {
     assert!(engine.info().is_deterministic);
     let shared = engine.random_tokens(1, longest);
@@ -59,7 +59,7 @@ fn check(engine: &EngineHandle, count: usize, longest: usize) {
     let warm = ask();
     engine.with_runner(|runner| runner.reset()).unwrap();
     assert_eq!(ask(), warm, "the next turn depends on the prefix cache");
-    // Several answers to one prompt share its keys and values.
+    // Several answers to one prompt share the keys and values of the prompt.
     let request = Request::ids(prompts[1].clone()).options(options(1, longest / 4));
     let answers: Vec<Bits> = engine.submit_n(request, 3).unwrap().into_iter().map(read).collect();
     assert_eq!(answers[0], alone[1], "the first of three answers differs from a single one");
@@ -78,7 +78,7 @@ fn answers_depend_only_on_their_request() {
     assert!(stats.preemptions > 0 && stats.hit_tokens > 0, "{stats:?}");
 }
 
-/// Compares deterministic answers of an engine that is not: alone, and next to other answers of both kinds.
+/// Checks deterministic requests to an ordinary engine, alone and in batches with ordinary and deterministic requests.
 fn check_requests(engine: &EngineHandle, count: usize, longest: usize) {
     assert!(!engine.info().is_deterministic);
     let shared = engine.random_tokens(1, longest / 2);
@@ -100,7 +100,7 @@ fn check_requests(engine: &EngineHandle, count: usize, longest: usize) {
     let (deterministic, ordinary) = (alone(true), alone(false));
     let (mut random, mut differences) = (Random(6), 0);
     for round in 0..3 {
-        // Ordinary requests with the same prompts leave cached prefixes that a deterministic one must not reuse.
+        // Ordinary requests with the same prompts leave cached prefixes that a deterministic request must not reuse.
         let mut order: Vec<(usize, bool)> = (0..2 * count).map(|index| (index / 2, index % 2 == 0)).collect();
         order.sort_by_cached_key(|_| random.next());
         let streams: Vec<_> = order.iter().map(|&(index, kind)| (index, kind, submit(index, kind))).collect();
@@ -125,7 +125,7 @@ fn single_requests_can_be_deterministic() {
         assert!(stats.preemptions > 0 && stats.hit_tokens > 0, "{stats:?}");
         assert_eq!((stats.failed, stats.used_blocks), (0, 0), "{stats:?}");
     }
-    // A deterministic engine computes the same.
+    // An engine that is always deterministic gives the same answer.
     let options = || GenerateOptions { deterministic: true, ..options(1, 80) };
     let (one, all) = (engine().load().unwrap(), engine().deterministic(true).load().unwrap());
     let prompt = one.random_tokens(3, 300);

@@ -1,7 +1,6 @@
-//! Tests of sampling, stop strings and generation with the demo model.
+//! Tests of generation with the demo model: sampling, stop strings, finish reasons, cancellation, concurrent requests.
 //!
-//! They also cover finish reasons, cancellation, and concurrent requests to one engine.
-//! The last tests check part of this behavior on a GPU, with tiny models whose decode steps run as a CUDA graph.
+//! The last tests repeat some of these checks on a GPU, with tiny models whose decode steps run as a CUDA graph.
 
 use std::collections::HashMap;
 use std::fs;
@@ -223,7 +222,7 @@ fn second_turn_reads_only_its_new_tokens_and_answers_like_a_fresh_engine() {
     messages.push(Message::assistant(&first.text));
     messages.push(Message::user("What is a token?"));
     let second = ask(&engine, &messages, |_| ());
-    // The first prompt is still cached. After it, the prompts differ: the second omits the first answer's reasoning.
+    // The first prompt is still cached. The second prompt continues without the reasoning of the first answer.
     let whole_blocks = first.summary.prompt_tokens / BLOCK_TOKENS * BLOCK_TOKENS;
     assert!(second.summary.cached_tokens >= whole_blocks.max(1), "{:?}", second.summary);
     let fresh = ask(&demo(2048), &messages, |_| ());

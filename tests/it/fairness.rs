@@ -7,7 +7,7 @@ use inferno::engine::blocks::BlockManager;
 use inferno::engine::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork};
 use inferno::nn::kv_cache::BLOCK_TOKENS;
 
-/// What a tenant asks for: `clients` clients that each send the next request when the last one has ended.
+/// The load of a tenant: `clients` clients, each of which sends a new request when its previous request ends.
 #[derive(Clone, Copy)]
 struct Load {
     tenant: u64,
@@ -23,18 +23,18 @@ impl Load {
     }
 }
 
-/// The size of a server: a step of 512 tokens, 16 sequences of up to 2,048 tokens, and blocks for some of them.
+/// The limits of the scheduler: 512 tokens per step, and 16 sequences of up to 2,048 tokens.
 const CONFIG: SchedulerConfig = SchedulerConfig { token_budget: 512, max_sequences: 16, context: 2048, grid: None };
 
-/// A scheduler, and the clients of some tenants.
+/// Simulates the clients of several tenants that share one scheduler.
 struct Simulator {
     scheduler: Scheduler,
     loads: Vec<Load>,
-    /// The load and the generated tokens of each sequence.
+    /// The load and the number of generated tokens of each sequence.
     sequences: BTreeMap<SequenceId, (Load, usize)>,
     next: SequenceId,
     now: Duration,
-    /// The virtual tokens that each tenant was served: prompt tokens, plus twice the generated ones.
+    /// The virtual tokens served to each tenant: its prompt tokens plus twice its generated tokens.
     served: BTreeMap<u64, usize>,
 }
 
@@ -52,7 +52,7 @@ impl Simulator {
         simulator
     }
 
-    /// Lets the clients of a tenant send their first requests.
+    /// Adds a tenant. Each of its clients submits its first request.
     fn add(&mut self, load: Load) {
         self.loads.push(load);
         (0..load.clients).for_each(|_| self.submit(load));
@@ -79,7 +79,7 @@ impl Simulator {
         });
     }
 
-    /// Runs steps for some virtual time.
+    /// Runs steps until `time` has passed on the virtual clock.
     fn run(&mut self, time: Duration) {
         let end = self.now + time;
         while self.now < end {
@@ -106,16 +106,16 @@ impl Simulator {
         }
     }
 
-    /// Returns the virtual tokens that each tenant was served since the last call.
+    /// Returns the virtual tokens served to each tenant since the last call.
     fn take_served(&mut self) -> BTreeMap<u64, usize> {
         std::mem::take(&mut self.served)
     }
 }
 
-/// Blocks for `max_sequences` sequences of full length.
+/// The number of blocks for `max_sequences` sequences of full length.
 const AMPLE: usize = CONFIG.max_sequences * CONFIG.context / BLOCK_TOKENS + 1;
 
-/// Blocks for about ten of the usual sequences, so that some are preempted.
+/// The number of blocks for about ten typical sequences, so that the scheduler preempts some sequences.
 const FEW: usize = 60;
 
 #[test]
@@ -131,7 +131,7 @@ fn a_tenant_with_a_hundred_times_its_share_leaves_others_theirs() {
         for (prompt, answer) in [(300, 60), (300, 1), (1, 60), (1500, 500)] {
             let (fair, unfair) = (served(2, prompt, answer), served(200, prompt, answer));
             println!("{blocks} blocks, {prompt} + {answer} tokens: {fair:?} → {unfair:?}");
-            // With fewer requests, the first tenant may have left a part of its share to others.
+            // With two clients, the first tenant may have used less than its share, and left the rest to other tenants.
             let share = unfair.values().sum::<usize>() / 8;
             for tenant in 1..8 {
                 let (before, after) = (fair[&tenant], unfair[&tenant]);
@@ -176,7 +176,7 @@ fn priority_counts_only_within_a_tenant() {
     simulator.run(Duration::from_secs(30));
     let served = simulator.take_served();
     assert!(served[&1] * 10 >= served[&0] * 9, "{served:?}");
-    // The urgent requests of the first tenant displace its own only.
+    // The urgent requests of the first tenant delay only its own request of normal priority.
     let patient = simulator.sequences.values().filter(|(load, _)| load.tenant == 0 && load.priority == 0);
     assert_eq!(patient.map(|&(_, generated)| generated).collect::<Vec<_>>(), [0]);
 }

@@ -129,8 +129,8 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
     }
 }
 
-/// Returns the tokens of an answer, and the mean KL divergence of its reported log probabilities from those of a prefill.
-/// The divergence is over the 20 most likely tokens and all others together.
+/// Returns the tokens of an answer, and the mean KL divergence of its log probabilities from a prefill.
+/// The divergence counts all tokens except the 20 most likely ones as a single token.
 fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (Vec<u32>, f64) {
     let tokens: Vec<u32> = events.iter().filter_map(Event::token).collect();
     let logits = engine.logits(&[prompt, &tokens[..tokens.len() - 1]].concat()).unwrap();
@@ -152,7 +152,7 @@ fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (
     (tokens, mean)
 }
 
-/// With `deterministic`, 64 answers at once have the same tokens as alone.
+/// With `deterministic`, 64 concurrent requests give the same tokens as the same requests one at a time.
 #[test(full_size)]
 fn full_size_answers_at_once_equal_answers_alone_if_deterministic() {
     for eager in [false, true] {
@@ -187,7 +187,7 @@ fn check_deterministic_answers(eager: bool) {
     assert!(differences.is_empty(), "eager {eager}: prompt lengths and the first different tokens: {differences:?}");
 }
 
-/// Generates 64 answers at once and one after another. Both may differ from a prefill by rounding errors only.
+/// Generates 64 answers concurrently, then one at a time. All may differ from a prefill only by rounding errors.
 #[test(full_size)]
 fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
     const TOKENS: usize = 64;
@@ -214,7 +214,7 @@ fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
     let [at_once, alone] = divergences;
     println!("mean KL from a prefill: {at_once:.3e} at once, {alone:.3e} alone");
     println!("{} of 64 answers differ, first at tokens {first_differences:?}", first_differences.len());
-    // Alone, a prompt runs on the same kernels as in the prefill. At once, the prompts share steps, so their keys and values
-    // are rounded independently, which doubles the error at most.
+    // A prompt that runs alone uses the same kernels as the reference prefill. Concurrent prompts share steps, which
+    // rounds their keys and values independently and at most doubles the error.
     assert!(at_once <= 2.0 * alone, "mean KL {at_once:e} at once, {alone:e} alone");
 }

@@ -46,14 +46,14 @@ fn integers(tensor: &Tensor) -> Vec<u32> {
     tensor.to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect()
 }
 
-/// A KV cache for one sequence, of which `len` tokens are cached.
+/// A KV cache for one sequence, with `len` cached tokens.
 struct OneSequence {
     cache: KvCache,
     tables: BlockTables,
     len: usize,
 }
 
-/// A cache for several sequences, with its block manager.
+/// A KV cache for several sequences, with its block manager.
 struct SharedCache<'c> {
     case: &'c Case,
     cache: KvCache,
@@ -267,9 +267,9 @@ impl SharedCache<'_> {
         self.step(&mut [member], &[left]);
     }
 
-    /// Asserts that the logits of a sequence equal those that it gets alone in an empty cache.
+    /// Asserts that a sequence has the same logits as when it runs alone with an empty cache.
     ///
-    /// Skips 16-bit models with a router, because rounding can change the chosen experts and thereby all later logits.
+    /// Skips 16-bit models with a router, because rounding can change the chosen experts and all later logits.
     /// In f32, these models are compared on the CPU and on a GPU.
     fn assert_like_alone(&self, name: &str, what: &str, member: &Member) {
         if self.case.is_16_bit() && self.case.has_router {

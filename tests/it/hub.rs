@@ -68,7 +68,7 @@ impl Machine {
         self.dir.path().join("own/models--org--tiny-model")
     }
 
-    /// Writes a snapshot and its ref into a cache. The snapshot has regular files instead of links, as other tools write it.
+    /// Writes a snapshot and its ref into a cache. Like some other tools, writes regular files instead of links.
     fn write_snapshot(&self, cache: &str, repo: &str, commit: &str, files: &[(&str, &[u8])]) -> PathBuf {
         let repo = self.dir.path().join(cache).join(format!("models--{}", repo.replace('/', "--")));
         let snapshot = repo.join("snapshots").join(commit);

@@ -282,7 +282,7 @@ fn resume_accepts_new_instructions_and_obeys_inferno_nohistory() {
 #[test]
 fn regen_gives_another_answer_and_the_journal_has_the_last_one() {
     let home = TempDir::new().unwrap();
-    // Use a high temperature, because at low ones /regen often gives the same answer again.
+    // Use a high temperature, because at a low temperature /regen often gives the same answer again.
     let mut chat =
         Screen::new(&home, &["play", "demo", "--device", "cpu", "--temperature", "2", "--max-tokens", "60"], &[]);
     chat.wait(">>> ");

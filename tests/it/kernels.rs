@@ -440,7 +440,7 @@ fn expert_mlp_matches_separate_products() {
     }
 }
 
-/// With `SumOrder::Fixed`, the attention of a sequence has the same bits next to any number of other sequences.
+/// With `SumOrder::Fixed`, the attention output of a sequence has the same bits in a batch of any size.
 #[test(gpu)]
 fn attention_in_fixed_order_does_not_depend_on_other_sequences() {
     for (device, dtype) in gpu_with_dtypes() {
@@ -481,7 +481,7 @@ fn attention_in_fixed_order_does_not_depend_on_other_sequences() {
     }
 }
 
-/// With `SumOrder::Fixed`, the output of the experts for a token has the same bits next to any number of other tokens.
+/// With `SumOrder::Fixed`, the expert outputs of a token have the same bits in a step of any size.
 #[cfg(feature = "cuda")]
 #[test(gpu)]
 fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
@@ -526,8 +526,8 @@ fn products_of_few_tokens_match_their_reference() {
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
-    // Several warps per row and one, an uneven last block, fewer chunks than warps, and more inputs than two buffers
-    // hold. The last cases have an odd size, and more rows than the kernel supports.
+    // The sizes give several warps per row, one warp per row, an uneven last block, fewer parts of a row than warps, or
+    // more inputs than two buffers hold. The last two row counts are unsupported: not a multiple of 16, or too large.
     let cases =
         [(16, 64), (5120, 2880), (2880, 4096), (4112, 64), (28_672, 192), (4096, 14_336), (40, 64), (65_536, 64)];
     for (rows, columns) in cases {
@@ -550,13 +550,13 @@ fn products_of_few_tokens_match_their_reference() {
     }
 }
 
-/// With `SumOrder::Fixed`, the product of a token has the same bits next to any number of other tokens.
+/// With `SumOrder::Fixed`, the matrix product of a token has the same bits in a step of any size.
 #[test(gpu)]
 fn products_in_fixed_order_do_not_depend_on_other_tokens() {
     use crate::support::gpu;
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
-    // The sizes of gpt-oss-20b and Llama-3.1-8B, and odd ones.
+    // The matrix sizes of gpt-oss-20b and Llama-3.1-8B, and one odd size.
     for (rows, columns) in [(5120, 2880), (2880, 4096), (201_088, 2880), (28_672, 4096), (4096, 14_336), (33, 72)] {
         for dtype in [DType::BF16, DType::F16, DType::F32] {
             let mut noise = Random(rows as u64);
@@ -575,9 +575,9 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
                     );
                 }
             }
-            // The first token of the first group is a later token of its group here.
+            // In the product of all tokens, token 130 has another position in its group than in `product(130, 1)`.
             let all = values(&matmul_f32(&x, &weight, SumOrder::Fixed).unwrap().narrow(0, 130, 1).unwrap());
-            assert!(all == product(130, 1), "{rows}x{columns}, {dtype:?}: the place in the group matters");
+            assert!(all == product(130, 1), "{rows}x{columns}, {dtype:?}: the result depends on the position");
         }
     }
 }

@@ -17,7 +17,7 @@ fn answer(engine: &EngineHandle, prompt: &[u32]) -> Answer {
     Answer::read(engine.complete_ids(prompt, options).unwrap())
 }
 
-/// Saves the prefix of a prompt in one engine, and continues it in another.
+/// Saves the prefix of a prompt in one engine, and continues the prompt in another engine.
 fn check_round_trip(load: &dyn Fn() -> Engine, folder: &Path, length: usize) {
     let path = folder.join(format!("{length}.kv"));
     let first = load();
@@ -47,7 +47,7 @@ fn check_round_trip(load: &dyn Fn() -> Engine, folder: &Path, length: usize) {
 #[test]
 fn a_saved_prefix_needs_no_prefill() {
     let folder = tempdir().unwrap();
-    // The demo has a window of 64 tokens in half of its layers.
+    // Half of the demo model's layers have a sliding window of 64 tokens.
     for length in [5, 60, 64, 65, 128, 200, 449] {
         check_round_trip(&|| demo(512), folder.path(), length);
     }
@@ -70,10 +70,10 @@ fn a_prefix_of_another_model_is_ignored_and_a_damaged_one_is_an_error() {
     let prompt = engine.random_tokens(1, 200);
     answer(&engine, &prompt);
     assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 192);
-    // The same file for another dtype is a miss.
+    // An engine with another dtype ignores the file.
     let other = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).dtype(candle_core::DType::BF16).context(512);
     assert_eq!(other.load().unwrap().load_prefix(&path).unwrap(), 0);
-    // Too few blocks are free in a short context.
+    // An engine with a context of 64 tokens has too few free blocks.
     assert_eq!(demo(64).load_prefix(&path).unwrap(), 0);
 
     let bytes = fs::read(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Log probabilities of prompt tokens.
+//! Tests of the log probabilities of prompt tokens.
 
 use candle_core::DType;
 use inferno::device::DeviceChoice;
@@ -8,14 +8,14 @@ use inferno::{Engine, EngineHandle, GenerateOptions, Request, RequestStream};
 use crate::engine::{GraphModel, demo, greedy};
 use crate::support::demo_dir;
 
-/// The alternatives of each token.
+/// How many of the most likely tokens to report at each position.
 const TOP: usize = 3;
 
 fn options(max_tokens: usize) -> GenerateOptions {
     GenerateOptions { ignore_eos: true, max_tokens: Some(max_tokens), prompt_logprobs: Some(TOP), ..greedy() }
 }
 
-/// Returns the log probabilities of the prompt, which are complete at the first event, and the generated tokens.
+/// Returns the log probabilities of the prompt, which must be complete at the first event, and the generated tokens.
 fn read(mut stream: RequestStream) -> (Vec<TokenLogprobs>, Vec<u32>) {
     let first = stream.next_blocking().unwrap().unwrap();
     let prompt = stream.scored_prompt().unwrap().logprobs.clone();
@@ -41,14 +41,14 @@ fn assert_close(engine: &EngineHandle, prompt: &[u32], got: &[TokenLogprobs], to
         for (&(id, logprob_got), largest) in got.top.iter().zip(largest) {
             assert!(is_close(logprob_got, largest) && is_close(logprob_got, logprob(id as usize)), "token {index}");
         }
-        // Clients compare these two to find out whether the token is the most likely one.
+        // Clients compare these log probabilities to see whether the prompt token is the most likely one.
         for (_, logprob) in got.top.iter().filter(|(id, _)| *id == prompt[index + 1]) {
             assert_eq!(*logprob, got.chosen);
         }
     }
 }
 
-/// Checks prompts with lengths around the chunk size, one and several answers, and cached prefixes.
+/// Checks prompts of several lengths, with one answer and with several, and with cached prefixes.
 fn check(engine: &EngineHandle, lengths: &[usize], tolerance: f64) {
     for &length in lengths {
         let prompt = engine.random_tokens(length as u64, length);
@@ -107,7 +107,7 @@ fn prompt_logprobs_equal_those_of_a_forward_pass_on_a_gpu() {
     }
 }
 
-/// Requests with and without log probabilities share steps, wait for blocks and are preempted.
+/// Mixes requests with and without prompt log probabilities. They share steps, wait for blocks and are preempted.
 #[test]
 fn requests_at_once_are_scored_like_single_ones() {
     let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(320).sequences(2).load().unwrap();
@@ -141,7 +141,7 @@ fn requests_at_once_are_scored_like_single_ones() {
     assert!(stats.preemptions > 0 && stats.used_blocks == 0, "{stats:?}");
 }
 
-/// Another answer computes the prompt if the one that began is canceled.
+/// If the answer that prefills the prompt is canceled, another answer takes over the prefill.
 #[test]
 fn canceled_answers_leave_the_scores_of_others_complete() {
     let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(320).chunk(16).load().unwrap();
@@ -159,7 +159,7 @@ fn canceled_answers_leave_the_scores_of_others_complete() {
     }
 }
 
-/// Deterministic log probabilities do not depend on other requests.
+/// With `deterministic`, prompt log probabilities do not depend on other requests.
 #[test]
 fn deterministic_prompt_logprobs_are_always_equal() {
     let builder = || Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(600);

@@ -1,6 +1,6 @@
-//! Steps that are planned and queued before the tokens of the step before are known, on a CPU.
+//! Tests of queued steps on the CPU. They are planned and queued before the tokens of the previous step are known.
 //!
-//! On a GPU, this is how batches always run, so the tests of batches in `engine.rs` cover it too.
+//! On a GPU, batches always run with queued steps, so the batch tests in `engine.rs` also cover queued steps.
 
 use inferno::SamplingParams;
 use inferno::device::DeviceChoice;
@@ -13,7 +13,7 @@ pub fn demo() -> EngineBuilder<'static> {
     Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(320).sequences(2).chunk(64)
 }
 
-/// Returns a request's prompt and options. Requests differ in length, sampling and how they end.
+/// Returns a request's prompt and options. Requests differ in length, sampling parameters and finish reason.
 fn request(engine: &Engine, index: usize) -> (Vec<u32>, GenerateOptions) {
     let sampling = match index % 3 {
         0 => SamplingParams::greedy(),
@@ -23,13 +23,13 @@ fn request(engine: &Engine, index: usize) -> (Vec<u32>, GenerateOptions) {
     let shared = engine.random_tokens(1, 130);
     let own = engine.random_tokens(100 + index as u64, 1 + index * 17 % 120);
     let prompt = [&shared[..if index.is_multiple_of(2) { 130 } else { 0 }], &own].concat();
-    // Any token can be a stop token, so that answers end where the engine does not expect it.
+    // Choose five stop tokens, so that answers can end at steps that the engine cannot predict.
     let stop_token_ids = (0..2000).filter(|id| id % 400 == index as u32 * 16 % 400).collect();
     let max_tokens = Some(1 + index * 35 % 150);
     (prompt, GenerateOptions { ignore_eos: true, stop_token_ids, max_tokens, ..GenerateOptions::new(sampling) })
 }
 
-/// Checks that `engine` answers as `reference` does, after preemptions and prefix hits too.
+/// Checks that `engine` gives the same answers as `reference`, even after preemptions and prefix hits.
 pub fn check(engine: Engine, reference: Engine, change: impl Fn(usize, &mut GenerateOptions)) {
     let requests = (0..24).map(|index| {
         let (prompt, mut options) = request(&engine, index);
@@ -68,7 +68,7 @@ fn steps_are_queued_ahead_unless_a_choice_depends_on_the_token_before() {
         engine.with_runner(|_| ()).unwrap();
         (engine.stats().steps_queued_ahead, engine.stats().steps)
     };
-    // The first step has none before it.
+    // The first step is not queued ahead, because no step runs before it.
     assert_eq!(share(|_| ()), (49, 50));
     assert_eq!(share(|options| options.sampling.repetition_penalty = 1.2), (0, 50));
     assert_eq!(share(|options| options.logprobs = Some(2)), (0, 50));
@@ -76,7 +76,7 @@ fn steps_are_queued_ahead_unless_a_choice_depends_on_the_token_before() {
 
 #[test]
 fn queued_and_other_steps_mix() {
-    // Requests with penalties make the steps that they take part in wait, and start and end at different times.
+    // A step with a penalized request must wait for the previous tokens. Only some requests have penalties.
     let change = |index: usize, options: &mut GenerateOptions| {
         if index.is_multiple_of(5) {
             options.sampling.frequency_penalty = 0.5;

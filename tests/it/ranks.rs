@@ -1,7 +1,7 @@
-//! Several ranks that run one model together, as threads on the CPU.
+//! Tests of several ranks that run one model together, as threads on the CPU.
 //!
-//! The ranks hold different parts of each matrix. Their logits must agree with transformers as closely as those of one
-//! rank, and must be the same bits on all ranks. Otherwise, ranks would choose different tokens.
+//! The ranks hold different parts of each matrix. The logits must agree with transformers as closely as on one rank.
+//! They must also be equal bit for bit on all ranks. Otherwise, the ranks would choose different tokens.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
@@ -24,13 +24,13 @@ use crate::gguf::models::{quantized_llama, saved};
 use crate::queued_steps;
 use crate::support::{GoldenKind, golden, golden_models, logits_of, relative_error, values};
 
-/// Worlds of sizes that divide heads, blocks and vocabularies evenly, unevenly, and into empty parts.
+/// World sizes that divide heads, blocks and vocabularies evenly, unevenly, or into empty parts.
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 
-/// The context length of golden.rs for models in folders. LongRoPE chooses its factors by the context length.
+/// The same context length as in golden.rs. LongRoPE chooses its factors by the context length.
 pub const CONTEXT: usize = 160;
 
-/// Runs `work` on a thread of each rank. Returns the results in the order of the ranks.
+/// Runs `work` on one thread per rank. Returns the results in the order of the ranks.
 pub fn on_ranks<T: Send>(size: usize, work: impl Fn(&World) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let run = |world: World| {
@@ -75,7 +75,7 @@ pub fn logits_on(
     })
 }
 
-/// Asserts that all ranks have the same bits, and that they agree with `expected`.
+/// Asserts that the logits of all ranks are equal bit for bit, and that they agree with `expected`.
 pub fn assert_ranks_agree(name: &str, ranks: &[Vec<f32>], expected: &[f32], tolerance: f32) {
     let bits = |logits: &[f32]| logits.iter().map(|logit| logit.to_bits()).collect::<Vec<_>>();
     assert!(ranks.iter().all(|logits| bits(logits) == bits(&ranks[0])), "{name}: the ranks differ");
@@ -102,8 +102,8 @@ fn logits_of_every_family_agree_with_transformers() {
     }
 }
 
-/// A rank rounds the inputs of o_proj and down_proj by the largest value in its own columns, as vLLM does. With
-/// dynamic scales, this differs from one rank within the precision of 8 bits.
+/// A rank quantizes the inputs of o_proj and down_proj with the largest value in its own columns, as vLLM does.
+/// With dynamic scales, the results differ from the results of one rank within the precision of 8 bits.
 #[test]
 fn logits_of_8_bit_models_agree_with_transformers() {
     for (case, tolerance) in [
@@ -121,7 +121,7 @@ fn logits_of_8_bit_models_agree_with_transformers() {
     }
 }
 
-/// K-quants have blocks of 256 columns, which are more than the columns of a head.
+/// K-quants have blocks of 256 columns, so a block is wider than an attention head.
 #[test]
 fn logits_of_quantized_gguf_files_agree_with_transformers() {
     let folder = golden("gguf_quantized");
@@ -162,7 +162,7 @@ fn quantizing_while_loading_gives_the_same_logits_as_one_rank() {
     }
 }
 
-/// Runs requests with preemptions, prefix hits, stop tokens and sampling on several ranks, and each one alone on one rank.
+/// Compares answers on several ranks with answers on one rank: with preemptions, prefix hits, stop tokens and sampling.
 #[test]
 fn engines_of_several_ranks_answer_like_one_rank() {
     for devices in ["cpu,cpu", "cpu,cpu,cpu"] {
@@ -187,7 +187,7 @@ fn several_answers_to_one_prompt_share_its_blocks_on_all_ranks() {
     assert_eq!(answers(queued_steps::demo().devices(devices)), answers(queued_steps::demo()));
 }
 
-/// Each rank has the keys and values of its own heads, and the logits of its own part of the vocabulary.
+/// A rank has only the keys and values of its own heads, and the logits of its own part of the vocabulary.
 #[test]
 fn several_ranks_save_no_prefix_and_score_no_prompt() {
     let folder = tempfile::TempDir::new().unwrap();

@@ -1,4 +1,4 @@
-//! Several ranks that run one model together on GPUs, or on the same GPU if there are fewer.
+//! Tests of several ranks that run one model together on GPUs. With fewer GPUs than ranks, several ranks share a GPU.
 
 use std::path::Path;
 
@@ -18,8 +18,8 @@ use crate::queued_steps;
 use crate::ranks::{CONTEXT, assert_ranks_agree, expected, logits_on, on_ranks};
 use crate::support::{GoldenKind, golden, golden_models, logits_of};
 
-/// Calls `work` with the connected world of each rank, its GPU, and what exchanges data between the GPUs. If there are fewer
-/// GPUs, several ranks share one.
+/// Calls `work` for each rank with its connected world, its GPU, and the exchange between the GPUs.
+/// With fewer GPUs than ranks, several ranks share a GPU.
 fn on_gpus<T: Send>(size: usize, work: impl Fn(&World, &Device, &dyn Exchange) -> T + Sync) -> Vec<T> {
     on_ranks(size, |world| {
         let device = device::open(DeviceChoice::Cuda(world.rank() % device::gpu_count())).unwrap();
@@ -29,8 +29,8 @@ fn on_gpus<T: Send>(size: usize, work: impl Fn(&World, &Device, &dyn Exchange) -
     })
 }
 
-/// Returns the elements of `x`. On a shared GPU, a copy that waits for an exchange would keep the other ranks from launching
-/// kernels, so this function waits first.
+/// Returns the elements of `x`. Synchronizes before the copy to the host: on a shared GPU, a copy that waits for an
+/// exchange would keep the other ranks from launching kernels.
 fn on_host(x: &Tensor) -> Vec<f32> {
     x.device().synchronize().unwrap();
     x.flatten_all().unwrap().to_vec1().unwrap()
@@ -42,7 +42,7 @@ fn gpus_exchange_tensors_of_all_sizes() {
     for size in [2, 3, 4] {
         on_gpus(size, |world, device, exchange| {
             for round in 0..3 {
-                // The last one is larger than a region of a mailbox.
+                // The last tensor is larger than a region of a mailbox.
                 for count in [1, 3, 4, 2880, 2881, 8 * 2880, 5_000_003] {
                     let x: Vec<f32> = (0..count).map(|i| value(world.rank(), i + round)).collect();
                     let x = Tensor::from_vec(x, count, device).unwrap();
@@ -64,13 +64,13 @@ fn gpus_exchange_tensors_of_all_sizes() {
     }
 }
 
-/// The words of an exchange are their own flags, so no value may look like one that has not arrived.
+/// Each data word of an exchange is its own arrival flag, so no value may look like a word that has not arrived.
 #[test(gpu)]
 fn gpus_exchange_every_kind_of_number() {
     let values = [f32::from_bits(u32::MAX), f32::NAN, f32::INFINITY, -0.0, f32::MIN_POSITIVE / 2.0, 1.0, 2.0, 3.0];
     let sums = on_gpus(2, |world, device, exchange| {
         let x = Tensor::new(&values, device).unwrap();
-        // If too many operations are queued, launches wait, and on a shared GPU keep the other rank from launching its own.
+        // With too many queued operations, launches block. On a shared GPU, this also blocks the other rank.
         for _ in 0..200 {
             (0..100).for_each(|_| drop(exchange.sum(&x).unwrap()));
             device.synchronize().unwrap();
@@ -85,7 +85,7 @@ fn gpus_exchange_every_kind_of_number() {
     }
 }
 
-/// The times are those of two GPUs only if there are two.
+/// With one GPU, both ranks share it, so the times are not those of an exchange between GPUs.
 #[test(gpu)]
 fn the_exchange_of_gpus_can_be_measured() {
     let times = on_ranks(2, |world| {
@@ -113,8 +113,8 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
     assert!(errors.iter().all(|error| error.contains("GPU 2 of 2 does not answer")), "{errors:?}");
 }
 
-/// Runs each golden model token by token on the decode graphs of two ranks. Only models of which both ranks hold a part have
-/// such graphs.
+/// Runs each golden model token by token on the decode graphs of two ranks.
+/// Only models that are split over both ranks have such graphs.
 #[test(gpu)]
 fn decode_graphs_of_ranks_agree_with_transformers() {
     for (dtype, tolerance) in [(DType::BF16, 6e-2), (DType::F16, 2e-2)] {
@@ -133,7 +133,7 @@ fn decode_graphs_of_ranks_agree_with_transformers() {
     }
 }
 
-/// Returns the logits of all `ids` on the decode graph of a rank, or `None` if it has none.
+/// Returns the logits of all `ids` on the decode graph of a rank, or `None` if any rank has no graph.
 fn graph_logits(world: &World, device: &Device, dtype: DType, dir: &Path, ids: &[u32]) -> Option<Vec<f32>> {
     let (config, checkpoint) = (models::read_config(dir).unwrap(), Checkpoint::open(dir).unwrap());
     let progress = LoadProgress::silent();
@@ -146,7 +146,7 @@ fn graph_logits(world: &World, device: &Device, dtype: DType, dir: &Path, ids: &
         return None;
     }
     let DecodePlan::Graph(mut graph) = plan else { return None };
-    // Loads the kernel of the first input. Ranks that share a GPU cannot do so while one of them waits for the other.
+    // Run an eager pass to load kernels. Ranks that share a GPU cannot load kernels while one rank waits for the other.
     logits_of(&decoder, &ids[..1], dtype, device).unwrap();
     device.synchronize().unwrap();
     let step = |(position, &id): (usize, &u32)| {
@@ -169,7 +169,7 @@ fn ranks_on_gpus_agree_with_transformers() {
             let (ids, expected) = expected(&dir.join("golden.safetensors"));
             assert_ranks_agree(case, &logits_on(&devices, dtype, &dir, None, &ids), &expected, tolerance);
         }
-        // More ranks than KV heads: some hold nothing.
+        // With more ranks than KV heads, some ranks hold no heads.
         for case in ["llama_new", "gpt_oss_new", "qwen3_moe", "gpt2"] {
             let (eight, dir) = (["cuda:0"; 8].join(",").parse().unwrap(), golden(case));
             let (ids, expected) = expected(&dir.join("golden.safetensors"));
@@ -183,7 +183,7 @@ fn ranks_on_gpus_agree_with_transformers() {
     }
 }
 
-/// Requests with preemptions, prefix hits and sampling on two ranks end, and each answer has the requested length.
+/// Runs greedy requests on two ranks. Each answer has the requested length, and most equal the answers of one GPU.
 #[test(gpu)]
 fn engines_of_several_gpus_answer_many_requests() {
     let engine = |devices: Devices| queued_steps::demo().devices(devices).dtype(DType::F32).load().unwrap();
@@ -227,7 +227,7 @@ fn graphs_of_several_gpus_choose_the_most_likely_tokens() {
                 assert_greedy(&engine, prompt, &answer.tokens);
             }
         }
-        // The same seed draws the same tokens again, also with penalties.
+        // The same seed samples the same tokens again, even with penalties.
         let sampling =
             SamplingParams { temperature: 1.0, repetition_penalty: 1.2, seed: 5, ..SamplingParams::greedy() };
         let drawn = || generate(&engine, &prompts[0], sampling.clone(), 40).tokens;

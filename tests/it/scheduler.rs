@@ -14,7 +14,7 @@ use inferno::runner::ChunkGrid;
 
 use crate::support::Random;
 
-/// Returns the most blocks that a sequence of `tokens` tokens uses if each step computes at most `chunk` tokens of it.
+/// Returns the peak number of blocks of a sequence of `tokens` tokens if each chunk has at most `chunk` tokens.
 fn most_blocks(windows: &[Option<usize>], tokens: usize, chunk: usize) -> usize {
     windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
 }
@@ -24,7 +24,7 @@ fn most_blocks(windows: &[Option<usize>], tokens: usize, chunk: usize) -> usize 
 struct Request {
     prompt: Vec<u32>,
     max_tokens: usize,
-    /// The length of the answer in tokens. At most `max_tokens`.
+    /// The length of the answer in tokens, at most `max_tokens`.
     answer: usize,
     tenant: u64,
     priority: i32,
@@ -32,10 +32,10 @@ struct Request {
     deadline: Option<Duration>,
     /// The time at which the client cancels the request.
     cancel: Option<Duration>,
-    /// How many of the next requests are forks of this one.
+    /// The number of forks of this request. The forks follow their parent in the list of requests.
     forks: usize,
     is_fork: bool,
-    /// If set, this sequence is divided at boundaries of this grid.
+    /// If set, the passes of this sequence end at the boundaries of this grid.
     grid: Option<ChunkGrid>,
 }
 
@@ -45,9 +45,9 @@ struct Scenario {
     config: SchedulerConfig,
     windows: Vec<Option<usize>>,
     blocks: usize,
-    /// Whether each step is planned before the tokens of the step before are known.
+    /// Whether each step is planned before the tokens of the previous step are known.
     plans_ahead: bool,
-    /// Sorted by arrival. The index of a request is its id.
+    /// The requests, sorted by arrival. The index of a request is its id.
     requests: Vec<Request>,
 }
 
@@ -59,20 +59,20 @@ enum Outcome {
     Expired,
 }
 
-/// What the simulator knows about a sequence.
+/// The state of one sequence in the simulator.
 #[derive(Default)]
 struct Tracked {
     /// For each position, a digest of the tokens up to and including that position.
     digests: Vec<u64>,
     computed: usize,
-    /// The time of its first step, if it has started.
+    /// The time of the sequence's first step, if the sequence has started.
     started: Option<Duration>,
     is_running: bool,
     preemptions: usize,
     outcome: Option<Outcome>,
-    /// The number of steps that ran while it waited.
+    /// The number of steps that ran while the sequence waited.
     waited: usize,
-    /// The limit for `waited`: the most steps that the sequences ahead of it may take.
+    /// The limit for `waited`: the most steps that all sequences ahead of this one may take.
     ahead: usize,
 }
 
@@ -83,22 +83,22 @@ type Rank = (bool, i128, Duration, SequenceId);
 struct Simulator<'a> {
     scenario: &'a Scenario,
     scheduler: Scheduler,
-    /// The step whose tokens are not known yet.
+    /// The queued step, whose tokens are not known yet.
     queued: Option<StepPlan>,
     now: Duration,
     tracked: Vec<Tracked>,
     /// Submitted sequences without an outcome.
     unfinished: BTreeSet<SequenceId>,
-    /// Submitted sequences that do not run, the most senior first.
+    /// Submitted sequences that wait to run, the most senior first, except pending forks.
     waiting: BTreeSet<Rank>,
-    /// The sequences that this plan preempted, if it also started forks. Forks start without a reserve of free blocks, so
-    /// they can displace a sequence after another one was admitted.
+    /// The sequences that the current plan preempted, if the plan also started forks. Forks start without a reserve of
+    /// free blocks, so a fork can displace a running sequence after the plan has admitted a new sequence.
     displaced: BTreeSet<SequenceId>,
     /// Submitted forks that wait for the prompt of another sequence.
     pending: BTreeSet<SequenceId>,
     /// The deadlines of sequences that have not started, except pending forks.
     deadlines: BTreeSet<(Duration, SequenceId)>,
-    /// For every position of every block, the digest that was written there plus the index of the layer group.
+    /// The last digest written to each position of each block. `Simulator::digest` computes the digests.
     contents: Vec<u64>,
     /// The last step that wrote each block.
     written: Vec<usize>,
@@ -278,8 +278,8 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns whether the prompt of a fork has started, in the fork itself or in a sequence with the same prompt.
-    /// From then on, the fork has no deadline.
+    /// Returns whether the prefill of a fork's prompt has started, in the fork, its parent or another fork.
+    /// Once the prefill has started, the fork has no deadline.
     fn has_family_started(&self, id: SequenceId, plan: &StepPlan) -> bool {
         let requests = &self.scenario.requests;
         let first = (0..=id as usize).rev().find(|&index| !requests[index].is_fork).unwrap_or(0);
@@ -382,8 +382,8 @@ impl<'a> Simulator<'a> {
         assert!(self.deadlines.first().is_none_or(|&(deadline, _)| deadline > self.now), "a deadline was missed");
 
         // A chunk exceeds half of the token budget only if the step completes all other running prompts.
-        // A sequence with pending forks leaves its last prompt token to the next step. With a grid, all sequences do,
-        // and compute later tokens one by one.
+        // A sequence with pending forks leaves its last prompt token to the next step. With a grid, every sequence
+        // leaves its last prompt token to the next step, and then computes one token per step.
         let parents: BTreeSet<_> = self.pending.iter().filter_map(|&fork| self.scheduler.parent(fork)).collect();
         let is_done = |id: &SequenceId| {
             let last = self.scenario.requests[*id as usize].prompt.len() - 1;
@@ -394,10 +394,10 @@ impl<'a> Simulator<'a> {
             let is_complete = self.awaits_last_token(*id);
             is_complete || decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == end)
         };
-        // A sequence that needs blocks can have no work, if only one of another tenant that just started could give up some.
+        // A running sequence may get no work if only a newly started sequence of another tenant could free its blocks.
         let has_work = |id: &SequenceId| !self.has_tenants || plan.work.iter().any(|work| work.id == *id);
         let undone = running.iter().filter(|id| has_work(id) && !is_done(id)).count();
-        // With a grid, the step gives its remaining budget in whole parts, so a chunk can be longer by less than one part.
+        // With a grid, a step rounds its remaining budget up to whole parts, so a chunk can be almost one part longer.
         let longest = token_budget.div_ceil(2).max(part) + grid.map_or(0, ChunkGrid::tokens);
         let mut long_chunks = 0;
         for work in plan.work.iter().filter(|work| work.range.len() > longest) {
@@ -408,7 +408,7 @@ impl<'a> Simulator<'a> {
         // With ample blocks, only the token budget and `max_sequences` limit a step.
         if self.has_ample_blocks && tokens < token_budget {
             assert_eq!(undone, 0, "{} tokens of the budget are left", token_budget - tokens);
-            // Until forks have copied the block that they share, their demand counts one block too many.
+            // Until forks have copied their shared block, the scheduler counts one block too many for the forks.
             let is_full = running.len() == max_sequences || has_forked;
             assert!(is_full || self.waiting.is_empty(), "a sequence could start");
         }
@@ -434,7 +434,7 @@ impl<'a> Simulator<'a> {
         self.unfinished.iter().copied().filter(is_decoding).collect()
     }
 
-    /// Returns whether the queued step chooses the last token that a sequence can have. A prompt can fill the context.
+    /// Returns whether the queued step samples the last token that `max_tokens` and the context allow for a sequence.
     fn awaits_last_token(&self, id: SequenceId) -> bool {
         let Request { prompt, max_tokens, .. } = &self.scenario.requests[id as usize];
         let longest = prompt.len().saturating_add(*max_tokens).min(self.scenario.config.context);
@@ -517,13 +517,13 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns the grid that divides a sequence.
+    /// Returns the chunk grid of a sequence: its own grid, or the scheduler's grid.
     fn grid(&self, id: SequenceId) -> Option<ChunkGrid> {
         self.scenario.requests[id as usize].grid.or(self.scenario.config.grid)
     }
 
     /// Returns the positions that are computed in the same pass as `position`, in a step that computes `range`.
-    /// Without a grid, the pass does not matter, so it is always empty.
+    /// Without a grid, keys and values do not depend on the pass, so the returned range is empty.
     fn pass(&self, id: SequenceId, range: &Range<usize>, position: usize) -> Range<usize> {
         match self.grid(id) {
             Some(grid) => grid.floor(position).max(range.start)..grid.next(position).min(range.end),
@@ -531,7 +531,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns the digest of the keys and values at a position. It covers all tokens up to there, and the pass.
+    /// Returns the digest of the keys and values at a position: of all tokens up to it, the pass and the group.
     fn digest(&self, id: SequenceId, group: usize, pass: Range<usize>, position: usize) -> u64 {
         let tokens = self.tracked[id as usize].digests[position];
         digest(digest(tokens, pass.start as u64), pass.end as u64).wrapping_add(group as u64)
@@ -573,7 +573,7 @@ impl<'a> Simulator<'a> {
         self.queued = Some(plan);
     }
 
-    /// Gives the scheduler the tokens of the step before, and ends the sequences that are complete.
+    /// Passes the tokens of the queued step to the scheduler, and ends the sequences that are complete.
     fn finish_queued(&mut self) {
         for SequenceWork { id, range, is_last } in self.queued.take().map(|plan| plan.work).unwrap_or_default() {
             let tracked = &self.tracked[id as usize];
@@ -619,7 +619,7 @@ fn token_after(last: u64) -> u32 {
     (last >> 20) as u32 % 1000
 }
 
-/// Returns whether a cancel at `time` happens while a step runs. True for about half of all times.
+/// Returns whether a cancellation at `time` happens while a step runs. This is true for about half of all times.
 fn is_during_step(time: Duration) -> bool {
     (time.as_nanos() / 1000).is_multiple_of(2)
 }
@@ -783,7 +783,7 @@ fn random_requests_get_what_the_scheduler_promises() {
     assert!(hit_tokens as usize > count && long_chunks > count / 10, "{total:?}");
 }
 
-/// Gives the requests of a scenario to several tenants. Forks belong to the tenant of their parent.
+/// Assigns the requests of a scenario to several tenants. A fork belongs to the same tenant as its parent.
 fn assign_tenants(scenario: &mut Scenario, seed: u64) {
     let mut random = Random(digest(seed, 2));
     let tenants = 2 + random.below(4);
@@ -797,7 +797,7 @@ fn assign_tenants(scenario: &mut Scenario, seed: u64) {
     }
 }
 
-/// Divides some sequences of a scenario at the boundaries of a grid. Forks have the grid of their parent.
+/// Assigns a chunk grid to some requests of a scenario. A fork has the same grid as its parent.
 fn assign_grids(scenario: &mut Scenario, seed: u64) {
     let mut random = Random(digest(seed, 3));
     let grid = ChunkGrid::new(scenario.config.token_budget.min(64 + random.below(200)));
@@ -810,7 +810,7 @@ fn assign_grids(scenario: &mut Scenario, seed: u64) {
     }
 }
 
-/// Calls `run`, and `report` if it panics.
+/// Calls `run`. If `run` panics, calls `report` and resumes the panic.
 fn on_panic<T>(report: impl Fn(), run: impl FnOnce() -> T) -> T {
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
         Ok(result) => result,
@@ -899,7 +899,7 @@ fn a_long_prompt_leaves_half_of_the_budget_to_others() {
     let config = SchedulerConfig { token_budget: 1000, max_sequences: 10, context: 5000, grid: None };
     for mut scheduler in schedulers(config, 400) {
         submit(&mut scheduler, 0, 2500, 10);
-        assert_eq!(step(&mut scheduler), [(0, 1000)], "nobody else needs the budget");
+        assert_eq!(step(&mut scheduler), [(0, 1000)], "no other sequence needs the budget");
         submit(&mut scheduler, 1, 100, 10);
         submit(&mut scheduler, 2, 150, 10);
         assert_eq!(step(&mut scheduler), [(0, 750), (1, 100), (2, 150)]);
@@ -1052,7 +1052,7 @@ fn forks_of_a_started_prompt_do_not_expire() {
         submit_with_forks(&mut scheduler, Some(Duration::from_millis(10)));
         let plan = scheduler.plan(Duration::ZERO);
         scheduler.advance(0, plan.work[0].range.end);
-        // The client drops the first answer. The others wait again, but their prompt has started in time.
+        // The client drops the first answer. The forks wait again, but do not expire: their prompt started in time.
         scheduler.finish(0);
         let plan = scheduler.plan(Duration::from_secs(1));
         assert_eq!((plan.expired, plan.work[0].id), (Vec::new(), 1));
@@ -1075,7 +1075,7 @@ fn prompts_share_blocks_only_with_the_same_salt() {
                 step(&mut scheduler);
             }
             scheduler.finish(id);
-            // The fork, if this is its parent.
+            // Sequence 1 is the fork of sequence 0. For all other sequences, this call does nothing.
             scheduler.finish(1);
             cached
         };

@@ -66,7 +66,7 @@ fn streamed_text_is_complete_and_never_splits_a_character() {
     }
 }
 
-/// Asserts that the bytes of the tokens of a text are the bytes of the text. Some tokenizers add a space before it.
+/// Asserts that the token bytes of a text equal the bytes of the text. Some tokenizers add a leading space.
 fn assert_bytes_are_complete(tokenizer: &Tokenizer, name: &str) {
     let text = "naïve 你好 🦀🏳️‍🌈\n\tfn main() {}  twice";
     let ids = tokenizer.encode(text, ControlTokens::Text).unwrap();

@@ -1,4 +1,4 @@
-//! Answers match their grammars, in batches with others, in forks, and with other options.
+//! Tests that answers match their grammars: in batches, in forks, and together with other options.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use super::schema::problem;
 use super::{ask, complete_json, question, sampled, with_schema};
 use crate::engine::{Answer, demo, greedy};
 
-/// Schemas with nested objects, enums, arrays, ranges, optional fields, patterns, `anyOf` and `$ref`.
+/// Returns schemas with nested objects, enums, arrays, ranges, optional fields, patterns, `anyOf` and `$ref`.
 fn schemas() -> Vec<Value> {
     let text = json!({ "type": "string", "maxLength": 20 });
     let object = |properties: Value, required: Value| json!({ "type": "object", "properties": properties, "required": required, "additionalProperties": false });
@@ -63,7 +63,7 @@ fn answers_match_their_schemas() {
     assert_eq!(engine.stats().used_blocks, 0);
 }
 
-/// On a GPU, reasoning runs on the decode graph and the constrained text does not. Batches mix both.
+/// On a GPU, reasoning runs on the decode graph, but constrained text does not. Some batches mix reasoning and text.
 #[test(gpu)]
 fn answers_match_their_schemas_on_a_gpu() {
     let builder = inferno::Engine::builder(crate::support::demo_dir()).context(2048).sequences(8);
@@ -83,7 +83,7 @@ fn answers_match_their_schemas_on_a_gpu() {
     }
 }
 
-/// All answers of a batch are the same as alone, with and without a constraint.
+/// Each answer in a batch equals the answer to the same request alone, with and without a constraint.
 #[test]
 fn constraints_do_not_change_other_answers_of_a_batch() {
     let engine = inferno::Engine::builder(crate::support::demo_dir())
@@ -124,7 +124,7 @@ fn regular_expressions_choices_and_grammars_constrain_answers() {
         assert!(expected.is_match(&text), "{text}");
         let text = ask(GrammarKind::Choice(texts.map(str::to_string).to_vec()), seed);
         assert!(texts.contains(&text.as_str()), "{text}");
-        // The grammar does not limit the depth, so `max_tokens` may cut the text. With the bias, the model ends it.
+        // The grammar allows any depth, so `max_tokens` may cut the text. A bias for `x` ends the nesting.
         let biased = GenerateOptions { logit_bias: BTreeMap::from([(x, 100.0)]), ..options(lark(), seed) };
         let ended = Answer::read(engine.complete("The answer is ", biased).unwrap());
         assert_eq!(ended.summary.finish_reason, FinishReason::Stop, "{}", ended.text);
@@ -177,7 +177,7 @@ fn other_options_apply_within_the_constraint() {
     assert!(["\"red\"", "\"green\"", "\"blue\""].contains(&answer.text.as_str()), "{}", answer.text);
     let answer = change(&|options| options.sampling.repetition_penalty = 2.0);
     assert_eq!(problem(&complete_json(&answer), &schema, &schema), None);
-    // A ban that leaves no token ends the request with an error, never with another token.
+    // The same bias on every token does not change which of the allowed tokens is the most likely one.
     let banned: BTreeMap<u32, f32> = (0..engine.info().vocab_size as u32).map(|id| (id, -100.0)).collect();
     let answer = change(&|options| options.logit_bias = banned.clone());
     assert_eq!(problem(&complete_json(&answer), &schema, &schema), None);
@@ -186,7 +186,7 @@ fn other_options_apply_within_the_constraint() {
     assert!(error.contains("ignore_eos"), "{error}");
 }
 
-/// Log probabilities are those of the model, so a token that the constraint forbids can be the most likely one.
+/// Log probabilities are computed without the constraint, so a forbidden token can be the most likely one.
 #[test]
 fn log_probabilities_ignore_the_constraint() {
     let engine = demo(1024);

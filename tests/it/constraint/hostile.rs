@@ -1,4 +1,4 @@
-//! Grammars that are invalid, not supported, or meant to exhaust time or memory.
+//! Tests of grammars that are invalid, not supported, or meant to exhaust time or memory.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::{question, refusal, sampled};
 use crate::engine::demo;
 
-/// The longest time that a hostile grammar may occupy a client, with room for a busy machine.
+/// The time limit for compiling a hostile grammar, with a margin for a busy machine.
 const LIMIT: Duration = Duration::from_secs(5);
 
 #[test]
@@ -26,7 +26,7 @@ fn what_cannot_be_enforced_is_refused() {
         (GrammarKind::JsonSchema(json!({ "$ref": "https://example.com/schema" })), "example.com"),
         (GrammarKind::JsonSchema(json!({ "type": "integer", "minimum": 5, "maximum": 4 })), "minimum"),
         (GrammarKind::JsonSchema(json!(false)), ""),
-        // Two options can match the same value, so at most one cannot be enforced.
+        // An integer matches both options, so inferno cannot enforce that exactly one option matches.
         (GrammarKind::JsonSchema(json!({ "oneOf": [{ "type": "integer" }, { "type": "number" }] })), "oneOf"),
         // Options of llguidance that would disable checks have no effect.
         (object("x-guidance", json!({ "lenient": true })), ""),
@@ -63,7 +63,7 @@ fn nested(depth: usize, inner: Value, wrap: impl Fn(Value) -> Value) -> Value {
     (0..depth).fold(inner, |schema, _| wrap(schema))
 }
 
-/// Grammars that are valid, but large, deep, recursive or ambiguous.
+/// Returns grammars that are valid, but large, deep, recursive or ambiguous.
 fn abusive() -> Vec<(&'static str, GrammarKind)> {
     let schema = GrammarKind::JsonSchema;
     let regex = |text: &str| GrammarKind::Regex(text.to_string());
@@ -149,11 +149,11 @@ fn abusive() -> Vec<(&'static str, GrammarKind)> {
     ]
 }
 
-/// Every abusive grammar is refused, or ends its request, within a limited time. Other requests still work.
+/// A request with an abusive grammar is refused or ends within a time limit. Other requests still work.
 #[test]
 fn abusive_grammars_are_refused_or_stay_within_limits() {
     let engine = demo(256);
-    // The first use builds the tables of the vocabulary.
+    // The first constraint builds tables for the vocabulary, so submit one before the time is measured.
     refusal(&engine, GrammarKind::Regex("(".to_string()));
     for (name, kind) in abusive() {
         let started = Instant::now();
@@ -173,7 +173,7 @@ fn abusive_grammars_are_refused_or_stay_within_limits() {
     assert_eq!(engine.stats().used_blocks, 0);
 }
 
-/// The time to compile optional properties grows with the square of their number. Required ones take no such time.
+/// Compile time grows with the square of the number of optional properties. Required properties compile quickly.
 #[test]
 fn objects_with_many_optional_properties_are_refused() {
     let engine = demo(256);
@@ -193,7 +193,7 @@ fn objects_with_many_optional_properties_are_refused() {
     let refusal = |schema| submit(schema).unwrap_err().to_string();
     assert!(refusal(schema(1001, 0)).contains("more than 1000 optional properties"));
     assert!(refusal(json!({ "anyOf": [schema(800, 0), schema(700, 5)] })).contains("optional properties"));
-    // No object named `properties` counts that is itself a property.
+    // A property named `properties` is not counted as a list of properties.
     submit(json!({ "type": "object", "properties": { "properties": { "const": 1 } } })).unwrap();
 }
 
@@ -201,7 +201,7 @@ fn objects_with_many_optional_properties_are_refused() {
 #[test]
 fn spent_fuel_is_an_error() {
     let engine = demo(2048);
-    // The number of ways to read the text grows with each letter, and the text cannot end before 600 letters.
+    // The grammar is ambiguous: each letter adds possible parses. The text must have at least 600 letters.
     let kind = GrammarKind::Lark("start: e{600} \"z\"\ne: \"x\" | e e | e e e | e e e e".to_string());
     let constraint = Some(Constraint::new(kind));
     let stream = engine.submit(question().options(GenerateOptions { constraint, ..sampled(3) })).unwrap();

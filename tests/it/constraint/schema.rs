@@ -1,8 +1,8 @@
-//! A validator for the JSON schemas of these tests. It knows only the keywords that they use.
+//! A JSON schema validator that knows only the keywords in the schemas of these tests.
 
 use serde_json::Value;
 
-/// Returns why `value` does not match `schema`, or `None` if it does. `root` is the schema that contains the definitions.
+/// Returns why `value` does not match `schema`, or `None` if it matches. `root` is the schema with the definitions.
 pub fn problem(value: &Value, schema: &Value, root: &Value) -> Option<String> {
     let known = [
         "$defs",

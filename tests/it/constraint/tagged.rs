@@ -1,6 +1,6 @@
-//! Constraints in a chat format with tags around reasoning and tool calls.
+//! Tests of constraints in a chat format with tags around reasoning and tool calls.
 //!
-//! The demo model with other names for its control tokens: `<think>` and `</think>` for the tokens around its reasoning.
+//! The tests rename control tokens of the demo model: `<think>` and `</think>` are the tokens around its reasoning.
 
 use std::fs;
 
@@ -16,7 +16,7 @@ use super::{complete_json, question, sampled, with_schema};
 use crate::cli::copy_of_demo;
 use crate::engine::Answer;
 
-/// Loads the demo model with a chat template that ends with `start`. Its tool tags are tokens if `has_tools`.
+/// Loads the demo model with a chat template that ends with `start`. If `has_tools`, it has tokens for tool tags.
 fn tagged_demo(start: &str, has_tools: bool) -> (TempDir, Engine) {
     let (folder, path) = copy_of_demo();
     let file = path.join("tokenizer.json");
@@ -94,7 +94,7 @@ fn required_tools_need_a_format_with_tags() {
         _ => panic!("{error:#}"),
     };
     assert_eq!(name, "tool_choice");
-    // A text without a chat format has no tools either.
+    // A text prompt without a chat format cannot have tools.
     let prompt = Prompt::Text("a".to_string());
     assert!(engine.submit(Request { prompt, ..request }).is_err());
 }

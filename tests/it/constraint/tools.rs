@@ -1,4 +1,4 @@
-//! Tool calls whose names and arguments are constrained.
+//! Tests of tool calls whose names and arguments are constrained.
 
 use inferno::chat::{Message, RenderOptions};
 use inferno::engine::{Constraint, FinishReason, Grammar, GrammarKind, ToolGrammar};
@@ -69,7 +69,7 @@ fn a_tool_call_can_follow_another_one() {
     }
 }
 
-/// A call of a tool without a grammar ends the answer, although an answer without a call must match one.
+/// A call to a tool without a grammar ends the answer, even if text answers must match a grammar.
 #[test]
 fn a_tool_call_ends_an_answer_with_a_grammar() {
     let engine = demo(2048);
@@ -87,7 +87,7 @@ fn a_tool_call_ends_an_answer_with_a_grammar() {
     assert_eq!(answer.summary.finish_reason, FinishReason::ToolCalls);
 }
 
-/// The model may call a tool or answer, and both have a valid form.
+/// The model may call a tool or write an answer. The arguments or the answer must match the schema.
 #[test]
 fn an_optional_tool_does_not_loosen_the_answer() {
     let engine = demo(2048);

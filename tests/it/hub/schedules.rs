@@ -50,7 +50,7 @@ fn two_hundred_fault_schedules_end_with_a_model_or_an_error() {
 struct Schedule {
     random: Random,
     fake: FakeHub,
-    /// The host that the hub redirects requests for files to. Only some schedules have one.
+    /// In some schedules, the host to which the hub redirects requests for files.
     storage: Option<FakeHub>,
     machine: Machine,
     limits: Limits,

@@ -1,4 +1,4 @@
-//! API keys, CORS and addresses.
+//! Tests of API keys, CORS and listening addresses.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -77,7 +77,7 @@ fn keys_come_from_files_and_the_environment() {
 
 #[test]
 fn other_addresses_get_a_key_unless_it_is_turned_off() {
-    // 127.0.0.1 is reachable on the unspecified address, but the server must assume that others are too.
+    // A server that listens on 0.0.0.0 may be reachable from other machines, so it must require a key.
     let home = TempDir::new().unwrap();
     let mut command = inferno(&home);
     command.args(["serve", "demo", "--device", "cpu", "--port", "0", "--host", "0.0.0.0"]);
@@ -97,7 +97,7 @@ fn cors_is_off_by_default() {
         [origin, ("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "authorization")];
     let server = Server::start(&[]);
     assert_eq!(server.send("OPTIONS", "/v1/models", &preflight, b"").header("access-control-allow-origin"), None);
-    // Without a key, pages of other sites have no access at all.
+    // A server without a key refuses all requests from pages of other sites.
     let response = server.send("GET", "/v1/models", &[origin], b"");
     response.error(403);
     assert_eq!(response.header("access-control-allow-origin"), None);

@@ -1,15 +1,15 @@
-//! Chat and text completions, whole and streamed.
+//! Tests of chat and text completions, whole and streamed.
 
 use serde_json::{Value, json};
 
 use super::client::{Server, chat};
 
-/// Adds up the deltas of one choice. Returns its content, its reasoning and its finish reason.
+/// Joins the deltas of one choice. Returns the content, the reasoning and the finish reason.
 fn collect(events: &[Value], index: usize) -> (String, String, String) {
     let (mut content, mut reasoning, mut finish) = (String::new(), String::new(), String::new());
     let choices = events.iter().flat_map(|event| event["choices"].as_array().unwrap());
     for choice in choices.filter(|choice| choice["index"] == index) {
-        assert!(finish.is_empty(), "a chunk follows the finish reason");
+        assert!(finish.is_empty(), "an event follows the finish reason");
         content.push_str(choice["delta"]["content"].as_str().unwrap_or_default());
         reasoning.push_str(choice["delta"]["reasoning"].as_str().unwrap_or_default());
         finish.push_str(choice["finish_reason"].as_str().unwrap_or_default());
@@ -80,7 +80,7 @@ fn streams_add_up_to_whole_answers() {
             let expected: Vec<&Value> = choice["logprobs"]["content"].as_array().into_iter().flatten().collect();
             assert_eq!(logprobs, expected, "{fields}");
         }
-        // Only the last event has a usage, and it has no choices.
+        // Only the last event has usage numbers. That event has no choices.
         let (last, others) = events.split_last().unwrap();
         assert_eq!(last["choices"], json!([]));
         assert_eq!(last["usage"]["completion_tokens"], whole["usage"]["completion_tokens"], "{fields}");
@@ -121,7 +121,7 @@ fn stop_strings_end_the_answer_and_never_the_reasoning() {
     let full = server.chat(json!({})).ok();
     let message = &full["choices"][0]["message"];
     let (content, reasoning) = (message["content"].as_str().unwrap(), message["reasoning"].as_str().unwrap());
-    // "KV cache" occurs in both.
+    // "KV cache" occurs in the content and in the reasoning.
     assert!(content.contains("KV cache") && reasoning.contains("KV cache"), "{message}");
     let stopped = server.chat(json!({ "stop": "KV cache" })).ok();
     let message = &stopped["choices"][0]["message"];
@@ -192,7 +192,7 @@ fn completions_continue_texts_and_token_ids() {
     assert_eq!(echo["choices"][0]["text"], "Only this");
 }
 
-/// The bodies that lm-evaluation-harness sends to score a continuation, and what it reads from the response.
+/// Sends requests as lm-evaluation-harness does to score a continuation, and checks the fields that it reads.
 #[test]
 fn echoed_prompts_have_log_probabilities() {
     let server = Server::start(&["--chunk", "16", "--max-sequences", "4"]);
@@ -218,7 +218,7 @@ fn echoed_prompts_have_log_probabilities() {
         let best = top.values().next().unwrap().as_f64().unwrap();
         assert!(logprob <= best && best <= 0.0, "{logprob} {best}");
     }
-    // The generated token is the most likely one. It is reported even if it has no text, such as a stop token.
+    // The generated token is the most likely one. The response has it even if it has no text, such as a stop token.
     let last = logprobs["tokens"][count].as_str().unwrap();
     assert_eq!(logprobs["top_logprobs"][count][last], logprobs["token_logprobs"][count]);
     // Each token starts at its offset, in characters.
@@ -230,7 +230,7 @@ fn echoed_prompts_have_log_probabilities() {
         assert!(token.contains('\u{fffd}') || rest.starts_with(token), "{token:?} at {offset}");
     }
 
-    // Scored as a prompt, greedy tokens have the log probabilities with which they were generated.
+    // Scored as part of a prompt, greedy tokens have the same log probabilities as when they were generated.
     let start = "To download a model";
     let count = server.post("/tokenize", &json!({ "prompt": start })).ok()["count"].as_u64().unwrap() as usize;
     let answer = complete(json!({ "prompt": start, "max_tokens": 6, "echo": false })).ok();
@@ -245,7 +245,7 @@ fn echoed_prompts_have_log_probabilities() {
         assert!((got.as_f64().unwrap() - expected.as_f64().unwrap()).abs() < 1e-3, "{got} {expected}");
     }
 
-    // Several prompts and answers, whole and streamed.
+    // Request several answers to several prompts, whole and streamed.
     let prompts = [text, "The KV cache"];
     let fields = json!({
         "prompt": prompts, "n": 2, "logprobs": 3, "max_tokens": 4, "min_tokens": 4, "temperature": 1

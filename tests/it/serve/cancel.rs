@@ -1,4 +1,4 @@
-//! Clients that vanish: their requests end in every phase, and free their blocks.
+//! Tests that the requests of disconnected clients end in every phase and free their blocks.
 
 use std::io::{BufReader, Read};
 use std::net::Shutdown;
@@ -17,7 +17,7 @@ fn a_client_that_vanishes_cancels_its_request() {
         server.wait("the first request runs", running(1.0));
         let second = server.begin("/v1/chat/completions", &endless(is_stream));
         server.wait("the second request waits", waiting(1.0));
-        // Cancel in the queue, then while decoding.
+        // Cancel a request in the queue, then a request that decodes.
         second.shutdown(Shutdown::Both).unwrap();
         server.wait("the second request ends", waiting(0.0));
         assert_eq!(server.metric("inferno_num_requests_running"), 1.0, "the first request still runs");
@@ -25,7 +25,7 @@ fn a_client_that_vanishes_cancels_its_request() {
         server.wait_until_idle();
         assert_eq!(server.metric("inferno_canceled_sequences_total"), canceled + 2.0);
     }
-    // A prompt that takes long to prefill.
+    // Cancel a request during a long prefill.
     let mut prefill = endless(true);
     prefill["messages"][0]["content"] = json!("model ".repeat(3500));
     let stream = server.begin("/v1/chat/completions", &prefill);

@@ -1,4 +1,4 @@
-//! A server process, and a plain HTTP client that can also send what no library would.
+//! A server process for tests, and a plain HTTP client that can also send invalid requests.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -13,13 +13,13 @@ use tempfile::TempDir;
 
 use crate::cli::inferno;
 
-/// The longest time that any single wait may take. Only detects hangs.
+/// The time limit of each wait. It is long, because it only has to detect hangs.
 pub const HANG: Duration = Duration::from_secs(60);
 
 /// A running `inferno serve demo`. Dropping it kills the process.
 pub struct Server {
     pub child: Child,
-    /// The scheme and the address.
+    /// The URL of the server: its scheme and address.
     pub url: String,
     pub address: String,
     log: Option<JoinHandle<String>>,
@@ -40,7 +40,7 @@ impl Server {
         command.envs(variables.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let mut stderr = child.stderr.take().unwrap();
-        // A full pipe would block the server.
+        // Read the log on a thread, because a full pipe would block the server.
         let log = std::thread::spawn(move || {
             let mut log = String::new();
             stderr.read_to_string(&mut log).unwrap();
@@ -66,7 +66,7 @@ impl Server {
     /// Sends a request and reads the whole response.
     pub fn send(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Response {
         let mut stream = self.connect();
-        // The server may reject the request before it has read all of it.
+        // Writing may fail, because the server may reject a request before it has read the whole body.
         let _ = stream.write_all(&request(method, path, headers, body));
         Response::read(&mut BufReader::new(stream))
     }
@@ -91,7 +91,7 @@ impl Server {
         stream
     }
 
-    /// Returns the value of a metric without labels of its own.
+    /// Returns the value of a metric that has only the common labels.
     pub fn metric(&self, name: &str) -> f64 {
         let text = self.get("/metrics").text();
         let line = text.lines().find(|line| line.starts_with(name) && line[name.len()..].starts_with('{'));
@@ -176,7 +176,7 @@ pub fn request(method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) 
     bytes
 }
 
-/// A response.
+/// An HTTP response.
 pub struct Response {
     pub status: u16,
     headers: Vec<(String, String)>,
@@ -184,7 +184,7 @@ pub struct Response {
 }
 
 impl Response {
-    /// Reads a response to its end.
+    /// Reads a whole response.
     pub fn read(stream: &mut impl BufRead) -> Self {
         let mut response = Self::read_head(stream);
         if response.header("transfer-encoding") == Some("chunked") {
@@ -255,7 +255,7 @@ impl Response {
     }
 }
 
-/// Reads a chunk of a chunked body. Returns `None` at the end.
+/// Reads one HTTP chunk of a response body. Returns `None` at the end.
 pub fn read_chunk(stream: &mut impl BufRead) -> Option<Vec<u8>> {
     let mut line = String::new();
     stream.read_line(&mut line).unwrap();

@@ -1,4 +1,4 @@
-//! What the demo model can do with tools and JSON. The README and `docs/api.md` describe it.
+//! Tests that the demo model calls tools and writes JSON as the README and `docs/api.md` describe.
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ fn user(text: &str) -> Value {
     json!({ "role": "user", "content": text })
 }
 
-/// Returns the fields of a request, and a tool for the weather.
+/// Returns the fields of a request with a weather tool added.
 fn with_weather(fields: Value) -> Value {
     let parameters = json!({ "type": "object", "properties": { "city": { "type": "string" } }, "required": ["city"] });
     let function = json!({ "name": "get_weather", "description": "Returns the weather.", "parameters": parameters });
@@ -42,7 +42,7 @@ fn the_demo_calls_a_tool_and_answers_from_its_result() {
             assert_eq!(choice["finish_reason"], "stop");
         }
     }
-    // The question needs no tool.
+    // A question that needs no tool gets the same answer with and without a tool.
     let answer = server.chat(with_weather(json!({}))).ok();
     assert_eq!(answer["choices"][0]["message"], server.chat(json!({})).ok()["choices"][0]["message"]);
 }

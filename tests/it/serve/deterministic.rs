@@ -1,4 +1,4 @@
-//! Answers that do not depend on other requests, in a server without `--deterministic`.
+//! Tests of answers that do not depend on other requests, on servers with and without `--deterministic`.
 
 use std::io::BufReader;
 
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::client::{JSON, Response, Server, chat};
 
-/// The fingerprint of such answers ends with this.
+/// The suffix of `system_fingerprint` in deterministic answers.
 const SUFFIX: &str = "-deterministic";
 
 fn question(index: usize) -> Value {
@@ -68,7 +68,7 @@ fn single_requests_can_be_deterministic() {
     let text = json!({ "prompt": "The", "deterministic": true });
     assert!(server.post("/v1/completions", &text).ok()["system_fingerprint"].as_str().unwrap().ends_with(SUFFIX));
     assert_eq!(server.chat(json!({ "deterministic": "yes" })).error(400)["param"], "deterministic");
-    // Every API takes the header, and none names it as ignored.
+    // The Messages API also honors the field, so it does not report the field as ignored.
     let messages = json!({ "max_tokens": 3, "messages": [{ "role": "user", "content": "Hi" }], "deterministic": true });
     let response = server.post("/v1/messages", &messages);
     assert_eq!((response.status, response.header("x-inferno-ignored")), (200, None));

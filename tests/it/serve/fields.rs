@@ -1,4 +1,4 @@
-//! Request fields: which are honored, which are refused, and which are ignored and named.
+//! Tests which request fields are honored, which are refused, and which are reported as ignored.
 
 use serde_json::{Value, json};
 
@@ -148,7 +148,7 @@ fn all_roles_and_forms_of_content_are_accepted() {
     let tools = json!([{ "type": "function", "function": function }]);
     let fields = json!({ "messages": messages, "tools": tools, "tool_choice": "auto", "parallel_tool_calls": false });
     let with_tools = server.chat(fields.clone()).ok()["usage"]["prompt_tokens"].as_u64().unwrap();
-    // With `none`, the model does not learn about the tools.
+    // With `none`, the prompt does not list the tools.
     let mut none = fields;
     none["tool_choice"] = json!("none");
     let without = server.chat(none).ok()["usage"]["prompt_tokens"].as_u64().unwrap();
@@ -174,7 +174,7 @@ fn fields_without_effect_are_named_and_can_be_refused() {
     let send = |body: Value| server.send("POST", "/v1/chat/completions", &headers, body.to_string().as_bytes());
     assert_eq!(send(chat(json!({ "user": "ada" }))).error(400)["param"], "user");
     send(chat(json!({ "max_tokens": 5 }))).ok();
-    // Names with any character are safe in the header.
+    // In the header, line breaks and commas in field names become question marks.
     let response = server.chat(json!({ "a\r\nb: c, d": 1, "max_tokens": 5 }));
     assert_eq!(response.header("x-inferno-ignored"), Some("a??b: c? d"));
 }
@@ -189,7 +189,7 @@ fn prompts_that_can_never_fit_are_refused_with_what_fits() {
     assert!(message.contains("256 tokens") && message.contains("at most 255"), "{message}");
     let error = server.post("/v1/completions", &json!({ "prompt": vec![5; 256] })).error(400);
     assert_eq!((&error["code"], &error["param"]), (&json!("context_length_exceeded"), &json!("prompt")));
-    // A large `max_tokens` is no error: the answer may end earlier, and ends at the latest when the context is full.
+    // A `max_tokens` larger than the context is not an error. The answer ends when the context is full, or earlier.
     let json = server.chat(json!({ "max_tokens": 32000, "ignore_eos": true })).ok();
     assert_eq!((&json["choices"][0]["finish_reason"], &json["usage"]["total_tokens"]), (&json!("length"), &json!(256)));
 }

@@ -1,4 +1,4 @@
-//! `inferno health`.
+//! Tests of `inferno health`.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use super::client::{Server, endless};
 use crate::cli::{assert_fails, inferno, run, text};
 
-/// Runs the command with environment variables.
+/// Runs `inferno health` with environment variables.
 fn run_with(args: &[&str], variables: &[(&str, &str)]) -> Output {
     let home = TempDir::new().unwrap();
     inferno(&home).arg("health").args(args).envs(variables.iter().copied()).output().unwrap()
@@ -35,7 +35,7 @@ fn a_ready_server_is_healthy() {
         let word = if args.contains(&"--live") { "alive" } else { "ready" };
         assert_eq!(text(&output.stdout), format!("{url} is {word}\n"));
     }
-    // Proxies are for other machines, and a proxy must not decide about the health of this one.
+    // The health check of a local server must not use a proxy.
     assert!(run_with(&["--port", port], &[("HTTP_PROXY", "http://127.0.0.1:9")]).status.success());
 }
 
@@ -76,7 +76,7 @@ fn a_server_that_does_not_respond_is_unhealthy_after_the_timeout() {
     let output = run(&["health", "--url", &url, "--timeout", "0.3"]);
     assert_fails(&output, 1, &["no response in 0.3 s"]);
     assert!(started.elapsed() < Duration::from_secs(20));
-    // The first connection is still in the backlog.
+    // Drop the first connection, which is still in the backlog.
     drop(listener.accept().unwrap());
     let other = thread::spawn(move || {
         let mut stream = BufReader::new(listener.accept().unwrap().0);

@@ -1,4 +1,4 @@
-//! Requests that no client should send. None of them may stop or slow the server.
+//! Tests of invalid and abusive requests. None of them may stop or slow the server.
 
 use std::io::{BufReader, Read, Write};
 
@@ -78,7 +78,7 @@ fn extreme_values_are_never_a_server_error() {
             body.as_object_mut().unwrap().shift_remove(name);
             let text = body.to_string();
             let text = format!("{},\"{name}\":{value}}}", text.strip_suffix('}').unwrap());
-            // Without `max_tokens`, an answer would be long.
+            // Skip values of `max_tokens` that could allow a long answer.
             if name == "max_tokens" && (value.len() > 1 && !value.starts_with(['-', '"', '['])) {
                 continue;
             }
@@ -95,14 +95,14 @@ fn large_encoded_and_untyped_bodies_are_refused() {
     let path = "/v1/chat/completions";
     let large = vec![b' '; (8 << 20) + 1];
     server.send("POST", path, &[JSON], &large).error(413);
-    // Without a length, the server counts what it reads.
+    // Without a content length, the server counts the bytes that it reads.
     let mut stream = server.connect();
     let head = format!(
         "POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     );
     stream.write_all(head.as_bytes()).unwrap();
     let chunk = [format!("{:x}\r\n", 1 << 20).into_bytes(), vec![b' '; 1 << 20], b"\r\n".to_vec()].concat();
-    // The server closes the connection at some point.
+    // Write until the server closes the connection.
     while stream.write_all(&chunk).is_ok() {}
     Response::read(&mut BufReader::new(stream)).error(413);
 
@@ -120,7 +120,7 @@ fn large_encoded_and_untyped_bodies_are_refused() {
 #[test]
 fn slow_clients_are_disconnected() {
     let server = Server::start(&["--header-timeout", "0.3", "--body-timeout", "0.3"]);
-    // Neither headers nor a body that stay incomplete may hold a connection.
+    // The server disconnects clients that do not complete their headers or body in time.
     for head in ["", "GET /health HT", "GET /health HTTP/1.1\r\nHost: x\r\n"] {
         let mut stream = server.connect();
         stream.write_all(head.as_bytes()).unwrap();

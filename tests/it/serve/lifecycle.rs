@@ -1,4 +1,4 @@
-//! Limits on load, shutdown, logs and settings.
+//! Tests of load limits, shutdown, logs and settings.
 
 use std::fs;
 use std::io::{BufReader, Write};
@@ -39,7 +39,7 @@ fn exactly_the_excess_is_rejected_when_the_queue_is_full() {
     assert!(error["message"].as_str().unwrap().contains("try again in"), "{error}");
     drop(readers);
     server.wait_until_idle();
-    // More answers than the server ever has room for.
+    // This request asks for more answers than the server can ever hold.
     let error = server.chat(json!({ "n": 6, "max_tokens": 2 })).error(400);
     assert!(error["param"] == "n" && error["message"].as_str().unwrap().contains("room for 5"), "{error}");
     server.chat(json!({ "n": 5, "max_tokens": 2 })).ok();
@@ -94,7 +94,7 @@ fn a_server_accepts_requests_during_the_drain_delay() {
     assert_eq!(Response::read_head(&mut stream).status, 200);
     server.wait("it drains", |server| server.chat(json!({ "max_tokens": 2 })).status == 503);
     assert!(signaled.elapsed() >= Duration::from_secs(3));
-    // The request from before continues.
+    // The request that started during the drain delay continues.
     assert!(read_chunk(&mut stream).is_some());
     drop(stream);
     assert_eq!(server.exit_code(), Some(0));
@@ -140,7 +140,7 @@ fn idle_connections_close_at_the_end() {
     assert_eq!(server.exit_code(), Some(0));
 }
 
-/// SMG keeps idle connections for 3 s and reuses them, so the server must not close them earlier.
+/// The router SMG reuses connections that were idle for up to 3 s, so the server must not close them earlier.
 #[test]
 fn an_idle_connection_stays_open_for_longer_than_routers_keep_it() {
     let server = Server::start(&[]);

@@ -1,4 +1,4 @@
-//! A server whose model is not loaded yet, and one whose engine has stopped. Both run in this process.
+//! Tests of a server while its model loads and after its engine has stopped. The server runs in the test process.
 
 use std::io::{BufReader, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -65,7 +65,7 @@ fn the_port_is_open_while_the_model_loads() {
     assert_eq!(send(address, "GET", "/health").status, 200);
     send(address, "POST", "/v1/chat/completions").ok();
 
-    // A dead engine is neither healthy nor alive, and its requests are server errors.
+    // After the engine has stopped, the server is neither healthy nor live, and requests fail with status 500.
     drop(engine);
     assert_eq!((send(address, "GET", "/health").status, send(address, "GET", "/live").status), (503, 503));
     send(address, "POST", "/v1/chat/completions").error(500);

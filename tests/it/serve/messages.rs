@@ -1,10 +1,10 @@
-//! Anthropic's Messages API: shapes, events, tools, thinking and errors.
+//! Tests of Anthropic's Messages API: shapes, events, tools, thinking and errors.
 
 use serde_json::{Value, json};
 
 use super::client::{JSON, Response, Server};
 
-/// Returns the body of a request, at temperature 0.
+/// Returns the body of a request with the given fields, at temperature 0.
 fn body(fields: Value) -> Value {
     let mut body = json!({
         "model": "demo",
@@ -30,7 +30,7 @@ fn error(response: &Response, status: u16, kind: &str) -> String {
     json["error"]["message"].as_str().unwrap().to_string()
 }
 
-/// Returns the names and the data of the events of a stream. Each name is the type of its data.
+/// Returns the data of the events in a stream. Asserts that each event's name equals the `type` in its data.
 fn events(response: &Response) -> Vec<Value> {
     assert_eq!(response.status, 200, "{}", response.text());
     assert_eq!(response.header("content-type"), Some("text/event-stream; charset=utf-8"));
@@ -44,7 +44,7 @@ fn events(response: &Response) -> Vec<Value> {
     text.split_terminator("\n\n").map(event).collect()
 }
 
-/// Adds up the events of a stream to the message.
+/// Combines the events of a stream into one message.
 fn collect(events: &[Value]) -> Value {
     let mut message = events[0]["message"].clone();
     let mut open = None;
@@ -90,7 +90,7 @@ fn collect(events: &[Value]) -> Value {
     message
 }
 
-/// Removes what differs between two equal requests.
+/// Removes the values that differ between the responses to two equal requests.
 fn comparable(mut message: Value) -> Value {
     message["id"] = Value::Null;
     let usage = &mut message["usage"];
@@ -133,7 +133,7 @@ fn answers_are_those_of_chat_completions_in_another_shape() {
     assert_eq!(usage["output_tokens"], chat_usage["completion_tokens"]);
     let reasoning = &chat_usage["completion_tokens_details"]["reasoning_tokens"];
     assert_eq!(usage["output_tokens_details"]["thinking_tokens"], *reasoning);
-    // Without the field, the answer does not contain the thinking.
+    // Without a `thinking` field in the request, the answer contains no thinking.
     let hidden = send(&server, json!({})).ok();
     assert_eq!(hidden["content"], json!([{ "type": "text", "text": answer["content"], "citations": null }]));
     assert_eq!(hidden["usage"]["output_tokens"], usage["output_tokens"]);
@@ -197,7 +197,7 @@ fn tools_and_their_results_make_a_conversation() {
     assert!(call["id"].as_str().unwrap().starts_with("toolu_") && call["name"] == "get_weather", "{call}");
     assert!(call["input"]["city"] == "Paris", "{call}");
 
-    // The whole content of the answer goes back, with the result of the call.
+    // Send the whole content of the answer back, with the result of the tool call.
     let result = |more: Value| {
         let mut result = json!({ "type": "tool_result", "tool_use_id": call["id"], "content": "sunny" });
         more.as_object().unwrap().iter().for_each(|(name, value)| result[name] = value.clone());
@@ -213,9 +213,9 @@ fn tools_and_their_results_make_a_conversation() {
     let plain = count(result(json!({})));
     let parts = json!([{ "type": "text", "text": "sun" }, { "type": "text", "text": "ny" }]);
     assert_eq!(count(result(json!({ "content": parts, "is_error": false }))), plain);
-    // The model sees that a call failed.
+    // The prompt tells the model that the call failed.
     assert!(count(result(json!({ "is_error": true }))) > plain);
-    // With `none`, the model does not learn about the tools.
+    // With `none`, the prompt does not list the tools.
     let none = json!({ "tools": weather(), "tool_choice": { "type": "none" } });
     assert_eq!(count(none), count(json!({})));
     let system =
@@ -323,7 +323,7 @@ fn the_key_can_come_in_the_header_of_anthropics_clients() {
 
 #[test]
 fn silent_streams_have_pings_and_failed_ones_an_error() {
-    // While a long answer takes the only place, the stream of another one waits until its time is over.
+    // While a long answer runs, the second request waits in the queue until the queue timeout.
     let arguments = ["--max-sequences", "1", "--ping-interval", "0.05", "--queue-timeout", "0.5"];
     let server = Server::start(&arguments);
     let long = server.begin("/v1/messages", &body(json!({ "max_tokens": 3000, "ignore_eos": true })));

@@ -1,10 +1,10 @@
-//! ollama's API: answers, streams, models and errors.
+//! Tests of ollama's API: answers, streams, models and errors.
 
 use serde_json::{Value, json};
 
 use super::client::{Response, Server};
 
-/// Returns the body of a request to `/api/chat`, at temperature 0.
+/// Returns the body of a request to `/api/chat` with the given fields, at temperature 0.
 fn chat(fields: Value) -> Value {
     let mut body = json!({
         "model": "demo",
@@ -56,7 +56,7 @@ fn chats_are_chat_completions_in_another_shape() {
     assert!(count("eval_duration") > 0 && count("total_duration") >= count("eval_duration"), "{whole}");
     assert!(count("prompt_eval_duration") > 0 && whole["load_duration"] == 0);
 
-    // A stream is the default.
+    // Without a `stream` field, the answer is streamed.
     let mut body = chat(json!({ "model": "demo:latest" }));
     body.as_object_mut().unwrap().remove("stream");
     let parts = lines(&server.post("/api/chat", &body));
@@ -135,7 +135,7 @@ fn tools_and_schemas_work_like_those_of_openai() {
             assert!(json["ok"].is_boolean(), "{json}");
         }
     }
-    // `tool_choice` is not a field of ollama's, but makes the call certain.
+    // ollama's API has no `tool_choice` field, but inferno accepts the field, which forces a tool call.
     let fields = json!({ "tools": weather(), "tool_choice": "required", "stream": true,
                          "messages": [{ "role": "user", "content": "What is the weather in Paris?" }] });
     let parts = lines(&server.post("/api/chat", &chat(fields.clone())));
@@ -151,7 +151,7 @@ fn tools_and_schemas_work_like_those_of_openai() {
     whole["stream"] = json!(false);
     assert_eq!(server.post("/api/chat", &chat(whole)).ok()["message"]["tool_calls"], *calls);
 
-    // The answer goes back with the result of the call, which has no id.
+    // Send the answer back with the result of the tool call, which has no id.
     let assistant = json!({ "role": "assistant", "content": "", "thinking": "Hmm.", "tool_calls": calls });
     for result in [
         json!({ "role": "tool", "content": "sunny", "tool_name": "get_weather" }),

@@ -1,4 +1,4 @@
-//! Records of requests, and `inferno replay`.
+//! Tests of request records and `inferno replay`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ fn replay(record: &str, args: &[&str]) -> Output {
     run(&[&["replay", record, "--device", "cpu"], args].concat())
 }
 
-/// Asserts that all answers of a record are equal to the replayed ones. Returns their number.
+/// Asserts that all replayed answers equal the answers in the record. Returns the number of answers.
 fn assert_equal(output: &Output) -> usize {
     let printed = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{printed} {}", text(&output.stderr));
@@ -42,7 +42,7 @@ fn send_all(server: &Server) -> Vec<(&'static str, usize)> {
         body
     };
     let path = "/v1/chat/completions";
-    // The server draws the seed.
+    // These requests have no seed, so the server chooses one.
     send("sampled", path, chat(json!({ "temperature": 1.0, "top_p": 0.9, "n": 3 })));
     send("streamed", path, chat(json!({ "temperature": 0.7, "stream": true, "frequency_penalty": 0.5 })));
     let options =
@@ -97,7 +97,7 @@ fn replay_names_the_first_token_that_differs() {
     let printed = text(&output.stdout);
     assert!(printed.starts_with(&expected) && printed.contains(&format!("got {token} ")), "{printed}");
     assert_eq!(printed.matches("log probability").count(), 2, "{printed}");
-    // Another engine may compute other tokens, and says how it differs.
+    // A replay on another device succeeds if the tokens are equal.
     record["requests"][0]["answers"][0]["tokens"][7] = json!(token);
     record["engine"]["device"] = json!("another device");
     write(&record);
@@ -120,7 +120,7 @@ fn a_server_gives_records_to_their_clients_only() {
     let server = Server::start(&["--api-key", "one", "--api-key", "two", "--deterministic"]);
     let one = ("Authorization", "Bearer one");
     let two = ("Authorization", "Bearer two");
-    // Ids of clients can contain any visible character.
+    // A client may choose a request id with any visible characters.
     let id = "trace/../1?a=%20#b";
     let body = super::client::chat(json!({ "max_tokens": 12, "temperature": 1 })).to_string();
     let path = "/v1/chat/completions";
@@ -130,7 +130,7 @@ fn a_server_gives_records_to_their_clients_only() {
     assert_fails(&replay(id, &[&flags[..], &["two"]].concat()), 3, &["no record"]);
     assert_fails(&replay(id, &[&flags[..], &["three"]].concat()), 4, &["wrong API key"]);
     assert_fails(&replay("other", &[&flags[..], &["one"]].concat()), 3, &["no record"]);
-    // The record of a client that left has the tokens until then.
+    // If a client disconnects, the record has the tokens that were generated before.
     let mut stream = server.connect();
     let body = endless(true).to_string();
     let request = super::client::request("POST", path, &[JSON, two, ("x-request-id", "left")], body.as_bytes());
@@ -155,7 +155,7 @@ fn records_can_be_turned_off() {
     response.ok();
     let id = response.header("x-request-id").unwrap().to_string();
     server.get(&format!("/v1/records/{id}")).error(404);
-    // All clients of an open server are the same client, so none may read records.
+    // A server without keys cannot tell its clients apart, so no client may read records.
     let server = Server::start(&["--no-auth"]);
     let response = server.chat(json!({ "max_tokens": 3 }));
     let id = response.header("x-request-id").unwrap().to_string();

@@ -1,4 +1,4 @@
-//! `inferno play --url`: the chat as a client of `inferno serve`, and of a small server that answers like others do.
+//! Tests of `inferno play --url` with `inferno serve`, and with a mock server that answers as other servers do.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -12,7 +12,7 @@ use super::client::Server;
 use crate::cli::{assert_fails, inferno, text};
 use crate::terminal::{expect, play_url};
 
-/// Runs `inferno play --url` for one answer. A proxy that does not exist must make no difference to local servers.
+/// Runs `inferno play --url` for one answer. Sets an unreachable proxy, which must not be used for local servers.
 fn ask(url: &str, args: &[&str]) -> Output {
     let home = TempDir::new().unwrap();
     let mut command = inferno(&home);
@@ -41,7 +41,7 @@ fn answers_of_a_server_equal_those_of_a_local_model() {
         assert_eq!(remote[field], local[field], "{field}");
     }
     assert!(remote["tokens"].is_null() && remote["seed"].is_null() && remote["stats"]["load_s"].is_null(), "{remote}");
-    // A unique part of the name is enough, and the URL may end in /v1.
+    // A unique part of the model name is enough, and the URL may end in /v1.
     let output =
         ask(&format!("{url}/v1/"), &["dem", "--max-tokens", "3", "--json", "--seed", "4", "--api-key", "right"]);
     let cut = answer(&output);
@@ -99,7 +99,7 @@ fn commands_work_on_a_server_or_say_why_not() {
     chat.send_line("/exit").unwrap();
     chat.exp_eof().unwrap();
 
-    // The conversation knows its server.
+    // The saved conversation contains the URL of its server.
     let output = inferno(&home).args(["play", "--resume", "talk", "--json", "--prompt", "What is my name?"]).output();
     let json = answer(&output.unwrap());
     assert!(json["text"].as_str().unwrap().contains("Ada") && json["stats"]["load_s"].is_null(), "{json}");
@@ -129,17 +129,17 @@ fn ctrl_c_closes_the_connection_and_frees_the_server() {
     chat.exp_eof().unwrap();
 }
 
-/// A server whose answers are given. It closes each connection after its response.
+/// A mock server that sends a fixed answer. It closes each connection after its response.
 struct Mock {
     url: String,
-    /// The bodies of requests for an answer.
+    /// The bodies of the received completion requests.
     bodies: Arc<Mutex<Vec<Value>>>,
 }
 
 const MODELS: &str = r#"{"object":"list","data":[{"id":"org/a"},{"id":"org/b","max_model_len":100}]}"#;
 
 impl Mock {
-    /// Starts a server that sends `answer`, a whole response, to each request for an answer.
+    /// Starts a server that sends `answer`, a whole HTTP response, to each completion request.
     fn start(answer: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -203,7 +203,7 @@ fn a_server_without_usage_and_token_counts_is_enough() {
         "stream": true, "stream_options": { "include_usage": true },
         "top_k": 3, "reasoning_effort": "high", "stop": ["x"],
     });
-    // Settings that the user did not choose are left to the server.
+    // The request contains only the settings that the user chose.
     assert_eq!(mock.bodies.lock().unwrap()[0], expected);
     assert_fails(&ask(&mock.url, &[]), 2, &["org/a, org/b"]);
     assert_fails(&ask(&mock.url, &["org"]), 3, &["it serves 'org/a', 'org/b'"]);
@@ -243,7 +243,7 @@ fn failures_of_a_server_are_explained() {
     assert_fails(&ask(&mock.url, &["org/a"]), 1, &["closed the connection before the answer was complete"]);
     let mock = Mock::streaming(&[start, "<html>"]);
     assert_fails(&ask(&mock.url, &["org/a"]), 1, &["invalid JSON"]);
-    // The body is shorter than its length.
+    // The body is shorter than its `Content-Length`.
     let mock = Mock::start("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 999\r\n\r\ndata: ");
     assert_fails(&ask(&mock.url, &["org/a"]), 5, &["cannot reach a server"]);
 

@@ -1,4 +1,4 @@
-//! Fields of requests for responses: which are honored, which are refused, and which are ignored and named.
+//! Tests which fields of the Responses API are honored, which are refused, and which are reported as ignored.
 
 use serde_json::{Value, json};
 
@@ -105,7 +105,7 @@ fn tools_that_cannot_be_served_are_skipped_and_named() {
     for name in ["tools[] (web_search)", "tools[] (namespace)", "user", "reasoning.summary"] {
         assert!(ignored.split(", ").any(|field| field == name), "{name}: {ignored}");
     }
-    // The model learns about the functions that it may call, and only about those.
+    // The prompt lists only the functions that the model may call.
     let tokens = |choice: Value| {
         let mut fields = fields.clone();
         fields["tool_choice"] = choice;

@@ -1,4 +1,4 @@
-//! Responses, whole and streamed.
+//! Tests of the Responses API, whole and streamed.
 
 use std::io::BufReader;
 
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::client::{Response, Server, read_chunk};
 
-/// The keys that OpenAI's schema requires.
+/// The keys that OpenAI's schema requires in a response.
 const REQUIRED: [&str; 32] = [
     "id",
     "object",
@@ -55,7 +55,7 @@ pub fn respond(server: &Server, fields: Value) -> Response {
     server.post("/v1/responses", &body(fields))
 }
 
-/// Parses the events of a stream. Checks their names, their numbers and the end of the stream.
+/// Parses the events of a stream. Checks the event names, the sequence numbers and the end of the stream.
 pub fn parse_events(text: &str) -> Vec<Value> {
     let mut blocks: Vec<&str> = text.split("\n\n").filter(|block| !block.is_empty()).collect();
     assert_eq!(blocks.pop(), Some("data: [DONE]"), "{text}");
@@ -76,7 +76,7 @@ fn stream(server: &Server, mut fields: Value) -> Vec<Value> {
     parse_events(&response.text())
 }
 
-/// Adds up the events of a stream to the output items. Checks their order.
+/// Combines the events of a stream into output items. Checks the order of the events.
 fn collect(events: &[Value]) -> Vec<Value> {
     let mut items: Vec<Value> = Vec::new();
     for event in events {
@@ -100,7 +100,7 @@ fn collect(events: &[Value]) -> Vec<Value> {
     items
 }
 
-/// Removes what differs between two responses to the same request.
+/// Removes the values that differ between two responses to the same request.
 fn comparable(response: &Value) -> Value {
     let mut response = response.clone();
     for key in ["id", "created_at", "completed_at", "usage"] {
@@ -245,7 +245,7 @@ fn waiting_streams_repeat_their_state_and_fail_with_a_delay() {
     server.wait("the first request runs", |server| server.metric("inferno_num_requests_running") == 1.0);
     let mut waiting = BufReader::new(server.begin("/v1/responses", &endless));
     assert_eq!(Response::read_head(&mut waiting).status, 200);
-    // No room is left.
+    // The queue is full, so the server refuses another request.
     let error = respond(&server, json!({ "stream": true })).error(429);
     assert_eq!(error["code"], "rate_limit_exceeded");
     assert!(error["message"].as_str().unwrap().contains("try again in "), "{error}");

@@ -1,4 +1,4 @@
-//! Retries of requests whose connections were lost.
+//! Tests of retries after a connection was lost.
 
 use std::io::Write;
 use std::net::Shutdown;
@@ -8,12 +8,12 @@ use serde_json::{Value, json};
 
 use super::client::{JSON, Response, Server, chat, endless, request};
 
-/// The length of a long answer.
+/// The length of a long answer in tokens.
 const TOKENS: u32 = 1500;
 
 const PATH: &str = "/v1/chat/completions";
 
-/// A request that takes a while.
+/// Returns the body of a request with a long answer.
 fn long() -> Value {
     chat(json!({ "ignore_eos": true, "max_tokens": TOKENS, "temperature": 1 }))
 }
@@ -47,7 +47,7 @@ fn a_retry_gets_the_answer_to_the_lost_request() {
         stream.write_all(&request("POST", PATH, &headers, body.to_string().as_bytes())).unwrap();
         server.wait("the request runs", |_| metric("inferno_num_requests_running") == 1.0);
         stream.shutdown(Shutdown::Both).unwrap();
-        // Clients wait before they try again. Until then, the server notices that the connection is lost.
+        // Clients wait before they retry. Meanwhile, the server notices that the connection was lost.
         std::thread::sleep(Duration::from_millis(300));
     };
     for headers in [[count("1"), ("x-a", "b")], [("Idempotency-Key", "abc"), ("x-a", "b")]] {
@@ -57,13 +57,13 @@ fn a_retry_gets_the_answer_to_the_lost_request() {
         let response = send(&server, &[one, retry], &long());
         assert_eq!(response.ok()["usage"]["completion_tokens"], TOKENS);
         assert_eq!(response.header("x-inferno-joined"), Some("first"));
-        // Another retry starts anew, because the answer was delivered.
+        // Another retry generates a new answer, because the first answer was delivered.
         assert_eq!(metric("inferno_generation_tokens_total") - before, f64::from(TOKENS));
         assert_eq!(send(&server, &[one, retry], &long()).header("x-inferno-joined"), None);
     }
     assert_eq!(metric("inferno_joined_retries_total"), 2.0);
     assert_eq!(metric("inferno_canceled_sequences_total"), 0.0);
-    // Requests of others, requests with other bodies, and first requests get answers of their own.
+    // Requests with another API key or another body, and first requests, get their own answers.
     lose(&[count("1")], &long());
     let mut other = long();
     other["max_tokens"] = json!(3);
@@ -97,7 +97,7 @@ fn streams_and_requests_of_other_clients_are_canceled_at_once() {
         server.wait_until_idle();
         assert!(lost.elapsed() < Duration::from_millis(1900), "{:?}", lost.elapsed());
     }
-    // The limits of bodies are the same.
+    // Requests with a retry count must also have a valid content type and body.
     let headers = [("Content-Type", "text/plain"), ("x-stainless-retry-count", "0")];
     server.send("POST", PATH, &headers, b"{}").error(415);
     send(&server, &[("x-stainless-retry-count", "2")], &json!({ "messages": 5 })).error(400);

@@ -1,4 +1,4 @@
-//! The routes besides completions.
+//! Tests of the routes besides completions.
 
 use std::collections::BTreeSet;
 use std::io::{BufReader, Write};
@@ -19,7 +19,7 @@ fn models_are_listed_and_unknown_ones_are_not_found() {
     let error = server.chat(json!({ "model": "gpt-4" })).error(404);
     assert_eq!((&error["param"], &error["code"]), (&json!("model"), &json!("model_not_found")));
     assert!(error["message"].as_str().unwrap().contains("'demo'"), "{error}");
-    // The only model is the default.
+    // Without a model name, the server uses its only model.
     server.chat(json!({ "model": null, "max_tokens": 3 })).ok();
 }
 
@@ -132,14 +132,14 @@ fn metrics_count_requests_and_tokens() {
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
-    // A name may be announced only once.
+    // Each metric has exactly one TYPE line.
     let mut types: Vec<&str> = text.lines().filter(|line| line.starts_with("# TYPE")).collect();
     let count = types.len();
     types.sort_unstable();
     types.dedup();
     assert_eq!(types.len(), count);
     assert!(!Server::start(&[]).get("/metrics").text().contains("vllm:"));
-    // docs/serving.md lists exactly these metrics, except that one appears only after a rejection.
+    // docs/serving.md lists exactly these metrics, and one metric that appears only after a rejection.
     let page = include_str!("../../../docs/serving.md");
     let documented: BTreeSet<&str> =
         page.split('`').skip(1).step_by(2).filter(|name| name.starts_with("inferno_")).collect();

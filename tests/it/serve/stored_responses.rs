@@ -1,4 +1,4 @@
-//! Conversations over several responses: stored responses, references to items, and cancellation.
+//! Tests of conversations with several responses: stored responses, references to items, and cancellation.
 
 use std::io::BufReader;
 
@@ -19,24 +19,24 @@ fn the_previous_response_continues_the_conversation() {
     let fields = json!({ "previous_response_id": first["id"], "input": [question] });
     let second = respond(&server, fields.clone()).ok();
     assert_eq!(second["previous_response_id"], first["id"]);
-    // The same conversation without the store. Instructions are not carried over.
+    // Send the same conversation without stored responses. Instructions are not carried over.
     let output = first["output"].as_array().unwrap();
     let items = [&[json!({ "role": "user", "content": "What is the KV cache?" })], &output[..], &[question]].concat();
     let whole = respond(&server, json!({ "input": items, "store": false })).ok();
     assert_eq!(second["output"][1]["content"], whole["output"][1]["content"]);
     assert_eq!(second["usage"]["input_tokens"], whole["usage"]["input_tokens"]);
     assert_eq!(tokens(&server, fields), second["usage"]["input_tokens"].as_u64().unwrap());
-    // References to the items mean the same.
+    // References to stored items have the same effect as the items.
     let reference = |item: &Value| json!({ "type": "item_reference", "id": item["id"] });
     let mut referenced = items.clone();
     referenced.splice(1..1 + output.len(), output.iter().map(reference));
     let by_reference = respond(&server, json!({ "input": referenced, "store": false })).ok();
     assert_eq!(by_reference["output"][1]["content"], whole["output"][1]["content"]);
     assert_eq!(by_reference["usage"]["input_tokens"], whole["usage"]["input_tokens"]);
-    // A chain of three.
+    // Continue the conversation with a third response.
     let third = respond(&server, json!({ "previous_response_id": second["id"], "max_output_tokens": 5 })).ok();
     assert!(third["usage"]["input_tokens"].as_u64() > second["usage"]["input_tokens"].as_u64());
-    // Without an earlier response, the conversation is not complete.
+    // If an earlier response was deleted, the conversation cannot continue.
     assert_eq!(
         server.send("DELETE", &format!("/v1/responses/{}", first["id"].as_str().unwrap()), &[], b"").status,
         200
@@ -60,7 +60,7 @@ fn responses_are_read_listed_and_deleted() {
     let response = respond(&server, json!({ "input": input, "max_output_tokens": 5 })).ok();
     let path = format!("/v1/responses/{}", response["id"].as_str().unwrap());
     assert_eq!(server.get(&path).ok(), response);
-    // Cancelling a response that has ended changes nothing.
+    // Canceling a response that has ended changes nothing.
     assert_eq!(server.post(&format!("{path}/cancel"), &json!({})).ok(), response);
     let list = server.get(&format!("{path}/input_items")).ok();
     assert_eq!((&list["object"], &list["has_more"]), (&json!("list"), &json!(false)));
@@ -87,7 +87,7 @@ fn responses_are_read_listed_and_deleted() {
         server.post(&format!("{unknown}/cancel"), &json!({})).error(404);
         server.get(&format!("{unknown}/input_items")).error(404);
     }
-    // Not stored.
+    // A response with `store: false` cannot be read or continued.
     let response = respond(&server, json!({ "store": false, "max_output_tokens": 5 })).ok();
     assert_eq!(response["store"], false);
     server.get(&format!("/v1/responses/{}", response["id"].as_str().unwrap())).error(404);
@@ -138,7 +138,7 @@ fn tool_calls_and_their_outputs_reach_the_model() {
     let response = respond(&server, json!({ "input": input, "tools": [tool] }));
     assert_eq!(response.header("x-inferno-ignored"), None);
     let json = response.ok();
-    // The same conversation as a chat completion.
+    // Send the same conversation as a chat completion.
     let call = |id: &str, arguments: &str| json!({ "id": id, "type": "function", "function": { "name": "find", "arguments": arguments } });
     let messages = json!([
         { "role": "user", "content": "Which models are there?" },
@@ -152,7 +152,7 @@ fn tool_calls_and_their_outputs_reach_the_model() {
     let text = &json["output"].as_array().unwrap().iter().find(|item| item["type"] == "message").unwrap()["content"][0]
         ["text"];
     assert_eq!(*text, chat["choices"][0]["message"]["content"]);
-    // An output may follow a stored call.
+    // A function output may follow a call in a stored response.
     let fields = json!({ "input": input.as_array().unwrap()[..4], "tools": [tool], "max_output_tokens": 5 });
     let first = respond(&server, fields).ok();
     let output = json!([{ "type": "function_call_output", "call_id": "call_1", "output": "demo" }]);
@@ -211,7 +211,7 @@ fn a_running_response_can_be_canceled() {
         assert_eq!(server.get(&format!("/v1/responses/{id}")).ok(), last["response"]);
     }
     server.wait_until_idle();
-    // A client that vanishes leaves nothing.
+    // If the client disconnects, its response is canceled.
     let mut stream = BufReader::new(server.begin("/v1/responses", &endless));
     Response::read_head(&mut stream);
     read_chunk(&mut stream).unwrap();

@@ -1,10 +1,10 @@
-//! Structured outputs: `response_format`, `structured_outputs`, required and named tools, and strict tools.
+//! Tests of structured outputs: `response_format`, `structured_outputs`, required and named tools, and strict tools.
 
 use serde_json::{Value, json};
 
 use super::client::{Response, Server};
 
-/// An object with a short text and a small number.
+/// Returns the schema of an object with a short text and a small number.
 fn schema() -> Value {
     json!({
         "type": "object",
@@ -34,7 +34,7 @@ fn check(text: &str) {
     assert!((1..=99).contains(&json["gb"].as_i64().unwrap()), "{text}");
 }
 
-/// Returns the text and the finish reason of a stream, and the names and arguments of its tool calls.
+/// Returns the text of a stream, the names and arguments of its tool calls, and its finish reason.
 fn streamed(response: &Response) -> (String, Vec<(String, String)>, String) {
     let (mut text, mut calls, mut finish) = (String::new(), Vec::new(), String::new());
     for event in response.events() {
@@ -71,7 +71,7 @@ fn response_formats_are_enforced_whole_and_streamed() {
     let mut loose = response_format(schema());
     loose["json_schema"].as_object_mut().unwrap().remove("strict");
     check(server.chat(json!({ "response_format": loose })).ok()["choices"][0]["message"]["content"].as_str().unwrap());
-    // The model may still call a tool, but any text is JSON.
+    // The model may still call a tool, but any text must match the schema.
     let fields = json!({ "response_format": response_format(schema()), "tools": [tool("f", false)] });
     let json = server.chat(fields).ok();
     if let Some(text) = json["choices"][0]["message"]["content"].as_str() {
@@ -138,7 +138,7 @@ fn required_and_named_tools_are_called() {
     let json = server.chat(without).ok();
     let arguments = &json["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"];
     assert_eq!(serde_json::from_str::<Value>(arguments.as_str().unwrap()).unwrap(), json!({}));
-    // A strict tool does not change how the model answers without calling it.
+    // The model may answer without calling a strict tool.
     let response = server.chat(json!({ "tools": [tool("list_models", true)] }));
     assert!(response.header("x-inferno-ignored").is_none());
     response.ok();
@@ -175,12 +175,12 @@ fn what_cannot_be_enforced_is_an_error_that_names_the_field() {
         assert_eq!(error["param"], param, "{fields} {error}");
         assert!(error["message"].as_str().unwrap().len() < 1200, "{error}");
     }
-    // A tool that is not strict may have any schema, if it is not required.
+    // A tool that is neither strict nor required may have any schema.
     let fields = json!({ "tools": [{ "type": "function", "function": { "name": "f", "parameters": { "type": "object", "not": {} } } }], "max_tokens": 5 });
     server.chat(fields).ok();
 }
 
-/// A grammar that becomes too expensive ends the answer with an error, whole and streamed.
+/// If following a grammar becomes too expensive, the answer ends with an error, whole and streamed.
 #[test]
 fn spent_fuel_is_an_error_of_the_request() {
     let server = Server::start(&[]);
@@ -205,7 +205,7 @@ fn a_grammar_that_was_compiled_before_gives_the_same_answers() {
     let first: Vec<Value> = (0..4).map(ask).collect();
     first.iter().for_each(|text| check(text.as_str().unwrap()));
     assert_eq!((0..4).map(ask).collect::<Vec<_>>(), first);
-    // The name of the field in an error is that of the request, not of the first request with the grammar.
+    // An error names the field of its own request, not the field of the first request with the grammar.
     let hostile = "start: e{600} \"z\"\ne: \"x\" | e e | e e e | e e e e";
     for _ in 0..2 {
         let fields = json!({ "structured_outputs": { "grammar": hostile } });

@@ -1,4 +1,4 @@
-//! TLS.
+//! Tests of TLS.
 
 use std::fs;
 use std::io::{BufReader, Read, Write};
@@ -27,7 +27,7 @@ fn start(args: &[&str]) -> Server {
     Server::start(&[&["--tls-cert", &certificate, "--tls-key", &key], args].concat())
 }
 
-/// Opens a connection that trusts only the certificate of the server.
+/// Opens a connection that trusts only the server's certificate.
 fn connect(server: &Server) -> StreamOwned<ClientConnection, TcpStream> {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(path("localhost.pem")).unwrap()).unwrap();
@@ -80,7 +80,7 @@ fn health_checks_use_https() {
     let mut command = inferno(&home);
     command.args(["health", "--port", port]).env("INFERNO_TLS_CERT", path("localhost.pem"));
     assert!(command.output().unwrap().status.success());
-    // The server does not speak HTTP on this port.
+    // On this port, the server does not accept plain HTTP.
     assert_fails(&run(&["health", "--port", port]), 1, &["cannot reach"]);
 }
 
@@ -92,13 +92,13 @@ fn connections_without_a_handshake_are_closed() {
     plain.write_all(&request("GET", "/health", &[], b"")).unwrap();
     let mut received = Vec::new();
     let started = Instant::now();
-    // Nothing but the end of the connection, or a TLS alert.
+    // The server closes the connection. It may send a TLS alert first.
     let _ = plain.read_to_end(&mut received);
     assert!(!received.starts_with(b"HTTP"), "{received:?}");
     let mut byte = [0];
     assert_eq!(silent.read(&mut byte).unwrap_or(0), 0);
     assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
-    // The others are not affected.
+    // Other connections are not affected.
     let mut stream = connect(&server);
     stream.write_all(&request("GET", "/health", &[], b"")).unwrap();
     assert_eq!(Response::read(&mut BufReader::new(stream)).status, 200);
