@@ -343,7 +343,7 @@ impl EngineHandle {
     /// Rejects new requests and waits until all submitted requests have ended.
     pub fn drain(&self) -> Result<()> {
         self.shared.counters.is_draining.store(true, Ordering::Relaxed);
-        // Another thread may have read `is_draining` before it was set, and may still submit a request after this command.
+        // Another thread may have read `is_draining` before it was set, and may submit a request after this command.
         // The engine thread rejects such a request.
         self.send(Command::Drain)?;
         self.with_runner(|_| ())

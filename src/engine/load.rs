@@ -47,7 +47,7 @@ pub struct LoadOptions<'o> {
     pub quantize: Option<QuantizationTarget>,
     /// Whether to run decode steps one operation at a time, even if a CUDA graph could run them.
     pub eager: bool,
-    /// Whether the tokens and logits of an answer must be independent of other requests, the prefix cache and preemption.
+    /// Whether the tokens and logits of an answer must not depend on other requests, prefix caching or preemption.
     /// If true, steps are slower, and a prompt reuses less of the prefix cache.
     pub deterministic: bool,
     /// See [`EngineBuilder::queue_on_cpu`](super::EngineBuilder::queue_on_cpu).
