@@ -6,7 +6,7 @@
 //! - `group.G.layer.L.k` and `.v`: `[rows, kv_heads, head_dim]` for layer L of group G.
 //!   The rows come from all blocks that a token after the prefix attends to.
 //!
-//! Keys and values are valid only for the model, dtype and build that computed them. `fingerprint` identifies all three.
+//! Keys and values are valid only for the model, dtype and build that computed them. `fingerprint` identifies these.
 
 use std::collections::HashMap;
 use std::fs;

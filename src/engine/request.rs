@@ -113,7 +113,7 @@ pub struct GenerateOptions {
     pub deterministic: bool,
     /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), so that the answer can be computed again.
     pub keeps_record: bool,
-    /// The maximum time that the request may wait before it starts. Afterwards, the request fails. `None` sets no limit.
+    /// The maximum time that the request may wait before it starts. After this time, it fails. `None` sets no limit.
     pub max_wait: Option<Duration>,
 }
 

@@ -91,7 +91,9 @@ static CONFIGURATION_KEYS: LazyLock<Vec<&str>> = LazyLock::new(|| {
     keys
 });
 
-/// Flags that cannot be set in the environment. Kubernetes sets `INFERNO_PORT` to a URL if a service is named `inferno`.
+/// Flags that cannot be set in the environment.
+///
+/// Kubernetes sets `INFERNO_PORT` to a URL if a service is named `inferno`.
 const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
 
 /// Flags that take no value on the command line. Other sources set them to true or false.

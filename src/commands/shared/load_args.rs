@@ -36,8 +36,8 @@ pub struct LoadArgs {
     /// Context length in tokens, for prompt and answers together [default: what fits, up to 32768]
     #[arg(long, value_name = "TOKENS")]
     context: Option<usize>,
-    /// Memory to use on the GPU, such as 20GB or 90%. The KV cache gets the rest after weights and workspace [default: as
-    /// much as the context needs; 90% for serve]
+    /// Memory to use on the GPU, such as 20GB or 90%. The KV cache gets the rest after weights and workspace
+    /// [default: as much as the context needs; 90% for serve]
     #[arg(long, value_name = "SIZE")]
     gpu_memory: Option<MemoryLimit>,
     /// Largest prompt chunk in one forward pass, in tokens [default: up to 8192, as memory allows]
@@ -49,8 +49,8 @@ pub struct LoadArgs {
     /// Decode without a CUDA graph, one operation at a time; slow, for comparison
     #[arg(long, hide_short_help = true)]
     eager: bool,
-    /// Attention kernel for prefill: own (inferno's), flash (FlashAttention, needs the flash-attn feature), eager (matrix
-    /// products and softmax) or auto
+    /// Attention kernel for prefill: own (inferno's), flash (FlashAttention, needs the flash-attn feature),
+    /// eager (matrix products and softmax) or auto
     #[arg(long, default_value = "auto", value_name = "KERNEL", hide_short_help = true)]
     attention: Attention,
     /// The number of full-context sequences that the KV cache can hold.

@@ -138,7 +138,7 @@ impl BlockManager {
         sequence.tables.iter().zip(&sequence.oldest).map(|(table, oldest)| table.len() - oldest).sum()
     }
 
-    /// Returns the largest number of blocks that a sequence of `tokens` tokens uses, with at most `chunk` tokens per step.
+    /// Returns the maximum number of blocks of a sequence of `tokens` tokens, with steps of up to `chunk` tokens.
     pub fn peak(&self, tokens: usize, chunk: usize) -> usize {
         self.windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
     }
@@ -270,7 +270,7 @@ impl BlockManager {
         self.blocks_to_copy(group, sequence, end).count() + added
     }
 
-    /// Returns the number of free blocks that the sequence needs to grow to `tokens` in steps of at most `chunk` tokens.
+    /// Returns the number of free blocks that the sequence needs to grow to `tokens` in steps of up to `chunk` tokens.
     /// Counts a block only once if it leaves the window before then, because later positions reuse it.
     pub fn demand(&self, sequence: &SequenceBlocks, tokens: usize, chunk: usize) -> usize {
         let demand = |group: usize| {
@@ -347,12 +347,12 @@ impl BlockManager {
     /// Returns how soon to evict a block that left the window of a sequence.
     ///
     /// A prompt can reuse a prefix only if all blocks in the window at the end of the prefix are cached.
-    /// Blocks in the window at the end of a prompt or at a multiple of [`CHECKPOINT_TOKENS`] are therefore evicted last.
+    /// Blocks in the window at the end of a prompt or at a multiple of [`CHECKPOINT_TOKENS`] are evicted last.
     fn retention_behind_window(&self, group: usize, index: usize, prompt: usize) -> Retention {
         let checkpoint = (index * BLOCK_TOKENS / CHECKPOINT_TOKENS + 1) * CHECKPOINT_TOKENS;
         let is_visible_from = |position| index >= self.first_visible_block(group, position);
         // A later prompt that starts with this prompt needs the blocks in the window at the end of this prompt.
-        // A repeated prompt needs the blocks in the window before its last token, because that token is always computed.
+        // A repeated prompt needs the blocks in the window before its last token, which is always computed.
         let prompt_start = prompt.saturating_sub(1) / BLOCK_TOKENS * BLOCK_TOKENS;
         let is_before_prompt_end = index < prompt / BLOCK_TOKENS && is_visible_from(prompt_start);
         match is_visible_from(checkpoint) || is_before_prompt_end {

@@ -91,7 +91,9 @@ impl GrammarCompiler {
         self.end
     }
 
-    /// Compiles a grammar. Fails with [`Error::InvalidConstraint`] if the grammar is invalid, not supported or too large.
+    /// Compiles a grammar.
+    ///
+    /// Fails with [`Error::InvalidConstraint`] if the grammar is invalid, not supported or too large.
     pub fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar> {
         let (key, name) = (GrammarCache::key(&grammar.kind), grammar.name.as_str().into());
         if let Some(matcher) = key.and_then(|key| self.cache.get(&key)) {

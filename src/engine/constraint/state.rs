@@ -73,7 +73,7 @@ impl ConstraintState {
         self.must_end
     }
 
-    /// Returns the tokens that may come next, or `None` if all tokens may. Fails if the grammar can no longer be followed.
+    /// Returns the tokens that may come next, or `None` if all tokens may. Fails if the grammar cannot be followed.
     pub fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
         let plan = self.plan.clone();
         let mut mask = TokenMask::none(plan.vocab_size);

@@ -115,7 +115,7 @@ impl FairQueue {
         self.tenants.values().filter(|tenant| tenant.sequences > 0).nth(1).is_none()
     }
 
-    /// Adds the tokens at the positions in `range` to the tenant's served tokens. Positions below `prompt` are the prompt.
+    /// Adds the tokens at the positions in `range` to the tenant's served tokens. The prompt ends at `prompt`.
     pub fn serve(&mut self, tenant: TenantId, range: Range<usize>, prompt: usize) {
         let generated = range.end.saturating_sub(range.start.max(prompt)) as u64;
         let tokens = range.len() as u64 + (GENERATED_WEIGHT - 1) * generated;

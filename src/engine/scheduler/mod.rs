@@ -167,7 +167,7 @@ struct Sequence {
     /// A running sequence has its block hashes in `blocks`.
     hashes: BlockHashes,
     preemptions: u32,
-    /// The sequences that share this prompt. They fork from this sequence once all prompt tokens but the last are computed.
+    /// The sequences that share this prompt. They fork once this sequence has computed all prompt tokens but the last.
     forks: Vec<SequenceId>,
     /// The sequence from which this sequence will fork. Until the fork, this sequence is neither queued nor run.
     parent: Option<SequenceId>,
@@ -236,7 +236,7 @@ impl Scheduler {
             (1..=token_budget).contains(&max_sequences),
             "max_sequences is {max_sequences}: expected 1 to {token_budget}, the token budget"
         );
-        assert!(grid.is_none_or(|grid| grid.tokens() <= token_budget), "a step must fit a part of the grid");
+        assert!(grid.is_none_or(|grid| grid.tokens() <= token_budget), "one part of the grid must fit in the token budget");
         assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "a sequence of {context} tokens must fit");
         let (waiting, running) = (FairQueue::default(), BTreeSet::new());
         let (sequences, admitted) = (BTreeMap::new(), Vec::new());
@@ -250,7 +250,7 @@ impl Scheduler {
         assert!((1..=self.config.context).contains(&prompt.len()), "cannot submit a prompt of {} tokens", prompt.len());
         assert!(
             grid.is_none_or(|grid| grid.tokens() <= self.config.token_budget),
-            "a step must fit a part of the grid"
+            "one part of the grid must fit in the token budget"
         );
         let hashes = self.blocks.hashes(cache_salt.as_deref(), grid);
         let sequence = |id, tokens, forks, parent| Sequence {
