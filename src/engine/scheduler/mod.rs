@@ -236,7 +236,7 @@ impl Scheduler {
             (1..=token_budget).contains(&max_sequences),
             "max_sequences is {max_sequences}: expected 1 to {token_budget}, the token budget"
         );
-        assert!(grid.is_none_or(|grid| grid.tokens() <= token_budget), "one part of the grid must fit in the token budget");
+        assert!(grid.is_none_or(|grid| grid.tokens() <= token_budget), "a part of the grid must fit a step");
         assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "a sequence of {context} tokens must fit");
         let (waiting, running) = (FairQueue::default(), BTreeSet::new());
         let (sequences, admitted) = (BTreeMap::new(), Vec::new());
@@ -250,7 +250,7 @@ impl Scheduler {
         assert!((1..=self.config.context).contains(&prompt.len()), "cannot submit a prompt of {} tokens", prompt.len());
         assert!(
             grid.is_none_or(|grid| grid.tokens() <= self.config.token_budget),
-            "one part of the grid must fit in the token budget"
+            "a part of the grid must fit a step"
         );
         let hashes = self.blocks.hashes(cache_salt.as_deref(), grid);
         let sequence = |id, tokens, forks, parent| Sequence {
