@@ -1,4 +1,4 @@
-//! Errors that the user can act on. Each maps to an exit code, and most messages suggest the next command.
+//! Errors that the user can act on. Each error has an exit code, and most messages suggest the next command.
 //!
 //! All other errors are plain `anyhow::Error`s. Their context names the file, tensor or layer.
 
@@ -7,13 +7,13 @@ use std::path::PathBuf;
 
 use crate::text::{escaped, quote};
 
-/// An error that the user can act on. Use `downcast_ref` to find it in an `anyhow::Error`.
+/// An error that the user can act on. Use `downcast_ref` to find this type in an `anyhow::Error`.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot use an NVIDIA GPU: {reason}\n  {hint}")]
     NoGpu { reason: String, hint: String },
 
-    /// One of several GPUs that run a model failed or does not answer. Names it.
+    /// One of several GPUs that run a model failed or does not answer. The message names the GPU.
     #[error("{0}")]
     GpuFailed(String),
 
@@ -84,7 +84,7 @@ pub enum Error {
         free_bytes: u64,
         /// The longest context that would fit, in tokens.
         fitting_context: Option<usize>,
-        /// The smallest number of such GPUs that can hold the model together with its context.
+        /// The smallest number of GPUs of this kind that can hold the model and its context.
         fitting_gpus: Option<usize>,
     },
 
@@ -99,9 +99,9 @@ pub enum Error {
     #[error(
         "the prompt has {prompt_tokens} tokens, but the context holds only {context_tokens}\n  {}",
         if context_tokens < limit_tokens {
-            format!("shorten it, or raise --context (this model allows up to {limit_tokens})")
+            format!("shorten the prompt, or raise --context (this model allows up to {limit_tokens})")
         } else {
-            "shorten it: this model does not allow a longer context".to_string()
+            "shorten the prompt: this model does not allow a longer context".to_string()
         }
     )]
     ContextFull { prompt_tokens: usize, context_tokens: usize, limit_tokens: usize },
@@ -110,23 +110,23 @@ pub enum Error {
     #[error("cannot accept a request: the engine is draining")]
     Draining,
 
-    /// The request did not start within its longest wait.
+    /// The request did not start within its maximum waiting time.
     #[error("the request waited longer than its limit")]
     WaitedTooLong,
 
-    /// The answer cannot be constrained as the request asks. `name` is the part of the constraint, such as a request field.
+    /// The constraint of a request is invalid. `name` identifies a part of the constraint, such as a request field.
     #[error("cannot constrain the answer: {name}: {reason}")]
     InvalidConstraint { name: String, reason: String },
 
     /// The prompt was rejected before tokenization, because its text is too long for the context.
     #[error(
-        "the prompt has {:.1} MB of text, but the context holds only {context_tokens} tokens\n  shorten it",
+        "the prompt has {:.1} MB of text, but the context holds only {context_tokens} tokens\n  shorten the prompt",
         *prompt_bytes as f64 / 1e6
     )]
     PromptTooLong { prompt_bytes: usize, context_tokens: usize },
 
-    /// The server of `play --url` does not answer, or answers with something else than its API.
-    #[error("cannot reach a server at {url}: {cause}\n  check the URL, and whether the server runs")]
+    /// The server of `play --url` does not answer, or its answer does not follow OpenAI's API.
+    #[error("cannot reach a server at {url}: {cause}\n  check the URL, and check that the server is running")]
     ServerUnreachable { url: String, cause: String },
 
     #[error(

@@ -1,9 +1,10 @@
-//! Reads small untrusted files, such as config.json or a saved conversation, and limits their size. Creates private
-//! files.
+//! Reads small untrusted files, such as config.json or a saved conversation, and limits their size.
+//! Also creates private files.
 //!
 //! The type and size of a file are checked after it is opened, so replacing the file on disk cannot bypass the checks.
-//! Only [`read_input`], [`read_input_text`] and [`read_stdin`] accept pipes. The other functions reject a named pipe
-//! immediately, whereas a plain `open` would block until another program opens the pipe for writing.
+//! Only [`read_input`], [`read_input_text`] and [`read_stdin`] accept pipes.
+//! All other functions reject a named pipe immediately.
+//! A plain `open` would block until another program opens the pipe for writing.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
@@ -42,7 +43,7 @@ pub const DOWNLOAD_RECORD: u64 = 16 * MB;
 /// The maximum size of a file with a single value, such as a commit hash, an access token or a time, in bytes.
 pub const SINGLE_VALUE: u64 = 64 * KB;
 
-/// The maximum number of values in a JSON text. A parsed value takes up to 50 times as much memory as its text.
+/// The maximum number of values in a JSON text. In memory, a value takes up to 50 times the size of its text.
 /// The largest known config file, a tokenizer_config.json, has 50,000 values.
 const MAX_JSON_VALUES: usize = 1 << 20;
 
@@ -112,8 +113,9 @@ pub fn create_private(path: &Path) -> io::Result<File> {
     options.open(path)
 }
 
-/// Fails if `json` has more than `limit` values, where object keys count as values. The count comes from punctuation,
-/// without parsing, and can be too high.
+/// Fails if `json` has more than `limit` values. Object keys count as values.
+///
+/// The values are counted by punctuation, without parsing. The count can be too high.
 pub fn check_json_values(limit: usize, json: &[u8]) -> Result<()> {
     if count_json_values(json) > limit {
         bail!("it has more than {limit} JSON values");
@@ -164,7 +166,7 @@ fn open_regular(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Reads a file to its end. Fails if it has more than `limit` bytes.
+/// Reads a file to its end. Fails if the file has more than `limit` bytes.
 /// Never reads more than `limit + 1` bytes, because the file may grow, and a pipe or device may never end.
 fn read_to_limit(file: &File, limit: u64) -> Result<Vec<u8>> {
     let expected = file.metadata()?.len();
@@ -188,7 +190,7 @@ fn to_text(path: &Path, bytes: Vec<u8>) -> Result<String> {
     }
 }
 
-/// Returns an upper bound on the number of values in JSON, without parsing it.
+/// Returns an upper bound on the number of values in a JSON text, without parsing the text.
 fn count_json_values(json: &[u8]) -> usize {
     let (mut count, mut bytes) = (1, json.iter());
     while let Some(byte) = bytes.next() {

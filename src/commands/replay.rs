@@ -59,7 +59,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let is_equal = replay(&record, &engine)?;
     let is_independent = record.requests.iter().all(|request| request.request.deterministic);
     if !is_equal && !record.engine.deterministic && !is_independent {
-        note("the request was not deterministic: its tokens can depend on the requests that ran at the same time");
+        note("the request was not deterministic: its tokens can depend on other requests that ran at the same time");
     }
     Ok(if is_equal { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -80,7 +80,7 @@ fn read(args: &Args) -> Result<Record> {
     serde_json::from_value(json).context("cannot read the record: it is not from `inferno serve`")
 }
 
-/// Returns the model of a record, at the recorded commit if it is on this machine.
+/// Returns the model of a record. Prefers the recorded commit, unless the user chose another model or revision.
 fn find(hub: &Hub, args: &Args, record: &Record) -> Result<Snapshot> {
     let (model, revision) = (args.model.as_deref().unwrap_or(&record.model), args.load.revision());
     let found = hub.find(model, revision)?;
@@ -93,7 +93,7 @@ fn find(hub: &Hub, args: &Args, record: &Record) -> Result<Snapshot> {
     }
 }
 
-/// Computes all answers again. Prints how they compare, and returns whether they are equal.
+/// Computes all answers again and prints a comparison of each. Returns whether all tokens are equal.
 fn replay(record: &Record, engine: &EngineHandle) -> Result<bool> {
     let mut out = std::io::stdout().lock();
     if let Some(error) = &record.error {
@@ -129,7 +129,7 @@ fn replay(record: &Record, engine: &EngineHandle) -> Result<bool> {
     Ok(is_equal)
 }
 
-/// Returns the id, the text and the log probability of a token.
+/// Formats a token: its id, its text and its log probability if known.
 fn shown(token: ReplayedToken, engine: &EngineHandle) -> String {
     let bytes = engine.tokenizer().table().bytes(token.id);
     let text = quote(&String::from_utf8_lossy(&bytes));

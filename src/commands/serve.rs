@@ -18,10 +18,10 @@ use crate::server::{self, RecordOptions, Server, ServerOptions, Timeouts};
 use crate::terminal;
 use crate::text::printable;
 
-/// The most threads that serve connections. The engine has its own thread.
+/// The maximum number of threads that serve connections. The engine has its own thread.
 const MAX_THREADS: usize = 4;
 
-/// The longest time that threads may take to end at the end of the program.
+/// The time limit for threads to finish when the program exits.
 const END_TIME: Duration = Duration::from_secs(1);
 
 /// Serve a model over HTTP with OpenAI's API
@@ -29,7 +29,7 @@ const END_TIME: Duration = Duration::from_secs(1);
 pub struct Args {
     /// Name or directory of a model; `demo` is built in
     model: String,
-    /// Address to listen on; any other than this machine requires an API key
+    /// Address to listen on; any address other than localhost requires an API key
     #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
     host: String,
     /// Port to listen on; 0 selects a free port
@@ -59,7 +59,7 @@ pub struct Args {
     /// Seconds after SIGTERM or Ctrl-C in which the server accepts requests, while /health answers 503
     #[arg(long, default_value_t = 0, value_name = "SECONDS")]
     drain_delay: u64,
-    /// Seconds that running requests may take to end after that
+    /// Seconds that running requests may take to end after --drain-delay
     #[arg(long, default_value_t = 150, value_name = "SECONDS")]
     drain_timeout: u64,
     /// Format of the log on stderr, which has one line per request
@@ -83,7 +83,7 @@ pub struct Args {
     load: LoadArgs,
 }
 
-/// A server whose metrics dashboards may expect.
+/// Another server whose metric names `--metrics-compat` adds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum MetricsCompat {
     Vllm,
@@ -104,7 +104,7 @@ struct LimitArgs {
     /// Seconds in which a client must read at least 4 KiB of a waiting response
     #[arg(long, default_value_t = 30.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     write_timeout: f64,
-    /// Seconds between comments in a stream without events
+    /// Seconds between keep-alive comments while a stream has no events
     #[arg(long, default_value_t = 15.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     ping_interval: f64,
 }
@@ -181,7 +181,7 @@ fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOpt
     }
 }
 
-/// Starts to serve connections until a signal arrives.
+/// Serves connections in the background until a signal arrives.
 fn start(runtime: &Runtime, server: &Arc<Server>, listener: TcpListener) -> tokio::task::JoinHandle<()> {
     let server = server.clone();
     runtime.spawn(async move {
@@ -224,7 +224,7 @@ async fn signal() {
     }
 }
 
-/// Prints the URL, and a command to try. If standard output is closed, the server works nevertheless.
+/// Prints the URL and an example command. Ignores a closed standard output, because the server works without it.
 fn announce(url: &str, snapshot: &Snapshot, has_key: bool) {
     let key = if has_key { " -H \"Authorization: Bearer $INFERNO_API_KEY\"" } else { "" };
     let text = format!(

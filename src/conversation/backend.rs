@@ -1,4 +1,4 @@
-//! The interface between a conversation and what answers it: a model in this process, or a server.
+//! The interface between a conversation and its model, which runs in this process or on a server.
 
 use anyhow::{Result, bail};
 
@@ -12,10 +12,10 @@ pub type OnDelta<'a> = dyn FnMut(&Delta) -> Result<()> + 'a;
 
 /// Answers conversations with one model.
 pub trait Backend {
-    /// Generates an answer. `on_delta` receives each piece of it as it arrives.
+    /// Generates an answer, and passes each piece of text to `on_delta` as it arrives.
     ///
-    /// Ends early, with [`FinishReason::Canceled`](crate::FinishReason::Canceled), if the flag in `request.options.cancel`
-    /// is set.
+    /// If the flag in `request.options.cancel` is set, stops early with the finish reason
+    /// [`FinishReason::Canceled`](crate::FinishReason::Canceled).
     fn answer(&self, request: TurnRequest<'_>, on_delta: &mut OnDelta) -> Result<BackendAnswer>;
 
     /// Returns the number of tokens in the rendered messages, or `None` if the backend cannot count them.
@@ -30,8 +30,9 @@ pub trait Backend {
     /// Returns the sampling parameters that apply if the user sets none.
     fn defaults(&self) -> SamplingParams;
 
-    /// Returns whether [`defaults`](Self::defaults) are those of the model. Otherwise, the backend chooses the parameters
-    /// that the user does not set.
+    /// Returns whether [`defaults`](Self::defaults) are the model's own defaults.
+    ///
+    /// If they are not, the server chooses each parameter that the user does not set.
     fn has_known_defaults(&self) -> bool;
 
     /// Returns rows for `/stats` that describe the model: names and values.
@@ -40,14 +41,14 @@ pub trait Backend {
     /// Returns rows for `/context` about the model: names and values.
     fn context_stats(&self) -> Vec<(&'static str, String)>;
 
-    /// Returns the number of tokens that the last answer used, with its prompt. `None` if it is unknown.
+    /// Returns the number of context tokens that the last prompt and answer used, or `None` if it is unknown.
     fn last_context_used(&self) -> Option<usize>;
 
-    /// Returns the engine of a model in this process.
+    /// Returns the engine of a model in this process, or `None` for a model on a server.
     fn engine(&self) -> Option<&Engine>;
 }
 
-/// Returns the engine of a model in this process, or an error that names what requires it.
+/// Returns the engine of a model in this process. Fails for a model on a server: `what` is the action that fails.
 pub fn require_engine<'b>(backend: &'b dyn Backend, what: &str) -> Result<&'b Engine> {
     match backend.engine() {
         Some(engine) => Ok(engine),
@@ -55,12 +56,12 @@ pub fn require_engine<'b>(backend: &'b dyn Backend, what: &str) -> Result<&'b En
     }
 }
 
-/// A turn for a [`Backend`].
+/// The input of [`Backend::answer`].
 pub struct TurnRequest<'a> {
     pub prompt: TurnPrompt<'a>,
     pub render: RenderOptions,
     pub options: GenerateOptions,
-    /// The settings that the user chose, by name. `options` and `render` contain their values, and defaults for the others.
+    /// The settings that the user chose, by name. `options` and `render` contain the values of all settings.
     pub chosen: &'a SettingValues,
 }
 

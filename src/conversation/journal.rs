@@ -148,7 +148,7 @@ impl Journal {
         &self.name
     }
 
-    /// Returns the path for the keys and values of the conversation, next to the journal.
+    /// Returns the path of the conversation's saved KV cache, next to the journal.
     pub fn prefix_path(&self) -> PathBuf {
         self.path.with_extension("kv")
     }

@@ -12,7 +12,7 @@ use crate::language::Language;
 ///
 /// The command line implements this trait, so conversations do not depend on flags or progress bars.
 pub trait ModelSource {
-    /// Finds a model by its name or by a unique part of its name. Fails if a conversation with it is impossible.
+    /// Finds a model by its name or by a unique part of its name. Fails if the model cannot be used for a conversation.
     fn find(&self, name: &str) -> Result<ModelId>;
 
     /// Loads a model that [`find`](Self::find) returned.
@@ -40,7 +40,7 @@ impl ModelId {
         }
     }
 
-    /// Returns the revision of a model on this machine, unless it is a path.
+    /// Returns the revision of a model on this machine. `None` for a model without a revision, or on a server.
     pub fn revision(&self) -> Option<&str> {
         match self {
             Self::Local(snapshot) => snapshot.revision.as_deref(),

@@ -44,7 +44,7 @@ pub struct Session {
     /// A flag that another thread sets to stop the current turn (Ctrl-C).
     pub cancel: Arc<AtomicBool>,
     pub messages: Vec<Message>,
-    /// How many of the oldest messages are no longer sent to the model.
+    /// The number of oldest messages that are no longer sent to the model.
     pub dropped: usize,
     /// Files that are attached to the next message.
     pub attached: Vec<Attachment>,
@@ -79,7 +79,7 @@ impl Session {
         }
     }
 
-    /// Returns what answers the conversation. Panics if no model is loaded.
+    /// Returns the backend that answers the conversation. Panics if no model is loaded.
     pub fn backend(&self) -> &dyn Backend {
         self.backend.as_deref().expect("switch_model restores a model or ends the chat")
     }
@@ -108,9 +108,9 @@ impl Session {
         }
     }
 
-    /// Sends `text` and the attached files to the model. `on_delta` receives each piece of the answer as it arrives.
+    /// Sends `text` and the attached files to the model. Passes each piece of the answer to `on_delta` as it arrives.
     ///
-    /// The conversation does not change on failure. If the answer is interrupted, the part that has arrived is kept.
+    /// Keeps the conversation unchanged on failure. If the answer is interrupted, keeps the text that has arrived.
     pub fn answer(&mut self, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let text = with_attachments(&self.attached, text);
         let turn = self.run_turn(self.messages.clone(), &text, on_delta)?;
@@ -217,14 +217,14 @@ impl Session {
         Ok(Some(text))
     }
 
-    /// Starts a new conversation with the same system prompt. Returns the name of the old one if it was saved.
+    /// Starts a new conversation with the same system prompt. Returns the old conversation's name if it was saved.
     pub fn clear(&mut self) -> Result<Option<String>> {
         self.attached.clear();
         let instructions = self.messages.iter().filter(|message| message.role == Role::System).cloned().collect();
         self.start_over(instructions)
     }
 
-    /// Starts a new conversation with a new system prompt. Returns the name of the old one if it was saved.
+    /// Starts a new conversation with a new system prompt. Returns the old conversation's name if it was saved.
     pub fn clear_with_system(&mut self, text: &str) -> Result<Option<String>> {
         self.start_over(if text.is_empty() { Vec::new() } else { vec![Message::system(text)] })
     }
@@ -236,7 +236,7 @@ impl Session {
         if messages == self.messages { Ok(()) } else { self.replace_messages(messages) }
     }
 
-    /// Starts a new conversation. If the old one has a question, keeps its journal and starts a new journal.
+    /// Starts a new conversation. If the old conversation has a question, keeps its journal and starts a new journal.
     fn start_over(&mut self, messages: Vec<Message>) -> Result<Option<String>> {
         let old_name = match &self.recording {
             Recording::Journal(journal) if self.last_question().is_some() => Some(journal.name().to_string()),
@@ -324,12 +324,12 @@ impl Session {
         problems
     }
 
-    /// Returns the configured settings, overridden by the requested ones.
+    /// Returns the configured settings, overridden by the requested settings.
     pub fn all_settings(&self) -> SettingValues {
         self.configured.clone().into_iter().chain(self.requested.clone()).collect()
     }
 
-    /// Saves the keys and values of the conversation next to its journal, so that it can be continued without prefill.
+    /// Saves the KV cache of the conversation next to its journal, so that the conversation resumes without prefill.
     /// Returns the number of saved tokens.
     pub fn save_prefix(&mut self) -> Result<usize> {
         let engine = require_engine(self.backend(), "save the KV cache")?;
@@ -337,7 +337,7 @@ impl Session {
         let messages = visible_messages(&self.messages, self.dropped);
         let render = RenderOptions { add_generation_prompt: false, ..self.render_options() };
         let ids = engine.render(&messages, &render)?.ids;
-        // The next prompt renders old answers differently, for example without reasoning. Prefill it as it will be.
+        // The next prompt renders old answers differently, for example without reasoning. Prefill that form of them.
         let options = GenerateOptions { max_tokens: Some(0), ..GenerateOptions::new(SamplingParams::greedy()) };
         for event in engine.complete_ids(&ids, options)? {
             event?;
@@ -376,7 +376,7 @@ impl Session {
             && let Some(engine) = self.backend().engine()
             && journal.prefix_path().exists()
         {
-            // Without the keys and values, the next turn only takes longer.
+            // An error is not fatal: without a saved KV cache, the next turn only needs a longer prefill.
             match engine.load_prefix(&journal.prefix_path()) {
                 Ok(tokens) => tracing::info!(tokens, "loaded keys and values"),
                 Err(error) => tracing::warn!(error = format!("{error:#}"), "cannot load keys and values"),

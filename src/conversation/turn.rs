@@ -51,12 +51,12 @@ impl From<Summary> for TurnSummary {
 }
 
 impl TurnSummary {
-    /// Returns the tokens of the prompt and the answer, if they are known.
+    /// Returns the number of tokens in the prompt and the answer together, if it is known.
     pub fn context_used(&self) -> Option<usize> {
         Some(self.prompt_tokens? + self.completion_tokens?)
     }
 
-    /// Returns the used tokens and the context length, if both are known.
+    /// Returns the number of used tokens and the context length, if both are known.
     pub fn context_use(&self) -> Option<(usize, usize)> {
         Some((self.context_used()?, self.context?))
     }

@@ -52,8 +52,8 @@ pub fn gpu_count() -> usize {
 
 /// Configures the stream-ordered allocator to keep freed memory.
 ///
-/// By default, the allocator returns freed memory to the driver at every synchronization, which slows down later
-/// allocations.
+/// By default, the allocator returns freed memory to the driver at every synchronization.
+/// Later allocations are then slower.
 fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     let context = device.cuda_stream().context().clone();
     context.bind_to_thread()?;

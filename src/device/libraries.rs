@@ -12,7 +12,7 @@
 //!
 //! A call to a library function that is not listed below still works, but it makes the linker keep that library.
 //! The test `startup_loads_no_nvidia_library` detects such calls.
-//! Debug builds with GNU ld always keep the libraries, because to GNU ld a call in unreachable code is also a use.
+//! Debug builds with GNU ld always keep the libraries, because GNU ld also counts calls in unreachable code.
 
 use std::arch::naked_asm;
 use std::error::Error;
@@ -43,7 +43,7 @@ const DRIVER: &str = "libcuda.so.1";
 /// A driver function introduced in CUDA 12.8. Builds with CUDA 12 do not call it, so an older driver may lack it.
 const SINCE_CUDA_12_8: &str = "cuEventElapsedTime_v2";
 
-/// Loads the libraries on the first call. Later calls return the result of the first.
+/// Loads the libraries on the first call. Later calls return the first call's result.
 pub fn load() -> Result<(), &'static LoadError> {
     static LOADED: OnceLock<Result<(), LoadError>> = OnceLock::new();
     LOADED.get_or_init(|| LIBRARIES.iter().try_for_each(load_library)).as_ref().copied()

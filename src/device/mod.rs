@@ -53,7 +53,7 @@ impl FromStr for DeviceChoice {
 pub struct Devices(Vec<DeviceChoice>);
 
 impl Devices {
-    /// Returns the first `count` GPUs. Returns `None` if a model cannot use so many devices.
+    /// Returns the first `count` GPUs, or `None` if `count` is 0 or more than [`MAX_RANKS`].
     pub fn gpus(count: usize) -> Option<Self> {
         (1..=MAX_RANKS).contains(&count).then(|| Self((0..count).map(DeviceChoice::Cuda).collect()))
     }
@@ -72,7 +72,7 @@ impl Devices {
         self.0.iter().copied()
     }
 
-    /// Returns the most ranks that share one device.
+    /// Returns the largest number of ranks that run on the same device.
     pub fn most_ranks_per_device(&self) -> usize {
         self.0.iter().map(|device| self.0.iter().filter(|other| *other == device).count()).max().unwrap_or(1)
     }
@@ -116,7 +116,7 @@ impl FromStr for Devices {
     }
 }
 
-/// The most devices that run one model.
+/// The maximum number of devices that can run one model together.
 pub const MAX_RANKS: usize = 8;
 
 /// Opens a device. On a GPU, candle uses only one stream, so its event tracking across streams is turned off.

@@ -1,8 +1,9 @@
-//! The ranks that run one model together, and the operations in which they exchange data.
+//! The ranks that run one model together, and the operations that exchange data between the ranks.
 //!
-//! Tensor parallelism, as in [Megatron-LM](https://arxiv.org/abs/1909.08053): every rank holds a part of each large
-//! matrix. All ranks run the same passes, and the partial results of the attention and of the MLP are summed.
-//! Sums are added in the order of the ranks, so all ranks get the same bits and choose the same tokens.
+//! inferno uses tensor parallelism, as in [Megatron-LM](https://arxiv.org/abs/1909.08053).
+//! Every rank holds a part of each large matrix, and all ranks run the same forward passes.
+//! The ranks sum their partial results after the attention and after the MLP.
+//! Partial results are added in rank order, so all ranks get the same bits and choose the same tokens.
 
 use std::any::Any;
 use std::fmt;
@@ -11,36 +12,39 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{Result, Tensor, bail};
 
-/// The place of a rank among all ranks of a model. A model on a single device is a world of one rank.
+/// One rank of a model and its connection to the other ranks. A model on a single device is a world of one rank.
 #[derive(Clone, Debug, Default)]
 pub struct World {
     rank: usize,
-    /// Exchanges tensors without the host. `None` if the host copies them.
+    /// Exchanges tensors between devices. `None` if the host copies the tensors.
     exchange: Option<Arc<dyn Exchange>>,
-    /// Where the threads of all ranks meet. `None` in a world of one rank.
+    /// The meeting point of the threads of all ranks. `None` in a world of one rank.
     meeting: Option<Arc<Meeting>>,
 }
 
-/// Exchanges tensors between the devices of all ranks. The operations are queued and return at once, so every rank must
-/// queue the same operations in the same order.
+/// Exchanges tensors between the devices of all ranks.
+///
+/// Operations are queued on the device and return at once. All ranks must queue the same operations in the same order.
 pub trait Exchange: Any + fmt::Debug + Send + Sync {
-    /// Returns whether operations can be queued now. The answer is the same on all ranks.
+    /// Returns whether operations can be queued now. Returns the same value on all ranks.
     ///
-    /// Ranks that share a GPU, as in tests, can only capture them in a CUDA graph. When a GPU loads a kernel for the first
-    /// time, it waits for all running kernels, and thus for those that wait for the rank that loads the kernel.
+    /// Ranks that share a GPU, as in tests, can only capture operations in a CUDA graph.
+    /// The first launch of a kernel loads the kernel, and loading waits for all running kernels of the GPU.
+    /// A running kernel of another rank may wait for the rank that loads, so both ranks would wait forever.
     fn can_queue(&self) -> bool;
 
-    /// See [`World::sum`].
+    /// Implements [`World::sum`].
     fn sum(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// See [`World::concat_columns`].
+    /// Implements [`World::concat_columns`].
     fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor>;
 
-    /// Returns a rank that did not answer in time, or `None` if all ranks have answered so far. The results of all
-    /// operations after it are wrong.
+    /// Returns a rank that did not answer in time, or `None` if all ranks have answered so far.
+    ///
+    /// After a rank has failed to answer, the results of all operations are wrong.
     fn missing_rank(&self) -> Option<usize>;
 
-    /// Ends all operations of all ranks that wait, now or later. Their results are wrong.
+    /// Ends all operations that wait for another rank, now or later. The results of these operations are wrong.
     fn end(&self);
 }
 
@@ -50,18 +54,18 @@ impl World {
         Self::default()
     }
 
-    /// Returns the worlds of `size` ranks, which run on one thread each.
+    /// Returns one world for each of `size` ranks. Each rank runs on a thread of its own.
     pub fn threads(size: usize) -> Vec<Self> {
         let meeting = (size > 1).then(|| Arc::new(Meeting::new(size)));
         (0..size).map(|rank| Self { rank, exchange: None, meeting: meeting.clone() }).collect()
     }
 
-    /// Lets this rank exchange tensors by `exchange`. All ranks must do so.
+    /// Makes this rank exchange tensors through `exchange`. All ranks must use an exchange.
     pub fn with_exchange(self, exchange: Arc<dyn Exchange>) -> Self {
         Self { exchange: Some(exchange), ..self }
     }
 
-    /// Returns what exchanges tensors without the host, or `None` if the host copies them.
+    /// Returns the exchange between devices, or `None` if the host copies the tensors.
     pub fn exchange(&self) -> Option<&Arc<dyn Exchange>> {
         self.exchange.as_ref()
     }
@@ -84,8 +88,8 @@ impl World {
         share(total, unit, self.rank, self.size())
     }
 
-    /// Returns the sum of the tensors x of all ranks, which have the same shape and dtype.
-    /// Without an [`Exchange`], waits until all ranks have called it.
+    /// Returns the sum of x over all ranks. x has the same shape and dtype on all ranks.
+    /// Without an [`Exchange`], waits until all ranks have called this function.
     pub fn sum(&self, x: &Tensor) -> Result<Tensor> {
         match (&self.meeting, &self.exchange) {
             (None, _) => Ok(x.clone()),
@@ -97,8 +101,8 @@ impl World {
         }
     }
 
-    /// Returns the columns of all ranks side by side, in the order of the ranks. x is `[rows, columns]` with this rank's
-    /// [`share`] of `columns`. Without an [`Exchange`], waits until all ranks have called it.
+    /// Returns the columns of all ranks side by side, in rank order. x holds this rank's [`share`] of `columns`.
+    /// Without an [`Exchange`], waits until all ranks have called this function.
     pub fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor> {
         match (&self.meeting, &self.exchange) {
             (None, _) => Ok(x.clone()),
@@ -111,12 +115,12 @@ impl World {
         }
     }
 
-    /// Returns the tensors of all ranks on the device of x. Copies between GPUs do not pass through host memory if the
-    /// driver can avoid it.
+    /// Returns the tensors of all ranks, copied to the device of x.
+    /// The driver copies from GPU to GPU without host memory if possible.
     fn parts(&self, meeting: &Meeting, x: &Tensor) -> Result<Vec<Tensor>> {
         let device = x.device();
-        // Each GPU has a stream of its own, so a rank must not read a part before the other GPU has written it, and must
-        // not free its own part before all others have read it.
+        // The GPUs' streams run independently. A rank must not read another rank's part before that part is written,
+        // and must not free its own part before all other ranks have read it.
         device.synchronize()?;
         let parts = meeting.exchange(self.rank, Arc::new(x.clone()))?;
         let parts = parts.iter().map(|part| part.to_device(device)).collect::<Result<Vec<_>>>()?;
@@ -127,7 +131,7 @@ impl World {
         Ok(parts)
     }
 
-    /// Returns the values of all ranks, in the order of the ranks. Waits until all ranks have called it.
+    /// Returns the values of all ranks, in rank order. Waits until all ranks have called this function.
     pub fn all<T: Any + Send + Sync>(&self, value: T) -> Result<Vec<Arc<T>>> {
         match &self.meeting {
             None => Ok(vec![Arc::new(value)]),
@@ -135,7 +139,7 @@ impl World {
         }
     }
 
-    /// Fails if the world has ended, or if a rank did not answer in time. In the latter case, ends the world.
+    /// Fails if the world has ended. If a rank did not answer in time, ends the world and fails.
     pub fn check(&self) -> Result<()> {
         if let Some(missing) = self.exchange.as_ref().and_then(|exchange| exchange.missing_rank()) {
             self.end(&format!("GPU {} of {} does not answer; the others were stopped", missing + 1, self.size()));
@@ -146,13 +150,13 @@ impl World {
         }
     }
 
-    /// Returns why the world has ended, or `None` if it has not.
+    /// Returns the reason why the world has ended, or `None` if the world has not ended.
     pub fn end_reason(&self) -> Option<String> {
         self.meeting.as_ref()?.lock().end_reason.clone()
     }
 
-    /// Ends the world. All ranks that wait for an exchange, now or later, get an error with this reason. Only the first
-    /// reason counts.
+    /// Ends the world: every rank that waits for an exchange, now or later, gets an error with this reason.
+    /// If the world has already ended, keeps the first reason.
     pub fn end(&self, reason: &str) {
         if let Some(meeting) = &self.meeting {
             let mut state = meeting.lock();
@@ -167,19 +171,19 @@ impl World {
 
 /// Returns the part of `total` items that a rank holds.
 ///
-/// Items are divided in units: a unit of a quantized matrix is a block, for example. Only the last unit may be
-/// incomplete. The first ranks hold one unit more than the others if the units cannot be divided evenly. With more ranks
-/// than units, the last ranks hold nothing.
+/// Items are divided in units of `unit` items, such as the blocks of a quantized matrix. The last unit may be smaller.
+/// If the units cannot be divided evenly, the first ranks hold one unit more than the other ranks.
+/// With more ranks than units, the last ranks hold nothing.
 pub fn share(total: usize, unit: usize, rank: usize, size: usize) -> Range<usize> {
     let units = total.div_ceil(unit);
     let start = |rank: usize| ((units / size * rank + rank.min(units % size)) * unit).min(total);
     start(rank)..start(rank + 1)
 }
 
-/// A value that a rank brings to an exchange.
+/// A value that a rank contributes to an exchange.
 type Item = Arc<dyn Any + Send + Sync>;
 
-/// A place where the threads of all ranks exchange values.
+/// The meeting point where the threads of all ranks exchange values.
 #[derive(Debug)]
 struct Meeting {
     size: usize,
@@ -189,12 +193,12 @@ struct Meeting {
 
 #[derive(Debug, Default)]
 struct MeetingState {
-    /// What the ranks brought to the current exchange.
+    /// The values that the ranks have contributed to the current exchange.
     brought: Vec<Option<Item>>,
-    /// The number of exchanges that have ended.
+    /// The number of completed exchanges.
     exchanges: u64,
-    /// The values of the last exchange. They stay until every rank has come to the next exchange, so no rank misses
-    /// them.
+    /// The values of the last completed exchange.
+    /// They are kept until every rank has joined the next exchange, so no rank misses them.
     last: Arc<Vec<Item>>,
     end_reason: Option<String>,
 }
@@ -209,7 +213,7 @@ impl Meeting {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until every rank has brought a value. Returns the values of all ranks.
+    /// Waits until every rank has contributed a value. Returns the values of all ranks.
     fn exchange<T: Any + Send + Sync>(&self, rank: usize, value: Arc<T>) -> Result<Vec<Arc<T>>> {
         let items = self.exchange_items(rank, value)?;
         let typed = items.iter().map(|item| item.clone().downcast::<T>());

@@ -1,15 +1,16 @@
 //! The engine thread's loop: plan, step, deliver. Only this thread uses the model.
 //!
 //! - `plan`: the [`Scheduler`] decides which tokens of which sequences the next step computes.
-//! - `step`: the [`Runner`] runs the model on these tokens. If they include the last token of a sequence, it also
-//!   chooses the next token.
-//! - `deliver`: the loop prepares the events of the chosen tokens, and removes sequences that have ended. It sends the
-//!   events while the device runs the next step.
+//! - `step`: the [`Runner`] runs the model on these tokens.
+//!   It also chooses the next token of each sequence whose last token is in the step.
+//! - `deliver`: the loop prepares the events of the chosen tokens, and removes sequences that have ended.
+//!   It sends the events while the device runs the next step.
 //!
-//! On a GPU, the loop plans and queues a step before it knows the tokens of the step before. It assumes that every
-//! sequence goes on, and places a pending token at its end. If a sequence has ended instead, the queued step computes
-//! one token of it in vain. Its blocks can be given to other sequences at once, because the device runs the steps in
-//! order. A step whose choices depend on the tokens before, such as one with penalties, is not queued: it waits.
+//! On a GPU, the loop plans and queues a step before it knows the tokens of the previous step.
+//! The plan assumes that every sequence continues, and appends a pending token to each sequence.
+//! If a sequence has ended, the queued step computes one unused token for it.
+//! The blocks of an ended sequence are free at once, because the device runs the steps in order.
+//! A step whose choices depend on the previous tokens, for example through penalties, is not queued ahead.
 
 mod steps;
 
@@ -51,10 +52,10 @@ pub enum Command {
 /// A function that needs exclusive access to the model.
 pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
 
-/// A function that reads cached blocks, or fills free ones.
+/// A function that reads cached blocks or fills free blocks.
 pub type CacheCall = Box<dyn FnOnce(&KvCache, &mut BlockManager) + Send>;
 
-/// A function that looks at the waiting and running sequences.
+/// A function that inspects the waiting and running sequences.
 pub type InspectCall = Box<dyn FnOnce(&mut Scheduler, Duration) + Send>;
 
 /// A queued request or call.
@@ -64,7 +65,7 @@ enum Job {
     Call(RunnerCall),
 }
 
-/// A step whose tokens are not known yet, and its work.
+/// A queued step, whose tokens are not known yet, and the work in the step.
 struct QueuedWork {
     step: QueuedStep,
     work: Vec<SequenceWork>,
@@ -78,7 +79,7 @@ pub struct EngineLoop {
     counters: Arc<Counters>,
     /// The jobs that have not started. A call at the front waits until all sequences have ended.
     queue: VecDeque<Job>,
-    /// Calls that run after the jobs that were submitted before them reach the scheduler.
+    /// Calls that run once the scheduler has received all jobs that were submitted earlier.
     inspections: Vec<InspectCall>,
     /// The waiting and running sequences of the scheduler.
     sequences: HashMap<SequenceId, Sequence>,
@@ -113,8 +114,9 @@ impl EngineLoop {
         }
     }
 
-    /// Runs until shutdown, until all handles are dropped, or until a device of several fails. All requests that have not
-    /// ended then fail, because their channels close.
+    /// Runs until shutdown, until all handles are dropped, or until one of several devices fails.
+    ///
+    /// Unfinished requests then fail, because their channels close.
     pub fn run(mut self) {
         while self.runner.is_whole() && self.receive_commands() {
             self.counters.heartbeat.begin_step();

@@ -40,10 +40,10 @@ const MAX_LOGPROBS: usize = 20;
 /// The maximum number of answers to one request, as in OpenAI's API.
 const MAX_ANSWERS: usize = 128;
 
-/// The maximum size of a saved prefix besides its keys and values, in bytes: the header and the token ids.
+/// The maximum size of the header and the token ids of a saved prefix, in bytes.
 const MAX_PREFIX_HEADER: u64 = 100_000_000;
 
-/// Prompts of up to this many bytes are always encoded, so that an error can state their number of tokens.
+/// The size in bytes up to which prompts are always encoded, so that an error can state the number of tokens.
 const MIN_TEXT_BYTES: usize = 1 << 20;
 
 /// A handle to an engine. Clones refer to the same engine and can be used on any thread.
@@ -62,7 +62,7 @@ pub(super) struct Shared {
     /// Identifies the model files, the dtype and the build, for saved prefixes.
     pub fingerprint: String,
     pub counters: Arc<Counters>,
-    /// Compiles grammars. Built on first use. An error stays the same, because it depends only on the model.
+    /// Compiles grammars. Built on first use. An error is kept, because it depends only on the model.
     pub grammars: OnceLock<Result<Arc<GrammarCompiler>, String>>,
 }
 
@@ -85,8 +85,8 @@ impl EngineHandle {
 
     /// Queues a request for `n` answers to the same prompt, and returns one event stream per answer.
     ///
-    /// The prompt is computed once. The answer at index i is sampled with the request's seed plus i, so it equals the
-    /// answer to a single request with that seed. See [`submit`](Self::submit) for errors.
+    /// The prompt is computed once. The answer at index i is sampled with the request's seed plus i.
+    /// A single request with that seed gets the same answer. See [`submit`](Self::submit) for errors.
     pub fn submit_n(&self, request: Request, n: usize) -> Result<Vec<RequestStream>> {
         let submitted = Instant::now();
         let language = &self.shared.language;
@@ -157,7 +157,7 @@ impl EngineHandle {
         Ok(streams)
     }
 
-    /// Compiles the constraint of a request, if it has one. The first call takes about a second more.
+    /// Compiles the constraint of a request, if any. The first constraint of an engine takes about one second longer.
     fn prepare_constraint(
         &self,
         options: &mut GenerateOptions,
@@ -208,8 +208,9 @@ impl EngineHandle {
         Ok(())
     }
 
-    /// Returns how to divide the prompt of a request. `None` if its answer may depend on other requests, or if no answer
-    /// of this engine does.
+    /// Returns the chunk grid for the prompt of a deterministic request.
+    ///
+    /// Returns `None` for other requests, and on an engine that is deterministic for all requests.
     pub(super) fn request_grid(&self, options: &GenerateOptions) -> Result<Option<ChunkGrid>> {
         let info = self.info();
         match info.request_grid {
@@ -309,7 +310,7 @@ impl EngineHandle {
         self.shared.info.context
     }
 
-    /// Returns how many tokens of the request that ran last are in the KV cache.
+    /// Returns the number of tokens of the latest request that are in the KV cache.
     pub fn cached_tokens(&self) -> usize {
         self.stats().cached_tokens as usize
     }
@@ -319,7 +320,7 @@ impl EngineHandle {
         &self.shared.device
     }
 
-    /// Returns how the decode steps of a single request run: as a CUDA graph or operation by operation.
+    /// Returns how decode steps of a single request run: as a CUDA graph, or one operation at a time.
     pub fn executor(&self) -> Executor {
         self.shared.info.executor
     }
@@ -342,16 +343,16 @@ impl EngineHandle {
     /// Rejects new requests and waits until all submitted requests have ended.
     pub fn drain(&self) -> Result<()> {
         self.shared.counters.is_draining.store(true, Ordering::Relaxed);
-        // Another thread may have read `is_draining` before it was set, and may submit its request after this command.
-        // The engine thread rejects that request.
+        // Another thread may have read `is_draining` before it was set, and may submit a request after this command.
+        // The engine thread rejects such a request.
         self.send(Command::Drain)?;
         self.with_runner(|_| ())
     }
 
-    /// Saves the keys and values of the longest prefix of `ids` that is in the prefix cache. Returns its number of tokens.
+    /// Saves the keys and values of the longest cached prefix of `ids`. Returns the number of saved tokens.
     ///
-    /// [`load_prefix`](Self::load_prefix) reads the file. If nothing is cached, or if several devices hold the keys and
-    /// values, writes no file and returns 0.
+    /// [`load_prefix`](Self::load_prefix) reads the file.
+    /// If nothing is cached, or if the model runs on several devices, writes no file and returns 0.
     pub fn save_prefix(&self, ids: &[u32], path: &Path) -> Result<usize> {
         if self.info().ranks > 1 {
             return Ok(0);
@@ -360,10 +361,10 @@ impl EngineHandle {
         self.with_cache(move |cache, blocks| prefix_file::save(&path, &ids, &fingerprint, cache, blocks))?
     }
 
-    /// Adds a saved prefix to the prefix cache. Returns its number of tokens.
+    /// Adds a saved prefix to the prefix cache. Returns the number of tokens in the prefix.
     ///
-    /// Returns 0 if the file belongs to another model, dtype or build of inferno, if the cache has no room, or if several
-    /// devices hold the keys and values.
+    /// Returns 0 if the file belongs to another model, dtype or build of inferno.
+    /// Also returns 0 if the cache has no room, or if the model runs on several devices.
     /// Fails if the file cannot be read or is damaged.
     pub fn load_prefix(&self, path: &Path) -> Result<usize> {
         if self.info().ranks > 1 {
@@ -390,7 +391,7 @@ impl EngineHandle {
     /// Calls a function on the engine thread with the runner and waits for the result.
     ///
     /// The call runs after all earlier requests and before all later ones, with exclusive use of the KV cache.
-    /// Fails if the engine has stopped, or if the function panics and thereby stops the engine.
+    /// Fails if the engine has stopped, or if the function panics. A panic stops the engine.
     pub fn with_runner<T: Send + 'static>(&self, call: impl FnOnce(&mut Runner) -> T + Send + 'static) -> Result<T> {
         let (sender, result) = mpsc::sync_channel(1);
         self.send(Command::Run(Box::new(move |runner| {

@@ -1,10 +1,10 @@
-//! Tells other threads whether the engine thread makes progress.
+//! Shows other threads whether the engine thread makes progress.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The time at which the engine thread began its current step.
+/// The start time of the engine thread's current step.
 pub struct Heartbeat {
     created: Instant,
     /// Milliseconds from `created` to the start of the current step, plus 1. 0 while the engine is idle.
@@ -30,7 +30,7 @@ impl Heartbeat {
         self.step_started.store(0, Ordering::Relaxed);
     }
 
-    /// Returns whether the engine thread runs and its current step, if any, has taken at most `limit`.
+    /// Returns whether the engine thread is alive and its current step, if any, has taken at most `limit`.
     pub fn is_regular(&self, limit: Duration) -> bool {
         let step_time = match self.step_started.load(Ordering::Relaxed) {
             0 => Duration::ZERO,

@@ -22,7 +22,7 @@ pub struct ModelInfo {
     pub max_context: usize,
     /// The context length for which the KV cache is allocated, in tokens.
     pub context: usize,
-    /// The most tokens of one step.
+    /// The maximum number of tokens in one step.
     pub chunk: usize,
     /// The dtype of activations.
     pub dtype: DType,
@@ -34,8 +34,8 @@ pub struct ModelInfo {
     pub eager_reason: Option<EagerReason>,
     /// Whether answers do not depend on other requests.
     pub is_deterministic: bool,
-    /// How the prompts of requests with [`deterministic`](crate::GenerateOptions::deterministic) are divided. `None` if
-    /// the chunk size or the attention kernel does not support such requests.
+    /// The chunk grid for requests with [`deterministic`](crate::GenerateOptions::deterministic).
+    /// `None` if the chunk size or the attention kernel does not support deterministic requests.
     pub request_grid: Option<ChunkGrid>,
     /// The device with the least free memory.
     pub device: DeviceInfo,
@@ -45,11 +45,11 @@ pub struct ModelInfo {
     pub weight_bytes: u64,
     /// The size of the KV cache on one device, in bytes.
     pub cache_bytes: u64,
-    /// The number of blocks in the KV cache, each of 64 tokens in one group of layers.
+    /// The number of blocks in the KV cache. A block holds 64 tokens of one group of layers.
     pub cache_blocks: usize,
-    /// How many sequences that fill the context fit in the KV cache at once.
+    /// The number of full-context sequences that fit in the KV cache at once.
     pub cache_sequences: usize,
-    /// The most sequences that run at once.
+    /// The maximum number of sequences that run at once.
     pub max_sequences: usize,
     pub load: LoadTimes,
 }

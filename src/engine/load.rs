@@ -31,24 +31,24 @@ pub struct LoadOptions<'o> {
     pub devices: Devices,
     /// The dtype of activations. `None` selects bf16 on a GPU and f32 on a CPU.
     pub dtype: Option<DType>,
-    /// The context length in tokens. `None` selects 32,768 or the model's limit, whichever is less, and halves it until
-    /// the model fits in memory. Models with RoPE scaling can have a shorter default.
+    /// The context length in tokens. `None` selects 32,768 or the model's limit, whichever is less.
+    /// This default is halved until the model fits in memory. Models with RoPE scaling can have a shorter default.
     pub context: Option<usize>,
     /// The prefill chunk size in tokens. `None` selects the fastest size that fits in memory.
     pub chunk: Option<usize>,
     /// The number of full-context sequences that the KV cache can hold. It can hold more sequences if they are shorter.
     pub sequences: usize,
-    /// The most sequences that run at once. `None` selects the maximum of 256. The chunk size also limits it.
+    /// The maximum number of sequences that run at once. `None` selects 256. The chunk size is another upper limit.
     pub max_sequences: Option<usize>,
-    /// How much of the device's memory to use. The KV cache takes what weights and workspace leave. `None` makes the cache
-    /// no larger than `sequences` need.
+    /// The memory to use on the device. The KV cache gets the rest after weights and workspace.
+    /// With `None`, the KV cache is only as large as `sequences` need.
     pub memory: Option<MemoryLimit>,
     /// The format to which floating-point weight matrices are quantized during loading.
     pub quantize: Option<QuantizationTarget>,
     /// Whether to run decode steps one operation at a time, even if a CUDA graph could run them.
     pub eager: bool,
-    /// Whether the tokens and logits of an answer must not depend on other requests, on the prefix cache or on
-    /// preemption. Steps are slower, and a prompt reuses less of the prefix cache.
+    /// Whether the tokens and logits of an answer must not depend on other requests, prefix caching or preemption.
+    /// If true, steps are slower, and a prompt reuses less of the prefix cache.
     pub deterministic: bool,
     /// See [`EngineBuilder::queue_on_cpu`](super::EngineBuilder::queue_on_cpu).
     pub queue_on_cpu: bool,
@@ -159,8 +159,9 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     Ok(EngineParts { language, runner, defaults, info, fingerprint })
 }
 
-/// Returns a text that changes if keys and values computed earlier may no longer be valid: with the model files, the
-/// dtype, the quantization, the RoPE factors, the attention kernel, the chunk grid or the build.
+/// Returns a text that identifies everything that keys and values depend on.
+///
+/// It covers the model files, dtype, quantization, RoPE factors, attention kernel, chunk grid and build.
 fn fingerprint(
     dir: &Path,
     checkpoint: &Checkpoint,

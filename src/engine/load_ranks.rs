@@ -1,4 +1,4 @@
-//! Loads the part of a model that each of its devices holds.
+//! Loads the parts of a model onto its devices, one part per rank.
 
 use std::panic::resume_unwind;
 use std::thread;
@@ -16,7 +16,7 @@ use crate::runner::RankParts;
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, Weights};
 
-/// What all ranks load.
+/// Loads the parts of a model for all ranks.
 pub(super) struct RankLoader<'l> {
     pub config: &'l ModelConfig,
     pub checkpoint: &'l Checkpoint,
@@ -31,12 +31,14 @@ pub(super) struct RankLoader<'l> {
 
 /// The loaded parts of all ranks.
 pub(super) struct LoadedRanks {
-    /// The world and the parts of the first rank.
+    /// The world of the first rank.
     pub world: World,
+    /// The decoder and the KV cache of the first rank.
     pub parts: RankParts,
+    /// The worlds and the parts of all other ranks.
     pub others: Vec<(World, RankParts)>,
     pub attention: AttentionBackend,
-    /// The time in which the first rank allocated its KV cache, in seconds.
+    /// The time that the first rank took to allocate its KV cache, in seconds.
     pub cache_s: f64,
 }
 
@@ -48,8 +50,9 @@ struct LoadedRank {
 }
 
 impl RankLoader<'_> {
-    /// Loads the part of the first rank to `first`, the open first device, and all other parts to the other devices, each
-    /// on a thread of its own. Reports only the progress of the first rank.
+    /// Loads the first rank's part onto `first`, the open first device. Reports only the progress of this rank.
+    ///
+    /// Loads every other rank's part onto its device on a thread of its own.
     pub fn load(&self, first: &Device, devices: &Devices, progress: &LoadProgress) -> Result<LoadedRanks> {
         let mut worlds = World::threads(devices.count()).into_iter();
         let world = worlds.next().unwrap_or_default();

@@ -21,8 +21,8 @@ const SMALLEST_CONTEXT: usize = 2048;
 /// An upper bound on the workspace memory that is independent of the chunk size, in bytes.
 /// cuBLASLt uses 32 MiB. The rest is for decode buffers, decode graphs and the logits of one token.
 const WORKSPACE_BYTES: u64 = 192 << 20;
-/// The most bytes of the arenas that batch graphs use. An arena is replaced by one of twice its size, but the graphs that
-/// use it keep it.
+/// The maximum size of all arenas of batch graphs, in bytes.
+/// A larger arena has twice the size of the previous arena, and existing graphs keep the previous arena.
 const ARENA_BYTES: u64 = 2 * MAX_ARENA_BYTES as u64;
 /// The smallest value of [`workspace_bytes_per_token`]. Models with wide MLPs need more.
 const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
@@ -79,7 +79,7 @@ impl DeviceKind {
 /// The memory requirements of a model as a function of its [`Capacity`].
 #[derive(Clone)]
 pub struct MemoryPlan {
-    /// The number of devices that run the model together. All sizes are those of the device with the largest part.
+    /// The number of devices that run the model together. All sizes are for the device with the largest part.
     ranks: usize,
     weight_bytes: u64,
     /// The weights that every rank holds as a whole.
@@ -93,12 +93,12 @@ pub struct MemoryPlan {
     workspace_bytes_per_token: u64,
     layers: Vec<LayerSpec>,
     layout: CacheLayout,
-    /// The number of full-context sequences that the KV cache can hold at least.
+    /// The minimum number of full-context sequences that the KV cache can hold.
     sequences: usize,
-    /// The memory to use on the device, in bytes. The KV cache takes what is left. `None` makes the cache no larger than
-    /// `sequences` need.
+    /// The memory to use on the device, in bytes. The KV cache gets the rest after weights and workspace.
+    /// With `None`, the KV cache is only as large as `sequences` need.
     limit_bytes: Option<u64>,
-    /// The size of the logits of one token.
+    /// The size of the logits of one token, in bytes.
     logits_row_bytes: u64,
     /// The chunk sizes to choose from, best first.
     chunks: Vec<usize>,
@@ -113,7 +113,7 @@ pub struct MemoryPlan {
 pub struct Capacity {
     /// The context length in tokens.
     pub context: usize,
-    /// The prefill chunk size, which is also the maximum number of tokens in one forward pass, summed over all sequences.
+    /// The prefill chunk size. One forward pass computes at most this many tokens, summed over all sequences.
     pub chunk: usize,
 }
 
@@ -160,8 +160,9 @@ impl MemoryPlan {
         }
     }
 
-    /// Sets the number of full-context sequences that the KV cache can hold. It can hold more sequences if they are
-    /// shorter. Fails if `sequences` is 0.
+    /// Sets the number of full-context sequences that the KV cache can hold. Fails if `sequences` is 0.
+    ///
+    /// The KV cache can hold more sequences if they are shorter.
     pub fn with_sequences(self, sequences: usize) -> Result<Self> {
         match sequences {
             0 => Err(Error::Usage("cannot load a model for 0 sequences: use 1 or more".into()).into()),
@@ -169,7 +170,7 @@ impl MemoryPlan {
         }
     }
 
-    /// Divides the model among several ranks. The plan is then that of the rank with the largest part.
+    /// Divides the model among several ranks, and plans the memory of the rank with the largest part.
     pub fn with_ranks(mut self, ranks: usize) -> Self {
         if ranks > 1 {
             self.ranks = ranks;
@@ -181,7 +182,7 @@ impl MemoryPlan {
         self
     }
 
-    /// Lets the model use this many bytes of the device's memory. The KV cache takes all of it that is left.
+    /// Limits the model to this many bytes of device memory. The KV cache gets the rest after weights and workspace.
     pub fn with_limit(self, limit_bytes: u64) -> Self {
         Self { limit_bytes: Some(limit_bytes), ..self }
     }
@@ -219,10 +220,10 @@ impl MemoryPlan {
         &self.layout
     }
 
-    /// Returns the number of blocks in the KV cache: those of all sequences, and the scratch block.
+    /// Returns the number of blocks in the KV cache: the blocks for all sequences, and the scratch block.
     pub fn cache_blocks(&self, capacity: Capacity) -> usize {
         let Capacity { context, chunk } = capacity;
-        // All sequences share the `chunk` tokens of a step, so only one of them can have a full chunk.
+        // All sequences share the `chunk` tokens of a step, so only one sequence can have a full chunk.
         let others = self.sequence_blocks(context).saturating_mul(self.sequences - 1);
         let needed = self.layout.peak_blocks(context, chunk).saturating_add(others).saturating_add(1);
         let Some(limit) = self.limit_bytes else { return needed };
@@ -231,12 +232,12 @@ impl MemoryPlan {
         usize::try_from(room).unwrap_or(usize::MAX).min(self.most_blocks()).max(needed)
     }
 
-    /// Returns the blocks of one decoding sequence that fills the context.
+    /// Returns the number of blocks of one decoding sequence that fills the context.
     pub fn sequence_blocks(&self, context: usize) -> usize {
         self.layout.peak_blocks(context, 1)
     }
 
-    /// Returns how many sequences that fill the context fit if the KV cache takes all free memory of the device.
+    /// Returns the number of full-context sequences that fit if the KV cache takes all free memory of the device.
     pub fn sequences_that_fit(&self, capacity: Capacity, device: &DeviceInfo) -> usize {
         let logit_bytes = self.logit_bytes(capacity.chunk);
         let other_bytes = self.weight_bytes + self.workspace_bytes(capacity) + logit_bytes;
@@ -255,8 +256,9 @@ impl MemoryPlan {
         (self.cache_blocks(capacity) as u64).saturating_mul(self.layout.block_bytes(self.dtype))
     }
 
-    /// Returns the bytes needed for one forward pass besides the weights and the KV cache: activations, dequantized
-    /// experts, logits and library buffers.
+    /// Returns the memory for one forward pass in addition to the weights and the KV cache, in bytes.
+    ///
+    /// Includes activations, dequantized experts, logits and library buffers.
     pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
         let chunk_bytes = self.workspace_bytes_per_token.saturating_mul(capacity.chunk as u64);
         let is_batch = self.sequences > 1 || self.limit_bytes.is_some();
@@ -271,8 +273,10 @@ impl MemoryPlan {
             .saturating_add(batch_bytes)
     }
 
-    /// Returns the bytes for the logits of several sequences: a buffer that all batch graphs share, the logits of a step, a
-    /// copy of the rows to sample from, and another copy for log probabilities.
+    /// Returns the memory for the logits of several sequences, in bytes.
+    ///
+    /// Includes a buffer that all batch graphs share, the logits of a step, a copy of the rows to sample from,
+    /// and another copy for log probabilities.
     fn logit_bytes(&self, chunk: usize) -> u64 {
         ((MAX_LOGIT_ROWS + 3 * MAX_LOGIT_ROWS.min(chunk)) as u64).saturating_mul(self.logits_row_bytes)
     }
@@ -300,7 +304,7 @@ impl MemoryPlan {
         self.weight_bytes.saturating_add(WORKSPACE_BYTES).saturating_add(running.max(self.loading_bytes))
     }
 
-    /// Limits a chunk size to the most tokens that all sequences together can have.
+    /// Limits a chunk size to the largest number of tokens that all sequences together can have.
     fn useful_chunk(&self, chunk: usize, context: usize) -> usize {
         match self.limit_bytes {
             Some(_) => chunk,
@@ -454,7 +458,7 @@ mod tests {
         assert!(bytes <= limit && bytes + plan.layout.block_bytes(DType::BF16) > limit, "{bytes}");
         let sequences = plan.cache_blocks(capacity) / plan.sequence_blocks(DEFAULT_CONTEXT);
         assert_eq!(plan.sequences_that_fit(capacity, &device(limit)), sequences);
-        // A limit that is too small for one sequence shortens the default context, and rejects a requested one.
+        // A limit that is too small for one sequence shortens the default context, and rejects a requested context.
         let smallest = Capacity { context: SMALLEST_CONTEXT, chunk: 512 };
         let plan = self::plan().with_limit(self::plan().bytes(smallest) + ARENA_BYTES + (10 << 20));
         assert!(plan.choose(None, &device(80 << 30)).unwrap().context < DEFAULT_CONTEXT);
@@ -487,7 +491,7 @@ mod tests {
     #[test]
     fn out_of_memory_error_names_the_gpus_that_fit() {
         let gpu = |bytes| DeviceInfo { compute_capability: Some((9, 0)), ..device(bytes) };
-        // 1 of the 10 GB is not divided.
+        // Every rank holds 1 GB of the 10 GB of weights as a whole.
         for (bytes, gpus) in [(9u64 << 30, Some(2)), (5 << 30, Some(4)), (1 << 30, None)] {
             let error = plan().choose(Some(2048), &gpu(bytes)).unwrap_err();
             let Some(Error::OutOfMemory { fitting_gpus, .. }) = error.downcast_ref() else { panic!("{error}") };

@@ -1,8 +1,8 @@
-//! [`MemoryLimit`]: how much memory of the device the engine may use.
+//! [`MemoryLimit`]: the amount of device memory that the engine may use.
 
 use std::str::FromStr;
 
-/// How much memory of the device the engine may use, for weights, KV cache and workspace together.
+/// The amount of device memory that the engine may use for weights, KV cache and workspace together.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum MemoryLimit {
     Bytes(u64),

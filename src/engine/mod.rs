@@ -179,14 +179,15 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets the most requests that run at once. The default, which is also the maximum, is 256.
+    /// Sets the maximum number of sequences that run at once. The default is 256, which is also the upper limit.
     pub fn max_sequences(mut self, max_sequences: usize) -> Self {
         self.options.max_sequences = Some(max_sequences);
         self
     }
 
-    /// Sets how much of the device's memory to use. The KV cache takes what weights and workspace leave.
-    /// By default, the cache is no larger than one sequence, or the number set with [`sequences`](Self::sequences), needs.
+    /// Sets the amount of device memory to use. The KV cache gets the rest after weights and workspace.
+    ///
+    /// By default, the cache is only as large as the number of [`sequences`](Self::sequences) needs.
     pub fn memory(mut self, limit: MemoryLimit) -> Self {
         self.options.memory = Some(limit);
         self
@@ -216,8 +217,10 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets whether steps on a CPU are also planned before the tokens of the step before are known, as on a GPU. This
-    /// gains nothing on a CPU, where a step runs as soon as it is planned. The default is `false`.
+    /// Sets whether to plan a step on a CPU before the tokens of the previous step are known, as on a GPU.
+    ///
+    /// Useful for tests only: on a CPU, it makes no step faster, because a step runs as soon as it is planned.
+    /// The default is `false`.
     pub fn queue_on_cpu(mut self, queue_on_cpu: bool) -> Self {
         self.options.queue_on_cpu = queue_on_cpu;
         self

@@ -27,7 +27,7 @@ pub enum SequenceEvent {
     Failed(anyhow::Error),
 }
 
-/// Events to send, in order. Sending an event wakes the client's thread, which takes microseconds for each client.
+/// Events to send, in order. Sending is delayed because waking a client's thread takes microseconds.
 #[derive(Default)]
 pub struct Outbox(Vec<(UnboundedSender<SequenceEvent>, SequenceEvent)>);
 

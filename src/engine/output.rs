@@ -87,7 +87,7 @@ impl Output {
         }
     }
 
-    /// Returns how many times the model violated its chat format.
+    /// Returns the number of times that the model violated its chat format.
     pub fn format_violations(&self) -> usize {
         match &self.reader {
             Reader::Chat(parser) => parser.format_violations(),

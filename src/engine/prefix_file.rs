@@ -3,10 +3,10 @@
 //! The file is a safetensors file with these tensors, for a prefix of n tokens:
 //!
 //! - `tokens`: u32 `[n]`
-//! - `group.G.layer.L.k` and `.v`: `[rows, kv_heads, head_dim]` for layer L of group G, the rows of all blocks that a
-//!   token after the prefix attends to
+//! - `group.G.layer.L.k` and `.v`: `[rows, kv_heads, head_dim]` for layer L of group G.
+//!   The rows come from all blocks that a token after the prefix attends to.
 //!
-//! Keys and values are only valid for the model, dtype and build that computed them. `fingerprint` identifies these.
+//! Keys and values are valid only for the model, dtype and build that computed them. `fingerprint` identifies these.
 
 use std::collections::HashMap;
 use std::fs;
@@ -26,7 +26,7 @@ use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
 /// The metadata key of the fingerprint.
 const FINGERPRINT: &str = "fingerprint";
 
-/// Saves the cached part of `ids`: the longest prefix whose blocks are all in the cache. Returns its number of tokens.
+/// Saves the longest prefix of `ids` whose blocks are all cached. Returns the number of saved tokens.
 /// If nothing is cached, returns 0 and writes no file.
 pub fn save(path: &Path, ids: &[u32], fingerprint: &str, cache: &KvCache, blocks: &mut BlockManager) -> Result<usize> {
     // The prefix cache never returns the last token, so add one.
@@ -52,8 +52,8 @@ pub fn save(path: &Path, ids: &[u32], fingerprint: &str, cache: &KvCache, blocks
     Ok(computed)
 }
 
-/// Adds the prefix in a file that [`save`] wrote to the prefix cache. Returns the number of tokens of the prefix.
-/// `bytes` is the content of the file at `path`.
+/// Reads a file that [`save`] wrote, and adds its prefix to the prefix cache. `bytes` is the content of the file.
+/// Returns the number of tokens in the prefix.
 ///
 /// Returns 0 if the fingerprint differs, or if the cache has too few free blocks. Fails if the content is damaged.
 pub fn load(path: &Path, bytes: &[u8], fingerprint: &str, cache: &KvCache, blocks: &mut BlockManager) -> Result<usize> {

@@ -1,4 +1,4 @@
-//! Tells whether and when a request would start, without running it.
+//! Predicts whether and when a request would start, without running the request.
 
 use std::sync::mpsc;
 
@@ -9,18 +9,18 @@ use super::handle::EngineHandle;
 use super::request::{GenerateOptions, Request};
 use super::scheduler::{NewSequence, Preview, SequenceId};
 
-/// What would happen to a request if it were submitted now.
+/// The predicted start of a request that is submitted now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestPreview {
     pub prompt_tokens: usize,
-    /// The most tokens that each answer can have.
+    /// The maximum number of tokens in each answer.
     pub max_tokens: usize,
-    /// The place in the queue, and the blocks.
+    /// The position in the queue and the needed blocks.
     pub preview: Preview,
 }
 
 impl EngineHandle {
-    /// Tells whether and when a request for `answers` answers would start.
+    /// Predicts whether and when a request for `answers` answers would start.
     ///
     /// Fails like [`submit_n`](Self::submit_n), except that constraints are not compiled. Waits for the current step.
     pub fn preview(&self, request: Request, answers: usize) -> Result<RequestPreview> {
@@ -33,7 +33,7 @@ impl EngineHandle {
         let (sender, result) = mpsc::sync_channel(1);
         self.send(Command::Inspect(Box::new(move |scheduler, now| {
             let new = NewSequence {
-                // Larger than all ids in use.
+                // This id is larger than all ids in use.
                 id: SequenceId::MAX - answers as SequenceId,
                 prompt: ids,
                 cache_salt: options.cache_salt,

@@ -1,17 +1,17 @@
-//! The log probabilities of a prompt's tokens, on the engine thread.
+//! Tracks the log probabilities of a prompt's tokens on the engine thread.
 
 use std::mem;
 use std::ops::Range;
 
 use crate::runner::{ScoreTokens, TokenLogprobs};
 
-/// Which tokens of a prompt have log probabilities already.
+/// The progress of computing the log probabilities of a prompt's tokens.
 pub struct PromptScores {
-    /// How many of the most likely tokens to report with each token.
+    /// The number of most likely tokens to report with each token.
     top: usize,
-    /// The number of tokens of the prompt.
+    /// The number of tokens in the prompt.
     prompt: usize,
-    /// The number of tokens after the first whose log probabilities were sent.
+    /// The number of tokens whose log probabilities were sent. The first prompt token has none and is not counted.
     sent: usize,
     /// The log probabilities of the current step.
     step: Vec<TokenLogprobs>,
@@ -22,8 +22,9 @@ impl PromptScores {
         Self { top, prompt, sent: 0, step: Vec::new() }
     }
 
-    /// Returns the prompt tokens that a step scores if its input tokens are `tokens[range]`. A sequence that was
-    /// preempted computes some tokens again, which does not score them again.
+    /// Returns the prompt tokens to score in a step whose input tokens are `tokens[range]`.
+    ///
+    /// A preempted sequence computes some tokens again. Tokens that were already scored are not scored again.
     pub fn of_step<'s>(&'s mut self, tokens: &'s [u32], range: Range<usize>) -> Option<ScoreTokens<'s>> {
         self.step.clear();
         let scored = range.start.max(self.sent) + 1..self.prompt.min(range.end + 1);
@@ -37,7 +38,7 @@ impl PromptScores {
         Some(mem::take(&mut self.step)).filter(|step| !step.is_empty())
     }
 
-    /// Counts tokens whose log probabilities are sent.
+    /// Records that the log probabilities of `tokens` more tokens were sent.
     pub fn count(&mut self, tokens: usize) {
         self.sent += tokens;
     }

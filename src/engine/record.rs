@@ -1,4 +1,4 @@
-//! Records of requests and their answers, from which the answers can be computed again.
+//! Records of requests and answers, which contain all that is needed to compute the answers again.
 
 use std::collections::BTreeMap;
 
@@ -10,17 +10,17 @@ use super::info::ModelInfo;
 use super::request::GenerateOptions;
 use super::sampling::SamplingParams;
 
-/// The version of the format. Records of other versions cannot be read.
+/// The version of the record format. Records of other versions cannot be read.
 const VERSION: u32 = 1;
 
-/// The build that computes answers.
+/// The version and the commit of this build.
 const BUILD: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("INFERNO_COMMIT"), ")");
 
 /// A record of all answers to one request of a client.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Record {
     version: u32,
-    /// The id that the server gave to the request.
+    /// The request id that the server assigned.
     pub id: String,
     /// The name of the model.
     pub model: String,
@@ -29,11 +29,11 @@ pub struct Record {
     pub engine: EngineRecord,
     /// One entry for each prompt.
     pub requests: Vec<RecordedRequest>,
-    /// Why the answers failed. `None` if they did not.
+    /// The error that ended the request. `None` if the request succeeded.
     pub error: Option<String>,
 }
 
-/// What the tokens of an answer depend on, besides the request and the model.
+/// The engine settings that the tokens of an answer can depend on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EngineRecord {
     pub build: String,
@@ -54,7 +54,7 @@ pub struct RecordedRequest {
     pub answers: Vec<RecordedAnswer>,
 }
 
-/// A prompt and all options that the tokens of its answers depend on. Answer i uses the seed plus i.
+/// A prompt and all options that affect the tokens of its answers. Answer i uses the seed plus i.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RequestRecord {
     pub prompt: Vec<u32>,
@@ -70,11 +70,11 @@ pub struct RequestRecord {
     pub deterministic: bool,
 }
 
-/// The tokens of an answer, up to those that the client did not wait for.
+/// The tokens of an answer that the client received.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct RecordedAnswer {
     pub tokens: Vec<u32>,
-    /// The log probability of each token, if the request asked for them.
+    /// The log probability of each token, if the request asked for log probabilities.
     pub logprobs: Vec<f32>,
     /// How the answer ended: a finish reason, `canceled` or `error`.
     pub finish: String,
@@ -90,7 +90,7 @@ impl Record {
         Self { version: VERSION, id, model, revision, engine, requests: Vec::new(), error: None }
     }
 
-    /// Fails if the record has another version.
+    /// Fails if this build cannot read the version of the record.
     pub fn check_version(&self) -> Result<()> {
         match self.version {
             VERSION => Ok(()),
@@ -114,7 +114,7 @@ impl EngineRecord {
         }
     }
 
-    /// Describes each setting that differs from `now` and that the tokens can depend on.
+    /// Describes each setting that differs from `now` and can affect the tokens.
     pub fn differences(&self, now: &Self) -> Vec<String> {
         let none = || "none".to_string();
         let settings = [
@@ -137,7 +137,7 @@ impl EngineRecord {
 }
 
 impl RequestRecord {
-    /// Creates the record of a request. `options` has the request's constraint.
+    /// Creates the record of a request. `options` must still contain the request's constraint.
     pub fn new(prompt: &[u32], chat: Option<&ChatPrompt>, options: &GenerateOptions) -> Self {
         Self {
             prompt: prompt.to_vec(),
@@ -156,7 +156,7 @@ impl RequestRecord {
     /// Returns the approximate size in memory, in bytes.
     pub fn bytes(&self) -> usize {
         let constraint = self.constraint.as_ref().and_then(|constraint| serde_json::to_string(constraint).ok());
-        // A JSON value takes several times the memory of its text.
+        // In memory, a JSON value takes several times the size of its text.
         let constraint = constraint.map_or(0, |text| 8 * text.len());
         let chat = self.chat.as_ref().map_or(0, |chat| chat.text.len());
         size_of::<Self>() + 4 * self.prompt.len() + chat + constraint

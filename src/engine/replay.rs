@@ -9,7 +9,7 @@ use super::output::Output;
 use super::record::{RecordedAnswer, RequestRecord};
 use super::request::GenerateOptions;
 
-/// A token with its log probability, if the request asked for it.
+/// A token and its log probability, if the request asked for log probabilities.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ReplayedToken {
     pub id: u32,
@@ -19,15 +19,15 @@ pub struct ReplayedToken {
 /// The first token of an answer that differs from the record.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Divergence {
-    /// The number of equal tokens before it.
+    /// The number of equal tokens before the difference.
     pub index: usize,
     pub expected: ReplayedToken,
-    /// `None` if the answer ended here.
+    /// The replayed token. `None` if the answer ended here.
     pub got: Option<ReplayedToken>,
 }
 
 impl EngineHandle {
-    /// Computes the answer at `index` again, up to the end of its record. Returns the first difference, if there is one.
+    /// Computes the answer at `index` again, up to the end of its record. Returns the first difference, if any.
     ///
     /// Fails like [`submit`](Self::submit).
     pub fn replay(&self, request: &RequestRecord, index: usize, answer: &RecordedAnswer) -> Result<Option<Divergence>> {

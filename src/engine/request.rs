@@ -79,18 +79,18 @@ pub struct GenerateOptions {
     pub max_tokens: Option<usize>,
     /// Strings that end the answer. The answer does not include them.
     pub stop: Vec<String>,
-    /// More stop tokens, besides those of the model. The answer does not include the text of a stop token.
+    /// Stop tokens in addition to the model's stop tokens. The answer does not include the text of a stop token.
     pub stop_token_ids: Vec<u32>,
     /// The minimum number of tokens to generate before a stop token. Stop strings end the answer at any time.
     pub min_tokens: usize,
-    /// Values to add to the logits of tokens, before penalties. -100 in effect bans a token, and 100 in effect selects it.
+    /// Values to add to the logits of tokens, before penalties. In effect, -100 bans a token, and 100 selects it.
     pub logit_bias: BTreeMap<u32, f32>,
-    /// How many of the most likely tokens to report with each generated token, with their log probabilities.
-    /// 0 reports only the log probability of the generated token. `None` reports none.
+    /// The number of most likely tokens to report for each generated token, with log probabilities.
+    /// 0 reports only the log probability of the generated token. `None` reports no log probabilities.
     pub logprobs: Option<usize>,
-    /// How many of the most likely tokens to report with each prompt token after the first, with their log probabilities.
-    /// [`RequestStream::scored_prompt`](super::RequestStream::scored_prompt) has them. The whole prompt is then computed,
-    /// even if it is cached. `None` reports none.
+    /// The number of most likely tokens to report for each prompt token after the first, with log probabilities.
+    /// [`RequestStream::scored_prompt`](super::RequestStream::scored_prompt) returns the log probabilities.
+    /// If set, the whole prompt is computed, even if it is cached. `None` reports no log probabilities.
     pub prompt_logprobs: Option<usize>,
     /// The form that the answer must have. `None` allows any answer.
     pub constraint: Option<Constraint>,
@@ -98,21 +98,22 @@ pub struct GenerateOptions {
     pub ignore_eos: bool,
     /// A flag that another thread can set to cancel the request. The request then ends after the current step.
     pub cancel: Option<Arc<AtomicBool>>,
-    /// For whom the request is, such as the owner of a certain API key. Tenants whose requests wait get equal numbers of
-    /// tokens, in which a generated token counts as much as two prompt tokens.
+    /// The owner of the request, such as a client with its own API key.
+    ///
+    /// Tenants whose requests wait get equal numbers of tokens. A generated token counts as much as two prompt tokens.
     pub tenant: u64,
-    /// Among the requests of a tenant, those with smaller values start first. A value lower by 1 counts as much as arriving
-    /// 2 seconds earlier.
+    /// The priority among the requests of a tenant: requests with smaller values start first.
+    /// A value lower by 1 has the same effect as an arrival 2 seconds earlier.
     pub priority: i32,
-    /// If set, the prompt reuses only cached prefixes of requests with the same salt. The time to the first token then tells
-    /// nothing about the prompts of others.
+    /// If set, the prompt reuses only cached prefixes of requests with the same salt.
+    /// The time to the first token then reveals nothing about the prompts of other clients.
     pub cache_salt: Option<String>,
-    /// Whether the answer must not depend on other requests, even if the engine was not loaded as
-    /// [`deterministic`](super::EngineBuilder::deterministic). Slower, also for requests that run at the same time.
+    /// Whether the answer must not depend on other requests, even on an engine that is not
+    /// [`deterministic`](super::EngineBuilder::deterministic). Slows down this request and all concurrent requests.
     pub deterministic: bool,
     /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), so that the answer can be computed again.
     pub keeps_record: bool,
-    /// The longest time to wait for the request to start. If it has not started by then, it fails. `None`: no limit.
+    /// The maximum time that the request may wait before it starts. After this time, it fails. `None` sets no limit.
     pub max_wait: Option<Duration>,
 }
 

@@ -35,10 +35,10 @@ pub struct Sampler {
 pub struct LogitRules {
     /// Values to add to the logits of tokens.
     pub bias: BTreeMap<u32, f32>,
-    /// The tokens that cannot be chosen before `min_tokens` others.
+    /// The tokens that cannot be chosen before `min_tokens` other tokens.
     pub stop_tokens: Vec<u32>,
     pub min_tokens: usize,
-    /// How many of the most likely tokens need log probabilities, besides the chosen one.
+    /// The number of most likely tokens that need log probabilities, in addition to the chosen token.
     pub logprobs: Option<usize>,
 }
 
@@ -59,7 +59,7 @@ impl Sampler {
         self.constraint = Some(constraint);
     }
 
-    /// Tells the constraint which token was chosen. Returns the token to use, which can be another one.
+    /// Passes the chosen token to the constraint. Returns the token to use, which can be a different token.
     /// Fails if the answer cannot continue as the constraint requires.
     pub fn advance(&mut self, token: u32) -> Result<u32> {
         self.constraint.as_mut().map_or(Ok(token), |constraint| constraint.advance(token))

@@ -8,7 +8,7 @@
 //! - the key in `config.toml` and in journals
 //! - the environment variable and the JSON field
 //!
-//! [`Sampler`](super::sampler::Sampler) applies the parameters on the CPU. On a GPU, the sampling kernel does.
+//! [`Sampler`](super::sampler::Sampler) applies the parameters on the CPU, and the sampling kernel on a GPU.
 //! docs/contributing.md lists the files that a new parameter needs.
 
 use std::fmt::Display;

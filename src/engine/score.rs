@@ -13,7 +13,7 @@ impl EngineHandle {
     /// Returns the logits of every token in `ids`, f32 `[tokens, vocab]`, on the CPU.
     ///
     /// Fails if `ids` do not fit in the context.
-    /// Runs `ids` in chunks. Concatenating the logits of all chunks takes 2 × tokens × vocab × 4 bytes on the device.
+    /// Runs `ids` in chunks. Concatenating the logits of all chunks needs 2 × tokens × vocab × 4 bytes on the device.
     pub fn logits(&self, ids: &[u32]) -> Result<Tensor> {
         let ids = ids.to_vec();
         // Return a CPU tensor: the caller's thread could free a GPU tensor while the engine captures a CUDA graph.

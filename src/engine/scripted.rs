@@ -23,16 +23,16 @@ use crate::runner::{ChosenToken, Executor, TokenLogprobs};
 /// The context length in tokens.
 const CONTEXT: usize = 32_768;
 
-/// The answer to all requests.
+/// The answer that the engine gives to all requests.
 #[derive(Clone, Debug, Default)]
 pub struct Script {
-    /// The tokens, each with the log probability 0. A stop token or a limit of the request can end the answer earlier.
+    /// The tokens of the answer, each with the log probability 0. A stop token or a token limit can end it earlier.
     pub tokens: Vec<u32>,
     /// Whether the engine fails after the last token.
     pub fails: bool,
 }
 
-/// An engine whose answers follow a script. It supports only requests for answers.
+/// An engine whose answers follow a script. The only supported command is to submit a request.
 pub struct ScriptedEngine {
     handle: EngineHandle,
     script: Arc<Mutex<Script>>,

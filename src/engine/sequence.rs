@@ -22,14 +22,14 @@ pub struct Sequence {
     has_started: bool,
     generated: usize,
     pub sampler: Sampler,
-    /// The log probabilities of prompt tokens, if the request asked for them.
+    /// The log probabilities of prompt tokens, if the request asked for prompt log probabilities.
     pub prompt_scores: Option<PromptScores>,
     max_tokens: Option<usize>,
     /// The tokens that end the answer.
     stop_ids: Vec<u32>,
     /// Limits the reuse of cached prefixes. Taken when the sequence is passed to the scheduler.
     pub cache_salt: Option<String>,
-    /// How to divide the prompt so that the answer does not depend on other requests.
+    /// The grid that divides the prompt, so that the answer does not depend on other requests.
     pub grid: Option<ChunkGrid>,
     pub tenant: u64,
     pub priority: i32,
@@ -82,7 +82,7 @@ impl Sequence {
         self.sampler.set_constraint(constraint);
     }
 
-    /// Tells the constraint which token was chosen. Returns the token to use. See [`Sampler::advance`].
+    /// Passes the chosen token to the constraint. Returns the token to use. See [`Sampler::advance`].
     pub fn accept(&mut self, token: ChosenToken) -> Result<ChosenToken> {
         Ok(ChosenToken { id: self.sampler.advance(token.id)?, ..token })
     }
@@ -97,7 +97,7 @@ impl Sequence {
         self.events.is_closed() || self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
     }
 
-    /// Notes that a token was generated for a canceled request. Returns whether this was noted before.
+    /// Records that a token was generated for a canceled request. Returns whether an earlier call recorded the same.
     pub fn note_canceled(&mut self) -> bool {
         std::mem::replace(&mut self.is_noted_as_canceled, true)
     }
@@ -132,7 +132,7 @@ impl Sequence {
         self.max_tokens == Some(0)
     }
 
-    /// Returns how many more tokens the sequence may generate.
+    /// Returns the number of tokens that the sequence may still generate.
     pub fn remaining(&self) -> usize {
         self.max_tokens.map_or(usize::MAX, |max| max.saturating_sub(self.generated))
     }

@@ -21,18 +21,18 @@ pub struct EngineStats {
     pub failed: u64,
     /// Tokens generated in steps that began after their request was canceled. Always 0, unless the engine has a bug.
     pub tokens_after_cancel: u64,
-    /// Prefilled tokens, excluding tokens reused from the KV cache. Includes tokens that were computed again after a
-    /// preemption.
+    /// Prefilled tokens, excluding tokens reused from the KV cache.
+    /// Includes tokens that were computed again after a preemption.
     pub prompt_tokens: u64,
     pub generated_tokens: u64,
-    /// How many tokens of the request that ran last are in the KV cache. A prompt that starts with these tokens reuses
-    /// their full blocks.
+    /// Tokens of the latest request that are in the KV cache.
+    /// A prompt that starts with these tokens reuses the full blocks of these tokens.
     pub cached_tokens: u64,
     /// Steps that the model ran. A step can compute tokens of several requests.
     pub steps: u64,
-    /// The steps among them that were queued before the tokens of the step before were known.
+    /// Steps that were queued before the tokens of the previous step were known.
     pub steps_queued_ahead: u64,
-    /// How often a running request gave up its blocks because the KV cache was full.
+    /// Preemptions: a running request gave up its blocks because the KV cache was full.
     pub preemptions: u64,
     /// Blocks in the KV cache.
     pub blocks: u64,
@@ -65,7 +65,7 @@ pub struct Counters {
     pub hit_tokens: AtomicU64,
     /// Whether the engine thread makes progress.
     pub heartbeat: Arc<Heartbeat>,
-    /// Whether the engine is draining: it rejects new requests and finishes the others.
+    /// Whether the engine is draining: it rejects new requests and finishes the requests that it has.
     pub is_draining: AtomicBool,
 }
 

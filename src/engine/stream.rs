@@ -23,9 +23,9 @@ use crate::runner::{ChosenToken, Executor, TokenLogprobs};
 #[derive(Clone, Debug)]
 pub enum Event {
     /// A generated token, and the text released with it. `deltas` may be empty, because some text is held back.
-    /// `logprobs` is `Some` if [`GenerateOptions::logprobs`] is.
+    /// `logprobs` is `Some` if [`GenerateOptions::logprobs`] is set.
     Token { id: u32, deltas: Vec<Delta>, logprobs: Option<TokenLogprobs> },
-    /// The end of the generation: the text that was held back until now, and the summary.
+    /// The end of the generation: the remaining held-back text, and the summary.
     End { deltas: Vec<Delta>, summary: Box<Summary> },
 }
 
@@ -38,7 +38,7 @@ impl Event {
         }
     }
 
-    /// Returns the log probabilities of the generated token, if the request asked for them.
+    /// Returns the log probabilities of the generated token, if the request asked for log probabilities.
     pub fn logprobs(&self) -> Option<&TokenLogprobs> {
         match self {
             Event::Token { logprobs, .. } => logprobs.as_ref(),
@@ -80,7 +80,7 @@ pub struct Summary {
     /// Prompt tokens reused from the KV cache.
     pub cached_tokens: usize,
     pub completion_tokens: usize,
-    /// Seconds from the [`submit`](super::EngineHandle::submit) call to the start of the prefill. 0 if it never started.
+    /// Seconds from the [`submit`](super::EngineHandle::submit) call to the start of the prefill. 0 without a prefill.
     pub queue_s: f64,
     /// Seconds from the [`submit`](super::EngineHandle::submit) call to the first token.
     /// Includes rendering the chat template, tokenizing and waiting in the queue. 0 if no token was generated.
@@ -91,7 +91,7 @@ pub struct Summary {
     pub context_used: usize,
     /// Context length in tokens.
     pub context: usize,
-    /// How decode steps run while only one request is active: as a CUDA graph or operation by operation.
+    /// How decode steps run while only one request is active: as a CUDA graph, or one operation at a time.
     pub executor: Executor,
     pub tool_calls: Vec<ToolCall>,
     /// The number of times the model violated its chat format.
@@ -102,10 +102,10 @@ pub struct Summary {
 #[derive(Clone, Debug, Default)]
 pub struct ScoredPrompt {
     pub tokens: Vec<u32>,
-    /// The most alternatives of each token.
+    /// The number of most likely tokens reported for each prompt token.
     pub top: usize,
-    /// The log probabilities of all tokens but the first, given the tokens before. Complete when the first event of the
-    /// stream arrives.
+    /// The log probabilities of all tokens except the first, given the preceding tokens.
+    /// The list is complete when the first event of the stream arrives.
     pub logprobs: Vec<TokenLogprobs>,
 }
 
@@ -116,7 +116,7 @@ pub struct TokenCounts {
     /// Prompt tokens reused from the KV cache. 0 until the prefill starts.
     pub cached_tokens: usize,
     pub completion_tokens: usize,
-    /// Seconds to the first token, as in [`Summary`]. 0 if there is none yet.
+    /// Seconds to the first token, as in [`Summary`]. 0 before the first token.
     pub ttft_s: f64,
 }
 
@@ -179,7 +179,9 @@ impl RequestStream {
         Self { record, ..self }
     }
 
-    /// Returns the record of the request, if [`GenerateOptions::keeps_record`] is set. Answers to one request share it.
+    /// Returns the record of the request, if [`GenerateOptions::keeps_record`] is set.
+    ///
+    /// All answers to one request share one record.
     pub fn record(&self) -> Option<&Arc<RequestRecord>> {
         self.record.as_ref()
     }
@@ -195,7 +197,7 @@ impl RequestStream {
 
     /// Waits for the next event. Returns `None` after the end or an error.
     ///
-    /// Panics if called in a tokio task, which must not block. Use the [`Stream`] implementation there.
+    /// Panics if called in a tokio task, which must not block. In a task, use the [`Stream`] implementation.
     pub fn next_blocking(&mut self) -> Option<Result<Event>> {
         loop {
             if let Some(end) = self.end_if_finished() {
@@ -213,13 +215,13 @@ impl RequestStream {
         self.finish_as(FinishReason::Canceled);
     }
 
-    /// Returns the tool calls so far. In harmony, a call is listed with its name as soon as its arguments begin.
-    /// In other formats, the last call has no name until it is complete.
+    /// Returns the tool calls so far. In harmony, a call has its name as soon as its arguments begin.
+    /// In other chat formats, the last call has no name until the call is complete.
     pub fn tool_calls(&self) -> &[ToolCall] {
         self.output.tool_calls()
     }
 
-    /// Returns the stop string that ended the answer, or `None` if none did.
+    /// Returns the stop string that ended the answer, or `None` if no stop string was found.
     pub fn stop_string(&self) -> Option<&str> {
         self.output.stop_string()
     }
@@ -274,7 +276,7 @@ impl RequestStream {
         Some(Some(deltas.map(|deltas| Event::End { deltas, summary: Box::new(self.summary()) })))
     }
 
-    /// Sets the finish reason if none is set. Closes the channel, which tells the engine to stop this request.
+    /// Sets the finish reason if none is set. Closes the channel, so that the engine ends this request.
     fn finish_as(&mut self, reason: FinishReason) {
         self.finish.get_or_insert(reason);
         self.events.close();

@@ -41,7 +41,7 @@ impl Cache {
         RepoDir { path, layout: HuggingFaceCache::new(self.root.clone()).repo(repo) }
     }
 
-    /// Returns the names of all repositories in the cache, including incomplete ones.
+    /// Returns the names of all repositories in the cache, including incomplete repositories.
     pub fn names(&self) -> Vec<String> {
         let name = |entry: fs::DirEntry| {
             let name = entry.file_name().to_str()?.strip_prefix("models--")?.replace("--", "/");
@@ -60,12 +60,12 @@ pub(super) struct RepoDir {
 }
 
 impl RepoDir {
-    /// Acquires the lock for changing this directory. If another process holds it, calls `on_wait` and then waits.
+    /// Acquires the lock for changing this directory. If another process holds the lock, calls `on_wait` and waits.
     pub fn lock(&self, on_wait: impl FnOnce()) -> Result<Lock> {
         lock::acquire(&self.lock_path(), on_wait)
     }
 
-    /// Acquires the lock for this directory without waiting. Returns `None` if another process holds it.
+    /// Acquires the lock for this directory without waiting. Returns `None` if another process holds the lock.
     pub fn try_lock(&self) -> Result<Option<Lock>> {
         lock::try_acquire(&self.lock_path())
     }
@@ -153,7 +153,7 @@ impl RepoDir {
                 }
                 created => created,
             };
-            // If the name is taken, an earlier process with the same ID left a file behind. Try the next name.
+            // If the name is taken, an earlier process with the same ID has left a file behind. Try the next name.
             if !created.as_ref().is_err_and(|error| error.kind() == ErrorKind::AlreadyExists) {
                 break (temporary, created);
             }

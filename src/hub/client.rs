@@ -15,7 +15,7 @@ use crate::error::Error;
 /// Gives access to the model caches on this machine and to the hub that models are downloaded from.
 pub struct Hub {
     pub(super) config: HubConfig,
-    /// True to delete files even on filesystems that do not support file locking.
+    /// Whether to delete files even on filesystems that do not support file locking.
     pub(super) force: bool,
 }
 
@@ -88,7 +88,7 @@ impl Hub {
         Cache { root: self.config.cache.clone() }
     }
 
-    /// Returns both caches, in search order.
+    /// Returns inferno's own cache and the shared cache, in search order.
     pub(super) fn caches(&self) -> [(Cache, Source); 2] {
         let shared = Cache { root: self.config.shared_cache.clone() };
         [(self.own_cache(), Source::Inferno), (shared, Source::HuggingFace)]

@@ -43,7 +43,7 @@ const FILES: &[(&str, &[u8])] = &[
 
 /// Returns a one-line notice about the demo model's limits. Returns `None` for other models.
 ///
-/// `has_tools`: whether requests can offer tools.
+/// `has_tools` is true if requests can offer tools.
 pub fn notice(snapshot: &Snapshot, has_tools: bool) -> Option<&'static str> {
     let text = match has_tools {
         true => "demo model: answers questions about inferno and calls simple tools only",
@@ -124,7 +124,7 @@ fn wait_for_lock(cache: &Path) -> Option<Lock> {
     }
 }
 
-/// Acquires the lock on the demo without waiting. Returns `None` if another process holds it.
+/// Acquires the lock on the demo without waiting. Returns `None` if another process holds the lock.
 pub(super) fn try_lock(cache: &Path) -> Result<Option<Lock>> {
     lock::try_acquire(&cache.join(".locks").join("demo.lock"))
 }

@@ -20,7 +20,7 @@ pub(super) fn create_dir(dir: &Path) -> Result<()> {
 
 /// Fails if the disk that holds `dir` has less than `needed_bytes` of free space. Creates `dir` if necessary.
 pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
-    // Create the directory first: if that fails, the error is more useful than one about free space.
+    // Create the directory first: an error about the directory is more useful than an error about free space.
     create_dir(dir)?;
     match free_bytes(dir) {
         Some(free_bytes) if free_bytes < needed_bytes => {

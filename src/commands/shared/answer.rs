@@ -17,7 +17,7 @@ use crate::text::{printable, without_controls};
 /// Prints the answer to `prompt`. Renders Markdown if stdout is a terminal with colors, unless `plain` or `raw` is set.
 ///
 /// If stderr is a terminal, also shows the statistics and, unless hidden, the reasoning.
-/// If the answer is rendered, the reasoning goes to stdout too. Otherwise, the reasoning goes to stderr.
+/// The reasoning goes to stdout if the answer is rendered, otherwise to stderr.
 pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
     let shows_reasoning = std::io::stderr().is_terminal() && session.settings.reasoning == ReasoningVisibility::Shown;

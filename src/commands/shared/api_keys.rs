@@ -10,7 +10,7 @@ use crate::files;
 /// The maximum size of a file with API keys, in bytes.
 const MAX_KEY_FILE: u64 = 1 << 20;
 
-/// Returns the API keys. An argument `@FILE` stands for the lines of a file.
+/// Returns the API keys. An argument `@FILE` stands for a file with one key per line.
 pub fn read(arguments: &[String]) -> Result<Vec<String>> {
     let mut keys = Vec::new();
     for argument in arguments {

@@ -91,19 +91,21 @@ static CONFIGURATION_KEYS: LazyLock<Vec<&str>> = LazyLock::new(|| {
     keys
 });
 
-/// Flags that cannot be set in the environment. Kubernetes sets `INFERNO_PORT` to a URL if a service is named `inferno`.
+/// Flags that cannot be set in the environment.
+///
+/// Kubernetes sets `INFERNO_PORT` to a URL if a service is named `inferno`.
 const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
 
 /// Flags that take no value on the command line. Other sources set them to true or false.
 const SWITCHES: [&str; 5] = ["deterministic", "eager", "hide-reasoning", "no-auth", "plain"];
 
-/// The flags of `health` that can be set outside the command line, so that it finds a server with the same settings.
+/// The flags of `health` that can be set outside the command line. `health` finds a server with the same settings.
 const HEALTH_FLAGS: [&str; 3] = ["host", "port", "tls-cert"];
 
 /// The flags of `bench`, `perplexity` and `replay` that can be set outside the command line.
 const DEVICE: [&str; 1] = ["device"];
 
-/// The parsed command line, with values from the environment, the conversation and the configuration file.
+/// The parsed command line, with values from the environment, the resumed conversation and the configuration file.
 pub struct ParsedCommandLine {
     pub matches: ArgMatches,
     /// Values of flags from the command line, the environment or a resumed conversation.

@@ -15,7 +15,7 @@ use crate::language::Language;
 use crate::terminal;
 use crate::weights::quantized::QuantizationTarget;
 
-/// The full-context sequences that the KV cache of a server on a CPU can hold.
+/// The number of full-context sequences that the KV cache can hold when a server runs on a CPU.
 const CPU_SEQUENCES: usize = 4;
 
 /// The flags for loading a model, shared by `play`, `serve`, `bench`, `perplexity` and `replay`.
@@ -36,8 +36,8 @@ pub struct LoadArgs {
     /// Context length in tokens, for prompt and answers together [default: what fits, up to 32768]
     #[arg(long, value_name = "TOKENS")]
     context: Option<usize>,
-    /// Memory to use on the GPU, such as 20GB or 90%. The KV cache takes what weights and workspace leave [default: as much
-    /// as the context needs; 90% for serve]
+    /// Memory to use on the GPU, such as 20GB or 90%. The KV cache gets the rest after weights and workspace
+    /// [default: as much as the context needs; 90% for serve]
     #[arg(long, value_name = "SIZE")]
     gpu_memory: Option<MemoryLimit>,
     /// Largest prompt chunk in one forward pass, in tokens [default: up to 8192, as memory allows]
@@ -49,8 +49,8 @@ pub struct LoadArgs {
     /// Decode without a CUDA graph, one operation at a time; slow, for comparison
     #[arg(long, hide_short_help = true)]
     eager: bool,
-    /// Attention kernel for prefill: own (inferno's), flash (FlashAttention, needs the flash-attn feature), eager (matrix
-    /// products and softmax) or auto
+    /// Attention kernel for prefill: own (inferno's), flash (FlashAttention, needs the flash-attn feature),
+    /// eager (matrix products and softmax) or auto
     #[arg(long, default_value = "auto", value_name = "KERNEL", hide_short_help = true)]
     attention: Attention,
     /// The number of full-context sequences that the KV cache can hold.
@@ -59,7 +59,7 @@ pub struct LoadArgs {
     /// Whether answers must not depend on other requests.
     #[arg(skip)]
     deterministic: bool,
-    /// The most sequences that run at once.
+    /// The maximum number of sequences that run at once.
     #[arg(skip)]
     max_sequences: Option<usize>,
 }
@@ -119,8 +119,9 @@ impl LoadArgs {
         self.deterministic = deterministic;
     }
 
-    /// Sets the most sequences that run at once, and plans a KV cache for many: 90% of the GPU's memory unless
-    /// --gpu-memory was given, or a few full-context sequences on a CPU.
+    /// Sets the maximum number of sequences that run at once, and plans a KV cache for many sequences.
+    ///
+    /// Without --gpu-memory, uses 90% of the GPU's memory. On a CPU, plans for a few full-context sequences.
     pub fn plan_for_many(&mut self, max_sequences: Option<usize>) {
         self.max_sequences = max_sequences;
         match self.devices().first() {

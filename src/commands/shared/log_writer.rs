@@ -1,7 +1,7 @@
 //! Writes log lines to stderr on a thread of its own.
 //!
-//! A write to stderr blocks while its reader pauses, for example because a terminal stopped its output. A server must go
-//! on, so it drops log lines instead.
+//! A write to stderr blocks while the reader of stderr is paused, for example a terminal that stopped its output.
+//! A server must keep running, so it drops log lines instead of waiting.
 
 use std::io::{self, Write};
 use std::sync::OnceLock;
@@ -11,28 +11,28 @@ use std::time::Duration;
 
 use tracing_subscriber::fmt::MakeWriter;
 
-/// The most lines that wait to be written.
+/// The maximum number of lines that wait to be written.
 const MAX_LINES: usize = 10_000;
 
-/// The longest time to write the last lines.
+/// The longest time that [`flush`] waits for the remaining lines.
 const FLUSH_TIME: Duration = Duration::from_secs(1);
 
 static SENDER: OnceLock<SyncSender<Message>> = OnceLock::new();
 
-/// The number of lines that were dropped since the last report.
+/// The number of lines that were dropped since the last warning about dropped lines.
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 
 enum Message {
     Line(Vec<u8>),
-    /// Answers once all earlier lines are written.
+    /// Asks the thread to reply once all earlier lines are written.
     Flush(SyncSender<()>),
 }
 
-/// Creates the lines of a log.
+/// Creates a [`Line`] for each log event.
 pub struct LogWriter;
 
 impl LogWriter {
-    /// Starts the thread.
+    /// Starts the thread that writes the lines to stderr.
     pub fn start() -> Self {
         SENDER.get_or_init(|| {
             let (sender, receiver) = sync_channel(MAX_LINES);
@@ -44,7 +44,7 @@ impl LogWriter {
     }
 }
 
-/// Waits until all lines are written, but not for long.
+/// Waits until all lines are written, for at most one second.
 pub fn flush() {
     let (sender, receiver) = sync_channel(1);
     if SENDER.get().is_some_and(|lines| lines.try_send(Message::Flush(sender)).is_ok()) {
@@ -74,7 +74,7 @@ impl<'w> MakeWriter<'w> for LogWriter {
     }
 }
 
-/// A line, which is sent to the thread when it is dropped.
+/// A log line. Dropping it sends its text to the thread that writes to stderr.
 pub struct Line(Vec<u8>);
 
 impl Write for Line {

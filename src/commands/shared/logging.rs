@@ -21,7 +21,7 @@ pub enum LogFormat {
 /// Starts logging: `-v` logs at the info level, and `-vv` at the debug level.
 ///
 /// Without `-v`, RUST_LOG sets the filter, as in `RUST_LOG=inferno::hub=debug`.
-/// A server, whose log has a format, logs its requests in any case, unless RUST_LOG says otherwise.
+/// If `server` is set, also logs the server's requests, unless RUST_LOG sets their level.
 pub fn start(verbose: u8, server: Option<LogFormat>) {
     let variable = std::env::var("RUST_LOG").ok().and_then(|value| value.parse::<Targets>().ok());
     let filter = match (verbose, variable) {

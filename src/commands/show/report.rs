@@ -65,7 +65,7 @@ pub struct MemoryNeeds {
     /// The prefill chunk size for the sizes below, in tokens.
     pub chunk: usize,
     pub cache_bytes: u64,
-    /// The blocks of 64 tokens in `cache_bytes`.
+    /// The number of 64-token blocks in `cache_bytes`.
     pub cache_blocks: usize,
     pub workspace_bytes: u64,
     /// Temporary memory for loading, in addition to the weights. Freed before the cache and workspace are allocated.
@@ -75,7 +75,7 @@ pub struct MemoryNeeds {
     pub fits: Option<bool>,
     /// The longest context that fits. `None` without a GPU, or if no context fits.
     pub largest_context: Option<usize>,
-    /// How many sequences of `context` tokens fit at once with `--gpu-memory`. `None` without a GPU.
+    /// The number of sequences of `context` tokens that fit at once with `--gpu-memory`. `None` without a GPU.
     pub largest_sequences: Option<usize>,
     /// True if the cache size is estimated from config.json, because the family is not supported.
     pub estimated: bool,

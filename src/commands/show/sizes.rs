@@ -91,7 +91,7 @@ impl Sizes {
     /// Estimates the KV cache shape of each layer from config.json, for an unsupported family.
     ///
     /// Assumes that each layer caches one key and one value per position and KV head.
-    /// Returns `None` for other caches, and for missing or implausible dimensions.
+    /// Returns `None` for other kinds of cache, and for missing or implausible dimensions.
     pub fn cache_layers(&self, config: &Value) -> Option<Vec<LayerSpec>> {
         // MLA, state-space and linear-attention models do not cache keys and values per position and KV head.
         let config = if config["text_config"].is_object() { &config["text_config"] } else { config };

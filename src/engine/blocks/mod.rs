@@ -1,12 +1,13 @@
 //! Allocates blocks of the KV cache to sequences. Reuses blocks that already hold the start of a prompt.
 //!
 //! All layers of a group have the same attention window. A sequence has one block table per group.
-//! Full-attention groups keep every block of a sequence. Sliding-window groups release the blocks that no later token
-//! attends to. All groups share one pool, as in vLLM's hybrid KV cache manager.
+//! Full-attention groups keep every block of a sequence.
+//! Sliding-window groups release the blocks that no later token attends to.
+//! All groups share one pool, as in vLLM's hybrid KV cache manager.
 //!
-//! A full block is identified by a hash of all tokens up to its end. A prompt that starts with the same tokens reuses
-//! the block, whether or not another sequence still uses it. A salt is part of the hash, so that only prompts with the same
-//! salt reuse the block.
+//! A full block is identified by a hash of all tokens up to the end of the block.
+//! A prompt that starts with the same tokens reuses the block, whether or not another sequence still uses it.
+//! The hash includes a salt, so that only prompts with the same salt reuse the block.
 
 mod pool;
 
@@ -18,14 +19,14 @@ use crate::runner::ChunkGrid;
 
 pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BLOCK};
 
-/// The hashes of the full blocks of a sequence. A block's hash covers the salt and all tokens up to the end of the block.
+/// The hashes of the full blocks of a sequence.
 ///
-/// The default has no salt.
+/// A block's hash covers the salt and all tokens up to the end of the block. The default value has no salt.
 #[derive(Clone, Debug, Default)]
 pub struct BlockHashes {
     /// The hash of the salt and the grid, or 0. Sequences with different salts or grids have no hash in common.
     salt: u128,
-    /// If set, only the parts of the prompt between boundaries of this grid are reused.
+    /// If set, the sequence reuses only whole parts of the prompt between boundaries of this grid.
     grid: Option<ChunkGrid>,
     blocks: Vec<u128>,
 }
@@ -67,7 +68,7 @@ impl SequenceBlocks {
     }
 }
 
-/// A copy of a block that must be made before the next step, which writes to the copy.
+/// A copy of a block that the caller must make before the next step. The step writes to the copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCopy {
     pub from: BlockId,
@@ -95,7 +96,7 @@ pub struct BlockStats {
 pub struct BlockManager {
     /// The window of each group, or `None` for full attention.
     windows: Vec<Option<usize>>,
-    /// If set, a cached prefix ends at a boundary of this grid, and contains only tokens of prompts.
+    /// If set, every cached prefix ends at a boundary of this grid and contains only prompt tokens.
     grid: Option<ChunkGrid>,
     pool: BlockPool,
     /// Hashers with random keys, so that nobody can construct two prompts with equal hashes.
@@ -111,7 +112,7 @@ impl BlockManager {
         Self { windows, grid: None, pool: BlockPool::new(blocks), hashers, queried_tokens: 0, hit_tokens: 0 }
     }
 
-    /// Limits reuse to the parts of prompts between boundaries of a grid, whose keys and values are always the same.
+    /// Limits reuse to the parts of prompts between grid boundaries. These parts always have the same keys and values.
     pub fn with_grid(self, grid: Option<ChunkGrid>) -> Self {
         Self { grid, ..self }
     }
@@ -137,16 +138,17 @@ impl BlockManager {
         sequence.tables.iter().zip(&sequence.oldest).map(|(table, oldest)| table.len() - oldest).sum()
     }
 
-    /// Returns the most blocks that a sequence of `tokens` tokens uses if one step computes at most `chunk` of them.
+    /// Returns the maximum number of blocks of a sequence of `tokens` tokens, with steps of up to `chunk` tokens.
     pub fn peak(&self, tokens: usize, chunk: usize) -> usize {
         self.windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
     }
 
-    /// Creates the block tables of a sequence and adds the blocks of the longest cached prefix of `tokens`. The prefix
-    /// never includes the last token, because its logits must be computed.
+    /// Creates the block tables of a sequence and adds the blocks of the longest cached prefix of `tokens`.
+    /// The prefix never includes the last token, because its logits must be computed.
     ///
-    /// The first `prompt` tokens are the prompt; the others were generated before a preemption.
-    /// `hashes` comes from [`hashes`](Self::hashes) for a new sequence. To continue a sequence, pass what [`release`](Self::release) returned.
+    /// The first `prompt` tokens are the prompt. All later tokens were generated before a preemption.
+    /// For a new sequence, `hashes` comes from [`hashes`](Self::hashes).
+    /// For a preempted sequence, `hashes` comes from [`release`](Self::release).
     pub fn start(&mut self, tokens: &[u32], prompt: usize, hashes: BlockHashes) -> SequenceBlocks {
         let mut sequence = self.start_with(tokens, prompt, hashes, usize::MAX);
         sequence.queried = tokens.len();
@@ -160,7 +162,7 @@ impl BlockManager {
         self.start_with(tokens, prompt, hashes, 0)
     }
 
-    /// Creates the block tables of a sequence and adds at most `most` cached blocks of each group.
+    /// Creates the block tables of a sequence and adds at most `most` cached blocks to each table.
     fn start_with(&mut self, tokens: &[u32], prompt: usize, hashes: BlockHashes, most: usize) -> SequenceBlocks {
         let (last, grid) = (prompt.saturating_sub(1), hashes.grid.or(self.grid));
         let mut sequence = SequenceBlocks {
@@ -200,8 +202,8 @@ impl BlockManager {
         for group in groups.clone().filter(|&group| self.windows[group].is_none()) {
             hit = (0..hit).take_while(|&index| has(group, index)).count();
         }
-        // A sliding-window group needs only the blocks that the token after the prefix attends to. If one of them is
-        // missing, say block i, shorten the prefix to i blocks: all lengths from i + 1 to `hit` blocks need it too.
+        // A sliding-window group needs only the blocks that the token after the prefix attends to. If block i of these
+        // blocks is missing, shorten the prefix to i blocks: all prefixes of i + 1 to `hit` blocks need block i too.
         let last_missing = |hit: usize| {
             groups.clone().filter(|&group| self.windows[group].is_some()).find_map(|group| {
                 (self.first_visible_block(group, hit * BLOCK_TOKENS)..hit).rev().find(|&index| !has(group, index))
@@ -238,10 +240,10 @@ impl BlockManager {
         }
     }
 
-    /// Returns the hashes of a new sequence. Sequences reuse only the blocks of sequences with the same salt and grid.
+    /// Returns the hashes of a new sequence. The sequence reuses only blocks of sequences with the same salt and grid.
     ///
-    /// With a grid, the sequence reuses only whole parts of the grid. Other sequences compute their keys and values in
-    /// other passes, so these differ in their last bits.
+    /// With a grid, the sequence reuses only whole parts of the grid.
+    /// Sequences without this grid compute keys and values in different passes, so the last bits differ.
     pub fn hashes(&self, salt: Option<&str>, grid: Option<ChunkGrid>) -> BlockHashes {
         let key = (salt.is_some() || grid.is_some()).then(|| {
             self.hash(|mut hasher| {
@@ -252,13 +254,13 @@ impl BlockManager {
         BlockHashes { salt: key.unwrap_or(0), grid, blocks: Vec::new() }
     }
 
-    /// Returns the hash of what `finish` writes to a hasher. `finish` is called once for each half.
+    /// Returns a 128-bit hash. `finish` writes the data to a hasher and is called once for each half of the hash.
     fn hash(&self, finish: impl Fn(DefaultHasher) -> u64) -> u128 {
         let half = |state: &RandomState| u128::from(finish(state.build_hasher()));
         half(&self.hashers[0]) << 64 | half(&self.hashers[1])
     }
 
-    /// Returns how many more blocks the sequence needs before a step can write all positions below `end`.
+    /// Returns the number of blocks that the sequence still needs before a step can write all positions below `end`.
     pub fn missing(&self, sequence: &SequenceBlocks, end: usize) -> usize {
         (0..self.windows.len()).map(|group| self.missing_in_group(group, sequence, end)).sum()
     }
@@ -268,8 +270,8 @@ impl BlockManager {
         self.blocks_to_copy(group, sequence, end).count() + added
     }
 
-    /// Returns how many free blocks the sequence needs to reach `tokens` tokens in steps of at most `chunk` tokens.
-    /// A block that leaves the window on the way becomes free for later positions, so it is counted only once.
+    /// Returns the number of free blocks that the sequence needs to grow to `tokens` in steps of up to `chunk` tokens.
+    /// Counts a block only once if it leaves the window before then, because later positions reuse it.
     pub fn demand(&self, sequence: &SequenceBlocks, tokens: usize, chunk: usize) -> usize {
         let demand = |group: usize| {
             let missing = self.missing_in_group(group, sequence, tokens);
@@ -284,8 +286,9 @@ impl BlockManager {
 
     /// Gives the sequence blocks for all positions below `end`. Returns `None` and changes nothing if too few are free.
     ///
-    /// If a step would write to a shared or cached block, the sequence gets a copy instead. Before the next step, the
-    /// caller must make all copies in the order of the `grow` calls, because a later call may reuse a copy's source.
+    /// If a step would write to a shared or cached block, the sequence gets a copy of the block.
+    /// Before the next step, the caller must make all copies in the order of the `grow` calls.
+    /// The order matters because a later call may reuse the source block of a copy.
     pub fn grow(&mut self, sequence: &mut SequenceBlocks, end: usize) -> Option<Vec<BlockCopy>> {
         if self.missing(sequence, end) > self.pool.free() {
             return None;
@@ -343,13 +346,13 @@ impl BlockManager {
 
     /// Returns how soon to evict a block that left the window of a sequence.
     ///
-    /// A prompt can reuse a prefix only if all blocks in the window at the end of the prefix are cached. Blocks in the
-    /// window at the end of a prompt or at a multiple of [`CHECKPOINT_TOKENS`] are evicted last, all others first.
+    /// A prompt can reuse a prefix only if all blocks in the window at the end of the prefix are cached.
+    /// Blocks in the window at the end of a prompt or at a multiple of [`CHECKPOINT_TOKENS`] are evicted last.
     fn retention_behind_window(&self, group: usize, index: usize, prompt: usize) -> Retention {
         let checkpoint = (index * BLOCK_TOKENS / CHECKPOINT_TOKENS + 1) * CHECKPOINT_TOKENS;
         let is_visible_from = |position| index >= self.first_visible_block(group, position);
-        // A later prompt that starts with this prompt needs the blocks in the window at the end of this prompt. So does
-        // the same prompt if it is sent again, because its last token is always computed.
+        // A later prompt that starts with this prompt needs the blocks in the window at the end of this prompt.
+        // A repeated prompt needs the blocks in the window before its last token, which is always computed.
         let prompt_start = prompt.saturating_sub(1) / BLOCK_TOKENS * BLOCK_TOKENS;
         let is_before_prompt_end = index < prompt / BLOCK_TOKENS && is_visible_from(prompt_start);
         match is_visible_from(checkpoint) || is_before_prompt_end {
@@ -363,9 +366,9 @@ impl BlockManager {
         self.first_visible_block(group, tokens)..tokens / BLOCK_TOKENS
     }
 
-    /// Takes blocks for a prefix of full blocks that is not computed here, for example one that was saved to a file.
-    /// The caller writes the keys and values, and then calls [`commit`](Self::commit). Returns `None` if too few blocks
-    /// are free.
+    /// Takes blocks for a prefix of full blocks whose keys and values come from elsewhere, such as a file.
+    /// The caller writes the keys and values, and then calls [`commit`](Self::commit).
+    /// Returns `None` if too few blocks are free.
     pub fn adopt(&mut self, tokens: &[u32]) -> Option<SequenceBlocks> {
         let groups = 0..self.windows.len();
         let needed: usize = groups.clone().map(|group| self.visible_blocks(group, tokens.len()).len()).sum();
@@ -404,13 +407,13 @@ impl BlockManager {
         }
     }
 
-    /// Releases all blocks of a sequence. Its full blocks stay cached. The block with the last tokens is evicted first.
-    /// Returns the hashes, which [`start`](Self::start) takes if the sequence continues later.
+    /// Releases all blocks of a sequence. Full blocks stay cached. The block with the last tokens is evicted first.
+    /// Returns the hashes for [`start`](Self::start), if the sequence continues later.
     pub fn release(&mut self, sequence: SequenceBlocks) -> BlockHashes {
         let groups = 0..self.windows.len();
         let longest = groups.clone().map(|group| sequence.tables.len(group)).max().unwrap_or(0);
-        // Blocks are evicted in release order. Release the last blocks first, because the start of a sequence is still
-        // usable without its end. Release all groups together, because a prefix must be cached in every group.
+        // Blocks are evicted in release order. Release the last blocks first, because the start of a sequence stays
+        // usable without the end. Release all groups together, because a prefix must be cached in every group.
         for index in (0..longest).rev() {
             for group in groups.clone().filter(|&group| index < sequence.tables.len(group)) {
                 self.pool.release(sequence.tables.get(group, index), Retention::Keep);

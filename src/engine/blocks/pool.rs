@@ -36,10 +36,11 @@ pub enum Retention {
 
 /// Reference counts and contents of all blocks.
 ///
-/// Blocks without references form a list in eviction order: first those without content, then those to evict first,
-/// then all others. A block with content stays reusable in this list until it is evicted.
+/// Blocks without references form a list in eviction order: first the blocks without content,
+/// then the [`Retention::EvictFirst`] blocks, then the [`Retention::Keep`] blocks.
+/// A block with content stays reusable in this list until it is evicted.
 pub struct BlockPool {
-    /// First the scratch block, then the blocks for sequences, then the marker that [`Block`] describes.
+    /// The scratch block, then the blocks for sequences, then the marker that [`Block`] describes.
     blocks: Vec<Block>,
     cached: HashMap<BlockKey, BlockId>,
     /// The number of blocks without references.
@@ -47,9 +48,11 @@ pub struct BlockPool {
     evicted: u64,
 }
 
-/// The state of one block. `previous` and `next` link the blocks without references in a ring, in eviction order. The
-/// ring starts and ends at the scratch block: its `next` is evicted first, and its `previous` last. The marker is
-/// between the blocks to evict first and the blocks to keep. It is never evicted.
+/// The state of one block.
+///
+/// `previous` and `next` link the blocks without references in a ring, in eviction order.
+/// The ring starts and ends at the scratch block: its `next` is evicted first, and its `previous` last.
+/// The marker separates the blocks to evict first from the blocks to keep. The marker is never evicted.
 #[derive(Clone, Debug, Default)]
 struct Block {
     references: u32,
@@ -92,7 +95,7 @@ impl BlockPool {
         self.cached.len()
     }
 
-    /// Returns how many cached contents were evicted so far.
+    /// Returns the number of cached contents that were evicted so far.
     pub fn evicted(&self) -> u64 {
         self.evicted
     }
@@ -133,7 +136,7 @@ impl BlockPool {
         (content.parent == parent && *content.tokens == *tokens).then_some(id)
     }
 
-    /// Adds a reference to a block. If the block had none, it is no longer free.
+    /// Adds a reference to a block. A free block is then no longer free.
     pub fn retain(&mut self, id: BlockId) {
         if id == SCRATCH_BLOCK {
             return;
@@ -145,7 +148,7 @@ impl BlockPool {
         self.blocks[id as usize].references += 1;
     }
 
-    /// Removes a reference. If it was the last, `retention` determines how soon the block's content is evicted.
+    /// Removes a reference. After the last reference, `retention` determines how soon the block's content is evicted.
     pub fn release(&mut self, id: BlockId, retention: Retention) {
         if id == SCRATCH_BLOCK {
             return;

@@ -8,38 +8,38 @@ use ring::digest::{SHA256, digest};
 
 use super::GrammarKind;
 
-/// The most grammars to keep. The one that was used least recently is dropped.
+/// The maximum number of grammars to keep. The least recently used grammar is dropped first.
 const MAX_GRAMMARS: usize = 32;
 
-/// The longest text of a grammar to keep, in bytes. The memory of a compiled grammar grows with its text.
+/// The maximum size of a grammar to keep, in bytes of its text. A longer text compiles to a larger grammar.
 const MAX_TEXT: usize = 64 << 10;
 
 /// The hash of a grammar.
 pub type GrammarKey = [u8; 32];
 
-/// The grammars that were compiled last.
+/// The most recently used compiled grammars.
 #[derive(Default)]
 pub struct GrammarCache(Mutex<VecDeque<(GrammarKey, Matcher)>>);
 
 impl GrammarCache {
-    /// Returns the key of a grammar, or `None` if it is too large to be kept.
+    /// Returns the key of a grammar, or `None` if the grammar is too large to be kept.
     pub fn key(kind: &GrammarKind) -> Option<GrammarKey> {
         let text = serde_json::to_vec(kind).ok().filter(|text| text.len() <= MAX_TEXT)?;
         digest(&SHA256, &text).as_ref().try_into().ok()
     }
 
-    /// Returns a matcher at the start of a grammar that was compiled before.
+    /// Returns a matcher at the start of the grammar, or `None` if the grammar is not cached.
     pub fn get(&self, key: &GrammarKey) -> Option<Matcher> {
         let mut grammars = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let index = grammars.iter().position(|(other, _)| other == key)?;
         let entry = grammars.remove(index)?;
-        // A matcher shares the states of its lexer with simple clones, and their number is limited.
+        // Simple clones of a matcher share its lexer states, and the number of lexer states is limited.
         let matcher = entry.1.deep_clone();
         grammars.push_back(entry);
         Some(matcher)
     }
 
-    /// Keeps a matcher at the start of its grammar.
+    /// Adds a matcher that is at the start of its grammar.
     pub fn insert(&self, key: GrammarKey, matcher: &Matcher) {
         let mut grammars = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         grammars.retain(|(other, _)| *other != key);

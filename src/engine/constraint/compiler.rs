@@ -20,14 +20,14 @@ const MAX_TOKEN_BYTES: usize = 1000;
 /// The maximum size of all tokens that a grammar can use, in bytes. llguidance's trie allows 4 million nodes.
 const MAX_TRIE_BYTES: usize = 4_000_000;
 
-/// The most optional properties of an object. llguidance takes about 150 ms for this many, four times as long for twice as
-/// many, and no time limit of its own applies.
+/// The maximum number of optional properties of an object.
+/// llguidance takes about 150 ms for this number, with quadratic growth, and has no time limit for this work.
 const MAX_OPTIONAL: usize = 1000;
 
 /// The maximum length of the reason in an error message, in characters.
 const MAX_REASON: usize = 500;
 
-/// llguidance's message if no token may come next.
+/// llguidance's error message when no token may come next.
 const NOTHING_ALLOWED: &str = "NoExtensionBias";
 
 /// The whitespace between the parts of a JSON value: a space, or a line break with indentation.
@@ -39,7 +39,7 @@ pub struct GrammarCompiler {
     factory: ParserFactory,
     cache: GrammarCache,
     vocab_size: usize,
-    /// The token that stands for the end of the text in masks.
+    /// The token that represents the end of the text in masks.
     end: u32,
 }
 
@@ -52,7 +52,7 @@ pub struct CompiledGrammar {
 }
 
 impl GrammarCompiler {
-    /// Builds the tables for a vocabulary, which takes about a second for 200,000 tokens.
+    /// Builds the tables for a vocabulary. Takes about a second for 200,000 tokens.
     ///
     /// `vocab_size` is the number of logits. Fails if the model has no stop token.
     pub fn new(table: &TokenTable, vocab_size: usize, stop_ids: &[u32]) -> Result<Self> {
@@ -73,7 +73,7 @@ impl GrammarCompiler {
         let mut factory = panic_utils::catch_unwind(build)?;
         factory.quiet();
         let limits = factory.limits_mut();
-        // About 20 ms for a grammar, and 10 ms for a mask.
+        // These limits allow about 20 ms for a grammar and 10 ms for a mask.
         (limits.initial_lexer_fuel, limits.step_lexer_fuel, limits.step_max_items) = (1_000_000, 100_000, 50_000);
         // A lexer state takes up to 2 kB of memory.
         limits.max_lexer_states = 50_000;
@@ -86,12 +86,14 @@ impl GrammarCompiler {
         self.vocab_size
     }
 
-    /// Returns the token that stands for the end of the text in the masks of a matcher.
+    /// Returns the token that represents the end of the text in the masks of a matcher.
     pub fn end(&self) -> u32 {
         self.end
     }
 
-    /// Compiles a grammar. Fails with [`Error::InvalidConstraint`] if it is invalid, not supported or too large.
+    /// Compiles a grammar.
+    ///
+    /// Fails with [`Error::InvalidConstraint`] if the grammar is invalid, not supported or too large.
     pub fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar> {
         let (key, name) = (GrammarCache::key(&grammar.kind), grammar.name.as_str().into());
         if let Some(matcher) = key.and_then(|key| self.cache.get(&key)) {
@@ -130,14 +132,15 @@ impl GrammarCompiler {
         if let Some(problem) = matcher.get_error() {
             return Err(invalid(&grammar.name, &problem));
         }
-        // The first mask shows whether the grammar allows any text at all, and is affordable.
+        // Computing the first mask fails if the grammar allows no text, or if the mask is too expensive.
         matcher.compute_mask().map_err(|problem| invalid(&grammar.name, &problem.to_string()))?;
         Ok(matcher)
     }
 }
 
-/// Returns a schema as llguidance expects it, with inferno's options. Replaces the options in the schema, because some of
-/// them make llguidance ignore what it cannot enforce.
+/// Returns a schema in the form that llguidance expects, with inferno's options.
+///
+/// Replaces the schema's own options, because some options make llguidance ignore keywords that it cannot enforce.
 pub fn with_options(schema: &Value) -> Value {
     let mut schema = match schema {
         Value::Bool(true) => json!({}),
@@ -150,8 +153,8 @@ pub fn with_options(schema: &Value) -> Value {
     schema
 }
 
-/// Returns the sum over all objects in a schema of the square of the number of optional properties. The time to compile the
-/// schema grows with it.
+/// Returns the sum of the squared numbers of optional properties of all objects in a schema.
+/// The time to compile the schema grows with this sum.
 fn optional_pairs(schema: &Value) -> usize {
     let fields = match schema {
         Value::Array(items) => return items.iter().map(optional_pairs).sum(),
@@ -169,15 +172,16 @@ fn optional_pairs(schema: &Value) -> usize {
 
 /// Returns the error for a grammar, with the first lines of llguidance's message.
 pub fn invalid(name: &str, problem: &str) -> anyhow::Error {
-    // After `<`, the message has internal state, such as a backtrace.
+    // A line that starts with `<` begins llguidance's internal state, such as a backtrace.
     let problem = problem.split("\n<").next().unwrap_or_default().trim();
     let problem = if problem == NOTHING_ALLOWED { "no text matches the grammar" } else { problem };
     let reason: String = problem.chars().take(MAX_REASON).collect();
     Error::InvalidConstraint { name: name.to_string(), reason }.into()
 }
 
-/// Returns the bytes of a token as llguidance expects them: control tokens start with 0xFF, and tokens that a grammar
-/// cannot use are empty.
+/// Returns the bytes of a token in the form that llguidance expects.
+///
+/// Control tokens start with 0xFF. Tokens that a grammar cannot use are empty.
 fn token_bytes(table: &TokenTable, id: u32) -> Vec<u8> {
     let bytes = table.bytes(id);
     if bytes.is_empty() || bytes.len() > MAX_TOKEN_BYTES {

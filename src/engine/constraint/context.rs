@@ -1,4 +1,4 @@
-//! What the plan of an answer depends on, besides its constraint.
+//! The input for the plan of an answer: the constraint, the compiler, the chat format and the stop tokens.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::plan::{Part, PartId};
 use super::{Constraint, Grammar};
 use crate::language::Language;
 
-/// The end of a rendered conversation, after which the answer begins.
+/// A rendered conversation. The answer begins at the end of its text.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ChatPrompt {
     pub text: String,
@@ -25,7 +25,7 @@ pub struct ConstrainedRequest {
     pub constraint: Constraint,
     /// `None` for text completions, which have no chat format.
     pub chat: Option<ChatPrompt>,
-    /// The stop tokens of the request, besides those of the model.
+    /// The stop tokens of the request, in addition to the model's stop tokens.
     pub stop_token_ids: Vec<u32>,
 }
 
@@ -35,9 +35,9 @@ impl ConstrainedRequest {
         self.language.stop_ids().iter().chain(&self.stop_token_ids).copied().collect()
     }
 
-    /// Compiles a grammar. Returns the part of an answer that consists of its text.
+    /// Compiles a grammar. Returns the part of an answer whose text matches the grammar.
     ///
-    /// `instead` are the tokens that may come instead of the text, and `after` those that may come after all of it.
+    /// The `instead` tokens may come in place of the text, and the `after` tokens may come after the whole text.
     pub fn grammar(&self, grammar: &Grammar, instead: Vec<(u32, PartId)>, after: Vec<(u32, PartId)>) -> Result<Part> {
         let grammar = Box::new(self.compiler.compile(grammar)?);
         Ok(Part::Grammar { grammar, instead, after })

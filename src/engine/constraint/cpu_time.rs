@@ -1,15 +1,15 @@
-//! Limits the CPU time of the masks of a request.
+//! Limits the CPU time that a request may spend on token masks.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// The CPU time of a mask that does not count. Masks of common schemas take less.
+/// The CPU time per mask that does not count toward the limit. Masks of common schemas take less time.
 const FREE_TIME: Duration = Duration::from_millis(1);
 
-/// The most CPU time that all masks of a request may take beyond [`FREE_TIME`] each. All requests wait for a mask.
+/// The maximum CPU time of all masks of a request, not counting [`FREE_TIME`] per mask. Every mask delays all requests.
 const MAX_EXCESS: Duration = Duration::from_millis(250);
 
-/// The CPU time that the masks of a request took too much, in nanoseconds.
+/// The CPU time that the masks of a request took beyond [`FREE_TIME`] per mask, in nanoseconds.
 #[derive(Default)]
 pub struct MaskBudget(AtomicU64);
 
@@ -29,7 +29,7 @@ pub fn thread_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
 }
 
-/// The CPU time of a thread, for other threads. Always zero where they cannot read it.
+/// A clock that other threads can read for the CPU time of a thread. Always zero on systems other than Linux.
 pub struct ThreadClock {
     #[cfg(target_os = "linux")]
     clock: nix::time::ClockId,
@@ -39,7 +39,7 @@ impl ThreadClock {
     /// Creates the clock of this thread.
     pub fn new() -> Self {
         Self {
-            // The kernel's number for the CPU clock of a thread, as pthread_getcpuclockid computes it.
+            // The kernel's id for the CPU clock of a thread, computed as in pthread_getcpuclockid.
             #[cfg(target_os = "linux")]
             clock: nix::time::ClockId::from_raw(!nix::unistd::gettid().as_raw() << 3 | 6),
         }

@@ -1,8 +1,9 @@
-//! The plan of an answer in harmony, the format of gpt-oss.
+//! Plans an answer in harmony, the chat format of gpt-oss.
 //!
-//! Headers are constrained, so that every message has a known channel and a declared recipient. Reasoning is not.
-//! Headers consist of the tokens that the model learned, which are not necessarily the only ones for their text.
-//! The variants of headers for tool calls are those in vLLM's `parser/harmony.py`.
+//! Headers are constrained, so that every message has a known channel and a declared recipient.
+//! Reasoning is not constrained.
+//! Only the token sequence that the model learned is allowed for a header, even if other tokens have the same text.
+//! Headers for tool calls have the same variants as in vLLM's `parser/harmony.py`.
 
 use anyhow::Result;
 
@@ -19,10 +20,10 @@ const ANALYSIS: PartId = 3;
 const FINAL: PartId = 4;
 /// Text before a tool call.
 const PREAMBLE: PartId = 5;
-/// The arguments of the first tool. The other tools follow.
+/// The arguments of the first tool. The parts of the other tools follow.
 const TOOLS: PartId = 6;
 
-/// Returns the parts of an answer, and the first of them.
+/// Returns the parts of an answer, and the id of the first part.
 pub fn parts(
     request: &ConstrainedRequest,
     harmony: Harmony,
@@ -46,7 +47,8 @@ pub fn parts(
     let opened = |headers: &[(Vec<u32>, PartId)]| -> Vec<(Vec<u32>, PartId)> {
         headers.iter().map(|(header, part)| ([&opening[..], header].concat(), *part)).collect()
     };
-    // In a text, the model may not start another message without `<|end|>`, or end the answer before a required part.
+    // Within a text, the model must not start another message without `<|end|>`.
+    // It must not end the answer before a required part either.
     let text = |must_continue: bool| {
         let mut premature = vec![harmony.start, harmony.channel];
         if must_continue {
@@ -73,14 +75,14 @@ pub fn parts(
                 }
                 request.grammar(arguments, Vec::new(), after)?
             }
-            // A tool call ends the answer, also if any other answer must match a grammar.
+            // A tool call may end the answer, even if the text of an answer must match a grammar.
             None => text(false),
         });
     }
     Ok((parts, FIRST))
 }
 
-/// Writes the headers of messages, without `<|start|>assistant`.
+/// Creates the headers of messages, without `<|start|>assistant`.
 struct Headers<'r> {
     request: &'r ConstrainedRequest,
     harmony: Harmony,
@@ -97,7 +99,7 @@ impl Headers<'_> {
         Ok((header, part))
     }
 
-    /// Returns the headers of all messages besides reasoning.
+    /// Returns the headers of all messages that are not reasoning.
     fn later(&self) -> Result<Vec<(Vec<u32>, PartId)>> {
         let constraint = &self.request.constraint;
         let mut headers = Vec::new();
@@ -108,7 +110,7 @@ impl Headers<'_> {
             headers.push(self.message("commentary", PREAMBLE)?);
         }
         let Harmony { channel, message, .. } = self.harmony;
-        // The text of a header is encoded in parts, as when a conversation is rendered.
+        // The text of a header is encoded in the same parts as in a rendered conversation.
         let mut types = vec![Vec::new(), self.encode(" json")?];
         if let Some(constrain) = self.harmony.constrain {
             types.push([&self.encode(" ")?[..], &[constrain], &self.encode("json")?].concat());

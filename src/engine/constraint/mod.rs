@@ -1,4 +1,4 @@
-//! Constrains answers to a grammar: a JSON schema, any JSON object, a regular expression, some texts or a Lark grammar.
+//! Constrains answers to a grammar: a JSON schema, any JSON object, a regular expression, a list of texts, or Lark.
 //!
 //! - [`GrammarCompiler`] compiles grammars for a vocabulary, with llguidance. Each engine has one, built on first use.
 //! - [`Plan`] describes the whole answer to a request: messages, reasoning, tool calls, and where a grammar applies.
@@ -6,7 +6,7 @@
 //! - [`ConstraintState`] is the position of one sequence in its plan. It computes the tokens that may come next.
 //!
 //! Reasoning is never constrained. A plan follows the control tokens of the chat format, not its text.
-//! A constraint never gives up: if its grammar becomes too expensive to follow, the request ends with an error.
+//! A constraint is never dropped: if its grammar becomes too expensive to follow, the request fails.
 
 mod cache;
 mod compiler;
@@ -26,7 +26,7 @@ pub use context::{ChatPrompt, ConstrainedRequest};
 pub use prepare::prepare;
 pub use state::ConstraintState;
 
-/// The form of an answer: the grammar of its text, and the tools that it may call.
+/// The required form of an answer: the grammar of its text, and the tools that the answer may call.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Constraint {
     /// The grammar of the text. `None` allows any text.
@@ -58,7 +58,7 @@ pub struct Grammar {
 /// The kinds of grammars.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum GrammarKind {
-    /// A JSON value that matches a schema. Submitting fails if llguidance cannot enforce the whole schema.
+    /// A JSON value that matches a schema. Requests fail if llguidance cannot enforce the whole schema.
     JsonSchema(Value),
     /// Any JSON object.
     JsonObject,
@@ -76,7 +76,7 @@ impl Constraint {
         Self { answer: Some(Grammar { name: "the grammar".to_string(), kind }), ..Self::default() }
     }
 
-    /// Returns whether the answer must have a certain form, in contrast to the arguments of optional tools.
+    /// Returns whether every answer must have a required form. Returns false if only optional tools have a grammar.
     fn is_required(&self) -> bool {
         self.answer.is_some() || self.requires_tool
     }

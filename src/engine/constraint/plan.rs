@@ -1,4 +1,4 @@
-//! The plan of an answer: the parts that it consists of, and the tokens that lead from one part to the next.
+//! The plan of an answer: the parts of the answer, and the tokens that lead from one part to the next.
 
 use std::sync::Arc;
 
@@ -9,19 +9,19 @@ use crate::language::Language;
 /// The index of a part in a plan.
 pub type PartId = usize;
 
-/// The part that ends every plan. Only stop tokens are allowed there.
+/// The part that ends every plan. Only stop tokens are allowed in this part.
 pub const END: PartId = 0;
 
 /// The parts of an answer.
 pub struct Plan {
     pub language: Arc<Language>,
     pub parts: Vec<Part>,
-    /// The part that comes first.
+    /// The id of the first part.
     pub start: PartId,
     /// The tokens that end the sequence.
     pub stops: Vec<u32>,
     pub vocab_size: usize,
-    /// The token that stands for the end of the text in the masks of a matcher.
+    /// The token that represents the end of the text in the masks of a matcher.
     pub end: u32,
     /// The CPU time that all sequences of the request may still spend on masks.
     pub masks: MaskBudget,
@@ -31,7 +31,7 @@ pub struct Plan {
 pub enum Part {
     /// The end of the answer.
     End,
-    /// One of several token sequences, such as the header of a message.
+    /// One of several token sequences, such as the possible headers of a message.
     Choice(Vec<(Vec<u32>, PartId)>),
     /// Any text.
     Free(Free),
@@ -39,7 +39,7 @@ pub enum Part {
     Grammar {
         /// Boxed, because it is much larger than the other parts.
         grammar: Box<CompiledGrammar>,
-        /// The tokens that may come instead of the text.
+        /// The tokens that may come in place of the text.
         instead: Vec<(u32, PartId)>,
         /// The tokens that may come after the whole text.
         after: Vec<(u32, PartId)>,
@@ -51,15 +51,15 @@ pub enum Part {
 pub struct Free {
     /// The tokens that end the text.
     pub exits: Vec<(u32, PartId)>,
-    /// A text that ends the part, for vocabularies without a token for it.
+    /// A tag that ends the part, for vocabularies without a token for the tag.
     pub tag: Option<(&'static str, PartId)>,
-    /// The tokens that must not end the answer here, or start another message.
+    /// The tokens that are not allowed here, because they end the answer or start another message too early.
     pub premature: Vec<u32>,
-    /// The token that replaces a premature one. `None`: a premature token is an error.
+    /// The token that replaces a premature token. If `None`, a premature token is an error.
     pub replacement: Option<u32>,
 }
 
-/// Returns the way from each of `tokens` to a part.
+/// Returns a list that maps each token to the same next part.
 pub fn all_to(tokens: &[u32], part: PartId) -> Vec<(u32, PartId)> {
     tokens.iter().map(|&token| (token, part)).collect()
 }

@@ -15,22 +15,22 @@ use super::state::ConstraintState;
 use super::{harmony, tagged};
 use crate::chat::ChatFormat;
 
-/// The most CPU time that compiling the grammars of a request may take.
+/// The maximum CPU time to compile the grammars of a request.
 const MAX_COMPILE_CPU: Duration = Duration::from_millis(250);
 
-/// The longest time to wait for the grammars of a request, on a machine that is busy.
+/// The longest time to wait for the grammars of a request. It applies when the machine is busy.
 const MAX_COMPILE_WAIT: Duration = Duration::from_secs(1);
 
-/// The time between two looks at the CPU time of a thread that compiles.
+/// The interval at which the CPU time of the compiling thread is checked.
 const COMPILE_POLL: Duration = Duration::from_millis(20);
 
-/// The stack of the thread that compiles grammars, in bytes. Nested grammars recurse.
+/// The stack size of the thread that compiles grammars, in bytes. Nested grammars need deep recursion.
 const COMPILE_STACK: usize = 32 << 20;
 
-/// Compiles the grammars of a request. Returns the state of its sequences before their first token.
+/// Compiles the grammars of a request. Returns the constraint state of a sequence before its first token.
 ///
-/// Fails with [`Error::InvalidConstraint`](crate::error::Error::InvalidConstraint) if a grammar is invalid, not supported
-/// or too large.
+/// If a grammar is invalid, not supported or too large, fails with
+/// [`Error::InvalidConstraint`](crate::error::Error::InvalidConstraint).
 pub fn prepare(request: ConstrainedRequest) -> Result<ConstraintState> {
     let (sender, result) = mpsc::sync_channel(1);
     let name = request.constraint.answer.as_ref().map_or("tools", |answer| &answer.name).to_string();
@@ -39,7 +39,7 @@ pub fn prepare(request: ConstrainedRequest) -> Result<ConstraintState> {
         // The channel has room for the clock.
         let _ = clock_sender.send(ThreadClock::new());
         let plan = plan(request);
-        // The receiver may have stopped waiting. The limits of the compiler then end this thread.
+        // The receiver may have stopped waiting. In that case, the limits of the compiler end this thread.
         let _ = sender.send((plan, thread_time()));
     };
     let thread = thread::Builder::new().name("inferno-grammar".into()).stack_size(COMPILE_STACK);

@@ -10,7 +10,7 @@ use super::cpu_time::thread_time;
 use super::plan::{Free, Part, PartId, Plan};
 use crate::kernels::token_mask::TokenMask;
 
-/// The position of one sequence in its plan. Clones are independent, and share caches of their grammars.
+/// The position of one sequence in its plan. Clones are independent, but share the caches of their grammars.
 #[derive(Clone)]
 pub struct ConstraintState {
     plan: Arc<Plan>,
@@ -29,11 +29,11 @@ enum Progress {
         possible: Vec<usize>,
         position: usize,
     },
-    /// The end of the text, as long as it may be the start of a tag.
+    /// The last bytes of the text, which may be the start of a tag.
     Free {
         tail: Vec<u8>,
     },
-    /// `unread` are the tokens that the matcher has not consumed yet, so that it can do so while the GPU works.
+    /// The matcher has not consumed the `unread` tokens yet, so that it can consume them while the GPU works.
     Grammar {
         matcher: Box<Matcher>,
         unread: Vec<u32>,
@@ -63,7 +63,7 @@ impl ConstraintState {
         };
     }
 
-    /// Returns whether only some tokens may come next.
+    /// Returns whether the plan limits the tokens that may come next.
     pub fn is_constrained(&self) -> bool {
         !matches!(self.progress, Progress::Free { .. })
     }
@@ -73,7 +73,7 @@ impl ConstraintState {
         self.must_end
     }
 
-    /// Returns the tokens that may come next, or `None` if all may. Fails if the grammar cannot be followed any further.
+    /// Returns the tokens that may come next, or `None` if all tokens may. Fails if the grammar cannot be followed.
     pub fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
         let plan = self.plan.clone();
         let mut mask = TokenMask::none(plan.vocab_size);
@@ -97,7 +97,7 @@ impl ConstraintState {
                     }
                     None => true,
                 };
-                // A stop token ends the sequence, so it may come only after the whole text.
+                // A stop token ends the sequence, so it is allowed only after the whole text.
                 plan.stops.iter().chain([&plan.end]).for_each(|&stop| mask.forbid(stop));
                 self.must_end = can_end && mask.is_empty();
                 let ends = after.iter().filter(|_| can_end);
@@ -115,7 +115,7 @@ impl ConstraintState {
         Ok(Some(mask))
     }
 
-    /// Records the next token. Returns the token to use, which is another one if the answer must not end yet.
+    /// Records the next token. Returns the token to use: a replacement if the answer must not end yet.
     pub fn advance(&mut self, token: u32) -> Result<u32> {
         let plan = self.plan.clone();
         let mut token = token;

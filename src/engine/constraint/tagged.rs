@@ -1,7 +1,8 @@
-//! The plan of an answer in a format with tags: `<think>` around reasoning and `<tool_call>` around tool calls.
+//! Plans an answer in a chat format with tags: `<think>` around reasoning and `<tool_call>` around tool calls.
 //!
-//! The grammar of the answer applies from the first token, or from the end of the reasoning. Tool calls are JSON objects
-//! in the format of Hermes and Qwen. A vocabulary without tokens for the tags of tool calls does not support them.
+//! The grammar of the answer applies from the first token, or from the end of the reasoning.
+//! Tool calls are JSON objects in the format of Hermes and Qwen.
+//! Constrained tool calls require a vocabulary with control tokens for the tags of tool calls.
 
 use std::fmt::Write;
 
@@ -14,23 +15,23 @@ use super::plan::{END, Free, Part, PartId, all_to};
 use super::{Grammar, GrammarKind, ToolGrammar};
 use crate::chat::{END_THINK, END_TOOL_CALL, THINK, TOOL_CALL};
 
-/// The answer, which may start with reasoning.
+/// The whole answer, which may start with reasoning.
 const START: PartId = 1;
 const REASONING: PartId = 2;
 /// The answer after its reasoning.
 const ANSWER: PartId = 3;
 const TOOL: PartId = 4;
-/// What comes after a tool call.
+/// The text after a tool call.
 const AFTER_TOOL: PartId = 5;
 
-/// The tokens for the tags of tool calls.
+/// The control tokens for the tags of tool calls.
 #[derive(Clone, Copy)]
 struct ToolTags {
     open: u32,
     close: u32,
 }
 
-/// Returns the parts of an answer, and the first of them. `prompt` is the rendered conversation.
+/// Returns the parts of an answer, and the id of the first part. `prompt` is the rendered conversation.
 pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<Part>, PartId)> {
     let (constraint, stops) = (&request.constraint, request.stops());
     let tokenizer = &request.language.tokenizer;
@@ -63,7 +64,7 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<Part>, P
     }
     let mut parts = vec![Part::End, start, Part::Free(reasoning), answer(to_tool.clone())?];
     if let Some(tags) = tags {
-        // The errors of single grammars name their tool.
+        // Compile the grammar of each tool separately first, so that an error names the tool.
         for arguments in constraint.tools.iter().filter_map(|tool| tool.arguments.as_ref()) {
             request.compiler.compile(arguments)?;
         }

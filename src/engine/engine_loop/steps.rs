@@ -16,7 +16,7 @@ use crate::engine::stats::{self, Counters};
 use crate::runner::{ChooseToken, Chosen, QueuedStep, StepSequence};
 
 impl EngineLoop {
-    /// Runs or queues one planned step. Delivers the tokens of the step that was queued before.
+    /// Runs or queues one planned step. Delivers the tokens of the previously queued step.
     pub(super) fn run_plan(&mut self, mut plan: StepPlan) {
         let queued = match self.queue(&plan) {
             Ok(queued) => queued,
@@ -36,7 +36,7 @@ impl EngineLoop {
         if self.queued.is_some() {
             self.deliver_queued();
             self.end_canceled();
-            // Some sequences have ended, with their last token or because their client left.
+            // Some sequences may have ended, with their last token or because their client left.
             plan.work.retain(|work| self.scheduler.is_running(work.id));
             if plan.work.is_empty() {
                 return;
@@ -63,7 +63,7 @@ impl EngineLoop {
         }
     }
 
-    /// Records what a queued step will compute, so that the next step can be planned.
+    /// Records the positions that a queued step will compute, so that the next step can be planned.
     fn record_queued(&mut self, queued: QueuedWork) {
         for SequenceWork { id, range, is_last } in &queued.work {
             let Some(sequence) = self.sequences.get(id) else { continue };
@@ -75,7 +75,7 @@ impl EngineLoop {
         self.queued = Some(queued);
     }
 
-    /// Queues a planned step. Returns `None` if the step must wait for the tokens of the step before.
+    /// Queues a planned step. Returns `None` if the step must wait for the tokens of the previous step.
     fn queue(&mut self, plan: &StepPlan) -> Result<Option<QueuedStep>> {
         for copy in &plan.copies {
             self.runner.copy_block(copy.from, copy.to)?;
@@ -84,7 +84,7 @@ impl EngineLoop {
         runner.queue(&mut inputs(plan, scheduler, sequences, counters, outbox)?)
     }
 
-    /// Runs a planned step whose copies are made. Returns the chosen token of each sequence in the plan.
+    /// Runs a planned step after its block copies. Returns the chosen token of each sequence in the plan.
     fn step(&mut self, plan: &StepPlan) -> Result<Vec<Chosen>> {
         let Self { runner, scheduler, sequences, counters, outbox, .. } = self;
         let mut inputs = inputs(plan, scheduler, sequences, counters, outbox)?;
@@ -102,8 +102,9 @@ impl EngineLoop {
         self.counters.cached_tokens.store(0, Ordering::Relaxed);
     }
 
-    /// Adds the events of a step's tokens, and ends the sequences that are complete. `was_queued` tells whether the step
-    /// is already recorded in the scheduler, see [`record_queued`](Self::record_queued).
+    /// Adds the events of a step's tokens, and ends the complete sequences.
+    ///
+    /// If `was_queued` is true, [`record_queued`](Self::record_queued) has already recorded the step in the scheduler.
     fn deliver(&mut self, work: &[SequenceWork], chosen: Vec<Chosen>, was_queued: bool) {
         self.counters.publish(&self.scheduler);
         let context = self.runner.limits().context;
@@ -128,7 +129,7 @@ impl EngineLoop {
                 None => None,
                 Some(Ok(token)) => {
                     stats::add(&self.counters.generated_tokens, 1);
-                    // The step may have begun before the cancellation, so the first such token does not count.
+                    // The step may have begun before the cancellation, so the first token after it does not count.
                     if sequence.is_canceled() && sequence.note_canceled() {
                         stats::add(&self.counters.tokens_after_cancel, 1);
                     }
@@ -155,7 +156,7 @@ impl EngineLoop {
     }
 }
 
-/// Returns the input of each sequence of a plan. Tells the clients of new sequences that they have started.
+/// Returns the step input of each sequence in a plan. Sends a start event to the clients of new sequences.
 fn inputs<'s>(
     plan: &StepPlan,
     scheduler: &'s Scheduler,

@@ -1,8 +1,9 @@
-//! The waiting sequences, in an order that gives every tenant the same number of tokens.
+//! Orders the waiting sequences so that every tenant gets the same number of tokens.
 //!
-//! The order is that of the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024):
-//! the next sequence to start is one of the tenant that has been served the fewest tokens. A tenant that did not wait for a
-//! while gets no credit for that time. The sequences of one tenant start in the order of their seniority.
+//! The order follows the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
+//! The next sequence to start belongs to the tenant that has been served the fewest tokens.
+//! A tenant gets no credit for the time in which none of its sequences waited.
+//! The sequences of one tenant start in order of seniority.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,13 +14,13 @@ use super::order::Seniority;
 /// Identifies the owner of a sequence, such as the client with a certain API key.
 pub type TenantId = u64;
 
-/// How much a generated token counts, if a prompt token counts 1. As in the paper.
+/// The weight of a generated token, as in the paper. A prompt token has the weight 1.
 const GENERATED_WEIGHT: u64 = 2;
 
-/// The rank of a sequence among those of all tenants. The smallest rank gets tokens and blocks first.
+/// The rank of a sequence among the sequences of all tenants. The smallest rank gets tokens and blocks first.
 pub type Rank = (Reverse<bool>, u64, Seniority);
 
-/// The waiting sequences of all tenants, and the tokens that each tenant was served.
+/// The waiting sequences of all tenants, and the number of tokens that each tenant was served.
 #[derive(Default)]
 pub struct FairQueue {
     tenants: BTreeMap<TenantId, Tenant>,
@@ -27,28 +28,28 @@ pub struct FairQueue {
 
 #[derive(Default)]
 struct Tenant {
-    /// The virtual tokens served since some sequence waits. Comparable between tenants.
+    /// The weighted number of served tokens since the queue was last empty. Comparable between tenants.
     served: u64,
-    /// The most senior first.
+    /// The waiting sequences, the most senior first.
     waiting: BTreeSet<Seniority>,
-    /// The number of sequences, waiting or not.
+    /// The number of sequences of the tenant, waiting or not.
     sequences: usize,
 }
 
 impl FairQueue {
-    /// Adds sequences to a tenant. They do not wait yet.
+    /// Adds sequences to a tenant. The sequences do not wait yet.
     pub fn join(&mut self, tenant: TenantId, sequences: usize) {
         self.tenants.entry(tenant).or_default().sequences += sequences;
     }
 
-    /// Removes a sequence from its tenant. It must not wait.
+    /// Removes a sequence from its tenant. The sequence must not be waiting.
     pub fn leave(&mut self, tenant: TenantId) {
         if let Some(tenant) = self.tenants.get_mut(&tenant) {
             tenant.sequences -= 1;
         }
     }
 
-    /// Lets a sequence wait.
+    /// Adds a sequence to the waiting sequences.
     pub fn insert(&mut self, tenant: TenantId, seniority: Seniority) {
         let served = self.served_if_waiting(tenant);
         if self.tenants.values().all(|tenant| tenant.waiting.is_empty()) {
@@ -57,28 +58,28 @@ impl FairQueue {
         let tenant = self.tenants.entry(tenant).or_default();
         tenant.served = served;
         tenant.waiting.insert(seniority);
-        // A tenant without sequences is forgotten once the others have caught up with it.
+        // A tenant without sequences is forgotten once the other tenants have been served as many tokens.
         let floor = self.tenants.values().filter(|tenant| !tenant.waiting.is_empty()).map(|tenant| tenant.served).min();
         self.tenants.retain(|_, tenant| tenant.sequences > 0 || Some(tenant.served) > floor);
     }
 
-    /// Lets a sequence wait no longer. Has no effect if it does not wait.
+    /// Removes a sequence from the waiting sequences. Has no effect if the sequence is not waiting.
     pub fn remove(&mut self, tenant: TenantId, seniority: &Seniority) {
         if let Some(tenant) = self.tenants.get_mut(&tenant) {
             tenant.waiting.remove(seniority);
         }
     }
 
-    /// Returns the waiting sequence that starts next, with its tenant.
+    /// Returns the waiting sequence that starts next, and its tenant.
     pub fn first(&self) -> Option<(TenantId, Seniority)> {
         let firsts = self.tenants.iter().filter_map(|(&id, tenant)| Some((id, *tenant.waiting.first()?)));
         firsts.min_by_key(|&(id, seniority)| self.rank(id, seniority))
     }
 
-    /// Returns about how many waiting sequences would start before a new one.
+    /// Estimates the number of waiting sequences that would start before a new sequence.
     ///
-    /// Those of its own tenant with more seniority, and as many of each other tenant, because tenants take turns. The exact
-    /// number depends on the lengths of answers.
+    /// Counts the more senior sequences of the same tenant, and as many sequences of each other tenant,
+    /// because tenants take turns. The exact number depends on the lengths of answers.
     pub fn ahead(&self, tenant: TenantId, seniority: Seniority) -> usize {
         let own = self.tenants.get(&tenant).map_or(0, |tenant| tenant.waiting.range(..seniority).count());
         let served = self.served_if_waiting(tenant);
@@ -91,10 +92,10 @@ impl FairQueue {
         own + others.map(of_other).sum::<usize>()
     }
 
-    /// Returns the tokens that a tenant would count as served if one more of its sequences waited.
+    /// Returns the number of served tokens that the tenant would have after one more of its sequences starts to wait.
     fn served_if_waiting(&self, tenant: TenantId) -> u64 {
         let waiting = self.tenants.values().filter(|tenant| !tenant.waiting.is_empty());
-        // While nothing waits, no tenant is served at the expense of another.
+        // While no sequence waits, serving one tenant costs no other tenant anything.
         let Some(floor) = waiting.map(|tenant| tenant.served).min() else { return 0 };
         match self.tenants.get(&tenant) {
             Some(tenant) if !tenant.waiting.is_empty() => tenant.served,
@@ -109,12 +110,12 @@ impl FairQueue {
         (Reverse(seniority.is_protected()), served, seniority)
     }
 
-    /// Returns whether ranks are in the order of seniority, because all sequences belong to the same tenant.
+    /// Returns whether all sequences belong to the same tenant. If so, the order of ranks is the order of seniority.
     pub fn has_one_tenant(&self) -> bool {
         self.tenants.values().filter(|tenant| tenant.sequences > 0).nth(1).is_none()
     }
 
-    /// Counts the tokens in `range`, the first `prompt` positions of which are a prompt.
+    /// Adds the tokens at the positions in `range` to the tenant's served tokens. The prompt ends at `prompt`.
     pub fn serve(&mut self, tenant: TenantId, range: Range<usize>, prompt: usize) {
         let generated = range.end.saturating_sub(range.start.max(prompt)) as u64;
         let tokens = range.len() as u64 + (GENERATED_WEIGHT - 1) * generated;
@@ -138,7 +139,7 @@ mod tests {
         queue.first().map(|(_, seniority)| seniority.id())
     }
 
-    /// Lets sequences wait: pairs of a tenant and an id.
+    /// Adds waiting sequences, given as pairs of a tenant and an id.
     fn wait(queue: &mut FairQueue, sequences: &[(TenantId, u64)]) {
         for &(tenant, id) in sequences {
             queue.join(tenant, 1);
@@ -168,7 +169,7 @@ mod tests {
         while let Some((tenant, seniority)) = queue.first() {
             order.push(seniority.id());
             queue.remove(tenant, &seniority);
-            // The first tenant has prompts of 10 tokens. The other one has half as many, and generates one token.
+            // Tenant 0 has prompts of 10 tokens. Tenant 1 has prompts of 4 tokens and generates one token.
             queue.serve(tenant, if tenant == 0 { 0..10 } else { 0..5 }, if tenant == 0 { 10 } else { 4 });
         }
         // After 0 and 3, the tenants have 10 and 6 tokens; after 4, they have 10 and 12.
@@ -187,7 +188,7 @@ mod tests {
         assert_eq!(first(&queue), Some(0), "a new tenant starts where the others are");
         queue.serve(0, 0..1, 1);
         assert_eq!(first(&queue), Some(3));
-        // Nor does it erase a debt while others wait.
+        // Time without requests does not reduce the served tokens either, while other tenants wait.
         queue.serve(1, 0..500, 500);
         queue.remove(1, &sequence(3));
         queue.remove(1, &sequence(4));

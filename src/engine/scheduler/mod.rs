@@ -1,17 +1,18 @@
 //! Decides which tokens each step computes, for many sequences.
 //!
-//! The scheduler handles token ids and blocks. It uses no device, and the caller passes the time. A simulator can
-//! therefore test it with millions of requests.
+//! The scheduler handles token ids and blocks. It uses no device, and the caller passes the time.
+//! A simulator can therefore test the scheduler with millions of requests.
 //!
-//! Prefill and decode are not separate phases. Every sequence has tokens to compute: the part of its prompt that is not
-//! computed yet, or the last sampled token.
-//! A step first takes one token of every sequence that decodes, then chunks of prompts, until its token budget is used.
+//! Prefill and decode are not separate phases. Every sequence has tokens to compute:
+//! the part of its prompt that is not computed yet, or the last sampled token.
+//! A step first takes one token of every decoding sequence, then chunks of prompts, until its token budget is used.
 //!
-//! Sequences belong to tenants. Tenants that wait get equal numbers of tokens. The file `fair_queue.rs` explains how.
-//! Within a tenant, the order is that of seniority: priority and arrival.
+//! Sequences belong to tenants. Waiting tenants get equal numbers of tokens, as `fair_queue.rs` explains.
+//! The sequences of one tenant are ordered by seniority, which depends on priority and arrival.
 //!
-//! If the KV cache runs out of blocks, the sequence with the last rank is preempted: it gives up its blocks and computes its
-//! tokens again later. By then, most of these blocks are usually still cached.
+//! If the KV cache runs out of blocks, the sequence with the last rank is preempted.
+//! A preempted sequence gives up its blocks and computes its tokens again later.
+//! By then, most of these blocks are usually still cached.
 
 mod fair_queue;
 mod order;
@@ -34,21 +35,21 @@ pub use order::SequenceId;
 /// A sequence is admitted only if there are enough free blocks for this many decode steps of all running sequences.
 const GROWTH_STEPS: usize = 8;
 
-/// Stands for a token that a queued step chooses. The device knows the token, so the value does not matter.
+/// A placeholder for a token that a queued step chooses. The device knows the token, so the value does not matter.
 const PENDING_TOKEN: u32 = 0;
 
 /// After this many preemptions, a sequence is admitted only if there are enough blocks for its longest possible answer.
-/// It is then never preempted again.
+/// Such a sequence is never preempted again.
 const MAX_PREEMPTIONS: u32 = 2;
 
 /// The limits of a scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SchedulerConfig {
-    /// The most tokens that one step computes.
+    /// The maximum number of tokens in one step.
     pub token_budget: usize,
-    /// The most sequences that run at once. At most `token_budget`.
+    /// The maximum number of sequences that run at once. Must not exceed `token_budget`.
     pub max_sequences: usize,
-    /// The most tokens of a sequence: prompt and answer together.
+    /// The maximum number of tokens in a sequence, prompt and answer together.
     pub context: usize,
     /// If set, chunks of prompts end at boundaries of this grid, and every later token is computed by itself.
     /// A step may then exceed its token budget by less than one part of the grid.
@@ -62,18 +63,18 @@ pub struct NewSequence {
     pub prompt: Vec<u32>,
     /// If set, the sequence reuses only the blocks of sequences with the same salt.
     pub cache_salt: Option<String>,
-    /// If set, this sequence is divided at boundaries of this grid, as [`SchedulerConfig::grid`] does with all sequences.
+    /// If set, divides this sequence at boundaries of this grid, as [`SchedulerConfig::grid`] divides all sequences.
     pub grid: Option<ChunkGrid>,
     /// Whether a step computes every prompt token, even if the prefix cache has it.
     pub computes_whole_prompt: bool,
-    /// The ids of more sequences that differ from this one only in their id. The prompt is computed once for all.
+    /// The ids of additional sequences with the same prompt and options. The prompt is computed once for all sequences.
     pub forks: Vec<SequenceId>,
-    /// The most tokens to generate.
+    /// The maximum number of tokens to generate.
     pub max_tokens: usize,
-    /// The owner of the sequence. Tenants that wait get equal numbers of tokens.
+    /// The owner of the sequence. Waiting tenants get equal numbers of tokens.
     pub tenant: TenantId,
-    /// Among the sequences of a tenant, those with smaller values run first. A value lower by 1 counts as much as
-    /// arriving 2 seconds earlier.
+    /// The priority among the sequences of a tenant: sequences with smaller values run first.
+    /// A value lower by 1 has the same effect as an arrival 2 seconds earlier.
     pub priority: i32,
     pub arrival: Duration,
     /// The time at which the sequence expires if it has not started by then.
@@ -83,7 +84,7 @@ pub struct NewSequence {
 /// The work of one step, and the sequences that expired or were preempted while it was planned.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepPlan {
-    /// Sequences that decode come first, then chunks of prompts.
+    /// The work of each sequence: decoding sequences first, then chunks of prompts.
     pub work: Vec<SequenceWork>,
     /// Blocks to copy before the step.
     pub copies: Vec<BlockCopy>,
@@ -111,20 +112,20 @@ pub struct SchedulerStats {
     pub preemptions: u64,
 }
 
-/// What would happen to a sequence if it were submitted now.
+/// The predicted start of a sequence that is submitted now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Preview {
-    /// Whether the next step would start it.
+    /// Whether the next step would start the sequence.
     pub starts_now: bool,
-    /// About how many waiting sequences would start before it.
+    /// The estimated number of waiting sequences that would start before this sequence.
     pub ahead: usize,
-    /// The prompt tokens that are in the prefix cache.
+    /// The number of prompt tokens that are in the prefix cache.
     pub cached_tokens: usize,
-    /// The free blocks that it needs to start.
+    /// The number of free blocks that the sequence needs to start.
     pub needed_blocks: usize,
-    /// The free blocks that it needs for its longest answer.
+    /// The number of free blocks that the sequence needs for its longest possible answer.
     pub longest_blocks: usize,
-    /// The blocks that no sequence uses, minus those that running sequences need for their next tokens.
+    /// The number of unused blocks, minus the blocks that running sequences need for their next tokens.
     pub free_blocks: usize,
     pub total_blocks: usize,
 }
@@ -138,8 +139,8 @@ pub struct Scheduler {
     waiting: FairQueue,
     /// The sequences with blocks, the most senior first.
     running: BTreeSet<Seniority>,
-    /// The sequences that the current plan admitted. It does not preempt them, although tokens that it counted for their
-    /// tenants may have changed their ranks.
+    /// The sequences that the current plan admitted. The plan does not preempt these sequences,
+    /// even if their ranks have changed because the plan counted tokens for their tenants.
     admitted: Vec<SequenceId>,
     preemptions: u64,
 }
@@ -152,7 +153,7 @@ struct Sequence {
     prompt: usize,
     /// If set, chunks of the prompt end at boundaries of this grid, and every later token is computed by itself.
     grid: Option<ChunkGrid>,
-    /// Whether the sequence takes no tokens of its prompt from the prefix cache. Unset once its prompt is computed.
+    /// Whether the sequence reuses no cached prompt tokens. Becomes false once the prompt is computed.
     computes_whole_prompt: bool,
     max_tokens: usize,
     tenant: TenantId,
@@ -162,12 +163,13 @@ struct Sequence {
     deadline: Option<Duration>,
     /// The blocks of a running sequence. `None` while it waits.
     blocks: Option<SequenceBlocks>,
-    /// The block hashes of a waiting sequence, so that they are not computed again. A running one has them in `blocks`.
+    /// The block hashes of a waiting sequence, kept so that they are not computed again.
+    /// A running sequence has its block hashes in `blocks`.
     hashes: BlockHashes,
     preemptions: u32,
-    /// The sequences that share this prompt. They fork from this sequence when all but its last token is computed.
+    /// The sequences that share this prompt. They fork once this sequence has computed all prompt tokens but the last.
     forks: Vec<SequenceId>,
-    /// The sequence from which this one will fork. Until then, it neither waits nor runs by itself.
+    /// The sequence from which this sequence will fork. Until the fork, this sequence is neither queued nor run.
     parent: Option<SequenceId>,
 }
 
@@ -185,7 +187,9 @@ impl Sequence {
         self.blocks.is_some()
     }
 
-    /// Returns the position up to which the next step can compute. Forks need the last prompt token, to sample from it.
+    /// Returns the position up to which the next step can compute.
+    ///
+    /// Stops before the last prompt token if the sequence has forks, because each fork samples from that token.
     /// With a grid, the last prompt token and all generated tokens are computed one by one.
     fn next_end(&self) -> usize {
         let (last, computed) = (self.prompt - 1, self.computed());
@@ -208,7 +212,7 @@ impl Sequence {
         self.is_running() || self.preemptions > 0
     }
 
-    /// Returns whether the last sampled token is the only one that is not computed yet.
+    /// Returns whether the last sampled token is the only token that is not computed yet.
     fn is_decoding(&self) -> bool {
         self.is_running() && self.left() == 1 && self.computed() >= self.prompt
     }
@@ -218,7 +222,7 @@ impl Sequence {
         self.left() > 0 && !self.is_decoding()
     }
 
-    /// Returns the most tokens that the sequence can have, including its prompt.
+    /// Returns the maximum number of tokens in the sequence, including its prompt.
     fn longest(&self, context: usize) -> usize {
         self.prompt.saturating_add(self.max_tokens).min(context)
     }
@@ -232,7 +236,7 @@ impl Scheduler {
             (1..=token_budget).contains(&max_sequences),
             "max_sequences is {max_sequences}: expected 1 to {token_budget}, the token budget"
         );
-        assert!(grid.is_none_or(|grid| grid.tokens() <= token_budget), "a step must fit a part of the grid");
+        assert!(grid.is_none_or(|grid| grid.tokens() <= token_budget), "a part of the grid must fit a step");
         assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "a sequence of {context} tokens must fit");
         let (waiting, running) = (FairQueue::default(), BTreeSet::new());
         let (sequences, admitted) = (BTreeMap::new(), Vec::new());
@@ -246,7 +250,7 @@ impl Scheduler {
         assert!((1..=self.config.context).contains(&prompt.len()), "cannot submit a prompt of {} tokens", prompt.len());
         assert!(
             grid.is_none_or(|grid| grid.tokens() <= self.config.token_budget),
-            "a step must fit a part of the grid"
+            "a part of the grid must fit a step"
         );
         let hashes = self.blocks.hashes(cache_salt.as_deref(), grid);
         let sequence = |id, tokens, forks, parent| Sequence {
@@ -275,7 +279,7 @@ impl Scheduler {
         self.waiting.insert(tenant, self.sequences[&id].seniority);
     }
 
-    /// Returns what would happen to a sequence and its forks if they were submitted now.
+    /// Predicts when a sequence and its forks would start if they were submitted now.
     pub fn preview(&mut self, new: &NewSequence) -> Preview {
         let NewSequence { ref prompt, ref forks, max_tokens, tenant, .. } = *new;
         let SchedulerConfig { token_budget, max_sequences, context, .. } = self.config;
@@ -321,12 +325,12 @@ impl Scheduler {
         self.sequences[&id].computed()
     }
 
-    /// Returns the sequence whose prompt a fork waits for, or `None` if the fork has started or waits by itself.
+    /// Returns the sequence that computes a fork's prompt, or `None` if the fork has started or waits by itself.
     pub fn parent(&self, id: SequenceId) -> Option<SequenceId> {
         self.sequences[&id].parent
     }
 
-    /// Returns the sequences that share the prompt of a sequence and wait for it.
+    /// Returns the forks of a sequence that wait for its prompt.
     pub fn forks(&self, id: SequenceId) -> &[SequenceId] {
         self.sequences.get(&id).map_or(&[], |sequence| &sequence.forks)
     }
@@ -350,7 +354,7 @@ impl Scheduler {
         &self.blocks
     }
 
-    /// Returns the blocks, to save cached prefixes or to add some. No sequence may be changed.
+    /// Returns the blocks, to save or add cached prefixes. The caller must not change the blocks of any sequence.
     pub fn blocks_mut(&mut self) -> &mut BlockManager {
         &mut self.blocks
     }
@@ -370,7 +374,7 @@ impl Scheduler {
     }
 
     /// Appends a placeholder for the token that a queued step chooses, so that the next step can be planned.
-    /// [`push`](Self::push) replaces it with the token. The caller plans at most one step before that.
+    /// [`push`](Self::push) replaces the placeholder. The caller plans at most one step before it calls `push`.
     pub fn push_pending(&mut self, id: SequenceId) {
         if let Some(sequence) = self.sequences.get_mut(&id) {
             sequence.tokens.push(PENDING_TOKEN);
@@ -410,7 +414,7 @@ impl Scheduler {
         if let Some(parent) = sequence.parent.and_then(|parent| self.sequences.get_mut(&parent)) {
             parent.forks.retain(|&fork| fork != id);
         }
-        // The first fork takes the place of the sequence. It reuses the blocks that are already computed.
+        // The first fork takes the place of the sequence, and reuses the blocks that are already computed.
         if has_started {
             self.clear_deadlines(&sequence.forks);
         }
@@ -426,7 +430,7 @@ impl Scheduler {
         }
     }
 
-    /// Lets forks wait without a limit, because their prompt has already started.
+    /// Removes the deadlines of forks, because the computation of their prompt has already started.
     fn clear_deadlines(&mut self, forks: &[SequenceId]) {
         for fork in forks {
             self.sequences.entry(*fork).and_modify(|fork| fork.deadline = None);

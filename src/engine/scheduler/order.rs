@@ -6,13 +6,13 @@ use std::time::Duration;
 /// Identifies a sequence. Later sequences have larger ids.
 pub type SequenceId = u64;
 
-/// How much earlier a sequence must arrive to make up for one level of priority.
+/// The difference in arrival time that makes up for one level of priority.
 const AGING: Duration = Duration::from_secs(2);
 
 /// The rank of a sequence. The sequence with the smallest rank gets tokens and blocks first.
 ///
-/// The rank does not depend on the current time, because all sequences age equally. A long enough wait outweighs any
-/// difference in priority, so no sequence waits forever.
+/// The rank does not depend on the current time, because all sequences age equally.
+/// A long enough wait outweighs any difference in priority, so no sequence waits forever.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Seniority {
     /// Whether the sequence was preempted so often that it must run next.

@@ -9,8 +9,8 @@ use super::order::{Seniority, SequenceId};
 use super::{GROWTH_STEPS, MAX_PREEMPTIONS, Scheduler, Sequence, SequenceWork, StepPlan};
 
 impl Scheduler {
-    /// Starts the forks of a running sequence once all of its prompt but the last token is computed.
-    /// Each fork computes the last token itself, to sample its own first token. Returns the forks that run.
+    /// Starts the forks of a running sequence once all prompt tokens but the last are computed.
+    /// Each fork computes the last prompt token itself, to sample its own first token. Returns the forks that run.
     fn start_forks(&mut self, id: SequenceId) -> Vec<Seniority> {
         let mut started = Vec::new();
         let Some(parent) = self.sequences.get_mut(&id) else { return started };
@@ -20,7 +20,7 @@ impl Scheduler {
         let forks = mem::take(&mut parent.forks);
         self.clear_deadlines(&forks);
         for fork in forks {
-            // Forks that may not run yet wait like other sequences, and will find the prompt in the prefix cache.
+            // Forks that cannot run yet wait like other sequences, and will find the prompt in the prefix cache.
             let can_run = self.running.len() < self.config.max_sequences;
             let parent = self.sequences[&id].blocks.as_ref();
             let blocks = parent.filter(|_| can_run).map(|parent| self.blocks.fork(parent));
@@ -38,7 +38,7 @@ impl Scheduler {
 
     /// Plans the next step at time `now`.
     ///
-    /// A plan without work means that every sequence waits for [`push`](Self::push), or that none is left.
+    /// If the plan has no work, every sequence waits for [`push`](Self::push), or no sequence is left.
     pub fn plan(&mut self, now: Duration) -> StepPlan {
         let running: Vec<_> = self.running.iter().map(Seniority::id).collect();
         for id in running {
@@ -49,7 +49,7 @@ impl Scheduler {
         let mut budget = self.config.token_budget;
         self.plan_decodes(&mut budget, &mut plan);
         self.plan_prefills(&mut budget, &mut plan);
-        // Planning one sequence can preempt others that are already in the plan.
+        // Planning one sequence can preempt other sequences that are already in the plan.
         plan.work.retain(|work| self.sequences[&work.id].is_running());
         plan
     }
@@ -71,7 +71,7 @@ impl Scheduler {
         self.waiting.rank(self.sequences[&seniority.id()].tenant, seniority)
     }
 
-    /// Counts the tokens before `end` for the tenant of a sequence, except those that were counted before.
+    /// Counts the tokens from `start` to `end` for the tenant of a sequence, except tokens that were already counted.
     fn serve(&mut self, id: SequenceId, start: usize, end: usize) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         let start = start.max(sequence.served);
@@ -97,14 +97,14 @@ impl Scheduler {
                 continue;
             }
             if sequence.is_decoding() && self.give_blocks(id, end, plan) {
-                // The decode graph queues the next steps before this step has ended. Give the sequence free blocks for
-                // these steps too, but preempt no other sequence for them.
+                // The decode graph queues the next steps before this step has ended.
+                // Give the sequence blocks for these steps too, but preempt no other sequence to get them.
                 self.try_give_blocks(id, ahead, plan);
                 plan.work.push(SequenceWork { id, range: end - 1..end, is_last: true });
                 *budget -= 1;
             }
         }
-        // Only now, so that the order does not change in between.
+        // Count the tokens only now, so that the order does not change during the loop above.
         for SequenceWork { id, range, .. } in &plan.work {
             self.serve(*id, range.start, range.end);
         }
@@ -117,7 +117,7 @@ impl Scheduler {
         let first_chunk = plan.work.len();
         let mut can_admit = true;
         while *budget > 0 {
-            // Admit no sequence after a preemption: the preempted one needs the free blocks to run again.
+            // Admit no sequence after a preemption: the preempted sequence needs the free blocks to run again.
             can_admit &= plan.preempted.is_empty() && self.running.len() < self.config.max_sequences;
             let candidate = self.waiting.first().map(|(_, candidate)| candidate).filter(|_| can_admit);
             let next = match self.waiting.has_one_tenant() {
@@ -126,7 +126,7 @@ impl Scheduler {
             };
             let id = match (candidate, next) {
                 (Some(candidate), next) if next.is_none_or(|next| self.rank(candidate) < self.rank(next)) => {
-                    // If the first sequence cannot start, no other one may start before it.
+                    // If the first waiting sequence cannot start, no other sequence may start before it.
                     can_admit = self.admit(candidate.id());
                     running.extend(self.start_forks(candidate.id()));
                     candidate.id()
@@ -142,7 +142,7 @@ impl Scheduler {
                 continue;
             }
             let start = sequence.computed();
-            // A prompt first gets at most half of the token budget, so that other prompts get the other half.
+            // A prompt first gets at most half of the token budget, so that other prompts can use the other half.
             let tokens = (*budget).min(self.config.token_budget.div_ceil(2));
             let end = sequence.chunk_end(start, tokens);
             let is_last = end == sequence.tokens.len();
@@ -152,7 +152,7 @@ impl Scheduler {
                 *budget = budget.saturating_sub(end - start);
             }
         }
-        // Give the remaining budget to prompts that were limited to half of it above.
+        // Give the remaining budget to prompts that the loop above limited to half of the budget.
         for index in first_chunk..plan.work.len() {
             let SequenceWork { id, range, .. } = plan.work[index].clone();
             let sequence = &self.sequences[&id];
@@ -171,7 +171,7 @@ impl Scheduler {
     /// Starts a waiting sequence if the free blocks cover its demand and the demand of all running sequences.
     fn admit(&mut self, id: SequenceId) -> bool {
         let Some(sequence) = self.sequences.get_mut(&id) else { return false };
-        // The blocks of a cached prefix are in use from here on, so they do not count as free below.
+        // Take the blocks of a cached prefix now, so that they do not count as free blocks below.
         let (tokens, prompt, hashes) = (&sequence.tokens, sequence.prompt, mem::take(&mut sequence.hashes));
         sequence.blocks = Some(match sequence.computes_whole_prompt {
             true => self.blocks.start_uncached(tokens, prompt, hashes),
@@ -193,8 +193,9 @@ impl Scheduler {
         false
     }
 
-    /// Returns how many more blocks a sequence needs for its next [`GROWTH_STEPS`] tokens, or for its longest possible
-    /// answer if it must never be preempted again.
+    /// Returns the number of additional blocks that a sequence needs for its next [`GROWTH_STEPS`] tokens.
+    ///
+    /// For a sequence that must never be preempted again, returns the number for its longest possible answer.
     pub(super) fn demand(&self, seniority: &Seniority) -> usize {
         let sequence = &self.sequences[&seniority.id()];
         let Some(held) = &sequence.blocks else { return 0 };
@@ -206,14 +207,16 @@ impl Scheduler {
         self.blocks.demand(held, tokens, sequence.left().clamp(1, self.config.token_budget))
     }
 
-    /// Gives a sequence blocks for all positions below `end`. While there are too few, preempts the sequence
-    /// with the last rank. Returns false if that is the sequence itself, or one that just started.
+    /// Gives a sequence blocks for all positions below `end`.
     ///
-    /// A protected sequence is never preempted and never lacks blocks: it can preempt all sequences that are not
-    /// protected, and [`admit`](Self::admit) starts it only if there are enough blocks for all protected ones.
+    /// While there are too few free blocks, preempts the sequence with the last rank.
+    /// Returns false if the last rank belongs to the sequence itself or to a sequence that this plan has admitted.
+    ///
+    /// A protected sequence is never preempted and never lacks blocks: it can preempt all unprotected sequences.
+    /// [`admit`](Self::admit) starts a sequence only if there are enough blocks for all protected sequences.
     fn give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         while !self.try_give_blocks(id, end, plan) {
-            // The sequence with the last rank can be the one that needs the blocks.
+            // The sequence with the last rank can be the sequence that needs the blocks.
             let last = match self.waiting.has_one_tenant() {
                 true => self.running.last(),
                 false => self.running.iter().max_by_key(|&&sequence| self.rank(sequence)),
@@ -228,7 +231,7 @@ impl Scheduler {
         true
     }
 
-    /// Gives a sequence blocks for all positions below `end`, or returns false if there are too few.
+    /// Gives a sequence blocks for all positions below `end`. Returns false if there are too few free blocks.
     fn try_give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         let held = self.sequences.get_mut(&id).and_then(|sequence| sequence.blocks.as_mut());
         let Some(copies) = held.and_then(|held| self.blocks.grow(held, end)) else { return false };

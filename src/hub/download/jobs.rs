@@ -26,7 +26,7 @@ pub(in crate::hub) struct WantedFile {
 }
 
 impl WantedFile {
-    /// Converts a file from the listing. Requests its size and etag with HEAD if the listing lacks them.
+    /// Converts a file from the listing. Sends a HEAD request if the listing has no size or no etag for the file.
     pub fn new(remote: &Remote, commit: &str, file: RemoteFile) -> Result<Self> {
         let complete = if file.has_size_and_etag() { file } else { remote.head(commit, &file.name)? };
         let (Some(bytes), Some(etag)) = (complete.bytes, complete.etag) else {
@@ -40,7 +40,7 @@ impl WantedFile {
         Ok(Self { name: complete.name, bytes, etag })
     }
 
-    /// Returns how many bytes of the file are in the cache.
+    /// Returns the number of bytes of the file that are in the cache.
     pub fn present_bytes(&self, repo: &RepoDir) -> u64 {
         let blob = repo.blob(&self.etag);
         if is_complete(&blob, self.bytes) { self.bytes } else { Partial::find(&blob, self.bytes).done_bytes() }
@@ -87,7 +87,7 @@ pub(in crate::hub) struct Job<'a> {
     pub generation: u32,
     /// True if the server can send only whole files.
     pub is_whole_only: bool,
-    /// How often a server has sent the whole file instead of a part.
+    /// The number of times that a server has sent the whole file instead of a part.
     pub whole_responses: u32,
     /// True if the file was already restarted, after a wrong hash or a changed etag.
     pub was_bad: bool,

@@ -27,7 +27,7 @@ use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
 
-/// The user is told if at least this many requests for file sizes are needed, because they take several seconds.
+/// The number of file size requests from which the user gets a message. That many requests take several seconds.
 const MANY_REQUESTS: usize = 100;
 
 impl Hub {
@@ -105,7 +105,7 @@ impl Hub {
 
     /// Returns the number of bytes that a download would fetch, not counting files in inferno's cache.
     ///
-    /// For sharded weights, this is an estimate: the total size of the safetensors files in the root directory.
+    /// For sharded weights, returns an estimate: the total size of the safetensors files in the root directory.
     pub fn download_bytes(&self, repo: &str, revision: Option<&str>, filter: &FileFilter) -> Result<u64> {
         let (name, revision) = names::split_revision(repo, revision)?;
         names::check_repo(name)?;
@@ -170,7 +170,7 @@ impl Hub {
         Ok(found)
     }
 
-    /// Reads the shard index from either cache. Returns `None` if neither cache has it.
+    /// Reads the shard index from either cache. Returns `None` if neither cache has the index.
     fn read_present(&self, name: &str, commit: &str, file: &RemoteFile) -> Result<Option<Vec<u8>>> {
         for (cache, _) in self.caches() {
             let dir = cache.repo(name).snapshot(commit);
