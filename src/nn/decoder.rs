@@ -150,8 +150,8 @@ impl Decoder {
         })
     }
 
-    /// Runs a pass like `forward_pass`, up to the logits. Returns the normalized hidden states of the tokens that `rows`
-    /// selects, `[rows, hidden]`.
+    /// Runs a pass like `forward_pass`, up to the logits. Returns the normalized hidden states of the tokens
+    /// that `rows` selects, `[rows, hidden]`.
     fn hidden_pass(
         &self,
         ids: &Tensor,

@@ -48,8 +48,8 @@ impl FreeTimes {
 
     /// Returns the expected time until `count` more sequences have ended. `None` before the first end.
     ///
-    /// The next end is expected after the mean rest of the intervals that were longer than the time since the last end. If
-    /// that time is longer than all of them, then after the same time again.
+    /// The next end is expected after the mean rest of the intervals that were longer than the time since the last end.
+    /// If that time is longer than all of them, then after the same time again.
     pub fn expected_wait(&self, now: Instant, count: usize) -> Option<Duration> {
         let elapsed = self.elapsed(now);
         let rests = self.ends.iter().filter_map(|(interval, _)| interval.checked_sub(elapsed));
@@ -78,8 +78,8 @@ mod tests {
         }
     }
 
-    /// Lets sequences end after each interval, `per_end` at once. Returns the mean suggested wait for `count` places, and
-    /// the mean wait in truth, at times that are spread evenly.
+    /// Lets sequences end after each interval, `per_end` at once. Returns the mean suggested wait for `count` places,
+    /// and the mean wait in truth, at times that are spread evenly.
     fn waits(per_end: usize, count: usize, mut interval_s: impl FnMut(&mut Uniform) -> f64) -> (f64, f64) {
         let (start, mut random) = (Instant::now(), Uniform(1));
         let mut ends = vec![0.0];

@@ -168,8 +168,8 @@ impl Answers {
         self.submitted.elapsed()
     }
 
-    /// Returns the prompt of an answer with its log probabilities, if the request asked for them. They are complete once
-    /// the first pieces of the answer have arrived.
+    /// Returns the prompt of an answer with its log probabilities, if the request asked for them. They are complete
+    /// once the first pieces of the answer have arrived.
     pub fn scored_prompt(&self, index: usize) -> Option<&ScoredPrompt> {
         self.answers.get(index)?.stream.scored_prompt()
     }
@@ -184,7 +184,8 @@ impl Answers {
         self.answers.get(index)?.summary.as_deref()
     }
 
-    /// Waits for the next pieces of any answer. Returns the index of the answer and the pieces, or `None` after the end.
+    /// Waits for the next pieces of any answer. Returns the index of the answer and the pieces,
+    /// or `None` after the end.
     pub async fn next(&mut self) -> Option<Result<(usize, Pieces), ApiError>> {
         std::future::poll_fn(|context| self.poll_next(context)).await
     }

@@ -56,8 +56,8 @@ struct Loads {
 
 /// The load of the engine, in the fields that routers such as SMG read.
 ///
-/// `gen_throughput` is left out: SMG takes the current throughput for the speed of the replica, and then sends all requests to
-/// the replica that already generates the most tokens.
+/// `gen_throughput` is left out: SMG takes the current throughput for the speed of the replica, and then sends all
+/// requests to the replica that already generates the most tokens.
 #[derive(Serialize)]
 struct Load {
     dp_rank: usize,

@@ -13,8 +13,8 @@ const MAX_RETRY: Duration = Duration::from_secs(60);
 /// The shortest wait that the server suggests: `retry-after-ms` has whole milliseconds.
 const MIN_RETRY: Duration = Duration::from_millis(1);
 
-/// If there are several clients, each of them can have this many times as many sequences as there is room left. One client
-/// alone therefore leaves a fifth of the room to others, and two leave a ninth.
+/// If there are several clients, each of them can have this many times as many sequences as there is room left. One
+/// client alone therefore leaves a fifth of the room to others, and two leave a ninth.
 const MAX_SHARE_OF_ROOM: usize = 4;
 
 /// Counts the sequences that wait or run, and rejects those above the limit.
@@ -67,7 +67,8 @@ impl Admission {
         (!self.has_room(&state, client, count)).then(|| self.expected_wait(&state, count))
     }
 
-    /// Returns the expected time until `ahead` other sequences and then one more have ended. `None` before the first end.
+    /// Returns the expected time until `ahead` other sequences and then one more have ended.
+    /// `None` before the first end.
     pub fn expected_start(&self, ahead: usize) -> Option<Duration> {
         self.lock().ends.expected_wait(Instant::now(), ahead + 1)
     }

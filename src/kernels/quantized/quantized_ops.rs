@@ -1,7 +1,7 @@
 //! Operations on quantized matrices: matrix products, dequantization and embedding lookup.
 //!
-//! On a GPU, products with one token, and products with up to 8 tokens in f32, read the quantized weights once per token
-//! (`quantized_matvec`). Products with 2 to 128 tokens in f16 or bf16 convert each weight once (`quantized_few`).
+//! On a GPU, products with one token, and products with up to 8 tokens in f32, read the quantized weights once per
+//! token (`quantized_matvec`). Products with 2 to 128 tokens in f16 or bf16 convert each weight once (`quantized_few`).
 //! Products with more tokens run on tensor cores, in one of two ways:
 //! - as int8 or FP8 products, if weights and activations are both 8-bit and cuBLASLt supports the type and shape
 //! - otherwise, as products with dequantized weights
@@ -342,7 +342,8 @@ impl QuantizedRows {
         let (tokens, columns) = x.dims2()?;
         // cuBLASLt requires dimensions that are multiples of 16. The low plane is already padded to groups of 32.
         let (padded_columns, padded_tokens) = (columns.next_multiple_of(GROUP_COLUMNS), tokens.next_multiple_of(16));
-        // SAFETY: the kernel writes one row per token. Padding rows stay uninitialized, and their products are not used.
+        // SAFETY: the kernel writes one row per token. Padding rows stay uninitialized, and their
+        // products are not used.
         let values = unsafe { crate::kernels::scratch::empty((padded_tokens, padded_columns), DType::U8, x.device())? };
         // SAFETY: the kernel writes one scale per token.
         let scales = unsafe { crate::kernels::scratch::empty(tokens, DType::F32, x.device())? };

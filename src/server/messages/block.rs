@@ -6,7 +6,8 @@ use serde_json::Value;
 /// The signature of thinking blocks. Clients send blocks back only if they have one. inferno does not check it.
 pub const SIGNATURE: &str = "inferno";
 
-/// A content block. Fields of type `()` are required in Anthropic's API, and null because inferno has no value for them.
+/// A content block. Fields of type `()` are required in Anthropic's API, and null because
+/// inferno has no value for them.
 #[derive(Debug, PartialEq, Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Block {
