@@ -52,7 +52,7 @@ fn text(block: &mut Fields, name: &str) -> Result<String, ApiError> {
 fn unsupported(block: &Fields, kind: &str) -> ApiError {
     match kind {
         "" => block.invalid("type", "expected a type such as 'text'"),
-        _ => ApiError::unsupported(block.path("type"), &format!("inferno does not accept blocks of type '{kind}' here")),
+        _ => ApiError::unsupported(block.path("type"), &format!("blocks of type '{kind}' are not accepted here")),
     }
 }
 
