@@ -221,8 +221,8 @@ impl KvCache {
         CachedLayer { k, v }
     }
 
-    /// Returns the tensors that hold all blocks: keys and values for each layer of a group,
-    /// `[rows, kv_heads, head_dim]`.
+    /// Returns the tensors that hold all blocks:
+    /// keys and values for each layer of a group, `[rows, kv_heads, head_dim]`.
     pub fn tensors(&self) -> impl Iterator<Item = [&Tensor; 2]> {
         self.layers.iter().map(|(k, v)| [k, v])
     }

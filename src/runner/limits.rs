@@ -44,8 +44,8 @@ pub struct ChunkGrid {
 }
 
 impl ChunkGrid {
-    /// The maximum number of tokens in a part. Larger parts would be faster, but a prompt reuses only whole parts from
-    /// the prefix cache.
+    /// The maximum number of tokens in a part. Larger parts would be faster,
+    /// but a prompt reuses only whole parts from the prefix cache.
     const MAX_TOKENS: usize = 512;
 
     /// Creates the grid for passes of at most `chunk` tokens. Returns `None` if `chunk` is smaller than a block.

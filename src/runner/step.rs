@@ -19,8 +19,8 @@ use crate::kernels::decode::{RowLogprobs, top_logprobs};
 use crate::nn::decoder::Decoder;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 
-/// The maximum number of prompt tokens whose logits are in memory at once. The memory plan has room for several copies
-/// of these logits.
+/// The maximum number of prompt tokens whose logits are in memory at once.
+/// The memory plan has room for several copies of these logits.
 const SCORED_ROWS: usize = 64;
 
 impl Runner {
@@ -108,8 +108,8 @@ impl Runner {
         self.choose(sequences, &logits)
     }
 
-    /// Runs a chunk of a prompt, divided at the boundaries of the grid. A part of one token adds in the fixed order of
-    /// decode steps.
+    /// Runs a chunk of a prompt, divided at the boundaries of the grid.
+    /// A part of one token adds in the fixed order of decode steps.
     fn step_chunk(&mut self, sequence: &mut StepSequence) -> Result<Chosen> {
         let StepSequence { id, ids, position, tables, limit, grid, .. } = *sequence;
         let parts = grid.or(self.options.grid).context("internal error: a sequence has no grid")?;

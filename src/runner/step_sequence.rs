@@ -16,8 +16,8 @@ pub struct StepSequence<'s> {
     pub id: u64,
     /// The input tokens.
     pub ids: &'s [u32],
-    /// Whether the input is the token that the last queued step chooses for this sequence. `ids` then holds a single
-    /// placeholder.
+    /// Whether the input is the token that the last queued step chooses for this sequence.
+    /// `ids` then holds a single placeholder.
     pub awaits_input: bool,
     /// The position of the first input token. All earlier positions are in the cache.
     pub position: usize,

@@ -184,8 +184,8 @@ impl Answers {
         self.answers.get(index)?.summary.as_deref()
     }
 
-    /// Waits for the next pieces of any answer. Returns the index of the answer and the pieces, or `None` after all
-    /// answers have ended.
+    /// Waits for the next pieces of any answer. Returns the index of the answer and the pieces,
+    /// or `None` after all answers have ended.
     pub async fn next(&mut self) -> Option<Result<(usize, Pieces), ApiError>> {
         std::future::poll_fn(|context| self.poll_next(context)).await
     }

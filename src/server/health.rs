@@ -21,8 +21,8 @@ struct Status {
     status: &'static str,
 }
 
-/// Responds with 200 if routers may send requests: the model is loaded, and the server is not shutting down. A busy
-/// server is healthy.
+/// Responds with 200 if routers may send requests: the model is loaded,
+/// and the server is not shutting down. A busy server is healthy.
 pub async fn health(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     server.healthy_model()?;
     live(State(server)).await

@@ -73,7 +73,7 @@ const COMMANDS: &[Command] = &[
         summary: "name this conversation",
         details: "Every conversation is saved after each turn. To open one by name, type /load NAME or run \
                   `inferno play --resume NAME`. `/save NAME --cache` also saves the KV cache of the conversation. Its \
-                  next turn then needs no prefill of the old messages. The file can take several GB of disk space.",
+                  next turn then needs no prefill of the old messages. The file can take several GB.",
     },
     Command {
         name: "load",

@@ -53,8 +53,8 @@ impl Tools {
         matches!(self.choice, ToolChoice::Named(_))
     }
 
-    /// Returns the constraint on an answer whose text must match `answer`. Returns `None` if any text and any tool call
-    /// are allowed.
+    /// Returns the constraint on an answer whose text must match `answer`.
+    /// Returns `None` if any text and any tool call are allowed.
     pub fn constraint(&self, answer: Option<Grammar>, can_call_in_parallel: bool) -> Option<Constraint> {
         let requires_tool = self.is_named() || self.choice == ToolChoice::Required;
         let mut tools = Vec::with_capacity(self.shown.len());

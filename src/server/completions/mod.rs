@@ -66,7 +66,7 @@ fn check_prompt_logprobs(answers: &Answers) -> Result<(), ApiError> {
     if entries > MAX_PROMPT_LOGPROBS {
         let problem = format!(
             "the prompts need {entries} log probabilities, but a response has at most {MAX_PROMPT_LOGPROBS}: \
-            send fewer prompts in a request, or a smaller 'logprobs'"
+             send fewer prompts in a request, or a smaller 'logprobs'"
         );
         return Err(ApiError::invalid("logprobs", problem));
     }
