@@ -1,4 +1,4 @@
-//! inferno runs open-weight language models on a single NVIDIA GPU.
+//! inferno runs open-weight language models on one or more NVIDIA GPUs.
 //!
 //! The tensor shapes in the documentation, such as `[tokens, hidden]`, use these names:
 //!

@@ -2,10 +2,10 @@
 //!
 //! Kernels allocate their outputs with [`empty`]. Usually, this allocates from candle's pool. While a CUDA graph is
 //! captured, however, each allocation becomes a node between two kernels, and kernels with a node between them cannot
-//! overlap. The capture therefore runs with an [`Arena`]: memory that was allocated before.
+//! overlap. The capture therefore runs with an [`Arena`], which is memory allocated in advance.
 //!
-//! An arena has two halves, which the layers of a model use in turn. The memory of a layer is used again two layers
-//! later. By then, its results are no longer needed: a layer only uses the results of the layer before.
+//! An arena has two halves, which the layers of a model use in turn. The memory of a layer is reused two layers later.
+//! By then, the layer's results are no longer needed, because each layer uses only the results of the previous layer.
 
 use std::cell::{Cell, RefCell};
 
@@ -17,7 +17,7 @@ pub const MAX_ARENA_BYTES: usize = 128 << 20;
 /// Tensors start at multiples of this many elements, so that vector loads are aligned.
 const ALIGNMENT: usize = 256;
 
-/// The elements of each dtype.
+/// The number of elements of each dtype.
 type Counts = Vec<(DType, usize)>;
 
 /// Memory for the intermediate results of two layers.
@@ -27,7 +27,7 @@ pub struct Arena {
     halves: Vec<(DType, [Tensor; 2])>,
 }
 
-/// What [`empty`] does on this thread.
+/// How [`empty`] allocates on this thread.
 enum Mode {
     /// Counts the elements of each layer.
     Measure { layer: Counts, largest: Counts },
@@ -53,8 +53,8 @@ fn count(counts: &mut Counts, dtype: DType) -> &mut usize {
 /// Allocates an uninitialized tensor.
 ///
 /// # Safety
-/// The caller writes every element before it is read. Within [`Arena::use_for`], the tensor may be used until the layer
-/// after the next one begins.
+/// The caller writes every element before it is read. Within [`Arena::use_for`], the tensor must not be used after
+/// two more layers have begun.
 pub unsafe fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
     let shape = shape.into();
     let elements = shape.elem_count();
@@ -120,7 +120,7 @@ fn run<R>(mode: Mode, pass: impl FnOnce() -> R) -> (R, Option<Mode>) {
 pub struct LayerSizes(Counts);
 
 impl LayerSizes {
-    /// Runs a forward pass, and measures its layers.
+    /// Runs a forward pass and measures the memory of its layers.
     pub fn measure<R>(pass: impl FnOnce() -> R) -> (R, Self) {
         let mode = Mode::Measure { layer: Counts::new(), largest: Counts::new() };
         match run(mode, pass) {
@@ -136,7 +136,7 @@ impl LayerSizes {
 }
 
 impl Arena {
-    /// Allocates an arena for forward passes with `factor` times as many tokens as the measured one.
+    /// Allocates an arena for forward passes with `factor` times as many tokens as the measured pass.
     pub fn new(sizes: &LayerSizes, factor: usize, device: &Device) -> Result<Self> {
         let half = |dtype, elements| Tensor::zeros(factor * elements, dtype, device);
         let halves =
@@ -144,7 +144,7 @@ impl Arena {
         Ok(Self { halves: sizes.0.iter().map(halves).collect::<Result<_>>()? })
     }
 
-    /// Runs a forward pass whose intermediate results are in the arena. Results that do not fit are allocated.
+    /// Runs a forward pass whose intermediate results are in the arena. Results that do not fit are allocated outside.
     pub fn use_for<R>(&self, pass: impl FnOnce() -> R) -> R {
         run(Mode::Take { arena: self.clone(), half: 0, used: Counts::new() }, pass).0
     }
@@ -154,7 +154,7 @@ impl Arena {
 mod tests {
     use super::*;
 
-    /// Allocates the tensors of three layers. Returns whether each of them is a view of other memory.
+    /// Allocates the tensors of three layers. Returns for each tensor whether it starts inside larger memory.
     fn pass(tokens: usize) -> Vec<bool> {
         let mut are_views = Vec::new();
         for layer in 0..3 {

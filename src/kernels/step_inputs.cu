@@ -1,14 +1,14 @@
-// Writes the inputs of a step whose input tokens can be results of the step before, which the host does not know yet.
+// Writes the inputs of a step. The host may not know the input tokens yet, because the previous step chooses them.
 #include "constants.cuh"
 #include "headers/common.cuh"
 
 // Sets the ids, and other words of the same buffer.
 //   description: u32, in host memory or on the device:
 //     ids [rows]
-//     sources [rows]: 0, or 1 + the index in `tokens` that has the row's id
+//     sources [rows]: 0, or 1 + the index of the row's id in `tokens`
 //     words [others]: copied after the ids
 //     changes [changes, 2]: an index after these words, and its new value
-//   tokens: u32, the tokens that the step before chose, or NO_TOKEN
+//   tokens: u32, the tokens that the previous step chose, or NO_TOKEN
 //   inputs: u32: ids [rows], words [others], then the words that `changes` sets
 //   grid: ceil((rows + others + changes) / 256); block: 256
 //   bytes moved: 12 · rows + 8 · others + 12 · changes
@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (i < rows) {
         const uint32_t source = description[rows + i];
         const uint32_t id = source > 0 ? tokens[source - 1] : description[i];
-        // A sequence without a token ends with an error. Its row needs any valid id.
+        // A sequence without a token ends with an error. Until then, any valid id will do.
         inputs[i] = id == NO_TOKEN ? 0 : id;
     } else if (i < rows + others) {
         inputs[i] = description[rows + i];

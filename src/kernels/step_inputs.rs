@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::launch::{Arguments, HostWords, Launch, LaunchShape, module};
 
-/// The words of a step's input buffer: first the ids, then other words, then words of which only some change.
+/// The words of a step's input buffer: the ids, then other words, then words of which only some change.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepInputs {
     /// The token ids. An id with a source is ignored.
@@ -15,7 +15,7 @@ pub struct StepInputs {
     pub sources: Vec<Option<u32>>,
     /// The words after the ids.
     pub words: Vec<u32>,
-    /// Indices after these words, and their new values. Each index at most once.
+    /// The words that change after `words`: the index and the new value of each. No index occurs twice.
     pub changes: Vec<(u32, u32)>,
 }
 
@@ -37,8 +37,8 @@ impl StepInputs {
 
     /// Writes the inputs to `inputs`, a contiguous u32 vector. An id with a source becomes a token of `tokens`, u32.
     ///
-    /// The kernel reads the inputs from `host` if they fit there, so that the host waits for no earlier step. Until the
-    /// kernel has ended, the caller must not write to `host` again.
+    /// If the inputs fit in `host`, the kernel reads them there, and the host does not wait for earlier steps. The
+    /// caller must not write to `host` again until the kernel has ended.
     pub fn write(
         &self,
         inputs: &Tensor,

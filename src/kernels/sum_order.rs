@@ -4,8 +4,8 @@ use candle_core::{Result, Tensor};
 
 /// How kernels divide long sums, such as the dot products of a matrix product.
 ///
-/// Floating-point sums depend on the order of the additions. The fastest order depends on the number of tokens, so a
-/// token's result then changes in its last bits with the other tokens of the pass.
+/// Floating-point sums depend on the order of the additions. The fastest order depends on the number of tokens, so the
+/// last bits of a token's result then depend on the other tokens of the pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SumOrder {
     /// The fastest order for the number of tokens in the pass.

@@ -1,6 +1,6 @@
 //! A set of tokens that may be chosen, as a bit mask.
 
-/// The tokens that may be chosen: bit `id % 32` of word `id / 32` is set for each of them.
+/// The tokens that may be chosen: bit `id % 32` of word `id / 32` is set if token `id` is allowed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TokenMask {
     words: Vec<u32>,

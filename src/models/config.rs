@@ -190,7 +190,8 @@ impl CommonConfig {
         self.layers(|_| self.sliding_window.filter(|&window| window < self.max_position_embeddings))
     }
 
-    /// Returns the layer's sliding window, if any. Without `layer_types`, `is_sliding` tells whether the layer has one.
+    /// Returns the layer's sliding window, if any. Without `layer_types`, `is_sliding` decides
+    /// which layers have a window.
     pub fn window(&self, layer: usize, is_sliding: impl Fn(usize) -> bool) -> Option<usize> {
         let sliding = match &self.layer_types {
             Some(types) => types[layer] == LayerType::SlidingAttention,

@@ -61,11 +61,11 @@ impl AttentionConfig {
         (self.heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim)
     }
 
-    /// Returns the KV heads that a rank holds. It also holds the query heads that attend to them.
+    /// Returns the KV heads that this rank holds. The rank also holds the query heads that attend to these KV heads.
     /// The columns of `o_proj` can be divided only between blocks of `column_unit` columns.
     fn kv_share(&self, world: &World, column_unit: usize) -> Range<usize> {
         let columns = self.heads / self.spec.kv_heads * self.spec.head_dim;
-        // The fewest KV heads whose query heads have whole blocks.
+        // The smallest number of KV heads whose query heads fill whole blocks of columns.
         let unit = (1..=column_unit).find(|heads| (heads * columns).is_multiple_of(column_unit)).unwrap_or(1);
         world.share(self.spec.kv_heads, unit)
     }
@@ -87,7 +87,7 @@ pub struct Attention {
     /// The norms of q and k.
     pub(crate) qk_norm: Option<(Norm, Norm)>,
     pub(crate) rotary: Arc<RotaryEmbedding>,
-    /// The numbers of heads are those of this rank.
+    /// The config, with the numbers of heads that this rank holds.
     pub(crate) config: AttentionConfig,
     /// The dtype of the layer's input and of the KV cache.
     dtype: DType,
@@ -116,7 +116,8 @@ impl Attention {
         Self::load_heads(weights, config, Projections::Fused, rotary)
     }
 
-    /// Like [`load_fused`](Self::load_fused), but the matrices have other names, are stored transposed, and have biases.
+    /// Like [`load_fused`](Self::load_fused), but the matrices have other names, are stored
+    /// transposed, and have biases.
     pub fn load_transposed(
         weights: &Weights,
         config: AttentionConfig,
@@ -196,10 +197,11 @@ impl Attention {
         self.dtype
     }
 
-    /// Computes attention for the tokens of all sequences. Maps x `[tokens, hidden]` to f32 `[tokens, hidden]`, the sum
-    /// over the heads of all ranks. Writes the new keys and values to the cache.
+    /// Computes attention for the tokens of all sequences, and writes the new keys and values to the cache.
+    /// Maps x `[tokens, hidden]` to f32 `[tokens, hidden]`, summed over the heads of all ranks.
     ///
-    /// The result does not include the bias of `o_proj`. It is returned separately, so that the next norm can add it.
+    /// The result does not include the bias of `o_proj`, which is returned separately, so that
+    /// the next norm can add it.
     pub fn forward(&self, x: &Tensor, layer: usize, pass: &Pass, cache: &KvCache) -> Result<(Tensor, Option<&Tensor>)> {
         let y = match self.config.heads {
             0 => Tensor::zeros((x.dim(0)?, self.config.hidden_size), DType::F32, x.device())?,
@@ -208,7 +210,7 @@ impl Attention {
         Ok((self.world.sum(&y)?, self.o_proj.bias.as_ref()))
     }
 
-    /// Computes [`forward`](Self::forward) for the heads of this rank, of which there is at least one.
+    /// Computes [`forward`](Self::forward) for the heads of this rank, which must hold at least one head.
     fn forward_heads(&self, x: &Tensor, layer: usize, pass: &Pass, cache: &KvCache) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
         let AttentionConfig { heads, spec, scale, softcap, .. } = self.config;

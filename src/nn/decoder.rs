@@ -37,13 +37,13 @@ pub struct Decoder {
     dtype: DType,
     pub(crate) layers: Vec<DecoderLayer>,
     pub(crate) norm: Norm,
-    /// The rows of the vocabulary that this rank computes.
+    /// The output head, with the rows of the vocabulary that this rank computes.
     pub(crate) lm_head: Linear,
     pub(crate) embed_scale: f32,
     /// `[positions, hidden]`
     pub(crate) embed_positions: Option<Tensor>,
     pub(crate) final_softcap: Option<f32>,
-    /// The keys and values that this rank caches.
+    /// The KV cache spec of each layer, with the KV heads that this rank holds.
     cache_layers: Vec<LayerSpec>,
     /// The number of positions that the RoPE tables cover.
     context: usize,
@@ -107,7 +107,7 @@ impl Decoder {
     }
 
     /// Runs a batch like `forward`, with token ids that are already on the device: `ids`, u32 `[tokens]`. The caller
-    /// guarantees that they are in the vocabulary. `batch.ids` are placeholders.
+    /// guarantees that these ids are in the vocabulary. `batch.ids` are placeholders.
     #[cfg(feature = "cuda")]
     pub(crate) fn forward_on_device(&self, ids: &Tensor, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
         self.validate(batch)?;
@@ -133,7 +133,8 @@ impl Decoder {
     }
 
     /// Runs a batch like `forward` with `LogitRows::All`, but returns the normalized hidden states of all tokens,
-    /// `[tokens, hidden]`. [`logits`](Self::logits) turns rows of them into logits, which take far more memory.
+    /// `[tokens, hidden]`. [`logits`](Self::logits) turns rows of hidden states into logits,
+    /// which take far more memory.
     pub fn forward_hidden(&self, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
         self.validate(batch)?;
         let device = self.embed_tokens.device();
@@ -150,8 +151,8 @@ impl Decoder {
         })
     }
 
-    /// Runs a pass like `forward_pass`, up to the logits. Returns the normalized hidden states of the tokens that `rows`
-    /// selects, `[rows, hidden]`.
+    /// Runs a pass like `forward_pass`, up to the logits. Returns the normalized hidden states of the tokens
+    /// that `rows` selects, `[rows, hidden]`.
     fn hidden_pass(
         &self,
         ids: &Tensor,
@@ -219,8 +220,7 @@ impl Decoder {
         self.backend
     }
 
-    /// Returns whether attention reads block tables on the host. A pass that does so cannot be captured in a CUDA
-    /// graph.
+    /// Returns whether attention reads block tables on the host. A CUDA graph cannot capture such a pass.
     #[cfg(feature = "cuda")]
     pub(crate) fn reads_tables_on_host(&self) -> bool {
         self.layers.iter().any(|layer| {
@@ -246,15 +246,15 @@ impl Decoder {
         row + self.layers.iter().map(DecoderLayer::step_bytes).sum::<u64>() + self.norm.bytes() + self.lm_head.bytes()
     }
 
-    /// Returns the number of experts per token, and the size of one expert of every layer together, in bytes.
+    /// Returns the number of experts per token, and the total size in bytes of one expert from every layer.
     /// Returns zeros if the model has no experts.
     pub fn expert_bytes(&self) -> (usize, u64) {
         let experts = || self.layers.iter().filter_map(|layer| layer.mlp.expert());
         (experts().map(|(chosen, _)| chosen).max().unwrap_or(0), experts().map(|(_, bytes)| bytes).sum())
     }
 
-    /// Returns the mean number of different experts per layer and decode step since the last call.
-    /// Returns `None` if no step counted them. Waits for the device.
+    /// Returns the mean number of different experts that a decode step used per layer since the last call.
+    /// Returns `None` if no step counted its experts. Waits for the device.
     pub fn take_used_experts(&self) -> Result<Option<f64>> {
         let usage = self.layers.iter().filter_map(|layer| layer.mlp.usage());
         let counts = usage.map(|usage| usage.take()).collect::<candle_core::Result<Vec<_>>>()?;

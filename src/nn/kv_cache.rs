@@ -4,8 +4,8 @@
 //! every block of a full-attention group, and only the blocks in the window of a sliding-window group.
 //!
 //! All blocks have room for the same number of layers, so any free block can go to any group. Layer i of each group
-//! uses the same tensors, in different blocks. If a model has more layers with one window than with another, as Gemma 3
-//! does, these layers are split into several groups. This is the design of vLLM's hybrid KV cache manager.
+//! uses the same tensors, in different blocks. If more layers have one window than another, as in Gemma 3, the layers
+//! with the more common window form several groups. This is the design of vLLM's hybrid KV cache manager.
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
@@ -54,7 +54,7 @@ impl CacheLayout {
         let heads = layers.first().map(|layer| (layer.kv_heads, layer.head_dim));
         let heads = heads.filter(|&heads| layers.iter().all(|layer| (layer.kv_heads, layer.head_dim) == heads));
         let row = layers.iter().map(|layer| layer.kv_heads.saturating_mul(layer.head_dim)).max().unwrap_or(0);
-        // Each distinct window and the number of layers that have it, in the order in which the windows first occur.
+        // Each distinct window and its number of layers, in the order in which the windows first occur.
         let mut classes: Vec<(Option<usize>, usize)> = Vec::new();
         for layer in layers {
             match classes.iter_mut().find(|(window, _)| *window == layer.window) {
@@ -221,7 +221,8 @@ impl KvCache {
         CachedLayer { k, v }
     }
 
-    /// Returns the keys and values of each layer of a group, all blocks in one tensor, `[rows, kv_heads, head_dim]`.
+    /// Returns the tensors that hold all blocks:
+    /// keys and values for each layer of a group, `[rows, kv_heads, head_dim]`.
     pub fn tensors(&self) -> impl Iterator<Item = [&Tensor; 2]> {
         self.layers.iter().map(|(k, v)| [k, v])
     }

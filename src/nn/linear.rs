@@ -9,12 +9,12 @@ use crate::device::World;
 use crate::kernels::{self, SumOrder, matrix::Matrix, rows::add_bias};
 use crate::weights::Weights;
 
-/// The unit in which ranks divide an intermediate size: an MXFP4 block, and a multiple of what the kernels for float
-/// matrices need.
+/// Ranks divide an intermediate size at multiples of this number of columns, which is the size of an MXFP4 block.
+/// It also satisfies the alignment that the kernels for float matrices need.
 pub(super) const SHARE_COLUMNS: usize = 32;
 
-/// Returns a rank's rows of a matrix that has the rows of gate_proj, and then those of up_proj. `share` is its part of the
-/// intermediate size.
+/// Returns the rows that a rank holds of a matrix with the rows of gate_proj, then the rows of up_proj.
+/// `share` is the rank's part of the intermediate size.
 pub(super) fn gate_up_rows(share: &Range<usize>, intermediate_size: usize) -> [Range<usize>; 2] {
     [share.clone(), intermediate_size + share.start..intermediate_size + share.end]
 }
@@ -92,8 +92,8 @@ impl Linear {
         self.weight.bytes() + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Returns x·Wᵀ + b, where x and W are the columns that this rank holds. Maps x `[tokens, in]` to f32
-    /// `[tokens, out]`. All ranks must call it.
+    /// Returns x·Wᵀ summed over all ranks, plus b. Each rank holds some of the columns of x and W.
+    /// Maps x `[tokens, in]` to f32 `[tokens, out]`. All ranks must call this function.
     pub fn forward_summed(&self, x: &Tensor, order: SumOrder, world: &World) -> Result<Tensor> {
         self.add_bias(world.sum(&self.matmul(x, order)?)?)
     }

@@ -50,7 +50,7 @@ impl Mlp {
         }
     }
 
-    /// Returns the experts that batches used, or `None` if the layer does not count them.
+    /// Returns the counter of used experts, or `None` if the layer has no counter.
     pub fn usage(&self) -> Option<&ExpertUsage> {
         match self {
             Mlp::ClampedMoe(moe) => Some(moe.usage()),
@@ -95,8 +95,8 @@ impl GatedMlp {
         Self::new(gate_up_proj, &down, share, (hidden_size, intermediate_size), bias, activation)
     }
 
-    /// Loads this rank's part of `gate_up_proj` and `down_proj`, without biases. The gate rows come first in
-    /// `gate_up_proj`.
+    /// Loads this rank's part of `gate_up_proj` and `down_proj`, without biases.
+    /// `gate_up_proj` has the gate rows, then the up rows.
     pub fn load_fused(
         weights: &Weights,
         hidden_size: usize,
@@ -189,7 +189,7 @@ impl PlainMlp {
     }
 }
 
-/// Returns the part of the intermediate size that a rank holds. `down` are the weights of the projection from it.
+/// Returns the part of the intermediate size that this rank holds. `down` are the weights of the down projection.
 fn intermediate_share(down: &Weights, intermediate_size: usize) -> Result<Range<usize>> {
     let unit = SHARE_COLUMNS.max(down.column_unit("weight", intermediate_size)?);
     Ok(down.world().share(intermediate_size, unit))

@@ -121,7 +121,7 @@ impl GatedMoe {
         Ok(self.world.sum(&y)?)
     }
 
-    /// Computes the part of this rank.
+    /// Computes the part of [`forward`](Self::forward) that belongs to this rank.
     fn forward_part(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         // One kernel grid covers at most MAX_PAIRS (token, expert) pairs.
         let (tokens, limit) = (x.dim(0)?, MAX_PAIRS / self.config.experts_per_token);
@@ -181,7 +181,7 @@ pub struct ClampedMoe {
     /// `[experts, hidden]`
     pub(crate) down_bias: Tensor,
     pub(crate) config: ClampedMoeConfig,
-    /// The experts that batches of decode steps used.
+    /// Counts the experts that batched decode steps use.
     pub(crate) usage: ExpertUsage,
     world: World,
 }
@@ -205,7 +205,7 @@ impl ClampedMoe {
             gate_up_proj,
             gate_up_bias: gate_up_weights.stacked_vectors("gate_up_proj_bias", experts, 2 * share.len())?,
             down_proj,
-            // The outputs of all ranks are summed, so only one of them contains the bias.
+            // The outputs of all ranks are summed, so only the first rank adds the bias.
             down_bias: if world.is_first() { down_bias } else { down_bias.zeros_like()? },
             config,
             usage: ExpertUsage::new(weights.device())?,
@@ -219,7 +219,7 @@ impl ClampedMoe {
         (self.gate_up_proj.bytes() + self.down_proj.bytes() + biases) / self.config.experts as u64
     }
 
-    /// Returns the experts that batches of decode steps used.
+    /// Returns the counter of the experts that batched decode steps use.
     pub fn usage(&self) -> &ExpertUsage {
         &self.usage
     }
@@ -238,7 +238,7 @@ impl ClampedMoe {
         Ok(self.world.sum(&y)?)
     }
 
-    /// Computes the part of this rank.
+    /// Computes the part of [`forward`](Self::forward) that belongs to this rank.
     fn forward_part(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         let chosen = self.config.experts_per_token;
         #[cfg(feature = "cuda")]

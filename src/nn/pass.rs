@@ -57,7 +57,7 @@ impl Pass {
             bail!("the batch has {} token ids for sequences of {lengths:?} tokens", ids.len());
         }
         if sum_order == SumOrder::Fixed && sequences.len() != tokens {
-            bail!("a fixed order of sums needs one token per sequence, not {} in {tokens}", sequences.len());
+            bail!("a fixed order of sums needs one token per sequence, not {tokens} for {}", sequences.len());
         }
         let groups = cache.layout().groups();
         if let Some(span) = sequences.iter().find(|span| span.tables.iter().len() != groups) {
@@ -94,7 +94,7 @@ impl Pass {
         &self.blocks[group]
     }
 
-    /// Returns whether sums may depend on the number of tokens.
+    /// Returns the order of sums in matrix products and attention.
     pub fn sum_order(&self) -> SumOrder {
         self.sum_order
     }

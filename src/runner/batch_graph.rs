@@ -73,14 +73,14 @@ impl BatchGraphs {
         }
     }
 
-    /// Returns whether a step can run as a graph. This is not so for large batches and prompts, with the backend
-    /// `CandleFlashAttn`, and after a graph step has failed.
+    /// Returns whether a step can run as a graph. Prompts and large batches cannot, nor can any step with the backend
+    /// `CandleFlashAttn` or after a graph step has failed.
     pub fn support(&self, decoder: &Decoder, sequences: &[StepSequence]) -> bool {
         let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
         !self.has_failed && is_decode && sequences.len() <= MAX_BATCH && !decoder.reads_tables_on_host()
     }
 
-    /// Queues a decode step like [`run`](Self::run). Returns `None` if the step cannot run as a graph.
+    /// Queues a decode step as [`run`](Self::run) does. Returns `None` if the step cannot run as a graph.
     pub fn try_run(
         &mut self,
         decoder: &Decoder,
@@ -106,7 +106,7 @@ impl BatchGraphs {
     }
 
     /// Queues a decode step of all sequences, which must be [supported](Self::support). Returns their logits, f32
-    /// `[sequences, vocab]`. The next step overwrites the logits. The inputs travel through `queue`.
+    /// `[sequences, vocab]`. The next step overwrites the logits. `queue` copies the inputs to the device.
     pub fn run(
         &mut self,
         decoder: &Decoder,
@@ -132,8 +132,8 @@ impl BatchGraphs {
         match &batch.graph {
             Some(graph) => graph.enqueue()?,
             None => {
-                // Run the first step without a graph. It loads all kernels and allocates the counters of finished attention
-                // splits. Neither is allowed while a graph is captured.
+                // Run the first step without a graph. It loads all kernels and allocates the counters of finished
+                // attention splits. A capture allows neither loading nor allocating.
                 let (result, sizes) = LayerSizes::measure(|| batch.forward(decoder, cache));
                 result?;
                 let rows = size.next_power_of_two();
@@ -153,10 +153,11 @@ impl BatchGraphs {
                 // frees. `Runner` drops the graphs before the decoder and the cache, and `BatchGraph` owns its buffers,
                 // including the arena. Only the engine thread uses the stream after loading.
                 let graph = unsafe { LaunchGraph::capture_with(&self.device, forward)? };
-                // While a GPU waits for another one, the other must not allocate memory or load kernels.
+                // Wait until all ranks have captured the graph. While one GPU waits for another, the other must not
+                // allocate memory or load kernels.
                 decoder.world().all(())?;
-                // Run the step again. cuBLAS may choose another algorithm during a capture, but all steps of a size must
-                // have the same results.
+                // Run the step again. cuBLAS may choose another algorithm during a capture, but all steps of a size
+                // must have the same results.
                 graph.enqueue()?;
                 batch.graph = Some(graph);
             }

@@ -11,7 +11,7 @@ use super::{Decode, KernelTime, LaunchCounts, Runner, StepBytes, StepTime};
 use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
 use crate::nn::pass::LogitRows;
 
-/// The sequence id that these functions pass to the decode graph. They run a single sequence.
+/// The sequence id that the functions in this file pass to the decode graph.
 #[cfg(feature = "cuda")]
 const SOLO: u64 = u64::MAX;
 
@@ -69,7 +69,7 @@ impl Runner {
     /// Runs `ids` from an empty cache, one decode step per token.
     /// Returns the logits of every token, f32 `[tokens, vocab]`.
     ///
-    /// [`logits`](Self::logits) computes them with prefill instead.
+    /// [`logits`](Self::logits) computes the logits by prefill instead.
     pub fn step_logits(&mut self, ids: &[u32]) -> Result<Tensor> {
         self.reset();
         let mut rows = Vec::with_capacity(ids.len());
@@ -149,7 +149,7 @@ impl Runner {
         StepBytes { weights: self.decoder.step_bytes(), cache }
     }
 
-    /// Returns the bytes that a decode step of several sequences reads, each after `depth` cached tokens.
+    /// Returns the bytes that a decode step of `sequences` sequences reads, each after `depth` cached tokens.
     /// `experts` is the number of different experts that the step uses per layer.
     pub fn batch_bytes(&self, sequences: usize, depth: usize, experts: f64) -> StepBytes {
         let one = self.step_bytes(depth);

@@ -19,8 +19,8 @@ pub trait ChooseToken {
     /// Returns the next token for `logits`, f32 `[vocab]`. May modify the logits in place.
     ///
     /// The caller has applied [`logit_edits`](Self::logit_edits), and set the logits of tokens outside
-    /// [`allowed_tokens`](Self::allowed_tokens) to -inf. It guarantees that at least one logit is greater than -inf.
-    /// Never chooses a token whose logit is NaN or -inf.
+    /// [`allowed_tokens`](Self::allowed_tokens) to -inf. The caller guarantees that at least one logit is greater than
+    /// -inf. `choose` never returns a token whose logit is NaN or -inf.
     fn choose(&mut self, logits: &mut [f32]) -> u32;
 
     /// Returns the values to add to logits before a token is chosen, at most one per token.
@@ -40,8 +40,8 @@ pub trait ChooseToken {
 
     /// Returns the tokens that may be chosen next, or `None` if all may.
     ///
-    /// The runner calls this once per step, before [`logit_edits`](Self::logit_edits) and after it has queued the forward
-    /// pass. On a GPU, both run at the same time. An error ends only this sequence.
+    /// The runner calls this once per step, before [`logit_edits`](Self::logit_edits) and after it has queued the
+    /// forward pass. On a GPU, the forward pass runs during this call. An error ends only this sequence.
     fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
         Ok(None)
     }
@@ -51,8 +51,8 @@ pub trait ChooseToken {
         self.is_constrained() || self.top_logprobs().is_some() || !self.logit_edits().is_empty()
     }
 
-    /// Returns whether the device can choose a token before it has told the host the one before. All options that the
-    /// sampling kernel does not have rule this out, and so do penalties, which depend on the tokens before.
+    /// Returns whether the device can choose a token before the host has received the previous token. Options that the
+    /// sampling kernel lacks rule this out, and so do penalties, which depend on the previous tokens.
     fn can_queue(&self) -> bool {
         false
     }

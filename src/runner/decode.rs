@@ -18,7 +18,7 @@ use crate::nn::kv_cache::KvCache;
 pub enum Executor {
     /// A CUDA graph of fused kernels.
     Graph,
-    /// Operation by operation.
+    /// One operation at a time, without a graph.
     Eager,
 }
 
@@ -31,7 +31,7 @@ impl fmt::Display for Executor {
     }
 }
 
-/// How the decode steps of a single sequence run. `BatchGraphs` runs those of several sequences.
+/// The decode steps of a single sequence, as a graph or eager. `BatchGraphs` runs the steps of several sequences.
 pub(super) enum Decode {
     /// Runs the decoder one operation at a time. The reason says why there is no decode graph.
     Eager(EagerReason),
@@ -59,7 +59,7 @@ impl Decode {
 }
 
 impl Decode {
-    /// Chooses how the decode steps run. Every rank must call this function, because they all choose the same.
+    /// Chooses how the decode steps run. Every rank must call this function, because all ranks agree on one choice.
     pub fn plan_together(
         decoder: &Decoder,
         cache: &KvCache,

@@ -9,10 +9,11 @@ use candle_core::DType;
 pub enum EagerReason {
     /// The user gave `--eager`.
     Requested,
-    /// The results must not depend on other sequences. The steps run as a batch graph of one sequence instead.
+    /// The user gave `--deterministic`. The steps run as a batch graph of one sequence instead.
     Deterministic,
     NotOnGpu,
-    /// Several devices run the model together. They exchange data by the host, or one of them holds no part of a layer.
+    /// Several devices run the model together. They exchange data through the host, or one device
+    /// holds no part of a layer.
     SeveralDevices,
     /// The graph supports only bf16 and f16.
     Dtype(DType),

@@ -1,4 +1,4 @@
-//! The thread of a rank that is not the first.
+//! The thread of a follower, which is a rank other than the first.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::Receiver;
@@ -26,7 +26,7 @@ use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::{SequenceSpan, StepBatch};
 use crate::text::error_message;
 
-/// Runs the commands of the first rank until it stops or a pass fails.
+/// Runs the commands of the first rank until the first rank stops or a command fails.
 pub(super) fn follow(
     world: &World,
     parts: RankParts,
@@ -34,7 +34,7 @@ pub(super) fn follow(
     limits: RunnerLimits,
     options: RunnerOptions,
 ) {
-    // The device's memory must be freed by this thread, so the closure owns the parts.
+    // This thread must free the memory of its device, so the closure owns the parts.
     let run = move || -> Result<()> {
         let mut follower = Follower::new(parts, limits, options)?;
         while let Ok(command) = commands.recv() {
@@ -49,7 +49,7 @@ pub(super) fn follow(
     }
 }
 
-/// What the thread of a follower owns.
+/// The state of a follower's thread.
 struct Follower {
     /// Declared first, so that the graphs are dropped before the decoder and the cache, whose memory they use.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code))]
@@ -58,7 +58,7 @@ struct Follower {
     batches: Option<(BatchGraphs, StepQueue)>,
     decoder: Decoder,
     cache: KvCache,
-    /// The logits of the last pass, f32 `[1, vocab]`, if it had only one row of them.
+    /// The logits of the last pass, f32 `[1, vocab]`, if the pass returned a single row.
     logits: Option<Tensor>,
 }
 
@@ -92,7 +92,7 @@ impl Follower {
                 let (spans, logits, sum_order) = (spans.collect::<Vec<_>>(), *logits, *sum_order);
                 let batch = StepBatch { ids, sequences: &spans, logits, sum_order };
                 let logits = self.decoder.forward(&batch, &self.cache)?;
-                // Other logits can be large.
+                // Do not keep logits of several rows, which can be large.
                 self.logits = (logits.dim(0)? == 1).then_some(logits);
             }
             #[cfg(feature = "cuda")]
@@ -119,7 +119,7 @@ impl Follower {
             Command::Graph(command) => {
                 let Decode::Graph(graph) = &mut self.decode else { bail!("internal error: a rank has no graph") };
                 match command.run(graph, self.logits.as_ref()) {
-                    // The first rank has the same logits, and reports this to the client.
+                    // The first rank has the same logits, and reports the error to the client.
                     Err(error) if error.to_string() == NO_TOKEN => {}
                     result => drop(result?),
                 }
@@ -130,7 +130,7 @@ impl Follower {
     }
 }
 
-/// Returns the reason why the world ends if a rank fails.
+/// Returns the reason for ending the world when the rank of `world` fails.
 pub(super) fn failure(world: &World, reason: &str) -> String {
     format!("GPU {} of {} failed: {reason}; the others were stopped", world.rank() + 1, world.size())
 }

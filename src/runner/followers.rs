@@ -1,8 +1,8 @@
 //! The other ranks of a model that several devices run together.
 //!
-//! The runner is the first rank. Every other rank is a follower: a thread with its own part of the weights and of the KV
-//! cache. Followers run the same passes as the runner at the same time. They exchange partial results within a pass, see
-//! [`World`].
+//! The runner is the first rank. Every other rank is a follower: a thread with its own part of the weights and
+//! of the KV cache. Followers run the same passes as the runner at the same time. Within a pass, the ranks
+//! exchange partial results through [`World`].
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
@@ -44,7 +44,7 @@ pub(super) struct Followers {
 }
 
 impl Followers {
-    /// Starts a thread for each rank in `ranks`, which are all ranks of `world` but the first.
+    /// Starts a thread for each rank in `ranks`. These are all ranks of `world` except the first.
     pub fn start(
         world: World,
         ranks: Vec<(World, RankParts)>,
@@ -77,21 +77,21 @@ impl Followers {
         self.is_empty() || self.world.exchange().is_some()
     }
 
-    /// Fails if a rank has failed. Call this after the host has received results of a step, because the results of a step
-    /// in which a rank failed are wrong.
+    /// Returns an error if a rank has failed. Call this after the host has received the results of a step: if a rank
+    /// failed during the step, the results are wrong.
     pub fn check(&self) -> Result<()> {
         self.world.check().map_err(|error| Error::GpuFailed(error.to_string()).into())
     }
 
     /// Runs `decoder`, the part of the first rank, together with the parts of all followers.
     ///
-    /// If one of the ranks fails, the pass of every rank fails with its error, and so do all later passes: the keys and
-    /// values of the ranks may no longer belong together.
+    /// If a rank fails, this pass and all later passes fail on every rank with the error of the failed rank, because
+    /// the keys and values of the ranks may no longer match.
     pub fn forward(&self, decoder: &Decoder, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
         if self.is_empty() {
             return decoder.forward(batch, cache);
         }
-        // The ranks would all refuse an invalid batch. Refuse it before they start, so that later passes can succeed.
+        // If the ranks rejected an invalid batch, all later passes would fail. Reject the batch before the ranks start.
         decoder.validate(batch)?;
         let logits = self.together(Command::Forward(Arc::new(batch.into())), || decoder.forward(batch, cache))?;
         logits.device().synchronize()?;
@@ -99,7 +99,7 @@ impl Followers {
         Ok(logits)
     }
 
-    /// Runs a decode step of all followers as a CUDA graph, together with `run`, which does so on the first rank.
+    /// Runs a decode step as a CUDA graph on all followers, while `run` runs the step on the first rank.
     #[cfg(feature = "cuda")]
     pub fn run_batch<T>(
         &self,
@@ -109,18 +109,19 @@ impl Followers {
     ) -> Result<T> {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
         let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
-        // Every rank's graphs have the rows and the order of sums that its options select.
+        // Followers ignore `logits` and `sum_order`, because the graphs of each rank follow the rank's own options.
         let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order: SumOrder::default() };
         let result = self.together(Command::Batch(Arc::new((&batch).into())), run)?;
-        // On a GPU that ranks share, a copy to the host would wait too, but keep the other ranks from launching kernels.
+        // Wait for the step if ranks share a GPU. A copy to the host would also wait, but would keep the
+        // other ranks from launching kernels.
         if self.world.exchange().is_some_and(|exchange| !exchange.can_queue()) {
             device.synchronize()?;
         }
         Ok(result)
     }
 
-    /// Runs a command on the decode graphs of all ranks. `graph` is that of the first rank, and `logits` are those of its last
-    /// pass. Returns the token of [`GraphCommand::Next`].
+    /// Runs a command on the decode graphs of all ranks. `graph` is the first rank's graph, and `logits` are the logits
+    /// of the first rank's last pass. Returns the token of [`GraphCommand::Next`].
     #[cfg(feature = "cuda")]
     pub fn run_graph(
         &self,
@@ -131,7 +132,7 @@ impl Followers {
         if self.is_empty() {
             return command.run(graph, logits);
         }
-        // If no step is left, all ranks would fail, and that would end the world.
+        // Fail here if no step is left. If the ranks failed instead, the world would end.
         if let GraphCommand::Next { limit } = command {
             graph.steps_left(limit)?;
         }
@@ -139,7 +140,7 @@ impl Followers {
         self.send(&Command::Graph(command.clone()))?;
         let token = command.run(graph, logits);
         match &token {
-            // A request ends, but the ranks still agree.
+            // `NO_TOKEN` ends only the request, because the ranks still agree.
             Err(error) if error.to_string() != NO_TOKEN => self.fail(error),
             _ => {}
         }
@@ -155,7 +156,7 @@ impl Followers {
         token.context("internal error: a step has no token")
     }
 
-    /// Sends a command to all followers and calls `run` on the first rank. If it fails, the world ends.
+    /// Sends a command to all followers and calls `run` on the first rank. If `run` fails, the world ends.
     fn together<T>(&self, command: Command, run: impl FnOnce() -> Result<T>) -> Result<T> {
         self.check()?;
         self.send(&command)?;

@@ -15,9 +15,9 @@ use crate::kernels::step_inputs::StepInputs;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 
 impl Runner {
-    /// See [`queue`](Self::queue).
+    /// Implements [`queue`](Self::queue) for a GPU.
     pub(super) fn queue_on_gpu(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
-        // The tokens of a queued step stay on the first GPU, but the next step needs them on all.
+        // The tokens of a queued step stay on the first GPU, but the next step needs them on all GPUs.
         if !self.followers.is_empty() {
             return Ok(None);
         }

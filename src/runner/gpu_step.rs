@@ -79,7 +79,7 @@ pub(super) fn sampled_rows(sequences: &[StepSequence], logits: &Tensor) -> Resul
     })
 }
 
-/// Returns the rows of logits that have masks, with their masks, and the rows whose masks could not be computed.
+/// Returns a mask for each row of logits that has one, and an error for each row whose mask could not be computed.
 /// Row i belongs to the sequence with the i-th sampler.
 fn allowed_tokens(sequences: &mut [StepSequence]) -> (Vec<(u32, TokenMask)>, HashMap<u32, Error>) {
     let (mut masks, mut problems) = (Vec::new(), HashMap::new());
@@ -108,7 +108,8 @@ impl Runner {
             return Ok(Some(vec![Some(token.map(|id| ChosenToken { id, logprobs: None }))]));
         }
         self.forget_sequences();
-        // A batch graph for one sequence returns the logits that the decode graph does not, and adds in a fixed order.
+        // A single sequence runs on a batch graph only if its sampler needs logits, if sums need a fixed order, or if
+        // there are several ranks.
         if let [sequence] = sequences
             && !needs_logits(sequence)
             && self.options.grid.is_none()
@@ -136,7 +137,8 @@ impl Runner {
     }
 
     /// Runs a decode step of one sequence on the decode graph.
-    /// Returns `None` if there is no decode graph, if the step has several tokens, or if the sequence has no sampler.
+    /// Returns `None` if there is no decode graph, if the step has several tokens, if the sequence has no
+    /// sampler, or if the sampler needs logits.
     fn decode_graph_step(
         &mut self,
         sequence: &mut StepSequence,
@@ -160,7 +162,7 @@ impl Runner {
         } else if graph.needs_tables(sequence.tables) {
             self.followers.run_graph(graph, GraphCommand::SetTables(sequence.tables.clone()), None)?;
         }
-        // Steps are already queued here, except before the first token.
+        // Here the GPU already runs queued steps, except before the first token.
         meanwhile();
         Ok(Some(take_token(graph, &self.followers, sequence.limit, sampler)))
     }

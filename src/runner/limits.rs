@@ -15,12 +15,12 @@ pub struct RunnerLimits {
 /// How a runner runs its steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RunnerOptions {
-    /// Whether all steps run operation by operation instead of as CUDA graphs.
+    /// Whether all steps run one operation at a time instead of as CUDA graphs.
     pub eager: bool,
     /// Whether the results of a sequence must not depend on other sequences. See [`ChunkGrid`].
     pub grid: Option<ChunkGrid>,
-    /// Whether a CPU also queues steps. It runs them at once, so this gains nothing, but tests can see the same order of
-    /// events as on a GPU.
+    /// Whether a CPU also queues steps. A CPU runs a queued step at once, which saves no time. Tests use this option to
+    /// see the same order of events as on a GPU.
     pub queue_on_cpu: bool,
 }
 
@@ -34,7 +34,8 @@ impl RunnerOptions {
 /// How prompts are divided so that results do not depend on other sequences, on the prefix cache or on preemption.
 ///
 /// Each token is always computed by the same kernels with the same sizes:
-/// - A prompt without its last token is divided at multiples of [`tokens`](Self::tokens). Each part is a pass of its own.
+/// - The prompt without its last token is divided at multiples of [`tokens`](Self::tokens).
+///   Each part runs in its own pass.
 /// - The last token of the prompt, and every generated token, is a row of a decode step, whose kernels add in a fixed
 ///   order ([`SumOrder::Fixed`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,10 +44,11 @@ pub struct ChunkGrid {
 }
 
 impl ChunkGrid {
-    /// The most tokens of a part. More would be faster, but a prompt reuses only whole parts from the prefix cache.
+    /// The maximum number of tokens in a part. Larger parts would be faster,
+    /// but a prompt reuses only whole parts from the prefix cache.
     const MAX_TOKENS: usize = 512;
 
-    /// Creates the grid for passes of at most `chunk` tokens. Returns `None` if a pass is smaller than a block.
+    /// Creates the grid for passes of at most `chunk` tokens. Returns `None` if `chunk` is smaller than a block.
     pub fn new(chunk: usize) -> Option<Self> {
         let tokens = chunk.min(Self::MAX_TOKENS) / BLOCK_TOKENS * BLOCK_TOKENS;
         (tokens > 0).then_some(Self { tokens })

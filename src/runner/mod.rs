@@ -1,8 +1,8 @@
 //! Runs the steps of a model on its device. On a GPU, decode steps run as CUDA graphs: one graph for each batch size,
 //! and another one, with fused kernels, for a single sequence.
 //!
-//! A [`Runner`] handles token ids, positions and block tables. Its callers handle requests, text and sampling
-//! parameters.
+//! A [`Runner`] handles token ids, positions and block tables.
+//! Its callers handle requests, text and sampling parameters.
 
 #[cfg(feature = "cuda")]
 mod batch_graph;
@@ -68,10 +68,10 @@ pub struct Runner {
     /// Declared first, so that the graphs are dropped before the decoder and the cache, whose memory they use.
     #[cfg(feature = "cuda")]
     batches: Option<BatchGraphs>,
-    /// `None` on a CPU, and if steps run eagerly.
+    /// `None` on a CPU, with `--eager`, and if the ranks cannot run graphs.
     #[cfg(feature = "cuda")]
     queue: Option<StepQueue>,
-    /// The other ranks. They run every pass of `decoder`.
+    /// The other ranks, which run every pass together with `decoder`.
     followers: Followers,
     decoder: Decoder,
     cache: KvCache,
@@ -81,9 +81,9 @@ pub struct Runner {
     device: Device,
     /// The sequence of `bench`, `perplexity` and `logits`, which have the cache to themselves.
     solo: SoloSequence,
-    /// The tokens of the last step that was queued on a CPU.
+    /// The tokens of the last step that was queued on a CPU, by sequence id.
     queued_tokens: HashMap<u64, u32>,
-    /// When the tokens of a queued step were taken last.
+    /// The time at which the tokens of a queued step were last taken.
     last_taken: Instant,
     times: StepTimes,
 }
@@ -103,7 +103,7 @@ impl Runner {
         Self::with_ranks(World::alone(), parts, Vec::new(), limits, device, options)
     }
 
-    /// Creates a runner of a model that several ranks run together. `world` and `parts` are those of the first rank,
+    /// Creates a runner for a model that several ranks run together. `world` and `parts` belong to the first rank,
     /// which runs on the calling thread. `others` are all other ranks.
     ///
     /// All caches must have the same number of blocks, enough for one sequence of `limits.context` positions.
@@ -155,7 +155,7 @@ impl Runner {
         &self.cache
     }
 
-    /// Returns whether all devices of the model still work together. After a failure of one of them, every step fails.
+    /// Returns whether no rank has failed. After a failure of one rank, every step fails.
     pub fn is_whole(&self) -> bool {
         self.followers.are_running()
     }

@@ -1,7 +1,7 @@
-//! Steps that are queued before the host knows the tokens of the step before.
+//! Steps that are queued before the host knows the tokens of the previous step.
 //!
 //! While the device runs a step, the host plans and queues the next one, so the device never waits for the host.
-//! `gpu_queue` has the part for GPUs.
+//! `gpu_queue` contains the code for GPUs.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -15,20 +15,24 @@ use super::step_sequence::{Chosen, StepSequence};
 use super::step_times::StepKind;
 
 impl Runner {
-    /// Queues a step and does not wait for it. [`take`](Self::take) returns its tokens.
+    /// Queues a step without waiting for its tokens, which [`take`](Self::take) returns.
     ///
-    /// At most one other step may be queued whose tokens were not taken. Sequences with
-    /// [`awaits_input`](StepSequence::awaits_input) continue with its tokens.
+    /// At most one earlier step may have tokens that were not taken. Sequences with
+    /// [`awaits_input`](StepSequence::awaits_input) use the tokens of the earlier step as input.
     ///
-    /// Returns `None` and does nothing if the step must run with [`step`](Self::step): with the decode graph of a single
-    /// sequence, if a choice depends on the tokens before, if no sequence needs a token, if only some sequences have a
-    /// grid, if the step computes log probabilities of prompt tokens, and usually on a CPU.
+    /// Returns `None` and does nothing if the step cannot be queued and must run with [`step`](Self::step):
+    /// - No sequence needs a token, or the choice of a token depends on the previous tokens.
+    /// - The step computes log probabilities of prompt tokens.
+    /// - Only some sequences have a grid, or the runner has a grid and the step contains prompt chunks.
+    /// - The decode graph of a single sequence runs the step, or the step has too many sequences for the queue.
+    /// - The model runs eagerly, on several ranks, or on a CPU without
+    ///   [`queue_on_cpu`](super::RunnerOptions::queue_on_cpu).
     pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
         let mut samplers = sequences.iter().filter_map(|sequence| sequence.sampler.as_deref()).peekable();
         if samplers.peek().is_none() || !samplers.all(|sampler| sampler.can_queue()) {
             return Ok(None);
         }
-        // Such sequences need passes of their own, whose tokens do not stay on the device.
+        // Sequences with a grid of their own run in separate passes, whose tokens do not stay on the device.
         if self.options.grid.is_none() && sequences.iter().any(|sequence| sequence.grid.is_some()) {
             return Ok(None);
         }
@@ -47,7 +51,7 @@ impl Runner {
 
     /// Waits for the tokens of a queued step. Steps must be taken in the order in which they were queued.
     ///
-    /// Calls `record` with the index of each sequence whose token the device chose, and with the token.
+    /// Calls `record` with the index and the token of each sequence whose token the device chose.
     pub fn take(&mut self, step: QueuedStep, record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
         let QueuedStep { kind, queued_at, tokens } = step;
         #[cfg(feature = "cuda")]
@@ -95,7 +99,7 @@ impl Runner {
         }
         let chosen = self.run_step(&mut known, &mut || ())?;
         let tokens = known.iter().zip(&chosen).filter_map(|(sequence, chosen)| {
-            // A sequence without a token ends with an error. Its next input can be any token.
+            // A sequence whose choice failed ends with an error. Any token can be its next input.
             Some((sequence.id, chosen.as_ref()?.as_ref().map_or(0, |chosen| chosen.id)))
         });
         self.queued_tokens = tokens.collect::<HashMap<_, _>>();

@@ -16,7 +16,7 @@ pub struct QueuedStep {
 pub(super) enum QueuedTokens {
     /// The step ran when it was queued.
     Known(Vec<Chosen>),
-    /// The device sends the tokens of the step with this index, for each sequence that needs one.
+    /// The device sends the tokens of step `index`: one token for each sequence that needs one.
     #[cfg(feature = "cuda")]
     Sent { index: usize, needs_token: Vec<bool> },
 }

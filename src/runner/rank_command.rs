@@ -1,4 +1,4 @@
-//! What the first rank tells the others to do.
+//! The commands that the first rank sends to the followers.
 
 use std::sync::Arc;
 
@@ -15,10 +15,10 @@ use crate::kernels::decode::sample::DeviceSampling;
 use crate::nn::kv_cache::BlockTables;
 use crate::nn::pass::{LogitRows, StepBatch};
 
-/// What a follower does next.
+/// A command for a follower.
 #[derive(Clone)]
 pub(super) enum Command {
-    /// Runs a batch operation by operation.
+    /// Runs a batch one operation at a time.
     Forward(Arc<OwnedBatch>),
     /// Runs a decode step as a CUDA graph.
     #[cfg(feature = "cuda")]
@@ -31,13 +31,13 @@ pub(super) enum Command {
     },
 }
 
-/// What the decode graphs of all ranks do.
+/// A command for the decode graphs of all ranks.
 #[cfg(feature = "cuda")]
 #[derive(Clone)]
 pub(super) enum GraphCommand {
     /// See [`DecodeGraph::start`].
     Start { sequence: u64, position: usize, token: u32, sampling: Option<DeviceSampling>, tables: BlockTables },
-    /// See [`DecodeGraph::start_from`]. The logits are those of the last pass.
+    /// See [`DecodeGraph::start_from`]. Uses the logits of the rank's last pass.
     StartFrom { sequence: u64, tokens: usize, sampling: Option<DeviceSampling>, tables: BlockTables },
     /// See [`DecodeGraph::set_tables`].
     SetTables(BlockTables),
@@ -47,7 +47,7 @@ pub(super) enum GraphCommand {
 
 #[cfg(feature = "cuda")]
 impl GraphCommand {
-    /// Runs the command on the graph of a rank. `logits` are those of the last pass, f32 `[1, vocab]`.
+    /// Runs the command on the graph of a rank. `logits` are the logits of the rank's last pass, f32 `[1, vocab]`.
     /// Returns the token of `Next`.
     pub fn run(&self, graph: &mut DecodeGraph, logits: Option<&Tensor>) -> Result<Option<u32>> {
         match self {
@@ -68,7 +68,7 @@ impl GraphCommand {
 /// A copy of a [`StepBatch`] for other threads.
 pub(super) struct OwnedBatch {
     pub ids: Vec<u32>,
-    /// The new tokens, their position and the block tables of each sequence.
+    /// The number of new tokens, the position of the first new token, and the block tables of each sequence.
     pub sequences: Vec<(usize, usize, BlockTables)>,
     pub logits: LogitRows,
     pub sum_order: SumOrder,

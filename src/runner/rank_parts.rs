@@ -1,4 +1,4 @@
-//! [`RankParts`]: what a rank holds.
+//! [`RankParts`]: the decoder and the KV cache of a rank.
 
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;

@@ -19,7 +19,8 @@ use crate::kernels::decode::{RowLogprobs, top_logprobs};
 use crate::nn::decoder::Decoder;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 
-/// The most prompt tokens whose logits are in memory at once. The memory plan has room for several copies of them.
+/// The maximum number of prompt tokens whose logits are in memory at once.
+/// The memory plan has room for several copies of these logits.
 const SCORED_ROWS: usize = 64;
 
 impl Runner {
@@ -48,7 +49,7 @@ impl Runner {
         if self.options.grid.is_some() {
             return self.step_on_grid(sequences, meanwhile);
         }
-        // Sequences with a grid of their own run in passes of their own.
+        // Sequences with a grid of their own run in separate passes.
         let has_grid = |sequence: &StepSequence| sequence.grid.is_some();
         in_two_parts(sequences, has_grid, |sequences, has_grid| match has_grid {
             true => self.step_on_grid(sequences, meanwhile),
@@ -94,7 +95,7 @@ impl Runner {
 
     /// Runs one token of each sequence, with sums in a fixed order.
     fn step_rows(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
-        // The graphs have this order only if all sequences have a grid.
+        // The graphs add in a fixed order only if the runner has a grid.
         #[cfg(feature = "cuda")]
         if self.options.grid.is_some()
             && !has_scores(sequences)
@@ -107,7 +108,8 @@ impl Runner {
         self.choose(sequences, &logits)
     }
 
-    /// Runs a chunk of a prompt, divided at the boundaries of the grid. A single token is a row of a decode step.
+    /// Runs a chunk of a prompt, divided at the boundaries of the grid.
+    /// A part of one token adds in the fixed order of decode steps.
     fn step_chunk(&mut self, sequence: &mut StepSequence) -> Result<Chosen> {
         let StepSequence { id, ids, position, tables, limit, grid, .. } = *sequence;
         let parts = grid.or(self.options.grid).context("internal error: a sequence has no grid")?;
@@ -131,7 +133,7 @@ impl Runner {
         }
     }
 
-    /// Runs the decoder operation by operation, and computes the log probabilities of prompt tokens.
+    /// Runs the decoder one operation at a time, and computes the log probabilities of prompt tokens.
     /// Returns the logits of each sequence's last token, f32 `[sequences, vocab]`.
     fn forward(&mut self, sequences: &mut [StepSequence], sum_order: SumOrder) -> Result<Tensor> {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
@@ -175,7 +177,7 @@ impl Runner {
         #[cfg(feature = "cuda")]
         if logits.device().is_cuda() {
             return match sequences {
-                // The decode graph would queue the next steps in the fastest order.
+                // Sequences with a grid cannot use the decode graph, which adds in the fastest order.
                 [sequence] if sequence.grid.is_none() => Ok(vec![self.first_graph_token(sequence, logits)?]),
                 _ => choose_on_device(sequences, logits),
             };
@@ -193,8 +195,8 @@ fn has_scores(sequences: &[StepSequence]) -> bool {
     sequences.iter().any(|sequence| sequence.scores.is_some())
 }
 
-/// Computes the log probabilities of prompt tokens from `hidden`, `[tokens, hidden]`. The first input token of their
-/// sequence is in row `row`.
+/// Computes the log probabilities of a sequence's prompt tokens from `hidden`, `[tokens, hidden]`. `row` is the row of
+/// the sequence's first input token.
 fn score(decoder: &Decoder, hidden: &Tensor, row: usize, sum_order: SumOrder, scores: &mut ScoreTokens) -> Result<()> {
     let mut start = row + scores.first;
     for tokens in scores.tokens.chunks(SCORED_ROWS) {
@@ -214,8 +216,8 @@ fn score(decoder: &Decoder, hidden: &Tensor, row: usize, sum_order: SumOrder, sc
     Ok(())
 }
 
-/// Calls `run` with the sequences for which `is_second` is false, and then with the others. Skips a part without any.
-/// Returns the results in the order of `sequences`, which this function changes.
+/// Calls `run` with the sequences for which `is_second` is false, and then with the other sequences. Skips an empty
+/// part. Reorders `sequences`, but returns the results in the original order.
 fn in_two_parts(
     sequences: &mut [StepSequence],
     is_second: impl Fn(&StepSequence) -> bool,
@@ -223,7 +225,7 @@ fn in_two_parts(
 ) -> Result<Vec<Chosen>> {
     let mut order: Vec<usize> = (0..sequences.len()).collect();
     order.sort_by_key(|&index| is_second(&sequences[index]));
-    // A stable sort, so that sequence i of the sorted slice was at `order[i]`.
+    // Both sorts are stable, so sequence i of the sorted slice was at `order[i]`.
     sequences.sort_by_key(&is_second);
     let (first, second) = sequences.split_at_mut(sequences.partition_point(|sequence| !is_second(sequence)));
     let mut results = if first.is_empty() { Vec::new() } else { run(first, false)? };

@@ -1,5 +1,5 @@
 //! The buffers through which queued steps get their inputs and send their tokens. A queued step reads its input tokens
-//! from the device, where the step before left them.
+//! from the device, where the previous step left them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,20 +15,20 @@ use crate::kernels::decode::{MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS, queue_rows};
 use crate::kernels::launch::{HostWords, Mailbox};
 use crate::kernels::step_inputs::StepInputs;
 
-/// The most sequences of a queued step.
+/// The maximum number of sequences in a queued step.
 pub(super) const MAX_ROWS: usize = 512;
 
-/// The most steps whose tokens the host has not taken: one that runs, and one that waits for it.
+/// The maximum number of steps whose tokens the host has not taken: a running step, and a step that waits for it.
 const DEPTH: usize = 2;
 
-/// The number of steps that have their own words in host memory. A step reads its words until it ends, and a step is
-/// queued only after the one `DEPTH` steps before has ended.
+/// The number of steps that have their own words in host memory. A step reads its words until it ends, and step n is
+/// queued only after step n - `DEPTH` has ended.
 const SLOTS: usize = 2 * DEPTH;
 
-/// The words in host memory for the inputs of a step.
+/// The number of words in host memory for the inputs of a step.
 const INPUT_WORDS: usize = 1 << 17;
 
-/// The words in host memory for a step: its inputs, and the sampling parameters of its rows.
+/// The number of words in host memory for a step: its inputs, and the sampling parameters of its rows.
 const SLOT_WORDS: usize = INPUT_WORDS + MAX_ROWS * SAMPLE_PARAM_WORDS;
 
 /// The buffers of queued steps.
@@ -39,7 +39,7 @@ pub(super) struct StepQueue {
     mailbox: Arc<Mailbox>,
     /// `SLOT_WORDS` words for each of `SLOTS` steps.
     host: Arc<HostWords>,
-    /// The number of steps that were queued so far.
+    /// The number of steps queued so far.
     queued: usize,
     /// The index in `tokens` of each sequence of the last queued step.
     rows: HashMap<u64, u32>,
@@ -86,7 +86,7 @@ impl StepQueue {
         for sequence in sequences {
             let Some(sampler) = sequence.sampler.as_deref() else { continue };
             let mut row = sampler.on_device().map_or_else(SamplingKernelParams::greedy, |sampling| sampling.params);
-            // The sampler has not recorded the token that the step before draws.
+            // The sampler has not recorded the token that the previous step draws.
             row.sampled_before += u32::from(sequence.awaits_input);
             rows.insert(sequence.id, params.len() as u32);
             params.push(row);

@@ -16,8 +16,8 @@ pub struct StepSequence<'s> {
     pub id: u64,
     /// The input tokens.
     pub ids: &'s [u32],
-    /// Whether the only input token is the one that the last queued step chooses for this sequence. `ids` then holds a
-    /// placeholder for it.
+    /// Whether the input is the token that the last queued step chooses for this sequence.
+    /// `ids` then holds a single placeholder.
     pub awaits_input: bool,
     /// The position of the first input token. All earlier positions are in the cache.
     pub position: usize,
@@ -30,18 +30,18 @@ pub struct StepSequence<'s> {
     pub limit: usize,
     /// If set, the results must not depend on other sequences, even if other sequences of the step have no grid.
     pub grid: Option<ChunkGrid>,
-    /// The prompt tokens whose log probabilities the step computes. `None` if it computes none.
+    /// The prompt tokens whose log probabilities the step computes, if any.
     pub scores: Option<ScoreTokens<'s>>,
 }
 
 impl StepSequence<'_> {
-    /// Returns the tokens of the sequence without their ids.
+    /// Returns the number of input tokens, their position and the block tables.
     pub(super) fn span(&self) -> SequenceSpan<'_> {
         SequenceSpan { tokens: self.ids.len(), position: self.position, tables: self.tables }
     }
 }
 
-/// Tokens of a prompt whose log probabilities a step computes. Each follows an input token of the step.
+/// Tokens of a prompt whose log probabilities a step computes. Each token follows an input token of the step.
 pub struct ScoreTokens<'s> {
     /// The index of the input token before the first of `tokens`.
     pub first: usize,

@@ -10,16 +10,16 @@ use super::step_sequence::StepSequence;
 /// The mean duration of the steps with a similar number of sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct StepTime {
-    /// The most sequences in one of these steps, rounded up to a power of two.
+    /// The number of sequences in each of these steps, rounded up to a power of two.
     pub sequences: usize,
-    /// Whether these steps computed parts of prompts. Otherwise, they computed one token of each sequence.
+    /// Whether these steps included prefill. Otherwise, they computed one token of each sequence.
     pub has_prompts: bool,
     /// The number of steps.
     pub steps: u64,
     pub mean_ms: f64,
 }
 
-/// The steps since the last call of [`take`](Self::take).
+/// The numbers and durations of the steps since the last call of [`take`](Self::take).
 #[derive(Default)]
 pub(super) struct StepTimes(BTreeMap<StepKind, (u64, Duration)>);
 

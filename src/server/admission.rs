@@ -1,4 +1,4 @@
-//! `POST /v1/admission`: tells whether and when a chat completion request would start, without running it.
+//! `POST /v1/admission`: reports whether and when a chat completion request would start, without running the request.
 
 use std::sync::Arc;
 
@@ -23,7 +23,8 @@ struct Admission {
     /// Whether the queue has room.
     accepted: bool,
     starts_now: bool,
-    /// Seconds until the request would start, or until it is worth trying again if it is not accepted. Null if unknown.
+    /// Seconds until the request would start. If the request is not accepted, seconds until a new
+    /// attempt is worthwhile. Null if unknown.
     expected_wait_s: Option<f64>,
     requests_ahead: usize,
     prompt_tokens: usize,
@@ -32,7 +33,7 @@ struct Admission {
     kv_cache: KvCache,
 }
 
-/// Blocks of the KV cache.
+/// The blocks of the KV cache, and the number that the request needs.
 #[derive(Serialize)]
 struct KvCache {
     block_tokens: usize,
@@ -42,7 +43,7 @@ struct KvCache {
     total_blocks: usize,
 }
 
-/// The answer if the prompt is too long.
+/// The response if the prompt is too long.
 #[derive(Serialize)]
 struct Misfit {
     object: &'static str,
@@ -55,7 +56,7 @@ struct Misfit {
 /// The value of the field `object`.
 const OBJECT: &str = "admission";
 
-/// Answers with what would happen to a chat completion request.
+/// Reports what would happen to a chat completion request.
 pub async fn preview(
     State(server): State<Arc<Server>>,
     Extension(client): Extension<Client>,
@@ -70,7 +71,7 @@ pub async fn preview(
         options.tenant = client.index() as u64;
         options.deterministic |= reply::is_deterministic(&headers);
     }
-    // Rendering takes milliseconds of CPU time, and the engine answers only between two steps.
+    // This blocks: rendering takes milliseconds of CPU time, and the engine answers only between two steps.
     let worker = tokio::task::spawn_blocking(move || engine.preview(request, choices));
     let found = match worker.await {
         Ok(Ok(found)) => found,

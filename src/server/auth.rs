@@ -14,7 +14,7 @@ const OPEN_PATHS: [&str; 2] = ["/health", "/live"];
 /// The header in which clients of Anthropic's API send the key.
 const API_KEY: &str = "x-api-key";
 
-/// The client that sent a request: the index of its API key. Clients without a key count as one.
+/// The client that sent a request: the index of its API key. All clients without a key count as one client.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Client(usize);
 
@@ -27,7 +27,7 @@ impl Client {
 
 /// The rules that decide whether a request has access.
 pub struct Access {
-    /// The hashes of the keys. Comparing hashes takes the same time for every wrong key.
+    /// The hashes of the keys. The time that a comparison of hashes takes reveals nothing about the keys.
     keys: Vec<Digest>,
     /// The origins of web pages that may send requests.
     origins: Vec<String>,
@@ -36,7 +36,7 @@ pub struct Access {
 }
 
 impl Access {
-    /// Creates the rules. Without keys, every client has access, but only some web pages.
+    /// Creates the rules. Without keys, every client has access, except for web pages of other sites.
     pub fn new(options: &ServerOptions) -> Self {
         let keys = options.api_keys.iter().map(|key| digest(&SHA256, key.as_bytes())).collect();
         Self { keys, origins: options.cors_origins.clone(), is_open: options.is_open }
@@ -67,8 +67,8 @@ impl Access {
         }
     }
 
-    /// Rejects requests of web pages that do not come from this machine. Without a key, any page that a person on this
-    /// machine opens could otherwise use the model.
+    /// Rejects requests of web pages of other sites. Otherwise, any page that a person on this machine opens could use
+    /// the model, because no key is required.
     fn check_origin(&self, origin: Option<&HeaderValue>, target: Option<&HeaderValue>) -> Result<(), ApiError> {
         let Some(origin) = origin else { return Ok(()) };
         let origin = origin.to_str().unwrap_or_default();
@@ -82,7 +82,7 @@ impl Access {
         let is_local = matches!(host, "localhost" | "127.0.0.1" | "::1");
         match is_allowed || is_local || is_own {
             true => Ok(()),
-            false => Err(ApiError::forbidden("web pages of this origin have no access: add it with --cors-origin")),
+            false => Err(ApiError::forbidden("web pages of this origin have no access: allow it with --cors-origin")),
         }
     }
 }
@@ -115,7 +115,7 @@ mod tests {
         for (value, is_right) in [("two", true), ("three", false), ("Bearer one", false), ("", false)] {
             assert_eq!(access.check("/v1/messages", &headers("x-api-key", value)).is_ok(), is_right, "{value}");
         }
-        // A wrong key is wrong, even if another header has the right one.
+        // A wrong bearer key is rejected, even if the `x-api-key` header has a valid key.
         let mut both = headers("authorization", "Bearer three");
         both.insert(API_KEY, "one".parse().unwrap());
         assert!(access.check("/v1/models", &both).is_err());

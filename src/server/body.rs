@@ -17,7 +17,7 @@ pub const MAX_BODY_BYTES: usize = 8 << 20;
 /// The maximum nesting depth of a body. Parsing and rendering recurse.
 const MAX_DEPTH: usize = 64;
 
-/// The maximum number of JSON values in a body. Each takes much more memory than its text.
+/// The maximum number of JSON values in a body. A value takes much more memory than its text.
 const MAX_VALUES: usize = 500_000;
 
 /// Reads the JSON object in the body of a request.
@@ -42,7 +42,7 @@ pub async fn collect(headers: &HeaderMap, body: Body, timeouts: &Timeouts) -> Re
 
 fn check_headers(headers: &HeaderMap) -> Result<(), ApiError> {
     let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or_default());
-    // Web pages of other sites can send any other type without asking the server first.
+    // A browser asks the server before a web page of another site sends JSON, but not before the page sends plain text.
     let media_type = text(CONTENT_TYPE).unwrap_or_default().split(';').next().unwrap_or_default().trim();
     if !media_type.eq_ignore_ascii_case("application/json") {
         let message = "cannot read the body: send JSON with the header 'Content-Type: application/json'";
@@ -102,7 +102,7 @@ pub struct Fields {
     map: Map<String, Value>,
     /// The path of the object, such as `messages[0].`, or an empty string for the body.
     path: String,
-    /// Fields that have no effect on the response.
+    /// The names of fields that have no effect on the response, and notes about such fields.
     ignored: Vec<String>,
 }
 
@@ -174,13 +174,13 @@ impl Fields {
         }
     }
 
-    /// Removes the fields of an object inside this one.
+    /// Removes a nested object and returns its fields.
     pub fn take_object(&mut self, name: &str) -> Result<Option<Fields>, ApiError> {
         let path = self.path(name);
         self.take(name).map(|value| Fields::nested(&path, value)).transpose()
     }
 
-    /// Fails if a field that inferno does not support has a value other than `neutral`, which has no effect.
+    /// Removes a field that inferno does not support. Fails unless its value is one of `neutral`, which have no effect.
     pub fn refuse(&mut self, name: &str, neutral: &[Value], hint: &str) -> Result<(), ApiError> {
         match self.take(name) {
             Some(value) if !neutral.contains(&value) => Err(ApiError::unsupported(self.path(name), hint)),
@@ -188,14 +188,14 @@ impl Fields {
         }
     }
 
-    /// Records that a field, or a note about one, has no effect on the response.
+    /// Records the name of a field that has no effect on the response, or a note about such a field.
     pub fn ignore(&mut self, note: String) {
         if !self.ignored.contains(&note) {
             self.ignored.push(note);
         }
     }
 
-    /// Returns the names of all fields that were not used. In `messages[0].x`, the index is left out.
+    /// Returns the recorded notes and the names of all unused fields, without array indexes: `messages[].x`.
     pub fn ignored(self) -> Vec<String> {
         let Self { map, path, mut ignored } = self;
         let path = path.replace(|c: char| c.is_ascii_digit(), "");

@@ -34,7 +34,7 @@ pub struct ScoredToken {
     pub logprobs: TokenLogprobs,
 }
 
-/// Returns a log probability that JSON can represent. JSON has no infinity, which stands for a token that cannot occur.
+/// Returns a log probability that JSON can represent. JSON has no -inf, the log probability of an impossible token.
 pub fn finite_logprob(logprob: f32) -> f32 {
     logprob.max(-9999.0)
 }
@@ -58,7 +58,7 @@ impl Finish {
     }
 }
 
-/// The pieces of one event.
+/// The pieces that one event adds to an answer.
 #[derive(Debug, Default)]
 pub struct Pieces {
     pub pieces: Vec<Piece>,
@@ -74,7 +74,7 @@ pub struct Choice {
     must_call_named: bool,
     /// Whether tokens without text, such as stop tokens, are part of the content.
     keeps_all_tokens: bool,
-    /// The tokens whose text was not released yet.
+    /// The tokens whose text has not been released yet.
     pending: Vec<PendingToken>,
     calls: Vec<SentCall>,
     /// The number of tool calls that were sent.
@@ -83,7 +83,7 @@ pub struct Choice {
     is_complete: bool,
 }
 
-/// A generated token whose text was not released yet.
+/// A generated token whose text has not been released yet.
 struct PendingToken {
     id: u32,
     logprobs: Option<TokenLogprobs>,
@@ -112,12 +112,12 @@ impl Choice {
         }
     }
 
-    /// Sets whether the model must call one certain tool. Such an answer ends with `stop`, as in OpenAI's API.
+    /// Sets whether the model must call one specific tool. If it must, the answer ends with `stop`, as in OpenAI's API.
     pub fn with_named_call(self, must_call_named: bool) -> Self {
         Self { must_call_named, ..self }
     }
 
-    /// Sets whether all tokens are part of the content, also those without text. The answer must have no chat format.
+    /// Sets whether the content includes tokens without text. Only an answer without a chat format may include them.
     pub fn with_all_tokens(self, keeps_all_tokens: bool) -> Self {
         Self { keeps_all_tokens, ..self }
     }
@@ -132,7 +132,7 @@ impl Choice {
         let mut out = Pieces::default();
         let (deltas, summary) = match event {
             Event::Token { id, deltas, logprobs } => {
-                // A control token without text ends a header, whose tokens are part of no channel.
+                // A control token without text ends a header. The tokens of a header belong to no channel.
                 if deltas.is_empty() && tokenizer.is_control(id) && !self.keeps_all_tokens {
                     self.pending.clear();
                 } else {
@@ -169,8 +169,8 @@ impl Choice {
         out
     }
 
-    /// Takes the pending tokens that make up the next `bytes` bytes of text. Drops the tokens before them, which belong to
-    /// headers and tags.
+    /// Takes the last pending tokens, which cover `bytes` bytes of text. Drops all earlier pending
+    /// tokens, which belong to headers and tags.
     fn release(&mut self, bytes: usize, tokenizer: &Tokenizer) -> Vec<PendingToken> {
         let (mut start, mut covered) = (self.pending.len(), 0);
         while start > 0 && covered < bytes {
@@ -205,7 +205,7 @@ impl Choice {
             let Some(index) = sent.index else { continue };
             let is_whole = summary.is_some_and(|summary| summary.finish_reason != FinishReason::Length);
             let text = match &call.arguments[sent.argument_bytes..] {
-                // Clients parse the arguments, so a call without any gets an empty object.
+                // Clients parse the arguments, so a call without arguments gets an empty object.
                 "" if sent.argument_bytes == 0 && is_whole => "{}",
                 text => text,
             };
@@ -289,7 +289,7 @@ mod tests {
         pieces.iter().map(text).collect()
     }
 
-    /// The tokens of a harmony answer reach the client as the pieces of its channels.
+    /// The tokens of a harmony answer become pieces of reasoning, content and tool calls.
     #[test]
     fn harmony_becomes_reasoning_content_and_calls() {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
@@ -314,7 +314,7 @@ mod tests {
         assert_eq!(of(|piece| if let Piece::ToolStart { name, .. } = piece { Some(name) } else { None }), "find");
         let arguments = of(|piece| if let Piece::ToolArguments { text, .. } = piece { Some(text) } else { None });
         assert_eq!(arguments, "{\"q\": \"é\"}");
-        // The scored tokens are those of the content, without headers.
+        // Only tokens of the content are scored, not the tokens of headers.
         let scored =
             all.iter().filter_map(|piece| if let Piece::Content(_, tokens) = piece { Some(tokens) } else { None });
         let bytes = scored.flatten().flat_map(|token| tokenizer.table().bytes(token.id)).collect();

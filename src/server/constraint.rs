@@ -6,7 +6,7 @@ use super::body::Fields;
 use super::error::ApiError;
 use crate::engine::{Grammar, GrammarKind};
 
-/// The most texts in `structured_outputs.choice`.
+/// The maximum number of texts in `structured_outputs.choice`.
 const MAX_TEXTS: usize = 1000;
 
 /// Reads `response_format`. Returns `None` if the answer may be any text.
@@ -56,14 +56,14 @@ pub fn read_output_format(config: &mut Fields) -> Result<Option<Grammar>, ApiErr
 fn read_schema(fields: &mut Fields) -> Result<Grammar, ApiError> {
     fields.take_string("name")?;
     fields.take_string("description")?;
-    // The whole schema is enforced in both cases.
+    // The whole schema is enforced, whether or not `strict` is set.
     fields.take_bool("strict")?;
     let schema = fields.take("schema").filter(is_schema);
     let schema = schema.ok_or_else(|| fields.invalid("schema", "expected a JSON schema"))?;
     Ok(named(&fields.path("schema"), GrammarKind::JsonSchema(schema)))
 }
 
-/// Reads `structured_outputs`, an extension of vLLM's. Returns `None` if the answer may be any text.
+/// Reads `structured_outputs`, an extension by vLLM. Returns `None` if the answer may be any text.
 pub fn read_structured_outputs(fields: &mut Fields) -> Result<Option<Grammar>, ApiError> {
     let Some(mut nested) = fields.take_object("structured_outputs")? else { return Ok(None) };
     let mut grammars = Vec::new();
@@ -103,7 +103,7 @@ pub fn read_structured_outputs(fields: &mut Fields) -> Result<Option<Grammar>, A
     }
 }
 
-/// Creates a grammar. Error messages name the request field that it comes from.
+/// Creates a grammar. Error messages about the grammar name the request field `field`.
 pub fn named(field: &str, kind: GrammarKind) -> Grammar {
     Grammar { name: field.to_string(), kind }
 }

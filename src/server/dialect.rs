@@ -1,6 +1,6 @@
-//! Gives responses what the API of their route has besides the body of an answer: the shape of errors, and headers.
+//! Adapts responses to the API of their route: the shape of errors, and headers.
 //!
-//! Errors come from many places, such as the check of the API key, which do not depend on the API.
+//! Errors come from many places that do not know the API of the route, such as the check of the API key.
 
 use axum::body::Body;
 use axum::http::{HeaderName, HeaderValue, StatusCode};
@@ -56,8 +56,8 @@ impl OllamaError {
     }
 }
 
-/// Changes a response if its route belongs to another API than OpenAI's: writes an error again, and adds the header with
-/// the id of the request that Anthropic's clients read.
+/// Adapts a response whose route belongs to an API other than OpenAI's. Rewrites errors, and adds the request id header
+/// that Anthropic's clients read.
 pub fn adapt(path: &str, request_id: &str, mut response: Response) -> Response {
     let is_below = |route: &str| path.strip_prefix(route).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
     let is_message = is_below("/v1/messages");

@@ -84,7 +84,7 @@ impl ApiError {
         Self { param: Some(param.into()), code, ..Self::not_found(message) }
     }
 
-    /// Creates a 400 error for a conversation that is larger than any context.
+    /// Creates a 400 error for a prompt that does not fit in the context.
     pub fn too_long(param: &str, message: String) -> Self {
         Self { code: Some("context_length_exceeded"), param: Some(param.to_string()), ..Self::bad_request(message) }
     }
@@ -116,12 +116,14 @@ impl ApiError {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
     }
 
-    /// Converts an error of [`submit`](crate::EngineHandle::submit). Errors without their own type come from the request.
+    /// Converts an error of [`submit`](crate::EngineHandle::submit). Blames the request for
+    /// errors without their own type.
     pub fn from_submit(error: &anyhow::Error, param: &'static str) -> Self {
         Self::from_engine(error, param).unwrap_or_else(|| Self::bad_request(error_message(error)))
     }
 
-    /// Converts an error of a [`RequestStream`](crate::RequestStream). Errors without their own type are engine faults.
+    /// Converts an error of a [`RequestStream`](crate::RequestStream). Blames the engine for
+    /// errors without their own type.
     pub fn from_stream(error: &anyhow::Error) -> Self {
         Self::from_engine(error, "messages").unwrap_or_else(|| Self::internal(error_message(error)))
     }
@@ -148,7 +150,7 @@ impl ApiError {
         }
     }
 
-    /// Returns the message, without its end if it is very long.
+    /// Returns the message, shortened if it is very long.
     pub fn message(&self) -> String {
         match self.message.char_indices().nth(MAX_MESSAGE_CHARS) {
             Some((end, _)) => format!("{}…", &self.message[..end]),
@@ -167,7 +169,7 @@ impl ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = Response::new(Body::from(self.body()));
-        // `dialect` writes the error again on routes of other APIs.
+        // `dialect` rewrites the error on routes of other APIs.
         response.extensions_mut().insert(self.clone());
         *response.status_mut() = self.status;
         let headers = response.headers_mut();

@@ -18,7 +18,7 @@ use super::choice::Pieces;
 use super::error::ApiError;
 use super::generation::Answers;
 
-/// The size in bytes after which a batch of events is sent, although more events are ready.
+/// The number of bytes after which a batch of events is sent, even if more events are ready.
 const BATCH_BYTES: usize = 16 << 10;
 
 /// The content type of server-sent events.
@@ -45,18 +45,18 @@ pub trait EventWriter: Send + 'static {
         out.push_text(&error.body());
     }
 
-    /// Writes what follows the last event or an error.
+    /// Writes the marker that follows the last event or an error.
     fn end(&mut self, out: &mut EventBuffer) {
         out.push_text("[DONE]");
     }
 
-    /// Shows that the stream is alive, after a time without events. By default, writes a comment, which is no event.
+    /// Shows that the stream is alive after a time without events. By default, writes a comment, which clients ignore.
     fn keep_alive(&mut self, out: &mut EventBuffer) {
         out.0.push_str(": ping\n\n");
     }
 }
 
-/// Events that were written but not sent.
+/// Events that were written but not yet sent.
 #[derive(Default)]
 pub struct EventBuffer(String);
 
@@ -109,7 +109,7 @@ pub fn response(answers: Answers, mut writer: impl EventWriter, ping: Duration) 
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-    // Proxies such as nginx would otherwise collect the events.
+    // Without this header, proxies such as nginx would buffer the events.
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
     response
 }
@@ -165,7 +165,7 @@ impl Stream for EventStream {
         if self.answers.is_none() {
             return Poll::Ready(None);
         }
-        // Clients and proxies close connections that seem idle.
+        // Clients and proxies close connections that seem idle, so send something.
         if self.next_ping.as_mut().poll(context).is_ready() {
             self.next_ping.as_mut().reset(deadline);
             let Self { writer, buffer, .. } = &mut *self;

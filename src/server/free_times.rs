@@ -3,16 +3,16 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// The number of last ends from which waits are estimated.
+/// The number of recent ends from which waits are estimated.
 const ENDS: usize = 64;
 
-/// Sequences that end within this time count as one end: they were part of the same step.
+/// Sequences that end within this time count as one end, because they were part of the same step.
 const SAME_STEP: Duration = Duration::from_millis(1);
 
 /// The last times at which sequences ended.
 pub struct FreeTimes {
     last: Instant,
-    /// For each end, the time since the end before and the number of sequences.
+    /// For each end, the time since the previous end and the number of sequences.
     ends: VecDeque<(Duration, usize)>,
 }
 
@@ -21,7 +21,7 @@ impl FreeTimes {
         Self { last: now, ends: VecDeque::new() }
     }
 
-    /// Starts the time to the next end, because no sequence ran before.
+    /// Starts measuring the time to the next end, because no sequence ran until now.
     pub fn restart(&mut self, now: Instant) {
         self.last = now;
     }
@@ -48,8 +48,8 @@ impl FreeTimes {
 
     /// Returns the expected time until `count` more sequences have ended. `None` before the first end.
     ///
-    /// The next end is expected after the mean rest of the intervals that were longer than the time since the last end. If
-    /// that time is longer than all of them, then after the same time again.
+    /// The estimate of the next end uses only the recorded intervals that were longer than the time since the last end,
+    /// and takes the mean of their remaining times. If none was longer, the wait so far is expected to double.
     pub fn expected_wait(&self, now: Instant, count: usize) -> Option<Duration> {
         let elapsed = self.elapsed(now);
         let rests = self.ends.iter().filter_map(|(interval, _)| interval.checked_sub(elapsed));
@@ -57,7 +57,7 @@ impl FreeTimes {
         let next = sum.checked_div(longer).unwrap_or(elapsed);
         let total: Duration = self.ends.iter().map(|(interval, _)| interval).sum();
         let sequences: usize = self.ends.iter().map(|(_, sequences)| sequences).sum();
-        // The next end frees as many places as the mean of the last ones.
+        // The next end is expected to free as many places as the mean of the recent ends.
         let per_end = sequences.checked_div(self.ends.len())?;
         let others = count.saturating_sub(per_end.max(1)) as f64 * total.as_secs_f64() / sequences.max(1) as f64;
         Duration::try_from_secs_f64(next.as_secs_f64() + others).ok()
@@ -78,8 +78,8 @@ mod tests {
         }
     }
 
-    /// Lets sequences end after each interval, `per_end` at once. Returns the mean suggested wait for `count` places, and
-    /// the mean wait in truth, at times that are spread evenly.
+    /// Lets `per_end` sequences end after each interval. Returns the mean suggested wait and the mean true wait for
+    /// `count` places, at evenly spread times.
     fn waits(per_end: usize, count: usize, mut interval_s: impl FnMut(&mut Uniform) -> f64) -> (f64, f64) {
         let (start, mut random) = (Instant::now(), Uniform(1));
         let mut ends = vec![0.0];

@@ -13,17 +13,17 @@ use super::usage::Usage;
 use crate::engine::sampling::SAMPLING_FIELDS;
 use crate::engine::{Constraint, EngineHandle, GenerateOptions};
 
-/// The most answers to one prompt.
+/// The maximum number of answers to one prompt.
 pub const MAX_CHOICES: i64 = 8;
 
-/// The most stop strings and stop tokens, and the maximum size of a stop string in bytes.
+/// The maximum number of stop strings or stop tokens, and the maximum size of a stop string in bytes.
 const MAX_STOPS: usize = 16;
 const MAX_STOP_BYTES: usize = 1024;
 
 /// The maximum size of a cache salt in bytes.
 const MAX_SALT_BYTES: usize = 1024;
 
-/// Fields that would change the output, with the values that have no effect.
+/// Unsupported fields that would change the output, each with the values that have no effect.
 const REFUSED: &[(&str, &[&str])] = &[
     ("allowed_token_ids", &["[]"]),
     ("bad_words", &["[]"]),
@@ -79,12 +79,12 @@ pub fn read(fields: &mut Fields, server: &Server, engine: &EngineHandle) -> Resu
     Ok(options)
 }
 
-/// Reads the sampling parameters by the names in the table of parameters.
+/// Reads the sampling parameters that `SAMPLING_FIELDS` lists.
 fn read_sampling(fields: &mut Fields, options: &mut GenerateOptions) -> Result<(), ApiError> {
     for field in SAMPLING_FIELDS {
         let Some(value) = fields.take(field.name) else { continue };
         let text = match (field.name, value.as_i64()) {
-            // vLLM's clients send -1 for all tokens.
+            // vLLM's clients send -1 to keep all tokens.
             ("top_k", Some(-1)) => "0".to_string(),
             ("seed", Some(seed)) => (seed as u64).to_string(),
             _ if value.is_number() => value.to_string(),
@@ -145,12 +145,12 @@ pub fn read_token_ids(fields: &mut Fields, name: &str, limit: usize) -> Result<O
     token_ids(&items).map(Some).ok_or_else(|| fields.invalid(name, "expected token ids"))
 }
 
-/// Converts a JSON array to token ids. Returns `None` if an item is no token id.
+/// Converts a JSON array to token ids. Returns `None` if an item is not a token id.
 pub fn token_ids(items: &[Value]) -> Option<Vec<u32>> {
     items.iter().map(|item| u32::try_from(item.as_u64()?).ok()).collect()
 }
 
-/// Reads `model`. Fails if the server does not serve it. Without the field, the server uses its only model.
+/// Reads `model`. Fails if the server serves another model. Without the field, the server uses its only model.
 pub fn check_model(fields: &mut Fields, server: &Server) -> Result<(), ApiError> {
     match fields.take_string("model")? {
         Some(model) if model != server.options.model => {
@@ -187,13 +187,14 @@ pub struct StreamOptions {
 }
 
 impl StreamOptions {
-    /// Returns the field `usage` of a chunk. With `include_usage`, it is null in all chunks but the last.
+    /// Returns the field `usage` of a chunk. With `include_usage`, the field is null in all chunks but the last, unless
+    /// every chunk contains the usage.
     pub fn chunk_usage(self, so_far: impl FnOnce() -> Usage) -> Option<Option<Usage>> {
         self.has_usage.then(|| self.has_continuous_usage.then(so_far))
     }
 }
 
-/// Reads `n`. Also accepts `best_of` if it is the same number.
+/// Reads `n`. Also accepts `best_of` if it equals `n`.
 pub fn read_choices(fields: &mut Fields) -> Result<usize, ApiError> {
     let n = fields.take_integer("n", 1..=MAX_CHOICES)?.unwrap_or(1);
     fields.refuse("best_of", &[json!(n)], "use 'n'")?;

@@ -19,12 +19,12 @@ use crate::engine::{
 };
 use crate::error::Error;
 
-/// The answers to one HTTP request. Dropping it cancels those that have not ended.
+/// The answers to one HTTP request. Dropping this value cancels the answers that have not ended.
 pub struct Answers {
     answers: Vec<Answer>,
     /// The number of answers to each prompt.
     per_prompt: usize,
-    /// The answer to poll first, so that all of them progress.
+    /// The index of the answer to poll first. It changes, so that all answers progress.
     first: usize,
     ending: Pin<Box<dyn Future<Output = ()> + Send>>,
     engine: EngineHandle,
@@ -41,7 +41,7 @@ pub struct Answers {
     _permit: Permit,
 }
 
-/// One answer: its events and what they were turned into.
+/// One answer: its events, and the state that turns them into pieces.
 struct Answer {
     stream: RequestStream,
     choice: Choice,
@@ -56,20 +56,20 @@ impl Answer {
     fn record(&mut self, token: u32, logprob: Option<f32>) {
         if self.stream.record().is_some() {
             self.recorded.tokens.push(token);
-            // JSON has no infinity.
+            // JSON cannot represent -inf.
             self.recorded.logprobs.extend(logprob.map(finite_logprob));
         }
     }
 }
 
-/// What to submit, and how to interpret the answers.
+/// The requests to submit, and how to interpret their answers.
 pub struct Job {
     /// One request per prompt.
     pub requests: Vec<Request>,
     /// The number of answers to each prompt.
     pub choices: usize,
     pub can_call_in_parallel: bool,
-    /// Whether the model must call one certain tool.
+    /// Whether the model must call one specific tool.
     pub must_call_named: bool,
     /// Whether log probabilities include tokens without text, such as stop tokens.
     pub keeps_all_tokens: bool,
@@ -78,7 +78,7 @@ pub struct Job {
     pub prompt_field: &'static str,
 }
 
-/// Submits a job. Fails with 429 if the server has no room for it.
+/// Submits a job. Fails with 429 if the server has no room for the job's answers.
 pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Result<Answers, ApiError> {
     let engine = server.open_model()?.clone();
     let submitted = Instant::now();
@@ -101,7 +101,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
     }
     let asks = requests.iter().any(|request| request.options.as_ref().is_some_and(|options| options.deterministic));
     let is_deterministic = asks || engine.info().is_deterministic;
-    // Rendering and tokenizing take milliseconds of CPU time, so they must not run on a thread of the runtime.
+    // Rendering and tokenizing take milliseconds of CPU time, so they must not run on a thread of the async runtime.
     let submit = move || -> anyhow::Result<Vec<RequestStream>> {
         let mut streams = Vec::new();
         for request in requests {
@@ -168,8 +168,8 @@ impl Answers {
         self.submitted.elapsed()
     }
 
-    /// Returns the prompt of an answer with its log probabilities, if the request asked for them. They are complete once
-    /// the first pieces of the answer have arrived.
+    /// Returns the prompt of an answer with its log probabilities, if the request asked for them. The log probabilities
+    /// are complete once the first pieces of the answer have arrived.
     pub fn scored_prompt(&self, index: usize) -> Option<&ScoredPrompt> {
         self.answers.get(index)?.stream.scored_prompt()
     }
@@ -179,17 +179,18 @@ impl Answers {
         self.answers.get(index)?.stream.stop_string()
     }
 
-    /// Returns the figures of an answer that has ended.
+    /// Returns the summary of an answer that has ended.
     pub fn summary(&self, index: usize) -> Option<&Summary> {
         self.answers.get(index)?.summary.as_deref()
     }
 
-    /// Waits for the next pieces of any answer. Returns the index of the answer and the pieces, or `None` after the end.
+    /// Waits for the next pieces of any answer. Returns the index of the answer and the pieces,
+    /// or `None` after all answers have ended.
     pub async fn next(&mut self) -> Option<Result<(usize, Pieces), ApiError>> {
         std::future::poll_fn(|context| self.poll_next(context)).await
     }
 
-    /// Polls for the next pieces of any answer. Skips events without any.
+    /// Polls for the next pieces of any answer. Skips events without pieces.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<(usize, Pieces), ApiError>>> {
         if self.failure.is_some() || self.answers.iter().all(|answer| answer.summary.is_some()) {
             return Poll::Ready(None);
@@ -233,7 +234,7 @@ impl Answers {
         Poll::Ready(Some(Err(api_error)))
     }
 
-    /// Measures an event and turns it into pieces.
+    /// Updates the metrics for an event and turns the event into pieces.
     fn push(&mut self, index: usize, event: Event) -> Pieces {
         let answer = &mut self.answers[index];
         let metrics = &self.server.metrics;
@@ -269,7 +270,7 @@ impl Answers {
         pieces
     }
 
-    /// Adds the answers to the records of the server.
+    /// Adds the answers to the server's record of requests.
     fn record(&mut self) {
         let options = &self.server.options;
         let (id, model, revision) = (self.log.id.clone(), options.model.clone(), options.record.revision.clone());
@@ -295,7 +296,7 @@ impl Answers {
         self.server.recorder.add(self.log.client(), record);
     }
 
-    /// Returns the token counts so far. The tokens of a prompt count once for all its answers.
+    /// Returns the token counts so far. The tokens of a prompt count once, not once per answer.
     pub fn usage(&self) -> Usage {
         let mut usage = [0; 4];
         for (index, answer) in self.answers.iter().enumerate() {

@@ -21,14 +21,14 @@ struct Status {
     status: &'static str,
 }
 
-/// Answers 200 if routers may send requests: the model is loaded and the server does not shut down. A busy server is
-/// healthy.
+/// Responds with 200 if routers may send requests: the model is loaded,
+/// and the server is not shutting down. A busy server is healthy.
 pub async fn health(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     server.healthy_model()?;
     live(State(server)).await
 }
 
-/// Answers 200 if the process and the engine thread work, even while the model loads.
+/// Responds with 200 if the process and the engine thread work, even while the model loads.
 pub async fn live(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     match server.is_alive() {
         true => json_response(&Status { status: "ok" }),
@@ -36,7 +36,7 @@ pub async fn live(State(server): State<Arc<Server>>) -> Result<Response, ApiErro
     }
 }
 
-/// Answers with the metrics as text.
+/// Responds with the metrics as text.
 pub async fn metrics(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     let text = server.metrics.render(server.engine());
     let text = text.map_err(|error| ApiError::internal(format!("cannot write the metrics: {error}")))?;
@@ -48,7 +48,7 @@ pub async fn metrics(State(server): State<Arc<Server>>) -> Result<Response, ApiE
 
 #[derive(Serialize)]
 struct Loads {
-    /// The time in RFC 3339. SMG ignores a report whose time is a number.
+    /// The time in RFC 3339 format. SMG ignores a report whose time is a number.
     timestamp: String,
     dp_rank_count: usize,
     loads: [Load; 1],
@@ -56,8 +56,8 @@ struct Loads {
 
 /// The load of the engine, in the fields that routers such as SMG read.
 ///
-/// `gen_throughput` is left out: SMG takes the current throughput for the speed of the replica, and then sends all requests to
-/// the replica that already generates the most tokens.
+/// The field `gen_throughput` is absent: SMG would treat the current throughput as the speed of the replica, and send
+/// all requests to the replica that already generates the most tokens.
 #[derive(Serialize)]
 struct Load {
     dp_rank: usize,
@@ -70,7 +70,7 @@ struct Load {
     cache_hit_rate: f64,
 }
 
-/// Answers with the load of the engine.
+/// Responds with the load of the engine.
 pub async fn loads(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     let engine = server.model()?;
     let stats = engine.stats();

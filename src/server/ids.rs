@@ -14,7 +14,7 @@ pub fn api_key() -> String {
 
 fn random<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
-    // The system's generator fails only if the system has none. Ids then repeat, which clients tolerate.
+    // This fails only if the system has no random number generator. Ids then repeat, which clients tolerate.
     let _ = SystemRandom::new().fill(&mut bytes);
     bytes
 }
@@ -24,7 +24,7 @@ pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Returns a random seed. It is short, so that a person can type it again.
+/// Returns a random seed that is short enough for a person to retype.
 pub fn random_u32() -> u32 {
     u32::from_le_bytes(random())
 }

@@ -1,4 +1,4 @@
-//! Admits requests up to a limit, leaves room for every client, and estimates when the next one will be admitted.
+//! Admits requests up to a limit, leaves room for every client, and estimates when the next request will be admitted.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -10,14 +10,14 @@ use super::free_times::FreeTimes;
 /// The longest wait that the server suggests to a client.
 const MAX_RETRY: Duration = Duration::from_secs(60);
 
-/// The shortest wait that the server suggests: `retry-after-ms` has whole milliseconds.
+/// The shortest wait that the server suggests, because `retry-after-ms` has whole milliseconds.
 const MIN_RETRY: Duration = Duration::from_millis(1);
 
-/// If there are several clients, each of them can have this many times as many sequences as there is room left. One client
-/// alone therefore leaves a fifth of the room to others, and two leave a ninth.
+/// With several clients, each client can have at most this multiple of the remaining room. A single active client
+/// therefore leaves a fifth of the room to the others, and two active clients leave a ninth.
 const MAX_SHARE_OF_ROOM: usize = 4;
 
-/// Counts the sequences that wait or run, and rejects those above the limit.
+/// Counts the sequences that wait or run, and rejects sequences above the limit.
 pub struct Admission {
     limit: usize,
     state: Mutex<State>,
@@ -67,12 +67,12 @@ impl Admission {
         (!self.has_room(&state, client, count)).then(|| self.expected_wait(&state, count))
     }
 
-    /// Returns the expected time until `ahead` other sequences and then one more have ended. `None` before the first end.
+    /// Returns the expected time until `ahead` other sequences and one more have ended. `None` before the first end.
     pub fn expected_start(&self, ahead: usize) -> Option<Duration> {
         self.lock().ends.expected_wait(Instant::now(), ahead + 1)
     }
 
-    /// Returns the expected time until enough sequences have ended that `count` sequences have room.
+    /// Returns the expected time until enough sequences have ended to make room for `count` new sequences.
     fn expected_wait(&self, state: &State, count: usize) -> Duration {
         let (now, missing) = (Instant::now(), (state.total() + count).saturating_sub(self.limit).max(1));
         // Before the first end, only a lower bound is known: no sequence has ended yet.
@@ -83,11 +83,11 @@ impl Admission {
     fn has_room(&self, state: &State, client: usize, count: usize) -> bool {
         let Some(room) = self.limit.checked_sub(state.total() + count) else { return false };
         let own = state.admitted[client];
-        // A client without sequences can use all of the room, so that no request is too large for an idle server.
+        // A client without sequences can use all the room, so that no request is too large for an idle server.
         state.admitted.len() == 1 || own == 0 || own + count <= room.saturating_mul(MAX_SHARE_OF_ROOM)
     }
 
-    /// Returns the most sequences that can wait or run at once.
+    /// Returns the maximum number of sequences that can wait or run at once.
     pub fn limit(&self) -> usize {
         self.limit
     }
@@ -122,7 +122,7 @@ impl Admission {
     }
 }
 
-/// The right to run sequences. Dropping it makes room for others.
+/// The right to run sequences. Dropping the permit makes room for other sequences.
 pub struct Permit {
     admission: Arc<Admission>,
     client: usize,

@@ -19,19 +19,19 @@ use super::router::router;
 use super::state::Server;
 use super::write_limit::WriteLimit;
 
-/// The connections that wait to be accepted.
+/// The maximum number of connections that wait to be accepted.
 const BACKLOG: u32 = 4096;
 
-/// The size of the system's buffer for unsent data. A small buffer shows early that a client does not read.
+/// The size of the system's buffer for unsent data. A small buffer soon reveals a client that does not read.
 const SEND_BUFFER_BYTES: u32 = 128 << 10;
 
 /// The size of the buffer for the headers of a request, and for the response.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// The pause after the system could not accept a connection, for example because too many files are open.
+/// The pause after the system failed to accept a connection, for example because too many files are open.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// The longest time to send the last responses at the end.
+/// The maximum time for sending the last responses during shutdown.
 const CLOSE_TIME: Duration = Duration::from_secs(2);
 
 /// Opens the port of a server. Port 0 selects a free port.
@@ -50,8 +50,8 @@ pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
 
 /// Serves connections until `shutdown` resolves and all requests have ended.
 ///
-/// After `shutdown`, the server is unhealthy, and still accepts requests for the drain delay. Then it rejects new ones, and
-/// those in progress continue until the drain timeout.
+/// After `shutdown`, the server reports itself unhealthy but accepts requests for the drain delay. After the delay, it
+/// rejects new requests, and requests in progress continue until the drain timeout.
 pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Future<Output = ()>) {
     let connections = Arc::new(GracefulShutdown::new());
     let accepting = tokio::spawn(accept(server.clone(), listener, connections.clone()));
@@ -71,7 +71,7 @@ pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Fu
     accepting.abort();
     let _ = accepting.await;
     if let Ok(connections) = Arc::try_unwrap(connections) {
-        // Idle connections close at once, and the others after the last bytes of their responses.
+        // Idle connections close at once. Other connections close after the last bytes of their responses.
         let _ = tokio::time::timeout(CLOSE_TIME, connections.shutdown()).await;
     }
 }
@@ -96,7 +96,7 @@ async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<Gra
 /// Prepares a connection, and serves its requests.
 async fn connect(stream: TcpStream, router: Router, server: Arc<Server>, watcher: Watcher) {
     let timeouts = &server.options.timeouts;
-    // Each event must leave at once.
+    // Send each event at once.
     let _ = stream.set_nodelay(true);
     let stream = WriteLimit::new(stream, timeouts.write);
     let Some(tls) = &server.options.tls else { return serve_requests(stream, router, timeouts, watcher).await };

@@ -1,4 +1,4 @@
-//! The log: one line per request, without any of its content.
+//! The request log: one line per request, without prompts and answers.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
@@ -11,10 +11,10 @@ use super::metrics::Metrics;
 /// The target of log entries in `tracing`.
 pub const TARGET: &str = "inferno::requests";
 
-/// The status in the log if the client closed the connection before it got a response.
+/// The status in the log if the client closed the connection before the response.
 const CLIENT_CLOSED: u16 = 499;
 
-/// The log entry of a request. It is written when its last owner drops it: the handler, or the body of the response.
+/// The log entry of a request. It is written when its last owner, the handler or the response body, drops it.
 pub struct RequestLog {
     pub id: String,
     method: Method,
@@ -28,7 +28,7 @@ pub struct RequestLog {
     outcome: Mutex<Outcome>,
 }
 
-/// What is known at the end of a request.
+/// The outcome of a request, known at its end.
 #[derive(Default)]
 struct Outcome {
     status: Option<StatusCode>,
@@ -66,7 +66,7 @@ impl RequestLog {
         let _ = self.client.set(client);
     }
 
-    /// Returns who sent the request. Clients without an API key count as one.
+    /// Returns who sent the request. All clients without an API key count as one client.
     pub fn client(&self) -> Client {
         self.client.get().copied().unwrap_or_default()
     }
@@ -83,7 +83,7 @@ impl RequestLog {
         self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether the request only checks the server. Such requests come every second, so they are not logged.
+    /// Returns whether the request only checks the server. Such requests may come every second, so the log omits them.
     fn is_check(&self) -> bool {
         matches!(self.path.as_str(), "/health" | "/live" | "/metrics" | "/v1/loads")
     }

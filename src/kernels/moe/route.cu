@@ -6,7 +6,7 @@
 //   ids: u32 [tokens, chosen], scratch memory
 //   shares: f32 [tokens, chosen], the routing weights
 //   sorted, offsets: see sort_by_expert
-//   usage: u32 [2], the number of launches and of experts with pairs, to which this launch adds; or null
+//   usage: u32 [2] or null: the number of launches and the number of experts with pairs; this launch adds to both
 //   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS
 //   grid: (ceil(tokens / 8), slices, ceil(experts / 32)) with slices = ceil(columns / ROUTE_COLUMNS)
 //   block: 256, one warp per token and one lane per expert

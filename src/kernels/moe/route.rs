@@ -19,7 +19,7 @@ pub struct RoutedPairs {
     /// u32 `[pairs]`: pair t · chosen + n is token t with its n-th chosen expert.
     pub sorted: Tensor,
     /// u32 `[experts + 1]`: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e. With up to `ROUTE_TOKENS`
-    /// tokens, they are in ascending order, so that equal inputs give equal bits.
+    /// tokens, the pairs of an expert are in ascending order, so that equal inputs give equal bits.
     pub offsets: Tensor,
     /// f32 `[tokens, chosen]`: the routing weight of each pair.
     pub shares: Tensor,
@@ -49,7 +49,7 @@ impl RoutedPairs {
     /// - x: f32 `[tokens, hidden]`
     /// - weight: f32 `[experts, hidden]`
     /// - bias: f32 `[experts]`
-    /// - usage: counts the experts that the tokens use
+    /// - usage: counts the experts that the tokens use, if there are at most `ROUTE_TOKENS` tokens
     pub fn route(
         x: &Tensor,
         weight: &Tensor,

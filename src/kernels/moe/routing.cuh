@@ -17,7 +17,7 @@ struct Routing {
                                               bool over_all = false) {
         uint32_t taken = 0;  // one bit per expert of this lane: lane, lane + 32, ...
         float top = 0.0f, own = -INFINITY;
-        constexpr int HELD = 4;  // logits per lane in registers; the others are reloaded in every round
+        constexpr int HELD = 4;  // logits per lane in registers; all other logits are reloaded in every round
         float held[HELD];
 #pragma unroll
         for (int i = 0; i < HELD; ++i) held[i] = lane + 32 * i < experts ? logit_of(lane + 32 * i) : -INFINITY;

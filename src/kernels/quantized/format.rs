@@ -73,7 +73,8 @@ impl WeightFormat {
         PlaneBytes { low, high, scales, supers }
     }
 
-    /// Returns the number of columns that share scales or bytes. A matrix can be divided only between such units.
+    /// Returns the number of columns in a unit, which share scales or bytes. A matrix can be
+    /// divided only between units.
     pub fn column_unit(self) -> usize {
         if self.plane_bytes().supers > 0 { SUPERBLOCK_COLUMNS } else { GROUP_COLUMNS }
     }

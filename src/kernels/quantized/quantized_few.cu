@@ -26,8 +26,9 @@ __device__ uint32_t finished[QUANTIZED_FEW_COUNTERS];
 // The sums of a row pair for N tokens, in the layout of mma.sync results.
 template <int N> using Sums = float[2][N / 8][4];
 
-// Arithmetic on two values of type T. For an integer q from 0 to 63, replacing the low byte of BIAS by q gives BIAS +
-// q. BIAS_BYTES holds the high byte of BIAS four times.
+// Arithmetic on two values of type T.
+// For an integer q from 0 to 63, replacing the low byte of BIAS by q gives BIAS + q.
+// BIAS_BYTES holds the high byte of BIAS four times.
 template <typename T> struct Pair;
 template <> struct Pair<__half> {
     using Type = __half2;
@@ -46,7 +47,7 @@ template <> struct Pair<__nv_bfloat16> {
 
 // The scales and mins of a group.
 // Rounding a scale to bf16 shifts all values of its group in the same direction. In formats without mins, a bf16 scale
-// is therefore the sum of two values. With mins, this would take two more instructions.
+// is therefore the sum of two values. With mins, a second value would take two more instructions.
 template <typename T, int F> struct GroupScaling {
     using L = FormatLayout<F>;
     using Two = typename Pair<T>::Type;
@@ -104,8 +105,8 @@ struct Product {
     int tokens, columns, stride;
 };
 
-// A range of steps in one matrix of the stack. Tiles and rows before `first_tile` and `first_row` are in earlier
-// matrices.
+// A range of steps in one matrix of the stack.
+// Tiles before `first_tile` and rows before `first_row` belong to earlier matrices.
 struct Range {
     int matrix, first_tile, first_row, begin, end;
 };
@@ -234,7 +235,7 @@ template <typename T, int N> struct Block {
         if (end - first < steps) {
             const auto block_of = [&](int step) { return (int)(((long long)gridDim.x * (step + 1) - 1) / total); };
             const int first_block = block_of(tile * steps), last_block = block_of(tile * steps + steps - 1);
-            // A block has a slot for the tile that it ends or continues, and another one for the tile that it starts.
+            // A block has one slot for the tile that it ends or continues, and one slot for the tile that it starts.
             const auto slot = [&](int block) {
                 const size_t at = ((size_t)blockIdx.y * gridDim.x + block) * 2 + (block == first_block ? 1 : 0);
                 return reinterpret_cast<float4*>(p.partials) + (at * ROW_PAIRS + row_pair) * VECTORS * 32 + lane;

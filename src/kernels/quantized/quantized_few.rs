@@ -14,9 +14,9 @@ use crate::kernels::scratch;
 
 /// The maximum number of tokens. With more tokens, it is faster to dequantize the weights and use cuBLAS.
 const MAX_TOKENS: usize = 128;
-/// The weight rows of a tile.
+/// The number of weight rows in a tile.
 const ROWS: usize = QUANTIZED_FEW_THREADS;
-/// The largest number of blocks that share a tile of rows. The last of them adds the sums of all others.
+/// The maximum number of blocks that share a tile of rows. The last block to finish adds the sums of all blocks.
 const MAX_SHARES: usize = 8;
 
 /// Returns the number of tokens per tile, and the number of thread blocks per multiprocessor.
@@ -57,8 +57,8 @@ pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, or
         }
     };
     let (tile_tokens, resident) = tile(tokens);
-    // The number of blocks determines where the sums of a row are divided. With a fixed order, it must therefore not
-    // depend on the number of tokens.
+    // The number of blocks determines where the sums of a row are divided. With a fixed order, the number of blocks
+    // must therefore not depend on the number of tokens.
     let resident = if order == SumOrder::Fixed { 1 } else { resident };
     let tiles: usize = parts.iter().map(|part| part.dims().0.div_ceil(ROWS)).sum();
     let steps = tiles * columns.div_ceil(QUANTIZED_FEW_COLUMNS);

@@ -1,7 +1,7 @@
 //! Operations on quantized matrices: matrix products, dequantization and embedding lookup.
 //!
-//! On a GPU, products with one token, and products with up to 8 tokens in f32, read the quantized weights once per token
-//! (`quantized_matvec`). Products with 2 to 128 tokens in f16 or bf16 convert each weight once (`quantized_few`).
+//! On a GPU, products with one token, and products with up to 8 tokens in f32, read the quantized weights once per
+//! token (`quantized_matvec`). Products with 2 to 128 tokens in f16 or bf16 convert each weight once (`quantized_few`).
 //! Products with more tokens run on tensor cores, in one of two ways:
 //! - as int8 or FP8 products, if weights and activations are both 8-bit and cuBLASLt supports the type and shape
 //! - otherwise, as products with dequantized weights
@@ -42,7 +42,7 @@ use crate::kernels::{elements, to_f32, unsupported};
 #[cfg(feature = "cuda")]
 const MATVEC_TOKENS: usize = 8;
 /// The approximate number of elements to dequantize at a time.
-/// In bf16, these take 32 MiB, which fits in the L2 cache of an A100, H100 or H200 (40 to 50 MB).
+/// In bf16, these elements take 32 MiB, which fits in the L2 cache of an A100, H100 or H200 (40 to 50 MB).
 /// On a GPU with a smaller L2 cache, the product reads some of the elements from device memory.
 #[cfg(feature = "cuda")]
 const DEQUANTIZED_AT_A_TIME: usize = 16 << 20;
@@ -177,8 +177,8 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
         bail!("cannot multiply: x has shape {:?}, and the matrix has shape {:?}", x.dims(), part.dims());
     }
     let has_few = quantized_few::is_supported(parts, columns, x.dtype());
-    // Tensor cores multiply 8-bit inputs by 8-bit weights without converting the weights. They add up FP8 products with
-    // only about 13 bits, so a few tokens are multiplied in floats instead.
+    // Tensor cores multiply 8-bit inputs by 8-bit weights without converting the weights. They accumulate FP8 products
+    // with only about 13 bits, so products with few tokens use floats instead.
     let low_types = parts.iter().map(|part| low_type(device, part)).collect::<Result<Vec<_>>>()?;
     let is_low = low_types.iter().all(|low_type| match low_type {
         Some(EightBitType::Int8) => tokens > 1,
@@ -342,7 +342,8 @@ impl QuantizedRows {
         let (tokens, columns) = x.dims2()?;
         // cuBLASLt requires dimensions that are multiples of 16. The low plane is already padded to groups of 32.
         let (padded_columns, padded_tokens) = (columns.next_multiple_of(GROUP_COLUMNS), tokens.next_multiple_of(16));
-        // SAFETY: the kernel writes one row per token. Padding rows stay uninitialized, and their products are not used.
+        // SAFETY: the kernel writes one row per token. Padding rows stay uninitialized, and their
+        // products are not used.
         let values = unsafe { crate::kernels::scratch::empty((padded_tokens, padded_columns), DType::U8, x.device())? };
         // SAFETY: the kernel writes one scale per token.
         let scales = unsafe { crate::kernels::scratch::empty(tokens, DType::F32, x.device())? };

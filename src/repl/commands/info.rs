@@ -1,4 +1,4 @@
-//! `/stats` and `/context`.
+//! `/stats` and `/context`: describe the model, the conversation and the use of the context.
 
 use anyhow::Result;
 

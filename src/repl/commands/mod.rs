@@ -72,8 +72,8 @@ const COMMANDS: &[Command] = &[
         arguments: "NAME",
         summary: "name this conversation",
         details: "Every conversation is saved after each turn. To open one by name, type /load NAME or run \
-                  `inferno play --resume NAME`. `/save NAME --cache` also saves the KV cache of the conversation, so that \
-                  its next turn needs no prefill. The file can have several GB.",
+                  `inferno play --resume NAME`. `/save NAME --cache` also saves the KV cache of the conversation. Its \
+                  next turn then needs no prefill of the old messages. The file can take several GB.",
     },
     Command {
         name: "load",

@@ -121,8 +121,8 @@ pub(super) fn add_attention(
     // This is safe, because these keys and values were written before the projection started.
     let launch = flash.launch(&tensors)?;
     // SAFETY: `FlashAttention::launch` checks the shapes and dtypes.
-    // `DecodeGraph` runs a step only if the block table covers its position. `set_tables` rejects blocks that the cache
-    // does not have.
+    // `DecodeGraph` runs a step only if the block table covers its position.
+    // `set_tables` rejects blocks that the cache does not have.
     unsafe { launches.add(launch)? };
 
     let raw = scratch.tensor(Slot::UnnormalizedOutput, buffers.x.dims(), DType::F32, device)?;

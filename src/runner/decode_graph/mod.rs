@@ -59,9 +59,9 @@ pub struct DecodeGraph {
     queued: usize,
     /// Tokens taken from the mailbox since decoding started.
     taken: usize,
-    /// How many steps can run from the start of decoding until the context or the last block is full.
+    /// The number of steps from the start of decoding until the context or the last block is full.
     possible: usize,
-    /// The id of the sequence that is decoded, and the position of its first input since decoding started.
+    /// The id of the sequence being decoded, and the position of its first input since decoding started.
     sequence: Option<(u64, usize)>,
     /// The block table of each group of layers, u32 `[1, blocks]`.
     tables: Vec<Tensor>,

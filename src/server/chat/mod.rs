@@ -27,7 +27,7 @@ pub use request::{ChatRequest, read_reasoning};
 pub use response::{TokenLogprob, scored_tokens};
 pub use tools::{MAX_TOOLS, ToolChoice, Tools, check_function, read as read_tools};
 
-/// Answers a conversation.
+/// Handles a chat completion request.
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
@@ -60,7 +60,7 @@ pub async fn create(
     Ok(reply::with_ignored(response, &chat.ignored))
 }
 
-/// The parts of an answer that the client asked for.
+/// The optional parts of an answer that the client asked for.
 #[derive(Clone, Copy)]
 struct Shape {
     shows_reasoning: bool,
@@ -81,7 +81,7 @@ impl Shape {
     }
 }
 
-/// Collects the answers to a single response.
+/// Collects the answers into a single response.
 async fn whole(server: &Server, mut answers: Answers, shape: Shape) -> Result<Response, ApiError> {
     let choice = |index| WholeChoice {
         index,
@@ -113,7 +113,7 @@ struct ChunkWriter {
     header: ReplyHeader,
     stream: StreamOptions,
     shape: Shape,
-    /// For each answer, whether its first chunk was written.
+    /// For each answer, whether its first chunk, which contains the role, was written.
     has_role: Vec<bool>,
 }
 

@@ -11,7 +11,7 @@ use crate::server::error::ApiError;
 use crate::server::generate_options::{self, StreamOptions};
 use crate::server::state::Server;
 
-/// The most likely tokens that a request can ask for.
+/// The maximum number of most likely tokens that a request can ask for.
 const MAX_TOP_LOGPROBS: i64 = 20;
 
 /// A chat completion request.
@@ -21,9 +21,9 @@ pub struct ChatRequest {
     pub stream: StreamOptions,
     pub shows_reasoning: bool,
     pub can_call_in_parallel: bool,
-    /// Whether the model must call one certain tool.
+    /// Whether the model must call one specific tool.
     pub must_call_named: bool,
-    /// Fields of the request without effect.
+    /// The request fields that have no effect.
     pub ignored: Vec<String>,
 }
 

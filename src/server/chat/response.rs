@@ -24,7 +24,7 @@ pub struct WholeChoice {
     pub finish_reason: Option<Finish>,
 }
 
-/// The message of a whole response. The pieces of a stream add up to it.
+/// The message of a whole response. The pieces of a stream add up to the same message.
 #[derive(Serialize)]
 pub struct WholeMessage {
     role: &'static str,
@@ -68,7 +68,7 @@ pub struct ChunkDelta {
     tool_calls: Vec<WireCall>,
 }
 
-/// A tool call, or the next part of one.
+/// A tool call, or the next part of a tool call.
 #[derive(Serialize)]
 struct WireCall {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -91,7 +91,7 @@ struct WireFunction {
 #[derive(Default, Serialize)]
 pub struct Logprobs {
     pub content: Vec<TokenLogprob>,
-    /// Required in OpenAI's API. Always null, because refusals have no field of their own.
+    /// Required in OpenAI's API. Always null, because inferno does not separate refusals from content.
     pub refusal: (),
 }
 
@@ -168,7 +168,7 @@ impl ChunkDelta {
 }
 
 impl TokenLogprob {
-    /// Returns the number of likely tokens that are listed with the token.
+    /// Returns the number of most likely tokens listed with this token.
     pub fn alternatives(&self) -> usize {
         self.top_logprobs.len()
     }

@@ -1,4 +1,4 @@
-//! Reads tools, and which of them the model may or must call.
+//! Reads the tools of a request, and the choice of tools that the model may or must call.
 
 use serde_json::{Value, json};
 
@@ -7,7 +7,7 @@ use crate::server::body::Fields;
 use crate::server::constraint::named;
 use crate::server::error::ApiError;
 
-/// The most tools in a request.
+/// The maximum number of tools in a request.
 pub const MAX_TOOLS: usize = 512;
 
 /// The maximum length of a function name.
@@ -48,13 +48,13 @@ impl Tools {
         Ok(Self { shown, choice })
     }
 
-    /// Returns whether the model must call one certain tool.
+    /// Returns whether the model must call one specific tool.
     pub fn is_named(&self) -> bool {
         matches!(self.choice, ToolChoice::Named(_))
     }
 
-    /// Returns the constraint on an answer whose text must match `answer`, or `None` if the answer may be any text and call
-    /// any tool.
+    /// Returns the constraint on an answer whose text must match `answer`.
+    /// Returns `None` if any text and any tool call are allowed.
     pub fn constraint(&self, answer: Option<Grammar>, can_call_in_parallel: bool) -> Option<Constraint> {
         let requires_tool = self.is_named() || self.choice == ToolChoice::Required;
         let mut tools = Vec::with_capacity(self.shown.len());
@@ -70,7 +70,7 @@ impl Tools {
             tools.push(ToolGrammar { name, arguments });
         }
         let is_any = answer.is_none() && tools.iter().all(|tool| tool.arguments.is_none());
-        // With one named tool, several calls would repeat it.
+        // With a named tool, several calls would all call this tool.
         let can_call_in_parallel = can_call_in_parallel && !self.is_named();
         (!is_any).then_some(Constraint { answer, tools, requires_tool, can_call_in_parallel })
     }

@@ -22,11 +22,11 @@ use crate::tokenizer::Tokenizer;
 use request::CompletionRequest;
 use response::{Completion, Logprobs, WireChoice};
 
-/// The most entries in the log probabilities of the prompts of a response: tokens and their alternatives. They take up
-/// to 100 bytes each until the response is sent.
+/// The maximum number of prompt log probabilities in a response, including those of alternative tokens. Each takes up
+/// to 100 bytes until the response is sent.
 const MAX_PROMPT_LOGPROBS: usize = 1 << 19;
 
-/// Continues texts.
+/// Handles a text completion request.
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
@@ -65,8 +65,8 @@ fn check_prompt_logprobs(answers: &Answers) -> Result<(), ApiError> {
     let entries: usize = prompts.map(|prompt| prompt.tokens.len() * (1 + prompt.top)).sum();
     if entries > MAX_PROMPT_LOGPROBS {
         let problem = format!(
-            "the prompts have {entries} log probabilities with those of 'logprobs' for each token, but a response has at \
-             most {MAX_PROMPT_LOGPROBS}; send fewer prompts in a request"
+            "the prompts need {entries} log probabilities, but a response has at most {MAX_PROMPT_LOGPROBS}: \
+             send fewer prompts in a request, or a smaller 'logprobs'"
         );
         return Err(ApiError::invalid("logprobs", problem));
     }
@@ -83,7 +83,7 @@ struct Texts {
 }
 
 impl Texts {
-    /// `echoes` are the prompts to repeat. Each of them has `choices` answers.
+    /// Creates the state of all choices. `echoes` are the prompts to repeat, each before `choices` answers.
     fn new(echoes: &[Option<String>], choices: usize, has_logprobs: bool) -> Self {
         let echoes: Vec<_> = echoes.iter().flat_map(|echo| std::iter::repeat_n(echo.clone(), choices)).collect();
         Self { offsets: vec![0; echoes.len()], echoes, has_logprobs }
@@ -113,7 +113,7 @@ impl Texts {
     }
 }
 
-/// Collects the answers to a single response.
+/// Collects the answers into a single response.
 async fn whole(header: ReplyHeader, mut answers: Answers, mut texts: Texts) -> Result<Response, ApiError> {
     let empty = |index| WireChoice {
         index,

@@ -8,13 +8,13 @@ use crate::server::error::ApiError;
 use crate::server::generate_options::{self, StreamOptions, token_ids};
 use crate::server::state::Server;
 
-/// The most answers to one request, over all its prompts.
+/// The maximum number of answers to one request, over all prompts.
 const MAX_ANSWERS: usize = 128;
 
-/// The most likely tokens that a request can ask for.
+/// The maximum number of most likely tokens that a request can ask for.
 const MAX_LOGPROBS: i64 = 20;
 
-/// The length of an answer if the request does not set one, as in OpenAI's API.
+/// The maximum length of an answer if the request does not set `max_tokens`, as in OpenAI's API.
 const DEFAULT_TOKENS: i64 = 16;
 
 /// A text completion request.
@@ -27,7 +27,7 @@ pub struct CompletionRequest {
     pub echoes: Vec<Option<String>>,
     pub has_logprobs: bool,
     pub stream: StreamOptions,
-    /// Fields of the request without effect.
+    /// The request fields that have no effect.
     pub ignored: Vec<String>,
 }
 

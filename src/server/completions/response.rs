@@ -45,7 +45,7 @@ impl WireChoice {
 #[derive(Default, Serialize)]
 pub struct Logprobs {
     tokens: Vec<String>,
-    /// `None` for the first token of a prompt, which follows no other.
+    /// `None` for the first token of a prompt, which follows no other token.
     token_logprobs: Vec<Option<f32>>,
     top_logprobs: Vec<Option<Alternatives>>,
     /// The offset of each token in the text, in characters.
@@ -86,7 +86,7 @@ impl Logprobs {
             let mut top: Vec<(String, f32)> = Vec::with_capacity(logprobs.top.len());
             for &(id, logprob) in &logprobs.top {
                 let text = text_of(id, tokenizer);
-                // Tokens with parts of characters can have the same text. The most likely one comes first.
+                // Tokens that hold parts of characters can have the same text. Keep only the most likely token.
                 if top.iter().all(|(other, _)| *other != text) {
                     top.push((text, finite_logprob(logprob)));
                 }
@@ -103,7 +103,7 @@ fn text_of(id: u32, tokenizer: &Tokenizer) -> String {
 
 /// Returns the offset of each token of a prompt in its text, in characters.
 ///
-/// The text can lack a control token at its start, and the space that some tokenizers add to a text.
+/// The text may lack the control token at the start of the prompt, and the space that some tokenizers add.
 fn echo_offsets(tokens: &[u32], echo: &str, tokenizer: &Tokenizer) -> Vec<usize> {
     let (mut offsets, mut byte, mut characters) = (Vec::with_capacity(tokens.len()), 0, 0);
     for &id in tokens {
@@ -115,7 +115,7 @@ fn echo_offsets(tokens: &[u32], echo: &str, tokenizer: &Tokenizer) -> Vec<usize>
             [b' ', token @ ..] if rest.starts_with(token) => token.len(),
             token => token.len().min(rest.len()),
         };
-        // Bytes other than the first of a character start no other character.
+        // Count only the first byte of each character.
         characters += rest[..length].iter().filter(|&&byte| byte & 0xC0 != 0x80).count();
         byte += length;
     }

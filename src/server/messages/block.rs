@@ -3,10 +3,11 @@
 use serde::Serialize;
 use serde_json::Value;
 
-/// The signature of thinking blocks. Clients send blocks back only if they have one. inferno does not check it.
+/// The signature of thinking blocks. Clients send back only blocks with a signature. inferno does not check it.
 pub const SIGNATURE: &str = "inferno";
 
-/// A content block. Fields of type `()` are required in Anthropic's API, and null because inferno has no value for them.
+/// A content block. Anthropic's API requires the fields of type `()`. They are null,
+/// because inferno has no values for them.
 #[derive(Debug, PartialEq, Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Block {
@@ -15,7 +16,7 @@ pub enum Block {
     ToolUse { id: String, name: String, input: Value, caller: Caller },
 }
 
-/// Who called a tool. In inferno, it is always the model.
+/// Who called a tool. In inferno, the caller is always the model.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Caller {

@@ -8,7 +8,7 @@ use super::block::{Block, Caller, SIGNATURE};
 use super::events::{BlockDelta, BlockStart, Event, EventSink};
 use crate::server::choice::Piece;
 
-/// The blocks so far. Only the last one may be open.
+/// The blocks so far. Only the last block may be open.
 pub struct Content {
     shows_thinking: bool,
     blocks: Vec<Block>,
@@ -24,7 +24,7 @@ impl Content {
         Self { shows_thinking, blocks: Vec::new(), is_open: false, arguments: String::new(), calls: Vec::new() }
     }
 
-    /// Returns the blocks, which is meaningful after [`finish`](Self::finish).
+    /// Returns the blocks. Call [`finish`](Self::finish) first, to complete the last block.
     pub fn take(&mut self) -> Vec<Block> {
         std::mem::take(&mut self.blocks)
     }
@@ -52,7 +52,7 @@ impl Content {
                 self.calls.push(self.blocks.len() - 1);
             }
             Piece::ToolArguments { index, text } => {
-                // A call that has ended has all its arguments, except for those of an empty object.
+                // A call whose block has ended has all its arguments. Only an empty object `{}` can still arrive.
                 if self.calls.get(index).is_some_and(|&block| block + 1 == self.blocks.len()) && self.is_open {
                     self.extend(&text, events);
                 }
@@ -118,7 +118,7 @@ impl Content {
     }
 }
 
-/// Parses the arguments of a call. The API requires an object, so arguments that are none become its only field.
+/// Parses the arguments of a call. The API requires an object, so any other value becomes the only field of an object.
 fn parse(arguments: &str) -> Value {
     match serde_json::from_str(arguments) {
         Ok(Value::Object(map)) => Value::Object(map),
@@ -162,7 +162,7 @@ mod tests {
             arguments(0, ":1}"),
             call(1, "list"),
             call(2, "stop"),
-            // Calls without arguments get an empty object, also at the end of the answer.
+            // Calls without arguments get an empty object, even at the end of the answer.
             arguments(1, "{}"),
             arguments(2, "nonsense"),
         ]

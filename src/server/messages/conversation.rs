@@ -28,7 +28,7 @@ pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
     }
     match messages.last().map(|message| message.role) {
         Some(Role::Assistant) => {
-            Err(ApiError::unsupported("messages", "the last message must be of the user; an answer has no prefix"))
+            Err(ApiError::unsupported("messages", "inferno cannot continue an answer: end with a user message"))
         }
         _ => Ok(messages),
     }
@@ -52,11 +52,11 @@ fn text(block: &mut Fields, name: &str) -> Result<String, ApiError> {
 fn unsupported(block: &Fields, kind: &str) -> ApiError {
     match kind {
         "" => block.invalid("type", "expected a type such as 'text'"),
-        _ => ApiError::unsupported(block.path("type"), &format!("inferno has no blocks of type '{kind}' here")),
+        _ => ApiError::unsupported(block.path("type"), &format!("blocks of type '{kind}' are not accepted here")),
     }
 }
 
-/// Reads a message of the user. The results of tools become messages of their own.
+/// Reads a user message. Tool results become separate messages.
 fn read_user(message: &mut Fields, messages: &mut Vec<Message>) -> Result<(), ApiError> {
     let mut content: Option<String> = None;
     for mut block in blocks(message)? {
@@ -78,7 +78,7 @@ fn read_user(message: &mut Fields, messages: &mut Vec<Message>) -> Result<(), Ap
 fn read_result(block: &mut Fields) -> Result<Message, ApiError> {
     let id = text(block, "tool_use_id")?;
     let result = read_content(block, "content")?.unwrap_or_default();
-    // Chat formats have no flag for failed calls, so the text tells it.
+    // Chat formats have no flag for failed calls, so the text reports the failure.
     let result = match block.take_bool("is_error")? {
         Some(true) => format!("Error: {result}"),
         _ => result,
@@ -99,7 +99,7 @@ fn read_assistant(message: &mut Fields) -> Result<Message, ApiError> {
                 }
                 block.take_string("signature")?;
             }
-            // Only the service that encrypted it can read it.
+            // Only the service that encrypted the thinking can read it.
             "redacted_thinking" => {
                 block.take("data");
                 message.ignore("messages[].content[] (redacted_thinking)".to_string());
@@ -110,7 +110,7 @@ fn read_assistant(message: &mut Fields) -> Result<Message, ApiError> {
                     Some(input @ Value::Object(_)) => input.to_string(),
                     _ => return Err(block.invalid("input", "expected an object")),
                 };
-                // Only describes a call that the server sent.
+                // The field only describes a call that the server sent.
                 block.take("caller");
                 answer.tool_calls.push(ToolCall { id: Some(id), name, arguments });
             }

@@ -12,7 +12,7 @@ pub trait EventSink {
     fn send(&mut self, event: Event<'_>);
 }
 
-/// Drops events. Whole messages have none.
+/// Discards events, for whole messages.
 pub struct NoEvents;
 
 impl EventSink for NoEvents {
@@ -61,7 +61,7 @@ pub enum BlockStart<'a> {
     ToolUse { id: &'a str, name: &'a str, input: Map<String, Value>, caller: Caller },
 }
 
-/// More of a content block.
+/// The next part of a content block.
 #[derive(Serialize)]
 #[serde(tag = "type")]
 pub enum BlockDelta<'a> {
