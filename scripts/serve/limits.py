@@ -36,7 +36,7 @@ async def burst_statuses(port, bodies):
 
 
 async def suggested_waits(port, prompts, clients, lengths, seconds):
-    """Keeps the server full. Returns the times to a 429, and pairs of suggested and actual waits for a free place."""
+    """Keeps the server full. Returns how long each 429 took, and the suggested and the actual wait after each one."""
     chooser, ends, end = random.Random(4), [], time.perf_counter() + seconds
 
     async def one():

@@ -23,7 +23,7 @@ const MAX_BODY_BYTES: u64 = 4 << 10;
 /// Check whether a server is ready: exit code 0 if it is, 1 if it is not
 #[derive(clap::Args)]
 pub struct Args {
-    /// URL of the server; the default is http://HOST:PORT on this machine
+    /// URL of the server; by default, --host and --port select a server on this machine
     #[arg(long, value_name = "URL", conflicts_with_all = ["host", "port", "tls_cert"])]
     url: Option<String>,
     /// Address on which `inferno serve` listens

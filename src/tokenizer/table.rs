@@ -265,7 +265,9 @@ fn check_decoder(decoder: &Value) -> Result<()> {
     let mut growth = 1usize;
     for step in steps.iter().filter(|step| step["type"] == "Replace") {
         let Some(pattern) = step["pattern"]["String"].as_str() else {
-            bail!("cannot load the tokenizer: its decoder replaces a regular expression, which is not supported");
+            bail!(
+                "cannot load the tokenizer: its decoder replaces matches of a regular expression, which is not supported"
+            );
         };
         let content = step["content"].as_str().map_or(0, str::len);
         // An empty pattern matches before every byte.

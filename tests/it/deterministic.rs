@@ -78,7 +78,7 @@ fn answers_depend_only_on_their_request() {
     assert!(stats.preemptions > 0 && stats.hit_tokens > 0, "{stats:?}");
 }
 
-/// Checks deterministic requests to an ordinary engine, alone and in batches with ordinary and deterministic requests.
+/// Checks that a deterministic request has the same answer alone and in batches, on an engine that is not deterministic.
 fn check_requests(engine: &EngineHandle, count: usize, longest: usize) {
     assert!(!engine.info().is_deterministic);
     let shared = engine.random_tokens(1, longest / 2);

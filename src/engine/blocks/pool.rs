@@ -52,7 +52,7 @@ pub struct BlockPool {
 ///
 /// `previous` and `next` link the blocks without references in a ring, in eviction order.
 /// The ring starts and ends at the scratch block: its `next` is evicted first, and its `previous` last.
-/// The marker separates the blocks to evict first from the blocks to keep. The marker is never evicted.
+/// The marker separates the blocks to evict first from those to evict last. The marker itself is never evicted.
 #[derive(Clone, Debug, Default)]
 struct Block {
     references: u32,

@@ -245,7 +245,10 @@ impl FlashAttention {
         let has_dtype = q.dtype() == self.dtype && out.dtype() == self.dtype;
         if shape != self.shape || out.dims() != q.dims() || !has_dtype {
             let (q_dtype, out_dtype, out) = (q.dtype(), out.dtype(), out.dims());
-            bail!("flash_attention: expected {:?}, got {shape:?} {q_dtype:?}, out {out:?} {out_dtype:?}", self.shape);
+            bail!(
+                "flash_attention: expected {:?}, got {shape:?}, q {q_dtype:?}, out {out:?} {out_dtype:?}",
+                self.shape
+            );
         }
         let is_u32 = positions.dtype() == DType::U32 && tables.dtype() == DType::U32;
         let sequences = match &self.rows {

@@ -32,7 +32,7 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
         let seen = Tensor::from_vec(seen, (entries, 3), logits.device())?;
         let arguments = Arguments::new().tensor(logits)?.tensor(&params)?.tensor(&seen)?.int(entries).int(vocab);
         let shape = LaunchShape::one_thread_each(entries);
-        // SAFETY: shapes and dtypes are checked above. Every entry has a row and a token of `logits`.
+        // SAFETY: shapes and dtypes are checked above. The row and the token of every entry are within the bounds of `logits`.
         unsafe { Launch::new(module!("sample_rows"), "apply_penalties", shape, arguments).enqueue(device)? };
     }
     // SAFETY: the kernel writes every element.
