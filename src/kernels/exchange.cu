@@ -2,8 +2,8 @@
 //
 // Every rank has a mailbox to which all ranks can write.
 // A mailbox has EXCHANGE_SLOTS slots, and each slot has one region per sending rank.
-// A rank writes its values to its own region in every rank's mailbox.
-// It then waits until the values of all ranks have arrived in its own mailbox.
+// A rank writes its values to its region in the mailbox of every other rank.
+// It then waits until the values of all other ranks have arrived in its own mailbox.
 // The values need no separate flags, as in TensorRT-LLM's Lamport kernels:
 // a word that has not arrived is EMPTY, a NaN that arithmetic never produces.
 //
@@ -131,13 +131,14 @@ __device__ void exchange(const uint32_t* x, const Mailboxes& m, int words, int l
     const int first = (blockIdx.x * blockDim.x + threadIdx.x) * V::SIZE, step = gridDim.x * blockDim.x * V::SIZE;
     for (int i = first; i < words; i += step) {
         const auto v = V::sendable(V::load(x + i));
-        for (int rank = 0; rank < m.ranks; ++rank) V::store(m.of[rank] + slot + (size_t)m.rank * m.region + i, v);
+        for (int rank = 0; rank < m.ranks; ++rank)
+            if (rank != m.rank) V::store(m.of[rank] + slot + (size_t)m.rank * m.region + i, v);
     }
     // The size of a region is a multiple of 4 words, so these stores stay within the region.
     uint32_t* own = m.of[m.rank];
     for (int i = first / V::SIZE * 4; i < previous; i += step / V::SIZE * 4)
         for (int rank = 0; rank < m.ranks; ++rank)
-            Quad::store(own + last_slot + (size_t)rank * m.region + i, Quad::empty());
+            if (rank != m.rank) Quad::store(own + last_slot + (size_t)rank * m.region + i, Quad::empty());
     Waiting waiting(m);
     take(own + slot, waiting, first, step);
     // All blocks have read the state before the last block changes it.
@@ -151,10 +152,13 @@ template <typename V>
 __device__ void exchange_sum(uint32_t* x, uint32_t* out, const Mailboxes& m, int words, int clears_x) {
     exchange<V>(x, m, words, words, [&](const uint32_t* slot, Waiting& waiting, int first, int step) {
         for (int i = first; i < words; i += step) {
+            const auto own = V::sendable(V::load(x + i));
             if (clears_x) V::store(x + i, V::zero());
-            auto sum = waiting.take<V>(slot + i, 0);
-            for (int rank = 1; rank < m.ranks; ++rank)
-                add_to(sum, waiting.take<V>(slot + (size_t)rank * m.region + i, rank));
+            const auto part = [&](int rank) {
+                return rank == m.rank ? own : waiting.take<V>(slot + (size_t)rank * m.region + i, rank);
+            };
+            auto sum = part(0);
+            for (int rank = 1; rank < m.ranks; ++rank) add_to(sum, part(rank));
             V::store(out + i, sum);
         }
     });
@@ -165,7 +169,7 @@ __device__ void exchange_sum(uint32_t* x, uint32_t* out, const Mailboxes& m, int
 //   words: at most the size of a region; exchange_sum_4 needs a multiple of 4
 //   clears_x: whether to fill x with zeros; must be 0 if out is x
 //   grid: at most EXCHANGE_BLOCKS / ranks; block: at most 512
-//   bytes moved: 8 · words, and 4 · words to each rank
+//   bytes moved: 8 · words, and 4 · words to each other rank
 extern "C" __global__ void __launch_bounds__(512)
     exchange_sum_4(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int words, int clears_x) {
     exchange_sum<Quad>(x, out, m, words, clears_x);
@@ -188,7 +192,8 @@ extern "C" __global__ void __launch_bounds__(512)
         for (int rank = 0; rank < m.ranks; ++rank) {
             const int start = m.first_column[rank], columns = m.first_column[rank + 1] - start;
             for (int i = first; i < rows * columns; i += step) {
-                const uint32_t v = waiting.take<Scalar>(slot + (size_t)rank * m.region + i, rank);
+                const uint32_t v = rank == m.rank ? Scalar::sendable(Scalar::load(x + i))
+                                                  : waiting.take<Scalar>(slot + (size_t)rank * m.region + i, rank);
                 Scalar::store(out + (size_t)(i / columns) * total + start + i % columns, v);
             }
         }

@@ -39,6 +39,8 @@ pub struct Weights<'c> {
     pub(super) part: Option<Part>,
     /// The background reader. It stops when the last clone of these weights is dropped.
     pub(super) reader: Option<Arc<dyn TensorReader>>,
+    /// Reads large tensors, or parts of them, if nothing is read ahead.
+    part_reader: Option<Arc<dyn ReadPart>>,
 }
 
 /// The size in bytes up to which a tensor's dtype is converted on the host. Larger tensors are converted on the device.
@@ -57,6 +59,17 @@ impl<T: Target> TensorReader for ReadAhead<T> {
 
     fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         self.take(name, dtype, shape)
+    }
+}
+
+/// The method of [`PartReader`] without its type parameter, for use as a trait object.
+trait ReadPart {
+    fn read(&self, tensor: &ByteRange, dtype: DType, shape: &[usize], slice: Option<&Slice>) -> Result<Tensor>;
+}
+
+impl<T: Target> ReadPart for PartReader<T> {
+    fn read(&self, tensor: &ByteRange, dtype: DType, shape: &[usize], slice: Option<&Slice>) -> Result<Tensor> {
+        self.read(tensor, dtype, shape, slice)
     }
 }
 
@@ -92,7 +105,7 @@ impl<'c> Weights<'c> {
     ) -> Self {
         let (prefix, device) = (String::new(), device.clone());
         let world = World::alone();
-        Self { checkpoint, prefix, device, dtype, quantize: None, progress, world, part: None, reader: None }
+        Self { checkpoint, prefix, device, dtype, quantize: None, progress, world, part: None, reader: None, part_reader: None }
     }
 
     /// Creates weights that take tensors from `reader`, which must copy them to `device`.

@@ -10,6 +10,7 @@ mod loader;
 mod matrix;
 pub mod mxfp4;
 mod part;
+pub mod part_reader;
 mod progress;
 pub mod quantized;
 pub mod read_ahead;
