@@ -48,7 +48,7 @@ mod with_cuda {
 
     use super::Target;
 
-    /// Staging buffers per reader thread. The thread fills one while the copy engine reads the other.
+    /// The number of staging buffers per reader thread. The thread fills one while the copy engine reads the other.
     const BUFFERS: usize = 2;
 
     /// A CUDA stream that copies data to the GPU of a candle device.
@@ -71,7 +71,8 @@ mod with_cuda {
         }
     }
 
-    /// Memory allocated on the copy stream. Unless it becomes a tensor, `drop` frees it after all queued copies.
+    /// Memory allocated on the copy stream. If it does not become a tensor, `drop` frees it after all queued copies
+    /// have ended.
     pub struct DeviceMemory {
         bytes: CudaSlice<u8>,
         /// The event recorded after the last copy. `None` until `complete` is called.

@@ -49,7 +49,7 @@ pub struct CacheLayout {
 }
 
 impl CacheLayout {
-    /// Groups the layers of a model.
+    /// Groups the layers of a model by attention window.
     pub fn new(layers: &[LayerSpec]) -> Self {
         let heads = layers.first().map(|layer| (layer.kv_heads, layer.head_dim));
         let heads = heads.filter(|&heads| layers.iter().all(|layer| (layer.kv_heads, layer.head_dim) == heads));

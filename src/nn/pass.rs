@@ -57,7 +57,8 @@ impl Pass {
             bail!("the batch has {} token ids for sequences of {lengths:?} tokens", ids.len());
         }
         if sum_order == SumOrder::Fixed && sequences.len() != tokens {
-            bail!("a fixed order of sums needs one token per sequence, not {tokens} for {}", sequences.len());
+            let count = sequences.len();
+            bail!("a fixed order of sums requires one token per sequence, got {tokens} tokens for {count} sequences");
         }
         let groups = cache.layout().groups();
         if let Some(span) = sequences.iter().find(|span| span.tables.iter().len() != groups) {

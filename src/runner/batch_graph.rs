@@ -4,7 +4,7 @@
 //! the same results as the eager decoder. The host launches one graph instead of hundreds of kernels.
 //!
 //! Batches are padded to a few sizes, so that few graphs are needed. A padding row repeats the last sequence. It
-//! therefore activates no other experts, and writes identical keys and values to the same cache row.
+//! therefore uses the same experts as this sequence, and writes identical keys and values to the same cache row.
 
 use std::collections::BTreeMap;
 
@@ -73,8 +73,8 @@ impl BatchGraphs {
         }
     }
 
-    /// Returns whether a step can run as a graph. Prompts and large batches cannot, nor can any step with the backend
-    /// `CandleFlashAttn` or after a graph step has failed.
+    /// Returns whether a step can run as a graph. Steps with prompts or with more than `MAX_BATCH` sequences cannot.
+    /// With the backend `CandleFlashAttn`, or after a graph step has failed, no step can.
     pub fn support(&self, decoder: &Decoder, sequences: &[StepSequence]) -> bool {
         let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
         !self.has_failed && is_decode && sequences.len() <= MAX_BATCH && !decoder.reads_tables_on_host()
@@ -105,7 +105,7 @@ impl BatchGraphs {
         }
     }
 
-    /// Queues a decode step of all sequences, which must be [supported](Self::support). Returns their logits, f32
+    /// Queues a decode step of all sequences. The step must be [supported](Self::support). Returns the logits, f32
     /// `[sequences, vocab]`. The next step overwrites the logits. `queue` copies the inputs to the device.
     pub fn run(
         &mut self,

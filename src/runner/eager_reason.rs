@@ -34,7 +34,7 @@ pub enum EagerReason {
         chosen: usize,
         experts: usize,
     },
-    /// No decode kernel supports matrices with this many columns: not a multiple of 8, or too many.
+    /// No decode kernel supports matrices with this many columns. The number is too large or not a multiple of 8.
     RowLength(usize),
     /// The vocabulary is too large for one launch of the sampling kernel on this GPU.
     VocabularySize(usize),

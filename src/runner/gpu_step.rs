@@ -70,7 +70,7 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
     Ok(chosen.collect())
 }
 
-/// Returns the rows of `logits`, f32 `[sequences, vocab]`, of the sequences that have samplers.
+/// Returns the rows of `logits`, f32 `[sequences, vocab]`, that belong to sequences with samplers.
 pub(super) fn sampled_rows(sequences: &[StepSequence], logits: &Tensor) -> Result<Tensor> {
     let rows: Vec<u32> = (0..).zip(sequences).filter(|(_, s)| s.sampler.is_some()).map(|(row, _)| row).collect();
     Ok(match rows.len() == sequences.len() {
@@ -162,7 +162,7 @@ impl Runner {
         } else if graph.needs_tables(sequence.tables) {
             self.followers.run_graph(graph, GraphCommand::SetTables(sequence.tables.clone()), None)?;
         }
-        // Here the GPU already runs queued steps, except before the first token.
+        // At this point, the GPU is already running queued steps, except before the first token.
         meanwhile();
         Ok(Some(take_token(graph, &self.followers, sequence.limit, sampler)))
     }

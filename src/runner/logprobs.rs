@@ -2,7 +2,7 @@
 
 use std::cmp::Ordering;
 
-/// The log probability of a chosen token, and of the most likely tokens.
+/// The log probabilities of a chosen token and of the most likely tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
     /// The log probability of the chosen token, in nats.

@@ -33,7 +33,7 @@ struct Admission {
     kv_cache: KvCache,
 }
 
-/// The blocks of the KV cache, and the number that the request needs.
+/// The number of blocks in the KV cache, and the number of blocks that the request needs.
 #[derive(Serialize)]
 struct KvCache {
     block_tokens: usize,

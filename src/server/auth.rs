@@ -8,7 +8,7 @@ use super::error::ApiError;
 use super::options::ServerOptions;
 use super::page;
 
-/// The routes that are open to every client, besides the page.
+/// The routes that are open to every client. The server's web page is open, too.
 const OPEN_PATHS: [&str; 2] = ["/health", "/live"];
 
 /// The header in which clients of Anthropic's API send the key.

@@ -180,7 +180,8 @@ impl Fields {
         self.take(name).map(|value| Fields::nested(&path, value)).transpose()
     }
 
-    /// Removes a field that inferno does not support. Fails unless its value is one of `neutral`, which have no effect.
+    /// Removes a field that inferno does not support. Fails unless the field is absent or has one of the `neutral`
+    /// values, which have no effect.
     pub fn refuse(&mut self, name: &str, neutral: &[Value], hint: &str) -> Result<(), ApiError> {
         match self.take(name) {
             Some(value) if !neutral.contains(&value) => Err(ApiError::unsupported(self.path(name), hint)),

@@ -122,7 +122,7 @@ impl Choice {
         Self { keeps_all_tokens, ..self }
     }
 
-    /// Returns the number of tokens of reasoning so far.
+    /// Returns the number of reasoning tokens so far.
     pub fn reasoning_tokens(&self) -> usize {
         self.reasoning_tokens
     }

@@ -50,7 +50,7 @@ pub trait EventWriter: Send + 'static {
         out.push_text("[DONE]");
     }
 
-    /// Shows that the stream is alive after a time without events. By default, writes a comment, which clients ignore.
+    /// Shows that the stream is alive after a pause without events. By default, writes a comment, which clients ignore.
     fn keep_alive(&mut self, out: &mut EventBuffer) {
         out.0.push_str(": ping\n\n");
     }

@@ -9,7 +9,7 @@ const ENDS: usize = 64;
 /// Sequences that end within this time count as one end, because they were part of the same step.
 const SAME_STEP: Duration = Duration::from_millis(1);
 
-/// The last times at which sequences ended.
+/// The most recent times at which sequences ended.
 pub struct FreeTimes {
     last: Instant,
     /// For each end, the time since the previous end and the number of sequences.
@@ -78,8 +78,8 @@ mod tests {
         }
     }
 
-    /// Lets `per_end` sequences end after each interval. Returns the mean suggested wait and the mean true wait for
-    /// `count` places, at evenly spread times.
+    /// Simulates a server where `per_end` sequences end after each interval. Samples the waits for `count` places at
+    /// evenly spaced times. Returns the mean suggested wait and the mean true wait.
     fn waits(per_end: usize, count: usize, mut interval_s: impl FnMut(&mut Uniform) -> f64) -> (f64, f64) {
         let (start, mut random) = (Instant::now(), Uniform(1));
         let mut ends = vec![0.0];
@@ -90,7 +90,7 @@ mod tests {
         let (mut times, mut known, mut suggested, mut real) = (FreeTimes::new(start), 0, 0.0, 0.0);
         let samples = 5000;
         for sample in 0..samples {
-            // After the first 100 ends, and before the last 100.
+            // Sample only after the first 100 ends and before the last 100 ends.
             let now = ends[100] + (ends[1900] - ends[100]) * f64::from(sample) / f64::from(samples);
             while ends[known + 1] <= now {
                 known += 1;

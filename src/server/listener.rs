@@ -22,7 +22,8 @@ use super::write_limit::WriteLimit;
 /// The maximum number of connections that wait to be accepted.
 const BACKLOG: u32 = 4096;
 
-/// The size of the system's buffer for unsent data. A small buffer soon reveals a client that does not read.
+/// The size of the system's buffer for unsent data. With a small buffer, the server soon notices that a client does not
+/// read.
 const SEND_BUFFER_BYTES: u32 = 128 << 10;
 
 /// The size of the buffer for the headers of a request, and for the response.

@@ -6,7 +6,7 @@
 //   ids: u32 [tokens, chosen], scratch memory
 //   shares: f32 [tokens, chosen], the routing weights
 //   sorted, offsets: see sort_by_expert
-//   usage: u32 [2] or null: the number of launches and the number of experts with pairs; this launch adds to both
+//   usage: u32 [2] or null: the number of launches and the number of experts with pairs; each launch adds to both
 //   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS
 //   grid: (ceil(tokens / 8), slices, ceil(experts / 32)) with slices = ceil(columns / ROUTE_COLUMNS)
 //   block: 256, one warp per token and one lane per expert
@@ -29,7 +29,7 @@ __device__ uint32_t finished[ROUTE_TOKENS / TOKENS + 1];
 
 // Sorts all pairs by expert, like sort_by_expert, and the pairs of each expert in ascending order. The order decides
 // which pairs share a tile in later kernels. With a fixed order, two launches give the same bits.
-// Counts the experts with pairs.
+// Adds the number of experts with pairs to `usage`.
 //   experts_of: shared memory for the expert of each pair
 __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* usage,
                                            uint16_t* experts_of, int pairs, int experts) {

@@ -73,8 +73,8 @@ impl WeightFormat {
         PlaneBytes { low, high, scales, supers }
     }
 
-    /// Returns the number of columns in a unit, which share scales or bytes. A matrix can be
-    /// divided only between units.
+    /// Returns the number of columns in a unit. The columns of a unit share scales or bytes,
+    /// so a matrix can be divided only between units.
     pub fn column_unit(self) -> usize {
         if self.plane_bytes().supers > 0 { SUPERBLOCK_COLUMNS } else { GROUP_COLUMNS }
     }

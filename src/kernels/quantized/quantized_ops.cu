@@ -116,7 +116,7 @@ __device__ void round_rows(const T* x, uint8_t* q, float* scales, int columns, i
 
 // Quantizes each row of x to 8 bits.
 //   x: T [tokens, columns]
-//   y: T [tokens, columns]: the 8-bit values times the scale of their row; without the scale if `scales` is not null
+//   y: T [tokens, columns]: the 8-bit values, multiplied by the scale of their row if `scales` is null
 //   scales: f32 [tokens] or null
 //   bytes moved: x twice, y once
 //   grid: tokens; block: 256

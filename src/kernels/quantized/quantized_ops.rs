@@ -128,7 +128,7 @@ impl QuantizedMatrix {
     }
 }
 
-/// Returns the bytes of shared memory that a kernel needs for its input vector (`QuantizedInput`).
+/// Returns the size in bytes of the shared memory that a kernel needs for its input vector (`QuantizedInput`).
 #[cfg(feature = "cuda")]
 pub fn input_bytes(format: WeightFormat, columns: usize) -> usize {
     let groups = columns.div_ceil(GROUP_COLUMNS);

@@ -33,7 +33,7 @@ pub enum ToolChoice {
 
 impl Tools {
     /// Creates the tools of a request from functions in the format of chat completions.
-    /// Fails if the choice needs a function that does not exist.
+    /// Fails if `choice` requires a function that `functions` does not contain.
     pub fn new(fields: &Fields, functions: Vec<Value>, choice: ToolChoice) -> Result<Self, ApiError> {
         match &choice {
             ToolChoice::Required if functions.is_empty() => {

@@ -86,7 +86,7 @@ impl Logprobs {
             let mut top: Vec<(String, f32)> = Vec::with_capacity(logprobs.top.len());
             for &(id, logprob) in &logprobs.top {
                 let text = text_of(id, tokenizer);
-                // Tokens that hold parts of characters can have the same text. Keep only the most likely token.
+                // Tokens that hold only a part of a character can have the same text. Keep the most likely token.
                 if top.iter().all(|(other, _)| *other != text) {
                     top.push((text, finite_logprob(logprob)));
                 }
