@@ -11,7 +11,7 @@ use std::cell::{Cell, RefCell};
 
 use candle_core::{DType, Device, Result, Shape, Tensor};
 
-/// The largest arena, in bytes. Larger batches gain little from overlap.
+/// The maximum size of an arena in bytes. Batches that need more memory would gain little from overlapping kernels.
 pub const MAX_ARENA_BYTES: usize = 128 << 20;
 
 /// Tensors start at multiples of this many elements, so that vector loads are aligned.

@@ -130,7 +130,7 @@ mod with_cuda {
         }
 
         fn allocate(&self, bytes: usize) -> Result<DeviceMemory> {
-            // SAFETY: the memory becomes a tensor only after `complete`, when copies to all of its bytes are queued.
+            // SAFETY: the memory becomes a tensor only after `complete`. By then, copies to all its bytes are queued.
             let bytes = unsafe { self.stream.alloc(bytes) }.w()?;
             Ok(DeviceMemory { bytes, arrived: None })
         }

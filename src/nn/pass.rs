@@ -48,7 +48,7 @@ pub struct Pass {
 }
 
 impl Pass {
-    /// Computes the position and the cache row of each token. Fails if a sequence has no blocks for its tokens.
+    /// Computes the position and the cache row of each token. Fails if a sequence lacks blocks for its tokens.
     pub(super) fn new(batch: &StepBatch, cache: &KvCache, device: &Device, backend: AttentionBackend) -> Result<Self> {
         let StepBatch { ids, sequences, sum_order, .. } = *batch;
         let tokens: usize = sequences.iter().map(|span| span.tokens).sum();

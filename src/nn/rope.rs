@@ -38,7 +38,7 @@ pub struct RopeConfig {
 #[derive(Clone, Debug, Default, Deserialize)]
 struct RopeParameters {
     rope_type: Option<String>,
-    /// The older name of `rope_type`. Some files have both.
+    /// The older name of `rope_type`. Some files have both fields.
     #[serde(rename = "type")]
     old_type: Option<String>,
     rope_theta: Option<f64>,

@@ -1,7 +1,7 @@
 //! Batched decode steps as CUDA graphs, one graph for each batch size.
 //!
-//! A graph replays the operations of [`Decoder::forward_pass`], so it supports every model that runs on a GPU, and has
-//! the same results as the eager decoder. The host launches one graph instead of hundreds of kernels.
+//! A graph replays the operations of [`Decoder::forward_pass`], so it supports every model that runs on a GPU, and
+//! computes the same results as the eager decoder. The host launches one graph instead of hundreds of kernels.
 //!
 //! Batches are padded to a few sizes, so that few graphs are needed. A padding row repeats the last sequence. It
 //! therefore uses the same experts as this sequence, and writes identical keys and values to the same cache row.
@@ -36,7 +36,7 @@ pub struct BatchGraphs {
     graphs: BTreeMap<usize, BatchGraph>,
     /// f32 `[MAX_BATCH, vocab]`, shared by all graphs. The first batch allocates it.
     logits: Option<Tensor>,
-    /// The memory of intermediate results, and the largest batch for which it is large enough. The graphs share it.
+    /// The largest batch whose intermediate results fit in the arena, and the arena, which all graphs share.
     arena: Option<(usize, Arena)>,
     /// Whether a graph step has failed. From then on, all steps run eagerly.
     has_failed: bool,
@@ -52,7 +52,7 @@ struct BatchGraph {
     pass: Pass,
     /// f32 `[batch, vocab]`
     logits: Tensor,
-    /// The memory of the graph's intermediate results. `None` if the graph allocates them.
+    /// The memory for the graph's intermediate results. `None` if the graph allocates this memory itself.
     arena: Option<Arena>,
     /// `None` until the first step of this size has run.
     graph: Option<LaunchGraph>,
@@ -153,8 +153,8 @@ impl BatchGraphs {
                 // frees. `Runner` drops the graphs before the decoder and the cache, and `BatchGraph` owns its buffers,
                 // including the arena. Only the engine thread uses the stream after loading.
                 let graph = unsafe { LaunchGraph::capture_with(&self.device, forward)? };
-                // Wait until all ranks have captured the graph. While one GPU waits for another, the other must not
-                // allocate memory or load kernels.
+                // Wait until all ranks have captured the graph. A rank must not allocate memory or load kernels while
+                // the GPU of another rank waits for it.
                 decoder.world().all(())?;
                 // Run the step again. cuBLAS may choose another algorithm during a capture, but all steps of a size
                 // must have the same results.

@@ -66,7 +66,7 @@ impl Runner {
         chosen
     }
 
-    /// Runs `ids` from an empty cache, one decode step per token.
+    /// Empties the cache, then runs `ids`, one decode step per token.
     /// Returns the logits of every token, f32 `[tokens, vocab]`.
     ///
     /// [`logits`](Self::logits) computes the logits by prefill instead.

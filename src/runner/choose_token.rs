@@ -28,7 +28,8 @@ pub trait ChooseToken {
         Vec::new()
     }
 
-    /// Returns how many of the most likely tokens need log probabilities, or `None` if no token needs them.
+    /// Returns how many of the most likely tokens to report with log probabilities, or `None` to report none, not even
+    /// the log probability of the chosen token.
     fn top_logprobs(&self) -> Option<usize> {
         None
     }

@@ -68,7 +68,7 @@ pub struct Runner {
     /// Declared first, so that the graphs are dropped before the decoder and the cache, whose memory they use.
     #[cfg(feature = "cuda")]
     batches: Option<BatchGraphs>,
-    /// `None` on a CPU, with `--eager`, and if the ranks cannot run graphs.
+    /// `None` on a CPU, with `--eager`, or if the ranks cannot run graphs.
     #[cfg(feature = "cuda")]
     queue: Option<StepQueue>,
     /// The other ranks, which run every pass together with `decoder`.

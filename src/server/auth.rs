@@ -63,7 +63,7 @@ impl Access {
         let hash = digest(&SHA256, key.unwrap_or_default().as_bytes());
         match self.keys.iter().position(|known| key.is_some() && known.as_ref() == hash.as_ref()) {
             Some(index) => Ok(Client(index)),
-            None => Err(ApiError::unauthorized("wrong API key: send it in the header 'Authorization: Bearer KEY'")),
+            None => Err(ApiError::unauthorized("wrong API key: send a valid key in 'Authorization: Bearer KEY'")),
         }
     }
 

@@ -14,7 +14,7 @@ use crate::files;
 /// The maximum size of a body in bytes.
 pub const MAX_BODY_BYTES: usize = 8 << 20;
 
-/// The maximum nesting depth of a body. Parsing and rendering recurse.
+/// The maximum nesting depth of a body. It is limited because parsing and rendering are recursive.
 const MAX_DEPTH: usize = 64;
 
 /// The maximum number of JSON values in a body. A value takes much more memory than its text.

@@ -1,4 +1,4 @@
-// Routes a few tokens in one launch: router logits, the chosen experts of each token, and all pairs sorted by expert.
+// Routes a few tokens in one launch: computes the router logits, chooses the experts, and sorts all pairs by expert.
 //   x: f32 [tokens, columns]
 //   weight: f32 [experts, columns]
 //   bias: f32 [experts] or null

@@ -193,7 +193,7 @@ template <typename T, int N> struct Block {
         start_tile();
         RawGroup raw[4], next[4];
         const auto load_next = [&] {
-            // Columns past the last group are zero in x, so any weights will do.
+            // Columns past the last group are zero in x, so the weights there do not matter.
             const int group = min(load_step * STEP_GROUPS + lane % 4, groups - 1);
 #pragma unroll
             for (int r = 0; r < 4; ++r) load_group<F>(next[r], matrix, first_group[r] + group);

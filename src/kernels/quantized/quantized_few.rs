@@ -38,7 +38,7 @@ pub fn is_fastest(tokens: usize) -> bool {
 /// Returns whether the kernel supports this product, for any number of tokens.
 pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
-        // Copies to shared memory are aligned to 16 bytes: 8 columns.
+        // Copies to shared memory must be aligned to 16 bytes, that is, to 8 columns.
         && columns.is_multiple_of(8)
         && parts.iter().all(|part| part.input_rounding == parts[0].input_rounding)
 }

@@ -10,7 +10,7 @@
 //   ids: u32 [tokens] or null; with ids, W is the matrix of expert ids[t] and has `rows` rows
 //   grid: (blocks, tokens); block: 32 · QUANTIZED_WARPS
 //   shared memory: see `input_bytes` in quantized_ops.rs
-//   bytes moved: tokens · the size of W
+//   bytes moved: the size of W for each token
 // Each warp multiplies two rows of W at a time. These two rows are one unit of the `QuantizedStream`.
 template <typename T, typename S>
 __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns,
