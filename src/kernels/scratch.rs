@@ -1,6 +1,6 @@
 //! Memory for the intermediate results of a forward pass.
 //!
-//! Kernels allocate their outputs with [`empty`]. Usually, this allocates from candle's pool. While a CUDA graph is
+//! Kernels allocate their outputs with [`empty`], which usually takes memory from candle's pool. While a CUDA graph is
 //! captured, however, each allocation becomes a node between two kernels, and kernels with a node between them cannot
 //! overlap. The capture therefore runs with an [`Arena`], which is memory allocated in advance.
 //!

@@ -11,7 +11,7 @@ pub enum SumOrder {
     /// The fastest order for the number of tokens in the pass.
     #[default]
     Fastest,
-    /// The same order for any number of tokens. Slower.
+    /// The same order for any number of tokens. This order is slower than `Fastest`.
     Fixed,
 }
 

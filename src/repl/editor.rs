@@ -116,7 +116,7 @@ impl LineEditor {
         }
     }
 
-    /// Adds a line to the history. Returns the line without its multi-line marks.
+    /// Adds a line to the history. Returns the line without the marks of multi-line input.
     pub fn accept(&mut self, line: &str) -> String {
         if !line.trim().is_empty() && line.len() <= MAX_HISTORY_BYTES {
             let _ = self.editor.add_history_entry(line);

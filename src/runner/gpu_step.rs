@@ -79,8 +79,8 @@ pub(super) fn sampled_rows(sequences: &[StepSequence], logits: &Tensor) -> Resul
     })
 }
 
-/// Returns a mask for each row of logits that has one, and an error for each row whose mask could not be computed.
-/// Row i belongs to the sequence with the i-th sampler.
+/// Returns a mask for each row of logits whose sampler allows only some tokens, and an error for each row whose mask
+/// could not be computed. Row i belongs to the sequence with the i-th sampler.
 fn allowed_tokens(sequences: &mut [StepSequence]) -> (Vec<(u32, TokenMask)>, HashMap<u32, Error>) {
     let (mut masks, mut problems) = (Vec::new(), HashMap::new());
     let samplers = sequences.iter_mut().filter_map(|sequence| sequence.sampler.as_deref_mut());

@@ -7,7 +7,7 @@ use std::cmp::Ordering;
 pub struct TokenLogprobs {
     /// The log probability of the chosen token, in nats.
     pub chosen: f32,
-    /// The most likely tokens with their log probabilities, the most likely one first.
+    /// The most likely tokens with their log probabilities, in descending order of probability.
     pub top: Vec<(u32, f32)>,
 }
 

@@ -1,5 +1,5 @@
 //! Runs the steps of a model on its device. On a GPU, decode steps run as CUDA graphs: one graph for each batch size,
-//! and another one, with fused kernels, for a single sequence.
+//! and another graph, with fused kernels, for a single sequence.
 //!
 //! A [`Runner`] handles token ids, positions and block tables.
 //! Its callers handle requests, text and sampling parameters.

@@ -35,7 +35,7 @@ pub struct StepSequence<'s> {
 }
 
 impl StepSequence<'_> {
-    /// Returns the number of input tokens, their position and the block tables.
+    /// Returns the number of input tokens, the position of the first input token, and the block tables.
     pub(super) fn span(&self) -> SequenceSpan<'_> {
         SequenceSpan { tokens: self.ids.len(), position: self.position, tables: self.tables }
     }

@@ -1,4 +1,4 @@
-//! Reads request bodies with limits, and takes typed fields from them.
+//! Reads request bodies, enforces limits on them, and takes typed fields from them.
 
 use axum::body::{Body, Bytes};
 use axum::extract::Request;

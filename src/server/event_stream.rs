@@ -165,7 +165,7 @@ impl Stream for EventStream {
         if self.answers.is_none() {
             return Poll::Ready(None);
         }
-        // Clients and proxies close connections that seem idle, so send something.
+        // Clients and proxies close connections that seem idle, so show that the stream is alive.
         if self.next_ping.as_mut().poll(context).is_ready() {
             self.next_ping.as_mut().reset(deadline);
             let Self { writer, buffer, .. } = &mut *self;

@@ -26,7 +26,7 @@ impl FreeTimes {
         self.last = now;
     }
 
-    /// Returns the time since the last end.
+    /// Returns the time since a sequence last ended.
     pub fn elapsed(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.last)
     }
@@ -49,7 +49,7 @@ impl FreeTimes {
     /// Returns the expected time until `count` more sequences have ended. `None` before the first end.
     ///
     /// The estimate of the next end uses only the recorded intervals that were longer than the time since the last end,
-    /// and takes the mean of their remaining times. If none was longer, the wait so far is expected to double.
+    /// and takes the mean of their remaining times. If no interval was longer, the wait is expected to double.
     pub fn expected_wait(&self, now: Instant, count: usize) -> Option<Duration> {
         let elapsed = self.elapsed(now);
         let rests = self.ends.iter().filter_map(|(interval, _)| interval.checked_sub(elapsed));

@@ -22,7 +22,7 @@
 
 constexpr int TOKENS = 8, THREADS = 32 * TOKENS, QUADS = ROUTE_COLUMNS / 4;
 
-// Counters of finished blocks: one per 8 tokens, and one for the blocks that have chosen experts.
+// Counters of finished blocks: one counter per 8 tokens, and one counter for the blocks that have chosen experts.
 // All counters are zero between launches. Each device loads this module separately and runs its kernels in order, so
 // launches never use the counters at the same time.
 __device__ uint32_t finished[ROUTE_TOKENS / TOKENS + 1];

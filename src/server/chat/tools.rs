@@ -16,7 +16,7 @@ const MAX_NAME: usize = 128;
 /// The tools of a request.
 #[derive(Debug, Default)]
 pub struct Tools {
-    /// The tools that the prompt contains. Empty if the model must not call any.
+    /// The tools that the prompt contains. Empty if the model must not call tools.
     pub shown: Vec<Value>,
     choice: ToolChoice,
 }
