@@ -41,7 +41,7 @@ thread_local! {
     static HAS_ENDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns the number of elements of a dtype.
+/// Returns the entry of a dtype in `counts`. If there is none, adds an entry of 0.
 fn count(counts: &mut Counts, dtype: DType) -> &mut usize {
     let index = counts.iter().position(|(known, _)| *known == dtype).unwrap_or_else(|| {
         counts.push((dtype, 0));

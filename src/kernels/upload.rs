@@ -188,7 +188,7 @@ mod with_cuda {
                 DType::F32 => slice!(F32),
                 DType::F16 => slice!(F16),
                 DType::BF16 => slice!(BF16),
-                other => bail!("cannot upload weights as {other:?}"),
+                other => bail!("cannot upload weights in dtype {other:?}"),
             };
             let storage = Storage::Cuda(CudaStorage { slice, device: self.device.clone() });
             Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))

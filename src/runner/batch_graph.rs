@@ -156,8 +156,8 @@ impl BatchGraphs {
                 // Wait until all ranks have captured the graph. A rank must not allocate memory or load kernels while
                 // the GPU of another rank waits for it.
                 decoder.world().all(())?;
-                // Run the step again. cuBLAS may choose another algorithm during a capture, but all steps of a size
-                // must have the same results.
+                // Run the step again, as a graph. During a capture, cuBLAS may choose another algorithm, but all steps
+                // of a size must use the same algorithms.
                 graph.enqueue()?;
                 batch.graph = Some(graph);
             }

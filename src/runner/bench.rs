@@ -170,7 +170,7 @@ impl Runner {
         self.decoder.take_used_experts()
     }
 
-    /// Returns the mean times of the steps since the last call.
+    /// Returns the mean durations of the steps since the last call.
     pub fn take_step_times(&mut self) -> Vec<StepTime> {
         self.times.take()
     }

@@ -111,7 +111,7 @@ impl ApiError {
         Self { code: Some("unavailable"), retry_after: Some(retry_after), ..error }
     }
 
-    /// Creates a 500 error for a fault of the engine.
+    /// Creates a 500 error for a failure in the engine.
     pub fn internal(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
     }

@@ -12,7 +12,7 @@ const SAME_STEP: Duration = Duration::from_millis(1);
 /// The most recent times at which sequences ended.
 pub struct FreeTimes {
     last: Instant,
-    /// For each end, the time since the previous end and the number of sequences.
+    /// For each end, the time since the previous end and the number of sequences that ended.
     ends: VecDeque<(Duration, usize)>,
 }
 
@@ -57,7 +57,7 @@ impl FreeTimes {
         let next = sum.checked_div(longer).unwrap_or(elapsed);
         let total: Duration = self.ends.iter().map(|(interval, _)| interval).sum();
         let sequences: usize = self.ends.iter().map(|(_, sequences)| sequences).sum();
-        // The next end is expected to free as many places as the mean of the recent ends.
+        // The next end is expected to free as many places as the recent ends did on average.
         let per_end = sequences.checked_div(self.ends.len())?;
         let others = count.saturating_sub(per_end.max(1)) as f64 * total.as_secs_f64() / sequences.max(1) as f64;
         Duration::try_from_secs_f64(next.as_secs_f64() + others).ok()

@@ -312,7 +312,7 @@ impl Answers {
     }
 }
 
-/// Records the answers, however they ended.
+/// Records the answers, no matter how they ended.
 impl Drop for Answers {
     fn drop(&mut self) {
         let metrics = &self.server.metrics;

@@ -51,7 +51,7 @@ pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
 
 /// Serves connections until `shutdown` resolves and all requests have ended.
 ///
-/// After `shutdown`, the server reports itself unhealthy but accepts requests for the drain delay. After the delay, it
+/// After `shutdown`, the server reports itself unhealthy but accepts requests during the drain delay. Afterwards, it
 /// rejects new requests, and requests in progress continue until the drain timeout.
 pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Future<Output = ()>) {
     let connections = Arc::new(GracefulShutdown::new());

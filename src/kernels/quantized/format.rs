@@ -84,7 +84,7 @@ impl WeightFormat {
         self.plane_bytes().scales == 0
     }
 
-    /// Returns the size in bytes of one row in each plane. The order is low, high, scales, supers.
+    /// Returns the size in bytes of one row in each plane, in the order low, high, scales, supers.
     pub fn row_bytes(self, columns: usize) -> [usize; 4] {
         let PlaneBytes { low, high, scales, supers } = self.plane_bytes();
         let groups = columns.div_ceil(GROUP_COLUMNS);

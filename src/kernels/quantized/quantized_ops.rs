@@ -373,7 +373,7 @@ fn matmul_low_precision(
 ) -> Result<()> {
     let (tokens, (rows, _)) = (x.scales.dims1()?, part.dims());
     let (Some(low), Some(weight_scales)) = (&part.planes[0], &part.planes[2]) else {
-        bail!("cannot multiply in 8 bits: {:?} has no row scales", part.format)
+        bail!("cannot multiply in 8 bits: format {:?} has no row scales", part.format)
     };
     let sums = matmul_8bit(device, low_type, low, &x.values)?;
     let arguments = Arguments::new()

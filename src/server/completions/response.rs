@@ -101,7 +101,7 @@ fn text_of(id: u32, tokenizer: &Tokenizer) -> String {
     String::from_utf8_lossy(&tokenizer.table().bytes(id)).into_owned()
 }
 
-/// Returns the offset of each token of a prompt in its text, in characters.
+/// Returns the offset of each token of a prompt in the text of the prompt, in characters.
 ///
 /// The text may lack the control token at the start of the prompt, and the space that some tokenizers add.
 fn echo_offsets(tokens: &[u32], echo: &str, tokenizer: &Tokenizer) -> Vec<usize> {
