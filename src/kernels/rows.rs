@@ -40,7 +40,9 @@ pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
 pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let (_, columns) = y.dims2()?;
     if bias.dims() != [columns] || y.dtype() != DType::F32 || bias.dtype() != DType::F32 {
-        bail!("add_bias: bias {:?} {:?} does not match y {:?} {:?}", bias.dtype(), bias.dims(), y.dtype(), y.dims());
+        let (bias_dtype, y_dtype) = (bias.dtype(), y.dtype());
+        let (bias, y) = (bias.dims(), y.dims());
+        bail!("add_bias: the inputs must be F32 and must match: y {y_dtype:?} {y:?}, bias {bias_dtype:?} {bias:?}");
     }
     match y.device() {
         Device::Cpu => y.broadcast_add(bias),
@@ -91,7 +93,7 @@ pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {
     if !rows_match || row + from.dims()[0] > to.dims()[0] {
         let (from_dtype, to_dtype) = (from.dtype(), to.dtype());
         let (from, to) = (from.dims(), to.dims());
-        bail!("copy_rows: cannot copy {from_dtype:?} {from:?} to row {row} of {to_dtype:?} {to:?}");
+        bail!("copy_rows: cannot copy x to row {row} of y: x {from_dtype:?} {from:?}, y {to_dtype:?} {to:?}");
     }
     match to.device() {
         #[cfg(feature = "cuda")]

@@ -1,6 +1,6 @@
 //! Memory for the intermediate results of a forward pass.
 //!
-//! Kernels allocate their outputs with [`empty`]. Usually, this allocates from candle's pool. While a CUDA graph is
+//! Kernels allocate their outputs with [`empty`], which usually takes memory from candle's pool. While a CUDA graph is
 //! captured, however, each allocation becomes a node between two kernels, and kernels with a node between them cannot
 //! overlap. The capture therefore runs with an [`Arena`], which is memory allocated in advance.
 //!
@@ -11,25 +11,25 @@ use std::cell::{Cell, RefCell};
 
 use candle_core::{DType, Device, Result, Shape, Tensor};
 
-/// The largest arena, in bytes. Larger batches gain little from overlap.
+/// The maximum size of an arena in bytes. Batches that need more memory would gain little from overlapping kernels.
 pub const MAX_ARENA_BYTES: usize = 128 << 20;
 
 /// Tensors start at multiples of this many elements, so that vector loads are aligned.
 const ALIGNMENT: usize = 256;
 
-/// The number of elements of each dtype.
+/// A number of elements for each dtype.
 type Counts = Vec<(DType, usize)>;
 
 /// Memory for the intermediate results of two layers.
 #[derive(Clone)]
 pub struct Arena {
-    /// For each dtype, a vector for each half.
+    /// For each dtype, two vectors: one for each half of the arena.
     halves: Vec<(DType, [Tensor; 2])>,
 }
 
 /// How [`empty`] allocates on this thread.
 enum Mode {
-    /// Counts the elements of each layer.
+    /// Allocates as usual, and counts the elements of each layer. `largest` holds the largest count of any layer.
     Measure { layer: Counts, largest: Counts },
     /// Takes memory from an arena. `used` counts the elements of the current half.
     Take { arena: Arena, half: usize, used: Counts },
@@ -41,7 +41,7 @@ thread_local! {
     static HAS_ENDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns the number of elements of a dtype.
+/// Returns the entry of a dtype in `counts`. If there is none, adds an entry of 0.
 fn count(counts: &mut Counts, dtype: DType) -> &mut usize {
     let index = counts.iter().position(|(known, _)| *known == dtype).unwrap_or_else(|| {
         counts.push((dtype, 0));
@@ -107,7 +107,7 @@ pub fn end_layers() {
     HAS_ENDED.set(MODE.with_borrow(Option::is_some));
 }
 
-/// Runs a forward pass with a mode, and returns the mode's final state.
+/// Runs a forward pass in `mode`. Returns the result of the pass and the final state of the mode.
 fn run<R>(mode: Mode, pass: impl FnOnce() -> R) -> (R, Option<Mode>) {
     MODE.set(Some(mode));
     let result = pass();
@@ -116,11 +116,11 @@ fn run<R>(mode: Mode, pass: impl FnOnce() -> R) -> (R, Option<Mode>) {
     (result, MODE.take())
 }
 
-/// The memory that the layers of a forward pass need.
+/// For each dtype, the largest number of elements that any layer of a forward pass allocates.
 pub struct LayerSizes(Counts);
 
 impl LayerSizes {
-    /// Runs a forward pass and measures the memory of its layers.
+    /// Runs a forward pass and measures how much memory its layers allocate.
     pub fn measure<R>(pass: impl FnOnce() -> R) -> (R, Self) {
         let mode = Mode::Measure { layer: Counts::new(), largest: Counts::new() };
         match run(mode, pass) {
@@ -129,7 +129,7 @@ impl LayerSizes {
         }
     }
 
-    /// Returns the bytes of an arena for `factor` times as many tokens.
+    /// Returns the size in bytes of an arena for `factor` times as many tokens as the measured pass.
     pub fn arena_bytes(&self, factor: usize) -> usize {
         self.0.iter().map(|(dtype, elements)| 2 * factor * elements * dtype.size_in_bytes()).sum()
     }
@@ -144,7 +144,8 @@ impl Arena {
         Ok(Self { halves: sizes.0.iter().map(halves).collect::<Result<_>>()? })
     }
 
-    /// Runs a forward pass whose intermediate results are in the arena. Results that do not fit are allocated outside.
+    /// Runs a forward pass that allocates its intermediate results in the arena. Results that do not fit are allocated
+    /// as usual.
     pub fn use_for<R>(&self, pass: impl FnOnce() -> R) -> R {
         run(Mode::Take { arena: self.clone(), half: 0, used: Counts::new() }, pass).0
     }
@@ -154,13 +155,13 @@ impl Arena {
 mod tests {
     use super::*;
 
-    /// Allocates the tensors of three layers. Returns for each tensor whether it starts inside larger memory.
+    /// Allocates the tensors of three layers. Returns for each tensor whether it starts inside a larger allocation.
     fn pass(tokens: usize) -> Vec<bool> {
         let mut are_views = Vec::new();
         for layer in 0..3 {
             begin_layer();
             for (elements, dtype) in [(tokens * 300, DType::F32), (tokens * (layer + 1), DType::U32), (7, DType::F32)] {
-                // SAFETY: nothing is read.
+                // SAFETY: the tensor is never read.
                 let tensor = unsafe { empty(elements, dtype, &Device::Cpu) }.unwrap();
                 assert_eq!((tensor.elem_count(), tensor.dtype()), (elements, dtype));
                 are_views.push(tensor.storage_and_layout().1.start_offset() > 0);
@@ -172,7 +173,7 @@ mod tests {
     #[test]
     fn arena_holds_the_results_of_two_layers() {
         let (_, sizes) = LayerSizes::measure(|| pass(2));
-        // 600 and 7 floats take 768 and 256 elements, and 6 ids take 256.
+        // Rounded up to the alignment, 600 and 7 floats take 768 and 256 elements, and 6 ids take 256 elements.
         assert_eq!(sizes.arena_bytes(1), 2 * 4 * (768 + 256 + 256));
         let arena = Arena::new(&sizes, 2, &Device::Cpu).unwrap();
         let first = [false, false, true];

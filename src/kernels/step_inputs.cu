@@ -7,7 +7,7 @@
 //     ids [rows]
 //     sources [rows]: 0, or 1 + the index of the row's id in `tokens`
 //     words [others]: copied after the ids
-//     changes [changes, 2]: an index after these words, and its new value
+//     changes [changes, 2]: the index of a word, counted from the end of `words` in `inputs`, and its new value
 //   tokens: u32, the tokens that the previous step chose, or NO_TOKEN
 //   inputs: u32: ids [rows], words [others], then the words that `changes` sets
 //   grid: ceil((rows + others + changes) / 256); block: 256
@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (i < rows) {
         const uint32_t source = description[rows + i];
         const uint32_t id = source > 0 ? tokens[source - 1] : description[i];
-        // A sequence without a token ends with an error. Until then, any valid id will do.
+        // A sequence without a token will end with an error. Until then, its input can be any valid id.
         inputs[i] = id == NO_TOKEN ? 0 : id;
     } else if (i < rows + others) {
         inputs[i] = description[rows + i];

@@ -6,7 +6,8 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::launch::{Arguments, HostWords, Launch, LaunchShape, module};
 
-/// The words of a step's input buffer: the ids, then other words, then words of which only some change.
+/// The words of a step's input buffer: the ids, then `words`, then words that keep their values unless `changes`
+/// sets them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepInputs {
     /// The token ids. An id with a source is ignored.
@@ -15,7 +16,7 @@ pub struct StepInputs {
     pub sources: Vec<Option<u32>>,
     /// The words after the ids.
     pub words: Vec<u32>,
-    /// The words that change after `words`: the index and the new value of each. No index occurs twice.
+    /// The index and the new value of each changed word. Indexes count from the end of `words`. No index occurs twice.
     pub changes: Vec<(u32, u32)>,
 }
 
@@ -55,7 +56,7 @@ impl StepInputs {
             && self.changes.iter().all(|&(index, _)| (index as usize) < total - rows - others);
         if !is_valid || inputs.dtype() != DType::U32 || tokens.dtype() != DType::U32 {
             bail!(
-                "set_step_inputs: {rows} ids, {others} words and {changes} changes do not match {:?}",
+                "set_step_inputs: invalid inputs: {rows} ids, {others} words, {changes} changes, buffer shape {:?}",
                 inputs.shape()
             );
         }

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-/// How kernels divide long sums, such as the dot products of a matrix product.
+/// The order in which kernels add the terms of long sums, such as the dot products of a matrix product.
 ///
 /// Floating-point sums depend on the order of the additions. The fastest order depends on the number of tokens, so the
 /// last bits of a token's result then depend on the other tokens of the pass.
@@ -11,7 +11,7 @@ pub enum SumOrder {
     /// The fastest order for the number of tokens in the pass.
     #[default]
     Fastest,
-    /// The same order for any number of tokens. Slower.
+    /// The same order for any number of tokens. This order is slower than `Fastest`.
     Fixed,
 }
 

@@ -47,7 +47,7 @@ impl TokenMask {
         self.words.iter().all(|&word| word == 0)
     }
 
-    /// Sets the logits of all tokens that are not allowed to -inf. The reference for `mask_logits` in `logits.cu`.
+    /// Sets the logits of all tokens that are not allowed to -inf, like `mask_logits` in `logits.cu`.
     pub fn apply(&self, logits: &mut [f32]) {
         for (id, logit) in logits.iter_mut().enumerate() {
             if !self.is_allowed(id as u32) {

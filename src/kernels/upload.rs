@@ -48,7 +48,7 @@ mod with_cuda {
 
     use super::Target;
 
-    /// Staging buffers per reader thread. The thread fills one while the copy engine reads the other.
+    /// The number of staging buffers per reader thread. The thread fills one while the copy engine reads the other.
     const BUFFERS: usize = 2;
 
     /// A CUDA stream that copies data to the GPU of a candle device.
@@ -71,7 +71,8 @@ mod with_cuda {
         }
     }
 
-    /// Memory allocated on the copy stream. Unless it becomes a tensor, `drop` frees it after all queued copies.
+    /// Memory allocated on the copy stream. If it does not become a tensor, `drop` frees it after all queued copies
+    /// have ended.
     pub struct DeviceMemory {
         bytes: CudaSlice<u8>,
         /// The event recorded after the last copy. `None` until `complete` is called.
@@ -129,7 +130,7 @@ mod with_cuda {
         }
 
         fn allocate(&self, bytes: usize) -> Result<DeviceMemory> {
-            // SAFETY: the memory becomes a tensor only after `complete`, when copies to all of its bytes are queued.
+            // SAFETY: the memory becomes a tensor only after `complete`. By then, copies to all its bytes are queued.
             let bytes = unsafe { self.stream.alloc(bytes) }.w()?;
             Ok(DeviceMemory { bytes, arrived: None })
         }
@@ -187,7 +188,7 @@ mod with_cuda {
                 DType::F32 => slice!(F32),
                 DType::F16 => slice!(F16),
                 DType::BF16 => slice!(BF16),
-                other => bail!("cannot upload weights as {other:?}"),
+                other => bail!("cannot upload weights in dtype {other:?}"),
             };
             let storage = Storage::Cuda(CudaStorage { slice, device: self.device.clone() });
             Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))

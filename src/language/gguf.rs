@@ -62,7 +62,7 @@ fn chat_format(
 }
 
 /// Loads the tokenizer.json beside a GGUF file that has no vocabulary.
-/// The chat format comes from the GGUF file or, if that has no chat template, from its directory.
+/// The chat format comes from the GGUF file. If the file has no chat template, it comes from the file's directory.
 fn from_folder(checkpoint: &GgufCheckpoint) -> Result<(Tokenizer, Option<ChatFormat>)> {
     let dir = checkpoint.path().parent().unwrap_or(Path::new(""));
     let missing = || format!("{} has no vocabulary and needs a tokenizer.json beside it", checkpoint.path().display());

@@ -26,7 +26,7 @@ pub struct Language {
     pub generation_config: Value,
     /// The ids of tokens that end a generation, sorted.
     stop_ids: Vec<u32>,
-    /// Renders conversations instead of `chat`, if present.
+    /// If present, renders conversations instead of `chat`.
     renderer: Option<Box<dyn Render>>,
 }
 

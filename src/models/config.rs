@@ -159,7 +159,7 @@ impl CommonConfig {
         if rotary_dim > self.head_dim() {
             bail!("partial_rotary_factor rotates {rotary_dim} dims, but head_dim is {}", self.head_dim());
         }
-        // LongRoPE has one list of factors for short contexts and one for long ones. Check both.
+        // LongRoPE has one list of factors for short contexts and one for long contexts. Check both lists.
         self.frequencies(1)?;
         self.frequencies(self.max_position_embeddings)?;
         Ok(())

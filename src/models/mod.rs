@@ -45,7 +45,7 @@ const FAMILIES: &[&Family] = &[
     &gpt2::FAMILY,
 ];
 
-/// The maximum length, in bytes, of a name for which [`nearest_name`] searches for a match.
+/// The maximum length, in bytes, of a name that [`nearest_name`] compares with the supported names.
 const MAX_NAME_BYTES: usize = 100;
 
 /// A model's config, parsed by its family.

@@ -101,7 +101,7 @@ enum Projections {
     Separate,
     /// `qkv_proj` and `o_proj`. `qkv_proj` contains the rows of q, k and v, in this order.
     Fused,
-    /// Like `Fused`, but the matrices are stored transposed, with these names and biases (GPT-2).
+    /// Like `Fused`, but the matrices have these names, are stored transposed, and have biases (GPT-2).
     FusedTransposed { qkv: &'static str, o: &'static str },
 }
 

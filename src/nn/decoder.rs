@@ -85,7 +85,7 @@ impl Decoder {
             backend: AttentionBackend::Auto,
             world: weights.world().clone(),
         };
-        // Other ranks may hold no part of some tensors.
+        // Check on the first rank only, because other ranks may hold no part of some tensors.
         if decoder.world.is_first() {
             layers.check_all_loaded(decoder.layers.len())?;
         }
@@ -133,8 +133,8 @@ impl Decoder {
     }
 
     /// Runs a batch like `forward` with `LogitRows::All`, but returns the normalized hidden states of all tokens,
-    /// `[tokens, hidden]`. [`logits`](Self::logits) turns rows of hidden states into logits,
-    /// which take far more memory.
+    /// `[tokens, hidden]`. [`logits`](Self::logits) turns rows of hidden states into logits.
+    /// Logits take far more memory than hidden states.
     pub fn forward_hidden(&self, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
         self.validate(batch)?;
         let device = self.embed_tokens.device();
@@ -151,7 +151,7 @@ impl Decoder {
         })
     }
 
-    /// Runs a pass like `forward_pass`, up to the logits. Returns the normalized hidden states of the tokens
+    /// Runs a pass like `forward_pass`, but without the output head. Returns the normalized hidden states of the tokens
     /// that `rows` selects, `[rows, hidden]`.
     fn hidden_pass(
         &self,
@@ -253,7 +253,7 @@ impl Decoder {
         (experts().map(|(chosen, _)| chosen).max().unwrap_or(0), experts().map(|(_, bytes)| bytes).sum())
     }
 
-    /// Returns the mean number of different experts that a decode step used per layer since the last call.
+    /// Returns the mean number of different experts per layer and decode step since the last call.
     /// Returns `None` if no step counted its experts. Waits for the device.
     pub fn take_used_experts(&self) -> Result<Option<f64>> {
         let usage = self.layers.iter().filter_map(|layer| layer.mlp.usage());

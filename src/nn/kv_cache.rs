@@ -4,7 +4,7 @@
 //! every block of a full-attention group, and only the blocks in the window of a sliding-window group.
 //!
 //! All blocks have room for the same number of layers, so any free block can go to any group. Layer i of each group
-//! uses the same tensors, in different blocks. If more layers have one window than another, as in Gemma 3, the layers
+//! uses the same tensors, in different blocks. If one window is more common than another, as in Gemma 3, the layers
 //! with the more common window form several groups. This is the design of vLLM's hybrid KV cache manager.
 
 use anyhow::{Result, bail};
@@ -49,7 +49,7 @@ pub struct CacheLayout {
 }
 
 impl CacheLayout {
-    /// Groups the layers of a model.
+    /// Groups the layers of a model by attention window.
     pub fn new(layers: &[LayerSpec]) -> Self {
         let heads = layers.first().map(|layer| (layer.kv_heads, layer.head_dim));
         let heads = heads.filter(|&heads| layers.iter().all(|layer| (layer.kv_heads, layer.head_dim) == heads));

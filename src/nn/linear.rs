@@ -13,7 +13,7 @@ use crate::weights::Weights;
 /// It also satisfies the alignment that the kernels for float matrices need.
 pub(super) const SHARE_COLUMNS: usize = 32;
 
-/// Returns the rows that a rank holds of a matrix with the rows of gate_proj, then the rows of up_proj.
+/// Returns the rows that a rank holds of a matrix that stacks gate_proj and up_proj, in this order.
 /// `share` is the rank's part of the intermediate size.
 pub(super) fn gate_up_rows(share: &Range<usize>, intermediate_size: usize) -> [Range<usize>; 2] {
     [share.clone(), intermediate_size + share.start..intermediate_size + share.end]

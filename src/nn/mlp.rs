@@ -41,7 +41,7 @@ impl Mlp {
         }
     }
 
-    /// Returns the number of experts per token, and the size of an expert in bytes. `None` without experts.
+    /// Returns the number of experts per token, and the size of an expert in bytes. Returns `None` for a dense MLP.
     pub fn expert(&self) -> Option<(usize, u64)> {
         match self {
             Mlp::Gated(_) | Mlp::Plain(_) => None,
@@ -189,7 +189,7 @@ impl PlainMlp {
     }
 }
 
-/// Returns the part of the intermediate size that this rank holds. `down` are the weights of the down projection.
+/// Returns the part of the intermediate size that this rank holds. `down` holds the weights of the down projection.
 fn intermediate_share(down: &Weights, intermediate_size: usize) -> Result<Range<usize>> {
     let unit = SHARE_COLUMNS.max(down.column_unit("weight", intermediate_size)?);
     Ok(down.world().share(intermediate_size, unit))

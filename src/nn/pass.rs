@@ -48,7 +48,7 @@ pub struct Pass {
 }
 
 impl Pass {
-    /// Computes the position and the cache row of each token. Fails if a sequence has no blocks for its tokens.
+    /// Computes the position and the cache row of each token. Fails if a sequence lacks blocks for its tokens.
     pub(super) fn new(batch: &StepBatch, cache: &KvCache, device: &Device, backend: AttentionBackend) -> Result<Self> {
         let StepBatch { ids, sequences, sum_order, .. } = *batch;
         let tokens: usize = sequences.iter().map(|span| span.tokens).sum();
@@ -57,7 +57,8 @@ impl Pass {
             bail!("the batch has {} token ids for sequences of {lengths:?} tokens", ids.len());
         }
         if sum_order == SumOrder::Fixed && sequences.len() != tokens {
-            bail!("a fixed order of sums needs one token per sequence, not {tokens} for {}", sequences.len());
+            let count = sequences.len();
+            bail!("a fixed order of sums requires one token per sequence, got {tokens} tokens for {count} sequences");
         }
         let groups = cache.layout().groups();
         if let Some(span) = sequences.iter().find(|span| span.tables.iter().len() != groups) {

@@ -21,7 +21,7 @@ use crate::text::quote;
 const MIN_THETA: f64 = 2.0;
 const MAX_THETA: f64 = 1e15;
 
-/// The range of the RoPE scaling parameters, except that `factor` is at least 1. Real values are between 0.5 and 100.
+/// The range of the RoPE scaling parameters, except `factor`, whose minimum is 1. Real values are between 0.5 and 100.
 const MIN_FACTOR: f64 = 1e-3;
 const MAX_FACTOR: f64 = 1e6;
 
@@ -38,7 +38,7 @@ pub struct RopeConfig {
 #[derive(Clone, Debug, Default, Deserialize)]
 struct RopeParameters {
     rope_type: Option<String>,
-    /// The older name of `rope_type`. Some files have both.
+    /// The older name of `rope_type`. Some files have both fields.
     #[serde(rename = "type")]
     old_type: Option<String>,
     rope_theta: Option<f64>,

@@ -52,7 +52,7 @@ pub struct LineEditor {
 /// Text that a key handler or the rustyline helper shares with the line editor.
 type SharedText = Arc<Mutex<Option<String>>>;
 
-/// The longest message to keep in the history, in bytes. Pasted documents would slow down startup.
+/// The longest message to keep in the history, in bytes. A history with longer messages would slow down startup.
 const MAX_HISTORY_BYTES: usize = 64 << 10;
 
 impl LineEditor {
@@ -116,7 +116,7 @@ impl LineEditor {
         }
     }
 
-    /// Adds a line to the history. Returns the line without its multi-line marks.
+    /// Adds a line to the history. Returns the line without the marks of multi-line input.
     pub fn accept(&mut self, line: &str) -> String {
         if !line.trim().is_empty() && line.len() <= MAX_HISTORY_BYTES {
             let _ = self.editor.add_history_entry(line);

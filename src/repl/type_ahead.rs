@@ -2,7 +2,7 @@
 //!
 //! The `vte` crate is not suitable, because it parses program output instead of keys.
 //! `vte` would treat Alt-] and Alt-P as the start of a control string and swallow the keys that follow.
-//! `vte` also cannot report an incomplete sequence.
+//! In addition, `vte` cannot report that a sequence is incomplete.
 
 use std::collections::VecDeque;
 

@@ -1,10 +1,10 @@
 //! Batched decode steps as CUDA graphs, one graph for each batch size.
 //!
-//! A graph replays the operations of [`Decoder::forward_pass`], so it supports every model that runs on a GPU, and has
-//! the same results as the eager decoder. The host launches one graph instead of hundreds of kernels.
+//! A graph replays the operations of [`Decoder::forward_pass`], so it supports every model that runs on a GPU, and
+//! computes the same results as the eager decoder. The host launches one graph instead of hundreds of kernels.
 //!
 //! Batches are padded to a few sizes, so that few graphs are needed. A padding row repeats the last sequence. It
-//! therefore activates no other experts, and writes identical keys and values to the same cache row.
+//! therefore uses the same experts as this sequence, and writes identical keys and values to the same cache row.
 
 use std::collections::BTreeMap;
 
@@ -36,7 +36,7 @@ pub struct BatchGraphs {
     graphs: BTreeMap<usize, BatchGraph>,
     /// f32 `[MAX_BATCH, vocab]`, shared by all graphs. The first batch allocates it.
     logits: Option<Tensor>,
-    /// The memory of intermediate results, and the largest batch for which it is large enough. The graphs share it.
+    /// The largest batch whose intermediate results fit in the arena, and the arena, which all graphs share.
     arena: Option<(usize, Arena)>,
     /// Whether a graph step has failed. From then on, all steps run eagerly.
     has_failed: bool,
@@ -52,7 +52,7 @@ struct BatchGraph {
     pass: Pass,
     /// f32 `[batch, vocab]`
     logits: Tensor,
-    /// The memory of the graph's intermediate results. `None` if the graph allocates them.
+    /// The memory for the graph's intermediate results. `None` if the graph allocates this memory itself.
     arena: Option<Arena>,
     /// `None` until the first step of this size has run.
     graph: Option<LaunchGraph>,
@@ -73,8 +73,8 @@ impl BatchGraphs {
         }
     }
 
-    /// Returns whether a step can run as a graph. Prompts and large batches cannot, nor can any step with the backend
-    /// `CandleFlashAttn` or after a graph step has failed.
+    /// Returns whether a step can run as a graph. Steps with prompts or with more than `MAX_BATCH` sequences cannot.
+    /// With the backend `CandleFlashAttn`, or after a graph step has failed, no step can.
     pub fn support(&self, decoder: &Decoder, sequences: &[StepSequence]) -> bool {
         let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
         !self.has_failed && is_decode && sequences.len() <= MAX_BATCH && !decoder.reads_tables_on_host()
@@ -105,7 +105,7 @@ impl BatchGraphs {
         }
     }
 
-    /// Queues a decode step of all sequences, which must be [supported](Self::support). Returns their logits, f32
+    /// Queues a decode step of all sequences. The step must be [supported](Self::support). Returns the logits, f32
     /// `[sequences, vocab]`. The next step overwrites the logits. `queue` copies the inputs to the device.
     pub fn run(
         &mut self,
@@ -153,11 +153,11 @@ impl BatchGraphs {
                 // frees. `Runner` drops the graphs before the decoder and the cache, and `BatchGraph` owns its buffers,
                 // including the arena. Only the engine thread uses the stream after loading.
                 let graph = unsafe { LaunchGraph::capture_with(&self.device, forward)? };
-                // Wait until all ranks have captured the graph. While one GPU waits for another, the other must not
-                // allocate memory or load kernels.
+                // Wait until all ranks have captured the graph. A rank must not allocate memory or load kernels while
+                // the GPU of another rank waits for it.
                 decoder.world().all(())?;
-                // Run the step again. cuBLAS may choose another algorithm during a capture, but all steps of a size
-                // must have the same results.
+                // Run the step again, as a graph. During a capture, cuBLAS may choose another algorithm, but all steps
+                // of a size must use the same algorithms.
                 graph.enqueue()?;
                 batch.graph = Some(graph);
             }

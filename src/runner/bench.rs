@@ -66,7 +66,7 @@ impl Runner {
         chosen
     }
 
-    /// Runs `ids` from an empty cache, one decode step per token.
+    /// Empties the cache, then runs `ids`, one decode step per token.
     /// Returns the logits of every token, f32 `[tokens, vocab]`.
     ///
     /// [`logits`](Self::logits) computes the logits by prefill instead.
@@ -128,7 +128,8 @@ impl Runner {
             bail!("cannot rewind to {len} tokens: only {} are cached", self.solo.cached.len());
         }
         self.stop_graph();
-        // Sliding-window groups use their blocks as a ring buffer, so later positions may have overwritten the window.
+        // Sliding-window groups use their blocks as a ring buffer, so later tokens may have overwritten keys and values
+        // in the window.
         let overwritten = self.cache.layout().windows().iter().flatten().any(|&window| {
             let rows = peak_blocks(Some(window), self.limits.context, self.limits.chunk) * BLOCK_TOKENS;
             let window_start = (len + 1).saturating_sub(window) / BLOCK_TOKENS * BLOCK_TOKENS;
@@ -143,13 +144,13 @@ impl Runner {
         Ok(self.device.synchronize()?)
     }
 
-    /// Returns the bytes that a decode step reads after `depth` cached tokens.
+    /// Returns the number of bytes that a decode step reads after `depth` cached tokens.
     pub fn step_bytes(&self, depth: usize) -> StepBytes {
         let cache = kv_cache::step_bytes(self.decoder.cache_layers(), depth, self.dtype());
         StepBytes { weights: self.decoder.step_bytes(), cache }
     }
 
-    /// Returns the bytes that a decode step of `sequences` sequences reads, each after `depth` cached tokens.
+    /// Returns the number of bytes that a decode step of `sequences` sequences reads, each after `depth` cached tokens.
     /// `experts` is the number of different experts that the step uses per layer.
     pub fn batch_bytes(&self, sequences: usize, depth: usize, experts: f64) -> StepBytes {
         let one = self.step_bytes(depth);
@@ -169,7 +170,7 @@ impl Runner {
         self.decoder.take_used_experts()
     }
 
-    /// Returns the mean times of the steps since the last call.
+    /// Returns the mean durations of the steps since the last call.
     pub fn take_step_times(&mut self) -> Vec<StepTime> {
         self.times.take()
     }

@@ -28,7 +28,8 @@ pub trait ChooseToken {
         Vec::new()
     }
 
-    /// Returns how many of the most likely tokens need log probabilities, or `None` if no token needs them.
+    /// Returns how many of the most likely tokens to report with log probabilities, or `None` to report none, not even
+    /// the log probability of the chosen token.
     fn top_logprobs(&self) -> Option<usize> {
         None
     }
@@ -51,8 +52,8 @@ pub trait ChooseToken {
         self.is_constrained() || self.top_logprobs().is_some() || !self.logit_edits().is_empty()
     }
 
-    /// Returns whether the device can choose a token before the host has received the previous token. Options that the
-    /// sampling kernel lacks rule this out, and so do penalties, which depend on the previous tokens.
+    /// Returns whether the device can choose a token before the host has received the previous token. It cannot if the
+    /// sampling kernel does not support an option, or if there are penalties, which depend on the previous tokens.
     fn can_queue(&self) -> bool {
         false
     }

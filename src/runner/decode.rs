@@ -59,7 +59,7 @@ impl Decode {
 }
 
 impl Decode {
-    /// Chooses how the decode steps run. Every rank must call this function, because all ranks agree on one choice.
+    /// Chooses how the decode steps run. Every rank must call this function, so that all ranks make the same choice.
     pub fn plan_together(
         decoder: &Decoder,
         cache: &KvCache,

@@ -34,7 +34,7 @@ pub enum EagerReason {
         chosen: usize,
         experts: usize,
     },
-    /// No decode kernel supports matrices with this many columns: not a multiple of 8, or too many.
+    /// No decode kernel supports matrices with this many columns. The number is too large or not a multiple of 8.
     RowLength(usize),
     /// The vocabulary is too large for one launch of the sampling kernel on this GPU.
     VocabularySize(usize),
@@ -56,7 +56,7 @@ impl fmt::Display for EagerReason {
             EagerReason::Deterministic => f.write_str("--deterministic was given"),
             EagerReason::NotOnGpu => f.write_str("the model is not on a GPU"),
             EagerReason::SeveralDevices => {
-                f.write_str("the GPUs cannot exchange data directly, or one holds no part of a layer")
+                f.write_str("the GPUs cannot exchange data directly, or one GPU holds no part of a layer")
             }
             EagerReason::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
             EagerReason::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),

@@ -71,7 +71,8 @@ impl Followers {
         self.world.end_reason().is_none()
     }
 
-    /// Returns whether the ranks exchange data without the host, so that CUDA graphs can contain the exchange.
+    /// Returns whether CUDA graphs can contain the exchange of data between ranks. This requires an exchange that does
+    /// not go through the host.
     #[cfg(feature = "cuda")]
     pub fn support_graphs(&self) -> bool {
         self.is_empty() || self.world.exchange().is_some()

@@ -70,7 +70,7 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
     Ok(chosen.collect())
 }
 
-/// Returns the rows of `logits`, f32 `[sequences, vocab]`, of the sequences that have samplers.
+/// Returns the rows of `logits`, f32 `[sequences, vocab]`, that belong to sequences with samplers.
 pub(super) fn sampled_rows(sequences: &[StepSequence], logits: &Tensor) -> Result<Tensor> {
     let rows: Vec<u32> = (0..).zip(sequences).filter(|(_, s)| s.sampler.is_some()).map(|(row, _)| row).collect();
     Ok(match rows.len() == sequences.len() {
@@ -79,8 +79,8 @@ pub(super) fn sampled_rows(sequences: &[StepSequence], logits: &Tensor) -> Resul
     })
 }
 
-/// Returns a mask for each row of logits that has one, and an error for each row whose mask could not be computed.
-/// Row i belongs to the sequence with the i-th sampler.
+/// Returns a mask for each row of logits whose sampler allows only some tokens, and an error for each row whose mask
+/// could not be computed. Row i belongs to the sequence with the i-th sampler.
 fn allowed_tokens(sequences: &mut [StepSequence]) -> (Vec<(u32, TokenMask)>, HashMap<u32, Error>) {
     let (mut masks, mut problems) = (Vec::new(), HashMap::new());
     let samplers = sequences.iter_mut().filter_map(|sequence| sequence.sampler.as_deref_mut());
@@ -162,7 +162,7 @@ impl Runner {
         } else if graph.needs_tables(sequence.tables) {
             self.followers.run_graph(graph, GraphCommand::SetTables(sequence.tables.clone()), None)?;
         }
-        // Here the GPU already runs queued steps, except before the first token.
+        // At this point, the GPU is already running queued steps, except before the first token.
         meanwhile();
         Ok(Some(take_token(graph, &self.followers, sequence.limit, sampler)))
     }

@@ -6,7 +6,7 @@ use super::choose_token::{ChooseToken, NO_ALLOWED_TOKEN, NO_TOKEN};
 use super::logprobs::TokenLogprobs;
 use super::step_sequence::ChosenToken;
 
-/// Chooses a token on the host. Fails if every logit is NaN or -inf, as the kernels in `head.cu` and `sample.cu` do.
+/// Chooses a token on the host. Like the kernels in `head.cu` and `sample.cu`, fails if every logit is NaN or -inf.
 pub(super) fn choose(logits: &mut [f32], sampler: &mut dyn ChooseToken) -> Result<ChosenToken> {
     let allowed = sampler.allowed_tokens()?;
     let unedited = sampler.top_logprobs().map(|count| (logits.to_vec(), count));

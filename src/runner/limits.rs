@@ -19,8 +19,8 @@ pub struct RunnerOptions {
     pub eager: bool,
     /// Whether the results of a sequence must not depend on other sequences. See [`ChunkGrid`].
     pub grid: Option<ChunkGrid>,
-    /// Whether a CPU also queues steps. A CPU runs a queued step at once, which saves no time. Tests use this option to
-    /// see the same order of events as on a GPU.
+    /// Whether steps are queued even on a CPU. A CPU runs a queued step at once, which saves no time. Tests use this
+    /// option to get the same order of events as on a GPU.
     pub queue_on_cpu: bool,
 }
 

@@ -2,12 +2,12 @@
 
 use std::cmp::Ordering;
 
-/// The log probability of a chosen token, and of the most likely tokens.
+/// The log probabilities of a chosen token and of the most likely tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
     /// The log probability of the chosen token, in nats.
     pub chosen: f32,
-    /// The most likely tokens with their log probabilities, the most likely one first.
+    /// The most likely tokens with their log probabilities, in descending order of probability.
     pub top: Vec<(u32, f32)>,
 }
 

@@ -1,5 +1,5 @@
 //! Runs the steps of a model on its device. On a GPU, decode steps run as CUDA graphs: one graph for each batch size,
-//! and another one, with fused kernels, for a single sequence.
+//! and another graph, with fused kernels, for a single sequence.
 //!
 //! A [`Runner`] handles token ids, positions and block tables.
 //! Its callers handle requests, text and sampling parameters.
@@ -68,7 +68,7 @@ pub struct Runner {
     /// Declared first, so that the graphs are dropped before the decoder and the cache, whose memory they use.
     #[cfg(feature = "cuda")]
     batches: Option<BatchGraphs>,
-    /// `None` on a CPU, with `--eager`, and if the ranks cannot run graphs.
+    /// `None` on a CPU, with `--eager`, or if the ranks cannot run graphs.
     #[cfg(feature = "cuda")]
     queue: Option<StepQueue>,
     /// The other ranks, which run every pass together with `decoder`.

@@ -1,6 +1,6 @@
 //! Steps that are queued before the host knows the tokens of the previous step.
 //!
-//! While the device runs a step, the host plans and queues the next one, so the device never waits for the host.
+//! While the device runs a step, the host plans and queues the next step, so the device never waits for the host.
 //! `gpu_queue` contains the code for GPUs.
 
 use std::collections::HashMap;

@@ -55,7 +55,7 @@ impl GraphCommand {
                 graph.start(*sequence, *position, *token, sampling.clone(), tables)?;
             }
             Self::StartFrom { sequence, tokens, sampling, tables } => {
-                let logits = logits.context("internal error: the last pass had no logits of a single row")?;
+                let logits = logits.context("internal error: the last pass did not return a single row of logits")?;
                 graph.start_from(*sequence, *tokens, logits, sampling.clone(), tables)?;
             }
             Self::SetTables(tables) => graph.set_tables(tables)?,
@@ -68,7 +68,7 @@ impl GraphCommand {
 /// A copy of a [`StepBatch`] for other threads.
 pub(super) struct OwnedBatch {
     pub ids: Vec<u32>,
-    /// The number of new tokens, the position of the first new token, and the block tables of each sequence.
+    /// For each sequence, the number of new tokens, the position of the first new token, and the block tables.
     pub sequences: Vec<(usize, usize, BlockTables)>,
     pub logits: LogitRows,
     pub sum_order: SumOrder,

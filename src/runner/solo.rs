@@ -45,7 +45,7 @@ impl Runner {
         self.forward_solo(chunk, LogitRows::All)
     }
 
-    /// Runs `ids` from an empty cache. Returns the logits of every token, f32 `[tokens, vocab]`.
+    /// Empties the cache, then runs `ids`. Returns the logits of every token, f32 `[tokens, vocab]`.
     ///
     /// Fails if `ids` do not fit in the context. Needs device memory for two copies of the logits.
     pub fn logits(&mut self, ids: &[u32]) -> Result<Tensor> {

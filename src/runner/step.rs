@@ -109,7 +109,7 @@ impl Runner {
     }
 
     /// Runs a chunk of a prompt, divided at the boundaries of the grid.
-    /// A part of one token adds in the fixed order of decode steps.
+    /// For a part of one token, sums are in the fixed order of decode steps.
     fn step_chunk(&mut self, sequence: &mut StepSequence) -> Result<Chosen> {
         let StepSequence { id, ids, position, tables, limit, grid, .. } = *sequence;
         let parts = grid.or(self.options.grid).context("internal error: a sequence has no grid")?;
@@ -216,8 +216,8 @@ fn score(decoder: &Decoder, hidden: &Tensor, row: usize, sum_order: SumOrder, sc
     Ok(())
 }
 
-/// Calls `run` with the sequences for which `is_second` is false, and then with the other sequences. Skips an empty
-/// part. Reorders `sequences`, but returns the results in the original order.
+/// Calls `run` with the sequences for which `is_second` is false, and then with the other sequences.
+/// Skips a call if it would have no sequences. Reorders `sequences`, but returns the results in the original order.
 fn in_two_parts(
     sequences: &mut [StepSequence],
     is_second: impl Fn(&StepSequence) -> bool,

@@ -41,7 +41,7 @@ pub(super) struct StepQueue {
     host: Arc<HostWords>,
     /// The number of steps queued so far.
     queued: usize,
-    /// The index in `tokens` of each sequence of the last queued step.
+    /// The index in `tokens` of the token of each sequence in the last queued step, by sequence id.
     rows: HashMap<u64, u32>,
 }
 

@@ -19,7 +19,7 @@ pub struct StepSequence<'s> {
     /// Whether the input is the token that the last queued step chooses for this sequence.
     /// `ids` then holds a single placeholder.
     pub awaits_input: bool,
-    /// The position of the first input token. All earlier positions are in the cache.
+    /// The position of the first input token. The keys and values of all earlier positions are in the cache.
     pub position: usize,
     /// The block tables of the sequence. They cover at least all positions up to the last input token.
     pub tables: &'s BlockTables,
@@ -35,7 +35,7 @@ pub struct StepSequence<'s> {
 }
 
 impl StepSequence<'_> {
-    /// Returns the number of input tokens, their position and the block tables.
+    /// Returns the number of input tokens, the position of the first input token, and the block tables.
     pub(super) fn span(&self) -> SequenceSpan<'_> {
         SequenceSpan { tokens: self.ids.len(), position: self.position, tables: self.tables }
     }
@@ -48,7 +48,7 @@ pub struct ScoreTokens<'s> {
     pub tokens: &'s [u32],
     /// How many of the most likely tokens to report with each token.
     pub top: usize,
-    /// Receives an entry for each of `tokens`.
+    /// Receives one entry for each token in `tokens`.
     pub logprobs: &'s mut Vec<TokenLogprobs>,
 }
 

@@ -19,7 +19,7 @@ pub struct StepTime {
     pub mean_ms: f64,
 }
 
-/// The numbers and durations of the steps since the last call of [`take`](Self::take).
+/// For each kind of step, the number and the total duration of the steps since the last call of [`take`](Self::take).
 #[derive(Default)]
 pub(super) struct StepTimes(BTreeMap<StepKind, (u64, Duration)>);
 
@@ -42,7 +42,7 @@ impl StepTimes {
         (*steps, *total) = (*steps + 1, *total + time);
     }
 
-    /// Returns the mean times of all steps, and forgets the steps.
+    /// Returns the mean durations of all recorded steps, and clears the record.
     pub fn take(&mut self) -> Vec<StepTime> {
         let steps = std::mem::take(&mut self.0).into_iter();
         let mean = |(StepKind { has_prompts, sequences }, (steps, total)): (StepKind, (u64, Duration))| StepTime {

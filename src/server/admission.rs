@@ -33,7 +33,7 @@ struct Admission {
     kv_cache: KvCache,
 }
 
-/// The blocks of the KV cache, and the number that the request needs.
+/// The number of blocks in the KV cache, and the number of blocks that the request needs.
 #[derive(Serialize)]
 struct KvCache {
     block_tokens: usize,
@@ -71,7 +71,7 @@ pub async fn preview(
         options.tenant = client.index() as u64;
         options.deterministic |= reply::is_deterministic(&headers);
     }
-    // This blocks: rendering takes milliseconds of CPU time, and the engine answers only between two steps.
+    // The preview blocks: rendering takes milliseconds of CPU time, and the engine answers only between two steps.
     let worker = tokio::task::spawn_blocking(move || engine.preview(request, choices));
     let found = match worker.await {
         Ok(Ok(found)) => found,

@@ -8,7 +8,7 @@ use super::error::ApiError;
 use super::options::ServerOptions;
 use super::page;
 
-/// The routes that are open to every client, besides the page.
+/// The routes that are open to every client. The server's web page is open, too.
 const OPEN_PATHS: [&str; 2] = ["/health", "/live"];
 
 /// The header in which clients of Anthropic's API send the key.
@@ -63,7 +63,7 @@ impl Access {
         let hash = digest(&SHA256, key.unwrap_or_default().as_bytes());
         match self.keys.iter().position(|known| key.is_some() && known.as_ref() == hash.as_ref()) {
             Some(index) => Ok(Client(index)),
-            None => Err(ApiError::unauthorized("wrong API key: send it in the header 'Authorization: Bearer KEY'")),
+            None => Err(ApiError::unauthorized("wrong API key: send a valid key in 'Authorization: Bearer KEY'")),
         }
     }
 

@@ -1,4 +1,4 @@
-//! Reads request bodies with limits, and takes typed fields from them.
+//! Reads request bodies, enforces limits on them, and takes typed fields from them.
 
 use axum::body::{Body, Bytes};
 use axum::extract::Request;
@@ -14,7 +14,7 @@ use crate::files;
 /// The maximum size of a body in bytes.
 pub const MAX_BODY_BYTES: usize = 8 << 20;
 
-/// The maximum nesting depth of a body. Parsing and rendering recurse.
+/// The maximum nesting depth of a body. It is limited because parsing and rendering are recursive.
 const MAX_DEPTH: usize = 64;
 
 /// The maximum number of JSON values in a body. A value takes much more memory than its text.
@@ -180,7 +180,8 @@ impl Fields {
         self.take(name).map(|value| Fields::nested(&path, value)).transpose()
     }
 
-    /// Removes a field that inferno does not support. Fails unless its value is one of `neutral`, which have no effect.
+    /// Removes a field that inferno does not support. Fails unless the field is absent or has one of the `neutral`
+    /// values, which have no effect.
     pub fn refuse(&mut self, name: &str, neutral: &[Value], hint: &str) -> Result<(), ApiError> {
         match self.take(name) {
             Some(value) if !neutral.contains(&value) => Err(ApiError::unsupported(self.path(name), hint)),

@@ -112,7 +112,7 @@ impl Choice {
         }
     }
 
-    /// Sets whether the model must call one specific tool. If it must, the answer ends with `stop`, as in OpenAI's API.
+    /// Sets whether the model must call one specific tool. Such an answer ends with `stop`, as in OpenAI's API.
     pub fn with_named_call(self, must_call_named: bool) -> Self {
         Self { must_call_named, ..self }
     }
@@ -122,7 +122,7 @@ impl Choice {
         Self { keeps_all_tokens, ..self }
     }
 
-    /// Returns the number of tokens of reasoning so far.
+    /// Returns the number of reasoning tokens so far.
     pub fn reasoning_tokens(&self) -> usize {
         self.reasoning_tokens
     }

@@ -1,4 +1,4 @@
-//! Adapts responses to the API of their route: the shape of errors, and headers.
+//! Adapts the errors and the headers of responses to the API of their route.
 //!
 //! Errors come from many places that do not know the API of the route, such as the check of the API key.
 

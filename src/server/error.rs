@@ -111,19 +111,19 @@ impl ApiError {
         Self { code: Some("unavailable"), retry_after: Some(retry_after), ..error }
     }
 
-    /// Creates a 500 error for a fault of the engine.
+    /// Creates a 500 error for a failure in the engine.
     pub fn internal(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
     }
 
-    /// Converts an error of [`submit`](crate::EngineHandle::submit). Blames the request for
-    /// errors without their own type.
+    /// Converts an error of [`submit`](crate::EngineHandle::submit).
+    /// An error without a type of its own becomes a 400 error.
     pub fn from_submit(error: &anyhow::Error, param: &'static str) -> Self {
         Self::from_engine(error, param).unwrap_or_else(|| Self::bad_request(error_message(error)))
     }
 
-    /// Converts an error of a [`RequestStream`](crate::RequestStream). Blames the engine for
-    /// errors without their own type.
+    /// Converts an error of a [`RequestStream`](crate::RequestStream).
+    /// An error without a type of its own becomes a 500 error.
     pub fn from_stream(error: &anyhow::Error) -> Self {
         Self::from_engine(error, "messages").unwrap_or_else(|| Self::internal(error_message(error)))
     }

@@ -50,7 +50,7 @@ pub trait EventWriter: Send + 'static {
         out.push_text("[DONE]");
     }
 
-    /// Shows that the stream is alive after a time without events. By default, writes a comment, which clients ignore.
+    /// Shows that the stream is alive after a pause without events. By default, writes a comment, which clients ignore.
     fn keep_alive(&mut self, out: &mut EventBuffer) {
         out.0.push_str(": ping\n\n");
     }
@@ -165,7 +165,7 @@ impl Stream for EventStream {
         if self.answers.is_none() {
             return Poll::Ready(None);
         }
-        // Clients and proxies close connections that seem idle, so send something.
+        // Clients and proxies close connections that seem idle, so show that the stream is alive.
         if self.next_ping.as_mut().poll(context).is_ready() {
             self.next_ping.as_mut().reset(deadline);
             let Self { writer, buffer, .. } = &mut *self;

@@ -9,10 +9,10 @@ const ENDS: usize = 64;
 /// Sequences that end within this time count as one end, because they were part of the same step.
 const SAME_STEP: Duration = Duration::from_millis(1);
 
-/// The last times at which sequences ended.
+/// The most recent times at which sequences ended.
 pub struct FreeTimes {
     last: Instant,
-    /// For each end, the time since the previous end and the number of sequences.
+    /// For each end, the time since the previous end and the number of sequences that ended.
     ends: VecDeque<(Duration, usize)>,
 }
 
@@ -26,7 +26,7 @@ impl FreeTimes {
         self.last = now;
     }
 
-    /// Returns the time since the last end.
+    /// Returns the time since a sequence last ended.
     pub fn elapsed(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.last)
     }
@@ -49,7 +49,7 @@ impl FreeTimes {
     /// Returns the expected time until `count` more sequences have ended. `None` before the first end.
     ///
     /// The estimate of the next end uses only the recorded intervals that were longer than the time since the last end,
-    /// and takes the mean of their remaining times. If none was longer, the wait so far is expected to double.
+    /// and takes the mean of their remaining times. If no interval was longer, the wait is expected to double.
     pub fn expected_wait(&self, now: Instant, count: usize) -> Option<Duration> {
         let elapsed = self.elapsed(now);
         let rests = self.ends.iter().filter_map(|(interval, _)| interval.checked_sub(elapsed));
@@ -57,7 +57,7 @@ impl FreeTimes {
         let next = sum.checked_div(longer).unwrap_or(elapsed);
         let total: Duration = self.ends.iter().map(|(interval, _)| interval).sum();
         let sequences: usize = self.ends.iter().map(|(_, sequences)| sequences).sum();
-        // The next end is expected to free as many places as the mean of the recent ends.
+        // The next end is expected to free as many places as the recent ends did on average.
         let per_end = sequences.checked_div(self.ends.len())?;
         let others = count.saturating_sub(per_end.max(1)) as f64 * total.as_secs_f64() / sequences.max(1) as f64;
         Duration::try_from_secs_f64(next.as_secs_f64() + others).ok()
@@ -78,8 +78,8 @@ mod tests {
         }
     }
 
-    /// Lets `per_end` sequences end after each interval. Returns the mean suggested wait and the mean true wait for
-    /// `count` places, at evenly spread times.
+    /// Simulates a server where `per_end` sequences end after each interval. Samples the waits for `count` places at
+    /// evenly spaced times. Returns the mean suggested wait and the mean true wait.
     fn waits(per_end: usize, count: usize, mut interval_s: impl FnMut(&mut Uniform) -> f64) -> (f64, f64) {
         let (start, mut random) = (Instant::now(), Uniform(1));
         let mut ends = vec![0.0];
@@ -90,7 +90,7 @@ mod tests {
         let (mut times, mut known, mut suggested, mut real) = (FreeTimes::new(start), 0, 0.0, 0.0);
         let samples = 5000;
         for sample in 0..samples {
-            // After the first 100 ends, and before the last 100.
+            // Sample only after the first 100 ends and before the last 100 ends.
             let now = ends[100] + (ends[1900] - ends[100]) * f64::from(sample) / f64::from(samples);
             while ends[known + 1] <= now {
                 known += 1;

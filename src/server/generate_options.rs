@@ -1,4 +1,4 @@
-//! Reads the fields that all generating routes share: sampling, limits and stop conditions.
+//! Reads the fields that all routes for generating text share: sampling, limits and stop conditions.
 
 use std::collections::BTreeMap;
 

@@ -24,7 +24,7 @@ pub struct Answers {
     answers: Vec<Answer>,
     /// The number of answers to each prompt.
     per_prompt: usize,
-    /// The index of the answer to poll first. It changes, so that all answers progress.
+    /// The index of the answer to poll first. It changes over time, so that all answers progress.
     first: usize,
     ending: Pin<Box<dyn Future<Output = ()> + Send>>,
     engine: EngineHandle,
@@ -52,7 +52,7 @@ struct Answer {
 }
 
 impl Answer {
-    /// Adds a token to the record of the answer.
+    /// Adds a token to the record of the answer, if the answer is recorded.
     fn record(&mut self, token: u32, logprob: Option<f32>) {
         if self.stream.record().is_some() {
             self.recorded.tokens.push(token);
@@ -85,7 +85,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
     let count = job.requests.len() * job.choices;
     let limit = server.admission.limit();
     if count > limit {
-        return Err(ApiError::invalid("n", format!("{count} answers never fit: the server has room for {limit}")));
+        return Err(ApiError::invalid("n", format!("cannot accept {count} answers at once: the limit is {limit}")));
     }
     let client = log.client();
     let permit = server.admission.admit(client.index(), count).map_err(|wait| {
@@ -158,7 +158,7 @@ impl Answers {
         &self.engine
     }
 
-    /// Returns whether the answers do not depend on other requests.
+    /// Returns whether the answers are independent of other requests.
     pub fn is_deterministic(&self) -> bool {
         self.is_deterministic
     }
@@ -312,7 +312,7 @@ impl Answers {
     }
 }
 
-/// Records the answers, however they ended.
+/// Records the answers, no matter how they ended.
 impl Drop for Answers {
     fn drop(&mut self) {
         let metrics = &self.server.metrics;

@@ -14,14 +14,14 @@ const MAX_RETRY: Duration = Duration::from_secs(60);
 const MIN_RETRY: Duration = Duration::from_millis(1);
 
 /// With several clients, each client can have at most this multiple of the remaining room. A single active client
-/// therefore leaves a fifth of the room to the others, and two active clients leave a ninth.
+/// therefore leaves a fifth of the room for other clients, and two active clients leave a ninth.
 const MAX_SHARE_OF_ROOM: usize = 4;
 
 /// Counts the sequences that wait or run, and rejects sequences above the limit.
 pub struct Admission {
     limit: usize,
     state: Mutex<State>,
-    /// Notified when no sequence is left.
+    /// Notified when no sequence waits or runs.
     idle: Notify,
 }
 

@@ -22,7 +22,8 @@ use super::write_limit::WriteLimit;
 /// The maximum number of connections that wait to be accepted.
 const BACKLOG: u32 = 4096;
 
-/// The size of the system's buffer for unsent data. A small buffer soon reveals a client that does not read.
+/// The size of the system's buffer for unsent data. With a small buffer, the server soon notices that a client does not
+/// read.
 const SEND_BUFFER_BYTES: u32 = 128 << 10;
 
 /// The size of the buffer for the headers of a request, and for the response.
@@ -50,7 +51,7 @@ pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
 
 /// Serves connections until `shutdown` resolves and all requests have ended.
 ///
-/// After `shutdown`, the server reports itself unhealthy but accepts requests for the drain delay. After the delay, it
+/// After `shutdown`, the server reports itself unhealthy but accepts requests during the drain delay. Afterwards, it
 /// rejects new requests, and requests in progress continue until the drain timeout.
 pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Future<Output = ()>) {
     let connections = Arc::new(GracefulShutdown::new());

@@ -35,7 +35,7 @@ struct Outcome {
     answer: Option<AnswerLog>,
 }
 
-/// The figures of a generated answer.
+/// What the log reports about a generated answer.
 #[derive(Clone, Debug, Default)]
 pub struct AnswerLog {
     pub choices: usize,

@@ -65,7 +65,8 @@ impl ProductKernel {
         })
     }
 
-    /// Returns whether the kernel reads x directly. The other kernels read rows of x that were gathered by expert.
+    /// Returns whether the kernel is for few pairs per expert. Such a kernel reads x directly.
+    /// The other kernels read rows of x that were gathered by expert.
     pub fn is_for_few_pairs(self) -> bool {
         matches!(self, Self::Few(_))
     }
@@ -81,7 +82,7 @@ impl ProductKernel {
     }
 }
 
-/// Returns the shared memory of the mma.sync kernels in bytes.
+/// Returns the size in bytes of the shared memory that an mma.sync kernel needs.
 ///
 /// A stage holds `pairs` rows of x and the weight tiles.
 const fn mma_shared_bytes(pairs: usize) -> usize {
@@ -89,7 +90,7 @@ const fn mma_shared_bytes(pairs: usize) -> usize {
     EXPERT_MMA_STAGES * (pairs * 128 + weight_bytes)
 }
 
-/// Returns the shared memory of the wgmma kernels in bytes.
+/// Returns the size in bytes of the shared memory that a wgmma kernel needs.
 ///
 /// A stage of the ring buffer holds two steps and two barriers. The ring buffer is aligned to 1024 bytes.
 const fn wgmma_shared_bytes(pairs: usize, stages: usize) -> usize {

@@ -1,4 +1,4 @@
-// Routes a few tokens in one launch: router logits, the chosen experts of each token, and all pairs sorted by expert.
+// Routes a few tokens in one launch: computes the router logits, chooses the experts, and sorts all pairs by expert.
 //   x: f32 [tokens, columns]
 //   weight: f32 [experts, columns]
 //   bias: f32 [experts] or null
@@ -6,7 +6,7 @@
 //   ids: u32 [tokens, chosen], scratch memory
 //   shares: f32 [tokens, chosen], the routing weights
 //   sorted, offsets: see sort_by_expert
-//   usage: u32 [2] or null: the number of launches and the number of experts with pairs; this launch adds to both
+//   usage: u32 [2] or null: the number of launches and the number of experts with pairs; each launch adds to both
 //   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS
 //   grid: (ceil(tokens / 8), slices, ceil(experts / 32)) with slices = ceil(columns / ROUTE_COLUMNS)
 //   block: 256, one warp per token and one lane per expert
@@ -22,14 +22,14 @@
 
 constexpr int TOKENS = 8, THREADS = 32 * TOKENS, QUADS = ROUTE_COLUMNS / 4;
 
-// Counters of finished blocks: one per 8 tokens, and one for the blocks that have chosen experts.
+// Counters of finished blocks: one counter per 8 tokens, and one counter for the blocks that have chosen experts.
 // All counters are zero between launches. Each device loads this module separately and runs its kernels in order, so
 // launches never use the counters at the same time.
 __device__ uint32_t finished[ROUTE_TOKENS / TOKENS + 1];
 
 // Sorts all pairs by expert, like sort_by_expert, and the pairs of each expert in ascending order. The order decides
 // which pairs share a tile in later kernels. With a fixed order, two launches give the same bits.
-// Counts the experts with pairs.
+// Adds the number of experts with pairs to `usage`.
 //   experts_of: shared memory for the expert of each pair
 __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* usage,
                                            uint16_t* experts_of, int pairs, int experts) {

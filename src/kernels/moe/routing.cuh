@@ -22,7 +22,7 @@ struct Routing {
 #pragma unroll
         for (int i = 0; i < HELD; ++i) held[i] = lane + 32 * i < experts ? logit_of(lane + 32 * i) : -INFINITY;
         for (int n = 0; n < count; ++n) {
-            // Keys sort in the same order as logits. Key 0 is an expert that was already chosen, and key 1 is NaN.
+            // Keys sort in the same order as logits. Key 0 marks an expert that was already chosen; key 1 marks NaN.
             uint32_t best = 0, id = 0xffffffffu;
             const auto offer = [&](int i, float logit) {
                 const uint32_t bits = __float_as_uint(logit);
@@ -60,7 +60,7 @@ struct Routing {
         if (lane < chosen) weight[lane] = exponential / total;
     }
 
-    // Like choose_by, with logits in device memory.
+    // Like choose_by, but reads the logits from device memory.
     __device__ __forceinline__ void choose(const float* logits, int experts, int count, int chosen, int lane,
                                            bool over_all = false) {
         choose_by([&](int expert) { return __ldcg(logits + expert); }, experts, count, chosen, lane, over_all);

@@ -1,4 +1,4 @@
-// Sorts the indices of the (token, expert) pairs by expert. Pair p has the expert ids[p].
+// Sorts the indices of the (token, expert) pairs by expert. Pair p belongs to expert ids[p].
 // The pairs of expert e are sorted[offsets[e] .. offsets[e + 1]], in any order.
 //   ids, sorted: u32 [pairs]
 //   offsets: u32 [experts + 1]; experts <= MAX_EXPERTS

@@ -1,4 +1,5 @@
-// Expert routing: the `chosen` largest logits, and their softmax over the chosen experts or over all experts.
+// Chooses the experts with the `chosen` largest logits for each token. The routing weights are a softmax over the
+// chosen experts or over all experts.
 // Ties go to the lower expert id, and NaN ranks last.
 //   logits: T [tokens, experts]; experts <= MAX_EXPERTS
 //   ids: u32 [tokens, chosen]; chosen <= MAX_CHOSEN_EXPERTS

@@ -1,4 +1,4 @@
-//! Expert routing: the largest router logits of each token, and their softmax.
+//! Chooses the experts with the largest router logits for each token, and computes their routing weights by a softmax.
 
 #[cfg(feature = "cuda")]
 use candle_core::DType;

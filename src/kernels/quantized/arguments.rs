@@ -56,7 +56,7 @@ impl RawStack {
 }
 
 impl Arguments {
-    /// Adds a vertical stack of quantized matrices. All of them must have the same number of columns.
+    /// Adds an argument: a vertical stack of quantized matrices. All matrices must have the same number of columns.
     pub fn stack(self, matrices: &[QuantizedMatrix]) -> Result<Self> {
         Ok(self.value(RawStack::new(matrices)?, matrices.iter().flat_map(QuantizedMatrix::tensors)))
     }

@@ -73,8 +73,8 @@ impl WeightFormat {
         PlaneBytes { low, high, scales, supers }
     }
 
-    /// Returns the number of columns in a unit, which share scales or bytes. A matrix can be
-    /// divided only between units.
+    /// Returns the number of columns in a unit. The columns of a unit share scales or bytes,
+    /// so a matrix can be divided only between units.
     pub fn column_unit(self) -> usize {
         if self.plane_bytes().supers > 0 { SUPERBLOCK_COLUMNS } else { GROUP_COLUMNS }
     }
@@ -84,7 +84,7 @@ impl WeightFormat {
         self.plane_bytes().scales == 0
     }
 
-    /// Returns the size in bytes of one row in each plane. The order is low, high, scales, supers.
+    /// Returns the size in bytes of one row in each plane, in the order low, high, scales, supers.
     pub fn row_bytes(self, columns: usize) -> [usize; 4] {
         let PlaneBytes { low, high, scales, supers } = self.plane_bytes();
         let groups = columns.div_ceil(GROUP_COLUMNS);

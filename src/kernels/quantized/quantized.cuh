@@ -3,7 +3,7 @@
 // A *group* is 32 columns of a row. A lane reads one group at a time.
 // The input vector is quantized to 16-bit integers with one scale per group.
 // The largest value of a group keeps 15 significant bits. In bf16, it would keep 8.
-// The high and low bytes are stored separately, because dp4a multiplies bytes. Its products and sums are exact.
+// The high and low bytes are stored separately, because dp4a multiplies bytes. All dp4a results are exact.
 // Only the scales and mins are applied in floating point.
 // With FP8 weights, the input vector is not quantized, and all arithmetic is in floating point.
 #pragma once
@@ -117,7 +117,7 @@ template <int F> __device__ __forceinline__ float4 to_floats(uint32_t q) {
         return make_float4(a.x, a.y, b.x, b.y);
     }
     // If the low mantissa bits of the float 2^23 are set to q, its value is 2^23 + q.
-    // Signed bytes are first increased by 128, which `offset` also subtracts.
+    // Signed bytes are first made unsigned by adding 128. `offset` includes this 128.
     constexpr bool is_signed = FormatLayout<F>::low == 32;
     constexpr float offset = 8388608.0f + (is_signed ? 128 : FormatLayout<F>::zero);
     if (is_signed) q ^= 0x80808080u;

@@ -46,8 +46,8 @@ template <> struct Pair<__nv_bfloat16> {
 };
 
 // The scales and mins of a group.
-// Rounding a scale to bf16 shifts all values of its group in the same direction. In formats without mins, a bf16 scale
-// is therefore the sum of two values. With mins, a second value would take two more instructions.
+// Rounding a scale to bf16 shifts all values of its group in the same direction. In formats without mins, the scale is
+// therefore stored as the sum of two bf16 values. With mins, a second value would take two more instructions.
 template <typename T, int F> struct GroupScaling {
     using L = FormatLayout<F>;
     using Two = typename Pair<T>::Type;
@@ -193,7 +193,7 @@ template <typename T, int N> struct Block {
         start_tile();
         RawGroup raw[4], next[4];
         const auto load_next = [&] {
-            // Columns past the last group are zero in x, so any weights will do.
+            // Columns past the last group are zero in x, so the weights there do not matter.
             const int group = min(load_step * STEP_GROUPS + lane % 4, groups - 1);
 #pragma unroll
             for (int r = 0; r < 4; ++r) load_group<F>(next[r], matrix, first_group[r] + group);
@@ -224,8 +224,9 @@ template <typename T, int N> struct Block {
         }
     }
 
-    // Stores the sums of steps `first` to `end` - 1, which belong to one tile of rows. If other blocks have steps of
-    // this tile, shares the sums instead, and the last of the blocks adds and stores them.
+    // Finishes steps `first` to `end` - 1, which belong to one tile of rows. If no other block has steps of this tile,
+    // stores the sums in y. Otherwise, each block stores its sums in `partials`, and the last block to finish adds
+    // the sums of all blocks and stores the results in y.
     template <int F> __device__ void finish(const Range& range, int first, int end, Sums<N>& sums) const {
         constexpr int VECTORS = 2 * TOKEN_TILES;
         const auto vector = [&](int i) -> float4& {
@@ -284,7 +285,7 @@ template <typename T, int N> struct Block {
 //   partials: f32 [ceil(tokens / N), grid.x, 2, ROWS, N], scratch memory
 //   grid: (at most the number of steps, ceil(tokens / N)); block: QUANTIZED_FEW_THREADS
 //   shared memory: T [STAGES, N, STEP_COLUMNS]
-//   bytes moved: the size of W (once if the L2 cache serves all tiles of tokens), x per tile of rows, and y
+//   bytes moved: the size of W (once if the L2 cache serves all tiles of tokens), x once per tile of rows, and y
 template <typename T, int N>
 __device__ void multiply_few(const T* x, const float* x_scales, const QuantizedStack& weights, float* y,
                              float* partials, int count, int tokens, int columns, int stride) {

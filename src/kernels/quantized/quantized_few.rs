@@ -25,7 +25,7 @@ fn tile(tokens: usize) -> (usize, usize) {
         ..=8 => (8, 2),
         9..=16 => (16, 2),
         17..=32 => (32, 2),
-        // The sums of 64 tokens take so many registers that two blocks do not fit.
+        // The sums of 64 tokens take so many registers that a multiprocessor has room for only one block.
         _ => (64, 1),
     }
 }
@@ -38,7 +38,7 @@ pub fn is_fastest(tokens: usize) -> bool {
 /// Returns whether the kernel supports this product, for any number of tokens.
 pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
-        // Copies to shared memory are aligned to 16 bytes: 8 columns.
+        // Copies to shared memory must be aligned to 16 bytes, that is, to 8 columns.
         && columns.is_multiple_of(8)
         && parts.iter().all(|part| part.input_rounding == parts[0].input_rounding)
 }
@@ -57,8 +57,8 @@ pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, or
         }
     };
     let (tile_tokens, resident) = tile(tokens);
-    // The number of blocks determines where the sums of a row are divided. With a fixed order, the number of blocks
-    // must therefore not depend on the number of tokens.
+    // The number of blocks determines how the sum of a row is split into partial sums. If the order of sums is fixed,
+    // the number of blocks must therefore not depend on the number of tokens.
     let resident = if order == SumOrder::Fixed { 1 } else { resident };
     let tiles: usize = parts.iter().map(|part| part.dims().0.div_ceil(ROWS)).sum();
     let steps = tiles * columns.div_ceil(QUANTIZED_FEW_COLUMNS);
@@ -68,7 +68,7 @@ pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, or
         bail!("matmul_few: {blocks} × {token_tiles} blocks, but at most {QUANTIZED_FEW_COUNTERS} are supported");
     }
     let stride = parts.iter().map(|part| part.dims().0).sum();
-    // SAFETY: the kernel writes every row and column.
+    // SAFETY: the kernel writes every row and column of `y`.
     let y = unsafe { scratch::empty((tokens, stride), DType::F32, x.device())? };
     // SAFETY: the kernel reads only partial sums that it has written.
     let partials = unsafe { scratch::empty((token_tiles * blocks, 2, ROWS, tile_tokens), DType::F32, x.device())? };

@@ -10,7 +10,7 @@
 //   ids: u32 [tokens] or null; with ids, W is the matrix of expert ids[t] and has `rows` rows
 //   grid: (blocks, tokens); block: 32 · QUANTIZED_WARPS
 //   shared memory: see `input_bytes` in quantized_ops.rs
-//   bytes moved: tokens · the size of W
+//   bytes moved: the size of W for each token
 // Each warp multiplies two rows of W at a time. These two rows are one unit of the `QuantizedStream`.
 template <typename T, typename S>
 __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns,
@@ -116,7 +116,7 @@ __device__ void round_rows(const T* x, uint8_t* q, float* scales, int columns, i
 
 // Quantizes each row of x to 8 bits.
 //   x: T [tokens, columns]
-//   y: T [tokens, columns]: the 8-bit values times the scale of their row; without the scale if `scales` is not null
+//   y: T [tokens, columns]: the 8-bit values, multiplied by the scale of their row if `scales` is null
 //   scales: f32 [tokens] or null
 //   bytes moved: x twice, y once
 //   grid: tokens; block: 256

@@ -128,7 +128,7 @@ impl QuantizedMatrix {
     }
 }
 
-/// Returns the bytes of shared memory that a kernel needs for its input vector (`QuantizedInput`).
+/// Returns the size in bytes of the shared memory that a kernel needs for its input vector (`QuantizedInput`).
 #[cfg(feature = "cuda")]
 pub fn input_bytes(format: WeightFormat, columns: usize) -> usize {
     let groups = columns.div_ceil(GROUP_COLUMNS);
@@ -373,7 +373,7 @@ fn matmul_low_precision(
 ) -> Result<()> {
     let (tokens, (rows, _)) = (x.scales.dims1()?, part.dims());
     let (Some(low), Some(weight_scales)) = (&part.planes[0], &part.planes[2]) else {
-        bail!("cannot multiply in 8 bits: {:?} has no row scales", part.format)
+        bail!("cannot multiply in 8 bits: format {:?} has no row scales", part.format)
     };
     let sums = matmul_8bit(device, low_type, low, &x.values)?;
     let arguments = Arguments::new()

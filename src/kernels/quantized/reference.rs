@@ -178,7 +178,7 @@ impl Scaling {
 /// The largest finite E4M3 value. `F8E4M3::MAX` in float8 0.7 is 416, which is one step too small.
 pub const E4M3_MAX: f32 = 448.0;
 
-/// Quantizes `x` to 8 bits and returns it dequantized. `x` is f32 `[tokens, columns]`.
+/// Quantizes `x` to 8 bits and returns the dequantized values. `x` is f32 `[tokens, columns]`.
 pub fn round_input(x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
     if rounding == InputRounding::None {
         return Ok(x.clone());

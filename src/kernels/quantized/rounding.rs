@@ -7,7 +7,7 @@ use super::quantized_matrix::InputRounding;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::scratch;
 
-/// Quantizes `x` to 8 bits and returns it dequantized, in the same dtype. `x` is `[tokens, columns]`.
+/// Quantizes `x` to 8 bits and returns the dequantized values in the same dtype. `x` is `[tokens, columns]`.
 pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
     launch_round_floats(device, x, rounding, None)
 }

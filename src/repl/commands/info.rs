@@ -33,8 +33,8 @@ pub fn context(session: &Session) -> Result<String> {
             ("used", format!("{used} of {context} tokens ({}%)", used * 100 / context.max(1))),
             ("free", context.saturating_sub(used).to_string()),
         ],
-        (Some(used), None) => vec![("used", format!("{used} tokens; the server does not report its limit"))],
-        (None, Some(context)) => vec![("used", format!("unknown, of {context} tokens"))],
+        (Some(used), None) => vec![("used", format!("{used} tokens; the server does not report the limit"))],
+        (None, Some(context)) => vec![("used", format!("unknown; the limit is {context} tokens"))],
         (None, None) => vec![("used", "unknown: the server does not count tokens".to_string())],
     };
     rows.extend(backend.context_stats());

@@ -180,9 +180,9 @@ fn unknown_command(name: &str) -> String {
     format!("unknown command /{name}; /help lists the commands")
 }
 
-/// Appends the name of the old conversation to `text`, if it was saved.
+/// If the old conversation was saved, appends its name to `text`.
 fn with_saved_name(text: &str, old_name: Option<String>) -> String {
-    old_name.map_or_else(|| text.to_string(), |name| format!("{text}; the old one is saved as {name}"))
+    old_name.map_or_else(|| text.to_string(), |name| format!("{text}; the old conversation is saved as {name}"))
 }
 
 fn help(name: &str) -> Result<String, String> {

@@ -51,17 +51,17 @@ pub struct DecodeGraph {
     sampling_buffers: SamplingBuffers,
     /// The launches of a step, up to its logits.
     layers: LaunchList,
-    /// `None` with several ranks, where the sampling kernel also makes greedy choices.
+    /// Chooses the most likely token. `None` if there are several ranks: `sampled` then makes greedy choices, too.
     greedy: Option<StepTail>,
     sampled: StepTail,
     sampling: Sampling,
-    /// Steps queued since decoding started. Step s writes its token to slot s mod `mailbox.slots()`.
+    /// The number of steps queued since decoding started. Step s writes its token to slot s mod `mailbox.slots()`.
     queued: usize,
-    /// Tokens taken from the mailbox since decoding started.
+    /// The number of tokens taken from the mailbox since decoding started.
     taken: usize,
     /// The number of steps from the start of decoding until the context or the last block is full.
     possible: usize,
-    /// The id of the sequence being decoded, and the position of its first input since decoding started.
+    /// The id of the sequence being decoded, and the position at which decoding started.
     sequence: Option<(u64, usize)>,
     /// The block table of each group of layers, u32 `[1, blocks]`.
     tables: Vec<Tensor>,
@@ -160,7 +160,8 @@ impl DecodeGraph {
         let vocab_size = self.buffers.logits.dims1()?;
         if token as usize >= vocab_size || position >= self.context {
             bail!(
-                "cannot decode token {token} at position {position}: the limits are {vocab_size} tokens, {} positions",
+                "cannot decode token {token} at position {position}: \
+                 the vocabulary has {vocab_size} tokens, and the context has {} positions",
                 self.context
             );
         }
@@ -183,7 +184,7 @@ impl DecodeGraph {
         self.set_tables(tables)
     }
 
-    /// Returns whether the graph is decoding this sequence, and the input of the next token is at `position`.
+    /// Returns whether the graph is decoding this sequence, and the input of the next step is at `position`.
     pub fn continues(&self, sequence: u64, position: usize) -> bool {
         self.sequence.is_some_and(|(current, start)| current == sequence && start + self.taken == position)
     }
@@ -226,7 +227,7 @@ impl DecodeGraph {
         if tokens == 0 || tokens > context || logits.dims1()? != vocab_size {
             bail!(
                 "cannot decode after {tokens} tokens with {} logits: \
-                 the limits are 1 to {context} tokens, {vocab_size} logits",
+                 expected 1 to {context} tokens and {vocab_size} logits",
                 logits.dims1()?
             );
         }
@@ -400,7 +401,7 @@ const _: fn() = || {
 
 impl Drop for DecodeGraph {
     fn drop(&mut self) {
-        // Queued steps write to the buffers that are about to be freed. `drop` cannot return an error.
+        // Wait, because queued steps write to the buffers that are about to be freed. `drop` cannot return an error.
         let _ = self.device.cuda_stream().synchronize();
     }
 }

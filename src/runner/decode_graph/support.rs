@@ -126,7 +126,7 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<EagerReason>> {
     })
 }
 
-/// Returns the weight matrices of an MLP, without the router and MXFP4 experts, which have their own kernels.
+/// Returns the weight matrices of an MLP, except the router and MXFP4 experts, which have kernels of their own.
 fn mlp_products(mlp: &Mlp) -> Result<Vec<Product>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {

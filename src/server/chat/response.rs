@@ -134,7 +134,7 @@ impl WholeMessage {
         }
     }
 
-    /// Completes the message. An answer without text and tool calls has empty content.
+    /// Completes the message. An answer with neither text nor tool calls has empty content.
     pub fn finish(&mut self) {
         if self.tool_calls.is_empty() {
             self.content.get_or_insert_default();
@@ -186,7 +186,7 @@ impl TokenLogprob {
     }
 }
 
-/// Returns the scored tokens of a piece.
+/// Returns the tokens of a piece that have log probabilities.
 pub fn scored_tokens(piece: &Piece) -> &[ScoredToken] {
     match piece {
         Piece::Content(_, tokens) => tokens,

@@ -16,7 +16,7 @@ const MAX_NAME: usize = 128;
 /// The tools of a request.
 #[derive(Debug, Default)]
 pub struct Tools {
-    /// The tools that the prompt contains. Empty if the model must not call any.
+    /// The tools that the prompt contains. Empty if the model must not call tools.
     pub shown: Vec<Value>,
     choice: ToolChoice,
 }
@@ -33,7 +33,7 @@ pub enum ToolChoice {
 
 impl Tools {
     /// Creates the tools of a request from functions in the format of chat completions.
-    /// Fails if the choice needs a function that does not exist.
+    /// Fails if `choice` requires a function that `functions` does not contain.
     pub fn new(fields: &Fields, functions: Vec<Value>, choice: ToolChoice) -> Result<Self, ApiError> {
         match &choice {
             ToolChoice::Required if functions.is_empty() => {

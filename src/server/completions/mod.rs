@@ -83,7 +83,7 @@ struct Texts {
 }
 
 impl Texts {
-    /// Creates the state of all choices. `echoes` are the prompts to repeat, each before `choices` answers.
+    /// Creates the state of all choices. `echoes` holds the prompts to repeat. Each prompt has `choices` answers.
     fn new(echoes: &[Option<String>], choices: usize, has_logprobs: bool) -> Self {
         let echoes: Vec<_> = echoes.iter().flat_map(|echo| std::iter::repeat_n(echo.clone(), choices)).collect();
         Self { offsets: vec![0; echoes.len()], echoes, has_logprobs }

@@ -23,7 +23,7 @@ pub struct CompletionRequest {
     pub requests: Vec<Request>,
     /// The number of answers to each prompt.
     pub choices: usize,
-    /// For each prompt, its text if the response repeats it.
+    /// The text of each prompt, or `None` if the response does not repeat the prompts.
     pub echoes: Vec<Option<String>>,
     pub has_logprobs: bool,
     pub stream: StreamOptions,

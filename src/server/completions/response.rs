@@ -86,7 +86,7 @@ impl Logprobs {
             let mut top: Vec<(String, f32)> = Vec::with_capacity(logprobs.top.len());
             for &(id, logprob) in &logprobs.top {
                 let text = text_of(id, tokenizer);
-                // Tokens that hold parts of characters can have the same text. Keep only the most likely token.
+                // Tokens that hold only a part of a character can have the same text. Keep the most likely token.
                 if top.iter().all(|(other, _)| *other != text) {
                     top.push((text, finite_logprob(logprob)));
                 }
@@ -101,7 +101,7 @@ fn text_of(id: u32, tokenizer: &Tokenizer) -> String {
     String::from_utf8_lossy(&tokenizer.table().bytes(id)).into_owned()
 }
 
-/// Returns the offset of each token of a prompt in its text, in characters.
+/// Returns the offset of each token of a prompt in the text of the prompt, in characters.
 ///
 /// The text may lack the control token at the start of the prompt, and the space that some tokenizers add.
 fn echo_offsets(tokens: &[u32], echo: &str, tokenizer: &Tokenizer) -> Vec<usize> {

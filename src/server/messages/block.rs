@@ -3,7 +3,7 @@
 use serde::Serialize;
 use serde_json::Value;
 
-/// The signature of thinking blocks. Clients send back only blocks with a signature. inferno does not check it.
+/// The signature of thinking blocks. Clients send back only blocks that have a signature. inferno ignores the value.
 pub const SIGNATURE: &str = "inferno";
 
 /// A content block. Anthropic's API requires the fields of type `()`. They are null,

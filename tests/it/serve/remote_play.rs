@@ -220,7 +220,7 @@ fn a_server_without_usage_and_token_counts_is_enough() {
     }
     chat.send_line("/context").unwrap();
     let context = expect(&mut chat, ">>> ");
-    assert!(context.contains("unknown, of 100 tokens"), "{context}");
+    assert!(context.contains("unknown; the limit is 100 tokens"), "{context}");
     chat.send_line("/set overflow drop-oldest").unwrap();
     expect(&mut chat, ">>> ");
     chat.send_line("Three?").unwrap();
