@@ -173,7 +173,7 @@ pub fn error_message(error: &anyhow::Error) -> String {
     start.chain(['…']).chain(end).collect()
 }
 
-/// Returns [`error_message`] on a single line.
+/// Returns the text of [`error_message`] as a single line.
 pub fn one_line(error: &anyhow::Error) -> String {
     let text = error_message(error);
     text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ")

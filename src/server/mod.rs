@@ -1,7 +1,7 @@
 //! An HTTP server with the APIs of OpenAI, Anthropic and ollama.
 //!
 //! The server is a client of an [`EngineHandle`](crate::EngineHandle) and contains no model code.
-//! Every route is in one file or folder:
+//! Its modules are:
 //!
 //! - `chat/`, `completions/`, `responses/`, `admission`, `records`, `models`, `tokenize`, `health`: the routes
 //! - `messages/`, `ollama/`: the routes of Anthropic's and ollama's APIs; `dialect`: the error formats of these APIs

@@ -26,7 +26,7 @@ pub struct Recorder {
     /// The maximum memory for records, in bytes.
     limit: usize,
     ring: Mutex<Ring>,
-    /// Writes records to the folder. `None` without a folder, and after [`finish`](Self::finish).
+    /// Writes records to the folder. It is `None` if there is no folder, and after [`finish`](Self::finish).
     writer: Mutex<Option<Writer>>,
 }
 

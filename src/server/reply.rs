@@ -39,7 +39,7 @@ pub struct ReplyHeader {
 }
 
 impl ReplyHeader {
-    /// Creates the header of a response. The id of the response starts with `prefix`.
+    /// Creates the first fields of a response. The id of the response starts with `prefix`.
     pub fn new(server: &Server, answers: &Answers, prefix: &str, object: &'static str) -> Self {
         Self {
             id: ids::new(prefix),

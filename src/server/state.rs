@@ -92,7 +92,7 @@ impl Server {
         }
     }
 
-    /// Returns whether the engine makes progress, or is not loaded yet.
+    /// Returns true if the engine makes progress or is not loaded yet.
     pub fn is_alive(&self) -> bool {
         self.engine().is_none_or(|engine| engine.is_responsive(MAX_STEP))
     }

@@ -80,7 +80,7 @@ impl LiveRegion {
         if is_resized {
             same = 0;
         } else if same == next.len() && same < shown.len() && same > 0 {
-            // Only rows at the end were removed. Rewrite the last remaining row to put the cursor at its end.
+            // Rows at the end were removed, and no others changed. Rewrite the last row to put the cursor at its end.
             same -= 1;
         }
         if same == shown.len() && same == next.len() && finished.is_empty() {

@@ -107,7 +107,7 @@ impl TurnView {
         self.draw(size, out)
     }
 
-    /// Starts drawing at the cursor, below any output that other programs wrote to the terminal.
+    /// Makes the next frame start at the cursor, below any output that other programs wrote to the terminal.
     pub fn restart_below(&mut self) {
         self.region.restart();
     }

@@ -29,7 +29,7 @@ struct BpeFile {
 
 #[derive(Deserialize)]
 struct Bpe {
-    /// `BPE`. The oldest files omit this field.
+    /// The type of the model, which must be `BPE`. The oldest files omit this field.
     r#type: Option<String>,
     dropout: Option<f32>,
     unk_token: Option<String>,

@@ -115,7 +115,7 @@ impl Process {
         if let Err(error) = &written
             && error.downcast_ref().is_none_or(|error: &io::Error| error.kind() != io::ErrorKind::BrokenPipe)
         {
-            return Err(anyhow!("cannot send the request: {error}"));
+            return Err(anyhow!("cannot send the request to the worker: {error}"));
         }
         let deadline = Instant::now() + budget.wait();
         let mut input = WithDeadline { stdout: &mut self.stdout, deadline };

@@ -110,7 +110,7 @@ fn read_assistant(message: &mut Fields) -> Result<Message, ApiError> {
                     Some(input @ Value::Object(_)) => input.to_string(),
                     _ => return Err(block.invalid("input", "expected an object")),
                 };
-                // The field only describes a call that the server sent.
+                // `caller` repeats what the server said about the call and does not affect the prompt.
                 block.take("caller");
                 answer.tool_calls.push(ToolCall { id: Some(id), name, arguments });
             }

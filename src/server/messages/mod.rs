@@ -88,7 +88,7 @@ struct TokenCount {
     input_tokens: usize,
 }
 
-/// Counts the tokens of a prompt. The request has the same body as a request for a message.
+/// Counts the tokens of a prompt. The body of the request has the same fields as for `POST /v1/messages`.
 pub async fn count_tokens(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
     let engine = server.model()?.clone();
     let headers = request.headers().clone();

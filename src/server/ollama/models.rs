@@ -76,7 +76,7 @@ fn models(server: &Server, state: ModelState) -> Result<Response, ApiError> {
         name,
         model: name,
         size: engine.info().weight_bytes,
-        // ollama sends the hash of a manifest here. Clients only compare hashes.
+        // ollama sends the hash of a manifest. Any stable hash works here, because clients only compare it.
         digest: ids::hex(digest(&SHA256, name.as_bytes()).as_ref()),
         details: details(engine),
         state,

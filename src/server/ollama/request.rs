@@ -53,7 +53,7 @@ impl OllamaRequest {
         check_model(fields_ref, server)?;
         fields_ref.refuse("images", &[json!([])], "only text is supported")?;
         fields_ref.refuse("suffix", &[json!("")], "")?;
-        fields_ref.refuse("template", &[json!("")], "the model has its own chat format")?;
+        fields_ref.refuse("template", &[json!("")], "the chat format of the model cannot be replaced")?;
         fields_ref.refuse("context", &[json!([])], "use /api/chat")?;
         let (prompt, system) = (fields_ref.take_string("prompt")?, fields_ref.take_string("system")?);
         let is_raw = fields_ref.take_bool("raw")?.unwrap_or(false);

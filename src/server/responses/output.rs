@@ -1,6 +1,6 @@
 //! Collects the pieces of an answer into items, and sends the events of a stream.
 //!
-//! Whole and streamed responses both use these items, so they cannot differ.
+//! Whole and streamed responses contain the same items, because both are built here.
 
 use super::events::{Event, EventSink, Place};
 use super::item::{Item, ItemContent, ItemStatus};
@@ -21,7 +21,7 @@ pub struct Shape {
 pub struct Output {
     shape: Shape,
     items: Vec<Item>,
-    /// The index of the item of each call.
+    /// The index in `items` of each function call.
     calls: Vec<usize>,
 }
 

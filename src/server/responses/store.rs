@@ -84,7 +84,7 @@ impl ClientStore {
         self.with(|responses| responses.item(id, Instant::now()))
     }
 
-    /// Returns the conversation up to the end of a response. The error is the id of a response that is not stored.
+    /// Returns the conversation up to the end of a response. If one of its responses is not stored, fails with that id.
     pub fn conversation(&self, id: &str) -> Result<Vec<Arc<Item>>, String> {
         self.with(|responses| responses.conversation(id, Instant::now()))
     }
@@ -94,7 +94,7 @@ impl ClientStore {
         self.with(|responses| responses.remove(id))
     }
 
-    /// Records that a response is in progress, until the guard is dropped. The receiver gets a message on cancellation.
+    /// Stores a response in progress until the guard is dropped. A cancellation sends a message to the receiver.
     pub fn start(&self, object: &ResponseObject) -> (RunningGuard, oneshot::Receiver<()>) {
         let (sender, receiver) = oneshot::channel();
         let running = Running { object: object.clone(), cancel: Some(sender) };
@@ -216,7 +216,7 @@ impl Responses {
         self.order.insert(self.next_use, id.to_string());
     }
 
-    /// Removes expired responses, and the least recently used responses that do not fit in the memory.
+    /// Removes expired responses. Then removes the least recently used ones until the rest fit in memory.
     fn evict(&mut self, now: Instant) {
         while let Some(oldest) = self.order.values().next().cloned() {
             let is_old = self.ended.get(&oldest).is_none_or(|entry| now.duration_since(entry.used_at) > MAX_AGE);
@@ -290,7 +290,7 @@ mod tests {
         let left = ids.iter().map(|id| responses.get(id, now).is_some()).collect::<Vec<_>>();
         assert_eq!(left, [true, false, true]);
         assert!(responses.bytes <= MAX_BYTES);
-        // A response that can never fit is not stored, and no data of it remains.
+        // A response larger than the limit is not stored, and the store keeps none of its data.
         insert(&mut responses, None, item("e", MAX_BYTES), now);
         assert!(is_empty(&responses));
     }

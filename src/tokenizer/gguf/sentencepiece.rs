@@ -46,7 +46,7 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
     Ok(found.into_iter().map(|(_, left, right)| (left.to_string(), right.to_string())).collect())
 }
 
-/// Returns whether a token may be a part or the result of a merge. Control tokens, for example, may not.
+/// Returns whether a token may be a part or the result of a merge. Returns false for control tokens, for example.
 fn is_normal(vocabulary: &Vocabulary, id: usize) -> bool {
     vocabulary.token_type(id) == TokenType::Normal
 }

@@ -53,7 +53,7 @@ impl<'c> ArchitectureKeys<'c> {
             None if heads == 0 || hidden.is_multiple_of(heads) => hidden / heads.max(1),
             None => {
                 let (count, length) = (self.key("attention.head_count"), self.key("embedding_length"));
-                bail!("metadata keys {count} and {length}: {hidden} is not a multiple of {heads}")
+                bail!("metadata keys {length} and {count}: {hidden} is not a multiple of {heads}")
             }
         };
         match self.size("attention.value_length")?.filter(|length| *length != head_dim) {

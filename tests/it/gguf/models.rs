@@ -239,7 +239,7 @@ fn unknown_tensors_and_architectures_are_errors() {
     let bytes = [0; 48 * 4];
     let extra = llama.clone().tensor("blk.0.attn_q_norm.weight", &[48], 0, &bytes);
     assert!(
-        error(&extra).contains("blk.0.attn_q_norm.weight [48] is not part of the llama architecture"),
+        error(&extra).contains("blk.0.attn_q_norm.weight of shape [48] is not part of the llama architecture"),
         "{}",
         error(&extra)
     );
