@@ -17,7 +17,7 @@ use crate::nn::kv_cache::BLOCK_TOKENS;
 const PREFIX: &str = "inferno_";
 const VLLM_PREFIX: &str = "vllm:";
 
-/// The names, without a prefix, of the metrics that vLLM also has.
+/// The names, without a prefix, of the metrics that inferno and vLLM share.
 const VLLM_NAMES: &[&str] = &[
     "cache_config_info",
     "e2e_request_latency_seconds",
@@ -117,11 +117,17 @@ impl Metrics {
                 total("prefix_cache_queries_total", "Tokens looked up in the prefix cache.", |s| s.queried_tokens),
                 total("prefix_cache_hits_total", "Tokens found in the prefix cache.", |stats| stats.hit_tokens),
                 total("engine_steps_total", "Steps of the engine.", |stats| stats.steps),
-                total("canceled_sequences_total", "Sequences that clients canceled.", |stats| stats.canceled),
+                total(
+                    "canceled_sequences_total",
+                    "Sequences that clients canceled or that a stop string ended.",
+                    |stats| stats.canceled,
+                ),
                 total("failed_sequences_total", "Sequences that ended with an error.", |stats| stats.failed),
-                total("tokens_after_cancel_total", "Tokens from steps that began after a cancellation.", |stats| {
-                    stats.tokens_after_cancel
-                }),
+                total(
+                    "tokens_after_cancel_total",
+                    "Tokens from steps that began after their request was canceled.",
+                    |stats| stats.tokens_after_cancel,
+                ),
             ]
             .into_iter()
             .collect::<Result<_>>()?,
@@ -152,10 +158,10 @@ impl Metrics {
             end_to_end: make.histogram("e2e_request_latency_seconds", "Total time of a request.", REQUEST_SECONDS)?,
             queue: make.histogram(
                 "request_queue_time_seconds",
-                "Time until the prefill starts.",
+                "Waiting time before the prefill.",
                 FIRST_TOKEN_SECONDS,
             )?,
-            prefill: make.histogram("request_prefill_time_seconds", "Time of the prefill.", FIRST_TOKEN_SECONDS)?,
+            prefill: make.histogram("request_prefill_time_seconds", "Duration of the prefill.", FIRST_TOKEN_SECONDS)?,
             decode: make.histogram(
                 "request_decode_time_seconds",
                 "Time from the first token to the last.",

@@ -16,7 +16,7 @@ pub struct ServerOptions {
     /// The origins of web pages that may read responses. `*` allows every origin.
     pub cors_origins: Vec<String>,
     /// Whether the server's own chat page has access under any host name, not only under a loopback address.
-    /// Any web page can point its host name at the server's address, so this is safe only if every client has access.
+    /// This is safe only if every client has access: an attacker's page can point its own host name at the server.
     pub is_open: bool,
     /// The maximum number of sequences that run at once.
     pub max_sequences: usize,

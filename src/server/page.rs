@@ -1,4 +1,4 @@
-//! The page at `/`: a chat and a live view of the server. Its files are part of the binary.
+//! The page at `/`: a chat and a live view of the server. The binary contains the files of the page.
 
 use std::sync::LazyLock;
 
@@ -55,7 +55,7 @@ const FILES: [File; 22] = [
     file!("toast.js"),
 ];
 
-/// The version of the page's files, a hash of them all. Browsers reload the files only if it changes.
+/// The version of the page: a hash of all its files. Browsers reload the files only if the version changes.
 static VERSION: LazyLock<String> = LazyLock::new(|| {
     let all: String = FILES.iter().map(|(_, content)| *content).collect();
     let hash = digest(&SHA256, all.as_bytes());

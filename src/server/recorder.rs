@@ -94,7 +94,7 @@ impl Recorder {
         let writer = lock(&self.writer).take();
         if let Some(Writer { records, thread }) = writer {
             drop(records);
-            // If the thread panicked, the message is already printed.
+            // If the thread panicked, the panic message is already printed.
             let _ = thread.join();
         }
     }

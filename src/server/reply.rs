@@ -55,7 +55,9 @@ impl ReplyHeader {
 pub fn check_strict(headers: &HeaderMap, ignored: &[String]) -> Result<(), ApiError> {
     let is_strict = headers.get(STRICT).is_some_and(|value| value == "1");
     match ignored.first() {
-        Some(first) if is_strict => Err(ApiError::unsupported(first, "without x-inferno-strict, it is ignored")),
+        Some(first) if is_strict => {
+            Err(ApiError::unsupported(first, "without the header x-inferno-strict, the server ignores the field"))
+        }
         _ => Ok(()),
     }
 }

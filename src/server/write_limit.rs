@@ -28,7 +28,7 @@ impl<S> WriteLimit<S> {
         Self { stream, limit, deadline: Box::pin(tokio::time::sleep(limit)), is_waiting: false, accepted: 0 }
     }
 
-    /// Applies the limit to the outcome of a write of `offered` bytes.
+    /// Checks the outcome of a write of `offered` bytes against the limit.
     fn check(
         &mut self,
         context: &mut Context<'_>,

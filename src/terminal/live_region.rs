@@ -72,7 +72,7 @@ impl LiveRegion {
         // Keep one row free for the line break after the last finished line.
         open.drain(..open.len().saturating_sub(size.rows.saturating_sub(1).max(1)));
 
-        // Let the terminal wrap long finished lines, so that the user can copy each as one line.
+        // Let the terminal wrap long finished lines, so that the user can copy each of them as one line.
         let finished: Vec<Row> = finished.iter().map(Row::new).collect();
         let next: Vec<&Row> = finished.iter().chain(&open).collect();
         // Skip leading rows that are already on the screen.

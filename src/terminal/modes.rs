@@ -44,7 +44,7 @@ pub fn is_foreground() -> bool {
 /// Suspends the process group, as Ctrl-Z does, until the shell resumes it. The caller must restore the modes first.
 pub fn stop_process() {
     let _ = kill(Pid::from_raw(0), Signal::SIGTSTP);
-    // Another thread may receive the signal first, so wait until this thread is stopped too.
+    // Another thread may receive the signal first, so wait until this thread is stopped as well.
     // A fatal signal that arrived in the meantime ends the program here, before the caller changes the modes again.
     std::thread::sleep(Duration::from_millis(100));
 }

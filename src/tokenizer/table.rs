@@ -57,7 +57,7 @@ struct Header {
 }
 
 impl TokenTable {
-    /// Copies the tokens and the decoder of a tokenizer.
+    /// Creates a table with copies of a tokenizer's tokens and decoder.
     pub fn new(library: &tokenizers::Tokenizer) -> Result<Self> {
         let (controls, is_any_normalized) = controls(library);
         // If a control token is also in the model's own vocabulary, normalized text can become this token.
@@ -68,7 +68,7 @@ impl TokenTable {
             decoder: library.get_decoder().map(serde_json::to_value).transpose()?,
             normalizes_controls,
         })?;
-        // Two tokens can have the same id. `id_to_token` decides which token wins.
+        // Two tokens can have the same id. `id_to_token` decides which of them the table contains.
         let count = u32::try_from(library.get_vocab_size(true)).unwrap_or(u32::MAX);
         for id in 0..count {
             if let Some(token) = library.id_to_token(id) {

@@ -190,7 +190,7 @@ impl CompressedConfig {
         let broken = || "invalid quantization_config".to_string();
         let section: Section = from_json(section).with_context(broken)?;
         // Names take precedence over patterns. Names and patterns are each in alphabetical order.
-        // If a target occurs twice, the last occurrence wins.
+        // If a target occurs twice, only the last occurrence has an effect.
         let mut schemes: BTreeMap<(bool, String), Option<Scheme>> = BTreeMap::new();
         for (name, group) in section.config_groups {
             let path = format!("config_groups.{}", excerpt(&name));

@@ -161,7 +161,7 @@ impl<'c> Weights<'c> {
     }
 
     /// Returns the ranges of a tensor to load, or `None` for the whole tensor.
-    /// `rows` and `columns` are the indices of these two dimensions.
+    /// `rows` and `columns` are the indices of the row dimension and the column dimension.
     pub(super) fn slice(&self, rows: Option<usize>, columns: Option<usize>) -> Option<Slice> {
         self.part.as_ref()?.slice(rows, columns)
     }

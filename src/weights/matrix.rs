@@ -88,7 +88,7 @@ impl<'c> Weights<'c> {
     }
 
     /// Returns the number of columns in the smallest part into which a matrix can be divided.
-    /// The number is 1 for floats, and the block length for quantized matrices.
+    /// The number is 1 for floats, and larger for quantized matrices.
     /// `columns` is the number of columns of the whole matrix.
     pub fn column_unit(&self, name: &str, columns: usize) -> Result<usize> {
         let name = self.full_name(name);

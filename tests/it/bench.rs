@@ -198,7 +198,7 @@ fn step_bytes_match_a_count_by_hand() {
     assert_eq!(cache(30), (31 + 9 + 31) * row);
 
     // llama3: vocabulary 137, hidden size 80, MLP size 56, 8 heads, 2 KV heads, head dim 10, 3 layers.
-    // The output head is tied to the embedding. A step also reads one embedding row.
+    // The output head uses the embedding matrix. A step reads the whole matrix for the head and one row for the token.
     let layer = 2 * 80 * 4 + (2 * 80 * 80 + 2 * 20 * 80 + 3 * 56 * 80) * 2;
     let decoder = build("llama3");
     assert_eq!(decoder.step_bytes(), 80 * 2 + 3 * layer + 80 * 4 + 137 * 80 * 2);

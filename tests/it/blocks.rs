@@ -151,7 +151,7 @@ impl Model {
         (0..=(tokens.len() - 1) / BLOCK_TOKENS).rev().find(is_hit).unwrap_or(0) * BLOCK_TOKENS
     }
 
-    /// Gives a random sequence the blocks for its next step. Checks that `missing` predicts their number.
+    /// Allocates the blocks for the next step of a random sequence. Checks that `missing` predicts their number.
     fn grow(&mut self) {
         let Some(index) = self.pick() else { return };
         let computed = self.sequences[index].blocks.computed();
@@ -170,7 +170,7 @@ impl Model {
                 missing > stats.total - stats.used,
                 "`grow` refused {missing} blocks, although enough blocks are free"
             );
-            assert_eq!((before, stats), (after, self.manager.stats()), "a failed call changed something");
+            assert_eq!((before, stats), (after, self.manager.stats()), "a failed call to `grow` changed the blocks");
             self.seen.refused += 1;
             return;
         };
@@ -230,7 +230,7 @@ impl Model {
         let free = self.manager.free();
         let sequence = &self.sequences[index];
         let blocks = self.manager.fork(&sequence.blocks);
-        assert_eq!(self.manager.free(), free, "a fork takes no blocks");
+        assert_eq!(self.manager.free(), free, "a fork takes no free blocks");
         let Sequence { ref tokens, chunk, text, .. } = *sequence;
         let granted = blocks.computed();
         self.sequences.push(Sequence { blocks, tokens: tokens.clone(), granted, chunk, text });

@@ -78,7 +78,7 @@ fn read_user(message: &mut Fields, messages: &mut Vec<Message>) -> Result<(), Ap
 fn read_result(block: &mut Fields) -> Result<Message, ApiError> {
     let id = text(block, "tool_use_id")?;
     let result = read_content(block, "content")?.unwrap_or_default();
-    // Chat formats have no flag for failed calls, so the text reports the failure.
+    // Chat formats have no flag for failed calls, so the text of the result reports the failure.
     let result = match block.take_bool("is_error")? {
         Some(true) => format!("Error: {result}"),
         _ => result,

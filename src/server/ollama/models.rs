@@ -21,7 +21,8 @@ use crate::server::reply;
 use crate::server::state::Server;
 use crate::text;
 
-/// The version of ollama whose API inferno provides. Clients such as Codex check it. The part after `+` names inferno.
+/// The version of ollama whose API inferno provides. Clients such as Codex check the version.
+/// The part after `+` names inferno.
 const VERSION: &str = concat!("0.13.4+inferno.", env!("CARGO_PKG_VERSION"));
 
 #[derive(Serialize)]

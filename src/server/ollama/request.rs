@@ -27,7 +27,8 @@ pub struct OllamaRequest {
     pub ignored: Vec<String>,
 }
 
-/// Reads `model`, or `name`. The tag `latest` is optional, as in ollama. Fails if the server does not serve the model.
+/// Reads the field `model` or `name`. The tag `latest` is optional, as in ollama.
+/// Fails if the server does not serve the model.
 pub fn check_model(fields: &mut Fields, server: &Server) -> Result<(), ApiError> {
     let (model, name) = (fields.take_string("model")?, fields.take_string("name")?);
     let served = &server.options.model;

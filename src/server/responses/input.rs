@@ -1,4 +1,4 @@
-//! Reads the input of a request: new items, and references to stored ones.
+//! Reads the input of a request: new items, and references to stored items.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -90,7 +90,7 @@ fn check_calls(earlier: &[Arc<Item>], items: &[Arc<Item>]) -> Result<(), ApiErro
     Ok(())
 }
 
-/// Reads one item, or looks it up if it is a reference.
+/// Reads one item. For a reference, returns the stored item.
 fn read_item(
     fields: &mut Fields,
     path: &str,

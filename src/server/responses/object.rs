@@ -143,7 +143,7 @@ impl ResponseObject {
         });
     }
 
-    /// Sets the status and the fields that depend on it alone.
+    /// Sets the status and the fields that depend only on the status.
     pub fn set_status(&mut self, status: ResponseStatus) {
         self.status = status;
         self.completed_at = (status == ResponseStatus::Completed).then(now);

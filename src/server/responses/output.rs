@@ -59,7 +59,7 @@ impl Output {
                 self.calls.push(self.items.len() - 1);
             }
             Piece::ToolArguments { index, text } => {
-                // Skip an ended call: `end` has already sent its arguments.
+                // Skip a call that has ended: `end` has already sent its arguments.
                 if self.calls.get(index).is_some_and(|&item| item + 1 == self.items.len()) && self.open().is_some() {
                     self.extend(&text, Vec::new(), events);
                 }
@@ -215,7 +215,7 @@ mod tests {
             arguments(0, ":1}"),
             call(1, "list"),
             call(2, "stop"),
-            // Calls without arguments get an empty object, also at the end of the answer.
+            // Calls without arguments get an empty object, even at the end of the answer.
             arguments(1, "{}"),
             arguments(2, "{}"),
         ];

@@ -10,10 +10,11 @@ use super::item::Item;
 use super::object::{ResponseObject, ResponseStatus};
 use crate::server::auth::Client;
 
-/// The maximum memory for the responses of one client, in bytes. Beyond it, the least recently used ones are dropped.
+/// The maximum memory for the responses of one client, in bytes.
+/// If it is exceeded, the least recently used responses are dropped.
 const MAX_BYTES: usize = 64 << 20;
 
-/// The time without use after which a response is dropped.
+/// A response that no request uses for this time is dropped.
 const MAX_AGE: Duration = Duration::from_secs(30 * 60);
 
 /// The responses of all clients. A client cannot refer to the responses of another client.
@@ -47,7 +48,7 @@ struct Responses {
 struct Entry {
     response: Arc<StoredResponse>,
     bytes: usize,
-    /// The key in `order`.
+    /// The key of the response in `order`.
     last_use: u64,
     used_at: Instant,
 }
@@ -84,7 +85,8 @@ impl ClientStore {
         self.with(|responses| responses.item(id, Instant::now()))
     }
 
-    /// Returns the conversation up to the end of a response. If one of its responses is not stored, fails with that id.
+    /// Returns the conversation up to the end of a response.
+    /// If a response in the conversation is not stored, returns the id of that response as the error.
     pub fn conversation(&self, id: &str) -> Result<Vec<Arc<Item>>, String> {
         self.with(|responses| responses.conversation(id, Instant::now()))
     }
@@ -108,12 +110,12 @@ impl ClientStore {
         self.with(|responses| responses.running.get(id).map(|running| running.object.clone()))
     }
 
-    /// Cancels a response in progress. Returns it, or `None` if no such response is in progress.
+    /// Cancels a response in progress and returns it. Returns `None` if no response with this id is in progress.
     pub fn cancel(&self, id: &str) -> Option<ResponseObject> {
         self.with(|responses| {
             let running = responses.running.get_mut(id)?;
             if let Some(cancel) = running.cancel.take() {
-                // Fails if the response has just ended.
+                // This call fails if the response has just ended. The error can be ignored.
                 let _ = cancel.send(());
             }
             running.object.set_status(ResponseStatus::Cancelled);
@@ -216,7 +218,7 @@ impl Responses {
         self.order.insert(self.next_use, id.to_string());
     }
 
-    /// Removes expired responses. Then removes the least recently used ones until the rest fit in memory.
+    /// Removes expired responses. Then removes the least recently used responses until the memory limit is met.
     fn evict(&mut self, now: Instant) {
         while let Some(oldest) = self.order.values().next().cloned() {
             let is_old = self.ended.get(&oldest).is_none_or(|entry| now.duration_since(entry.used_at) > MAX_AGE);

@@ -122,7 +122,7 @@ fn unknown(id: &str) -> ApiError {
     ApiError::not_found(format!("the response '{id}' is not stored: it does not exist, expired or had 'store': false"))
 }
 
-/// The query of a URL.
+/// The query string of a URL.
 struct Query<'a>(&'a Uri);
 
 impl<'a> Query<'a> {

@@ -21,7 +21,7 @@ pub struct Tools {
 /// Reads `tools` and `tool_choice`.
 ///
 /// Skips tools whose type is not `function` and reports them as ignored.
-/// Clients such as Codex always send such tools.
+/// Clients such as Codex always send tools of other types.
 pub fn read(fields: &mut Fields) -> Result<Tools, ApiError> {
     let items = fields.take_array("tools")?.unwrap_or_default();
     if items.len() > MAX_TOOLS {

@@ -115,7 +115,8 @@ impl Markdown {
         self.finish_blocks(finished);
     }
 
-    /// Finishes all blocks in `open` except the last. If that block is a list, finishes all its items except the last.
+    /// Finishes all blocks in `open` except the last block.
+    /// If the last block is a list, finishes all items of the list except the last item.
     fn finish_blocks(&mut self, finished: &mut Vec<StyledLine>) {
         let blocks = top_level_blocks(&self.open);
         let mut taken = 0;

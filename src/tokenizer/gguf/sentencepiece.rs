@@ -39,7 +39,7 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
             bail!("metadata key tokenizer.ggml.tokens: the tokens form more than {MAX_MERGES} merges");
         }
     }
-    // As in transformers, the lower id wins for equal scores.
+    // As in transformers, merges with equal scores are ordered by the ids of the joined tokens.
     // Splits of the same token are ordered by the ids of their parts.
     let by_ids = |(id, left, right): &(usize, &str, &str)| (*id, ids.get(left).copied(), ids.get(right).copied());
     found.sort_by(|a, b| scores[b.0].total_cmp(&scores[a.0]).then_with(|| by_ids(a).cmp(&by_ids(b))));

@@ -74,7 +74,7 @@ impl<'c> ArchitectureKeys<'c> {
 
     /// Returns the attention type of each layer, as in `layer_types` of config.json.
     ///
-    /// The key `attention.sliding_window_pattern` has one value per layer (true: sliding window) or is a period n.
+    /// The key `attention.sliding_window_pattern` holds a boolean per layer (true: sliding window) or a period n.
     /// With a period, every n-th layer has full attention, and the other layers have a sliding window.
     /// A period of 0 means full attention in every layer.
     /// If the key is missing, the period is `default_period`.

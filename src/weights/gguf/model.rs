@@ -62,7 +62,8 @@ impl GgufModel {
         })
     }
 
-    /// Returns the GGUF tensor that equals the model tensor `name`, or `None` if loading must reorder or transform rows.
+    /// Returns the GGUF tensor that is equal to the model tensor `name`.
+    /// Returns `None` if loading must reorder or transform the rows.
     fn stored(&self, name: &str) -> Result<Option<GgufTensorView<'_>>> {
         let tensor = self.required(name)?;
         let is_unchanged = tensor.rows == RowMapping::Identity && tensor.transform == Transform::None;
