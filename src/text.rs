@@ -17,7 +17,7 @@ const MESSAGE_CHARACTERS: usize = 4000;
 /// Removes control characters and bidirectional embeddings, overrides and isolates. Keeps newlines and tabs.
 ///
 /// Model output must not move the cursor, set the window title, or write to the clipboard.
-/// Other invisible characters are kept, because emoji and many scripts need joiners.
+/// Other invisible characters, such as joiners, are kept, because emoji and many scripts need them.
 pub fn without_controls(text: &str) -> String {
     let is_harmless = |c: &char| match c {
         '\n' | '\t' => true,

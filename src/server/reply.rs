@@ -18,7 +18,7 @@ const IGNORED: HeaderName = HeaderName::from_static("x-inferno-ignored");
 /// The request header that makes fields without effect an error.
 const STRICT: &str = "x-inferno-strict";
 
-/// The request header that makes the answer independent of other requests, like the field `deterministic`.
+/// The request header that makes the answer independent of other requests, as the field `deterministic` does.
 const DETERMINISTIC: &str = "x-inferno-deterministic";
 
 /// The version and the commit of inferno that computed an answer.

@@ -127,7 +127,7 @@ struct Group {
     output_activations: Value,
 }
 
-/// The quantization arguments of weights or inputs. `observer` is ignored, because it only matters during calibration.
+/// The quantization arguments of weights or inputs. `observer` is ignored, because it matters only during calibration.
 #[derive(Deserialize)]
 struct QuantizationArgs {
     /// The number of bits. Some tools write an object with one number per layer.

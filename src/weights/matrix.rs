@@ -178,7 +178,7 @@ impl<'c> Weights<'c> {
         shape: [usize; 2],
     ) -> Result<MatrixRows<'c>> {
         let Some(scheme) = checkpoint.scheme(module(name)) else {
-            bail!("tensor {name} has a scale, but quantization_config does not describe it");
+            bail!("tensor {name} has a scale, but quantization_config does not describe the tensor");
         };
         let view = checkpoint.view(name)?;
         let (format, stored) = match scheme.format {

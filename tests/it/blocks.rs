@@ -471,7 +471,8 @@ fn windows_before_checkpoints_and_prompt_ends_survive_longer() {
         for (len, want) in [(1025, 1024), (1300, 1024), (1500, 1472), (1501, 1472), (2049, 2048), (3800, 3072)] {
             assert_eq!(hit(&mut manager, &text[..len]), want, "{len} tokens, window {window}");
         }
-        // If the windows at 3,968 and 4,000 start in the same block, the blocks kept for 4,000 allow a hit of 3,968.
+        // If the windows at 3,968 and 4,000 tokens start in the same block,
+        // the blocks kept for 4,000 tokens also allow a hit of 3,968 tokens.
         let want = if first(3968) == first(4000) { 3968 } else { 3072 };
         let longer: Vec<_> = text.iter().copied().chain([7]).collect();
         assert_eq!(hit(&mut manager, &longer), want, "window {window}");

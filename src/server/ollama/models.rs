@@ -1,4 +1,4 @@
-//! `/api/tags`, `/api/ps`, `/api/show`, `/api/version` and `/api/pull`.
+//! The routes `/api/tags`, `/api/ps`, `/api/show`, `/api/version` and `/api/pull`.
 
 use std::sync::Arc;
 
@@ -140,7 +140,7 @@ pub async fn show(State(server): State<Arc<Server>>, request: Request) -> Result
     Ok(reply::with_ignored(response, &ignored))
 }
 
-/// Returns the capabilities of the model. It can call tools if its chat format adds them to the prompt.
+/// Returns the capabilities of the model. The model can call tools if its chat format adds them to the prompt.
 fn capabilities(engine: &EngineHandle) -> Vec<&'static str> {
     let mut capabilities = vec!["completion"];
     let Some(chat) = engine.language().chat.as_ref() else { return capabilities };

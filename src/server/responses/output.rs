@@ -17,7 +17,7 @@ pub struct Shape {
     pub has_logprobs: bool,
 }
 
-/// The output items so far. Only the last one may be in progress.
+/// The output items so far. Only the last item may be in progress.
 pub struct Output {
     shape: Shape,
     items: Vec<Item>,

@@ -76,7 +76,7 @@ struct ItemList<'a> {
     has_more: bool,
 }
 
-/// Lists the items that the client sent for a response. The newest comes first unless the order is `asc`.
+/// Lists the items that the client sent for a response. The newest item comes first, unless the order is `asc`.
 pub async fn input_items(
     Extension(client): Extension<Client>,
     Extension(store): Extension<Arc<Store>>,

@@ -70,7 +70,8 @@ fn function(item: &Value, keys: &[&str]) -> Value {
 
 /// Reads a `tool_choice` that is an object.
 ///
-/// Returns the names of the functions that the model may call, or `None` for all, and whether the model must call one.
+/// Returns the names of the functions that the model may call (`None` for all functions),
+/// and whether the model must call a function.
 fn read_choice<'c>(fields: &Fields, choice: &'c Value) -> Result<(Option<HashSet<&'c str>>, ToolChoice), ApiError> {
     let kind = match choice["mode"].as_str() {
         None | Some("auto") => Some(ToolChoice::Auto),

@@ -3,7 +3,8 @@
 //! SentencePiece repeatedly joins the adjacent pair whose joined token has the highest score.
 //! BPE gives the same result if every split of a token into two tokens is a merge, ranked by the token's score.
 //! transformers uses the same conversion.
-//! For equal scores, SentencePiece joins the leftmost pair, but this code joins the pair whose token has the lowest id.
+//! For equal scores, SentencePiece joins the leftmost pair.
+//! This code joins the pair whose joined token has the lowest id.
 //! In Llama and Mistral vocabularies, only runs of spaces have equal scores.
 //! Both rules join these runs in the same way.
 
