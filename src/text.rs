@@ -17,7 +17,7 @@ const MESSAGE_CHARACTERS: usize = 4000;
 /// Removes control characters and bidirectional embeddings, overrides and isolates. Keeps newlines and tabs.
 ///
 /// Model output must not move the cursor, set the window title, or write to the clipboard.
-/// Other invisible characters are kept, because emoji and many scripts need joiners.
+/// Other invisible characters, such as joiners, are kept, because emoji and many scripts need them.
 pub fn without_controls(text: &str) -> String {
     let is_harmless = |c: &char| match c {
         '\n' | '\t' => true,
@@ -173,7 +173,7 @@ pub fn error_message(error: &anyhow::Error) -> String {
     start.chain(['…']).chain(end).collect()
 }
 
-/// Returns [`error_message`] on a single line.
+/// Returns the text of [`error_message`] as a single line.
 pub fn one_line(error: &anyhow::Error) -> String {
     let text = error_message(error);
     text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ")

@@ -15,7 +15,7 @@ pub struct EngineStats {
     pub running: u64,
     /// Requests that have ended for any reason other than a shutdown of the engine.
     pub ended: u64,
-    /// Requests that the client ended: canceled, dropped, or stopped at a stop string.
+    /// Requests that the client canceled or dropped, and requests that a stop string ended.
     pub canceled: u64,
     /// Requests that ended with an error.
     pub failed: u64,

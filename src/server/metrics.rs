@@ -17,7 +17,7 @@ use crate::nn::kv_cache::BLOCK_TOKENS;
 const PREFIX: &str = "inferno_";
 const VLLM_PREFIX: &str = "vllm:";
 
-/// The names, without a prefix, of the metrics that vLLM also has.
+/// The names, without a prefix, of the metrics that inferno and vLLM share.
 const VLLM_NAMES: &[&str] = &[
     "cache_config_info",
     "e2e_request_latency_seconds",
@@ -107,7 +107,8 @@ impl Metrics {
                 make.register(Gauge::with_opts(make.opts("kv_cache_usage_perc", help))?)?
             },
             cache_config: {
-                let opts = make.opts("cache_config_info", "The size of the KV cache. Its value is always 1.");
+                let opts = make
+                    .opts("cache_config_info", "The labels contain the size of the KV cache. The value is always 1.");
                 make.register(IntGaugeVec::new(opts, &["block_size", "num_gpu_blocks"])?)?
             },
             totals: [
@@ -116,11 +117,17 @@ impl Metrics {
                 total("prefix_cache_queries_total", "Tokens looked up in the prefix cache.", |s| s.queried_tokens),
                 total("prefix_cache_hits_total", "Tokens found in the prefix cache.", |stats| stats.hit_tokens),
                 total("engine_steps_total", "Steps of the engine.", |stats| stats.steps),
-                total("canceled_sequences_total", "Sequences that clients canceled.", |stats| stats.canceled),
+                total(
+                    "canceled_sequences_total",
+                    "Sequences that clients canceled or that a stop string ended.",
+                    |stats| stats.canceled,
+                ),
                 total("failed_sequences_total", "Sequences that ended with an error.", |stats| stats.failed),
-                total("tokens_after_cancel_total", "Tokens from steps that began after a cancellation.", |stats| {
-                    stats.tokens_after_cancel
-                }),
+                total(
+                    "tokens_after_cancel_total",
+                    "Tokens from steps that began after their request was canceled.",
+                    |stats| stats.tokens_after_cancel,
+                ),
             ]
             .into_iter()
             .collect::<Result<_>>()?,
@@ -139,7 +146,8 @@ impl Metrics {
             prompt_tokens: make.counter("prompt_tokens_total", "Prompt tokens, including cached ones.")?,
             prompt_tokens_cached: make.counter("prompt_tokens_cached_total", "Prompt tokens found in the KV cache.")?,
             format_violations: make.counter("harmony_repairs_total", "Outputs that violate the chat format.")?,
-            joined_retries: make.counter("joined_retries_total", "Retries that received the earlier answer.")?,
+            joined_retries: make
+                .counter("joined_retries_total", "Retries that received the answer to an earlier attempt.")?,
             first_token: make.histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_SECONDS)?,
             inter_token: make.histogram("inter_token_latency_seconds", "Time between tokens.", TOKEN_SECONDS)?,
             per_output_token: make.histogram(
@@ -147,18 +155,22 @@ impl Metrics {
                 "Mean time between the tokens of an answer.",
                 TOKEN_SECONDS,
             )?,
-            end_to_end: make.histogram("e2e_request_latency_seconds", "Time of a whole request.", REQUEST_SECONDS)?,
+            end_to_end: make.histogram("e2e_request_latency_seconds", "Total time of a request.", REQUEST_SECONDS)?,
             queue: make.histogram(
                 "request_queue_time_seconds",
-                "Time until the prefill starts.",
+                "Waiting time before the prefill.",
                 FIRST_TOKEN_SECONDS,
             )?,
-            prefill: make.histogram("request_prefill_time_seconds", "Time of the prefill.", FIRST_TOKEN_SECONDS)?,
-            decode: make.histogram("request_decode_time_seconds", "Time after the first token.", REQUEST_SECONDS)?,
-            request_prompt_tokens: make.histogram("request_prompt_tokens", "Prompt tokens of an answer.", TOKENS)?,
+            prefill: make.histogram("request_prefill_time_seconds", "Duration of the prefill.", FIRST_TOKEN_SECONDS)?,
+            decode: make.histogram(
+                "request_decode_time_seconds",
+                "Time from the first token to the last.",
+                REQUEST_SECONDS,
+            )?,
+            request_prompt_tokens: make.histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)?,
             request_generation_tokens: make.histogram(
                 "request_generation_tokens",
-                "Generated tokens of an answer.",
+                "Generated tokens of a request.",
                 TOKENS,
             )?,
             engine,

@@ -1,10 +1,11 @@
 //! An HTTP server with the APIs of OpenAI, Anthropic and ollama.
 //!
 //! The server is a client of an [`EngineHandle`](crate::EngineHandle) and contains no model code.
-//! Every route is in one file or folder:
+//! Its modules are:
 //!
-//! - `chat/`, `completions/`, `responses/`, `admission`, `records`, `models`, `tokenize`, `health`: the routes
+//! - `chat/`, `completions/`, `responses/`, `models`: the routes of OpenAI's API
 //! - `messages/`, `ollama/`: the routes of Anthropic's and ollama's APIs; `dialect`: the error formats of these APIs
+//! - `admission`, `records`, `tokenize`, `health`: other routes
 //! - `body`, `generate_options`, `constraint`: read request fields
 //! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
 //! - `retries`, `orphans`: let the retry of a request receive the answer to the first attempt

@@ -1,4 +1,4 @@
-//! `GET /v1/models` and `GET /v1/models/{id}`.
+//! The routes `GET /v1/models` and `GET /v1/models/{id}`, which describe the served model.
 
 use std::sync::Arc;
 

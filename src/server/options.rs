@@ -16,14 +16,14 @@ pub struct ServerOptions {
     /// The origins of web pages that may read responses. `*` allows every origin.
     pub cors_origins: Vec<String>,
     /// Whether the server's own chat page has access under any host name, not only under a loopback address.
-    /// Any web page can point its host name at the server's address, so this is safe only if every client has access.
+    /// This is safe only if every client has access: an attacker's page can point its own host name at the server.
     pub is_open: bool,
     /// The maximum number of sequences that run at once.
     pub max_sequences: usize,
     /// The maximum number of sequences that wait while `max_sequences` run.
     pub queue: usize,
     pub timeouts: Timeouts,
-    /// The certificate and the private key. `None` serves plain HTTP.
+    /// The certificate and the private key. If it is `None`, the server uses plain HTTP.
     pub tls: Option<Arc<ServerConfig>>,
     pub record: RecordOptions,
     /// Whether `/metrics` also lists metrics under the names that vLLM uses.
@@ -35,7 +35,7 @@ pub struct ServerOptions {
 pub struct RecordOptions {
     /// The maximum memory for the records of the last requests, in bytes. If it is 0, no record stays in memory.
     pub memory_bytes: usize,
-    /// The folder to which all records are written. `None` writes no records.
+    /// The folder to which all records are written. If it is `None`, no records are written.
     pub folder: Option<PathBuf>,
     /// The commit of the model, or a hash of the demo's files. Each record contains it.
     pub revision: Option<String>,
@@ -44,7 +44,8 @@ pub struct RecordOptions {
 /// The time limits of a server.
 #[derive(Clone, Debug)]
 pub struct Timeouts {
-    /// The time limit for the TLS handshake, for the headers of a request, and for the next request on a connection.
+    /// The time limit for the TLS handshake, for receiving the headers of a request,
+    /// and for waiting for the next request on a connection.
     pub header: Duration,
     /// The time limit for the body of a request to arrive.
     pub body: Duration,

@@ -74,7 +74,8 @@ impl Orphans {
     }
 }
 
-/// A client that waits for an answer. If the waiter is dropped too early, the answer becomes an orphan.
+/// A client that waits for an answer. If the waiter is dropped before the answer is complete,
+/// the answer becomes an orphan.
 pub struct Waiter {
     orphans: Arc<Orphans>,
     key: RetryKey,
@@ -104,7 +105,7 @@ impl Waiter {
         self.orphan.as_ref().map_or("", |orphan| &orphan.request_id)
     }
 
-    /// Waits for the response. Fails if the task of the answer panicked.
+    /// Waits for the response. Fails if the task that computes the answer panicked.
     pub async fn response(mut self) -> Result<Response, JoinError> {
         std::future::poll_fn(|context| self.poll(context)).await
     }

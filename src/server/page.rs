@@ -1,4 +1,4 @@
-//! The page at `/`: a chat and a live view of the server. Its files are part of the binary.
+//! The page at `/`: a chat and a live view of the server. The binary contains the files of the page.
 
 use std::sync::LazyLock;
 
@@ -11,7 +11,8 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use ring::digest::{SHA256, digest};
 
-/// The page loads only its own files, runs no inline scripts and never interprets text as HTML.
+/// The content security policy of the page: it allows only the page's own files,
+/// and forbids inline scripts and the interpretation of text as HTML.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
                       trusted-types 'none'";
@@ -54,7 +55,7 @@ const FILES: [File; 22] = [
     file!("toast.js"),
 ];
 
-/// The common version of all files. Browsers reload the files only if the version changes.
+/// The version of the page: a hash of all its files. Browsers reload the files only if the version changes.
 static VERSION: LazyLock<String> = LazyLock::new(|| {
     let all: String = FILES.iter().map(|(_, content)| *content).collect();
     let hash = digest(&SHA256, all.as_bytes());

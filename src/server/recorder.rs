@@ -26,7 +26,7 @@ pub struct Recorder {
     /// The maximum memory for records, in bytes.
     limit: usize,
     ring: Mutex<Ring>,
-    /// Writes records to the folder. `None` without a folder, and after [`finish`](Self::finish).
+    /// Writes records to the folder. It is `None` if there is no folder, and after [`finish`](Self::finish).
     writer: Mutex<Option<Writer>>,
 }
 
@@ -94,7 +94,7 @@ impl Recorder {
         let writer = lock(&self.writer).take();
         if let Some(Writer { records, thread }) = writer {
             drop(records);
-            // If the thread panicked, the message is already printed.
+            // If the thread panicked, the panic message is already printed.
             let _ = thread.join();
         }
     }

@@ -18,7 +18,8 @@ pub async fn get(
     Path(id): Path<String>,
 ) -> Result<Response, ApiError> {
     if server.options.is_open {
-        // Without authentication, all clients count as one, so each client could read the prompts of all others.
+        // Without authentication, the server cannot tell clients apart.
+        // Each client could therefore read the prompts of all others.
         return Err(ApiError::forbidden("a server with --no-auth shows no records: use --record FOLDER"));
     }
     match server.recorder.get(client, &id) {

@@ -18,7 +18,7 @@ const IGNORED: HeaderName = HeaderName::from_static("x-inferno-ignored");
 /// The request header that makes fields without effect an error.
 const STRICT: &str = "x-inferno-strict";
 
-/// The request header that makes the answer independent of other requests, like the field `deterministic`.
+/// The request header that makes the answer independent of other requests, as the field `deterministic` does.
 const DETERMINISTIC: &str = "x-inferno-deterministic";
 
 /// The version and the commit of inferno that computed an answer.
@@ -39,7 +39,7 @@ pub struct ReplyHeader {
 }
 
 impl ReplyHeader {
-    /// Creates the header of a response. The id of the response starts with `prefix`.
+    /// Creates the first fields of a response. The id of the response starts with `prefix`.
     pub fn new(server: &Server, answers: &Answers, prefix: &str, object: &'static str) -> Self {
         Self {
             id: ids::new(prefix),
@@ -55,7 +55,9 @@ impl ReplyHeader {
 pub fn check_strict(headers: &HeaderMap, ignored: &[String]) -> Result<(), ApiError> {
     let is_strict = headers.get(STRICT).is_some_and(|value| value == "1");
     match ignored.first() {
-        Some(first) if is_strict => Err(ApiError::unsupported(first, "without x-inferno-strict, it is ignored")),
+        Some(first) if is_strict => {
+            Err(ApiError::unsupported(first, "without the header x-inferno-strict, the server ignores the field"))
+        }
         _ => Ok(()),
     }
 }

@@ -29,7 +29,7 @@ const RETRY_COUNT: &str = "x-stainless-retry-count";
 /// The request header with a key that is the same in a request and its retries.
 const IDEMPOTENCY_KEY: &str = "idempotency-key";
 
-/// The request headers that change the answer.
+/// The request headers that can change the answer. The hash of a request includes them.
 const OPTIONS: [&str; 2] = ["x-inferno-strict", "x-inferno-deterministic"];
 
 /// The response header with the id of the first request for the answer.

@@ -69,17 +69,17 @@ impl Server {
         self.model.get()
     }
 
-    /// Returns the engine, or the error to send while the model loads.
+    /// Returns the engine. While the model loads, returns the error to send to the client.
     pub fn model(&self) -> Result<&EngineHandle, ApiError> {
         self.engine().ok_or_else(|| ApiError::unavailable("the model is loading", Duration::from_secs(1)))
     }
 
-    /// Returns the engine if it accepts requests, or the error to send.
+    /// Returns the engine if the server accepts requests. Otherwise, returns the error to send to the client.
     pub fn open_model(&self) -> Result<&EngineHandle, ApiError> {
         self.model_before(Phase::Draining)
     }
 
-    /// Returns the engine if routers may send requests, or the error to send.
+    /// Returns the engine if routers may send requests. Otherwise, returns the error to send to the router.
     pub fn healthy_model(&self) -> Result<&EngineHandle, ApiError> {
         self.model_before(Phase::Leaving)
     }
@@ -92,7 +92,7 @@ impl Server {
         }
     }
 
-    /// Returns whether the engine makes progress, or is not loaded yet.
+    /// Returns true if the engine makes progress or is not loaded yet.
     pub fn is_alive(&self) -> bool {
         self.engine().is_none_or(|engine| engine.is_responsive(MAX_STEP))
     }
@@ -125,7 +125,7 @@ impl Server {
     pub fn ending(&self) -> impl Future<Output = ()> + Send + use<> {
         let mut phase = self.phase.subscribe();
         async move {
-            // This fails only if the server no longer exists. Its requests have then ended, too.
+            // This call fails only if the server no longer exists. In that case, its requests have ended.
             let _ = phase.wait_for(|phase| *phase == Phase::Ending).await;
         }
     }

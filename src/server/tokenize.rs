@@ -1,4 +1,4 @@
-//! `POST /tokenize` and `POST /detokenize`, with the fields of vLLM's routes.
+//! The routes `POST /tokenize` and `POST /detokenize`, with the same fields as in vLLM.
 
 use std::sync::Arc;
 

@@ -8,7 +8,8 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep};
 
-/// The bytes that a client must accept within the time limit. Otherwise, a client could read one byte at a time.
+/// The number of bytes that a client must accept within the time limit. With a minimum of one byte,
+/// a client could keep its connection open by reading one byte at a time.
 const MIN_BYTES: usize = 4 << 10;
 
 /// A stream whose writes fail if the other side accepts less than a few kilobytes within a time limit.
@@ -27,7 +28,7 @@ impl<S> WriteLimit<S> {
         Self { stream, limit, deadline: Box::pin(tokio::time::sleep(limit)), is_waiting: false, accepted: 0 }
     }
 
-    /// Applies the limit to the outcome of a write of `offered` bytes.
+    /// Checks the outcome of a write of `offered` bytes against the limit.
     fn check(
         &mut self,
         context: &mut Context<'_>,

@@ -121,7 +121,8 @@ fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
 }
 
-/// Returns true if `path` names a single-file GGUF model or the first part of a split model, but no vision projector.
+/// Returns true if `path` names a single-file GGUF model or the first part of a split model.
+/// Returns false for a vision projector.
 pub fn is_model_name(path: &str) -> bool {
     let file = path.rsplit('/').next().unwrap_or(path);
     let is_first = PartName::parse(file).is_none_or(|part| part.number == 1);
@@ -157,7 +158,7 @@ pub fn split_tag(model: &str) -> (&str, Option<&str>) {
     }
 }
 
-/// Returns the name of each model in a repository: `name` for a single model, and `name:TAG` for several.
+/// Returns the name of each model in a repository: `name` for a single model, or `name:TAG` for each of several models.
 ///
 /// If several files have the same tag, their names contain the file name instead of the tag.
 pub fn model_names(name: &str, files: &[impl AsRef<str>]) -> Vec<String> {

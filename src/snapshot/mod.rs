@@ -49,7 +49,7 @@ pub fn missing_files(dir: &Path, required: Required) -> Vec<String> {
     missing
 }
 
-/// Returns the first of [`missing_files`], or `None` if the model is complete.
+/// Returns the first file in [`missing_files`], or `None` if the model is complete.
 pub fn first_missing_file(dir: &Path, required: Required) -> Option<String> {
     missing_files(dir, required).into_iter().next()
 }

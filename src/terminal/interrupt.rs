@@ -10,11 +10,11 @@ static IS_SUSPENDED: AtomicBool = AtomicBool::new(false);
 
 /// Installs a Ctrl-C handler that sets `cancel`, which stops the current generation.
 ///
-/// If `cancel` is still set on the next Ctrl-C, the process exits with code 130.
+/// If `cancel` is already set when the user presses Ctrl-C, the process exits with code 130.
 pub fn cancel_on_ctrl_c(cancel: Arc<AtomicBool>) -> Result<()> {
     ctrlc::set_handler(move || {
         if !IS_SUSPENDED.load(Ordering::Relaxed) && cancel.swap(true, Ordering::Relaxed) {
-            // `modes::save` registered a function that restores the terminal modes on exit.
+            // On exit, the function that `modes::save` registered restores the terminal modes.
             std::process::exit(130);
         }
     })

@@ -72,7 +72,7 @@ impl LiveRegion {
         // Keep one row free for the line break after the last finished line.
         open.drain(..open.len().saturating_sub(size.rows.saturating_sub(1).max(1)));
 
-        // Let the terminal wrap long finished lines, so that the user can copy each as one line.
+        // Let the terminal wrap long finished lines, so that the user can copy each of them as one line.
         let finished: Vec<Row> = finished.iter().map(Row::new).collect();
         let next: Vec<&Row> = finished.iter().chain(&open).collect();
         // Skip leading rows that are already on the screen.
@@ -80,7 +80,7 @@ impl LiveRegion {
         if is_resized {
             same = 0;
         } else if same == next.len() && same < shown.len() && same > 0 {
-            // Only rows at the end were removed. Rewrite the last remaining row to put the cursor at its end.
+            // Rows at the end were removed, and no others changed. Rewrite the last row to put the cursor at its end.
             same -= 1;
         }
         if same == shown.len() && same == next.len() && finished.is_empty() {

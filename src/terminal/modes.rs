@@ -15,7 +15,7 @@ static ORIGINAL: OnceLock<Original> = OnceLock::new();
 
 struct Original {
     modes: libc::termios,
-    /// The file descriptor for control sequences, or `None` if no terminal supports them.
+    /// The file descriptor for control sequences. `None` if neither stdout nor stderr is a terminal that supports them.
     output: Option<libc::c_int>,
 }
 
@@ -44,7 +44,7 @@ pub fn is_foreground() -> bool {
 /// Suspends the process group, as Ctrl-Z does, until the shell resumes it. The caller must restore the modes first.
 pub fn stop_process() {
     let _ = kill(Pid::from_raw(0), Signal::SIGTSTP);
-    // Another thread may receive the signal first, so wait until this thread is stopped too.
+    // Another thread may receive the signal first, so wait until this thread is stopped as well.
     // A fatal signal that arrived in the meantime ends the program here, before the caller changes the modes again.
     std::thread::sleep(Duration::from_millis(100));
 }
@@ -64,7 +64,8 @@ pub(super) fn restore() {
     write("\x1b[0m\x1b[?2004l");
 }
 
-/// Restores the modes if they have changed, for example if a thread exits the program during an answer.
+/// Restores the modes on exit if they differ from the saved ones,
+/// for example because a thread exits the program during an answer.
 extern "C" fn restore_at_exit() {
     let Some(original) = ORIGINAL.get() else { return };
     let mut modes = original.modes;
@@ -89,7 +90,7 @@ fn write(text: &str) {
     let mut ready = libc::pollfd { fd: output, events: libc::POLLOUT, revents: 0 };
     // SAFETY: `ready` is one valid pollfd, and the count is 1.
     if unsafe { libc::poll(&mut ready, 1, 100) } > 0 {
-        // SAFETY: `text` provides both the pointer and the length.
+        // SAFETY: the pointer and the length both come from `text`.
         unsafe { libc::write(output, text.as_ptr().cast(), text.len()) };
     }
 }

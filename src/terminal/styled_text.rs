@@ -5,7 +5,7 @@ use unicode_width::UnicodeWidthStr;
 
 use crate::text::without_controls;
 
-/// The style of a span. Colors come from the terminal's palette, which suits its background.
+/// The style of a span. Colors come from the terminal's own palette, so they suit the terminal's background.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Style {
     pub bold: bool,

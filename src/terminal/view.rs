@@ -43,7 +43,7 @@ enum Section {
 impl TurnView {
     /// Creates an empty view.
     ///
-    /// If `folds_reasoning` is true, reasoning is shown as one line. `has_keys` means that Ctrl-O can unfold it.
+    /// If `folds_reasoning` is true, reasoning is shown as one line. If `has_keys` is true, Ctrl-O can unfold it.
     pub fn new(size: WindowSize, folds_reasoning: bool, has_keys: bool) -> Self {
         Self {
             region: LiveRegion::new(size),
@@ -107,7 +107,7 @@ impl TurnView {
         self.draw(size, out)
     }
 
-    /// Starts drawing at the cursor, below any output that other programs wrote to the terminal.
+    /// Makes the next frame start at the cursor, below any output that other programs wrote to the terminal.
     pub fn restart_below(&mut self) {
         self.region.restart();
     }

@@ -1,4 +1,4 @@
-//! A faster parser for tokenizer.json files that contain a BPE model.
+//! Parses tokenizer.json files that contain a BPE model, faster than the `tokenizers` library.
 //!
 //! To detect the model type, the `tokenizers` library parses the vocabulary and the merges three or four times.
 //! For the 28 MB tokenizer.json of gpt-oss, this parsing takes more than 1 s, longer than loading the weights.
@@ -29,7 +29,7 @@ struct BpeFile {
 
 #[derive(Deserialize)]
 struct Bpe {
-    /// `BPE`. The oldest files omit this field.
+    /// The type of the model, which must be `BPE`. The oldest files omit this field.
     r#type: Option<String>,
     dropout: Option<f32>,
     unk_token: Option<String>,

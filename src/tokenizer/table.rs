@@ -29,7 +29,8 @@ pub struct ControlToken {
 
 /// The tokens of a vocabulary by id, its control tokens and its decoder.
 ///
-/// Decoding takes time and memory proportional to the text. Tokens and decoders that could exceed this are rejected.
+/// Decoding takes time and memory proportional to the length of the text. To guarantee this, the table rejects
+/// tokens that are too long and decoders that could take more.
 pub struct TokenTable {
     /// All tokens, concatenated in the order of their ids.
     text: String,
@@ -42,7 +43,7 @@ pub struct TokenTable {
     /// The ids of the control tokens, sorted.
     control_ids: Vec<u32>,
     decoder: Option<DecoderWrapper>,
-    /// Whether the vocabulary spells every byte as a character, as in GPT-2.
+    /// Whether the vocabulary spells every byte as one printable character, as the vocabulary of GPT-2 does.
     is_byte_level: bool,
     normalizes_controls: bool,
 }
@@ -56,10 +57,10 @@ struct Header {
 }
 
 impl TokenTable {
-    /// Copies the tokens and the decoder of a tokenizer.
+    /// Creates a table with copies of a tokenizer's tokens and decoder.
     pub fn new(library: &tokenizers::Tokenizer) -> Result<Self> {
         let (controls, is_any_normalized) = controls(library);
-        // Normalized text can match a control token that is also in the model's own vocabulary.
+        // If a control token is also in the model's own vocabulary, normalized text can become this token.
         let is_any_in_model = || controls.iter().any(|c| library.get_model().token_to_id(&c.content).is_some());
         let normalizes_controls = library.get_normalizer().is_some() && (is_any_normalized || is_any_in_model());
         let mut table = Self::empty(Header {
@@ -67,7 +68,7 @@ impl TokenTable {
             decoder: library.get_decoder().map(serde_json::to_value).transpose()?,
             normalizes_controls,
         })?;
-        // Two tokens can have the same id. `id_to_token` decides which token wins.
+        // Two tokens can have the same id. `id_to_token` decides which of them the table contains.
         let count = u32::try_from(library.get_vocab_size(true)).unwrap_or(u32::MAX);
         for id in 0..count {
             if let Some(token) = library.id_to_token(id) {

@@ -49,7 +49,8 @@ impl TextStream {
         }
         let new = match text.strip_prefix(emitted.as_str()) {
             Some(new) => new.to_string(),
-            // The left context ended with an incomplete character, so skip its characters by count instead.
+            // The left context ended with an incomplete character, so its text has changed.
+            // Skip the same number of characters instead.
             None => text.chars().skip(emitted.chars().count()).collect(),
         };
         // Keep the previous left context if the new ids add no text.

@@ -60,10 +60,10 @@ pub struct Scheme {
 /// The type of the codes. A code is the value divided by the scale, rounded half to even, and clamped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// Codes from -128 to 127. A dynamic scale is the largest magnitude / 127.5, so the code -128 can occur.
+    /// Codes from -128 to 127. A dynamic scale is the largest magnitude divided by 127.5, so the code -128 can occur.
     /// The quotient 127.5 rounds to 128 and is clamped to 127.
     Int8,
-    /// E4M3 codes with magnitudes up to 448 and no infinities. A dynamic scale is the largest magnitude / 448.
+    /// E4M3 codes with magnitudes up to 448 and no infinities. A dynamic scale is the largest magnitude divided by 448.
     Fp8,
 }
 
@@ -85,7 +85,7 @@ pub enum WeightScales {
     PerChannel,
 }
 
-/// The quantization of a layer's input. Its codes have the same [`Format`] as the weights.
+/// The quantization of a layer's input. The codes of the input have the same [`Format`] as the codes of the weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activations {
     /// Only the weights are quantized.
@@ -127,7 +127,7 @@ struct Group {
     output_activations: Value,
 }
 
-/// The quantization arguments of weights or inputs. `observer` is ignored, because it only matters during calibration.
+/// The quantization arguments of weights or inputs. `observer` is ignored, because it matters only during calibration.
 #[derive(Deserialize)]
 struct QuantizationArgs {
     /// The number of bits. Some tools write an object with one number per layer.
@@ -189,8 +189,8 @@ impl CompressedConfig {
     fn from_section(section: &Value) -> Result<Self> {
         let broken = || "invalid quantization_config".to_string();
         let section: Section = from_json(section).with_context(broken)?;
-        // Names take precedence over patterns. Both are sorted alphabetically.
-        // If a target occurs twice, the last occurrence wins.
+        // Names take precedence over patterns. Names and patterns are each in alphabetical order.
+        // If a target occurs twice, only the last occurrence has an effect.
         let mut schemes: BTreeMap<(bool, String), Option<Scheme>> = BTreeMap::new();
         for (name, group) in section.config_groups {
             let path = format!("config_groups.{}", excerpt(&name));

@@ -188,7 +188,7 @@ impl Inventory {
     }
 
     /// Returns the size of the loaded weights in memory, in bytes.
-    /// Also counts tensors that some models skip: MTP layers, and an output head if the embeddings are tied.
+    /// The size includes tensors that some models skip: MTP layers, and an output head if the embeddings are tied.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }
@@ -317,7 +317,7 @@ impl InventoryTensor {
     }
 }
 
-/// The number of bytes per dtype.
+/// The total size of the tensors of each dtype, in bytes.
 #[derive(Default)]
 struct BytesByDtype(BTreeMap<String, u64>);
 
@@ -381,7 +381,7 @@ mod tests {
         };
         assert_error(HEADER, Some(299));
         assert_error(HEADER, Some(301));
-        // First a duplicate tensor, then a gap in the data.
+        // The first of these two headers lists a tensor twice. The second has a gap before its only tensor.
         let two = r#""a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}"#;
         assert_error(&format!("{{{two},{two}}}"), Some(2));
         assert_error(r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}"#, Some(4));

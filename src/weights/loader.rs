@@ -35,7 +35,7 @@ pub struct Weights<'c> {
     pub(super) progress: &'c LoadProgress<'c>,
     /// The rank that loads the weights.
     world: World,
-    /// The part of each tensor that is loaded. `None` for whole tensors.
+    /// The part of each tensor that is loaded. `None` if whole tensors are loaded.
     pub(super) part: Option<Part>,
     /// The background reader. It stops when the last clone of these weights is dropped.
     pub(super) reader: Option<Arc<dyn TensorReader>>,
@@ -43,7 +43,8 @@ pub struct Weights<'c> {
     part_reader: Option<Arc<dyn ReadPart>>,
 }
 
-/// The size in bytes up to which a tensor's dtype is converted on the host. Larger tensors are converted on the device.
+/// The maximum size, in bytes, of a tensor whose dtype is converted on the host.
+/// Larger tensors are converted on the device.
 const MAX_HOST_CONVERSION_BYTES: usize = 1 << 20;
 
 /// The methods of [`ReadAhead`] without its type parameter, for use as a trait object.
@@ -153,14 +154,15 @@ impl<'c> Weights<'c> {
         &self.world
     }
 
-    /// Returns weights that load only the rows in `ranges` of each tensor. The file has `total` rows.
-    /// Loading functions then expect the shape of the part.
+    /// Returns weights that load only the rows in `ranges` of each tensor. In the file, each tensor has `total` rows.
+    /// The shape passed to a loading function is then the shape of the loaded part.
     pub fn rows(&self, ranges: impl Into<Vec<Range<usize>>>, total: usize) -> Self {
         self.part(Axis::Rows, ranges.into(), total)
     }
 
     /// Returns weights that load only the columns in `range` of each matrix, and whole biases.
-    /// The file has `total` columns. Loading functions then expect the shape of the part.
+    /// In the file, each matrix has `total` columns.
+    /// The shape passed to a loading function is then the shape of the loaded part.
     pub fn columns(&self, range: Range<usize>, total: usize) -> Self {
         self.part(Axis::Columns, vec![range], total)
     }
@@ -172,7 +174,7 @@ impl<'c> Weights<'c> {
     }
 
     /// Returns the ranges of a tensor to load, or `None` for the whole tensor.
-    /// `rows` and `columns` are the indices of these two dimensions.
+    /// `rows` and `columns` are the indices of the row dimension and the column dimension.
     pub(super) fn slice(&self, rows: Option<usize>, columns: Option<usize>) -> Option<Slice> {
         self.part.as_ref()?.slice(rows, columns)
     }
@@ -254,7 +256,7 @@ impl<'c> Weights<'c> {
         }
         let tensor = self.load(&name, shape, slice, if on_host { &Device::Cpu } else { &self.device })?;
         let converted = tensor.to_dtype(dtype).and_then(|tensor| tensor.to_device(&self.device));
-        let converted = converted.with_context(|| format!("cannot convert {name} to {dtype:?}"))?;
+        let converted = converted.with_context(|| format!("cannot convert tensor {name} to {dtype:?}"))?;
         Ok(self.progress.add_tensor(converted))
     }
 
@@ -283,7 +285,7 @@ impl<'c> Weights<'c> {
         }
     }
 
-    /// Returns [`Error::UnsupportedQuantization`] for a tensor that quantization_config does not describe.
+    /// Fails with [`Error::UnsupportedQuantization`], because quantization_config does not describe the tensor.
     fn refuse_quantized<T>(&self, name: &str, how: &str) -> Result<T> {
         let dtype = self.checkpoint.required(name)?.dtype;
         let what = format!("tensor {name} in {dtype} ({how}, but quantization_config does not describe the tensor)");
@@ -311,7 +313,7 @@ impl<'c> Weights<'c> {
             return self.refuse_quantized(name, "this dtype needs scales");
         }
         if !info.candle_dtype().is_some_and(|dtype| dtypes.contains(&dtype)) {
-            bail!("tensor {name}: expected one of {dtypes:?}, found {}", self.checkpoint.describe(name));
+            bail!("tensor {name}: expected one of the dtypes {dtypes:?}, found {}", self.checkpoint.describe(name));
         }
         if info.shape != shape {
             bail!("tensor {name}: expected shape {shape:?}, found {}", self.checkpoint.describe(name));

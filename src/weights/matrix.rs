@@ -27,7 +27,7 @@ impl<'c> Weights<'c> {
         }
         let quantized = |(weights, rows): &(Self, usize)| weights.quantized(name, 1, *rows, columns);
         let found = parts.iter().map(quantized).collect::<Result<Vec<_>>>()?;
-        // Group adjacent parts that a single kernel can process.
+        // Combine adjacent parts if a single kernel can process them together.
         let is_compatible = |a: &Option<MatrixRows>, b: &Option<MatrixRows>| match (a, b) {
             (Some(a), Some(b)) => {
                 a.rounding == b.rounding && (a.format == WeightFormat::Fp8) == (b.format == WeightFormat::Fp8)
@@ -87,7 +87,8 @@ impl<'c> Weights<'c> {
         Ok(Matrix::Dense(stored.t()?.contiguous()?))
     }
 
-    /// Returns the unit in which the columns of a matrix can be divided: 1 for floats, and more for quantized matrices.
+    /// Returns the number of columns in the smallest part into which a matrix can be divided.
+    /// The number is 1 for floats, and larger for quantized matrices.
     /// `columns` is the number of columns of the whole matrix.
     pub fn column_unit(&self, name: &str, columns: usize) -> Result<usize> {
         let name = self.full_name(name);
@@ -177,7 +178,7 @@ impl<'c> Weights<'c> {
         shape: [usize; 2],
     ) -> Result<MatrixRows<'c>> {
         let Some(scheme) = checkpoint.scheme(module(name)) else {
-            bail!("tensor {name} has a scale, but quantization_config does not describe it");
+            bail!("tensor {name} has a scale, but quantization_config does not describe the tensor");
         };
         let view = checkpoint.view(name)?;
         let (format, stored) = match scheme.format {

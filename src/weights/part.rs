@@ -26,8 +26,9 @@ pub(super) enum Axis {
 }
 
 impl Part {
-    /// Returns the ranges of a tensor to load. `rows` and `columns` are the indices of these two dimensions.
-    /// Returns `None` if the tensor does not have the divided dimension. Such a tensor is loaded whole.
+    /// Returns the ranges of a tensor to load, or `None` if the tensor does not have the divided dimension.
+    /// In that case, the whole tensor is loaded.
+    /// `rows` and `columns` are the indices of the row dimension and the column dimension.
     pub fn slice(&self, rows: Option<usize>, columns: Option<usize>) -> Option<Slice> {
         let dim = if self.axis == Axis::Rows { rows? } else { columns? };
         Some(Slice { dim, ranges: self.ranges.clone(), total: self.total })

@@ -7,7 +7,7 @@ use candle_core::Tensor;
 
 use crate::kernels;
 
-/// Counts the bytes of loaded tensors and reports them to a progress display. Also collects the names of the tensors.
+/// Counts the bytes of loaded tensors, reports the count to a progress display, and collects the names of the tensors.
 pub struct LoadProgress<'p> {
     read_bytes: Cell<u64>,
     resident_bytes: Cell<u64>,

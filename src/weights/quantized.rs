@@ -128,7 +128,7 @@ impl<'c> MatrixRows<'c> {
         Some(Self { format, rows, columns, rounding: InputRounding::None, write: Box::new(write) })
     }
 
-    /// Creates rows from floats, which are quantized when a row is written. `row` fills a slice with a row's values.
+    /// Creates rows from floats. Each row is quantized when it is written. `row` fills a slice with the row's values.
     /// Returns `None` if the matrix is loaded as floats.
     pub fn from_floats(
         target: QuantizationTarget,
@@ -209,8 +209,8 @@ impl<'c> MatrixRows<'c> {
             let [low, high, scales, supers] = split;
             rest = [low.1, high.1, scales.1, supers.1];
             let [low, high, scales, supers] = [low.0, high.0, scales.0, supers.0];
-            // Rows of an unused plane have 0 bytes, and `par_chunks_mut` panics on a chunk size of 0.
-            // `plane_rows` yields empty rows instead.
+            // Rows of an unused plane have 0 bytes. `par_chunks_mut` would panic on a chunk size of 0,
+            // but `plane_rows` yields empty rows.
             low.par_chunks_mut(row_bytes[0])
                 .zip(plane_rows(high, row_bytes[1], part.rows))
                 .zip(plane_rows(scales, row_bytes[2], part.rows))

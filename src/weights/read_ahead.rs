@@ -30,7 +30,7 @@ pub struct ReadRequest {
 pub enum Retention {
     /// The model keeps the tensor as it was read, so reading it early takes no extra memory.
     Permanent,
-    /// The tensor is converted and then freed. The total size of such tensors in memory is limited.
+    /// The tensor is converted and then freed. The total size of temporary tensors in memory is limited.
     Temporary,
 }
 

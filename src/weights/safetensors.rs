@@ -104,7 +104,8 @@ impl SafetensorsCheckpoint {
             let columns = words.saturating_mul(4);
             if stored.info.dtype != Dtype::I32 || unpacked_shape != [rows as u64, columns as u64] {
                 bail!(
-                    "tensor {name}: expected I32 words that unpack to shape {unpacked_shape:?}, found {:?} {:?}",
+                    "tensor {name}: expected I32 words that unpack to shape {unpacked_shape:?}, \
+                     found {:?} words of shape {:?}",
                     stored.info.dtype,
                     stored.info.shape
                 );

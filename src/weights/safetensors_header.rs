@@ -23,14 +23,15 @@ pub struct HeaderTensor<'h> {
     pub bytes: u64,
     /// Whether the file stores the tensor as an I32 `weight_packed` (compressed-tensors). If so, `name`, `dtype` and
     /// `elements` describe the unpacked I8 `weight`.
-    /// The header does not say how many values an I32 holds. Four is assumed: loading supports no other packing.
+    /// The header does not say how many values an I32 holds. inferno assumes four, the only number it can load.
     pub packed: bool,
 }
 
-/// The maximum total size of the headers of all shards, in bytes. The `safetensors` crate has this limit per header.
+/// The maximum total size of the headers of all shards, in bytes. The `safetensors` crate has the same limit
+/// for each header.
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// The maximum number of JSON values in a header: about 12 for each of 350,000 tensors.
+/// The maximum number of JSON values in a header. It allows about 350,000 tensors with 12 values each.
 pub(super) const MAX_HEADER_VALUES: usize = 1 << 22;
 
 /// Calls `each` for every tensor in a header, in the order of the JSON.
@@ -77,7 +78,7 @@ pub fn read<'h>(
     if let Some(invalid) = invalid {
         bail!("the header of {file} is invalid: {invalid}");
     }
-    // If the tensors have no gaps or overlaps, the last one ends at their total size.
+    // If the tensors have no gaps or overlaps, the end of the last tensor equals the total size of all tensors.
     ensure!(total == end, "the header of {file} is invalid: the tensors have {total} bytes but end at byte {end}");
     if let Some(data_bytes) = data_bytes.filter(|bytes| *bytes != end) {
         bail!("the header of {file} lists {end} bytes of tensors, but the file has {data_bytes} bytes of data");

@@ -1,5 +1,5 @@
 //! Finds tensors in a checkpoint that the model does not use.
-//! Such tensors suggest that config.json belongs to another model.
+//! Unused tensors suggest that config.json belongs to another model.
 
 use anyhow::{Result, bail};
 
@@ -29,7 +29,8 @@ const WITHOUT_EFFECT: [&str; 12] = [
 /// A substring of the names of RoPE tables. inferno ignores these tables and computes RoPE from config.json.
 const TABLE: &str = "rotary_emb.";
 
-/// A matrix that only layers for multi-token prediction (MTP) have. MTP layers follow the decoder layers.
+/// The name of a matrix that occurs only in layers for multi-token prediction (MTP).
+/// MTP layers follow the decoder layers.
 /// inferno skips MTP layers, because they only draft tokens for speculative decoding.
 const MTP_MATRIX: &str = "eh_proj.weight";
 

@@ -39,7 +39,7 @@ impl Worker {
         Ok(language.with_renderer(Box::new(Remote(worker))))
     }
 
-    /// Sends a request to the worker and returns the response. Starts a new process if the last one has failed.
+    /// Sends a request to the worker and returns the response. Starts a new process if the last process has failed.
     fn call(&self, request: &Request, body: &[u8]) -> Result<(Response, Vec<u8>)> {
         let mut slot = self.process.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let mut process = match slot.take() {
@@ -115,7 +115,7 @@ impl Process {
         if let Err(error) = &written
             && error.downcast_ref().is_none_or(|error: &io::Error| error.kind() != io::ErrorKind::BrokenPipe)
         {
-            return Err(anyhow!("cannot send the request: {error}"));
+            return Err(anyhow!("cannot send the request to the worker: {error}"));
         }
         let deadline = Instant::now() + budget.wait();
         let mut input = WithDeadline { stdout: &mut self.stdout, deadline };

@@ -11,8 +11,8 @@ use super::protocol::Request;
 /// The stack size of the thread that serves requests, in bytes.
 pub const STACK_BYTES: usize = 64 << 20;
 
-/// The page size on x86-64 Linux, in bytes. If pages are larger, `data_bytes` returns too little, and memory limits are
-/// stricter than [`Budget`] states.
+/// The page size on x86-64 Linux, in bytes. If the pages of the system are larger, the result of `data_bytes` is
+/// too small, and memory limits are stricter than [`Budget`] states.
 const PAGE_BYTES: u64 = 4096;
 
 /// The memory and CPU time that one request may use.
@@ -47,7 +47,7 @@ impl Budget {
         Duration::from_secs(30 + 10 * self.cpu_s)
     }
 
-    /// Limits this process to the budget. A process that exceeds the budget ends by SIGXCPU or a failed allocation.
+    /// Limits this process to the budget. If the process exceeds the budget, SIGXCPU or a failed allocation ends it.
     pub fn enforce(self) -> Result<()> {
         let usage = getrusage(UsageWho::RUSAGE_SELF)?;
         let used_s = usage.user_time().tv_sec() + usage.system_time().tv_sec() + 1;

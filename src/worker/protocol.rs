@@ -21,7 +21,8 @@ const MAX_BYTES: usize = 1 << 30;
 
 #[derive(Serialize, Deserialize)]
 pub enum Request {
-    /// Load the tokenizer, chat format and sampling defaults of the model at the path in the body. Always comes first.
+    /// Load the tokenizer, chat format and sampling defaults of the model at the path in the body.
+    /// This is always the first request.
     Load,
     /// Encode the text in the body.
     Encode(ControlTokens),

@@ -152,7 +152,7 @@ fn rewind_restores_the_same_state() {
         runner.fill(&tokens).unwrap();
         let first = runner.decode_steps(7, 8).unwrap();
         // After 1 or 3 more tokens, the sliding-window layers still hold the window before position 200.
-        // After 400 or 480, they have overwritten it, so the rewind prefills all 200 tokens again.
+        // After 400 or 480 more tokens, the layers have overwritten this window, so the rewind prefills all 200 tokens.
         for behind in [1, 400, 480, 3] {
             runner.fill(&more[..behind]).unwrap();
             runner.rewind(200).unwrap();
@@ -198,7 +198,7 @@ fn step_bytes_match_a_count_by_hand() {
     assert_eq!(cache(30), (31 + 9 + 31) * row);
 
     // llama3: vocabulary 137, hidden size 80, MLP size 56, 8 heads, 2 KV heads, head dim 10, 3 layers.
-    // The output head is tied to the embedding. A step also reads one embedding row.
+    // The output head uses the embedding matrix. A step reads the whole matrix for the head and one row for the token.
     let layer = 2 * 80 * 4 + (2 * 80 * 80 + 2 * 20 * 80 + 3 * 56 * 80) * 2;
     let decoder = build("llama3");
     assert_eq!(decoder.step_bytes(), 80 * 2 + 3 * layer + 80 * 4 + 137 * 80 * 2);
@@ -224,7 +224,8 @@ fn requests_at_once_are_measured() {
         let decoded = steps.iter().filter(|step| step["has_prompts"] == false);
         assert!(decoded.map(|step| step["steps"].as_u64().unwrap()).sum::<u64>() >= 4, "{steps:?}");
         assert!(steps.iter().all(|step| step["mean_ms"].as_f64().unwrap() > 0.0), "{steps:?}");
-        // The demo model has experts. On a CPU, the experts that several requests use are not counted.
+        // The demo model has experts. On a CPU, `bench` does not count the experts in a step with several requests,
+        // so it does not know the bytes of the step.
         assert_eq!(serving["step_bytes"].is_null(), concurrency > 1, "{}", serving["step_bytes"]);
         assert!(serving["experts_per_step"].is_null());
     }
@@ -248,7 +249,7 @@ fn gpu_memory_gives_the_rest_of_the_limit_to_the_cache() {
     let figure = |model: &Value, name: &str| model[name].as_u64().unwrap();
     let plain = model(&[]);
     assert_eq!(figure(&plain, "cache_sequences"), 1);
-    // The cache grows by the difference of the limits, rounded down to whole blocks.
+    // The cache grows by the difference between the two limits, rounded down to whole blocks.
     let [small, large] = ["1000MB", "1200MB"].map(|limit| model(&["--gpu-memory", limit]));
     let block_bytes = figure(&plain, "cache_bytes") / figure(&plain, "cache_blocks");
     let added = figure(&large, "cache_bytes") - figure(&small, "cache_bytes");

@@ -32,7 +32,7 @@ struct Model {
 struct Seen {
     hits: usize,
     copies: usize,
-    /// Copies that were made only because the source block is cached. No other sequence uses the source.
+    /// Copies of cached blocks that no other sequence uses. They were made only to keep the cached block unchanged.
     copies_of_cached: usize,
     refused: usize,
     evicted: u64,
@@ -41,9 +41,9 @@ struct Seen {
 struct Sequence {
     blocks: SequenceBlocks,
     tokens: Vec<u32>,
-    /// The sequence may write positions below this one.
+    /// The end of the positions that the sequence may write.
     granted: usize,
-    /// The maximum number of tokens for which `grow` has made room in one step so far.
+    /// The largest number of tokens for which a single call to `grow` has made room so far.
     chunk: usize,
     /// The index of the text that the next tokens are taken from.
     text: usize,
@@ -96,7 +96,7 @@ impl Model {
         length.clamp(2, MAX_TOKENS + 1) - 1
     }
 
-    /// Extends the tokens of a sequence to `len`. Sometimes continues with another text.
+    /// Extends the tokens of a sequence to length `len`. Sometimes switches to another text.
     fn extend(&mut self, tokens: &mut Vec<u32>, text: &mut usize, len: usize) {
         while tokens.len() < len {
             if self.random.below(300) == 0 {
@@ -151,7 +151,7 @@ impl Model {
         (0..=(tokens.len() - 1) / BLOCK_TOKENS).rev().find(is_hit).unwrap_or(0) * BLOCK_TOKENS
     }
 
-    /// Gives a random sequence the blocks for its next step. Checks that `missing` predicts their number.
+    /// Allocates the blocks for the next step of a random sequence. Checks that `missing` predicts their number.
     fn grow(&mut self) {
         let Some(index) = self.pick() else { return };
         let computed = self.sequences[index].blocks.computed();
@@ -166,8 +166,11 @@ impl Model {
         let grown = self.manager.grow(&mut self.sequences[index].blocks, end);
         let after = tables(&self.sequences[index].blocks);
         let Some(copies) = grown else {
-            assert!(missing > stats.total - stats.used, "{missing} blocks were refused");
-            assert_eq!((before, stats), (after, self.manager.stats()), "a failed call changed something");
+            assert!(
+                missing > stats.total - stats.used,
+                "`grow` refused {missing} blocks, although enough blocks are free"
+            );
+            assert_eq!((before, stats), (after, self.manager.stats()), "a failed call to `grow` changed the blocks");
             self.seen.refused += 1;
             return;
         };
@@ -227,7 +230,7 @@ impl Model {
         let free = self.manager.free();
         let sequence = &self.sequences[index];
         let blocks = self.manager.fork(&sequence.blocks);
-        assert_eq!(self.manager.free(), free, "a fork takes no blocks");
+        assert_eq!(self.manager.free(), free, "a fork takes no free blocks");
         let Sequence { ref tokens, chunk, text, .. } = *sequence;
         let granted = blocks.computed();
         self.sequences.push(Sequence { blocks, tokens: tokens.clone(), granted, chunk, text });
@@ -279,17 +282,24 @@ impl Model {
             assert_eq!(self.manager.held(&sequence.blocks), held);
             let longest =
                 sequence.granted.max(tables.iter().map(|table| table.len() * BLOCK_TOKENS).max().unwrap_or(0));
-            assert!(held <= self.manager.peak(longest, sequence.chunk), "{held} blocks for {longest} tokens");
+            assert!(
+                held <= self.manager.peak(longest, sequence.chunk),
+                "the sequence holds {held} blocks for {longest} tokens"
+            );
             let digests = digests(&sequence.tokens[..computed]);
             for (group, &window) in self.windows.iter().enumerate() {
                 let first = first_visible(window, computed);
                 for (index, &block) in tables[group].iter().enumerate() {
-                    assert_eq!(block == SCRATCH_BLOCK, index < first / BLOCK_TOKENS, "entry {index} at {computed}");
+                    assert_eq!(
+                        block == SCRATCH_BLOCK,
+                        index < first / BLOCK_TOKENS,
+                        "entry {index} of the block table, {computed} tokens"
+                    );
                 }
                 for position in first..computed {
                     let block = tables[group][position / BLOCK_TOKENS] as usize;
                     let read = self.contents[block][position % BLOCK_TOKENS];
-                    assert_eq!(read, Some((group, digests[position])), "position {position} of {computed}");
+                    assert_eq!(read, Some((group, digests[position])), "position {position} of {computed} tokens");
                 }
             }
         }
@@ -380,11 +390,19 @@ fn prefixes_are_found_up_to_the_last_full_block_before_the_last_token() {
             for position in [0, 1, 62, 63, 64, 65, 127, 128, 129, 191, 192, 193].into_iter().filter(|&p| p < len) {
                 let mut other = longer.clone();
                 other[position] = 999_999;
-                assert_eq!(hit(&mut manager, &other), blocks_of(position), "{windows:?}, {position} of {len}");
+                assert_eq!(
+                    hit(&mut manager, &other),
+                    blocks_of(position),
+                    "windows {windows:?}, position {position} of {len}"
+                );
             }
-            // A prompt that ends earlier.
+            // Prompts that end earlier.
             for end in [1, 63, 64, 65, 66, 127, 128, 129].into_iter().filter(|&end| end <= len) {
-                assert_eq!(hit(&mut manager, &prompt[..end]), blocks_of(end - 1), "{windows:?}, {end} of {len}");
+                assert_eq!(
+                    hit(&mut manager, &prompt[..end]),
+                    blocks_of(end - 1),
+                    "windows {windows:?}, {end} of {len} tokens"
+                );
             }
         }
     }
@@ -399,7 +417,7 @@ fn blocks_without_content_are_taken_before_cached_ones() {
         manager.release(blocks);
     }
     assert_eq!(manager.stats().evicted, 0, "60 of 100 blocks have content");
-    assert_eq!(hit(&mut manager, &first[..500]), 448, "blocks before the window are still cached, too");
+    assert_eq!(hit(&mut manager, &first[..500]), 448, "blocks before the window are still cached");
     assert_eq!(hit(&mut manager, &second), 960);
 }
 
@@ -434,7 +452,7 @@ fn the_tail_of_the_sequence_that_was_released_first_is_evicted_first() {
 fn windows_before_checkpoints_and_prompt_ends_survive_longer() {
     for window in [2, 64, 65, 66, 100, 128, 129, 130, 200] {
         let mut manager = BlockManager::new(vec![Some(window)], 1 + 80);
-        // A prompt of 1,500 tokens and an answer of 2,500.
+        // The prompt has 1,500 tokens, and the answer has 2,500 tokens.
         let text = tokens(1, 4000);
         let mut blocks = compute(&mut manager, &text[..1500], 512);
         continue_to(&mut manager, &mut blocks, &text, 512);
@@ -453,7 +471,8 @@ fn windows_before_checkpoints_and_prompt_ends_survive_longer() {
         for (len, want) in [(1025, 1024), (1300, 1024), (1500, 1472), (1501, 1472), (2049, 2048), (3800, 3072)] {
             assert_eq!(hit(&mut manager, &text[..len]), want, "{len} tokens, window {window}");
         }
-        // If the windows at 3,968 and 4,000 start in the same block, the blocks kept for 4,000 allow a hit of 3,968.
+        // If the windows at 3,968 and 4,000 tokens start in the same block,
+        // the blocks kept for 4,000 tokens also allow a hit of 3,968 tokens.
         let want = if first(3968) == first(4000) { 3968 } else { 3072 };
         let longer: Vec<_> = text.iter().copied().chain([7]).collect();
         assert_eq!(hit(&mut manager, &longer), want, "window {window}");
@@ -489,7 +508,7 @@ fn demand_is_enough_to_reach_the_predicted_length() {
         let mut manager = BlockManager::new(windows[round % windows.len()].clone(), 400);
         let (len, chunk) = (1 + random.below(1000), 1 + random.below(400));
         let text = tokens(1, len);
-        // Another sequence has the same first tokens, and keeps its blocks.
+        // Another sequence starts with the same tokens and keeps its blocks.
         let shared = random.below(len);
         let other = compute(&mut manager, &text[..shared], 100);
         let mut blocks = match random.below(2) {

@@ -106,9 +106,9 @@ pub fn bounded_with_input(mut command: Command, input: &[u8]) -> Bounded {
     assert!(seconds <= MAX_SECONDS || cpu_seconds <= MAX_SECONDS, "{name} took {seconds:.1} s\n{shown}");
     assert!(peak_bytes <= MAX_BYTES, "{name} used {peak_bytes} bytes of memory\n{shown}");
     let has_controls = stderr.chars().any(|c| c != '\n' && c.is_control());
-    assert!(!has_controls, "{name} wrote control characters\n{shown:?}");
+    assert!(!has_controls, "{name} wrote control characters to stderr\n{shown:?}");
     if !status.success() {
-        assert!(stderr.len() <= MAX_MESSAGE, "{name} wrote {} bytes\n{shown}", stderr.len());
+        assert!(stderr.len() <= MAX_MESSAGE, "{name} wrote {} bytes to stderr\n{shown}", stderr.len());
         let errors = stderr.lines().filter(|line| line.starts_with("error: ")).count();
         assert_eq!(errors, 1, "{name} must write exactly one error\n{shown}");
     }
@@ -136,7 +136,7 @@ fn wait(pid: libc::pid_t) -> Option<(ExitStatus, f64)> {
 /// Returns the peak resident memory of a running process.
 /// `rusage` cannot be used: its value includes the memory of the test process before `exec`.
 fn peak_resident_bytes(pid: libc::pid_t) -> Option<u64> {
-    // Before `exec`, the child still has the memory of the test process, so do not measure it.
+    // Do not measure the child before `exec`, because it still has the memory of the test process.
     let program = std::fs::read_link(format!("/proc/{pid}/exe")).ok()?;
     if std::env::current_exe().is_ok_and(|this| this == program) {
         return None;
@@ -148,7 +148,7 @@ fn peak_resident_bytes(pid: libc::pid_t) -> Option<u64> {
 
 fn cpu_seconds(pid: libc::pid_t) -> Option<f64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name of the program, in parentheses, can contain spaces. utime and stime are fields 14 and 15.
+    // Skip the name of the program, which can contain spaces. utime and stime are fields 14 and 15 of the file.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     let ticks = fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?;
     // SAFETY: sysconf only returns a number.

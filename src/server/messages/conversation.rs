@@ -78,7 +78,7 @@ fn read_user(message: &mut Fields, messages: &mut Vec<Message>) -> Result<(), Ap
 fn read_result(block: &mut Fields) -> Result<Message, ApiError> {
     let id = text(block, "tool_use_id")?;
     let result = read_content(block, "content")?.unwrap_or_default();
-    // Chat formats have no flag for failed calls, so the text reports the failure.
+    // Chat formats have no flag for failed calls, so the text of the result reports the failure.
     let result = match block.take_bool("is_error")? {
         Some(true) => format!("Error: {result}"),
         _ => result,
@@ -110,7 +110,7 @@ fn read_assistant(message: &mut Fields) -> Result<Message, ApiError> {
                     Some(input @ Value::Object(_)) => input.to_string(),
                     _ => return Err(block.invalid("input", "expected an object")),
                 };
-                // The field only describes a call that the server sent.
+                // `caller` repeats what the server said about the call and does not affect the prompt.
                 block.take("caller");
                 answer.tool_calls.push(ToolCall { id: Some(id), name, arguments });
             }

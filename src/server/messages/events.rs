@@ -12,7 +12,7 @@ pub trait EventSink {
     fn send(&mut self, event: Event<'_>);
 }
 
-/// Discards events, for whole messages.
+/// Discards all events. Used for messages that are not streamed.
 pub struct NoEvents;
 
 impl EventSink for NoEvents {

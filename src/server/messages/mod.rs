@@ -1,7 +1,7 @@
 //! `POST /v1/messages` and `POST /v1/messages/count_tokens`, the routes of Anthropic's API.
 //!
-//! A request becomes a conversation for the engine, as in a chat completion.
-//! The pieces of the answer become content blocks.
+//! A request is converted to a conversation for the engine, as for a chat completion.
+//! The pieces of the answer are converted to content blocks.
 //!
 //! Source: Anthropic's API reference, "Messages", and the types of the package `anthropic` 2.12.0 (PyPI).
 
@@ -88,7 +88,7 @@ struct TokenCount {
     input_tokens: usize,
 }
 
-/// Counts the tokens of a prompt. The request has the same body as a request for a message.
+/// Counts the tokens of a prompt. The body of the request has the same fields as for `POST /v1/messages`.
 pub async fn count_tokens(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
     let engine = server.model()?.clone();
     let headers = request.headers().clone();

@@ -56,7 +56,7 @@ impl From<Usage> for MessagesUsage {
     }
 }
 
-/// The reason why a message ended. All fields are null while the message is in progress.
+/// The reason why a message ended. All fields of this struct are null while the message is in progress.
 /// Fields of type `()` are always null.
 #[derive(Default, Serialize)]
 pub struct StopDelta {

@@ -16,11 +16,11 @@ use crate::server::state::Server;
 const MAX_STOPS: usize = 16;
 const MAX_STOP_BYTES: usize = 1024;
 
-/// The largest thinking budgets, in tokens, that mean low effort and medium effort.
+/// The largest thinking budgets, in tokens, that inferno reads as low effort and as medium effort.
 const LOW_BUDGET: i64 = 4096;
 const MEDIUM_BUDGET: i64 = 16384;
 
-/// Unsupported fields that would change the output: name, the value that is accepted, and a hint for the error message.
+/// Unsupported fields that would change the output: name, only accepted value, and hint for the error message.
 const REFUSED: &[(&str, &str, &str)] = &[
     ("container", "null", ""),
     ("context_management", "null", "inferno never shortens a conversation"),
@@ -38,7 +38,7 @@ const REFUSED: &[(&str, &str, &str)] = &[
 pub struct MessagesRequest {
     pub messages: Vec<Message>,
     pub render: RenderOptions,
-    /// The options. `max_tokens` is not set.
+    /// The options for generating the answer, without `max_tokens`.
     pub options: GenerateOptions,
     pub shows_thinking: bool,
     pub can_call_in_parallel: bool,

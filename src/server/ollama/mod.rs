@@ -1,7 +1,7 @@
 //! The routes of ollama's API: `/api/chat`, `/api/generate` and the routes about models.
 //!
-//! A request becomes a conversation for the engine, as in a chat completion.
-//! The pieces of the answer become JSON objects, one per line.
+//! A request is converted to a conversation for the engine, as for a chat completion.
+//! The pieces of the answer are converted to JSON objects, one per line.
 //!
 //! Source: ollama's `docs/api.md`, and the types of the package `ollama` 0.6.3 (PyPI).
 

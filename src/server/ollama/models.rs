@@ -1,4 +1,4 @@
-//! `/api/tags`, `/api/ps`, `/api/show`, `/api/version` and `/api/pull`.
+//! The routes `/api/tags`, `/api/ps`, `/api/show`, `/api/version` and `/api/pull`.
 
 use std::sync::Arc;
 
@@ -21,7 +21,8 @@ use crate::server::reply;
 use crate::server::state::Server;
 use crate::text;
 
-/// The version of ollama whose API inferno provides. Clients such as Codex check it. The part after `+` names inferno.
+/// The version of ollama whose API inferno provides. Clients such as Codex check the version.
+/// The part after `+` names inferno.
 const VERSION: &str = concat!("0.13.4+inferno.", env!("CARGO_PKG_VERSION"));
 
 #[derive(Serialize)]
@@ -76,7 +77,7 @@ fn models(server: &Server, state: ModelState) -> Result<Response, ApiError> {
         name,
         model: name,
         size: engine.info().weight_bytes,
-        // ollama sends the hash of a manifest here. Clients only compare hashes.
+        // ollama sends the hash of a manifest. Any stable hash works here, because clients only compare it.
         digest: ids::hex(digest(&SHA256, name.as_bytes()).as_ref()),
         details: details(engine),
         state,
@@ -139,7 +140,7 @@ pub async fn show(State(server): State<Arc<Server>>, request: Request) -> Result
     Ok(reply::with_ignored(response, &ignored))
 }
 
-/// Returns the capabilities of the model. It can call tools if its chat format adds them to the prompt.
+/// Returns the capabilities of the model. The model can call tools if its chat format adds them to the prompt.
 fn capabilities(engine: &EngineHandle) -> Vec<&'static str> {
     let mut capabilities = vec!["completion"];
     let Some(chat) = engine.language().chat.as_ref() else { return capabilities };

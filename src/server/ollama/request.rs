@@ -27,7 +27,8 @@ pub struct OllamaRequest {
     pub ignored: Vec<String>,
 }
 
-/// Reads `model`, or `name`. The tag `latest` is optional, as in ollama. Fails if the server does not serve the model.
+/// Reads the field `model` or `name`. The tag `latest` is optional, as in ollama.
+/// Fails if the server does not serve the model.
 pub fn check_model(fields: &mut Fields, server: &Server) -> Result<(), ApiError> {
     let (model, name) = (fields.take_string("model")?, fields.take_string("name")?);
     let served = &server.options.model;
@@ -53,7 +54,7 @@ impl OllamaRequest {
         check_model(fields_ref, server)?;
         fields_ref.refuse("images", &[json!([])], "only text is supported")?;
         fields_ref.refuse("suffix", &[json!("")], "")?;
-        fields_ref.refuse("template", &[json!("")], "the model has its own chat format")?;
+        fields_ref.refuse("template", &[json!("")], "the chat format of the model cannot be replaced")?;
         fields_ref.refuse("context", &[json!([])], "use /api/chat")?;
         let (prompt, system) = (fields_ref.take_string("prompt")?, fields_ref.take_string("system")?);
         let is_raw = fields_ref.take_bool("raw")?.unwrap_or(false);

@@ -86,7 +86,7 @@ pub enum Event<'a> {
 pub struct Place<'a> {
     pub item_id: &'a str,
     pub output_index: usize,
-    /// `None` for a call, which has no parts.
+    /// `None` for a function call, which has no content parts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub content_index: Option<usize>,
 }

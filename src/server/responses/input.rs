@@ -1,4 +1,4 @@
-//! Reads the input of a request: new items, and references to stored ones.
+//! Reads the input of a request: new items, and references to stored items.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -64,10 +64,11 @@ fn unknown_response(id: &str, missing: &str) -> ApiError {
     ApiError::unknown_id("previous_response_id", Some("previous_response_not_found"), message)
 }
 
-/// Subtracts a stored item from the budget. With references, a small request could build a huge conversation.
+/// Subtracts the size of a stored item from the budget. Without a budget, a small request could build
+/// a huge conversation from references to stored items.
 fn spend(budget: &mut usize, item: &Item, param: &str) -> Result<(), ApiError> {
     *budget = budget.checked_sub(item.bytes()).ok_or_else(|| {
-        let message = format!("the stored items of the conversation have more than {} MiB", MAX_BODY_BYTES >> 20);
+        let message = format!("the stored items of the conversation exceed {} MiB", MAX_BODY_BYTES >> 20);
         ApiError::too_long(param, message)
     })?;
     Ok(())
@@ -89,7 +90,7 @@ fn check_calls(earlier: &[Arc<Item>], items: &[Arc<Item>]) -> Result<(), ApiErro
     Ok(())
 }
 
-/// Reads one item, or looks it up if it is a reference.
+/// Reads one item. For a reference, returns the stored item.
 fn read_item(
     fields: &mut Fields,
     path: &str,
@@ -168,6 +169,6 @@ fn read_item_content(item: &mut Fields, kind: &str) -> Result<ItemContent, ApiEr
                 output: output.ok_or_else(|| item.invalid("output", "expected text"))?,
             })
         }
-        _ => Err(ApiError::unsupported(item.path("type"), &format!("inferno has no items of type '{kind}'"))),
+        _ => Err(ApiError::unsupported(item.path("type"), &format!("items of type '{kind}' are not supported"))),
     }
 }

@@ -10,7 +10,7 @@ use crate::server::ids;
 /// The prefix of `encrypted_content`. It distinguishes inferno's reasoning from the reasoning of other services.
 const REASONING_PREFIX: &str = "inferno-";
 
-/// The estimated memory of an item, and of a log probability, without the text, in bytes.
+/// The estimated memory in bytes of an item and of a log probability, each without its text.
 const ITEM_BYTES: usize = 512;
 const LOGPROB_BYTES: usize = 128;
 

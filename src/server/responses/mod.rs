@@ -88,7 +88,7 @@ struct InputTokens {
     input_tokens: usize,
 }
 
-/// Counts the tokens of a prompt. The request has the same body as a request for a response.
+/// Counts the tokens of a prompt. The body of the request has the same fields as for `POST /v1/responses`.
 pub async fn count_tokens(
     State(server): State<Arc<Server>>,
     Extension(client): Extension<Client>,
@@ -152,7 +152,7 @@ impl Progress {
 /// Writes the events of a stream.
 struct ResponseWriter {
     progress: Progress,
-    /// The entry of the response in the store while it is in progress.
+    /// Keeps the response in the store while it is in progress.
     running: RunningGuard,
     /// The number of the next event.
     next_event: u64,

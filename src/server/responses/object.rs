@@ -11,7 +11,7 @@ use crate::server::error::ApiError;
 use crate::server::ids;
 use crate::server::usage::Usage;
 
-/// The estimated memory of a JSON value, and of a response, without the text, in bytes.
+/// The estimated memory in bytes of a JSON value and of a response, each without its text.
 const VALUE_BYTES: usize = 96;
 const OBJECT_BYTES: usize = 2048;
 
@@ -101,7 +101,7 @@ struct ResponseUsage {
 #[derive(Clone, Copy, Serialize)]
 struct InputDetails {
     cached_tokens: usize,
-    /// Always 0. OpenAI charges for these tokens, but inferno's cache costs nothing.
+    /// Always 0. OpenAI charges for tokens written to its cache, but inferno does not.
     cache_write_tokens: usize,
 }
 
@@ -143,7 +143,7 @@ impl ResponseObject {
         });
     }
 
-    /// Sets the status and the fields that depend on it alone.
+    /// Sets the status and the fields that depend only on the status.
     pub fn set_status(&mut self, status: ResponseStatus) {
         self.status = status;
         self.completed_at = (status == ResponseStatus::Completed).then(now);

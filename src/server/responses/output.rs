@@ -1,6 +1,6 @@
 //! Collects the pieces of an answer into items, and sends the events of a stream.
 //!
-//! Whole and streamed responses both use these items, so they cannot differ.
+//! Whole and streamed responses contain the same items, because both are built here.
 
 use super::events::{Event, EventSink, Place};
 use super::item::{Item, ItemContent, ItemStatus};
@@ -17,11 +17,11 @@ pub struct Shape {
     pub has_logprobs: bool,
 }
 
-/// The output items so far. Only the last one may be in progress.
+/// The output items so far. Only the last item may be in progress.
 pub struct Output {
     shape: Shape,
     items: Vec<Item>,
-    /// The index of the item of each call.
+    /// The index in `items` of each function call.
     calls: Vec<usize>,
 }
 
@@ -59,7 +59,7 @@ impl Output {
                 self.calls.push(self.items.len() - 1);
             }
             Piece::ToolArguments { index, text } => {
-                // Skip an ended call: `end` has already sent its arguments.
+                // Skip a call that has ended: `end` has already sent its arguments.
                 if self.calls.get(index).is_some_and(|&item| item + 1 == self.items.len()) && self.open().is_some() {
                     self.extend(&text, Vec::new(), events);
                 }
@@ -215,7 +215,7 @@ mod tests {
             arguments(0, ":1}"),
             call(1, "list"),
             call(2, "stop"),
-            // Calls without arguments get an empty object, also at the end of the answer.
+            // Calls without arguments get an empty object, even at the end of the answer.
             arguments(1, "{}"),
             arguments(2, "{}"),
         ];

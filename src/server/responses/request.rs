@@ -20,13 +20,13 @@ use crate::server::error::ApiError;
 use crate::server::generate_options;
 use crate::server::state::Server;
 
-/// The maximum number of most likely tokens per position that a request can ask for.
+/// The maximum value of `top_logprobs`: the number of most likely tokens to return for each position.
 const MAX_TOP_LOGPROBS: i64 = 20;
 
 /// The maximum number of entries in `metadata`.
 const MAX_METADATA: usize = 16;
 
-/// Unsupported fields that would change the output: name, the value that is accepted, and a hint for the error message.
+/// Unsupported fields that would change the output: name, only accepted value, and hint for the error message.
 const REFUSED: &[(&str, &str, &str)] = &[
     ("background", "false", "send 'stream' instead"),
     ("context_management", "[]", ""),
@@ -152,7 +152,7 @@ fn read_include(fields: &mut Fields) -> Result<Shape, ApiError> {
         match value.as_str() {
             Some("message.output_text.logprobs") => shape.has_logprobs = true,
             Some("reasoning.encrypted_content") => shape.has_encoded_reasoning = true,
-            // Other values belong to tools that inferno does not have.
+            // All other values belong to tools that inferno does not support.
             Some(other) => fields.ignore(format!("include ({other})")),
             None => return Err(fields.invalid("include", "expected an array of strings")),
         }
@@ -160,7 +160,7 @@ fn read_include(fields: &mut Fields) -> Result<Shape, ApiError> {
     Ok(shape)
 }
 
-/// Reads `max_tool_calls`, which limits the calls of OpenAI's own tools.
+/// Reads `max_tool_calls`, which limits how often the model calls OpenAI's own tools. It has no effect in inferno.
 fn read_max_tool_calls(fields: &mut Fields) -> Result<Option<i64>, ApiError> {
     let limit = fields.take_integer("max_tool_calls", 1..=i64::from(u32::MAX))?;
     if limit.is_some() {

@@ -10,10 +10,11 @@ use super::item::Item;
 use super::object::{ResponseObject, ResponseStatus};
 use crate::server::auth::Client;
 
-/// The maximum memory for the responses of one client, in bytes. Beyond it, the least recently used ones are dropped.
+/// The maximum memory for the responses of one client, in bytes.
+/// If it is exceeded, the least recently used responses are dropped.
 const MAX_BYTES: usize = 64 << 20;
 
-/// The time without use after which a response is dropped.
+/// A response that no request uses for this time is dropped.
 const MAX_AGE: Duration = Duration::from_secs(30 * 60);
 
 /// The responses of all clients. A client cannot refer to the responses of another client.
@@ -47,7 +48,7 @@ struct Responses {
 struct Entry {
     response: Arc<StoredResponse>,
     bytes: usize,
-    /// The key in `order`.
+    /// The key of the response in `order`.
     last_use: u64,
     used_at: Instant,
 }
@@ -84,7 +85,8 @@ impl ClientStore {
         self.with(|responses| responses.item(id, Instant::now()))
     }
 
-    /// Returns the conversation up to the end of a response. The error is the id of a response that is not stored.
+    /// Returns the conversation up to the end of a response.
+    /// If a response in the conversation is not stored, returns the id of that response as the error.
     pub fn conversation(&self, id: &str) -> Result<Vec<Arc<Item>>, String> {
         self.with(|responses| responses.conversation(id, Instant::now()))
     }
@@ -94,7 +96,7 @@ impl ClientStore {
         self.with(|responses| responses.remove(id))
     }
 
-    /// Records that a response is in progress, until the guard is dropped. The receiver gets a message on cancellation.
+    /// Stores a response in progress until the guard is dropped. A cancellation sends a message to the receiver.
     pub fn start(&self, object: &ResponseObject) -> (RunningGuard, oneshot::Receiver<()>) {
         let (sender, receiver) = oneshot::channel();
         let running = Running { object: object.clone(), cancel: Some(sender) };
@@ -108,12 +110,12 @@ impl ClientStore {
         self.with(|responses| responses.running.get(id).map(|running| running.object.clone()))
     }
 
-    /// Cancels a response in progress. Returns it, or `None` if no such response is in progress.
+    /// Cancels a response in progress and returns it. Returns `None` if no response with this id is in progress.
     pub fn cancel(&self, id: &str) -> Option<ResponseObject> {
         self.with(|responses| {
             let running = responses.running.get_mut(id)?;
             if let Some(cancel) = running.cancel.take() {
-                // Fails if the response has just ended.
+                // This call fails if the response has just ended. The error can be ignored.
                 let _ = cancel.send(());
             }
             running.object.set_status(ResponseStatus::Cancelled);
@@ -216,7 +218,7 @@ impl Responses {
         self.order.insert(self.next_use, id.to_string());
     }
 
-    /// Removes expired responses, and the least recently used responses that do not fit in the memory.
+    /// Removes expired responses. Then removes the least recently used responses until the memory limit is met.
     fn evict(&mut self, now: Instant) {
         while let Some(oldest) = self.order.values().next().cloned() {
             let is_old = self.ended.get(&oldest).is_none_or(|entry| now.duration_since(entry.used_at) > MAX_AGE);
@@ -290,7 +292,7 @@ mod tests {
         let left = ids.iter().map(|id| responses.get(id, now).is_some()).collect::<Vec<_>>();
         assert_eq!(left, [true, false, true]);
         assert!(responses.bytes <= MAX_BYTES);
-        // A response that can never fit is not stored, and no data of it remains.
+        // A response larger than the limit is not stored, and the store keeps none of its data.
         insert(&mut responses, None, item("e", MAX_BYTES), now);
         assert!(is_empty(&responses));
     }

@@ -54,7 +54,7 @@ pub async fn delete(
     }
 }
 
-/// Cancels a response in progress. Returns a response that has already ended unchanged.
+/// Cancels a response in progress and returns it. If the response has already ended, returns it unchanged.
 pub async fn cancel(
     Extension(client): Extension<Client>,
     Extension(store): Extension<Arc<Store>>,
@@ -76,7 +76,7 @@ struct ItemList<'a> {
     has_more: bool,
 }
 
-/// Lists the items that the client sent for a response. The newest comes first unless the order is `asc`.
+/// Lists the items that the client sent for a response. The newest item comes first, unless the order is `asc`.
 pub async fn input_items(
     Extension(client): Extension<Client>,
     Extension(store): Extension<Arc<Store>>,
@@ -122,11 +122,11 @@ fn unknown(id: &str) -> ApiError {
     ApiError::not_found(format!("the response '{id}' is not stored: it does not exist, expired or had 'store': false"))
 }
 
-/// The query of a URL.
+/// The query string of a URL.
 struct Query<'a>(&'a Uri);
 
 impl<'a> Query<'a> {
-    /// Returns the value of a parameter. The values that inferno reads need no percent-decoding.
+    /// Returns the value of a parameter without percent-decoding it, which no parameter of these routes needs.
     fn get(&self, name: &str) -> Option<&'a str> {
         let mut pairs = self.0.query().unwrap_or_default().split('&').filter_map(|pair| pair.split_once('='));
         pairs.find(|(key, _)| *key == name).map(|(_, value)| value)

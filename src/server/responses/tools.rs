@@ -21,7 +21,7 @@ pub struct Tools {
 /// Reads `tools` and `tool_choice`.
 ///
 /// Skips tools whose type is not `function` and reports them as ignored.
-/// Clients such as Codex always send such tools.
+/// Clients such as Codex always send tools of other types.
 pub fn read(fields: &mut Fields) -> Result<Tools, ApiError> {
     let items = fields.take_array("tools")?.unwrap_or_default();
     if items.len() > MAX_TOOLS {
@@ -70,7 +70,8 @@ fn function(item: &Value, keys: &[&str]) -> Value {
 
 /// Reads a `tool_choice` that is an object.
 ///
-/// Returns the names of the functions that the model may call, or `None` for all, and whether the model must call one.
+/// Returns the names of the functions that the model may call (`None` for all functions),
+/// and whether the model must call a function.
 fn read_choice<'c>(fields: &Fields, choice: &'c Value) -> Result<(Option<HashSet<&'c str>>, ToolChoice), ApiError> {
     let kind = match choice["mode"].as_str() {
         None | Some("auto") => Some(ToolChoice::Auto),

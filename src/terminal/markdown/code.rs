@@ -9,7 +9,7 @@ use super::super::styled_text::{Span, Style, StyledLine};
 /// The grammars of all supported languages. Unpacking them on first use takes about 10 ms.
 static SYNTAXES: LazyLock<SyntaxSet> = LazyLock::new(SyntaxSet::load_defaults_newlines);
 
-/// The style of each scope. The innermost scope that is in this list wins.
+/// The style of each scope. The innermost scope in this list determines the style of the text.
 static COLORS: LazyLock<Vec<(Scope, Style)>> = LazyLock::new(|| {
     let (green, yellow, blue, magenta, cyan) =
         (Style::color(2), Style::color(3), Style::color(4), Style::color(5), Style::color(6));

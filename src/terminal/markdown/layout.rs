@@ -18,7 +18,7 @@ pub fn options() -> Options {
 
 /// Lays out a piece of Markdown.
 ///
-/// If the piece starts with a list that continues an earlier piece, `number` is the list's next number.
+/// If the piece starts with the continuation of a numbered list, `number` is the number of the next item.
 pub fn layout(source: &str, columns: usize, number: Option<u64>) -> Vec<StyledLine> {
     let mut layout = Layout { events: Parser::new_ext(source, options()).peekable(), number, depth: 0 };
     let mut lines = layout.blocks(columns, Gap::Blank);
@@ -81,7 +81,7 @@ impl<'a> Layout<'a> {
             if self.events.next_if(|event| matches!(event, Event::Rule)).is_some() {
                 return vec![vec![Span::new(&"─".repeat(columns.min(40)), Style::DIM)]];
             }
-            // This is text outside a paragraph, such as an item of a tight list.
+            // The next events are text outside a paragraph, such as the text of an item in a tight list.
             let text = self.inlines(Style::default());
             return wrap(&text, columns);
         };

@@ -18,7 +18,7 @@ use code::Highlighter;
 /// The open block is parsed again after each new line, and parsing must stay faster than generation.
 const MAX_BLOCK_BYTES: usize = 16 * 1024;
 
-/// The minimum time between two highlighting passes over an incomplete line of code. A pass takes 0.25 ms.
+/// The minimum time between two passes that highlight an incomplete line of code. One pass takes 0.25 ms.
 const HIGHLIGHT_INTERVAL: Duration = Duration::from_millis(60);
 
 /// A streaming Markdown formatter.
@@ -115,7 +115,8 @@ impl Markdown {
         self.finish_blocks(finished);
     }
 
-    /// Finishes all blocks in `open` except the last. If that block is a list, finishes all its items except the last.
+    /// Finishes all blocks in `open` except the last block.
+    /// If the last block is a list, finishes all items of the list except the last item.
     fn finish_blocks(&mut self, finished: &mut Vec<StyledLine>) {
         let blocks = top_level_blocks(&self.open);
         let mut taken = 0;
@@ -177,7 +178,7 @@ impl Markdown {
 }
 
 impl OpenCode {
-    /// Returns the incomplete line. Text that arrived after the last highlight may not be highlighted yet.
+    /// Returns the incomplete line, styled. The text that arrived since the last pass may not be highlighted yet.
     fn open_line(&mut self, line: &str) -> StyledLine {
         let line = unindented(line, self.indent);
         if let Some((before, highlighted, when)) = &self.highlighted
@@ -261,7 +262,7 @@ fn top_level_blocks(source: &str) -> Vec<Block> {
     blocks
 }
 
-/// Returns an incomplete line, or an empty string while its meaning is ambiguous.
+/// Returns an incomplete line, or an empty string if the meaning of the line is still ambiguous.
 ///
 /// For example, `-` may start a list item, underline a heading or be part of a rule.
 fn shown_part(line: &str) -> &str {

@@ -109,9 +109,9 @@ fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     Ok(merges)
 }
 
-/// Returns whether the pre-tokenizer keeps any control token as one word.
+/// Returns whether the pre-tokenizer keeps the text of any control token as one word.
 ///
-/// If it does, `ignore_merges` could turn ordinary text into a control token, because it looks up whole words.
+/// `ignore_merges` looks up whole words, so it could turn such a word in ordinary text into the control token.
 fn words_make_controls(vocabulary: &Vocabulary, pre_tokenizer: &PreTokenizerWrapper) -> Result<bool> {
     for (id, token) in vocabulary.tokens.iter().enumerate() {
         if vocabulary.token_type(id) != TokenType::Control || token.is_empty() {

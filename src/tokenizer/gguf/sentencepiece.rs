@@ -3,7 +3,8 @@
 //! SentencePiece repeatedly joins the adjacent pair whose joined token has the highest score.
 //! BPE gives the same result if every split of a token into two tokens is a merge, ranked by the token's score.
 //! transformers uses the same conversion.
-//! For equal scores, SentencePiece joins the leftmost pair, but this code joins the pair whose token has the lowest id.
+//! For equal scores, SentencePiece joins the leftmost pair.
+//! This code joins the pair whose joined token has the lowest id.
 //! In Llama and Mistral vocabularies, only runs of spaces have equal scores.
 //! Both rules join these runs in the same way.
 
@@ -39,14 +40,14 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
             bail!("metadata key tokenizer.ggml.tokens: the tokens form more than {MAX_MERGES} merges");
         }
     }
-    // As in transformers, the lower id wins for equal scores.
+    // As in transformers, merges with equal scores are ordered by the ids of the joined tokens.
     // Splits of the same token are ordered by the ids of their parts.
     let by_ids = |(id, left, right): &(usize, &str, &str)| (*id, ids.get(left).copied(), ids.get(right).copied());
     found.sort_by(|a, b| scores[b.0].total_cmp(&scores[a.0]).then_with(|| by_ids(a).cmp(&by_ids(b))));
     Ok(found.into_iter().map(|(_, left, right)| (left.to_string(), right.to_string())).collect())
 }
 
-/// Returns whether a token may be a part or the result of a merge. Control tokens, for example, may not.
+/// Returns whether a token may be a part or the result of a merge. Returns false for control tokens, for example.
 fn is_normal(vocabulary: &Vocabulary, id: usize) -> bool {
     vocabulary.token_type(id) == TokenType::Normal
 }

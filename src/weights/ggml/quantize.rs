@@ -91,7 +91,7 @@ impl TwoLevels {
         }
     }
 
-    /// Returns the bytes of `d` and `dmin`.
+    /// Returns `d` and `dmin` as little-endian bytes.
     fn header(&self) -> [u8; 4] {
         let ([a, b], [c, d]) = (self.d.to_le_bytes(), self.dmin.to_le_bytes());
         [a, b, c, d]
@@ -124,8 +124,8 @@ fn fit_affine(
     if max == min || !inverse.is_finite() {
         return (0.0, -min);
     }
-    // The weighted error of codes made with the inverse scale `inverse` and the minimum `from`,
-    // and decoded with `scale` and `min`.
+    // Returns the weighted error of the codes that the inverse scale `inverse` and the minimum `from` produce,
+    // if the codes are decoded with `scale` and `min`.
     let error = |inverse: f32, from: f32, (scale, min): (f32, f32)| {
         let error = |(&x, w): (&f32, f32)| w * cost(scale * code(inverse, from, x) + min - x);
         x.iter().zip(weights).map(error).fold(0.0, |sum, error| sum + error)

@@ -18,7 +18,8 @@ impl GgufCheckpoint {
     /// Returns the metadata as the contents of a config.json.
     ///
     /// Fails if a config.json cannot express the metadata.
-    /// An unknown architecture is an [`Error::UnsupportedArchitecture`](crate::error::Error::UnsupportedArchitecture).
+    /// For an unknown architecture, returns
+    /// [`Error::UnsupportedArchitecture`](crate::error::Error::UnsupportedArchitecture).
     pub fn config(&self) -> Result<Value> {
         config(self)
     }

@@ -23,7 +23,7 @@ impl<'b> Cursor<'b> {
         Self { bytes, position, file_bytes: bytes.len() as u64 }
     }
 
-    /// Creates a cursor at the start of a file with `file_bytes` bytes, of which only `head` was fetched.
+    /// Creates a cursor at the start of a file with `file_bytes` bytes. Only the beginning, `head`, was fetched.
     /// Reading past `head` fails with [`NeedsMoreBytes`].
     pub fn from_head(head: &'b [u8], file_bytes: u64) -> Self {
         let fetched = head.len().min(usize::try_from(file_bytes).unwrap_or(usize::MAX));

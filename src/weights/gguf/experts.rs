@@ -95,7 +95,7 @@ impl Experts<'_> {
         }
         let experts = if is_stacked { first.shape[0] } else { sources.len() / matrices };
         let expert_shape = &first.shape[usize::from(is_stacked)..];
-        // Empty tensors can have huge dimensions, because no data limits them. The number of all elements may overflow.
+        // An empty tensor can have huge dimensions, because no data limits them. Their product may overflow.
         let mut lengths = [experts, matrices].into_iter().chain(expert_shape.iter().copied());
         if lengths.try_fold(1usize, |product, length| product.checked_mul(length.max(1))).is_none() {
             bail!("tensor {name}: {experts} experts of shape {expert_shape:?} have too many elements");

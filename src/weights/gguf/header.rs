@@ -175,7 +175,7 @@ fn read_row(cursor: &mut Cursor) -> Result<UncheckedTensor> {
     if elements.is_none_or(|elements| elements > i64::MAX as u64) {
         bail!("shape {shape:?} has too many elements");
     }
-    // Likewise, check the size in bytes as if every outer dimension of 0 were 1.
+    // For the same reason, check the size in bytes as if every outer dimension of 0 were 1.
     let bytes = |rows| ggml_type.bytes(columns, rows).and_then(|bytes| usize::try_from(bytes).ok());
     let all_rows = bytes(shape.iter().skip(1).map(|&length| length.max(1)).product());
     let (Some(_), Some(bytes)) = (all_rows, bytes(shape.iter().skip(1).product())) else {

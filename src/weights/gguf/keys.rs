@@ -53,7 +53,7 @@ impl<'c> ArchitectureKeys<'c> {
             None if heads == 0 || hidden.is_multiple_of(heads) => hidden / heads.max(1),
             None => {
                 let (count, length) = (self.key("attention.head_count"), self.key("embedding_length"));
-                bail!("metadata keys {count} and {length}: {hidden} is not a multiple of {heads}")
+                bail!("metadata keys {length} and {count}: {hidden} is not a multiple of {heads}")
             }
         };
         match self.size("attention.value_length")?.filter(|length| *length != head_dim) {
@@ -74,7 +74,7 @@ impl<'c> ArchitectureKeys<'c> {
 
     /// Returns the attention type of each layer, as in `layer_types` of config.json.
     ///
-    /// The key `attention.sliding_window_pattern` has one value per layer (true: sliding window) or is a period n.
+    /// The key `attention.sliding_window_pattern` holds a boolean per layer (true: sliding window) or a period n.
     /// With a period, every n-th layer has full attention, and the other layers have a sliding window.
     /// A period of 0 means full attention in every layer.
     /// If the key is missing, the period is `default_period`.

@@ -32,7 +32,12 @@ pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor
             }
             Some(Role::Expert | Role::NotAWeight) => {}
             None => {
-                bail!("tensor {} {:?} is not part of the {} architecture", excerpt(name), info.shape, layout.name)
+                bail!(
+                    "tensor {} of shape {:?} is not part of the {} architecture",
+                    excerpt(name),
+                    info.shape,
+                    layout.name
+                )
             }
         }
     }

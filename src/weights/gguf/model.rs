@@ -62,7 +62,8 @@ impl GgufModel {
         })
     }
 
-    /// Returns the stored tensor, or `None` if loading must transform it.
+    /// Returns the GGUF tensor that is equal to the model tensor `name`.
+    /// Returns `None` if loading must reorder or transform the rows.
     fn stored(&self, name: &str) -> Result<Option<GgufTensorView<'_>>> {
         let tensor = self.required(name)?;
         let is_unchanged = tensor.rows == RowMapping::Identity && tensor.transform == Transform::None;
@@ -78,7 +79,9 @@ impl GgufModel {
     pub fn describe(&self, name: &str) -> String {
         let Ok(tensor) = self.required(name) else { return "nothing".into() };
         let source = |name: &String| match self.file.view(name) {
-            Ok(view) => format!("{name} {} {:?} in {}", view.info.ggml_type, view.info.shape, view.file.display()),
+            Ok(view) => {
+                format!("{name} (type {}, shape {:?}) in {}", view.info.ggml_type, view.info.shape, view.file.display())
+            }
             Err(error) => error.to_string(),
         };
         let sources: Vec<_> = tensor.sources.iter().take(2).map(source).collect();

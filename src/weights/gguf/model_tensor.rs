@@ -19,7 +19,7 @@ pub struct ModelTensor {
 pub enum RowMapping {
     /// Row i of the tensor is row i of its only source.
     Identity,
-    /// Each head has this many rows. In the file, the rows of its two halves alternate.
+    /// Each head has this many rows. In the file, rows from the first and the second half of the head alternate.
     InterleavedHalves(usize),
     /// The tensor takes this many rows from each source in turn.
     RoundRobin(usize),

@@ -13,7 +13,8 @@ use super::limits::MAX_HEADER_BYTES;
 use super::metadata::Metadata;
 use crate::weights::source::{ByteRange, Source, StoredBytes};
 
-/// The sizes, in bytes, of the growing file prefix that [`read_header`] reads until it has the whole header.
+/// How many bytes [`read_header`] reads from the start of a file. It tries these sizes in turn,
+/// until the bytes contain the whole header.
 const READ_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, MAX_HEADER_BYTES];
 
 /// One file of a model, with its parsed header.
@@ -67,7 +68,7 @@ impl GgufPart {
 
 /// Reads and parses the header of a file with `file_bytes` bytes. Returns the header and all bytes that were read.
 ///
-/// `read` returns a range of the file. It is called up to four times, until the header is complete.
+/// `read` returns a range of the file. This function calls `read` up to four times, until the header is complete.
 pub fn read_header(
     name: &str,
     file_bytes: u64,

@@ -69,7 +69,8 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
     }
     if let Some(expected) = split.tensors.filter(|expected| *expected as usize != found) {
         bail!(
-            "the parts of {} hold {found} tensors, but their metadata says {expected}; are they parts of one model?",
+            "the parts of {} hold {found} tensors, but their metadata says {expected}; \
+             are they parts of the same model?",
             name.prefix
         );
     }

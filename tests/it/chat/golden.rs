@@ -91,14 +91,15 @@ fn differences(golden: &Value, name: &str, source: &str, template: &Value) -> Ve
         let id = format!("{name} {} {}", case["conversation"], options.add_generation_prompt);
         match (rendered, case["error"].as_str()) {
             (Ok(rendered), None) if fnv1a(&rendered.text) == case["fnv1a"].as_str().unwrap() => {}
-            (Ok(rendered), None) => {
-                wrong.push(format!("{id}: expected different text ({} bytes), found\n{}", case["bytes"], rendered.text))
-            }
+            (Ok(rendered), None) => wrong.push(format!(
+                "{id}: the text differs from the expected text of {} bytes. Found:\n{}",
+                case["bytes"], rendered.text
+            )),
             (Err(error), Some("refused")) if error.to_string().contains("rejects this conversation") => {}
-            // If a bug in the template makes transformers fail, minijinja may fail or succeed.
+            // If transformers fails because of a bug in the template, minijinja may fail or succeed.
             (_, Some("broken")) => {}
             (result, expected) => {
-                wrong.push(format!("{id}: expected {expected:?}, got {:?}", result.map(|rendered| rendered.text)))
+                wrong.push(format!("{id}: expected error {expected:?}, got {:?}", result.map(|rendered| rendered.text)))
             }
         }
     }

@@ -147,7 +147,7 @@ fn unfinished_headers_are_answers_only_as_a_last_resort() {
     check("<|channel|>ana", &[]);
     check("<|channel|>analysis", &[]);
     check("<|channel|>commentary to", &[]);
-    // The model itself ended the message inside the header, so the text of the header becomes the answer.
+    // The model, not a limit, ended the message inside the header, so the text of the header becomes the answer.
     check("<|start|>assistant<|channel|>fin<|end|>", &[(Answer, "assistant fin")]);
     check("<|channel|>", &[]);
     check("", &[]);

@@ -205,7 +205,7 @@ fn metadata_that_contradicts_the_tensors_is_an_error() {
         (&[("block_count", 1 << 20)], "llama.block_count"),
         (&[("vocab_size", 96)], "embed_tokens"),
         (&[("embedding_length", 47)], "llama.embedding_length"),
-        (&[("embedding_length", 96), ("rope.dimension_count", 16)], "token_embd.weight F32 [97, 48]"),
+        (&[("embedding_length", 96), ("rope.dimension_count", 16)], "token_embd.weight (type F32, shape [97, 48])"),
         (&[("feed_forward_length", 81)], "mlp.gate_proj"),
         (&[("feed_forward_length", 0)], "intermediate_size"),
         (&[("context_length", 0)], "max_position_embeddings is 0"),
@@ -239,7 +239,7 @@ fn unknown_tensors_and_architectures_are_errors() {
     let bytes = [0; 48 * 4];
     let extra = llama.clone().tensor("blk.0.attn_q_norm.weight", &[48], 0, &bytes);
     assert!(
-        error(&extra).contains("blk.0.attn_q_norm.weight [48] is not part of the llama architecture"),
+        error(&extra).contains("blk.0.attn_q_norm.weight of shape [48] is not part of the llama architecture"),
         "{}",
         error(&extra)
     );

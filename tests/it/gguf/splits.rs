@@ -74,7 +74,11 @@ fn inconsistent_split_metadata_is_an_error() {
     let one = |writer: Writer| writer.tensor("a.weight", &[1], 0, &[0; 4]);
     let cases = [
         (one(part(0, 2, 2)), one(part(1, 2, 2)), "tensor a.weight is in two parts; the second is "),
-        (one(part(0, 2, 2)), part(1, 2, 2), "hold 1 tensors, but their metadata says 2; are they parts of one model?"),
+        (
+            one(part(0, 2, 2)),
+            part(1, 2, 2),
+            "hold 1 tensors, but their metadata says 2; are they parts of the same model?",
+        ),
         (one(part(0, 2, 1)), part(1, 2, 9), "it is part 2 of 2 (tensors: 9), expected part 2 of 2 (tensors: 1)"),
         (one(part(2, 2, 1)), part(1, 2, 1), "metadata key split.no: 2 is not less than split.count 2"),
         (part(0, 1 << 20, 1), part(1, 2, 1), "1048576 parts exceed the limit of 1024"),

@@ -111,7 +111,7 @@ fn tensors_that_need_scales_are_errors() {
     let folder = rewritten(Dtype::F8_E4M3, e4m3, Some("model.layers.0.self_attn.q_proj.weight_scale"));
     let error = format!("{:#}", logits(folder.path(), None, &Device::Cpu, DType::F32).unwrap_err());
     assert!(
-        error.contains(&format!("tensor {query} has a scale, but quantization_config does not describe it")),
+        error.contains(&format!("tensor {query} has a scale, but quantization_config does not describe the tensor")),
         "{error}"
     );
 }
