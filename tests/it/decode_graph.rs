@@ -37,7 +37,7 @@ struct Model {
     name: String,
     decoder: Decoder,
     cache: KvCache,
-    /// The block tables of the only sequence. Its blocks are in reverse order, so kernels must read the tables.
+    /// The block tables of the only sequence. Its blocks are in reverse order, so kernels cannot ignore the tables.
     tables: BlockTables,
     device: Device,
     dtype: DType,
@@ -86,7 +86,7 @@ impl Model {
         }
     }
 
-    /// Prefills the graph's cache with a prompt.
+    /// Prefills a prompt into the KV cache of the graph.
     fn prefill(&self, prompt: &[u32]) {
         self.forward(prompt, 0, &self.cache);
     }
@@ -270,7 +270,7 @@ fn for_each_model(test: impl Fn(&Model)) {
     }
 }
 
-/// A Llama model for quantization during loading. Its output head is tied to the embedding.
+/// A Llama model that the tests quantize while they load it. Its output head is tied to the embedding.
 /// Row lengths are multiples of 256, except in o_proj, where K-quants fall back to formats with blocks of 32.
 const QUANTIZED: Llama = Llama {
     hidden_size: 512,
@@ -356,7 +356,7 @@ fn graph_steps_match_transformers() {
             println!("{}: logits are off by {error:e}", model.name);
             assert!(error < tolerance, "{}: logits are off by {error:e}", model.name);
 
-            // In bf16, rounding may change the greedy token in a near tie. In f16, it must not.
+            // In bf16, rounding may change the greedy token in a near tie. In f16, the greedy tokens must match.
             if dtype == DType::F16 {
                 let (prompt, want) = (ids("greedy_prompt"), ids("greedy"));
                 let (last, rest) = prompt.split_last().unwrap();

@@ -73,7 +73,7 @@ fn estimates_of_gguf_files_equal_the_loaded_bytes() {
     }
 }
 
-/// For most models, the headers alone give the same estimate as the files.
+/// For most models, an estimate from the headers alone equals the estimate from the whole files.
 /// For compressed-tensors models, the headers do not show the layout after loading, so the estimate may be low.
 /// Loading may pad rows to a multiple of 32 columns and give each row its own scale.
 #[test]

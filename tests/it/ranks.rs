@@ -102,7 +102,7 @@ fn logits_of_every_family_agree_with_transformers() {
     }
 }
 
-/// A rank quantizes the inputs of o_proj and down_proj with the largest value in its own columns, as vLLM does.
+/// Each rank scales the inputs of o_proj and down_proj by the largest value in its own columns, as vLLM does.
 /// With dynamic scales, the results differ from the results of one rank within the precision of 8 bits.
 #[test]
 fn logits_of_8_bit_models_agree_with_transformers() {

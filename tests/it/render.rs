@@ -233,11 +233,16 @@ fn pathological_markdown_is_laid_out_in_time() {
 fn finished_lines_are_never_written_again() {
     let out = String::from_utf8(written(ORDINARY, 1, SIZE)).unwrap();
     // Only the unfinished Markdown block is redrawn, so the output stays small.
-    assert!(out.len() < 30 * ORDINARY.len(), "{} for {}", out.len(), ORDINARY.len());
+    assert!(out.len() < 30 * ORDINARY.len(), "{} bytes of output for {} bytes", out.len(), ORDINARY.len());
     let plain =
         "A sentence of ordinary words that is longer than one row of this window and wraps to the next. ".repeat(3);
     let out = String::from_utf8(written(&plain, 4, SIZE)).unwrap();
-    assert!(out.len() < 4 * plain.len(), "plain text was written repeatedly: {} bytes for {}", out.len(), plain.len());
+    assert!(
+        out.len() < 4 * plain.len(),
+        "plain text was written repeatedly: {} bytes of output for {} bytes",
+        out.len(),
+        plain.len()
+    );
 }
 
 #[test]

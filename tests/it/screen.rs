@@ -191,7 +191,7 @@ impl Screen {
         self.rows_with_history(|_| true)
     }
 
-    /// Returns all rows without dim text. Reasoning is dim, and answers are not.
+    /// Returns all rows without dim text, such as reasoning.
     pub fn bright_rows(&mut self) -> Vec<String> {
         self.rows_with_history(|cell| !cell.dim())
     }

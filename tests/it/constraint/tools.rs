@@ -76,7 +76,7 @@ fn a_tool_call_ends_an_answer_with_a_grammar() {
     let answer = Grammar { name: "answer".to_string(), kind: GrammarKind::JsonSchema(schema()) };
     let tools = vec![ToolGrammar { name: "list_models".to_string(), arguments: None }];
     let constraint = Constraint { answer: Some(answer), tools, ..Constraint::default() };
-    // The bias makes the model call the tool at once, with no arguments.
+    // The bias makes the model call the tool immediately, with no arguments.
     let channel = engine.tokenizer().encode("commentary", ControlTokens::Text).unwrap()[0];
     let call = engine.tokenizer().token_id("<|call|>").unwrap();
     let logit_bias = [(channel, 100.0), (call, 100.0)].into();
