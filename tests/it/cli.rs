@@ -230,7 +230,7 @@ fn perplexity_reports_every_token() {
     assert!((mean - json["mean_nll"].as_f64().unwrap()).abs() < 1e-6);
     assert!((mean.exp() / json["perplexity"].as_f64().unwrap() - 1.0).abs() < 1e-6);
 
-    // Fewer bits give a larger KL divergence.
+    // The format with fewer bits must have the larger KL divergence.
     let quantized = |quantize: &str| -> Value {
         let args = ["perplexity", "demo", "--device", "cpu", "--file", file, "--json", "--kl", "--quantize", quantize];
         serde_json::from_slice(&run(&args).stdout).unwrap()

@@ -53,7 +53,7 @@ fn check(engine: &EngineHandle, count: usize, longest: usize) {
             assert_eq!(read(stream), alone[index], "round {round}, prompt of {} tokens", prompts[index].len());
         }
     }
-    // The next turn of a conversation continues the prompt and the answer.
+    // The prompt of the next turn starts with the earlier prompt and answer.
     let turn: Vec<u32> = prompts[1].iter().copied().chain(alone[1].iter().map(|&(token, _)| token)).collect();
     let ask = || read(engine.complete_ids(&turn, options(1, longest / 4)).unwrap());
     let warm = ask();

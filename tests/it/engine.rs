@@ -271,7 +271,7 @@ fn finish_reason_says_why_a_generation_ended() {
     let cancel = Arc::new(AtomicBool::new(true));
     let canceled = ask(&engine, &messages, |options| options.cancel = Some(cancel));
     assert_eq!((canceled.summary.finish_reason, canceled.tokens.len()), (FinishReason::Canceled, 0));
-    // After all these requests, the engine still answers like a fresh one.
+    // After all these requests, the engine must still answer like a new engine.
     let again = ask(&engine, &messages, |_| ());
     assert_eq!(again.tokens, ask(&demo(512), &messages, |_| ()).tokens);
 }

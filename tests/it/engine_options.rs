@@ -77,13 +77,13 @@ fn check_rules(engine: &EngineHandle, prompt: &[u32]) {
     let stopped = answer(engine, prompt, stop(0));
     assert_eq!((&stopped.tokens[..], stopped.summary.finish_reason), (&plain[..=last], FinishReason::Stop));
     let stopped = answer(engine, prompt, stop(last));
-    assert_eq!(stopped.tokens, plain[..=last], "the stop token is the first one after `min_tokens`");
+    assert_eq!(stopped.tokens, plain[..=last], "the first stop token after `min_tokens` must end the answer");
     let longer = answer(engine, prompt, stop(last + 1));
     assert!(longer.tokens.len() > last + 1 && !longer.tokens[..=last].contains(&plain[last]), "{:?}", longer.tokens);
     assert_eq!(longer.tokens[..last], plain[..last]);
 }
 
-/// Checks that several answers to one request equal answers to single requests.
+/// Checks that several answers to one request equal the answers to separate requests.
 fn check_forks(engine: &EngineHandle, prompt: &[u32]) {
     // At this temperature, different seeds give different tokens even if the model is almost certain of each one.
     let options = |seed| GenerateOptions {

@@ -1,5 +1,5 @@
 //! Compares CUDA kernels with their references in plain Rust, with candle, or with the operations that they replace.
-//! The inputs include outliers, odd sizes and cache rows filled with NaN.
+//! The inputs include outliers, unusual sizes and cache rows filled with NaN.
 //! Some tests check the references against independently computed values.
 //!
 //! `quantized.rs` tests the kernels of quantized matrices. `decode_graph.rs` tests the fused kernels of decode steps.
@@ -242,7 +242,7 @@ fn attention_matches_its_reference() {
         // With this many KV heads and rows, tiles of 128 rows fill the GPU, so the kernel uses them.
         (&[(130, 3)], 140, 140, 256, None, true),
         (&[(130, 3)], 140, 140, 128, Some(90), true),
-        // Several sequences: decode steps only, chunks of the same length, and both mixed.
+        // Cases with several sequences: decode steps only, chunks of the same length, and decode steps with chunks.
         (&[(1, 250), (1, 0), (1, 999), (1, 64)], 8, 2, 64, None, true),
         (&[(1, 250), (1, 0), (1, 999), (1, 63)], 64, 8, 64, Some(128), true),
         (&[(70, 0), (70, 128)], 8, 1, 128, None, false),
@@ -563,7 +563,7 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
     use crate::support::gpu;
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
-    // The matrix sizes of gpt-oss-20b and Llama-3.1-8B, and one odd size.
+    // The matrix sizes of gpt-oss-20b and Llama-3.1-8B, and one unusual size.
     for (rows, columns) in [(5120, 2880), (2880, 4096), (201_088, 2880), (28_672, 4096), (4096, 14_336), (33, 72)] {
         for dtype in [DType::BF16, DType::F16, DType::F32] {
             let mut noise = Random(rows as u64);
@@ -675,7 +675,7 @@ fn expert_matmul_matches_its_reference() {
                     let shares = noise.tensor(&[tokens, chosen], DType::F32);
                     let combined =
                         combine(&to_device(&want, &device, dtype), &to_device(&shares, &device, DType::F32)).unwrap();
-                    let what = format!("combine of {tokens}x{chosen}x{rows}, {dtype:?}");
+                    let what = format!("combine of {tokens} tokens, {chosen} experts, {rows} rows, {dtype:?}");
                     let want_combined = combine(&want.to_dtype(dtype).unwrap(), &shares).unwrap();
                     assert_close(&what, &combined, &want_combined, 1e-5);
                     let device_bias = bias.map(|bias| to_device(bias, &device, dtype));
@@ -688,7 +688,9 @@ fn expert_matmul_matches_its_reference() {
                         SumOrder::Fastest,
                     )
                     .unwrap();
-                    let what = format!("expert_matmul {tokens}x{chosen} of {experts}, {rows}x{columns}, {dtype:?}");
+                    let what = format!(
+                        "expert_matmul of {tokens} tokens, {chosen} of {experts} experts, {rows}x{columns}, {dtype:?}"
+                    );
                     assert_close(&what, &got, &want, rounding(dtype));
                 }
             }

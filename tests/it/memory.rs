@@ -15,7 +15,7 @@ use crate::support::{demo_dir, golden, golden_models};
 /// Formats with blocks of 32 values (q8_0), with blocks of 256 values (q4_k, q3_k), and without blocks (int8).
 const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
-/// Checks that the estimate equals the bytes resident after loading, in f32 and bf16.
+/// Checks that the estimate equals the number of bytes in memory after loading, in f32 and bf16.
 fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();
     let architecture = models::read_config(path).unwrap().architecture;

@@ -111,7 +111,7 @@ fn values_equal_those_of_the_blocks_bit_by_bit() {
         let got = values(&matrix.dequantize(DType::F32).unwrap());
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&got), bits(&want), "{of}");
-        // A block of 256 may take 6 bytes more than in the file: 4 for unpacked scales and 2 for padding.
+        // A block of 256 values may take 6 bytes more in memory than in the file: 4 for unpacked scales, 2 for padding.
         let file = 3 * 512 / of.block_length() * of.block_bytes();
         assert!(
             matrix.bytes() as usize <= file + 3 * 2 * 6,
@@ -290,7 +290,7 @@ fn roundings(format: WeightFormat) -> Vec<InputRounding> {
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
     let gpu = gpu();
-    // With 40 and 104 columns, the rows of x are aligned to 16 bytes, so `matmul_few` multiplies 3 and 40 tokens.
+    // With 40 and 104 columns, the rows of x are aligned to 16 bytes, so `matmul_few` handles 3 and 40 tokens.
     for columns in [36, 40, 100, 104] {
         for quantize in [QuantizationTarget::Int8, QuantizationTarget::Fp8] {
             let values_of = floats(48 * columns, 7);
@@ -371,7 +371,7 @@ fn gpu_kernels_agree_with_the_cpu() {
                         let error = relative_error(&values(&got), &values(&want));
                         // For one token, and for a few tokens in f32, the kernels use exact weights and 16-bit inputs.
                         // Otherwise, the kernels round the weights to the dtype of the input.
-                        // Tensor cores accumulate int8 products exactly, but FP8 products with only about 13 bits.
+                        // Tensor cores accumulate int8 products exactly, but FP8 products only to about 13 bits.
                         let is_few = match rounding {
                             InputRounding::Int8PerToken | InputRounding::Int8Static(_) if rows % 16 == 0 => false,
                             _ if format == WeightFormat::Fp8 && rows % 16 == 0 && rounding != InputRounding::None => {

@@ -186,7 +186,7 @@ fn ranks_on_gpus_agree_with_transformers() {
     }
 }
 
-/// Runs greedy requests on two ranks. Each answer has the requested length, and most equal the answers of one GPU.
+/// Runs greedy requests on two ranks. Every answer has the full length, and most answers equal the answers of one GPU.
 #[test(gpu)]
 fn engines_of_several_gpus_answer_many_requests() {
     let engine = |devices: Devices| queued_steps::demo().devices(devices).dtype(DType::F32).load().unwrap();

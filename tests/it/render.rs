@@ -195,7 +195,7 @@ fn escape_sequences_of_a_model_never_reach_the_terminal() {
             assert_eq!(screen(&out, SIZE), screen(&written(text, usize::MAX, SIZE), SIZE));
         }
     }
-    // Reasoning and tool call arguments must be harmless too.
+    // Control characters in reasoning and tool call arguments must also be harmless.
     for channel in [Channel::Reasoning, Channel::ToolCall] {
         let (mut view, mut out) = (TurnView::new(SIZE, false, false), Vec::new());
         view.show(&delta(channel, hostile[0]), SIZE, &mut out).unwrap();
@@ -252,7 +252,7 @@ fn a_resized_window_applies_at_once() {
     let mut view = TurnView::new(narrow, false, false);
     let mut terminal = terminal(narrow);
     let mut show = |text: &str, size: WindowSize, terminal: &mut vt100::Parser| {
-        // Wait longer than the maximum pause between two redraws, so the text is drawn at once.
+        // Wait longer than the maximum pause between two redraws, so the text is drawn immediately.
         std::thread::sleep(std::time::Duration::from_millis(100));
         let mut out = Vec::new();
         view.show(&delta(Channel::Answer, text), size, &mut out).unwrap();
@@ -278,7 +278,7 @@ fn reasoning_folds_and_unfolds() {
         terminal.screen().contents()
     };
     let think = |view: &mut TurnView, text: &str| {
-        // Wait longer than the maximum pause between two redraws, so the text is drawn at once.
+        // Wait longer than the maximum pause between two redraws, so the text is drawn immediately.
         std::thread::sleep(std::time::Duration::from_millis(100));
         let mut out = Vec::new();
         view.show(&delta(Channel::Reasoning, text), SIZE, &mut out).unwrap();

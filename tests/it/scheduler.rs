@@ -693,7 +693,7 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
         };
         let text = random.below(texts.len());
         let mut prompt = texts[text][..len].to_vec();
-        // About half of the prompts share only their start with others.
+        // About half of the prompts share only a prefix with other prompts.
         let shared = random.below(2 * len);
         prompt.iter_mut().skip(shared).for_each(|token| *token = random.below(1000) as u32);
         let room = (context - len).max(1);

@@ -46,7 +46,7 @@ impl<T> Drop for Counted<T> {
 }
 
 impl Target for Host {
-    /// The bytes, the number of bytes copied so far, and whether the tensor is complete.
+    /// The bytes of a tensor, the number of bytes copied so far, and whether the tensor is complete.
     type Memory = Counted<Mutex<(Vec<u8>, usize, bool)>>;
     type Staging = Counted<Vec<u8>>;
 
