@@ -230,7 +230,7 @@ fn perplexity_reports_every_token() {
     assert!((mean - json["mean_nll"].as_f64().unwrap()).abs() < 1e-6);
     assert!((mean.exp() / json["perplexity"].as_f64().unwrap() - 1.0).abs() < 1e-6);
 
-    // Fewer bits give a larger KL divergence.
+    // The format with fewer bits must have the larger KL divergence.
     let quantized = |quantize: &str| -> Value {
         let args = ["perplexity", "demo", "--device", "cpu", "--file", file, "--json", "--kl", "--quantize", quantize];
         serde_json::from_slice(&run(&args).stdout).unwrap()
@@ -264,7 +264,7 @@ fn missing_gpu_is_an_error_that_names_the_next_command() {
 /// Commands that need no GPU must not load cuBLAS or the driver.
 #[test]
 fn startup_loads_no_nvidia_library() {
-    // Debug builds linked with GNU ld do load NVIDIA libraries. `device/libraries.rs` explains why.
+    // Debug builds linked with GNU ld load NVIDIA libraries at startup. `device/libraries.rs` explains why.
     let with_gnu_ld = !fs::read(env!("CARGO_BIN_EXE_inferno")).unwrap().windows(12).any(|part| part == b"Linker: LLD ");
     assert!(libraries_are_loaded_on_demand() || (with_gnu_ld && cfg!(debug_assertions)));
 }
@@ -276,7 +276,7 @@ pub fn libraries_are_loaded_on_demand() -> bool {
     !["libcuda.so", "libcublas", "libcurand", "libnvrtc"].iter().any(|library| loaded.contains(library))
 }
 
-/// Returns a command that runs inferno with a broken NVIDIA driver library, even on a machine with a driver.
+/// Returns a command that runs inferno with a broken NVIDIA driver library, whether or not the machine has a driver.
 pub fn without_driver(home: &TempDir) -> Command {
     let broken = home.path().join("driver");
     fs::create_dir_all(&broken).unwrap();
@@ -302,7 +302,7 @@ fn missing_model_error_names_the_download_command() {
 #[test]
 fn broken_weights_error_names_the_file() {
     let weights = "model.safetensors";
-    // Truncate the file to 0 bytes, within the 8-byte header length, after the length, in the header, or in the data.
+    // Truncate the file to 0 bytes, within the 8-byte header length, after it, within the header, or within the data.
     for length in [0, 5, 8, 1000, 100_000] {
         let (_folder, path) = copy_of_demo();
         let file = fs::OpenOptions::new().write(true).open(path.join(weights)).unwrap();
@@ -408,7 +408,7 @@ fn broken_tokenizer_error_names_the_file() {
     }
     // This file makes the `tokenizers` crate panic (huggingface/tokenizers #2094). inferno hides the panic message.
     let merge = r#"{"version":"1.0","model":{"type":"BPE","vocab":{"a":0,"b":1},"merges":[["a","b"]]}}"#;
-    // This file makes the crate panic on a rayon thread.
+    // This file makes the `tokenizers` crate panic on a rayon thread.
     let charsmap = r#"{"version":"1.0","normalizer":{"type":"Precompiled","precompiled_charsmap":"%"},"model":{}}"#;
     for panics in [merge, charsmap] {
         let (_folder, path) = copy_of_demo();

@@ -1,5 +1,5 @@
-//! Tests of the compressed-tensors `quantization_config` in golden checkpoints, real configs and unsupported configs.
-//! Tests of real configs need INFERNO_FIXTURES.
+//! Tests of the compressed-tensors `quantization_config`: golden checkpoints, published configs, unsupported configs.
+//! Tests of published configs need INFERNO_FIXTURES.
 
 use std::path::Path;
 

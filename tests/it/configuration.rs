@@ -126,7 +126,11 @@ fn every_sampling_parameter_can_be_set_everywhere() {
     let folder = fs::read_dir(home.path().join(".local/state/inferno/conversations")).unwrap();
     let journal = fs::read_to_string(folder.last().unwrap().unwrap().path()).unwrap();
     for field in SAMPLING_FIELDS {
-        assert!(journal.contains(&format!("\"{}\":[", field.flag)), "the journal lacks {}: {journal}", field.flag);
+        assert!(
+            journal.contains(&format!("\"{}\":[", field.flag)),
+            "the journal does not contain {}: {journal}",
+            field.flag
+        );
     }
 }
 

@@ -240,7 +240,7 @@ fn ctrl_o_folds_reasoning_and_typed_ahead_lines_are_kept() {
     prompt(&mut chat);
     let second = say(&mut chat, "What is the KV cache?");
     assert!(second.contains("thought: "), "the reasoning is not folded: {second}");
-    // After the answer, typed keys are echoed again.
+    // After the answer, the terminal echoes typed keys again.
     type_in(&mut chat, "/stats");
     expect(&mut chat, "/stats");
     chat.send_line("").unwrap();

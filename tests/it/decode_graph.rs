@@ -1,6 +1,6 @@
 //! Tests of the decode graph. All of them need a GPU.
 //!
-//! - The logits of every step match the eager decoder.
+//! - The logits of every step match the logits of the eager decoder.
 //! - Graph replay matches individual kernel launches.
 //! - Sampling on the GPU matches the sampler on the host, even if logits are NaN, infinite or equal.
 
@@ -37,7 +37,7 @@ struct Model {
     name: String,
     decoder: Decoder,
     cache: KvCache,
-    /// The block tables of the only sequence. Its blocks are in reverse order, so kernels must read the tables.
+    /// The block tables of the only sequence. Its blocks are in reverse order, so kernels cannot ignore the tables.
     tables: BlockTables,
     device: Device,
     dtype: DType,
@@ -86,7 +86,7 @@ impl Model {
         }
     }
 
-    /// Prefills the graph's cache with a prompt.
+    /// Prefills a prompt into the KV cache of the graph.
     fn prefill(&self, prompt: &[u32]) {
         self.forward(prompt, 0, &self.cache);
     }
@@ -270,7 +270,7 @@ fn for_each_model(test: impl Fn(&Model)) {
     }
 }
 
-/// A Llama model for quantization during loading. Its output head is tied to the embedding.
+/// A Llama model that the tests quantize while they load it. Its output head is tied to the embedding.
 /// Row lengths are multiples of 256, except in o_proj, where K-quants fall back to formats with blocks of 32.
 const QUANTIZED: Llama = Llama {
     hidden_size: 512,
@@ -334,7 +334,7 @@ fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
     (0..tokens as u32).map(|i| (i * 31 + 7) % vocab).collect()
 }
 
-/// Compares the logits of one graph step per position, and a greedy continuation, with transformers.
+/// Compares the graph with transformers: the logits at every position, computed in one step each, and greedy tokens.
 #[test(gpu)]
 fn graph_steps_match_transformers() {
     let device = gpu();
@@ -356,7 +356,7 @@ fn graph_steps_match_transformers() {
             println!("{}: logits are off by {error:e}", model.name);
             assert!(error < tolerance, "{}: logits are off by {error:e}", model.name);
 
-            // In bf16, rounding may change the greedy token in a near tie. In f16, it must not.
+            // In bf16, rounding may change the greedy token in a near tie. In f16, the greedy tokens must match.
             if dtype == DType::F16 {
                 let (prompt, want) = (ids("greedy_prompt"), ids("greedy"));
                 let (last, rest) = prompt.split_last().unwrap();
@@ -408,7 +408,11 @@ fn graph_steps_match_the_eager_decoder() {
             // If the router chooses a different expert in a near tie, the error of this step is larger.
             let is_flipped = model.has_router && (allowed..1.0).contains(&error);
             (steps, flipped) = (steps + 1, flipped + usize::from(is_flipped));
-            assert!(error < allowed || is_flipped, "{} at {position}: logits are off by {error:e}", model.name);
+            assert!(
+                error < allowed || is_flipped,
+                "{} at position {position}: logits are off by {error:e}",
+                model.name
+            );
             let best = (0..got.len()).max_by(|&a, &b| got[a].total_cmp(&got[b]).then(b.cmp(&a))).unwrap();
             assert_eq!(next as usize, best, "{} at {position}", model.name);
             seen.push(token);
@@ -421,7 +425,7 @@ fn graph_steps_match_the_eager_decoder() {
             }
         }
         let allowed_flips = if model.dtype == DType::F16 { steps / 15 } else { steps / 4 };
-        assert!(flipped <= allowed_flips, "{}: {flipped} of {steps} steps chose other experts", model.name);
+        assert!(flipped <= allowed_flips, "{}: {flipped} of {steps} steps chose different experts", model.name);
     });
 }
 
@@ -498,7 +502,7 @@ fn device_sampling_matches_host_sampling() {
                 graph.start(0, position, token, host.on_device(), &model.tables).unwrap();
                 token = graph.next(1).unwrap();
                 let want = host.sample(&mut values(graph.logits()));
-                assert_eq!(token, want, "{} at {position}, {params:?}", model.name);
+                assert_eq!(token, want, "{} at position {position}, {params:?}", model.name);
             }
             // Two runs that sample only on the GPU must give the same tokens.
             let host = Sampler::new(params.clone(), &prompt);
@@ -551,7 +555,7 @@ fn sampled_rows_match_host_sampling() {
     }
 }
 
-/// A token mask changes only its own row, and gives the same logits as masking on the host.
+/// A token mask changes only its own row of logits, in the same way as masking on the host.
 #[test(gpu)]
 fn masked_rows_match_masking_on_the_host() {
     let device = gpu();
@@ -637,7 +641,7 @@ fn special_logits_are_sampled_as_on_the_host() {
     }
 }
 
-/// Like `argmax` on the host, the greedy kernel chooses the lowest id among equal logits, and never a NaN.
+/// Like `argmax` on the host, the greedy kernel chooses the lowest id among equal logits and ignores NaN logits.
 #[test(gpu)]
 fn special_logits_of_greedy_steps_follow_the_host() {
     let device = gpu();

@@ -25,7 +25,7 @@ fn options(index: usize, count: usize) -> GenerateOptions {
     GenerateOptions { ignore_eos: true, max_tokens, logprobs: Some(0), ..GenerateOptions::new(sampling) }
 }
 
-/// Asserts that answers in batches, with and without cached prefixes, equal answers alone with an empty prefix cache.
+/// Asserts that batched answers, with and without cached prefixes, equal the answers of single, uncached requests.
 fn check(engine: &EngineHandle, count: usize, longest: usize) {
     assert!(engine.info().is_deterministic);
     let shared = engine.random_tokens(1, longest);
@@ -53,7 +53,7 @@ fn check(engine: &EngineHandle, count: usize, longest: usize) {
             assert_eq!(read(stream), alone[index], "round {round}, prompt of {} tokens", prompts[index].len());
         }
     }
-    // The next turn of a conversation continues the prompt and the answer.
+    // The prompt of the next turn starts with the earlier prompt and answer.
     let turn: Vec<u32> = prompts[1].iter().copied().chain(alone[1].iter().map(|&(token, _)| token)).collect();
     let ask = || read(engine.complete_ids(&turn, options(1, longest / 4)).unwrap());
     let warm = ask();
@@ -62,7 +62,7 @@ fn check(engine: &EngineHandle, count: usize, longest: usize) {
     // Several answers to one prompt share the keys and values of the prompt.
     let request = Request::ids(prompts[1].clone()).options(options(1, longest / 4));
     let answers: Vec<Bits> = engine.submit_n(request, 3).unwrap().into_iter().map(read).collect();
-    assert_eq!(answers[0], alone[1], "the first of three answers differs from a single one");
+    assert_eq!(answers[0], alone[1], "the first of three answers differs from a single answer");
 }
 
 fn demo() -> EngineBuilder<'static> {

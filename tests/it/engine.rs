@@ -54,7 +54,7 @@ fn top_k_top_p_and_min_p_keep_the_likeliest_tokens() {
     assert_eq!(remaining(&logits, &sampling(|p| p.top_p = 0.75)), [1, 2, 3]);
     assert_eq!(remaining(&logits, &sampling(|p| p.min_p = 0.49)), [1, 2, 3]);
     assert_eq!(remaining(&logits, &sampling(|p| p.min_p = 0.51)), [2, 3]);
-    // Temperature is applied first: at 0.5 the odds are 1 : 4 : 9 : 16, so the two likeliest reach 0.8.
+    // Temperature is applied first. At 0.5, the odds are 1 : 4 : 9 : 16. The two likeliest tokens together exceed 0.8.
     assert_eq!(
         remaining(
             &logits,
@@ -192,7 +192,7 @@ fn ask(engine: &EngineHandle, messages: &[Message], change: impl FnOnce(&mut Gen
     Answer::read(engine.chat(messages, &render(), options).unwrap())
 }
 
-/// Starts a greedy generation that only `max_tokens` or the end of the context stops.
+/// Starts a greedy generation that stops only at `max_tokens` or at the end of the context.
 fn endless(engine: &EngineHandle, max_tokens: Option<usize>) -> RequestStream {
     let options = GenerateOptions { ignore_eos: true, max_tokens, ..greedy() };
     engine.complete("How do I", options).unwrap()
@@ -222,7 +222,7 @@ fn second_turn_reads_only_its_new_tokens_and_answers_like_a_fresh_engine() {
     messages.push(Message::assistant(&first.text));
     messages.push(Message::user("What is a token?"));
     let second = ask(&engine, &messages, |_| ());
-    // The first prompt is still cached. The second prompt continues without the reasoning of the first answer.
+    // The first prompt is still cached. The second prompt repeats it, but not the reasoning of the first answer.
     let whole_blocks = first.summary.prompt_tokens / BLOCK_TOKENS * BLOCK_TOKENS;
     assert!(second.summary.cached_tokens >= whole_blocks.max(1), "{:?}", second.summary);
     let fresh = ask(&demo(2048), &messages, |_| ());
@@ -271,7 +271,7 @@ fn finish_reason_says_why_a_generation_ended() {
     let cancel = Arc::new(AtomicBool::new(true));
     let canceled = ask(&engine, &messages, |options| options.cancel = Some(cancel));
     assert_eq!((canceled.summary.finish_reason, canceled.tokens.len()), (FinishReason::Canceled, 0));
-    // After all these requests, the engine still answers like a fresh one.
+    // After all these requests, the engine must still answer like a new engine.
     let again = ask(&engine, &messages, |_| ());
     assert_eq!(again.tokens, ask(&demo(512), &messages, |_| ()).tokens);
 }
@@ -645,7 +645,7 @@ fn run_many(engine: &EngineHandle, prompts: &[Vec<u32>], count: usize) {
 }
 
 /// Returns the number of requests in `INFERNO_TEST_REQUESTS`.
-/// With this variable, tests also measure memory, so run one of them at a time.
+/// If this variable is set, tests also measure memory, so run only one test at a time.
 fn requested_count() -> Option<usize> {
     let text = std::env::var("INFERNO_TEST_REQUESTS").ok()?;
     Some(text.parse().expect("INFERNO_TEST_REQUESTS must be a number"))
@@ -713,7 +713,7 @@ fn at_most_max_sequences_run_at_once() {
     let stats = engine.stats();
     assert_eq!((stats.running, stats.waiting), (2, 1), "{stats:?}");
     let summaries: Vec<Summary> = streams.into_iter().map(|stream| Answer::read(stream).summary).collect();
-    assert!(summaries[2].queue_s > summaries[0].queue_s, "the third request waits for the first one");
+    assert!(summaries[2].queue_s > summaries[0].queue_s, "the third request must wait for the first one");
     assert!(summaries.iter().all(|summary| summary.queue_s <= summary.ttft_s));
     assert_eq!(stats_when_idle(&engine).tokens_after_cancel, 0);
     assert!(engine.is_responsive(Duration::from_secs(60)));

@@ -53,7 +53,7 @@ fn check_logprobs(engine: &EngineHandle, prompt: &[u32], tolerance: f64) {
             }
             assert!(got.top.is_sorted_by(|a, b| a.1 >= b.1));
             if penalty == 0.0 {
-                assert_eq!(got.top[0].0, token, "greedy sampling chooses the most likely token");
+                assert_eq!(got.top[0].0, token, "greedy sampling must choose the most likely token");
             }
         }
     }
@@ -71,19 +71,19 @@ fn check_rules(engine: &EngineHandle, prompt: &[u32]) {
     assert_eq!(answer(engine, prompt, bias(11, 100.0)).tokens, [11; 12]);
     assert_eq!(answer(engine, prompt, bias(11, 0.0)).tokens, plain);
 
-    // Use as a stop token the token at index `last`, which does not occur earlier in the answer.
+    // The stop token is the token at index `last`. It does not occur earlier in the answer.
     let last = (2..12).find(|&last| !plain[..last].contains(&plain[last])).unwrap_or(0);
     let stop = |min_tokens| GenerateOptions { stop_token_ids: vec![plain[last]], min_tokens, ..endless(12) };
     let stopped = answer(engine, prompt, stop(0));
     assert_eq!((&stopped.tokens[..], stopped.summary.finish_reason), (&plain[..=last], FinishReason::Stop));
     let stopped = answer(engine, prompt, stop(last));
-    assert_eq!(stopped.tokens, plain[..=last], "the stop token is the first one after `min_tokens`");
+    assert_eq!(stopped.tokens, plain[..=last], "the first stop token after `min_tokens` must end the answer");
     let longer = answer(engine, prompt, stop(last + 1));
     assert!(longer.tokens.len() > last + 1 && !longer.tokens[..=last].contains(&plain[last]), "{:?}", longer.tokens);
     assert_eq!(longer.tokens[..last], plain[..last]);
 }
 
-/// Checks that several answers to one request equal answers to single requests.
+/// Checks that several answers to one request equal the answers to separate requests.
 fn check_forks(engine: &EngineHandle, prompt: &[u32]) {
     // At this temperature, different seeds give different tokens even if the model is almost certain of each one.
     let options = |seed| GenerateOptions {

@@ -48,16 +48,22 @@ fn full_size_logits_agree_with_transformers() {
     let engine = load();
     let (their_kl, their_top1) = compare(&reference["bf16"], &reference["f32"]);
     println!("positions {}", ids.len());
-    println!("transformers bf16 against transformers f32: mean KL {their_kl:.3e}, top-1 {:.1} %", 100.0 * their_top1);
+    println!(
+        "transformers bf16 against transformers f32: mean KL {their_kl:.3e}, top-1 agreement {:.1} %",
+        100.0 * their_top1
+    );
     let compare_with_reference = |what: &str, got: Tensor| {
         let got = got.to_device(&Device::Cpu).unwrap();
         let (kl, top1) = compare(&got, &reference["f32"]);
         let (kl_bf16, top1_bf16) = compare(&got, &reference["bf16"]);
-        println!("{what}: mean KL {kl:.3e}, top-1 {:.1} %", 100.0 * top1);
-        println!("  against transformers bf16: mean KL {kl_bf16:.3e}, top-1 {:.1} %", 100.0 * top1_bf16);
+        println!("{what}: mean KL {kl:.3e}, top-1 agreement {:.1} %", 100.0 * top1);
+        println!("  against transformers bf16: mean KL {kl_bf16:.3e}, top-1 agreement {:.1} %", 100.0 * top1_bf16);
         // Allow somewhat more error than transformers has in bf16, because rounding depends on the order of summation.
         assert!(kl <= 1.5 * their_kl, "{what}: mean KL is {kl:e}, but {their_kl:e} for transformers in bf16");
-        assert!(top1 >= their_top1 - 0.03, "{what}: top-1 is {top1}, but {their_top1} for transformers in bf16");
+        assert!(
+            top1 >= their_top1 - 0.03,
+            "{what}: top-1 agreement is {top1}, but {their_top1} for transformers in bf16"
+        );
     };
     compare_with_reference("inferno bf16, prefill", engine.logits(&ids).unwrap());
     let steps = engine.with_runner(move |runner| runner.step_logits(&ids)).unwrap().unwrap();
@@ -152,7 +158,7 @@ fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (
     (tokens, mean)
 }
 
-/// With `deterministic`, 64 concurrent requests give the same tokens as the same requests one at a time.
+/// With `deterministic`, 64 concurrent requests give the same tokens as the same requests run one at a time.
 #[test(full_size)]
 fn full_size_answers_at_once_equal_answers_alone_if_deterministic() {
     for eager in [false, true] {
@@ -184,10 +190,13 @@ fn check_deterministic_answers(eager: bool) {
             differences.push((prompt.len(), token));
         }
     }
-    assert!(differences.is_empty(), "eager {eager}: prompt lengths and the first different tokens: {differences:?}");
+    assert!(
+        differences.is_empty(),
+        "eager {eager}: (prompt length, index of the first different token): {differences:?}"
+    );
 }
 
-/// Generates 64 answers concurrently, then one at a time. All may differ from a prefill only by rounding errors.
+/// Generates 64 answers concurrently, then one at a time. Both may differ from a prefill only by rounding errors.
 #[test(full_size)]
 fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
     const TOKENS: usize = 64;
@@ -212,9 +221,15 @@ fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
     }
     first_differences.sort_unstable();
     let [at_once, alone] = divergences;
-    println!("mean KL from a prefill: {at_once:.3e} at once, {alone:.3e} alone");
-    println!("{} of 64 answers differ, first at tokens {first_differences:?}", first_differences.len());
-    // A prompt that runs alone uses the same kernels as the reference prefill. Concurrent prompts share steps, which
-    // rounds their keys and values independently and at most doubles the error.
-    assert!(at_once <= 2.0 * alone, "mean KL {at_once:e} at once, {alone:e} alone");
+    println!("mean KL from a prefill: {at_once:.3e} for concurrent requests, {alone:.3e} for single requests");
+    println!(
+        "{} of 64 answers differ; indices of the first different tokens: {first_differences:?}",
+        first_differences.len()
+    );
+    // A prompt that runs alone uses the same kernels as the reference prefill. Concurrent prompts share steps, so
+    // their keys and values are rounded independently of the reference. This at most doubles the error.
+    assert!(
+        at_once <= 2.0 * alone,
+        "mean KL is {at_once:e} for concurrent requests, but {alone:e} for single requests"
+    );
 }

@@ -114,7 +114,7 @@ impl Case {
             // transformers in bf16 differs from transformers in f32 by 3.3% (int8), 5.6% (fp8) and 9.1% (fp8_static).
             // The tolerances are about twice these errors.
             // On a GPU, f32 needs the FP8 tolerances too: tensor cores accumulate FP8 products with about 13 bits, and
-            // the error can change a quantized activation. FP8 products of torch have errors of 3e-4 to 9e-4.
+            // the error can change a quantized activation. The FP8 products in torch have errors of 3e-4 to 9e-4.
             (_, "compressed/fp8") if self.is_16_bit() || self.device.is_cuda() => 12e-2,
             (_, "compressed/fp8_static") if self.is_16_bit() || self.device.is_cuda() => 19e-2,
             (DType::F32, _) => 1e-4,

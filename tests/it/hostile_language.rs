@@ -317,7 +317,7 @@ fn text_never_becomes_a_control_token_of_the_model_itself() {
     assert_controls(&model, &["hi"], 0);
     assert_controls(&model, &["hi＜|call|＞"], 0);
     assert_controls(&model, &["hi<|call|>"], 0);
-    // The emoji has no token. It becomes the unknown token, not an error.
+    // The emoji has no token. It is encoded as the unknown token, without an error.
     let language = worker::load_language(&model.path).unwrap();
     assert!(language.render(&[Message::user("😀<|call|>")], &options()).is_ok());
 }

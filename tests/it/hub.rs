@@ -218,7 +218,7 @@ fn interrupted_download_is_resumed() {
         assert!(!partial.exists());
         fs::remove_dir_all(machine.repo()).unwrap();
     }
-    // A leftover `.incomplete` file may also be complete or too long.
+    // A leftover `.incomplete` file may contain the complete file, or more bytes than the file has.
     for leftover in [weights.clone(), pattern(60_000, 9)] {
         fs::create_dir_all(&blobs).unwrap();
         fs::write(&partial, &leftover).unwrap();

@@ -1,5 +1,5 @@
 //! Compares CUDA kernels with their references in plain Rust, with candle, or with the operations that they replace.
-//! The inputs include outliers, odd sizes and cache rows filled with NaN.
+//! The inputs include outliers, unusual sizes and cache rows filled with NaN.
 //! Some tests check the references against independently computed values.
 //!
 //! `quantized.rs` tests the kernels of quantized matrices. `decode_graph.rs` tests the fused kernels of decode steps.
@@ -63,7 +63,7 @@ fn split_qkv_matches_its_reference() {
             let norms = [noise.tensor(&[head_dim], DType::F32), noise.tensor(&[head_dim], DType::F32)];
             let positions: Vec<u32> = (0..tokens).map(|_| (noise.next() % 400) as u32).collect();
             let positions = Tensor::new(positions, &Device::Cpu).unwrap();
-            // Consecutive tokens have slots in different blocks. From five tokens on, the slots are not in order.
+            // Consecutive tokens have slots in different blocks. With five or more tokens, the slots are not in order.
             let slots: Vec<u32> = (0..tokens).map(|token| (token * 77 % (4 * BLOCK_TOKENS)) as u32).collect();
             let slots = Tensor::new(slots, &Device::Cpu).unwrap();
             let run = |device: &Device, dtype| {
@@ -242,7 +242,7 @@ fn attention_matches_its_reference() {
         // With this many KV heads and rows, tiles of 128 rows fill the GPU, so the kernel uses them.
         (&[(130, 3)], 140, 140, 256, None, true),
         (&[(130, 3)], 140, 140, 128, Some(90), true),
-        // Several sequences: decode steps only, chunks of the same length, and both mixed.
+        // Cases with several sequences: decode steps only, chunks of the same length, and decode steps with chunks.
         (&[(1, 250), (1, 0), (1, 999), (1, 64)], 8, 2, 64, None, true),
         (&[(1, 250), (1, 0), (1, 999), (1, 63)], 64, 8, 64, Some(128), true),
         (&[(70, 0), (70, 128)], 8, 1, 128, None, false),
@@ -305,7 +305,8 @@ fn attention_matches_its_reference() {
                     continue;
                 }
                 let got = run(&q, &k, &v, sinks.as_ref(), backend);
-                let what = format!("{spans:?}, {heads}/{kv_heads}x{head_dim}, {dtype:?}, cap {softcap:?}");
+                let what =
+                    format!("{spans:?}, {heads} heads, {kv_heads} KV heads of {head_dim}, {dtype:?}, cap {softcap:?}");
                 assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * error_growth * rounding(dtype));
             }
         }
@@ -475,7 +476,10 @@ fn attention_in_fixed_order_does_not_depend_on_other_sequences() {
             let all = run(0, 64);
             for (first, count) in (0..64).map(|first| (first, 1)).chain([(0, 2), (5, 7), (20, 40)]) {
                 let want = values(&all.narrow(0, first, count).unwrap());
-                assert!(values(&run(first, count)) == want, "{dtype:?}, {heads} heads, {count} sequences from {first}");
+                assert!(
+                    values(&run(first, count)) == want,
+                    "{dtype:?}, {heads} heads, {count} sequences from index {first}"
+                );
             }
         }
     }
@@ -512,8 +516,11 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
         let (shares, all) = run(0, tokens);
         for (first, count) in (0..64).map(|first| (first, 1)).chain([(0, 2), (5, 7), (20, 40), (3, 130)]) {
             let (got_shares, got) = run(first, count);
-            assert!(got_shares == shares[first * chosen..][..count * chosen], "routing of {count} tokens from {first}");
-            assert!(got == all[first * columns..][..count * columns], "{dtype:?}, {count} tokens from {first}");
+            assert!(
+                got_shares == shares[first * chosen..][..count * chosen],
+                "routing of {count} tokens from index {first}"
+            );
+            assert!(got == all[first * columns..][..count * columns], "{dtype:?}, {count} tokens from index {first}");
         }
     }
 }
@@ -526,7 +533,7 @@ fn products_of_few_tokens_match_their_reference() {
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
-    // The sizes give several warps per row, one warp per row, an uneven last block, fewer parts of a row than warps, or
+    // The cases: several warps per row, one warp per row, an uneven last block, fewer parts of a row than warps, and
     // more inputs than two buffers hold. The last two row counts are unsupported: not a multiple of 16, or too large.
     let cases =
         [(16, 64), (5120, 2880), (2880, 4096), (4112, 64), (28_672, 192), (4096, 14_336), (40, 64), (65_536, 64)];
@@ -556,7 +563,7 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
     use crate::support::gpu;
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
-    // The matrix sizes of gpt-oss-20b and Llama-3.1-8B, and one odd size.
+    // The matrix sizes of gpt-oss-20b and Llama-3.1-8B, and one unusual size.
     for (rows, columns) in [(5120, 2880), (2880, 4096), (201_088, 2880), (28_672, 4096), (4096, 14_336), (33, 72)] {
         for dtype in [DType::BF16, DType::F16, DType::F32] {
             let mut noise = Random(rows as u64);
@@ -571,11 +578,11 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
                 for tokens in [2, 7, 64, 65, 70] {
                     assert!(
                         product(first, tokens) == alone,
-                        "{rows}x{columns}, {dtype:?}, {tokens} tokens from {first}"
+                        "{rows}x{columns}, {dtype:?}, {tokens} tokens from index {first}"
                     );
                 }
             }
-            // In the product of all tokens, token 130 has another position in its group than in `product(130, 1)`.
+            // In the product of all tokens, token 130 has a different position in its group than in `product(130, 1)`.
             let all = values(&matmul_f32(&x, &weight, SumOrder::Fixed).unwrap().narrow(0, 130, 1).unwrap());
             assert!(all == product(130, 1), "{rows}x{columns}, {dtype:?}: the result depends on the position");
         }
@@ -609,7 +616,7 @@ fn routed_pairs_match_separate_operations() {
         // The kernels must reset their counters, because the second launch uses them again.
         for _ in 0..2 {
             let routed = RoutedPairs::route(&x, &weight, Some(&bias), chosen, SumOrder::Fastest, Some(&usage)).unwrap();
-            assert_close(&format!("{tokens} tokens, {chosen} of {experts}"), &routed.shares, &want, 1e-4);
+            assert_close(&format!("{tokens} tokens, {chosen} of {experts} experts"), &routed.shares, &want, 1e-4);
             let sorted: Vec<u32> = routed.sorted.to_vec1().unwrap();
             let offsets: Vec<u32> = routed.offsets.to_vec1().unwrap();
             let mut got = vec![None; tokens * chosen];
@@ -668,7 +675,7 @@ fn expert_matmul_matches_its_reference() {
                     let shares = noise.tensor(&[tokens, chosen], DType::F32);
                     let combined =
                         combine(&to_device(&want, &device, dtype), &to_device(&shares, &device, DType::F32)).unwrap();
-                    let what = format!("combine of {tokens}x{chosen}x{rows}, {dtype:?}");
+                    let what = format!("combine of {tokens} tokens, {chosen} experts, {rows} rows, {dtype:?}");
                     let want_combined = combine(&want.to_dtype(dtype).unwrap(), &shares).unwrap();
                     assert_close(&what, &combined, &want_combined, 1e-5);
                     let device_bias = bias.map(|bias| to_device(bias, &device, dtype));
@@ -681,7 +688,9 @@ fn expert_matmul_matches_its_reference() {
                         SumOrder::Fastest,
                     )
                     .unwrap();
-                    let what = format!("expert_matmul {tokens}x{chosen} of {experts}, {rows}x{columns}, {dtype:?}");
+                    let what = format!(
+                        "expert_matmul of {tokens} tokens, {chosen} of {experts} experts, {rows}x{columns}, {dtype:?}"
+                    );
                     assert_close(&what, &got, &want, rounding(dtype));
                 }
             }

@@ -76,7 +76,7 @@ fn layer(module: &str) -> usize {
 ///   That file is `mod.rs`, or `x.rs` beside the folder `x/`.
 /// - A file depends on every file that a path in its code leads to, in `use` declarations and elsewhere.
 /// - An imported or re-exported name counts as a path into the file that defines it.
-/// - In `mod`, declarations (`mod x;`) and re-exports (`pub use x::Name;`) are not dependencies. Uses of `Name` are.
+/// - In `mod`, `mod x;` and `pub use x::Name;` do not count as dependencies, but every other use of `Name` counts.
 /// - Modules named `tests` do not count.
 #[test]
 fn files_of_a_folder_have_no_cycles() {
@@ -182,7 +182,7 @@ impl Sources {
 
     /// Returns the folder of each import cycle and the imports that form the cycle.
     fn cycles(&self) -> Vec<(String, String)> {
-        // For each folder, maps each dependency (from, to) between its files to one import that causes it.
+        // For each folder: the dependencies (from, to) between its files, each with one import that causes it.
         let mut folders: BTreeMap<ModulePath, BTreeMap<(String, String), String>> = BTreeMap::new();
         for Reference { file, line, from, to } in self.references() {
             let to = self.definition(&to);

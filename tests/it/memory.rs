@@ -15,7 +15,7 @@ use crate::support::{demo_dir, golden, golden_models};
 /// Formats with blocks of 32 values (q8_0), with blocks of 256 values (q4_k, q3_k), and without blocks (int8).
 const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
-/// Checks that the estimate equals the bytes resident after loading, in f32 and bf16.
+/// Checks that the estimate equals the number of bytes in memory after loading, in f32 and bf16.
 fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();
     let architecture = models::read_config(path).unwrap().architecture;
@@ -73,7 +73,7 @@ fn estimates_of_gguf_files_equal_the_loaded_bytes() {
     }
 }
 
-/// For most models, the headers alone give the same estimate as the files.
+/// For most models, an estimate from the headers alone equals the estimate from the whole files.
 /// For compressed-tensors models, the headers do not show the layout after loading, so the estimate may be low.
 /// Loading may pad rows to a multiple of 32 columns and give each row its own scale.
 #[test]

@@ -37,7 +37,7 @@ fn check_round_trip(load: &dyn Fn() -> Engine, folder: &Path, length: usize) {
     }
     let second = load();
     assert_eq!(second.load_prefix(&path).unwrap(), saved);
-    assert_eq!(second.load_prefix(&path).unwrap(), saved, "loading twice changes nothing");
+    assert_eq!(second.load_prefix(&path).unwrap(), saved, "the second load must return the same number");
     assert_eq!(second.stats().used_blocks, 0);
     let got = answer(&second, &next);
     assert_eq!(got.tokens, want.tokens);
@@ -94,5 +94,5 @@ fn a_named_pipe_is_no_saved_prefix() {
     nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRUSR).unwrap();
     let engine = demo(128);
     assert!(engine.load_prefix(&path).is_err());
-    assert_eq!(answer(&engine, &[1, 2, 3]).tokens.len(), 8, "the engine still answers");
+    assert_eq!(answer(&engine, &[1, 2, 3]).tokens.len(), 8, "the engine must still answer");
 }

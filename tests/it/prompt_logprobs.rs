@@ -15,7 +15,8 @@ fn options(max_tokens: usize) -> GenerateOptions {
     GenerateOptions { ignore_eos: true, max_tokens: Some(max_tokens), prompt_logprobs: Some(TOP), ..greedy() }
 }
 
-/// Returns the log probabilities of the prompt, which must be complete at the first event, and the generated tokens.
+/// Returns the log probabilities of the prompt and the generated tokens.
+/// By the first event, the log probabilities of the prompt must be complete.
 fn read(mut stream: RequestStream) -> (Vec<TokenLogprobs>, Vec<u32>) {
     let first = stream.next_blocking().unwrap().unwrap();
     let prompt = stream.scored_prompt().unwrap().logprobs.clone();
@@ -34,7 +35,13 @@ fn assert_close(engine: &EngineHandle, prompt: &[u32], got: &[TokenLogprobs], to
         let logprob = |id: usize| f64::from(row[id]) - sum.ln();
         let is_close = |got: f32, want: f64| (f64::from(got) - want).abs() < tolerance;
         let want = logprob(prompt[index + 1] as usize);
-        assert!(is_close(got.chosen, want), "token {} of {}: {} {want}", index + 1, prompt.len(), got.chosen);
+        assert!(
+            is_close(got.chosen, want),
+            "token {} of {}: got {}, expected {want}",
+            index + 1,
+            prompt.len(),
+            got.chosen
+        );
         let mut largest: Vec<f64> = (0..row.len()).map(logprob).collect();
         largest.sort_by(|a, b| b.total_cmp(a));
         assert_eq!(got.top.len(), TOP);

@@ -111,9 +111,13 @@ fn values_equal_those_of_the_blocks_bit_by_bit() {
         let got = values(&matrix.dequantize(DType::F32).unwrap());
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&got), bits(&want), "{of}");
-        // A block of 256 may take 6 bytes more than in the file: 4 for unpacked scales and 2 for padding.
+        // A block of 256 values may take 6 bytes more in memory than in the file: 4 for unpacked scales, 2 for padding.
         let file = 3 * 512 / of.block_length() * of.block_bytes();
-        assert!(matrix.bytes() as usize <= file + 3 * 2 * 6, "{of}: {} bytes, {file} in the file", matrix.bytes());
+        assert!(
+            matrix.bytes() as usize <= file + 3 * 2 * 6,
+            "{of}: {} bytes in memory, {file} in the file",
+            matrix.bytes()
+        );
     }
 }
 
@@ -217,7 +221,11 @@ fn e4m3_rounds_to_the_nearest_value() {
     for two in finite.windows(2) {
         let ((low, a), (high, b)) = (two[0], two[1]);
         let middle = (a + b) / 2.0;
-        assert_eq!(F8E4M3::from_f32(middle).to_bits(), if low % 2 == 0 { low } else { high }, "between {a} and {b}");
+        assert_eq!(
+            F8E4M3::from_f32(middle).to_bits(),
+            if low % 2 == 0 { low } else { high },
+            "halfway between {a} and {b}"
+        );
         assert_eq!(F8E4M3::from_f32(middle + (b - a) / 64.0).to_bits(), high);
         assert_eq!(F8E4M3::from_f32(middle - (b - a) / 64.0).to_bits(), low);
     }
@@ -282,7 +290,7 @@ fn roundings(format: WeightFormat) -> Vec<InputRounding> {
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
     let gpu = gpu();
-    // With 40 and 104 columns, the rows of x are aligned to 16 bytes, so `matmul_few` multiplies 3 and 40 tokens.
+    // With 40 and 104 columns, the rows of x are aligned to 16 bytes, so `matmul_few` handles 3 and 40 tokens.
     for columns in [36, 40, 100, 104] {
         for quantize in [QuantizationTarget::Int8, QuantizationTarget::Fp8] {
             let values_of = floats(48 * columns, 7);
@@ -320,7 +328,7 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu() {
     let gpu = gpu();
-    // The row counts include an odd one, counts above the number of warps in a grid, and multiples of 16 for cuBLASLt.
+    // Row counts: an odd number, numbers above the count of warps in a grid, and multiples of 16 for cuBLASLt.
     // With these column counts, each lane runs its loop once or several times.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
@@ -361,9 +369,9 @@ fn gpu_kernels_agree_with_the_cpu() {
                         let got =
                             there.clone().with_input_rounding(rounding).matmul(&x.to_device(&gpu).unwrap()).unwrap();
                         let error = relative_error(&values(&got), &values(&want));
-                        // For one token, and for a few in f32, the weights are exact, and the inputs have 16 bits.
+                        // For one token, and for a few tokens in f32, the kernels use exact weights and 16-bit inputs.
                         // Otherwise, the kernels round the weights to the dtype of the input.
-                        // Tensor cores accumulate int8 products exactly, but FP8 products with only about 13 bits.
+                        // Tensor cores accumulate int8 products exactly, but FP8 products only to about 13 bits.
                         let is_few = match rounding {
                             InputRounding::Int8PerToken | InputRounding::Int8Static(_) if rows % 16 == 0 => false,
                             _ if format == WeightFormat::Fp8 && rows % 16 == 0 && rounding != InputRounding::None => {

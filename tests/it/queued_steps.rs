@@ -1,4 +1,4 @@
-//! Tests of queued steps on the CPU. They are planned and queued before the tokens of the previous step are known.
+//! Tests of queued steps on the CPU. A queued step is planned before the tokens of the previous step are known.
 //!
 //! On a GPU, batches always run with queued steps, so the batch tests in `engine.rs` also cover queued steps.
 

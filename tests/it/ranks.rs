@@ -1,7 +1,7 @@
 //! Tests of several ranks that run one model together, as threads on the CPU.
 //!
 //! The ranks hold different parts of each matrix. The logits must agree with transformers as closely as on one rank.
-//! They must also be equal bit for bit on all ranks. Otherwise, the ranks would choose different tokens.
+//! The logits must also be equal bit for bit on all ranks. Otherwise, the ranks would choose different tokens.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
@@ -78,7 +78,7 @@ pub fn logits_on(
 /// Asserts that the logits of all ranks are equal bit for bit, and that they agree with `expected`.
 pub fn assert_ranks_agree(name: &str, ranks: &[Vec<f32>], expected: &[f32], tolerance: f32) {
     let bits = |logits: &[f32]| logits.iter().map(|logit| logit.to_bits()).collect::<Vec<_>>();
-    assert!(ranks.iter().all(|logits| bits(logits) == bits(&ranks[0])), "{name}: the ranks differ");
+    assert!(ranks.iter().all(|logits| bits(logits) == bits(&ranks[0])), "{name}: the logits of the ranks differ");
     let error = relative_error(&ranks[0], expected);
     println!("{name} on {} ranks: the logits are off by {error:e}", ranks.len());
     assert!(error < tolerance, "{name} on {} ranks: the logits are off by {error:e}", ranks.len());
@@ -102,7 +102,7 @@ fn logits_of_every_family_agree_with_transformers() {
     }
 }
 
-/// A rank quantizes the inputs of o_proj and down_proj with the largest value in its own columns, as vLLM does.
+/// Each rank scales the inputs of o_proj and down_proj by the largest value in its own columns, as vLLM does.
 /// With dynamic scales, the results differ from the results of one rank within the precision of 8 bits.
 #[test]
 fn logits_of_8_bit_models_agree_with_transformers() {
@@ -203,7 +203,7 @@ fn several_ranks_save_no_prefix_and_score_no_prompt() {
     assert!(!path.exists());
 }
 
-/// The cache of the second rank has too few blocks, so its first pass fails.
+/// The cache of the second rank has too few blocks, so the first pass fails on that rank.
 #[test]
 fn if_a_rank_fails_all_passes_fail_with_its_error() {
     let dir = golden("llama_new");

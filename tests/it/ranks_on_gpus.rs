@@ -48,7 +48,10 @@ fn gpus_exchange_tensors_of_all_sizes() {
                     let x = Tensor::from_vec(x, count, device).unwrap();
                     let sum = on_host(&exchange.sum(&x).unwrap());
                     let expected = |i: usize| (0..size).map(|rank| value(rank, i + round)).sum::<f32>();
-                    assert!(sum.iter().enumerate().all(|(i, &sum)| sum == expected(i)), "{count} in round {round}");
+                    assert!(
+                        sum.iter().enumerate().all(|(i, &sum)| sum == expected(i)),
+                        "{count} elements in round {round}"
+                    );
                 }
                 for (rows, columns) in [(1, 1), (1, 113), (5, 1001), (33, 201_088)] {
                     let own = world.share(columns, 1);
@@ -85,7 +88,7 @@ fn gpus_exchange_every_kind_of_number() {
     }
 }
 
-/// With one GPU, both ranks share it, so the times are not those of an exchange between GPUs.
+/// With one GPU, both ranks share it, so the times do not measure an exchange between GPUs.
 #[test(gpu)]
 fn the_exchange_of_gpus_can_be_measured() {
     let times = on_ranks(2, |world| {
@@ -114,7 +117,7 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
 }
 
 /// Runs each golden model token by token on the decode graphs of two ranks.
-/// Only models that are split over both ranks have such graphs.
+/// Only models that are split over both ranks have decode graphs.
 #[test(gpu)]
 fn decode_graphs_of_ranks_agree_with_transformers() {
     for (dtype, tolerance) in [(DType::BF16, 6e-2), (DType::F16, 2e-2)] {
@@ -183,7 +186,7 @@ fn ranks_on_gpus_agree_with_transformers() {
     }
 }
 
-/// Runs greedy requests on two ranks. Each answer has the requested length, and most equal the answers of one GPU.
+/// Runs greedy requests on two ranks. Every answer has the full length, and most answers equal the answers of one GPU.
 #[test(gpu)]
 fn engines_of_several_gpus_answer_many_requests() {
     let engine = |devices: Devices| queued_steps::demo().devices(devices).dtype(DType::F32).load().unwrap();

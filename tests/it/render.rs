@@ -195,7 +195,7 @@ fn escape_sequences_of_a_model_never_reach_the_terminal() {
             assert_eq!(screen(&out, SIZE), screen(&written(text, usize::MAX, SIZE), SIZE));
         }
     }
-    // Reasoning and tool call arguments must be harmless too.
+    // Control characters in reasoning and tool call arguments must also be harmless.
     for channel in [Channel::Reasoning, Channel::ToolCall] {
         let (mut view, mut out) = (TurnView::new(SIZE, false, false), Vec::new());
         view.show(&delta(channel, hostile[0]), SIZE, &mut out).unwrap();
@@ -233,11 +233,16 @@ fn pathological_markdown_is_laid_out_in_time() {
 fn finished_lines_are_never_written_again() {
     let out = String::from_utf8(written(ORDINARY, 1, SIZE)).unwrap();
     // Only the unfinished Markdown block is redrawn, so the output stays small.
-    assert!(out.len() < 30 * ORDINARY.len(), "{} for {}", out.len(), ORDINARY.len());
+    assert!(out.len() < 30 * ORDINARY.len(), "{} bytes of output for {} bytes", out.len(), ORDINARY.len());
     let plain =
         "A sentence of ordinary words that is longer than one row of this window and wraps to the next. ".repeat(3);
     let out = String::from_utf8(written(&plain, 4, SIZE)).unwrap();
-    assert!(out.len() < 4 * plain.len(), "plain text was written repeatedly: {} bytes for {}", out.len(), plain.len());
+    assert!(
+        out.len() < 4 * plain.len(),
+        "plain text was written repeatedly: {} bytes of output for {} bytes",
+        out.len(),
+        plain.len()
+    );
 }
 
 #[test]
@@ -247,7 +252,7 @@ fn a_resized_window_applies_at_once() {
     let mut view = TurnView::new(narrow, false, false);
     let mut terminal = terminal(narrow);
     let mut show = |text: &str, size: WindowSize, terminal: &mut vt100::Parser| {
-        // Wait longer than the maximum pause between two redraws, so the text is drawn at once.
+        // Wait longer than the maximum pause between two redraws, so the text is drawn immediately.
         std::thread::sleep(std::time::Duration::from_millis(100));
         let mut out = Vec::new();
         view.show(&delta(Channel::Answer, text), size, &mut out).unwrap();
@@ -273,7 +278,7 @@ fn reasoning_folds_and_unfolds() {
         terminal.screen().contents()
     };
     let think = |view: &mut TurnView, text: &str| {
-        // Wait longer than the maximum pause between two redraws, so the text is drawn at once.
+        // Wait longer than the maximum pause between two redraws, so the text is drawn immediately.
         std::thread::sleep(std::time::Duration::from_millis(100));
         let mut out = Vec::new();
         view.show(&delta(Channel::Reasoning, text), SIZE, &mut out).unwrap();

@@ -87,9 +87,9 @@ struct Simulator<'a> {
     queued: Option<StepPlan>,
     now: Duration,
     tracked: Vec<Tracked>,
-    /// Submitted sequences without an outcome.
+    /// The submitted sequences that have not ended.
     unfinished: BTreeSet<SequenceId>,
-    /// Submitted sequences that wait to run, the most senior first, except pending forks.
+    /// The submitted sequences that wait to run, except pending forks. The most senior sequence comes first.
     waiting: BTreeSet<Rank>,
     /// The sequences that the current plan preempted, if the plan also started forks. Forks start without a reserve of
     /// free blocks, so a fork can displace a running sequence after the plan has admitted a new sequence.
@@ -120,12 +120,12 @@ struct Summary {
     canceled: usize,
     expired: usize,
     preemptions: usize,
-    /// Sequences that were preempted twice.
+    /// The number of sequences that were preempted twice.
     protected: usize,
-    /// Forks that started with the blocks of another sequence.
+    /// The number of forks that started with the blocks of another sequence.
     forked: usize,
     hit_tokens: u64,
-    /// Chunks of more than half of the token budget.
+    /// The number of chunks that exceed half of the token budget.
     long_chunks: usize,
     steps: usize,
     duration: Duration,
@@ -328,8 +328,8 @@ impl<'a> Simulator<'a> {
         self.steps += 1;
         for &id in &plan.expired {
             let deadline = self.scenario.requests[id as usize].deadline;
-            assert!(deadline.is_some_and(|deadline| deadline <= self.now), "{id} expired before its deadline");
-            assert!(self.tracked[id as usize].started.is_none(), "{id} expired after its start");
+            assert!(deadline.is_some_and(|deadline| deadline <= self.now), "sequence {id} expired before its deadline");
+            assert!(self.tracked[id as usize].started.is_none(), "sequence {id} expired after its start");
             self.end(id, Outcome::Expired);
         }
         let forked = self.summary.forked;
@@ -341,13 +341,13 @@ impl<'a> Simulator<'a> {
         }
         let decoding = self.decoding();
         for &id in &plan.preempted {
-            assert!(!self.has_ample_blocks, "{id} was preempted although there are blocks for all");
+            assert!(!self.has_ample_blocks, "sequence {id} was preempted although there are blocks for all sequences");
             let tracked = &mut self.tracked[id as usize];
-            assert!(tracked.is_running, "{id} was preempted, but was not running");
+            assert!(tracked.is_running, "sequence {id} was preempted, but was not running");
             tracked.is_running = false;
             tracked.computed = 0;
             tracked.preemptions += 1;
-            assert!(tracked.preemptions <= 2, "{id} was preempted too often");
+            assert!(tracked.preemptions <= 2, "sequence {id} was preempted too often");
             self.summary.preemptions += 1;
             self.summary.protected += usize::from(tracked.preemptions == 2);
             self.waiting.insert(self.rank(id));
@@ -402,7 +402,7 @@ impl<'a> Simulator<'a> {
         let mut long_chunks = 0;
         for work in plan.work.iter().filter(|work| work.range.len() > longest) {
             long_chunks += 1;
-            assert!(undone == 0 || undone == 1 && !is_done(&work.id), "{} took the budget of others", work.id);
+            assert!(undone == 0 || undone == 1 && !is_done(&work.id), "sequence {} took the budget of others", work.id);
         }
         self.summary.long_chunks += long_chunks;
         // With ample blocks, only the token budget and `max_sequences` limit a step.
@@ -410,7 +410,7 @@ impl<'a> Simulator<'a> {
             assert_eq!(undone, 0, "{} tokens of the budget are left", token_budget - tokens);
             // Until forks have copied their shared block, the scheduler counts one block too many for the forks.
             let is_full = running.len() == max_sequences || has_forked;
-            assert!(is_full || self.waiting.is_empty(), "a sequence could start");
+            assert!(is_full || self.waiting.is_empty(), "a waiting sequence could start");
         }
         for &(.., id) in &self.waiting {
             self.tracked[id as usize].waited += 1;
@@ -451,8 +451,8 @@ impl<'a> Simulator<'a> {
         let grid = self.grid(id);
         let tracked = &mut self.tracked[id as usize];
         let len = tracked.digests.len();
-        assert!(self.unfinished.contains(&id), "{id} does not exist");
-        assert!(!range.is_empty() && range.end <= len, "{range:?} of {len} tokens");
+        assert!(self.unfinished.contains(&id), "sequence {id} was not submitted, or has already ended");
+        assert!(!range.is_empty() && range.end <= len, "sequence {id}: positions {range:?} of {len} tokens");
         assert_eq!(self.scheduler.tokens(id).len(), len);
         assert_eq!(is_last, range.end == len);
         assert_eq!(range.start, self.scheduler.computed(id));
@@ -460,16 +460,19 @@ impl<'a> Simulator<'a> {
         tracked.is_running = true;
         tracked.computed = range.start;
         if was_running {
-            assert_eq!(range.start, last, "{id} did not continue where it stopped");
+            assert_eq!(range.start, last, "sequence {id} did not continue where it stopped");
         } else {
-            assert!(range.start.is_multiple_of(BLOCK_TOKENS), "{id} reuses part of a block");
-            assert!(grid.is_none_or(|grid| grid.floor(range.start) == range.start), "{id} reuses part of a chunk");
+            assert!(range.start.is_multiple_of(BLOCK_TOKENS), "sequence {id} reuses part of a block");
+            assert!(
+                grid.is_none_or(|grid| grid.floor(range.start) == range.start),
+                "sequence {id} reuses part of a chunk"
+            );
             if tracked.started.is_none() {
                 tracked.started = Some(self.now);
                 // Sequences of other tenants can start first, however late they arrive.
                 assert!(
                     self.has_tenants || tracked.waited <= tracked.ahead,
-                    "{id} waited {} steps, but the limit is {}",
+                    "sequence {id} waited {} steps, but the limit is {}",
                     tracked.waited,
                     tracked.ahead
                 );
@@ -482,7 +485,7 @@ impl<'a> Simulator<'a> {
             let tenant = |id: SequenceId| self.scenario.requests[id as usize].tenant;
             let is_rival = |other: SequenceId| !self.displaced.contains(&other) && tenant(other) == tenant(id);
             let first = self.waiting.iter().find(|(.., other)| is_rival(*other));
-            assert_eq!(first, Some(&rank), "{id} started before a more senior sequence");
+            assert_eq!(first, Some(&rank), "sequence {id} started before a more senior sequence");
             self.waiting.remove(&rank);
         }
         let tables = self.scheduler.tables(id).expect("a planned sequence has blocks");
@@ -490,7 +493,7 @@ impl<'a> Simulator<'a> {
             let first = window.map_or(0, |window| range.start.saturating_sub(window - 1)) / BLOCK_TOKENS;
             for index in first..range.end.div_ceil(BLOCK_TOKENS) {
                 let block = tables.get(group, index);
-                assert_ne!(block, SCRATCH_BLOCK, "block {index} of {id} in group {group}");
+                assert_ne!(block, SCRATCH_BLOCK, "sequence {id} has no block {index} in group {group}");
                 if index >= range.start / BLOCK_TOKENS {
                     let last = std::mem::replace(&mut self.written[block as usize], self.steps);
                     assert_ne!(last, self.steps, "two sequences write block {block}");
@@ -531,7 +534,8 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns the digest of the keys and values at a position: of all tokens up to it, the pass and the group.
+    /// Returns the digest of the keys and values at a position. It depends on all tokens up to the position, on the
+    /// pass and on the group.
     fn digest(&self, id: SequenceId, group: usize, pass: Range<usize>, position: usize) -> u64 {
         let tokens = self.tracked[id as usize].digests[position];
         digest(digest(tokens, pass.start as u64), pass.end as u64).wrapping_add(group as u64)
@@ -549,7 +553,10 @@ impl<'a> Simulator<'a> {
                     let last = self.scenario.requests[*id as usize].prompt.len() - 1;
                     let own = if position < last { 0..last } else { position..position + 1 };
                     let want = self.digest(*id, group, self.pass(*id, &own, position), position);
-                    assert_eq!(read, want, "{id} reads position {position} of group {group} at {range:?}");
+                    assert_eq!(
+                        read, want,
+                        "sequence {id} reads wrong data at position {position} in group {group}, range {range:?}"
+                    );
                 }
             }
         }
@@ -686,7 +693,7 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
         };
         let text = random.below(texts.len());
         let mut prompt = texts[text][..len].to_vec();
-        // About half of the prompts share only their start with others.
+        // About half of the prompts share only a prefix with other prompts.
         let shared = random.below(2 * len);
         prompt.iter_mut().skip(shared).for_each(|token| *token = random.below(1000) as u32);
         let room = (context - len).max(1);
@@ -850,7 +857,7 @@ fn low_priority_finishes_while_high_priority_requests_arrive() {
     let started = |tracked: &Tracked| tracked.started.expect("all requests start");
     let start = started(&simulator.tracked[low]);
     let earlier = simulator.tracked.iter().filter(|tracked| started(tracked) < start).count();
-    assert!((before - 5..before + 5).contains(&earlier), "{earlier} requests started before, expected {before}");
+    assert!((before - 5..before + 5).contains(&earlier), "{earlier} requests started earlier, expected about {before}");
 }
 
 /// Returns two schedulers: for a model with full attention, and for one that also has layers with 128-token windows.
@@ -899,7 +906,7 @@ fn a_long_prompt_leaves_half_of_the_budget_to_others() {
     let config = SchedulerConfig { token_budget: 1000, max_sequences: 10, context: 5000, grid: None };
     for mut scheduler in schedulers(config, 400) {
         submit(&mut scheduler, 0, 2500, 10);
-        assert_eq!(step(&mut scheduler), [(0, 1000)], "no other sequence needs the budget");
+        assert_eq!(step(&mut scheduler), [(0, 1000)], "sequence 0 must get the whole budget");
         submit(&mut scheduler, 1, 100, 10);
         submit(&mut scheduler, 2, 150, 10);
         assert_eq!(step(&mut scheduler), [(0, 750), (1, 100), (2, 150)]);
@@ -937,7 +944,11 @@ fn a_sequence_whose_token_is_not_sampled_yet_is_not_planned() {
         let work = |id, range| SequenceWork { id, range, is_last: id == 0 };
         assert_eq!(plan.work, [work(0, 0..50), work(1, 0..50)]);
         plan.work.iter().for_each(|work| scheduler.advance(work.id, work.range.end));
-        assert_eq!(scheduler.plan(Duration::ZERO).work, [work(1, 50..150)], "sequence 0 has no new token");
+        assert_eq!(
+            scheduler.plan(Duration::ZERO).work,
+            [work(1, 50..150)],
+            "sequence 0 must not run without a new token"
+        );
         scheduler.push(0, 7);
         assert_eq!(scheduler.plan(Duration::ZERO).work, [work(0, 50..51), work(1, 50..149)]);
     }
@@ -992,7 +1003,7 @@ fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget(
             if !plan.preempted.is_empty() {
                 assert_eq!(plan.preempted, [1]);
                 assert!(preempts, "preempted sequence 1 for the second half of the budget at position {start}");
-                assert_eq!(plan.work.len(), 1, "the preempted sequence was already planned");
+                assert_eq!(plan.work.len(), 1, "the plan must not contain the preempted sequence");
                 reached.insert(start % BLOCK_TOKENS);
                 break;
             }
@@ -1019,7 +1030,7 @@ fn forks_share_the_prompt_and_compute_only_its_last_token() {
     for mut scheduler in schedulers(config, 40) {
         submit_with_forks(&mut scheduler, None);
         assert_eq!(step(&mut scheduler), [(0, 128)]);
-        assert_eq!(step(&mut scheduler), [(0, 71)], "the forks need the last token");
+        assert_eq!(step(&mut scheduler), [(0, 71)], "the last token must be left for the forks");
         // Only three sequences may run. The last fork waits, and finds three full blocks in the prefix cache.
         assert_eq!(step(&mut scheduler), [(0, 1), (1, 1), (2, 1)]);
         assert_eq!(scheduler.stats().waiting, 1);
@@ -1037,7 +1048,7 @@ fn a_fork_takes_the_place_of_a_canceled_parent() {
         assert_eq!(step(&mut scheduler), [(0, 128)]);
         scheduler.finish(2);
         scheduler.finish(0);
-        assert_eq!(step(&mut scheduler), [(1, 71)], "two blocks are cached");
+        assert_eq!(step(&mut scheduler), [(1, 71)], "two blocks must be cached");
         assert_eq!(step(&mut scheduler), [(1, 1), (3, 1)]);
         scheduler.finish(1);
         scheduler.finish(3);
@@ -1070,7 +1081,7 @@ fn prompts_share_blocks_only_with_the_same_salt() {
             scheduler.submit(new);
             let plan = scheduler.plan(Duration::ZERO);
             let cached = plan.work.iter().find(|work| work.id == id).unwrap().range.start;
-            // Generate enough tokens for full blocks of the answer.
+            // Generate enough tokens to fill at least one block of the answer.
             for _ in 0..2 * BLOCK_TOKENS {
                 step(&mut scheduler);
             }

@@ -186,12 +186,12 @@ impl Screen {
         text.trim_end().lines().map(|line| line.trim_end().to_string()).collect()
     }
 
-    /// Returns all rows, including those that scrolled out of view.
+    /// Returns all rows, including rows that scrolled out of view.
     pub fn all_rows(&mut self) -> Vec<String> {
         self.rows_with_history(|_| true)
     }
 
-    /// Returns all rows without dim text. Reasoning is dim, and answers are not.
+    /// Returns all rows without dim text, such as reasoning.
     pub fn bright_rows(&mut self) -> Vec<String> {
         self.rows_with_history(|cell| !cell.dim())
     }

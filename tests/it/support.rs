@@ -36,11 +36,11 @@ pub struct GoldenModel {
 /// The purpose of a golden model.
 #[derive(PartialEq)]
 pub enum GoldenKind {
-    /// Resembles a published model of its family.
+    /// A model that resembles a published model of its family.
     Family,
-    /// Has the config that transformers 5 writes (`_new`), or sizes that the decode graph supports (`_graph`).
+    /// A model with a config from transformers 5 (`_new`), or with sizes that the decode graph supports (`_graph`).
     Variant,
-    /// Has 8-bit weights in the compressed-tensors format.
+    /// A model with 8-bit weights in the compressed-tensors format.
     ///
     /// Most of these models also quantize the activations. If inferno sums in a different order than transformers, a
     /// quantized activation can change, so the logits agree less closely.
@@ -103,13 +103,13 @@ pub fn gpu_if_expected() -> Option<Device> {
     is_gpu_expected().then(gpu)
 }
 
-/// Returns the first GPU with each dtype that the kernels support, for tests marked `#[test(gpu)]`.
+/// Returns the first GPU paired with each dtype that the kernels support, for tests marked `#[test(gpu)]`.
 pub fn gpu_with_dtypes() -> Vec<(Device, DType)> {
     let gpu = gpu();
     [DType::F32, DType::BF16, DType::F16].map(|dtype| (gpu.clone(), dtype)).into()
 }
 
-/// Returns the CPU with f32 and, if there is a GPU, the first GPU with each dtype that the kernels support.
+/// Returns the CPU paired with f32 and, if there is a GPU, the first GPU paired with each dtype of the kernels.
 pub fn devices() -> Vec<(Device, DType)> {
     let mut devices = vec![(Device::Cpu, DType::F32)];
     if is_gpu_expected() {
@@ -123,7 +123,7 @@ pub fn relative_error(got: &[f32], want: &[f32]) -> f32 {
     assert_eq!(got.len(), want.len(), "lengths differ");
     let scale = want.iter().fold(0f32, |scale, value| scale.max(value.abs()));
     let error = got.iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0f32, |a, b| {
-        // `f32::max` would drop a NaN.
+        // `f32::max` would ignore a NaN.
         if a.is_nan() || b.is_nan() { f32::NAN } else { a.max(b) }
     });
     error / scale
@@ -170,14 +170,14 @@ impl Random {
         (self.next() >> 7) as f32 / (1u64 << 24) as f32
     }
 
-    /// Returns a number from an approximate normal distribution. One number in fifty is multiplied by 40.
+    /// Returns a number from an approximately normal distribution. One number in fifty is multiplied by 40.
     pub fn normal(&mut self) -> f32 {
         let sum: f32 = (0..4).map(|_| self.next() as f32 / (1u64 << 31) as f32 - 0.5).sum();
         if self.next().is_multiple_of(50) { sum * 40.0 } else { sum }
     }
 
     /// Returns an f32 tensor of normally distributed values that `dtype` can represent exactly.
-    /// Converting the tensor to `dtype` causes no error, so tests measure only the error of the kernel.
+    /// Converting the tensor to `dtype` is exact, so tests measure only the error of the kernel.
     pub fn tensor(&mut self, shape: &[usize], dtype: DType) -> Tensor {
         let values: Vec<f32> = (0..shape.iter().product()).map(|_| self.normal()).collect();
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap()

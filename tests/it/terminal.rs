@@ -11,7 +11,7 @@ pub fn play(home: &TempDir, args: &[&str]) -> PtySession {
     play_with(home, &[args, &["--device", "cpu"]].concat(), &[])
 }
 
-/// Starts a chat with a model on a server.
+/// Starts a chat with a model that a server runs.
 #[cfg(unix)]
 pub fn play_url(home: &TempDir, url: &str, args: &[&str]) -> PtySession {
     play_with(home, &[&["--url", url], args].concat(), &[])

@@ -142,7 +142,7 @@ fn parser_agrees_with_the_tokenizers_crate() {
     }
 }
 
-/// Returns a BPE tokenizer.json with three letters, modified by `change`.
+/// Returns a BPE tokenizer.json for the letters a, b and c, modified by `change`.
 fn small(change: impl FnOnce(&mut Value)) -> Vec<u8> {
     let mut json = json!({
         "version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null, "post_processor": null,

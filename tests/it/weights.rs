@@ -1,4 +1,4 @@
-//! Tests of read-ahead. In any loading order and with any limits, the loaded tensors must equal those in the file.
+//! Tests of read-ahead. In any loading order and with any limits, loaded tensors must equal the tensors in the file.
 //! Failed reads, failed allocations and panics must become errors.
 
 mod dtypes;
@@ -46,7 +46,7 @@ impl<T> Drop for Counted<T> {
 }
 
 impl Target for Host {
-    /// The bytes, the number of bytes copied so far, and whether the tensor is complete.
+    /// The bytes of a tensor, the number of bytes copied so far, and whether the tensor is complete.
     type Memory = Counted<Mutex<(Vec<u8>, usize, bool)>>;
     type Staging = Counted<Vec<u8>>;
 
@@ -75,7 +75,7 @@ impl Target for Host {
 
     fn complete(&self, memory: &mut Self::Memory) -> Result<()> {
         let memory = memory.0.get_mut().unwrap();
-        assert_eq!((memory.1, memory.2), (memory.0.len(), false), "a tensor completed early or twice");
+        assert_eq!((memory.1, memory.2), (memory.0.len(), false), "a tensor was completed early or twice");
         memory.2 = true;
         Ok(())
     }

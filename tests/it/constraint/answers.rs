@@ -63,7 +63,7 @@ fn answers_match_their_schemas() {
     assert_eq!(engine.stats().used_blocks, 0);
 }
 
-/// On a GPU, reasoning runs on the decode graph, but constrained text does not. Some batches mix reasoning and text.
+/// On a GPU, the decode graph runs reasoning steps but not constrained steps. Some batches contain both kinds of steps.
 #[test(gpu)]
 fn answers_match_their_schemas_on_a_gpu() {
     let builder = inferno::Engine::builder(crate::support::demo_dir()).context(2048).sequences(8);
@@ -83,7 +83,7 @@ fn answers_match_their_schemas_on_a_gpu() {
     }
 }
 
-/// Each answer in a batch equals the answer to the same request alone, with and without a constraint.
+/// Each answer in a batch, with or without a constraint, equals the answer to the same request when it runs alone.
 #[test]
 fn constraints_do_not_change_other_answers_of_a_batch() {
     let engine = inferno::Engine::builder(crate::support::demo_dir())
@@ -124,7 +124,7 @@ fn regular_expressions_choices_and_grammars_constrain_answers() {
         assert!(expected.is_match(&text), "{text}");
         let text = ask(GrammarKind::Choice(texts.map(str::to_string).to_vec()), seed);
         assert!(texts.contains(&text.as_str()), "{text}");
-        // The grammar allows any depth, so `max_tokens` may cut the text. A bias for `x` ends the nesting.
+        // The grammar allows any depth, so `max_tokens` may cut off the text. A bias for `x` ends the nesting.
         let biased = GenerateOptions { logit_bias: BTreeMap::from([(x, 100.0)]), ..options(lark(), seed) };
         let ended = Answer::read(engine.complete("The answer is ", biased).unwrap());
         assert_eq!(ended.summary.finish_reason, FinishReason::Stop, "{}", ended.text);

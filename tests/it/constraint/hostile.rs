@@ -28,7 +28,7 @@ fn what_cannot_be_enforced_is_refused() {
         (GrammarKind::JsonSchema(json!(false)), ""),
         // An integer matches both options, so inferno cannot enforce that exactly one option matches.
         (GrammarKind::JsonSchema(json!({ "oneOf": [{ "type": "integer" }, { "type": "number" }] })), "oneOf"),
-        // Options of llguidance that would disable checks have no effect.
+        // The llguidance options that would disable checks have no effect.
         (object("x-guidance", json!({ "lenient": true })), ""),
         (GrammarKind::Regex("(".to_string()), ""),
         (GrammarKind::Regex(r"(?=look)ahead".to_string()), ""),
@@ -153,7 +153,7 @@ fn abusive() -> Vec<(&'static str, GrammarKind)> {
 #[test]
 fn abusive_grammars_are_refused_or_stay_within_limits() {
     let engine = demo(256);
-    // The first constraint builds tables for the vocabulary, so submit one before the time is measured.
+    // The first constraint builds tables for the vocabulary, so submit one before measuring the time.
     refusal(&engine, GrammarKind::Regex("(".to_string()));
     for (name, kind) in abusive() {
         let started = Instant::now();
@@ -197,7 +197,7 @@ fn objects_with_many_optional_properties_are_refused() {
     submit(json!({ "type": "object", "properties": { "properties": { "const": 1 } } })).unwrap();
 }
 
-/// If following a grammar becomes too expensive, the request ends with an error instead of without its constraint.
+/// If enforcing a grammar becomes too expensive, the request fails. It does not continue without its constraint.
 #[test]
 fn spent_fuel_is_an_error() {
     let engine = demo(2048);

@@ -1,8 +1,8 @@
-//! A JSON schema validator that knows only the keywords in the schemas of these tests.
+//! A JSON schema validator that supports only the keywords that these tests use.
 
 use serde_json::Value;
 
-/// Returns why `value` does not match `schema`, or `None` if it matches. `root` is the schema with the definitions.
+/// Returns the reason why `value` does not match `schema`, or `None` if it matches. `root` contains the definitions.
 pub fn problem(value: &Value, schema: &Value, root: &Value) -> Option<String> {
     let known = [
         "$defs",
@@ -68,7 +68,7 @@ pub fn problem(value: &Value, schema: &Value, root: &Value) -> Option<String> {
         if schema["pattern"].as_str().is_some_and(|pattern| !is_match(pattern))
             || schema["maxLength"].as_u64().is_some_and(|limit| text.chars().count() as u64 > limit)
         {
-            return fail("is not a valid text");
+            return fail("is not a valid string");
         }
     }
     if let Some(items) = value.as_array() {

@@ -16,7 +16,7 @@ use super::{complete_json, question, sampled, with_schema};
 use crate::cli::copy_of_demo;
 use crate::engine::Answer;
 
-/// Loads the demo model with a chat template that ends with `start`. If `has_tools`, it has tokens for tool tags.
+/// Loads the demo model with a chat template that ends with `start`. `has_tools` adds tokens for tool tags.
 fn tagged_demo(start: &str, has_tools: bool) -> (TempDir, Engine) {
     let (folder, path) = copy_of_demo();
     let file = path.join("tokenizer.json");
@@ -52,7 +52,10 @@ fn answers_are_constrained_after_their_reasoning() {
             let answer = Answer::from_events(&events);
             assert_eq!(problem(&complete_json(&answer), &schema(), &schema()), None, "{}", answer.text);
         }
-        assert!(if always_reasons { reasoned == 6 } else { reasoned > 0 }, "{start}: {reasoned} of 6 reasoned");
+        assert!(
+            if always_reasons { reasoned == 6 } else { reasoned > 0 },
+            "{start}: {reasoned} of 6 answers have reasoning"
+        );
     }
 }
 
@@ -70,7 +73,7 @@ fn tool_calls_are_constrained_in_their_tags() {
         let answer = Answer::read(engine.submit(question().options(options)).unwrap());
         let calls = &answer.summary.tool_calls;
         assert!(!calls.is_empty() && (can_call_in_parallel || calls.len() == 1), "{answer:?}");
-        // With parallel calls, `max_tokens` may cut the last one.
+        // With parallel calls, `max_tokens` may cut off the last call.
         let is_cut = answer.summary.finish_reason == FinishReason::Length;
         for call in &calls[..calls.len() - usize::from(is_cut)] {
             assert!(["list", "files.delete"].contains(&call.name.as_str()), "{call:?}");

@@ -45,7 +45,7 @@ fn a_required_tool_is_called_with_valid_arguments() {
         assert_eq!(problem(&arguments, &schema(), &schema()), None, "{}", call.arguments);
         assert_eq!((answer.summary.finish_reason, answer.summary.format_violations), (FinishReason::ToolCalls, 0));
         assert_eq!(answer.text, "");
-        // With one tool, the model has no choice.
+        // With one tool, the constraint leaves only one possible tool name.
         let tools = vec![tool("files.delete")];
         let answer = ask(&engine, seed, Constraint { tools, requires_tool: true, ..Constraint::default() });
         assert_eq!(answer.summary.tool_calls[0].name, "files.delete");
@@ -59,7 +59,7 @@ fn a_tool_call_can_follow_another_one() {
     for can_call_in_parallel in [true, false] {
         let tools = vec![tool("list_models")];
         let constraint = Constraint { tools, requires_tool: true, can_call_in_parallel, ..Constraint::default() };
-        // The bias makes the model continue after every message that may be followed by another one.
+        // The bias makes the model continue after every message that may be followed by another message.
         let logit_bias = [(end, 100.0)].into();
         let options = GenerateOptions { constraint: Some(constraint), logit_bias, max_tokens: Some(200), ..sampled(0) };
         let answer = Answer::read(engine.submit(question().options(options)).unwrap());
@@ -69,14 +69,14 @@ fn a_tool_call_can_follow_another_one() {
     }
 }
 
-/// A call to a tool without a grammar ends the answer, even if text answers must match a grammar.
+/// A call to a tool that has no grammar ends the answer, even if text answers must match a grammar.
 #[test]
 fn a_tool_call_ends_an_answer_with_a_grammar() {
     let engine = demo(2048);
     let answer = Grammar { name: "answer".to_string(), kind: GrammarKind::JsonSchema(schema()) };
     let tools = vec![ToolGrammar { name: "list_models".to_string(), arguments: None }];
     let constraint = Constraint { answer: Some(answer), tools, ..Constraint::default() };
-    // The bias makes the model call the tool at once, with no arguments.
+    // The bias makes the model call the tool immediately, with no arguments.
     let channel = engine.tokenizer().encode("commentary", ControlTokens::Text).unwrap()[0];
     let call = engine.tokenizer().token_id("<|call|>").unwrap();
     let logit_bias = [(channel, 100.0), (call, 100.0)].into();

@@ -220,7 +220,7 @@ fn metadata_that_contradicts_the_tensors_is_an_error() {
     let grouped = convert(&golden("llama3"));
     for (kv_heads, message) in [(4, "attention.head_count_kv"), (1, "k_proj.weight: expected shape [10, 80]")] {
         let error = error(&grouped.clone().with_u32("llama.attention.head_count_kv", kv_heads));
-        assert!(error.contains(message), "{kv_heads}: expected {message:?} in {error}");
+        assert!(error.contains(message), "{kv_heads} KV heads: expected {message:?} in {error}");
     }
     let oss = convert(&golden("gpt_oss_graph"));
     for (key, value, message) in [
@@ -229,7 +229,7 @@ fn metadata_that_contradicts_the_tensors_is_an_error() {
         ("gpt-oss.attention.sliding_window", 0, "sliding_window is 0"),
     ] {
         let error = error(&oss.clone().with_u32(key, value));
-        assert!(error.contains(message), "{key} {value}: expected {message:?} in {error}");
+        assert!(error.contains(message), "{key} = {value}: expected {message:?} in {error}");
     }
 }
 

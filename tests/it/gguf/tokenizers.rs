@@ -200,7 +200,7 @@ fn merges_agree_with_sentencepiece() {
 }
 
 /// Reads the pieces and scores of a SentencePiece model.
-/// In the protobuf message, each field 1 is a piece. Fields 1, 2 and 3 of a piece are its text, score and type.
+/// In the protobuf message, every field with number 1 is a piece. Fields 1, 2 and 3 of a piece: text, score and type.
 fn sentencepiece_model(bytes: &[u8]) -> (Converted, Vec<f32>) {
     let mut found = Converted { tokens: Vec::new(), types: Vec::new(), merges: Vec::new() };
     let mut scores = Vec::new();
@@ -288,10 +288,10 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
     let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
     for text in TEXTS.iter().copied().chain([readme.as_str(), "<s>", "[INST] a", "x</s>y"]) {
         for controls in [ControlTokens::Text, ControlTokens::Default] {
-            // After a control token, llama.cpp adds a space, but this tokenizer.json does not.
+            // After a control token, llama.cpp adds a space, but this tokenizer.json adds no space.
             let has_controls =
                 controls == ControlTokens::Default && ["<s>", "</s>", "[INST]"].iter().any(|mark| text.contains(mark));
-            // SentencePiece adds a space even to text that starts with a space, but this tokenizer.json does not.
+            // Before text that starts with a space, SentencePiece adds a space, but this tokenizer.json adds no space.
             if has_controls || text.starts_with(' ') {
                 continue;
             }

@@ -157,7 +157,7 @@ fn demo_has_no_revisions() {
         assert_fails(&inferno(&home).args(command).output().unwrap(), 3, &["the demo model has no revisions"]);
     }
     assert!(demo.exists(), "a failed command deleted the demo");
-    // Local files have no revisions either.
+    // `--revision` with a local file is an error, because local files have no revisions.
     let folder = demo.to_str().unwrap();
     let output = inferno(&home).args(["show", folder, "--revision", "x"]).output().unwrap();
     assert_fails(&output, 3, &["local files have no revisions"]);

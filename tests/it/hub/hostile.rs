@@ -125,7 +125,7 @@ fn wrong_part_is_requested_again() {
 
 #[test]
 fn server_without_ranges_sends_whole_files() {
-    // A server may ignore a single range request, or all of them.
+    // A server may ignore one range request or all of them.
     survives(in_parts, &[Fault::None, Fault::WholeFile]);
     survives(in_one, &[Fault::Cut(20_000), Fault::WholeFile]);
     let fake = FakeHub::single();

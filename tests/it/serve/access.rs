@@ -97,7 +97,7 @@ fn cors_is_off_by_default() {
         [origin, ("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "authorization")];
     let server = Server::start(&[]);
     assert_eq!(server.send("OPTIONS", "/v1/models", &preflight, b"").header("access-control-allow-origin"), None);
-    // A server without a key refuses all requests from pages of other sites.
+    // A server without a key refuses all requests from web pages of other sites.
     let response = server.send("GET", "/v1/models", &[origin], b"");
     response.error(403);
     assert_eq!(response.header("access-control-allow-origin"), None);

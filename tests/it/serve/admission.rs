@@ -87,7 +87,7 @@ fn begin_as(server: &Server, key: &str, body: &Value) -> TcpStream {
     stream
 }
 
-/// Returns the value of a metric from a server with the API key `b`.
+/// Returns the value of a metric. Requests it with the API key `b`.
 fn metric(server: &Server, name: &str) -> f64 {
     let text = server.send("GET", "/metrics", &[("Authorization", "Bearer b")], b"").text();
     let line = text.lines().find(|line| line.starts_with(&format!("{name}{{"))).unwrap();

@@ -192,7 +192,7 @@ fn completions_continue_texts_and_token_ids() {
     assert_eq!(echo["choices"][0]["text"], "Only this");
 }
 
-/// Sends requests as lm-evaluation-harness does to score a continuation, and checks the fields that it reads.
+/// Sends the requests that lm-evaluation-harness sends to score a continuation, and checks the fields that it reads.
 #[test]
 fn echoed_prompts_have_log_probabilities() {
     let server = Server::start(&["--chunk", "16", "--max-sequences", "4"]);
@@ -218,7 +218,7 @@ fn echoed_prompts_have_log_probabilities() {
         let best = top.values().next().unwrap().as_f64().unwrap();
         assert!(logprob <= best && best <= 0.0, "{logprob} {best}");
     }
-    // The generated token is the most likely one. The response has it even if it has no text, such as a stop token.
+    // The generated token is the most likely one. The response contains it even if it is a stop token without text.
     let last = logprobs["tokens"][count].as_str().unwrap();
     assert_eq!(logprobs["top_logprobs"][count][last], logprobs["token_logprobs"][count]);
     // Each token starts at its offset, in characters.

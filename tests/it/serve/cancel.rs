@@ -1,4 +1,4 @@
-//! Tests that the requests of disconnected clients end in every phase and free their blocks.
+//! Tests that a request ends and frees its blocks when its client disconnects, in every phase of the request.
 
 use std::io::{BufReader, Read};
 use std::net::Shutdown;
@@ -20,7 +20,7 @@ fn a_client_that_vanishes_cancels_its_request() {
         // Cancel a request in the queue, then a request that decodes.
         second.shutdown(Shutdown::Both).unwrap();
         server.wait("the second request ends", waiting(0.0));
-        assert_eq!(server.metric("inferno_num_requests_running"), 1.0, "the first request still runs");
+        assert_eq!(server.metric("inferno_num_requests_running"), 1.0, "the first request must still run");
         drop(first);
         server.wait_until_idle();
         assert_eq!(server.metric("inferno_canceled_sequences_total"), canceled + 2.0);

@@ -125,7 +125,7 @@ impl Server {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status.code();
             }
-            assert!(started.elapsed() < HANG, "the server does not end");
+            assert!(started.elapsed() < HANG, "timed out: the server did not exit");
             std::thread::sleep(Duration::from_millis(5));
         }
     }

@@ -148,7 +148,7 @@ fn all_roles_and_forms_of_content_are_accepted() {
     let tools = json!([{ "type": "function", "function": function }]);
     let fields = json!({ "messages": messages, "tools": tools, "tool_choice": "auto", "parallel_tool_calls": false });
     let with_tools = server.chat(fields.clone()).ok()["usage"]["prompt_tokens"].as_u64().unwrap();
-    // With `none`, the prompt does not list the tools.
+    // If `tool_choice` is `none`, the prompt does not list the tools.
     let mut none = fields;
     none["tool_choice"] = json!("none");
     let without = server.chat(none).ok()["usage"]["prompt_tokens"].as_u64().unwrap();

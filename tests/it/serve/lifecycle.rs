@@ -32,7 +32,7 @@ fn exactly_the_excess_is_rejected_when_the_queue_is_full() {
             .text()
             .contains("inferno_admission_rejections_total{engine=\"0\",model_name=\"demo\",reason=\"queue\"")
     );
-    // A busy server is healthy.
+    // A busy server still counts as healthy.
     assert_eq!(server.get("/health").status, 200);
     let error = server.chat(json!({})).error(429);
     assert_eq!(error["code"], "rate_limit_exceeded");

@@ -215,7 +215,7 @@ fn tools_and_their_results_make_a_conversation() {
     assert_eq!(count(result(json!({ "content": parts, "is_error": false }))), plain);
     // The prompt tells the model that the call failed.
     assert!(count(result(json!({ "is_error": true }))) > plain);
-    // With `none`, the prompt does not list the tools.
+    // If `tool_choice` is `none`, the prompt does not list the tools.
     let none = json!({ "tools": weather(), "tool_choice": { "type": "none" } });
     assert_eq!(count(none), count(json!({})));
     let system =

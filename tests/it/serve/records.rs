@@ -130,7 +130,7 @@ fn a_server_gives_records_to_their_clients_only() {
     assert_fails(&replay(id, &[&flags[..], &["two"]].concat()), 3, &["no record"]);
     assert_fails(&replay(id, &[&flags[..], &["three"]].concat()), 4, &["wrong API key"]);
     assert_fails(&replay("other", &[&flags[..], &["one"]].concat()), 3, &["no record"]);
-    // If a client disconnects, the record has the tokens that were generated before.
+    // If a client disconnects, the record contains the tokens generated before the disconnection.
     let mut stream = server.connect();
     let body = endless(true).to_string();
     let request = super::client::request("POST", path, &[JSON, two, ("x-request-id", "left")], body.as_bytes());

@@ -1,4 +1,4 @@
-//! Tests of `inferno play --url` with `inferno serve`, and with a mock server that answers as other servers do.
+//! Tests of `inferno play --url` with `inferno serve`, and with a mock server that imitates other servers.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};

@@ -63,7 +63,7 @@ fn a_retry_gets_the_answer_to_the_lost_request() {
     }
     assert_eq!(metric("inferno_joined_retries_total"), 2.0);
     assert_eq!(metric("inferno_canceled_sequences_total"), 0.0);
-    // Requests with another API key or another body, and first requests, get their own answers.
+    // A request with another API key, another body or a retry count of 0 generates its own answer.
     lose(&[count("1")], &long());
     let mut other = long();
     other["max_tokens"] = json!(3);
@@ -78,7 +78,7 @@ fn a_client_that_does_not_come_back_costs_nothing_after_a_short_time() {
     let started = Instant::now();
     lose(&server, &[("x-stainless-retry-count", "1")], &endless(false));
     std::thread::sleep(Duration::from_millis(500));
-    assert_eq!(server.metric("inferno_num_requests_running"), 1.0, "the answer waits for a retry");
+    assert_eq!(server.metric("inferno_num_requests_running"), 1.0, "the answer must wait for a retry");
     server.wait_until_idle();
     assert!((2..20).contains(&started.elapsed().as_secs()), "{:?}", started.elapsed());
     assert_eq!(server.metric("inferno_canceled_sequences_total"), 1.0);

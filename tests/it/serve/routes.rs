@@ -1,4 +1,4 @@
-//! Tests of the routes besides completions.
+//! Tests of all routes except completions.
 
 use std::collections::BTreeSet;
 use std::io::{BufReader, Write};

@@ -16,7 +16,7 @@ use tokio_rustls::rustls::{ClientConfig, ClientConnection, RootCertStore, Stream
 use super::client::{JSON, Response, Server, chat, endless, read_chunk, request};
 use crate::cli::{assert_fails, inferno, run};
 
-/// Returns the path of a file in tests/certificates. `make.sh` there explains the files.
+/// Returns the path of a file in tests/certificates. `make.sh` in that folder explains the files.
 fn path(name: &str) -> String {
     format!("{}/tests/certificates/{name}", env!("CARGO_MANIFEST_DIR"))
 }

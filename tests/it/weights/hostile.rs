@@ -1,5 +1,5 @@
 //! Tests of hostile safetensors files, shard indexes and packed experts.
-//! Each must cause an error that names the file or the tensor.
+//! Each of these files must cause an error that names the file or the tensor.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
