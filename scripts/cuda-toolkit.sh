@@ -76,6 +76,9 @@ else
   # nvidia-cuda-nvcc-cu12 contains libdevice and nvcc's headers. NVIDIA withdrew CCCL 12.4; CCCL 12.9 works too.
   wheels nvidia-cuda-nvcc-cu12==12.4.131 nvidia-cuda-cccl-cu12==12.9.27 nvidia-cuda-runtime-cu12==12.4.127 \
     nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cublas-cu12==12.4.5.8 nvidia-curand-cu12==10.3.5.147
+  # nvcc links the static runtime library by default, and the wheel of 12.4 does not contain it. The one of 12.9 works with
+  # the drivers of every CUDA 12.
+  wheels --no-deps --target "$dir/static" nvidia-cuda-runtime-cu12==12.9.79
   debian_packages "$dir/debian" trixie non-free nvidia-cuda-toolkit=12.4.131*
   home=$dir/cu12
   rm -rf "$home"
@@ -85,6 +88,8 @@ else
     [ ! -d "$part/lib" ] || cp -rlf "$part/lib/." "$home/lib"
     [ ! -d "$part/nvvm/libdevice" ] || cp -rl "$part/nvvm/libdevice" "$home/nvvm/"
   done
+  mv "$dir"/static/nvidia/cuda_runtime/lib/*.a "$home/lib/"
+  rm -rf "$dir/static"
   tree=$dir/debian/tree/usr
   cp -l "$tree"/bin/{cudafe++,fatbinary,nvlink,ptxas,bin2c} "$tree/lib/nvidia-cuda-toolkit/bin/nvcc" "$home/bin/"
   cp -rl "$tree/lib/nvidia-cuda-toolkit/bin/crt" "$home/bin/"
