@@ -30,7 +30,7 @@ pub struct Args {
     /// API key for the server, or @FILE [default: INFERNO_API_KEY]
     #[arg(long, value_name = "KEY", env = "INFERNO_API_KEY", hide_env = true)]
     api_key: Option<String>,
-    /// File with the certificates of authorities to trust, in PEM format, such as the server's own certificate
+    /// File with the certificates to trust, in PEM format, such as the server's own certificate
     #[arg(long, value_name = "FILE", env = "SSL_CERT_FILE", hide_env = true)]
     ca_cert: Option<PathBuf>,
     /// Name or directory of the model, if it is not the one that the record names
@@ -51,7 +51,11 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let mut differences = record.engine.differences(&EngineRecord::new(engine.info()));
     if snapshot.revision != record.revision {
         let name = |revision: &Option<String>| revision.clone().unwrap_or_else(|| "none".to_string());
-        differences.push(format!("model revision: {} then, {} now", name(&record.revision), name(&snapshot.revision)));
+        differences.push(format!(
+            "model revision: {} in the record, {} now",
+            name(&record.revision),
+            name(&snapshot.revision)
+        ));
     }
     for difference in &differences {
         note(&printable(&format!("difference in {difference}")));

@@ -50,16 +50,16 @@ pub struct Args {
     /// Origin of web pages that may use the server, such as `https://app.example`, or `*`; can be repeated
     #[arg(long, value_name = "ORIGIN")]
     cors_origin: Vec<String>,
-    /// Most answers to generate at once, up to 256; all others wait
+    /// Maximum number of answers to generate at once, up to 256; all others wait
     #[arg(long, default_value_t = 256, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     max_sequences: u16,
-    /// Most answers that wait while --max-sequences run; the server rejects more with status 429
+    /// Maximum number of answers that wait to start; further requests are rejected with status 429
     #[arg(long, default_value_t = 512, value_name = "N")]
     queue: usize,
-    /// Seconds after SIGTERM or Ctrl-C in which the server accepts requests, while /health answers 503
+    /// Seconds after SIGTERM or Ctrl-C during which the server still accepts requests, while /health answers 503
     #[arg(long, default_value_t = 0, value_name = "SECONDS")]
     drain_delay: u64,
-    /// Seconds that running requests may take to end after --drain-delay
+    /// Seconds that running requests may take to finish after --drain-delay
     #[arg(long, default_value_t = 150, value_name = "SECONDS")]
     drain_timeout: u64,
     /// Format of the log on stderr, which has one line per request
@@ -71,7 +71,7 @@ pub struct Args {
     /// Write a record of each request, with its prompt and its answer, to this folder, for `inferno replay`
     #[arg(long, value_name = "FOLDER")]
     record: Option<PathBuf>,
-    /// Memory for records of the last requests, in MiB; 0 keeps none
+    /// Memory for records of the last requests, in MiB; 0 keeps no records
     #[arg(long, default_value_t = 16, value_name = "MIB", hide_short_help = true)]
     record_memory: usize,
     /// Compute each answer independently of other requests; slower
@@ -83,7 +83,7 @@ pub struct Args {
     load: LoadArgs,
 }
 
-/// Another server whose metric names `--metrics-compat` adds.
+/// A server whose metric names `--metrics-compat` adds to inferno's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum MetricsCompat {
     Vllm,
@@ -92,7 +92,7 @@ enum MetricsCompat {
 /// The time limits of requests.
 #[derive(clap::Args)]
 struct LimitArgs {
-    /// Seconds to agree on TLS, to receive the headers of a request, or to keep an idle connection
+    /// Seconds to complete a TLS handshake, to receive the headers of a request, or to keep an idle connection open
     #[arg(long, default_value_t = 10.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     header_timeout: f64,
     /// Seconds to receive the body of a request
@@ -101,7 +101,7 @@ struct LimitArgs {
     /// Seconds that a request may wait before it starts
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     queue_timeout: f64,
-    /// Seconds in which a client must read at least 4 KiB of a waiting response
+    /// Seconds within which a client must read at least 4 KiB of a waiting response
     #[arg(long, default_value_t = 30.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     write_timeout: f64,
     /// Seconds between keep-alive comments while a stream has no events

@@ -10,7 +10,7 @@ use crate::engine::{Engine, GenerateOptions, SamplingParams};
 /// A callback that receives each piece of a turn's text as it arrives.
 pub type OnDelta<'a> = dyn FnMut(&Delta) -> Result<()> + 'a;
 
-/// Answers conversations with one model.
+/// A model that answers conversations.
 pub trait Backend {
     /// Generates an answer, and passes each piece of text to `on_delta` as it arrives.
     ///
@@ -35,10 +35,10 @@ pub trait Backend {
     /// If they are not, the server chooses each parameter that the user does not set.
     fn has_known_defaults(&self) -> bool;
 
-    /// Returns rows for `/stats` that describe the model: names and values.
+    /// Returns the rows of `/stats` that describe the model, as pairs of a name and a value.
     fn stats(&self) -> Vec<(&'static str, String)>;
 
-    /// Returns rows for `/context` about the model: names and values.
+    /// Returns the rows of `/context` that describe the model, as pairs of a name and a value.
     fn context_stats(&self) -> Vec<(&'static str, String)>;
 
     /// Returns the number of context tokens that the last prompt and answer used, or `None` if it is unknown.
@@ -48,7 +48,9 @@ pub trait Backend {
     fn engine(&self) -> Option<&Engine>;
 }
 
-/// Returns the engine of a model in this process. Fails for a model on a server: `what` is the action that fails.
+/// Returns the engine of a model in this process. Fails for a model on a server.
+///
+/// `what` is the action to name in the error message, such as `save the KV cache`.
 pub fn require_engine<'b>(backend: &'b dyn Backend, what: &str) -> Result<&'b Engine> {
     match backend.engine() {
         Some(engine) => Ok(engine),

@@ -40,7 +40,7 @@ impl fmt::Display for Overflow {
 }
 
 /// Drops the oldest messages if the conversation does not fit.
-/// Returns the messages to send, and how many messages are dropped in all.
+/// Returns the messages to send, and the total number of dropped messages.
 ///
 /// `dropped_before` counts the messages dropped in earlier turns.
 /// Up to a quarter of the context is reserved for the answer.

@@ -337,7 +337,8 @@ impl Session {
         let messages = visible_messages(&self.messages, self.dropped);
         let render = RenderOptions { add_generation_prompt: false, ..self.render_options() };
         let ids = engine.render(&messages, &render)?.ids;
-        // The next prompt renders old answers differently, for example without reasoning. Prefill that form of them.
+        // The next prompt renders old answers differently, for example without reasoning.
+        // Prefill the conversation as the next prompt renders it.
         let options = GenerateOptions { max_tokens: Some(0), ..GenerateOptions::new(SamplingParams::greedy()) };
         for event in engine.complete_ids(&ids, options)? {
             event?;

@@ -92,7 +92,7 @@ impl Turn {
             // A separate note says that the context is full.
             FinishReason::Length if summary.is_context_full() => {}
             FinishReason::Length if summary.context_use().is_some() => parts.push("reached --max-tokens".into()),
-            FinishReason::Length => parts.push("reached a limit on tokens".into()),
+            FinishReason::Length => parts.push("reached a token limit".into()),
             FinishReason::Stop | FinishReason::ToolCalls => {}
         }
         if summary.format_violations > 0 {

@@ -13,7 +13,7 @@ use super::libraries;
 use crate::error::Error;
 use crate::text::plain_cuda_errors;
 
-/// Takes the lock for graph capture and for opening a device, because no device can be opened during a capture.
+/// Acquires the lock that graph captures and device opening share: no device can be opened during a capture.
 pub fn capture_lock() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     LOCK.lock().unwrap_or_else(|poisoned| poisoned.into_inner())

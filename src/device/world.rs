@@ -16,9 +16,9 @@ use candle_core::{Result, Tensor, bail};
 #[derive(Clone, Debug, Default)]
 pub struct World {
     rank: usize,
-    /// Exchanges tensors between devices. `None` if the host copies the tensors.
+    /// Exchanges tensors between devices. `None` if tensors are copied without an [`Exchange`].
     exchange: Option<Arc<dyn Exchange>>,
-    /// The meeting point of the threads of all ranks. `None` in a world of one rank.
+    /// Where the threads of all ranks exchange values. `None` in a world of one rank.
     meeting: Option<Arc<Meeting>>,
 }
 
@@ -30,7 +30,7 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     ///
     /// Ranks that share a GPU, as in tests, can only capture operations in a CUDA graph.
     /// The first launch of a kernel loads the kernel, and loading waits for all running kernels of the GPU.
-    /// A running kernel of another rank may wait for the rank that loads, so both ranks would wait forever.
+    /// A running kernel of another rank may itself be waiting for the loading rank, which would be a deadlock.
     fn can_queue(&self) -> bool;
 
     /// Implements [`World::sum`].
@@ -65,7 +65,7 @@ impl World {
         Self { exchange: Some(exchange), ..self }
     }
 
-    /// Returns the exchange between devices, or `None` if the host copies the tensors.
+    /// Returns the exchange between devices, or `None` if tensors are copied without an [`Exchange`].
     pub fn exchange(&self) -> Option<&Arc<dyn Exchange>> {
         self.exchange.as_ref()
     }

@@ -9,7 +9,7 @@
 //! On a GPU, the loop plans and queues a step before it knows the tokens of the previous step.
 //! The plan assumes that every sequence continues, and appends a pending token to each sequence.
 //! If a sequence has ended, the queued step computes one unused token for it.
-//! The blocks of an ended sequence are free at once, because the device runs the steps in order.
+//! The blocks of an ended sequence are freed at once, because the device runs the steps in order.
 //! A step whose choices depend on the previous tokens, for example through penalties, is not queued ahead.
 
 mod steps;
@@ -114,7 +114,7 @@ impl EngineLoop {
         }
     }
 
-    /// Runs until shutdown, until all handles are dropped, or until one of several devices fails.
+    /// Runs until shutdown, until all handles are dropped, or, with several devices, until one device fails.
     ///
     /// Unfinished requests then fail, because their channels close.
     pub fn run(mut self) {

@@ -59,7 +59,7 @@ pub(super) struct Shared {
     pub info: ModelInfo,
     pub defaults: SamplingParams,
     pub device: Device,
-    /// Identifies the model files, the dtype and the build, for saved prefixes.
+    /// Identifies the model files, the dtype and the build. A saved prefix is valid only with the same fingerprint.
     pub fingerprint: String,
     pub counters: Arc<Counters>,
     /// Compiles grammars. Built on first use. An error is kept, because it depends only on the model.
@@ -166,7 +166,7 @@ impl EngineHandle {
         let Some(constraint) = options.constraint.take() else { return Ok(None) };
         let invalid = |name: &str, reason: String| Error::InvalidConstraint { name: name.to_string(), reason };
         if options.ignore_eos {
-            return Err(invalid("ignore_eos", "the answer must be able to end".to_string()).into());
+            return Err(invalid("ignore_eos", "an answer with a constraint must be able to end".to_string()).into());
         }
         let (language, vocab_size) = (&self.shared.language, self.info().vocab_size);
         let compiler = self.shared.grammars.get_or_init(|| {

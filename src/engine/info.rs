@@ -26,13 +26,13 @@ pub struct ModelInfo {
     pub chunk: usize,
     /// The dtype of activations.
     pub dtype: DType,
-    /// The attention kernel for all steps that do not run on the decode graph. The graph uses its own kernel.
+    /// The attention kernel for all steps outside the decode graph. The graph uses its own kernel.
     pub attention: AttentionBackend,
     /// How the decode steps of a single sequence run: `graph` (fused kernels) or `eager` (one operation at a time).
     pub executor: Executor,
     /// Why the decode steps of a single sequence do not run as a CUDA graph. `None` if they do.
     pub eager_reason: Option<EagerReason>,
-    /// Whether answers do not depend on other requests.
+    /// Whether answers are independent of other requests.
     pub is_deterministic: bool,
     /// The chunk grid for requests with [`deterministic`](crate::GenerateOptions::deterministic).
     /// `None` if the chunk size or the attention kernel does not support deterministic requests.

@@ -41,18 +41,18 @@ pub struct LoadOptions<'o> {
     /// The maximum number of sequences that run at once. `None` selects 256. The chunk size is another upper limit.
     pub max_sequences: Option<usize>,
     /// The memory to use on the device. The KV cache gets the rest after weights and workspace.
-    /// With `None`, the KV cache is only as large as `sequences` need.
+    /// With `None`, the KV cache is only as large as the number of `sequences` requires.
     pub memory: Option<MemoryLimit>,
     /// The format to which floating-point weight matrices are quantized during loading.
     pub quantize: Option<QuantizationTarget>,
     /// Whether to run decode steps one operation at a time, even if a CUDA graph could run them.
     pub eager: bool,
-    /// Whether the tokens and logits of an answer must not depend on other requests, prefix caching or preemption.
+    /// Whether the tokens and logits of answers must be independent of other requests, prefix caching and preemption.
     /// If true, steps are slower, and a prompt reuses less of the prefix cache.
     pub deterministic: bool,
     /// See [`EngineBuilder::queue_on_cpu`](super::EngineBuilder::queue_on_cpu).
     pub queue_on_cpu: bool,
-    /// The attention kernel on a GPU, for all steps that do not run on the decode graph.
+    /// The attention kernel on a GPU, for all steps outside the decode graph.
     pub attention: AttentionBackend,
     /// A progress callback. Its arguments are the number of bytes loaded so far and the total number of bytes.
     pub progress: &'o dyn Fn(u64, u64),
@@ -90,7 +90,7 @@ pub(super) struct EngineParts {
     pub runner: Runner,
     pub defaults: SamplingParams,
     pub info: ModelInfo,
-    /// Identifies the model files, the dtype and the build, for saved prefixes.
+    /// Identifies the model files, the dtype and the build. A saved prefix is valid only with the same fingerprint.
     pub fingerprint: String,
 }
 
@@ -241,7 +241,8 @@ fn load_onto_device(
     let inventory = Inventory::from_checkpoint(checkpoint, options.quantize);
     let plan = MemoryPlan::new(&inventory, architecture.as_ref(), dtype, device_kind).with_chunk(options.chunk)?;
     let mut plan = plan.with_sequences(options.sequences)?.with_ranks(options.devices.count());
-    // Other processes may use some of the memory below the limit. Ranks on the same device share its memory.
+    // Other processes may already use part of the memory that the limit allows.
+    // Ranks on the same device share the memory of the device.
     let mut usable = device_info.clone();
     usable.free_bytes /= options.devices.most_ranks_per_device() as u64;
     if let Some(memory) = options.memory {

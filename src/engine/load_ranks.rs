@@ -23,7 +23,7 @@ pub(super) struct RankLoader<'l> {
     pub dtype: DType,
     pub quantize: Option<QuantizationTarget>,
     pub attention: AttentionBackend,
-    /// The number of positions of the longest sequence.
+    /// The maximum number of positions in a sequence.
     pub context: usize,
     /// The number of blocks in the KV cache of each rank.
     pub cache_blocks: usize,
@@ -50,7 +50,7 @@ struct LoadedRank {
 }
 
 impl RankLoader<'_> {
-    /// Loads the first rank's part onto `first`, the open first device. Reports only the progress of this rank.
+    /// Loads the first rank's part onto `first`, which is already open. Reports only the progress of this rank.
     ///
     /// Loads every other rank's part onto its device on a thread of its own.
     pub fn load(&self, first: &Device, devices: &Devices, progress: &LoadProgress) -> Result<LoadedRanks> {

@@ -1,4 +1,4 @@
-//! Computes from the config and weight headers how much memory a model needs.
+//! Computes how much memory a model needs, from its config and weight headers.
 //!
 //! The loader checks that the model fits before it allocates memory. `inferno show` prints the memory needs.
 
@@ -82,7 +82,7 @@ pub struct MemoryPlan {
     /// The number of devices that run the model together. All sizes are for the device with the largest part.
     ranks: usize,
     weight_bytes: u64,
-    /// The weights that every rank holds as a whole.
+    /// The size of the weights that are not divided among the ranks, in bytes.
     whole_bytes: u64,
     /// Extra bytes needed during loading, to repack or stack the experts of one layer.
     /// The memory is freed before the KV cache is allocated.
@@ -96,7 +96,7 @@ pub struct MemoryPlan {
     /// The minimum number of full-context sequences that the KV cache can hold.
     sequences: usize,
     /// The memory to use on the device, in bytes. The KV cache gets the rest after weights and workspace.
-    /// With `None`, the KV cache is only as large as `sequences` need.
+    /// With `None`, the KV cache is only as large as the number of `sequences` requires.
     limit_bytes: Option<u64>,
     /// The size of the logits of one token, in bytes.
     logits_row_bytes: u64,
@@ -232,7 +232,7 @@ impl MemoryPlan {
         usize::try_from(room).unwrap_or(usize::MAX).min(self.most_blocks()).max(needed)
     }
 
-    /// Returns the number of blocks of one decoding sequence that fills the context.
+    /// Returns the number of blocks that one decoding sequence uses when it fills the context.
     pub fn sequence_blocks(&self, context: usize) -> usize {
         self.layout.peak_blocks(context, 1)
     }
@@ -491,7 +491,7 @@ mod tests {
     #[test]
     fn out_of_memory_error_names_the_gpus_that_fit() {
         let gpu = |bytes| DeviceInfo { compute_capability: Some((9, 0)), ..device(bytes) };
-        // Every rank holds 1 GB of the 10 GB of weights as a whole.
+        // Of the 10 GB of weights, 1 GB is not divided: every rank holds a copy of it.
         for (bytes, gpus) in [(9u64 << 30, Some(2)), (5 << 30, Some(4)), (1 << 30, None)] {
             let error = plan().choose(Some(2048), &gpu(bytes)).unwrap_err();
             let Some(Error::OutOfMemory { fitting_gpus, .. }) = error.downcast_ref() else { panic!("{error}") };

@@ -187,7 +187,7 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets the amount of device memory to use. The KV cache gets the rest after weights and workspace.
     ///
-    /// By default, the cache is only as large as the number of [`sequences`](Self::sequences) needs.
+    /// By default, the cache is only as large as the number of [`sequences`](Self::sequences) requires.
     pub fn memory(mut self, limit: MemoryLimit) -> Self {
         self.options.memory = Some(limit);
         self
@@ -211,22 +211,22 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets whether the tokens and logits of an answer must not depend on other requests. The default is `false`.
+    /// Sets whether the tokens and logits of answers must be independent of other requests. The default is `false`.
     pub fn deterministic(mut self, deterministic: bool) -> Self {
         self.options.deterministic = deterministic;
         self
     }
 
-    /// Sets whether to plan a step on a CPU before the tokens of the previous step are known, as on a GPU.
+    /// Sets whether each step is planned before the tokens of the previous step are known, even on a CPU.
     ///
-    /// Useful for tests only: on a CPU, it makes no step faster, because a step runs as soon as it is planned.
-    /// The default is `false`.
+    /// Engines on a GPU always plan ahead. On a CPU, this is useful only in tests: a CPU runs a step as soon as it is
+    /// planned, so steps do not become faster. The default is `false`.
     pub fn queue_on_cpu(mut self, queue_on_cpu: bool) -> Self {
         self.options.queue_on_cpu = queue_on_cpu;
         self
     }
 
-    /// Sets the attention kernel on a GPU, for all steps that do not run on the decode graph.
+    /// Sets the attention kernel on a GPU, for all steps outside the decode graph.
     pub fn attention(mut self, attention: AttentionBackend) -> Self {
         self.options.attention = attention;
         self

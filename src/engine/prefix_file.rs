@@ -6,7 +6,8 @@
 //! - `group.G.layer.L.k` and `.v`: `[rows, kv_heads, head_dim]` for layer L of group G.
 //!   The rows come from all blocks that a token after the prefix attends to.
 //!
-//! Keys and values are valid only for the model, dtype and build that computed them. `fingerprint` identifies these.
+//! Keys and values are valid only for the model, dtype and build that computed them.
+//! The metadata value `fingerprint` identifies the model, dtype and build.
 
 use std::collections::HashMap;
 use std::fs;
@@ -29,7 +30,7 @@ const FINGERPRINT: &str = "fingerprint";
 /// Saves the longest prefix of `ids` whose blocks are all cached. Returns the number of saved tokens.
 /// If nothing is cached, returns 0 and writes no file.
 pub fn save(path: &Path, ids: &[u32], fingerprint: &str, cache: &KvCache, blocks: &mut BlockManager) -> Result<usize> {
-    // The prefix cache never returns the last token, so add one.
+    // A cached prefix never includes the last token, so append a token to find all of `ids`.
     let tokens = [ids, &[0]].concat();
     let sequence = blocks.start(&tokens, tokens.len(), Default::default());
     let computed = sequence.computed();
@@ -123,7 +124,12 @@ fn write_blocks(
                 let mut shape = to.dims().to_vec();
                 shape[0] = visible.len() * BLOCK_TOKENS;
                 if rows.dims() != shape || rows.dtype() != to.dtype() {
-                    bail!("{name} is {:?} {:?}, expected {:?} {shape:?}", rows.dtype(), rows.dims(), to.dtype());
+                    bail!(
+                        "{name} has dtype {:?} and shape {:?}, expected {:?} and {shape:?}",
+                        rows.dtype(),
+                        rows.dims(),
+                        to.dtype()
+                    );
                 }
                 for (part, index) in visible.clone().enumerate() {
                     let block = rows.narrow(0, part * BLOCK_TOKENS, BLOCK_TOKENS)?.force_contiguous()?;

@@ -11,7 +11,8 @@ pub struct PromptScores {
     top: usize,
     /// The number of tokens in the prompt.
     prompt: usize,
-    /// The number of tokens whose log probabilities were sent. The first prompt token has none and is not counted.
+    /// The number of tokens whose log probabilities were sent.
+    /// The first prompt token has no log probability and is not counted.
     sent: usize,
     /// The log probabilities of the current step.
     step: Vec<TokenLogprobs>,

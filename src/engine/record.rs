@@ -1,4 +1,4 @@
-//! Records of requests and answers, which contain all that is needed to compute the answers again.
+//! Records of requests and answers. A record contains everything needed to compute its answers again.
 
 use std::collections::BTreeMap;
 
@@ -132,7 +132,7 @@ impl EngineRecord {
             ("deterministic", self.deterministic.to_string(), now.deterministic.to_string()),
         ];
         let differ = settings.into_iter().filter(|(_, then, now)| then != now);
-        differ.map(|(name, then, now)| format!("{name}: {then} then, {now} now")).collect()
+        differ.map(|(name, then, now)| format!("{name}: {then} in the record, {now} now")).collect()
     }
 }
 

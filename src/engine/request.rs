@@ -108,7 +108,7 @@ pub struct GenerateOptions {
     /// If set, the prompt reuses only cached prefixes of requests with the same salt.
     /// The time to the first token then reveals nothing about the prompts of other clients.
     pub cache_salt: Option<String>,
-    /// Whether the answer must not depend on other requests, even on an engine that is not
+    /// Whether the answer must be independent of other requests, even on an engine that is not
     /// [`deterministic`](super::EngineBuilder::deterministic). Slows down this request and all concurrent requests.
     pub deterministic: bool,
     /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), so that the answer can be computed again.

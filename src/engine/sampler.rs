@@ -30,12 +30,12 @@ pub struct Sampler {
     constraint: Option<ConstraintState>,
 }
 
-/// Changes to the logits before penalties, and the log probabilities to compute.
+/// How to change the logits before penalties, and which log probabilities to compute.
 #[derive(Clone, Debug, Default)]
 pub struct LogitRules {
     /// Values to add to the logits of tokens.
     pub bias: BTreeMap<u32, f32>,
-    /// The tokens that cannot be chosen before `min_tokens` other tokens.
+    /// The tokens that cannot be chosen until `min_tokens` tokens have been chosen.
     pub stop_tokens: Vec<u32>,
     pub min_tokens: usize,
     /// The number of most likely tokens that need log probabilities, in addition to the chosen token.
@@ -49,7 +49,7 @@ impl Sampler {
         Self { params, seen, draws: 0, chosen: 0, rules: LogitRules::default(), constraint: None }
     }
 
-    /// Sets the changes to the logits and the log probabilities to compute.
+    /// Sets how to change the logits, and which log probabilities to compute.
     pub fn with_rules(self, rules: LogitRules) -> Self {
         Self { rules, ..self }
     }

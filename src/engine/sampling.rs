@@ -8,7 +8,7 @@
 //! - the key in `config.toml` and in journals
 //! - the environment variable and the JSON field
 //!
-//! [`Sampler`](super::sampler::Sampler) applies the parameters on the CPU, and the sampling kernel on a GPU.
+//! On a CPU, [`Sampler`](super::sampler::Sampler) applies the parameters. On a GPU, the sampling kernel applies them.
 //! docs/contributing.md lists the files that a new parameter needs.
 
 use std::fmt::Display;
@@ -218,7 +218,7 @@ fn expected<T: FieldType>(range: &RangeInclusive<T>) -> String {
     }
 }
 
-/// Sets `field` to `parsed`. Fails if `parsed` is `None` (the text was no number), out of range or NaN.
+/// Sets `field` to `parsed`. Fails if `parsed` is `None` (the text was not a number), out of range or NaN.
 fn set<T: FieldType>(field: &mut T, parsed: Option<T>, range: &RangeInclusive<T>) -> Result<(), String> {
     let value = parsed.filter(|value| range.contains(value)).ok_or_else(|| expected(range))?;
     *field = value;

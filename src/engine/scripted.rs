@@ -120,7 +120,7 @@ fn answer(mut sequence: Sequence, script: &Script) {
         finish = sequence.push(ChosenToken { id, logprobs }, CONTEXT, &mut outbox);
     }
     match finish {
-        None if script.fails => sequence.fail(anyhow!("the script ended with a fault"), &mut outbox),
+        None if script.fails => sequence.fail(anyhow!("the script ended with an error"), &mut outbox),
         reason => sequence.finish(reason.unwrap_or(FinishReason::Stop), &mut outbox),
     }
     outbox.flush();

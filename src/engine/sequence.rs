@@ -27,7 +27,7 @@ pub struct Sequence {
     max_tokens: Option<usize>,
     /// The tokens that end the answer.
     stop_ids: Vec<u32>,
-    /// Limits the reuse of cached prefixes. Taken when the sequence is passed to the scheduler.
+    /// Limits the reuse of cached prefixes. Set to `None` when the sequence is passed to the scheduler.
     pub cache_salt: Option<String>,
     /// The grid that divides the prompt, so that the answer does not depend on other requests.
     pub grid: Option<ChunkGrid>,
@@ -97,7 +97,7 @@ impl Sequence {
         self.events.is_closed() || self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
     }
 
-    /// Records that a token was generated for a canceled request. Returns whether an earlier call recorded the same.
+    /// Records that a token was generated for a canceled request. Returns false on the first call.
     pub fn note_canceled(&mut self) -> bool {
         std::mem::replace(&mut self.is_noted_as_canceled, true)
     }

@@ -26,7 +26,7 @@ pub struct EngineStats {
     pub prompt_tokens: u64,
     pub generated_tokens: u64,
     /// Tokens of the latest request that are in the KV cache.
-    /// A prompt that starts with these tokens reuses the full blocks of these tokens.
+    /// A prompt that starts with these tokens reuses their full blocks.
     pub cached_tokens: u64,
     /// Steps that the model ran. A step can compute tokens of several requests.
     pub steps: u64,

@@ -25,7 +25,7 @@ impl StopStrings {
         self.stops.get(self.found?).map(String::as_str)
     }
 
-    /// Adds a piece of text. Returns the held-back text that can no longer be part of a stop string.
+    /// Adds a piece of text. Returns all pending text that can no longer be part of a stop string.
     ///
     /// Never returns the stop string or any text after it.
     pub fn push(&mut self, text: &str) -> String {

@@ -1,4 +1,4 @@
-//! Models of a server for `inferno play --url`.
+//! Finds and loads the models of a server, for `inferno play --url`.
 
 use std::rc::Rc;
 
@@ -14,7 +14,9 @@ use crate::error::Error;
 use crate::terminal;
 use crate::text::printable;
 
-/// Finds the model on the server at `url`. If none is named, and the server has several, asks the user to choose one.
+/// Finds the requested model on the server at `url`.
+///
+/// If no model was requested and the server has several models, asks the user to choose one.
 ///
 /// Returns `None` if the user quits.
 pub fn select(url: &str, args: &Args, is_one_shot: bool) -> Result<Option<Selected>> {
@@ -59,7 +61,7 @@ fn default_model<'m>(
     }
 }
 
-/// The models of a server. Uses each model with its own section of the configuration file.
+/// The models of a server. Applies to each model its own section of the configuration file.
 struct ServerModels {
     connection: Rc<Connection>,
     reparse: Box<Reparse>,

@@ -99,7 +99,7 @@ const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
 /// Flags that take no value on the command line. Other sources set them to true or false.
 const SWITCHES: [&str; 5] = ["deterministic", "eager", "hide-reasoning", "no-auth", "plain"];
 
-/// The flags of `health` that can be set outside the command line. `health` finds a server with the same settings.
+/// The flags of `health` that can be set outside the command line. `serve` reads the same settings for these flags.
 const HEALTH_FLAGS: [&str; 3] = ["host", "port", "tls-cert"];
 
 /// The flags of `bench`, `perplexity` and `replay` that can be set outside the command line.
@@ -234,7 +234,7 @@ fn is_removed_limit(flag: &str, values: &[String]) -> bool {
     matches!(flag, "max-tokens" | "stop") && values == ["none"]
 }
 
-/// Returns the valid settings of a conversation, and a message about each invalid one.
+/// Returns the valid settings of a conversation, and a message about each invalid setting.
 ///
 /// Tolerates invalid settings, because the conversation may be damaged or come from another version of inferno.
 fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) -> (SettingValues, Vec<String>) {

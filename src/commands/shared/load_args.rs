@@ -56,7 +56,7 @@ pub struct LoadArgs {
     /// The number of full-context sequences that the KV cache can hold.
     #[arg(skip = 1usize)]
     sequences: usize,
-    /// Whether answers must not depend on other requests.
+    /// Whether answers must be independent of other requests.
     #[arg(skip)]
     deterministic: bool,
     /// The maximum number of sequences that run at once.
@@ -114,7 +114,7 @@ impl LoadArgs {
         self.chunk.get_or_insert(chunk);
     }
 
-    /// Sets whether answers must not depend on other requests.
+    /// Sets whether answers must be independent of other requests.
     pub fn set_deterministic(&mut self, deterministic: bool) {
         self.deterministic = deterministic;
     }

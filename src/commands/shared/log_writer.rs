@@ -1,6 +1,6 @@
-//! Writes log lines to stderr on a thread of its own.
+//! Writes log lines to stderr on a separate thread.
 //!
-//! A write to stderr blocks while the reader of stderr is paused, for example a terminal that stopped its output.
+//! A write to stderr blocks while nothing reads from it, for example while a terminal's output is paused.
 //! A server must keep running, so it drops log lines instead of waiting.
 
 use std::io::{self, Write};

@@ -26,7 +26,7 @@ pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BL
 pub struct BlockHashes {
     /// The hash of the salt and the grid, or 0. Sequences with different salts or grids have no hash in common.
     salt: u128,
-    /// If set, the sequence reuses only whole parts of the prompt between boundaries of this grid.
+    /// If set, the cached prefix that the sequence reuses ends at a boundary of this grid.
     grid: Option<ChunkGrid>,
     blocks: Vec<u128>,
 }
@@ -112,7 +112,7 @@ impl BlockManager {
         Self { windows, grid: None, pool: BlockPool::new(blocks), hashers, queried_tokens: 0, hit_tokens: 0 }
     }
 
-    /// Limits reuse to the parts of prompts between grid boundaries. These parts always have the same keys and values.
+    /// Limits reuse to prompt prefixes that end at a grid boundary. Their keys and values are always the same.
     pub fn with_grid(self, grid: Option<ChunkGrid>) -> Self {
         Self { grid, ..self }
     }
@@ -138,7 +138,7 @@ impl BlockManager {
         sequence.tables.iter().zip(&sequence.oldest).map(|(table, oldest)| table.len() - oldest).sum()
     }
 
-    /// Returns the maximum number of blocks of a sequence of `tokens` tokens, with steps of up to `chunk` tokens.
+    /// Returns the maximum number of blocks that a sequence of `tokens` tokens uses in steps of up to `chunk` tokens.
     pub fn peak(&self, tokens: usize, chunk: usize) -> usize {
         self.windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
     }
@@ -242,7 +242,7 @@ impl BlockManager {
 
     /// Returns the hashes of a new sequence. The sequence reuses only blocks of sequences with the same salt and grid.
     ///
-    /// With a grid, the sequence reuses only whole parts of the grid.
+    /// With a grid, the sequence reuses only a prefix that ends at a grid boundary.
     /// Sequences without this grid compute keys and values in different passes, so the last bits differ.
     pub fn hashes(&self, salt: Option<&str>, grid: Option<ChunkGrid>) -> BlockHashes {
         let key = (salt.is_some() || grid.is_some()).then(|| {
@@ -271,7 +271,7 @@ impl BlockManager {
     }
 
     /// Returns the number of free blocks that the sequence needs to grow to `tokens` in steps of up to `chunk` tokens.
-    /// Counts a block only once if it leaves the window before then, because later positions reuse it.
+    /// A block that leaves the window during this growth counts only once, because later positions reuse it.
     pub fn demand(&self, sequence: &SequenceBlocks, tokens: usize, chunk: usize) -> usize {
         let demand = |group: usize| {
             let missing = self.missing_in_group(group, sequence, tokens);
@@ -366,7 +366,7 @@ impl BlockManager {
         self.first_visible_block(group, tokens)..tokens / BLOCK_TOKENS
     }
 
-    /// Takes blocks for a prefix of full blocks whose keys and values come from elsewhere, such as a file.
+    /// Allocates the blocks of a prefix of full blocks whose keys and values come from elsewhere, such as a file.
     /// The caller writes the keys and values, and then calls [`commit`](Self::commit).
     /// Returns `None` if too few blocks are free.
     pub fn adopt(&mut self, tokens: &[u32]) -> Option<SequenceBlocks> {

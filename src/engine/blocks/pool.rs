@@ -95,7 +95,7 @@ impl BlockPool {
         self.cached.len()
     }
 
-    /// Returns the number of cached contents that were evicted so far.
+    /// Returns the number of blocks whose cached contents have been evicted so far.
     pub fn evicted(&self) -> u64 {
         self.evicted
     }
@@ -136,7 +136,7 @@ impl BlockPool {
         (content.parent == parent && *content.tokens == *tokens).then_some(id)
     }
 
-    /// Adds a reference to a block. A free block is then no longer free.
+    /// Adds a reference to a block. If the block was free, it is removed from the free blocks.
     pub fn retain(&mut self, id: BlockId) {
         if id == SCRATCH_BLOCK {
             return;

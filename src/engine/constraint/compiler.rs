@@ -21,7 +21,7 @@ const MAX_TOKEN_BYTES: usize = 1000;
 const MAX_TRIE_BYTES: usize = 4_000_000;
 
 /// The maximum number of optional properties of an object.
-/// llguidance takes about 150 ms for this number, with quadratic growth, and has no time limit for this work.
+/// llguidance takes about 150 ms for this many properties. The time grows quadratically, and no limit applies to it.
 const MAX_OPTIONAL: usize = 1000;
 
 /// The maximum length of the reason in an error message, in characters.
@@ -153,7 +153,7 @@ pub fn with_options(schema: &Value) -> Value {
     schema
 }
 
-/// Returns the sum of the squared numbers of optional properties of all objects in a schema.
+/// Returns the sum, over all objects in a schema, of the square of the object's number of optional properties.
 /// The time to compile the schema grows with this sum.
 fn optional_pairs(schema: &Value) -> usize {
     let fields = match schema {

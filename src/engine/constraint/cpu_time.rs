@@ -29,7 +29,7 @@ pub fn thread_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
 }
 
-/// A clock that other threads can read for the CPU time of a thread. Always zero on systems other than Linux.
+/// A clock for the CPU time of a thread. Any thread can read it. Always zero on systems other than Linux.
 pub struct ThreadClock {
     #[cfg(target_os = "linux")]
     clock: nix::time::ClockId,

@@ -110,7 +110,7 @@ impl Headers<'_> {
             headers.push(self.message("commentary", PREAMBLE)?);
         }
         let Harmony { channel, message, .. } = self.harmony;
-        // The text of a header is encoded in the same parts as in a rendered conversation.
+        // Encode the text of a header in separate pieces, as in a rendered conversation.
         let mut types = vec![Vec::new(), self.encode(" json")?];
         if let Some(constrain) = self.harmony.constrain {
             types.push([&self.encode(" ")?[..], &[constrain], &self.encode("json")?].concat());

@@ -36,10 +36,10 @@ pub fn prepare(request: ConstrainedRequest) -> Result<ConstraintState> {
     let name = request.constraint.answer.as_ref().map_or("tools", |answer| &answer.name).to_string();
     let (clock_sender, clock) = mpsc::sync_channel(1);
     let compile = move || {
-        // The channel has room for the clock.
+        // This does not block, because the channel has room for the clock.
         let _ = clock_sender.send(ThreadClock::new());
         let plan = plan(request);
-        // The receiver may have stopped waiting. In that case, the limits of the compiler end this thread.
+        // The receiver may have given up. This thread still ends, because the compiler has limits of its own.
         let _ = sender.send((plan, thread_time()));
     };
     let thread = thread::Builder::new().name("inferno-grammar".into()).stack_size(COMPILE_STACK);

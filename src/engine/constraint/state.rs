@@ -33,7 +33,7 @@ enum Progress {
     Free {
         tail: Vec<u8>,
     },
-    /// The matcher has not consumed the `unread` tokens yet, so that it can consume them while the GPU works.
+    /// The matcher consumes the `unread` tokens later, while the GPU works.
     Grammar {
         matcher: Box<Matcher>,
         unread: Vec<u32>,
@@ -73,7 +73,7 @@ impl ConstraintState {
         self.must_end
     }
 
-    /// Returns the tokens that may come next, or `None` if all tokens may. Fails if the grammar cannot be followed.
+    /// Returns the tokens that may come next, or `None` for all tokens. Fails if the grammar cannot be followed.
     pub fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
         let plan = self.plan.clone();
         let mut mask = TokenMask::none(plan.vocab_size);
@@ -182,7 +182,7 @@ fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Resul
         tail.drain(..excess);
         return Ok(None);
     };
-    // The grammar has not seen the text after the tag.
+    // The grammar applies only from the next token, so it cannot check text after the tag in this token.
     if !tail[at + tag.len()..].iter().all(u8::is_ascii_whitespace) {
         bail!("the model continued its answer in the token that ends {tag}");
     }

@@ -36,7 +36,7 @@ impl EngineLoop {
         if self.queued.is_some() {
             self.deliver_queued();
             self.end_canceled();
-            // Some sequences may have ended, with their last token or because their client left.
+            // Some sequences may have ended, because they got their last token or because their client left.
             plan.work.retain(|work| self.scheduler.is_running(work.id));
             if plan.work.is_empty() {
                 return;
@@ -129,7 +129,8 @@ impl EngineLoop {
                 None => None,
                 Some(Ok(token)) => {
                     stats::add(&self.counters.generated_tokens, 1);
-                    // The step may have begun before the cancellation, so the first token after it does not count.
+                    // The step may have begun before the request was canceled.
+                    // The first token after the cancellation therefore does not count.
                     if sequence.is_canceled() && sequence.note_canceled() {
                         stats::add(&self.counters.tokens_after_cancel, 1);
                     }

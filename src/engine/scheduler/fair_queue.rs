@@ -14,7 +14,7 @@ use super::order::Seniority;
 /// Identifies the owner of a sequence, such as the client with a certain API key.
 pub type TenantId = u64;
 
-/// The weight of a generated token, as in the paper. A prompt token has the weight 1.
+/// The weight of a generated token, as in the paper. A prompt token has weight 1.
 const GENERATED_WEIGHT: u64 = 2;
 
 /// The rank of a sequence among the sequences of all tenants. The smallest rank gets tokens and blocks first.
@@ -58,7 +58,7 @@ impl FairQueue {
         let tenant = self.tenants.entry(tenant).or_default();
         tenant.served = served;
         tenant.waiting.insert(seniority);
-        // A tenant without sequences is forgotten once the other tenants have been served as many tokens.
+        // Forget a tenant without sequences once all waiting tenants have been served at least as many tokens.
         let floor = self.tenants.values().filter(|tenant| !tenant.waiting.is_empty()).map(|tenant| tenant.served).min();
         self.tenants.retain(|_, tenant| tenant.sequences > 0 || Some(tenant.served) > floor);
     }
@@ -172,7 +172,7 @@ mod tests {
             // Tenant 0 has prompts of 10 tokens. Tenant 1 has prompts of 4 tokens and generates one token.
             queue.serve(tenant, if tenant == 0 { 0..10 } else { 0..5 }, if tenant == 0 { 10 } else { 4 });
         }
-        // After 0 and 3, the tenants have 10 and 6 tokens; after 4, they have 10 and 12.
+        // After sequences 0 and 3, the weighted token counts of the tenants are 10 and 6. After sequence 4: 10 and 12.
         assert_eq!(order, [0, 3, 4, 1, 2]);
         queue.insert(1, sequence(5).protected());
         queue.insert(0, sequence(6));

@@ -169,7 +169,7 @@ struct Sequence {
     preemptions: u32,
     /// The sequences that share this prompt. They fork once this sequence has computed all prompt tokens but the last.
     forks: Vec<SequenceId>,
-    /// The sequence from which this sequence will fork. Until the fork, this sequence is neither queued nor run.
+    /// The sequence from which this sequence will fork. Until the fork, this sequence neither waits nor runs.
     parent: Option<SequenceId>,
 }
 
@@ -236,8 +236,8 @@ impl Scheduler {
             (1..=token_budget).contains(&max_sequences),
             "max_sequences is {max_sequences}: expected 1 to {token_budget}, the token budget"
         );
-        assert!(grid.is_none_or(|grid| grid.tokens() <= token_budget), "a part of the grid must fit a step");
-        assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "a sequence of {context} tokens must fit");
+        assert!(grid.is_none_or(|grid| grid.tokens() <= token_budget), "a part of the grid must fit in a step");
+        assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "the blocks must hold {context} tokens");
         let (waiting, running) = (FairQueue::default(), BTreeSet::new());
         let (sequences, admitted) = (BTreeMap::new(), Vec::new());
         Self { config, blocks, sequences, waiting, running, admitted, preemptions: 0 }
@@ -250,7 +250,7 @@ impl Scheduler {
         assert!((1..=self.config.context).contains(&prompt.len()), "cannot submit a prompt of {} tokens", prompt.len());
         assert!(
             grid.is_none_or(|grid| grid.tokens() <= self.config.token_budget),
-            "a part of the grid must fit a step"
+            "a part of the grid must fit in a step"
         );
         let hashes = self.blocks.hashes(cache_salt.as_deref(), grid);
         let sequence = |id, tokens, forks, parent| Sequence {

@@ -93,7 +93,7 @@ impl Scheduler {
             let longest = sequence.longest(self.config.context);
             let ahead = longest.min(end + GROWTH_STEPS);
             if sequence.is_last_pending && end >= longest {
-                // The queued step chooses the last token of the sequence.
+                // The queued step already chooses the last token that fits in the sequence.
                 continue;
             }
             if sequence.is_decoding() && self.give_blocks(id, end, plan) {

@@ -27,7 +27,7 @@ use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
 
-/// The number of file size requests from which the user gets a message. That many requests take several seconds.
+/// The minimum number of file size requests for which a message is shown, because they take several seconds.
 const MANY_REQUESTS: usize = 100;
 
 impl Hub {
