@@ -9,6 +9,7 @@
 //! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
 //! - `retries`, `orphans`: join the retry of a request with its answer
 //! - `router`, `auth`, `log`, `listener`, `tls`, `write_limit`: everything around a route
+//! - `receipt`, `receipt_key`, `receipts`: signed statements about records
 //! - `recorder`: keeps records of requests, from which their answers can be computed again
 //! - `page`: the chat in the browser, and its files in `page/`
 //! - `state`, `options`, `limits`, `metrics`: shared state
@@ -38,6 +39,9 @@ mod ollama;
 mod options;
 mod orphans;
 mod page;
+mod receipt;
+mod receipt_key;
+mod receipts;
 mod recorder;
 mod records;
 mod reply;
@@ -54,6 +58,8 @@ pub use ids::api_key as new_api_key;
 pub use listener::{bind, serve};
 pub use log::TARGET as LOG_TARGET;
 pub use options::{RecordOptions, ServerOptions, Timeouts};
+pub use receipt::Receipt;
+pub use receipt_key::{PublicKey, ReceiptKey};
 pub use router::router;
 pub use state::Server;
 pub use tls::read_tls;
