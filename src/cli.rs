@@ -7,7 +7,7 @@ use anyhow::Result;
 use clap::{ArgAction, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::commands::{
-    bench, completions, doctor, download, health, list, perplexity, play, prune, remove, replay, serve,
+    bench, completions, doctor, download, health, list, perplexity, play, prune, receipt, remove, replay, serve,
     shared::defaults, show, tokenize, verify,
 };
 use crate::error::{exit_code, is_disk_full};
@@ -53,6 +53,7 @@ enum Command {
     Serve(Box<serve::Args>),
     Health(health::Args),
     Replay(Box<replay::Args>),
+    Receipt(receipt::Args),
     Bench(bench::Args),
     Perplexity(perplexity::Args),
     Tokenize(tokenize::Args),
@@ -117,6 +118,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Serve(args) => serve::run(*args),
         Command::Health(args) => health::run(args),
         Command::Replay(args) => replay::run(*args),
+        Command::Receipt(args) => receipt::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Perplexity(args) => perplexity::run(args),
         Command::Tokenize(args) => tokenize::run(args),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import statistics
 import time
 
 from background import Background, raise_file_limit
@@ -10,6 +11,9 @@ from process import Server
 
 # The number of file descriptors to keep free for files other than these connections.
 OTHER_FILES = 200
+
+# How often idle connections are opened, and streams are measured without and with them.
+IDLE_TURNS = 3
 
 
 async def first_token_times(port, prompts, seconds):
@@ -100,23 +104,35 @@ def idle_connections(options, report):
     if room < count:
         report.skip(name, "0 errors", f"the limit on open files allows {room} connections")
         count = room
+    # By turns, because the speed of the machine can drift. The p99 of a single run varies by more than the target.
+    alone, during, errors = [], [], 0
     with Server(options, "--header-timeout", "3600") as server:
         prompts = Prompts(server.port)
         asyncio.run(streams(server.port, prompts, stream_count, 16))
-        alone = asyncio.run(streams(server.port, prompts, stream_count, 64))
         before = server.rss()
-        with Background(hold, server.port, count) as idle:
-            kilobytes = (server.rss() - before) / count / 1000
-            during = asyncio.run(streams(server.port, prompts, stream_count, 64))
-        alone += asyncio.run(streams(server.port, prompts, stream_count, 64))
+        for turn in range(IDLE_TURNS):
+            # The other process exists in both cases.
+            with Background(hold, server.port, 0):
+                alone.append(asyncio.run(streams(server.port, prompts, stream_count, 64)))
+            with Background(hold, server.port, count) as idle:
+                kilobytes = (server.rss() - before) / count / 1000 if turn == 0 else kilobytes
+                during.append(asyncio.run(streams(server.port, prompts, stream_count, 64)))
+            errors += idle.result
         faults = server.faults()
-    errors = sum(answer.status != 200 or not answer.is_complete for answer in during) + idle.result
+    errors += sum(answer.status != 200 or not answer.is_complete for run in during for answer in run)
     report.add(name, "0 errors", f"{errors} errors", errors == 0 and not faults, faults=faults)
     report.add(f"memory of {count} idle connections", "≤ 30 kB each", f"{kilobytes:.1f} kB each", kilobytes <= 30)
-    slow, fast = (percentile([gap for answer in run for gap in answer.gaps], 0.99) for run in (during, alone))
-    figure = f"{slow / fast:.2f}× ({fast * 1e3:.1f} → {slow * 1e3:.1f} ms)"
+    slow, fast = ([p99_gap(run) for run in runs] for runs in (during, alone))
+    ratio = statistics.median(slow) / statistics.median(fast)
+    ms = [[round(1e3 * time_s, 1) for time_s in times] for times in (fast, slow)]
+    figure = f"{ratio:.2f}× (medians of {ms[0]} → {ms[1]} ms)"
     target = "≤ 1.1× the p99 without idle connections"
-    report.add("streams' p99 between tokens", target, figure, slow <= 1.1 * fast, is_speed=True)
+    report.add("streams' p99 between tokens", target, figure, ratio <= 1.1, is_speed=True)
+
+
+def p99_gap(answers):
+    """Returns the p99 of the times between tokens in seconds."""
+    return percentile([gap for answer in answers for gap in answer.gaps], 0.99)
 
 
 def unsent_bytes(port, client_ports):

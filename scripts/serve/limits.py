@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import statistics
 import time
 
 from background import Background
@@ -228,3 +229,33 @@ def grammars(options, report):
     slow, fast = percentile(during, 0.99), percentile(alone, 0.99)
     figure = f"{slow / fast:.2f}× ({fast * 1e3:.1f} → {slow * 1e3:.1f} ms)"
     report.add(f"{name}: p99 between tokens of other requests", "≤ 1.2×", figure, slow <= 1.2 * fast, is_speed=True)
+
+
+def constrained(options, report):
+    """Compares streams beside others without a constraint with streams beside others with one."""
+    item = {"type": "object", "properties": {"name": {"type": "string"}, "ids": {"type": "array"}}, "required": ["name"]}
+    schema = {"type": "array", "items": item, "minItems": 100}
+    turns, count = (3, 8) if options.short else (6, 16)
+    with Server(options) as server:
+        prompts = Prompts(server.port)
+
+        async def gap(**fields):
+            """Returns the median time between tokens of the streams without a constraint."""
+            others = [prompts.completion(32, 120, stream=True, **fields) for _ in range(count)]
+            other_streams = asyncio.gather(*(ask(server.port, "/v1/completions", body) for body in others))
+            answers = await streams(server.port, prompts, count, 100)
+            assert all(answer.status == 200 and answer.is_complete for answer in await other_streams)
+            return percentile([gap for answer in answers for gap in answer.gaps], 0.5)
+
+        beside_free, beside_constrained = [], []
+        constraint = {"structured_outputs": {"json": schema}, "ignore_eos": False}
+        asyncio.run(gap(**constraint))
+        for _ in range(turns):
+            beside_free.append(asyncio.run(gap()))
+            beside_constrained.append(asyncio.run(gap(**constraint)))
+        faults = server.faults()
+    slow, fast = statistics.median(beside_constrained), statistics.median(beside_free)
+    figure = f"{slow / fast:.2f}× ({fast * 1e3:.2f} → {slow * 1e3:.2f} ms)"
+    name = f"p50 between tokens of {count} streams beside {count} with a JSON schema"
+    target = "≤ 1.2× that beside as many without one"
+    report.add(name, target, figure, slow <= 1.2 * fast and not faults, is_speed=True, faults=faults)

@@ -35,6 +35,7 @@ TESTS = {
     "burst": limits.burst,
     "fairness": limits.fairness,
     "grammars": limits.grammars,
+    "constrained": limits.constrained,
     "soak": soak.soak,
 }
 

@@ -9,6 +9,7 @@ pub mod list;
 pub mod perplexity;
 pub mod play;
 pub mod prune;
+pub mod receipt;
 pub mod remove;
 pub mod replay;
 pub mod serve;

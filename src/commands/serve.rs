@@ -6,15 +6,15 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use tokio::net::TcpListener;
 use tokio::runtime::{Builder, Runtime};
 
 use super::shared::logging::LogFormat;
 use super::shared::{LoadArgs, api_keys, log_writer, note, seconds};
 use crate::error::Error;
-use crate::hub::{Hub, Snapshot, demo};
-use crate::server::{self, RecordOptions, Server, ServerOptions, Timeouts};
+use crate::hub::{self, Hub, Snapshot, demo};
+use crate::server::{self, ReceiptKey, RecordOptions, Server, ServerOptions, Timeouts};
 use crate::terminal;
 use crate::text::printable;
 
@@ -74,6 +74,9 @@ pub struct Args {
     /// Memory for records of the last requests, in MiB; 0 keeps no records
     #[arg(long, default_value_t = 16, value_name = "MIB", hide_short_help = true)]
     record_memory: usize,
+    /// File with the private key that signs receipts of requests, in PEM format; created if it does not exist
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
+    receipt_key: Option<PathBuf>,
     /// Compute each answer independently of other requests; slower
     #[arg(long)]
     deterministic: bool,
@@ -121,6 +124,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         (None, None) => None,
         _ => return Err(Error::usage("TLS needs both --tls-cert and --tls-key")),
     };
+    let receipt_key = args.receipt_key.as_deref().map(ReceiptKey::read_or_create).transpose()?;
     let scheme = if tls.is_some() { "https" } else { "http" };
     allow_many_connections();
     let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get().min(MAX_THREADS));
@@ -137,12 +141,20 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     args.load.set_deterministic(args.deterministic);
     args.load.plan_for_many(Some(args.max_sequences.into()));
     let has_key = !api_keys.is_empty();
-    let server = Server::new(ServerOptions { tls, ..options(&args, &snapshot, api_keys) })?;
+    let mut options = ServerOptions { tls, ..options(&args, &snapshot, api_keys) };
+    options.record.receipt_key = receipt_key.map(Arc::new);
+    let server = Server::new(options)?;
     let serving = start(&runtime, &server, listener);
 
     // The port is open while the model loads, so that health checks get an answer.
     hub.record_use(&snapshot);
+    let path = snapshot.path.clone();
+    let hashes = args.receipt_key.as_ref().map(|_| std::thread::spawn(move || hub::file_hashes(&path)));
     let engine = args.load.load(&snapshot)?;
+    if let Some(hashes) = hashes {
+        let hashes = hashes.join().map_err(|_| anyhow!("the thread that hashes the model's files failed"))?;
+        server.set_model_files(hashes?);
+    }
     server.set_model(engine.handle());
     announce(&format!("{scheme}://{address}"), &snapshot, has_key);
     runtime.block_on(serving).context("the server stopped unexpectedly")?;
@@ -176,6 +188,7 @@ fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOpt
             memory_bytes: args.record_memory.saturating_mul(1 << 20),
             folder: args.record.clone(),
             revision: snapshot.revision.clone(),
+            receipt_key: None,
         },
         has_vllm_metrics: args.metrics_compat == Some(MetricsCompat::Vllm),
     }

@@ -22,6 +22,9 @@ pub struct Record {
     version: u32,
     /// The request id that the server assigned.
     pub id: String,
+    /// When the answers ended, in RFC 3339. Empty in older records.
+    #[serde(default)]
+    pub created: String,
     /// The name of the model.
     pub model: String,
     /// The commit of the model, or a hash of the demo's files. `None` for a path.
@@ -86,8 +89,8 @@ pub struct RecordedAnswer {
 impl Record {
     /// Creates a record without requests.
     pub fn new(id: String, model: String, revision: Option<String>, info: &ModelInfo) -> Self {
-        let engine = EngineRecord::new(info);
-        Self { version: VERSION, id, model, revision, engine, requests: Vec::new(), error: None }
+        let (created, engine) = (jiff::Timestamp::now().to_string(), EngineRecord::new(info));
+        Self { version: VERSION, id, created, model, revision, engine, requests: Vec::new(), error: None }
     }
 
     /// Fails if this build cannot read the version of the record.

@@ -4,6 +4,7 @@
 //! For small files, the etag is git's blob ID: the SHA-1 of `blob <length>\0` followed by the contents.
 //! Mirrors may send other etags, which cannot be checked.
 
+use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
@@ -29,21 +30,39 @@ pub(super) fn matches(path: &Path, etag: &str, progress: &mut dyn FnMut(u64) -> 
     if !is_hash(etag) {
         return Ok(true);
     }
-    let context = || format!("cannot read {}", path.display());
-    let mut file = files::open(path)?;
+    let file = files::open(path)?;
     let mut hash = match etag.len() {
         64 => digest::Context::new(&SHA256),
         _ => {
             let mut hash = digest::Context::new(&SHA1_FOR_LEGACY_USE_ONLY);
-            hash.update(format!("blob {}\0", file.metadata().with_context(context)?.len()).as_bytes());
+            let bytes = file.metadata().with_context(|| cannot_read(path))?.len();
+            hash.update(format!("blob {bytes}\0").as_bytes());
             hash
         }
     };
+    update(&mut hash, path, file, progress)?;
+    Ok(hex(hash.finish().as_ref()).eq_ignore_ascii_case(etag))
+}
+
+/// Returns the SHA-256 of a file's contents in hexadecimal.
+pub(super) fn sha256(path: &Path) -> Result<String> {
+    let mut hash = digest::Context::new(&SHA256);
+    update(&mut hash, path, files::open(path)?, &mut |_| Ok(()))?;
+    Ok(hex(hash.finish().as_ref()))
+}
+
+/// Adds the contents of a file to a hash.
+fn update(
+    hash: &mut digest::Context,
+    path: &Path,
+    mut file: File,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<()> {
     let mut buffer = vec![0; 1 << 20];
     let mut done_bytes = 0;
     loop {
-        match file.read(&mut buffer).with_context(context)? {
-            0 => break,
+        match file.read(&mut buffer).with_context(|| cannot_read(path))? {
+            0 => return Ok(()),
             count => {
                 hash.update(&buffer[..count]);
                 done_bytes += count as u64;
@@ -51,7 +70,10 @@ pub(super) fn matches(path: &Path, etag: &str, progress: &mut dyn FnMut(u64) -> 
             }
         }
     }
-    Ok(hex(hash.finish().as_ref()).eq_ignore_ascii_case(etag))
+}
+
+fn cannot_read(path: &Path) -> String {
+    format!("cannot read {}", path.display())
 }
 
 /// Returns a substitute for an etag: `weak-` and a hash of `words`. Used if the server sends no hash for a file.

@@ -13,6 +13,7 @@ mod download;
 mod filter;
 mod find;
 mod hash;
+mod identity;
 mod inspect;
 mod limits;
 mod listing;
@@ -32,6 +33,7 @@ pub use config::{HubConfig, is_loopback};
 #[doc(hidden)]
 pub use filter::choose_files;
 pub use filter::{FileFilter, parse_download_name};
+pub use identity::file_hashes;
 pub use inspect::{RemoteModel, SafetensorsHeader};
 pub use limits::Limits;
 #[doc(hidden)]

@@ -10,6 +10,7 @@
 //! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
 //! - `retries`, `orphans`: let the retry of a request receive the answer to the first attempt
 //! - `router`, `auth`, `log`, `listener`, `tls`, `write_limit`: routing, access, logging and connections
+//! - `receipt`, `receipt_key`, `receipts`: sign statements about records
 //! - `recorder`: keeps records of requests, so that their answers can be reproduced
 //! - `page`: the chat page for browsers, with its files in `page/`
 //! - `state`, `options`, `limits`, `metrics`: shared state
@@ -39,6 +40,9 @@ mod ollama;
 mod options;
 mod orphans;
 mod page;
+mod receipt;
+mod receipt_key;
+mod receipts;
 mod recorder;
 mod records;
 mod reply;
@@ -55,6 +59,8 @@ pub use ids::api_key as new_api_key;
 pub use listener::{bind, serve};
 pub use log::TARGET as LOG_TARGET;
 pub use options::{RecordOptions, ServerOptions, Timeouts};
+pub use receipt::Receipt;
+pub use receipt_key::{PublicKey, ReceiptKey};
 pub use router::router;
 pub use state::Server;
 pub use tls::read_tls;

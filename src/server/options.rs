@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use tokio_rustls::rustls::ServerConfig;
 
+use super::receipt_key::ReceiptKey;
+
 /// The options of a server, set by the flags of `inferno serve`.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
@@ -39,6 +41,8 @@ pub struct RecordOptions {
     pub folder: Option<PathBuf>,
     /// The commit of the model, or a hash of the demo's files. Each record contains it.
     pub revision: Option<String>,
+    /// Signs receipts. `None` gives none.
+    pub receipt_key: Option<Arc<ReceiptKey>>,
 }
 
 /// The time limits of a server.

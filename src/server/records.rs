@@ -10,6 +10,7 @@ use super::auth::Client;
 use super::body::json_response;
 use super::error::ApiError;
 use super::state::Server;
+use crate::engine::Record;
 
 /// Returns the record of a request. A client can read only the records of its own requests.
 pub async fn get(
@@ -17,13 +18,16 @@ pub async fn get(
     Extension(client): Extension<Client>,
     Path(id): Path<String>,
 ) -> Result<Response, ApiError> {
+    json_response(&*find(&server, client, &id)?)
+}
+
+/// Returns the record of a request of `client`.
+pub fn find(server: &Server, client: Client, id: &str) -> Result<Arc<Record>, ApiError> {
     if server.options.is_open {
         // Without authentication, the server cannot tell clients apart.
         // Each client could therefore read the prompts of all others.
         return Err(ApiError::forbidden("a server with --no-auth shows no records: use --record FOLDER"));
     }
-    match server.recorder.get(client, &id) {
-        Some(record) => json_response(&*record),
-        None => Err(ApiError::not_found(format!("the server has no record of the request '{id}'"))),
-    }
+    let record = server.recorder.get(client, id);
+    record.ok_or_else(|| ApiError::not_found(format!("the server has no record of the request '{id}'")))
 }

@@ -1,5 +1,6 @@
 //! The state that all handlers share.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -26,6 +27,8 @@ pub struct Server {
     pub orphans: Arc<Orphans>,
     /// Unset while the model loads.
     model: OnceLock<EngineHandle>,
+    /// The SHA-256 of each file of the model, for receipts.
+    model_files: OnceLock<BTreeMap<String, String>>,
     phase: watch::Sender<Phase>,
     /// The time at which the server started, in Unix seconds.
     pub created: u64,
@@ -53,6 +56,7 @@ impl Server {
             recorder: Recorder::new(&options.record)?,
             orphans: Arc::default(),
             model: OnceLock::new(),
+            model_files: OnceLock::new(),
             phase: watch::Sender::new(Phase::Serving),
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
             options,
@@ -62,6 +66,16 @@ impl Server {
     /// Sets the loaded model, so that the server accepts requests. Later calls have no effect.
     pub fn set_model(&self, engine: EngineHandle) {
         let _ = self.model.set(engine);
+    }
+
+    /// Sets the SHA-256 of each file of the model, for receipts. Later calls have no effect.
+    pub fn set_model_files(&self, hashes: BTreeMap<String, String>) {
+        let _ = self.model_files.set(hashes);
+    }
+
+    /// Returns the SHA-256 of each file of the model, or the error to send before it is known.
+    pub fn model_files(&self) -> Result<&BTreeMap<String, String>, ApiError> {
+        self.model_files.get().ok_or_else(|| ApiError::unavailable("the model is loading", Duration::from_secs(1)))
     }
 
     /// Returns the engine, or `None` while the model loads.

@@ -11,8 +11,9 @@ pub mod gguf;
 mod paths;
 pub mod safetensors;
 
-use std::path::{MAIN_SEPARATOR, Path};
+use std::path::{MAIN_SEPARATOR, Path, PathBuf};
 
+use anyhow::Result;
 use gguf::GgufFile;
 pub use paths::is_safe_path;
 use safetensors::{INDEX, SINGLE_FILE, ShardIndex};
@@ -24,6 +25,29 @@ pub enum Required {
     Tokenizer,
     /// The tokenizer files and the weights: either the single weights file or every shard in the index.
     Weights,
+}
+
+/// The files besides the weights that a model in safetensors files can have, without the shard index.
+const CONFIG_FILES: [&str; 6] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+];
+
+/// Returns the paths of all files that a model is loaded from: its weights, its tokenizer and its configuration.
+///
+/// `path` is a GGUF file, or a directory that contains safetensors files or one GGUF model.
+pub fn model_files(path: &Path) -> Result<Vec<PathBuf>> {
+    if let Some(first) = gguf::find(path)? {
+        let name = first.file_name().unwrap_or_default().to_string_lossy();
+        return Ok(gguf::part_names(&name).into_iter().map(|part| first.with_file_name(part)).collect());
+    }
+    let mut files = safetensors::files(path, ShardIndex::read(path)?.as_ref())?;
+    files.extend(CONFIG_FILES.iter().chain([&INDEX]).map(|name| path.join(name)).filter(|file| file.exists()));
+    Ok(files)
 }
 
 /// Returns the names of the files that are missing from a model's directory.
@@ -97,6 +121,10 @@ mod tests {
         write(INDEX, r#"{"weight_map":{"a":"1.safetensors","b":"2.safetensors"}}"#);
         write("2.safetensors", "");
         assert_eq!(missing_files(dir, Required::Weights), ["1.safetensors"]);
+        assert!(model_files(dir).is_err());
+        write("1.safetensors", "");
+        let names = ["1.safetensors", "2.safetensors", "config.json", "tokenizer.json", INDEX];
+        assert_eq!(model_files(dir).unwrap(), names.map(|name| dir.join(name)));
         write(INDEX, "{");
         assert_eq!(missing_files(dir, Required::Weights), [INDEX]);
         std::fs::remove_file(dir.join(INDEX)).unwrap();
@@ -113,5 +141,7 @@ mod tests {
         assert_eq!(missing_files(dir, Required::Weights), ["Q8/a-Q8-00002-of-00002.gguf"]);
         std::fs::write(dir.join("a-Q4.gguf"), "").unwrap();
         assert!(missing_files(dir, Required::Weights).is_empty());
+        let part = dir.join("Q8/a-Q8-00001-of-00002.gguf");
+        assert_eq!(model_files(&part).unwrap(), [part.clone(), dir.join("Q8/a-Q8-00002-of-00002.gguf")]);
     }
 }

@@ -12,7 +12,7 @@ pub struct TextStream {
     emitted: usize,
 }
 
-/// The number of ids after which an incomplete character is returned as U+FFFD. A valid character needs fewer ids.
+/// The number of ids after which invalid characters are returned as U+FFFD. A valid character needs fewer ids.
 const MAX_HELD_IDS: usize = 8;
 
 impl TextStream {
@@ -32,7 +32,24 @@ impl TextStream {
     /// Adds an id and returns the text that is now complete, if any.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
         self.ids.push(id);
-        self.take(tokenizer, self.ids.len() - self.emitted >= MAX_HELD_IDS)
+        let is_full = self.ids.len() - self.emitted >= MAX_HELD_IDS;
+        // After invalid characters, a valid one may have begun.
+        let begun = if is_full { self.begun_ids(tokenizer) } else { 0 };
+        let held = self.ids.split_off(self.ids.len() - begun);
+        let text = self.take(tokenizer, is_full)?;
+        self.ids.extend(held);
+        Ok(text)
+    }
+
+    /// Returns how many ids at the end contain the beginning of a character. Returns 0 if no other ids wait.
+    fn begun_ids(&self, tokenizer: &Tokenizer) -> usize {
+        let waiting = &self.ids[self.emitted..];
+        let ends_within = |count: &usize| {
+            let last = &waiting[waiting.len() - count..];
+            let bytes: Vec<u8> = last.iter().flat_map(|&id| tokenizer.table().bytes(id)).collect();
+            std::str::from_utf8(&bytes).is_err_and(|error| error.error_len().is_none())
+        };
+        (1..waiting.len()).find(ends_within).unwrap_or(0)
     }
 
     /// Ends the text and returns any text that was held back.

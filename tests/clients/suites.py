@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -85,8 +86,33 @@ def openai_schemas(program, tools, scratch):
     return openai(program, scratch, [tools.python, HERE / "openai_schemas.py"], lambda server: len(server.requests()))
 
 
+RESPONSE = "/v1/responses"
+
+
 def codex(program, tools, scratch):
-    """Lets Codex run a command and answer from its output."""
+    """Runs Codex with a provider of its configuration."""
+
+    def flags(url):
+        provider = f'{{name="inferno", base_url="{url}", wire_api="responses"}}'
+        return settings({"model_provider": '"inferno"', "model_providers.inferno": provider})
+
+    return write_report(program, tools, scratch, flags, lambda _: {}, [RESPONSE, RESPONSE])
+
+
+def codex_oss(program, tools, scratch):
+    """Runs `codex --oss`, which looks for the model with ollama's API."""
+    flags = ["--oss", "--local-provider", "ollama"]
+    paths = ["/v1/models", "/api/version", "/api/tags", RESPONSE, RESPONSE]
+    return write_report(program, tools, scratch, lambda _: flags, lambda url: {"CODEX_OSS_BASE_URL": url}, paths)
+
+
+def settings(values):
+    """Returns the flags for settings of Codex."""
+    return [part for name, value in values.items() for part in ("-c", f"{name}={value}")]
+
+
+def write_report(program, tools, scratch, provider_flags, variables, paths):
+    """Lets Codex run a command and answer from its output. It must send requests to `paths`, in this order."""
     command = "printf 'violet heron' > report.txt; cat report.txt"
     final = "I wrote the report about one bird."
     scripts = [
@@ -98,17 +124,14 @@ def codex(program, tools, scratch):
     work.mkdir()
     home.mkdir()
     with Server(program, scratch, "--max-sequences", "4", "--context", str(scripted_model.CONTEXT)) as server:
-        provider = f'{{name="inferno", base_url="{server.url}", wire_api="responses"}}'
-        settings = {
-            "model_provider": '"inferno"',
-            "model_providers.inferno": provider,
-            "model_context_window": scripted_model.CONTEXT,
-        }
-        flags = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+        flags = [*provider_flags(server.url), *settings({"model_context_window": scripted_model.CONTEXT})]
         # The only command is the one above, so it needs no sandbox. Containers often cannot create one.
         flags += ["--json", "--skip-git-repo-check", "--sandbox", "danger-full-access", "-C", work, "-m", scripted_model.NAME]
-        out = run([tools.program("codex"), "exec", *flags, "Write the report"], work, CODEX_HOME=home)
-        summary = check(server, 2)  # Codex opens a connection for each request
+        command = [tools.program("codex"), "exec", *flags, "Write the report"]
+        out = run(command, work, CODEX_HOME=home, **variables(server.url))
+        sent = [re.search(' path="([^"]*)"', line)[1] for line in server.requests()]
+        assert sent == paths, sent
+        summary = check(server, len(paths))  # Codex opens a connection for each request
     events = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     items = [event["item"] for event in events if event["type"] == "item.completed"]
     [executed] = [item for item in items if item["type"] == "command_execution"]
@@ -202,6 +225,7 @@ ALL = {
     "openai-node": openai_node,
     "openai-schemas": openai_schemas,
     "codex": codex,
+    "codex-oss": codex_oss,
     "gpt-oss": gpt_oss,
     "open-responses": open_responses,
 }

@@ -14,6 +14,7 @@ mod lifecycle;
 mod loading;
 mod messages;
 mod ollama;
+mod receipts;
 mod records;
 mod remote_play;
 mod response_fields;

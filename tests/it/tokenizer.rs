@@ -66,6 +66,27 @@ fn streamed_text_is_complete_and_never_splits_a_character() {
     }
 }
 
+#[test]
+fn a_character_after_incomplete_ones_is_streamed_whole() {
+    let tokenizer = Tokenizer::from_dir(&demo_dir()).unwrap();
+    let ids = 0..tokenizer.vocab_size() as u32;
+    let id_of = |byte: u8| ids.clone().find(|&id| tokenizer.table().bytes(id) == [byte]).unwrap();
+    for invalid in 0..40 {
+        let bytes = [&[0xF0].repeat(invalid)[..], "🙙é".as_bytes()].concat();
+        let (mut stream, mut streamed) = (TextStream::new(), String::new());
+        for byte in bytes {
+            streamed.push_str(&stream.push(&tokenizer, id_of(byte)).unwrap());
+        }
+        streamed.push_str(&stream.finish(&tokenizer).unwrap());
+        assert!(streamed.ends_with("🙙é"), "{invalid}: {streamed:?}");
+    }
+    // Ids without a token do not wait forever.
+    let mut stream = TextStream::new();
+    stream.push(&tokenizer, id_of(0xF0)).unwrap();
+    let text: String = (0..20).map(|_| stream.push(&tokenizer, u32::MAX).unwrap()).collect();
+    assert_eq!(text, "\u{FFFD}");
+}
+
 /// Asserts that the token bytes of a text equal the bytes of the text. Some tokenizers add a leading space.
 fn assert_bytes_are_complete(tokenizer: &Tokenizer, name: &str) {
     let text = "naïve 你好 🦀🏳️‍🌈\n\tfn main() {}  twice";

@@ -94,6 +94,11 @@ fn mutated_requests_are_answered_or_errors() {
 }
 
 #[test]
+fn mutated_harmony_answers_are_parsed() {
+    run("harmony_parser", bodies::language::harmony_parser);
+}
+
+#[test]
 fn streams_of_mutated_answers_add_up_to_whole_answers() {
     run("answer", bodies::answer::answer);
 }

@@ -1,0 +1,54 @@
+//! `inferno receipt`: verifies a signed receipt, without a network.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+
+use crate::error::Error;
+use crate::files;
+use crate::server::{PublicKey, Receipt};
+use crate::text::quote;
+
+/// The maximum size of a receipt in bytes. That of a model with 100 files has about 15 KB.
+const MAX_RECEIPT: u64 = 4 << 20;
+
+/// The maximum size of a record in bytes.
+const MAX_RECORD: u64 = 256 << 20;
+
+/// Verify a signed receipt of `inferno serve` and print it: exit code 0 if it is valid, 6 if it is not
+#[derive(clap::Args)]
+pub struct Args {
+    /// File with the response of `GET /v1/receipts/ID`
+    #[arg(value_name = "FILE")]
+    receipt: PathBuf,
+    /// Public key of the server: a file with the response of `GET /v1/receipts/key`, or its field `x`
+    #[arg(long, value_name = "FILE|KEY", allow_hyphen_values = true)]
+    key: String,
+    /// Also check that the receipt belongs to this record, which `inferno replay` computes again
+    #[arg(long, value_name = "FILE")]
+    record: Option<PathBuf>,
+}
+
+pub fn run(args: Args) -> Result<ExitCode> {
+    let key = PublicKey::read(&args.key).map_err(|error| Error::usage(format!("{error:#}")))?;
+    let signed = files::read_input_text(&args.receipt, MAX_RECEIPT)?;
+    let path = args.receipt.display();
+    let receipt = Receipt::verify(signed.trim_end(), &key).map_err(|error| Error::Verification {
+        what: format!("the receipt in {path} is not valid: {error:#}"),
+        hint: "get the key from the server that you trust: GET /v1/receipts/key".to_string(),
+    })?;
+    if let Some(record) = &args.record
+        && !receipt.is_of(&files::read_input(record, MAX_RECORD)?)
+    {
+        return Err(Error::Verification {
+            what: format!("the receipt in {path} is not that of the record in {}", record.display()),
+            hint: format!("it belongs to the record of the request {}", quote(&receipt.id)),
+        }
+        .into());
+    }
+    let json = serde_json::to_string_pretty(&receipt).context("cannot print the receipt")?;
+    writeln!(std::io::stdout(), "{json}")?;
+    Ok(ExitCode::SUCCESS)
+}
