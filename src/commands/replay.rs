@@ -33,7 +33,7 @@ pub struct Args {
     /// File with the certificates to trust, in PEM format, such as the server's own certificate
     #[arg(long, value_name = "FILE", env = "SSL_CERT_FILE", hide_env = true)]
     ca_cert: Option<PathBuf>,
-    /// Name or directory of the model, if it is not the one that the record names
+    /// Name or directory of the model, if it differs from the model in the record
     #[arg(long, value_name = "MODEL")]
     model: Option<String>,
     #[command(flatten)]

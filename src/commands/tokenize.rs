@@ -40,7 +40,7 @@ pub struct Args {
     /// Branch, tag or commit of the model
     #[arg(long, value_name = "REV")]
     revision: Option<String>,
-    /// Print JSON with ids, pieces and the rendered text
+    /// Print JSON with the token ids, the token pieces and the rendered text
     #[arg(long)]
     json: bool,
 }

@@ -40,7 +40,7 @@ pub struct LoadOptions<'o> {
     pub sequences: usize,
     /// The maximum number of sequences that run at once. `None` selects 256. The chunk size is another upper limit.
     pub max_sequences: Option<usize>,
-    /// The memory to use on the device. The KV cache gets the rest after weights and workspace.
+    /// The memory to use on the device. The KV cache gets what remains after weights and workspace.
     /// With `None`, the KV cache is only as large as the number of `sequences` requires.
     pub memory: Option<MemoryLimit>,
     /// The format to which floating-point weight matrices are quantized during loading.
@@ -58,7 +58,7 @@ pub struct LoadOptions<'o> {
     pub progress: &'o dyn Fn(u64, u64),
     /// A callback that runs once the device is open.
     pub on_device: &'o dyn Fn(&DeviceInfo),
-    /// A function that checks the tokenizer and chat format while the weights load. Its errors make loading fail.
+    /// A function that checks the tokenizer and chat format while the weights load. If it fails, loading fails.
     pub check_language: &'o (dyn Fn(&Language) -> Result<()> + Sync),
 }
 

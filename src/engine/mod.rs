@@ -185,7 +185,7 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets the amount of device memory to use. The KV cache gets the rest after weights and workspace.
+    /// Sets the amount of device memory to use. The KV cache gets what remains after weights and workspace.
     ///
     /// By default, the cache is only as large as the number of [`sequences`](Self::sequences) requires.
     pub fn memory(mut self, limit: MemoryLimit) -> Self {
@@ -244,7 +244,7 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets a function that checks the tokenizer and chat format while the weights load. Its errors make loading fail.
+    /// Sets a function that checks the tokenizer and chat format while the weights load. If it fails, loading fails.
     pub fn check_language(mut self, check: &'o (dyn Fn(&Language) -> Result<()> + Sync)) -> Self {
         self.options.check_language = check;
         self

@@ -126,7 +126,7 @@ impl ChooseToken for Sampler {
 
     fn logit_edits(&self) -> Vec<(u32, f32)> {
         let mut edits = self.rules.bias.clone();
-        // A constraint decides when the answer must end.
+        // Allow stop tokens if the constraint requires the answer to end.
         let must_end = self.constraint.as_ref().is_some_and(ConstraintState::must_end);
         if self.chosen < self.rules.min_tokens && !must_end {
             edits.extend(self.rules.stop_tokens.iter().map(|&token| (token, f32::NEG_INFINITY)));

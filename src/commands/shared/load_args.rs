@@ -27,7 +27,7 @@ pub struct LoadArgs {
     /// Device to run on: cuda, cuda:N, several GPUs as cuda:N,M, or cpu (for development and the demo model)
     #[arg(long, default_value = "cuda", value_name = "DEVICE")]
     device: Devices,
-    /// Number of GPUs that run the model together: the first N
+    /// Number of GPUs that run the model together; uses the first N GPUs
     #[arg(long, value_name = "N", value_parser = parse_gpus, conflicts_with = "device")]
     gpus: Option<Devices>,
     /// Compute dtype [default: bf16 on a GPU, f32 on a CPU]
@@ -36,7 +36,7 @@ pub struct LoadArgs {
     /// Context length in tokens, for prompt and answers together [default: what fits, up to 32768]
     #[arg(long, value_name = "TOKENS")]
     context: Option<usize>,
-    /// Memory to use on the GPU, such as 20GB or 90%. The KV cache gets the rest after weights and workspace
+    /// Memory to use on the GPU, such as 20GB or 90%. The KV cache gets what remains after weights and workspace
     /// [default: as much as the context needs; 90% for serve]
     #[arg(long, value_name = "SIZE")]
     gpu_memory: Option<MemoryLimit>,

@@ -284,7 +284,8 @@ impl BlockManager {
         (0..self.windows.len()).map(demand).sum()
     }
 
-    /// Gives the sequence blocks for all positions below `end`. Returns `None` and changes nothing if too few are free.
+    /// Allocates blocks to the sequence for all positions below `end`.
+    /// Returns `None` and changes nothing if too few blocks are free.
     ///
     /// If a step would write to a shared or cached block, the sequence gets a copy of the block.
     /// Before the next step, the caller must make all copies in the order of the `grow` calls.

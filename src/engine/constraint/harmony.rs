@@ -47,8 +47,8 @@ pub fn parts(
     let opened = |headers: &[(Vec<u32>, PartId)]| -> Vec<(Vec<u32>, PartId)> {
         headers.iter().map(|(header, part)| ([&opening[..], header].concat(), *part)).collect()
     };
-    // Within a text, the model must not start another message without `<|end|>`.
-    // It must not end the answer before a required part either.
+    // Within a text, the model must neither start another message without `<|end|>`,
+    // nor end the answer before a required part.
     let text = |must_continue: bool| {
         let mut premature = vec![harmony.start, harmony.channel];
         if must_continue {

@@ -18,7 +18,7 @@ use crate::chat::ChatFormat;
 /// The maximum CPU time to compile the grammars of a request.
 const MAX_COMPILE_CPU: Duration = Duration::from_millis(250);
 
-/// The longest time to wait for the grammars of a request. It applies when the machine is busy.
+/// The longest time to wait for the grammars of a request. Reached only if the machine is busy.
 const MAX_COMPILE_WAIT: Duration = Duration::from_secs(1);
 
 /// The interval at which the CPU time of the compiling thread is checked.

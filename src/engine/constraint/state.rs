@@ -24,7 +24,7 @@ pub struct ConstraintState {
 #[derive(Clone)]
 enum Progress {
     End,
-    /// The token sequences that are still possible, and the number of their tokens so far.
+    /// The token sequences that are still possible, and how many of their tokens have been generated.
     Choice {
         possible: Vec<usize>,
         position: usize,

@@ -1,6 +1,6 @@
 //! Decides which tokens each step computes, for many sequences.
 //!
-//! The scheduler handles token ids and blocks. It uses no device, and the caller passes the time.
+//! The scheduler handles token ids and blocks. It uses neither a device nor a clock: the caller passes the time.
 //! A simulator can therefore test the scheduler with millions of requests.
 //!
 //! Prefill and decode are not separate phases. Every sequence has tokens to compute:

@@ -98,7 +98,7 @@ impl Scheduler {
             }
             if sequence.is_decoding() && self.give_blocks(id, end, plan) {
                 // The decode graph queues the next steps before this step has ended.
-                // Give the sequence blocks for these steps too, but preempt no other sequence to get them.
+                // Allocate blocks for these steps too, but preempt no other sequence to get them.
                 self.try_give_blocks(id, ahead, plan);
                 plan.work.push(SequenceWork { id, range: end - 1..end, is_last: true });
                 *budget -= 1;
@@ -207,7 +207,7 @@ impl Scheduler {
         self.blocks.demand(held, tokens, sequence.left().clamp(1, self.config.token_budget))
     }
 
-    /// Gives a sequence blocks for all positions below `end`.
+    /// Allocates blocks to a sequence for all positions below `end`.
     ///
     /// While there are too few free blocks, preempts the sequence with the last rank.
     /// Returns false if the last rank belongs to the sequence itself or to a sequence that this plan has admitted.
@@ -231,7 +231,7 @@ impl Scheduler {
         true
     }
 
-    /// Gives a sequence blocks for all positions below `end`. Returns false if there are too few free blocks.
+    /// Allocates blocks to a sequence for all positions below `end`. Returns false if there are too few free blocks.
     fn try_give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         let held = self.sequences.get_mut(&id).and_then(|sequence| sequence.blocks.as_mut());
         let Some(copies) = held.and_then(|held| self.blocks.grow(held, end)) else { return false };
