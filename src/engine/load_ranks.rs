@@ -86,8 +86,8 @@ impl RankLoader<'_> {
         let &Self { config, checkpoint, dtype, quantize, attention, context, cache_blocks } = self;
         let of_rank = || Weights::of_rank(checkpoint, device, dtype, progress, world.clone());
         let weights = match quantize {
-            Some(quantize) => of_rank().quantized_to(quantize),
-            None if world.size() > 1 => of_rank(),
+            Some(quantize) => of_rank()?.quantized_to(quantize),
+            None if world.size() > 1 => of_rank()?,
             None => Weights::new(checkpoint, device, dtype, progress)?,
         };
         let mut decoder = config.architecture.build(&weights, context)?;

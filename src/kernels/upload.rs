@@ -11,7 +11,7 @@ pub trait Target: Send + Sync + 'static {
     /// Device memory that several copies fill before it becomes a tensor.
     type Memory: Send + Sync;
     /// The staging buffers of one reader thread.
-    type Staging;
+    type Staging: Send;
 
     /// Creates the staging buffers of one reader thread, each `bytes` long.
     fn staging(&self, bytes: usize) -> Result<Self::Staging>;
@@ -109,6 +109,9 @@ mod with_cuda {
             Ok(Self { start, len, copied, stream: stream.clone() })
         }
     }
+
+    // SAFETY: the memory belongs to this value, and any thread may use and free it.
+    unsafe impl Send for Pinned {}
 
     impl Drop for Pinned {
         fn drop(&mut self) {

@@ -93,6 +93,8 @@ impl BatchGraphs {
         }
         match self.run(decoder, cache, sequences, queue) {
             Ok(logits) => Ok(Some(logits)),
+            // The other ranks do not know that the step failed here, so they cannot run it eagerly.
+            Err(error) if decoder.world().size() > 1 => Err(error),
             Err(error) => {
                 // The failed step changed only keys and values in the cache, which the eager step writes again.
                 tracing::warn!(%error, "cannot run batches as CUDA graphs");

@@ -13,6 +13,8 @@ use super::batch_graph::{BatchGraphs, gpu};
 #[cfg(feature = "cuda")]
 use super::choose_token::NO_TOKEN;
 use super::decode::Decode;
+#[cfg(feature = "cuda")]
+use super::gpu_queue::RankQueue;
 use super::limits::{RunnerLimits, RunnerOptions};
 use super::rank_command::{Command, OwnedBatch};
 use super::rank_parts::RankParts;
@@ -21,6 +23,8 @@ use super::step_queue::StepQueue;
 #[cfg(feature = "cuda")]
 use super::step_sequence::StepSequence;
 use crate::device::World;
+#[cfg(feature = "cuda")]
+use crate::kernels::SumOrder;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::{SequenceSpan, StepBatch};
@@ -58,6 +62,8 @@ struct Follower {
     batches: Option<(BatchGraphs, StepQueue)>,
     decoder: Decoder,
     cache: KvCache,
+    #[cfg(feature = "cuda")]
+    sum_order: SumOrder,
     /// The logits of the last pass, f32 `[1, vocab]`, if the pass returned a single row.
     logits: Option<Tensor>,
 }
@@ -76,6 +82,8 @@ impl Follower {
             batches,
             decoder,
             cache,
+            #[cfg(feature = "cuda")]
+            sum_order: options.sum_order(),
             logits: None,
         })
     }
@@ -114,6 +122,12 @@ impl Follower {
                 });
                 graphs.run(&self.decoder, &self.cache, &sequences.collect::<Vec<_>>(), queue)?;
                 queue.skip();
+            }
+            #[cfg(feature = "cuda")]
+            Command::Queue(step) => {
+                let Some((batches, queue)) = &mut self.batches else { bail!("internal error: a queue without a GPU") };
+                let (decoder, cache, sum_order) = (&self.decoder, &self.cache, self.sum_order);
+                RankQueue { decoder, cache, batches, queue, sum_order }.queue(&step.sequences(), &step.samplings)?;
             }
             #[cfg(feature = "cuda")]
             Command::Graph(command) => {

@@ -21,8 +21,10 @@ use super::follower::{failure, follow};
 use super::limits::{RunnerLimits, RunnerOptions};
 use super::rank_command::Command;
 #[cfg(feature = "cuda")]
-use super::rank_command::GraphCommand;
+use super::rank_command::{GraphCommand, OwnedStep};
 use super::rank_parts::RankParts;
+#[cfg(feature = "cuda")]
+use super::step_queue::RowSampling;
 #[cfg(feature = "cuda")]
 use super::step_sequence::StepSequence;
 use crate::device::World;
@@ -98,6 +100,26 @@ impl Followers {
         logits.device().synchronize()?;
         self.check()?;
         Ok(logits)
+    }
+
+    /// Returns whether all ranks can queue steps before the host knows the tokens of the previous step.
+    #[cfg(feature = "cuda")]
+    pub fn can_queue(&self) -> bool {
+        self.is_empty() || self.world.exchange().is_some_and(|exchange| exchange.can_queue())
+    }
+
+    /// Queues a step on all followers, together with `run`, which queues the step on the first rank.
+    #[cfg(feature = "cuda")]
+    pub fn queue<T>(
+        &self,
+        sequences: &[StepSequence],
+        samplings: &[RowSampling],
+        run: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        match self.is_empty() {
+            true => run(),
+            false => self.together(Command::Queue(Arc::new(OwnedStep::new(sequences, samplings))), run),
+        }
     }
 
     /// Runs a decode step as a CUDA graph on all followers, while `run` runs the step on the first rank.

@@ -5,51 +5,81 @@ use std::time::Instant;
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use super::gpu_step::sampled_rows;
+use super::batch_graph::BatchGraphs;
 use super::queued_step::{QueuedStep, QueuedTokens};
-use super::step_queue::MAX_ROWS;
+use super::step_queue::{MAX_ROWS, RowSampling, StepQueue};
 use super::step_sequence::StepSequence;
 use super::step_times::StepKind;
 use super::{Decode, Runner};
+use crate::kernels::SumOrder;
 use crate::kernels::step_inputs::StepInputs;
+use crate::nn::decoder::Decoder;
+use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 
 impl Runner {
     /// Implements [`queue`](Self::queue) for a GPU.
     pub(super) fn queue_on_gpu(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
-        // The tokens of a queued step stay on the first GPU, but the next step needs them on all GPUs.
-        if !self.followers.is_empty() {
-            return Ok(None);
-        }
         let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
         let runs_alone = sequences.len() == 1 && matches!(self.decode, Decode::Graph(_));
         if sequences.len() > MAX_ROWS || runs_alone || self.options.grid.is_some() && !is_decode {
+            return Ok(None);
+        }
+        if !self.followers.can_queue() {
             return Ok(None);
         }
         self.check_tokens(sequences)?;
         self.forget_sequences();
         let (Some(queue), Some(batches)) = (&mut self.queue, &mut self.batches) else { return Ok(None) };
         let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
-        let logits = match batches.try_run(&self.decoder, &self.cache, sequences, queue)? {
+        let (samplings, sum_order) = (RowSampling::of_sequences(sequences), self.options.sum_order());
+        let index = self.followers.queue(sequences, &samplings, || {
+            RankQueue { decoder: &self.decoder, cache: &self.cache, batches, queue, sum_order }
+                .queue(sequences, &samplings)
+        })?;
+        let needs_token = sequences.iter().map(|sequence| sequence.sampler.is_some()).collect();
+        Ok(Some(QueuedStep { kind, queued_at, tokens: QueuedTokens::Sent { index, needs_token } }))
+    }
+}
+
+/// What a rank needs to queue a step on its GPU.
+pub(super) struct RankQueue<'r> {
+    pub decoder: &'r Decoder,
+    pub cache: &'r KvCache,
+    pub batches: &'r mut BatchGraphs,
+    pub queue: &'r mut StepQueue,
+    pub sum_order: SumOrder,
+}
+
+impl RankQueue<'_> {
+    /// Queues the forward pass of all sequences and the choice of their next tokens. All ranks have the same logits and
+    /// parameters, so their GPUs choose the same tokens. Returns the index of the step.
+    pub fn queue(self, sequences: &[StepSequence], samplings: &[RowSampling]) -> Result<usize> {
+        let Self { decoder, cache, batches, queue, sum_order } = self;
+        let logits = match batches.try_run(decoder, cache, sequences, queue)? {
             Some(logits) => logits,
             None => {
                 let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
                 let mut sources = Vec::with_capacity(ids.len());
-                for sequence in &*sequences {
+                for sequence in sequences {
                     sources.push(queue.source(sequence)?);
                     sources.resize(sources.len() + sequence.ids.len() - 1, None);
                 }
-                let on_device = Tensor::zeros(ids.len(), DType::U32, &self.device)?;
+                let on_device = Tensor::zeros(ids.len(), DType::U32, cache.layer(0).k.device())?;
                 let inputs = StepInputs { ids: ids.clone(), sources, ..StepInputs::default() };
                 queue.write_inputs(&inputs, &on_device)?;
                 let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
-                let sum_order = self.options.sum_order();
                 let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order };
-                self.decoder.forward_on_device(&on_device, &batch, &self.cache)?
+                decoder.forward_on_device(&on_device, &batch, cache)?
             }
         };
-        let index = queue.choose(sequences, &sampled_rows(sequences, &logits)?)?;
-        let needs_token = sequences.iter().map(|sequence| sequence.sampler.is_some()).collect();
-        Ok(Some(QueuedStep { kind, queued_at, tokens: QueuedTokens::Sent { index, needs_token } }))
+        let logits = match samplings.len() == sequences.len() {
+            true => logits,
+            false => {
+                let rows: Vec<u32> = samplings.iter().map(|sampling| sampling.index as u32).collect();
+                logits.index_select(&Tensor::new(rows, logits.device())?, 0)?
+            }
+        };
+        queue.choose(samplings, &logits)
     }
 }

@@ -71,7 +71,7 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
 }
 
 /// Returns the rows of `logits`, f32 `[sequences, vocab]`, that belong to sequences with samplers.
-pub(super) fn sampled_rows(sequences: &[StepSequence], logits: &Tensor) -> Result<Tensor> {
+fn sampled_rows(sequences: &[StepSequence], logits: &Tensor) -> Result<Tensor> {
     let rows: Vec<u32> = (0..).zip(sequences).filter(|(_, s)| s.sampler.is_some()).map(|(row, _)| row).collect();
     Ok(match rows.len() == sequences.len() {
         true => logits.clone(),

@@ -25,8 +25,8 @@ impl Runner {
     /// - The step computes log probabilities of prompt tokens.
     /// - Only some sequences have a grid, or the runner has a grid and the step contains prompt chunks.
     /// - The decode graph of a single sequence runs the step, or the step has too many sequences for the queue.
-    /// - The model runs eagerly, on several ranks, or on a CPU without
-    ///   [`queue_on_cpu`](super::RunnerOptions::queue_on_cpu).
+    /// - The ranks cannot exchange data without the host.
+    /// - The model runs eagerly, or on a CPU without [`queue_on_cpu`](super::RunnerOptions::queue_on_cpu).
     pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
         let mut samplers = sequences.iter().filter_map(|sequence| sequence.sampler.as_deref()).peekable();
         if samplers.peek().is_none() || !samplers.all(|sampler| sampler.can_queue()) {
@@ -58,7 +58,11 @@ impl Runner {
         let chosen = match tokens {
             QueuedTokens::Known(chosen) => chosen,
             QueuedTokens::Sent { index, needs_token } => match &self.queue {
-                Some(queue) => queue.wait(index, &needs_token, record)?,
+                Some(queue) => {
+                    let chosen = queue.wait(index, &needs_token, record)?;
+                    self.followers.check()?;
+                    chosen
+                }
                 None => Vec::new(),
             },
         };

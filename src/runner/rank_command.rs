@@ -9,6 +9,10 @@ use candle_core::Tensor;
 
 #[cfg(feature = "cuda")]
 use super::decode_graph::DecodeGraph;
+#[cfg(feature = "cuda")]
+use super::step_queue::RowSampling;
+#[cfg(feature = "cuda")]
+use super::step_sequence::StepSequence;
 use crate::kernels::SumOrder;
 #[cfg(feature = "cuda")]
 use crate::kernels::decode::sample::DeviceSampling;
@@ -23,6 +27,9 @@ pub(super) enum Command {
     /// Runs a decode step as a CUDA graph.
     #[cfg(feature = "cuda")]
     Batch(Arc<OwnedBatch>),
+    /// Queues a step whose tokens stay on the GPU.
+    #[cfg(feature = "cuda")]
+    Queue(Arc<OwnedStep>),
     #[cfg(feature = "cuda")]
     Graph(GraphCommand),
     CopyBlock {
@@ -79,5 +86,54 @@ impl From<&StepBatch<'_>> for OwnedBatch {
         let sequences = batch.sequences.iter().map(|span| (span.tokens, span.position, span.tables.clone()));
         let (logits, sum_order) = (batch.logits, batch.sum_order);
         Self { ids: batch.ids.to_vec(), sequences: sequences.collect(), logits, sum_order }
+    }
+}
+
+/// A copy of a queued step for other threads.
+#[cfg(feature = "cuda")]
+pub(super) struct OwnedStep {
+    sequences: Vec<OwnedSequence>,
+    pub samplings: Vec<RowSampling>,
+}
+
+#[cfg(feature = "cuda")]
+struct OwnedSequence {
+    id: u64,
+    ids: Vec<u32>,
+    awaits_input: bool,
+    position: usize,
+    tables: BlockTables,
+}
+
+#[cfg(feature = "cuda")]
+impl OwnedStep {
+    pub fn new(sequences: &[StepSequence], samplings: &[RowSampling]) -> Self {
+        let owned = |sequence: &StepSequence| {
+            let &StepSequence { id, ids, awaits_input, position, tables, .. } = sequence;
+            OwnedSequence { id, ids: ids.to_vec(), awaits_input, position, tables: tables.clone() }
+        };
+        Self { sequences: sequences.iter().map(owned).collect(), samplings: samplings.to_vec() }
+    }
+
+    /// Returns the sequences without samplers.
+    pub fn sequences(&self) -> Vec<StepSequence<'_>> {
+        self.sequences.iter().map(OwnedSequence::borrow).collect()
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl OwnedSequence {
+    fn borrow(&self) -> StepSequence<'_> {
+        StepSequence {
+            id: self.id,
+            ids: &self.ids,
+            awaits_input: self.awaits_input,
+            position: self.position,
+            tables: &self.tables,
+            sampler: None,
+            limit: 0,
+            grid: None,
+            scores: None,
+        }
     }
 }

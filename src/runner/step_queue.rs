@@ -31,6 +31,30 @@ const INPUT_WORDS: usize = 1 << 17;
 /// The number of words in host memory for a step: its inputs, and the sampling parameters of its rows.
 const SLOT_WORDS: usize = INPUT_WORDS + MAX_ROWS * SAMPLE_PARAM_WORDS;
 
+/// How the device chooses the next token of a sequence in a queued step.
+#[derive(Clone, Copy)]
+pub(super) struct RowSampling {
+    /// The id of the sequence.
+    pub id: u64,
+    /// The index of the sequence in the step.
+    pub index: usize,
+    pub params: SamplingKernelParams,
+}
+
+impl RowSampling {
+    /// Returns an entry for each sequence that has a sampler.
+    pub fn of_sequences(sequences: &[StepSequence]) -> Vec<Self> {
+        let sampling = |(index, sequence): (usize, &StepSequence)| {
+            let sampling = sequence.sampler.as_deref()?.on_device();
+            let mut params = sampling.map_or_else(SamplingKernelParams::greedy, |sampling| sampling.params);
+            // The sampler has not recorded the token that the previous step draws.
+            params.sampled_before += u32::from(sequence.awaits_input);
+            Some(Self { id: sequence.id, index, params })
+        };
+        sequences.iter().enumerate().filter_map(sampling).collect()
+    }
+}
+
 /// The buffers of queued steps.
 pub(super) struct StepQueue {
     /// The tokens of the last queued step, u32 `[MAX_ROWS]`.
@@ -79,18 +103,11 @@ impl StepQueue {
         self.rows.clear();
     }
 
-    /// Queues sampling from `logits`, f32 `[rows, vocab]`, with a row for each sequence that has a sampler.
+    /// Queues sampling from `logits`, f32 `[rows, vocab]`, with a row for each of `samplings`.
     /// Returns the index of the step.
-    pub fn choose(&mut self, sequences: &[StepSequence], logits: &Tensor) -> Result<usize> {
-        let (mut params, mut rows) = (Vec::new(), HashMap::new());
-        for sequence in sequences {
-            let Some(sampler) = sequence.sampler.as_deref() else { continue };
-            let mut row = sampler.on_device().map_or_else(SamplingKernelParams::greedy, |sampling| sampling.params);
-            // The sampler has not recorded the token that the previous step draws.
-            row.sampled_before += u32::from(sequence.awaits_input);
-            rows.insert(sequence.id, params.len() as u32);
-            params.push(row);
-        }
+    pub fn choose(&mut self, samplings: &[RowSampling], logits: &Tensor) -> Result<usize> {
+        let params: Vec<_> = samplings.iter().map(|row| row.params).collect();
+        let rows = (0..).zip(samplings).map(|(row, sampling)| (sampling.id, row)).collect();
         let index = self.queued;
         let (slot, word) = (index % DEPTH * MAX_ROWS, index % SLOTS * SLOT_WORDS + INPUT_WORDS);
         queue_rows(logits, &params, &self.tokens, (&self.mailbox, slot), (&self.host, word))?;

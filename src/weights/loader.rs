@@ -9,12 +9,14 @@ use candle_core::{DType, Device, Tensor};
 
 use super::checkpoint::Checkpoint;
 use super::part::{Axis, Part, Slice};
+use super::part_reader::PartReader;
 use super::progress::LoadProgress;
 use super::quantized::{self, QuantizationTarget};
 use super::read_ahead::ReadAhead;
 #[cfg(feature = "cuda")]
 use super::read_ahead::{ReadAheadOptions, Retention};
 use super::safetensors::module;
+use super::source::{ByteRange, StoredBytes};
 use super::tensor_info::TensorInfo;
 use crate::device::World;
 use crate::error::Error;
@@ -106,7 +108,18 @@ impl<'c> Weights<'c> {
     ) -> Self {
         let (prefix, device) = (String::new(), device.clone());
         let world = World::alone();
-        Self { checkpoint, prefix, device, dtype, quantize: None, progress, world, part: None, reader: None, part_reader: None }
+        Self {
+            checkpoint,
+            prefix,
+            device,
+            dtype,
+            quantize: None,
+            progress,
+            world,
+            part: None,
+            reader: None,
+            part_reader: None,
+        }
     }
 
     /// Creates weights that take tensors from `reader`, which must copy them to `device`.
@@ -121,15 +134,26 @@ impl<'c> Weights<'c> {
     }
 
     /// Returns weights that a rank of `world` loads to `device`. Layers load only the parts that this rank holds.
-    /// Nothing is read ahead.
+    /// Nothing is read ahead. On a GPU, several threads read each large tensor.
     pub fn of_rank(
         checkpoint: &'c Checkpoint,
         device: &Device,
         dtype: DType,
         progress: &'c LoadProgress<'c>,
         world: World,
-    ) -> Self {
-        Self { world, ..Self::without_reader(checkpoint, device, dtype, progress) }
+    ) -> Result<Self> {
+        let weights = Self { world, ..Self::without_reader(checkpoint, device, dtype, progress) };
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(cuda) = device {
+            let reader = PartReader::new(CopyStream::new(cuda)?, ReadAheadOptions::default());
+            return Ok(weights.with_part_reader(reader));
+        }
+        Ok(weights)
+    }
+
+    /// Reads large tensors with `reader`, which must copy them to the device of these weights.
+    pub fn with_part_reader(self, reader: PartReader<impl Target>) -> Self {
+        Self { part_reader: Some(Arc::new(reader)), ..self }
     }
 
     /// Like [`Weights::new`], but float matrices are quantized during loading.
@@ -334,14 +358,20 @@ impl<'c> Weights<'c> {
         let Some(dtype) = view.info.candle_dtype() else {
             bail!("tensor {name}: the dtype {} is not supported", view.info.dtype)
         };
-        let tensor = match (&self.reader, slice) {
-            (_, Some(slice)) => slice.read(&view.bytes, dtype, shape).with_context(cannot)?.to_device(device)?,
-            (Some(reader), None) if reader.contains(name) && device.same_device(&self.device) => {
+        let is_large = shape.iter().product::<usize>() * dtype.size_in_bytes() > MAX_HOST_CONVERSION_BYTES;
+        let tensor = match (&self.reader, &self.part_reader, &view.bytes) {
+            (_, Some(reader), StoredBytes::File(bytes)) if is_large && device.same_device(&self.device) => {
+                reader.read(bytes, dtype, shape, slice.as_ref()).with_context(cannot)?
+            }
+            (Some(reader), ..) if slice.is_none() && reader.contains(name) && device.same_device(&self.device) => {
                 reader.take(name, dtype, shape)?
             }
             _ => {
-                let tensor = view.bytes.tensor(dtype, shape).and_then(|tensor| Ok(tensor.to_device(device)?));
-                tensor.with_context(cannot)?
+                let tensor = match slice {
+                    Some(slice) => slice.read(&view.bytes, dtype, shape),
+                    None => view.bytes.tensor(dtype, shape),
+                };
+                tensor.and_then(|tensor| Ok(tensor.to_device(device)?)).with_context(cannot)?
             }
         };
         self.progress.add_read(view.info.bytes() as u64);

@@ -90,7 +90,10 @@ impl<T: Target> PartReader<T> {
         let kept = self.staging.lock().unwrap_or_else(PoisonError::into_inner).pop();
         match kept {
             Some(staging) if bytes <= self.options.piece_bytes => Ok(staging),
-            _ => Ok(self.target.staging(bytes.max(self.options.piece_bytes)).context("cannot allocate staging buffers")?),
+            _ => Ok(self
+                .target
+                .staging(bytes.max(self.options.piece_bytes))
+                .context("cannot allocate staging buffers")?),
         }
     }
 }
@@ -163,7 +166,8 @@ impl PartBytes {
             Piece::Rows(range) => {
                 rows.resize(range.len() * self.row_bytes, 0);
                 source.read(rows, first + (range.start * self.row_bytes) as u64)?;
-                let runs = rows.chunks_exact(self.row_bytes).flat_map(|row| self.runs.iter().map(|run| &row[run.clone()]));
+                let runs =
+                    rows.chunks_exact(self.row_bytes).flat_map(|row| self.runs.iter().map(|run| &row[run.clone()]));
                 let mut end = 0;
                 for run in runs {
                     buffer[end..end + run.len()].copy_from_slice(run);

@@ -64,7 +64,7 @@ pub fn logits_on(
         let device = device::open(devices.iter().nth(world.rank()).unwrap()).unwrap();
         let progress = LoadProgress::silent();
         let world = exchange::connect(world.clone(), &device).unwrap();
-        let weights = Weights::of_rank(&checkpoint, &device, dtype, &progress, world);
+        let weights = Weights::of_rank(&checkpoint, &device, dtype, &progress, world).unwrap();
         let weights = match quantize {
             Some(quantize) => weights.quantized_to(quantize),
             None => weights,
@@ -213,7 +213,7 @@ fn if_a_rank_fails_all_passes_fail_with_its_error() {
         .into_iter()
         .map(|world| {
             let progress = LoadProgress::silent();
-            let weights = Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone());
+            let weights = Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone()).unwrap();
             let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
             let blocks = if world.is_first() { 8 } else { 1 };
             let layout = CacheLayout::new(decoder.cache_layers());

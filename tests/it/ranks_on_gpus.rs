@@ -140,7 +140,7 @@ fn decode_graphs_of_ranks_agree_with_transformers() {
 fn graph_logits(world: &World, device: &Device, dtype: DType, dir: &Path, ids: &[u32]) -> Option<Vec<f32>> {
     let (config, checkpoint) = (models::read_config(dir).unwrap(), Checkpoint::open(dir).unwrap());
     let progress = LoadProgress::silent();
-    let weights = Weights::of_rank(&checkpoint, device, dtype, &progress, world.clone());
+    let weights = Weights::of_rank(&checkpoint, device, dtype, &progress, world.clone()).unwrap();
     let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
     let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layers(), CONTEXT, dtype, device).unwrap();
     let plan = DecodeGraph::plan(&decoder, &cache, CONTEXT).unwrap();
