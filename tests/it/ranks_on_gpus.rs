@@ -1,6 +1,7 @@
 //! Tests of several ranks that run one model together on GPUs. With fewer GPUs than ranks, several ranks share a GPU.
 
 use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 use inferno::device::{self, DeviceChoice, Devices, Exchange, World};
@@ -38,6 +39,7 @@ fn on_host(x: &Tensor) -> Vec<f32> {
 
 #[test(gpu)]
 fn gpus_exchange_tensors_of_all_sizes() {
+    let _guard = one_at_a_time();
     let value = |rank: usize, i: usize| ((i * 31 + rank * 17 + 5) % 1009) as f32;
     for size in [2, 3, 4] {
         on_gpus(size, |world, device, exchange| {
@@ -70,6 +72,7 @@ fn gpus_exchange_tensors_of_all_sizes() {
 /// Each data word of an exchange is its own arrival flag, so no value may look like a word that has not arrived.
 #[test(gpu)]
 fn gpus_exchange_every_kind_of_number() {
+    let _guard = one_at_a_time();
     let values = [f32::from_bits(u32::MAX), f32::NAN, f32::INFINITY, -0.0, f32::MIN_POSITIVE / 2.0, 1.0, 2.0, 3.0];
     let sums = on_gpus(2, |world, device, exchange| {
         let x = Tensor::new(&values, device).unwrap();
@@ -91,6 +94,7 @@ fn gpus_exchange_every_kind_of_number() {
 /// With one GPU, both ranks share it, so the times do not measure an exchange between GPUs.
 #[test(gpu)]
 fn the_exchange_of_gpus_can_be_measured() {
+    let _guard = one_at_a_time();
     let times = on_ranks(2, |world| {
         let device = device::open(DeviceChoice::Cuda(world.rank() % device::gpu_count())).unwrap();
         let Device::Cuda(device) = device else { panic!("not a GPU") };
@@ -102,6 +106,7 @@ fn the_exchange_of_gpus_can_be_measured() {
 
 #[test(gpu)]
 fn a_gpu_that_does_not_answer_ends_the_world() {
+    let _guard = one_at_a_time();
     let errors = on_gpus(2, |world, device, exchange| {
         let x = Tensor::new(&[1f32], device).unwrap();
         on_host(&exchange.sum(&x).unwrap());
@@ -120,6 +125,7 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
 /// Only models that are split over both ranks have decode graphs.
 #[test(gpu)]
 fn decode_graphs_of_ranks_agree_with_transformers() {
+    let _guard = one_at_a_time();
     for (dtype, tolerance) in [(DType::BF16, 6e-2), (DType::F16, 2e-2)] {
         let mut models = Vec::new();
         for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
@@ -165,6 +171,7 @@ fn graph_logits(world: &World, device: &Device, dtype: DType, dir: &Path, ids: &
 /// Runs two ranks on two GPUs, or on the same GPU if there is only one.
 #[test(gpu)]
 fn ranks_on_gpus_agree_with_transformers() {
+    let _guard = one_at_a_time();
     let devices = two_gpus();
     for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, 6e-2), (DType::F16, 2e-2)] {
         for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
@@ -189,6 +196,7 @@ fn ranks_on_gpus_agree_with_transformers() {
 /// Runs greedy requests on two ranks. Every answer has the full length, and most answers equal the answers of one GPU.
 #[test(gpu)]
 fn engines_of_several_gpus_answer_many_requests() {
+    let _guard = one_at_a_time();
     let engine = |devices: Devices| queued_steps::demo().devices(devices).dtype(DType::F32).load().unwrap();
     let (two, one) = (engine(two_gpus()), engine("cuda".parse().unwrap()));
     let prompts: Vec<_> = (0..12).map(|index| two.random_tokens(index, 20 + 10 * index as usize)).collect();
@@ -214,6 +222,7 @@ fn two_gpus() -> Devices {
 /// A single sequence runs on decode graphs, and several run on batch graphs.
 #[test(gpu)]
 fn graphs_of_several_gpus_choose_the_most_likely_tokens() {
+    let _guard = one_at_a_time();
     for name in ["mistral", "gpt_oss_graph", "gemma2_graph"] {
         let model = GraphModel::new(name);
         let builder = model.builder().devices(two_gpus()).dtype(DType::F16).context(110).sequences(4).chunk(16);

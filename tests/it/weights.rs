@@ -13,7 +13,10 @@ use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
 use candle_core::{DType, Device, Result, Tensor, bail, safetensors};
+use inferno::device::World;
+use inferno::kernels::matrix::Matrix;
 use inferno::kernels::upload::Target;
+use inferno::weights::part_reader::PartReader;
 use inferno::weights::read_ahead::{ReadAhead, ReadAheadOptions};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use tempfile::TempDir;
@@ -228,6 +231,45 @@ fn tensors_on_a_gpu_equal_those_of_the_file() {
             compare(&checkpoint, &weights, &order, dtype);
         }
     }
+}
+
+/// The pieces end inside rows and inside runs of columns.
+#[test]
+fn parts_read_by_several_threads_equal_parts_read_at_once() {
+    let matrix = random(1000 * 700, DType::F32).reshape((1000, 700)).unwrap();
+    let vectors = random(400 * 2000, DType::F32).reshape((400, 2000)).unwrap();
+    let folder = snapshot([("a.weight".into(), matrix), ("a.bias".into(), vectors)]);
+    let (checkpoint, progress) = (Checkpoint::open(folder.path()).unwrap(), LoadProgress::silent());
+    let world = World::threads(2).remove(0);
+    let weights = Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world).unwrap().at("a");
+    let dense = |weights: Weights, rows, columns| match Weights::matrix(&[(weights, rows)], "weight", columns).unwrap()
+    {
+        Matrix::Dense(tensor) => tensor,
+        _ => panic!("not a dense matrix"),
+    };
+    let load = |weights: &Weights| {
+        [
+            weights.float("weight", &[1000, 700]).unwrap(),
+            dense(weights.rows([100..300, 500..900], 1000), 600, 700),
+            dense(weights.columns(64..600, 700), 1000, 536),
+            weights.rows([3..4, 500..1700], 2000).stacked_vectors("bias", 400, 1201).unwrap(),
+        ]
+    };
+    let expected = load(&weights);
+    for (threads, piece_bytes) in [(1, 1 << 20), (4, 100_003), (4, 1000)] {
+        let host = Host::default();
+        let options = ReadAheadOptions { threads, piece_bytes, ahead_bytes: 0 };
+        let reader = PartReader::new(host.clone(), options);
+        let parts = load(&weights.clone().with_part_reader(reader));
+        for (part, expected) in parts.iter().zip(&expected) {
+            assert_eq!(part.dims(), expected.dims());
+            assert!(bits(part) == bits(expected), "{threads} threads, pieces of {piece_bytes} bytes");
+        }
+        assert_eq!(host.live.load(Ordering::SeqCst), 0, "allocations are left");
+    }
+    let reader = PartReader::new(Host { limit: Some(1000), ..Host::default() }, small(2));
+    let error = format!("{:#}", weights.clone().with_part_reader(reader).float("weight", &[1000, 700]).unwrap_err());
+    assert!(error.contains("a.weight") && error.contains("out of memory"), "{error}");
 }
 
 #[test]

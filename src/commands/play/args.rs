@@ -13,7 +13,7 @@ use crate::commands::shared::sampling::SamplingArgs;
 use crate::conversation::{ModelId, ModelSource, Overflow, SettingValues};
 
 /// The flags that cannot be combined with `--url`, because they have no meaning for a model on a server.
-const LOCAL_FLAGS: [&str; 11] = [
+const LOCAL_FLAGS: [&str; 12] = [
     "attention",
     "chunk",
     "context",
@@ -22,6 +22,7 @@ const LOCAL_FLAGS: [&str; 11] = [
     "dtype",
     "eager",
     "gpu_memory",
+    "gpus",
     "quantize",
     "raw",
     "revision",
