@@ -8,7 +8,8 @@
 # --only     some of the parts [cpu,cuda12,cuda13,aarch64,image,sbom,notes]
 #
 #   cpu, cuda12, cuda13   an archive with the program for Linux on x86-64
-#   aarch64               an archive with the CPU program for Linux on ARM64, cross-compiled and started in qemu-user
+#   aarch64               an archive with the CPU program for Linux on ARM64, cross-compiled and started in qemu-user.
+#                         Without rustup, Debian's rustc can compile it, with libstd-rust-dev:arm64
 #   image                 the image from scripts/image.sh, with the cuda13 program if it exists, else with the cpu program
 #   sbom                  a list of all crates in CycloneDX format, made by cargo-cyclonedx
 #   notes                 the section of CHANGELOG.md
@@ -75,15 +76,23 @@ check_links() {
   ! grep -E 'NEEDED.*lib(cu|nv)' "$scratch/needed" || fail "$1 is linked against NVIDIA's libraries"
 }
 
+# check_start COMMAND...: the commands that need no GPU must work. Call it without the toolkit in LD_LIBRARY_PATH.
+check_start() {
+  "$@" --version
+  "$@" play demo --device cpu --prompt "What is a token?" > "$scratch/answer"
+  [ -s "$scratch/answer" ] || fail "the demo gave no answer"
+  # doctor exits with 1 if there is no driver or no GPU.
+  "$@" doctor > "$scratch/doctor" 2>&1 || true
+  grep -q "^PASS  build" "$scratch/doctor" || fail "doctor reports no build: $(cat "$scratch/doctor")"
+}
+
 scripts/third_party_notices.py --check
 
 if has_part cpu; then
   echo "== cpu"
   cargo build --release --locked
   check_links "$target/release/inferno"
-  "$target/release/inferno" --version
-  "$target/release/inferno" play demo --device cpu --prompt "What is a token?" > "$scratch/answer"
-  [ -s "$scratch/answer" ] || fail "the demo gave no answer"
+  check_start "$target/release/inferno"
   archive "inferno-$version-linux-x86_64-cpu" "$target/release/inferno"
 fi
 
@@ -102,7 +111,7 @@ for cuda in 12 13; do
   )
   program=$target/release-cuda$cuda/release/inferno
   check_links "$program"
-  "$program" --version # without the toolkit in LD_LIBRARY_PATH
+  check_start "$program"
   archive "inferno-$version-linux-x86_64-cuda$cuda" "$program"
 done
 
@@ -110,17 +119,23 @@ if has_part aarch64; then
   echo "== aarch64"
   triple=aarch64-unknown-linux-gnu
   if ! rustup target add $triple > /dev/null 2>&1 && [ ! -d "$(rustc --print sysroot)/lib/rustlib/$triple" ]; then
-    echo "skipped: aarch64: rustup cannot download the standard library for $triple"
+    echo "skipped: aarch64: no standard library for $triple: rustup cannot download it; for Debian's rustc, install libstd-rust-dev:arm64"
   elif ! command -v aarch64-linux-gnu-gcc > /dev/null || ! command -v aarch64-linux-gnu-g++ > /dev/null; then
-    echo "skipped: aarch64: no cross compiler; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user-static"
+    echo "skipped: aarch64: no cross compiler; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user"
   else
     CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc \
       CXX_aarch64_unknown_linux_gnu=aarch64-linux-gnu-g++ cargo build --release --locked --target $triple
     program=$target/$triple/release/inferno
-    if command -v qemu-aarch64-static > /dev/null; then
-      qemu-aarch64-static -L /usr/aarch64-linux-gnu "$program" --version
+    if emulator=$(command -v qemu-aarch64-static || command -v qemu-aarch64); then
+      "$emulator" -L /usr/aarch64-linux-gnu "$program" --version
+      # The demo starts the program again as a worker process. The kernel runs ARM64 programs only if binfmt_misc has qemu.
+      if compgen -G '/proc/sys/fs/binfmt_misc/*aarch64*' > /dev/null; then
+        check_start "$program"
+      else
+        echo "skipped: aarch64: the demo was not started, because binfmt_misc does not have qemu-aarch64"
+      fi
     else
-      echo "skipped: aarch64: the program was not started, because qemu-aarch64-static is missing"
+      echo "skipped: aarch64: the program was not started, because qemu-aarch64 is missing"
     fi
     archive "inferno-$version-linux-aarch64-cpu" "$program"
   fi

@@ -88,6 +88,7 @@ def check_kubernetes(files, args):
             passed(what)
             found = list(yaml.safe_load_all(built))
             check(f"fields of the built {overlay}", manifests.problems(found))
+            check(f"patches and names of the built {overlay}", manifests.rendered_problems(overlay, found))
             check_schemas(overlay, found, args)
     else:
         print("skipped: neither kubectl nor kustomize is installed", flush=True)

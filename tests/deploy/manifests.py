@@ -130,6 +130,33 @@ def compose_problems(compose):
             yield f"{name} is killed before it has drained"
 
 
+def rendered_problems(overlay, documents):
+    """Yields what is wrong with the output of kustomize: generated names, images, and the patches of inference-gateway."""
+    configs = {get(d, "metadata", "name") for d in documents if d["kind"] == "ConfigMap"}
+    for document in documents:
+        if document["kind"] != "Deployment":
+            continue
+        name, pod = document["metadata"]["name"], document["spec"]["template"]["spec"]
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            if "/" not in container["image"] or ":" not in container["image"]:
+                yield f"{name}: kustomize did not replace the image {container['image']}"
+            for source in container.get("envFrom", []):
+                if source["configMapRef"]["name"] not in configs:
+                    yield f"{name}: no ConfigMap {source['configMapRef']['name']}"
+        for volume in pod.get("volumes", []):
+            if "configMap" in volume and volume["configMap"]["name"] not in configs:
+                yield f"{name}: no ConfigMap {volume['configMap']['name']}"
+        if name == "inferno":
+            [server] = pod["containers"]
+            variables = {variable["name"] for variable in server["env"]}
+            wanted = {"INFERNO_API_KEY"} if overlay == "base" else {"INFERNO_NO_AUTH"}
+            if variables & {"INFERNO_API_KEY", "INFERNO_NO_AUTH"} != wanted:
+                yield f"{name}: the variables {sorted(variables)} do not contain exactly {sorted(wanted)}"
+    for monitor in (d for d in documents if d["kind"] == "PodMonitor"):
+        if ("authorization" in monitor["spec"]["podMetricsEndpoints"][0]) != (overlay == "base"):
+            yield "PodMonitor: its key does not match the Deployment"
+
+
 def commands(value):
     """Yields every list of arguments of inferno in a document."""
     if isinstance(value, dict):

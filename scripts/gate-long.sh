@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# The long form of the gate: the checks of deploy/ and of releases that take too long for .ci/run. Needs about an hour.
+#
+#   scripts/gate-long.sh [PART…]
+#
+#   cuda12    builds the program with a CUDA 12 toolkit, and starts the commands that need no GPU without a driver
+#   cpu       builds the CPU program and starts it
+#   image     builds the image around the CPU program with buildah, and tests it (requires root, buildah and mmdebstrap)
+#   routing   runs the routing tests with more load
+#
+# Without PART, runs all of them. CARGO_TARGET_DIR, CUDA_COMPUTE_CAP and the variables of scripts/release.sh apply.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+target=${CARGO_TARGET_DIR:-target}
+# One GPU is enough to prove that the kernels compile.
+export INFERNO_EXTRA_COMPUTE_CAPS=${INFERNO_EXTRA_COMPUTE_CAPS-}
+
+[ $# -gt 0 ] || set -- cuda12 cpu image routing
+for part in "$@"; do
+  case $part in
+    cuda12 | cpu) scripts/release.sh --output "$scratch/dist" --only "$part" ;;
+    image) scripts/image.sh --program "$target/release/inferno" ;;
+    routing) scripts/routing.py --program "$target/release/inferno" --report "$scratch/routing.json" ;;
+    *)
+      echo "gate-long.sh: unknown part $part" >&2
+      exit 2
+      ;;
+  esac
+done
+echo "== passed: $*"
