@@ -13,6 +13,7 @@
 //! - `INFERNO_COMMIT`: the short hash of the Git commit, or `unknown`
 //! - `INFERNO_DEMO_REVISION`: a hash of the demo model's files
 //! - `INFERNO_COMPUTE_CAP`: the target compute capability
+//! - `INFERNO_NATIVE_CAPS`: all compute capabilities with machine code, separated by commas
 //! - `INFERNO_CUDA_MAJOR`: the major version of the CUDA toolkit
 
 use std::collections::HashSet;
@@ -52,6 +53,8 @@ fn build_kernels() {
     let nvcc = find_nvcc();
     let capability = compute_capability();
     println!("cargo::rustc-env=INFERNO_COMPUTE_CAP={capability}");
+    let native = std::iter::once(capability.clone()).chain(extra_capabilities(&capability)).collect::<Vec<_>>();
+    println!("cargo::rustc-env=INFERNO_NATIVE_CAPS={}", native.join(","));
     println!("cargo::rustc-env=INFERNO_CUDA_MAJOR={}", toolkit_major_version(&nvcc));
 
     let sources = cuda_sources();
@@ -116,20 +119,25 @@ fn compile_command(nvcc: &Path, capability: &str, source: &Path, out: &Path) -> 
 /// Returns the `-gencode` options for one file. They request machine code and PTX for `capability`.
 /// They also request machine code for each of `INFERNO_EXTRA_COMPUTE_CAPS`.
 fn code_targets(name: &str, capability: &str) -> Vec<String> {
-    let mut targets = if (name, capability) == ("expert_mlp", "90") {
-        // Hopper's wgmma instructions need the target sm_90a, and later GPUs cannot run code for sm_90a.
+    // Hopper's wgmma instructions need the target sm_90a, and later GPUs cannot run code for sm_90a.
+    let is_for_hopper = |capability: &str| (name, capability) == ("expert_mlp", "90");
+    let mut targets = match is_for_hopper(capability) {
         // The PTX is for later GPUs, so it is compiled without these instructions.
-        vec!["arch=compute_90a,code=sm_90a".into(), "arch=compute_90,code=compute_90".into()]
-    } else {
-        vec![format!("arch=compute_{capability},code=[compute_{capability},sm_{capability}]")]
+        true => vec!["arch=compute_90a,code=sm_90a".into(), "arch=compute_90,code=compute_90".into()],
+        false => vec![format!("arch=compute_{capability},code=[compute_{capability},sm_{capability}]")],
     };
-    let extra = std::env::var("INFERNO_EXTRA_COMPUTE_CAPS").unwrap_or_default();
-    for extra in extra.split(',').map(|extra| extra.trim().replace('.', "")) {
-        if !extra.is_empty() && extra != capability {
-            targets.push(format!("arch=compute_{extra},code=sm_{extra}"));
-        }
-    }
+    targets.extend(extra_capabilities(capability).map(|extra| {
+        let suffix = if is_for_hopper(&extra) { "a" } else { "" };
+        format!("arch=compute_{extra}{suffix},code=sm_{extra}{suffix}")
+    }));
     targets.into_iter().map(|target| format!("-gencode={target}")).collect()
+}
+
+/// Returns the compute capabilities in `INFERNO_EXTRA_COMPUTE_CAPS` except `capability`.
+fn extra_capabilities(capability: &str) -> std::vec::IntoIter<String> {
+    let extra = std::env::var("INFERNO_EXTRA_COMPUTE_CAPS").unwrap_or_default();
+    let extra = extra.split(',').map(|extra| extra.trim().replace('.', ""));
+    extra.filter(|extra| !extra.is_empty() && extra != capability).collect::<Vec<_>>().into_iter()
 }
 
 /// Translates `constants.rs` into a CUDA header.

@@ -19,6 +19,13 @@ use crate::queued_steps;
 use crate::ranks::{CONTEXT, assert_ranks_agree, expected, logits_on, on_ranks};
 use crate::support::{GoldenKind, golden, golden_models, logits_of};
 
+/// Lets only one of these tests run at a time. While a GPU waits for another GPU, no program may load kernels or allocate memory
+/// on them, as another test would.
+fn one_at_a_time() -> MutexGuard<'static, ()> {
+    static GPUS: Mutex<()> = Mutex::new(());
+    GPUS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Calls `work` for each rank with its connected world, its GPU, and the exchange between the GPUs.
 /// With fewer GPUs than ranks, several ranks share a GPU.
 fn on_gpus<T: Send>(size: usize, work: impl Fn(&World, &Device, &dyn Exchange) -> T + Sync) -> Vec<T> {

@@ -139,10 +139,13 @@ pub(super) enum Overlap {
 
 impl Overlap {
     /// Returns whether kernels may overlap on a device.
-    /// Code that was built for older GPUs contains no waits, so its launches must not overlap on any GPU.
+    ///
+    /// Only code for compute capability 9.0 or later contains the waits of `pdl.cuh`. A GPU runs machine code for its own
+    /// compute capability, and otherwise code for the target compute capability of the build.
     pub fn of_device(device: &CudaDevice) -> Result<Self> {
-        let (major, _) = device.cuda_stream().context().compute_capability().w()?;
-        Ok(if major >= 9 && is_built_for_overlap() { Self::Yes } else { Self::No })
+        let (major, minor) = device.cuda_stream().context().compute_capability().w()?;
+        let is_target_new = env!("INFERNO_COMPUTE_CAP").parse::<u32>().is_ok_and(|capability| capability >= 90);
+        Ok(if major >= 9 && (is_target_new || has_machine_code(major, minor)) { Self::Yes } else { Self::No })
     }
 }
 
@@ -189,7 +192,7 @@ impl PreparedLaunch {
     }
 }
 
-/// Returns whether the kernels contain the waits of `pdl.cuh`, which are no-ops below compute capability 9.0.
-fn is_built_for_overlap() -> bool {
-    env!("INFERNO_COMPUTE_CAP").parse::<u32>().is_ok_and(|capability| capability >= 90)
+/// Returns whether the build contains machine code for GPUs of this compute capability.
+pub(in crate::kernels) fn has_machine_code(major: i32, minor: i32) -> bool {
+    env!("INFERNO_NATIVE_CAPS").split(',').any(|capability| *capability == format!("{major}{minor}"))
 }

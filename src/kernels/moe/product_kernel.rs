@@ -10,7 +10,7 @@ use crate::kernels::constants::{
     EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_WGMMA_ROW_TILES, EXPERT_WGMMA_THREADS, EXPERT_WIDE_PAIRS,
     EXPERT_WIDE_STAGES, MXFP4_TILE_BYTES, MXFP4_TILE_SCALE_BYTES,
 };
-use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, has_machine_code, module, multiprocessors};
 
 /// Up to this many pairs per expert on average, `expert_few.cu` is faster than `expert_mlp.cu`.
 const FEW_PAIRS_PER_EXPERT: usize = 12;
@@ -43,8 +43,8 @@ impl ProductKernel {
             }
         }
         let capability = device.cuda_stream().context().compute_capability();
-        // Only code for sm_90a contains wgmma instructions. Code for sm_90a runs only on compute capability 9.0.
-        let has_wgmma = env!("INFERNO_COMPUTE_CAP") == "90" && matches!(capability, Ok((9, 0)));
+        // Only machine code for compute capability 9.0 contains wgmma instructions. It runs on no other GPU.
+        let has_wgmma = matches!(capability, Ok((9, 0))) && has_machine_code(9, 0);
         let wgmma = |name, pairs, stages, blocks| Self::Many {
             name,
             shape: LaunchShape::linear(blocks * multiprocessors, EXPERT_WGMMA_THREADS)
