@@ -33,7 +33,7 @@ async def send_all(port, bodies):
 
 
 def measure(server, prompts, clients, prompt_tokens, max_tokens):
-    """Measures the server with `clients` clients. Returns the figures."""
+    """Measures the server with `clients` clients. Returns the measured figures."""
 
     def run(is_stream):
         bodies = [prompts.completion(prompt_tokens, max_tokens, stream=is_stream) for _ in range(clients)]
