@@ -128,7 +128,7 @@ pub struct ToolCall {
     pub arguments: String,
 }
 
-/// A message in JSON. Unknown fields are ignored, because clients send many that chat formats do not use.
+/// A message in JSON. Unknown fields are ignored, because clients send many fields that no chat format uses.
 #[derive(Deserialize)]
 struct WireMessage {
     role: Role,
