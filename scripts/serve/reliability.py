@@ -45,7 +45,7 @@ def main():
     parser.add_argument("--program", default="target/release/inferno", help="the program to test")
     parser.add_argument("--model", default="demo", help="the model to serve")
     parser.add_argument("--device", default="cpu", help="the device; empty for the default")
-    parser.add_argument("--flags", default="", help="more flags of `inferno serve`, separated by spaces")
+    parser.add_argument("--flags", default="", help="further flags for `inferno serve`, separated by spaces")
     parser.add_argument("--short", action="store_true", help="fewer clients and shorter time limits")
     parser.add_argument("--only", default="", metavar="WORDS", help=f"names of the tests to run, separated by spaces, from: {', '.join(TESTS)}")
     parser.add_argument("--any-speed", action="store_true", help="do not fail because of figures that depend on the speed of the machine")

@@ -163,7 +163,7 @@ struct WirePart {
     text: Option<String>,
 }
 
-/// A tool call in JSON: `{"id", "type", "function": {"name", "arguments"}}`, or flat as in OpenAI's Responses API.
+/// A tool call in JSON: `{"id", "type", "function": {"name", "arguments"}}`, or flat, as in OpenAI's Responses API.
 #[derive(Deserialize)]
 struct WireToolCall {
     #[serde(default)]
