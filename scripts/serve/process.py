@@ -14,7 +14,7 @@ END_SECONDS = 60
 
 
 class Server:
-    """A running `inferno serve`. A `with` statement ends it. `options` has `program`, `model`, `device` and `flags`."""
+    """A running `inferno serve`, which ends with its `with` statement. `options` has `program`, `model`, `device` and `flags`."""
 
     def __init__(self, options, *flags, keys=()):
         self.keys = keys
