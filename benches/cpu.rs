@@ -108,7 +108,7 @@ fn text_stream(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     Ok(())
 }
 
-/// Measures the CPU reference of the MXFP4 expert matmul, for one token and four of eight experts.
+/// Measures the CPU reference of the MXFP4 expert matmul, for one token that uses four of eight experts.
 fn expert_product(criterion: &mut Criterion) -> Result<()> {
     let (experts, rows, columns) = (8, 512, 512);
     let ids = [1, 6, 3, 0];

@@ -69,7 +69,7 @@ fn main() -> Result<()> {
         Ok(())
     };
     let standard = ReadAheadOptions::default();
-    println!("the first run allocates GPU memory from the driver; later runs take it from the memory pool");
+    println!("the first run allocates GPU memory from the driver; later runs reuse memory from the memory pool");
     read(standard)?;
     for threads in [4, 8, 16] {
         for piece_bytes in [2 << 20, 4 << 20] {

@@ -19,7 +19,7 @@ fail() {
 
 [ $# = 1 ] || [ $# = 2 ] || fail "usage: scripts/cuda-toolkit.sh DIR [13|12]"
 version=${2:-13}
-[[ $version =~ ^1[23]$ ]] || fail "cannot install CUDA $version: this script knows 13 and 12"
+[[ $version =~ ^1[23]$ ]] || fail "cannot install CUDA $version: this script supports 13 and 12"
 [ "$(uname -sm)" = "Linux x86_64" ] || fail "cannot install on $(uname -sm): the packages are for Linux on x86-64"
 for tool in python3 gcc g++; do # nvcc needs g++; the driver stub needs gcc
   command -v $tool > /dev/null || fail "cannot find $tool; install it (on Debian: apt-get install python3-venv g++)"
@@ -76,8 +76,8 @@ else
   # nvidia-cuda-nvcc-cu12 contains libdevice and nvcc's headers. NVIDIA withdrew CCCL 12.4; CCCL 12.9 works too.
   wheels nvidia-cuda-nvcc-cu12==12.4.131 nvidia-cuda-cccl-cu12==12.9.27 nvidia-cuda-runtime-cu12==12.4.127 \
     nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cublas-cu12==12.4.5.8 nvidia-curand-cu12==10.3.5.147
-  # nvcc links the static runtime library by default, and the wheel of 12.4 does not contain it. The one of 12.9 works with
-  # the drivers of every CUDA 12.
+  # nvcc links the static runtime library by default, and the wheel of 12.4 does not contain it.
+  # The library of 12.9 works with the drivers of every CUDA 12.
   wheels --no-deps --target "$dir/static" nvidia-cuda-runtime-cu12==12.9.79
   debian_packages "$dir/debian" trixie non-free nvidia-cuda-toolkit=12.4.131*
   home=$dir/cu12

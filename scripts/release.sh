@@ -5,7 +5,7 @@
 #
 # --output   the folder for the files [dist]
 # --tag      fails unless the tag names the version in Cargo.toml and CHANGELOG.md has a dated section for it
-# --only     some of the parts [cpu,cuda12,cuda13,aarch64,image,sbom,notes]
+# --only     the parts to build [cpu,cuda12,cuda13,aarch64,image,sbom,notes]
 #
 #   cpu, cuda12, cuda13   an archive with the program for Linux on x86-64
 #   aarch64               an archive with the CPU program for Linux on ARM64, cross-compiled and started in qemu-user.
@@ -14,7 +14,7 @@
 #   sbom                  a list of all crates in CycloneDX format, made by cargo-cyclonedx
 #   notes                 the section of CHANGELOG.md
 #
-# SHA256SUMS covers all files in the folder. You can run the script several times with different --only to fill one folder.
+# SHA256SUMS covers all files in the folder. To fill the folder in several runs, pass different parts to --only.
 # The programs need at least the glibc version of the build machine, so build on the oldest system that you support.
 #
 # INFERNO_CUDA_12, INFERNO_CUDA_13   folders with CUDA toolkits [cuda12, cuda13 in the target folder; installed if missing]
@@ -54,7 +54,7 @@ target=${CARGO_TARGET_DIR:-target}
 mkdir -p "$target"
 target=$(realpath "$target")
 export CARGO_TARGET_DIR=$target
-# All archives get the time of the commit, so that equal programs give archives that are equal byte for byte.
+# All archives contain the time of the commit, so that equal programs have archives that are equal byte for byte.
 time=$(git log -1 --format=%ct)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

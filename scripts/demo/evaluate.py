@@ -97,7 +97,7 @@ def report(kind, intents, answered, show_failures):
     by_answer = {single_line(intent.answer): intent.id for intent in intents.values()}
     for id, question, text in wrong if show_failures else []:
         got = by_answer.get(single_line(text)) or repr(text[:70])
-        print(f"    {question}\n        wanted {id}, got {got}")
+        print(f"    {question}\n        expected {id}, got {got}")
     return share
 
 

@@ -34,7 +34,7 @@ def generate(model, writer, prompts, max_tokens, batch):
 
 
 def held_out_tools(names_are_known):
-    """Returns a sampler of held-out values. If `names_are_known`, the tools are in the training data; else they are not."""
+    """Returns a sampler of held-out values. `names_are_known` says whether its tools are in the training data."""
     sampler = ToolSampler(Sampler(seed=11), held_out=True)
     if names_are_known:
         sampler.known = ToolSampler(Sampler(seed=11)).known
@@ -43,7 +43,7 @@ def held_out_tools(names_are_known):
 
 
 def with_tool(sampler, tool):
-    """Returns a conversation with a question for a tool. It also offers other tools."""
+    """Returns a conversation with a question that needs `tool`. The conversation also offers other tools."""
     others = [other for other in sampler.tools(sampler.random.randint(1, 3)) if other.name != tool.name][:2]
     offered = [*others, tool]
     sampler.random.shuffle(offered)
@@ -72,7 +72,7 @@ def values(result):
 
 
 def schema_answers(model, writer, cases, max_tokens, batch):
-    """Answers as if a JSON schema forced the braces and the keys. Returns the values of each answer."""
+    """Completes JSON answers whose braces and keys are given, as under a schema. Returns the values of each answer."""
     answers, prompts = [[] for _ in cases], []
     for conversation, facts in cases:
         think = writer.message("assistant", conversation.turns[0].think, "analysis")[1 + len(writer.text("assistant")) :]
@@ -97,7 +97,7 @@ def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=T
     count, shares = min(limit or CASES, CASES), {}
 
     def report(kind, rows, fails_shown=8):
-        """`rows` has a triple for each case: whether it is correct, the question, and the completion."""
+        """Each case has a triple in `rows`: whether the completion is correct, the question, and the completion."""
         wrong = [row for row in rows if not row[0]]
         shares[kind] = 1 - len(wrong) / len(rows)
         print(f"{kind:35} {len(rows) - len(wrong):5} of {len(rows):5} correct, {shares[kind]:6.1%}", flush=True)

@@ -33,7 +33,7 @@ def system_text(date, effort, has_tools=False):
 
 
 def developer_text(instructions, tools):
-    """Returns the developer message. Supports only the kinds of tools that `tools.py` makes."""
+    """Returns the developer message. Supports only the kinds of tools that `tools.py` generates."""
     sections = [f"# Instructions\n\n{instructions}"] if instructions else []
     if tools:
         types = "".join(tool_type(tool["function"]) for tool in tools)

@@ -49,7 +49,7 @@ class ObjectSampler:
         return list(renamed.values())
 
     def key(self, key):
-        """Returns a key in one or two pieces, because a grammar may force an unusual tokenization of the key."""
+        """Splits a key into one or two pieces, because a grammar may force an unusual tokenization of the key."""
         at = self.random.randrange(len(key)) if self.random.random() < 0.5 else 0
         return [part for part in (key[:at], key[at:]) if part]
 

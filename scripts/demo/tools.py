@@ -72,7 +72,7 @@ def enumeration(parts):
 
 
 def literal(kind, text):
-    """Returns an argument of this kind as JSON."""
+    """Returns the value `text` as JSON. `kind` is the kind of the value."""
     if kind in ("bool", "switch"):
         return "true" if text in [true for true, _ in BOOLS] else "false"
     return text if kind in NUMBERS else json.dumps(text, ensure_ascii=False)

@@ -61,7 +61,7 @@ def tokenizer_texts(sampler, count):
 
 
 class Batches(IterableDataset):
-    """An endless stream of batches: ids [B, T + 1] and loss weights [B, T + 1], which apply when an id is the target."""
+    """An endless stream of batches: ids [B, T + 1], and the loss weight of each id as a target [B, T + 1]."""
 
     def __init__(self, tokenizer_json, seed, shrink):
         self.tokenizer_json, self.seed, self.shrink = tokenizer_json, seed, shrink

@@ -37,13 +37,13 @@ class Background:
 
 
 class Session:
-    """The connection to the measuring process. The function in the other process receives it."""
+    """The connection to the measuring process. It is the first argument of the function in the other process."""
 
     def __init__(self, pipe):
         self.pipe = pipe
 
     def ready(self):
-        """Lets the measurement start."""
+        """Tells the measuring process to start the measurement."""
         self.pipe.send("ready")
 
     async def stopped(self):

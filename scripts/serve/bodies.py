@@ -1,4 +1,4 @@
-"""Tests bodies that are too large, never end, are compressed, or are not valid requests."""
+"""Tests request bodies that are too large, never end, are compressed, or are not valid requests."""
 
 import asyncio
 import json

@@ -105,7 +105,7 @@ def cancel_latency(options, report):
     with Server(options) as server:
         prompts = Prompts(server.port)
         longest = min(4000, server.context() - 100)
-        # A cancellation waits for the current step, which is at most one prompt chunk.
+        # A cancellation waits for the current step, which computes at most one prompt chunk.
         prefill = asyncio.run(ask(server.port, PATH, prompts.completion(longest, 1, stream=True))).first
         decode, gaps, early = [], [], []
         for _ in range(count):

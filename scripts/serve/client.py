@@ -131,7 +131,7 @@ async def get(port, path, key=None):
 
 
 class Prompts:
-    """A source of random prompts. Prompts share almost no prefix, so the prefix cache is of no use."""
+    """A source of random prompts. Prompts share almost no prefix, so the prefix cache does not help."""
 
     TEXT = "A server answers many clients at once. Each client waits for its first token and then reads a stream."
 

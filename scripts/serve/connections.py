@@ -12,7 +12,7 @@ from process import Server
 # The number of file descriptors to keep free for files other than these connections.
 OTHER_FILES = 200
 
-# How often idle connections are opened, and streams are measured without and with them.
+# How many times streams are measured without idle connections and with them.
 IDLE_TURNS = 3
 
 
@@ -56,7 +56,7 @@ def slow_loris(options, report):
         prompts = Prompts(server.port)
         asyncio.run(first_token_times(server.port, prompts, 1))
         seconds = timeout_s - 1
-        # Measure without slow connections both before and after, because the speed of the machine can drift.
+        # Measure without slow connections both before and after the test, because the speed of the machine can drift.
         alone = asyncio.run(first_token_times(server.port, prompts, seconds / 2))
         with Background(drip_many, server.port, count) as slow:
             during = asyncio.run(first_token_times(server.port, prompts, seconds))
@@ -104,7 +104,7 @@ def idle_connections(options, report):
     if room < count:
         report.skip(name, "0 errors", f"the limit on open files allows {room} connections")
         count = room
-    # By turns, because the speed of the machine can drift. The p99 of a single run varies by more than the target.
+    # Alternate, because the speed of the machine can drift. The p99 of one run varies by more than the target allows.
     alone, during, errors = [], [], 0
     with Server(options, "--header-timeout", "3600") as server:
         prompts = Prompts(server.port)

@@ -1,4 +1,4 @@
-"""Tests more load than a server admits: bursts, greedy clients and hostile grammars."""
+"""Tests a server under more load than it admits: bursts, greedy clients and hostile grammars."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ async def burst_statuses(port, bodies):
 
 
 async def suggested_waits(port, prompts, clients, lengths, seconds):
-    """Keeps the server full. Returns how long each 429 took, and the suggested and the actual wait after each one."""
+    """Keeps the server full. Returns the time to each status 429, and the suggested and the actual wait after it."""
     chooser, ends, end = random.Random(4), [], time.perf_counter() + seconds
 
     async def one():
@@ -76,15 +76,15 @@ def burst(options, report):
         faults = server.faults()
     expected = {200: running + queue, 429: total - running - queue}
     report.add(
-        f"burst of {total} requests at {running} running and {queue} waiting",
-        f"exactly {expected[429]} get 429",
+        f"burst of {total} requests to a server for {running} running and {queue} waiting requests",
+        f"exactly {expected[429]} responses with status 429",
         str(dict(sorted(counts.items()))),
         counts == expected and not faults,
         faults=faults,
     )
     p99 = percentile(times, 0.99)
     figure = f"p50 {percentile(times, 0.5) * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms of {len(times)}"
-    report.add("time to 429 while the server is full", "≤ 5 ms", figure, times and p99 <= 0.005, is_speed=True)
+    report.add("time to status 429 while the server is full", "≤ 5 ms", figure, times and p99 <= 0.005, is_speed=True)
     suggested, real = (sum(pair[index] for pair in waits) / max(1, len(waits)) for index in (0, 1))
     ratio = suggested / real if real else 0.0
     figure = f"mean {suggested * 1e3:.0f} ms, actual wait {real * 1e3:.0f} ms: {ratio:.2f}×"
@@ -133,7 +133,7 @@ def fairness(options, report):
     shares = [after[0] / max(1, before[0]) for before, after in zip(equal[1:], unequal[1:])]
     refused = [statuses for _, statuses in unequal]
     figure = f"{min(shares):.0%} and {max(shares):.0%} of their tokens when all keys send equally many requests"
-    name = f"one key with {flood // own}× the requests of two others"
+    name = f"one key with {flood // own}× the requests of each of two other keys"
     details = {"faults": faults, "statuses": refused}
     details |= {"tokens_equal": [run[0] for run in equal], "tokens_unequal": [run[0] for run in unequal]}
     report.add(name, "the other keys keep ≥ 90 %", figure, min(shares) >= 0.9 and not faults, is_speed=not faults, **details)
@@ -177,7 +177,7 @@ def hostile_grammars():
 
 
 async def send_grammars(session, port, at_once):
-    """Sends hostile grammars until the measurement ends. Returns the statuses, the times to a rejection and the slowest."""
+    """Sends hostile grammars until the measurement ends. Returns statuses, rejection times and the slowest grammar."""
     fields, free = hostile_grammars(), asyncio.Semaphore(at_once)
     statuses, slowest, times = {}, [0.0, ""], []
 
@@ -232,7 +232,7 @@ def grammars(options, report):
 
 
 def constrained(options, report):
-    """Compares streams beside others without a constraint with streams beside others with one."""
+    """Compares streams that run beside unconstrained streams with streams that run beside constrained streams."""
     item = {"type": "object", "properties": {"name": {"type": "string"}, "ids": {"type": "array"}}, "required": ["name"]}
     schema = {"type": "array", "items": item, "minItems": 100}
     turns, count = (3, 8) if options.short else (6, 16)
@@ -256,6 +256,6 @@ def constrained(options, report):
         faults = server.faults()
     slow, fast = statistics.median(beside_constrained), statistics.median(beside_free)
     figure = f"{slow / fast:.2f}× ({fast * 1e3:.2f} → {slow * 1e3:.2f} ms)"
-    name = f"p50 between tokens of {count} streams beside {count} with a JSON schema"
-    target = "≤ 1.2× that beside as many without one"
+    name = f"p50 between tokens of {count} streams beside {count} streams with a JSON schema"
+    target = f"≤ 1.2× the p50 beside {count} streams without a JSON schema"
     report.add(name, target, figure, slow <= 1.2 * fast and not faults, is_speed=True, faults=faults)

@@ -33,7 +33,7 @@ async def send_all(port, bodies):
 
 
 def measure(server, prompts, clients, prompt_tokens, max_tokens):
-    """Measures the server with `clients` clients. Returns the figures."""
+    """Measures the server with `clients` clients. Returns the measured figures."""
 
     def run(is_stream):
         bodies = [prompts.completion(prompt_tokens, max_tokens, stream=is_stream) for _ in range(clients)]
@@ -70,7 +70,7 @@ def main():
     parser.add_argument("--program", default="target/release/inferno", help="the program to measure")
     parser.add_argument("--model", default="demo", help="the model to serve")
     parser.add_argument("--device", default="", help="the device; the default is the first GPU")
-    parser.add_argument("--flags", default="", help="more flags of `inferno serve`, separated by spaces")
+    parser.add_argument("--flags", default="", help="further flags for `inferno serve`, separated by spaces")
     parser.add_argument("--clients", default="1,8,32,64,128", help="numbers of clients, separated by commas")
     parser.add_argument("--prompt", type=int, default=512, metavar="N", help="prompt tokens")
     parser.add_argument("--generate", type=int, default=128, metavar="N", help="tokens to generate")

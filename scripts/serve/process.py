@@ -14,7 +14,7 @@ END_SECONDS = 60
 
 
 class Server:
-    """A running `inferno serve`. A `with` statement ends it. `options` has `program`, `model`, `device` and `flags`."""
+    """An `inferno serve` that stops at the end of a `with` statement. `options` has program, model, device and flags."""
 
     def __init__(self, options, *flags, keys=()):
         self.keys = keys

@@ -30,7 +30,7 @@ class Report:
         print(f"{'pass' if passed else 'FAIL'}  {name}: {figure}  (target: {target})", flush=True)
 
     def skip(self, name, target, reason):
-        """Adds a row that this machine cannot measure."""
+        """Adds a row for a figure that this machine cannot measure."""
         row = {"name": name, "target": target, "figure": None, "passed": None, "is_speed": False}
         self.rows.append(row | {"details": {"reason": reason}})
         print(f"skip  {name}: {reason}", flush=True)

@@ -15,7 +15,7 @@ PATH = "/v1/completions"
 QUEUE_SECONDS = 20
 HANG_SECONDS = QUEUE_SECONDS + 100
 
-# The shares of requests with faults.
+# The share of requests with each kind of fault.
 FAULTS = {"killed": 0.05, "malformed": 0.02, "oversized": 0.005, "grammar": 0.005, "slow reader": 0.005}
 
 
@@ -100,7 +100,7 @@ class Load:
             self.count("oversized" if fault == "oversized" else f"lost: {type(error).__name__}")
 
     async def run(self, rate, seconds):
-        """Sends requests at random times, `rate` per second on average. Returns the generated tokens until `seconds`."""
+        """Sends `rate` requests per second for `seconds`, at random times. Returns the tokens generated meanwhile."""
         tasks, end = set(), time.perf_counter() + seconds
         while time.perf_counter() < end:
             task = asyncio.ensure_future(self.one())

@@ -1,17 +1,17 @@
 //! Renders conversations in harmony, the chat format of gpt-oss.
 //!
 //! The output matches openai/harmony v0.0.8 (`src/encoding.rs`, `docs/format.md`) token for token.
-//! Like that library, this code encodes each message text and each part of a message header separately.
+//! Like openai/harmony, this code encodes each message text and each part of a message header separately.
 //!
 //! One difference is intentional: this code drops reasoning from every turn up to the last final answer.
-//! `docs/format.md` and the model's chat_template.jinja do the same.
+//! `docs/format.md` and the model's chat_template.jinja drop the same reasoning.
 //! The library drops reasoning only up to the first final answer. It keeps all reasoning while a tool call is pending.
 //!
 //! This code does not use the chat_template.jinja of gpt-oss, because that template differs from the library:
 //!
-//! - It writes the content type `json` without `<|constrain|>` before it.
-//! - It quotes tool results as JSON strings.
-//! - It adds a blank line after the instructions.
+//! - The template writes the content type `json` without `<|constrain|>` before it.
+//! - The template quotes tool results as JSON strings.
+//! - The template adds a blank line after the instructions.
 
 use anyhow::{Context, Result, bail};
 

@@ -156,7 +156,7 @@ fn split_word(text: &str) -> (&str, Option<&str>) {
     }
 }
 
-/// Splits off a recipient, such as `to=functions.f`. Returns `None` if the text does not start with one.
+/// Splits off a recipient, such as `to=functions.f`. Returns `None` if the text does not start with a recipient.
 ///
 /// The second value is the text after the recipient, or `None` if the recipient may be incomplete.
 fn split_recipient(text: &str) -> Option<(&str, Option<&str>)> {
@@ -167,7 +167,7 @@ fn split_recipient(text: &str) -> Option<(&str, Option<&str>)> {
     })
 }
 
-/// Returns whether a word is a recipient or the start of one.
+/// Returns whether a word is a recipient or the start of a recipient.
 fn may_be_recipient(word: &str) -> bool {
     word.starts_with("to=") || "to=".starts_with(word)
 }

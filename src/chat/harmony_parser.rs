@@ -4,7 +4,7 @@
 //! The parser therefore never rejects output, and keeps all text outside headers.
 //! The text of a header without a message becomes the answer, but only if the model generates nothing else.
 //! The parser recognizes control tokens by id, recovers at the next valid token, and counts violations.
-//! It returns text as soon as the text cannot be part of a header.
+//! The parser returns text as soon as the text can no longer be part of a header.
 
 use anyhow::Result;
 

@@ -128,7 +128,7 @@ pub struct ToolCall {
     pub arguments: String,
 }
 
-/// A message in JSON. Unknown fields are ignored, because clients send many that chat formats do not use.
+/// A message in JSON. Unknown fields are ignored, because clients send many fields that no chat format uses.
 #[derive(Deserialize)]
 struct WireMessage {
     role: Role,
@@ -163,7 +163,7 @@ struct WirePart {
     text: Option<String>,
 }
 
-/// A tool call in JSON: `{"id", "type", "function": {"name", "arguments"}}`, or flat as in OpenAI's Responses API.
+/// A tool call in JSON: `{"id", "type", "function": {"name", "arguments"}}`, or flat, as in OpenAI's Responses API.
 #[derive(Deserialize)]
 struct WireToolCall {
     #[serde(default)]

@@ -32,7 +32,7 @@ impl Parser {
         }
     }
 
-    /// Finishes parsing and returns the text that was held back. Pushing the stop token first is optional.
+    /// Finishes parsing and returns the text that was held back. The caller need not push the stop token first.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<Vec<Delta>> {
         match &mut self.0 {
             ParserKind::Harmony(parser) => parser.finish(tokenizer),

@@ -5,7 +5,7 @@
 //! It also supports `{% generation %}` and provides the tokenizer's special tokens by name.
 //!
 //! Templates are untrusted code.
-//! They cannot read files, and their steps, recursion depth and output are limited.
+//! Templates cannot read files, and their steps, recursion depth and output are limited.
 //! minijinja cannot limit memory, the time of a single step, or recursion during compilation.
 //! The templates of downloaded models therefore run in another process (see `worker`).
 
@@ -27,7 +27,7 @@ use crate::files;
 use crate::tokenizer::Tokenizer;
 
 /// The maximum number of template engine steps. This many steps take about one second.
-/// A long conversation needs about 1% of them.
+/// A long conversation needs about 1% of this limit.
 const FUEL: u64 = 20_000_000;
 const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
@@ -100,7 +100,7 @@ impl Template {
     /// Renders a conversation to token ids.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let tools = Json::Array(options.tools.clone());
-        // Parsing arguments turns escapes such as \ufdd0 into characters. The mark must not occur in them either.
+        // Parsing arguments turns escapes such as \ufdd0 into characters. The mark must differ from these characters.
         let calls = messages.iter().flat_map(|message| &message.tool_calls);
         let arguments: Vec<Json> = calls.filter_map(|call| serde_json::from_str(&call.arguments).ok()).collect();
         let written = messages.iter().flat_map(Message::texts).chain(strings_of(&tools));
@@ -278,7 +278,7 @@ fn read_json(path: &Path) -> Result<Json> {
 
 /// Returns the template from `chat_template`: a string, or a list of `{name, template}`.
 ///
-/// From a list, returns the template named `default`, or the first one if there is none.
+/// From a list, returns the template named `default`, or the first template if none has this name.
 fn named_template(value: &Json) -> Option<&str> {
     let source = match value {
         Json::Array(list) => {

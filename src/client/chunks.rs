@@ -9,10 +9,10 @@ use super::connection::{Flow, error_message};
 use crate::chat::{Channel, Delta, ToolCall};
 use crate::engine::FinishReason;
 
-/// The maximum number of tool calls in one answer. The rest are ignored.
+/// The maximum number of tool calls in one answer. Further tool calls are ignored.
 const MAX_CALLS: usize = 128;
 
-/// Everything that the chunks of one answer have reported so far, except its text.
+/// Everything that the chunks of one answer have reported so far, except the text of the answer.
 #[derive(Debug, Default)]
 pub struct Chunks {
     pub usage: Option<UsageReport>,

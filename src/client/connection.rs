@@ -32,7 +32,7 @@ const STREAM_TIMEOUT: Duration = Duration::from_secs(600);
 /// The maximum size of a response that is not a stream, in bytes.
 const MAX_BODY_BYTES: u64 = 16 << 20;
 
-/// The maximum number of bytes to read from the body of an error.
+/// The maximum number of bytes to read from the body of an error response.
 const MAX_ERROR_BYTES: u64 = 64 << 10;
 
 /// How often a request checks whether it was canceled.
@@ -82,7 +82,7 @@ struct Refusal {
     body: Vec<u8>,
 }
 
-/// Closes all connections of an agent when it is dropped, which ends a request in progress.
+/// A guard that closes all connections of an agent on drop. This ends a request in progress.
 struct CloseOnDrop(Option<Agent>);
 
 impl Drop for CloseOnDrop {
@@ -98,7 +98,7 @@ const MAX_CERTIFICATES: u64 = 4 << 20;
 
 fn new_agent(url: &ServerUrl, tls: &TlsConfig) -> Agent {
     let config = Agent::config_builder();
-    // A proxy cannot reach a server on this machine.
+    // Use no proxy for a server on this machine, because a proxy cannot reach it.
     let config = if url.is_local() { config.proxy(None) } else { config };
     config
         .tls_config(tls.clone())
@@ -116,7 +116,7 @@ fn new_agent(url: &ServerUrl, tls: &TlsConfig) -> Agent {
 
 impl Connection {
     /// Creates a connection. `ca_cert` is a PEM file with the certificates of the authorities to trust.
-    /// Without it, the connection trusts the built-in authorities.
+    /// Without `ca_cert`, the connection trusts the built-in authorities.
     pub fn new(url: ServerUrl, key: Option<String>, ca_cert: Option<&Path>) -> Result<Self> {
         // A plain HTTP connection ignores `ca_cert`, because `SSL_CERT_FILE` may be set for other programs.
         let tls = match ca_cert.filter(|_| url.is_encrypted()) {
@@ -244,14 +244,14 @@ fn read_certificates(path: &Path) -> Result<RootCerts> {
         }
     }
     match certificates.is_empty() {
-        true => Err(problem("it has none in PEM format".to_string())),
+        true => Err(problem("the file has none in PEM format".to_string())),
         false => Ok(RootCerts::from(certificates)),
     }
 }
 
 /// Reads a response to its end and sends its events to the caller of [`Connection::stream`].
 fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSender<Message>) {
-    // A send fails only if the caller has stopped reading events. Ignore this.
+    // A send fails only if the caller has stopped reading events. Ignore this failure.
     let mut response = match response {
         Ok(response) => response,
         Err(error) => return drop(events.send(Message::Failed(error))),

@@ -26,7 +26,7 @@ pub fn list(connection: &Connection) -> Result<Vec<ServedModel>> {
 }
 
 fn read(model: &Value) -> Option<ServedModel> {
-    // The context length in the responses of vLLM and inferno, OpenRouter, LM Studio, and llama-server.
+    // The fields for the context length in responses of vLLM and inferno, OpenRouter, LM Studio, and llama-server.
     let fields =
         [&model["max_model_len"], &model["context_length"], &model["max_context_length"], &model["meta"]["n_ctx"]];
     Some(ServedModel {

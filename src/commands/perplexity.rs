@@ -89,7 +89,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
         if let Some(QuantizationEffect { kl, tokens, bytes }) = change {
             writeln!(
                 out,
-                "KL divergence {kl:.5} from the unquantized model (mean over {tokens} tokens); weights {} instead of {}",
+                "KL divergence {kl:.5} from the unquantized model (mean over {tokens} tokens); \
+                 weights take {} instead of {}",
                 size(weight_bytes),
                 size(bytes)
             )?;

@@ -11,7 +11,7 @@ use crate::files;
 use crate::server::{PublicKey, Receipt};
 use crate::text::quote;
 
-/// The maximum size of a receipt in bytes. That of a model with 100 files has about 15 KB.
+/// The maximum size of a receipt in bytes. The receipt of a model with 100 files takes about 15 KB.
 const MAX_RECEIPT: u64 = 4 << 20;
 
 /// The maximum size of a record in bytes.

@@ -17,7 +17,7 @@ use crate::runner::{StepBytes, StepTime};
 pub enum Lengths {
     /// Every request has --input prompt tokens and --output answer tokens.
     Fixed,
-    /// Log-normal lengths like in ShareGPT, with means of 215 prompt tokens and 198 answer tokens.
+    /// Log-normal lengths as in ShareGPT, with means of 215 prompt tokens and 198 answer tokens.
     SharegptLike,
 }
 
@@ -51,7 +51,7 @@ pub struct Serving {
     /// Generated tokens of all requests, divided by `seconds`.
     pub output_tok_per_s: f64,
     /// Generated tokens per second while all requests decode.
-    /// This is the time after the last request got its first token and before the first request ended.
+    /// All requests decode from the first token of the last request until the end of the first request.
     /// `None` if the first request ended before the last request got its first token.
     pub decode_tok_per_s: Option<f64>,
     pub ttft_ms: Percentiles,
@@ -61,7 +61,7 @@ pub struct Serving {
     pub cached_tokens: usize,
     /// `cached_tokens` divided by `input_tokens`.
     pub hit_rate: f64,
-    /// How often a request gave up its blocks because the KV cache was full.
+    /// The number of times that a request gave up its blocks because the KV cache was full.
     pub preemptions: u64,
     /// The times of the engine's steps.
     pub steps: Vec<StepTime>,
