@@ -22,7 +22,7 @@ impl Hub {
         self.find_with(model, revision, Required::Weights)
     }
 
-    /// Finds a model like [`find`](Self::find), but requires only its tokenizer. The weights may be missing.
+    /// Works like [`find`](Self::find), but requires only the model's tokenizer. The weights may be missing.
     pub fn find_tokenizer(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
         self.find_with(model, revision, Required::Tokenizer)
     }

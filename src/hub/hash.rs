@@ -54,7 +54,7 @@ pub(super) fn matches(path: &Path, etag: &str, progress: &mut dyn FnMut(u64) -> 
     Ok(hex(hash.finish().as_ref()).eq_ignore_ascii_case(etag))
 }
 
-/// Returns a substitute for an etag: `weak-` and a hash of `words`. Used if the server sends no hash for a file.
+/// Returns a substitute for an etag, `weak-` followed by a hash of `words`. Used if the server sends no hash.
 pub(super) fn weak_etag(words: &[&str]) -> String {
     let mut hash = digest::Context::new(&SHA256);
     for word in words {

@@ -394,7 +394,7 @@ impl<'a> Remote<'a> {
     ) -> RequestBuilder<WithoutBody> {
         if let Purpose::Metadata = purpose {
             let timeout = self.limits().response_timeout;
-            // `read_body` checks the time only when contents arrive.
+            // `read_body` checks the time only when bytes of the body arrive.
             // `total` also ends a response that sends only HTTP chunk headers.
             let total = timeout.saturating_mul(5);
             request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();

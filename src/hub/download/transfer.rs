@@ -82,7 +82,7 @@ impl Transfer<'_, '_> {
                 }
             }
             StatusCode::RANGE_NOT_SATISFIABLE => {
-                return Err(temporary("the server says that the file has no such range"));
+                return Err(temporary("the server says that the requested range is outside the file"));
             }
             status if is_temporary(status) => {
                 return Err(Stop::Temporary(format!("HTTP {status}"), retry_after(response.headers())));
@@ -100,7 +100,7 @@ impl Transfer<'_, '_> {
 
     /// Switches to fetching the whole file, because the server ignores ranges. Other transfers of the file stop.
     ///
-    /// While some bytes are on disk, the first few responses with the whole file only cause a retry,
+    /// While some bytes are on disk, each of the first few responses with the whole file leads to a retry instead,
     /// because the next response may come from a server that supports ranges.
     fn restart_whole(&mut self) -> Result<(), Stop> {
         let mut state = self.download.state();

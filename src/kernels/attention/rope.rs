@@ -120,7 +120,7 @@ pub fn split_qkv(
         Device::Cuda(device) => {
             use crate::kernels::constants::{ROPE_FEW_TOKENS, ROPE_HEADS_PER_WARP};
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
-            // SAFETY: the kernel writes every element.
+            // SAFETY: the kernel writes every element of `q`.
             let q = unsafe { crate::kernels::scratch::empty((tokens, heads, head_dim), dtype, qkv.device())? };
             let arguments = Arguments::new()
                 .tensor(qkv)?

@@ -1,7 +1,7 @@
 //! The buffer and benchmark sizes of the exchange between GPUs, and its measured times.
 
 /// The size of each rank's mailbox in bytes.
-/// A tensor that is larger than a region of the mailbox, such as the outputs of a long chunk, takes several operations.
+/// A tensor that is larger than a region of the mailbox, such as the outputs of a long chunk, needs several operations.
 pub const MAILBOX_BYTES: usize = 64 << 20;
 
 /// The mean time of one sum over all ranks, for two tensor sizes.

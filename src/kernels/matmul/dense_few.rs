@@ -60,7 +60,7 @@ pub fn matmul_few(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor>
         bail!("matmul_few: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
     };
     let Division { block_units, parts, shared_bytes } = division;
-    // SAFETY: the kernel writes every element.
+    // SAFETY: the kernel writes every element of `y`.
     let y = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
     let arguments = Arguments::new()
         .tensor(w)?

@@ -88,7 +88,7 @@ __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, 
 
 // A tile covers TOKENS pairs × 256 rows.
 // Each of the eight warps computes TOKENS × 32 results, or 64 × 64 if TOKENS is 128.
-//   grid: any number of blocks; each block takes every gridDim.x-th tile
+//   grid: any number of blocks; each block processes every gridDim.x-th tile
 //   block: EXPERT_MMA_THREADS
 //   shared memory: STAGES · (X_BYTES + W_BYTES)
 template <typename T, int TOKENS, bool GATE_UP>
@@ -175,7 +175,7 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
                         load_matrices(b[i], x_stage + (token + i * COLUMN_WARPS * 8) * 128 + segment);
-                    // MMAs that add to the same sum are spread out, because each one waits for the previous one.
+                    // MMAs that add to the same sum are spread out, because each of them waits for the one before it.
 #pragma unroll
                     for (int k = 0; k < 2; ++k)
 #pragma unroll
