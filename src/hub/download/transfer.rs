@@ -19,7 +19,7 @@ use crate::text::{library_error, quote};
 
 /// The number of range requests that a server may answer with the whole file before the bytes on disk are discarded.
 const MAX_WHOLE_RESPONSES: u32 = 3;
-/// A transfer that receives fewer bytes than this within twice the stall timeout counts as stalled.
+/// The minimum number of bytes to receive within twice the stall timeout. A slower transfer counts as stalled.
 const MIN_PROGRESS_BYTES: u64 = 64 << 10;
 
 /// The reason that a transfer ended early.

@@ -354,7 +354,7 @@ __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float
 
 // ---- results ----
 
-// Sums the total of each row over the four lanes that hold its parts.
+// Adds the partial totals of each row, which are spread over four lanes.
 template <typename C> __device__ __forceinline__ void reduce_totals(RowFloats<C>& totals) {
 #pragma unroll
     for (int m = 0; m < C::M; ++m) {

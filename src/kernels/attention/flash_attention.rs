@@ -22,7 +22,7 @@ const MAX_SPLITS: usize = 64;
 /// The number of splits with [`SumOrder::Fixed`].
 const FIXED_SPLITS: usize = 4;
 
-/// The keys of a row tile are not split across thread blocks if the sliding window has at most this many keys.
+/// The largest sliding window, in keys, for which the keys of a row tile are not split across thread blocks.
 const MAX_UNSPLIT_WINDOW: usize = 256;
 
 /// A flash attention kernel and its launch shape, chosen for some or all queries of a pass.

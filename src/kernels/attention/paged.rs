@@ -79,7 +79,7 @@ impl Queries {
 
     /// Creates the queries of sequences with one token each, at `positions`, u32 `[sequences]`.
     ///
-    /// The positions are known only on the device, so `spans` has 0 for each position.
+    /// The positions are known only on the device, so each position in `spans` is 0.
     #[cfg(feature = "cuda")]
     pub fn one_token_each(positions: Tensor) -> Result<Self> {
         let count = positions.dims1()?;

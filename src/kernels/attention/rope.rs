@@ -31,7 +31,7 @@ pub struct Rotation<'t> {
     /// The cosine table: f32 `[positions, rotated / 2]`. RoPE rotates the first `rotated` elements of each head.
     pub cos: &'t Tensor,
     pub sin: &'t Tensor,
-    /// The position of each token: u32 `[tokens]`, less than the number of rows in `cos` and `sin`.
+    /// The position of each token: u32 `[tokens]`. `cos` and `sin` must have a row for each position.
     pub positions: &'t Tensor,
 }
 

@@ -188,8 +188,8 @@ impl GpuExchange {
             let value = |rank: usize| (round * 100 + rank) as f32;
             let x = Tensor::new(vec![value(self.rank); 1024], &device)?;
             let sums = self.sum(&x)?;
-            // A copy to the host would also wait.
-            // However, if ranks share a GPU, the copy would block the launches of the other ranks.
+            // Synchronize before the copy to the host.
+            // If ranks share a GPU, a copy that waits for the sums would block the launches of the other ranks.
             self.device.cuda_stream().synchronize().w()?;
             let sums = sums.to_vec1::<f32>()?;
             let expected: f32 = (0..ranks).map(value).sum();

@@ -106,7 +106,8 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, con
 
 // Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x.
 // The rows of x are at `xs` in shared memory: [steps][8 · N rows][128 bytes].
-// For down, `load_x` starts copying the rows to `xs`. For gate_up, `xs` already holds the rows, and `load_x` does nothing.
+// For down, `load_x` starts copying the rows to `xs`.
+// For gate_up, `xs` already holds the rows, and `load_x` does nothing.
 template <typename T, bool GATE_UP, int N, typename LoadX>
 __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& o, int rows, const Tile& tile,
                                                    int first, int last, uint32_t xs, float4* partials, LoadX&& load_x) {

@@ -73,7 +73,7 @@ __device__ void expert_combine(const T* y, const float* weights, float* x, int n
 template <int ROW_TILES, bool GATE_UP>
 __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, int weight_rows, int max_pairs,
                                           int number, Tile& tile) {
-    // Rounds up to 128 rows, 64 of gate and 64 of up, because the columns of h are padded to a multiple of 64.
+    // 128 rows are 64 gate rows and 64 up rows. The columns of h are padded to a multiple of 64.
     const int rows = GATE_UP ? (weight_rows + 127) / 128 * 128 : weight_rows;
     const int row_blocks = (rows + ROW_TILES * 16 - 1) / (ROW_TILES * 16);
     WorkItem item;
