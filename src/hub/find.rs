@@ -132,7 +132,7 @@ impl Hub {
         }
     }
 
-    /// Returns the names of the repositories in both caches, including incomplete ones.
+    /// Returns the names of the repositories in both caches, including incomplete repositories.
     fn repo_names(&self) -> BTreeSet<String> {
         self.caches().iter().flat_map(|(cache, _)| cache.names()).collect()
     }

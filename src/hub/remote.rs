@@ -6,7 +6,7 @@
 //! - The token is sent to the host that a download is redirected to.
 //! - The server's etag and commit become part of paths without validation.
 //! - If a server ignores the Range header, the whole file is appended to the partial file.
-//! - The `x-error-code` header is dropped, so a gated repository looks like a missing one.
+//! - The `x-error-code` header is dropped, so a gated repository looks like a missing repository.
 //!
 //! This module resolves redirect URLs without the `url` crate, which would add about 20 dependencies.
 

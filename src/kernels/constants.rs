@@ -263,5 +263,5 @@ pub const SAMPLE_MAX_BLOCKS: usize = 1024;
 /// The size of `SamplingKernelParams` in 32-bit words.
 pub const SAMPLE_PARAM_WORDS: usize = 10;
 /// The size of `Scratch` in 32-bit words: four words, a count and a mass per round and bin, and a mass per block.
-/// A count takes one word, and a mass takes two.
+/// A count takes one word, and a mass takes two words.
 pub const SAMPLE_SCRATCH_WORDS: usize = 4 + 3 * SAMPLE_ROUNDS * SAMPLE_BINS + 2 * SAMPLE_MAX_BLOCKS;

@@ -34,7 +34,7 @@ constexpr float LOG2_E = 1.44269504f;
 // Softmax weights may grow to 2^8 before the sums are rescaled.
 // This makes rescaling rare, and weights of this size are safe in f32 and f16.
 constexpr float SLACK = 8.0f;
-// The number of partial results to combine at once. All of their loads are in flight at the same time.
+// The number of partial results to combine at once. The loads of these results are in flight at the same time.
 constexpr int COMBINE_BATCH = 16;
 
 constexpr int head_dim_index(int head_dim) {

@@ -1,4 +1,4 @@
-//! The inputs of attention over a paged KV cache: the cached layer, the queries of all sequences, and their blocks.
+//! The inputs of attention over a paged KV cache: the cached layer, the queries of all sequences, and the block tables.
 
 use std::cell::RefCell;
 use std::collections::HashMap;

@@ -68,7 +68,7 @@ pub fn mask_logits(logits: &Tensor, masks: &[(u32, TokenMask)]) -> Result<()> {
 pub struct RowLogprobs {
     /// The log probability of the chosen token.
     pub chosen: f32,
-    /// The most likely tokens with their log probabilities, the most likely one first.
+    /// The most likely tokens with their log probabilities, in order of decreasing probability.
     pub top: Vec<(u32, f32)>,
 }
 

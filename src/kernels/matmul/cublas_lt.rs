@@ -79,7 +79,7 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
     stream.context().bind_to_thread().w()?;
     let handle = handle(device)?;
     // SAFETY: the descriptors live until the end of this function. The tensors have the sizes in `shapes`.
-    // `address` checks that they are contiguous and on a GPU. candle frees their memory in stream order.
+    // `address` checks that the tensors are contiguous and on a GPU. candle frees their memory in stream order.
     unsafe {
         checked(result::set_matmul_desc_attribute(
             desc,

@@ -13,7 +13,7 @@
 // Each block divides its row pairs evenly among its warps. A warp's share can start or end inside a row pair.
 // The warp that starts a row pair adds the partial sums of the warps that continue this row pair.
 // The shares depend on the routing of all tokens, and the order of the additions depends on the shares.
-// The results of a token can therefore vary slightly with the other tokens of its batch.
+// The results of a token can therefore depend slightly on the other tokens of its batch.
 #include "headers/async_copy.cuh"
 #include "headers/pdl.cuh"
 #include "moe/mxfp4_tiles.cuh"

@@ -175,7 +175,7 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
                         load_matrices(b[i], x_stage + (token + i * COLUMN_WARPS * 8) * 128 + segment);
-                    // MMAs that add to the same sum are spread out, because each of them waits for the one before it.
+                    // MMAs that add to the same sum are spread out, because each MMA waits for the previous MMA.
 #pragma unroll
                     for (int k = 0; k < 2; ++k)
 #pragma unroll
@@ -384,7 +384,7 @@ __device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::S
 // Three warpgroups multiply. The fourth warpgroup copies data for later steps, including data of the next tile.
 // Bulk copies access memory through the async proxy, like wgmma.
 // With cp.async, each stage would need a fence that waits for all copies.
-//   grid: any number of blocks; BLOCKS of them fit on a multiprocessor
+//   grid: any number of blocks; BLOCKS blocks fit on a multiprocessor
 //   block: EXPERT_WGMMA_THREADS
 //   shared memory: see `wgmma_shared_bytes` in product_kernel.rs
 template <typename S, typename T, bool GATE_UP>

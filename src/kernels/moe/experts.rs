@@ -152,7 +152,7 @@ mod cuda {
         order: SumOrder,
     ) -> Result<Tensor> {
         let ((tokens, chosen), (_, rows, columns)) = (ids.dims2()?, weights.dims()?);
-        // A GEMV computes each pair by itself, so its sums do not depend on other tokens.
+        // A GEMV computes each pair separately, so its sums do not depend on other tokens.
         let needs_gemv = tokens * chosen < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || order == SumOrder::Fixed;
         if let ExpertWeights::Quantized(matrix, experts) = weights {
             if bias.is_some() {
