@@ -395,7 +395,7 @@ impl<'a> Remote<'a> {
         if let Purpose::Metadata = purpose {
             let timeout = self.limits().response_timeout;
             // `read_body` checks the time only when bytes of the body arrive.
-            // `total` also ends a response that sends only HTTP chunk headers.
+            // The timeout `total` also ends a response that consists only of HTTP chunk headers.
             let total = timeout.saturating_mul(5);
             request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();
         }
