@@ -22,7 +22,7 @@ impl Hub {
         self.find_with(model, revision, Required::Weights)
     }
 
-    /// Finds a model like [`find`](Self::find), but requires only its tokenizer. The weights may be missing.
+    /// Works like [`find`](Self::find), but requires only the model's tokenizer. The weights may be missing.
     pub fn find_tokenizer(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
         self.find_with(model, revision, Required::Tokenizer)
     }
@@ -132,7 +132,7 @@ impl Hub {
         }
     }
 
-    /// Returns the names of the repositories in both caches, including incomplete ones.
+    /// Returns the names of the repositories in both caches, including incomplete repositories.
     fn repo_names(&self) -> BTreeSet<String> {
         self.caches().iter().flat_map(|(cache, _)| cache.names()).collect()
     }

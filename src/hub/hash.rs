@@ -76,7 +76,7 @@ fn cannot_read(path: &Path) -> String {
     format!("cannot read {}", path.display())
 }
 
-/// Returns a substitute for an etag: `weak-` and a hash of `words`. Used if the server sends no hash for a file.
+/// Returns a substitute for an etag, `weak-` followed by a hash of `words`. Used if the server sends no hash.
 pub(super) fn weak_etag(words: &[&str]) -> String {
     let mut hash = digest::Context::new(&SHA256);
     for word in words {

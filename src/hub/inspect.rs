@@ -136,7 +136,7 @@ impl Inspection<'_> {
         })
     }
 
-    /// Returns the parts of the GGUF model with their sizes. Returns no parts if there is no GGUF model.
+    /// Returns the parts of the GGUF model with their sizes, or an empty list if there is no GGUF model.
     ///
     /// Without a tag, safetensors weights take precedence over GGUF files.
     fn gguf_files(&self, tag: Option<&str>) -> Result<Vec<(String, u64)>> {
@@ -202,7 +202,7 @@ impl Inspection<'_> {
             bail!("cannot read {shown}: it claims a header of {length} bytes, but the limit is {MAX_HEADER_BYTES}");
         }
         if total_bytes.fetch_add(length, Ordering::Relaxed) + length > MAX_HEADER_BYTES {
-            bail!("cannot read {shown}: the headers of all files have more than {MAX_HEADER_BYTES} bytes in total");
+            bail!("cannot read {shown}: the headers of all files exceed {MAX_HEADER_BYTES} bytes in total");
         }
         let data_bytes = match file.bytes.map(|bytes| bytes.checked_sub(8 + length)) {
             Some(None) => {
@@ -247,7 +247,7 @@ fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Resu
         StatusCode::PARTIAL_CONTENT => {
             bail!("cannot read {}: the server sent a different range than requested", quote(name))
         }
-        // The file is empty, so no range of it can be satisfied.
+        // The file is empty, so the server cannot satisfy any range request.
         StatusCode::RANGE_NOT_SATISFIABLE if first == 0 => return Ok((Body::builder().data("").into_reader(), true)),
         _ => return Err(remote.refusal(response, Some(name))),
     };

@@ -8,7 +8,7 @@ pub struct Limits {
     /// The maximum time to open a connection.
     pub connect_timeout: Duration,
     /// The maximum wait for the headers of a response. Set by HF_HUB_ETAG_TIMEOUT.
-    /// The body of a metadata response may take this long too, plus some time for each byte.
+    /// The body of a metadata response has the same limit, plus some time for each byte.
     pub response_timeout: Duration,
     /// The maximum pause between two reads of a body. Set by HF_HUB_DOWNLOAD_TIMEOUT.
     pub stall_timeout: Duration,
@@ -34,8 +34,8 @@ impl Limits {
     /// Returns the number of bytes that must arrive to reset the count of consecutive failures.
     ///
     /// The number is 1% of the file size, but at least 4 KiB and at most 1 MiB.
-    /// A slow connection may collect these bytes over several attempts.
-    /// A server that sends one byte per attempt runs out of attempts first.
+    /// A slow connection may receive these bytes over several attempts.
+    /// With a server that sends one byte per attempt, the count reaches its maximum first.
     pub(super) fn min_progress(file_bytes: u64) -> u64 {
         (file_bytes / 100).clamp(4 << 10, 1 << 20)
     }

@@ -1,7 +1,7 @@
 //! Finds models on this machine and downloads them from a Hugging Face hub.
 //!
 //! A [`Snapshot`] is a directory with the files of a model at one commit.
-//! Models are found in two caches: inferno's own cache, and the Hugging Face cache that Python tools share.
+//! inferno finds models in two caches: its own cache, and the Hugging Face cache that Python tools share.
 //! inferno writes only to its own cache. A plain directory can be used in place of a model name.
 
 mod cache;

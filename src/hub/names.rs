@@ -72,7 +72,7 @@ pub(super) fn file_name_problem(name: &str) -> Option<&'static str> {
 
 /// Quotes a word for use in a shell command. Returns the word unchanged if it needs no quotes.
 ///
-/// inferno prints commands with file names from a hub, and the user may paste them into a shell.
+/// inferno prints commands with file names from a hub, and the user may paste these commands into a shell.
 pub fn shell_word(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-/:@%+=,".contains(c);
     if !word.is_empty() && !word.starts_with('-') && word.chars().all(is_plain) {
@@ -111,7 +111,7 @@ pub(super) fn encode_segment(name: &str) -> String {
 /// Returns the names that match `model`.
 ///
 /// Matching ignores case. Exact matches, with or without the organization, take precedence.
-/// If there are none and `model` has no organization, every name that contains `model` matches.
+/// If there are no exact matches and `model` has no organization, every name that contains `model` matches.
 pub(super) fn matching<'a>(model: &str, names: &'a BTreeSet<String>) -> Vec<&'a String> {
     let exact: Vec<&String> = names.iter().filter(|name| is_same_name(name, model)).collect();
     let model = model.to_lowercase();

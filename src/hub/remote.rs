@@ -6,7 +6,7 @@
 //! - The token is sent to the host that a download is redirected to.
 //! - The server's etag and commit become part of paths without validation.
 //! - If a server ignores the Range header, the whole file is appended to the partial file.
-//! - The `x-error-code` header is dropped, so a gated repository looks like a missing one.
+//! - The `x-error-code` header is dropped, so a gated repository looks like a missing repository.
 //!
 //! This module resolves redirect URLs without the `url` crate, which would add about 20 dependencies.
 
@@ -394,8 +394,8 @@ impl<'a> Remote<'a> {
     ) -> RequestBuilder<WithoutBody> {
         if let Purpose::Metadata = purpose {
             let timeout = self.limits().response_timeout;
-            // `read_body` checks the time only when contents arrive.
-            // `total` also ends a response that sends only HTTP chunk headers.
+            // `read_body` checks the time only when bytes of the body arrive.
+            // The timeout `total` also ends a response that consists only of HTTP chunk headers.
             let total = timeout.saturating_mul(5);
             request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();
         }

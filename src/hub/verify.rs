@@ -60,7 +60,7 @@ impl Hub {
         if verifies_demo {
             verified.extend(demo::verify(&self.config.cache)?);
         }
-        // Files of different models may have the same name, so progress reports add the model's name.
+        // Files of different models may have the same name, so progress reports include the model's name.
         let has_several = candidates.len() > 1;
         let label = |name: &str, file: &str| if has_several { format!("{name}/{file}") } else { file.to_string() };
         let mut sizes = Vec::new();
@@ -142,7 +142,7 @@ impl Hub {
         let fetched = set_bad_blobs_aside(&repo, revision, &damaged, &mut set_aside)
             .and_then(|()| self.fetch_files(&remote, revision, &repo, files, progress));
         for (blob, bad) in set_aside {
-            // Without a replacement, restore the bad blob, because the snapshot links to it.
+            // If there is no replacement, restore the corrupt blob, because the snapshot links to it.
             // Ignore errors here, because `fetched` already holds the error to report.
             let _ = match blob.exists() {
                 true => fs::remove_file(&bad).or_else(|_| fs::remove_dir_all(&bad)),
@@ -163,7 +163,7 @@ fn set_bad_blobs_aside(
 ) -> Result<()> {
     for (file, path, etag) in repo.snapshot_files(commit) {
         let Some(etag) = etag.filter(|_| damaged.contains(file.as_str())) else { continue };
-        // Another process may have repaired the file in the meantime. An unreadable file counts as bad.
+        // Another process may have repaired the file in the meantime. An unreadable file counts as corrupt.
         if path.exists() && !hash::matches(&path, &etag, &mut |_| Ok(())).unwrap_or(false) {
             let blob = repo.blob(&etag);
             let bad = with_suffix(&blob, BAD);
@@ -209,7 +209,7 @@ fn file_state(
             progress(bytes);
             Ok(())
         };
-        // An unreadable file counts as bad.
+        // An unreadable file counts as corrupt.
         hash::matches(blob, etag, &mut progress).unwrap_or(false)
     });
     if is_good { FileState::Good } else { FileState::Corrupt }

@@ -1,7 +1,7 @@
 //! Gated activations: SwiGLU and GeGLU (arXiv 2002.05202), and the clamped SwiGLU of gpt-oss.
 //!
 //! The clamped SwiGLU follows the function `swiglu` in `gpt_oss/torch/model.py` of openai/gpt-oss.
-//! It clamps gate values only from above and up values on both sides, and then adds 1 to the up values.
+//! It limits gate values from above, limits up values from above and below, and then adds 1 to the up values.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
@@ -23,7 +23,7 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
-            // SAFETY: the kernel writes every element.
+            // SAFETY: the kernel writes every element of `out`.
             let out = unsafe { crate::kernels::scratch::empty(shape, x.dtype(), x.device())? };
             let count = out.elem_count();
             let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).float(ALPHA).float(limit);
@@ -90,7 +90,7 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
-            // SAFETY: the kernel writes every element.
+            // SAFETY: the kernel writes every element of `out`.
             let out = unsafe { crate::kernels::scratch::empty(gate.dims(), dtype, gate.device())? };
             let count = out.elem_count();
             let arguments =
@@ -120,7 +120,7 @@ pub fn gated_halves(x: &Tensor, activation: Activation, dtype: DType) -> Result<
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
-            // SAFETY: the kernel writes every element.
+            // SAFETY: the kernel writes every element of `out`.
             let out = unsafe { crate::kernels::scratch::empty(out_shape, dtype, x.device())? };
             let count = out.elem_count();
             let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).int(columns).int(activation.code());

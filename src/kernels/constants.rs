@@ -225,7 +225,7 @@ pub const ROUNDING_INT8_STATIC: usize = 4;
 // Kernels of a decode step (`decode/`).
 
 /// The maximum number of warps per block in kernels that multiply by float weights.
-/// Every block reads the whole input vector, so one large block per multiprocessor reads less than several small ones.
+/// Every block reads the whole input vector, so a few large blocks read less than many small blocks.
 pub const DECODE_MAX_WARPS: usize = 24;
 /// Tiles of gate and up rows per block in `decode_gate_up_mxfp4`.
 pub const DECODE_UP_TILES: usize = 3;
@@ -238,7 +238,7 @@ pub const DECODE_DOWN_SPLITS: usize = 3;
 /// The maximum number of experts per token in `decode_down_mxfp4`.
 pub const DECODE_DOWN_MAX_CHOSEN: usize = 4;
 
-// Tokens of many rows (`decode/sample_rows.cu`, `step_inputs.cu`).
+// Tokens sampled from many rows of logits (`decode/sample_rows.cu`, `step_inputs.cu`).
 
 /// The placeholder token id of a row in which every logit is NaN or -inf.
 pub const NO_TOKEN: u32 = 0xffffffff;
@@ -263,5 +263,5 @@ pub const SAMPLE_MAX_BLOCKS: usize = 1024;
 /// The size of `SamplingKernelParams` in 32-bit words.
 pub const SAMPLE_PARAM_WORDS: usize = 10;
 /// The size of `Scratch` in 32-bit words: four words, a count and a mass per round and bin, and a mass per block.
-/// A count takes one word, and a mass takes two.
+/// A count takes one word, and a mass takes two words.
 pub const SAMPLE_SCRATCH_WORDS: usize = 4 + 3 * SAMPLE_ROUNDS * SAMPLE_BINS + 2 * SAMPLE_MAX_BLOCKS;

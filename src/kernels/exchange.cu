@@ -8,8 +8,8 @@
 // a word that has not arrived is EMPTY, a NaN that arithmetic never produces.
 //
 // Operation k uses slot k mod EXCHANGE_SLOTS, and empties the slot of operation k - 1.
-// Before another rank writes to that slot again, it has received this rank's values of operation k + 1.
-// This rank sends these values after operation k has ended, so the slot is empty by then.
+// No rank writes to the emptied slot again before it has received this rank's values of operation k + 1.
+// This rank sends these values after operation k has ended. By then, the slot is empty.
 #include "constants.cuh"
 #include "headers/arrive.cuh"
 #include "headers/pdl.cuh"

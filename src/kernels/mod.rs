@@ -9,7 +9,7 @@
 //! Tests compare the fused kernels with the operations that they replace.
 //!
 //! `launch` launches kernels, `scratch` allocates their outputs, `upload` copies weights to a device, and `bandwidth`
-//! measures GPU memory bandwidth. `exchange` adds the tensors of several GPUs.
+//! measures GPU memory bandwidth. `exchange` combines the tensors of several GPUs.
 //! `selftest` compares kernels with their references on the current GPU.
 
 pub mod activation;

@@ -23,7 +23,7 @@ pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
                 bail!("embed: ids are {:?}, expected U32", ids.dtype());
             }
             let ((_, columns), tokens) = (table.dims2()?, ids.dims1()?);
-            // SAFETY: the kernel writes every element.
+            // SAFETY: the kernel writes every element of `out`.
             let out = unsafe { crate::kernels::scratch::empty((tokens, columns), DType::F32, table.device())? };
             let arguments = Arguments::new().tensor(table)?.tensor(ids)?.tensor(&out)?.int(columns).float(scale);
             let kernel = format!("embed_{}", dtype_suffix(table.dtype())?);
@@ -49,7 +49,7 @@ pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
-            // SAFETY: the kernel writes every element.
+            // SAFETY: the kernel writes every element of `out`.
             let out = unsafe { crate::kernels::scratch::empty(y.dims(), DType::F32, y.device())? };
             let count = out.elem_count();
             let arguments = Arguments::new().tensor(y)?.tensor(bias)?.tensor(&out)?.int(count).int(columns);
@@ -72,7 +72,7 @@ pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
-            // SAFETY: the kernel writes every element.
+            // SAFETY: the kernel writes every element of `out`.
             let out = unsafe { crate::kernels::scratch::empty(x.dims(), DType::F32, x.device())? };
             let count = out.elem_count();
             let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).float(cap);

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::files;
 use crate::hub::disk::{create_dir, create_temporary, with_suffix, write_error};
 
-/// The suffixes of unfinished and bad files.
+/// The suffixes of unfinished and corrupt files.
 ///
 /// `.incomplete` files come from Hugging Face's Python tools, which write each file from start to end. The length of
 /// such a file therefore shows which bytes are present.
@@ -34,7 +34,7 @@ pub(in crate::hub) struct Partial {
     bytes: u64,
     record: Record,
     /// True if the data was discarded or could not be flushed.
-    /// While this flag is true, pending records that share the flag are not saved.
+    /// While this flag is true, no pending record that shares the flag is saved.
     ///
     /// Never reset to false, because an operating system reports a failed flush only once.
     is_lost: Arc<AtomicBool>,
@@ -63,7 +63,7 @@ impl Record {
 }
 
 impl Partial {
-    /// Finds out which bytes of `blob` earlier attempts downloaded. Writes nothing.
+    /// Determines which bytes of `blob` are on disk from earlier attempts. Writes nothing.
     pub fn find(blob: &Path, bytes: u64) -> Self {
         let path = with_suffix(blob, ".parts");
         let json = files::read(&with_suffix(blob, ".parts.json"), files::DOWNLOAD_RECORD).ok();
@@ -87,7 +87,7 @@ impl Partial {
         Self { path, bytes, record, is_lost: Arc::default() }
     }
 
-    /// Creates the file, or keeps the bytes of the file that [`find`](Self::find) found.
+    /// Creates the file. Keeps the downloaded bytes if [`find`](Self::find) found an earlier file.
     pub fn create(&self, blob: &Path) -> Result<()> {
         create_dir(blob.parent().unwrap_or(blob))?;
         if !self.path.exists() {
@@ -172,7 +172,7 @@ impl Partial {
         self.is_lost = Arc::new(AtomicBool::new(was_lost));
     }
 
-    /// Returns true if `etag` is the same as in earlier responses. Stores the etag of the first response.
+    /// Returns true if `etag` equals the stored etag. If no etag is stored yet, stores `etag` and returns true.
     pub fn has_same_etag(&mut self, etag: &str) -> bool {
         *self.record.etag.get_or_insert_with(|| etag.to_string()) == etag
     }

@@ -19,7 +19,7 @@ use crate::text::{library_error, quote};
 
 /// The number of range requests that a server may answer with the whole file before the bytes on disk are discarded.
 const MAX_WHOLE_RESPONSES: u32 = 3;
-/// A transfer that receives fewer bytes than this within twice the stall timeout counts as stalled.
+/// The minimum number of bytes to receive within twice the stall timeout. A slower transfer counts as stalled.
 const MIN_PROGRESS_BYTES: u64 = 64 << 10;
 
 /// The reason that a transfer ended early.
@@ -82,7 +82,7 @@ impl Transfer<'_, '_> {
                 }
             }
             StatusCode::RANGE_NOT_SATISFIABLE => {
-                return Err(temporary("the server says that the file has no such range"));
+                return Err(temporary("the server says that the requested range is outside the file"));
             }
             status if is_temporary(status) => {
                 return Err(Stop::Temporary(format!("HTTP {status}"), retry_after(response.headers())));
@@ -100,7 +100,7 @@ impl Transfer<'_, '_> {
 
     /// Switches to fetching the whole file, because the server ignores ranges. Other transfers of the file stop.
     ///
-    /// While some bytes are on disk, the first few responses with the whole file only cause a retry,
+    /// While some bytes are on disk, each of the first few responses with the whole file leads to a retry instead,
     /// because the next response may come from a server that supports ranges.
     fn restart_whole(&mut self) -> Result<(), Stop> {
         let mut state = self.download.state();

@@ -99,7 +99,7 @@ fn attend(
 ) -> Result<()> {
     let ((tokens, heads, head_dim), (_, kv_heads, _)) = (q.dims3()?, k.dims3()?);
     let length = k.dim(0)?;
-    // SAFETY: the kernel writes every element.
+    // SAFETY: the kernel writes every element of `lse`.
     let lse = unsafe { Tensor::empty((heads, tokens), DType::F32, q.device())? };
     // Set `is_causal` only without a window, as the crate's Rust code does.
     // `left` is the number of visible keys before the query's own key.

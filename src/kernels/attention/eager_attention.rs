@@ -1,4 +1,4 @@
-//! Attention without tensor cores, for every dtype and for head sizes up to 256.
+//! Attention without tensor cores, for every compute dtype and for head sizes up to 256.
 //!
 //! This file launches the kernels in `eager_attention.cu` and implements the reference in plain Rust.
 
@@ -44,7 +44,7 @@ mod with_cuda {
             .float(mask.softcap.unwrap_or(0.0));
         // If there are few thread blocks, each block needs many warps to keep enough loads in flight.
         // Otherwise, 4 warps are enough.
-        // The warps of a block share the keys, so a fixed order of sums needs a fixed number of warps.
+        // The keys are divided among the warps of a block, so a fixed order of sums needs a fixed number of warps.
         let warps = if tokens * heads <= 512 || sum_order == SumOrder::Fixed { 32 } else { 4 };
         let shared_bytes = warps * (head_dim + 2) * size_of::<f32>();
         let kernel = format!("attention_{}", dtype_suffix(q.dtype())?);

@@ -8,7 +8,7 @@
 //   tables: u32 [sequences, table_blocks], the block table of each sequence
 //   row_tiles: u32 [row tiles, 4] or null: for each row tile, the index of its sequence, its index within the sequence,
 //     and the first token and the number of tokens of the sequence.
-//     If null, every sequence has the same number of tokens, the argument `tokens`.
+//     If null, every sequence has `tokens` tokens, where `tokens` is a kernel argument.
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile
@@ -34,7 +34,7 @@ constexpr float LOG2_E = 1.44269504f;
 // Softmax weights may grow to 2^8 before the sums are rescaled.
 // This makes rescaling rare, and weights of this size are safe in f32 and f16.
 constexpr float SLACK = 8.0f;
-// The number of partial results to combine at once. All of their loads are in flight at the same time.
+// The number of partial results to combine at once. The loads of these results are in flight at the same time.
 constexpr int COMBINE_BATCH = 16;
 
 constexpr int head_dim_index(int head_dim) {
@@ -66,7 +66,7 @@ template <int HEAD_DIM, int TILE_ROWS, bool BATCH = false> struct Tile {
     static constexpr int PIPELINE_BYTES = TEAMS * STAGES * 2 * KEY_ELEMENTS * 2;
     static constexpr int MERGE_STRIDE = D + 8;  // puts the float2 values of four rows into different banks
     static constexpr int MERGE_BYTES = TEAMS > 1 ? TEAMS * ROWS * (MERGE_STRIDE + 2) * 4 : 0;
-    static_assert(MERGE_BYTES <= PIPELINE_BYTES, "the merge does not fit into the memory of the pipeline");
+    static_assert(MERGE_BYTES <= PIPELINE_BYTES, "the merge buffers do not fit into the shared memory of the pipeline");
     static_assert(WARPS == 1 || TEAMS == 1, "several teams of several warps would need a barrier per team");
     static_assert(ROWS <= THREADS && STAGES >= 2);
 };
@@ -188,7 +188,7 @@ __device__ __forceinline__ void load_queries_to_shared(const T* q, T* query_tile
     commit_copies();
 }
 
-// The queries of a warp as fragments. A thread holds rows lane/4 and lane/4 + 8 of each group of 16 rows.
+// The queries of a warp as mma.sync fragments. A thread holds rows lane/4 and lane/4 + 8 of each group of 16 rows.
 template <typename C>
 using Queries = uint32_t[C::QUERIES_IN_REGISTERS ? C::M : 1][C::QUERIES_IN_REGISTERS ? C::D / 16 : 1][4];
 
@@ -354,7 +354,7 @@ __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float
 
 // ---- results ----
 
-// Sums the total of each row over the four lanes that hold its parts.
+// Adds the partial totals of each row, which are spread over four lanes.
 template <typename C> __device__ __forceinline__ void reduce_totals(RowFloats<C>& totals) {
 #pragma unroll
     for (int m = 0; m < C::M; ++m) {
@@ -370,7 +370,7 @@ template <typename T> __device__ __forceinline__ void store_pair(T* to, float x,
     *reinterpret_cast<uint32_t*>(to) = pack<T>(x, y);
 }
 
-// Stores two columns of a row's sums in a partial result. With column 0, also stores the row's maximum and total.
+// Stores two columns of a row's sums in a partial result. For column 0, also stores the row's maximum and total.
 template <typename C>
 __device__ __forceinline__ void store_partial(float* partial, int row, int column, float x, float y, float maximum,
                                               float total) {

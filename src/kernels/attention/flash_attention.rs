@@ -22,7 +22,7 @@ const MAX_SPLITS: usize = 64;
 /// The number of splits with [`SumOrder::Fixed`].
 const FIXED_SPLITS: usize = 4;
 
-/// The keys of a row tile are not split across thread blocks if the sliding window has at most this many keys.
+/// The largest sliding window, in keys, for which the keys of a row tile are not split across thread blocks.
 const MAX_UNSPLIT_WINDOW: usize = 256;
 
 /// A flash attention kernel and its launch shape, chosen for some or all queries of a pass.
@@ -140,7 +140,7 @@ impl FlashAttention {
         Ok(launches)
     }
 
-    /// Chooses the kernel for one token per sequence with sums that do not depend on the number of sequences.
+    /// Chooses the kernel for sequences of one token each. Its sums do not depend on the number of sequences.
     fn with_fixed_order(
         device: &CudaDevice,
         q: &Tensor,
@@ -150,7 +150,7 @@ impl FlashAttention {
     ) -> Result<Self> {
         let shape = AttentionShape::of_tensors(q, layer, None)?;
         if queries.uniform_tokens() != Some(1) {
-            bail!("flash_attention: a fixed order of sums needs one token per sequence");
+            bail!("flash_attention: a fixed order of sums requires one token per sequence");
         }
         let tile = Tile::few(device, q)?;
         let row_tiles = shape.tokens * (shape.heads / shape.kv_heads).div_ceil(tile.rows);
@@ -202,7 +202,7 @@ impl FlashAttention {
         })
     }
 
-    /// Returns the launch of the kernel on `tensors`. Fails if `tensors` do not have the expected shapes and dtypes.
+    /// Returns a launch of the kernel on `tensors`. Fails if `tensors` do not have the expected shapes and dtypes.
     ///
     /// The caller guarantees that the block tables cover the positions of all queries,
     /// and that the tables contain only blocks of the cache.
@@ -257,7 +257,7 @@ impl FlashAttention {
         };
         if !is_u32 || positions.elem_count() < shape.tokens || tables.dims2()?.0 < sequences {
             let (positions, tables) = (positions.shape(), tables.shape());
-            bail!("flash_attention: positions {positions:?} and tables {tables:?} must be U32 and fit {shape:?}");
+            bail!("flash_attention: positions {positions:?} and tables {tables:?} must be U32 and match {shape:?}");
         }
         let is_scratch = |tensor: &Tensor, dtype, count| tensor.dtype() == dtype && tensor.elem_count() >= count;
         if !is_scratch(partials, DType::F32, self.partials) || !is_scratch(arrivals, DType::U32, self.arrivals) {
@@ -267,7 +267,7 @@ impl FlashAttention {
     }
 }
 
-/// Returns the number of splits to use if `wanted` splits fill the GPU.
+/// Returns the number of splits: `wanted` within the limits, or 1 if the sliding window is small.
 fn splits(mask: AttentionMask, wanted: usize) -> usize {
     match mask.window {
         Some(window) if window <= MAX_UNSPLIT_WINDOW => 1,

@@ -60,7 +60,7 @@ pub fn attention(inputs: AttentionInputs, backend: AttentionBackend) -> Result<T
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            // SAFETY: every backend writes every element.
+            // SAFETY: every backend writes every element of `out`.
             let out = unsafe { crate::kernels::scratch::empty((tokens, heads, head_dim), q.dtype(), q.device())? };
             match backend {
                 AttentionBackend::Own => flash_attention::attention(device, inputs, &out)?,

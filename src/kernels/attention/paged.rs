@@ -1,4 +1,4 @@
-//! The inputs of attention over a paged KV cache: the cached layer, the queries of all sequences, and their blocks.
+//! The inputs of attention over a paged KV cache: the cached layer, the queries of all sequences, and the block tables.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -43,7 +43,7 @@ pub struct Queries {
     positions: Tensor,
     /// u32 `[tokens]`: the index of each token's sequence.
     sequences: Tensor,
-    /// Results of `row_tiles`, by (`group`, `rows_per_tile`, `few`). Layers with equal shapes share a result.
+    /// Cached results of `row_tiles`, by (`group`, `rows_per_tile`, `few`). Layers with equal shapes share a result.
     tiles: RefCell<HashMap<(usize, usize, bool), Tensor>>,
     /// u32: counters of finished splits, which all layers share. They are zero before and after each layer.
     counters: RefCell<Option<Tensor>>,
@@ -79,7 +79,7 @@ impl Queries {
 
     /// Creates the queries of sequences with one token each, at `positions`, u32 `[sequences]`.
     ///
-    /// The positions are known only on the device, so `spans` has 0 for each position.
+    /// The positions are known only on the device, so each position in `spans` is 0.
     #[cfg(feature = "cuda")]
     pub fn one_token_each(positions: Tensor) -> Result<Self> {
         let count = positions.dims1()?;
@@ -164,7 +164,7 @@ impl Queries {
             || blocks.slots.dims() != [self.tokens()]
         {
             let (tables, slots) = (blocks.tables.dims(), blocks.slots.dims());
-            bail!("attention: block tables {tables:?} and slots {slots:?} do not fit {:?}", self.spans);
+            bail!("attention: block tables {tables:?} and slots {slots:?} do not match the sequences {:?}", self.spans);
         }
         Ok(())
     }
@@ -180,7 +180,7 @@ impl PassBlocks {
         let used: Vec<usize> = ends.map(|end| end.div_ceil(BLOCK_TOKENS)).collect();
         let are_long_enough = tables.len() == used.len() && tables.iter().zip(&used).all(|(t, &used)| t.len() >= used);
         if !are_long_enough {
-            bail!("attention: the block tables are too short for {:?}", queries.spans);
+            bail!("attention: the block tables do not cover the sequences {:?}", queries.spans);
         }
         let columns = used.iter().copied().max().unwrap_or(0).max(1);
         let mut rows = Vec::with_capacity(columns * tables.len());

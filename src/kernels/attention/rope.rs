@@ -31,7 +31,7 @@ pub struct Rotation<'t> {
     /// The cosine table: f32 `[positions, rotated / 2]`. RoPE rotates the first `rotated` elements of each head.
     pub cos: &'t Tensor,
     pub sin: &'t Tensor,
-    /// The position of each token: u32 `[tokens]`, less than the number of rows in `cos` and `sin`.
+    /// The position of each token: u32 `[tokens]`. `cos` and `sin` must have a row for each position.
     pub positions: &'t Tensor,
 }
 
@@ -120,7 +120,7 @@ pub fn split_qkv(
         Device::Cuda(device) => {
             use crate::kernels::constants::{ROPE_FEW_TOKENS, ROPE_HEADS_PER_WARP};
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
-            // SAFETY: the kernel writes every element.
+            // SAFETY: the kernel writes every element of `q`.
             let q = unsafe { crate::kernels::scratch::empty((tokens, heads, head_dim), dtype, qkv.device())? };
             let arguments = Arguments::new()
                 .tensor(qkv)?

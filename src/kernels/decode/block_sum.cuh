@@ -2,7 +2,7 @@
 #pragma once
 #include "headers/common.cuh"
 
-// Returns the sum of `value` over all threads of the block. Every thread gets the result.
+// Returns the sum of `value` over all threads of the block. Every thread receives the result.
 // `scratch` holds one float per warp. Callers may reuse `scratch` only after another __syncthreads().
 __device__ __forceinline__ float block_sum(float value, float* scratch) {
     value = warp_sum(value);

@@ -99,7 +99,7 @@ __device__ void quantized_head(const float* x, const float* norm, const Quantize
 //   x: f32 [columns]
 //   state: see decode/mod.rs
 //   mailbox: u32 [slots] in host memory
-//     Step s writes its token + 1 to slot s % slots, or MAILBOX_NO_TOKEN if it fails.
+//     Step s writes its token + 1 to slot s % slots, or MAILBOX_NO_TOKEN if the step fails.
 //   grid: 1; block: 1024
 //   bytes moved: 8 · blocks + one row of the embedding + 4 · columns
 template <typename T>

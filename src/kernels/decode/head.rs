@@ -22,7 +22,7 @@ pub struct Embedding {
 /// Adds a launch that computes the logits of `norm(x)` and the largest logit of each thread block.
 ///
 /// `weight` is `[vocab, hidden]`, or this rank's share of the rows. A dense weight has the dtype `dtype`.
-/// With several ranks, adds another launch that places the logits of all ranks side by side.
+/// With several ranks, adds another launch that concatenates the logits of all ranks.
 /// With a `softcap`, each logit `l` becomes `softcap · tanh(l / softcap)`.
 pub fn add_head(
     launches: &mut LaunchList,

@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(256)
     logits[(size_t)masked[blockIdx.y] * vocab + id] = -INFINITY;
 }
 
-// Returns the key of a logit that orders NaN like -inf.
+// Returns the sort key of a logit. NaN has the same key as -inf.
 __device__ __forceinline__ uint32_t logit_key(float logit) { return sort_key(isnan(logit) ? -INFINITY : logit + 0.0f); }
 
 // Computes the log probabilities of one chosen token per row and of the `count` most likely tokens.

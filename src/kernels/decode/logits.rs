@@ -21,7 +21,7 @@ pub struct LogitEdit {
 pub fn edit_logits(logits: &Tensor, edits: &[LogitEdit]) -> Result<()> {
     let (device, rows, vocab) = check(logits)?;
     if let Some(edit) = edits.iter().find(|edit| edit.row as usize >= rows) {
-        bail!("edit_logits: row {} of {rows}", edit.row);
+        bail!("edit_logits: row {} is out of range for {rows} rows", edit.row);
     }
     let words: Vec<u32> = edits
         .iter()
@@ -35,7 +35,7 @@ pub fn edit_logits(logits: &Tensor, edits: &[LogitEdit]) -> Result<()> {
     let edits = Tensor::from_vec(words, (count, 3), logits.device())?;
     let arguments = Arguments::new().tensor(logits)?.tensor(&edits)?.int(count).int(vocab);
     let launch = Launch::new(module!("logits"), "edit_logits", LaunchShape::one_thread_each(count), arguments);
-    // SAFETY: every edit has a row and a token of `logits`.
+    // SAFETY: the row and the token of every edit are within the bounds of `logits`.
     unsafe { launch.enqueue(device) }
 }
 
@@ -47,7 +47,7 @@ pub fn mask_logits(logits: &Tensor, masks: &[(u32, TokenMask)]) -> Result<()> {
     let (device, rows, vocab) = check(logits)?;
     let words = vocab.div_ceil(32);
     if let Some((row, mask)) = masks.iter().find(|(row, mask)| *row as usize >= rows || mask.words().len() != words) {
-        bail!("mask_logits: row {row} of {rows} has a mask of {} words, expected {words}", mask.words().len());
+        bail!("mask_logits: row {row} (of {rows}) has a mask of {} words, expected {words}", mask.words().len());
     }
     if masks.is_empty() || vocab == 0 {
         return Ok(());
@@ -59,7 +59,7 @@ pub fn mask_logits(logits: &Tensor, masks: &[(u32, TokenMask)]) -> Result<()> {
     let arguments = Arguments::new().tensor(logits)?.tensor(&masked)?.tensor(&bits)?.int(vocab);
     let shape = LaunchShape::new((vocab.div_ceil(256), masks.len(), 1), 256);
     let launch = Launch::new(module!("logits"), "mask_logits", shape, arguments);
-    // SAFETY: every masked row is a row of `logits`, and every mask has a bit for each token.
+    // SAFETY: every masked row is within the bounds of `logits`, and every mask has a bit for each token.
     unsafe { launch.enqueue(device) }
 }
 
@@ -68,7 +68,7 @@ pub fn mask_logits(logits: &Tensor, masks: &[(u32, TokenMask)]) -> Result<()> {
 pub struct RowLogprobs {
     /// The log probability of the chosen token.
     pub chosen: f32,
-    /// The most likely tokens with their log probabilities, the most likely one first.
+    /// The most likely tokens with their log probabilities, in order of decreasing probability.
     pub top: Vec<(u32, f32)>,
 }
 

@@ -7,7 +7,7 @@
 //!
 //! On Hopper and later GPUs, launches overlap (programmatic dependent launch).
 //! A kernel loads its first weights while the previous kernel is still running, and then waits for its input.
-//! Gate and up projections of routed experts wait first, because the router decides which weights they need.
+//! The gate and up projections of routed experts wait before they load weights, because the router chooses the experts.
 //!
 //! Two buffers of [`StepBuffers`] carry data from one step to the next:
 //! - `x`: the residual stream, f32 `[hidden]`

@@ -1,6 +1,6 @@
 // Routed experts with MXFP4 weights for one token, computed on tensor cores.
 // Each expert is an MLP with clamped SwiGLU and biases, as in gpt-oss.
-// Each thread block finds the chosen experts from the router logits.
+// Each thread block determines the chosen experts from the router logits.
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
@@ -150,7 +150,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
         for (int w = 0; w < DECODE_UP_WARPS; ++w)
             gate += sums[block_tile][w][lane], up += sums[block_tile][w][lane + 8];
         gate = gate * unscale + b.x, up = up * unscale + b.y;
-        // These comparisons keep NaN, like torch.clamp. fminf would drop it.
+        // These comparisons keep NaN, like torch.clamp. fminf would return the limit.
         gate = gate > limit ? limit : gate;
         up = up > limit ? limit : up < -limit ? -limit : up;
         h[(size_t)blockIdx.y * intermediate + unit] =

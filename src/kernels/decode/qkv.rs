@@ -114,6 +114,6 @@ pub fn add_qkv(
         .float(norms.eps);
     let shape = LaunchShape::linear((heads + kv_heads).div_ceil(8), 256);
     let kernel = format!("decode_qk_norm_{}", dtype_suffix(dtype)?);
-    // SAFETY: as for the first launch. The scratch buffer and the QK norm weights are also checked above.
+    // SAFETY: see the first launch. The scratch buffer and the QK norm weights are also checked above.
     unsafe { launches.add(Launch::new(module!("qkv"), kernel, shape, arguments)) }
 }

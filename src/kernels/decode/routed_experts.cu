@@ -1,5 +1,5 @@
 // Routed experts with bf16, f16 or quantized weights and without biases, for one token.
-// Each thread block finds the chosen experts from the router logits.
+// Each thread block determines the chosen experts from the router logits.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/activation.cuh"

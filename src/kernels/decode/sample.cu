@@ -5,7 +5,7 @@
 // The sampler on the host (engine/sampler.rs) applies the same rules in the same order.
 // Both choose the same tokens, with these exceptions:
 // - If several tokens at the cutoff of top-k or top-p have equal logits, this kernel keeps all of them.
-//   The host keeps only as many as it needs, starting with the lowest token ids.
+//   The host keeps only as many tokens as it needs, starting with the lowest token ids.
 // - The host computes probabilities in f64. This kernel computes them in f32, relative to the largest probability,
 //   and truncates them to multiples of 2^-40, so it never chooses a token with a smaller relative probability.
 //   The choice can differ at the cutoffs of top-p and min-p, or if the draw is near the boundary of two tokens.

@@ -53,7 +53,7 @@ impl SamplingKernelParams {
 
     /// Returns the parameters as u32 words, in the order of `SamplingKernelParams` in `sampling.cuh`.
     pub(super) fn words(&self) -> [u32; SAMPLE_PARAM_WORDS] {
-        // Do not use `..` here: a new parameter must fail to compile until it is passed to the kernel.
+        // Do not use `..` here, so that a parameter that is not passed to the kernel causes a compile error.
         let &Self {
             temperature,
             top_k,

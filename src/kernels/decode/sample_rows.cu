@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     if (threadIdx.x == 0) top_key = 0, winner = NO_TOKEN;
     __syncthreads();
 
-    // 1. Find the largest logit. If several tokens have it, greedy sampling chooses the lowest token id.
+    // 1. Find the largest logit. If several tokens have this logit, greedy sampling chooses the lowest token id.
     uint32_t top = 0, first = NO_TOKEN;
     for (int id = threadIdx.x; id < vocab; id += SAMPLE_THREADS) {
         const uint32_t key = row.key(id);

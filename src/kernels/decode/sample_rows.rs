@@ -35,7 +35,7 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
         // SAFETY: shapes and dtypes are checked above. The row and the token of every entry are within the bounds of `logits`.
         unsafe { Launch::new(module!("sample_rows"), "apply_penalties", shape, arguments).enqueue(device)? };
     }
-    // SAFETY: the kernel writes every element.
+    // SAFETY: the kernel writes every element of `tokens`.
     let tokens = unsafe { Tensor::empty(count, DType::U32, logits.device())? };
     let arguments = Arguments::new().tensor(logits)?.tensor(&params)?.tensor(&tokens)?.mailbox_from(None).int(vocab);
     let shape = LaunchShape::linear(count, SAMPLE_THREADS);
@@ -64,7 +64,7 @@ pub fn queue_rows(
     let has_penalties = rows.iter().any(SamplingKernelParams::has_penalties);
     let is_too_small = tokens.dims1()? < count || mailbox.slots() < first_slot + count;
     if has_penalties || is_too_small || tokens.dtype() != DType::U32 || host.len() < first_word + words.len() {
-        bail!("queue_rows: {count} rows do not match tokens {:?} and their buffers", tokens.shape());
+        bail!("queue_rows: {count} rows have penalties or do not fit in the buffers (tokens {:?})", tokens.shape());
     }
     host.write(first_word, &words);
     let arguments = Arguments::new()

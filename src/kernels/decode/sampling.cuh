@@ -38,7 +38,7 @@ __device__ __forceinline__ double uniform(unsigned long long seed, unsigned long
     return (double)(mix(mix(seed + golden) + (counter + 1) * golden) >> 11) / 9007199254740992.0;
 }
 
-// Returns the inclusive prefix sum of `value` over the threads of the block. `warps` has shared memory for 32 values.
+// Returns the inclusive prefix sum of `value` over the threads of the block. `warps` is shared memory for 32 values.
 __device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long value, unsigned long long* warps) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -66,7 +66,7 @@ __device__ __forceinline__ void choose_bin(unsigned long long value, bool is_fir
     const int bin = SAMPLE_BINS - 1 - threadIdx.x;
     const unsigned long long sum = inclusive_scan(value, warps);
     if (is_first_round && BY_MASS) {
-        // The last thread with a bin has the sum of all bins, which is the total mass.
+        // The last thread with a bin holds the sum of all bins, which is the total mass.
         if (threadIdx.x == SAMPLE_BINS - 1) rest = (unsigned long long)((double)share * (double)sum);
         __syncthreads();
         target = rest;

@@ -22,7 +22,7 @@ pub fn connect(world: World, device: &CudaDevice) -> CandleResult<World> {
             Ok(world.with_exchange(Arc::new(exchange)))
         }
         Err(reason) => {
-            // All ranks get the same reason, so only the first rank logs it.
+            // All ranks receive the same reason, so only the first rank logs the reason.
             if world.is_first() {
                 tracing::warn!(%reason, "the GPUs exchange data through the host, which is slow");
             }

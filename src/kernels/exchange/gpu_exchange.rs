@@ -40,7 +40,7 @@ pub fn add_sum(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tenso
 /// `x` is f32 `[rows, columns of this rank]`.
 pub fn add_columns(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
     let launch = of_world(world)?.columns_launch(x, out)?;
-    // SAFETY: as in `add_sum`.
+    // SAFETY: `columns_launch` checks the tensors. The caller keeps `world` alive, which keeps the mailboxes alive.
     unsafe { launches.add(launch) }
 }
 
@@ -51,7 +51,7 @@ fn of_world(world: &World) -> Result<&GpuExchange> {
     }
 }
 
-/// The struct `Mailboxes` in `exchange.cu`.
+/// The Rust counterpart of the struct `Mailboxes` in `exchange.cu`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct RawMailboxes {
@@ -138,7 +138,7 @@ impl GpuExchange {
     fn sum_launch(&self, x: &Tensor, out: &Tensor, clears_x: bool) -> Result<Launch> {
         let words = x.elem_count();
         if x.dtype() != DType::F32 || out.dtype() != DType::F32 || out.elem_count() != words || words > self.region() {
-            bail!("exchange_sum: cannot add {:?} {:?} to {:?}", x.dtype(), x.dims(), out.dims());
+            bail!("exchange_sum: cannot write the sum of x {:?} {:?} to out {:?}", x.dtype(), x.dims(), out.dims());
         }
         let (x_address, out_address) = (address(x)?, address(out)?);
         let is_aligned = words.is_multiple_of(4) && x_address.is_multiple_of(16) && out_address.is_multiple_of(16);
@@ -151,14 +151,14 @@ impl GpuExchange {
 
     /// Returns a launch that writes the columns of all ranks to `out`, f32 `[rows, columns]`.
     ///
-    /// `x` is f32 `[rows, columns of this rank]`. For every rank, such a tensor must fit in a region.
+    /// `x` is f32 `[rows, columns of this rank]`. The tensor of every rank must fit in a region.
     fn columns_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
         let (rows, columns) = out.dims2()?;
         let ranks = self.mailboxes.len();
         let (own, largest) = (share(columns, 1, self.rank, ranks).len(), rows * share(columns, 1, 0, ranks).len());
         let is_valid = x.dims() == [rows, own] && x.dtype() == DType::F32 && out.dtype() == DType::F32;
         if !is_valid || largest > self.region() {
-            bail!("exchange_columns: cannot place {:?} {:?} in {:?}", x.dtype(), x.dims(), out.dims());
+            bail!("exchange_columns: cannot write x {:?} {:?} to columns of out {:?}", x.dtype(), x.dims(), out.dims());
         }
         let arguments = Arguments::new();
         // An empty tensor has no address.
@@ -169,7 +169,7 @@ impl GpuExchange {
             .overlapping())
     }
 
-    /// Loads all kernels by launching them without values. Such launches do not wait for other ranks.
+    /// Loads all kernels by launching them without values. These launches do not wait for other ranks.
     pub fn load_kernels(&self) -> Result<()> {
         let arguments = || Arguments::new().address(0).address(0).value(self.raw(0), []).int(0).int(0);
         for kernel in ["exchange_sum_4", "exchange_sum_1", "exchange_columns"] {
@@ -188,8 +188,8 @@ impl GpuExchange {
             let value = |rank: usize| (round * 100 + rank) as f32;
             let x = Tensor::new(vec![value(self.rank); 1024], &device)?;
             let sums = self.sum(&x)?;
-            // A copy to the host would also wait.
-            // However, if ranks share a GPU, the copy would block the launches of the other ranks.
+            // Synchronize before the copy to the host.
+            // If ranks share a GPU, a copy that waits for the sums would block the launches of the other ranks.
             self.device.cuda_stream().synchronize().w()?;
             let sums = sums.to_vec1::<f32>()?;
             let expected: f32 = (0..ranks).map(value).sum();
@@ -208,7 +208,7 @@ impl Exchange for GpuExchange {
 
     fn sum(&self, x: &Tensor) -> Result<Tensor> {
         let from = x.to_dtype(DType::F32)?.contiguous()?;
-        // SAFETY: the kernels write every element.
+        // SAFETY: the kernels write every element of `out`.
         let out = unsafe { scratch::empty(x.dims(), DType::F32, x.device())? };
         let (from, sums, words) = (from.flatten_all()?, out.flatten_all()?, x.elem_count());
         for start in (0..words).step_by(self.region()) {
@@ -224,7 +224,7 @@ impl Exchange for GpuExchange {
     fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor> {
         let (rows, _) = x.dims2()?;
         let from = x.contiguous()?;
-        // SAFETY: the kernels write every element.
+        // SAFETY: the kernels write every element of `out`.
         let out = unsafe { scratch::empty((rows, columns), DType::F32, x.device())? };
         let most = self.region() / share(columns, 1, 0, self.mailboxes.len()).len().max(1);
         if most == 0 {
@@ -233,7 +233,7 @@ impl Exchange for GpuExchange {
         for start in (0..rows).step_by(most) {
             let part = |tensor: &Tensor| tensor.narrow(0, start, most.min(rows - start));
             let launch = self.columns_launch(&part(&from)?, &part(&out)?)?;
-            // SAFETY: as in `sum`.
+            // SAFETY: `columns_launch` checks the tensors. The mailboxes live long enough, as in `sum`.
             unsafe { launch.enqueue(&self.device)? };
         }
         Ok(out)
@@ -247,7 +247,7 @@ impl Exchange for GpuExchange {
     }
 
     fn end(&self) {
-        // If a rank did not answer, the control word keeps its number.
+        // If a rank did not answer, the control word keeps the number of that rank.
         let _ = self.control().words()[0].compare_exchange(0, ENDED, Ordering::Relaxed, Ordering::Relaxed);
     }
 }

@@ -70,7 +70,7 @@ impl Mailbox {
 
 impl Drop for Mailbox {
     fn drop(&mut self) {
-        // After a failed synchronization, a queued kernel may still use the memory, so it is leaked.
+        // After a failed synchronization, a queued kernel may still use the memory, so the memory is leaked.
         if self.context.bind_to_thread().is_ok() && self.device.cuda_stream().synchronize().is_ok() {
             // SAFETY: `new` allocated the memory, and no kernel of any rank uses it any longer.
             let _ = unsafe { result::free_sync(self.address) };

@@ -1,14 +1,14 @@
-//! The buffer and benchmark sizes of the exchange between GPUs, and its measured times.
+//! The mailbox size of the exchange between GPUs, the tensor sizes of its benchmark, and the measured times.
 
 /// The size of each rank's mailbox in bytes.
-/// A tensor that is larger than a region of the mailbox, such as the outputs of a long chunk, takes several operations.
+/// A tensor that is larger than a region of the mailbox, such as the outputs of a long chunk, needs several operations.
 pub const MAILBOX_BYTES: usize = 64 << 20;
 
 /// The mean time of one sum over all ranks, for two tensor sizes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExchangeTimes {
     /// The time for [`SMALL_ELEMENTS`] elements, in seconds.
-    /// The host queues the operations without waiting between them.
+    /// The host queues the operations without waiting between two operations.
     pub small: f64,
     /// The time for [`LARGE_ELEMENTS`] elements, in seconds.
     pub large: f64,

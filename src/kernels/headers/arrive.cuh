@@ -10,9 +10,9 @@ __device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t last) {
     return before;
 }
 
-// Returns whether this block is the last of `count` blocks to arrive. Every thread gets the result.
+// Returns whether this block is the last of `count` blocks to arrive. Every thread receives the result.
 // All threads of the last block can then read earlier writes of all blocks with loads that bypass L1 (__ldcg).
-// The counter is zero before the first block arrives and after the last one.
+// The counter is zero before the first block arrives and after the last block has arrived.
 __device__ __forceinline__ bool is_last_block(uint32_t* counter, uint32_t count) {
     __shared__ bool is_last;
     __syncthreads();

@@ -48,7 +48,7 @@ impl LaunchGraph {
         stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).w()?;
         let queued = enqueue();
         // cudarc stores errors from freeing tensors and returns them from its next call.
-        // Fetch them here, because `end_capture` would return them without ending the capture.
+        // Fetch these errors here, because `end_capture` would return them without ending the capture.
         let freed = stream.context().check_err().w();
         let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0)).w();
         // Discard errors that `end_capture` stored, so that they do not make an unrelated call fail.

@@ -69,7 +69,7 @@ impl HostWords {
 
 impl Drop for HostWords {
     fn drop(&mut self) {
-        // After a failed synchronization, a queued kernel may still use the words, so they are leaked.
+        // After a failed synchronization, a queued kernel may still use the words, so the words are leaked.
         if self.device.cuda_stream().synchronize().is_ok() {
             // SAFETY: `malloc_host` allocated the words, only `drop` frees them, and all queued kernels have ended.
             let _ = unsafe { result::free_host(self.words.as_ptr().cast()) };

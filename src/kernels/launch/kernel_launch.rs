@@ -9,7 +9,7 @@ use super::arguments::Arguments;
 use super::module::Module;
 
 /// The bytes of dynamic shared memory that every kernel may use without raising its limit.
-/// The default limit of 48 KiB includes static shared memory, for which 16 KiB are reserved here.
+/// The default limit of 48 KiB includes static shared memory, for which 16 KiB is reserved here.
 const DEFAULT_SHARED_BYTES: usize = 32 << 10;
 
 /// The maximum grid size in y and in z on every GPU. The maximum in x is 2^31 - 1.

@@ -1,6 +1,6 @@
 //! Launches that are recorded once and queued many times, such as a decode step on static buffers.
 //!
-//! Each launch may start before the previous one has ended (programmatic dependent launch, on GPUs that support it).
+//! Each launch may start before the previous launch has ended (programmatic dependent launch, on GPUs that support it).
 //! The kernels themselves wait for the data that they read (`pdl.cuh`).
 
 use candle_core::Result;
@@ -59,7 +59,7 @@ impl LaunchList {
         self.launches.iter().try_for_each(|launch| unsafe { launch.enqueue(&stream, self.overlap) })
     }
 
-    /// Runs the launches without overlap, times each one with CUDA events, and waits for all of them.
+    /// Runs the launches without overlap, times each launch with CUDA events, and waits for all launches.
     pub fn time_each(&self) -> Result<Vec<TimedLaunch>> {
         let stream = self.device.cuda_stream();
         stream.context().bind_to_thread().w()?;

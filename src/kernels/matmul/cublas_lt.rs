@@ -38,7 +38,7 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
     {
         bail!("matmul_8bit: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
-    // SAFETY: the product below writes every element, because beta is 0.
+    // SAFETY: the product below writes every element of `out`, because beta is 0.
     let out = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
     // SAFETY: only cuBLASLt accesses the workspace.
     let workspace = unsafe { Tensor::empty(WORKSPACE_BYTES, DType::U8, x.device())? };
@@ -79,7 +79,7 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
     stream.context().bind_to_thread().w()?;
     let handle = handle(device)?;
     // SAFETY: the descriptors live until the end of this function. The tensors have the sizes in `shapes`.
-    // `address` checks that they are contiguous and on a GPU. candle frees their memory in stream order.
+    // `address` checks that the tensors are contiguous and on a GPU. candle frees their memory in stream order.
     unsafe {
         checked(result::set_matmul_desc_attribute(
             desc,

@@ -9,7 +9,7 @@
 //
 // Each warp multiplies every `parts`-th chunk of one unit by x. A chunk has DENSE_FEW_COLUMNS columns.
 // Each lane multiplies the same 16-byte pieces of W that it copied, so the copies of W need no barrier.
-// A piece has eight adjacent columns. mma.sync expects other columns in a lane, but adds the products of all columns.
+// A piece has eight adjacent columns. mma.sync assigns other columns to a lane, but adds the products of all columns.
 // The columns may therefore be in any order, as long as W and x have the same order.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
@@ -20,11 +20,11 @@
 
 constexpr int TOKENS = DENSE_FEW_TOKENS, ROWS = DENSE_FEW_ROWS, COLUMNS = DENSE_FEW_COLUMNS;
 constexpr int PIECE_COLUMNS = 8, CHUNK_PIECES = COLUMNS / PIECE_COLUMNS, STAGES = DENSE_FEW_STAGES;
-// The pieces of W that a lane copies per chunk.
+// The number of pieces of W that a lane copies per chunk.
 constexpr int LANE_PIECES = ROWS * CHUNK_PIECES / 32, STAGE_PIECES = LANE_PIECES * 32;
 // The inputs of INPUT_CHUNKS chunks fill one of two buffers: [chunk][half of the chunk][token][piece of the half].
 constexpr int INPUT_CHUNKS = DENSE_FEW_INPUT_CHUNKS, INPUT_PIECES = INPUT_CHUNKS * CHUNK_PIECES * TOKENS;
-static_assert(TOKENS == 8 && ROWS == 16 && CHUNK_PIECES == 8, "the code below assumes the shape of mma.sync");
+static_assert(TOKENS == 8 && ROWS == 16 && CHUNK_PIECES == 8, "the code below assumes the tile shape of mma.sync");
 
 template <typename T>
 __device__ void dense_few(const T* w, const T* x, float* y, int rows, int columns, int tokens, int block_units,

@@ -52,7 +52,7 @@ pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool>
 
 /// Returns x·wᵀ as f32 `[tokens, rows]`.
 ///
-/// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. [`is_supported`] must be true.
+/// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. [`is_supported`] must return true.
 pub fn matmul_few(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
     let division = Division::new(device, rows, w.dtype().size_in_bytes())?.filter(|_| columns == w_columns);
@@ -60,7 +60,7 @@ pub fn matmul_few(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor>
         bail!("matmul_few: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
     };
     let Division { block_units, parts, shared_bytes } = division;
-    // SAFETY: the kernel writes every element.
+    // SAFETY: the kernel writes every element of `y`.
     let y = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
     let arguments = Arguments::new()
         .tensor(w)?

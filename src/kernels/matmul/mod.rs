@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::sum_order::{SumOrder, each_row};
 
 /// The number of tokens in every cuBLAS product with [`SumOrder::Fixed`].
-/// cuBLAS chooses its algorithm by the number of tokens.
+/// cuBLAS chooses its algorithm based on the number of tokens.
 #[cfg(feature = "cuda")]
 const FIXED_TOKENS: usize = 64;
 
@@ -51,7 +51,7 @@ fn product(x: &Tensor, w: &Tensor) -> Result<Tensor> {
 /// Multiplies groups of [`FIXED_TOKENS`] tokens. The last group is padded with zeros.
 ///
 /// All products of a matrix then have the same size, so cuBLAS runs the same algorithm.
-/// The algorithm adds in the same order for every token, wherever the token is in its group. A GPU test checks this.
+/// The algorithm adds in the same order for every token, whatever its position in the group. A GPU test checks this.
 #[cfg(feature = "cuda")]
 fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let tokens = x.dim(0)?;
@@ -69,7 +69,7 @@ fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
 #[cfg(feature = "cuda")]
 fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (tokens, rows) = (x.dim(0)?, w.dim(0)?);
-    // SAFETY: the product below writes every element, because beta is 0.
+    // SAFETY: the product below writes every element of `out`, because beta is 0.
     let out = unsafe { crate::kernels::scratch::empty((tokens, rows), DType::F32, x.device())? };
     // SAFETY: `out` holds tokens · rows floats.
     unsafe { gemm(device, x, w, crate::kernels::launch::address(&out)?, rows)? };

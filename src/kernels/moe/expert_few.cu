@@ -13,7 +13,7 @@
 // Each block divides its row pairs evenly among its warps. A warp's share can start or end inside a row pair.
 // The warp that starts a row pair adds the partial sums of the warps that continue this row pair.
 // The shares depend on the routing of all tokens, and the order of the additions depends on the shares.
-// The results of a token can therefore vary slightly with the other tokens of its batch.
+// The results of a token can therefore depend slightly on the other tokens of its batch.
 #include "headers/async_copy.cuh"
 #include "headers/pdl.cuh"
 #include "moe/mxfp4_tiles.cuh"
@@ -106,7 +106,8 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, con
 
 // Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x.
 // The rows of x are at `xs` in shared memory: [steps][8 · N rows][128 bytes].
-// For down, `load_x` starts copying the rows to `xs`. For gate_up, they are already there, and `load_x` does nothing.
+// For down, `load_x` starts copying the rows to `xs`.
+// For gate_up, `xs` already holds the rows, and `load_x` does nothing.
 template <typename T, bool GATE_UP, int N, typename LoadX>
 __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& o, int rows, const Tile& tile,
                                                    int first, int last, uint32_t xs, float4* partials, LoadX&& load_x) {

@@ -6,7 +6,7 @@ use candle_core::cuda_backend::CudaDevice;
 use crate::kernels::constants::{EXPERT_FEW_STEPS, EXPERT_FEW_THREADS, MXFP4_TILE_COLUMNS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, max_shared_bytes, module, multiprocessors};
 
-/// The largest number of pairs that a thread block multiplies at once, and the launch shape for it.
+/// The maximum number of pairs that a thread block multiplies at once, and the matching launch shape.
 #[derive(Clone, Copy)]
 pub(super) struct FewTile {
     /// An expert with more pairs is multiplied in several tiles.

@@ -73,7 +73,7 @@ __device__ void expert_combine(const T* y, const float* weights, float* x, int n
 template <int ROW_TILES, bool GATE_UP>
 __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, int weight_rows, int max_pairs,
                                           int number, Tile& tile) {
-    // Rounds up to 128 rows, 64 of gate and 64 of up, because the columns of h are padded to a multiple of 64.
+    // 128 rows are 64 gate rows and 64 up rows. The columns of h are padded to a multiple of 64.
     const int rows = GATE_UP ? (weight_rows + 127) / 128 * 128 : weight_rows;
     const int row_blocks = (rows + ROW_TILES * 16 - 1) / (ROW_TILES * 16);
     WorkItem item;
@@ -88,7 +88,7 @@ __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, 
 
 // A tile covers TOKENS pairs × 256 rows.
 // Each of the eight warps computes TOKENS × 32 results, or 64 × 64 if TOKENS is 128.
-//   grid: any number of blocks; each block takes every gridDim.x-th tile
+//   grid: any number of blocks; each block processes every gridDim.x-th tile
 //   block: EXPERT_MMA_THREADS
 //   shared memory: STAGES · (X_BYTES + W_BYTES)
 template <typename T, int TOKENS, bool GATE_UP>
@@ -175,7 +175,7 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
                         load_matrices(b[i], x_stage + (token + i * COLUMN_WARPS * 8) * 128 + segment);
-                    // MMAs that add to the same sum are spread out, because each one waits for the previous one.
+                    // MMAs that add to the same sum are spread out, because each MMA waits for the previous MMA.
 #pragma unroll
                     for (int k = 0; k < 2; ++k)
 #pragma unroll
@@ -384,7 +384,7 @@ __device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::S
 // Three warpgroups multiply. The fourth warpgroup copies data for later steps, including data of the next tile.
 // Bulk copies access memory through the async proxy, like wgmma.
 // With cp.async, each stage would need a fence that waits for all copies.
-//   grid: any number of blocks; BLOCKS of them fit on a multiprocessor
+//   grid: any number of blocks; BLOCKS blocks fit on a multiprocessor
 //   block: EXPERT_WGMMA_THREADS
 //   shared memory: see `wgmma_shared_bytes` in product_kernel.rs
 template <typename S, typename T, bool GATE_UP>

@@ -87,7 +87,7 @@ pub fn expert_mlp(
     }
 
     // 2. Combine the outputs of each token's experts.
-    // SAFETY: the kernel writes every element.
+    // SAFETY: the kernel writes every element of `out`.
     let out = unsafe { scratch::empty((tokens, columns), DType::F32, x.device())? };
     let count = tokens * columns / 8;
     let arguments =

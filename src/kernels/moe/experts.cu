@@ -93,7 +93,7 @@ constexpr int STEP = 32, PITCH = STEP + 8, OUT_PITCH = EXPERT_GEMM_ROWS + 4;
 template <typename T>
 __device__ void load_weights(const Mxfp4& w, T* tile, size_t first_row, int valid, int group, int groups) {
     // Each of the 128 threads unpacks half an MXFP4 block: 16 values.
-    // An E2M1 value times its scale is exact in T (bf16 or f16) if it is within the range of T.
+    // The product of an E2M1 value and its scale is exact in T (bf16 or f16) if the product is within the range of T.
     const int r = threadIdx.x / 2, half = threadIdx.x % 2;
     T* to = tile + r * PITCH + half * 16;
     if (r >= valid) {

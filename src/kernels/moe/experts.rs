@@ -119,7 +119,7 @@ pub fn expert_matmul(
     if let ExpertWeights::Dense(dense) = weights
         && dense.dtype() != x.dtype()
     {
-        bail!("expert_matmul: weights are {:?}, x is {:?}", dense.dtype(), x.dtype());
+        bail!("expert_matmul: weights have dtype {:?}, but x has dtype {:?}", dense.dtype(), x.dtype());
     }
     match x.device() {
         Device::Cpu => {
@@ -152,7 +152,7 @@ mod cuda {
         order: SumOrder,
     ) -> Result<Tensor> {
         let ((tokens, chosen), (_, rows, columns)) = (ids.dims2()?, weights.dims()?);
-        // A GEMV computes each pair by itself, so its sums do not depend on other tokens.
+        // A GEMV computes each pair separately, so its sums do not depend on other tokens.
         let needs_gemv = tokens * chosen < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || order == SumOrder::Fixed;
         if let ExpertWeights::Quantized(matrix, experts) = weights {
             if bias.is_some() {
@@ -160,7 +160,7 @@ mod cuda {
             }
             return quantized_expert_matmul(device, x, matrix, *experts, (ids, pairs_per_x), needs_gemv);
         }
-        // SAFETY: all kernels below write every element.
+        // SAFETY: all kernels below write every element of `out`.
         let out = unsafe { crate::kernels::scratch::empty((tokens, chosen, rows), x.dtype(), x.device())? };
         match weights {
             ExpertWeights::Mxfp4 { blocks, scales } if needs_gemv => {

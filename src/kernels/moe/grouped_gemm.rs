@@ -74,7 +74,7 @@ pub fn combine(y: &Tensor, routing_weights: &Tensor) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
             let count = tokens * columns;
-            // SAFETY: the kernel writes every element.
+            // SAFETY: the kernel writes every element of `out`.
             let out = unsafe { crate::kernels::scratch::empty((tokens, columns), DType::F32, y.device())? };
             let arguments =
                 Arguments::new().tensor(y)?.tensor(routing_weights)?.tensor(&out)?.int(count).int(columns).int(chosen);

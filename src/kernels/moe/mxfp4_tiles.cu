@@ -2,10 +2,10 @@
 
 // Repacks MXFP4 weights into tiles.
 // With `paired`, rows 2g and 2g + 1 of each 16-row tile (a gate row and its up row) are stored at g and g + 8.
-// One lane then gets the products of a gate row and of its up row.
+// A single lane then holds the products of a gate row and of its up row.
 // Padding values are zero and have a scale of 1.
 // Sets `has_large_scale` if a scale exceeds 2 (byte 128) or is NaN (byte 255).
-// scale_factors would overflow for such scales, so the caller must use other kernels.
+// scale_factors would overflow for these scales, so the caller must use other kernels.
 //   blocks: u8 [experts, rows, columns / 32, 16]
 //   scales: u8 [experts, rows, columns / 32]
 //   grid: ceil(experts · ceil(rows / 16) · ceil(columns / 64) / 8); block: 256, one warp per tile

@@ -38,7 +38,7 @@ pub fn topk_softmax(logits: &Tensor, chosen: usize, softmax: Softmax) -> Result<
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
-            // SAFETY: the kernel writes every element.
+            // SAFETY: the kernel writes every element of `ids`.
             let ids = unsafe { crate::kernels::scratch::empty((tokens, chosen), DType::U32, logits.device())? };
             // SAFETY: as above.
             let weights = unsafe { crate::kernels::scratch::empty((tokens, chosen), DType::F32, logits.device())? };

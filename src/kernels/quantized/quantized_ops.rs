@@ -141,7 +141,7 @@ pub fn input_bytes(format: WeightFormat, columns: usize) -> usize {
 #[cfg(feature = "cuda")]
 fn dequantize(device: &CudaDevice, matrix: &QuantizedMatrix, dtype: DType) -> Result<Tensor> {
     let (rows, columns) = matrix.dims();
-    // SAFETY: the kernel writes every element.
+    // SAFETY: the kernel writes every element of `out`.
     let out = unsafe { crate::kernels::scratch::empty((rows, columns), dtype, matrix.device())? };
     let arguments = Arguments::new().stack(std::slice::from_ref(matrix))?.tensor(&out)?.int(rows).int(columns);
     let shape = LaunchShape::one_thread_each(rows * columns.div_ceil(8));
@@ -157,7 +157,7 @@ fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32
     if ids.dtype() != DType::U32 {
         bail!("embed: ids are {:?}, expected U32", ids.dtype());
     }
-    // SAFETY: the kernel writes every element.
+    // SAFETY: the kernel writes every element of `out`.
     let out = unsafe { crate::kernels::scratch::empty((tokens, columns), DType::F32, matrix.device())? };
     let arguments =
         Arguments::new().stack(std::slice::from_ref(matrix))?.tensor(ids)?.tensor(&out)?.int(columns).float(scale);

@@ -28,7 +28,7 @@ fn launch_round_floats(
     scales: Option<&Tensor>,
 ) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
-    // SAFETY: the kernel writes every element.
+    // SAFETY: the kernel writes every element of `out`.
     let out = unsafe { scratch::empty(x.dims(), x.dtype(), x.device())? };
     let arguments = Arguments::new().tensor(x)?.tensor(&out)?.optional(scales)?.int(columns).input_rounding(rounding);
     let kernel = format!("round_floats_{}", dtype_suffix(x.dtype())?);
