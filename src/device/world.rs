@@ -33,6 +33,13 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// A running kernel of another rank may itself be waiting for the loading rank, which would be a deadlock.
     fn can_queue(&self) -> bool;
 
+    /// Waits until every rank has launched as many operations, or CUDA graphs with operations, as this rank.
+    /// `sum` and `concat_columns` call this themselves. Call it after each launch of a graph.
+    ///
+    /// While a GPU waits for another GPU, the host must not call the driver for anything that waits for a GPU, such as
+    /// loading a kernel. The driver would hold a lock that the other rank needs to launch its operation.
+    fn wait_for_launches(&self);
+
     /// Implements [`World::sum`].
     fn sum(&self, x: &Tensor) -> Result<Tensor>;
 
@@ -136,6 +143,14 @@ impl World {
         match &self.meeting {
             None => Ok(vec![Arc::new(value)]),
             Some(meeting) => meeting.exchange(self.rank, Arc::new(value)),
+        }
+    }
+
+    /// Waits until every rank has launched as many operations as this rank. See [`Exchange::wait_for_launches`].
+    /// Returns at once if the ranks use no [`Exchange`].
+    pub fn wait_for_launches(&self) {
+        if let Some(exchange) = &self.exchange {
+            exchange.wait_for_launches();
         }
     }
 

@@ -132,7 +132,10 @@ impl BatchGraphs {
         let inputs = batch.inputs(decoder, cache, sequences, queue, self.table_blocks)?;
         queue.write_inputs(&inputs, &batch.inputs)?;
         match &batch.graph {
-            Some(graph) => graph.enqueue()?,
+            Some(graph) => {
+                graph.enqueue()?;
+                decoder.world().wait_for_launches();
+            }
             None => {
                 // Run the first step without a graph. It loads all kernels and allocates the counters of finished
                 // attention splits. A capture allows neither loading nor allocating.
@@ -161,6 +164,7 @@ impl BatchGraphs {
                 // Run the step again, as a graph. During a capture, cuBLAS may choose another algorithm, but all steps
                 // of a size must use the same algorithms.
                 graph.enqueue()?;
+                decoder.world().wait_for_launches();
                 batch.graph = Some(graph);
             }
         }

@@ -13,11 +13,11 @@ use super::batch_graph::{BatchGraphs, gpu};
 #[cfg(feature = "cuda")]
 use super::choose_token::NO_TOKEN;
 use super::decode::Decode;
-#[cfg(feature = "cuda")]
-use super::gpu_queue::RankQueue;
 use super::limits::{RunnerLimits, RunnerOptions};
 use super::rank_command::{Command, OwnedBatch};
 use super::rank_parts::RankParts;
+#[cfg(feature = "cuda")]
+use super::rank_queue::RankQueue;
 #[cfg(feature = "cuda")]
 use super::step_queue::StepQueue;
 #[cfg(feature = "cuda")]

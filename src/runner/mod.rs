@@ -25,6 +25,8 @@ mod queue;
 mod queued_step;
 mod rank_command;
 mod rank_parts;
+#[cfg(feature = "cuda")]
+mod rank_queue;
 mod solo;
 mod solo_sequence;
 mod step;

@@ -59,8 +59,8 @@ fn reference_page_lists_every_environment_variable() {
         variables.extend(literals.map(str::to_string));
     }
     // The build script sets these variables for the compiler. `CUDA_ERROR_*` are names of driver errors.
-    let internal =
-        ["INFERNO_COMMIT", "INFERNO_COMPUTE_CAP", "INFERNO_CUDA_MAJOR", "INFERNO_DEMO_REVISION"].map(str::to_string);
+    let internal = ["COMMIT", "COMPUTE_CAP", "CUDA_MAJOR", "DEMO_REVISION", "NATIVE_CAPS"];
+    let internal = internal.map(|name| format!("INFERNO_{name}"));
     let missing: Vec<&String> = variables
         .iter()
         .filter(|name| !internal.contains(name) && !name.starts_with("CUDA_ERROR_"))

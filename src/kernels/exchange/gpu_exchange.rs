@@ -1,9 +1,9 @@
 //! The exchange of one rank with the other ranks: launches the kernels in `exchange.cu`.
 
 use std::any::Any;
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::{fmt, hint, thread};
 
 use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -21,6 +21,8 @@ const TIMEOUT_SECONDS: i32 = 5;
 /// The value of the control word after the host has ended the exchange.
 /// Other nonzero values are 1 + the rank that did not answer.
 const ENDED: u32 = u32::MAX;
+/// How often to look for the launches of other ranks before other threads may use the core.
+const SPINNING_TURNS: usize = 10_000;
 const NOT_CAPTURING: sys::CUstreamCaptureStatus = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
 
 /// Adds a launch that writes the sum of the ranks' tensors `x` to `out`. Adds nothing in a world of one rank.
@@ -92,6 +94,17 @@ impl GpuExchange {
 
     pub fn own(&self) -> &Mailbox {
         &self.mailboxes[self.rank]
+    }
+
+    fn is_capturing(&self) -> bool {
+        self.device.cuda_stream().capture_status().is_ok_and(|status| status != NOT_CAPTURING)
+    }
+
+    /// A captured operation runs later, when its graph is launched.
+    fn wait_unless_capturing(&self) {
+        if !self.is_capturing() {
+            self.wait_for_launches();
+        }
     }
 
     fn control(&self) -> &Arc<HostWords> {
@@ -203,7 +216,22 @@ impl GpuExchange {
 
 impl Exchange for GpuExchange {
     fn can_queue(&self) -> bool {
-        !self.shares_gpu || self.device.cuda_stream().capture_status().is_ok_and(|status| status != NOT_CAPTURING)
+        !self.shares_gpu || self.is_capturing()
+    }
+
+    fn wait_for_launches(&self) {
+        let own = self.own().launched.fetch_add(1, Ordering::Release) + 1;
+        let all_launched = || self.mailboxes.iter().all(|mailbox| mailbox.launched.load(Ordering::Acquire) >= own);
+        let has_ended = || self.control().words()[0].load(Ordering::Relaxed) != 0;
+        let mut turns = 0;
+        // If a rank does not launch its operation, the kernels of the other ranks give up and end the exchange.
+        while !all_launched() && !has_ended() {
+            turns += 1;
+            match turns < SPINNING_TURNS {
+                true => hint::spin_loop(),
+                false => thread::yield_now(),
+            }
+        }
     }
 
     fn sum(&self, x: &Tensor) -> Result<Tensor> {
@@ -217,6 +245,7 @@ impl Exchange for GpuExchange {
             // SAFETY: `sum_launch` checks the tensors.
             // All mailboxes live as long as `self`, and `drop` waits for the last launch.
             unsafe { launch.enqueue(&self.device)? };
+            self.wait_unless_capturing();
         }
         out.to_dtype(x.dtype())
     }
@@ -235,6 +264,7 @@ impl Exchange for GpuExchange {
             let launch = self.columns_launch(&part(&from)?, &part(&out)?)?;
             // SAFETY: `columns_launch` checks the tensors. The mailboxes live long enough, as in `sum`.
             unsafe { launch.enqueue(&self.device)? };
+            self.wait_unless_capturing();
         }
         Ok(out)
     }

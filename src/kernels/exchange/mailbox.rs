@@ -1,6 +1,7 @@
 //! The mailbox of a rank, in GPU memory that all ranks can access.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -20,6 +21,8 @@ pub(super) struct Mailbox {
     pub address: u64,
     /// The control word. All ranks share the control word of the first rank, and the other control words are unused.
     pub control: Arc<HostWords>,
+    /// How many operations, or CUDA graphs with operations, the host has launched for this rank.
+    pub launched: AtomicU64,
 }
 
 impl Mailbox {
@@ -30,7 +33,8 @@ impl Mailbox {
         let control = HostWords::new(device, 1)?;
         // SAFETY: any size is allowed, and the context is bound. `drop` frees the memory.
         let address = unsafe { result::malloc_sync(MAILBOX_BYTES + STATE_BYTES) }.w()?;
-        let mailbox = Self { device: device.clone(), context, address, control };
+        let launched = AtomicU64::new(0);
+        let mailbox = Self { device: device.clone(), context, address, control, launched };
         // SAFETY: the allocation has space for the mailbox and the state.
         unsafe {
             result::memset_d8_async(address, 0xff, MAILBOX_BYTES, stream.cu_stream()).w()?;

@@ -280,6 +280,7 @@ impl DecodeGraph {
         while self.queued - self.taken < limit.min(1 + AHEAD) {
             self.count_step()?;
             self.tail().graph.enqueue()?;
+            self.buffers.world.wait_for_launches();
         }
         self.take_token()
     }

@@ -244,7 +244,7 @@ fn unknown_tensors_and_architectures_are_errors() {
         error(&extra)
     );
     let bias = convert(&golden("mixtral")).tensor("blk.0.ffn_gate_inp.bias", &[7], 0, &[0; 28]);
-    assert!(error(&bias).contains("blk.0.ffn_gate_inp.bias [7] is not part of"), "{}", error(&bias));
+    assert!(error(&bias).contains("blk.0.ffn_gate_inp.bias of shape [7] is not part of"), "{}", error(&bias));
     let other = Writer::new().string("general.architecture", "mamba");
     let error = error(&other);
     assert!(error.contains("architecture 'mamba' is not supported") && error.contains("qwen3moe"), "{error}");

@@ -41,7 +41,7 @@ fn exactly_the_excess_is_rejected_when_the_queue_is_full() {
     server.wait_until_idle();
     // This request asks for more answers than the server can ever hold.
     let error = server.chat(json!({ "n": 6, "max_tokens": 2 })).error(400);
-    assert!(error["param"] == "n" && error["message"].as_str().unwrap().contains("room for 5"), "{error}");
+    assert!(error["param"] == "n" && error["message"].as_str().unwrap().contains("the limit is 5"), "{error}");
     server.chat(json!({ "n": 5, "max_tokens": 2 })).ok();
 }
 

@@ -1,0 +1,55 @@
+//! Queues a step on the GPU of one rank.
+
+use anyhow::Result;
+use candle_core::{DType, Tensor};
+
+use super::batch_graph::BatchGraphs;
+use super::step_queue::{RowSampling, StepQueue};
+use super::step_sequence::StepSequence;
+use crate::kernels::SumOrder;
+use crate::kernels::step_inputs::StepInputs;
+use crate::nn::decoder::Decoder;
+use crate::nn::kv_cache::KvCache;
+use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
+
+/// What a rank needs to queue a step on its GPU.
+pub(super) struct RankQueue<'r> {
+    pub decoder: &'r Decoder,
+    pub cache: &'r KvCache,
+    pub batches: &'r mut BatchGraphs,
+    pub queue: &'r mut StepQueue,
+    pub sum_order: SumOrder,
+}
+
+impl RankQueue<'_> {
+    /// Queues the forward pass of all sequences and the choice of their next tokens. All ranks have the same logits and
+    /// parameters, so their GPUs choose the same tokens. Returns the index of the step.
+    pub fn queue(self, sequences: &[StepSequence], samplings: &[RowSampling]) -> Result<usize> {
+        let Self { decoder, cache, batches, queue, sum_order } = self;
+        let logits = match batches.try_run(decoder, cache, sequences, queue)? {
+            Some(logits) => logits,
+            None => {
+                let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
+                let mut sources = Vec::with_capacity(ids.len());
+                for sequence in sequences {
+                    sources.push(queue.source(sequence)?);
+                    sources.resize(sources.len() + sequence.ids.len() - 1, None);
+                }
+                let on_device = Tensor::zeros(ids.len(), DType::U32, cache.layer(0).k.device())?;
+                let inputs = StepInputs { ids: ids.clone(), sources, ..StepInputs::default() };
+                queue.write_inputs(&inputs, &on_device)?;
+                let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
+                let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order };
+                decoder.forward_on_device(&on_device, &batch, cache)?
+            }
+        };
+        let logits = match samplings.len() == sequences.len() {
+            true => logits,
+            false => {
+                let rows: Vec<u32> = samplings.iter().map(|sampling| sampling.index as u32).collect();
+                logits.index_select(&Tensor::new(rows, logits.device())?, 0)?
+            }
+        };
+        queue.choose(samplings, &logits)
+    }
+}
