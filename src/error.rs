@@ -125,7 +125,7 @@ pub enum Error {
     )]
     PromptTooLong { prompt_bytes: usize, context_tokens: usize },
 
-    /// The server of `play --url` does not answer, or its answer does not follow OpenAI's API.
+    /// The server that `play --url` names does not respond, or its response does not follow OpenAI's API.
     #[error("cannot reach a server at {url}: {cause}\n  check the URL, and check that the server is running")]
     ServerUnreachable { url: String, cause: String },
 

@@ -118,7 +118,7 @@ impl Connection {
     /// Creates a connection. `ca_cert` is a PEM file with the certificates of the authorities to trust.
     /// Without `ca_cert`, the connection trusts the built-in authorities.
     pub fn new(url: ServerUrl, key: Option<String>, ca_cert: Option<&Path>) -> Result<Self> {
-        // A plain HTTP connection ignores `ca_cert`, because `SSL_CERT_FILE` may be set for other programs.
+        // `ca_cert` may come from `SSL_CERT_FILE`, which is often set for other programs. Without TLS, it is ignored.
         let tls = match ca_cert.filter(|_| url.is_encrypted()) {
             Some(path) => TlsConfig::builder().root_certs(read_certificates(path)?).build(),
             None => TlsConfig::default(),

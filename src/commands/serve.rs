@@ -65,7 +65,7 @@ pub struct Args {
     /// Format of the log on stderr, which has one line per request
     #[arg(long, default_value = "text", value_name = "FORMAT", env = "INFERNO_LOG_FORMAT", hide_env = true)]
     log_format: LogFormat,
-    /// Also publish metrics under the names that another server uses
+    /// Also publish metrics under the names of another inference server
     #[arg(long, value_name = "SERVER")]
     metrics_compat: Option<MetricsCompat>,
     /// Write a record of each request, with its prompt and its answer, to this folder, for `inferno replay`

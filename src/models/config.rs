@@ -87,7 +87,7 @@ pub(super) fn from_json<T: DeserializeOwned>(json: Value) -> Result<T> {
 }
 
 /// Copies the activation from `field` to `hidden_act`, the field that all configs read.
-/// If `field` is absent, copies the first name in `supported`. Fails if the activation is not in `supported`.
+/// If `field` is absent, the activation is the first of `supported`. Fails if it is not one of `supported`.
 pub(super) fn normalize_activation(family: &str, json: &mut Value, field: &str, supported: &[&str]) -> Result<()> {
     let name = json[field].as_str().unwrap_or(supported[0]);
     if !supported.contains(&name) {

@@ -1,4 +1,4 @@
-//! Multi-line messages: `"""` around the message, or `\` at the end of each line.
+//! Multi-line messages: `"""` around the message, or `\` at the end of each line but the last.
 
 const QUOTES: &str = "\"\"\"";
 

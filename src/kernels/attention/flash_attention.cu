@@ -104,7 +104,7 @@ template <typename C> struct Rows {
     int first_token;            // the index in q of the sequence's first token
     int first, count;           // the first row of this tile among the rows of the sequence, and the number of rows
 
-    // Returns the offset in q and out at which a row of this tile starts.
+    // Returns the offset of a row of this tile in `q`, which is also its offset in `out`.
     __device__ __forceinline__ size_t element(int row) const {
         const int r = first + row;
         return ((size_t)(first_token + r / group) * heads + kv_head * group + r % group) * C::D;

@@ -34,7 +34,7 @@ pub fn connect(world: World, device: &CudaDevice) -> CandleResult<World> {
 /// Returns the direct exchange of a rank.
 ///
 /// The inner error is the reason why the ranks cannot exchange data directly. All ranks get the same inner error.
-/// An outer error means that the world has ended.
+/// An outer error means that the ranks have stopped.
 fn connected(world: &World, device: &CudaDevice) -> CandleResult<Result<GpuExchange, String>> {
     let mailboxes = match agree(world, Mailbox::new(device))? {
         Ok(mailboxes) => mailboxes,
