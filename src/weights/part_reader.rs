@@ -104,7 +104,7 @@ impl PartBytes {
         let size = dtype.size_in_bytes();
         let Some(slice) = slice else {
             let bytes = shape.iter().product::<usize>() * size;
-            return Self { rows: 1, row_bytes: bytes, runs: vec![0..bytes] };
+            return Self { rows: 1, row_bytes: bytes, runs: std::iter::once(0..bytes).collect() };
         };
         let rows = shape[..slice.dim].iter().product();
         let inner = shape[slice.dim + 1..].iter().product::<usize>() * size;
