@@ -114,7 +114,7 @@ fn wrong_part_is_requested_again() {
     for (fault, expected) in [
         (Fault::WrongRange, "a different range"),
         (Fault::Portal, "login page"),
-        (refused, "no such range"),
+        (refused, "outside the file"),
         (Fault::Status("500 No"), "HTTP 500"),
     ] {
         let (message, code) = fails(in_parts, fault);
