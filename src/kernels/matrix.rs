@@ -129,7 +129,7 @@ impl Matrix {
     }
 }
 
-/// Returns the index of each stacked part that overlaps `selected`, with the selected rows of this part.
+/// Returns the index of each stacked part that overlaps `selected`, with the selected rows of that part.
 fn overlaps(part_rows: impl Iterator<Item = usize>, selected: Range<usize>) -> Vec<(usize, Range<usize>)> {
     let mut end = 0;
     let overlap = |(part, rows): (usize, usize)| {

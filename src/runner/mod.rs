@@ -81,7 +81,7 @@ pub struct Runner {
     options: RunnerOptions,
     decode: Decode,
     device: Device,
-    /// The sequence of `bench`, `perplexity` and `logits`, which have the cache to themselves.
+    /// The tokens that `bench`, `perplexity` and `logits` run on. These commands have the cache to themselves.
     solo: SoloSequence,
     /// The tokens of the last step that was queued on a CPU, by sequence id.
     queued_tokens: HashMap<u64, u32>,

@@ -106,7 +106,7 @@ impl Server {
         }
     }
 
-    /// Returns true if the engine makes progress or is not loaded yet.
+    /// Returns true if the engine is making progress or is not loaded yet.
     pub fn is_alive(&self) -> bool {
         self.engine().is_none_or(|engine| engine.is_responsive(MAX_STEP))
     }

@@ -233,7 +233,10 @@ fn read_header(source: &Source) -> Result<(usize, Metadata)> {
     let length = u64::from_le_bytes(length);
     let data_bytes = (source.bytes() - 8).checked_sub(length).filter(|_| length <= MAX_HEADER_BYTES);
     let data_bytes = data_bytes.with_context(|| {
-        format!("the header has {length} bytes, more than the file or the limit of {MAX_HEADER_BYTES} bytes")
+        format!(
+            "the header has {length} bytes, but the file has only {} bytes, and the limit is {MAX_HEADER_BYTES} bytes",
+            source.bytes()
+        )
     })?;
     let metadata: Metadata = files::parse_json_up_to(MAX_HEADER_VALUES, &source.read_to_vec(8, length as usize)?)?;
     let tensor_bytes = metadata.data_len() as u64;
