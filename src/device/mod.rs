@@ -48,6 +48,16 @@ impl FromStr for DeviceChoice {
     }
 }
 
+/// How several devices divide a model. The value of `--split`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Split {
+    /// Every device holds a part of each large matrix: faster, and needs a fast connection between the devices.
+    #[default]
+    Tensor,
+    /// Every device holds whole layers: not faster than one device, for devices with slow connections or of unlike sizes.
+    Layers,
+}
+
 /// The devices that run one model together, one per rank. The value of `--device`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Devices(Vec<DeviceChoice>);

@@ -1,9 +1,12 @@
 //! The ranks that run one model together, and the operations that exchange data between the ranks.
 //!
-//! inferno uses tensor parallelism, as in [Megatron-LM](https://arxiv.org/abs/1909.08053).
+//! By default, inferno uses tensor parallelism, as in [Megatron-LM](https://arxiv.org/abs/1909.08053).
 //! Every rank holds a part of each large matrix, and all ranks run the same forward passes.
 //! The ranks sum their partial results after the attention and after the MLP.
 //! Partial results are added in rank order, so all ranks get the same bits and choose the same tokens.
+//!
+//! With [`World::with_stages`], each rank holds whole layers instead. The ranks run their layers one after another, and
+//! every rank passes the result of its last layer to all other ranks.
 
 use std::any::Any;
 use std::fmt;
@@ -20,6 +23,10 @@ pub struct World {
     exchange: Option<Arc<dyn Exchange>>,
     /// Where the threads of all ranks exchange values. `None` in a world of one rank.
     meeting: Option<Arc<Meeting>>,
+    /// The layers of each rank. `None` if every rank holds a part of each layer.
+    stages: Option<Arc<[Range<usize>]>>,
+    /// Whether `sum_partials` may round large tensors.
+    rounds_partials: bool,
 }
 
 /// Exchanges tensors between the devices of all ranks.
@@ -43,6 +50,9 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Implements [`World::sum`].
     fn sum(&self, x: &Tensor) -> Result<Tensor>;
 
+    /// Like [`sum`](Self::sum), but may round the parts of a large tensor to bf16, to send half as many bytes.
+    fn sum_rounded(&self, x: &Tensor) -> Result<Tensor>;
+
     /// Implements [`World::concat_columns`].
     fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor>;
 
@@ -64,12 +74,28 @@ impl World {
     /// Returns one world for each of `size` ranks. Each rank runs on a thread of its own.
     pub fn threads(size: usize) -> Vec<Self> {
         let meeting = (size > 1).then(|| Arc::new(Meeting::new(size)));
-        (0..size).map(|rank| Self { rank, exchange: None, meeting: meeting.clone() }).collect()
+        (0..size).map(|rank| Self { rank, meeting: meeting.clone(), ..Self::default() }).collect()
     }
 
     /// Makes this rank exchange tensors through `exchange`. All ranks must use an exchange.
     pub fn with_exchange(self, exchange: Arc<dyn Exchange>) -> Self {
         Self { exchange: Some(exchange), ..self }
+    }
+
+    /// Divides the layers of the model among the ranks, instead of dividing each layer.
+    /// `stages` has the layers of each rank, in rank order. Together, the ranges cover all layers without gaps.
+    pub fn with_stages(self, stages: &[Range<usize>]) -> Self {
+        Self { stages: Some(stages.into()), ..self }
+    }
+
+    /// Allows [`sum_partials`](Self::sum_partials) to round the parts of large tensors to bf16.
+    pub fn with_rounded_partials(self) -> Self {
+        Self { rounds_partials: true, ..self }
+    }
+
+    /// Returns the layers of each rank, or `None` if every rank holds a part of each layer.
+    pub fn stages(&self) -> Option<&[Range<usize>]> {
+        self.stages.as_deref()
     }
 
     /// Returns the exchange between devices, or `None` if tensors are copied without an [`Exchange`].
@@ -105,6 +131,16 @@ impl World {
                 let parts = self.parts(meeting, x)?;
                 parts[1..].iter().try_fold(parts[0].clone(), |sum, part| sum + part)
             }
+        }
+    }
+
+    /// Returns the sum over all ranks of x, a partial result of a matrix product. Like [`sum`](Self::sum), but with
+    /// [`with_rounded_partials`](Self::with_rounded_partials), an [`Exchange`] may round the parts of a large tensor to
+    /// bf16 before it adds them in f32. All ranks still get the same bits.
+    pub fn sum_partials(&self, x: &Tensor) -> Result<Tensor> {
+        match &self.exchange {
+            Some(exchange) if self.rounds_partials && exchange.can_queue() => exchange.sum_rounded(x),
+            _ => self.sum(x),
         }
     }
 

@@ -13,8 +13,9 @@ use super::info::{LoadTimes, ModelInfo};
 use super::load_ranks::{LoadedRanks, RankLoader};
 use super::memory::{Capacity, DeviceKind, MAX_LOGIT_ROWS, MemoryPlan};
 use super::memory_limit::MemoryLimit;
+use super::rank_memory::RankMemory;
 use super::sampling::SamplingParams;
-use crate::device::{self, DeviceChoice, DeviceInfo, Devices};
+use crate::device::{self, DeviceChoice, DeviceInfo, Devices, Split};
 use crate::error::Error;
 use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
@@ -29,6 +30,8 @@ use crate::worker;
 pub struct LoadOptions<'o> {
     /// The devices that run the model together.
     pub devices: Devices,
+    /// How the devices divide the model.
+    pub split: Split,
     /// The dtype of activations. `None` selects bf16 on a GPU and f32 on a CPU.
     pub dtype: Option<DType>,
     /// The context length in tokens. `None` selects 32,768 or the model's limit, whichever is less.
@@ -66,6 +69,7 @@ impl Default for LoadOptions<'_> {
     fn default() -> Self {
         Self {
             devices: Devices::default(),
+            split: Split::default(),
             dtype: None,
             context: None,
             chunk: None,
@@ -229,7 +233,8 @@ fn load_onto_device(
     let architecture = &config.architecture;
     let started = Instant::now();
     let device = device::open(options.devices.first())?;
-    let device_info = smallest_device(&device, &options.devices)?;
+    let device_infos = device_infos(&device, &options.devices)?;
+    let device_info = device_infos.iter().min_by_key(|info| info.free_bytes).unwrap_or(&device_infos[0]).clone();
     times.device_s = started.elapsed().as_secs_f64();
     if is_refused.load(Ordering::Relaxed) {
         bail!("loading was canceled");
@@ -240,40 +245,30 @@ fn load_onto_device(
     let device_kind = if device.is_cuda() { DeviceKind::Gpu } else { DeviceKind::Cpu };
     let inventory = Inventory::from_checkpoint(checkpoint, options.quantize);
     let plan = MemoryPlan::new(&inventory, architecture.as_ref(), dtype, device_kind).with_chunk(options.chunk)?;
-    let mut plan = plan.with_sequences(options.sequences)?.with_ranks(options.devices.count());
-    // Other processes may already use part of the memory that the limit allows.
-    // Ranks on the same device share the memory of the device.
-    let mut usable = device_info.clone();
-    usable.free_bytes /= options.devices.most_ranks_per_device() as u64;
-    if let Some(memory) = options.memory {
-        if device_info.total_bytes == 0 {
-            return Err(Error::Usage("cannot limit the memory: the memory of this device is unknown".into()).into());
-        }
-        usable.free_bytes = usable.free_bytes.min(memory.bytes(device_info.total_bytes));
-        plan = plan.with_limit(usable.free_bytes);
-    }
-    let capacity = plan.choose(options.context, &usable)?;
+    let plan = plan.with_sequences(options.sequences)?;
+    let memory = RankMemory::new(&plan, &options.devices, &device_infos, options.split, options.memory)?;
+    let capacity = memory.choose(options.context)?;
 
-    let allocated =
-        allocate(config, checkpoint, options, &Target { device: &device, dtype, plan: &plan, capacity }, times);
+    let target = Target { device: &device, dtype, memory: &memory, capacity };
+    let allocated = allocate(config, checkpoint, options, &target, times);
     let (runner, attention) = allocated.map_err(|error| match device::is_out_of_memory(&error) {
         // Another process may have allocated memory since `choose` checked it. Keep the original error as the cause.
         true => {
             let device_info = device::info_after_trim(&device).unwrap_or(device_info.clone());
-            error.context(plan.out_of_memory(capacity.context, &device_info))
+            error.context(memory.first().out_of_memory(capacity.context, &device_info))
         }
         false => error,
     })?;
-    let (weight_bytes, cache_bytes) = (plan.weight_bytes(), plan.cache_bytes(capacity));
-    let cache_sequences = (plan.cache_blocks(capacity) - 1) / plan.sequence_blocks(capacity.context).max(1);
+    let (weight_bytes, cache_bytes) = (memory.weight_bytes(), memory.cache_bytes(capacity));
+    let cache_sequences = memory.cache_sequences(capacity);
     Ok(OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences })
 }
 
-/// The device, the dtype and the memory plan for loading a model.
+/// The first device, the dtype and the memory plans for loading a model.
 struct Target<'t> {
     device: &'t Device,
     dtype: DType,
-    plan: &'t MemoryPlan,
+    memory: &'t RankMemory,
     capacity: Capacity,
 }
 
@@ -285,7 +280,7 @@ fn allocate(
     target: &Target,
     times: &mut LoadTimes,
 ) -> Result<(Runner, AttentionBackend)> {
-    let &Target { device, dtype, plan, capacity } = target;
+    let &Target { device, dtype, memory, capacity } = target;
     let Capacity { context, chunk } = capacity;
     let total = checkpoint.bytes();
     let report = |bytes| (options.progress)(bytes, total);
@@ -298,7 +293,10 @@ fn allocate(
         quantize: options.quantize,
         attention: options.attention,
         context,
-        cache_blocks: plan.cache_blocks(capacity),
+        cache_blocks: memory.cache_blocks(capacity),
+        // Whether a sum is rounded depends on the number of tokens in a step, so on other requests.
+        rounds_partials: dtype == DType::BF16 && !options.deterministic,
+        stages: memory.stages.as_deref(),
     };
     let LoadedRanks { world, parts, others, attention, cache_s } = loader.load(device, &options.devices, &progress)?;
     let grid = options.deterministic.then(|| chunk_grid(chunk, attention)).transpose()?;
@@ -313,14 +311,13 @@ fn allocate(
     Ok((runner, attention))
 }
 
-/// Returns the properties of the device with the least free memory.
-fn smallest_device(first: &Device, devices: &Devices) -> Result<DeviceInfo> {
-    let mut smallest = device::info(first)?;
-    for choice in devices.iter().skip(1).filter(|choice| *choice != DeviceChoice::Cpu) {
-        let info = device::info(&device::open(choice)?)?;
-        if info.free_bytes < smallest.free_bytes {
-            smallest = info;
-        }
-    }
-    Ok(smallest)
+/// Returns the properties of all devices, in rank order.
+fn device_infos(first: &Device, devices: &Devices) -> Result<Vec<DeviceInfo>> {
+    let first_info = device::info(first)?;
+    let info = |choice| match choice {
+        DeviceChoice::Cpu => Ok(first_info.clone()),
+        choice => device::info(&device::open(choice)?),
+    };
+    let others = devices.iter().skip(1).map(info).collect::<Result<Vec<_>>>()?;
+    Ok([vec![first_info.clone()], others].concat())
 }

@@ -1,5 +1,6 @@
 //! Loads the parts of a model onto its devices, one part per rank.
 
+use std::ops::Range;
 use std::panic::resume_unwind;
 use std::thread;
 use std::time::Instant;
@@ -11,7 +12,7 @@ use crate::device::{self, DeviceChoice, Devices, World};
 use crate::kernels::attention::AttentionBackend;
 use crate::kernels::exchange;
 use crate::models::ModelConfig;
-use crate::nn::kv_cache::{CacheLayout, KvCache};
+use crate::nn::kv_cache::KvCache;
 use crate::runner::RankParts;
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, Weights};
@@ -27,6 +28,10 @@ pub(super) struct RankLoader<'l> {
     pub context: usize,
     /// The number of blocks in the KV cache of each rank.
     pub cache_blocks: usize,
+    /// Whether ranks may round large partial results to bf16 before they add them.
+    pub rounds_partials: bool,
+    /// The layers of each rank. `None` if every rank holds a part of each layer.
+    pub stages: Option<&'l [Range<usize>]>,
 }
 
 /// The loaded parts of all ranks.
@@ -54,7 +59,12 @@ impl RankLoader<'_> {
     ///
     /// Loads every other rank's part onto its device on a thread of its own.
     pub fn load(&self, first: &Device, devices: &Devices, progress: &LoadProgress) -> Result<LoadedRanks> {
-        let mut worlds = World::threads(devices.count()).into_iter();
+        let worlds = World::threads(devices.count()).into_iter();
+        let worlds = worlds.map(|world| if self.rounds_partials { world.with_rounded_partials() } else { world });
+        let mut worlds = worlds.map(|world| match self.stages {
+            Some(stages) => world.with_stages(stages),
+            None => world,
+        });
         let world = worlds.next().unwrap_or_default();
         thread::scope(|scope| {
             let threads: Vec<_> = (worlds.zip(devices.iter().skip(1)))
@@ -83,7 +93,7 @@ impl RankLoader<'_> {
 
     /// Builds the decoder and the KV cache of one rank.
     fn load_rank(&self, world: &World, device: &Device, progress: &LoadProgress) -> Result<LoadedRank> {
-        let &Self { config, checkpoint, dtype, quantize, attention, context, cache_blocks } = self;
+        let &Self { config, checkpoint, dtype, quantize, attention, context, cache_blocks, .. } = self;
         let of_rank = || Weights::of_rank(checkpoint, device, dtype, progress, world.clone());
         let weights = match quantize {
             Some(quantize) => of_rank()?.quantized_to(quantize),
@@ -95,7 +105,7 @@ impl RankLoader<'_> {
         drop(weights);
         device.synchronize()?;
         let started = Instant::now();
-        let cache = KvCache::new(CacheLayout::new(decoder.cache_layers()), cache_blocks, dtype, device)?;
+        let cache = KvCache::new(decoder.cache_layout(), cache_blocks, dtype, device)?;
         device.synchronize()?;
         Ok(LoadedRank { parts: RankParts { decoder, cache }, attention, cache_s: started.elapsed().as_secs_f64() })
     }

@@ -19,6 +19,7 @@ mod output;
 mod prefix_file;
 mod preview;
 mod prompt_scores;
+mod rank_memory;
 mod record;
 mod replay;
 mod request;
@@ -41,7 +42,7 @@ use std::thread::{self, JoinHandle};
 use anyhow::{Context, Result};
 use candle_core::DType;
 
-use crate::device::{DeviceChoice, DeviceInfo, Devices};
+use crate::device::{DeviceChoice, DeviceInfo, Devices, Split};
 use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
 use crate::weights::quantized::QuantizationTarget;
@@ -152,9 +153,15 @@ impl<'o> EngineBuilder<'o> {
         self.devices(device.into())
     }
 
-    /// Sets the devices that run the model together. Each holds a part of every large matrix and of the KV cache.
+    /// Sets the devices that run the model together.
     pub fn devices(mut self, devices: Devices) -> Self {
         self.options.devices = devices;
+        self
+    }
+
+    /// Sets how several devices divide the model. By default, each device holds a part of every large matrix.
+    pub fn split(mut self, split: Split) -> Self {
+        self.options.split = split;
         self
     }
 

@@ -207,7 +207,7 @@ impl Attention {
             0 => Tensor::zeros((x.dim(0)?, self.config.hidden_size), DType::F32, x.device())?,
             _ => self.forward_heads(x, layer, pass, cache)?,
         };
-        Ok((self.world.sum(&y)?, self.o_proj.bias.as_ref()))
+        Ok((self.world.sum_partials(&y)?, self.o_proj.bias.as_ref()))
     }
 
     /// Computes [`forward`](Self::forward) for the heads of this rank, which must hold at least one head.

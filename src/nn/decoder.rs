@@ -1,5 +1,6 @@
 //! The pre-norm decoder that all families share, and its eager forward pass.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
@@ -7,7 +8,7 @@ use candle_core::{DType, Tensor};
 
 use super::attention::Attention;
 use super::decoder_config::{DecoderConfig, LayerInfo};
-use super::kv_cache::{KvCache, LayerSpec};
+use super::kv_cache::{CacheLayout, KvCache, LayerSpec};
 use super::layer::DecoderLayer;
 use super::linear::{Bias, Linear};
 use super::mlp::Mlp;
@@ -29,13 +30,16 @@ use crate::weights::Weights;
 /// A callback that receives the index of each layer and the residual stream after the layer, f32 `[tokens, hidden]`.
 pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
 
-/// A whole model: embedding, layers, final norm and output head.
+/// A whole model, or a rank's part of it: embedding, layers, final norm and output head.
 pub struct Decoder {
     /// `[vocab, hidden]`
     pub(crate) embed_tokens: Matrix,
     /// The dtype of activations and of the KV cache.
     dtype: DType,
-    pub(crate) layers: Vec<DecoderLayer>,
+    /// The layers that this rank runs. See [`World::stages`].
+    layers: Vec<DecoderLayer>,
+    /// The index of the first of these layers in the model.
+    first_layer: usize,
     pub(crate) norm: Norm,
     /// The output head, with the rows of the vocabulary that this rank computes.
     pub(crate) lm_head: Linear,
@@ -43,8 +47,9 @@ pub struct Decoder {
     /// `[positions, hidden]`
     pub(crate) embed_positions: Option<Tensor>,
     pub(crate) final_softcap: Option<f32>,
-    /// The KV cache spec of each layer, with the KV heads that this rank holds.
+    /// The KV cache spec of each of these layers, with the KV heads that this rank holds.
     cache_layers: Vec<LayerSpec>,
+    cache_layout: CacheLayout,
     /// The number of positions that the RoPE tables cover.
     context: usize,
     backend: AttentionBackend,
@@ -67,13 +72,22 @@ impl Decoder {
         }
         let root = if config.prefix.is_empty() { weights.clone() } else { weights.at(&config.prefix) };
         let layers = root.at(names.layers);
-        layers.check_layer_count(config.cache_layers.len())?;
+        let layer_count = config.cache_layers.len();
+        layers.check_layer_count(layer_count)?;
+        let world = weights.world().clone();
+        let own = world.stages().map_or(0..layer_count, |stages| stages[world.rank()].clone());
         let embed_tokens = load_embedding(&root.at(names.embed_tokens), vocab_size, hidden_size, tie_word_embeddings)?;
         let load_positions = |(name, positions)| root.at(name).float("weight", &[positions, hidden_size]);
-        let decoder_layers = load_layers(&root, context, &config, load_parts)?;
+        let decoder_layers = load_layers(&root, context, &config, own.clone(), load_parts)?;
+        let cache_layers: Vec<_> = decoder_layers.iter().map(|layer| layer.self_attn.config.spec).collect();
         let decoder = Self {
-            cache_layers: decoder_layers.iter().map(|layer| layer.self_attn.config.spec).collect(),
+            cache_layout: match world.stages() {
+                Some(_) => CacheLayout::new(&config.cache_layers).of_layers(own.clone()),
+                None => CacheLayout::new(&cache_layers),
+            },
+            cache_layers,
             layers: decoder_layers,
+            first_layer: own.start,
             norm: Norm::load(&root.at(names.norm), hidden_size, config.norm)?,
             lm_head: load_head(weights, &embed_tokens, (vocab_size, hidden_size), tie_word_embeddings)?,
             embed_positions: config.learned_positions.map(load_positions).transpose()?,
@@ -83,11 +97,11 @@ impl Decoder {
             dtype: weights.dtype(),
             context,
             backend: AttentionBackend::Auto,
-            world: weights.world().clone(),
+            world,
         };
-        // Check on the first rank only, because other ranks may hold no part of some tensors.
-        if decoder.world.is_first() {
-            layers.check_all_loaded(decoder.layers.len())?;
+        // If each layer is divided, check on the first rank only, because other ranks may hold no part of some tensors.
+        if decoder.world.is_first() || decoder.world.stages().is_some() {
+            layers.check_all_loaded(own, layer_count)?;
         }
         Ok(decoder)
     }
@@ -168,13 +182,26 @@ impl Decoder {
             self.embed_positions.as_ref().map(|table| embed(table, pass.queries().positions(), 1.0)).transpose()?;
 
         // 2. layers
-        for (index, layer) in self.layers.iter().enumerate() {
-            scratch::begin_layer();
-            let (sum, output) = layer.forward(&x, y.as_ref(), index, pass, cache)?;
-            if let Some(tap) = &mut tap {
-                tap(index, &(&sum + &output)?)?;
+        for stage in 0..self.stages() {
+            let is_own = self.is_own(stage);
+            for (index, layer) in self.own_layers().filter(|_| is_own) {
+                scratch::begin_layer();
+                let (sum, output) = layer.forward(&x, y.as_ref(), index, pass, cache)?;
+                if let Some(tap) = &mut tap {
+                    tap(index, &(&sum + &output)?)?;
+                }
+                (x, y) = (sum, Some(output));
             }
-            (x, y) = (sum, Some(output));
+            if self.stages() > 1 {
+                // All other ranks add zeros, so every rank gets the result of the rank that ran the stage.
+                scratch::begin_layer();
+                let result = match (is_own, &y) {
+                    (true, Some(y)) => (&x + y)?,
+                    (true, None) => x.clone(),
+                    (false, _) => x.zeros_like()?,
+                };
+                (x, y) = (self.world.sum(&result)?, None);
+            }
         }
 
         // 3. norm
@@ -204,7 +231,7 @@ impl Decoder {
     /// Fails if a layer cannot use the backend.
     pub fn set_attention_backend(&mut self, backend: AttentionBackend) -> Result<AttentionBackend> {
         let (on_gpu, mut chosen) = (self.is_on_gpu(), backend);
-        for layer in &self.layers {
+        for (_, layer) in self.own_layers() {
             let config = &layer.self_attn.config;
             chosen = match backend.choose(on_gpu, layer.self_attn.dtype(), config.spec.head_dim, config.softcap) {
                 Ok(chosen) => chosen,
@@ -234,9 +261,29 @@ impl Decoder {
         self.dtype
     }
 
-    /// Returns the KV cache spec of each layer.
+    /// Returns the layers that this rank runs, with their indices in the model.
+    pub(crate) fn own_layers(&self) -> impl Iterator<Item = (usize, &DecoderLayer)> {
+        (self.first_layer..).zip(&self.layers)
+    }
+
+    /// Returns the number of parts that the ranks run one after another: 1 if every rank holds a part of each layer.
+    pub(crate) fn stages(&self) -> usize {
+        self.world.stages().map_or(1, <[_]>::len)
+    }
+
+    /// Returns whether this rank runs the layers of a stage.
+    pub(crate) fn is_own(&self, stage: usize) -> bool {
+        self.world.stages().is_none() || stage == self.world.rank()
+    }
+
+    /// Returns the KV cache spec of each layer that this rank runs.
     pub fn cache_layers(&self) -> &[LayerSpec] {
         &self.cache_layers
+    }
+
+    /// Returns the layout of a KV cache for the layers that this rank runs.
+    pub fn cache_layout(&self) -> CacheLayout {
+        self.cache_layout.clone()
     }
 
     /// Returns the number of weight bytes that one decode step reads for one token.
@@ -282,11 +329,12 @@ impl Decoder {
     }
 }
 
-/// Loads all layers. Layers with the same RoPE frequencies share one pair of cos and sin tables.
+/// Loads the layers in `own`. Layers with the same RoPE frequencies share one pair of cos and sin tables.
 fn load_layers(
     root: &Weights,
     context: usize,
     config: &DecoderConfig,
+    own: Range<usize>,
     load_parts: impl Fn(&Weights, LayerInfo) -> Result<(Attention, Mlp)>,
 ) -> Result<Vec<DecoderLayer>> {
     let rotary = |frequencies| RotaryEmbedding::new(frequencies, context, root.device()).map(Arc::new);
@@ -295,6 +343,7 @@ fn load_layers(
         Some(frequencies) => rotary(frequencies)?,
         None => full_rotary.clone(),
     };
+    let root = if root.world().stages().is_some() { root.undivided() } else { root.clone() };
     let load_layer = |(index, &spec): (usize, &LayerSpec)| -> Result<DecoderLayer> {
         let (names, weights) = (config.names, root.at(config.names.layers).at(index));
         let norm = |name| Norm::load(&weights.at(name), config.hidden_size, config.norm);
@@ -310,7 +359,7 @@ fn load_layers(
             mlp_post_norm: mlp_post_norm.map(norm).transpose()?,
         })
     };
-    config.cache_layers.iter().enumerate().map(load_layer).collect()
+    config.cache_layers.iter().enumerate().take(own.end).skip(own.start).map(load_layer).collect()
 }
 
 /// Loads an embedding `[vocab, hidden]`. A float embedding is quantized only if it is also the output head.

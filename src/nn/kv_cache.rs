@@ -7,6 +7,8 @@
 //! uses the same tensors, in different blocks. If one window is more common than another, as in Gemma 3, the layers
 //! with the more common window form several groups. This is the design of vLLM's hybrid KV cache manager.
 
+use std::ops::Range;
+
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
 
@@ -38,6 +40,8 @@ pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
 pub struct CacheLayout {
     /// The attention window of each group, or `None` for full attention.
     windows: Vec<Option<usize>>,
+    /// The first layer of `places`.
+    first_layer: usize,
     /// The group of each layer, and the layer's index within the group.
     places: Vec<(usize, usize)>,
     /// The number of layers for which a block has room. Some groups may have fewer layers.
@@ -65,15 +69,29 @@ impl CacheLayout {
         let layers_per_group = classes.iter().map(|&(_, count)| count).min().unwrap_or(0);
         let (mut windows, mut places) = (Vec::new(), vec![(0, 0); layers.len()]);
         for (window, _) in classes {
-            let members = (0..layers.len()).filter(|&layer| layers[layer].window == window);
-            for (index, layer) in members.enumerate() {
-                if index % layers_per_group == 0 {
-                    windows.push(window);
-                }
-                places[layer] = (windows.len() - 1, index % layers_per_group);
+            let members: Vec<usize> = (0..layers.len()).filter(|&layer| layers[layer].window == window).collect();
+            let (first, groups) = (windows.len(), members.len().div_ceil(layers_per_group));
+            // Neighboring layers are in different groups. Any range of layers then has about as many layers of each
+            // group, which saves memory in `of_layers`.
+            for (index, layer) in members.into_iter().enumerate() {
+                places[layer] = (first + index % groups, index / groups);
             }
+            windows.resize(first + groups, window);
         }
-        Self { windows, places, layers_per_group, heads, row }
+        Self { windows, first_layer: 0, places, layers_per_group, heads, row }
+    }
+
+    /// Returns the layout of a cache that holds only the layers in `range`. The groups, and thus the block tables, are
+    /// the same as before, but a block has room for fewer layers.
+    pub fn of_layers(&self, range: Range<usize>) -> Self {
+        let mut counts = vec![0; self.groups()];
+        let places = self.places[range.clone()].iter().map(|&(group, _)| {
+            counts[group] += 1;
+            (group, counts[group] - 1)
+        });
+        let places = places.collect();
+        let layers_per_group = counts.into_iter().max().unwrap_or(0);
+        Self { first_layer: range.start, places, layers_per_group, ..self.clone() }
     }
 
     /// Returns the attention window of each group, or `None` for full attention.
@@ -88,7 +106,7 @@ impl CacheLayout {
 
     /// Returns the group of a layer.
     pub fn group(&self, layer: usize) -> usize {
-        self.places[layer].0
+        self.places[layer - self.first_layer].0
     }
 
     /// Returns the size of one block in bytes: the keys and values of all layers of a group.
@@ -194,12 +212,11 @@ impl KvCache {
     /// Allocates a cache for one sequence of `context` positions, and returns its block tables.
     /// The cache has enough blocks for a step of any size, up to the whole context.
     pub fn for_one_sequence(
-        layers: &[LayerSpec],
+        layout: CacheLayout,
         context: usize,
         dtype: DType,
         device: &Device,
     ) -> Result<(Self, BlockTables)> {
-        let layout = CacheLayout::new(layers);
         let tables = BlockTables::for_one_sequence(&layout, context, context);
         let blocks = 1 + layout.peak_blocks(context, context);
         Ok((Self::new(layout, blocks, dtype, device)?, tables))
@@ -216,7 +233,7 @@ impl KvCache {
 
     /// Returns the keys and values of a layer.
     pub fn layer(&self, layer: usize) -> CachedLayer<'_> {
-        let (_, index) = self.layout.places[layer];
+        let (_, index) = self.layout.places[layer - self.layout.first_layer];
         let (k, v) = &self.layers[index];
         CachedLayer { k, v }
     }
@@ -257,7 +274,24 @@ mod tests {
     fn larger_classes_are_split() {
         let layout = CacheLayout::new(&specs(&[Some(4), Some(4), Some(4), None, Some(4), Some(4), Some(4), None]));
         assert_eq!(layout.windows(), [Some(4), Some(4), Some(4), None]);
-        assert_eq!(layout.places[..4], [(0, 0), (0, 1), (1, 0), (3, 0)]);
+        assert_eq!(layout.places, [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (2, 1), (3, 1)]);
+    }
+
+    #[test]
+    fn a_part_of_the_layers_needs_a_part_of_the_memory_with_the_same_groups() {
+        let windows = [Some(4), Some(4), Some(4), None, Some(4), Some(4), Some(4), None];
+        let whole = CacheLayout::new(&specs(&windows));
+        for (range, layers) in [(0..4, 1), (4..8, 1), (1..7, 2), (3..4, 1), (0..8, 2)] {
+            let part = whole.of_layers(range.clone());
+            assert_eq!(part.block_bytes(DType::F32) * 2, whole.block_bytes(DType::F32) * layers, "{range:?}");
+            assert_eq!(part.peak_blocks(1000, 64), whole.peak_blocks(1000, 64));
+            assert!(range.clone().all(|layer| part.group(layer) == whole.group(layer)));
+            // No two layers of a group may use the same tensors.
+            let mut places = part.places.clone();
+            places.sort_unstable();
+            places.dedup();
+            assert_eq!(places.len(), range.len(), "{range:?}");
+        }
     }
 
     #[test]

@@ -95,7 +95,7 @@ impl Linear {
     /// Returns x·Wᵀ summed over all ranks, plus b. Each rank holds some of the columns of x and W.
     /// Maps x `[tokens, in]` to f32 `[tokens, out]`. All ranks must call this function.
     pub fn forward_summed(&self, x: &Tensor, order: SumOrder, world: &World) -> Result<Tensor> {
-        self.add_bias(world.sum(&self.matmul(x, order)?)?)
+        self.add_bias(world.sum_partials(&self.matmul(x, order)?)?)
     }
 
     /// Returns x·Wᵀ, without the bias.

@@ -118,7 +118,7 @@ impl GatedMoe {
             (_, _, 0) => x.zeros_like()?,
             _ => self.forward_part(x, order)?,
         };
-        Ok(self.world.sum(&y)?)
+        Ok(self.world.sum_partials(&y)?)
     }
 
     /// Computes the part of [`forward`](Self::forward) that belongs to this rank.
@@ -235,7 +235,7 @@ impl ClampedMoe {
             (_, _, 0) => x.zeros_like()?,
             _ => self.forward_part(x, order)?,
         };
-        Ok(self.world.sum(&y)?)
+        Ok(self.world.sum_partials(&y)?)
     }
 
     /// Computes the part of [`forward`](Self::forward) that belongs to this rank.

@@ -54,6 +54,17 @@ pub struct WeightsSummary {
     pub packed: bool,
 }
 
+/// The sizes in memory of the parts of a model, in bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PartBytes {
+    /// The size of each layer.
+    pub layers: Vec<u64>,
+    /// The size of the output head. 0 if it is tied to the embedding.
+    pub head: u64,
+    /// The size of everything else: embeddings, the final norm, and layers beyond those of the model.
+    pub other: u64,
+}
+
 /// The totals for one group of tensors, such as attention or norms.
 #[derive(Clone, Debug, Serialize, PartialEq)]
 pub struct TensorGroup {
@@ -200,6 +211,22 @@ impl Inventory {
             tensor.format == MemoryFormat::F32 || ["embedding", "norms", "other"].contains(&tensor.group())
         };
         sum(self.tensors.iter().filter(is_whole).map(|tensor| tensor.loaded_bytes(dtype)))
+    }
+
+    /// Returns the sizes in memory of the parts of a model with `layers` layers.
+    pub fn part_bytes(&self, layers: usize, dtype: DType) -> PartBytes {
+        let mut parts = PartBytes { layers: vec![0; layers], ..PartBytes::default() };
+        for tensor in &self.tensors {
+            // The first number in the name of a tensor is the index of its layer.
+            let layer = tensor.name.split('.').find_map(|part| part.parse::<usize>().ok());
+            let part = match layer.and_then(|layer| parts.layers.get_mut(layer)) {
+                Some(layer) => layer,
+                None if tensor.group() == "head" => &mut parts.head,
+                None => &mut parts.other,
+            };
+            *part = part.saturating_add(tensor.loaded_bytes(dtype));
+        }
+        parts
     }
 
     /// Returns the size in memory of the largest layer of experts, in bytes.

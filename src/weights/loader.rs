@@ -178,6 +178,11 @@ impl<'c> Weights<'c> {
         &self.world
     }
 
+    /// Returns weights that load whole tensors, as if there were only one rank.
+    pub fn undivided(&self) -> Self {
+        Self { world: World::alone(), ..self.clone() }
+    }
+
     /// Returns weights that load only the rows in `ranges` of each tensor. In the file, each tensor has `total` rows.
     /// The shape passed to a loading function is then the shape of the loaded part.
     pub fn rows(&self, ranges: impl Into<Vec<Range<usize>>>, total: usize) -> Self {

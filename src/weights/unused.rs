@@ -1,6 +1,9 @@
 //! Finds tensors in a checkpoint that the model does not use.
 //! Unused tensors suggest that config.json belongs to another model.
 
+use std::collections::HashSet;
+use std::ops::Range;
+
 use anyhow::{Result, bail};
 
 use super::loader::Weights;
@@ -47,20 +50,23 @@ impl Weights<'_> {
         }
     }
 
-    /// Fails if a tensor of the first `layers` layers was not loaded, unless it is known to have no effect.
-    /// Logs a warning about tensors outside of these layers that were not loaded.
+    /// Fails if a tensor of the layers in `own` was not loaded, unless it is known to have no effect.
+    /// Logs a warning about tensors that were not loaded and belong to none of the model's `layers` layers.
     /// `self` must have the prefix of the layers, such as `model.layers`.
-    pub fn check_all_loaded(&self, layers: usize) -> Result<()> {
+    pub fn check_all_loaded(&self, own: Range<usize>, layers: usize) -> Result<()> {
         let is_unused = |name: &str| {
             !self.progress.has_loaded(name)
                 && !name.contains(TABLE)
                 && !WITHOUT_EFFECT.iter().any(|end| name.ends_with(end))
         };
-        let mut of_layers = self.layer_tensors().filter(|&(_, layer)| layer < layers);
+        let mut of_layers = self.layer_tensors().filter(|(_, layer)| own.contains(layer));
         if let Some((name, _)) = of_layers.find(|(name, _)| is_unused(name)) {
             bail!("the checkpoint has tensor {}, which a model with this config.json does not use", excerpt(name));
         }
-        let mut others = self.checkpoint.tensors().map(|(name, _)| name).filter(|name| is_unused(name));
+        let of_layers: HashSet<&str> =
+            self.layer_tensors().filter(|&(_, layer)| layer < layers).map(|(name, _)| name).collect();
+        let is_other = |name: &&str| is_unused(name) && !of_layers.contains(name);
+        let mut others = self.checkpoint.tensors().map(|(name, _)| name).filter(is_other);
         if let Some(first) = others.next() {
             tracing::warn!(first = excerpt(first), count = 1 + others.count(), "unused tensors");
         }

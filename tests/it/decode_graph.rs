@@ -65,7 +65,7 @@ impl Model {
         let config = models::read_config(dir).unwrap();
         let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
         let has_router = ROUTED.contains(&config.family.model_type);
-        let (cache, mut tables) = KvCache::for_one_sequence(decoder.cache_layers(), CONTEXT, dtype, device).unwrap();
+        let (cache, mut tables) = KvCache::for_one_sequence(decoder.cache_layout(), CONTEXT, dtype, device).unwrap();
         for group in 0..cache.layout().groups() {
             for (index, block) in tables.table(group).to_vec().into_iter().rev().enumerate() {
                 tables.set(group, index, block);

@@ -10,7 +10,7 @@ use inferno::engine::blocks::{BlockHashes, BlockManager, SequenceBlocks};
 use inferno::kernels::SumOrder;
 use inferno::models;
 use inferno::nn::decoder::Decoder;
-use inferno::nn::kv_cache::{BLOCK_TOKENS, BlockTables, CacheLayout, KvCache};
+use inferno::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
 use inferno::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 use inferno::nn::rope::{RopeConfig, RopeLengths};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
@@ -70,13 +70,13 @@ struct Member {
 impl Case {
     fn cache(&self) -> OneSequence {
         let (cache, tables) =
-            KvCache::for_one_sequence(self.decoder.cache_layers(), CONTEXT, self.dtype, &self.device).unwrap();
+            KvCache::for_one_sequence(self.decoder.cache_layout(), CONTEXT, self.dtype, &self.device).unwrap();
         OneSequence { cache, tables, len: 0 }
     }
 
     /// Creates a cache with blocks for `sequences` sequences of `CONTEXT` tokens.
     fn shared_cache(&self, sequences: usize) -> SharedCache<'_> {
-        let layout = CacheLayout::new(self.decoder.cache_layers());
+        let layout = self.decoder.cache_layout();
         let blocks = 1 + sequences * layout.peak_blocks(CONTEXT, CONTEXT);
         let manager = BlockManager::new(layout.windows().to_vec(), blocks);
         let cache = KvCache::new(layout, blocks, self.dtype, &self.device).unwrap();

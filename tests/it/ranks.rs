@@ -7,11 +7,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 
 use candle_core::{DType, Device, safetensors};
-use inferno::device::{self, Devices, World};
+use inferno::device::{self, Devices, Split, World, share};
 use inferno::engine::{EngineBuilder, Request};
 use inferno::kernels::exchange;
 use inferno::models;
-use inferno::nn::kv_cache::{CacheLayout, KvCache};
+use inferno::nn::kv_cache::KvCache;
 use inferno::runner::{RankParts, Runner, RunnerLimits, RunnerOptions};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::QuantizationTarget;
@@ -22,7 +22,7 @@ use crate::cli::{run, text};
 use crate::engine::Answer;
 use crate::gguf::models::{quantized_llama, saved};
 use crate::queued_steps;
-use crate::support::{GoldenKind, golden, golden_models, logits_of, relative_error, values};
+use crate::support::{GoldenKind, demo_dir, golden, golden_models, logits_of, relative_error, values};
 
 /// World sizes that divide heads, blocks and vocabularies evenly, unevenly, or into empty parts.
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
@@ -46,13 +46,27 @@ pub fn on_ranks<T: Send>(size: usize, work: impl Fn(&World) -> T + Sync) -> Vec<
 
 /// Returns the logits of all `ids` on each of `size` ranks, which run on the CPU.
 fn logits(path: &Path, size: usize, quantize: Option<QuantizationTarget>, ids: &[u32]) -> Vec<Vec<f32>> {
-    let cpus = vec!["cpu"; size].join(",").parse().unwrap();
-    logits_on(&cpus, DType::F32, path, quantize, ids)
+    logits_on(&cpus(size), Split::Tensor, DType::F32, path, quantize, ids)
+}
+
+/// Returns the CPU as the device of each of `size` ranks.
+fn cpus(size: usize) -> Devices {
+    vec!["cpu"; size].join(",").parse().unwrap()
+}
+
+/// Returns the world of a rank, with about as many layers on each rank if `split` divides the layers.
+pub fn split_world(world: &World, split: Split, layers: usize) -> World {
+    let stages = |size| (0..size).map(|rank| share(layers, 1, rank, size)).collect::<Vec<_>>();
+    match split {
+        Split::Tensor => world.clone(),
+        Split::Layers => world.clone().with_stages(&stages(world.size())),
+    }
 }
 
 /// Returns the logits of all `ids` on each rank.
 pub fn logits_on(
     devices: &Devices,
+    split: Split,
     dtype: DType,
     path: &Path,
     quantize: Option<QuantizationTarget>,
@@ -63,7 +77,8 @@ pub fn logits_on(
     on_ranks(devices.count(), |world| {
         let device = device::open(devices.iter().nth(world.rank()).unwrap()).unwrap();
         let progress = LoadProgress::silent();
-        let world = exchange::connect(world.clone(), &device).unwrap();
+        let world = split_world(world, split, config.architecture.cache_layers().len());
+        let world = exchange::connect(world, &device).unwrap();
         let weights = Weights::of_rank(&checkpoint, &device, dtype, &progress, world).unwrap();
         let weights = match quantize {
             Some(quantize) => weights.quantized_to(quantize),
@@ -99,6 +114,33 @@ fn logits_of_every_family_agree_with_transformers() {
         for size in SIZES {
             assert_ranks_agree(case, &logits(&dir, size, None, &ids), &expected, 1e-4);
         }
+    }
+}
+
+/// A rank that holds whole layers computes them like a single rank, and the head gives the same bits for any number of
+/// rows. So all ranks have exactly the logits of one rank.
+#[test]
+fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
+    let check = |name: &str, path: &Path, ids: &[u32], expected: &[f32], tolerance: f32| {
+        let layers = models::read_config(path).unwrap().architecture.cache_layers().len();
+        let one = logits(path, 1, None, ids).remove(0);
+        for size in 2..=layers {
+            let ranks = logits_on(&cpus(size), Split::Layers, DType::F32, path, None, ids);
+            assert_ranks_agree(name, &ranks, expected, tolerance);
+            assert_eq!(ranks[0], one, "{name} on {size} ranks");
+        }
+    };
+    for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
+        let (ids, logits) = expected(&golden(case).join("golden.safetensors"));
+        check(case, &golden(case), &ids, &logits, 1e-4);
+    }
+    for (case, tolerance) in [("compressed/int8_packed", 1e-4), ("compressed/fp8", 12e-2)] {
+        let (ids, logits) = expected(&golden(case).join("golden.safetensors"));
+        check(case, &golden(case), &ids, &logits, tolerance);
+    }
+    for family in ["llama", "qwen3_moe", "gemma3", "gpt2", "gpt_oss"] {
+        let (ids, logits) = expected(&golden("gguf_quantized").join(format!("{family}.safetensors")));
+        check(family, &golden("gguf_quantized").join(format!("{family}.gguf")), &ids, &logits, 1e-4);
     }
 }
 
@@ -165,12 +207,22 @@ fn quantizing_while_loading_gives_the_same_logits_as_one_rank() {
 /// Compares answers on several ranks with answers on one rank: with preemptions, prefix hits, stop tokens and sampling.
 #[test]
 fn engines_of_several_ranks_answer_like_one_rank() {
-    for devices in ["cpu,cpu", "cpu,cpu,cpu"] {
-        let devices: Devices = devices.parse().unwrap();
-        let engine = queued_steps::demo().devices(devices.clone()).load().unwrap();
-        assert_eq!(engine.info().ranks, devices.count());
+    for (size, split) in [(2, Split::Tensor), (3, Split::Tensor), (2, Split::Layers), (4, Split::Layers)] {
+        let engine = queued_steps::demo().devices(cpus(size)).split(split).load().unwrap();
+        assert_eq!(engine.info().ranks, size);
         queued_steps::check(engine, queued_steps::demo().load().unwrap(), |_, _| ());
     }
+}
+
+/// A rank needs at least one layer, but can do without a part of each matrix.
+#[test]
+fn layers_are_divided_among_no_more_ranks_than_there_are_layers() {
+    let layers = models::read_config(&demo_dir()).unwrap().architecture.cache_layers().len();
+    let load = |split, ranks| queued_steps::demo().devices(cpus(ranks)).split(split).load();
+    assert!(load(Split::Tensor, layers + 1).is_ok() && load(Split::Layers, layers).is_ok());
+    let error = load(Split::Layers, layers + 1).err().unwrap();
+    let message = format!("cannot divide {layers} layers among {} devices", layers + 1);
+    assert!(error.to_string().contains(&message), "{error:#}");
 }
 
 #[test]
@@ -216,7 +268,7 @@ fn if_a_rank_fails_all_passes_fail_with_its_error() {
             let weights = Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone()).unwrap();
             let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
             let blocks = if world.is_first() { 8 } else { 1 };
-            let layout = CacheLayout::new(decoder.cache_layers());
+            let layout = decoder.cache_layout();
             let cache = KvCache::new(layout, blocks, DType::F32, &Device::Cpu).unwrap();
             (world, RankParts { decoder, cache })
         })
@@ -241,9 +293,12 @@ fn the_command_line_takes_a_list_of_devices() {
         let prompt = ["play", "demo", "--prompt", "Hello", "--temperature", "0", "--max-tokens", "20"];
         run(&[&prompt, arguments].concat())
     };
-    let (one, two) = (play(&["--device", "cpu"]), play(&["--device", "cpu,cpu"]));
-    assert!(one.status.success() && two.status.success(), "{}", text(&two.stderr));
-    assert_eq!(text(&one.stdout), text(&two.stdout));
+    let one = play(&["--device", "cpu"]);
+    for arguments in [&["--device", "cpu,cpu"][..], &["--device", "cpu,cpu", "--split", "layers"]] {
+        let two = play(arguments);
+        assert!(one.status.success() && two.status.success(), "{}", text(&two.stderr));
+        assert_eq!(text(&one.stdout), text(&two.stdout));
+    }
     for (arguments, message) in [
         (["--device", "cpu,cuda"], "a model runs on GPUs or on the CPU, not on both"),
         (["--device", "cpu,gpu"], "unknown device 'gpu'"),
@@ -251,6 +306,7 @@ fn the_command_line_takes_a_list_of_devices() {
         (["--gpus", "9"], "choose 1 to 8"),
         (["--device", "cuda:0,1,2,3,4,5,6,7,8"], "at most 8 devices"),
         (["--gpus", "two"], "'two' is not a number of GPUs"),
+        (["--split", "rows"], "[possible values: tensor, layers]"),
     ] {
         let output = play(&arguments);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}");

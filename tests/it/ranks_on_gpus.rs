@@ -4,7 +4,8 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
-use inferno::device::{self, DeviceChoice, Devices, Exchange, World};
+use half::bf16;
+use inferno::device::{self, DeviceChoice, Devices, Exchange, Split, World};
 use inferno::engine::Engine;
 use inferno::kernels::exchange;
 use inferno::models;
@@ -16,7 +17,7 @@ use inferno::{GenerateOptions, SamplingParams};
 
 use crate::engine::{Answer, GraphModel, assert_greedy, generate, generate_at_once};
 use crate::queued_steps;
-use crate::ranks::{CONTEXT, assert_ranks_agree, expected, logits_on, on_ranks};
+use crate::ranks::{CONTEXT, assert_ranks_agree, expected, logits_on, on_ranks, split_world};
 use crate::support::{GoldenKind, golden, golden_models, logits_of};
 
 /// Lets only one of these tests run at a time. While a GPU waits for another GPU, no program may load kernels or allocate memory
@@ -52,7 +53,7 @@ fn gpus_exchange_tensors_of_all_sizes() {
         on_gpus(size, |world, device, exchange| {
             for round in 0..3 {
                 // The last tensor is larger than a region of a mailbox.
-                for count in [1, 3, 4, 2880, 2881, 8 * 2880, 5_000_003] {
+                for count in [1, 3, 4, 2880, 2881, 8 * 2880, 5_000_000, 5_000_003] {
                     let x: Vec<f32> = (0..count).map(|i| value(world.rank(), i + round)).collect();
                     let x = Tensor::from_vec(x, count, device).unwrap();
                     let sum = on_host(&exchange.sum(&x).unwrap());
@@ -60,6 +61,18 @@ fn gpus_exchange_tensors_of_all_sizes() {
                     assert!(
                         sum.iter().enumerate().all(|(i, &sum)| sum == expected(i)),
                         "{count} elements in round {round}"
+                    );
+                    // Few elements, and a number of elements that is not a multiple of 8, are summed without rounding.
+                    let sum = on_host(&exchange.sum_rounded(&x).unwrap());
+                    let is_rounded = count == 5_000_000;
+                    let part = |rank, i| match value(rank, i + round) {
+                        value if is_rounded => bf16::from_f32(value).to_f32(),
+                        value => value,
+                    };
+                    let expected = |i: usize| (0..size).map(|rank| part(rank, i)).sum::<f32>();
+                    assert!(
+                        sum.iter().enumerate().all(|(i, &sum)| sum == expected(i)),
+                        "{count} elements in round {round}, rounded"
                     );
                 }
                 for (rows, columns) in [(1, 1), (1, 113), (5, 1001), (33, 201_088)] {
@@ -83,6 +96,13 @@ fn gpus_exchange_every_kind_of_number() {
     let values = [f32::from_bits(u32::MAX), f32::NAN, f32::INFINITY, -0.0, f32::MIN_POSITIVE / 2.0, 1.0, 2.0, 3.0];
     let sums = on_gpus(2, |world, device, exchange| {
         let x = Tensor::new(&values, device).unwrap();
+        // Rounding to bf16 must not make a word that looks like a word that has not arrived.
+        let many = Tensor::new(&values, device).unwrap().repeat(1 << 15).unwrap();
+        let rounded = on_host(&exchange.sum_rounded(&many).unwrap());
+        for sum in rounded.chunks(8) {
+            assert!(sum[0].is_nan() && sum[1].is_nan() && sum[2..4] == [f32::INFINITY, 0.0], "{sum:?}");
+            assert_eq!(sum[5..], [2.0, 4.0, 6.0]);
+        }
         // With too many queued operations, launches block. On a shared GPU, this also blocks the other rank.
         for _ in 0..200 {
             (0..100).for_each(|_| drop(exchange.sum(&x).unwrap()));
@@ -138,24 +158,35 @@ fn decode_graphs_of_ranks_agree_with_transformers() {
         for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
             let dir = golden(case);
             let (ids, expected) = expected(&dir.join("golden.safetensors"));
-            let ranks = on_gpus(2, |world, device, _| graph_logits(world, device, dtype, &dir, &ids));
-            if let Some(ranks) = ranks.into_iter().collect::<Option<Vec<_>>>() {
-                assert_ranks_agree(case, &ranks, &expected, tolerance);
-                models.push(case);
+            for split in [Split::Tensor, Split::Layers] {
+                let ranks = on_gpus(2, |world, device, _| graph_logits(world, split, device, dtype, &dir, &ids));
+                if let Some(ranks) = ranks.into_iter().collect::<Option<Vec<_>>>() {
+                    assert_ranks_agree(case, &ranks, &expected, tolerance);
+                    models.push((case, split));
+                }
             }
         }
         let expected = ["gpt_oss_graph", "llama_graph", "mixtral_graph", "qwen3_moe_graph", "gemma2_graph"];
-        assert!(expected.iter().all(|model| models.contains(model)), "only {models:?} have graphs");
+        let has_graphs = |&model| [Split::Tensor, Split::Layers].iter().all(|&split| models.contains(&(model, split)));
+        assert!(expected.iter().all(has_graphs), "only {models:?} have graphs");
     }
 }
 
 /// Returns the logits of all `ids` on the decode graph of a rank, or `None` if any rank has no graph.
-fn graph_logits(world: &World, device: &Device, dtype: DType, dir: &Path, ids: &[u32]) -> Option<Vec<f32>> {
+fn graph_logits(
+    world: &World,
+    split: Split,
+    device: &Device,
+    dtype: DType,
+    dir: &Path,
+    ids: &[u32],
+) -> Option<Vec<f32>> {
     let (config, checkpoint) = (models::read_config(dir).unwrap(), Checkpoint::open(dir).unwrap());
+    let world = &split_world(world, split, config.architecture.cache_layers().len());
     let progress = LoadProgress::silent();
     let weights = Weights::of_rank(&checkpoint, device, dtype, &progress, world.clone()).unwrap();
     let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
-    let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layers(), CONTEXT, dtype, device).unwrap();
+    let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layout(), CONTEXT, dtype, device).unwrap();
     let plan = DecodeGraph::plan(&decoder, &cache, CONTEXT).unwrap();
     let has_graph = matches!(plan, DecodePlan::Graph(_));
     if world.all(has_graph).unwrap().iter().any(|has_graph| !**has_graph) {
@@ -184,18 +215,26 @@ fn ranks_on_gpus_agree_with_transformers() {
         for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
             let dir = golden(case);
             let (ids, expected) = expected(&dir.join("golden.safetensors"));
-            assert_ranks_agree(case, &logits_on(&devices, dtype, &dir, None, &ids), &expected, tolerance);
+            for split in [Split::Tensor, Split::Layers] {
+                let ranks = logits_on(&devices, split, dtype, &dir, None, &ids);
+                assert_ranks_agree(case, &ranks, &expected, tolerance);
+            }
         }
         // With more ranks than KV heads, some ranks hold no heads.
         for case in ["llama_new", "gpt_oss_new", "qwen3_moe", "gpt2"] {
             let (eight, dir) = (["cuda:0"; 8].join(",").parse().unwrap(), golden(case));
             let (ids, expected) = expected(&dir.join("golden.safetensors"));
-            assert_ranks_agree(case, &logits_on(&eight, dtype, &dir, None, &ids), &expected, tolerance);
+            assert_ranks_agree(case, &logits_on(&eight, Split::Tensor, dtype, &dir, None, &ids), &expected, tolerance);
         }
         for family in ["llama", "qwen3_moe", "phi3", "gpt2", "gpt_oss"] {
             let (ids, expected) = expected(&golden("gguf_quantized").join(format!("{family}.safetensors")));
             let path = golden("gguf_quantized").join(format!("{family}.gguf"));
-            assert_ranks_agree(family, &logits_on(&devices, dtype, &path, None, &ids), &expected, tolerance);
+            assert_ranks_agree(
+                family,
+                &logits_on(&devices, Split::Tensor, dtype, &path, None, &ids),
+                &expected,
+                tolerance,
+            );
         }
     }
 }
@@ -204,21 +243,25 @@ fn ranks_on_gpus_agree_with_transformers() {
 #[test(gpu)]
 fn engines_of_several_gpus_answer_many_requests() {
     let _guard = one_at_a_time();
-    let engine = |devices: Devices| queued_steps::demo().devices(devices).dtype(DType::F32).load().unwrap();
-    let (two, one) = (engine(two_gpus()), engine("cuda".parse().unwrap()));
-    let prompts: Vec<_> = (0..12).map(|index| two.random_tokens(index, 20 + 10 * index as usize)).collect();
+    let engine =
+        |devices: Devices, split| queued_steps::demo().devices(devices).split(split).dtype(DType::F32).load().unwrap();
+    let one = engine("cuda".parse().unwrap(), Split::Tensor);
+    let prompts: Vec<_> = (0..12).map(|index| one.random_tokens(index, 20 + 10 * index as usize)).collect();
     let options =
         || GenerateOptions { ignore_eos: true, max_tokens: Some(40), ..GenerateOptions::new(SamplingParams::greedy()) };
     let answers = |engine: &Engine| {
         let streams: Vec<_> = prompts.iter().map(|ids| engine.complete_ids(ids, options()).unwrap()).collect();
         streams.into_iter().map(|stream| Answer::read(stream).tokens).collect::<Vec<_>>()
     };
-    let (together, alone) = (answers(&two), answers(&one));
-    assert!(together.iter().all(|tokens| tokens.len() == 40));
-    // Near ties can change a greedy token, so not every answer must be the same.
-    let same = together.iter().zip(&alone).filter(|(a, b)| a == b).count();
-    println!("{same} of 12 answers are the same as on one GPU");
-    assert!(same >= 10, "only {same} of 12 answers are the same as on one GPU");
+    let alone = answers(&one);
+    for split in [Split::Tensor, Split::Layers] {
+        let together = answers(&engine(two_gpus(), split));
+        assert!(together.iter().all(|tokens| tokens.len() == 40));
+        // Near ties can change a greedy token, so not every answer must be the same.
+        let same = together.iter().zip(&alone).filter(|(a, b)| a == b).count();
+        println!("{split:?}: {same} of 12 answers are the same as on one GPU");
+        assert!(same >= 10, "{split:?}: only {same} of 12 answers are the same as on one GPU");
+    }
 }
 
 /// Returns the devices of two ranks: two GPUs, or the same GPU twice if there is only one.
@@ -230,11 +273,19 @@ fn two_gpus() -> Devices {
 #[test(gpu)]
 fn graphs_of_several_gpus_choose_the_most_likely_tokens() {
     let _guard = one_at_a_time();
-    for name in ["mistral", "gpt_oss_graph", "gemma2_graph"] {
+    let cases = [
+        ("mistral", Split::Tensor),
+        ("gpt_oss_graph", Split::Tensor),
+        ("gpt_oss_graph", Split::Layers),
+        ("gemma2_graph", Split::Tensor),
+        ("gemma2_graph", Split::Layers),
+    ];
+    for (name, split) in cases {
         let model = GraphModel::new(name);
-        let builder = model.builder().devices(two_gpus()).dtype(DType::F16).context(110).sequences(4).chunk(16);
+        let builder =
+            model.builder().devices(two_gpus()).split(split).dtype(DType::F16).context(110).sequences(4).chunk(16);
         let engine = builder.load().unwrap();
-        assert_eq!(engine.executor(), Executor::Graph, "{name}: {:?}", engine.eager_reason());
+        assert_eq!(engine.executor(), Executor::Graph, "{name}, {split:?}: {:?}", engine.eager_reason());
         let prompts: Vec<Vec<u32>> = (1..7).map(|index| engine.random_tokens(index, 9 * index as usize)).collect();
         for _ in 0..2 {
             for prompt in &prompts {

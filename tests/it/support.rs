@@ -143,7 +143,7 @@ pub fn demo_dir() -> PathBuf {
 
 /// Runs `ids` in one pass with an empty KV cache. Returns the logits of every token.
 pub fn logits_of(decoder: &Decoder, ids: &[u32], dtype: DType, device: &Device) -> anyhow::Result<Tensor> {
-    let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layers(), ids.len(), dtype, device)?;
+    let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layout(), ids.len(), dtype, device)?;
     let span = SequenceSpan { tokens: ids.len(), position: 0, tables: &tables };
     decoder
         .forward(&StepBatch { ids, sequences: &[span], logits: LogitRows::All, sum_order: SumOrder::Fastest }, &cache)

@@ -76,7 +76,7 @@ fn load(
         None => Weights::new(&checkpoint, device, dtype, &progress)?,
     };
     let decoder = models::read_config(dir)?.architecture.build(&weights, STEPS)?;
-    let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layers(), STEPS, dtype, device)?;
+    let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layout(), STEPS, dtype, device)?;
     Ok((decoder, cache, tables))
 }
 

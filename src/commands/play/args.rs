@@ -13,7 +13,7 @@ use crate::commands::shared::sampling::SamplingArgs;
 use crate::conversation::{ModelId, ModelSource, Overflow, SettingValues};
 
 /// The flags that cannot be combined with `--url`, because they have no meaning for a model on a server.
-const LOCAL_FLAGS: [&str; 12] = [
+const LOCAL_FLAGS: [&str; 13] = [
     "attention",
     "chunk",
     "context",
@@ -26,6 +26,7 @@ const LOCAL_FLAGS: [&str; 12] = [
     "quantize",
     "raw",
     "revision",
+    "split",
 ];
 
 /// Chat with a model, or get one answer with --prompt

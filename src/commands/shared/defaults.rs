@@ -30,7 +30,7 @@ use crate::files;
 use crate::hub::Hub;
 
 /// The flags of `play`, other than the sampling flags, that can be set outside the command line.
-const OTHER_FLAGS: [&str; 17] = [
+const OTHER_FLAGS: [&str; 18] = [
     "attention",
     "chunk",
     "context",
@@ -45,6 +45,7 @@ const OTHER_FLAGS: [&str; 17] = [
     "quantize",
     "reasoning",
     "revision",
+    "split",
     "stop",
     "system",
     "url",
@@ -59,7 +60,7 @@ static PLAY_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
 });
 
 /// The flags of `serve` that can be set outside the command line.
-const SERVE_FLAGS: [&str; 21] = [
+const SERVE_FLAGS: [&str; 22] = [
     "api-key",
     "attention",
     "chunk",
@@ -79,6 +80,7 @@ const SERVE_FLAGS: [&str; 21] = [
     "quantize",
     "queue",
     "revision",
+    "split",
     "tls-cert",
     "tls-key",
 ];
@@ -103,7 +105,7 @@ const SWITCHES: [&str; 5] = ["deterministic", "eager", "hide-reasoning", "no-aut
 const HEALTH_FLAGS: [&str; 3] = ["host", "port", "tls-cert"];
 
 /// The flags of `bench`, `perplexity` and `replay` that can be set outside the command line.
-const DEVICE: [&str; 1] = ["device"];
+const DEVICE: [&str; 2] = ["device", "split"];
 
 /// The parsed command line, with values from the environment, the resumed conversation and the configuration file.
 pub struct ParsedCommandLine {

@@ -6,7 +6,7 @@ use clap::ValueEnum;
 use indicatif::ProgressBar;
 
 use super::{note, progress_style, stderr_target};
-use crate::device::{DeviceChoice, DeviceInfo, Devices, MAX_RANKS};
+use crate::device::{DeviceChoice, DeviceInfo, Devices, MAX_RANKS, Split};
 use crate::engine::{Engine, LoadOptions, MemoryLimit};
 use crate::error::Error;
 use crate::hub::Snapshot;
@@ -30,6 +30,10 @@ pub struct LoadArgs {
     /// Number of GPUs that run the model together; uses the first N GPUs
     #[arg(long, value_name = "N", value_parser = parse_gpus, conflicts_with = "device")]
     gpus: Option<Devices>,
+    /// How several GPUs divide the model: each holds a part of every layer (tensor, faster) or whole layers (layers,
+    /// for slow connections and GPUs of unlike sizes)
+    #[arg(long, value_name = "HOW", default_value = "tensor", hide_possible_values = true)]
+    split: SplitBy,
     /// Compute dtype [default: bf16 on a GPU, f32 on a CPU]
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<Dtype>,
@@ -70,6 +74,12 @@ enum Attention {
     Own,
     Flash,
     Eager,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum SplitBy {
+    Tensor,
+    Layers,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -153,6 +163,10 @@ impl LoadArgs {
             &snapshot.path,
             &LoadOptions {
                 devices: self.devices().clone(),
+                split: match self.split {
+                    SplitBy::Tensor => Split::Tensor,
+                    SplitBy::Layers => Split::Layers,
+                },
                 dtype: self.dtype.map(|dtype| match dtype {
                     Dtype::F32 => DType::F32,
                     Dtype::F16 => DType::F16,

@@ -11,11 +11,14 @@ pub struct StepBuffers {
     /// The residual stream: f32 `[hidden]`.
     pub x: Tensor,
     /// The buffer to which kernels add the outputs of attention and of the MLP: f32 `[hidden]`.
-    /// On the first rank, this is `x`. On all other ranks, this is a separate buffer of zeros,
-    /// because only the first rank may add `x` to the sum over all ranks.
+    /// If the ranks divide each layer, only the first rank may add `x` to the sum over all ranks. On the first rank,
+    /// this is therefore `x`, and on all other ranks, this is a separate buffer of zeros.
+    /// If each rank runs whole layers, this is `x`.
     pub partial: Tensor,
     /// The ranks that run the step together.
     pub world: World,
+    /// The ranks that run each layer together: `world`, or only this rank if each rank runs whole layers.
+    pub layer_world: World,
     /// u32 `[4]`: the current position, the current token, the number of finished steps, and an unused word.
     pub state: Tensor,
     /// The logits: f32 `[vocab]`.
@@ -31,10 +34,12 @@ impl StepBuffers {
         let multiprocessors = multiprocessors(device)?;
         let device = &Device::Cuda(device.clone());
         let x = Tensor::zeros(hidden_size, DType::F32, device)?;
+        let layer_world = if world.stages().is_some() { World::alone() } else { world.clone() };
         Ok(Self {
-            partial: if world.is_first() { x.clone() } else { x.zeros_like()? },
+            partial: if layer_world.is_first() { x.clone() } else { x.zeros_like()? },
             x,
             world: world.clone(),
+            layer_world,
             state: Tensor::zeros(4, DType::U32, device)?,
             logits: Tensor::zeros(vocab_size, DType::F32, device)?,
             best: Tensor::zeros(2 * multiprocessors, DType::U32, device)?,

@@ -112,5 +112,5 @@ pub fn add_mxfp4_down(
     let bytes = weights.bytes() / experts as u64 * chosen as u64;
     // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
     unsafe { launches.add(launch.with_bytes_moved(bytes))? };
-    add_sum(launches, &buffers.world, &buffers.partial, &buffers.x)
+    add_sum(launches, &buffers.layer_world, &buffers.partial, &buffers.x)
 }

@@ -32,7 +32,7 @@ pub fn add_residual(
     let (rows, columns) = (buffers.x.dims1()?, y.elem_count());
     check_weight(weight, rows, columns, y.dtype())?;
     // The sum over all ranks must contain the bias only once.
-    let bias = bias.filter(|_| buffers.world.is_first());
+    let bias = bias.filter(|_| buffers.layer_world.is_first());
     if let Some(bias) = bias {
         check_f32("the bias", bias, rows)?;
     }
@@ -52,9 +52,9 @@ pub fn add_residual(
     // SAFETY: shapes and dtypes are checked above.
     unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
     let Some(PostNorm { norm, scratch }) = post_norm else {
-        return add_sum(launches, &buffers.world, &buffers.partial, &buffers.x);
+        return add_sum(launches, &buffers.layer_world, &buffers.partial, &buffers.x);
     };
-    add_sum(launches, &buffers.world, scratch, scratch)?;
+    add_sum(launches, &buffers.layer_world, scratch, scratch)?;
     check_f32("the norm weight", norm.weight, rows)?;
     let arguments =
         Arguments::new().tensor(&buffers.x)?.tensor(scratch)?.tensor(norm.weight)?.int(rows).float(norm.eps);

@@ -78,7 +78,7 @@ pub fn add_routed_down(
     let bytes = weight.bytes() / experts as u64 * chosen as u64;
     // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
     unsafe { launches.add(launch.with_bytes_moved(bytes))? };
-    add_sum(launches, &buffers.world, &buffers.partial, &buffers.x)
+    add_sum(launches, &buffers.layer_world, &buffers.partial, &buffers.x)
 }
 
 fn check_routing(logits: &Tensor, chosen: usize) -> Result<()> {

@@ -71,7 +71,7 @@ pub fn measure(world: &World, device: &CudaDevice) -> CandleResult<Result<Exchan
         Ok(started.elapsed().as_secs_f64() / OPERATIONS as f64)
     };
     let times = ExchangeTimes { small: time(SMALL_ELEMENTS)?, large: time(LARGE_ELEMENTS)? };
-    let missing = exchange.missing_rank().map(|rank| format!("GPU {rank} does not answer"));
+    let missing = exchange.missing_rank().map(|rank| format!("GPU {} does not answer", rank + 1));
     Ok(missing.map_or(Ok(times), Err))
 }
 

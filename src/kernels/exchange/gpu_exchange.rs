@@ -21,6 +21,9 @@ const TIMEOUT_SECONDS: i32 = 5;
 /// The value of the control word after the host has ended the exchange.
 /// Other nonzero values are 1 + the rank that did not answer.
 const ENDED: u32 = u32::MAX;
+/// The number of elements from which [`Exchange::sum_rounded`] rounds. The time to exchange fewer elements is mostly
+/// latency, which rounding does not shorten.
+const MIN_ROUNDED_ELEMENTS: usize = 1 << 18;
 /// How often to look for the launches of other ranks before other threads may use the core.
 const SPINNING_TURNS: usize = 10_000;
 const NOT_CAPTURING: sys::CUstreamCaptureStatus = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
@@ -162,6 +165,46 @@ impl GpuExchange {
             .overlapping())
     }
 
+    /// Returns a launch that writes the sum of the ranks' tensors `x`, rounded to bf16, to `out`, which may be `x`.
+    ///
+    /// Both tensors are contiguous f32 and have the same number of elements: a multiple of 8, at most twice the size of a
+    /// [`region`](Self::region).
+    fn rounded_sum_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
+        let (elements, words) = (x.elem_count(), x.elem_count() / 2);
+        let (x_address, out_address) = (address(x)?, address(out)?);
+        let is_aligned = elements.is_multiple_of(8) && x_address.is_multiple_of(16) && out_address.is_multiple_of(16);
+        let is_f32 = x.dtype() == DType::F32 && out.dtype() == DType::F32;
+        if !is_aligned || !is_f32 || out.elem_count() != elements || words > self.region() {
+            bail!("exchange_sum: cannot write the sum of x {:?} {:?} to out {:?}", x.dtype(), x.dims(), out.dims());
+        }
+        let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(0), []).int(words);
+        Ok(Launch::new(module!("exchange"), "exchange_sum_bf16", self.shape(words / 4), arguments)
+            .with_bytes_moved(8 * elements as u64)
+            .overlapping())
+    }
+
+    /// Sums the parts of `x` that fit in a region, which `launch` adds to `out`. `most` is the number of elements that fit.
+    fn sum_parts(
+        &self,
+        x: &Tensor,
+        most: usize,
+        launch: impl Fn(&Tensor, &Tensor) -> Result<Launch>,
+    ) -> Result<Tensor> {
+        let from = x.to_dtype(DType::F32)?.contiguous()?;
+        // SAFETY: the kernels write every element of `out`.
+        let out = unsafe { scratch::empty(x.dims(), DType::F32, x.device())? };
+        let (from, sums, elements) = (from.flatten_all()?, out.flatten_all()?, x.elem_count());
+        for start in (0..elements).step_by(most) {
+            let part = |tensor: &Tensor| tensor.narrow(0, start, most.min(elements - start));
+            let launch = launch(&part(&from)?, &part(&sums)?)?;
+            // SAFETY: `launch` checks the tensors.
+            // All mailboxes live as long as `self`, and `drop` waits for the last launch.
+            unsafe { launch.enqueue(&self.device)? };
+            self.wait_unless_capturing();
+        }
+        out.to_dtype(x.dtype())
+    }
+
     /// Returns a launch that writes the columns of all ranks to `out`, f32 `[rows, columns]`.
     ///
     /// `x` is f32 `[rows, columns of this rank]`. The tensor of every rank must fit in a region.
@@ -184,9 +227,15 @@ impl GpuExchange {
 
     /// Loads all kernels by launching them without values. These launches do not wait for other ranks.
     pub fn load_kernels(&self) -> Result<()> {
-        let arguments = || Arguments::new().address(0).address(0).value(self.raw(0), []).int(0).int(0);
-        for kernel in ["exchange_sum_4", "exchange_sum_1", "exchange_columns"] {
-            let launch = Launch::new(module!("exchange"), kernel, self.shape(0), arguments());
+        let arguments = || Arguments::new().address(0).address(0).value(self.raw(0), []).int(0);
+        for (kernel, has_flag) in [
+            ("exchange_sum_4", true),
+            ("exchange_sum_1", true),
+            ("exchange_columns", true),
+            ("exchange_sum_bf16", false),
+        ] {
+            let arguments = if has_flag { arguments().int(0) } else { arguments() };
+            let launch = Launch::new(module!("exchange"), kernel, self.shape(0), arguments);
             // SAFETY: without values, the kernel accesses only the state of this rank's mailbox.
             unsafe { launch.enqueue(&self.device)? };
         }
@@ -235,19 +284,15 @@ impl Exchange for GpuExchange {
     }
 
     fn sum(&self, x: &Tensor) -> Result<Tensor> {
-        let from = x.to_dtype(DType::F32)?.contiguous()?;
-        // SAFETY: the kernels write every element of `out`.
-        let out = unsafe { scratch::empty(x.dims(), DType::F32, x.device())? };
-        let (from, sums, words) = (from.flatten_all()?, out.flatten_all()?, x.elem_count());
-        for start in (0..words).step_by(self.region()) {
-            let part = |tensor: &Tensor| tensor.narrow(0, start, self.region().min(words - start));
-            let launch = self.sum_launch(&part(&from)?, &part(&sums)?, false)?;
-            // SAFETY: `sum_launch` checks the tensors.
-            // All mailboxes live as long as `self`, and `drop` waits for the last launch.
-            unsafe { launch.enqueue(&self.device)? };
-            self.wait_unless_capturing();
+        self.sum_parts(x, self.region(), |x, out| self.sum_launch(x, out, false))
+    }
+
+    fn sum_rounded(&self, x: &Tensor) -> Result<Tensor> {
+        let elements = x.elem_count();
+        if elements < MIN_ROUNDED_ELEMENTS || !elements.is_multiple_of(8) {
+            return self.sum(x);
         }
-        out.to_dtype(x.dtype())
+        self.sum_parts(x, 2 * self.region(), |x, out| self.rounded_sum_launch(x, out))
     }
 
     fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor> {

@@ -39,6 +39,8 @@ enum Slot {
     UnnormalizedOutput,
     /// The logits of a router.
     RouterLogits,
+    /// What a rank adds to the result of another rank's layers.
+    Zeros,
 }
 
 /// The buffers between kernels. Layers with the same shapes share buffers.
@@ -55,6 +57,11 @@ impl Scratch {
             Entry::Occupied(entry) => entry.get().clone(),
             Entry::Vacant(entry) => entry.insert(Tensor::zeros(shape, dtype, device)?).clone(),
         })
+    }
+
+    /// Returns a buffer of zeros with the shape of `x`.
+    pub fn zeros(&mut self, x: &Tensor) -> Result<Tensor> {
+        self.tensor(Slot::Zeros, x.dims(), x.dtype(), x.device())
     }
 }
 

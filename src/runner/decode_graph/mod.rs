@@ -19,6 +19,7 @@ use super::choose_token::NO_TOKEN;
 use super::{EagerReason, KernelTime};
 use crate::kernels::decode::sample::{self, DeviceSampling, SamplingBuffers, SamplingKernelParams};
 use crate::kernels::decode::{self, Embedding, StepBuffers};
+use crate::kernels::exchange::add_sum;
 use crate::kernels::launch::{LaunchGraph, LaunchList, Mailbox};
 use crate::kernels::rows::copy_rows;
 use crate::nn::decoder::Decoder;
@@ -95,14 +96,21 @@ impl DecodeGraph {
         let context = context.min(decoder.context());
         let table = |_| Tensor::zeros((1, context.div_ceil(BLOCK_TOKENS)), DType::U32, decoder.embed_tokens.device());
         let tables = (0..cache.layout().groups()).map(table).collect::<candle_core::Result<Vec<_>>>()?;
-        for (index, layer) in decoder.layers.iter().enumerate() {
-            let table = &tables[cache.layout().group(index)];
-            add_attention(&mut launches, &buffers, &mut scratch, layer, cache.layer(index), table)?;
-            match &layer.mlp {
-                Mlp::Gated(mlp) => add_gated_mlp(&mut launches, &buffers, &mut scratch, layer, mlp)?,
-                Mlp::ClampedMoe(mlp) => add_clamped_moe(&mut launches, &buffers, &mut scratch, layer, mlp)?,
-                Mlp::GatedMoe(mlp) => add_gated_moe(&mut launches, &buffers, &mut scratch, layer, mlp)?,
-                Mlp::Plain(_) => bail!("the decode graph has no kernel for an MLP without a gate"),
+        for stage in 0..decoder.stages() {
+            let is_own = decoder.is_own(stage);
+            for (index, layer) in decoder.own_layers().filter(|_| is_own) {
+                let table = &tables[cache.layout().group(index)];
+                add_attention(&mut launches, &buffers, &mut scratch, layer, cache.layer(index), table)?;
+                match &layer.mlp {
+                    Mlp::Gated(mlp) => add_gated_mlp(&mut launches, &buffers, &mut scratch, layer, mlp)?,
+                    Mlp::ClampedMoe(mlp) => add_clamped_moe(&mut launches, &buffers, &mut scratch, layer, mlp)?,
+                    Mlp::GatedMoe(mlp) => add_gated_moe(&mut launches, &buffers, &mut scratch, layer, mlp)?,
+                    Mlp::Plain(_) => bail!("the decode graph has no kernel for an MLP without a gate"),
+                }
+            }
+            if decoder.stages() > 1 {
+                let result = if is_own { buffers.x.clone() } else { scratch.zeros(&buffers.x)? };
+                add_sum(&mut launches, &buffers.world, &result, &buffers.x)?;
             }
         }
         let head = &decoder.lm_head.weight;

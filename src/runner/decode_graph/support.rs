@@ -23,13 +23,13 @@ pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Resu
     if decoder.world().size() > 1 && (decoder.world().exchange().is_none() || holds_nothing(decoder)) {
         return Ok(Some(EagerReason::SeveralDevices));
     }
-    if decoder.norm.bias.is_some() || decoder.layers.iter().any(has_layer_norm) {
+    if decoder.norm.bias.is_some() || decoder.own_layers().any(|(_, layer)| has_layer_norm(layer)) {
         return Ok(Some(EagerReason::Layer("LayerNorm")));
     }
     if decoder.embed_positions.is_some() {
         return Ok(Some(EagerReason::Layer("learned positions")));
     }
-    for layer in &decoder.layers {
+    for (_, layer) in decoder.own_layers() {
         if let Some(reason) = unsupported_layer(layer, device)? {
             return Ok(Some(reason));
         }
@@ -46,7 +46,7 @@ fn holds_nothing(decoder: &Decoder) -> bool {
         Mlp::Plain(_) => false,
     };
     decoder.lm_head.weight.dims().0 == 0
-        || decoder.layers.iter().any(|layer| layer.self_attn.config.heads == 0 || is_empty(&layer.mlp))
+        || decoder.own_layers().any(|(_, layer)| layer.self_attn.config.heads == 0 || is_empty(&layer.mlp))
 }
 
 /// Returns whether any norm of a layer is a LayerNorm.
