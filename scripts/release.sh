@@ -12,7 +12,7 @@
 #                         Without rustup, Debian's rustc can compile it, with libstd-rust-dev:arm64
 #   image                 the image from scripts/image.sh, with the cuda13 program if it exists, else with the cpu program
 #   sbom                  a list of all crates in CycloneDX format, made by cargo-cyclonedx
-#   notes                 the section of CHANGELOG.md
+#   notes                 the release notes: the section of CHANGELOG.md for this version
 #
 # SHA256SUMS covers all files in the folder. To fill the folder in several runs, pass different parts to --only.
 # The programs need at least the glibc version of the build machine, so build on the oldest system that you support.
@@ -54,7 +54,7 @@ target=${CARGO_TARGET_DIR:-target}
 mkdir -p "$target"
 target=$(realpath "$target")
 export CARGO_TARGET_DIR=$target
-# All archives contain the time of the commit, so that equal programs have archives that are equal byte for byte.
+# All archives contain the time of the commit, so that identical programs produce byte-identical archives.
 time=$(git log -1 --format=%ct)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -83,7 +83,7 @@ check_start() {
   [ -s "$scratch/answer" ] || fail "the demo gave no answer"
   # doctor exits with 1 if there is no driver or no GPU.
   "$@" doctor > "$scratch/doctor" 2>&1 || true
-  grep -q "^PASS  build" "$scratch/doctor" || fail "doctor reports no build: $(cat "$scratch/doctor")"
+  grep -q "^PASS  build" "$scratch/doctor" || fail "doctor does not report the build: $(cat "$scratch/doctor")"
 }
 
 scripts/third_party_notices.py --check
