@@ -128,11 +128,11 @@ if has_part aarch64; then
     program=$target/$triple/release/inferno
     if emulator=$(command -v qemu-aarch64-static || command -v qemu-aarch64); then
       "$emulator" -L /usr/aarch64-linux-gnu "$program" --version
-      # The demo restarts the program as a worker process. The kernel runs ARM64 programs only if binfmt_misc lists qemu.
+      # The demo starts a worker process. The kernel runs ARM64 programs only if qemu is registered in binfmt_misc.
       if compgen -G '/proc/sys/fs/binfmt_misc/*aarch64*' > /dev/null; then
         check_start "$program"
       else
-        echo "skipped: aarch64: the demo was not started, because binfmt_misc does not list qemu-aarch64"
+        echo "skipped: aarch64: the demo was not started, because qemu-aarch64 is not registered in binfmt_misc"
       fi
     else
       echo "skipped: aarch64: the program was not started, because qemu-aarch64 is missing"
