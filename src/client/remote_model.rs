@@ -104,7 +104,9 @@ fn wire_message(message: &Message) -> Value {
 
 impl Backend for RemoteModel {
     fn answer(&self, request: TurnRequest<'_>, on_delta: &mut OnDelta) -> Result<BackendAnswer> {
-        let TurnPrompt::Chat(messages) = request.prompt else { bail!("a model on a server cannot continue plain text") };
+        let TurnPrompt::Chat(messages) = request.prompt else {
+            bail!("cannot continue plain text with a model on a server")
+        };
         let body = self.body(&request, messages);
         let cancel = request.options.cancel.clone().unwrap_or_else(|| Arc::new(false.into()));
         let (started, mut chunks) = (Instant::now(), Chunks::default());

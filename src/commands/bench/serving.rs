@@ -132,7 +132,7 @@ pub fn measure(engine: &EngineHandle, load: &Load) -> Result<Serving> {
         let next = jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).next();
         let Some(((prompt, (_, output)), arrival)) = next else { return Ok(None) };
         thread::sleep(arrival.saturating_sub(started.elapsed()));
-        // With a rate, measure the time to first token from the arrival, so that it includes the wait for a free client.
+        // With a rate, measure the time to first token from the arrival, to include the wait for a free client.
         let submitted = if load.rate.is_some() { started + arrival } else { Instant::now() };
         let options = GenerateOptions {
             max_tokens: Some(output),
