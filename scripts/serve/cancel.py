@@ -134,7 +134,7 @@ def cancel_latency(options, report):
 
 
 def is_answered(answer):
-    """Returns whether a request got a complete answer, an error event in its stream, or status 503."""
+    """Returns whether a request received a complete answer, an error event in its stream, or status 503."""
     if answer.status != 200:
         return answer.status == 503
     return answer.is_complete

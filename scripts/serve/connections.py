@@ -217,7 +217,7 @@ async def keep_alive_time(port):
 
 
 async def body_time(port):
-    """Returns the time until an incomplete body gets status 408."""
+    """Returns the time until the server returns status 408 for an incomplete body."""
     reader, writer = await connect(port)
     started = time.perf_counter()
     writer.write(request("POST", "/v1/completions", b" " * 100)[:-50])
@@ -228,7 +228,7 @@ async def body_time(port):
 
 
 async def queue_time(port, prompts, limit_s, context):
-    """Returns the time until a request that cannot start gets status 429."""
+    """Returns the time until the server returns status 429 for a request that cannot start."""
     # Requests with this priority start before all other requests.
     blockers = [prompts.completion(8, context - 16, priority=-100_000) for _ in range(32)]
     blockers = [asyncio.ensure_future(ask(port, "/v1/completions", body)) for body in blockers]
