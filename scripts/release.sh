@@ -119,7 +119,7 @@ if has_part aarch64; then
   echo "== aarch64"
   triple=aarch64-unknown-linux-gnu
   if ! rustup target add $triple > /dev/null 2>&1 && [ ! -d "$(rustc --print sysroot)/lib/rustlib/$triple" ]; then
-    echo "skipped: aarch64: no standard library for $triple: rustup cannot download it; for Debian's rustc, install libstd-rust-dev:arm64"
+    echo "skipped: aarch64: rustup cannot download the standard library for $triple; for Debian's rustc, install libstd-rust-dev:arm64"
   elif ! command -v aarch64-linux-gnu-gcc > /dev/null || ! command -v aarch64-linux-gnu-g++ > /dev/null; then
     echo "skipped: aarch64: no cross compiler; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user"
   else
