@@ -77,7 +77,7 @@ else
   wheels nvidia-cuda-nvcc-cu12==12.4.131 nvidia-cuda-cccl-cu12==12.9.27 nvidia-cuda-runtime-cu12==12.4.127 \
     nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cublas-cu12==12.4.5.8 nvidia-curand-cu12==10.3.5.147
   # nvcc links the static runtime library by default, and the wheel of 12.4 does not contain it.
-  # The library of 12.9 works with the drivers of every CUDA 12.
+  # The library of 12.9 works with the drivers of every CUDA 12 release.
   wheels --no-deps --target "$dir/static" nvidia-cuda-runtime-cu12==12.9.79
   debian_packages "$dir/debian" trixie non-free nvidia-cuda-toolkit=12.4.131*
   home=$dir/cu12

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# The long form of the gate: the checks of deploy/ and of releases that take too long for .ci/run. Needs about an hour.
+# The long form of the gate: the checks of deploy/ and of releases that take too long for .ci/run. Takes about an hour.
 #
 #   scripts/gate-long.sh [PART…]
 #
-#   cuda12    builds the program with a CUDA 12 toolkit, and starts the commands that need no GPU without a driver
+#   cuda12    builds the program with a CUDA 12 toolkit, and checks that the commands that need no GPU work
 #   cpu       builds the CPU program and starts it
 #   image     builds the image around the CPU program with buildah, and tests it (requires root, buildah and mmdebstrap)
 #   routing   runs the routing tests with more load
 #
-# Without PART, runs all of them. CARGO_TARGET_DIR, CUDA_COMPUTE_CAP and the variables of scripts/release.sh apply.
+# Without PART, runs all parts. CARGO_TARGET_DIR, CUDA_COMPUTE_CAP and the variables of scripts/release.sh apply.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -53,7 +53,7 @@ if [ -z "$base" ]; then
   base=localhost/debian:bookworm
   if ! builder inspect --type image "$base" > /dev/null 2>&1; then
     command -v mmdebstrap > /dev/null || fail "cannot find mmdebstrap; install it or pass --base"
-    echo "== $base by mmdebstrap"
+    echo "== building $base with mmdebstrap"
     mmdebstrap --quiet --variant=minbase bookworm "$scratch/base.tar"
     container=$(builder from scratch)
     builder add --quiet "$container" "$scratch/base.tar" / > /dev/null
@@ -63,7 +63,7 @@ if [ -z "$base" ]; then
   fi
 fi
 
-echo "== $tag from $base"
+echo "== building $tag from $base"
 # This folder replaces the stage `build` of the Dockerfile.
 mkdir -p "$scratch/stage/out/lib"
 cp "$program" "$scratch/stage/out/inferno"

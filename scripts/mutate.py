@@ -1014,7 +1014,7 @@ def write_script(folder, program, arguments):
 
 
 def check_models(program, models, scratch):
-    """Exits if the program fails on an unchanged model, because mutations of that model would test little."""
+    """Exits if the program fails on an unchanged model, because mutations of a broken model would test little."""
     for name in sorted(path.name for path in models.iterdir()):
         folder = scratch / "unchanged"
         folder.mkdir()
@@ -1032,7 +1032,7 @@ def main():
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, metavar="NUMBER", help="repeat only this run, and keep its folder")
-    parser.add_argument("--jobs", type=int, default=2, help="number of runs at the same time")
+    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent runs")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="folder in which to keep failed runs")
     options = parser.parse_args()
     program = str(Path(options.program).resolve())
@@ -1048,7 +1048,7 @@ def main():
         numbers = range(options.runs) if options.only is None else [options.only]
         jobs = [(program, options.seed, number, models, scratch, keep, options.only is not None) for number in numbers]
         codes, failed, slowest = collections.Counter(), [], (0.0, 0)
-        # A process pool, because `preexec_fn` is not safe in a process with threads.
+        # Use a process pool, because `preexec_fn` is not safe in a process with threads.
         with multiprocessing.Pool(options.jobs) as pool:
             for number, code, is_failed, seconds, text in pool.imap_unordered(run, jobs):
                 codes[code] += 1

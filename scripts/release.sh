@@ -12,7 +12,7 @@
 #                         Without rustup, Debian's rustc can compile it, with libstd-rust-dev:arm64
 #   image                 the image from scripts/image.sh, with the cuda13 program if it exists, else with the cpu program
 #   sbom                  a list of all crates in CycloneDX format, made by cargo-cyclonedx
-#   notes                 the section of CHANGELOG.md
+#   notes                 the release notes: the section of CHANGELOG.md for this version
 #
 # SHA256SUMS covers all files in the folder. To fill the folder in several runs, pass different parts to --only.
 # The programs need at least the glibc version of the build machine, so build on the oldest system that you support.
@@ -54,7 +54,7 @@ target=${CARGO_TARGET_DIR:-target}
 mkdir -p "$target"
 target=$(realpath "$target")
 export CARGO_TARGET_DIR=$target
-# All archives contain the time of the commit, so that equal programs have archives that are equal byte for byte.
+# All archives contain the time of the commit, so that identical programs produce byte-identical archives.
 time=$(git log -1 --format=%ct)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -83,7 +83,7 @@ check_start() {
   [ -s "$scratch/answer" ] || fail "the demo gave no answer"
   # doctor exits with 1 if there is no driver or no GPU.
   "$@" doctor > "$scratch/doctor" 2>&1 || true
-  grep -q "^PASS  build" "$scratch/doctor" || fail "doctor reports no build: $(cat "$scratch/doctor")"
+  grep -q "^PASS  build" "$scratch/doctor" || fail "doctor does not report the build: $(cat "$scratch/doctor")"
 }
 
 scripts/third_party_notices.py --check
@@ -119,7 +119,7 @@ if has_part aarch64; then
   echo "== aarch64"
   triple=aarch64-unknown-linux-gnu
   if ! rustup target add $triple > /dev/null 2>&1 && [ ! -d "$(rustc --print sysroot)/lib/rustlib/$triple" ]; then
-    echo "skipped: aarch64: no standard library for $triple: rustup cannot download it; for Debian's rustc, install libstd-rust-dev:arm64"
+    echo "skipped: aarch64: rustup cannot download the standard library for $triple; for Debian's rustc, install libstd-rust-dev:arm64"
   elif ! command -v aarch64-linux-gnu-gcc > /dev/null || ! command -v aarch64-linux-gnu-g++ > /dev/null; then
     echo "skipped: aarch64: no cross compiler; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user"
   else
@@ -128,11 +128,11 @@ if has_part aarch64; then
     program=$target/$triple/release/inferno
     if emulator=$(command -v qemu-aarch64-static || command -v qemu-aarch64); then
       "$emulator" -L /usr/aarch64-linux-gnu "$program" --version
-      # The demo starts the program again as a worker process. The kernel runs ARM64 programs only if binfmt_misc has qemu.
+      # The demo starts a worker process. The kernel runs ARM64 programs only if qemu is registered in binfmt_misc.
       if compgen -G '/proc/sys/fs/binfmt_misc/*aarch64*' > /dev/null; then
         check_start "$program"
       else
-        echo "skipped: aarch64: the demo was not started, because binfmt_misc does not have qemu-aarch64"
+        echo "skipped: aarch64: the demo was not started, because qemu-aarch64 is not registered in binfmt_misc"
       fi
     else
       echo "skipped: aarch64: the program was not started, because qemu-aarch64 is missing"

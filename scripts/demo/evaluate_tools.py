@@ -72,7 +72,7 @@ def values(result):
 
 
 def schema_answers(model, writer, cases, max_tokens, batch):
-    """Completes JSON answers whose braces and keys are given, as under a schema. Returns the values of each answer."""
+    """Completes JSON answers with given braces and keys, as under a schema. Returns the values of each answer."""
     answers, prompts = [[] for _ in cases], []
     for conversation, facts in cases:
         think = writer.message("assistant", conversation.turns[0].think, "analysis")[1 + len(writer.text("assistant")) :]
@@ -147,7 +147,7 @@ def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=T
 
 
 def dump_prompts(path):
-    """Writes conversations with their prompts as text."""
+    """Writes conversations, each with its prompt as text."""
     snapshot = Path(__file__).parents[2] / "assets/demo/tokenizer.json"
     writer = Writer(Tokenizer.from_file(str(snapshot)))
     sampler, prompts = ToolSampler(Sampler(seed=5)), []

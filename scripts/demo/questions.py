@@ -92,7 +92,7 @@ def load_intents() -> dict[str, Intent]:
     assert not patterns | held_out, f"phrasings without an intent: {list(patterns | held_out)}"
     for intent in intents.values():
         assert all(key in intent.answer for key in intent.keys), intent.id
-        assert not trained & {normal(test) for test in intent.test}, f"{intent.id}: a held-out phrasing is in `ask` too"
+        assert not trained & {normal(test) for test in intent.test}, f"{intent.id}: held-out phrasing also in `ask`"
     return intents
 
 

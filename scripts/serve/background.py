@@ -27,7 +27,7 @@ class Background:
         self.stop()
 
     def stop(self):
-        """Tells the function to end, and waits for its result."""
+        """Tells the function to stop, and waits for its result."""
         if self.process is not None:
             self.pipe.send("stop")
             self.result = self.pipe.recv()

@@ -13,7 +13,7 @@ PATH = "/v1/completions"
 
 
 async def kill(port, prompts, chooser, longest, counts):
-    """Sends a request and closes the connection in a random phase."""
+    """Sends a request and closes the connection at a random phase."""
     phase = chooser.choice(["connect", "body", "queue", "prefill", "decode", "whole"])
     counts[phase] = counts.get(phase, 0) + 1
     close = abort if chooser.random() < 0.5 else lambda writer: writer.close()
@@ -118,14 +118,14 @@ def cancel_latency(options, report):
     passed = late == 0 and not faults and max(decode) <= 2 * step + 0.01
     report.add(
         f"{count} streams canceled while they decode",
-        "ended after 1 step (at most 2 steps and 10 ms, as the client sees it)",
+        "ended after 1 step (at most 2 steps and 10 ms, measured by the client)",
         f"p50 {percentile(decode, 0.5) * 1e3:.1f} ms, longest {max(decode) * 1e3:.1f} ms; step p99 {step * 1e3:.1f} ms",
         passed,
         is_speed=late == 0 and not faults,
     )
     report.add(
         f"{count} prompts of {longest} tokens canceled while they are computed",
-        "ended sooner than the whole prefill takes",
+        "ended in less time than the whole prefill takes",
         f"p50 {percentile(early, 0.5) * 1e3:.1f} ms, longest {max(early) * 1e3:.1f} ms; "
         f"whole prompt {prefill * 1e3:.1f} ms",
         max(early) < prefill,
@@ -134,7 +134,7 @@ def cancel_latency(options, report):
 
 
 def is_answered(answer):
-    """Returns whether a request got a complete answer, an error event in its stream, or status 503."""
+    """Returns whether a request received a complete answer, an error event in its stream, or status 503."""
     if answer.status != 200:
         return answer.status == 503
     return answer.is_complete

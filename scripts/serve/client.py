@@ -1,4 +1,4 @@
-"""An HTTP client on asyncio that measures streams, and misbehaves on request."""
+"""An HTTP client on asyncio that measures streams, and can misbehave on purpose."""
 
 import asyncio
 import json

@@ -12,7 +12,7 @@ from process import Server
 # The number of file descriptors to keep free for files other than these connections.
 OTHER_FILES = 200
 
-# How many times streams are measured without idle connections and with them.
+# How many times to measure streams with idle connections, and without them.
 IDLE_TURNS = 3
 
 
@@ -104,14 +104,15 @@ def idle_connections(options, report):
     if room < count:
         report.skip(name, "0 errors", f"the limit on open files allows {room} connections")
         count = room
-    # Alternate, because the speed of the machine can drift. The p99 of one run varies by more than the target allows.
+    # Alternate the two cases, because the speed of the machine can drift.
+    # The p99 of one run varies by more than the target allows.
     alone, during, errors = [], [], 0
     with Server(options, "--header-timeout", "3600") as server:
         prompts = Prompts(server.port)
         asyncio.run(streams(server.port, prompts, stream_count, 16))
         before = server.rss()
         for turn in range(IDLE_TURNS):
-            # The other process exists in both cases.
+            # Start the other process in both cases, so that only the number of connections differs.
             with Background(hold, server.port, 0):
                 alone.append(asyncio.run(streams(server.port, prompts, stream_count, 64)))
             with Background(hold, server.port, count) as idle:
@@ -216,7 +217,7 @@ async def keep_alive_time(port):
 
 
 async def body_time(port):
-    """Returns the time until an incomplete body gets status 408."""
+    """Returns the time until the server returns status 408 for an incomplete body."""
     reader, writer = await connect(port)
     started = time.perf_counter()
     writer.write(request("POST", "/v1/completions", b" " * 100)[:-50])
@@ -227,7 +228,7 @@ async def body_time(port):
 
 
 async def queue_time(port, prompts, limit_s, context):
-    """Returns the time until a request that cannot start gets status 429."""
+    """Returns the time until the server returns status 429 for a request that cannot start."""
     # Requests with this priority start before all other requests.
     blockers = [prompts.completion(8, context - 16, priority=-100_000) for _ in range(32)]
     blockers = [asyncio.ensure_future(ask(port, "/v1/completions", body)) for body in blockers]

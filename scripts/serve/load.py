@@ -87,7 +87,8 @@ def main():
             run = measure(server, prompts, clients, options.prompt, options.generate)
             runs.append(rounded(run))
             print(
-                f"{clients} clients: stream {run['stream_tok_per_s']:.0f} tokens/s, whole {run['whole_tok_per_s']:.0f}; "
+                f"{clients} clients: streamed {run['stream_tok_per_s']:.0f} tokens/s, "
+                f"not streamed {run['whole_tok_per_s']:.0f} tokens/s; "
                 f"first token p50 {run['ttft_ms']['p50']:.1f} ms; between tokens p50 "
                 f"{run['between_tokens_ms']['p50']:.2f} ms, p99 {run['between_tokens_ms']['p99']:.2f} ms; "
                 f"{sum(run['cpu_us_per_token'].values()):.0f} µs of CPU time per token",

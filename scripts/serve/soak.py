@@ -100,7 +100,7 @@ class Load:
             self.count("oversized" if fault == "oversized" else f"lost: {type(error).__name__}")
 
     async def run(self, rate, seconds):
-        """Sends `rate` requests per second for `seconds`, at random times. Returns the tokens generated meanwhile."""
+        """Sends `rate` requests per second for `seconds`, at random times. Returns the number of tokens generated."""
         tasks, end = set(), time.perf_counter() + seconds
         while time.perf_counter() < end:
             task = asyncio.ensure_future(self.one())

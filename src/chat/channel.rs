@@ -7,7 +7,7 @@ pub enum Channel {
     Reasoning,
     /// Text for the user, including text before a tool call.
     Answer,
-    /// A tool call as the model wrote it. In harmony, this text contains only the arguments.
+    /// The text of a tool call, as the model wrote it. In harmony, this text contains only the arguments.
     /// In other formats, it includes the function name. `Parser::tool_calls` returns the name and the arguments.
     ToolCall,
 }

@@ -106,7 +106,7 @@ impl ChatFormat {
         }
     }
 
-    /// Returns the stop token ids of the format. The model's config files can add others.
+    /// Returns the stop token ids of the format. The model's config files can add more ids.
     pub fn stop_ids(&self) -> Vec<u32> {
         match self {
             ChatFormat::Harmony(format) => format.0.stop_ids(),

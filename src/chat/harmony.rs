@@ -137,7 +137,7 @@ pub fn address(name: &str) -> String {
 
 /// Returns the name of the function that produced a tool message.
 ///
-/// Uses the first name that exists: in the message, in the call that the message answers, or in the last call.
+/// Uses the name in the message, else the name in the call that the message answers, else the name in the last call.
 fn function_name(earlier: &[Message], message: &Message) -> Result<String> {
     if let Some(name) = &message.name {
         return Ok(address(name));

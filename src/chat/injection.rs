@@ -18,7 +18,7 @@ const MARKS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 pub struct Marker<'t> {
     tokenizer: &'t Tokenizer,
     mark: char,
-    /// Indexed by byte: whether a control token starts with that byte. `control_at` does not search at other bytes.
+    /// For each byte, whether a control token starts with it. `control_at` skips all other bytes.
     first_bytes: [bool; 256],
 }
 
@@ -86,7 +86,7 @@ impl<'t> Marker<'t> {
             return Ok((self.tokenizer.encode(&rendered, ControlTokens::Parse)?, rendered));
         }
         let mut ids = Vec::new();
-        // `begin` is the start of the text that is not encoded yet. `control_end` is the end of the last control token.
+        // `begin` is the start of the text still to be encoded. `control_end` is the end of the last control token.
         let (mut begin, mut control_end, mut at) = (0, 0, 0);
         while at < rendered.len() {
             // If a mark follows a one-character control token, the token came from a message, so it is ordinary text.

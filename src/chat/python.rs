@@ -1,4 +1,4 @@
-//! Formats JSON like Python's `json.dumps`, because the training data of models has that format.
+//! Formats JSON like Python's `json.dumps`, because the training data of models is in that format.
 
 use std::io::{self, Write};
 
@@ -34,7 +34,7 @@ pub struct Style {
 struct PythonFormatter {
     style: Style,
     depth: usize,
-    /// Whether the innermost list or object has an item.
+    /// Whether an item has been written to the innermost list or object.
     /// An empty list or object is written as `[]` or `{}`, even with indentation.
     has_items: bool,
 }

@@ -163,7 +163,7 @@ impl TaggedParser {
         self.skip_newlines = MAX_NEWLINES;
     }
 
-    /// Appends text to the output, without newlines directly after a tag.
+    /// Appends text to the output. Drops newlines directly after a tag.
     fn emit(&mut self, text: &str, out: &mut Vec<Delta>) {
         let mut text = text;
         while let Some(rest) = text.strip_prefix('\n').filter(|_| self.skip_newlines > 0) {

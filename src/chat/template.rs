@@ -214,7 +214,7 @@ enum Arguments {
     Strings,
 }
 
-/// The error if a template fails for a reason other than `raise_exception` or the step limit.
+/// The error when a template fails for a reason other than `raise_exception` or the step limit.
 ///
 /// If the conversation contains tool calls, `render` then passes their arguments as strings and tries again.
 #[derive(Debug, thiserror::Error)]

@@ -2,7 +2,7 @@
 //!
 //! The output matches openai/harmony v0.0.8 byte for byte, because the models were trained on exactly this text.
 //! The code follows `template_tools_section` and `json_schema_to_typescript` in that library's `src/encoding.rs`.
-//! This module also reproduces the library's bugs: in a property description, only the first line gets a `//`.
+//! This module also reproduces the library's bugs: in a property description, only the first line starts with `//`.
 
 use anyhow::{Result, anyhow};
 use serde_json::Value;

@@ -75,7 +75,7 @@ enum Message {
     Failed(ureq::Error),
 }
 
-/// A response whose status is not a success.
+/// A response whose status does not indicate success.
 struct Refusal {
     status: StatusCode,
     headers: HeaderMap,
@@ -105,7 +105,7 @@ fn new_agent(url: &ServerUrl, tls: &TlsConfig) -> Agent {
         .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
         .accept_encoding("identity")
         .http_status_as_error(false)
-        // Do not follow redirects, so that no other host gets the API key.
+        // Do not follow redirects, so that no other host receives the API key.
         .max_redirects(0)
         .max_redirects_will_error(false)
         .timeout_connect(Some(CONNECT_TIMEOUT))
@@ -244,7 +244,7 @@ fn read_certificates(path: &Path) -> Result<RootCerts> {
         }
     }
     match certificates.is_empty() {
-        true => Err(problem("the file has none in PEM format".to_string())),
+        true => Err(problem("the file contains no certificate in PEM format".to_string())),
         false => Ok(RootCerts::from(certificates)),
     }
 }
@@ -268,7 +268,7 @@ fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSende
     let mut is_awaited = true;
     loop {
         match read_event(&mut stream) {
-            // If the caller has stopped reading events, still read to the end, so that the connection can be reused.
+            // Even if the caller has stopped reading events, read to the end, so that the connection can be reused.
             Ok(Some(data)) if is_awaited => is_awaited = events.send(Message::Event(data)).is_ok(),
             Ok(Some(_)) => {}
             Ok(None) => return,

@@ -49,7 +49,7 @@ impl RemoteModel {
         body.insert("stream".into(), json!(true));
         body.insert("stream_options".into(), json!({ "include_usage": true }));
         for field in SAMPLING_FIELDS.iter().filter(|field| request.chosen.contains_key(field.flag)) {
-            // The values are numbers, so their text is JSON.
+            // The values are numbers, so their text is valid JSON.
             let value = serde_json::from_str(&field.get(&options.sampling)).unwrap_or_default();
             body.insert(field.name.into(), value);
         }
@@ -82,7 +82,7 @@ impl RemoteModel {
         count.map(|count| count as usize)
     }
 
-    /// Replaces the error of an unknown model with an error that lists the server's models.
+    /// Replaces the error for an unknown model with an error that lists the server's models.
     /// Returns any other error unchanged.
     fn explain(&self, error: anyhow::Error) -> anyhow::Error {
         match error.downcast_ref() {
@@ -104,7 +104,9 @@ fn wire_message(message: &Message) -> Value {
 
 impl Backend for RemoteModel {
     fn answer(&self, request: TurnRequest<'_>, on_delta: &mut OnDelta) -> Result<BackendAnswer> {
-        let TurnPrompt::Chat(messages) = request.prompt else { bail!("cannot continue plain text on a server") };
+        let TurnPrompt::Chat(messages) = request.prompt else {
+            bail!("cannot continue plain text with a model on a server")
+        };
         let body = self.body(&request, messages);
         let cancel = request.options.cancel.clone().unwrap_or_else(|| Arc::new(false.into()));
         let (started, mut chunks) = (Instant::now(), Chunks::default());

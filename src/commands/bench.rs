@@ -40,7 +40,7 @@ pub struct Args {
     /// Measured runs of each test, after one warm-up run
     #[arg(short, long, default_value_t = 5, value_parser = value_parser!(u32).range(1..), value_name = "TIMES")]
     repetitions: u32,
-    /// Measure this many requests at once instead of a single one, for example 1,8,32
+    /// Numbers of concurrent requests to measure, for example 1,8,32; without this flag, one request runs at a time
     #[arg(long, value_delimiter = ',', value_parser = value_parser!(u32).range(1..=4096), value_name = "REQUESTS")]
     #[arg(conflicts_with_all = ["prompt", "decode", "depth", "repetitions", "kernels"])]
     concurrency: Vec<u32>,
@@ -198,7 +198,7 @@ impl Bench {
         (1..=self.repetitions as u64).map(|index| run(&self.engine, index)).collect()
     }
 
-    /// Returns the bytes that each of `tokens` decode steps reads. The first step starts with `depth` cached tokens.
+    /// Returns how many bytes each of `tokens` decode steps reads, if the first step starts with `depth` cached tokens.
     fn step_bytes(&self, tokens: usize, depth: usize) -> Result<Vec<StepBytes>> {
         self.engine.with_runner(move |runner| (depth..depth + tokens).map(|depth| runner.step_bytes(depth)).collect())
     }

@@ -35,7 +35,7 @@ pub struct Args {
     /// Certificate file that `inferno serve` uses; with this flag, the check uses HTTPS
     #[arg(long, value_name = "FILE")]
     tls_cert: Option<PathBuf>,
-    /// Check only that the process works; succeeds even while the server loads the model or shuts down
+    /// Check only that the process works; succeeds even while the server is loading the model or shutting down
     #[arg(long)]
     live: bool,
     /// Time limit for the whole check, in seconds

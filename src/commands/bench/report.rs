@@ -441,7 +441,7 @@ impl DeviceFacts {
             let number = |value: Option<f64>| value.map_or("?".into(), |value| format!("{value:.0}"));
             let _ = write!(
                 line,
-                ", driver {}, SM {} of {} MHz, memory {} MHz, {} W, {} °C",
+                ", driver {}, SM clock {} of {} MHz, memory clock {} MHz, power limit {} W, {} °C",
                 state.driver_version,
                 number(state.sm_clock_mhz),
                 number(state.sm_clock_max_mhz),

@@ -50,9 +50,9 @@ pub struct Serving {
     pub seconds: f64,
     /// Generated tokens of all requests, divided by `seconds`.
     pub output_tok_per_s: f64,
-    /// Generated tokens per second while all requests decode.
-    /// All requests decode from the first token of the last request until the end of the first request.
-    /// `None` if the first request ended before the last request got its first token.
+    /// Generated tokens per second while all requests are decoding.
+    /// This time begins when every request has its first token, and ends when any request ends.
+    /// `None` if a request ended before every request had its first token.
     pub decode_tok_per_s: Option<f64>,
     pub ttft_ms: Percentiles,
     /// The time between consecutive tokens of a request.
@@ -132,7 +132,7 @@ pub fn measure(engine: &EngineHandle, load: &Load) -> Result<Serving> {
         let next = jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).next();
         let Some(((prompt, (_, output)), arrival)) = next else { return Ok(None) };
         thread::sleep(arrival.saturating_sub(started.elapsed()));
-        // With a rate, the time to first token starts at the arrival, so it includes the wait for a free client.
+        // With a rate, measure the time to first token from the arrival, to include the wait for a free client.
         let submitted = if load.rate.is_some() { started + arrival } else { Instant::now() };
         let options = GenerateOptions {
             max_tokens: Some(output),
@@ -284,7 +284,7 @@ mod tests {
         let serving = LOAD.summarize(started, &[request(&[100, 200, 300, 400]), request(&[200, 300, 400, 500])]);
         assert_eq!((serving.requests, serving.output_tokens, serving.cached_tokens), (2, 8, 6));
         assert!((serving.output_tok_per_s - 16.0).abs() < 1e-6);
-        // Both requests decode from 200 ms to 400 ms: four tokens.
+        // Both requests are decoding from 200 ms to 400 ms. They generate four tokens in this time.
         assert!((serving.decode_tok_per_s.unwrap() - 20.0).abs() < 1e-6);
         assert!((serving.ttft_ms.p99 - 200.0).abs() < 1e-6 && (serving.itl_ms.p50 - 100.0).abs() < 1e-6);
     }

@@ -41,7 +41,7 @@ pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
         if ordinal == 0
             && let Ok(Some(facts)) = GpuFacts::for_device(&device)
         {
-            let name = driver.take().unwrap_or("driver of unknown version".into());
+            let name = driver.take().unwrap_or("unknown driver version".into());
             driver = Some(format!("{name}, CUDA up to {}", facts.cuda_version));
         }
         let finding = match device::info(&device) {

@@ -53,7 +53,7 @@ fn finding(count: usize, measured: Result<Result<ExchangeTimes, String>>) -> Fin
             let (small_kb, large_kb) = (kilobytes(SMALL_ELEMENTS), kilobytes(LARGE_ELEMENTS));
             let (small, large) = (small * 1e6, large * 1e6);
             let what = format!(
-                "{count} GPUs exchange data directly: adding {small_kb:.1} KB takes {small:.1} µs, {large_kb:.0} KB \
+                "{count} GPUs exchange data directly: summing {small_kb:.1} KB takes {small:.1} µs, {large_kb:.0} KB \
                  {large:.0} µs"
             );
             Finding::pass("links", what)
@@ -78,7 +78,7 @@ mod tests {
     fn links_are_reported_with_their_times() {
         let found = finding(2, Ok(Ok(ExchangeTimes { small: 3.25e-6, large: 41e-6 })));
         assert_eq!(found.status, Status::Pass);
-        assert!(found.what.ends_with("adding 11.5 KB takes 3.2 µs, 4194 KB 41 µs"), "{}", found.what);
+        assert!(found.what.ends_with("summing 11.5 KB takes 3.2 µs, 4194 KB 41 µs"), "{}", found.what);
         let found = finding(2, Ok(Err("no peer access".into())));
         assert!(found.status == Status::Warn && found.what.ends_with("slow: no peer access"), "{}", found.what);
         assert_eq!(finding(2, Err(anyhow::anyhow!("no GPU"))).status, Status::Fail);

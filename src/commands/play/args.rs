@@ -34,7 +34,7 @@ const LOCAL_FLAGS: [&str; 13] = [
 pub struct Args {
     /// Name or directory of a model; `demo` is built in [default: choose from a list]
     pub model: Option<String>,
-    /// URL of a server with OpenAI's API, such as http://127.0.0.1:8000; the chat then uses a model of this server
+    /// URL of a server with OpenAI's API, such as http://127.0.0.1:8000; the chat then uses a model on this server
     #[arg(long, value_name = "URL", conflicts_with_all = LOCAL_FLAGS)]
     pub url: Option<String>,
     /// API key for the server, or @FILE [default: INFERNO_API_KEY]
