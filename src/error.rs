@@ -13,7 +13,7 @@ pub enum Error {
     #[error("cannot use an NVIDIA GPU: {reason}\n  {hint}")]
     NoGpu { reason: String, hint: String },
 
-    /// One of several GPUs that run a model failed or does not answer. The message names the GPU.
+    /// One of several GPUs that run a model has failed or does not answer. The message names the GPU.
     #[error("{0}")]
     GpuFailed(String),
 
@@ -130,7 +130,7 @@ pub enum Error {
     ServerUnreachable { url: String, cause: String },
 
     #[error(
-        "cannot use the server at {url}: {message}\n  set INFERNO_API_KEY, or use --api-key, with a key of the server"
+        "cannot use the server at {url}: {message}\n  set INFERNO_API_KEY or --api-key to a valid API key"
     )]
     ServerAccess { url: String, message: String },
 

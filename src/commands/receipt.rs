@@ -1,4 +1,4 @@
-//! `inferno receipt`: verifies a signed receipt, without a network.
+//! `inferno receipt`: verifies a signed receipt without network access.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -26,7 +26,7 @@ pub struct Args {
     /// Public key of the server: a file with the response of `GET /v1/receipts/key`, or its field `x`
     #[arg(long, value_name = "FILE|KEY", allow_hyphen_values = true)]
     key: String,
-    /// Also check that the receipt belongs to this record, which `inferno replay` computes again
+    /// Also check that the receipt belongs to the record in this file, the input of `inferno replay`
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
 }
@@ -43,8 +43,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
         && !receipt.is_of(&files::read_input(record, MAX_RECORD)?)
     {
         return Err(Error::Verification {
-            what: format!("the receipt in {path} is not that of the record in {}", record.display()),
-            hint: format!("it belongs to the record of the request {}", quote(&receipt.id)),
+            what: format!("the receipt in {path} does not belong to the record in {}", record.display()),
+            hint: format!("it belongs to the record of request {}", quote(&receipt.id)),
         }
         .into());
     }

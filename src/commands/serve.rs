@@ -53,7 +53,7 @@ pub struct Args {
     /// Maximum number of answers to generate at once, up to 256; all others wait
     #[arg(long, default_value_t = 256, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     max_sequences: u16,
-    /// Maximum number of answers that wait to start; further requests are rejected with status 429
+    /// Maximum number of answers that may wait to start; further requests are rejected with status 429
     #[arg(long, default_value_t = 512, value_name = "N")]
     queue: usize,
     /// Seconds after SIGTERM or Ctrl-C during which the server still accepts requests, while /health answers 503
@@ -71,7 +71,7 @@ pub struct Args {
     /// Write a record of each request, with its prompt and its answer, to this folder, for `inferno replay`
     #[arg(long, value_name = "FOLDER")]
     record: Option<PathBuf>,
-    /// Memory for records of the last requests, in MiB; 0 keeps no records
+    /// Memory for records of recent requests, in MiB; 0 keeps no records
     #[arg(long, default_value_t = 16, value_name = "MIB", hide_short_help = true)]
     record_memory: usize,
     /// File with the private key that signs receipts of requests, in PEM format; created if it does not exist
@@ -104,7 +104,7 @@ struct LimitArgs {
     /// Seconds that a request may wait before it starts
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     queue_timeout: f64,
-    /// Seconds within which a client must read at least 4 KiB of a waiting response
+    /// Seconds within which a client must read at least 4 KiB of a pending response
     #[arg(long, default_value_t = 30.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     write_timeout: f64,
     /// Seconds between keep-alive comments while a stream has no events
@@ -208,7 +208,7 @@ fn start(runtime: &Runtime, server: &Arc<Server>, listener: TcpListener) -> toki
         };
         server::serve(server.clone(), listener, shutdown).await;
         if server.engine().is_none() {
-            // The main thread still loads the model, which cannot be interrupted.
+            // The main thread is still loading the model, and loading cannot be interrupted.
             std::process::exit(0);
         }
     })

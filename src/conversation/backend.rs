@@ -10,7 +10,7 @@ use crate::engine::{Engine, GenerateOptions, SamplingParams};
 /// A callback that receives each piece of a turn's text as it arrives.
 pub type OnDelta<'a> = dyn FnMut(&Delta) -> Result<()> + 'a;
 
-/// A model that answers conversations.
+/// A model that generates the answers of a conversation.
 pub trait Backend {
     /// Generates an answer, and passes each piece of text to `on_delta` as it arrives.
     ///

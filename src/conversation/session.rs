@@ -79,7 +79,7 @@ impl Session {
         }
     }
 
-    /// Returns the backend that answers the conversation. Panics if no model is loaded.
+    /// Returns the backend that generates the answers. Panics if no model is loaded.
     pub fn backend(&self) -> &dyn Backend {
         self.backend.as_deref().expect("switch_model restores a model or ends the chat")
     }

@@ -1,7 +1,7 @@
 //! Loads NVIDIA's libraries on the first use of a GPU. docs/nvidia-libraries.md explains why and lists alternatives.
 //!
 //! candle links against these libraries, so the dynamic loader would load them before `main`.
-//! `inferno --help` would then take 80 ms longer, to load cuBLAS.
+//! Loading cuBLAS would then make `inferno --help` take 80 ms longer.
 //! Without a driver, the program would not start, so it could not report the problem.
 //!
 //! This file therefore defines every function of these libraries that candle and inferno call.

@@ -36,8 +36,8 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Waits until every rank has launched as many operations, or CUDA graphs with operations, as this rank.
     /// `sum` and `concat_columns` call this themselves. Call it after each launch of a graph.
     ///
-    /// While a GPU waits for another GPU, the host must not call the driver for anything that waits for a GPU, such as
-    /// loading a kernel. The driver would hold a lock that the other rank needs to launch its operation.
+    /// While a GPU waits for another GPU, the host must not make a driver call that itself waits for a GPU, such as a
+    /// call that loads a kernel. The driver would hold a lock that the other rank needs to launch its operation.
     fn wait_for_launches(&self);
 
     /// Implements [`World::sum`].
@@ -51,7 +51,7 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// After a rank has failed to answer, the results of all operations are wrong.
     fn missing_rank(&self) -> Option<usize>;
 
-    /// Ends all operations that wait for another rank, now or later. The results of these operations are wrong.
+    /// Ends all current and future operations that wait for another rank. The results of these operations are wrong.
     fn end(&self);
 }
 
@@ -157,7 +157,7 @@ impl World {
     /// Fails if the world has ended. If a rank did not answer in time, ends the world and fails.
     pub fn check(&self) -> Result<()> {
         if let Some(missing) = self.exchange.as_ref().and_then(|exchange| exchange.missing_rank()) {
-            self.end(&format!("GPU {} of {} does not answer; the others were stopped", missing + 1, self.size()));
+            self.end(&format!("GPU {} of {} does not answer; the other GPUs were stopped", missing + 1, self.size()));
         }
         match self.end_reason() {
             Some(reason) => bail!("{reason}"),
@@ -170,7 +170,7 @@ impl World {
         self.meeting.as_ref()?.lock().end_reason.clone()
     }
 
-    /// Ends the world: every rank that waits for an exchange, now or later, gets an error with this reason.
+    /// Ends the world: all current and future exchanges fail with this reason.
     /// If the world has already ended, keeps the first reason.
     pub fn end(&self, reason: &str) {
         if let Some(meeting) = &self.meeting {
@@ -186,7 +186,7 @@ impl World {
 
 /// Returns the part of `total` items that a rank holds.
 ///
-/// Items are divided in units of `unit` items, such as the blocks of a quantized matrix. The last unit may be smaller.
+/// Items are divided into units of `unit` items, such as blocks of a quantized matrix. The last unit may be smaller.
 /// If the units cannot be divided evenly, the first ranks hold one unit more than the other ranks.
 /// With more ranks than units, the last ranks hold nothing.
 pub fn share(total: usize, unit: usize, rank: usize, size: usize) -> Range<usize> {

@@ -335,7 +335,7 @@ impl EngineHandle {
         self.shared.counters.snapshot()
     }
 
-    /// Returns whether the engine thread makes progress: it is idle, or its current step has taken at most `limit`.
+    /// Returns whether the engine thread is making progress: it is idle, or its current step has taken at most `limit`.
     pub fn is_responsive(&self, limit: Duration) -> bool {
         self.shared.counters.heartbeat.is_regular(limit)
     }

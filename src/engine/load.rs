@@ -159,7 +159,7 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     Ok(EngineParts { language, runner, defaults, info, fingerprint })
 }
 
-/// Returns a text that identifies everything that keys and values depend on.
+/// Returns a string that identifies everything that keys and values depend on.
 ///
 /// It covers the model files, dtype, quantization, RoPE factors, attention kernel, chunk grid and build.
 fn fingerprint(
@@ -181,7 +181,7 @@ fn fingerprint(
     format!("{files:?} {config_json:?} {has_long_context} {dtype:?} {quantize:?} {attention} {grid:?} {build:?}")
 }
 
-/// Returns the chunk grid for `--deterministic`. Fails if the options do not allow one.
+/// Returns the chunk grid for `--deterministic`. Fails if the options do not allow a grid.
 fn chunk_grid(chunk: usize, attention: AttentionBackend) -> Result<ChunkGrid> {
     if attention == AttentionBackend::CandleFlashAttn {
         bail!(Error::Usage("--deterministic does not support --attention flash".into()));

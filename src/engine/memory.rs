@@ -44,13 +44,13 @@ const MAX_CHUNK: usize = 16_384;
 ///
 /// - the outputs of gate_proj and up_proj in f32: 8 · intermediate
 /// - their product in `dtype` and, for some quantized weights, a quantized copy of it: 2b · intermediate
-/// - in f32, three versions of the residual stream, two layer outputs and the MLP output: 24 · hidden
+/// - three versions of the residual stream, two layer outputs and the MLP output, all in f32: 24 · hidden
 /// - the two normed inputs in `dtype`: 2b · hidden
 /// - a reserve for the accumulators and the quantized input of an 8-bit matrix product: 8 · hidden
 ///
 /// The up projection needs no more memory: its temporaries, such as 8-bit accumulators, fit in 2b · intermediate.
 /// For example, a token of Llama 3 70B in bf16 needs 504 KiB, and this bound is 624 KiB.
-/// Attention needs less memory, and so do the experts of all supported families.
+/// Attention and the experts of all supported families need less memory.
 fn workspace_bytes_per_token(hidden_size: usize, intermediate_size: usize, dtype: DType) -> u64 {
     let (hidden, intermediate, bytes) = (hidden_size as u64, intermediate_size as u64, dtype.size_in_bytes() as u64);
     let needed = intermediate.saturating_mul(8 + 2 * bytes).saturating_add(hidden.saturating_mul(32 + 2 * bytes));
@@ -104,7 +104,7 @@ pub struct MemoryPlan {
     chunks: Vec<usize>,
     dtype: DType,
     max_context: usize,
-    /// The architecture's limit on the default context. RoPE scaling can make it shorter than `max_context`.
+    /// The architecture's limit on the default context. RoPE scaling can make it lower than `max_context`.
     default_context: usize,
 }
 
@@ -118,7 +118,7 @@ pub struct Capacity {
 }
 
 impl MemoryPlan {
-    /// Plans memory for a model with these tensors and activations in `dtype`.
+    /// Plans memory for a model with these tensors. Its activations are in `dtype`.
     pub fn new(inventory: &Inventory, architecture: &dyn Architecture, dtype: DType, device_kind: DeviceKind) -> Self {
         let (layers, max_context) = (architecture.cache_layers(), architecture.max_position_embeddings());
         Self {

@@ -152,7 +152,7 @@ impl<'o> EngineBuilder<'o> {
         self.devices(device.into())
     }
 
-    /// Sets the devices that run the model together. Each holds a part of every large matrix and of the KV cache.
+    /// Sets the devices that run the model together. Each device holds part of every large matrix and of the KV cache.
     pub fn devices(mut self, devices: Devices) -> Self {
         self.options.devices = devices;
         self
@@ -173,7 +173,7 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets the number of full-context sequences that the KV cache can hold. The default is 1.
     ///
-    /// Requests run at the same time as long as there are enough blocks for them. All other requests wait.
+    /// Requests run concurrently while there are enough blocks for them. All other requests wait.
     pub fn sequences(mut self, sequences: usize) -> Self {
         self.options.sequences = sequences;
         self

@@ -11,7 +11,7 @@ pub struct PromptScores {
     top: usize,
     /// The number of tokens in the prompt.
     prompt: usize,
-    /// The number of tokens whose log probabilities were sent.
+    /// The number of tokens whose log probabilities have been sent.
     /// The first prompt token has no log probability and is not counted.
     sent: usize,
     /// The log probabilities of the current step.
@@ -39,7 +39,7 @@ impl PromptScores {
         Some(mem::take(&mut self.step)).filter(|step| !step.is_empty())
     }
 
-    /// Records that the log probabilities of `tokens` more tokens were sent.
+    /// Records that the log probabilities of `tokens` more tokens have been sent.
     pub fn count(&mut self, tokens: usize) {
         self.sent += tokens;
     }

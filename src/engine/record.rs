@@ -22,7 +22,7 @@ pub struct Record {
     version: u32,
     /// The request id that the server assigned.
     pub id: String,
-    /// When the answers ended, in RFC 3339. Empty in older records.
+    /// The time when the answers ended, in RFC 3339 format. Empty in older records.
     #[serde(default)]
     pub created: String,
     /// The name of the model.
@@ -73,7 +73,7 @@ pub struct RequestRecord {
     pub deterministic: bool,
 }
 
-/// The tokens of an answer that the client received.
+/// The part of an answer that the client received.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct RecordedAnswer {
     pub tokens: Vec<u32>,

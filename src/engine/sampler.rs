@@ -156,7 +156,7 @@ impl ChooseToken for Sampler {
 
     #[cfg(feature = "cuda")]
     fn on_device(&self) -> Option<DeviceSampling> {
-        // Do not use `..` here: a new parameter must fail to compile until it is passed to the kernel.
+        // Do not use `..` here: a new parameter must cause a compile error until it is passed to the kernel.
         let SamplingParams {
             temperature,
             top_k,
@@ -206,7 +206,7 @@ pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
     if top == f32::NEG_INFINITY {
         return Vec::new();
     }
-    // Do not use `..` here: a new parameter must fail to compile until this function or `sample` applies it.
+    // Do not use `..` here: a new parameter must cause a compile error until this function or `sample` applies it.
     let &SamplingParams {
         temperature,
         top_k,

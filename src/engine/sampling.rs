@@ -9,7 +9,7 @@
 //! - the environment variable and the JSON field
 //!
 //! On a CPU, [`Sampler`](super::sampler::Sampler) applies the parameters. On a GPU, the sampling kernel applies them.
-//! docs/contributing.md lists the files that a new parameter needs.
+//! docs/contributing.md lists the files to change for a new parameter.
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;

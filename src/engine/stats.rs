@@ -63,9 +63,9 @@ pub struct Counters {
     pub used_blocks: AtomicU64,
     pub queried_tokens: AtomicU64,
     pub hit_tokens: AtomicU64,
-    /// Whether the engine thread makes progress.
+    /// Whether the engine thread is making progress.
     pub heartbeat: Arc<Heartbeat>,
-    /// Whether the engine is draining: it rejects new requests and finishes the requests that it has.
+    /// Whether the engine is draining: it rejects new requests and finishes the requests that it has already accepted.
     pub is_draining: AtomicBool,
 }
 

@@ -42,7 +42,7 @@ pub fn select(args: &Args, is_one_shot: bool) -> Result<Option<Selected>> {
     Ok(Some(Selected { model: ModelId::Local(snapshot), typed_revision, source }))
 }
 
-/// The models on this machine. Loads each model with its own section of the configuration file.
+/// The models on this machine. Each model is loaded with its own section of the configuration file.
 struct HubModels {
     hub: Hub,
     raw: bool,

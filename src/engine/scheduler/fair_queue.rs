@@ -95,7 +95,7 @@ impl FairQueue {
     /// Returns the number of served tokens that the tenant would have after one more of its sequences starts to wait.
     fn served_if_waiting(&self, tenant: TenantId) -> u64 {
         let waiting = self.tenants.values().filter(|tenant| !tenant.waiting.is_empty());
-        // While no sequence waits, serving one tenant costs no other tenant anything.
+        // While no sequence is waiting, serving one tenant does not delay any other tenant.
         let Some(floor) = waiting.map(|tenant| tenant.served).min() else { return 0 };
         match self.tenants.get(&tenant) {
             Some(tenant) if !tenant.waiting.is_empty() => tenant.served,
@@ -185,10 +185,10 @@ mod tests {
         wait(&mut queue, &[(0, 0), (0, 1), (0, 2)]);
         queue.serve(0, 0..1000, 1000);
         wait(&mut queue, &[(1, 3), (1, 4)]);
-        assert_eq!(first(&queue), Some(0), "a new tenant starts where the others are");
+        assert_eq!(first(&queue), Some(0), "a new tenant starts with as many served tokens as the other");
         queue.serve(0, 0..1, 1);
         assert_eq!(first(&queue), Some(3));
-        // Time without requests does not reduce the served tokens either, while other tenants wait.
+        // While other tenants wait, a tenant keeps its count of served tokens, even if it has no requests.
         queue.serve(1, 0..500, 500);
         queue.remove(1, &sequence(3));
         queue.remove(1, &sequence(4));

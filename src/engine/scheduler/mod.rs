@@ -65,7 +65,7 @@ pub struct NewSequence {
     pub cache_salt: Option<String>,
     /// If set, divides this sequence at boundaries of this grid, as [`SchedulerConfig::grid`] divides all sequences.
     pub grid: Option<ChunkGrid>,
-    /// Whether a step computes every prompt token, even if the prefix cache has it.
+    /// Whether to compute every prompt token, even if it is in the prefix cache.
     pub computes_whole_prompt: bool,
     /// The ids of additional sequences with the same prompt and options. The prompt is computed once for all sequences.
     pub forks: Vec<SequenceId>,
@@ -153,7 +153,7 @@ struct Sequence {
     prompt: usize,
     /// If set, chunks of the prompt end at boundaries of this grid, and every later token is computed by itself.
     grid: Option<ChunkGrid>,
-    /// Whether the sequence reuses no cached prompt tokens. Becomes false once the prompt is computed.
+    /// Whether the sequence must not reuse cached prompt tokens. Becomes false once the prompt is computed.
     computes_whole_prompt: bool,
     max_tokens: usize,
     tenant: TenantId,
@@ -330,7 +330,7 @@ impl Scheduler {
         self.sequences[&id].parent
     }
 
-    /// Returns the forks of a sequence that wait for its prompt.
+    /// Returns the forks that wait for the prompt of a sequence.
     pub fn forks(&self, id: SequenceId) -> &[SequenceId] {
         self.sequences.get(&id).map_or(&[], |sequence| &sequence.forks)
     }
@@ -340,7 +340,7 @@ impl Scheduler {
         self.sequences[&id].blocks.as_ref().map(SequenceBlocks::tables)
     }
 
-    /// Returns whether no sequence waits or runs.
+    /// Returns true if there are no waiting or running sequences.
     pub fn is_idle(&self) -> bool {
         self.sequences.is_empty()
     }
@@ -354,7 +354,7 @@ impl Scheduler {
         &self.blocks
     }
 
-    /// Returns the blocks, to save or add cached prefixes. The caller must not change the blocks of any sequence.
+    /// Returns the block manager, to save or add cached prefixes. The caller must not change any sequence's blocks.
     pub fn blocks_mut(&mut self) -> &mut BlockManager {
         &mut self.blocks
     }
