@@ -26,7 +26,7 @@ pub struct Args {
     /// Public key of the server: a file with the response of `GET /v1/receipts/key`, or its field `x`
     #[arg(long, value_name = "FILE|KEY", allow_hyphen_values = true)]
     key: String,
-    /// Also check that the receipt belongs to the record in this file, the input of `inferno replay`
+    /// Also check that the receipt belongs to the record in this file (see `inferno replay`)
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
 }

@@ -21,7 +21,7 @@ const MAX_RECORD: u64 = 256 << 20;
 /// Recompute the answer to a recorded request: exit code 0 if its tokens are the same, 1 if they differ
 #[derive(clap::Args)]
 pub struct Args {
-    /// Record that `inferno serve --record` wrote, or the id of a request (`x-request-id`) of a running server
+    /// Record file from `inferno serve --record`, or the id (`x-request-id`) of a request to a running server
     #[arg(value_name = "FILE|ID")]
     record: String,
     /// URL of the server that has the record, if an id is given

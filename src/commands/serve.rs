@@ -38,7 +38,7 @@ pub struct Args {
     /// API key that clients must send, or @FILE with one key per line; can be repeated
     #[arg(long, value_name = "KEY")]
     api_key: Vec<String>,
-    /// Serve other machines without an API key
+    /// Accept requests from other machines without an API key
     #[arg(long, conflicts_with = "api_key")]
     no_auth: bool,
     /// File with the certificate chain of the server in PEM format; the server then speaks HTTPS
@@ -86,7 +86,7 @@ pub struct Args {
     load: LoadArgs,
 }
 
-/// A server whose metric names `--metrics-compat` adds to inferno's own.
+/// The inference server whose metric names are published in addition to inferno's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum MetricsCompat {
     Vllm,
@@ -131,7 +131,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let runtime = Builder::new_multi_thread().worker_threads(threads).enable_all().build();
     let runtime = runtime.context("cannot start the threads of the server")?;
     let listener = runtime.block_on(server::bind(&args.host, args.port));
-    let listener = listener.context("to listen elsewhere, use --host or --port")?;
+    let listener = listener.context("to listen on another address or port, use --host or --port")?;
     let address = listener.local_addr().context("cannot read the address of the server")?;
     if api_keys.is_empty() && !args.no_auth && !address.ip().is_loopback() {
         let key = server::new_api_key();
@@ -146,7 +146,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let server = Server::new(options)?;
     let serving = start(&runtime, &server, listener);
 
-    // The port is open while the model loads, so that health checks get an answer.
+    // The port is open while the model loads, so that health checks get a response.
     hub.record_use(&snapshot);
     let path = snapshot.path.clone();
     let hashes = args.receipt_key.as_ref().map(|_| std::thread::spawn(move || hub::file_hashes(&path)));

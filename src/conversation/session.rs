@@ -53,7 +53,7 @@ pub struct Session {
     ///
     /// A new date would change the start of the prompt and require a prefill of the whole conversation.
     date: String,
-    /// The number of turns so far. Added to the seed so that `/regen` can give a different answer.
+    /// The number of turns so far. Added to the seed so that `/regen` can generate a different answer.
     turns: u64,
 }
 

@@ -3,7 +3,7 @@
 //! inferno uses tensor parallelism, as in [Megatron-LM](https://arxiv.org/abs/1909.08053).
 //! Every rank holds a part of each large matrix, and all ranks run the same forward passes.
 //! The ranks sum their partial results after the attention and after the MLP.
-//! Partial results are added in rank order, so all ranks get the same bits and choose the same tokens.
+//! Partial results are added in rank order, so all ranks compute bit-identical sums and choose the same tokens.
 
 use std::any::Any;
 use std::fmt;
@@ -28,13 +28,13 @@ pub struct World {
 pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Returns whether operations can be queued now. Returns the same value on all ranks.
     ///
-    /// Ranks that share a GPU, as in tests, can only capture operations in a CUDA graph.
+    /// Ranks that share a GPU, as in tests, can queue operations only as part of a CUDA graph.
     /// The first launch of a kernel loads the kernel, and loading waits for all running kernels of the GPU.
     /// A running kernel of another rank may itself be waiting for the loading rank, which would be a deadlock.
     fn can_queue(&self) -> bool;
 
     /// Waits until every rank has launched as many operations, or CUDA graphs with operations, as this rank.
-    /// `sum` and `concat_columns` call this themselves. Call it after each launch of a graph.
+    /// `sum` and `concat_columns` already call this method. Other code must call it after each launch of a graph.
     ///
     /// While a GPU waits for another GPU, the host must not make a driver call that itself waits for a GPU, such as a
     /// call that loads a kernel. The driver would hold a lock that the other rank needs to launch its operation.
@@ -67,7 +67,7 @@ impl World {
         (0..size).map(|rank| Self { rank, exchange: None, meeting: meeting.clone() }).collect()
     }
 
-    /// Makes this rank exchange tensors through `exchange`. All ranks must use an exchange.
+    /// Sets the exchange that this rank uses. If one rank uses an exchange, all ranks must use one.
     pub fn with_exchange(self, exchange: Arc<dyn Exchange>) -> Self {
         Self { exchange: Some(exchange), ..self }
     }

@@ -86,7 +86,7 @@ impl EngineHandle {
     /// Queues a request for `n` answers to the same prompt, and returns one event stream per answer.
     ///
     /// The prompt is computed once. The answer at index i is sampled with the request's seed plus i.
-    /// A single request with that seed gets the same answer. See [`submit`](Self::submit) for errors.
+    /// A request for one answer with that seed produces the same answer. See [`submit`](Self::submit) for errors.
     pub fn submit_n(&self, request: Request, n: usize) -> Result<Vec<RequestStream>> {
         let submitted = Instant::now();
         let language = &self.shared.language;

@@ -40,7 +40,7 @@ pub struct LoadOptions<'o> {
     pub sequences: usize,
     /// The maximum number of sequences that run at once. `None` selects 256. The chunk size is another upper limit.
     pub max_sequences: Option<usize>,
-    /// The memory to use on the device. The KV cache gets what remains after weights and workspace.
+    /// The memory to use on the device. The KV cache uses what remains after weights and workspace.
     /// With `None`, the KV cache is only as large as the number of `sequences` requires.
     pub memory: Option<MemoryLimit>,
     /// The format to which floating-point weight matrices are quantized during loading.

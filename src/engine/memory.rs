@@ -95,7 +95,7 @@ pub struct MemoryPlan {
     layout: CacheLayout,
     /// The minimum number of full-context sequences that the KV cache can hold.
     sequences: usize,
-    /// The memory to use on the device, in bytes. The KV cache gets what remains after weights and workspace.
+    /// The memory to use on the device, in bytes. The KV cache uses what remains after weights and workspace.
     /// With `None`, the KV cache is only as large as the number of `sequences` requires.
     limit_bytes: Option<u64>,
     /// The size of the logits of one token, in bytes.
@@ -118,7 +118,7 @@ pub struct Capacity {
 }
 
 impl MemoryPlan {
-    /// Plans memory for a model with these tensors. Its activations are in `dtype`.
+    /// Plans memory for a model with these tensors. Its activations have the dtype `dtype`.
     pub fn new(inventory: &Inventory, architecture: &dyn Architecture, dtype: DType, device_kind: DeviceKind) -> Self {
         let (layers, max_context) = (architecture.cache_layers(), architecture.max_position_embeddings());
         Self {
@@ -183,7 +183,7 @@ impl MemoryPlan {
     }
 
     /// Limits the model to this many bytes of device memory.
-    /// The KV cache gets what remains after weights and workspace.
+    /// The KV cache uses what remains after weights and workspace.
     pub fn with_limit(self, limit_bytes: u64) -> Self {
         Self { limit_bytes: Some(limit_bytes), ..self }
     }

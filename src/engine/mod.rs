@@ -185,7 +185,7 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets the amount of device memory to use. The KV cache gets what remains after weights and workspace.
+    /// Sets the amount of device memory to use. The KV cache uses what remains after weights and workspace.
     ///
     /// By default, the cache is only as large as the number of [`sequences`](Self::sequences) requires.
     pub fn memory(mut self, limit: MemoryLimit) -> Self {

@@ -25,7 +25,7 @@ impl PromptScores {
 
     /// Returns the prompt tokens to score in a step whose input tokens are `tokens[range]`.
     ///
-    /// A preempted sequence computes some tokens again. Tokens that were already scored are not scored again.
+    /// A preempted sequence recomputes some tokens. Tokens that have already been scored are not scored again.
     pub fn of_step<'s>(&'s mut self, tokens: &'s [u32], range: Range<usize>) -> Option<ScoreTokens<'s>> {
         self.step.clear();
         let scored = range.start.max(self.sent) + 1..self.prompt.min(range.end + 1);

@@ -1,4 +1,4 @@
-//! Records of requests and answers. A record contains everything needed to compute its answers again.
+//! Records of requests and answers. A record contains everything needed to recompute its answers.
 
 use std::collections::BTreeMap;
 

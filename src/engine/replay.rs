@@ -1,4 +1,4 @@
-//! Computes recorded answers again.
+//! Recomputes recorded answers.
 
 use std::time::Instant;
 
@@ -27,7 +27,7 @@ pub struct Divergence {
 }
 
 impl EngineHandle {
-    /// Computes the answer at `index` again, up to the end of its record. Returns the first difference, if any.
+    /// Recomputes the answer at `index`, up to the end of its record. Returns the first difference, if any.
     ///
     /// Fails like [`submit`](Self::submit).
     pub fn replay(&self, request: &RequestRecord, index: usize, answer: &RecordedAnswer) -> Result<Option<Divergence>> {

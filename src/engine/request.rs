@@ -111,7 +111,7 @@ pub struct GenerateOptions {
     /// Whether the answer must be independent of other requests, even on an engine that is not
     /// [`deterministic`](super::EngineBuilder::deterministic). Slows down this request and all concurrent requests.
     pub deterministic: bool,
-    /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), so that the answer can be computed again.
+    /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), so that the answer can be recomputed.
     pub keeps_record: bool,
     /// The maximum time that the request may wait before it starts. After this time, it fails. `None` sets no limit.
     pub max_wait: Option<Duration>,

@@ -181,7 +181,7 @@ impl ChooseToken for Sampler {
             seed,
             sampled_before: self.draws as u32,
         };
-        // The order does not matter to the kernel, but equal samplers must give equal parameters.
+        // The order does not matter to the kernel, but equal samplers must produce equal parameters.
         let mut seen: Vec<(u32, u32)> = match self.has_penalties() {
             true => self.seen.iter().map(|(&id, &generated)| (id, 1 + generated)).collect(),
             false => Vec::new(),
@@ -272,7 +272,7 @@ fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
     }
 }
 
-/// Returns the id of the highest logit. Equal logits give the lowest id. NaN logits are ignored unless all are NaN.
+/// Returns the id of the highest logit, or the lowest such id in a tie. Ignores NaN logits unless all are NaN.
 pub fn argmax(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (id, &logit) in logits.iter().enumerate() {

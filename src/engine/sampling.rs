@@ -9,7 +9,7 @@
 //! - the environment variable and the JSON field
 //!
 //! On a CPU, [`Sampler`](super::sampler::Sampler) applies the parameters. On a GPU, the sampling kernel applies them.
-//! docs/contributing.md lists the files to change for a new parameter.
+//! docs/contributing.md lists the code to change for a new parameter.
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
@@ -149,7 +149,7 @@ impl SamplingParams {
         }
     }
 
-    /// Reads a model's sampling defaults from generation_config.json. JSON null gives greedy sampling.
+    /// Reads a model's sampling defaults from generation_config.json. Returns greedy sampling for JSON null.
     ///
     /// Without `"do_sample": true`, the result is greedy sampling, as in transformers.
     /// The repetition penalty applies in both cases.

@@ -22,7 +22,7 @@ pub struct EngineStats {
     /// Tokens generated in steps that began after their request was canceled. Always 0, unless the engine has a bug.
     pub tokens_after_cancel: u64,
     /// Prefilled tokens, excluding tokens reused from the KV cache.
-    /// Includes tokens that were computed again after a preemption.
+    /// Includes tokens that were recomputed after a preemption.
     pub prompt_tokens: u64,
     pub generated_tokens: u64,
     /// Tokens of the latest request that are in the KV cache.

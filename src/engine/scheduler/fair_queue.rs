@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use super::order::Seniority;
 
-/// Identifies the owner of a sequence, such as the client with a certain API key.
+/// Identifies the owner of a sequence, such as a client with its own API key.
 pub type TenantId = u64;
 
 /// The weight of a generated token, as in the paper. A prompt token has weight 1.
@@ -185,7 +185,7 @@ mod tests {
         wait(&mut queue, &[(0, 0), (0, 1), (0, 2)]);
         queue.serve(0, 0..1000, 1000);
         wait(&mut queue, &[(1, 3), (1, 4)]);
-        assert_eq!(first(&queue), Some(0), "a new tenant starts with as many served tokens as the other");
+        assert_eq!(first(&queue), Some(0), "a new tenant starts with as many served tokens as the other tenant");
         queue.serve(0, 0..1, 1);
         assert_eq!(first(&queue), Some(3));
         // While other tenants wait, a tenant keeps its count of served tokens, even if it has no requests.

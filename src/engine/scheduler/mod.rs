@@ -11,7 +11,7 @@
 //! The sequences of one tenant are ordered by seniority, which depends on priority and arrival.
 //!
 //! If the KV cache runs out of blocks, the sequence with the last rank is preempted.
-//! A preempted sequence gives up its blocks and computes its tokens again later.
+//! A preempted sequence gives up its blocks and recomputes its tokens later.
 //! By then, most of these blocks are usually still cached.
 
 mod fair_queue;
@@ -51,7 +51,7 @@ pub struct SchedulerConfig {
     pub max_sequences: usize,
     /// The maximum number of tokens in a sequence, prompt and answer together.
     pub context: usize,
-    /// If set, chunks of prompts end at boundaries of this grid, and every later token is computed by itself.
+    /// If set, chunks of prompts end at boundaries of this grid, and every later token is computed separately.
     /// A step may then exceed its token budget by less than one part of the grid.
     pub grid: Option<ChunkGrid>,
 }
@@ -151,19 +151,19 @@ struct Sequence {
     /// Whether the last of `tokens` is a placeholder for the token that a queued step chooses.
     is_last_pending: bool,
     prompt: usize,
-    /// If set, chunks of the prompt end at boundaries of this grid, and every later token is computed by itself.
+    /// If set, chunks of the prompt end at boundaries of this grid, and every later token is computed separately.
     grid: Option<ChunkGrid>,
-    /// Whether the sequence must not reuse cached prompt tokens. Becomes false once the prompt is computed.
+    /// Whether the sequence computes its whole prompt without reusing cached tokens. Becomes false once the prompt is computed.
     computes_whole_prompt: bool,
     max_tokens: usize,
     tenant: TenantId,
-    /// The number of tokens that were counted for the tenant. Tokens that are computed again do not count again.
+    /// The number of tokens that were counted for the tenant. Recomputed tokens are not counted again.
     served: usize,
     seniority: Seniority,
     deadline: Option<Duration>,
     /// The blocks of a running sequence. `None` while it waits.
     blocks: Option<SequenceBlocks>,
-    /// The block hashes of a waiting sequence, kept so that they are not computed again.
+    /// The block hashes of a waiting sequence, kept to avoid recomputing them.
     /// A running sequence has its block hashes in `blocks`.
     hashes: BlockHashes,
     preemptions: u32,
@@ -325,7 +325,7 @@ impl Scheduler {
         self.sequences[&id].computed()
     }
 
-    /// Returns the sequence that computes a fork's prompt, or `None` if the fork has started or waits by itself.
+    /// Returns the sequence that computes a fork's prompt, or `None` if the fork has started or waits on its own.
     pub fn parent(&self, id: SequenceId) -> Option<SequenceId> {
         self.sequences[&id].parent
     }
