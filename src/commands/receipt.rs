@@ -17,7 +17,7 @@ const MAX_RECEIPT: u64 = 4 << 20;
 /// The maximum size of a record in bytes.
 const MAX_RECORD: u64 = 256 << 20;
 
-/// Verify a signed receipt of `inferno serve` and print it: exit code 0 if it is valid, 6 if it is not
+/// Verify a signed receipt of `inferno serve` and print it: exit code 0 if it is valid, 6 if it is invalid
 #[derive(clap::Args)]
 pub struct Args {
     /// File with the response of `GET /v1/receipts/ID`

@@ -32,7 +32,7 @@ pub trait Backend {
 
     /// Returns whether [`defaults`](Self::defaults) are the model's own defaults.
     ///
-    /// If they are not, the server chooses each parameter that the user does not set.
+    /// If this returns false, the server chooses each parameter that the user does not set.
     fn has_known_defaults(&self) -> bool;
 
     /// Returns the rows of `/stats` that describe the model, as pairs of a name and a value.

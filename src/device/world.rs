@@ -157,7 +157,7 @@ impl World {
     /// Fails if the world has ended. If a rank did not answer in time, ends the world and fails.
     pub fn check(&self) -> Result<()> {
         if let Some(missing) = self.exchange.as_ref().and_then(|exchange| exchange.missing_rank()) {
-            self.end(&format!("GPU {} of {} does not answer; the other GPUs were stopped", missing + 1, self.size()));
+            self.end(&format!("GPU {} of {} does not answer; the others were stopped", missing + 1, self.size()));
         }
         match self.end_reason() {
             Some(reason) => bail!("{reason}"),

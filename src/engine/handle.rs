@@ -325,7 +325,7 @@ impl EngineHandle {
         self.shared.info.executor
     }
 
-    /// Returns why the decode steps of a single request do not run as a CUDA graph, or `None` if they do.
+    /// Returns why the decode steps of a single request do not run as a CUDA graph, or `None` if they run as one.
     pub fn eager_reason(&self) -> Option<&EagerReason> {
         self.shared.info.eager_reason.as_ref()
     }
@@ -390,7 +390,7 @@ impl EngineHandle {
 
     /// Calls a function on the engine thread with the runner and waits for the result.
     ///
-    /// The call runs after all earlier requests and before all later ones, with exclusive use of the KV cache.
+    /// The call runs between all earlier and all later requests, with exclusive use of the KV cache.
     /// Fails if the engine has stopped, or if the function panics. A panic stops the engine.
     pub fn with_runner<T: Send + 'static>(&self, call: impl FnOnce(&mut Runner) -> T + Send + 'static) -> Result<T> {
         let (sender, result) = mpsc::sync_channel(1);

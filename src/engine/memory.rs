@@ -351,7 +351,7 @@ impl MemoryPlan {
         capacities.find(|capacity| self.fits(*capacity, device))
     }
 
-    /// Chooses the capacity for the requested context, or for the default context if none is requested.
+    /// Chooses the capacity for the requested context, or for the default context if no context is requested.
     ///
     /// If memory is short, reduces the chunk size first, then the default context. Never reduces a requested context.
     pub fn choose(&self, requested: Option<usize>, device: &DeviceInfo) -> Result<Capacity> {
@@ -540,7 +540,7 @@ mod tests {
         let plan = plan();
         let (per_1000, fixed) = plan.cache_growth(512);
         assert_eq!(per_1000, 1000 * 2 * 8 * 64 * 2);
-        // The window and the chunk fill 10 blocks. They need 11 if they start in the middle of a block.
+        // The window and the chunk fill 10 blocks. They need 11 blocks if they start in the middle of a block.
         assert_eq!(fixed, 11 * 64 * 2 * 8 * 64 * 2);
         let block_bytes = 64 * 2 * 8 * 64 * 2;
         let capacity = Capacity { context: 6400, chunk: 512 };

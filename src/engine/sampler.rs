@@ -249,7 +249,7 @@ fn keep_top_k(candidates: &mut Vec<Candidate>, count: usize) {
 
 /// Keeps the smallest set of most likely tokens whose probabilities sum to at least `p`. The set is never empty.
 ///
-/// A vocabulary can have 200,000 tokens, but the kept set usually has only a few dozen.
+/// A vocabulary can have 200,000 tokens, but the kept set usually has only a few dozen tokens.
 /// This function therefore sorts only the top 64 at first, then 8 times as many each time, until the sum is reached.
 fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
     let target = p * candidates.iter().map(|c| c.weight).sum::<f64>();

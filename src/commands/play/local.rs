@@ -19,7 +19,7 @@ use crate::terminal;
 use crate::text;
 use crate::worker;
 
-/// Finds or downloads the model named on the command line. If none is named, asks the user to choose one.
+/// Finds or downloads the model named on the command line. If no model is named, asks the user to choose one.
 ///
 /// Returns `None` if the user quits.
 pub fn select(args: &Args, is_one_shot: bool) -> Result<Option<Selected>> {

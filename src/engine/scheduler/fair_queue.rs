@@ -1,7 +1,7 @@
 //! Orders the waiting sequences so that every tenant gets the same number of tokens.
 //!
 //! The order follows the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
-//! The next sequence to start belongs to the tenant that has been served the fewest tokens.
+//! The next sequence to start belongs to the tenant with the fewest served tokens.
 //! A tenant gets no credit for the time in which none of its sequences waited.
 //! The sequences of one tenant start in order of seniority.
 
@@ -20,7 +20,7 @@ const GENERATED_WEIGHT: u64 = 2;
 /// The rank of a sequence among the sequences of all tenants. The smallest rank gets tokens and blocks first.
 pub type Rank = (Reverse<bool>, u64, Seniority);
 
-/// The waiting sequences of all tenants, and the number of tokens that each tenant was served.
+/// The waiting sequences of all tenants, and the number of tokens served to each tenant.
 #[derive(Default)]
 pub struct FairQueue {
     tenants: BTreeMap<TenantId, Tenant>,

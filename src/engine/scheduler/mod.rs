@@ -153,7 +153,7 @@ struct Sequence {
     prompt: usize,
     /// If set, chunks of the prompt end at boundaries of this grid, and every later token is computed separately.
     grid: Option<ChunkGrid>,
-    /// Whether the sequence computes its whole prompt without reusing cached tokens. Becomes false once the prompt is computed.
+    /// Whether to compute the whole prompt without reusing cached tokens. Becomes false once the prompt is computed.
     computes_whole_prompt: bool,
     max_tokens: usize,
     tenant: TenantId,
