@@ -41,10 +41,10 @@ pub struct Args {
     /// Accept requests from other machines without an API key
     #[arg(long, conflicts_with = "api_key")]
     no_auth: bool,
-    /// File with the certificate chain of the server in PEM format; the server then speaks HTTPS
+    /// PEM file with the certificate chain of the server; enables HTTPS
     #[arg(long, value_name = "FILE")]
     tls_cert: Option<PathBuf>,
-    /// File with the private key of the certificate in PEM format
+    /// PEM file with the private key of the certificate
     #[arg(long, value_name = "FILE")]
     tls_key: Option<PathBuf>,
     /// Origin of web pages that may use the server, such as `https://app.example`, or `*`; can be repeated
@@ -68,13 +68,13 @@ pub struct Args {
     /// Also publish metrics under the names of another inference server
     #[arg(long, value_name = "SERVER")]
     metrics_compat: Option<MetricsCompat>,
-    /// Write a record of each request, with its prompt and its answer, to this folder, for `inferno replay`
+    /// Write a record of each request, including its prompt and answer, to this folder for `inferno replay`
     #[arg(long, value_name = "FOLDER")]
     record: Option<PathBuf>,
     /// Memory for records of recent requests, in MiB; 0 keeps no records
     #[arg(long, default_value_t = 16, value_name = "MIB", hide_short_help = true)]
     record_memory: usize,
-    /// File with the private key that signs receipts of requests, in PEM format; created if it does not exist
+    /// PEM file with the private key that signs receipts of requests; created if it does not exist
     #[arg(long, value_name = "FILE", hide_short_help = true)]
     receipt_key: Option<PathBuf>,
     /// Compute each answer independently of other requests; slower

@@ -107,7 +107,7 @@ fn other_directories() -> Vec<PathBuf> {
 
 /// The jump target of every function until [`load`] replaces it.
 extern "C" fn called_before_load() -> ! {
-    // `eprintln!` would panic if stderr is closed or its disk is full.
+    // `eprintln!` panics if stderr is closed or its disk is full.
     let message = "error: internal error: inferno called an NVIDIA library before loading it\n";
     let _ = std::io::Write::write_all(&mut std::io::stderr(), message.as_bytes());
     std::process::abort()

@@ -2,7 +2,7 @@
 //!
 //! inferno uses tensor parallelism, as in [Megatron-LM](https://arxiv.org/abs/1909.08053).
 //! Every rank holds a part of each large matrix, and all ranks run the same forward passes.
-//! The ranks sum their partial results after the attention and after the MLP.
+//! The ranks sum their partial results after attention and after the MLP.
 //! Partial results are added in rank order, so all ranks compute bit-identical sums and choose the same tokens.
 
 use std::any::Any;
@@ -33,7 +33,7 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// A running kernel of another rank may itself be waiting for the loading rank, which would be a deadlock.
     fn can_queue(&self) -> bool;
 
-    /// Waits until every rank has launched as many operations, or CUDA graphs with operations, as this rank.
+    /// Waits until every rank has launched as many operations, or CUDA graphs that contain operations, as this rank.
     /// `sum` and `concat_columns` already call this method. Other code must call it after each launch of a graph.
     ///
     /// While a GPU waits for another GPU, the host must not make a driver call that itself waits for a GPU, such as a
@@ -123,7 +123,7 @@ impl World {
     }
 
     /// Returns the tensors of all ranks, copied to the device of x.
-    /// The driver copies from GPU to GPU without host memory if possible.
+    /// If possible, the driver copies directly from GPU to GPU, without using host memory.
     fn parts(&self, meeting: &Meeting, x: &Tensor) -> Result<Vec<Tensor>> {
         let device = x.device();
         // The GPUs' streams run independently. A rank must not read another rank's part before that part is written,

@@ -114,7 +114,7 @@ impl EngineLoop {
         }
     }
 
-    /// Runs until shutdown, until all handles are dropped, or, with several devices, until one device fails.
+    /// Runs until shutdown or until all handles are dropped. With several devices, also stops if one device fails.
     ///
     /// Unfinished requests then fail, because their channels close.
     pub fn run(mut self) {

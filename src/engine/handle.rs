@@ -239,7 +239,7 @@ impl EngineHandle {
             }
         }
         if options.prompt_logprobs.is_some() && self.info().ranks > 1 {
-            bail!("cannot compute the log probabilities of a prompt with several GPUs");
+            bail!("cannot compute prompt log probabilities on several GPUs");
         }
         Ok(())
     }

@@ -121,7 +121,7 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences } = model?;
 
     times.total_s = started.elapsed().as_secs_f64();
-    // With LongRoPE, longer contexts use other RoPE factors.
+    // With LongRoPE, longer contexts use different RoPE factors.
     let has_long_context = runner.limits().context > config.architecture.default_context();
     let info = ModelInfo {
         family: config.family.model_type,

@@ -34,7 +34,7 @@ pub const MAX_LOGIT_ROWS: usize = 256;
 ///
 /// Kernels count the elements of an activation as an i32, so its tokens · columns must be less than 2^31.
 /// With this chunk size, an activation may have 131,071 columns.
-/// The widest known activation has 106,496: gate and up of Llama 3.1 405B, 2 · 53,248.
+/// The widest known activation has 106,496 columns: gate and up of Llama 3.1 405B, 2 · 53,248.
 /// Chunks larger than those in [`DeviceKind::chunk_sizes`] are not faster.
 const MAX_CHUNK: usize = 16_384;
 
@@ -238,7 +238,7 @@ impl MemoryPlan {
         self.layout.peak_blocks(context, 1)
     }
 
-    /// Returns the number of full-context sequences that fit if the KV cache takes all free memory of the device.
+    /// Returns the number of full-context sequences that fit if the KV cache uses all free memory of the device.
     pub fn sequences_that_fit(&self, capacity: Capacity, device: &DeviceInfo) -> usize {
         let logit_bytes = self.logit_bytes(capacity.chunk);
         let other_bytes = self.weight_bytes + self.workspace_bytes(capacity) + logit_bytes;

@@ -16,7 +16,7 @@ const VERSION: u32 = 1;
 /// The version and the commit of this build.
 const BUILD: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("INFERNO_COMMIT"), ")");
 
-/// A record of all answers to one request of a client.
+/// A record of all answers to one client request.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Record {
     version: u32,
@@ -27,7 +27,7 @@ pub struct Record {
     pub created: String,
     /// The name of the model.
     pub model: String,
-    /// The commit of the model, or a hash of the demo's files. `None` for a path.
+    /// The commit of the model, or a hash of the demo's files. `None` for a model loaded from a path.
     pub revision: Option<String>,
     pub engine: EngineRecord,
     /// One entry for each prompt.

@@ -16,7 +16,7 @@ pub struct ReplayedToken {
     pub logprob: Option<f32>,
 }
 
-/// The first token of an answer that differs from the record.
+/// The first difference between an answer and its record.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Divergence {
     /// The number of equal tokens before the difference.

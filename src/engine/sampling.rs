@@ -80,7 +80,7 @@ sampling_table! {
 
     /// The penalty on tokens in the prompt or the answer (arXiv 1909.05858). 1 has no effect.
     repetition_penalty: f32, "repetition-penalty" "X", neutral: 1.0, range: 0.01..=100.0, generation_config: Always,
-    help: "Penalty on tokens that already occurred; 1 for none";
+    help: "Penalty on tokens that have already occurred; 1 for none";
 
     /// The penalty on a token for each time it was generated, as in OpenAI's API. 0 has no effect.
     frequency_penalty: f32, "frequency-penalty" "X", neutral: 0.0, range: -100.0..=100.0, generation_config: Never,

@@ -164,7 +164,7 @@ struct Sequence {
     /// The blocks of a running sequence. `None` while it waits.
     blocks: Option<SequenceBlocks>,
     /// The block hashes of a waiting sequence, kept to avoid recomputing them.
-    /// A running sequence has its block hashes in `blocks`.
+    /// The block hashes of a running sequence are in `blocks`.
     hashes: BlockHashes,
     preemptions: u32,
     /// The sequences that share this prompt. They fork once this sequence has computed all prompt tokens but the last.

@@ -195,7 +195,7 @@ impl Scheduler {
 
     /// Returns the number of additional blocks that a sequence needs for its next [`GROWTH_STEPS`] tokens.
     ///
-    /// For a sequence that must never be preempted again, returns the number for its longest possible answer.
+    /// For a sequence that must never be preempted again, returns the number of blocks for its longest possible answer.
     pub(super) fn demand(&self, seniority: &Seniority) -> usize {
         let sequence = &self.sequences[&seniority.id()];
         let Some(held) = &sequence.blocks else { return 0 };
