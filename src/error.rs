@@ -13,7 +13,7 @@ pub enum Error {
     #[error("cannot use an NVIDIA GPU: {reason}\n  {hint}")]
     NoGpu { reason: String, hint: String },
 
-    /// One of several GPUs that run a model failed or does not answer. The message names the GPU.
+    /// One of several GPUs that run a model has failed or does not answer. The message names the GPU.
     #[error("{0}")]
     GpuFailed(String),
 
@@ -129,9 +129,7 @@ pub enum Error {
     #[error("cannot reach a server at {url}: {cause}\n  check the URL, and check that the server is running")]
     ServerUnreachable { url: String, cause: String },
 
-    #[error(
-        "cannot use the server at {url}: {message}\n  set INFERNO_API_KEY, or use --api-key, with a key of the server"
-    )]
+    #[error("cannot use the server at {url}: {message}\n  set INFERNO_API_KEY or --api-key to a valid API key")]
     ServerAccess { url: String, message: String },
 
     #[error("cannot use the server at {url}: {message}\n  check the URL; the API of most servers ends in /v1")]

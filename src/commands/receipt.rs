@@ -1,4 +1,4 @@
-//! `inferno receipt`: verifies a signed receipt, without a network.
+//! `inferno receipt`: verifies a signed receipt without network access.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ const MAX_RECEIPT: u64 = 4 << 20;
 /// The maximum size of a record in bytes.
 const MAX_RECORD: u64 = 256 << 20;
 
-/// Verify a signed receipt of `inferno serve` and print it: exit code 0 if it is valid, 6 if it is not
+/// Verify a signed receipt of `inferno serve` and print it: exit code 0 if it is valid, 6 if it is invalid
 #[derive(clap::Args)]
 pub struct Args {
     /// File with the response of `GET /v1/receipts/ID`
@@ -26,7 +26,7 @@ pub struct Args {
     /// Public key of the server: a file with the response of `GET /v1/receipts/key`, or its field `x`
     #[arg(long, value_name = "FILE|KEY", allow_hyphen_values = true)]
     key: String,
-    /// Also check that the receipt belongs to this record, which `inferno replay` computes again
+    /// Also check that the receipt belongs to the record in this file (see `inferno replay`)
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
 }
@@ -43,8 +43,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
         && !receipt.is_of(&files::read_input(record, MAX_RECORD)?)
     {
         return Err(Error::Verification {
-            what: format!("the receipt in {path} is not that of the record in {}", record.display()),
-            hint: format!("it belongs to the record of the request {}", quote(&receipt.id)),
+            what: format!("the receipt in {path} does not belong to the record in {}", record.display()),
+            hint: format!("it belongs to the record of request {}", quote(&receipt.id)),
         }
         .into());
     }

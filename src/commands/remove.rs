@@ -16,7 +16,7 @@ use crate::text::{short_commit, size};
 pub struct Args {
     /// Name of a model, or part of a name; NAME:Q4_K_M for one of several GGUF files
     model: String,
-    /// Delete only this branch, tag or commit; files that other revisions use are kept
+    /// Delete only this branch, tag or commit; keep files that other revisions use
     #[arg(long, value_name = "REV")]
     revision: Option<String>,
     /// Delete even if the filesystem does not support file locking; make sure that no other inferno process is running

@@ -1,4 +1,4 @@
-//! `inferno replay`: computes the answers of a recorded request again, and compares their tokens.
+//! `inferno replay`: recomputes the answers to a recorded request and compares their tokens.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -18,10 +18,10 @@ use crate::text::{printable, quote};
 /// The maximum size of a record in bytes.
 const MAX_RECORD: u64 = 256 << 20;
 
-/// Compute the answer to a recorded request again: exit code 0 if its tokens are the same, 1 if they differ
+/// Recompute the answer to a recorded request: exit code 0 if its tokens are the same, 1 if they differ
 #[derive(clap::Args)]
 pub struct Args {
-    /// Record that `inferno serve --record` wrote, or the id of a request (`x-request-id`) of a running server
+    /// Record file from `inferno serve --record`, or the id (`x-request-id`) of a request to a running server
     #[arg(value_name = "FILE|ID")]
     record: String,
     /// URL of the server that has the record, if an id is given
@@ -30,7 +30,7 @@ pub struct Args {
     /// API key for the server, or @FILE [default: INFERNO_API_KEY]
     #[arg(long, value_name = "KEY", env = "INFERNO_API_KEY", hide_env = true)]
     api_key: Option<String>,
-    /// File with the certificates to trust, in PEM format, such as the server's own certificate
+    /// PEM file with the certificates to trust, such as the server's own certificate
     #[arg(long, value_name = "FILE", env = "SSL_CERT_FILE", hide_env = true)]
     ca_cert: Option<PathBuf>,
     /// Name or directory of the model, if it differs from the model in the record
@@ -81,7 +81,7 @@ fn read(args: &Args) -> Result<Record> {
     let key = api_keys::read(args.api_key.as_slice())?.into_iter().next();
     let connection = Connection::new(url, key, args.ca_cert.as_deref())?;
     let json = connection.get(&format!("/records/{}", utf8_percent_encode(&args.record, NON_ALPHANUMERIC)))?;
-    serde_json::from_value(json).context("cannot read the record: it is not from `inferno serve`")
+    serde_json::from_value(json).context("cannot read the record: it was not written by `inferno serve`")
 }
 
 /// Returns the model of a record. Prefers the recorded commit, unless the user chose another model or revision.
@@ -97,7 +97,7 @@ fn find(hub: &Hub, args: &Args, record: &Record) -> Result<Snapshot> {
     }
 }
 
-/// Computes all answers again and prints a comparison of each. Returns whether all tokens are equal.
+/// Recomputes all answers and prints a comparison for each. Returns whether all tokens are equal.
 fn replay(record: &Record, engine: &EngineHandle) -> Result<bool> {
     let mut out = std::io::stdout().lock();
     if let Some(error) = &record.error {

@@ -38,13 +38,13 @@ pub struct Args {
     /// API key that clients must send, or @FILE with one key per line; can be repeated
     #[arg(long, value_name = "KEY")]
     api_key: Vec<String>,
-    /// Serve other machines without an API key
+    /// Accept requests from other machines without an API key
     #[arg(long, conflicts_with = "api_key")]
     no_auth: bool,
-    /// File with the certificate chain of the server in PEM format; the server then speaks HTTPS
+    /// PEM file with the certificate chain of the server; enables HTTPS
     #[arg(long, value_name = "FILE")]
     tls_cert: Option<PathBuf>,
-    /// File with the private key of the certificate in PEM format
+    /// PEM file with the private key of the certificate
     #[arg(long, value_name = "FILE")]
     tls_key: Option<PathBuf>,
     /// Origin of web pages that may use the server, such as `https://app.example`, or `*`; can be repeated
@@ -53,7 +53,7 @@ pub struct Args {
     /// Maximum number of answers to generate at once, up to 256; all others wait
     #[arg(long, default_value_t = 256, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     max_sequences: u16,
-    /// Maximum number of answers that wait to start; further requests are rejected with status 429
+    /// Maximum number of answers that may wait to start; further requests are rejected with status 429
     #[arg(long, default_value_t = 512, value_name = "N")]
     queue: usize,
     /// Seconds after SIGTERM or Ctrl-C during which the server still accepts requests, while /health answers 503
@@ -68,13 +68,13 @@ pub struct Args {
     /// Also publish metrics under the names of another inference server
     #[arg(long, value_name = "SERVER")]
     metrics_compat: Option<MetricsCompat>,
-    /// Write a record of each request, with its prompt and its answer, to this folder, for `inferno replay`
+    /// Write a record of each request, including its prompt and answer, to this folder for `inferno replay`
     #[arg(long, value_name = "FOLDER")]
     record: Option<PathBuf>,
-    /// Memory for records of the last requests, in MiB; 0 keeps no records
+    /// Memory for records of recent requests, in MiB; 0 keeps no records
     #[arg(long, default_value_t = 16, value_name = "MIB", hide_short_help = true)]
     record_memory: usize,
-    /// File with the private key that signs receipts of requests, in PEM format; created if it does not exist
+    /// PEM file with the private key that signs receipts of requests; created if it does not exist
     #[arg(long, value_name = "FILE", hide_short_help = true)]
     receipt_key: Option<PathBuf>,
     /// Compute each answer independently of other requests; slower
@@ -86,7 +86,7 @@ pub struct Args {
     load: LoadArgs,
 }
 
-/// A server whose metric names `--metrics-compat` adds to inferno's own.
+/// The inference server whose metric names are published in addition to inferno's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum MetricsCompat {
     Vllm,
@@ -104,7 +104,7 @@ struct LimitArgs {
     /// Seconds that a request may wait before it starts
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     queue_timeout: f64,
-    /// Seconds within which a client must read at least 4 KiB of a waiting response
+    /// Seconds within which a client must read at least 4 KiB of a pending response
     #[arg(long, default_value_t = 30.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     write_timeout: f64,
     /// Seconds between keep-alive comments while a stream has no events
@@ -131,7 +131,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let runtime = Builder::new_multi_thread().worker_threads(threads).enable_all().build();
     let runtime = runtime.context("cannot start the threads of the server")?;
     let listener = runtime.block_on(server::bind(&args.host, args.port));
-    let listener = listener.context("to listen elsewhere, use --host or --port")?;
+    let listener = listener.context("to listen on another address or port, use --host or --port")?;
     let address = listener.local_addr().context("cannot read the address of the server")?;
     if api_keys.is_empty() && !args.no_auth && !address.ip().is_loopback() {
         let key = server::new_api_key();
@@ -146,7 +146,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let server = Server::new(options)?;
     let serving = start(&runtime, &server, listener);
 
-    // The port is open while the model loads, so that health checks get an answer.
+    // The port is open while the model loads, so that health checks get a response.
     hub.record_use(&snapshot);
     let path = snapshot.path.clone();
     let hashes = args.receipt_key.as_ref().map(|_| std::thread::spawn(move || hub::file_hashes(&path)));
@@ -208,7 +208,7 @@ fn start(runtime: &Runtime, server: &Arc<Server>, listener: TcpListener) -> toki
         };
         server::serve(server.clone(), listener, shutdown).await;
         if server.engine().is_none() {
-            // The main thread still loads the model, which cannot be interrupted.
+            // The main thread is still loading the model, and loading cannot be interrupted.
             std::process::exit(0);
         }
     })

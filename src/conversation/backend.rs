@@ -10,7 +10,7 @@ use crate::engine::{Engine, GenerateOptions, SamplingParams};
 /// A callback that receives each piece of a turn's text as it arrives.
 pub type OnDelta<'a> = dyn FnMut(&Delta) -> Result<()> + 'a;
 
-/// A model that answers conversations.
+/// A model that generates the answers of a conversation.
 pub trait Backend {
     /// Generates an answer, and passes each piece of text to `on_delta` as it arrives.
     ///
@@ -32,7 +32,7 @@ pub trait Backend {
 
     /// Returns whether [`defaults`](Self::defaults) are the model's own defaults.
     ///
-    /// If they are not, the server chooses each parameter that the user does not set.
+    /// If this returns false, the server chooses each parameter that the user does not set.
     fn has_known_defaults(&self) -> bool;
 
     /// Returns the rows of `/stats` that describe the model, as pairs of a name and a value.

@@ -337,7 +337,7 @@ fn read(path: &Path) -> Result<(SavedConversation, u64)> {
             Ok(record) => record,
             Err(error) => {
                 let error = library_error(&error);
-                saved.damage = Some(format!("{} is damaged in line {} ({error})", path.display(), index + 1));
+                saved.damage = Some(format!("{} is damaged at line {} ({error})", path.display(), index + 1));
                 break;
             }
         };

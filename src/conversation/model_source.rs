@@ -40,7 +40,7 @@ impl ModelId {
         }
     }
 
-    /// Returns the revision of a model on this machine. `None` for a model without a revision, or on a server.
+    /// Returns the revision of a model on this machine. `None` if it has no revision or the model is on a server.
     pub fn revision(&self) -> Option<&str> {
         match self {
             Self::Local(snapshot) => snapshot.revision.as_deref(),

@@ -53,7 +53,7 @@ pub struct Session {
     ///
     /// A new date would change the start of the prompt and require a prefill of the whole conversation.
     date: String,
-    /// The number of turns so far. Added to the seed so that `/regen` can give a different answer.
+    /// The number of turns so far. Added to the seed so that `/regen` can generate a different answer.
     turns: u64,
 }
 
@@ -79,7 +79,7 @@ impl Session {
         }
     }
 
-    /// Returns the backend that answers the conversation. Panics if no model is loaded.
+    /// Returns the backend that generates the answers. Panics if no model is loaded.
     pub fn backend(&self) -> &dyn Backend {
         self.backend.as_deref().expect("switch_model restores a model or ends the chat")
     }

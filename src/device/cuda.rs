@@ -13,7 +13,7 @@ use super::libraries;
 use crate::error::Error;
 use crate::text::plain_cuda_errors;
 
-/// Acquires the lock that graph captures and device opening share: no device can be opened during a capture.
+/// Acquires the lock that prevents devices from being opened during a graph capture.
 pub fn capture_lock() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     LOCK.lock().unwrap_or_else(|poisoned| poisoned.into_inner())

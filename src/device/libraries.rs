@@ -1,7 +1,7 @@
 //! Loads NVIDIA's libraries on the first use of a GPU. docs/nvidia-libraries.md explains why and lists alternatives.
 //!
 //! candle links against these libraries, so the dynamic loader would load them before `main`.
-//! `inferno --help` would then take 80 ms longer, to load cuBLAS.
+//! Loading cuBLAS would then make `inferno --help` take 80 ms longer.
 //! Without a driver, the program would not start, so it could not report the problem.
 //!
 //! This file therefore defines every function of these libraries that candle and inferno call.
@@ -107,7 +107,7 @@ fn other_directories() -> Vec<PathBuf> {
 
 /// The jump target of every function until [`load`] replaces it.
 extern "C" fn called_before_load() -> ! {
-    // `eprintln!` would panic if stderr is closed or its disk is full.
+    // `eprintln!` panics if stderr is closed or its disk is full.
     let message = "error: internal error: inferno called an NVIDIA library before loading it\n";
     let _ = std::io::Write::write_all(&mut std::io::stderr(), message.as_bytes());
     std::process::abort()

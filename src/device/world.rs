@@ -2,8 +2,8 @@
 //!
 //! By default, inferno uses tensor parallelism, as in [Megatron-LM](https://arxiv.org/abs/1909.08053).
 //! Every rank holds a part of each large matrix, and all ranks run the same forward passes.
-//! The ranks sum their partial results after the attention and after the MLP.
-//! Partial results are added in rank order, so all ranks get the same bits and choose the same tokens.
+//! The ranks sum their partial results after attention and after the MLP.
+//! Partial results are added in rank order, so all ranks compute bit-identical sums and choose the same tokens.
 //!
 //! With [`World::with_stages`], each rank holds whole layers instead. The ranks run their layers one after another, and
 //! every rank passes the result of its last layer to all other ranks.
@@ -35,16 +35,16 @@ pub struct World {
 pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Returns whether operations can be queued now. Returns the same value on all ranks.
     ///
-    /// Ranks that share a GPU, as in tests, can only capture operations in a CUDA graph.
+    /// Ranks that share a GPU, as in tests, can queue operations only as part of a CUDA graph.
     /// The first launch of a kernel loads the kernel, and loading waits for all running kernels of the GPU.
     /// A running kernel of another rank may itself be waiting for the loading rank, which would be a deadlock.
     fn can_queue(&self) -> bool;
 
-    /// Waits until every rank has launched as many operations, or CUDA graphs with operations, as this rank.
-    /// `sum` and `concat_columns` call this themselves. Call it after each launch of a graph.
+    /// Waits until every rank has launched as many operations, or CUDA graphs that contain operations, as this rank.
+    /// `sum` and `concat_columns` already call this method. Other code must call it after each launch of a graph.
     ///
-    /// While a GPU waits for another GPU, the host must not call the driver for anything that waits for a GPU, such as
-    /// loading a kernel. The driver would hold a lock that the other rank needs to launch its operation.
+    /// While a GPU waits for another GPU, the host must not make a driver call that itself waits for a GPU, such as a
+    /// call that loads a kernel. The driver would hold a lock that the other rank needs to launch its operation.
     fn wait_for_launches(&self);
 
     /// Implements [`World::sum`].
@@ -61,7 +61,7 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// After a rank has failed to answer, the results of all operations are wrong.
     fn missing_rank(&self) -> Option<usize>;
 
-    /// Ends all operations that wait for another rank, now or later. The results of these operations are wrong.
+    /// Ends all current and future operations that wait for another rank. The results of these operations are wrong.
     fn end(&self);
 }
 
@@ -77,7 +77,7 @@ impl World {
         (0..size).map(|rank| Self { rank, meeting: meeting.clone(), ..Self::default() }).collect()
     }
 
-    /// Makes this rank exchange tensors through `exchange`. All ranks must use an exchange.
+    /// Sets the exchange that this rank uses. If one rank uses an exchange, all ranks must use one.
     pub fn with_exchange(self, exchange: Arc<dyn Exchange>) -> Self {
         Self { exchange: Some(exchange), ..self }
     }
@@ -159,7 +159,7 @@ impl World {
     }
 
     /// Returns the tensors of all ranks, copied to the device of x.
-    /// The driver copies from GPU to GPU without host memory if possible.
+    /// If possible, the driver copies directly from GPU to GPU, without using host memory.
     fn parts(&self, meeting: &Meeting, x: &Tensor) -> Result<Vec<Tensor>> {
         let device = x.device();
         // The GPUs' streams run independently. A rank must not read another rank's part before that part is written,
@@ -206,7 +206,7 @@ impl World {
         self.meeting.as_ref()?.lock().end_reason.clone()
     }
 
-    /// Ends the world: every rank that waits for an exchange, now or later, gets an error with this reason.
+    /// Ends the world: all current and future exchanges fail with this reason.
     /// If the world has already ended, keeps the first reason.
     pub fn end(&self, reason: &str) {
         if let Some(meeting) = &self.meeting {
@@ -222,7 +222,7 @@ impl World {
 
 /// Returns the part of `total` items that a rank holds.
 ///
-/// Items are divided in units of `unit` items, such as the blocks of a quantized matrix. The last unit may be smaller.
+/// Items are divided into units of `unit` items, such as blocks of a quantized matrix. The last unit may be smaller.
 /// If the units cannot be divided evenly, the first ranks hold one unit more than the other ranks.
 /// With more ranks than units, the last ranks hold nothing.
 pub fn share(total: usize, unit: usize, rank: usize, size: usize) -> Range<usize> {

@@ -10,7 +10,7 @@
 //! The plan assumes that every sequence continues, and appends a pending token to each sequence.
 //! If a sequence has ended, the queued step computes one unused token for it.
 //! The blocks of an ended sequence are freed at once, because the device runs the steps in order.
-//! A step whose choices depend on the previous tokens, for example through penalties, is not queued ahead.
+//! A step whose choices depend on the previous tokens, for example because of penalties, is not queued ahead.
 
 mod steps;
 
@@ -114,7 +114,7 @@ impl EngineLoop {
         }
     }
 
-    /// Runs until shutdown, until all handles are dropped, or, with several devices, until one device fails.
+    /// Runs until shutdown or until all handles are dropped. With several devices, also stops if one device fails.
     ///
     /// Unfinished requests then fail, because their channels close.
     pub fn run(mut self) {

@@ -86,7 +86,7 @@ impl EngineHandle {
     /// Queues a request for `n` answers to the same prompt, and returns one event stream per answer.
     ///
     /// The prompt is computed once. The answer at index i is sampled with the request's seed plus i.
-    /// A single request with that seed gets the same answer. See [`submit`](Self::submit) for errors.
+    /// A request for one answer with that seed produces the same answer. See [`submit`](Self::submit) for errors.
     pub fn submit_n(&self, request: Request, n: usize) -> Result<Vec<RequestStream>> {
         let submitted = Instant::now();
         let language = &self.shared.language;
@@ -239,7 +239,7 @@ impl EngineHandle {
             }
         }
         if options.prompt_logprobs.is_some() && self.info().ranks > 1 {
-            bail!("cannot compute the log probabilities of a prompt with several GPUs");
+            bail!("cannot compute prompt log probabilities on several GPUs");
         }
         Ok(())
     }
@@ -325,7 +325,7 @@ impl EngineHandle {
         self.shared.info.executor
     }
 
-    /// Returns why the decode steps of a single request do not run as a CUDA graph, or `None` if they do.
+    /// Returns why the decode steps of a single request do not run as a CUDA graph, or `None` if they run as one.
     pub fn eager_reason(&self) -> Option<&EagerReason> {
         self.shared.info.eager_reason.as_ref()
     }
@@ -335,7 +335,7 @@ impl EngineHandle {
         self.shared.counters.snapshot()
     }
 
-    /// Returns whether the engine thread makes progress: it is idle, or its current step has taken at most `limit`.
+    /// Returns whether the engine thread is making progress: it is idle, or its current step has taken at most `limit`.
     pub fn is_responsive(&self, limit: Duration) -> bool {
         self.shared.counters.heartbeat.is_regular(limit)
     }
@@ -390,7 +390,7 @@ impl EngineHandle {
 
     /// Calls a function on the engine thread with the runner and waits for the result.
     ///
-    /// The call runs after all earlier requests and before all later ones, with exclusive use of the KV cache.
+    /// The call runs between all earlier and all later requests, with exclusive use of the KV cache.
     /// Fails if the engine has stopped, or if the function panics. A panic stops the engine.
     pub fn with_runner<T: Send + 'static>(&self, call: impl FnOnce(&mut Runner) -> T + Send + 'static) -> Result<T> {
         let (sender, result) = mpsc::sync_channel(1);

@@ -1,4 +1,4 @@
-//! Shows other threads whether the engine thread makes progress.
+//! Shows other threads whether the engine thread is making progress.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -25,7 +25,7 @@ impl Heartbeat {
         self.step_started.store(milliseconds + 1, Ordering::Relaxed);
     }
 
-    /// Records that the engine waits for requests.
+    /// Records that the engine is waiting for requests.
     pub fn rest(&self) {
         self.step_started.store(0, Ordering::Relaxed);
     }

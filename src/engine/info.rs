@@ -30,7 +30,7 @@ pub struct ModelInfo {
     pub attention: AttentionBackend,
     /// How the decode steps of a single sequence run: `graph` (fused kernels) or `eager` (one operation at a time).
     pub executor: Executor,
-    /// Why the decode steps of a single sequence do not run as a CUDA graph. `None` if they do.
+    /// Why the decode steps of a single sequence do not run as a CUDA graph. `None` if they run as a graph.
     pub eager_reason: Option<EagerReason>,
     /// Whether answers are independent of other requests.
     pub is_deterministic: bool,

@@ -43,7 +43,7 @@ pub struct LoadOptions<'o> {
     pub sequences: usize,
     /// The maximum number of sequences that run at once. `None` selects 256. The chunk size is another upper limit.
     pub max_sequences: Option<usize>,
-    /// The memory to use on the device. The KV cache gets what remains after weights and workspace.
+    /// The memory to use on the device. The KV cache uses what remains after weights and workspace.
     /// With `None`, the KV cache is only as large as the number of `sequences` requires.
     pub memory: Option<MemoryLimit>,
     /// The format to which floating-point weight matrices are quantized during loading.
@@ -125,7 +125,7 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences } = model?;
 
     times.total_s = started.elapsed().as_secs_f64();
-    // With LongRoPE, longer contexts use other RoPE factors.
+    // With LongRoPE, longer contexts use different RoPE factors.
     let has_long_context = runner.limits().context > config.architecture.default_context();
     let info = ModelInfo {
         family: config.family.model_type,
@@ -163,7 +163,7 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     Ok(EngineParts { language, runner, defaults, info, fingerprint })
 }
 
-/// Returns a text that identifies everything that keys and values depend on.
+/// Returns a string that identifies everything that keys and values depend on.
 ///
 /// It covers the model files, dtype, quantization, RoPE factors, attention kernel, chunk grid and build.
 fn fingerprint(
@@ -185,7 +185,7 @@ fn fingerprint(
     format!("{files:?} {config_json:?} {has_long_context} {dtype:?} {quantize:?} {attention} {grid:?} {build:?}")
 }
 
-/// Returns the chunk grid for `--deterministic`. Fails if the options do not allow one.
+/// Returns the chunk grid for `--deterministic`. Fails if the options do not allow a grid.
 fn chunk_grid(chunk: usize, attention: AttentionBackend) -> Result<ChunkGrid> {
     if attention == AttentionBackend::CandleFlashAttn {
         bail!(Error::Usage("--deterministic does not support --attention flash".into()));

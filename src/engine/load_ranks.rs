@@ -57,7 +57,7 @@ struct LoadedRank {
 impl RankLoader<'_> {
     /// Loads the first rank's part onto `first`, which is already open. Reports only the progress of this rank.
     ///
-    /// Loads every other rank's part onto its device on a thread of its own.
+    /// Loads the parts of all other ranks onto their devices, each on a separate thread.
     pub fn load(&self, first: &Device, devices: &Devices, progress: &LoadProgress) -> Result<LoadedRanks> {
         let worlds = World::threads(devices.count()).into_iter();
         let worlds = worlds.map(|world| if self.rounds_partials { world.with_rounded_partials() } else { world });

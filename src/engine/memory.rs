@@ -37,7 +37,7 @@ pub const MAX_LOGIT_ROWS: usize = 256;
 ///
 /// Kernels count the elements of an activation as an i32, so its tokens · columns must be less than 2^31.
 /// With this chunk size, an activation may have 131,071 columns.
-/// The widest known activation has 106,496: gate and up of Llama 3.1 405B, 2 · 53,248.
+/// The widest known activation has 106,496 columns: gate and up of Llama 3.1 405B, 2 · 53,248.
 /// Chunks larger than those in [`DeviceKind::chunk_sizes`] are not faster.
 const MAX_CHUNK: usize = 16_384;
 
@@ -53,13 +53,13 @@ const MAX_STAGE_CHUNK: usize = 2048;
 ///
 /// - the outputs of gate_proj and up_proj in f32: 8 · intermediate
 /// - their product in `dtype` and, for some quantized weights, a quantized copy of it: 2b · intermediate
-/// - in f32, three versions of the residual stream, two layer outputs and the MLP output: 24 · hidden
+/// - three versions of the residual stream, two layer outputs and the MLP output, all in f32: 24 · hidden
 /// - the two normed inputs in `dtype`: 2b · hidden
 /// - a reserve for the accumulators and the quantized input of an 8-bit matrix product: 8 · hidden
 ///
 /// The up projection needs no more memory: its temporaries, such as 8-bit accumulators, fit in 2b · intermediate.
 /// For example, a token of Llama 3 70B in bf16 needs 504 KiB, and this bound is 624 KiB.
-/// Attention needs less memory, and so do the experts of all supported families.
+/// Attention and the experts of all supported families need less memory.
 fn workspace_bytes_per_token(hidden_size: usize, intermediate_size: usize, dtype: DType) -> u64 {
     let (hidden, intermediate, bytes) = (hidden_size as u64, intermediate_size as u64, dtype.size_in_bytes() as u64);
     let needed = intermediate.saturating_mul(8 + 2 * bytes).saturating_add(hidden.saturating_mul(32 + 2 * bytes));
@@ -106,7 +106,7 @@ pub struct MemoryPlan {
     layout: CacheLayout,
     /// The minimum number of full-context sequences that the KV cache can hold.
     sequences: usize,
-    /// The memory to use on the device, in bytes. The KV cache gets what remains after weights and workspace.
+    /// The memory to use on the device, in bytes. The KV cache uses what remains after weights and workspace.
     /// With `None`, the KV cache is only as large as the number of `sequences` requires.
     limit_bytes: Option<u64>,
     /// The size of the logits of one token, in bytes.
@@ -115,7 +115,7 @@ pub struct MemoryPlan {
     chunks: Vec<usize>,
     dtype: DType,
     max_context: usize,
-    /// The architecture's limit on the default context. RoPE scaling can make it shorter than `max_context`.
+    /// The architecture's limit on the default context. RoPE scaling can make it lower than `max_context`.
     default_context: usize,
 }
 
@@ -129,7 +129,7 @@ pub struct Capacity {
 }
 
 impl MemoryPlan {
-    /// Plans memory for a model with these tensors and activations in `dtype`.
+    /// Plans memory for a model with these tensors. Its activations have the dtype `dtype`.
     pub fn new(inventory: &Inventory, architecture: &dyn Architecture, dtype: DType, device_kind: DeviceKind) -> Self {
         let (layers, max_context) = (architecture.cache_layers(), architecture.max_position_embeddings());
         Self {
@@ -243,7 +243,7 @@ impl MemoryPlan {
     }
 
     /// Limits the model to this many bytes of device memory.
-    /// The KV cache gets what remains after weights and workspace.
+    /// The KV cache uses what remains after weights and workspace.
     pub fn with_limit(self, limit_bytes: u64) -> Self {
         Self { limit_bytes: Some(limit_bytes), ..self }
     }
@@ -298,7 +298,7 @@ impl MemoryPlan {
         self.layout.peak_blocks(context, 1)
     }
 
-    /// Returns the number of full-context sequences that fit if the KV cache takes all free memory of the device.
+    /// Returns the number of full-context sequences that fit if the KV cache uses all free memory of the device.
     pub fn sequences_that_fit(&self, capacity: Capacity, device: &DeviceInfo) -> usize {
         let logit_bytes = self.logit_bytes(capacity.chunk);
         let other_bytes = self.weight_bytes + self.workspace_bytes(capacity) + logit_bytes;
@@ -416,7 +416,7 @@ impl MemoryPlan {
         capacities.find(|capacity| self.fits(*capacity, device))
     }
 
-    /// Chooses the capacity for the requested context, or for the default context if none is requested.
+    /// Chooses the capacity for the requested context, or for the default context if no context is requested.
     ///
     /// If memory is short, reduces the chunk size first, then the default context. Never reduces a requested context.
     pub fn choose(&self, requested: Option<usize>, device: &DeviceInfo) -> Result<Capacity> {
@@ -635,7 +635,7 @@ mod tests {
         let plan = plan();
         let (per_1000, fixed) = plan.cache_growth(512);
         assert_eq!(per_1000, 1000 * 2 * 8 * 64 * 2);
-        // The window and the chunk fill 10 blocks. They need 11 if they start in the middle of a block.
+        // The window and the chunk fill 10 blocks. They need 11 blocks if they start in the middle of a block.
         assert_eq!(fixed, 11 * 64 * 2 * 8 * 64 * 2);
         let block_bytes = 64 * 2 * 8 * 64 * 2;
         let capacity = Capacity { context: 6400, chunk: 512 };

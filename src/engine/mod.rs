@@ -180,7 +180,7 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets the number of full-context sequences that the KV cache can hold. The default is 1.
     ///
-    /// Requests run at the same time as long as there are enough blocks for them. All other requests wait.
+    /// Requests run concurrently while there are enough blocks for them. All other requests wait.
     pub fn sequences(mut self, sequences: usize) -> Self {
         self.options.sequences = sequences;
         self
@@ -192,7 +192,7 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets the amount of device memory to use. The KV cache gets what remains after weights and workspace.
+    /// Sets the amount of device memory to use. The KV cache uses what remains after weights and workspace.
     ///
     /// By default, the cache is only as large as the number of [`sequences`](Self::sequences) requires.
     pub fn memory(mut self, limit: MemoryLimit) -> Self {

@@ -11,7 +11,7 @@ pub struct PromptScores {
     top: usize,
     /// The number of tokens in the prompt.
     prompt: usize,
-    /// The number of tokens whose log probabilities were sent.
+    /// The number of tokens whose log probabilities have been sent.
     /// The first prompt token has no log probability and is not counted.
     sent: usize,
     /// The log probabilities of the current step.
@@ -25,7 +25,7 @@ impl PromptScores {
 
     /// Returns the prompt tokens to score in a step whose input tokens are `tokens[range]`.
     ///
-    /// A preempted sequence computes some tokens again. Tokens that were already scored are not scored again.
+    /// A preempted sequence recomputes some tokens. Tokens that have already been scored are not scored again.
     pub fn of_step<'s>(&'s mut self, tokens: &'s [u32], range: Range<usize>) -> Option<ScoreTokens<'s>> {
         self.step.clear();
         let scored = range.start.max(self.sent) + 1..self.prompt.min(range.end + 1);
@@ -39,7 +39,7 @@ impl PromptScores {
         Some(mem::take(&mut self.step)).filter(|step| !step.is_empty())
     }
 
-    /// Records that the log probabilities of `tokens` more tokens were sent.
+    /// Records that the log probabilities of `tokens` more tokens have been sent.
     pub fn count(&mut self, tokens: usize) {
         self.sent += tokens;
     }

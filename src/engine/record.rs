@@ -1,4 +1,4 @@
-//! Records of requests and answers. A record contains everything needed to compute its answers again.
+//! Records of requests and answers. A record contains everything needed to recompute its answers.
 
 use std::collections::BTreeMap;
 
@@ -16,18 +16,18 @@ const VERSION: u32 = 1;
 /// The version and the commit of this build.
 const BUILD: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("INFERNO_COMMIT"), ")");
 
-/// A record of all answers to one request of a client.
+/// A record of all answers to one client request.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Record {
     version: u32,
     /// The request id that the server assigned.
     pub id: String,
-    /// When the answers ended, in RFC 3339. Empty in older records.
+    /// The time when the answers ended, in RFC 3339 format. Empty in older records.
     #[serde(default)]
     pub created: String,
     /// The name of the model.
     pub model: String,
-    /// The commit of the model, or a hash of the demo's files. `None` for a path.
+    /// The commit of the model, or a hash of the demo's files. `None` for a model loaded from a path.
     pub revision: Option<String>,
     pub engine: EngineRecord,
     /// One entry for each prompt.
@@ -73,7 +73,7 @@ pub struct RequestRecord {
     pub deterministic: bool,
 }
 
-/// The tokens of an answer that the client received.
+/// The part of an answer that the client received.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct RecordedAnswer {
     pub tokens: Vec<u32>,

@@ -1,4 +1,4 @@
-//! Computes recorded answers again.
+//! Recomputes recorded answers.
 
 use std::time::Instant;
 
@@ -16,7 +16,7 @@ pub struct ReplayedToken {
     pub logprob: Option<f32>,
 }
 
-/// The first token of an answer that differs from the record.
+/// The first difference between an answer and its record.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Divergence {
     /// The number of equal tokens before the difference.
@@ -27,7 +27,7 @@ pub struct Divergence {
 }
 
 impl EngineHandle {
-    /// Computes the answer at `index` again, up to the end of its record. Returns the first difference, if any.
+    /// Recomputes the answer at `index`, up to the end of its record. Returns the first difference, if any.
     ///
     /// Fails like [`submit`](Self::submit).
     pub fn replay(&self, request: &RequestRecord, index: usize, answer: &RecordedAnswer) -> Result<Option<Divergence>> {

@@ -100,7 +100,7 @@ pub struct GenerateOptions {
     pub cancel: Option<Arc<AtomicBool>>,
     /// The owner of the request, such as a client with its own API key.
     ///
-    /// Tenants whose requests wait get equal numbers of tokens. A generated token counts as much as two prompt tokens.
+    /// Tenants with waiting requests get equal numbers of tokens. A generated token counts as two prompt tokens.
     pub tenant: u64,
     /// The priority among the requests of a tenant: requests with smaller values start first.
     /// A value lower by 1 has the same effect as an arrival 2 seconds earlier.
@@ -111,7 +111,7 @@ pub struct GenerateOptions {
     /// Whether the answer must be independent of other requests, even on an engine that is not
     /// [`deterministic`](super::EngineBuilder::deterministic). Slows down this request and all concurrent requests.
     pub deterministic: bool,
-    /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), so that the answer can be computed again.
+    /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), so that the answer can be recomputed.
     pub keeps_record: bool,
     /// The maximum time that the request may wait before it starts. After this time, it fails. `None` sets no limit.
     pub max_wait: Option<Duration>,

@@ -156,7 +156,7 @@ impl ChooseToken for Sampler {
 
     #[cfg(feature = "cuda")]
     fn on_device(&self) -> Option<DeviceSampling> {
-        // Do not use `..` here: a new parameter must fail to compile until it is passed to the kernel.
+        // Do not use `..` here: a new parameter must cause a compile error until it is passed to the kernel.
         let SamplingParams {
             temperature,
             top_k,
@@ -181,7 +181,7 @@ impl ChooseToken for Sampler {
             seed,
             sampled_before: self.draws as u32,
         };
-        // The order does not matter to the kernel, but equal samplers must give equal parameters.
+        // The order does not matter to the kernel, but equal samplers must produce equal parameters.
         let mut seen: Vec<(u32, u32)> = match self.has_penalties() {
             true => self.seen.iter().map(|(&id, &generated)| (id, 1 + generated)).collect(),
             false => Vec::new(),
@@ -206,7 +206,7 @@ pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
     if top == f32::NEG_INFINITY {
         return Vec::new();
     }
-    // Do not use `..` here: a new parameter must fail to compile until this function or `sample` applies it.
+    // Do not use `..` here: a new parameter must cause a compile error until this function or `sample` applies it.
     let &SamplingParams {
         temperature,
         top_k,
@@ -249,7 +249,7 @@ fn keep_top_k(candidates: &mut Vec<Candidate>, count: usize) {
 
 /// Keeps the smallest set of most likely tokens whose probabilities sum to at least `p`. The set is never empty.
 ///
-/// A vocabulary can have 200,000 tokens, but the kept set usually has only a few dozen.
+/// A vocabulary can have 200,000 tokens, but the kept set usually has only a few dozen tokens.
 /// This function therefore sorts only the top 64 at first, then 8 times as many each time, until the sum is reached.
 fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
     let target = p * candidates.iter().map(|c| c.weight).sum::<f64>();
@@ -272,7 +272,7 @@ fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
     }
 }
 
-/// Returns the id of the highest logit. Equal logits give the lowest id. NaN logits are ignored unless all are NaN.
+/// Returns the id of the highest logit, or the lowest such id in a tie. Ignores NaN logits unless all are NaN.
 pub fn argmax(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (id, &logit) in logits.iter().enumerate() {

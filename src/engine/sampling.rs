@@ -9,7 +9,7 @@
 //! - the environment variable and the JSON field
 //!
 //! On a CPU, [`Sampler`](super::sampler::Sampler) applies the parameters. On a GPU, the sampling kernel applies them.
-//! docs/contributing.md lists the files that a new parameter needs.
+//! docs/contributing.md lists the code to change for a new parameter.
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
@@ -80,7 +80,7 @@ sampling_table! {
 
     /// The penalty on tokens in the prompt or the answer (arXiv 1909.05858). 1 has no effect.
     repetition_penalty: f32, "repetition-penalty" "X", neutral: 1.0, range: 0.01..=100.0, generation_config: Always,
-    help: "Penalty on tokens that already occurred; 1 for none";
+    help: "Penalty on tokens that have already occurred; 1 for none";
 
     /// The penalty on a token for each time it was generated, as in OpenAI's API. 0 has no effect.
     frequency_penalty: f32, "frequency-penalty" "X", neutral: 0.0, range: -100.0..=100.0, generation_config: Never,
@@ -149,7 +149,7 @@ impl SamplingParams {
         }
     }
 
-    /// Reads a model's sampling defaults from generation_config.json. JSON null gives greedy sampling.
+    /// Reads a model's sampling defaults from generation_config.json. Returns greedy sampling for JSON null.
     ///
     /// Without `"do_sample": true`, the result is greedy sampling, as in transformers.
     /// The repetition penalty applies in both cases.

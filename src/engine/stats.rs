@@ -22,7 +22,7 @@ pub struct EngineStats {
     /// Tokens generated in steps that began after their request was canceled. Always 0, unless the engine has a bug.
     pub tokens_after_cancel: u64,
     /// Prefilled tokens, excluding tokens reused from the KV cache.
-    /// Includes tokens that were computed again after a preemption.
+    /// Includes tokens that were recomputed after a preemption.
     pub prompt_tokens: u64,
     pub generated_tokens: u64,
     /// Tokens of the latest request that are in the KV cache.
@@ -63,9 +63,9 @@ pub struct Counters {
     pub used_blocks: AtomicU64,
     pub queried_tokens: AtomicU64,
     pub hit_tokens: AtomicU64,
-    /// Whether the engine thread makes progress.
+    /// Whether the engine thread is making progress.
     pub heartbeat: Arc<Heartbeat>,
-    /// Whether the engine is draining: it rejects new requests and finishes the requests that it has.
+    /// Whether the engine is draining: it rejects new requests and finishes the requests that it has already accepted.
     pub is_draining: AtomicBool,
 }
 

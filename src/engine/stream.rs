@@ -80,7 +80,7 @@ pub struct Summary {
     /// Prompt tokens reused from the KV cache.
     pub cached_tokens: usize,
     pub completion_tokens: usize,
-    /// Seconds from the [`submit`](super::EngineHandle::submit) call to the start of the prefill. 0 without a prefill.
+    /// Seconds from the [`submit`](super::EngineHandle::submit) call to the start of the prefill. 0 if no prefill ran.
     pub queue_s: f64,
     /// Seconds from the [`submit`](super::EngineHandle::submit) call to the first token.
     /// Includes rendering the chat template, tokenizing and waiting in the queue. 0 if no token was generated.

@@ -134,7 +134,7 @@ impl RepoDir {
         files_below(&dir).into_iter().filter_map(file).collect()
     }
 
-    /// Links a blob into a snapshot as `name`. Without symlink support, tries a hard link, then copies the blob.
+    /// Links a blob into a snapshot as `name`. Without symlink support, creates a hard link or a copy.
     pub fn link(&self, commit: &str, name: &str, etag: &str) -> Result<()> {
         let pointer = self.snapshot(commit).join(name);
         create_dir(pointer.parent().unwrap_or(&pointer))?;

@@ -134,7 +134,7 @@ fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     let (mut chat, banner) = resume(&home, &[]);
     // The terminal wraps the message, so join the lines.
     let banner = banner.split_whitespace().collect::<Vec<_>>().join(" ");
-    assert!(banner.contains("is damaged in line") && banner.contains("1 question"), "{banner}");
+    assert!(banner.contains("is damaged at line") && banner.contains("1 question"), "{banner}");
     assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), damaged, "the copy differs from the damaged journal");
     assert!(chat.say("What is my name?").contains("Ada"));
     leave(chat);
@@ -146,7 +146,7 @@ fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     let first_line = fs::read_to_string(&path).unwrap().lines().next().unwrap().to_string();
     fs::write(&path, format!("{first_line}\nnonsense\n")).unwrap();
     let (chat, banner) = resume(&home, &[]);
-    assert!(banner.contains("is damaged in line 2"), "{banner}");
+    assert!(banner.contains("is damaged at line 2"), "{banner}");
     leave(chat);
     assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), damaged);
     assert!(fs::read_to_string(path.with_extension("damaged-2")).unwrap().ends_with("nonsense\n"));

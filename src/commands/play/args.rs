@@ -40,7 +40,7 @@ pub struct Args {
     /// API key for the server, or @FILE [default: INFERNO_API_KEY]
     #[arg(long, value_name = "KEY", env = "INFERNO_API_KEY", hide_env = true)]
     pub api_key: Option<String>,
-    /// File with the certificates to trust, in PEM format, such as the server's own certificate
+    /// PEM file with the certificates to trust, such as the server's own certificate
     #[arg(long, value_name = "FILE", env = "SSL_CERT_FILE", hide_env = true)]
     pub ca_cert: Option<PathBuf>,
     /// Answer this prompt and exit [default: piped standard input]

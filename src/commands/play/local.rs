@@ -19,7 +19,7 @@ use crate::terminal;
 use crate::text;
 use crate::worker;
 
-/// Finds or downloads the model named on the command line. If none is named, asks the user to choose one.
+/// Finds or downloads the model named on the command line. If no model is named, asks the user to choose one.
 ///
 /// Returns `None` if the user quits.
 pub fn select(args: &Args, is_one_shot: bool) -> Result<Option<Selected>> {
@@ -42,7 +42,7 @@ pub fn select(args: &Args, is_one_shot: bool) -> Result<Option<Selected>> {
     Ok(Some(Selected { model: ModelId::Local(snapshot), typed_revision, source }))
 }
 
-/// The models on this machine. Loads each model with its own section of the configuration file.
+/// The models on this machine. Each model is loaded with its own section of the configuration file.
 struct HubModels {
     hub: Hub,
     raw: bool,

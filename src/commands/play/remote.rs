@@ -61,7 +61,7 @@ fn default_model<'m>(
     }
 }
 
-/// The models of a server. Applies to each model its own section of the configuration file.
+/// The models of a server. Each model uses its own section of the configuration file.
 struct ServerModels {
     connection: Rc<Connection>,
     reparse: Box<Reparse>,

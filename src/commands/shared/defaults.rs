@@ -178,7 +178,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
             Some(_) => line.requested.retain(|flag, _| flag == "device" || is_setting(flag)),
             None => drop(line.requested.insert("model".to_string(), vec![saved.model.clone()])),
         }
-        // The conversation keeps its own system prompt, and limits that `/set` removed stay removed.
+        // The conversation keeps its own system prompt. Limits that `/set` removed stay removed.
         configured.remove("system");
         configured.retain(|flag, _| !line.requested.get(flag).is_some_and(|values| is_removed_limit(flag, values)));
     }

@@ -37,10 +37,10 @@ pub struct LoadArgs {
     /// Compute dtype [default: bf16 on a GPU, f32 on a CPU]
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<Dtype>,
-    /// Context length in tokens, for prompt and answers together [default: what fits, up to 32768]
+    /// Context length in tokens, for prompt and answers together [default: as much as fits, up to 32768]
     #[arg(long, value_name = "TOKENS")]
     context: Option<usize>,
-    /// Memory to use on the GPU, such as 20GB or 90%. The KV cache gets what remains after weights and workspace
+    /// Memory to use on the GPU, such as 20GB or 90%. The KV cache uses what remains after weights and workspace
     /// [default: as much as the context needs; 90% for serve]
     #[arg(long, value_name = "SIZE")]
     gpu_memory: Option<MemoryLimit>,

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use tracing_subscriber::fmt::MakeWriter;
 
-/// The maximum number of lines that wait to be written.
+/// The maximum number of lines that can wait to be written.
 const MAX_LINES: usize = 10_000;
 
 /// The longest time that [`flush`] waits for the remaining lines.
@@ -61,7 +61,7 @@ fn write_lines(receiver: &Receiver<Message>) {
         }
         let dropped = DROPPED.swap(0, Ordering::Relaxed);
         if dropped > 0 {
-            tracing::warn!(dropped, "log lines were dropped, because stderr was blocked");
+            tracing::warn!(dropped, "log lines were dropped because stderr was blocked");
         }
     }
 }

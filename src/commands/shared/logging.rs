@@ -36,7 +36,7 @@ pub fn start(verbose: u8, server: Option<LogFormat>) {
         Some(_) if verbose < 2 && !has_request_level => filter.with_target(LOG_TARGET, LevelFilter::INFO),
         _ => filter,
     };
-    // By default, tracing-subscriber reports a failed write to stderr with `eprintln!`, which would panic.
+    // By default, tracing-subscriber calls `eprintln!` if a write to stderr fails, and that call would panic.
     let format = tracing_subscriber::fmt::layer().log_internal_errors(false).with_ansi(false).with_target(false);
     let format = match server {
         None => format.with_writer(std::io::stderr).with_timer(time::uptime()).boxed(),

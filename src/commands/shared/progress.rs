@@ -15,7 +15,7 @@ use crate::text::{printable, size};
 /// The minimum time between two progress lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Files of at least this size, in bytes, get a line when their verification starts.
+/// The minimum size in bytes of a file for which the start of verification is reported.
 const LARGE_BYTES: u64 = 1_000_000_000;
 
 /// How progress is shown.

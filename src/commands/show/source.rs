@@ -30,7 +30,7 @@ pub struct Source {
 /// A model's config, chat template, license and tensor list.
 pub struct Metadata {
     pub config: Result<Value>,
-    /// The parsed tokenizer_config.json, or null without one. For GGUF, an object with the chat template.
+    /// The parsed tokenizer_config.json, or null if there is no such file. For GGUF, an object with the chat template.
     pub tokenizer_config: Value,
     /// The name of the file or GGUF key that `tokenizer_config` was read from.
     pub tokenizer_config_name: &'static str,
@@ -90,7 +90,7 @@ impl Source {
     /// Reads the metadata of a model on this machine. Never fails: errors in its files become part of the metadata.
     pub fn local(snapshot: &Snapshot) -> Self {
         let gguf = gguf_files::find(&snapshot.path).ok().flatten();
-        // A GGUF file is a whole model. The other files in its directory matter only for the license.
+        // A GGUF file contains a complete model. The other files in its directory matter only for the license.
         let dir = match &gguf {
             Some(file) => file.parent().unwrap_or(&snapshot.path),
             None => &snapshot.path,

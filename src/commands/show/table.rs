@@ -207,7 +207,7 @@ fn memory(out: &mut String, needs: &MemoryNeeds, gpu: &Gpu) {
             )
         }
         (Some(false), Some(largest)) => {
-            format!(": it does not fit; it fits with a shorter context: --context {}", largest)
+            format!(": it does not fit; a shorter context fits: --context {}", largest)
         }
         (Some(_), None) => ": it does not fit with any context".to_string(),
         (None, _) => String::new(),

@@ -50,7 +50,7 @@ pub struct SequenceBlocks {
     computed: usize,
     /// The number of tokens in the prompt.
     prompt: usize,
-    /// The number of full blocks at the start of the sequence that other sequences may reuse.
+    /// The number of full blocks that other sequences may reuse, counted from the start of this sequence.
     reusable: usize,
     /// The number of tokens that [`BlockManager::start`] looked up in the prefix cache.
     queried: usize,
@@ -84,7 +84,7 @@ pub struct BlockStats {
     pub used: usize,
     /// Blocks with reusable contents, whether or not a sequence uses them.
     pub cached: usize,
-    /// Blocks whose reusable contents were evicted so far.
+    /// Blocks whose reusable contents have been evicted so far.
     pub evicted: u64,
     /// Prompt tokens looked up in the prefix cache so far.
     pub queried_tokens: u64,
@@ -243,7 +243,7 @@ impl BlockManager {
     /// Returns the hashes of a new sequence. The sequence reuses only blocks of sequences with the same salt and grid.
     ///
     /// With a grid, the sequence reuses only a prefix that ends at a grid boundary.
-    /// Sequences without this grid compute keys and values in different passes, so the last bits differ.
+    /// Sequences without this grid compute keys and values in different passes, so the last bits may differ.
     pub fn hashes(&self, salt: Option<&str>, grid: Option<ChunkGrid>) -> BlockHashes {
         let key = (salt.is_some() || grid.is_some()).then(|| {
             self.hash(|mut hasher| {
@@ -362,12 +362,12 @@ impl BlockManager {
         }
     }
 
-    /// Returns the blocks of a group that a token after the first `tokens` tokens attends to.
+    /// Returns the range of blocks in a group that the token after the first `tokens` tokens attends to.
     pub fn visible_blocks(&self, group: usize, tokens: usize) -> Range<usize> {
         self.first_visible_block(group, tokens)..tokens / BLOCK_TOKENS
     }
 
-    /// Allocates the blocks of a prefix of full blocks whose keys and values come from elsewhere, such as a file.
+    /// Allocates full blocks for a prefix whose keys and values come from elsewhere, such as a file.
     /// The caller writes the keys and values, and then calls [`commit`](Self::commit).
     /// Returns `None` if too few blocks are free.
     pub fn adopt(&mut self, tokens: &[u32]) -> Option<SequenceBlocks> {

@@ -21,7 +21,7 @@ const MAX_TOKEN_BYTES: usize = 1000;
 const MAX_TRIE_BYTES: usize = 4_000_000;
 
 /// The maximum number of optional properties of an object.
-/// llguidance takes about 150 ms for this many properties. The time grows quadratically, and no limit applies to it.
+/// llguidance takes about 150 ms for this many properties. The time grows quadratically and is not limited.
 const MAX_OPTIONAL: usize = 1000;
 
 /// The maximum length of the reason in an error message, in characters.
@@ -62,7 +62,7 @@ impl GrammarCompiler {
         };
         let words: Vec<Vec<u8>> = (0..vocab_size as u32).map(|id| token_bytes(table, id)).collect();
         if words.iter().map(Vec::len).sum::<usize>() > MAX_TRIE_BYTES {
-            bail!("the tokens of the vocabulary have more than {MAX_TRIE_BYTES} bytes");
+            bail!("the tokens of the vocabulary have more than {MAX_TRIE_BYTES} bytes in total");
         }
         let build = std::panic::AssertUnwindSafe(|| {
             let trie = TokTrie::from(&TokRxInfo::new(vocab_size as u32, end), &words);
@@ -112,7 +112,7 @@ impl GrammarCompiler {
         {
             return Err(invalid(
                 &grammar.name,
-                &format!("the objects have more than {MAX_OPTIONAL} optional properties"),
+                &format!("the objects have more than {MAX_OPTIONAL} optional properties in total"),
             ));
         }
         let top_level = match &grammar.kind {

@@ -62,7 +62,7 @@ pub enum GrammarKind {
     JsonSchema(Value),
     /// Any JSON object.
     JsonObject,
-    /// Text that matches a regular expression as a whole, in the syntax of the crate `regex`.
+    /// Text that matches a regular expression as a whole, in the syntax of the `regex` crate.
     Regex(String),
     /// One of several texts.
     Choice(Vec<String>),

@@ -74,7 +74,7 @@ fn plan(request: ConstrainedRequest) -> Result<Plan> {
     Ok(Plan { language: request.language, parts, start, stops, vocab_size, end, masks: MaskBudget::default() })
 }
 
-/// Returns the parts of a text without a chat format.
+/// Returns the parts of a text completion, which has no chat format.
 fn text_parts(request: &ConstrainedRequest, stops: &[u32]) -> Result<(Vec<Part>, PartId)> {
     match &request.constraint.answer {
         Some(answer) if !request.constraint.requires_tool => {

@@ -103,7 +103,7 @@ impl ConstraintState {
                 let ends = after.iter().filter(|_| can_end);
                 ends.chain(instead.iter().filter(|_| !*has_text)).for_each(|&(token, _)| mask.allow(token));
                 if mask.is_empty() {
-                    return Err(invalid(&grammar.name, "the text cannot continue without a stop token of the request"));
+                    return Err(invalid(&grammar.name, "the grammar requires a stop token of the request in the text"));
                 }
             }
             (Progress::Free { .. }, _) => return Ok(None),
@@ -182,9 +182,9 @@ fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Resul
         tail.drain(..excess);
         return Ok(None);
     };
-    // The grammar applies only from the next token, so it cannot check text after the tag in this token.
+    // The grammar applies only from the next token on, so it cannot check text after the tag in this token.
     if !tail[at + tag.len()..].iter().all(u8::is_ascii_whitespace) {
-        bail!("the model continued its answer in the token that ends {tag}");
+        bail!("the model generated text after {tag} in the same token");
     }
     Ok(Some(part))
 }

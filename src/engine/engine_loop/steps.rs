@@ -30,7 +30,7 @@ impl EngineLoop {
             stats::add(&self.counters.steps_queued_ahead, u64::from(is_ahead));
             self.deliver_queued();
             self.record_queued(QueuedWork { step, work: plan.work });
-            // The device runs the queued step now.
+            // The device is now running the queued step.
             return self.outbox.flush();
         }
         if self.queued.is_some() {

@@ -1,7 +1,7 @@
 //! Orders the waiting sequences so that every tenant gets the same number of tokens.
 //!
 //! The order follows the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
-//! The next sequence to start belongs to the tenant that has been served the fewest tokens.
+//! The next sequence to start belongs to the tenant with the fewest served tokens.
 //! A tenant gets no credit for the time in which none of its sequences waited.
 //! The sequences of one tenant start in order of seniority.
 
@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use super::order::Seniority;
 
-/// Identifies the owner of a sequence, such as the client with a certain API key.
+/// Identifies the owner of a sequence, such as a client with its own API key.
 pub type TenantId = u64;
 
 /// The weight of a generated token, as in the paper. A prompt token has weight 1.
@@ -20,7 +20,7 @@ const GENERATED_WEIGHT: u64 = 2;
 /// The rank of a sequence among the sequences of all tenants. The smallest rank gets tokens and blocks first.
 pub type Rank = (Reverse<bool>, u64, Seniority);
 
-/// The waiting sequences of all tenants, and the number of tokens that each tenant was served.
+/// The waiting sequences of all tenants, and the number of tokens served to each tenant.
 #[derive(Default)]
 pub struct FairQueue {
     tenants: BTreeMap<TenantId, Tenant>,
@@ -95,7 +95,7 @@ impl FairQueue {
     /// Returns the number of served tokens that the tenant would have after one more of its sequences starts to wait.
     fn served_if_waiting(&self, tenant: TenantId) -> u64 {
         let waiting = self.tenants.values().filter(|tenant| !tenant.waiting.is_empty());
-        // While no sequence waits, serving one tenant costs no other tenant anything.
+        // While no sequence is waiting, serving one tenant does not delay any other tenant.
         let Some(floor) = waiting.map(|tenant| tenant.served).min() else { return 0 };
         match self.tenants.get(&tenant) {
             Some(tenant) if !tenant.waiting.is_empty() => tenant.served,
@@ -185,10 +185,10 @@ mod tests {
         wait(&mut queue, &[(0, 0), (0, 1), (0, 2)]);
         queue.serve(0, 0..1000, 1000);
         wait(&mut queue, &[(1, 3), (1, 4)]);
-        assert_eq!(first(&queue), Some(0), "a new tenant starts where the others are");
+        assert_eq!(first(&queue), Some(0), "a new tenant starts with as many served tokens as the other tenant");
         queue.serve(0, 0..1, 1);
         assert_eq!(first(&queue), Some(3));
-        // Time without requests does not reduce the served tokens either, while other tenants wait.
+        // While other tenants wait, a tenant keeps its count of served tokens, even if it has no requests.
         queue.serve(1, 0..500, 500);
         queue.remove(1, &sequence(3));
         queue.remove(1, &sequence(4));

@@ -11,7 +11,7 @@
 //! The sequences of one tenant are ordered by seniority, which depends on priority and arrival.
 //!
 //! If the KV cache runs out of blocks, the sequence with the last rank is preempted.
-//! A preempted sequence gives up its blocks and computes its tokens again later.
+//! A preempted sequence gives up its blocks and recomputes its tokens later.
 //! By then, most of these blocks are usually still cached.
 
 mod fair_queue;
@@ -51,7 +51,7 @@ pub struct SchedulerConfig {
     pub max_sequences: usize,
     /// The maximum number of tokens in a sequence, prompt and answer together.
     pub context: usize,
-    /// If set, chunks of prompts end at boundaries of this grid, and every later token is computed by itself.
+    /// If set, chunks of prompts end at boundaries of this grid, and every later token is computed separately.
     /// A step may then exceed its token budget by less than one part of the grid.
     pub grid: Option<ChunkGrid>,
 }
@@ -65,7 +65,7 @@ pub struct NewSequence {
     pub cache_salt: Option<String>,
     /// If set, divides this sequence at boundaries of this grid, as [`SchedulerConfig::grid`] divides all sequences.
     pub grid: Option<ChunkGrid>,
-    /// Whether a step computes every prompt token, even if the prefix cache has it.
+    /// Whether to compute every prompt token, even if it is in the prefix cache.
     pub computes_whole_prompt: bool,
     /// The ids of additional sequences with the same prompt and options. The prompt is computed once for all sequences.
     pub forks: Vec<SequenceId>,
@@ -151,20 +151,20 @@ struct Sequence {
     /// Whether the last of `tokens` is a placeholder for the token that a queued step chooses.
     is_last_pending: bool,
     prompt: usize,
-    /// If set, chunks of the prompt end at boundaries of this grid, and every later token is computed by itself.
+    /// If set, chunks of the prompt end at boundaries of this grid, and every later token is computed separately.
     grid: Option<ChunkGrid>,
-    /// Whether the sequence reuses no cached prompt tokens. Becomes false once the prompt is computed.
+    /// Whether to compute the whole prompt without reusing cached tokens. Becomes false once the prompt is computed.
     computes_whole_prompt: bool,
     max_tokens: usize,
     tenant: TenantId,
-    /// The number of tokens that were counted for the tenant. Tokens that are computed again do not count again.
+    /// The number of tokens that were counted for the tenant. Recomputed tokens are not counted again.
     served: usize,
     seniority: Seniority,
     deadline: Option<Duration>,
     /// The blocks of a running sequence. `None` while it waits.
     blocks: Option<SequenceBlocks>,
-    /// The block hashes of a waiting sequence, kept so that they are not computed again.
-    /// A running sequence has its block hashes in `blocks`.
+    /// The block hashes of a waiting sequence, kept to avoid recomputing them.
+    /// The block hashes of a running sequence are in `blocks`.
     hashes: BlockHashes,
     preemptions: u32,
     /// The sequences that share this prompt. They fork once this sequence has computed all prompt tokens but the last.
@@ -325,12 +325,12 @@ impl Scheduler {
         self.sequences[&id].computed()
     }
 
-    /// Returns the sequence that computes a fork's prompt, or `None` if the fork has started or waits by itself.
+    /// Returns the sequence that computes a fork's prompt, or `None` if the fork has started or waits on its own.
     pub fn parent(&self, id: SequenceId) -> Option<SequenceId> {
         self.sequences[&id].parent
     }
 
-    /// Returns the forks of a sequence that wait for its prompt.
+    /// Returns the forks that wait for the prompt of a sequence.
     pub fn forks(&self, id: SequenceId) -> &[SequenceId] {
         self.sequences.get(&id).map_or(&[], |sequence| &sequence.forks)
     }
@@ -340,7 +340,7 @@ impl Scheduler {
         self.sequences[&id].blocks.as_ref().map(SequenceBlocks::tables)
     }
 
-    /// Returns whether no sequence waits or runs.
+    /// Returns true if there are no waiting or running sequences.
     pub fn is_idle(&self) -> bool {
         self.sequences.is_empty()
     }
@@ -354,7 +354,7 @@ impl Scheduler {
         &self.blocks
     }
 
-    /// Returns the blocks, to save or add cached prefixes. The caller must not change the blocks of any sequence.
+    /// Returns the block manager, to save or add cached prefixes. The caller must not change any sequence's blocks.
     pub fn blocks_mut(&mut self) -> &mut BlockManager {
         &mut self.blocks
     }

@@ -20,7 +20,7 @@ impl Scheduler {
         let forks = mem::take(&mut parent.forks);
         self.clear_deadlines(&forks);
         for fork in forks {
-            // Forks that cannot run yet wait like other sequences, and will find the prompt in the prefix cache.
+            // If a fork cannot run yet, it waits like any other sequence and will find the prompt in the prefix cache.
             let can_run = self.running.len() < self.config.max_sequences;
             let parent = self.sequences[&id].blocks.as_ref();
             let blocks = parent.filter(|_| can_run).map(|parent| self.blocks.fork(parent));
@@ -38,7 +38,7 @@ impl Scheduler {
 
     /// Plans the next step at time `now`.
     ///
-    /// If the plan has no work, every sequence waits for [`push`](Self::push), or no sequence is left.
+    /// An empty plan means that every sequence is waiting for [`push`](Self::push), or that no sequence is left.
     pub fn plan(&mut self, now: Duration) -> StepPlan {
         let running: Vec<_> = self.running.iter().map(Seniority::id).collect();
         for id in running {
@@ -54,7 +54,7 @@ impl Scheduler {
         plan
     }
 
-    /// Removes the waiting sequences whose deadline has passed, unless they already started once.
+    /// Removes the waiting sequences whose deadline has passed, unless they have already started once.
     fn expire(&mut self, now: Duration) -> Vec<SequenceId> {
         let has_expired = |sequence: &Sequence| {
             let parent = sequence.parent.and_then(|parent| self.sequences.get(&parent));
@@ -195,7 +195,7 @@ impl Scheduler {
 
     /// Returns the number of additional blocks that a sequence needs for its next [`GROWTH_STEPS`] tokens.
     ///
-    /// For a sequence that must never be preempted again, returns the number for its longest possible answer.
+    /// For a sequence that must never be preempted again, returns the number of blocks for its longest possible answer.
     pub(super) fn demand(&self, seniority: &Seniority) -> usize {
         let sequence = &self.sequences[&seniority.id()];
         let Some(held) = &sequence.blocks else { return 0 };

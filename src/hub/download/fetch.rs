@@ -162,7 +162,7 @@ impl Download<'_> {
         }
         let mut state = self.state();
         if let Err(error) = self.conclude(&mut state.jobs[index], is_good) {
-            // Set the failure while the state is locked, so no thread takes another task first.
+            // Set the failure while the state is locked, so that no thread takes another task before that.
             state.failure.get_or_insert(error);
         }
         if state.jobs[index].phase == Phase::Done {
@@ -171,7 +171,7 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Renames a good file to its blob name and links it into the snapshot. Leaves links to weights to [`fetch`].
+    /// Renames a good file to its blob name and links it into the snapshot. [`fetch`] links the weights later.
     /// Discards a bad file, so that it is fetched again.
     fn conclude(&self, job: &mut Job, is_good: bool) -> Result<()> {
         job.in_flight -= 1;

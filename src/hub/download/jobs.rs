@@ -89,7 +89,7 @@ pub(in crate::hub) struct Job<'a> {
     pub is_whole_only: bool,
     /// The number of times that a server has sent the whole file instead of a part.
     pub whole_responses: u32,
-    /// True if the file was already restarted, after a wrong hash or a changed etag.
+    /// True if the file was already fetched again from the beginning, after a wrong hash or a changed etag.
     pub was_bad: bool,
     pub last_save: Instant,
 }
