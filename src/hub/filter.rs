@@ -13,7 +13,7 @@ use crate::text::quote;
 /// The maximum number of GGUF models to list in an error message.
 const MAX_LISTED_MODELS: usize = 30;
 
-/// Small files at the root of a repository. Files that exist are downloaded, unless `--exclude` matches them.
+/// Small files at the root of a repository. Each one is downloaded if it exists and `--exclude` does not match it.
 const SMALL_FILES: [&str; 6] = [
     "config.json",
     "generation_config.json",

@@ -8,7 +8,7 @@ use super::snapshot::Snapshot;
 pub trait Progress: Sync {
     /// The snapshot is already complete, so nothing is fetched.
     fn already_present(&self, _snapshot: &Snapshot) {}
-    /// The hub does not list the sizes of some files, so each of these files needs another request.
+    /// The hub does not list the sizes of some files, so the size of each of these files needs a separate request.
     /// `files` is the number of files without a listed size.
     fn asking_for_sizes(&self, _files: usize) {}
     /// The download starts. `files` lists the name and size in bytes of every file, including those already present.

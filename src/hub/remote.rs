@@ -1,7 +1,7 @@
 //! Sends HTTP requests to a hub and converts unsuccessful responses to errors.
 //!
 //! Requests use the `ureq` crate, because `hf-hub` 0.5 and 1.0 do not verify the SHA-256 of downloads.
-//! `hf-hub` 0.5 has more problems:
+//! `hf-hub` 0.5 also has these problems:
 //!
 //! - The token is sent to the host that a download is redirected to.
 //! - The server's etag and commit become part of paths without validation.

@@ -53,7 +53,7 @@ struct Selection {
 }
 
 impl Hub {
-    /// Completes a partial name. Returns `None` if `model` is a whole name, or does not match exactly one model.
+    /// Completes a partial name. Returns `None` if `model` is a full name, or does not match exactly one model.
     ///
     /// `inferno remove` asks the user to confirm a partial name, because it could match another model on the next run.
     pub fn resolve_partial_name(&self, model: &str) -> Option<String> {
@@ -142,7 +142,7 @@ impl Hub {
         };
         self.check_lock(&lock, &cache.join(demo::NAME))?;
         let (mut files, mut freed_bytes) = (0, 0);
-        // Look again, because the process that held the lock may have renamed its files.
+        // List the files again, because the process that held the lock may have renamed its files.
         for path in demo::leftovers(cache) {
             if path.symlink_metadata().is_ok_and(|data| data.is_dir()) {
                 files += files_below(&path).len();

@@ -65,6 +65,6 @@ pub enum FileState {
     Corrupt,
     /// The model needs the file, but it is not on disk.
     Missing,
-    /// The file has no hash to compare with, because it came from a mirror or the filesystem does not support symlinks.
+    /// The expected hash is unknown: the file came from a mirror, or the filesystem does not support symlinks.
     Unknown,
 }

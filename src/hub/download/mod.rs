@@ -27,7 +27,7 @@ use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
 
-/// The minimum number of file size requests for which a message is shown, because they take several seconds.
+/// Show a message if this many requests for file sizes are needed, because they take several seconds.
 const MANY_REQUESTS: usize = 100;
 
 impl Hub {
@@ -82,7 +82,7 @@ impl Hub {
             return Ok(snapshot);
         }
         let lock = disk::check_space(&self.config.cache, 0).and_then(|()| repo.lock(|| progress.waiting(name)));
-        // Look again, because the process that held the lock may have downloaded the model.
+        // Check the caches again, because the process that held the lock may have downloaded the model.
         if let Some(snapshot) = self.find_present(name, &listing, filter)? {
             // Write the ref even for a snapshot in the shared cache, so both caches agree on the newest commit.
             // A read-only cache is not an error, because the model is complete without the ref.

@@ -34,7 +34,7 @@ pub(in crate::hub) struct Partial {
     bytes: u64,
     record: Record,
     /// True if the data was discarded or could not be flushed.
-    /// While this flag is true, no pending record that shares the flag is saved.
+    /// While this flag is true, pending records that share the flag are not saved.
     ///
     /// Never reset to false, because an operating system reports a failed flush only once.
     is_lost: Arc<AtomicBool>,
@@ -87,7 +87,7 @@ impl Partial {
         Self { path, bytes, record, is_lost: Arc::default() }
     }
 
-    /// Creates the file. Keeps the downloaded bytes if [`find`](Self::find) found an earlier file.
+    /// Creates the file. Keeps the downloaded bytes if [`find`](Self::find) found a file from an earlier attempt.
     pub fn create(&self, blob: &Path) -> Result<()> {
         create_dir(blob.parent().unwrap_or(blob))?;
         if !self.path.exists() {

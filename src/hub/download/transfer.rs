@@ -24,7 +24,7 @@ const MIN_PROGRESS_BYTES: u64 = 64 << 10;
 
 /// The reason that a transfer ended early.
 pub(in crate::hub) enum Stop {
-    /// Another attempt may succeed. The server may request a wait first (Retry-After).
+    /// Another attempt may succeed. The duration is the wait that the server requested with Retry-After, if any.
     Temporary(String, Option<Duration>),
     /// Another attempt would fail the same way.
     Permanent(anyhow::Error),
@@ -98,9 +98,9 @@ impl Transfer<'_, '_> {
         self.write_body(response.into_body().into_reader(), name, has_length)
     }
 
-    /// Switches to fetching the whole file, because the server ignores ranges. Other transfers of the file stop.
+    /// Switches to fetching the whole file, because the server ignores ranges. All other transfers of the file stop.
     ///
-    /// While some bytes are on disk, each of the first few responses with the whole file leads to a retry instead,
+    /// If some bytes are already on disk, retries after the first few whole-file responses instead of switching,
     /// because the next response may come from a server that supports ranges.
     fn restart_whole(&mut self) -> Result<(), Stop> {
         let mut state = self.download.state();

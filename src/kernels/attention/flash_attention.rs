@@ -150,7 +150,7 @@ impl FlashAttention {
     ) -> Result<Self> {
         let shape = AttentionShape::of_tensors(q, layer, None)?;
         if queries.uniform_tokens() != Some(1) {
-            bail!("flash_attention: a fixed order of sums requires one token per sequence");
+            bail!("flash_attention: a fixed summation order requires one token per sequence");
         }
         let tile = Tile::few(device, q)?;
         let row_tiles = shape.tokens * (shape.heads / shape.kv_heads).div_ceil(tile.rows);
@@ -267,7 +267,7 @@ impl FlashAttention {
     }
 }
 
-/// Returns the number of splits: `wanted` within the limits, or 1 if the sliding window is small.
+/// Returns the number of splits: 1 if the sliding window is small, otherwise `wanted` limited to [`MAX_SPLITS`].
 fn splits(mask: AttentionMask, wanted: usize) -> usize {
     match mask.window {
         Some(window) if window <= MAX_UNSPLIT_WINDOW => 1,

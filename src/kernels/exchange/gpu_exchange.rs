@@ -21,7 +21,7 @@ const TIMEOUT_SECONDS: i32 = 5;
 /// The value of the control word after the host has ended the exchange.
 /// Other nonzero values are 1 + the rank that did not answer.
 const ENDED: u32 = u32::MAX;
-/// How often to look for the launches of other ranks before other threads may use the core.
+/// The number of checks for the launches of other ranks before a waiting thread starts to yield the core.
 const SPINNING_TURNS: usize = 10_000;
 const NOT_CAPTURING: sys::CUstreamCaptureStatus = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
 

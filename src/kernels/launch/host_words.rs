@@ -21,7 +21,7 @@ unsafe impl Send for HostWords {}
 unsafe impl Sync for HostWords {}
 
 impl HostWords {
-    /// Allocates `count` words that are zero.
+    /// Allocates `count` words and sets them to zero.
     pub fn new(device: &CudaDevice, count: usize) -> Result<Arc<Self>> {
         device.cuda_stream().context().bind_to_thread().w()?;
         // The memory is mapped into the device's address space.

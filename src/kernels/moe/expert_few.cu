@@ -229,7 +229,7 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
     int next = (long long)total * blockIdx.x / gridDim.x;
     const int end = (long long)total * (blockIdx.x + 1) / gridDim.x;
 
-    // 2. Multiply, one expert and tile of pairs at a time.
+    // 2. Multiply one tile of an expert's pairs at a time.
     WorkItem item;
     while (next < end && find_work_item(offsets, experts, max_pairs, row_pairs, next, item)) {
         const int tiles = item.count / row_pairs, tile_pairs = ((item.pairs + tiles - 1) / tiles + 7) / 8 * 8;
