@@ -1,4 +1,4 @@
-//! The hashes that identify a model, whatever its name.
+//! The hashes that identify a model regardless of its name.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::snapshot;
 /// The maximum number of files to hash at once. More threads would slow down the thread that loads the model.
 const MAX_THREADS: usize = 4;
 
-/// Returns the SHA-256 of each file of the model at `path`, by file name, in hexadecimal.
+/// Returns the hexadecimal SHA-256 of each file of the model at `path`. The keys of the map are file names.
 ///
 /// Reads every file in full. The Hugging Face hub lists the same hashes for large files.
 pub fn file_hashes(path: &Path) -> Result<BTreeMap<String, String>> {

@@ -235,7 +235,7 @@ impl Inspection<'_> {
     }
 }
 
-/// Requests a range of a file. Returns the response body, and true if the server sent only that range.
+/// Requests a range of a file. Returns the response body and whether the server sent only that range.
 ///
 /// If the server ignored the range, the body is the whole file. Dropping an unfinished body closes the connection.
 fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Result<(impl Read + use<>, bool)> {

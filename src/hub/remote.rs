@@ -187,7 +187,7 @@ impl<'a> Remote<'a> {
                 match text("location").and_then(|to| self.resolve(&url, to)).filter(|to| self.is_endpoint(to)) {
                     Some(next) => url = next,
                     None => {
-                        bail!("the hub redirects {} to another host without sending its size and hash", quote(name))
+                        bail!("the hub redirects {} to another host, but sends no size and hash", quote(name))
                     }
                 }
                 continue;

@@ -25,7 +25,7 @@ struct Mailboxes {
     // This rank's state, three words: the number of finished operations, the number of words in the largest region
     // of the last operation, and the counter of arrived blocks.
     uint32_t* state;
-    // A word in host memory that all ranks share. Nonzero means that the exchange has ended, so no thread waits any longer.
+    // A word in host memory that all ranks share. Once it is nonzero, the exchange has ended, and threads stop waiting.
     uint32_t* control;
     // The first column of each rank's part, then the total number of columns. Only exchange_columns uses this array.
     int first_column[EXCHANGE_MAX_RANKS + 1];

@@ -27,7 +27,7 @@ use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
 
-/// Show a message if this many requests for file sizes are needed, because they take several seconds.
+/// The minimum number of file size requests for which to show a message. This many requests take several seconds.
 const MANY_REQUESTS: usize = 100;
 
 impl Hub {
@@ -210,7 +210,7 @@ pub(in crate::hub) fn cannot_download(name: &str) -> String {
     format!("cannot download '{name}': HF_HUB_OFFLINE is set")
 }
 
-/// Returns true if a snapshot has a file of the size that the hub lists.
+/// Returns true if the snapshot in `dir` contains `file` and the size matches the hub's listing.
 fn is_present(dir: &Path, file: &RemoteFile) -> bool {
     let data = fs::metadata(dir.join(&file.name));
     data.is_ok_and(|data| data.is_file() && file.bytes.is_none_or(|bytes| data.len() == bytes))

@@ -63,7 +63,7 @@ impl Record {
 }
 
 impl Partial {
-    /// Determines which bytes of `blob` are on disk from earlier attempts. Writes nothing.
+    /// Determines which bytes of `blob` are already on disk after earlier attempts. Writes nothing.
     pub fn find(blob: &Path, bytes: u64) -> Self {
         let path = with_suffix(blob, ".parts");
         let json = files::read(&with_suffix(blob, ".parts.json"), files::DOWNLOAD_RECORD).ok();
@@ -100,7 +100,7 @@ impl Partial {
                 self.pending_record().write_record()?;
                 fs::rename(&incomplete, &self.path).map_err(|error| write_error(error, &self.path, 0))?;
             } else {
-                // Delete an old record, because it does not describe the new file.
+                // Delete any old record, because it does not describe the new file.
                 delete(&record_path(&self.path))?;
             }
         }
@@ -167,7 +167,7 @@ impl Partial {
     /// Clears the record, and cancels every [`PendingRecord`] of the old bytes.
     pub fn clear(&mut self) {
         self.record = Record::default();
-        // After a failed flush, the new flag starts as true, so no further record is saved.
+        // After a failed flush, the new flag is also true, so no more records are saved.
         let was_lost = self.is_lost.swap(true, Ordering::AcqRel);
         self.is_lost = Arc::new(AtomicBool::new(was_lost));
     }

@@ -17,7 +17,7 @@ use crate::hub::hash;
 use crate::hub::retry::{is_temporary, retry_after};
 use crate::text::{library_error, quote};
 
-/// The number of range requests that a server may answer with the whole file before the bytes on disk are discarded.
+/// The maximum number of whole-file responses to range requests before the bytes on disk are discarded.
 const MAX_WHOLE_RESPONSES: u32 = 3;
 /// The minimum number of bytes to receive within twice the stall timeout. A slower transfer counts as stalled.
 const MIN_PROGRESS_BYTES: u64 = 64 << 10;

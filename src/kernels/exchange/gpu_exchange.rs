@@ -193,7 +193,7 @@ impl GpuExchange {
         self.device.cuda_stream().synchronize().w()
     }
 
-    /// Exchanges a few values, and fails if they do not arrive.
+    /// Exchanges a few values, and fails if the results are wrong or a rank does not answer.
     pub fn test(&self) -> Result<()> {
         let (device, ranks) = (Device::Cuda(self.device.clone()), self.mailboxes.len());
         // Run more operations than there are slots, so that each slot is emptied and used again.
@@ -207,7 +207,7 @@ impl GpuExchange {
             let sums = sums.to_vec1::<f32>()?;
             let expected: f32 = (0..ranks).map(value).sum();
             if self.missing_rank().is_some() || sums.iter().any(|&sum| sum != expected) {
-                bail!("operation {round} returned {} instead of {expected}", sums[0]);
+                bail!("test operation {round} returned the sum {} instead of {expected}", sums[0]);
             }
         }
         Ok(())

@@ -25,7 +25,7 @@ impl Mailbox {
     pub fn take(&self, slot: usize) -> u32 {
         let slot = &self.slots.words()[slot];
         let word = slot.load(Ordering::Acquire);
-        // The device does not write to a slot again until the host has emptied it, so this store overwrites no new word.
+        // The device writes to a slot only after the host has emptied it, so this store cannot overwrite a new word.
         if word != 0 {
             slot.store(0, Ordering::Release);
         }
