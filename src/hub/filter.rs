@@ -188,7 +188,7 @@ pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Re
     }
 }
 
-/// Returns the parts of the only GGUF model in a repository. Fails if the repository has none or several.
+/// Returns the parts of the only GGUF model in a repository. Fails if there is not exactly one.
 fn only_gguf_model(repo: &str, files: &FileList) -> Result<Vec<RemoteFile>> {
     let models = gguf_models(files);
     match models[..] {
@@ -206,7 +206,7 @@ fn only_gguf_model(repo: &str, files: &FileList) -> Result<Vec<RemoteFile>> {
     }
 }
 
-/// Joins the lines of a model list, and shortens the list to [`MAX_LISTED_MODELS`] models.
+/// Joins the lines of a model list, and limits the list to [`MAX_LISTED_MODELS`] models.
 fn model_list(mut lines: impl ExactSizeIterator<Item = String>) -> String {
     let mut list: Vec<String> = lines.by_ref().take(MAX_LISTED_MODELS).collect();
     match lines.len() {

@@ -86,7 +86,7 @@ impl Hub {
 
     /// Lists every complete model in both caches, sorted by name.
     ///
-    /// For each model, the snapshot that [`find`](Self::find) returns comes first, then the snapshots of other refs.
+    /// The snapshot of a model that [`find`](Self::find) returns comes before the snapshots of the model's other refs.
     pub fn list(&self) -> Result<Vec<Snapshot>> {
         let mut found = Vec::new();
         for name in &self.repo_names() {

@@ -187,7 +187,7 @@ impl<'a> Remote<'a> {
                 match text("location").and_then(|to| self.resolve(&url, to)).filter(|to| self.is_endpoint(to)) {
                     Some(next) => url = next,
                     None => {
-                        bail!("the hub redirects {} to another host, but sends no size and hash", quote(name))
+                        bail!("the hub redirects {} to another host without sending the file's hash", quote(name))
                     }
                 }
                 continue;
@@ -447,7 +447,7 @@ fn range_header(range: Range<u64>) -> String {
     format!("bytes={}-{}", range.start, range.end.saturating_sub(1))
 }
 
-/// Disables the proxy for requests to this machine, which a proxy could not reach.
+/// Disables the proxy for requests to this machine, because a proxy could not reach it.
 fn bypass_proxy_if_local(request: RequestBuilder<WithoutBody>, url: &str) -> RequestBuilder<WithoutBody> {
     if is_loopback(url) { request.config().proxy(None).build() } else { request }
 }

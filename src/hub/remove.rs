@@ -219,7 +219,7 @@ fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Sel
     Ok(selection)
 }
 
-/// Deletes the selection. Deletes nothing if a directory cannot be read: the directory may contain links to the blobs.
+/// Deletes the selected files, or nothing if a directory cannot be read: the directory may contain links to the blobs.
 fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Result<RemovedModel> {
     let Selection { revisions, whole_commits, files } = selection;
     let bytes_before = bytes_below(&repo.path);

@@ -9,7 +9,7 @@ use crate::snapshot::gguf;
 pub struct Snapshot {
     /// `org/name`, `org/name:Q4_K_M`, `demo`, or a path as the user typed it.
     pub name: String,
-    /// The commit, or a hash of the demo's files. `None` for a path.
+    /// The commit, or a hash of the demo's files. `None` if the user named a path.
     pub revision: Option<String>,
     /// The directory with the files, or the model's GGUF file (the first part of a split file).
     pub path: PathBuf,

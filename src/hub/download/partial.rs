@@ -20,8 +20,8 @@ use crate::hub::disk::{create_dir, create_temporary, with_suffix, write_error};
 
 /// The suffixes of unfinished and corrupt files.
 ///
-/// `.incomplete` files come from Hugging Face's Python tools, which write each file from start to end. The length of
-/// such a file therefore shows which bytes are present.
+/// `.incomplete` files come from Hugging Face's Python tools, which write each file from start to end.
+/// The length of such a file therefore shows which bytes are present.
 pub(in crate::hub) const SUFFIXES: [&str; 4] = [".parts", ".parts.json", ".incomplete", BAD];
 
 /// The suffix of a blob whose contents are wrong. The blob is kept until its replacement arrives.

@@ -87,7 +87,7 @@ impl Transfer<'_, '_> {
             status if is_temporary(status) => {
                 return Err(Stop::Temporary(format!("HTTP {status}"), retry_after(response.headers())));
             }
-            // Links to a storage host expire. The next request gets a new link.
+            // Links to a storage host expire. The next request to the hub returns a new link.
             status if is_from_other_host => {
                 return Err(temporary(format!("the storage host responded with HTTP {status}")));
             }

@@ -316,7 +316,7 @@ __device__ __forceinline__ void update_maxima(const Scores<C>& scores, float fac
     }
 }
 
-// Turns scores into weights, adds the weights to the totals, and adds the weighted values to the sums.
+// Converts scores to weights, adds the weights to the totals, and adds the weighted values to the sums.
 // Processes 16 keys per step, so that exponentials can overlap with the matrix products of the previous step.
 template <typename T, typename C>
 __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float factor, const RowFloats<C>& maxima,
@@ -546,7 +546,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
     const int warp_first = position + warp_first_token, warp_last = position + warp_last_token;
 
-    // 3. Process the key tiles: scores, running maxima, weights, weighted sums of values.
+    // 3. Process the key tiles: scores, running maxima, weights, and weighted sums of values.
     Sums<C> sums = {};
     RowFloats<C> maxima, totals = {};
 #pragma unroll
@@ -581,7 +581,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
     reduce_totals<C>(totals);
 
-    // 4. Write the output, or a partial result if other splits process other keys of the row tile.
+    // 4. Write the output, or a partial result if several splits share the keys of the row tile.
     if (threadIdx.x < rows.count) row_sinks[threadIdx.x] = sink * LOG2_E;
     __syncthreads();  // from here on, the memory of the pipeline is free
     const int slot = blockIdx.y * kv_heads + kv_head;

@@ -108,7 +108,7 @@ impl FlashAttention {
 
     /// Chooses the kernels for all queries of a pass.
     ///
-    /// Sequences with few tokens, such as decode steps, and sequences with many tokens get separate launches,
+    /// Sequences with few tokens, such as decode steps, and sequences with many tokens have separate launches,
     /// unless all sequences have the same number of tokens.
     fn for_pass(
         device: &CudaDevice,
@@ -246,7 +246,7 @@ impl FlashAttention {
         if shape != self.shape || out.dims() != q.dims() || !has_dtype {
             let (q_dtype, out_dtype, out) = (q.dtype(), out.dtype(), out.dims());
             bail!(
-                "flash_attention: expected {:?}, got {shape:?}, q {q_dtype:?}, out {out:?} {out_dtype:?}",
+                "flash_attention: expected {:?}, got {shape:?} with q {q_dtype:?} and out {out:?} {out_dtype:?}",
                 self.shape
             );
         }

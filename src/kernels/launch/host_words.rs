@@ -32,7 +32,7 @@ impl HostWords {
         let Some(words) = NonNull::new(words.cast::<AtomicU32>()) else {
             bail!("cannot allocate {count} words of page-locked memory: the driver returned a null pointer")
         };
-        // SAFETY: the allocation has space for `count` words and is page-aligned. Zeros initialize the words.
+        // SAFETY: the allocation has space for `count` words and is page-aligned. Writing zeros initializes the words.
         unsafe { words.write_bytes(0, count) };
         Ok(Arc::new(Self { words, count, device: device.clone() }))
     }

@@ -9,7 +9,7 @@ use candle_core::{Result, bail};
 use super::device::is_idle;
 use super::host_words::HostWords;
 
-/// u32 slots in host memory. Kernels write nonzero words to the slots, and the host takes them. Zero means empty.
+/// u32 slots in host memory; zero means empty. Kernels write nonzero words, and the host reads and clears them.
 pub struct Mailbox {
     slots: Arc<HostWords>,
     device: CudaDevice,

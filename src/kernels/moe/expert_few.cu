@@ -116,7 +116,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
     const auto begin = [&](int warp) { return total * warp / WARPS; };
     int left = begin(warp + 1) - begin(warp), group = begin(warp) % groups, row_pair = first + begin(warp) / groups;
 
-    // 1. Load the first weights while the previous kernel ends and x is being copied.
+    // 1. Load the first weights while the previous kernel is finishing and x is being copied.
     uint4 words[STEPS][2];
     uint32_t scales[STEPS][2];
     Cursor cursor(matrix, row_pair, group, lane);

@@ -408,7 +408,7 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
     };
     if (threadIdx.x >= MULTIPLYING) {
         // Each thread starts with 128 / BLOCKS registers.
-        // The copying warpgroup gives most of its registers to the multiplying warpgroups.
+        // The copying warpgroup releases most of its registers, so that the multiplying warpgroups can use them.
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::COPY_REGISTERS));
         // In each warp, three lanes copy the blocks of one weight tile each, and three other lanes copy the scales.
         // A warp issues its copies one by one, so the copies are spread over the warps.
