@@ -188,7 +188,7 @@ pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Re
     }
 }
 
-/// Returns the parts of the only GGUF model in a repository. Fails if there is not exactly one.
+/// Returns the parts of the only GGUF model in a repository. Fails if there is no such model or more than one.
 fn only_gguf_model(repo: &str, files: &FileList) -> Result<Vec<RemoteFile>> {
     let models = gguf_models(files);
     match models[..] {

@@ -86,7 +86,7 @@ impl Hub {
 
     /// Lists every complete model in both caches, sorted by name.
     ///
-    /// The snapshot of a model that [`find`](Self::find) returns comes before the snapshots of the model's other refs.
+    /// For each model, the snapshot that [`find`](Self::find) returns precedes the snapshots of all other refs.
     pub fn list(&self) -> Result<Vec<Snapshot>> {
         let mut found = Vec::new();
         for name in &self.repo_names() {

@@ -150,7 +150,7 @@ impl Inspection<'_> {
         parts.into_iter().map(with_size).collect()
     }
 
-    /// Reads the small text files. For a GGUF model, reads only README.md, because the GGUF file contains the configuration.
+    /// Reads the small text files. For a GGUF model, whose configuration is in the GGUF file, reads only README.md.
     fn texts(&self, is_gguf: bool) -> Result<BTreeMap<String, Vec<u8>>> {
         let is_wanted = |name: &str| self.listing.file(name).is_some() && (!is_gguf || name == "README.md");
         let mut texts = BTreeMap::new();

@@ -86,7 +86,7 @@ pub struct ReferenceInputs<'t> {
     pub tables: &'t [Vec<u32>],
 }
 
-/// Computes attention in plain Rust: scores, softmax with the sink in its denominator, and weighted sum of values.
+/// Computes attention in plain Rust: scores, softmax with the sink in its denominator, and sums of weighted values.
 ///
 /// Returns `[tokens, heads, head_dim]`.
 pub fn reference(inputs: ReferenceInputs, shape: AttentionShape, mask: AttentionMask) -> Vec<f32> {

@@ -179,7 +179,7 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
 // Starts copying the queries of the block's rows to shared memory, and commits the copies as one group.
 template <typename T, typename C>
 __device__ __forceinline__ void load_queries_to_shared(const T* q, T* query_tile, const Rows<C>& rows) {
-    static_assert(C::STAGES == 2, "with more stages, the first wait of the main loop could end before the copy of q");
+    static_assert(C::STAGES == 2, "with more stages, the first wait of the main loop could end before q arrives");
     for (int copy = threadIdx.x; copy < C::ROWS * (C::D / 8); copy += C::THREADS) {
         const int row = copy / (C::D / 8), segment = copy % (C::D / 8);
         const T* from = q + rows.element(min(row, rows.count - 1)) + segment * 8;

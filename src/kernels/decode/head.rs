@@ -102,7 +102,7 @@ pub fn add_greedy_sampling(
     add_quantized_embedding(launches, buffers, embedding)
 }
 
-/// Returns `(vocab, hidden)`, or an error if the shape of the embedding is different.
+/// Returns `(vocab, hidden)`. Fails if the embedding does not have this shape.
 pub(super) fn check_embedding(buffers: &StepBuffers, embedding: &Matrix) -> Result<(usize, usize)> {
     let dims = (buffers.logits.dims1()?, buffers.x.dims1()?);
     if embedding.dims() == dims {
