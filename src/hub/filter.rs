@@ -13,7 +13,7 @@ use crate::text::quote;
 /// The maximum number of GGUF models to list in an error message.
 const MAX_LISTED_MODELS: usize = 30;
 
-/// Small files at the root of a repository. Files that exist are downloaded, unless `--exclude` matches them.
+/// Small files at the root of a repository. Each one is downloaded if it exists and `--exclude` does not match it.
 const SMALL_FILES: [&str; 6] = [
     "config.json",
     "generation_config.json",
@@ -188,7 +188,7 @@ pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Re
     }
 }
 
-/// Returns the parts of the only GGUF model in a repository. Fails if the repository has none or several.
+/// Returns the parts of the only GGUF model in a repository. Fails if there is no such model or more than one.
 fn only_gguf_model(repo: &str, files: &FileList) -> Result<Vec<RemoteFile>> {
     let models = gguf_models(files);
     match models[..] {
@@ -206,7 +206,7 @@ fn only_gguf_model(repo: &str, files: &FileList) -> Result<Vec<RemoteFile>> {
     }
 }
 
-/// Joins the lines of a model list, and shortens the list to [`MAX_LISTED_MODELS`] models.
+/// Joins the lines of a model list, and limits the list to [`MAX_LISTED_MODELS`] models.
 fn model_list(mut lines: impl ExactSizeIterator<Item = String>) -> String {
     let mut list: Vec<String> = lines.by_ref().take(MAX_LISTED_MODELS).collect();
     match lines.len() {

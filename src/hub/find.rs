@@ -86,7 +86,7 @@ impl Hub {
 
     /// Lists every complete model in both caches, sorted by name.
     ///
-    /// For each model, the snapshot that [`find`](Self::find) returns comes first, then the snapshots of other refs.
+    /// For each model, the snapshot that [`find`](Self::find) returns precedes the snapshots of all other refs.
     pub fn list(&self) -> Result<Vec<Snapshot>> {
         let mut found = Vec::new();
         for name in &self.repo_names() {
@@ -123,7 +123,7 @@ impl Hub {
 
     /// Returns `org/name` if `name` has no organization and only one repository on this machine has this name.
     ///
-    /// Does not complete partial names: `gpt2` is a repository, but also part of other names.
+    /// Does not complete partial names: `gpt2` is the name of a repository, but also part of longer names.
     pub(super) fn full_name(&self, name: &str) -> String {
         let names = self.repo_names();
         match &names.iter().filter(|other| names::is_same_name(other, name)).collect::<Vec<_>>()[..] {

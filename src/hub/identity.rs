@@ -1,4 +1,4 @@
-//! The hashes that identify a model, whatever its name.
+//! The hashes that identify a model regardless of its name.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,12 +8,12 @@ use anyhow::Result;
 use super::{hash, parallel};
 use crate::snapshot;
 
-/// The most files to hash at once. More threads compete with the thread that loads the model.
+/// The maximum number of files to hash at once. More threads would slow down the thread that loads the model.
 const MAX_THREADS: usize = 4;
 
-/// Returns the SHA-256 of each file of the model at `path`, by file name, in hexadecimal.
+/// Returns the hexadecimal SHA-256 of each file of the model at `path`. The keys of the map are file names.
 ///
-/// Reads all of them. For large files, a Hugging Face hub shows the same hashes.
+/// Reads every file in full. The Hugging Face hub lists the same hashes for large files.
 pub fn file_hashes(path: &Path) -> Result<BTreeMap<String, String>> {
     let hashes = parallel::try_map(&snapshot::model_files(path)?, MAX_THREADS, |file| {
         let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();

@@ -150,7 +150,7 @@ impl Inspection<'_> {
         parts.into_iter().map(with_size).collect()
     }
 
-    /// Reads the small text files. For a GGUF model, reads only README.md, because the GGUF file has the configuration.
+    /// Reads the small text files. For a GGUF model, whose configuration is in the GGUF file, reads only README.md.
     fn texts(&self, is_gguf: bool) -> Result<BTreeMap<String, Vec<u8>>> {
         let is_wanted = |name: &str| self.listing.file(name).is_some() && (!is_gguf || name == "README.md");
         let mut texts = BTreeMap::new();
@@ -235,7 +235,7 @@ impl Inspection<'_> {
     }
 }
 
-/// Requests a range of a file. Returns the response body, and true if the server sent only that range.
+/// Requests a range of a file. Returns the response body and whether the server sent only that range.
 ///
 /// If the server ignored the range, the body is the whole file. Dropping an unfinished body closes the connection.
 fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Result<(impl Read + use<>, bool)> {

@@ -8,7 +8,7 @@ pub struct Limits {
     /// The maximum time to open a connection.
     pub connect_timeout: Duration,
     /// The maximum wait for the headers of a response. Set by HF_HUB_ETAG_TIMEOUT.
-    /// The body of a metadata response has the same limit, plus some time for each byte.
+    /// The time limit for the body of a metadata response is this value plus some time for each byte.
     pub response_timeout: Duration,
     /// The maximum pause between two reads of a body. Set by HF_HUB_DOWNLOAD_TIMEOUT.
     pub stall_timeout: Duration,
@@ -35,7 +35,7 @@ impl Limits {
     ///
     /// The number is 1% of the file size, but at least 4 KiB and at most 1 MiB.
     /// A slow connection may receive these bytes over several attempts.
-    /// With a server that sends one byte per attempt, the count reaches its maximum first.
+    /// If a server sends only one byte per attempt, the count reaches its maximum before that many bytes arrive.
     pub(super) fn min_progress(file_bytes: u64) -> u64 {
         (file_bytes / 100).clamp(4 << 10, 1 << 20)
     }

@@ -163,7 +163,7 @@ impl ModelListing {
             bail!("the hub sent an invalid commit hash for '{repo}': {}", quote(&self.sha));
         }
         if self.siblings.len() > MAX_FILES {
-            bail!("the hub lists more than {MAX_FILES} files in '{repo}', which is more than inferno accepts");
+            bail!("the hub lists more than {MAX_FILES} files in '{repo}'; inferno accepts at most {MAX_FILES}");
         }
         let files = self.siblings.into_iter().map(|file| file.check(repo)).collect::<Result<Vec<_>>>()?;
         // Limit the total, so that later sums of file sizes cannot overflow.

@@ -26,8 +26,9 @@ pub(super) fn split_revision<'a>(model: &'a str, revision: Option<&'a str>) -> R
     if let (Some(inline), Some(revision)) = (inline, revision)
         && inline != revision
     {
-        let problem =
-            format!("two different revisions: '{inline}' in {model:?}, and '{revision}'\n  use only one of them");
+        let problem = format!(
+            "two different revisions: '{inline}' in {model:?} and '{revision}' in --revision\n  use only one of them"
+        );
         return Err(Error::usage(problem));
     }
     let revision = inline.or(revision);

@@ -8,10 +8,10 @@ use super::snapshot::Snapshot;
 pub trait Progress: Sync {
     /// The snapshot is already complete, so nothing is fetched.
     fn already_present(&self, _snapshot: &Snapshot) {}
-    /// The hub does not list the sizes of some files, so each of these files needs another request.
+    /// The hub does not list the sizes of some files, so one request is sent for each of these files.
     /// `files` is the number of files without a listed size.
     fn asking_for_sizes(&self, _files: usize) {}
-    /// The download starts. `files` lists the name and size in bytes of every file, including those already present.
+    /// The download is starting. `files` lists the name and size in bytes of every file, including files on disk.
     fn start(&self, _files: &[(String, u64)]) {}
     /// `done_bytes` bytes of the file `name` are on disk. The file is finished once `done_bytes` equals its size.
     ///
@@ -22,7 +22,7 @@ pub trait Progress: Sync {
     fn verifying(&self, _name: &str) {}
     /// A request for `name` failed and will be sent again after `wait`.
     fn retrying(&self, _name: &str, _cause: &str, _wait: Duration) {}
-    /// Another process holds the lock on this repository, so the download waits.
+    /// Another process holds the lock on this repository, so the download is waiting.
     fn waiting(&self, _repo: &str) {}
 }
 

@@ -1,7 +1,7 @@
 //! Sends HTTP requests to a hub and converts unsuccessful responses to errors.
 //!
 //! Requests use the `ureq` crate, because `hf-hub` 0.5 and 1.0 do not verify the SHA-256 of downloads.
-//! `hf-hub` 0.5 has more problems:
+//! `hf-hub` 0.5 also has these problems:
 //!
 //! - The token is sent to the host that a download is redirected to.
 //! - The server's etag and commit become part of paths without validation.
@@ -187,7 +187,7 @@ impl<'a> Remote<'a> {
                 match text("location").and_then(|to| self.resolve(&url, to)).filter(|to| self.is_endpoint(to)) {
                     Some(next) => url = next,
                     None => {
-                        bail!("the hub redirects {} to another host without sending its size and hash", quote(name))
+                        bail!("the hub redirects {} to another host without sending the file's hash", quote(name))
                     }
                 }
                 continue;
@@ -447,7 +447,7 @@ fn range_header(range: Range<u64>) -> String {
     format!("bytes={}-{}", range.start, range.end.saturating_sub(1))
 }
 
-/// Disables the proxy for requests to this machine, which a proxy could not reach.
+/// Disables the proxy for requests to this machine, because a proxy could not reach it.
 fn bypass_proxy_if_local(request: RequestBuilder<WithoutBody>, url: &str) -> RequestBuilder<WithoutBody> {
     if is_loopback(url) { request.config().proxy(None).build() } else { request }
 }

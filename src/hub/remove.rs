@@ -53,7 +53,7 @@ struct Selection {
 }
 
 impl Hub {
-    /// Completes a partial name. Returns `None` if `model` is a whole name, or does not match exactly one model.
+    /// Completes a partial name. Returns `None` if `model` is a full name, or does not match exactly one model.
     ///
     /// `inferno remove` asks the user to confirm a partial name, because it could match another model on the next run.
     pub fn resolve_partial_name(&self, model: &str) -> Option<String> {
@@ -142,7 +142,7 @@ impl Hub {
         };
         self.check_lock(&lock, &cache.join(demo::NAME))?;
         let (mut files, mut freed_bytes) = (0, 0);
-        // Look again, because the process that held the lock may have renamed its files.
+        // List the files again, because the process that held the lock may have renamed its files.
         for path in demo::leftovers(cache) {
             if path.symlink_metadata().is_ok_and(|data| data.is_dir()) {
                 files += files_below(&path).len();
@@ -219,7 +219,7 @@ fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Sel
     Ok(selection)
 }
 
-/// Deletes the selection. Deletes nothing if a directory cannot be read: the directory may contain links to the blobs.
+/// Deletes the selected files, or nothing if a directory cannot be read: the directory may contain links to the blobs.
 fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Result<RemovedModel> {
     let Selection { revisions, whole_commits, files } = selection;
     let bytes_before = bytes_below(&repo.path);

@@ -7,7 +7,7 @@ use ureq::http::{HeaderMap, StatusCode, header};
 
 use super::limits::Limits;
 
-/// The maximum wait that repeated doubling can reach. A server may still ask for a longer wait.
+/// The maximum wait after repeated doubling. A server may still ask for a longer wait.
 const MAX_BACKOFF: Duration = Duration::from_secs(15);
 
 /// A request is retried at most `MAX_RESETS * max_failures` times in total.

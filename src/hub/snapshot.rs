@@ -9,7 +9,7 @@ use crate::snapshot::gguf;
 pub struct Snapshot {
     /// `org/name`, `org/name:Q4_K_M`, `demo`, or a path as the user typed it.
     pub name: String,
-    /// The commit, or a hash of the demo's files. `None` for a path.
+    /// The commit, or a hash of the demo's files. `None` if the user named a path.
     pub revision: Option<String>,
     /// The directory with the files, or the model's GGUF file (the first part of a split file).
     pub path: PathBuf,
@@ -65,6 +65,6 @@ pub enum FileState {
     Corrupt,
     /// The model needs the file, but it is not on disk.
     Missing,
-    /// The file has no hash to compare with, because it came from a mirror or the filesystem does not support symlinks.
+    /// The expected hash is unknown: the file came from a mirror, or the filesystem does not support symlinks.
     Unknown,
 }

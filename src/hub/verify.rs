@@ -154,7 +154,7 @@ impl Hub {
 }
 
 /// Renames the blobs of damaged files, so that the files are downloaded again.
-/// Adds the old and new path of each blob to `set_aside`.
+/// Adds the old and new paths of each blob to `set_aside`.
 fn set_bad_blobs_aside(
     repo: &RepoDir,
     commit: &str,

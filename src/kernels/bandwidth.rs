@@ -14,7 +14,7 @@ pub struct Bandwidth {
     pub read_bytes_per_s: f64,
     /// The bandwidth of a copy on the device, counting both bytes read and bytes written.
     pub copy_bytes_per_s: f64,
-    /// The size of the buffer that is read or copied.
+    /// The size in bytes of the buffer that is read or copied.
     pub buffer_bytes: usize,
 }
 

@@ -21,7 +21,7 @@ pub const ACTIVATION_GELU_TANH: usize = 1;
 
 // Rotary embedding (`attention/rope.rs`, `attention/rope.cu`).
 
-/// Heads per warp. Several heads keep more loads in flight and share one read of the cosines and sines.
+/// Heads per warp. With several heads, a warp has more loads in flight and reads the cosines and sines only once.
 pub const ROPE_HEADS_PER_WARP: usize = 4;
 /// The maximum number of tokens for which each head has its own warp.
 /// With few tokens, several heads per warp would leave most of the GPU idle.
@@ -33,8 +33,8 @@ pub const ROPE_FEW_TOKENS: usize = 64;
 pub const EXCHANGE_MAX_RANKS: usize = 8;
 /// Slots per mailbox. Consecutive operations use consecutive slots.
 pub const EXCHANGE_SLOTS: usize = 4;
-/// The maximum number of thread blocks of all ranks together.
-/// If tests run all ranks on one GPU, waiting blocks must leave multiprocessors for the blocks of other ranks.
+/// The maximum total number of thread blocks over all ranks.
+/// When tests run all ranks on one GPU, waiting blocks must leave multiprocessors free for the blocks of other ranks.
 pub const EXCHANGE_BLOCKS: usize = 128;
 
 // Paged KV cache (`attention/paged.rs`, `attention/paged.cuh`).
@@ -71,7 +71,7 @@ pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
 /// Warps per block in the 16-row kernel for small batches, by head size.
 /// Each warp is a team that computes all 16 rows for its own key tiles.
 pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
-/// Warps per block in the 16-row kernel for large batches, which have more thread blocks than multiprocessors.
+/// Warps per block in the 16-row kernel for large batches, whose thread blocks outnumber the multiprocessors.
 pub const FLASH_BATCH_TEAMS: usize = 2;
 /// Warps per block in the 64-row kernel.
 pub const FLASH_MEDIUM_WARPS: usize = 4;
@@ -90,7 +90,7 @@ pub const FLASH_REGISTER_ELEMENTS: usize = 160;
 
 /// The maximum number of tokens.
 pub const DENSE_FEW_TOKENS: usize = 8;
-/// Weight rows per unit. A warp multiplies one unit.
+/// Weight rows per unit. Each warp multiplies one unit.
 pub const DENSE_FEW_ROWS: usize = 16;
 /// Columns per chunk: 128 bytes of each row.
 pub const DENSE_FEW_COLUMNS: usize = 64;
@@ -119,7 +119,7 @@ pub const ADD_NORM_THREADS: usize = 512;
 pub const ROUTE_TOKENS: usize = 256;
 /// The maximum number of experts.
 pub const ROUTE_EXPERTS: usize = 256;
-/// Columns per slice: the part of each row of the router that one thread block multiplies.
+/// Columns per slice: the part of each row of the router weight that one thread block multiplies.
 pub const ROUTE_COLUMNS: usize = 128;
 
 // MXFP4 weights in tiles (`moe/mxfp4_tiles.rs`, `moe/mxfp4_tiles.cuh`, `decode/mxfp4_experts.cu`).
@@ -238,7 +238,7 @@ pub const DECODE_DOWN_SPLITS: usize = 3;
 /// The maximum number of experts per token in `decode_down_mxfp4`.
 pub const DECODE_DOWN_MAX_CHOSEN: usize = 4;
 
-// Tokens sampled from many rows of logits (`decode/sample_rows.cu`, `step_inputs.cu`).
+// Sampling one token from each of many rows of logits (`decode/sample_rows.cu`, `step_inputs.cu`).
 
 /// The placeholder token id of a row in which every logit is NaN or -inf.
 pub const NO_TOKEN: u32 = 0xffffffff;

@@ -27,7 +27,7 @@ struct Mailboxes {
     // This rank's state, three words: the number of finished operations, the number of words in the largest region
     // of the last operation, and the counter of arrived blocks.
     uint32_t* state;
-    // A word in host memory that all ranks share: 0 while all ranks work. If it is nonzero, no thread waits any longer.
+    // A word in host memory that all ranks share. Once it is nonzero, the exchange has ended, and threads stop waiting.
     uint32_t* control;
     // The first column of each rank's part, then the total number of columns. Only exchange_columns uses this array.
     int first_column[EXCHANGE_MAX_RANKS + 1];
@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(512)
     });
 }
 
-// Places the columns of all ranks side by side.
+// Concatenates the columns of all ranks.
 //   x: f32 [rows, columns of this rank]
 //   out: f32 [rows, columns of all ranks]
 //   largest: rows · columns of the rank with the most columns

@@ -22,7 +22,7 @@ use crate::device::World;
 
 /// Connects the GPUs of all ranks, and returns the world of this rank.
 ///
-/// If the GPUs can access each other's memory, the ranks exchange data directly, otherwise through the host.
+/// The ranks exchange data directly if the GPUs can access each other's memory. Otherwise, they use host memory.
 /// Setting the environment variable `INFERNO_EXCHANGE=host` forces copies through the host.
 ///
 /// All ranks must call this function, each on its own thread.

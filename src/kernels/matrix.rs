@@ -75,7 +75,7 @@ impl Matrix {
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         let (all, _) = self.dims();
         if rows == 0 || first + rows > all {
-            bail!("cannot select {rows} rows from row {first} of a matrix of {all} rows");
+            bail!("cannot select {rows} rows starting at row {first} from a matrix of {all} rows");
         }
         Ok(match self {
             Self::Dense(weight) => Self::Dense(weight.narrow(0, first, rows)?),
@@ -129,7 +129,7 @@ impl Matrix {
     }
 }
 
-/// Returns the index of each stacked part that overlaps `selected`, with the selected rows of that part.
+/// Returns the index of each stacked part that overlaps `selected`, and the range of that part's selected rows.
 fn overlaps(part_rows: impl Iterator<Item = usize>, selected: Range<usize>) -> Vec<(usize, Range<usize>)> {
     let mut end = 0;
     let overlap = |(part, rows): (usize, usize)| {

@@ -27,7 +27,7 @@ use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
 
-/// The minimum number of file size requests for which a message is shown, because they take several seconds.
+/// The minimum number of file size requests for which to show a message. This many requests take several seconds.
 const MANY_REQUESTS: usize = 100;
 
 impl Hub {
@@ -82,7 +82,7 @@ impl Hub {
             return Ok(snapshot);
         }
         let lock = disk::check_space(&self.config.cache, 0).and_then(|()| repo.lock(|| progress.waiting(name)));
-        // Look again, because the process that held the lock may have downloaded the model.
+        // Check the caches again, because the process that held the lock may have downloaded the model.
         if let Some(snapshot) = self.find_present(name, &listing, filter)? {
             // Write the ref even for a snapshot in the shared cache, so both caches agree on the newest commit.
             // A read-only cache is not an error, because the model is complete without the ref.
@@ -210,7 +210,7 @@ pub(in crate::hub) fn cannot_download(name: &str) -> String {
     format!("cannot download '{name}': HF_HUB_OFFLINE is set")
 }
 
-/// Returns true if a snapshot has a file of the size that the hub lists.
+/// Returns true if the snapshot in `dir` contains `file` and the size matches the hub's listing.
 fn is_present(dir: &Path, file: &RemoteFile) -> bool {
     let data = fs::metadata(dir.join(&file.name));
     data.is_ok_and(|data| data.is_file() && file.bytes.is_none_or(|bytes| data.len() == bytes))

@@ -20,8 +20,8 @@ use crate::hub::disk::{create_dir, create_temporary, with_suffix, write_error};
 
 /// The suffixes of unfinished and corrupt files.
 ///
-/// `.incomplete` files come from Hugging Face's Python tools, which write each file from start to end. The length of
-/// such a file therefore shows which bytes are present.
+/// `.incomplete` files come from Hugging Face's Python tools, which write each file from start to end.
+/// The length of such a file therefore shows which bytes are present.
 pub(in crate::hub) const SUFFIXES: [&str; 4] = [".parts", ".parts.json", ".incomplete", BAD];
 
 /// The suffix of a blob whose contents are wrong. The blob is kept until its replacement arrives.
@@ -34,7 +34,7 @@ pub(in crate::hub) struct Partial {
     bytes: u64,
     record: Record,
     /// True if the data was discarded or could not be flushed.
-    /// While this flag is true, no pending record that shares the flag is saved.
+    /// While this flag is true, pending records that share the flag are not saved.
     ///
     /// Never reset to false, because an operating system reports a failed flush only once.
     is_lost: Arc<AtomicBool>,
@@ -63,7 +63,7 @@ impl Record {
 }
 
 impl Partial {
-    /// Determines which bytes of `blob` are on disk from earlier attempts. Writes nothing.
+    /// Determines which bytes of `blob` are already on disk after earlier attempts. Writes nothing.
     pub fn find(blob: &Path, bytes: u64) -> Self {
         let path = with_suffix(blob, ".parts");
         let json = files::read(&with_suffix(blob, ".parts.json"), files::DOWNLOAD_RECORD).ok();
@@ -87,7 +87,7 @@ impl Partial {
         Self { path, bytes, record, is_lost: Arc::default() }
     }
 
-    /// Creates the file. Keeps the downloaded bytes if [`find`](Self::find) found an earlier file.
+    /// Creates the file. Keeps the downloaded bytes if [`find`](Self::find) found a file from an earlier attempt.
     pub fn create(&self, blob: &Path) -> Result<()> {
         create_dir(blob.parent().unwrap_or(blob))?;
         if !self.path.exists() {
@@ -100,7 +100,7 @@ impl Partial {
                 self.pending_record().write_record()?;
                 fs::rename(&incomplete, &self.path).map_err(|error| write_error(error, &self.path, 0))?;
             } else {
-                // Delete an old record, because it does not describe the new file.
+                // Delete any old record, because it does not describe the new file.
                 delete(&record_path(&self.path))?;
             }
         }
@@ -167,7 +167,7 @@ impl Partial {
     /// Clears the record, and cancels every [`PendingRecord`] of the old bytes.
     pub fn clear(&mut self) {
         self.record = Record::default();
-        // After a failed flush, the new flag starts as true, so no further record is saved.
+        // After a failed flush, the new flag is also true, so no more records are saved.
         let was_lost = self.is_lost.swap(true, Ordering::AcqRel);
         self.is_lost = Arc::new(AtomicBool::new(was_lost));
     }

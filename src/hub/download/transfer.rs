@@ -17,14 +17,14 @@ use crate::hub::hash;
 use crate::hub::retry::{is_temporary, retry_after};
 use crate::text::{library_error, quote};
 
-/// The number of range requests that a server may answer with the whole file before the bytes on disk are discarded.
+/// The maximum number of whole-file responses to range requests before the bytes on disk are discarded.
 const MAX_WHOLE_RESPONSES: u32 = 3;
 /// The minimum number of bytes to receive within twice the stall timeout. A slower transfer counts as stalled.
 const MIN_PROGRESS_BYTES: u64 = 64 << 10;
 
 /// The reason that a transfer ended early.
 pub(in crate::hub) enum Stop {
-    /// Another attempt may succeed. The server may request a wait first (Retry-After).
+    /// Another attempt may succeed. The duration is the wait that the server requested with Retry-After, if any.
     Temporary(String, Option<Duration>),
     /// Another attempt would fail the same way.
     Permanent(anyhow::Error),
@@ -87,7 +87,7 @@ impl Transfer<'_, '_> {
             status if is_temporary(status) => {
                 return Err(Stop::Temporary(format!("HTTP {status}"), retry_after(response.headers())));
             }
-            // Links to a storage host expire. The next request gets a new link.
+            // Links to a storage host expire. The next request to the hub returns a new link.
             status if is_from_other_host => {
                 return Err(temporary(format!("the storage host responded with HTTP {status}")));
             }
@@ -98,9 +98,9 @@ impl Transfer<'_, '_> {
         self.write_body(response.into_body().into_reader(), name, has_length)
     }
 
-    /// Switches to fetching the whole file, because the server ignores ranges. Other transfers of the file stop.
+    /// Switches to fetching the whole file, because the server ignores ranges. All other transfers of the file stop.
     ///
-    /// While some bytes are on disk, each of the first few responses with the whole file leads to a retry instead,
+    /// If some bytes are already on disk, retries after the first few whole-file responses instead of switching,
     /// because the next response may come from a server that supports ranges.
     fn restart_whole(&mut self) -> Result<(), Stop> {
         let mut state = self.download.state();

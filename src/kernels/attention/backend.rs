@@ -7,7 +7,7 @@ use crate::kernels::constants::FLASH_HEAD_DIMS;
 /// The attention kernels to use on a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AttentionBackend {
-    /// The first backend in this list that supports the queries.
+    /// The first of the following backends that supports the queries.
     #[default]
     Auto,
     /// inferno's tensor-core kernels, `flash_attention.cu`.

@@ -101,7 +101,7 @@ fn attend(
     let length = k.dim(0)?;
     // SAFETY: the kernel writes every element of `lse`.
     let lse = unsafe { Tensor::empty((heads, tokens), DType::F32, q.device())? };
-    // Set `is_causal` only without a window, as the crate's Rust code does.
+    // Set `is_causal` only if there is no window, as the crate's Rust code does.
     // `left` is the number of visible keys before the query's own key.
     let (is_causal, left) = mask.window.map_or((1, length), |window| (0, (window - 1).min(length)));
     let (q_row, kv_row) = ((heads * head_dim) as u32, (kv_heads * head_dim) as u32);

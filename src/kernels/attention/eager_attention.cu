@@ -1,4 +1,4 @@
-// Causal attention over a KV cache without tensor cores.
+// Causal attention over a KV cache, computed without tensor cores.
 // Supports grouped-query attention, and optionally a sliding window, sinks and a soft cap.
 // Used for f32, and for head sizes that flash_attention.cu does not support.
 //   q, out: T [tokens, heads, head_dim]; head_dim <= EAGER_MAX_HEAD_DIM

@@ -44,7 +44,7 @@ mod with_cuda {
             .float(mask.softcap.unwrap_or(0.0));
         // If there are few thread blocks, each block needs many warps to keep enough loads in flight.
         // Otherwise, 4 warps are enough.
-        // The keys are divided among the warps of a block, so a fixed order of sums needs a fixed number of warps.
+        // The keys are divided among the warps of a block, so a fixed summation order needs a fixed number of warps.
         let warps = if tokens * heads <= 512 || sum_order == SumOrder::Fixed { 32 } else { 4 };
         let shared_bytes = warps * (head_dim + 2) * size_of::<f32>();
         let kernel = format!("attention_{}", dtype_suffix(q.dtype())?);
@@ -86,7 +86,7 @@ pub struct ReferenceInputs<'t> {
     pub tables: &'t [Vec<u32>],
 }
 
-/// Computes attention in plain Rust: scores, softmax with the sink in its denominator, weighted sum of values.
+/// Computes attention in plain Rust: scores, softmax with the sink in its denominator, and sums of weighted values.
 ///
 /// Returns `[tokens, heads, head_dim]`.
 pub fn reference(inputs: ReferenceInputs, shape: AttentionShape, mask: AttentionMask) -> Vec<f32> {

@@ -12,7 +12,7 @@
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile
-//     The row tiles of a sequence read the same keys and values, so only the first row tile misses L2.
+//     The row tiles of a sequence read the same keys and values, so only the reads of the first row tile miss L2.
 //
 // A row is one query head of one token. A KV head has group = heads / kv_heads query heads.
 // Row r of KV head k belongs to token r / group of the sequence. Its query head is k · group + r % group.
@@ -32,7 +32,7 @@
 
 constexpr float LOG2_E = 1.44269504f;
 // Softmax weights may grow to 2^8 before the sums are rescaled.
-// This makes rescaling rare, and weights of this size are safe in f32 and f16.
+// This makes rescaling rare, and weights of this size do not overflow f32 or f16.
 constexpr float SLACK = 8.0f;
 // The number of partial results to combine at once. The loads of these results are in flight at the same time.
 constexpr int COMBINE_BATCH = 16;
@@ -57,7 +57,7 @@ template <int HEAD_DIM, int TILE_ROWS, bool BATCH = false> struct Tile {
     static constexpr int M = ROWS / 16 / WARPS;
     static constexpr int MIN_TILES = FEW ? 128 / KEYS : 4;  // a split with fewer key tiles is not worth combining
     // The minimum number of resident thread blocks per multiprocessor, which limits the registers of a thread.
-    // With D = 256, the sums of 16 rows take 128 registers of each thread.
+    // With D = 256, the sums of 16 rows occupy 128 registers per thread.
     static constexpr int MIN_BLOCKS = FEW ? 1 : MANY ? (D <= 128 ? 2 : 1) : D <= 64 ? 3 : 2;
     static constexpr int TEAM_THREADS = 32 * WARPS, THREADS = TEAM_THREADS * TEAMS;
     static constexpr int STRIDE = D + FLASH_ROW_PADDING, KEY_ELEMENTS = KEYS * STRIDE;
@@ -96,7 +96,7 @@ __device__ __forceinline__ float soft_cap(float x, float cap) {
     return cap - __fdividef(2.0f * cap, 1.0f + exp2_fast(2.0f * LOG2_E / cap * x));
 }
 
-// ---- work of a block ----
+// ---- the work of a block ----
 
 // The query rows of a block.
 template <typename C> struct Rows {
@@ -179,7 +179,7 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
 // Starts copying the queries of the block's rows to shared memory, and commits the copies as one group.
 template <typename T, typename C>
 __device__ __forceinline__ void load_queries_to_shared(const T* q, T* query_tile, const Rows<C>& rows) {
-    static_assert(C::STAGES == 2, "with more stages, the first wait of the main loop would not cover the queries");
+    static_assert(C::STAGES == 2, "with more stages, the first wait of the main loop could end before q arrives");
     for (int copy = threadIdx.x; copy < C::ROWS * (C::D / 8); copy += C::THREADS) {
         const int row = copy / (C::D / 8), segment = copy % (C::D / 8);
         const T* from = q + rows.element(min(row, rows.count - 1)) + segment * 8;
@@ -316,7 +316,7 @@ __device__ __forceinline__ void update_maxima(const Scores<C>& scores, float fac
     }
 }
 
-// Turns scores into weights, adds the weights to the totals, and adds the weighted values to the sums.
+// Converts scores to weights, adds the weights to the totals, and adds the weighted values to the sums.
 // Processes 16 keys per step, so that exponentials can overlap with the matrix products of the previous step.
 template <typename T, typename C>
 __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float factor, const RowFloats<C>& maxima,
@@ -354,7 +354,7 @@ __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float
 
 // ---- results ----
 
-// Adds the partial totals of each row, which are spread over four lanes.
+// Adds up the partial totals of each row, which are spread over four lanes.
 template <typename C> __device__ __forceinline__ void reduce_totals(RowFloats<C>& totals) {
 #pragma unroll
     for (int m = 0; m < C::M; ++m) {
@@ -506,7 +506,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     // Positions, tables, and the keys and values of earlier steps were written before the previous kernel started.
     // Only loads of this step's queries, keys and values must wait for the previous kernel.
 
-    // 1. Find the keys that any row of the tile sees, and select the key tiles of this split and team.
+    // 1. Find the keys that are visible to any row of the tile, and select the key tiles of this split and team.
     const int position = (int)__ldcg(positions + row_tile.first_token), newest = position + last_token;
     const int oldest = window > 0 ? max(0, position + first_token - window + 1) : 0;
     const int tiles = (newest - oldest) / C::KEYS + 1;
@@ -546,7 +546,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
     const int warp_first = position + warp_first_token, warp_last = position + warp_last_token;
 
-    // 3. Process the key tiles: scores, running maxima, weights, weighted sums of values.
+    // 3. Process the key tiles: scores, running maxima, weights, and weighted sums of values.
     Sums<C> sums = {};
     RowFloats<C> maxima, totals = {};
 #pragma unroll
@@ -581,7 +581,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
     reduce_totals<C>(totals);
 
-    // 4. Write the output, or a partial result if other splits process other keys of the row tile.
+    // 4. Write the output, or a partial result if several splits share the keys of the row tile.
     if (threadIdx.x < rows.count) row_sinks[threadIdx.x] = sink * LOG2_E;
     __syncthreads();  // from here on, the memory of the pipeline is free
     const int slot = blockIdx.y * kv_heads + kv_head;

@@ -108,7 +108,7 @@ impl FlashAttention {
 
     /// Chooses the kernels for all queries of a pass.
     ///
-    /// Sequences with few tokens, such as decode steps, and sequences with many tokens get separate launches,
+    /// Sequences with few tokens, such as decode steps, and sequences with many tokens have separate launches,
     /// unless all sequences have the same number of tokens.
     fn for_pass(
         device: &CudaDevice,
@@ -150,7 +150,7 @@ impl FlashAttention {
     ) -> Result<Self> {
         let shape = AttentionShape::of_tensors(q, layer, None)?;
         if queries.uniform_tokens() != Some(1) {
-            bail!("flash_attention: a fixed order of sums requires one token per sequence");
+            bail!("flash_attention: a fixed summation order requires one token per sequence");
         }
         let tile = Tile::few(device, q)?;
         let row_tiles = shape.tokens * (shape.heads / shape.kv_heads).div_ceil(tile.rows);
@@ -246,7 +246,7 @@ impl FlashAttention {
         if shape != self.shape || out.dims() != q.dims() || !has_dtype {
             let (q_dtype, out_dtype, out) = (q.dtype(), out.dtype(), out.dims());
             bail!(
-                "flash_attention: expected {:?}, got {shape:?}, q {q_dtype:?}, out {out:?} {out_dtype:?}",
+                "flash_attention: expected {:?}, got {shape:?} with q {q_dtype:?} and out {out:?} {out_dtype:?}",
                 self.shape
             );
         }
@@ -267,7 +267,7 @@ impl FlashAttention {
     }
 }
 
-/// Returns the number of splits: `wanted` within the limits, or 1 if the sliding window is small.
+/// Returns the number of splits: 1 if the sliding window is small, otherwise `wanted` limited to [`MAX_SPLITS`].
 fn splits(mask: AttentionMask, wanted: usize) -> usize {
     match mask.window {
         Some(window) if window <= MAX_UNSPLIT_WINDOW => 1,

@@ -1,9 +1,9 @@
-//! The attention mask: the keys that a query sees, and the scaling of its scores.
+//! The attention mask: the keys that a query attends to, and the scaling of its scores.
 
 /// The causal attention mask of one layer, and the scaling of the scores.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionMask {
-    /// The sliding window: the number of keys that a query sees, including its own. `None` means no limit.
+    /// The sliding window: the number of keys that a query attends to, including its own key. `None` means no limit.
     pub window: Option<usize>,
     /// The factor applied to q·k, usually 1/sqrt(head_dim).
     pub scale: f32,
@@ -12,7 +12,7 @@ pub struct AttentionMask {
 }
 
 impl AttentionMask {
-    /// Returns the first position that a query at `position` sees.
+    /// Returns the first position that a query at `position` attends to.
     pub fn first_key(&self, position: usize) -> usize {
         self.window.map_or(0, |window| (position + 1).saturating_sub(window))
     }

@@ -2,7 +2,7 @@
 //!
 //! A sink is a learned logit per head that takes part in the softmax but has no value.
 //! The reference for sinks is `sdpa` in `gpt_oss/torch/model.py` of openai/gpt-oss.
-//! With a sliding window of w keys, position i sees the keys i-w+1 ..= i.
+//! With a sliding window of w keys, position i attends to the keys i-w+1 ..= i.
 
 mod backend;
 #[cfg(feature = "flash-attn")]

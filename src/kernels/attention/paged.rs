@@ -29,7 +29,7 @@ pub struct QuerySpan {
 }
 
 impl QuerySpan {
-    /// Returns whether the kernel for few query rows computes this span. A token has `group` rows per KV head.
+    /// Returns true if the kernel for few query rows processes this span. A token has `group` rows per KV head.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn is_few(&self, group: usize) -> bool {
         self.tokens * group <= 2 * FLASH_FEW_ROWS
@@ -115,7 +115,7 @@ impl Queries {
         self.spans.iter().all(|span| span.tokens == tokens).then_some(tokens)
     }
 
-    /// Returns the row tiles of the sequences with few query rows, or with many query rows if `few` is false.
+    /// Returns the row tiles of all sequences with few query rows if `few` is true, or with many query rows otherwise.
     ///
     /// The result is u32 `[tiles, 4]`. The columns are the index of the sequence, the index of the tile within
     /// the sequence, the first token of the sequence, and the number of tokens of the sequence.

@@ -71,7 +71,7 @@ fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> LaunchShape {
     matvec_shape(buffers, weight.dims().0.div_ceil(2), weight)
 }
 
-/// Adds greedy sampling, which sends the token with the largest logit to the mailbox.
+/// Adds a launch for greedy sampling, which sends the token with the largest logit to the mailbox.
 /// The token's embedding becomes the input of the next step.
 ///
 /// `head` is the weight that was passed to [`add_head`]: `[vocab, hidden]`.
@@ -102,7 +102,7 @@ pub fn add_greedy_sampling(
     add_quantized_embedding(launches, buffers, embedding)
 }
 
-/// Returns `(vocab, hidden)`, or an error if the embedding does not have this shape.
+/// Returns `(vocab, hidden)`. Fails if the embedding does not have this shape.
 pub(super) fn check_embedding(buffers: &StepBuffers, embedding: &Matrix) -> Result<(usize, usize)> {
     let dims = (buffers.logits.dims1()?, buffers.x.dims1()?);
     if embedding.dims() == dims {

@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(256)
     logits[(size_t)edits[3 * i] * vocab + edits[3 * i + 1]] += __uint_as_float(edits[3 * i + 2]);
 }
 
-// Sets the logits of all tokens that a row's mask does not allow to -inf.
+// Sets the logit of every token to -inf unless the row's mask allows the token.
 //   logits: f32 [rows, vocab]
 //   masked: u32 [count], the rows to change, each at most once
 //   masks: u32 [count, ceil(vocab / 32)]; bit i of word w: whether token 32 · w + i is allowed

@@ -39,7 +39,7 @@ pub fn edit_logits(logits: &Tensor, edits: &[LogitEdit]) -> Result<()> {
     unsafe { launch.enqueue(device) }
 }
 
-/// Sets the logits of all tokens that a row's mask does not allow to -inf, in place.
+/// Sets the logit of every token to -inf, in place, unless the row's mask allows the token.
 /// [`TokenMask::apply`] is the reference.
 ///
 /// `logits` is f32 `[rows, vocab]`. `masks` contains row indices with their masks, each row at most once.

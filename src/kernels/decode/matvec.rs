@@ -11,7 +11,7 @@ use crate::kernels::launch::{Arguments, LaunchShape, max_shared_bytes};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::quantized::{GROUP_COLUMNS, quantized_ops};
 
-/// Returns whether the decode kernels support `weight` with `inputs` input vectors on this GPU.
+/// Returns true if the decode kernels support `weight` with `inputs` input vectors on this GPU.
 ///
 /// The number of columns must be a multiple of 8, and all input vectors must fit in shared memory.
 /// The weight must not be [`Matrix::Concatenated`].
@@ -76,7 +76,7 @@ pub(super) fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: 
 }
 
 impl Arguments {
-    /// Adds a weight. A dense weight is passed as an address, and a quantized weight as a stack of matrices.
+    /// Adds a weight to the arguments: a dense weight as an address, or a quantized weight as a stack of matrices.
     pub(super) fn weight(self, weight: &Matrix) -> Result<Self> {
         match weight {
             Matrix::Dense(weight) => self.tensor(weight),
@@ -87,7 +87,7 @@ impl Arguments {
         }
     }
 
-    /// Adds two weights. Two dense weights are passed as two addresses, and two quantized weights as one stack.
+    /// Adds two weights to the arguments: two dense weights as two addresses, or two quantized weights as one stack.
     pub(super) fn two_weights(self, first: &Matrix, second: &Matrix) -> Result<Self> {
         match (first, second) {
             (Matrix::Dense(first), Matrix::Dense(second)) => self.tensor(first)?.tensor(second),

@@ -14,7 +14,7 @@ pub use crate::kernels::constants::DECODE_DOWN_MAX_CHOSEN as MAX_CHOSEN_MXFP4;
 
 /// The maximum intermediate size of experts with MXFP4 weights.
 ///
-/// The inputs of the down projection must fit in shared memory for all chosen experts.
+/// The inputs of the down projections of all chosen experts must fit in shared memory.
 pub const MAX_EXPERT_COLUMNS: usize = 24 << 10;
 
 /// The buffers for intermediate results of a layer with MXFP4 experts.

@@ -161,7 +161,7 @@ __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T
         const T* values = reinterpret_cast<const T*>(&two);
         return make_float4(to_float(values[0]), to_float(values[1]), to_float(values[2]), to_float(values[3]));
     };
-    // Returns quad i (four values) of the input, each passed through `change`, or zeros past an expert's last column.
+    // Returns quad i after applying `change` to its four values. Returns zeros past an expert's last column.
     const auto quad = [&](int i, auto change) {
         const int n = rows.index_of(i / 8), quad = i - n * rows.pieces * 8;
         if (4 * quad >= columns) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -8,14 +8,14 @@
 //   The host keeps only as many tokens as it needs, starting with the lowest token ids.
 // - The host computes probabilities in f64. This kernel computes them in f32, relative to the largest probability,
 //   and truncates them to multiples of 2^-40, so it never chooses a token with a smaller relative probability.
-//   The choice can differ at the cutoffs of top-p and min-p, or if the draw is near the boundary of two tokens.
+//   The choice can differ at the cutoffs of top-p and min-p, or if the draw is near the boundary between two tokens.
 // - nvcc fuses multiplications and additions, so penalized logits can differ in the last bit.
 //
 // A launch has at most one block per multiprocessor, so all blocks run at the same time and can wait for each other.
 // Each block handles a range of token ids. Each thread holds up to SAMPLE_IDS_PER_THREAD logits in registers.
 // Probability masses are 64-bit integers. The mass of the most likely token is 2^40.
 // Integer sums do not depend on the order of the additions.
-// Equal logits, parameters and draw counts therefore always give the same token.
+// Equal logits, parameters and draw counts therefore always produce the same token.
 //   logits: f32 [vocab]
 //   seen: u32 [vocab]; 0 if the token has not appeared, otherwise 1 + the number of times it was generated
 //   params: SamplingKernelParams

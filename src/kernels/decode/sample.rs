@@ -135,7 +135,7 @@ fn sample_blocks(vocab: usize, buffers: &StepBuffers) -> usize {
     vocab.div_ceil(SAMPLE_THREADS).min(buffers.multiprocessors)
 }
 
-/// Adds sampling with the parameters in `sampling`. The kernel sends the sampled token to the mailbox.
+/// Adds a launch that samples a token with the parameters in `sampling` and sends the token to the mailbox.
 /// The token's embedding becomes the input of the next step.
 pub fn add_sample(
     launches: &mut LaunchList,

@@ -46,7 +46,7 @@ __device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsig
             const unsigned long long mass = row.mass(key);
             const bool counts = mass > 0 && key >= floor && (round == 0 || key >> (shift + 8) == prefix);
             // The keys of a warp usually fall into few bins.
-            // Sum each bin within the warp first, so that a bin takes only one atomicAdd.
+            // Sum each bin within the warp first, so that each bin needs only one atomicAdd.
             uint32_t left = __ballot_sync(0xffffffffu, counts);
             while (left) {
                 const uint32_t bin = __shfl_sync(0xffffffffu, key >> shift & 255, __ffs(left) - 1);

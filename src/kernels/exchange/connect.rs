@@ -1,4 +1,4 @@
-//! Connects the GPUs of all ranks, and measures the speed of their exchange.
+//! Connects the GPUs of all ranks, and measures how fast they exchange data.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -33,7 +33,7 @@ pub fn connect(world: World, device: &CudaDevice) -> CandleResult<World> {
 
 /// Returns the direct exchange of a rank.
 ///
-/// The inner error is the reason why the ranks cannot exchange data directly. All ranks get the same inner error.
+/// The inner error is the reason why the ranks cannot exchange data directly. It is the same on all ranks.
 /// An outer error means that the ranks have stopped.
 fn connected(world: &World, device: &CudaDevice) -> CandleResult<Result<GpuExchange, String>> {
     let mailboxes = match agree(world, Mailbox::new(device))? {
@@ -50,7 +50,7 @@ fn connected(world: &World, device: &CudaDevice) -> CandleResult<Result<GpuExcha
     Ok(agree(world, tested)?.map(|_| exchange))
 }
 
-/// Connects the GPUs of all ranks like [`super::connect`], and measures the time of their exchange.
+/// Connects the GPUs of all ranks like [`super::connect`], and measures how long they take to exchange data.
 /// The inner error is the reason why the GPUs cannot exchange data directly.
 pub fn measure(world: &World, device: &CudaDevice) -> CandleResult<Result<ExchangeTimes, String>> {
     let exchange = match connected(world, device)? {
@@ -58,7 +58,7 @@ pub fn measure(world: &World, device: &CudaDevice) -> CandleResult<Result<Exchan
         Err(reason) => return Ok(Err(reason)),
     };
     let time = |elements: usize| -> CandleResult<f64> {
-        // If ranks share a GPU, more operations would fill the launch queue and block the launches of the other ranks.
+        // If ranks share a GPU, more than this many operations would fill the launch queue and block the other ranks.
         const OPERATIONS: usize = 100;
         let x = Tensor::new(vec![1f32; elements], &Device::Cuda(device.clone()))?;
         device.cuda_stream().synchronize().w()?;
@@ -77,7 +77,7 @@ pub fn measure(world: &World, device: &CudaDevice) -> CandleResult<Result<Exchan
 
 /// Returns the results of all ranks, or the error message of the first rank that failed.
 ///
-/// Every rank must call this function, even after a failure, because the other ranks wait for it.
+/// Every rank must call this function, even after a failure, because the other ranks are waiting for it.
 fn agree<T: Send + Sync + 'static>(
     world: &World,
     result: CandleResult<T>,

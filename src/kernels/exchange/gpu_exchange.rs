@@ -24,7 +24,7 @@ const ENDED: u32 = u32::MAX;
 /// The number of elements from which [`Exchange::sum_rounded`] rounds. The time to exchange fewer elements is mostly
 /// latency, which rounding does not shorten.
 const MIN_ROUNDED_ELEMENTS: usize = 1 << 18;
-/// How often to look for the launches of other ranks before other threads may use the core.
+/// The number of checks for the launches of other ranks before a waiting thread starts to yield the core.
 const SPINNING_TURNS: usize = 10_000;
 const NOT_CAPTURING: sys::CUstreamCaptureStatus = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
 
@@ -242,7 +242,7 @@ impl GpuExchange {
         self.device.cuda_stream().synchronize().w()
     }
 
-    /// Exchanges a few values, and fails if they do not arrive.
+    /// Exchanges a few values, and fails if the results are wrong or a rank does not answer.
     pub fn test(&self) -> Result<()> {
         let (device, ranks) = (Device::Cuda(self.device.clone()), self.mailboxes.len());
         // Run more operations than there are slots, so that each slot is emptied and used again.
@@ -256,7 +256,7 @@ impl GpuExchange {
             let sums = sums.to_vec1::<f32>()?;
             let expected: f32 = (0..ranks).map(value).sum();
             if self.missing_rank().is_some() || sums.iter().any(|&sum| sum != expected) {
-                bail!("operation {round} returned {} instead of {expected}", sums[0]);
+                bail!("test operation {round} returned the sum {} instead of {expected}", sums[0]);
             }
         }
         Ok(())

@@ -21,7 +21,7 @@ pub(super) struct Mailbox {
     pub address: u64,
     /// The control word. All ranks share the control word of the first rank, and the other control words are unused.
     pub control: Arc<HostWords>,
-    /// How many operations, or CUDA graphs with operations, the host has launched for this rank.
+    /// The number of operations, or CUDA graphs with operations, that the host has launched for this rank.
     pub launched: AtomicU64,
 }
 

@@ -8,7 +8,7 @@ pub const MAILBOX_BYTES: usize = 64 << 20;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExchangeTimes {
     /// The time for [`SMALL_ELEMENTS`] elements, in seconds.
-    /// The host queues the operations without waiting between two operations.
+    /// The host queues many sums in a row, without waiting between them.
     pub small: f64,
     /// The time for [`LARGE_ELEMENTS`] elements, in seconds.
     pub large: f64,

@@ -1,4 +1,4 @@
-// Load functions for weights. They allocate no lines in L1, because each weight is read only once.
+// Load functions for weights. They do not allocate lines in L1, because each weight is read only once.
 #pragma once
 #include "headers/common.cuh"
 

@@ -61,7 +61,7 @@ impl Arg {
 #[derive(Default)]
 pub struct Arguments {
     args: Vec<Arg>,
-    /// A size that does not fit in an i32. The launch must fail, or the kernel would read out of bounds.
+    /// A size that does not fit in an i32. With such a size, the launch must fail: the kernel would read out of bounds.
     too_large: Option<usize>,
     memory: Memory,
 }

@@ -1,4 +1,4 @@
-//! Launch lists captured as one CUDA graph, so a whole decode step costs the host a single call.
+//! Launch lists captured as one CUDA graph, so that the host starts a whole decode step with a single call.
 
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};

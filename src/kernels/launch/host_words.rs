@@ -21,7 +21,7 @@ unsafe impl Send for HostWords {}
 unsafe impl Sync for HostWords {}
 
 impl HostWords {
-    /// Allocates `count` words that are zero.
+    /// Allocates `count` words and sets them to zero.
     pub fn new(device: &CudaDevice, count: usize) -> Result<Arc<Self>> {
         device.cuda_stream().context().bind_to_thread().w()?;
         // The memory is mapped into the device's address space.
@@ -32,7 +32,7 @@ impl HostWords {
         let Some(words) = NonNull::new(words.cast::<AtomicU32>()) else {
             bail!("cannot allocate {count} words of page-locked memory: the driver returned a null pointer")
         };
-        // SAFETY: the allocation has space for `count` words and is page-aligned. Zeros initialize the words.
+        // SAFETY: the allocation has space for `count` words and is page-aligned. Writing zeros initializes the words.
         unsafe { words.write_bytes(0, count) };
         Ok(Arc::new(Self { words, count, device: device.clone() }))
     }

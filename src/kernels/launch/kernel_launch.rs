@@ -140,8 +140,8 @@ pub(super) enum Overlap {
 impl Overlap {
     /// Returns whether kernels may overlap on a device.
     ///
-    /// Only code for compute capability 9.0 or later contains the waits of `pdl.cuh`. A GPU runs machine code for its own
-    /// compute capability, and otherwise code for the target compute capability of the build.
+    /// Only code for compute capability 9.0 or later contains the waits of `pdl.cuh`. A GPU runs the machine code
+    /// for its own compute capability if the build contains it, and otherwise the code for the build's target.
     pub fn of_device(device: &CudaDevice) -> Result<Self> {
         let (major, minor) = device.cuda_stream().context().compute_capability().w()?;
         let is_target_new = env!("INFERNO_COMPUTE_CAP").parse::<u32>().is_ok_and(|capability| capability >= 90);

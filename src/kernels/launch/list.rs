@@ -1,6 +1,6 @@
 //! Launches that are recorded once and queued many times, such as a decode step on static buffers.
 //!
-//! Each launch may start before the previous launch has ended (programmatic dependent launch, on GPUs that support it).
+//! On GPUs with programmatic dependent launch, each launch may start before the previous launch has ended.
 //! The kernels themselves wait for the data that they read (`pdl.cuh`).
 
 use candle_core::Result;

@@ -9,7 +9,7 @@ use candle_core::{Result, bail};
 use super::device::is_idle;
 use super::host_words::HostWords;
 
-/// u32 slots in host memory. Kernels write nonzero words to the slots, and the host takes them. Zero means empty.
+/// u32 slots in host memory; zero means empty. Kernels write nonzero words, and the host reads and clears them.
 pub struct Mailbox {
     slots: Arc<HostWords>,
     device: CudaDevice,
@@ -25,7 +25,7 @@ impl Mailbox {
     pub fn take(&self, slot: usize) -> u32 {
         let slot = &self.slots.words()[slot];
         let word = slot.load(Ordering::Acquire);
-        // The device does not write to a slot again until the host has emptied it, so this store loses no new word.
+        // The device writes to a slot only after the host has emptied it, so this store cannot overwrite a new word.
         if word != 0 {
             slot.store(0, Ordering::Release);
         }

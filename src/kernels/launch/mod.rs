@@ -5,7 +5,7 @@
 //! A [`LaunchGraph`] contains launches that were captured as a CUDA graph.
 //!
 //! Every launch goes to the candle device's stream, and candle frees memory in stream order.
-//! A tensor may therefore be dropped as soon as a launch that uses it is queued. No CUDA event has to track its use.
+//! A tensor may therefore be dropped as soon as a launch that uses it is queued. No CUDA event needs to track its use.
 
 mod arguments;
 mod device;

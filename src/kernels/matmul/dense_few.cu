@@ -9,7 +9,7 @@
 //
 // Each warp multiplies every `parts`-th chunk of one unit by x. A chunk has DENSE_FEW_COLUMNS columns.
 // Each lane multiplies the same 16-byte pieces of W that it copied, so the copies of W need no barrier.
-// A piece has eight adjacent columns. mma.sync assigns other columns to a lane, but adds the products of all columns.
+// A piece has eight adjacent columns. mma.sync expects different columns in each lane, but adds up all their products.
 // The columns may therefore be in any order, as long as W and x have the same order.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
@@ -107,7 +107,7 @@ __device__ void dense_few(const T* w, const T* x, float* y, int rows, int column
     wait_for_copies<0>();
     __syncthreads();
 
-    // 3. Add the sums of all parts.
+    // 3. Add up the partial sums of all parts.
     float* const partial = reinterpret_cast<float*>(shared);  // [warp][token][row]
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

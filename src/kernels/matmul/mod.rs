@@ -51,7 +51,7 @@ fn product(x: &Tensor, w: &Tensor) -> Result<Tensor> {
 /// Multiplies groups of [`FIXED_TOKENS`] tokens. The last group is padded with zeros.
 ///
 /// All products of a matrix then have the same size, so cuBLAS runs the same algorithm.
-/// The algorithm adds in the same order for every token, whatever its position in the group. A GPU test checks this.
+/// The algorithm adds up products in the same order for every position in the group. A GPU test checks this.
 #[cfg(feature = "cuda")]
 fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let tokens = x.dim(0)?;

@@ -116,7 +116,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
     const auto begin = [&](int warp) { return total * warp / WARPS; };
     int left = begin(warp + 1) - begin(warp), group = begin(warp) % groups, row_pair = first + begin(warp) / groups;
 
-    // 1. Load the first weights while the previous kernel ends and x is being copied.
+    // 1. Load the first weights while the previous kernel is finishing and x is being copied.
     uint4 words[STEPS][2];
     uint32_t scales[STEPS][2];
     Cursor cursor(matrix, row_pair, group, lane);
@@ -229,7 +229,7 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
     int next = (long long)total * blockIdx.x / gridDim.x;
     const int end = (long long)total * (blockIdx.x + 1) / gridDim.x;
 
-    // 2. Multiply, one expert and tile of pairs at a time.
+    // 2. Multiply one tile of an expert's pairs at a time.
     WorkItem item;
     while (next < end && find_work_item(offsets, experts, max_pairs, row_pairs, next, item)) {
         const int tiles = item.count / row_pairs, tile_pairs = ((item.pairs + tiles - 1) / tiles + 7) / 8 * 8;

@@ -175,7 +175,7 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
                         load_matrices(b[i], x_stage + (token + i * COLUMN_WARPS * 8) * 128 + segment);
-                    // MMAs that add to the same sum are spread out, because each MMA waits for the previous MMA.
+                    // MMAs that add to the same sum are spread out, because each waits for the previous one to finish.
 #pragma unroll
                     for (int k = 0; k < 2; ++k)
 #pragma unroll
@@ -213,7 +213,7 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
 // BLOCKS thread blocks fit on a multiprocessor.
 template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int BLOCKS_> struct TileShape {
     static constexpr int PAIRS = PAIRS_, UNROLL_PAIRS = UNROLL_PAIRS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
-    // Registers per thread of the copying and the multiplying warpgroups
+    // Registers per thread in the copying warpgroup and in the multiplying warpgroups.
     static constexpr int COPY_REGISTERS = BLOCKS == 1 ? 32 : 24, REGISTERS = BLOCKS == 1 ? 160 : 72;
     // A stage holds two steps.
     static constexpr int HALF_X = PAIRS * 128, X_BYTES = 2 * HALF_X;
@@ -408,7 +408,7 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
     };
     if (threadIdx.x >= MULTIPLYING) {
         // Each thread starts with 128 / BLOCKS registers.
-        // The copying warpgroup gives most of its registers to the multiplying warpgroups.
+        // The copying warpgroup releases most of its registers, so that the multiplying warpgroups can use them.
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::COPY_REGISTERS));
         // In each warp, three lanes copy the blocks of one weight tile each, and three other lanes copy the scales.
         // A warp issues its copies one by one, so the copies are spread over the warps.

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Result, Tensor};
 pub struct ExpertUsage(Tensor);
 
 impl ExpertUsage {
-    /// Creates counters that are zero.
+    /// Creates counters that start at zero.
     pub fn new(device: &Device) -> Result<Self> {
         Ok(Self(Tensor::zeros(2, DType::U32, device)?))
     }

@@ -1,5 +1,5 @@
 // Matrix products of routed experts: out[p] = W[ids[p]] · x[p / pairs_per_x] + bias[ids[p]] for each pair p.
-//   blocks: u8 [experts, rows, columns / 32, 16], MXFP4 values; the low half of a byte is the even column
+//   blocks: u8 [experts, rows, columns / 32, 16], MXFP4 values; the low half of a byte belongs to the even column
 //   scales: u8 [experts, rows, columns / 32], the scales of MXFP4 weights; byte s is 2^(s - 127), or NaN if s is 255
 //   weights: T [experts, rows, columns], instead of blocks and scales
 //   bias: T [experts, rows] or null
@@ -9,8 +9,9 @@
 // `expert_gemv` is for few tokens. `expert_gemm` is for many tokens with MXFP4 weights.
 // `expert_gemm` reads each expert's weights once per 64 (token, expert) pairs instead of once per pair.
 // The pairs of `expert_gemm` must be sorted by expert (sort_by_expert.cu).
-// MXFP4 models in bf16 or f16 without scales above 2 use expert_mlp.cu, expert_few.cu and decode/mxfp4_experts.cu.
-// With float weights in bf16 or f16, grouped_gemm.cu handles many tokens.
+// MXFP4 weights without scales above 2 use expert_mlp.cu, expert_few.cu and decode/mxfp4_experts.cu instead,
+// if the compute dtype is bf16 or f16.
+// Float weights in bf16 or f16 use grouped_gemm.cu for many tokens.
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include <mma.h>

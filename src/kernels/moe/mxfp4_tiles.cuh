@@ -57,7 +57,7 @@ template <typename T> __device__ __forceinline__ uint4 fragment_segment(const fl
 
 // ---- unpacking ----
 
-// Converts four scale bytes to factors for the unpacked values. Each word holds its factor twice.
+// Converts four scale bytes to factors for the unpacked values. Each word of `factors` holds one factor twice.
 // `Mxfp4Tiles::repack` rejects bytes above 128.
 template <typename T> __device__ __forceinline__ void scale_factors(uint32_t scales, uint32_t (&factors)[4]);
 // bf16: unpacked values are E2M1 · 2^-126, so the factor for a scale of 2^(s - 127) is 2^(s - 1), exact even for s = 0.
@@ -155,7 +155,7 @@ template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* 
 
 // Adds the biases to the sums of 8 tokens × TILES weight tiles, and stores the results.
 // For gate_up, applies the clamped SwiGLU before storing.
-// TILES is 1 or 2. With 2, the index of the first tile is even.
+// TILES is 1 or 2. If TILES is 2, the index of the first tile is even.
 // For each tile, lane 4g + t passes the sums of row g for tokens 2t and 2t + 1,
 // and then the sums of row g + 8 for the same tokens.
 template <typename T, bool GATE_UP, int TILES>
