@@ -203,7 +203,7 @@ fn distance(got: &[f32], want: &[f32]) -> f32 {
     got.iter().zip(want).fold(0f32, |max, (got, want)| max.max((got - want).abs())) / scale
 }
 
-/// Returns the tolerance, a relative error, for one rounding to `dtype`.
+/// Returns the relative error that is tolerated for one rounding to `dtype`.
 fn rounding(dtype: DType) -> f32 {
     match dtype {
         // In f32, only the order of summation differs.

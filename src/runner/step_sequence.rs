@@ -70,6 +70,6 @@ pub type Chosen = Option<Result<ChosenToken>>;
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChosenToken {
     pub id: u32,
-    /// The log probabilities, if the sampler asked for them.
+    /// The log probabilities, if the sampler requested them.
     pub logprobs: Option<TokenLogprobs>,
 }

@@ -150,7 +150,7 @@ impl FlashAttention {
     ) -> Result<Self> {
         let shape = AttentionShape::of_tensors(q, layer, None)?;
         if queries.uniform_tokens() != Some(1) {
-            bail!("flash_attention: a fixed order of sums requires one token per sequence");
+            bail!("flash_attention: a fixed order of additions requires one token per sequence");
         }
         let tile = Tile::few(device, q)?;
         let row_tiles = shape.tokens * (shape.heads / shape.kv_heads).div_ceil(tile.rows);

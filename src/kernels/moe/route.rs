@@ -43,7 +43,7 @@ impl RoutedPairs {
         Ok(Self { sorted, offsets, shares })
     }
 
-    /// Chooses the `chosen` experts with the largest router logits x·weightᵀ + bias for each token.
+    /// For each token, chooses the `chosen` experts with the largest router logits x·weightᵀ + bias.
     /// The routing weights are the softmax over the chosen experts.
     ///
     /// - x: f32 `[tokens, hidden]`

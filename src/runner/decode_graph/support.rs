@@ -37,7 +37,7 @@ pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Resu
     Ok(None)
 }
 
-/// Returns whether this rank has no part of the attention, of an MLP or of the output head.
+/// Returns true if the attention or the MLP of some layer, or the output head, has no part on this rank.
 fn holds_nothing(decoder: &Decoder) -> bool {
     let is_empty = |mlp: &Mlp| match mlp {
         Mlp::Gated(mlp) => mlp.down_proj.weight.dims().1 == 0,
