@@ -12,7 +12,7 @@
 #include "headers/pdl.cuh"
 #include "headers/tensor_core.cuh"
 
-// Adds the values of all threads of the block and returns the sum to every thread.
+// Returns the sum of `value` over all threads of the block. Every thread receives the result.
 // The first barrier waits for all earlier reads of `scratch`.
 __device__ float block_sum(float value, float* scratch) {
     value = warp_sum(value);

@@ -253,7 +253,7 @@ impl Decoder {
         (experts().map(|(chosen, _)| chosen).max().unwrap_or(0), experts().map(|(_, bytes)| bytes).sum())
     }
 
-    /// Returns the mean number of distinct experts that a decode step used per layer since the last call.
+    /// Returns the mean number of distinct experts used per layer and decode step since the last call.
     /// Returns `None` if no step counted its experts. Waits for the device.
     pub fn take_used_experts(&self) -> Result<Option<f64>> {
         let usage = self.layers.iter().filter_map(|layer| layer.mlp.usage());

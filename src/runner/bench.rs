@@ -164,8 +164,8 @@ impl Runner {
         self.decoder.expert_bytes().0
     }
 
-    /// Returns the mean number of distinct experts that a decode step used per layer, since the model was loaded or
-    /// since the last call. Returns `None` if the model has no experts, or if no step counted them.
+    /// Returns the mean number of distinct experts used per layer and decode step since the last call, or since the
+    /// model was loaded. Returns `None` if the model has no experts, or if no step counted them.
     pub fn take_used_experts(&mut self) -> Result<Option<f64>> {
         self.decoder.take_used_experts()
     }

@@ -167,7 +167,7 @@ impl Runner {
         Ok(Some(take_token(graph, &self.followers, sequence.limit, sampler)))
     }
 
-    /// Chooses the next token of one sequence from the logits of an eager step, such as the end of prefill.
+    /// Chooses the next token of one sequence from the logits of an eager step, such as the last prefill step.
     /// With a decode graph, the token also stays on the device as the input of the next step.
     pub(super) fn first_graph_token(&mut self, sequence: &mut StepSequence, logits: &Tensor) -> Result<Chosen> {
         let graph = match &mut self.decode {

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// The number of recent ends from which waits are estimated.
+/// The number of recent ends of sequences from which waits are estimated.
 const ENDS: usize = 64;
 
 /// Sequences that end within this time count as one end, because they were part of the same step.

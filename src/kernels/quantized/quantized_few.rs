@@ -46,7 +46,7 @@ pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> 
 /// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
 ///
 /// `x` is contiguous, `[tokens, columns]`, in f16 or bf16. [`is_supported`] must be true.
-/// Weights with one scale per row and 8-bit inputs are converted to this dtype exactly. Other weights are rounded.
+/// 8-bit inputs, and weights with one scale per row, are converted to this dtype exactly. Other weights are rounded.
 pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order: SumOrder) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
     let (x, scales) = match parts[0].input_rounding {

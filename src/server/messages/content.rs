@@ -162,7 +162,7 @@ mod tests {
             arguments(0, ":1}"),
             call(1, "list"),
             call(2, "stop"),
-            // Calls without arguments have an empty object as arguments, even at the end of the answer.
+            // A call without arguments is sent with an empty object, even at the end of the answer.
             arguments(1, "{}"),
             arguments(2, "nonsense"),
         ]
