@@ -178,7 +178,7 @@ mod tests {
         let arena = Arena::new(&sizes, 2, &Device::Cpu).unwrap();
         let first = [false, false, true];
         assert_eq!(arena.use_for(|| pass(2)), first.repeat(3));
-        // 2,400 floats do not fit. The other tensors then start at the beginning of the arena.
+        // 2,400 floats do not fit in the arena, so each of the other tensors is the first of its dtype there.
         assert_eq!(arena.use_for(|| pass(8)), [false; 9]);
         assert_eq!(pass(2), [false; 9]);
     }

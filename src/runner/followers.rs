@@ -163,7 +163,7 @@ impl Followers {
         self.send(&Command::Graph(command.clone()))?;
         let token = command.run(graph, logits);
         match &token {
-            // `NO_TOKEN` ends only the request, because the ranks still agree.
+            // `NO_TOKEN` ends only the request, because all ranks return this error at the same step.
             Err(error) if error.to_string() != NO_TOKEN => self.fail(error),
             _ => {}
         }

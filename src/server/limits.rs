@@ -13,7 +13,7 @@ const MAX_RETRY: Duration = Duration::from_secs(60);
 /// The shortest wait that the server suggests, because `retry-after-ms` has whole milliseconds.
 const MIN_RETRY: Duration = Duration::from_millis(1);
 
-/// With several clients, each client can have at most this multiple of the remaining room. A single active client
+/// With several clients, each client can use at most this multiple of the remaining room. A single active client
 /// therefore leaves a fifth of the room for other clients, and two active clients leave a ninth.
 const MAX_SHARE_OF_ROOM: usize = 4;
 

@@ -20,7 +20,7 @@ pub struct RequestLog {
     method: Method,
     path: String,
     traceparent: Option<String>,
-    /// Whether the answer must not depend on other requests.
+    /// Whether the answer must be independent of other requests.
     pub is_deterministic: bool,
     started: Instant,
     metrics: Arc<Metrics>,

@@ -28,7 +28,7 @@ constexpr int TOKENS = 8, THREADS = 32 * TOKENS, QUADS = ROUTE_COLUMNS / 4;
 __device__ uint32_t finished[ROUTE_TOKENS / TOKENS + 1];
 
 // Sorts all pairs by expert, like sort_by_expert, and the pairs of each expert in ascending order. The order decides
-// which pairs share a tile in later kernels. With a fixed order, two launches give the same bits.
+// which pairs share a tile in later kernels. A fixed order makes results reproducible bit for bit.
 // Adds the number of experts that have pairs to usage[1], and 1 to usage[0].
 //   experts_of: shared memory for the expert of each pair
 __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* usage,

@@ -47,7 +47,7 @@ template <> struct Pair<__nv_bfloat16> {
 
 // The scales and mins of a group.
 // Rounding a scale to bf16 shifts all values of its group in the same direction. In formats without mins, the scale is
-// therefore stored as the sum of two bf16 values. With mins, a second value would take two more instructions.
+// therefore stored as the sum of two bf16 values. With mins, a second value would require two more instructions.
 template <typename T, int F> struct GroupScaling {
     using L = FormatLayout<F>;
     using Two = typename Pair<T>::Type;
