@@ -28,7 +28,7 @@ pub trait ChooseToken {
         Vec::new()
     }
 
-    /// Returns the number of likely tokens to report with their log probabilities, in addition to the chosen token.
+    /// Returns how many of the most likely tokens to report with log probabilities, in addition to the chosen token.
     /// `None` means that no log probabilities are reported, not even that of the chosen token.
     fn top_logprobs(&self) -> Option<usize> {
         None

@@ -52,7 +52,7 @@ impl Content {
                 self.calls.push(self.blocks.len() - 1);
             }
             Piece::ToolArguments { index, text } => {
-                // If the block of this call has ended, its arguments are complete. Only an empty object can still arrive.
+                // If this block has ended, the arguments are complete. Only an empty object can still arrive.
                 if self.calls.get(index).is_some_and(|&block| block + 1 == self.blocks.len()) && self.is_open {
                     self.extend(&text, events);
                 }
