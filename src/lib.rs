@@ -21,7 +21,7 @@
 #![deny(
     clippy::print_stderr,
     clippy::print_stdout,
-    reason = "these macros panic if the stream is closed or its disk is full; use `writeln!` or `terminal`"
+    reason = "these macros panic if the stream is closed or the disk is full; use `writeln!` or `terminal`"
 )]
 
 pub mod chat;

@@ -12,7 +12,7 @@
 #include "headers/pdl.cuh"
 #include "headers/tensor_core.cuh"
 
-// Sums `value` over the block and returns the sum to every thread.
+// Returns the sum of `value` over all threads of the block. Every thread receives the result.
 // The first barrier waits for all earlier reads of `scratch`.
 __device__ float block_sum(float value, float* scratch) {
     value = warp_sum(value);
@@ -24,7 +24,7 @@ __device__ float block_sum(float value, float* scratch) {
     return value;
 }
 
-// A thread keeps HELD · WIDTH elements of a row in registers. It reloads its other elements when it needs them.
+// A thread keeps HELD · WIDTH elements of a row in registers. It reloads all other elements when it needs them.
 constexpr int THREADS = ADD_NORM_THREADS, HELD = 2;
 
 // WIDTH adjacent elements.
@@ -61,7 +61,7 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     x += row, y += y ? row : 0, sum += y ? row : 0, normed += row;
     const float* const added = y ? sum : x;  // each thread rereads only its own elements
 
-    // 1. Add x, y and the bias of y. All loads of the held elements are in flight at once.
+    // 1. Add x, y and the bias of y. All loads of the elements in registers are in flight at the same time.
     Elements<WIDTH> held[HELD], other[HELD], biases[HELD], weights[HELD];
     float squares = 0.0f, total = 0.0f, center = 0.0f;
 #pragma unroll

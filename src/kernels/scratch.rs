@@ -4,7 +4,7 @@
 //! captured, however, each allocation becomes a node between two kernels, and kernels with a node between them cannot
 //! overlap. The capture therefore runs with an [`Arena`], which is memory allocated in advance.
 //!
-//! An arena has two halves, which the layers of a model use in turn. The memory of a layer is reused two layers later.
+//! An arena has two halves, and consecutive layers use different halves. A layer's memory is reused two layers later.
 //! By then, the layer's results are no longer needed, because each layer uses only the results of the previous layer.
 
 use std::cell::{Cell, RefCell};
@@ -17,7 +17,7 @@ pub const MAX_ARENA_BYTES: usize = 128 << 20;
 /// Tensors start at multiples of this many elements, so that vector loads are aligned.
 const ALIGNMENT: usize = 256;
 
-/// A number of elements for each dtype.
+/// Numbers of elements, one for each dtype.
 type Counts = Vec<(DType, usize)>;
 
 /// Memory for the intermediate results of two layers.
@@ -29,7 +29,7 @@ pub struct Arena {
 
 /// How [`empty`] allocates on this thread.
 enum Mode {
-    /// Allocates as usual, and counts the elements of each layer. `largest` holds the largest count of any layer.
+    /// Allocates without an arena, and counts the elements of each layer. `largest` holds the largest of these counts.
     Measure { layer: Counts, largest: Counts },
     /// Takes memory from an arena. `used` counts the elements of the current half.
     Take { arena: Arena, half: usize, used: Counts },
@@ -53,7 +53,7 @@ fn count(counts: &mut Counts, dtype: DType) -> &mut usize {
 /// Allocates an uninitialized tensor.
 ///
 /// # Safety
-/// The caller writes every element before it is read. Within [`Arena::use_for`], the tensor must not be used after
+/// The caller must write every element before it is read. Within [`Arena::use_for`], the tensor must not be used after
 /// two more layers have begun.
 pub unsafe fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
     let shape = shape.into();
@@ -101,7 +101,7 @@ pub fn begin_layer() {
     });
 }
 
-/// Ends the layers of a forward pass. Later results, such as the logits, are allocated as usual.
+/// Marks the end of the last layer of a pass. Later results, such as the logits, are allocated outside the arena.
 pub fn end_layers() {
     begin_layer();
     HAS_ENDED.set(MODE.with_borrow(Option::is_some));
@@ -144,8 +144,8 @@ impl Arena {
         Ok(Self { halves: sizes.0.iter().map(halves).collect::<Result<_>>()? })
     }
 
-    /// Runs a forward pass that allocates its intermediate results in the arena. Results that do not fit are allocated
-    /// as usual.
+    /// Runs a forward pass that allocates its intermediate results in the arena. Results that do not fit in the arena
+    /// are allocated outside it.
     pub fn use_for<R>(&self, pass: impl FnOnce() -> R) -> R {
         run(Mode::Take { arena: self.clone(), half: 0, used: Counts::new() }, pass).0
     }
@@ -178,7 +178,7 @@ mod tests {
         let arena = Arena::new(&sizes, 2, &Device::Cpu).unwrap();
         let first = [false, false, true];
         assert_eq!(arena.use_for(|| pass(2)), first.repeat(3));
-        // 2,400 floats do not fit. The other tensors then start at the beginning of the arena.
+        // 2,400 floats do not fit in the arena, so each of the other tensors is the first of its dtype there.
         assert_eq!(arena.use_for(|| pass(8)), [false; 9]);
         assert_eq!(pass(2), [false; 9]);
     }

@@ -203,7 +203,7 @@ fn distance(got: &[f32], want: &[f32]) -> f32 {
     got.iter().zip(want).fold(0f32, |max, (got, want)| max.max((got - want).abs())) / scale
 }
 
-/// Returns the tolerance, a relative error, for one rounding to `dtype`.
+/// Returns the relative error that is tolerated for one rounding to `dtype`.
 fn rounding(dtype: DType) -> f32 {
     match dtype {
         // In f32, only the order of summation differs.
@@ -213,7 +213,7 @@ fn rounding(dtype: DType) -> f32 {
     }
 }
 
-/// Returns `count` pseudo-random numbers less than `below`. The same seed gives the same numbers.
+/// Returns `count` pseudo-random numbers less than `below`. The same seed produces the same numbers.
 fn numbers(seed: u64, count: usize, below: u64) -> impl Iterator<Item = u64> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     std::iter::repeat_with(move || {
@@ -293,7 +293,7 @@ fn attend(target: CheckTarget, case: AttentionCase, backend: AttentionBackend) -
     let AttentionCase { tokens, position, head_dim, softcap } = case;
     let (heads, kv_heads, blocks) = (6, 2, (position + tokens).div_ceil(BLOCK_TOKENS));
     let rows = blocks * BLOCK_TOKENS;
-    // Every dtype represents these bf16 values exactly, so every target gets the same values.
+    // Every dtype represents these bf16 values exactly, so the values are the same on every target.
     let tensor = |seed, rows, heads| target.put(&noise(seed, &[rows, heads, head_dim], DType::BF16)?);
     let (q, k, v) = (tensor(19, tokens, heads)?, tensor(20, rows, kv_heads)?, tensor(21, rows, kv_heads)?);
     let sinks = target.f32(&noise(22, &[heads], DType::F32)?)?;

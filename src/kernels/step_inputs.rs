@@ -16,7 +16,7 @@ pub struct StepInputs {
     pub sources: Vec<Option<u32>>,
     /// The words after the ids.
     pub words: Vec<u32>,
-    /// The index and the new value of each changed word. Indexes count from the end of `words`. No index occurs twice.
+    /// The index and the new value of each changed word. Index 0 is the first word after `words`. Indexes are unique.
     pub changes: Vec<(u32, u32)>,
 }
 

@@ -42,7 +42,7 @@ impl TokenMask {
         self.words.get(id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1)
     }
 
-    /// Returns whether no token is allowed.
+    /// Returns true if no token is allowed.
     pub fn is_empty(&self) -> bool {
         self.words.iter().all(|&word| word == 0)
     }

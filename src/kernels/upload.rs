@@ -115,7 +115,7 @@ mod with_cuda {
 
     impl Drop for Pinned {
         fn drop(&mut self) {
-            // If the stream fails, a copy may still read the buffer, so the buffer is leaked.
+            // If the stream fails, a copy may still be reading the buffer, so the buffer is leaked.
             if self.stream.synchronize().is_ok() {
                 // SAFETY: allocated by `malloc_host`, freed once, and no copy is in progress.
                 let _ = unsafe { result::free_host(self.start.as_ptr().cast()) };

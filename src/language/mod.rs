@@ -26,7 +26,7 @@ pub struct Language {
     pub generation_config: Value,
     /// The ids of tokens that end a generation, sorted.
     stop_ids: Vec<u32>,
-    /// If present, renders conversations instead of `chat`.
+    /// If present, this renderer replaces the chat format in `chat`.
     renderer: Option<Box<dyn Render>>,
 }
 

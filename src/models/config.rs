@@ -17,7 +17,7 @@ use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::text::{excerpt, library_error, quote};
 use crate::weights::Weights;
 
-/// The maximum number of fields in a config that [`from_json`] searches for the invalid field.
+/// If a config has more fields than this, [`from_json`] does not search for the invalid field.
 /// The search parses the config once per field. Real configs have up to 100 fields.
 const MAX_FIELDS: usize = 200;
 
@@ -87,7 +87,7 @@ pub(super) fn from_json<T: DeserializeOwned>(json: Value) -> Result<T> {
 }
 
 /// Copies the activation from `field` to `hidden_act`, the field that all configs read.
-/// If `field` is absent, the activation is the first of `supported`. Fails if it is not one of `supported`.
+/// If `field` is absent, the activation is the first of `supported`. Fails if the activation is not in `supported`.
 pub(super) fn normalize_activation(family: &str, json: &mut Value, field: &str, supported: &[&str]) -> Result<()> {
     let name = json[field].as_str().unwrap_or(supported[0]);
     if !supported.contains(&name) {

@@ -116,7 +116,7 @@ impl Attention {
         Self::load_heads(weights, config, Projections::Fused, rotary)
     }
 
-    /// Like [`load_fused`](Self::load_fused), but the matrices have other names, are stored
+    /// Like [`load_fused`](Self::load_fused), but the matrices have different names, are stored
     /// transposed, and have biases.
     pub fn load_transposed(
         weights: &Weights,

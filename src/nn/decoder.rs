@@ -247,7 +247,7 @@ impl Decoder {
         self.backend
     }
 
-    /// Returns whether attention reads block tables on the host. A CUDA graph cannot capture such a pass.
+    /// Returns true if attention reads block tables on the host. If it does, a CUDA graph cannot capture the pass.
     #[cfg(feature = "cuda")]
     pub(crate) fn reads_tables_on_host(&self) -> bool {
         self.layers.iter().any(|layer| {
@@ -300,7 +300,7 @@ impl Decoder {
         (experts().map(|(chosen, _)| chosen).max().unwrap_or(0), experts().map(|(_, bytes)| bytes).sum())
     }
 
-    /// Returns the mean number of different experts per layer and decode step since the last call.
+    /// Returns the mean number of distinct experts used per layer and decode step since the last call.
     /// Returns `None` if no step counted its experts. Waits for the device.
     pub fn take_used_experts(&self) -> Result<Option<f64>> {
         let usage = self.layers.iter().filter_map(|layer| layer.mlp.usage());

@@ -3,7 +3,7 @@
 //! Layers with the same attention window form a group, and a sequence has one block table per group. The sequence keeps
 //! every block of a full-attention group, and only the blocks in the window of a sliding-window group.
 //!
-//! All blocks have room for the same number of layers, so any free block can go to any group. Layer i of each group
+//! All blocks have room for the same number of layers, so any group can use any free block. Layer i of each group
 //! uses the same tensors, in different blocks. If one window is more common than another, as in Gemma 3, the layers
 //! with the more common window form several groups. This is the design of vLLM's hybrid KV cache manager.
 

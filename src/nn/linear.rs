@@ -10,16 +10,16 @@ use crate::kernels::{self, SumOrder, matrix::Matrix, rows::add_bias};
 use crate::weights::Weights;
 
 /// Ranks divide an intermediate size at multiples of this number of columns, which is the size of an MXFP4 block.
-/// It also satisfies the alignment that the kernels for float matrices need.
+/// Multiples of this number also satisfy the alignment that the kernels for float matrices require.
 pub(super) const SHARE_COLUMNS: usize = 32;
 
-/// Returns the rows that a rank holds of a matrix that stacks gate_proj and up_proj, in this order.
+/// For a matrix that stacks gate_proj and up_proj, in this order, returns the rows that a rank holds.
 /// `share` is the rank's part of the intermediate size.
 pub(super) fn gate_up_rows(share: &Range<usize>, intermediate_size: usize) -> [Range<usize>; 2] {
     [share.clone(), intermediate_size + share.start..intermediate_size + share.end]
 }
 
-/// Whether a projection has a bias. The family or config.json decides this, not the tensors in the checkpoint.
+/// Whether a projection has a bias. The family or config.json determines this, not the tensors in the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {
     With,
@@ -76,7 +76,7 @@ impl Linear {
         Ok(Self { weight, bias: Some(weights.vector("bias", output, DType::F32)?) })
     }
 
-    /// Returns the layer that computes `rows` outputs, starting at output `first`. The two layers share memory.
+    /// Returns a layer that computes only `rows` outputs, starting at output `first`. It shares memory with this layer.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         let bias = self.bias.as_ref().map(|bias| bias.narrow(0, first, rows)).transpose()?;
         Ok(Self { weight: self.weight.rows(first, rows)?, bias })

@@ -196,7 +196,7 @@ fn intermediate_share(down: &Weights, intermediate_size: usize) -> Result<Range<
 }
 
 /// Returns the kernel for an activation. Fails if the activation has no kernel.
-/// Unlike candle's activations, the kernels also fuse the multiplication and the cast that follow.
+/// Unlike candle's activations, the kernels also perform the multiplication and the cast that follow.
 fn kernel_activation(activation: Activation) -> Result<activation::Activation> {
     match activation {
         Activation::Silu | Activation::Swish => Ok(activation::Activation::Silu),

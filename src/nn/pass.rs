@@ -58,7 +58,9 @@ impl Pass {
         }
         if sum_order == SumOrder::Fixed && sequences.len() != tokens {
             let count = sequences.len();
-            bail!("a fixed order of sums requires one token per sequence, got {tokens} tokens for {count} sequences");
+            bail!(
+                "a fixed order of additions requires one token per sequence, not {tokens} tokens for {count} sequences"
+            );
         }
         let groups = cache.layout().groups();
         if let Some(span) = sequences.iter().find(|span| span.tables.iter().len() != groups) {
@@ -95,7 +97,7 @@ impl Pass {
         &self.blocks[group]
     }
 
-    /// Returns the order of sums in matrix products and attention.
+    /// Returns the order of additions in matrix products and attention.
     pub fn sum_order(&self) -> SumOrder {
         self.sum_order
     }

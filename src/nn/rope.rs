@@ -60,7 +60,7 @@ struct RopeParameters {
 /// The context lengths that RoPE frequencies depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeLengths {
-    /// The value in config.json, which is also the default for `original_max_position_embeddings`.
+    /// The value in config.json, which is also the default value of `original_max_position_embeddings`.
     pub max_position_embeddings: usize,
     /// The number of positions that the model is loaded for.
     pub context: usize,
@@ -199,7 +199,7 @@ fn llama3(plain: Vec<f32>, parameters: &RopeParameters, factor: f32, original: f
 ///
 /// When a sequence exceeds the original length, transformers switches to the long list and recomputes all keys.
 /// inferno chooses the list when it loads the model, from the context length, so cached keys stay valid.
-/// The results match transformers if this context length does not exceed the original length.
+/// The results match those of transformers if this context length does not exceed the original length.
 fn longrope(
     plain: Vec<f32>,
     parameters: &RopeParameters,

@@ -1,4 +1,4 @@
-//! Shows a turn on stdout, formatted on a color terminal and as plain text otherwise.
+//! Shows a turn on stdout: with formatting on a color terminal, and as plain text otherwise.
 
 use std::io::Write;
 

@@ -74,13 +74,13 @@ impl BatchGraphs {
     }
 
     /// Returns whether a step can run as a graph. Steps with prompts or with more than `MAX_BATCH` sequences cannot.
-    /// With the backend `CandleFlashAttn`, or after a graph step has failed, no step can.
+    /// With the backend `CandleFlashAttn`, or after a graph step has failed, no step can run as a graph.
     pub fn support(&self, decoder: &Decoder, sequences: &[StepSequence]) -> bool {
         let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
         !self.has_failed && is_decode && sequences.len() <= MAX_BATCH && !decoder.reads_tables_on_host()
     }
 
-    /// Queues a decode step as [`run`](Self::run) does. Returns `None` if the step cannot run as a graph.
+    /// Queues a decode step, like [`run`](Self::run), but returns `None` if the step cannot run as a graph.
     pub fn try_run(
         &mut self,
         decoder: &Decoder,
@@ -93,7 +93,7 @@ impl BatchGraphs {
         }
         match self.run(decoder, cache, sequences, queue) {
             Ok(logits) => Ok(Some(logits)),
-            // The other ranks do not know that the step failed here, so they cannot run it eagerly.
+            // The other ranks do not know that the step failed on this rank, so they would not run it eagerly.
             Err(error) if decoder.world().size() > 1 => Err(error),
             Err(error) => {
                 // The failed step changed only keys and values in the cache, which the eager step writes again.
@@ -161,8 +161,8 @@ impl BatchGraphs {
                 // Wait until all ranks have captured the graph. A rank must not allocate memory or load kernels while
                 // the GPU of another rank waits for it.
                 decoder.world().all(())?;
-                // Run the step again, as a graph. During a capture, cuBLAS may choose another algorithm, but all steps
-                // of a size must use the same algorithms.
+                // Run the step again, as a graph. cuBLAS may have chosen other algorithms for the capture than for the
+                // first step, but all steps of a size must use the same algorithms.
                 graph.enqueue()?;
                 decoder.world().wait_for_launches();
                 batch.graph = Some(graph);
@@ -206,7 +206,7 @@ impl BatchGraph {
         Ok(Self { ids: part(0, 1)?, pass, logits, tables, arena: None, graph: None, inputs })
     }
 
-    /// Returns the ids, positions and cache rows of all sequences, and the changes of their block tables.
+    /// Returns the ids, positions and cache rows of all sequences, and the changes to their block tables.
     fn inputs(
         &mut self,
         decoder: &Decoder,

@@ -55,7 +55,7 @@ impl Runner {
     #[cfg(feature = "cuda")]
     pub fn decode_steps_ungraphed(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
         if !self.followers.is_empty() {
-            bail!("several ranks run decode steps only as graphs");
+            bail!("models on several GPUs run decode steps only as graphs");
         }
         if count > self.limits.context - self.solo.cached.len() || !self.start_graph(first)? {
             bail!("cannot run {count} decode steps: they exceed the context, or there is no graph");
@@ -150,8 +150,8 @@ impl Runner {
         StepBytes { weights: self.decoder.step_bytes(), cache }
     }
 
-    /// Returns the number of bytes that a decode step of `sequences` sequences reads, each after `depth` cached tokens.
-    /// `experts` is the number of different experts that the step uses per layer.
+    /// Returns the number of bytes that a decode step reads for `sequences` sequences with `depth` cached tokens each.
+    /// `experts` is the number of distinct experts that the step uses per layer.
     pub fn batch_bytes(&self, sequences: usize, depth: usize, experts: f64) -> StepBytes {
         let one = self.step_bytes(depth);
         let (chosen, expert_bytes) = self.decoder.expert_bytes();
@@ -164,8 +164,8 @@ impl Runner {
         self.decoder.expert_bytes().0
     }
 
-    /// Returns the mean number of different experts per layer and decode step since the model was loaded or since the
-    /// last call. Returns `None` if the model has no experts, or if no step counted them.
+    /// Returns the mean number of distinct experts used per layer and decode step since the last call, or since the
+    /// model was loaded. Returns `None` if the model has no experts, or if no step counted them.
     pub fn take_used_experts(&mut self) -> Result<Option<f64>> {
         self.decoder.take_used_experts()
     }
@@ -176,7 +176,7 @@ impl Runner {
     }
 
     /// Times each kernel of a decode step after the cached tokens. Returns `None` if there is no graph, or if
-    /// several ranks run it.
+    /// several ranks run the model.
     pub fn kernel_times(&mut self) -> Result<Option<Vec<KernelTime>>> {
         #[cfg(feature = "cuda")]
         if self.followers.is_empty() && self.solo.cached.len() < self.limits.context && self.start_graph(0)? {

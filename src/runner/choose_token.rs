@@ -28,18 +28,18 @@ pub trait ChooseToken {
         Vec::new()
     }
 
-    /// Returns how many of the most likely tokens to report with log probabilities, or `None` to report none, not even
-    /// the log probability of the chosen token.
+    /// Returns how many of the most likely tokens to report with log probabilities, in addition to the chosen token.
+    /// `None` means that no log probabilities are reported, not even that of the chosen token.
     fn top_logprobs(&self) -> Option<usize> {
         None
     }
 
-    /// Returns whether only some tokens may be chosen next.
+    /// Returns true if only some tokens may be chosen next.
     fn is_constrained(&self) -> bool {
         false
     }
 
-    /// Returns the tokens that may be chosen next, or `None` if all may.
+    /// Returns the tokens that may be chosen next, or `None` if any token may be chosen.
     ///
     /// The runner calls this once per step, before [`logit_edits`](Self::logit_edits) and after it has queued the
     /// forward pass. On a GPU, the forward pass runs during this call. An error ends only this sequence.
@@ -47,13 +47,13 @@ pub trait ChooseToken {
         Ok(None)
     }
 
-    /// Returns whether the choice needs the whole row of logits. The decode graph then cannot choose the token.
+    /// Returns true if the choice needs the whole row of logits, so that the decode graph cannot choose the token.
     fn needs_logits(&self) -> bool {
         self.is_constrained() || self.top_logprobs().is_some() || !self.logit_edits().is_empty()
     }
 
-    /// Returns whether the device can choose a token before the host has received the previous token. It cannot if the
-    /// sampling kernel does not support an option, or if there are penalties, which depend on the previous tokens.
+    /// Returns true if the device can choose a token before the host has received the previous token. This is false if
+    /// the sampling kernel does not support an option, or if there are penalties, which depend on the previous tokens.
     fn can_queue(&self) -> bool {
         false
     }

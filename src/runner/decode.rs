@@ -31,7 +31,7 @@ impl fmt::Display for Executor {
     }
 }
 
-/// The decode steps of a single sequence, as a graph or eager. `BatchGraphs` runs the steps of several sequences.
+/// Runs the decode steps of a single sequence, as a graph or eagerly. `BatchGraphs` runs steps of several sequences.
 pub(super) enum Decode {
     /// Runs the decoder one operation at a time. The reason says why there is no decode graph.
     Eager(EagerReason),

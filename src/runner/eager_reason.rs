@@ -7,9 +7,9 @@ use candle_core::DType;
 /// Why the decode steps of a single sequence do not run as a CUDA graph.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EagerReason {
-    /// The user gave `--eager`.
+    /// The user passed `--eager`.
     Requested,
-    /// The user gave `--deterministic`. The steps run as a batch graph of one sequence instead.
+    /// The user passed `--deterministic`. The steps run as a batch graph of one sequence instead.
     Deterministic,
     NotOnGpu,
     /// Several devices run the model together. They exchange data through the host, or one device
@@ -19,7 +19,7 @@ pub enum EagerReason {
     Dtype(DType),
     /// No decode attention kernel supports this head size.
     HeadDim(usize),
-    /// A part of the model without a decode kernel, such as LayerNorm or a quantized router.
+    /// No decode kernel supports this part of the model, such as LayerNorm or a quantized router.
     Layer(&'static str),
     /// `gate_proj` and `up_proj` have different formats, or quantize their inputs differently.
     MixedGateUp,

@@ -144,7 +144,7 @@ impl Follower {
     }
 }
 
-/// Returns the reason for ending the world when the rank of `world` fails.
+/// Returns the error message that all ranks receive if the rank of `world` fails because of `reason`.
 pub(super) fn failure(world: &World, reason: &str) -> String {
     format!("GPU {} of {} failed: {reason}; the others were stopped", world.rank() + 1, world.size())
 }

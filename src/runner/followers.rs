@@ -1,4 +1,4 @@
-//! The other ranks of a model that several devices run together.
+//! All ranks except the first of a model that several devices run together.
 //!
 //! The runner is the first rank. Every other rank is a follower: a thread with its own part of the weights and
 //! of the KV cache. Followers run the same passes as the runner at the same time. Within a pass, the ranks
@@ -163,7 +163,7 @@ impl Followers {
         self.send(&Command::Graph(command.clone()))?;
         let token = command.run(graph, logits);
         match &token {
-            // `NO_TOKEN` ends only the request, because the ranks still agree.
+            // `NO_TOKEN` ends only the request, because all ranks return this error at the same step.
             Err(error) if error.to_string() != NO_TOKEN => self.fail(error),
             _ => {}
         }

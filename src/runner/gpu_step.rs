@@ -95,7 +95,7 @@ fn allowed_tokens(sequences: &mut [StepSequence]) -> (Vec<(u32, TokenMask)>, Has
 }
 
 impl Runner {
-    /// Runs a decode step as a CUDA graph: the decode graph for one sequence, or a batch graph for several.
+    /// Runs a decode step as a CUDA graph: the decode graph for one sequence, or a batch graph for several sequences.
     /// Returns `None` if the step cannot run as a graph.
     pub(super) fn step_on_graph(
         &mut self,
@@ -108,8 +108,8 @@ impl Runner {
             return Ok(Some(vec![Some(token.map(|id| ChosenToken { id, logprobs: None }))]));
         }
         self.forget_sequences();
-        // A single sequence runs on a batch graph only if its sampler needs logits, if sums need a fixed order, or if
-        // there are several ranks.
+        // A single sequence runs on a batch graph only if its sampler needs logits, if the order of additions must be
+        // fixed, or if there are several ranks.
         if let [sequence] = sequences
             && !needs_logits(sequence)
             && self.options.grid.is_none()
@@ -153,7 +153,7 @@ impl Runner {
             return Ok(None);
         }
         self.solo.cached.clear();
-        // `input` can also be a prompt of one token, which the graph runs like a generated token.
+        // `input` can also be a prompt of one token, which the graph processes like a generated token.
         if !graph.continues(sequence.id, sequence.position) {
             let (sampling, tables) = (sampler.on_device(), sequence.tables.clone());
             let (sequence, position) = (sequence.id, sequence.position);
@@ -167,7 +167,7 @@ impl Runner {
         Ok(Some(take_token(graph, &self.followers, sequence.limit, sampler)))
     }
 
-    /// Chooses the next token of one sequence from the logits of an eager step, such as the end of prefill.
+    /// Chooses the next token of one sequence from the logits of an eager step, such as the last prefill step.
     /// With a decode graph, the token also stays on the device as the input of the next step.
     pub(super) fn first_graph_token(&mut self, sequence: &mut StepSequence, logits: &Tensor) -> Result<Chosen> {
         let graph = match &mut self.decode {

@@ -17,15 +17,15 @@ pub struct RunnerLimits {
 pub struct RunnerOptions {
     /// Whether all steps run one operation at a time instead of as CUDA graphs.
     pub eager: bool,
-    /// Whether the results of a sequence must not depend on other sequences. See [`ChunkGrid`].
+    /// If set, the results of a sequence do not depend on other sequences. See [`ChunkGrid`].
     pub grid: Option<ChunkGrid>,
-    /// Whether steps are queued even on a CPU. A CPU runs a queued step at once, which saves no time. Tests use this
-    /// option to get the same order of events as on a GPU.
+    /// Whether steps are queued even on a CPU. A CPU runs a queued step immediately, so queuing saves no time.
+    /// Tests use this option to reproduce the order of events on a GPU.
     pub queue_on_cpu: bool,
 }
 
 impl RunnerOptions {
-    /// Returns the order of sums in decode steps.
+    /// Returns the order of additions in decode steps.
     pub fn sum_order(self) -> SumOrder {
         if self.grid.is_some() { SumOrder::Fixed } else { SumOrder::Fastest }
     }

@@ -193,7 +193,7 @@ impl Runner {
         }
     }
 
-    /// Returns why the decode steps of a single sequence do not run as a graph, or `None` if they do.
+    /// Returns why the decode steps of a single sequence run without a graph, or `None` if they run as a graph.
     pub fn eager_reason(&self) -> Option<&EagerReason> {
         match &self.decode {
             Decode::Eager(EagerReason::Deterministic) => None,

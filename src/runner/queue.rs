@@ -25,7 +25,7 @@ impl Runner {
     /// - The step computes log probabilities of prompt tokens.
     /// - Only some sequences have a grid, or the runner has a grid and the step contains prompt chunks.
     /// - The decode graph of a single sequence runs the step, or the step has too many sequences for the queue.
-    /// - The ranks cannot exchange data without the host.
+    /// - The ranks can exchange data only through the host.
     /// - The model runs eagerly, or on a CPU without [`queue_on_cpu`](super::RunnerOptions::queue_on_cpu).
     pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
         let mut samplers = sequences.iter().filter_map(|sequence| sequence.sampler.as_deref()).peekable();
@@ -74,7 +74,7 @@ impl Runner {
         Ok(chosen)
     }
 
-    /// Runs a step at once, and keeps its tokens as the input of the next step.
+    /// Runs a step immediately, and keeps its tokens as the input of the next step.
     fn run_as_queued(&mut self, sequences: &mut [StepSequence]) -> Result<QueuedStep> {
         let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
         let inputs =
@@ -103,7 +103,7 @@ impl Runner {
         }
         let chosen = self.run_step(&mut known, &mut || ())?;
         let tokens = known.iter().zip(&chosen).filter_map(|(sequence, chosen)| {
-            // A sequence whose choice failed ends with an error. Any token can be its next input.
+            // A sequence for which no token could be chosen ends with an error. Any token can be its next input.
             Some((sequence.id, chosen.as_ref()?.as_ref().map_or(0, |chosen| chosen.id)))
         });
         self.queued_tokens = tokens.collect::<HashMap<_, _>>();

@@ -72,7 +72,7 @@ impl GraphCommand {
     }
 }
 
-/// A copy of a [`StepBatch`] for other threads.
+/// A copy of a [`StepBatch`] for the threads of the followers.
 pub(super) struct OwnedBatch {
     pub ids: Vec<u32>,
     /// For each sequence, the number of new tokens, the position of the first new token, and the block tables.
@@ -89,7 +89,7 @@ impl From<&StepBatch<'_>> for OwnedBatch {
     }
 }
 
-/// A copy of a queued step for other threads.
+/// A copy of a queued step for the threads of the followers.
 #[cfg(feature = "cuda")]
 pub(super) struct OwnedStep {
     sequences: Vec<OwnedSequence>,

@@ -93,7 +93,7 @@ impl Runner {
         })
     }
 
-    /// Runs one token of each sequence, with sums in a fixed order.
+    /// Runs one token of each sequence, with a fixed order of additions.
     fn step_rows(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
         // The graphs add in a fixed order only if the runner has a grid.
         #[cfg(feature = "cuda")]
@@ -109,7 +109,7 @@ impl Runner {
     }
 
     /// Runs a chunk of a prompt, divided at the boundaries of the grid.
-    /// For a part of one token, sums are in the fixed order of decode steps.
+    /// A part with only one token uses the fixed order of additions of decode steps.
     fn step_chunk(&mut self, sequence: &mut StepSequence) -> Result<Chosen> {
         let StepSequence { id, ids, position, tables, limit, grid, .. } = *sequence;
         let parts = grid.or(self.options.grid).context("internal error: a sequence has no grid")?;

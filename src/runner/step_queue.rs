@@ -1,5 +1,5 @@
-//! The buffers through which queued steps get their inputs and send their tokens. A queued step reads its input tokens
-//! from the device, where the previous step left them.
+//! The buffers through which queued steps receive their inputs and send their tokens.
+//! A queued step reads its input tokens from the device, where the previous step stored them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -47,7 +47,7 @@ impl RowSampling {
         let sampling = |(index, sequence): (usize, &StepSequence)| {
             let sampling = sequence.sampler.as_deref()?.on_device();
             let mut params = sampling.map_or_else(SamplingKernelParams::greedy, |sampling| sampling.params);
-            // The sampler has not recorded the token that the previous step draws.
+            // The sampler has not yet recorded the token that the previous step chooses.
             params.sampled_before += u32::from(sequence.awaits_input);
             Some(Self { id: sequence.id, index, params })
         };

@@ -28,7 +28,7 @@ pub struct StepSequence<'s> {
     /// The maximum number of tokens that the sequence may still generate, including this step's token.
     /// The decode graph queues no steps beyond this limit.
     pub limit: usize,
-    /// If set, the results must not depend on other sequences, even if other sequences of the step have no grid.
+    /// If set, the results do not depend on other sequences. The other sequences of the step may have no grid.
     pub grid: Option<ChunkGrid>,
     /// The prompt tokens whose log probabilities the step computes, if any.
     pub scores: Option<ScoreTokens<'s>>,
@@ -70,6 +70,6 @@ pub type Chosen = Option<Result<ChosenToken>>;
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChosenToken {
     pub id: u32,
-    /// The log probabilities, if the sampler asked for them.
+    /// The log probabilities, if the sampler requested them.
     pub logprobs: Option<TokenLogprobs>,
 }

@@ -71,7 +71,8 @@ pub async fn preview(
         options.tenant = client.index() as u64;
         options.deterministic |= reply::is_deterministic(&headers);
     }
-    // The preview blocks: rendering takes milliseconds of CPU time, and the engine answers only between two steps.
+    // Use a thread that may block: rendering takes milliseconds of CPU time, and the engine answers only between two
+    // steps.
     let worker = tokio::task::spawn_blocking(move || engine.preview(request, choices));
     let found = match worker.await {
         Ok(Ok(found)) => found,

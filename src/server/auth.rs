@@ -1,4 +1,4 @@
-//! API keys, and protection against web pages of other sites.
+//! API keys, and protection against requests from web pages of other sites.
 
 use axum::http::header::{AUTHORIZATION, HOST, ORIGIN};
 use axum::http::{HeaderMap, HeaderValue};
@@ -19,7 +19,7 @@ const API_KEY: &str = "x-api-key";
 pub struct Client(usize);
 
 impl Client {
-    /// Returns the index of the client, which is less than the number of keys.
+    /// Returns the index of the client's API key, or 0 for a client without a key.
     pub fn index(self) -> usize {
         self.0
     }
@@ -36,7 +36,7 @@ pub struct Access {
 }
 
 impl Access {
-    /// Creates the rules. Without keys, every client has access, except for web pages of other sites.
+    /// Creates the rules. If there are no keys, every client except web pages of other sites has access.
     pub fn new(options: &ServerOptions) -> Self {
         let keys = options.api_keys.iter().map(|key| digest(&SHA256, key.as_bytes())).collect();
         Self { keys, origins: options.cors_origins.clone(), is_open: options.is_open }
@@ -67,8 +67,8 @@ impl Access {
         }
     }
 
-    /// Rejects requests of web pages of other sites. Otherwise, any page that a person on this machine opens could use
-    /// the model, because no key is required.
+    /// Rejects requests from web pages of other sites. Otherwise, any page that a person on this machine opens could
+    /// use the model, because no key is required.
     fn check_origin(&self, origin: Option<&HeaderValue>, target: Option<&HeaderValue>) -> Result<(), ApiError> {
         let Some(origin) = origin else { return Ok(()) };
         let origin = origin.to_str().unwrap_or_default();
@@ -82,7 +82,7 @@ impl Access {
         let is_local = matches!(host, "localhost" | "127.0.0.1" | "::1");
         match is_allowed || is_local || is_own {
             true => Ok(()),
-            false => Err(ApiError::forbidden("web pages of this origin have no access: allow it with --cors-origin")),
+            false => Err(ApiError::forbidden("web pages of this origin have no access: use --cors-origin to allow it")),
         }
     }
 }

@@ -42,7 +42,8 @@ pub async fn collect(headers: &HeaderMap, body: Body, timeouts: &Timeouts) -> Re
 
 fn check_headers(headers: &HeaderMap) -> Result<(), ApiError> {
     let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or_default());
-    // A browser asks the server before a web page of another site sends JSON, but not before the page sends plain text.
+    // Before a web page of another site sends JSON, the browser asks the server for permission.
+    // Before the page sends plain text, the browser does not ask.
     let media_type = text(CONTENT_TYPE).unwrap_or_default().split(';').next().unwrap_or_default().trim();
     if !media_type.eq_ignore_ascii_case("application/json") {
         let message = "cannot read the body: send JSON with the header 'Content-Type: application/json'";

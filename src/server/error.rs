@@ -105,7 +105,7 @@ impl ApiError {
         Self { code: Some("rate_limit_exceeded"), retry_after: Some(retry_after), ..error }
     }
 
-    /// Creates a 503 error while the server loads a model or drains.
+    /// Creates a 503 error, for example while the server is loading a model or draining.
     pub fn unavailable(message: impl Into<String>, retry_after: Duration) -> Self {
         let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message);
         Self { code: Some("unavailable"), retry_after: Some(retry_after), ..error }

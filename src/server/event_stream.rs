@@ -31,13 +31,13 @@ pub trait EventWriter: Send + 'static {
         EVENT_STREAM
     }
 
-    /// Writes the events before the first token.
+    /// Writes the events that precede the first token.
     fn begin(&mut self, _out: &mut EventBuffer) {}
 
     /// Writes the pieces of one answer.
     fn write(&mut self, index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer);
 
-    /// Writes the events after the end of all answers.
+    /// Writes the events that follow the end of all answers.
     fn finish(&mut self, answers: &Answers, out: &mut EventBuffer);
 
     /// Writes the error that ended the answers.

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// The number of recent ends from which waits are estimated.
+/// The number of recent ends of sequences from which waits are estimated.
 const ENDS: usize = 64;
 
 /// Sequences that end within this time count as one end, because they were part of the same step.
@@ -21,7 +21,7 @@ impl FreeTimes {
         Self { last: now, ends: VecDeque::new() }
     }
 
-    /// Starts measuring the time to the next end, because no sequence ran until now.
+    /// Starts measuring the time to the next end at `now`, because no sequence was running before.
     pub fn restart(&mut self, now: Instant) {
         self.last = now;
     }
@@ -116,7 +116,11 @@ mod tests {
                     ("rare", waits(per_end, count, rare)),
                 ] {
                     let ratio = suggested / real;
-                    assert!((0.7..1.5).contains(&ratio), "{name} {scale_s} {per_end} {count}: {suggested} s, {real} s");
+                    assert!(
+                        (0.7..1.5).contains(&ratio),
+                        "{name} ends, scale {scale_s} s, {per_end} sequences per end, {count} places: \
+                         suggested wait {suggested} s, true wait {real} s"
+                    );
                 }
             }
         }

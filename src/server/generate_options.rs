@@ -150,7 +150,7 @@ pub fn token_ids(items: &[Value]) -> Option<Vec<u32>> {
     items.iter().map(|item| u32::try_from(item.as_u64()?).ok()).collect()
 }
 
-/// Reads `model`. Fails if the server serves another model. Without the field, the server uses its only model.
+/// Reads `model`. Fails if it names a model other than the server's. Without the field, the server uses its model.
 pub fn check_model(fields: &mut Fields, server: &Server) -> Result<(), ApiError> {
     match fields.take_string("model")? {
         Some(model) if model != server.options.model => {

@@ -28,11 +28,11 @@ pub async fn health(State(server): State<Arc<Server>>) -> Result<Response, ApiEr
     live(State(server)).await
 }
 
-/// Responds with 200 if the process and the engine thread work, even while the model loads.
+/// Responds with 200 if the process and the engine thread are working, even while the model is loading.
 pub async fn live(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     match server.is_alive() {
         true => json_response(&Status { status: "ok" }),
-        false => Err(ApiError::unavailable("the engine makes no progress", Duration::from_secs(5))),
+        false => Err(ApiError::unavailable("the engine is not making progress", Duration::from_secs(5))),
     }
 }
 

@@ -13,19 +13,19 @@ const MAX_RETRY: Duration = Duration::from_secs(60);
 /// The shortest wait that the server suggests, because `retry-after-ms` has whole milliseconds.
 const MIN_RETRY: Duration = Duration::from_millis(1);
 
-/// With several clients, each client can have at most this multiple of the remaining room. A single active client
+/// With several clients, each client can use at most this multiple of the remaining room. A single active client
 /// therefore leaves a fifth of the room for other clients, and two active clients leave a ninth.
 const MAX_SHARE_OF_ROOM: usize = 4;
 
-/// Counts the sequences that wait or run, and rejects sequences above the limit.
+/// Counts the sequences that are waiting or running, and rejects sequences above the limit.
 pub struct Admission {
     limit: usize,
     state: Mutex<State>,
-    /// Notified when no sequence waits or runs.
+    /// Notified when no sequence is waiting or running.
     idle: Notify,
 }
 
-/// The sequences that wait or run, and the times at which sequences ended.
+/// The sequences that are waiting or running, and the times at which sequences ended.
 struct State {
     /// The number of sequences of each client.
     admitted: Vec<usize>,
@@ -39,7 +39,7 @@ impl State {
 }
 
 impl Admission {
-    /// Creates an admission for at most `limit` sequences of `clients` clients at once.
+    /// Creates an [`Admission`] for `clients` clients, which admits at most `limit` sequences at once.
     pub fn new(limit: usize, clients: usize) -> Self {
         let admitted = vec![0; clients.max(1)];
         let state = Mutex::new(State { admitted, ends: FreeTimes::new(Instant::now()) });
@@ -54,7 +54,7 @@ impl Admission {
             return Err(self.expected_wait(&state, count));
         }
         if total == 0 {
-            // The time without any sequence is not an interval between two ends.
+            // Do not count the time without any sequences as an interval between two ends.
             state.ends.restart(Instant::now());
         }
         state.admitted[client] += count;
@@ -87,17 +87,17 @@ impl Admission {
         state.admitted.len() == 1 || own == 0 || own + count <= room.saturating_mul(MAX_SHARE_OF_ROOM)
     }
 
-    /// Returns the maximum number of sequences that can wait or run at once.
+    /// Returns the maximum number of sequences that can be waiting or running at once.
     pub fn limit(&self) -> usize {
         self.limit
     }
 
-    /// Returns the number of sequences that wait or run.
+    /// Returns the number of sequences that are waiting or running.
     pub fn admitted(&self) -> usize {
         self.lock().total()
     }
 
-    /// Waits until no sequence waits or runs.
+    /// Waits until no sequence is waiting or running.
     pub async fn wait_until_idle(&self) {
         loop {
             let idle = self.idle.notified();

@@ -29,7 +29,7 @@ const SEND_BUFFER_BYTES: u32 = 128 << 10;
 /// The size of the buffer for the headers of a request, and for the response.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// The pause after the system failed to accept a connection, for example because too many files are open.
+/// The pause after a failure to accept a connection, for example because too many files are open.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// The maximum time for sending the last responses during shutdown.
@@ -65,14 +65,14 @@ pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Fu
     server.drain();
     let is_late = tokio::time::timeout(timeouts.drain, server.admission.wait_until_idle()).await.is_err();
     if is_late {
-        // Clients get an error event, not just a closed connection.
+        // Clients receive an error event, not just a closed connection.
         server.end();
         let _ = tokio::time::timeout(CLOSE_TIME, server.admission.wait_until_idle()).await;
     }
     accepting.abort();
     let _ = accepting.await;
     if let Ok(connections) = Arc::try_unwrap(connections) {
-        // Idle connections close at once. Other connections close after the last bytes of their responses.
+        // Idle connections close immediately. Other connections close after the last bytes of their responses.
         let _ = tokio::time::timeout(CLOSE_TIME, connections.shutdown()).await;
     }
 }
@@ -97,7 +97,7 @@ async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<Gra
 /// Prepares a connection, and serves its requests.
 async fn connect(stream: TcpStream, router: Router, server: Arc<Server>, watcher: Watcher) {
     let timeouts = &server.options.timeouts;
-    // Send each event at once.
+    // Send each event immediately.
     let _ = stream.set_nodelay(true);
     let stream = WriteLimit::new(stream, timeouts.write);
     let Some(tls) = &server.options.tls else { return serve_requests(stream, router, timeouts, watcher).await };

@@ -11,7 +11,7 @@ use super::metrics::Metrics;
 /// The target of log entries in `tracing`.
 pub const TARGET: &str = "inferno::requests";
 
-/// The status in the log if the client closed the connection before the response.
+/// The status in the log if the client closed the connection before the response was ready.
 const CLIENT_CLOSED: u16 = 499;
 
 /// The log entry of a request. It is written when its last owner, the handler or the response body, drops it.
@@ -20,7 +20,7 @@ pub struct RequestLog {
     method: Method,
     path: String,
     traceparent: Option<String>,
-    /// Whether the answer must not depend on other requests.
+    /// Whether the answer must be independent of other requests.
     pub is_deterministic: bool,
     started: Instant,
     metrics: Arc<Metrics>,
@@ -83,7 +83,8 @@ impl RequestLog {
         self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether the request only checks the server. Such requests may come every second, so the log omits them.
+    /// Returns true if the request only checks the state of the server. Such requests can be frequent, so they are
+    /// logged only at the debug level.
     fn is_check(&self) -> bool {
         matches!(self.path.as_str(), "/health" | "/live" | "/metrics" | "/v1/loads")
     }

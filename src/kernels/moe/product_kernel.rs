@@ -12,7 +12,7 @@ use crate::kernels::constants::{
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, has_machine_code, module, multiprocessors};
 
-/// Up to this many pairs per expert on average, `expert_few.cu` is faster than `expert_mlp.cu`.
+/// The largest average number of pairs per expert at which `expert_few.cu` is faster than `expert_mlp.cu`.
 const FEW_PAIRS_PER_EXPERT: usize = 12;
 
 /// A kernel for the matrix products of all experts. Each of its blocks processes several tiles.
@@ -35,7 +35,7 @@ impl ProductKernel {
         if order == SumOrder::Fastest
             && let Some(tile) = FewTile::choose(device, columns, rows / 2)?
         {
-            // The average must be at most half a tile, because some experts have more pairs than the average.
+            // The average number of pairs must be at most half a tile, because some experts have more than the average.
             // If an expert has more pairs than a tile, its weights are read again for the next tile.
             let limit = FEW_PAIRS_PER_EXPERT.min(tile.max_pairs / 2);
             if pairs <= limit * experts {
@@ -43,7 +43,7 @@ impl ProductKernel {
             }
         }
         let capability = device.cuda_stream().context().compute_capability();
-        // Only machine code for compute capability 9.0 contains wgmma instructions. It runs on no other GPU.
+        // Only the machine code for compute capability 9.0 contains wgmma instructions. Other GPUs cannot run it.
         let has_wgmma = matches!(capability, Ok((9, 0))) && has_machine_code(9, 0);
         let wgmma = |name, pairs, stages, blocks| Self::Many {
             name,
@@ -65,13 +65,13 @@ impl ProductKernel {
         })
     }
 
-    /// Returns whether the kernel is for few pairs per expert. Such a kernel reads x directly.
-    /// The other kernels read rows of x that were gathered by expert.
+    /// Returns true for a kernel from `expert_few.cu`. Such a kernel reads x directly.
+    /// Kernels from `expert_mlp.cu` read rows of x that were gathered by expert.
     pub fn is_for_few_pairs(self) -> bool {
         matches!(self, Self::Few(_))
     }
 
-    /// Returns the launch of a product: `gate_up` or `down`.
+    /// Returns the launch that computes `product`, which is `gate_up` or `down`.
     pub fn launch(self, product: &str, dtype: &str, arguments: Arguments) -> Launch {
         match self {
             Self::Few(tile) => tile.launch(product, dtype, arguments),

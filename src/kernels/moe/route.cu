@@ -23,13 +23,13 @@
 constexpr int TOKENS = 8, THREADS = 32 * TOKENS, QUADS = ROUTE_COLUMNS / 4;
 
 // Counters of finished blocks: one counter per 8 tokens, and one counter for the blocks that have chosen experts.
-// All counters are zero between launches. Each device loads this module separately and runs its kernels in order, so
-// launches never use the counters at the same time.
+// All counters are zero between launches. Each device has its own counters and runs its kernels in order,
+// so two launches never use the same counters at the same time.
 __device__ uint32_t finished[ROUTE_TOKENS / TOKENS + 1];
 
 // Sorts all pairs by expert, like sort_by_expert, and the pairs of each expert in ascending order. The order decides
-// which pairs share a tile in later kernels. With a fixed order, two launches give the same bits.
-// Adds the number of experts with pairs to `usage`.
+// which pairs share a tile in later kernels. A fixed order makes results reproducible bit for bit.
+// Adds the number of experts that have pairs to usage[1], and 1 to usage[0].
 //   experts_of: shared memory for the expert of each pair
 __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* usage,
                                            uint16_t* experts_of, int pairs, int experts) {
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             (sums.x + sums.y) + (sums.z + sums.w);
     if (!is_last_block(finished + blockIdx.x, gridDim.y * gridDim.z)) return;
 
-    // 2. Add all slices and choose the experts of 8 tokens.
+    // 2. Add the sums of all slices and choose the experts of 8 tokens.
     if (token < tokens) {
         for (int e = lane; e < experts; e += 32) {
             float sum = bias ? bias[e] : 0.0f;

@@ -19,7 +19,7 @@ pub struct RoutedPairs {
     /// u32 `[pairs]`: pair t · chosen + n is token t with its n-th chosen expert.
     pub sorted: Tensor,
     /// u32 `[experts + 1]`: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e. With up to `ROUTE_TOKENS`
-    /// tokens, the pairs of an expert are in ascending order, so that equal inputs give equal bits.
+    /// tokens, the pairs of an expert are in ascending order, so that equal inputs produce identical results.
     pub offsets: Tensor,
     /// f32 `[tokens, chosen]`: the routing weight of each pair.
     pub shares: Tensor,
@@ -43,7 +43,7 @@ impl RoutedPairs {
         Ok(Self { sorted, offsets, shares })
     }
 
-    /// Chooses the `chosen` experts with the largest router logits x·weightᵀ + bias for each token.
+    /// For each token, chooses the `chosen` experts with the largest router logits x·weightᵀ + bias.
     /// The routing weights are the softmax over the chosen experts.
     ///
     /// - x: f32 `[tokens, hidden]`

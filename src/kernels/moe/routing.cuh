@@ -9,7 +9,7 @@ struct Routing {
     float weight[MAX_CHOSEN_EXPERTS];
 
     // Finds the `count` largest logits, in descending order. Ties go to the lower expert id, and NaN ranks last.
-    // The first `chosen` experts get routing weights: a softmax over these experts, or over all experts (`over_all`).
+    // The routing weights of the first `chosen` experts are a softmax over these experts, or over all if `over_all`.
     // All lanes of the warp must call this function. Each lane handles at most 32 experts, because `taken` has 32 bits.
     // `logit_of(e)` returns the logit of expert e.
     template <typename Logit>

@@ -1,5 +1,5 @@
-// Chooses the experts with the `chosen` largest logits for each token. The routing weights are a softmax over the
-// chosen experts or over all experts.
+// For each token, chooses the `chosen` experts with the largest logits.
+// The routing weights are a softmax over the chosen experts or over all experts.
 // Ties go to the lower expert id, and NaN ranks last.
 //   logits: T [tokens, experts]; experts <= MAX_EXPERTS
 //   ids: u32 [tokens, chosen]; chosen <= MAX_CHOSEN_EXPERTS
@@ -12,7 +12,7 @@ template <typename T>
 __device__ void topk_softmax(const T* logits, uint32_t* ids, float* weights, int experts, int chosen, int over_all) {
     const T* row = logits + (size_t)blockIdx.x * experts;
     const int lane = threadIdx.x;
-    // Bit i is set after expert lane + 32 · i is chosen.
+    // Bit i is set once the expert with id `lane + 32 · i` has been chosen.
     uint32_t taken = 0;
     float top = 0.0f, mine = 0.0f;  // mine: the logit chosen in round `lane`
     uint32_t mine_id = 0;

@@ -1,4 +1,4 @@
-//! Chooses the experts with the largest router logits for each token, and computes their routing weights by a softmax.
+//! For each token, chooses the experts with the largest router logits and computes their routing weights (a softmax).
 
 #[cfg(feature = "cuda")]
 use candle_core::DType;

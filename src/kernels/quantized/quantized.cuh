@@ -487,7 +487,7 @@ __device__ __forceinline__ float max_magnitude(float4 v) {
     return max_magnitude(max_magnitude(v.x, v.y), max_magnitude(v.z, v.w));
 }
 
-// Returns the largest magnitude of `value` over all threads of the block. Every thread gets the result.
+// Returns the largest magnitude of `value` among all threads of the block. Every thread receives the result.
 // `scratch` holds one float per warp.
 __device__ __forceinline__ float block_max_magnitude(float value, float* scratch) {
     for (int offset = 16; offset > 0; offset /= 2)

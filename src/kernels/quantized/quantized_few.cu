@@ -1,4 +1,4 @@
-// Products of quantized matrices with few tokens, as in the decode steps of a batch: y = x·Wᵀ on tensor cores.
+// Multiplies quantized matrices by the inputs of a few tokens, as in batched decode steps: y = x·Wᵀ on tensor cores.
 //
 // A warp reads weights directly into registers and converts each of them to T only once for all tokens of a tile.
 // Neighboring tiles of tokens read the same weights at about the same time, mostly from the L2 cache.
@@ -20,7 +20,7 @@ constexpr int STAGES = QUANTIZED_FEW_STAGES, STEP_COLUMNS = QUANTIZED_FEW_COLUMN
 constexpr int ROW_PAIRS = QUANTIZED_FEW_THREADS / 32, ROWS = 32 * ROW_PAIRS;
 
 // The counters of finished blocks, one for each tile of rows that blocks share. They are zero between launches.
-// Each device loads this module separately and runs its kernels in order, so launches never share the counters.
+// Each device has its own counters and runs its kernels in order, so two launches never share a counter.
 __device__ uint32_t finished[QUANTIZED_FEW_COUNTERS];
 
 // The sums of a row pair for N tokens, in the layout of mma.sync results.
@@ -47,7 +47,7 @@ template <> struct Pair<__nv_bfloat16> {
 
 // The scales and mins of a group.
 // Rounding a scale to bf16 shifts all values of its group in the same direction. In formats without mins, the scale is
-// therefore stored as the sum of two bf16 values. With mins, a second value would take two more instructions.
+// therefore stored as the sum of two bf16 values. With mins, a second value would require two more instructions.
 template <typename T, int F> struct GroupScaling {
     using L = FormatLayout<F>;
     using Two = typename Pair<T>::Type;
@@ -166,7 +166,7 @@ template <typename T, int N> struct Block {
         }
     }
 
-    // Multiplies the steps of a range.
+    // Multiplies the weights of all steps in a range by N tokens.
     template <int F> __device__ __forceinline__ void run(const Range& range) const {
         const QuantizedMatrix matrix = weights.matrices[range.matrix];
         const uint32_t stages = shared_address(shared);

@@ -1,4 +1,4 @@
-//! Products of quantized matrices with few tokens on tensor cores (`quantized_few.cu`).
+//! Products of quantized matrices and the inputs of a few tokens, on tensor cores (`quantized_few.cu`).
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
@@ -46,7 +46,7 @@ pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> 
 /// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
 ///
 /// `x` is contiguous, `[tokens, columns]`, in f16 or bf16. [`is_supported`] must be true.
-/// Weights with one scale per row, and inputs quantized to 8 bits, are exact in this dtype. Other weights are rounded.
+/// 8-bit inputs, and weights with one scale per row, are converted to this dtype exactly. Other weights are rounded.
 pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order: SumOrder) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
     let (x, scales) = match parts[0].input_rounding {
@@ -57,15 +57,15 @@ pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, or
         }
     };
     let (tile_tokens, resident) = tile(tokens);
-    // The number of blocks determines how the sum of a row is split into partial sums. If the order of sums is fixed,
-    // the number of blocks must therefore not depend on the number of tokens.
+    // The number of blocks determines how the sum of a row is split into partial sums. A fixed order of additions
+    // therefore requires a number of blocks that does not depend on the number of tokens.
     let resident = if order == SumOrder::Fixed { 1 } else { resident };
     let tiles: usize = parts.iter().map(|part| part.dims().0.div_ceil(ROWS)).sum();
     let steps = tiles * columns.div_ceil(QUANTIZED_FEW_COLUMNS);
     let blocks = (resident * multiprocessors(device)?).min(tiles * MAX_SHARES).min(steps);
     let token_tiles = tokens.div_ceil(tile_tokens);
     if blocks * token_tiles > QUANTIZED_FEW_COUNTERS {
-        bail!("matmul_few: {blocks} × {token_tiles} blocks, but at most {QUANTIZED_FEW_COUNTERS} are supported");
+        bail!("matmul_few: {blocks} × {token_tiles} thread blocks exceed the limit of {QUANTIZED_FEW_COUNTERS}");
     }
     let stride = parts.iter().map(|part| part.dims().0).sum();
     // SAFETY: the kernel writes every row and column of `y`.

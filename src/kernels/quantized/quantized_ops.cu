@@ -1,4 +1,4 @@
-// Kernels for quantized matrices outside the decode graph:
+// The kernels for quantized matrices that run outside the decode graph:
 // - matrix-vector products, for few tokens
 // - dequantization of weights and 8-bit quantization of activations, for many tokens
 // - embedding lookup

@@ -178,7 +178,7 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
     }
     let has_few = quantized_few::is_supported(parts, columns, x.dtype());
     // Tensor cores multiply 8-bit inputs by 8-bit weights without converting the weights. They accumulate FP8 products
-    // with only about 13 bits, so products with few tokens use floats instead.
+    // with a precision of only about 13 bits, so products with few tokens use floats instead.
     let low_types = parts.iter().map(|part| low_type(device, part)).collect::<Result<Vec<_>>>()?;
     let is_low = low_types.iter().all(|low_type| match low_type {
         Some(EightBitType::Int8) => tokens > 1,
@@ -221,7 +221,7 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
     Ok(out)
 }
 
-/// Returns whether `matvec` can run: whether its input vector fits in the shared memory of a thread block.
+/// Returns true if `matvec` can run, that is, if its input vector fits in the shared memory of a thread block.
 /// 1 KiB is reserved for static shared memory.
 #[cfg(feature = "cuda")]
 fn can_matvec(device: &CudaDevice, part: &QuantizedMatrix) -> Result<bool> {
@@ -329,7 +329,7 @@ fn low_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<EightB
 /// Rows of int8 or E4M3 values, with one scale per row.
 #[cfg(feature = "cuda")]
 struct QuantizedRows {
-    /// U8 `[rows, columns]`, both padded as cuBLASLt requires.
+    /// u8 `[rows, columns]`, with both dimensions padded as cuBLASLt requires.
     values: Tensor,
     /// f32 `[tokens]`
     scales: Tensor,

@@ -9,7 +9,7 @@ use crate::files;
 /// The maximum file size, in bytes per token of context. Most texts have fewer than five bytes per token.
 const MAX_BYTES_PER_TOKEN: u64 = 16;
 
-/// The context length to assume for a server that does not report it, in tokens.
+/// The context length, in tokens, to assume for a server that does not report its context length.
 const UNKNOWN_CONTEXT: usize = 1 << 20;
 
 /// Attaches a file, lists the attached files, or detaches them. Returns a message for the user.

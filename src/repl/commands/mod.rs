@@ -85,7 +85,7 @@ const COMMANDS: &[Command] = &[
         name: "export",
         arguments: "md|json [PATH]",
         summary: "write the conversation to a new file",
-        details: "The JSON has messages in OpenAI's format and includes reasoning. Existing files are not replaced.",
+        details: "The JSON contains the messages in OpenAI's format, with reasoning. Existing files are not replaced.",
     },
     Command { name: "stats", arguments: "", summary: "describe the loaded model", details: "" },
     Command {

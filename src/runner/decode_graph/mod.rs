@@ -37,7 +37,7 @@ const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
 /// The result of planning a decode step.
 pub enum DecodePlan {
     Graph(Box<DecodeGraph>),
-    /// The graph does not support the decoder, for this reason.
+    /// The reason why the graph does not support the decoder.
     Unsupported(EagerReason),
 }
 
@@ -52,7 +52,7 @@ pub struct DecodeGraph {
     sampling_buffers: SamplingBuffers,
     /// The launches of a step, up to its logits.
     layers: LaunchList,
-    /// Chooses the most likely token. `None` if there are several ranks: `sampled` then makes greedy choices, too.
+    /// Chooses the most likely token. `None` if there are several ranks, where `sampled` also makes greedy choices.
     greedy: Option<StepTail>,
     sampled: StepTail,
     sampling: Sampling,
@@ -293,7 +293,7 @@ impl DecodeGraph {
         self.take_token()
     }
 
-    /// Returns how many more tokens can be generated, at most `limit`. Fails if there are none.
+    /// Returns how many more tokens can be generated, at most `limit`. Fails if no more tokens can be generated.
     pub fn steps_left(&self, limit: usize) -> Result<usize> {
         match limit.min(self.possible - self.taken) {
             0 => bail!("cannot decode a token: the context is full or the request's limit is reached"),

@@ -14,7 +14,7 @@ use crate::nn::mlp::Mlp;
 use crate::nn::moe::ClampedMoe;
 use crate::runner::EagerReason;
 
-/// Returns why the decode graph cannot run this decoder, or `None` if it can.
+/// Returns why the decode graph cannot run this decoder, or `None` if it supports the decoder.
 pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Result<Option<EagerReason>> {
     let dtype = decoder.dtype();
     if !matches!(dtype, DType::BF16 | DType::F16) {
@@ -37,7 +37,7 @@ pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Resu
     Ok(None)
 }
 
-/// Returns whether this rank has no part of the attention, of an MLP or of the output head.
+/// Returns true if the attention or the MLP of some layer, or the output head, has no part on this rank.
 fn holds_nothing(decoder: &Decoder) -> bool {
     let is_empty = |mlp: &Mlp| match mlp {
         Mlp::Gated(mlp) => mlp.down_proj.weight.dims().1 == 0,
@@ -55,7 +55,7 @@ fn has_layer_norm(layer: &DecoderLayer) -> bool {
     layer.norms().chain(qk_norms).any(|norm| norm.bias.is_some())
 }
 
-/// Returns why the decode graph cannot run this layer, or `None` if it can.
+/// Returns why the decode graph cannot run this layer, or `None` if it supports the layer.
 fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option<EagerReason>> {
     let head_dim = layer.self_attn.config.spec.head_dim;
     if !FLASH_HEAD_DIMS.contains(&head_dim) {
@@ -84,7 +84,7 @@ fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option
 /// A weight matrix and the number of input vectors that one decode step multiplies by it.
 type Product = (Matrix, usize);
 
-/// Returns why the decode graph cannot run this MLP, or `None` if it can.
+/// Returns why the decode graph cannot run this MLP, or `None` if it supports the MLP.
 /// `unsupported_layer` checks separately whether the matrices have decode kernels.
 fn unsupported_mlp(mlp: &Mlp) -> Result<Option<EagerReason>> {
     Ok(match mlp {

@@ -75,7 +75,7 @@ pub fn read_content(fields: &mut Fields, name: &str) -> Result<Option<String>, A
         };
         let text = part.take_string(field)?;
         content.push_str(&text.ok_or_else(|| part.invalid(field, "expected a string"))?);
-        // Clients may send back messages of earlier responses. These fields of such messages are ignored.
+        // Clients may send back messages from earlier responses. Ignore the fields that only responses use.
         drop((part.take("annotations"), part.take("logprobs")));
         part.ignored().into_iter().for_each(|name| fields.ignore(name));
     }

@@ -72,7 +72,7 @@ impl Shape {
         self.shows_reasoning || !matches!(piece, Piece::Reasoning(_))
     }
 
-    /// Returns the log probabilities of a piece of content. Returns `None` for other pieces, and if the request did not
+    /// Returns the log probabilities of a piece of content. Returns `None` for other pieces, or if the request did not
     /// ask for log probabilities.
     fn logprobs(self, piece: &Piece, answers: &Answers) -> Option<Logprobs> {
         let is_content = matches!(piece, Piece::Content(..));

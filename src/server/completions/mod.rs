@@ -77,7 +77,7 @@ fn check_prompt_logprobs(answers: &Answers) -> Result<(), ApiError> {
 struct Texts {
     /// For each choice, the prompt to repeat before its text.
     echoes: Vec<Option<String>>,
-    /// For each choice, the number of characters so far.
+    /// For each choice, the number of characters written so far.
     offsets: Vec<usize>,
     has_logprobs: bool,
 }

@@ -52,7 +52,7 @@ impl Content {
                 self.calls.push(self.blocks.len() - 1);
             }
             Piece::ToolArguments { index, text } => {
-                // A call whose block has ended has all its arguments. Only an empty object `{}` can still arrive.
+                // If this block has ended, the arguments are complete. Only an empty object can still arrive.
                 if self.calls.get(index).is_some_and(|&block| block + 1 == self.blocks.len()) && self.is_open {
                     self.extend(&text, events);
                 }
@@ -162,7 +162,7 @@ mod tests {
             arguments(0, ":1}"),
             call(1, "list"),
             call(2, "stop"),
-            // Calls without arguments get an empty object, even at the end of the answer.
+            // A call without arguments is sent with an empty object, even at the end of the answer.
             arguments(1, "{}"),
             arguments(2, "nonsense"),
         ]
