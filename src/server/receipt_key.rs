@@ -14,7 +14,7 @@ use tokio_rustls::rustls::pki_types::pem::PemObject;
 
 use crate::files;
 
-/// The maximum size of a key file in bytes. Usual ones have less than 1 KB.
+/// The maximum size of a key file in bytes. Typical key files are smaller than 1 KB.
 const MAX_KEY_BYTES: u64 = 1 << 20;
 
 /// The bytes before the 32 bytes of a private key in PKCS#8 (RFC 8410). ring writes a newer form, which OpenSSL 3 rejects.
@@ -34,8 +34,8 @@ pub struct PublicKey {
 }
 
 impl ReceiptKey {
-    /// Reads a key from a file in PKCS#8 and PEM format. If there is no file, creates a key and a file that only its owner
-    /// can read.
+    /// Reads a key from a file in PKCS#8 and PEM format. If the file does not exist, creates a key,
+    /// and writes it to a file that only its owner can read.
     pub fn read_or_create(path: &Path) -> Result<Self> {
         match path.try_exists().with_context(|| cannot("read", path))? {
             true => Self::read(path).with_context(|| cannot("read", path)),
@@ -45,12 +45,12 @@ impl ReceiptKey {
 
     fn read(path: &Path) -> Result<Self> {
         let text = files::read_input(path, MAX_KEY_BYTES)?;
-        // Quotes nothing from the file, which contains a secret.
+        // The error must not quote the file, because the file contains a secret.
         let der = PrivatePkcs8KeyDer::from_pem_slice(&text);
         let der = der.map_err(|_| anyhow!("the file has no 'BEGIN PRIVATE KEY'; encrypted keys are not supported"))?;
         // OpenSSL writes keys without the public key, which `from_pkcs8` requires.
         let pair = Ed25519KeyPair::from_pkcs8_maybe_unchecked(der.secret_pkcs8_der());
-        Ok(Self(pair.map_err(|_| anyhow!("it is not a key for Ed25519"))?))
+        Ok(Self(pair.map_err(|_| anyhow!("it is not an Ed25519 key"))?))
     }
 
     fn create(path: &Path) -> Result<Self> {
@@ -109,7 +109,7 @@ impl PublicKey {
 }
 
 fn cannot(what: &str, path: &Path) -> String {
-    format!("cannot {what} the private key of receipts in '{}'", path.display())
+    format!("cannot {what} the private key for receipts in '{}'", path.display())
 }
 
 #[cfg(test)]
@@ -134,7 +134,7 @@ mod tests {
     fn keys_of_openssl_are_read_and_others_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("key.pem");
-        // The example of RFC 8410, section 10.3.
+        // The example in RFC 8410, section 10.3.
         let key = "MC4CAQAwBQYDK2VwBCIEINTuctv5E1hK1bbY8fdp+K06/nwoy/HU++CXqI9EdVhC";
         let pem = |key: &str| format!("-----BEGIN PRIVATE KEY-----\n{key}\n-----END PRIVATE KEY-----\n");
         std::fs::write(&path, pem(key)).unwrap();

@@ -1,4 +1,4 @@
-//! Keeps records of the last requests, so that their answers can be reproduced.
+//! Keeps records of the most recent requests, so that their answers can be reproduced.
 //!
 //! Records contain prompts and answers. The recorder keeps them in memory, and also writes them to a folder if the
 //! options contain a folder. A client can read only its own records.
@@ -21,7 +21,7 @@ use crate::files;
 /// The maximum number of records that wait to be written.
 const MAX_WAITING: usize = 256;
 
-/// Keeps the last records.
+/// Keeps the most recent records.
 pub struct Recorder {
     /// The maximum memory for records, in bytes.
     limit: usize,
@@ -30,7 +30,7 @@ pub struct Recorder {
     writer: Mutex<Option<Writer>>,
 }
 
-/// The last records, oldest first.
+/// The most recent records, oldest first.
 #[derive(Default)]
 struct Ring {
     entries: VecDeque<Entry>,

@@ -301,7 +301,7 @@ impl Group {
             Some(inputs) if is_set(&inputs.scale_dtype) => return unsupported(format!("scale_dtype in {path}")),
             Some(inputs) => match (inputs.strategy(), inputs.is_dynamic(path)?) {
                 ("token", true) => Activations::PerToken,
-                // If all tokens of a pass shared one scale, the result for a token would depend on the other tokens.
+                // If all tokens of a step shared one scale, the result for a token would depend on the other tokens.
                 ("tensor", true) => return unsupported(format!("dynamic per-tensor scaling in {path}")),
                 ("tensor", false) => Activations::Static,
                 ("token", false) => return unsupported(format!("strategy='token' without dynamic=true in {path}")),

@@ -16,11 +16,12 @@ use crate::server::state::Server;
 const MAX_STOPS: usize = 16;
 const MAX_STOP_BYTES: usize = 1024;
 
-/// The largest thinking budgets, in tokens, that inferno reads as low effort and as medium effort.
+/// The largest thinking budgets, in tokens, that count as low effort and as medium effort.
 const LOW_BUDGET: i64 = 4096;
 const MEDIUM_BUDGET: i64 = 16384;
 
-/// Unsupported fields that would change the output: name, only accepted value, and hint for the error message.
+/// Unsupported fields that would change the output.
+/// Each entry contains the field's name, its only accepted value, and a hint for the error message.
 const REFUSED: &[(&str, &str, &str)] = &[
     ("container", "null", ""),
     ("context_management", "null", "inferno never shortens a conversation"),
@@ -38,7 +39,7 @@ const REFUSED: &[(&str, &str, &str)] = &[
 pub struct MessagesRequest {
     pub messages: Vec<Message>,
     pub render: RenderOptions,
-    /// The options for generating the answer, without `max_tokens`.
+    /// The options for generating the answer, except `max_tokens`.
     pub options: GenerateOptions,
     pub shows_thinking: bool,
     pub can_call_in_parallel: bool,

@@ -33,7 +33,7 @@ pub use models::{pull, running, show, tags, version};
 /// The content type of streams: one JSON object per line.
 const LINES: &str = "application/x-ndjson";
 
-/// Handles `/api/chat`: answers a conversation.
+/// Handles `/api/chat`: generates the next message of a conversation.
 pub async fn chat(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
@@ -98,7 +98,7 @@ async fn generate_with(
 struct LineWriter {
     route: Route,
     model: String,
-    /// The text that is not sent yet. Tool calls are sent whole, at the end of the answer.
+    /// The text that has not been sent yet. Tool calls are sent whole, at the end of the answer.
     text: Text,
 }
 

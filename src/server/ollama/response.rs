@@ -93,7 +93,7 @@ struct Figures {
     eval_duration: u64,
 }
 
-/// The text and the tool calls of an answer that are not sent yet.
+/// The text and the tool calls of an answer that have not been sent yet.
 pub struct Text {
     shows_thinking: bool,
     has_logprobs: bool,

@@ -119,7 +119,7 @@ impl Vocabulary<'_> {
         let mut ids = HashMap::with_capacity(self.tokens.len());
         for (id, token) in self.tokens.iter().enumerate().filter(|(_, token)| !token.is_empty()) {
             if let Some(first) = ids.insert(*token, id as u32) {
-                bail!("metadata key tokenizer.ggml.tokens: {} has the ids {first} and {id}", quote(token));
+                bail!("metadata key tokenizer.ggml.tokens: {} has two ids: {first} and {id}", quote(token));
             }
         }
         Ok(ids)
