@@ -205,7 +205,7 @@ impl Choice {
             let Some(index) = sent.index else { continue };
             let is_whole = summary.is_some_and(|summary| summary.finish_reason != FinishReason::Length);
             let text = match &call.arguments[sent.argument_bytes..] {
-                // Clients parse the arguments, so a call without arguments gets an empty object.
+                // Clients parse the arguments, so send an empty object for a call without arguments.
                 "" if sent.argument_bytes == 0 && is_whole => "{}",
                 text => text,
             };

@@ -1,6 +1,7 @@
 //! Receipts: signed statements about which model, build and options computed the answers to a request.
 //!
-//! A receipt is a JSON Web Signature (RFC 7515) in compact form, `HEADER.PAYLOAD.SIGNATURE`, signed with Ed25519 (RFC 8037).
+//! A receipt is a JSON Web Signature (RFC 7515) in compact form, `HEADER.PAYLOAD.SIGNATURE`.
+//! It is signed with Ed25519 (RFC 8037).
 //! It contains hashes instead of prompts and answers. The record of the request contains the prompts and answers.
 
 use std::collections::BTreeMap;

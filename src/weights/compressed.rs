@@ -90,7 +90,7 @@ pub enum WeightScales {
 pub enum Activations {
     /// Only the weights are quantized.
     Unquantized,
-    /// Each token gets its own scale at run time. The scale is at least the smallest positive normal f32.
+    /// Each token has its own scale, computed at run time. The scale is at least the smallest positive normal f32.
     PerToken,
     /// All tokens share the `input_scale` of the checkpoint.
     Static,

@@ -134,7 +134,7 @@ impl Inventory {
         for tensor in inventory.tensors.iter_mut().filter(is_matrix) {
             let is_quantized = match tensor.group() {
                 "attention" | "mlp" | "head" => true,
-                // Experts with biases are from gpt-oss. Loading does not quantize them.
+                // Only gpt-oss has experts with biases. Loading does not quantize them.
                 "experts" => checkpoint.info(&format!("{}_bias", tensor.name)).is_none(),
                 "embedding" => !has_head && !tensor.name.contains("wpe"),
                 _ => false,

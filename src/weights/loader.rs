@@ -151,7 +151,7 @@ impl<'c> Weights<'c> {
         Ok(weights)
     }
 
-    /// Reads large tensors with `reader`, which must copy them to the device of these weights.
+    /// Returns weights that read large tensors with `reader`, which must copy them to the device of these weights.
     pub fn with_part_reader(self, reader: PartReader<impl Target>) -> Self {
         Self { part_reader: Some(Arc::new(reader)), ..self }
     }
@@ -300,7 +300,7 @@ impl<'c> Weights<'c> {
         Ok(self.progress.add_tensor(tensor.with_context(|| format!("cannot load tensor {name}"))?))
     }
 
-    /// Fails if the checkpoint has a scale for the tensor, because ignoring the scale would give wrong values.
+    /// Fails if the checkpoint has a scale for the tensor, because ignoring the scale would produce wrong values.
     pub(super) fn check_unscaled(&self, name: &str) -> Result<()> {
         let is_scale = |other: &str| other.strip_prefix(module(name)).is_some_and(|rest| rest.contains("scale"));
         match self.checkpoint.tensors().find(|(other, _)| is_scale(other)) {

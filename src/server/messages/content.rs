@@ -162,7 +162,7 @@ mod tests {
             arguments(0, ":1}"),
             call(1, "list"),
             call(2, "stop"),
-            // Calls without arguments get an empty object, even at the end of the answer.
+            // For calls without arguments, an empty object is sent, even at the end of the answer.
             arguments(1, "{}"),
             arguments(2, "nonsense"),
         ]

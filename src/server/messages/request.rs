@@ -89,7 +89,8 @@ impl MessagesRequest {
 
 /// Reads `tools` and `tool_choice`. Also returns whether the model may call several tools at once.
 ///
-/// Skips tools that Anthropic's service runs or whose schema only the service knows, and reports them as ignored.
+/// Skips tools that Anthropic's service runs, and tools whose schema only that service knows.
+/// Reports the skipped tools as ignored.
 fn read_tools(fields: &mut Fields) -> Result<(Tools, bool), ApiError> {
     let items = fields.take_array("tools")?.unwrap_or_default();
     if items.len() > MAX_TOOLS {
@@ -130,7 +131,8 @@ fn read_tools(fields: &mut Fields) -> Result<(Tools, bool), ApiError> {
     Ok((Tools::new(fields, functions, choice)?, can_call_in_parallel))
 }
 
-/// Reads `thinking`. Returns the reasoning effort for its budget, and whether the answer contains the thinking.
+/// Reads `thinking`. Returns the reasoning effort for the thinking budget,
+/// and whether the answer contains the thinking.
 fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool), ApiError> {
     let Some(mut thinking) = fields.take_object("thinking")? else { return Ok((None, false)) };
     let kind = thinking.take_string("type")?;

@@ -66,7 +66,7 @@ async fn generate_with(
     let fields = read_json(request, &server.options.timeouts).await?;
     let OllamaRequest { request, has_logprobs, shows_thinking, is_stream, ignored } = read(fields, server, &engine)?;
     reply::check_strict(&headers, &ignored)?;
-    // Clients send a request without a prompt to load the model.
+    // To load the model, clients send a request without a prompt.
     let Some(request) = request else {
         let response = json_response(&load_response(route, &server.options.model))?;
         return Ok(reply::with_ignored(response, &ignored));

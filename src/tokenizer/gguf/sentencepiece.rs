@@ -1,7 +1,7 @@
 //! Converts SentencePiece token scores to BPE merges.
 //!
 //! SentencePiece repeatedly joins the adjacent pair whose joined token has the highest score.
-//! BPE gives the same result if every split of a token into two tokens is a merge, ranked by the token's score.
+//! BPE produces the same result if every split of a token into two tokens is a merge, ranked by the token's score.
 //! transformers uses the same conversion.
 //! For equal scores, SentencePiece joins the leftmost pair.
 //! This code joins the pair whose joined token has the lowest id.
