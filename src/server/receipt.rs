@@ -25,7 +25,7 @@ const VERSION: u32 = 1;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Receipt {
     version: u32,
-    /// The id that the server gave to the request.
+    /// The id that the server assigned to the request.
     pub id: String,
     /// The time at which the answers ended, in the format of RFC 3339.
     pub created: String,

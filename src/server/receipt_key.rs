@@ -62,7 +62,7 @@ impl ReceiptKey {
         let text = BASE64_STANDARD.encode(der);
         let text = format!("-----BEGIN PRIVATE KEY-----\n{text}\n-----END PRIVATE KEY-----\n");
         if let Err(error) = file.write_all(text.as_bytes()).and_then(|()| file.sync_all()) {
-            // An incomplete file would be an error at the next start.
+            // An incomplete file would cause an error at the next start.
             let _ = std::fs::remove_file(path);
             return Err(error.into());
         }

@@ -26,7 +26,7 @@ pub fn find(server: &Server, client: Client, id: &str) -> Result<Arc<Record>, Ap
     if server.options.is_open {
         // Without authentication, the server cannot tell clients apart.
         // Each client could therefore read the prompts of all others.
-        return Err(ApiError::forbidden("a server with --no-auth shows no records: use --record FOLDER"));
+        return Err(ApiError::forbidden("a server with --no-auth returns no records: use --record FOLDER"));
     }
     let record = server.recorder.get(client, id);
     record.ok_or_else(|| ApiError::not_found(format!("the server has no record of the request '{id}'")))

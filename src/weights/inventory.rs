@@ -34,8 +34,8 @@ enum MemoryFormat {
     ComputeDtype,
     /// F32, regardless of the compute dtype: norms, biases, sinks, routers and weight scales.
     F32,
-    /// A packed or quantized format with this size in bytes. The size is 0 for tensors that no model loads, and for
-    /// scales, which are included in the size of their weight matrix.
+    /// A packed or quantized format with this size in bytes. The size is 0 for tensors that no model loads,
+    /// and for scales, which are included in the size of their weight matrix.
     Bytes(u64),
 }
 

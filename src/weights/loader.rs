@@ -80,8 +80,8 @@ impl<'c> Weights<'c> {
     /// Returns weights that load to `device`. Float tensors are converted to `dtype`.
     ///
     /// If safetensors files are loaded to a GPU, background threads start reading immediately.
-    /// Loading functions may return a tensor before its copy to the device is complete. Kernels on the device's stream
-    /// wait for the copy.
+    /// Loading functions may return a tensor before its copy to the device is complete.
+    /// Kernels on the device's stream wait for the copy.
     pub fn new(
         checkpoint: &'c Checkpoint,
         device: &Device,
@@ -269,8 +269,8 @@ impl<'c> Weights<'c> {
             return self.float_from_e4m3(&name, &stored_shape, dtype, slice);
         }
         let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], &stored_shape)?;
-        // Convert small tensors, such as norms and biases, on the host. The first conversion on a GPU takes a second if
-        // the driver has no compiled copy of candle's conversion kernels in its cache.
+        // Convert small tensors, such as norms and biases, on the host. The first conversion on a GPU takes a second
+        // if the driver's cache does not contain compiled copies of candle's conversion kernels.
         let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= MAX_HOST_CONVERSION_BYTES;
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let whole = model.float(&name, dtype);

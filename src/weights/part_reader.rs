@@ -158,8 +158,8 @@ impl PartBytes {
         pieces
     }
 
-    /// Reads a piece to the start of `buffer`. Returns the number of its bytes and its offset in the part. `rows` is a
-    /// buffer for whole rows.
+    /// Reads a piece to the start of `buffer`. Returns the number of its bytes and its offset in the part.
+    /// `rows` is a buffer for whole rows.
     fn read(&self, tensor: &ByteRange, piece: &Piece, buffer: &mut [u8], rows: &mut Vec<u8>) -> Result<(usize, usize)> {
         let (source, first) = (&tensor.source, tensor.start);
         match piece {

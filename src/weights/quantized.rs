@@ -233,7 +233,7 @@ fn quantize_row(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
     if blocks.all(|(block, values)| ggml::quantize(ggml_type, values, block)) {
         return Ok(bytes);
     }
-    // `ggml::quantize` supports only K-quants. For the other types, candle's quantizers produce the same results as ggml.
+    // `ggml::quantize` supports only K-quants. For the other types, candle's quantizers match the results of ggml.
     let columns = values.len();
     let row = Tensor::from_vec(values, columns, &Device::Cpu)?;
     Ok(QTensor::quantize(&row, candle_type(ggml_type)?)?.data()?.to_vec())

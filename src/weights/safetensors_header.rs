@@ -21,14 +21,14 @@ pub struct HeaderTensor<'h> {
     pub rank: usize,
     pub elements: u64,
     pub bytes: u64,
-    /// Whether the file stores the tensor as an I32 `weight_packed` (compressed-tensors). If so, `name`, `dtype` and
-    /// `elements` describe the unpacked I8 `weight`.
+    /// Whether the file stores the tensor as an I32 `weight_packed` (compressed-tensors).
+    /// If so, `name`, `dtype` and `elements` describe the unpacked I8 `weight`.
     /// The header does not specify how many values an I32 contains. inferno assumes four, the only supported number.
     pub packed: bool,
 }
 
-/// The maximum total size of the headers of all shards, in bytes. The `safetensors` crate has the same limit
-/// for each header.
+/// The maximum total size of the headers of all shards, in bytes.
+/// The `safetensors` crate has the same limit for each header.
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// The maximum number of JSON values in a header. It allows about 350,000 tensors with 12 values each.

@@ -34,7 +34,7 @@ use events::{Event, EventSink, NoEvents};
 use object::{MessageObject, StopDelta};
 use request::MessagesRequest;
 
-/// Handles `POST /v1/messages`: generates the next message of a conversation.
+/// Handles `POST /v1/messages`: generates the next message in a conversation.
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,

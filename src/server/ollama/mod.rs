@@ -33,7 +33,7 @@ pub use models::{pull, running, show, tags, version};
 /// The content type of streams: one JSON object per line.
 const LINES: &str = "application/x-ndjson";
 
-/// Handles `/api/chat`: generates the next message of a conversation.
+/// Handles `/api/chat`: generates the next message in a conversation.
 pub async fn chat(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,

@@ -22,7 +22,7 @@ use crate::server::state::Server;
 use crate::text;
 
 /// The version of ollama whose API inferno provides. Clients such as Codex check the version.
-/// The part after `+` names inferno.
+/// The part after `+` is the version of inferno.
 const VERSION: &str = concat!("0.13.4+inferno.", env!("CARGO_PKG_VERSION"));
 
 #[derive(Serialize)]

@@ -128,7 +128,7 @@ fn unknown(id: &str) -> ApiError {
 struct Query<'a>(&'a Uri);
 
 impl<'a> Query<'a> {
-    /// Returns the value of a parameter. Does not percent-decode the value, because these routes never need decoding.
+    /// Returns the value of a parameter. The value is not decoded, because these routes need no encoded characters.
     fn get(&self, name: &str) -> Option<&'a str> {
         let mut pairs = self.0.query().unwrap_or_default().split('&').filter_map(|pair| pair.split_once('='));
         pairs.find(|(key, _)| *key == name).map(|(_, value)| value)

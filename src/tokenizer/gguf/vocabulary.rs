@@ -38,8 +38,8 @@ pub struct Vocabulary<'v> {
     pub add_space_prefix: Option<bool>,
 }
 
-/// The validated special token ids. In SentencePiece vocabularies, `bos`, `eos` and `unk` default to the ids that
-/// llama.cpp uses.
+/// The validated special token ids.
+/// In SentencePiece vocabularies, `bos`, `eos` and `unk` default to the ids that llama.cpp uses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SpecialIds {
     pub bos: Option<u32>,

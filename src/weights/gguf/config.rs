@@ -17,8 +17,7 @@ use super::metadata::{Metadata, Value as MetadataValue};
 impl GgufCheckpoint {
     /// Returns the metadata as the contents of a config.json.
     ///
-    /// Fails if a config.json cannot express the metadata.
-    /// For an unknown architecture, returns
+    /// Fails if a config.json cannot express the metadata. For an unknown architecture, the error is
     /// [`Error::UnsupportedArchitecture`](crate::error::Error::UnsupportedArchitecture).
     pub fn config(&self) -> Result<Value> {
         config(self)
