@@ -59,7 +59,7 @@ impl Pass {
         if sum_order == SumOrder::Fixed && sequences.len() != tokens {
             let count = sequences.len();
             bail!(
-                "a fixed order of additions requires one token per sequence, not {tokens} tokens for {count} sequences"
+                "a fixed summation order requires one token per sequence, not {tokens} tokens for {count} sequences"
             );
         }
         let groups = cache.layout().groups();

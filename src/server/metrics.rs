@@ -125,7 +125,7 @@ impl Metrics {
                 total("failed_sequences_total", "Sequences that ended with an error.", |stats| stats.failed),
                 total(
                     "tokens_after_cancel_total",
-                    "Tokens from steps that began after their request was canceled.",
+                    "Tokens generated in steps that began after the request was canceled.",
                     |stats| stats.tokens_after_cancel,
                 ),
             ]

@@ -17,7 +17,7 @@ pub struct ServerOptions {
     pub api_keys: Vec<String>,
     /// The origins of web pages that may read responses. `*` allows every origin.
     pub cors_origins: Vec<String>,
-    /// Whether the server's own chat page has access under any host name, not only under a loopback address.
+    /// Whether the server's own chat page may use the API under any host name, not only under a loopback address.
     /// This is safe only if every client has access: an attacker's page can point its own host name at the server.
     pub is_open: bool,
     /// The maximum number of sequences that run at once.
@@ -35,13 +35,13 @@ pub struct ServerOptions {
 /// The options for the records of requests.
 #[derive(Clone, Debug, Default)]
 pub struct RecordOptions {
-    /// The maximum memory for the records of the last requests, in bytes. If it is 0, no record stays in memory.
+    /// The maximum memory for the records of the most recent requests, in bytes. If it is 0, no record stays in memory.
     pub memory_bytes: usize,
     /// The folder to which all records are written. If it is `None`, no records are written.
     pub folder: Option<PathBuf>,
     /// The commit of the model, or a hash of the demo's files. Each record contains it.
     pub revision: Option<String>,
-    /// Signs receipts. `None` gives none.
+    /// The key that signs receipts. If it is `None`, the server does not sign receipts.
     pub receipt_key: Option<Arc<ReceiptKey>>,
 }
 
@@ -59,7 +59,7 @@ pub struct Timeouts {
     pub write: Duration,
     /// The time between keep-alive messages while a stream has no events.
     pub ping: Duration,
-    /// The time after the shutdown signal in which the server still accepts requests, but reports itself as unhealthy.
+    /// How long after the shutdown signal the server still accepts requests, but reports itself as unhealthy.
     /// Routers see this state and stop sending requests.
     pub drain_delay: Duration,
     /// The time limit for running requests once the server rejects new requests.

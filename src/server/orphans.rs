@@ -10,7 +10,7 @@ use axum::response::Response;
 use tokio::runtime::Handle;
 use tokio::task::{JoinError, JoinHandle};
 
-/// How long an answer waits for its client. OpenAI's clients try again after half a second.
+/// How long an answer waits for its client. OpenAI's clients retry after half a second.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// A hash that is the same for a request and its retries.

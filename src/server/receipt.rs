@@ -1,7 +1,8 @@
 //! Receipts: signed statements about which model, build and options computed the answers to a request.
 //!
-//! A receipt is a JSON Web Signature (RFC 7515) in compact form, `HEADER.PAYLOAD.SIGNATURE`, signed with Ed25519 (RFC 8037).
-//! It contains hashes instead of prompts and answers. The record of the request has both.
+//! A receipt is a JSON Web Signature (RFC 7515) in compact form, `HEADER.PAYLOAD.SIGNATURE`.
+//! It is signed with Ed25519 (RFC 8037).
+//! It contains hashes instead of prompts and answers. The record of the request contains the prompts and answers.
 
 use std::collections::BTreeMap;
 
@@ -14,40 +15,42 @@ use serde::{Deserialize, Serialize};
 use super::receipt_key::{PublicKey, ReceiptKey};
 use crate::engine::{EngineRecord, Record, RecordedAnswer, RecordedRequest, SamplingParams};
 
-/// The only header of receipts. A receipt with any other one, such as another algorithm, is invalid.
+/// The only valid header of a receipt. A header with a different algorithm, for example, makes the receipt invalid.
 const HEADER: &str = r#"{"alg":"EdDSA","typ":"inferno-receipt"}"#;
 
 /// The version of the payload.
 const VERSION: u32 = 1;
 
-/// What a receipt states. All hashes are SHA-256 in hexadecimal.
+/// The payload of a receipt. All hashes are SHA-256 in hexadecimal.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Receipt {
     version: u32,
-    /// The id that the server gave to the request.
+    /// The id that the server assigned to the request.
     pub id: String,
-    /// When the answers ended, in RFC 3339.
+    /// The time at which the answers ended, in the format of RFC 3339.
     pub created: String,
     pub model: String,
     pub revision: Option<String>,
-    /// The hash of each file of the model when the server started: weights, tokenizer, configuration and chat template.
+    /// The hash of each file of the model, computed when the server started.
+    /// The files are the weights, the tokenizer, the configuration and the chat template.
     pub files: BTreeMap<String, String>,
-    /// `harmony`, which is part of the build, or the file that contains the chat template.
+    /// The chat format: `harmony`, which is part of the build, or the name of the file that contains the chat template.
     pub chat_format: Option<String>,
     pub engine: EngineRecord,
     /// One entry for each prompt.
     pub requests: Vec<RequestReceipt>,
-    /// Why the answers failed. `None` if they did not.
+    /// The reason why the answers failed, or `None` if they did not fail.
     pub error: Option<String>,
-    /// The hash of the record, as `GET /v1/records/{id}` and `--record` give it. It has all options.
+    /// The hash of the record that `GET /v1/records/{id}` returns and `--record` writes.
+    /// The record contains all options.
     pub record_sha256: String,
 }
 
-/// What a receipt states about a prompt and its answers.
+/// The part of a receipt about one prompt and its answers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RequestReceipt {
     pub prompt: TokensReceipt,
-    /// The sampling parameters with the seed. Answer i uses the seed plus i.
+    /// The sampling parameters, including the seed. Answer number i uses the seed plus i.
     pub sampling: SamplingParams,
     pub answers: Vec<AnswerReceipt>,
 }
@@ -102,7 +105,7 @@ impl Receipt {
         Ok(text)
     }
 
-    /// Verifies a signed receipt. Returns what it states.
+    /// Verifies a signed receipt. Returns its payload.
     pub fn verify(signed: &str, key: &PublicKey) -> Result<Self> {
         let parts = || {
             let (message, signature) = signed.rsplit_once('.')?;
@@ -214,7 +217,7 @@ mod tests {
             let text = format!("{}.{}.{signature}", BASE64.encode(header), BASE64.encode(payload.to_string()));
             Receipt::verify(&text, &key.public_key())
         };
-        // Without a change, the parts are the receipt again.
+        // The unchanged header and payload form the signed receipt again.
         assert!(with(HEADER, &payload).is_ok());
         let leaves = change_leaves(&payload, &mut |changed| assert!(with(HEADER, changed).is_err(), "{changed}"));
         assert!(leaves > 30, "{leaves}");

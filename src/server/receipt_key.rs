@@ -14,10 +14,11 @@ use tokio_rustls::rustls::pki_types::pem::PemObject;
 
 use crate::files;
 
-/// The maximum size of a key file in bytes. Usual ones have less than 1 KB.
+/// The maximum size of a key file in bytes. Typical key files are smaller than 1 KB.
 const MAX_KEY_BYTES: u64 = 1 << 20;
 
-/// The bytes before the 32 bytes of a private key in PKCS#8 (RFC 8410). ring writes a newer form, which OpenSSL 3 rejects.
+/// The bytes before the 32 bytes of a private key in PKCS#8 (RFC 8410).
+/// ring writes a newer form, which OpenSSL 3 rejects.
 const PKCS8_START: &[u8] = b"\x30\x2e\x02\x01\x00\x30\x05\x06\x03\x2b\x65\x70\x04\x22\x04\x20";
 
 /// The private key that signs receipts.
@@ -34,8 +35,8 @@ pub struct PublicKey {
 }
 
 impl ReceiptKey {
-    /// Reads a key from a file in PKCS#8 and PEM format. If there is no file, creates a key and a file that only its owner
-    /// can read.
+    /// Reads a key from a file in PKCS#8 and PEM format. If the file does not exist, creates a key,
+    /// and writes it to a file that only its owner can read.
     pub fn read_or_create(path: &Path) -> Result<Self> {
         match path.try_exists().with_context(|| cannot("read", path))? {
             true => Self::read(path).with_context(|| cannot("read", path)),
@@ -45,12 +46,12 @@ impl ReceiptKey {
 
     fn read(path: &Path) -> Result<Self> {
         let text = files::read_input(path, MAX_KEY_BYTES)?;
-        // Quotes nothing from the file, which contains a secret.
+        // The error must not quote the file, because the file contains a secret.
         let der = PrivatePkcs8KeyDer::from_pem_slice(&text);
         let der = der.map_err(|_| anyhow!("the file has no 'BEGIN PRIVATE KEY'; encrypted keys are not supported"))?;
         // OpenSSL writes keys without the public key, which `from_pkcs8` requires.
         let pair = Ed25519KeyPair::from_pkcs8_maybe_unchecked(der.secret_pkcs8_der());
-        Ok(Self(pair.map_err(|_| anyhow!("it is not a key for Ed25519"))?))
+        Ok(Self(pair.map_err(|_| anyhow!("it is not an Ed25519 key"))?))
     }
 
     fn create(path: &Path) -> Result<Self> {
@@ -61,7 +62,7 @@ impl ReceiptKey {
         let text = BASE64_STANDARD.encode(der);
         let text = format!("-----BEGIN PRIVATE KEY-----\n{text}\n-----END PRIVATE KEY-----\n");
         if let Err(error) = file.write_all(text.as_bytes()).and_then(|()| file.sync_all()) {
-            // An incomplete file would be an error at the next start.
+            // An incomplete file would cause an error at the next start.
             let _ = std::fs::remove_file(path);
             return Err(error.into());
         }
@@ -81,7 +82,7 @@ impl ReceiptKey {
 }
 
 impl PublicKey {
-    /// Reads a JSON Web Key from a file, or from `text` itself: either JSON or the value of its field `x`.
+    /// Reads a JSON Web Key. `text` is the path of a file, or the JSON itself, or only the value of the field `x`.
     pub fn read(text: &str) -> Result<Self> {
         let path = Path::new(text);
         let key = match text.trim_start() {
@@ -109,7 +110,7 @@ impl PublicKey {
 }
 
 fn cannot(what: &str, path: &Path) -> String {
-    format!("cannot {what} the private key of receipts in '{}'", path.display())
+    format!("cannot {what} the private key for receipts in '{}'", path.display())
 }
 
 #[cfg(test)]
@@ -134,7 +135,7 @@ mod tests {
     fn keys_of_openssl_are_read_and_others_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("key.pem");
-        // The example of RFC 8410, section 10.3.
+        // The example in RFC 8410, section 10.3.
         let key = "MC4CAQAwBQYDK2VwBCIEINTuctv5E1hK1bbY8fdp+K06/nwoy/HU++CXqI9EdVhC";
         let pem = |key: &str| format!("-----BEGIN PRIVATE KEY-----\n{key}\n-----END PRIVATE KEY-----\n");
         std::fs::write(&path, pem(key)).unwrap();

@@ -17,7 +17,7 @@ use super::receipt_key::ReceiptKey;
 use super::records;
 use super::state::Server;
 
-/// Returns the signed receipt of a request of the same client.
+/// Returns the signed receipt of a request. A client can read only the receipts of its own requests.
 pub async fn get(
     State(server): State<Arc<Server>>,
     Extension(client): Extension<Client>,
@@ -41,5 +41,5 @@ pub async fn key(State(server): State<Arc<Server>>) -> Result<Response, ApiError
 
 fn signing_key(server: &Server) -> Result<&ReceiptKey, ApiError> {
     let key = server.options.record.receipt_key.as_deref();
-    key.ok_or_else(|| ApiError::not_found("this server signs no receipts: start it with --receipt-key FILE"))
+    key.ok_or_else(|| ApiError::not_found("this server does not sign receipts: start it with --receipt-key FILE"))
 }

@@ -1,7 +1,7 @@
-//! Keeps records of the last requests, so that their answers can be reproduced.
+//! Keeps records of the most recent requests, so that their answers can be reproduced.
 //!
-//! Records contain prompts and answers. The recorder keeps them in memory, and also writes them to a folder if the
-//! options contain a folder. A client can read only its own records.
+//! Records contain prompts and answers. The recorder keeps records in memory.
+//! If the options contain a folder, it also writes the records to this folder. A client can read only its own records.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -21,7 +21,7 @@ use crate::files;
 /// The maximum number of records that wait to be written.
 const MAX_WAITING: usize = 256;
 
-/// Keeps the last records.
+/// Keeps the most recent records.
 pub struct Recorder {
     /// The maximum memory for records, in bytes.
     limit: usize,
@@ -30,7 +30,7 @@ pub struct Recorder {
     writer: Mutex<Option<Writer>>,
 }
 
-/// The last records, oldest first.
+/// The most recent records, oldest first.
 #[derive(Default)]
 struct Ring {
     entries: VecDeque<Entry>,
@@ -82,7 +82,7 @@ impl Recorder {
         }
     }
 
-    /// Returns the newest record of a client with the given request id.
+    /// Returns a client's newest record with the given request id.
     pub fn get(&self, client: Client, id: &str) -> Option<Arc<Record>> {
         let ring = lock(&self.ring);
         let entry = ring.entries.iter().rev().find(|entry| entry.client == client && entry.record.id == id);

@@ -21,12 +21,12 @@ pub async fn get(
     json_response(&*find(&server, client, &id)?)
 }
 
-/// Returns the record of a request of `client`.
+/// Returns the record of a request that `client` sent.
 pub fn find(server: &Server, client: Client, id: &str) -> Result<Arc<Record>, ApiError> {
     if server.options.is_open {
         // Without authentication, the server cannot tell clients apart.
         // Each client could therefore read the prompts of all others.
-        return Err(ApiError::forbidden("a server with --no-auth shows no records: use --record FOLDER"));
+        return Err(ApiError::forbidden("a server with --no-auth returns no records: use --record FOLDER"));
     }
     let record = server.recorder.get(client, id);
     record.ok_or_else(|| ApiError::not_found(format!("the server has no record of the request '{id}'")))

@@ -15,7 +15,7 @@ use super::state::Server;
 /// The response header that lists the request fields that have no effect.
 const IGNORED: HeaderName = HeaderName::from_static("x-inferno-ignored");
 
-/// The request header that makes fields without effect an error.
+/// The request header that makes the server reject requests with fields that have no effect.
 const STRICT: &str = "x-inferno-strict";
 
 /// The request header that makes the answer independent of other requests, as the field `deterministic` does.

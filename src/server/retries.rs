@@ -1,10 +1,10 @@
 //! Lets the retry of a request receive the answer to the first attempt.
 //!
-//! Clients such as OpenAI's send a request again if the connection breaks. For some requests, the server therefore
-//! keeps the answer running for a short time, and a retry with the same body and key receives this answer.
+//! Clients such as OpenAI's retry a request if the connection breaks. For some requests, the server therefore
+//! keeps generating the answer for a short time, and a retry with the same body and key receives this answer.
 //! This applies only to requests with an idempotency key, and to requests whose header `x-stainless-retry-count`
-//! is not 0. First requests of OpenAI's clients have the count 0. The server cancels their answers at once,
-//! because most of these clients do not come back.
+//! is not 0. In the first request of OpenAI's clients, the count is 0. If the connection of such a request breaks,
+//! the server cancels the answer at once, because most of these clients do not come back.
 //! A stream ends with its connection, because clients do not retry a stream that has begun.
 
 use std::sync::Arc;

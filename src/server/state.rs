@@ -15,7 +15,7 @@ use super::orphans::Orphans;
 use super::recorder::Recorder;
 use crate::engine::EngineHandle;
 
-/// The maximum duration of a step. If a step takes longer, the engine counts as stuck.
+/// The maximum duration of a step. If a step takes longer, the engine is considered stuck.
 const MAX_STEP: Duration = Duration::from_secs(60);
 
 /// A server: its options, its model and the requests in progress.
@@ -73,7 +73,7 @@ impl Server {
         let _ = self.model_files.set(hashes);
     }
 
-    /// Returns the SHA-256 of each file of the model, or the error to send before it is known.
+    /// Returns the SHA-256 of each file of the model. While the model loads, returns the error to send to the client.
     pub fn model_files(&self) -> Result<&BTreeMap<String, String>, ApiError> {
         self.model_files.get().ok_or_else(|| ApiError::unavailable("the model is loading", Duration::from_secs(1)))
     }

@@ -1,4 +1,4 @@
-//! A connection that fails if the client does not read.
+//! A connection that fails if the client stops reading.
 
 use std::io;
 use std::pin::Pin;
@@ -50,7 +50,7 @@ impl<S> WriteLimit<S> {
                     self.deadline.as_mut().reset(Instant::now() + self.limit);
                 }
                 ready!(self.deadline.as_mut().poll(context));
-                Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client does not read")))
+                Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client is not reading the response")))
             }
         }
     }

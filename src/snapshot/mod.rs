@@ -27,7 +27,7 @@ pub enum Required {
     Weights,
 }
 
-/// The files besides the weights that a model in safetensors files can have, without the shard index.
+/// The files of a safetensors model, except the weights and the shard index. Some of them are optional.
 const CONFIG_FILES: [&str; 6] = [
     "config.json",
     "generation_config.json",

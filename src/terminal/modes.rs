@@ -51,8 +51,8 @@ pub fn stop_process() {
 
 /// Restores the modes that [`save`] saved. Does nothing if this program is in the background.
 ///
-/// Signal handlers can call this function at any point. It therefore does not allocate, lock or panic, and calls only
-/// async-signal-safe functions.
+/// Signal handlers can call this function at any point.
+/// It therefore does not allocate, lock or panic, and calls only async-signal-safe functions.
 pub(super) fn restore() {
     let Some(original) = ORIGINAL.get() else { return };
     // SAFETY: `tcgetpgrp` and `getpgrp` take no pointers.

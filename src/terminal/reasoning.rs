@@ -6,7 +6,7 @@ use super::styled_text::{Span, Style, StyledLine, wrap};
 pub struct ReasoningText {
     /// Finished rows.
     rows: Vec<StyledLine>,
-    /// The number of `rows` that are already printed.
+    /// The number of `rows` that have already been printed.
     printed: usize,
     /// The text after the last finished row.
     rest: String,
@@ -44,7 +44,7 @@ impl ReasoningText {
         }
     }
 
-    /// Returns the finished rows that are not printed yet and marks them as printed.
+    /// Returns the finished rows that have not been printed yet, and marks them as printed.
     pub fn take_finished(&mut self) -> Vec<StyledLine> {
         let finished = self.rows[self.printed..].to_vec();
         self.printed = self.rows.len();

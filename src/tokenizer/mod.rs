@@ -1,6 +1,6 @@
 //! Encodes text to token ids and decodes token ids to text. The streaming decoder never splits a character.
 //!
-//! A tokenizer is loaded from tokenizer.json or from GGUF metadata with the `tokenizers` library from Hugging Face.
+//! The `tokenizers` library from Hugging Face is used to load a tokenizer from tokenizer.json or GGUF metadata.
 //! Malformed files can make that library panic (huggingface/tokenizers #2094), so every call catches panics.
 //! An invalid file causes an error, never a crash.
 //!

@@ -29,8 +29,8 @@ pub struct ControlToken {
 
 /// The tokens of a vocabulary by id, its control tokens and its decoder.
 ///
-/// Decoding takes time and memory proportional to the length of the text. To guarantee this, the table rejects
-/// tokens that are too long and decoders that could take more.
+/// Decoding takes time and memory proportional to the length of the text.
+/// To guarantee this, the table rejects tokens that are too long and decoders that could need more time or memory.
 pub struct TokenTable {
     /// All tokens, concatenated in the order of their ids.
     text: String,

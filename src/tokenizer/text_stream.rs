@@ -6,7 +6,7 @@ use super::Tokenizer;
 
 /// A streaming decoder that holds text back while the last character may be incomplete.
 pub struct TextStream {
-    /// The left context (the ids of the text returned last), followed by newer ids.
+    /// The left context (the ids of the most recently returned text), followed by newer ids.
     ids: Vec<u32>,
     /// The number of leading `ids` whose text was already returned.
     emitted: usize,
@@ -33,7 +33,7 @@ impl TextStream {
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
         self.ids.push(id);
         let is_full = self.ids.len() - self.emitted >= MAX_HELD_IDS;
-        // After invalid characters, a valid one may have begun.
+        // The last ids may contain the beginning of a valid character that follows invalid bytes.
         let begun = if is_full { self.begun_ids(tokenizer) } else { 0 };
         let held = self.ids.split_off(self.ids.len() - begun);
         let text = self.take(tokenizer, is_full)?;
@@ -41,7 +41,8 @@ impl TextStream {
         Ok(text)
     }
 
-    /// Returns how many ids at the end contain the beginning of a character. Returns 0 if no other ids wait.
+    /// Returns how many of the last ids contain the beginning of a character.
+    /// Returns 0 if all waiting ids together are the beginning of a character.
     fn begun_ids(&self, tokenizer: &Tokenizer) -> usize {
         let waiting = &self.ids[self.emitted..];
         let ends_within = |count: &usize| {

@@ -90,7 +90,7 @@ pub enum WeightScales {
 pub enum Activations {
     /// Only the weights are quantized.
     Unquantized,
-    /// Each token gets its own scale at run time. The scale is at least the smallest positive normal f32.
+    /// Each token has its own scale, computed at run time. The scale is at least the smallest positive normal f32.
     PerToken,
     /// All tokens share the `input_scale` of the checkpoint.
     Static,
@@ -301,7 +301,7 @@ impl Group {
             Some(inputs) if is_set(&inputs.scale_dtype) => return unsupported(format!("scale_dtype in {path}")),
             Some(inputs) => match (inputs.strategy(), inputs.is_dynamic(path)?) {
                 ("token", true) => Activations::PerToken,
-                // If all tokens of a pass shared one scale, the result for a token would depend on the other tokens.
+                // If all tokens of a step shared one scale, the result for a token would depend on the other tokens.
                 ("tensor", true) => return unsupported(format!("dynamic per-tensor scaling in {path}")),
                 ("tensor", false) => Activations::Static,
                 ("token", false) => return unsupported(format!("strategy='token' without dynamic=true in {path}")),

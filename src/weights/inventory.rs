@@ -34,8 +34,8 @@ enum MemoryFormat {
     ComputeDtype,
     /// F32, regardless of the compute dtype: norms, biases, sinks, routers and weight scales.
     F32,
-    /// A packed or quantized format with this size in bytes. The size is 0 for tensors that no model loads, and for
-    /// scales, which are included in the size of their weight matrix.
+    /// A packed or quantized format with this size in bytes. The size is 0 for tensors that no model loads,
+    /// and for scales, which are included in the size of their weight matrix.
     Bytes(u64),
 }
 
@@ -145,7 +145,7 @@ impl Inventory {
         for tensor in inventory.tensors.iter_mut().filter(is_matrix) {
             let is_quantized = match tensor.group() {
                 "attention" | "mlp" | "head" => true,
-                // Experts with biases are from gpt-oss. Loading does not quantize them.
+                // Only gpt-oss has experts with biases. Loading does not quantize them.
                 "experts" => checkpoint.info(&format!("{}_bias", tensor.name)).is_none(),
                 "embedding" => !has_head && !tensor.name.contains("wpe"),
                 _ => false,

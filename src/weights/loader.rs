@@ -80,8 +80,8 @@ impl<'c> Weights<'c> {
     /// Returns weights that load to `device`. Float tensors are converted to `dtype`.
     ///
     /// If safetensors files are loaded to a GPU, background threads start reading immediately.
-    /// Loading functions may return a tensor before its copy to the device is complete. Kernels on the device's stream
-    /// wait for the copy.
+    /// Loading functions may return a tensor before its copy to the device is complete.
+    /// Kernels on the device's stream wait for the copy.
     pub fn new(
         checkpoint: &'c Checkpoint,
         device: &Device,
@@ -151,7 +151,7 @@ impl<'c> Weights<'c> {
         Ok(weights)
     }
 
-    /// Reads large tensors with `reader`, which must copy them to the device of these weights.
+    /// Returns weights that read large tensors with `reader`, which must copy them to the device of these weights.
     pub fn with_part_reader(self, reader: PartReader<impl Target>) -> Self {
         Self { part_reader: Some(Arc::new(reader)), ..self }
     }
@@ -274,8 +274,8 @@ impl<'c> Weights<'c> {
             return self.float_from_e4m3(&name, &stored_shape, dtype, slice);
         }
         let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], &stored_shape)?;
-        // Convert small tensors, such as norms and biases, on the host. The first conversion on a GPU takes a second if
-        // the driver has no compiled copy of candle's conversion kernels in its cache.
+        // Convert small tensors, such as norms and biases, on the host. The first conversion on a GPU takes a second
+        // if the driver's cache does not contain compiled copies of candle's conversion kernels.
         let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= MAX_HOST_CONVERSION_BYTES;
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let whole = model.float(&name, dtype);
@@ -305,7 +305,7 @@ impl<'c> Weights<'c> {
         Ok(self.progress.add_tensor(tensor.with_context(|| format!("cannot load tensor {name}"))?))
     }
 
-    /// Fails if the checkpoint has a scale for the tensor, because ignoring the scale would give wrong values.
+    /// Fails if the checkpoint has a scale for the tensor, because ignoring the scale would produce wrong values.
     pub(super) fn check_unscaled(&self, name: &str) -> Result<()> {
         let is_scale = |other: &str| other.strip_prefix(module(name)).is_some_and(|rest| rest.contains("scale"));
         match self.checkpoint.tensors().find(|(other, _)| is_scale(other)) {

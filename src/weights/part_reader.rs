@@ -1,7 +1,8 @@
-//! Reads parts of large tensors to a device with several threads.
+//! Uses several threads to read parts of large tensors to a device.
 //!
 //! Each thread takes the next piece of the part, reads it into a staging buffer, and queues the copy to the device.
-//! The columns of a matrix are short runs of bytes. A thread reads whole rows, and keeps only the columns of the part.
+//! If the part consists of columns of a matrix, each row contains only a short run of its bytes.
+//! A thread then reads whole rows, and keeps only the columns of the part.
 
 use std::ops::Range;
 use std::panic::resume_unwind;
@@ -24,16 +25,17 @@ const MIN_RUN_BYTES: usize = 64 << 10;
 pub struct PartReader<T: Target> {
     target: T,
     options: ReadAheadOptions,
-    /// The staging buffers that no thread uses. Creating page-locked memory takes milliseconds, so they are kept.
+    /// The staging buffers that no thread is using. They are reused, because creating page-locked memory takes
+    /// milliseconds.
     staging: Mutex<Vec<T::Staging>>,
 }
 
 /// The bytes of a part of a tensor in its file.
 struct PartBytes {
-    /// The number of equal rows of the tensor. A row contains one run of each of `runs`.
+    /// The number of rows of the tensor. All rows have the same size, and `runs` applies to each of them.
     rows: usize,
     row_bytes: usize,
-    /// The bytes of a row that belong to the part.
+    /// The byte ranges of each row that belong to the part.
     runs: Vec<Range<usize>>,
 }
 
@@ -41,7 +43,7 @@ struct PartBytes {
 enum Piece {
     /// `bytes` bytes at the offset `start` of the tensor, and their offset in the part.
     Run { start: usize, bytes: usize, offset: usize },
-    /// The runs of these rows.
+    /// All runs of the rows with these indices.
     Rows(Range<usize>),
 }
 
@@ -50,8 +52,10 @@ impl<T: Target> PartReader<T> {
         Self { target, options, staging: Mutex::new(Vec::new()) }
     }
 
-    /// Reads the part of a tensor that `slice` selects, or the whole tensor. `tensor` is the location of the whole tensor,
-    /// and `shape` is the shape of the result, which must not be empty. Returns when all copies are queued.
+    /// Reads the part of a tensor that `slice` selects, or the whole tensor. Returns when all copies are queued.
+    ///
+    /// `tensor` is the location of the whole tensor.
+    /// `shape` is the shape of the result, which must not be empty.
     pub(super) fn read(
         &self,
         tensor: &ByteRange,
@@ -116,7 +120,7 @@ impl PartBytes {
         }
     }
 
-    /// Returns the bytes of a row that belong to the part.
+    /// Returns the number of bytes of each row that belong to the part.
     fn kept_bytes(&self) -> usize {
         self.runs.iter().map(Range::len).sum()
     }
@@ -129,7 +133,7 @@ impl PartBytes {
         self.runs.iter().all(|run| run.len() >= MIN_RUN_BYTES)
     }
 
-    /// Returns the most bytes that a piece copies to the device.
+    /// Returns the maximum number of bytes that a piece copies to the device.
     fn longest_piece(&self, piece_bytes: usize) -> usize {
         if self.has_long_runs() { piece_bytes } else { piece_bytes.max(self.kept_bytes()) }
     }
@@ -154,8 +158,8 @@ impl PartBytes {
         pieces
     }
 
-    /// Reads a piece to the start of `buffer`. Returns the number of its bytes and its offset in the part. `rows` is a
-    /// buffer for whole rows.
+    /// Reads a piece to the start of `buffer`. Returns the number of its bytes and its offset in the part.
+    /// `rows` is a buffer for whole rows.
     fn read(&self, tensor: &ByteRange, piece: &Piece, buffer: &mut [u8], rows: &mut Vec<u8>) -> Result<(usize, usize)> {
         let (source, first) = (&tensor.source, tensor.start);
         match piece {

@@ -1,4 +1,4 @@
-//! Tracks which tensors were loaded and how many bytes were read.
+//! Tracks which tensors have been loaded and how many bytes have been read.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;

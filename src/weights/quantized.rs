@@ -114,7 +114,7 @@ pub struct MatrixRows<'c> {
 }
 
 /// A function that writes the row with the given index to the low, high, scales and supers planes of a matrix.
-/// It may read the row through the thread's `RowBuffer`.
+/// It may use the thread's `RowBuffer` to read the row.
 pub type WriteRow<'c> = Box<dyn Fn(usize, &mut RowBuffer, [&mut [u8]; 4]) -> Result<()> + Sync + 'c>;
 
 impl<'c> MatrixRows<'c> {
@@ -167,7 +167,7 @@ impl<'c> MatrixRows<'c> {
         Self { format, rows, columns, rounding, write: Box::new(write) }
     }
 
-    /// Returns some of the columns of all rows. Fails if the range does not consist of whole blocks of the format.
+    /// Returns the columns of a range, for all rows. Fails if the range does not consist of whole blocks of the format.
     pub fn columns(self, range: Range<usize>) -> Result<Self> {
         let Self { format, rows, columns, rounding, write } = self;
         let unit = format.column_unit();
@@ -233,7 +233,7 @@ fn quantize_row(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
     if blocks.all(|(block, values)| ggml::quantize(ggml_type, values, block)) {
         return Ok(bytes);
     }
-    // `ggml::quantize` supports only K-quants. For the other types, candle's quantizers give the same results as ggml.
+    // `ggml::quantize` supports only K-quants. For the other types, candle's quantizers match the results of ggml.
     let columns = values.len();
     let row = Tensor::from_vec(values, columns, &Device::Cpu)?;
     Ok(QTensor::quantize(&row, candle_type(ggml_type)?)?.data()?.to_vec())

@@ -2,8 +2,8 @@
 //!
 //! Each thread takes the next piece of a tensor, reads it into a staging buffer, and queues the copy to the device.
 //! The threads read the tensors in the order of the list passed to [`ReadAhead::start`].
-//! If [`ReadAhead::take`] needs a tensor whose read has not started, that tensor is read next, even if it exceeds the
-//! read-ahead limit. `take` therefore never waits forever.
+//! If [`ReadAhead::take`] needs a tensor whose read has not started, that tensor is read next,
+//! even if it exceeds the read-ahead limit. `take` therefore never waits forever.
 //! It returns once all copies of its tensor are queued, which may be before they complete.
 
 use std::collections::{HashMap, VecDeque};

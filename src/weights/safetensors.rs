@@ -178,7 +178,7 @@ impl SafetensorsCheckpoint {
     /// Returns a read request for every tensor that a model with this compute dtype can load.
     /// The requests are roughly in loading order.
     ///
-    /// The q, k and v projections of a layer form one request if all have the compute dtype.
+    /// The q, k and v projections of a layer form one request if all three have the compute dtype.
     /// Concatenating them on the device would need twice the memory.
     pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         let mut usable: Vec<_> = self.tensors.iter().filter(|(_, stored)| stored.info.bytes() > 0).collect();
@@ -234,7 +234,7 @@ fn read_header(source: &Source) -> Result<(usize, Metadata)> {
     let data_bytes = (source.bytes() - 8).checked_sub(length).filter(|_| length <= MAX_HEADER_BYTES);
     let data_bytes = data_bytes.with_context(|| {
         format!(
-            "the header has {length} bytes, but the file has only {} bytes, and the limit is {MAX_HEADER_BYTES} bytes",
+            "the header has {length} bytes, but the limit is {MAX_HEADER_BYTES} bytes, and the file has {} bytes",
             source.bytes()
         )
     })?;

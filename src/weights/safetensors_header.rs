@@ -21,14 +21,14 @@ pub struct HeaderTensor<'h> {
     pub rank: usize,
     pub elements: u64,
     pub bytes: u64,
-    /// Whether the file stores the tensor as an I32 `weight_packed` (compressed-tensors). If so, `name`, `dtype` and
-    /// `elements` describe the unpacked I8 `weight`.
-    /// The header does not say how many values an I32 holds. inferno assumes four, the only number it can load.
+    /// Whether the file stores the tensor as an I32 `weight_packed` (compressed-tensors).
+    /// If so, `name`, `dtype` and `elements` describe the unpacked I8 `weight`.
+    /// The header does not specify how many values an I32 contains. inferno assumes four, the only supported number.
     pub packed: bool,
 }
 
-/// The maximum total size of the headers of all shards, in bytes. The `safetensors` crate has the same limit
-/// for each header.
+/// The maximum total size of the headers of all shards, in bytes.
+/// The `safetensors` crate has the same limit for each header.
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// The maximum number of JSON values in a header. It allows about 350,000 tensors with 12 values each.
@@ -98,7 +98,8 @@ pub fn read_file(path: &Path) -> Result<(Vec<u8>, u64)> {
     let data_bytes = data_bytes.filter(|_| length <= MAX_HEADER_BYTES);
     ensure!(
         data_bytes.is_some(),
-        "{} is not a safetensors file: its header has {length} bytes, more than the file",
+        "{} is not a safetensors file: the header has {length} bytes, but the limit is {MAX_HEADER_BYTES} bytes, \
+         and the file has {file_bytes} bytes",
         path.display()
     );
     let mut header = vec![0; length as usize];

@@ -169,7 +169,7 @@ impl RowSource for StoredRows<'_> {
     }
 }
 
-/// The buffer through which one thread reads rows from files. It reads ahead, so most rows are already in memory.
+/// A buffer for one thread that reads rows from files. It reads ahead, so most rows are already in memory.
 #[derive(Default)]
 pub struct RowBuffer {
     /// Two windows, because rows of a matrix may alternate between two tensors. The most recently used window is first.

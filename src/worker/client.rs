@@ -39,7 +39,7 @@ impl Worker {
         Ok(language.with_renderer(Box::new(Remote(worker))))
     }
 
-    /// Sends a request to the worker and returns the response. Starts a new process if the last process has failed.
+    /// Sends a request to the worker and returns the response. Starts a new process if the previous process has failed.
     fn call(&self, request: &Request, body: &[u8]) -> Result<(Response, Vec<u8>)> {
         let mut slot = self.process.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let mut process = match slot.take() {
@@ -91,7 +91,7 @@ impl Process {
         // A build with CUDA may find its libraries only through this variable. The worker inherits no other variable.
         command.envs(std::env::var_os("LD_LIBRARY_PATH").map(|path| ("LD_LIBRARY_PATH", path)));
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        // Ctrl-C sends SIGINT to the whole process group. The worker must survive, so it gets its own group.
+        // Ctrl-C sends SIGINT to the whole process group. The worker must survive, so it runs in its own group.
         command.process_group(0);
         let mut child = command.spawn().context("cannot start the process for the tokenizer and the chat template")?;
         let (Some(stdin), Some(stdout), Some(stderr)) = (child.stdin.take(), child.stdout.take(), child.stderr.take())

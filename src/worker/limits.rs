@@ -11,8 +11,8 @@ use super::protocol::Request;
 /// The stack size of the thread that serves requests, in bytes.
 pub const STACK_BYTES: usize = 64 << 20;
 
-/// The page size on x86-64 Linux, in bytes. If the pages of the system are larger, the result of `data_bytes` is
-/// too small, and memory limits are stricter than [`Budget`] states.
+/// The page size on x86-64 Linux, in bytes. If the pages of the system are larger,
+/// the result of `data_bytes` is too small, and memory limits are stricter than [`Budget`] states.
 const PAGE_BYTES: u64 = 4096;
 
 /// The memory and CPU time that one request may use.
@@ -27,8 +27,9 @@ pub struct Budget {
 impl Budget {
     /// Returns the budget of a request with this body.
     ///
-    /// Loading the 28 MB tokenizer.json of gpt-oss takes 140 MB and 0.5 s. Encoding takes about 120 bytes of memory and
-    /// 0.5 µs per byte of text. Budgets are 2 to 16 times these amounts, plus a constant for encoding and rendering.
+    /// Loading the 28 MB tokenizer.json of gpt-oss takes 140 MB of memory and 0.5 s.
+    /// Encoding takes about 120 bytes of memory and 0.5 µs per byte of text.
+    /// Budgets are 2 to 16 times these amounts, plus a constant for encoding and rendering.
     pub fn of(request: &Request, body: &[u8]) -> Self {
         let text_bytes = request.text_bytes(body) as u64;
         match request {

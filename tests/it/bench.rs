@@ -225,7 +225,7 @@ fn requests_at_once_are_measured() {
         assert!(decoded.map(|step| step["steps"].as_u64().unwrap()).sum::<u64>() >= 4, "{steps:?}");
         assert!(steps.iter().all(|step| step["mean_ms"].as_f64().unwrap() > 0.0), "{steps:?}");
         // The demo model has experts. On a CPU, `bench` does not count the experts in a step with several requests,
-        // so it does not know the bytes of the step.
+        // so it cannot compute how many bytes the step reads.
         assert_eq!(serving["step_bytes"].is_null(), concurrency > 1, "{}", serving["step_bytes"]);
         assert!(serving["experts_per_step"].is_null());
     }
@@ -249,7 +249,7 @@ fn gpu_memory_gives_the_rest_of_the_limit_to_the_cache() {
     let figure = |model: &Value, name: &str| model[name].as_u64().unwrap();
     let plain = model(&[]);
     assert_eq!(figure(&plain, "cache_sequences"), 1);
-    // The cache grows by the difference between the two limits, rounded down to whole blocks.
+    // The cache sizes differ by 200 MB to within one block, because each size is a whole number of blocks.
     let [small, large] = ["1000MB", "1200MB"].map(|limit| model(&["--gpu-memory", limit]));
     let block_bytes = figure(&plain, "cache_bytes") / figure(&plain, "cache_blocks");
     let added = figure(&large, "cache_bytes") - figure(&small, "cache_bytes");

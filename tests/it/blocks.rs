@@ -41,7 +41,7 @@ struct Seen {
 struct Sequence {
     blocks: SequenceBlocks,
     tokens: Vec<u32>,
-    /// The end of the positions that the sequence may write.
+    /// The end of the positions that the sequence may write to.
     granted: usize,
     /// The largest number of tokens for which a single call to `grow` has made room so far.
     chunk: usize,
@@ -119,9 +119,9 @@ impl Model {
         let (before, free) = (self.manager.stats(), self.manager.free());
         let blocks = self.manager.start(&tokens, tokens.len(), hashes);
         let hit = blocks.computed();
-        assert!(hit < tokens.len(), "a hit of {hit} tokens covers the whole prompt of {}", tokens.len());
+        assert!(hit < tokens.len(), "a hit of {hit} tokens covers the whole prompt of {} tokens", tokens.len());
         match before.evicted {
-            0 => assert_eq!(hit, longest, "a prompt of {} tokens", tokens.len()),
+            0 => assert_eq!(hit, longest, "wrong hit length for a prompt of {} tokens", tokens.len()),
             _ => assert!(hit <= longest),
         }
         self.seen.hits += usize::from(hit > 0);
@@ -168,7 +168,7 @@ impl Model {
         let Some(copies) = grown else {
             assert!(
                 missing > stats.total - stats.used,
-                "`grow` refused {missing} blocks, although enough blocks are free"
+                "`grow` failed, although the {missing} missing blocks are free"
             );
             assert_eq!((before, stats), (after, self.manager.stats()), "a failed call to `grow` changed the blocks");
             self.seen.refused += 1;
@@ -192,7 +192,7 @@ impl Model {
         let written = computed / BLOCK_TOKENS..if end > computed { end.div_ceil(BLOCK_TOKENS) } else { 0 };
         for &block in after.iter().flat_map(|table| table.get(written.clone()).unwrap_or_default()) {
             let uses = self.sequences.iter().flat_map(|other| tables(&other.blocks)).flatten();
-            assert_eq!(uses.filter(|&other| other == block).count(), 1, "block {block} has several users");
+            assert_eq!(uses.filter(|&other| other == block).count(), 1, "several sequences use block {block}");
         }
         assert_eq!(self.manager.missing(&self.sequences[index].blocks, end), 0);
     }
@@ -230,7 +230,7 @@ impl Model {
         let free = self.manager.free();
         let sequence = &self.sequences[index];
         let blocks = self.manager.fork(&sequence.blocks);
-        assert_eq!(self.manager.free(), free, "a fork takes no free blocks");
+        assert_eq!(self.manager.free(), free, "a fork must not take free blocks");
         let Sequence { ref tokens, chunk, text, .. } = *sequence;
         let granted = blocks.computed();
         self.sequences.push(Sequence { blocks, tokens: tokens.clone(), granted, chunk, text });
@@ -284,7 +284,7 @@ impl Model {
                 sequence.granted.max(tables.iter().map(|table| table.len() * BLOCK_TOKENS).max().unwrap_or(0));
             assert!(
                 held <= self.manager.peak(longest, sequence.chunk),
-                "the sequence holds {held} blocks for {longest} tokens"
+                "the sequence holds {held} blocks, more than the predicted peak for {longest} tokens"
             );
             let digests = digests(&sequence.tokens[..computed]);
             for (group, &window) in self.windows.iter().enumerate() {
@@ -293,13 +293,14 @@ impl Model {
                     assert_eq!(
                         block == SCRATCH_BLOCK,
                         index < first / BLOCK_TOKENS,
-                        "entry {index} of the block table, {computed} tokens"
+                        "wrong entry {index} in the block table of a sequence with {computed} computed tokens"
                     );
                 }
                 for position in first..computed {
                     let block = tables[group][position / BLOCK_TOKENS] as usize;
                     let read = self.contents[block][position % BLOCK_TOKENS];
-                    assert_eq!(read, Some((group, digests[position])), "position {position} of {computed} tokens");
+                    let want = Some((group, digests[position]));
+                    assert_eq!(read, want, "wrong cache entry at position {position} of {computed}");
                 }
             }
         }
@@ -341,7 +342,7 @@ fn blocks_hold_what_was_computed_after_random_operations() {
     assert!(hits > 1000 && copies > 1000 && copies_of_cached > 10 && refused > 1000 && evicted > 1000, "{seen:?}");
 }
 
-/// Returns the first `len` tokens of a text. Different values of `text` give different tokens.
+/// Returns the first `len` tokens of text number `text`. Different texts have different tokens.
 fn tokens(text: u32, len: usize) -> Vec<u32> {
     (0..len as u32).map(|position| position.wrapping_mul(7) + text * 1_000_003).collect()
 }
@@ -381,27 +382,27 @@ fn prefixes_are_found_up_to_the_last_full_block_before_the_last_token() {
             let mut manager = BlockManager::new(windows.clone(), 200);
             let prompt = tokens(1, len);
             let blocks = compute(&mut manager, &prompt, 50);
-            assert_eq!(hit(&mut manager, &prompt), blocks_of(len - 1), "the first sequence still runs");
+            assert_eq!(hit(&mut manager, &prompt), blocks_of(len - 1), "while the first sequence is running");
             manager.release(blocks);
             assert_eq!(hit(&mut manager, &prompt), blocks_of(len - 1));
             let longer: Vec<_> = prompt.iter().copied().chain([7]).collect();
-            assert_eq!(hit(&mut manager, &longer), blocks_of(len), "{windows:?}, {len} tokens");
-            // A prompt that differs at one position.
+            assert_eq!(hit(&mut manager, &longer), blocks_of(len), "windows {windows:?}, {len} cached tokens");
+            // Look up prompts that differ from the cached tokens at one position.
             for position in [0, 1, 62, 63, 64, 65, 127, 128, 129, 191, 192, 193].into_iter().filter(|&p| p < len) {
                 let mut other = longer.clone();
                 other[position] = 999_999;
                 assert_eq!(
                     hit(&mut manager, &other),
                     blocks_of(position),
-                    "windows {windows:?}, position {position} of {len}"
+                    "windows {windows:?}, prompt of {len} tokens that differs at position {position}"
                 );
             }
-            // Prompts that end earlier.
+            // Look up prompts that are prefixes of the cached tokens.
             for end in [1, 63, 64, 65, 66, 127, 128, 129].into_iter().filter(|&end| end <= len) {
                 assert_eq!(
                     hit(&mut manager, &prompt[..end]),
                     blocks_of(end - 1),
-                    "windows {windows:?}, {end} of {len} tokens"
+                    "windows {windows:?}, prompt of {end} tokens, {len} cached tokens"
                 );
             }
         }
@@ -463,13 +464,13 @@ fn windows_before_checkpoints_and_prompt_ends_survive_longer() {
             .map(|(position, end)| end / BLOCK_TOKENS - first(position))
             .iter()
             .sum();
-        // Evict all other blocks.
+        // Evict all blocks outside these windows.
         let mut running = Vec::new();
         while manager.stats().evicted < (4000 / BLOCK_TOKENS - kept) as u64 {
             running.push(compute(&mut manager, &tokens(2 + running.len() as u32, BLOCK_TOKENS), BLOCK_TOKENS));
         }
         for (len, want) in [(1025, 1024), (1300, 1024), (1500, 1472), (1501, 1472), (2049, 2048), (3800, 3072)] {
-            assert_eq!(hit(&mut manager, &text[..len]), want, "{len} tokens, window {window}");
+            assert_eq!(hit(&mut manager, &text[..len]), want, "prompt of {len} tokens, window {window}");
         }
         // If the windows at 3,968 and 4,000 tokens start in the same block,
         // the blocks kept for 4,000 tokens also allow a hit of 3,968 tokens.
@@ -529,7 +530,7 @@ fn demand_is_enough_to_reach_the_predicted_length() {
             manager.commit(&mut blocks, &text[..end]);
             assert!(manager.demand(&blocks, len, chunk) + free <= before + manager.free());
         }
-        assert!(taken <= demand, "{taken} blocks were taken, but {demand} were predicted");
+        assert!(taken <= demand, "{taken} blocks were taken, but the predicted demand was {demand}");
         manager.release(blocks);
         manager.release(other);
         assert_eq!(manager.stats().used, 0);

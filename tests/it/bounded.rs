@@ -46,8 +46,9 @@ impl Bounded {
 
 /// Runs a command without input.
 ///
-/// Asserts that no signal or panic ends the command, that it takes at most 10 s of CPU time, 60 s in total and 1 GB of
-/// memory, and that it reports a failure in one message of at most 2000 bytes.
+/// Asserts that no signal or panic ends the command,
+/// and that the command reports a failure in one message of at most 2000 bytes.
+/// Also asserts that the command uses at most 10 s of CPU time, 60 s of wall-clock time and 1 GB of memory.
 #[track_caller]
 pub fn bounded(command: Command) -> Bounded {
     bounded_with_input(command, b"")

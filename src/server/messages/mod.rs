@@ -34,7 +34,7 @@ use events::{Event, EventSink, NoEvents};
 use object::{MessageObject, StopDelta};
 use request::MessagesRequest;
 
-/// Handles `POST /v1/messages`: answers a conversation.
+/// Handles `POST /v1/messages`: generates the next message in a conversation.
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
@@ -120,7 +120,7 @@ impl Progress {
     }
 }
 
-/// Returns the reason why an answer ended.
+/// Returns the reason for the end of an answer.
 fn stop(finish: Finish, answers: &Answers) -> StopDelta {
     let summary = answers.summary(0);
     let is_context_full = summary.is_some_and(|summary| summary.context_used >= summary.context);

@@ -16,11 +16,12 @@ use crate::server::state::Server;
 const MAX_STOPS: usize = 16;
 const MAX_STOP_BYTES: usize = 1024;
 
-/// The largest thinking budgets, in tokens, that inferno reads as low effort and as medium effort.
+/// The largest thinking budgets, in tokens, that count as low effort and as medium effort.
 const LOW_BUDGET: i64 = 4096;
 const MEDIUM_BUDGET: i64 = 16384;
 
-/// Unsupported fields that would change the output: name, only accepted value, and hint for the error message.
+/// Unsupported fields that would change the output.
+/// Each entry contains the field's name, its only accepted value, and a hint for the error message.
 const REFUSED: &[(&str, &str, &str)] = &[
     ("container", "null", ""),
     ("context_management", "null", "inferno never shortens a conversation"),
@@ -38,7 +39,7 @@ const REFUSED: &[(&str, &str, &str)] = &[
 pub struct MessagesRequest {
     pub messages: Vec<Message>,
     pub render: RenderOptions,
-    /// The options for generating the answer, without `max_tokens`.
+    /// The options for generating the answer, except `max_tokens`.
     pub options: GenerateOptions,
     pub shows_thinking: bool,
     pub can_call_in_parallel: bool,
@@ -88,7 +89,8 @@ impl MessagesRequest {
 
 /// Reads `tools` and `tool_choice`. Also returns whether the model may call several tools at once.
 ///
-/// Skips tools that Anthropic's service runs or whose schema only the service knows, and reports them as ignored.
+/// Skips tools that Anthropic's service runs, and tools whose schema only that service knows.
+/// Reports the skipped tools as ignored.
 fn read_tools(fields: &mut Fields) -> Result<(Tools, bool), ApiError> {
     let items = fields.take_array("tools")?.unwrap_or_default();
     if items.len() > MAX_TOOLS {
@@ -129,7 +131,8 @@ fn read_tools(fields: &mut Fields) -> Result<(Tools, bool), ApiError> {
     Ok((Tools::new(fields, functions, choice)?, can_call_in_parallel))
 }
 
-/// Reads `thinking`. Returns the reasoning effort for its budget, and whether the answer contains the thinking.
+/// Reads `thinking`. Returns the reasoning effort for the thinking budget,
+/// and whether the answer contains the thinking.
 fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool), ApiError> {
     let Some(mut thinking) = fields.take_object("thinking")? else { return Ok((None, false)) };
     let kind = thinking.take_string("type")?;

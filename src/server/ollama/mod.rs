@@ -33,7 +33,7 @@ pub use models::{pull, running, show, tags, version};
 /// The content type of streams: one JSON object per line.
 const LINES: &str = "application/x-ndjson";
 
-/// Handles `/api/chat`: answers a conversation.
+/// Handles `/api/chat`: generates the next message in a conversation.
 pub async fn chat(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
@@ -66,7 +66,7 @@ async fn generate_with(
     let fields = read_json(request, &server.options.timeouts).await?;
     let OllamaRequest { request, has_logprobs, shows_thinking, is_stream, ignored } = read(fields, server, &engine)?;
     reply::check_strict(&headers, &ignored)?;
-    // Clients send a request without a prompt to load the model.
+    // To load the model, clients send a request without a prompt.
     let Some(request) = request else {
         let response = json_response(&load_response(route, &server.options.model))?;
         return Ok(reply::with_ignored(response, &ignored));
@@ -98,7 +98,7 @@ async fn generate_with(
 struct LineWriter {
     route: Route,
     model: String,
-    /// The text that is not sent yet. Tool calls are sent whole, at the end of the answer.
+    /// The text that has not been sent yet. Tool calls are sent whole, at the end of the answer.
     text: Text,
 }
 

@@ -22,7 +22,7 @@ use crate::server::state::Server;
 use crate::text;
 
 /// The version of ollama whose API inferno provides. Clients such as Codex check the version.
-/// The part after `+` names inferno.
+/// The part after `+` is the version of inferno.
 const VERSION: &str = concat!("0.13.4+inferno.", env!("CARGO_PKG_VERSION"));
 
 #[derive(Serialize)]
@@ -100,7 +100,7 @@ pub async fn tags(State(server): State<Arc<Server>>) -> Result<Response, ApiErro
 pub async fn running(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     let info = server.model()?.info().clone();
     let size_vram = if info.device.compute_capability.is_some() { info.weight_bytes + info.cache_bytes } else { 0 };
-    // The model stays loaded until the server stops. Clients expect a date.
+    // Clients expect an expiry date. The model stays loaded until the server stops, so the date is far in the future.
     let expires_at = "2999-12-31T00:00:00Z".to_string();
     models(&server, ModelState::Loaded { expires_at, size_vram, context_length: info.context })
 }

@@ -12,7 +12,7 @@ use crate::server::error::ApiError;
 use crate::server::generate_options;
 use crate::server::state::Server;
 
-/// Unsupported options that would change the output, with the values that are accepted.
+/// Unsupported options that would change the output, each with its accepted values.
 const REFUSED_OPTIONS: &[(&str, &[&str])] =
     &[("mirostat", &["0"]), ("typical_p", &["1", "1.0"]), ("tfs_z", &["1", "1.0"])];
 

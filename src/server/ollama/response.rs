@@ -93,7 +93,7 @@ struct Figures {
     eval_duration: u64,
 }
 
-/// The text and the tool calls of an answer that are not sent yet.
+/// The text and the tool calls of an answer that have not been sent yet.
 pub struct Text {
     shows_thinking: bool,
     has_logprobs: bool,
@@ -188,8 +188,8 @@ fn end(answers: &Answers) -> End {
     End { done_reason: if is_cut { "length" } else { "stop" }, figures }
 }
 
-/// Parses the arguments of a tool call. The API requires an object, so any other text becomes an object
-/// with the text in the field `arguments`.
+/// Parses the arguments of a tool call.
+/// The API requires an object, so any other text becomes an object with the text in the field `arguments`.
 fn parse(arguments: &str) -> Value {
     match serde_json::from_str(arguments) {
         Ok(Value::Object(map)) => Value::Object(map),

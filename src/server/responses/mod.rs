@@ -38,7 +38,7 @@ use store::{ClientStore, RunningGuard, StoredResponse};
 pub use store::Store;
 pub use stored::{cancel, delete, get, input_items};
 
-/// Handles `POST /v1/responses`: answers a conversation.
+/// Handles `POST /v1/responses`: generates the next response in a conversation.
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,

@@ -128,7 +128,7 @@ impl Output {
     /// Ends the item in progress, if there is one.
     fn end(&mut self, status: ItemStatus, events: &mut impl EventSink) {
         let Some(content) = self.open() else { return };
-        // Clients parse the arguments, so a call without arguments gets an empty object.
+        // Clients parse the arguments, so send an empty object for a call without arguments.
         let is_empty_call = matches!(content, ItemContent::Call { arguments, .. } if arguments.is_empty());
         if is_empty_call && status == ItemStatus::Completed {
             self.extend("{}", Vec::new(), events);
@@ -215,7 +215,7 @@ mod tests {
             arguments(0, ":1}"),
             call(1, "list"),
             call(2, "stop"),
-            // Calls without arguments get an empty object, even at the end of the answer.
+            // For calls without arguments, an empty object is sent, even at the end of the answer.
             arguments(1, "{}"),
             arguments(2, "{}"),
         ];

@@ -26,7 +26,8 @@ const MAX_TOP_LOGPROBS: i64 = 20;
 /// The maximum number of entries in `metadata`.
 const MAX_METADATA: usize = 16;
 
-/// Unsupported fields that would change the output: name, only accepted value, and hint for the error message.
+/// Unsupported fields that would change the output.
+/// Each entry contains the field's name, its only accepted value, and a hint for the error message.
 const REFUSED: &[(&str, &str, &str)] = &[
     ("background", "false", "send 'stream' instead"),
     ("context_management", "[]", ""),

@@ -14,7 +14,7 @@ use crate::server::auth::Client;
 /// If it is exceeded, the least recently used responses are dropped.
 const MAX_BYTES: usize = 64 << 20;
 
-/// A response that no request uses for this time is dropped.
+/// The maximum time that a response is kept after its last use.
 const MAX_AGE: Duration = Duration::from_secs(30 * 60);
 
 /// The responses of all clients. A client cannot refer to the responses of another client.
@@ -96,7 +96,8 @@ impl ClientStore {
         self.with(|responses| responses.remove(id))
     }
 
-    /// Stores a response in progress until the guard is dropped. A cancellation sends a message to the receiver.
+    /// Stores a response in progress until the returned guard is dropped.
+    /// If the response is canceled, the returned receiver receives a message.
     pub fn start(&self, object: &ResponseObject) -> (RunningGuard, oneshot::Receiver<()>) {
         let (sender, receiver) = oneshot::channel();
         let running = Running { object: object.clone(), cancel: Some(sender) };

@@ -119,14 +119,16 @@ fn find(store: &ClientStore, id: &str) -> Result<Arc<StoredResponse>, ApiError> 
 }
 
 fn unknown(id: &str) -> ApiError {
-    ApiError::not_found(format!("the response '{id}' is not stored: it does not exist, expired or had 'store': false"))
+    ApiError::not_found(format!(
+        "the response '{id}' is not stored: it does not exist, has expired, or was sent with 'store': false"
+    ))
 }
 
 /// The query string of a URL.
 struct Query<'a>(&'a Uri);
 
 impl<'a> Query<'a> {
-    /// Returns the value of a parameter without percent-decoding it, which no parameter of these routes needs.
+    /// Returns the value of a parameter. The value is not decoded, because these routes need no encoded characters.
     fn get(&self, name: &str) -> Option<&'a str> {
         let mut pairs = self.0.query().unwrap_or_default().split('&').filter_map(|pair| pair.split_once('='));
         pairs.find(|(key, _)| *key == name).map(|(_, value)| value)

@@ -33,7 +33,7 @@ pub fn layout(source: &str, columns: usize, number: Option<u64>) -> Vec<StyledLi
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Gap {
     Blank,
-    /// Puts no blank line before a nested list.
+    /// No blank line, for example before a nested list.
     ///
     /// Loose lists look like tight lists, because a list may turn out to be loose after its first items are shown.
     None,

@@ -29,7 +29,8 @@ pub struct Markdown {
     /// The incomplete last line.
     line: String,
     code: Option<OpenCode>,
-    /// `Some` if the open block is a list whose first items are finished. Holds the next number of a numbered list.
+    /// `Some` if the open block is a list whose first items are finished.
+    /// For a numbered list, contains the number of the next item.
     list: Option<Option<u64>>,
     /// Whether any block is finished. If so, the next block needs a blank line before it.
     has_content: bool,

@@ -88,7 +88,7 @@ fn column_widths(rows: &[Vec<StyledLine>], columns: usize) -> Vec<usize> {
     widths
 }
 
-/// Appends one wrapped line of a cell, aligned in its column. The last column gets no trailing spaces.
+/// Appends one wrapped line of a cell, aligned in its column. The last column has no trailing spaces.
 fn push_aligned(line: &mut StyledLine, text: StyledLine, columns: usize, alignment: Alignment, is_last: bool) {
     let free = columns.saturating_sub(width(&text));
     let before = match alignment {

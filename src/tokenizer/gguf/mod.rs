@@ -109,7 +109,7 @@ fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     Ok(merges)
 }
 
-/// Returns whether the pre-tokenizer keeps the text of any control token as one word.
+/// Returns whether the pre-tokenizer keeps the text of at least one control token as a single word.
 ///
 /// `ignore_merges` looks up whole words, so it could turn such a word in ordinary text into the control token.
 fn words_make_controls(vocabulary: &Vocabulary, pre_tokenizer: &PreTokenizerWrapper) -> Result<bool> {

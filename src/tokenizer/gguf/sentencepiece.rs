@@ -1,7 +1,7 @@
 //! Converts SentencePiece token scores to BPE merges.
 //!
 //! SentencePiece repeatedly joins the adjacent pair whose joined token has the highest score.
-//! BPE gives the same result if every split of a token into two tokens is a merge, ranked by the token's score.
+//! BPE produces the same result if every split of a token into two tokens is a merge, ranked by the token's score.
 //! transformers uses the same conversion.
 //! For equal scores, SentencePiece joins the leftmost pair.
 //! This code joins the pair whose joined token has the lowest id.
@@ -28,7 +28,7 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
     for (id, token) in vocabulary.tokens.iter().enumerate().filter(|(id, _)| is_normal(vocabulary, *id)) {
         work = work.saturating_add(token.len().saturating_mul(token.len()));
         if work > MAX_WORK {
-            bail!("metadata key tokenizer.ggml.tokens: the tokens up to id {id} are too long");
+            bail!("metadata key tokenizer.ggml.tokens: the tokens up to id {id} are too long in total");
         }
         for (cut, _) in token.char_indices().skip(1) {
             let (left, right) = token.split_at(cut);

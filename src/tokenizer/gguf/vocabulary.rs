@@ -38,8 +38,8 @@ pub struct Vocabulary<'v> {
     pub add_space_prefix: Option<bool>,
 }
 
-/// The validated special token ids. In SentencePiece vocabularies, `bos`, `eos` and `unk` default to the ids that
-/// llama.cpp uses.
+/// The validated special token ids.
+/// In SentencePiece vocabularies, `bos`, `eos` and `unk` default to the ids that llama.cpp uses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SpecialIds {
     pub bos: Option<u32>,
@@ -119,7 +119,7 @@ impl Vocabulary<'_> {
         let mut ids = HashMap::with_capacity(self.tokens.len());
         for (id, token) in self.tokens.iter().enumerate().filter(|(_, token)| !token.is_empty()) {
             if let Some(first) = ids.insert(*token, id as u32) {
-                bail!("metadata key tokenizer.ggml.tokens: {} has the ids {first} and {id}", quote(token));
+                bail!("metadata key tokenizer.ggml.tokens: {} has two ids: {first} and {id}", quote(token));
             }
         }
         Ok(ids)

@@ -1,9 +1,9 @@
 //! Converts GGUF metadata to the fields of config.json and generation_config.json.
 //! Each model family therefore reads and validates the same fields for every file format.
 //!
-//! Missing keys get the defaults of llama.cpp (ggml-org/llama.cpp, `src/llama-model.cpp`):
+//! Missing keys have the same defaults as in llama.cpp (ggml-org/llama.cpp, `src/llama-model.cpp`):
 //! - one key/value head per query head
-//! - a head size of hidden size / number of heads
+//! - a head size equal to the hidden size divided by the number of heads
 //! - a rope_theta of 10,000 and no RoPE scaling
 
 use anyhow::Result;
@@ -17,8 +17,7 @@ use super::metadata::{Metadata, Value as MetadataValue};
 impl GgufCheckpoint {
     /// Returns the metadata as the contents of a config.json.
     ///
-    /// Fails if a config.json cannot express the metadata.
-    /// For an unknown architecture, returns
+    /// Fails if a config.json cannot express the metadata. For an unknown architecture, the error is
     /// [`Error::UnsupportedArchitecture`](crate::error::Error::UnsupportedArchitecture).
     pub fn config(&self) -> Result<Value> {
         config(self)

@@ -62,7 +62,8 @@ impl<'c> ArchitectureKeys<'c> {
         }
     }
 
-    /// Returns the vocabulary size: the `vocab_size` key, else the number of tokens, else the rows of the embedding.
+    /// Returns the vocabulary size: the value of `vocab_size` if the file has this key. Otherwise, the number of tokens
+    /// or, if the file has no tokens, the number of rows of the embedding.
     pub fn vocab_size(&self) -> Result<Option<u64>> {
         let rows = self.file.info("token_embd.weight").and_then(|info| info.shape.first()).map(|rows| *rows as u64);
         let tokens = match self.file.metadata().get("tokenizer.ggml.tokens")? {

@@ -17,8 +17,9 @@ pub struct ArchitectureLayout {
     pub name: &'static str,
     /// The value of `model_type` in config.json.
     pub model_type: &'static str,
-    /// Whether the rows of q_proj and k_proj are permuted within each head, so that the two rows of a RoPE pair are
-    /// adjacent. In the Hugging Face checkpoint, the two rows are half a head apart.
+    /// Whether the rows of q_proj and k_proj are permuted within each head,
+    /// so that the two rows of a RoPE pair are adjacent.
+    /// In the Hugging Face checkpoint, the two rows are half a head apart.
     pub permuted: bool,
     /// Whether the file stores each norm weight as the Hugging Face value plus 1.
     pub norms_plus_one: bool,

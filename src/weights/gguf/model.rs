@@ -62,7 +62,7 @@ impl GgufModel {
         })
     }
 
-    /// Returns the GGUF tensor that is equal to the model tensor `name`.
+    /// Returns the GGUF tensor that stores the model tensor `name` unchanged.
     /// Returns `None` if loading must reorder or transform the rows.
     fn stored(&self, name: &str) -> Result<Option<GgufTensorView<'_>>> {
         let tensor = self.required(name)?;

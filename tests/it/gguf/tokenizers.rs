@@ -472,7 +472,7 @@ fn invalid_vocabularies_are_errors() {
         (plain().sentencepiece(&[0.0; 255]), "tokenizer.ggml.scores: 255 entries for 256 tokens"),
         (bare(&["a", "b"]).i32s(&key("token_type"), &[1; 3]), "tokenizer.ggml.token_type: 3 entries for 2 tokens"),
         (bare(&[]), "tokenizer.ggml.tokens: 0 tokens; 1 to 2097152 are allowed"),
-        (bare(&["a", "b", "a"]), "tokenizer.ggml.tokens: 'a' has the ids 0 and 2"),
+        (bare(&["a", "b", "a"]), "tokenizer.ggml.tokens: 'a' has two ids: 0 and 2"),
         (bare(&["a"]).strings(&key("scores"), &["1"]), "metadata key tokenizer.ggml.scores[0]: expected floats"),
         (
             Writer::new().string(&key("model"), "gpt2").i32s(&key("tokens"), &[1]),
@@ -510,7 +510,7 @@ fn invalid_vocabularies_are_errors() {
     let long = "a".repeat(30_000);
     let begin = std::time::Instant::now();
     let message = error(&Converted { tokens: vec![long], types: vec![NORMAL], merges: vec![] }.sentencepiece(&[0.0]));
-    assert!(message.contains("the tokens up to id 0 are too long"), "{message}");
+    assert!(message.contains("the tokens up to id 0 are too long in total"), "{message}");
     assert!(begin.elapsed().as_secs() < 10);
 }
 
