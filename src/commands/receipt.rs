@@ -43,7 +43,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         && !receipt.is_of(&files::read_input(record, MAX_RECORD)?)
     {
         return Err(Error::Verification {
-            what: format!("the receipt in {path} is not that of the record in {}", record.display()),
+            what: format!("the receipt in {path} does not belong to the record in {}", record.display()),
             hint: format!("it belongs to the record of the request {}", quote(&receipt.id)),
         }
         .into());

@@ -334,7 +334,7 @@ fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
     (0..tokens as u32).map(|i| (i * 31 + 7) % vocab).collect()
 }
 
-/// Compares the graph with transformers: the logits at every position, computed in one step each, and greedy tokens.
+/// Compares the graph with transformers: greedy tokens, and the logits at every position, computed step by step.
 #[test(gpu)]
 fn graph_steps_match_transformers() {
     let device = gpu();
@@ -504,7 +504,7 @@ fn device_sampling_matches_host_sampling() {
                 let want = host.sample(&mut values(graph.logits()));
                 assert_eq!(token, want, "{} at position {position}, {params:?}", model.name);
             }
-            // Two runs that sample only on the GPU must give the same tokens.
+            // Two runs that sample only on the GPU must produce the same tokens.
             let host = Sampler::new(params.clone(), &prompt);
             let run = |graph: &mut DecodeGraph| -> Vec<u32> {
                 graph.start(0, prompt.len(), 3, host.on_device(), &model.tables).unwrap();
@@ -515,7 +515,7 @@ fn device_sampling_matches_host_sampling() {
     });
 }
 
-/// Each row of a batch has its own sampling parameters, and gets the token that the sampler on the host would choose.
+/// Each row of a batch has its own sampling parameters. Its token must equal the choice of the sampler on the host.
 #[test(gpu)]
 fn sampled_rows_match_host_sampling() {
     let device = gpu();
@@ -606,7 +606,7 @@ fn special_logits_are_sampled_as_on_the_host() {
     let mut all_params = vec![greedy.clone(), penalties];
     for seed in 0..20 {
         all_params.push(SamplingParams { temperature: 1.0, seed, ..greedy.clone() });
-        // No case uses top-k or top-p, because the kernel keeps more equally likely tokens at the cutoff than the host.
+        // No case uses top-k or top-p: the kernel keeps more of the equally likely tokens at the cutoff.
         all_params.push(SamplingParams { temperature: 0.5, min_p: 0.1, seed, ..greedy.clone() });
     }
     let mut only_one = vec![-INF; vocab];

@@ -297,7 +297,7 @@ fn dropped_stream_cancels_within_a_step() {
     let idle = stats_when_idle(&engine);
     assert!(
         idle.generated_tokens <= at_drop + 2,
-        "{at_drop} tokens when the stream was dropped, {} afterward",
+        "{at_drop} generated tokens when the stream was dropped, {} afterward",
         idle.generated_tokens
     );
     assert!(idle.generated_tokens < 4000);
@@ -352,7 +352,7 @@ fn canceled_prefill_stops_at_the_next_chunk() {
     let idle = stats_when_idle(&engine);
     assert!(
         idle.prompt_tokens <= at_drop + 2 * 16,
-        "{at_drop} tokens when the stream was dropped, {} afterward",
+        "{at_drop} prompt tokens when the stream was dropped, {} afterward",
         idle.prompt_tokens
     );
     assert_eq!((idle.generated_tokens, idle.canceled), (0, 1));
@@ -577,7 +577,7 @@ pub fn assert_greedy(engine: &EngineHandle, prompt: &[u32], tokens: &[u32]) {
     for (index, (row, &token)) in logits[prompt.len() - 1..].iter().zip(tokens).enumerate() {
         let (best, scale) = row.iter().fold((f32::MIN, 0f32), |(a, b), x| (a.max(*x), b.max(x.abs())));
         let gap = best - row[token as usize];
-        assert!(gap <= 2e-2 * scale, "token {index} is {token}, whose logit is {gap} below the largest, {best}");
+        assert!(gap <= 2e-2 * scale, "token {index} is {token}: its logit is {gap} below the largest logit, {best}");
     }
 }
 
@@ -664,8 +664,8 @@ fn assert_memory_stays_flat(engine: &EngineHandle, prompts: Vec<Vec<u32>>, used_
     assert_eq!(stats.ended, (warm_up + count) as u64);
     if requested.is_some() {
         let grown = used_bytes().saturating_sub(before);
-        eprintln!("{count} requests: {grown} more bytes in use");
-        assert!(grown < 8 << 20, "{count} requests need {grown} more bytes");
+        eprintln!("{count} requests: the memory in use grew by {grown} bytes");
+        assert!(grown < 8 << 20, "after {count} requests, {grown} more bytes are in use");
     }
 }
 

@@ -201,7 +201,7 @@ fn unsupported_options_are_errors_that_name_the_field() {
 }
 
 /// Replaces each number in a config.json with absurd values, one at a time.
-/// Loading must end within ten seconds, and impossible sizes must fail.
+/// Loading must end within ten seconds, and impossible sizes must be rejected.
 #[test]
 fn absurd_numbers_fail_quickly_or_load() {
     let sizes = [
@@ -253,7 +253,7 @@ fn absurd_numbers_fail_quickly_or_load() {
                 let start = Instant::now();
                 let outcome = build(json);
                 let duration = start.elapsed();
-                assert!(duration < Duration::from_secs(10), "{case}: {name} = {value} took {duration:?}");
+                assert!(duration < Duration::from_secs(10), "{case}: loading with {name} = {value} took {duration:?}");
                 let must_fail = section.is_none() && sizes.contains(&name.as_str()) && impossible.contains(value);
                 assert!(!must_fail || outcome.is_err(), "{case}: {name} = {value} was accepted");
             }
@@ -299,7 +299,7 @@ fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu).unwrap())
 }
 
-/// Asserts that a golden checkpoint still gives the golden logits with this config and renamed tensors.
+/// Asserts that a golden checkpoint still produces the golden logits with this config and renamed tensors.
 fn assert_same_model(case: &str, config: &Value, rename: impl Fn(HashMap<String, Tensor>) -> HashMap<String, Tensor>) {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();

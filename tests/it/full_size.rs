@@ -131,7 +131,7 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
             runner.fill(&prompt).unwrap();
             runner.decode_steps_ungraphed(17, 512).unwrap()
         });
-        assert_eq!(ungraphed.unwrap(), first, "decoding without the CUDA graph gives different tokens");
+        assert_eq!(ungraphed.unwrap(), first, "decoding without the CUDA graph produces different tokens");
     }
 }
 
@@ -158,7 +158,7 @@ fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (
     (tokens, mean)
 }
 
-/// With `deterministic`, 64 concurrent requests give the same tokens as the same requests run one at a time.
+/// With `deterministic`, 64 requests generate the same tokens whether they run concurrently or one at a time.
 #[test(full_size)]
 fn full_size_answers_at_once_equal_answers_alone_if_deterministic() {
     for eager in [false, true] {

@@ -261,7 +261,7 @@ impl SharedCache<'_> {
         }
     }
 
-    /// Computes the remaining tokens of a sequence in one pass.
+    /// Runs the remaining tokens of a sequence in one pass.
     fn finish(&mut self, member: &mut Member) {
         let left = member.ids.len() - member.blocks.computed();
         self.step(&mut [member], &[left]);
@@ -281,7 +281,7 @@ impl SharedCache<'_> {
     }
 }
 
-/// Sequences of random lengths advance by random numbers of tokens, so that passes start and end anywhere in a block.
+/// Sequences of random lengths advance by random numbers of tokens, so passes can start and end anywhere in a block.
 #[test]
 fn batch_equals_each_sequence_alone() {
     each_case(|name, case| {

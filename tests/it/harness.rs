@@ -86,7 +86,7 @@ pub fn fail_without_cuda() {
     panic!("this build does not include CUDA; run: {}", Need::Gpu.command());
 }
 
-/// Returns the tests in `decode_graph.rs`, which builds without CUDA do not compile.
+/// Returns the tests in `decode_graph.rs`, which is not compiled in builds without CUDA.
 /// They are reported as ignored, or as failed if a GPU is expected.
 #[cfg(not(feature = "cuda"))]
 fn tests_of_cuda_builds() -> Vec<Test> {

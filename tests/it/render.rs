@@ -134,7 +134,7 @@ fn streaming_in_pieces_ends_up_the_same_as_one_piece() {
                 let differing = want.iter().zip(&got).position(|(want, got)| want != got);
                 assert!(
                     want == got,
-                    "in pieces of {length}, {size:?}, row {differing:?}: {:?} became {:?}\n{}",
+                    "pieces of {length} characters, {size:?}: row {differing:?} should be {:?}, but is {:?}; text:\n{}",
                     differing.map(|row| &want[row]),
                     differing.map(|row| &got[row]),
                     &text[..text.len().min(300)]
@@ -233,13 +233,13 @@ fn pathological_markdown_is_laid_out_in_time() {
 fn finished_lines_are_never_written_again() {
     let out = String::from_utf8(written(ORDINARY, 1, SIZE)).unwrap();
     // Only the unfinished Markdown block is redrawn, so the output stays small.
-    assert!(out.len() < 30 * ORDINARY.len(), "{} bytes of output for {} bytes", out.len(), ORDINARY.len());
+    assert!(out.len() < 30 * ORDINARY.len(), "{} bytes of output for {} bytes of Markdown", out.len(), ORDINARY.len());
     let plain =
         "A sentence of ordinary words that is longer than one row of this window and wraps to the next. ".repeat(3);
     let out = String::from_utf8(written(&plain, 4, SIZE)).unwrap();
     assert!(
         out.len() < 4 * plain.len(),
-        "plain text was written repeatedly: {} bytes of output for {} bytes",
+        "plain text was written repeatedly: {} bytes of output for {} bytes of text",
         out.len(),
         plain.len()
     );

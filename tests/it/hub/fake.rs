@@ -69,7 +69,7 @@ pub enum Fault {
     Status(&'static str),
     /// The server sends the login page of a captive portal.
     Portal,
-    /// The body is a different part of the file, although the `content-range` header has the requested range.
+    /// The body is a different part of the file, although the `content-range` header states the requested range.
     OtherPart,
     /// The `content-range` header differs from the requested range.
     WrongRange,

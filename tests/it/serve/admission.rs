@@ -104,7 +104,7 @@ fn a_key_with_many_requests_delays_other_keys_by_one_request_each() {
         Response::read(&mut BufReader::new(begin_as(&server, "b", &body))).ok();
         // Between two requests with key `b`, the server starts one or two requests with key `a`.
         let waiting = metric(&server, "inferno_num_requests_waiting");
-        assert!(waiting >= f64::from(56 - 4 * turn), "{waiting} requests wait after turn {turn}");
+        assert!(waiting >= f64::from(56 - 4 * turn), "{waiting} requests are waiting after turn {turn}");
     }
     drop(flood);
 }

@@ -39,7 +39,7 @@ fn exactly_the_excess_is_rejected_when_the_queue_is_full() {
     assert!(error["message"].as_str().unwrap().contains("try again in"), "{error}");
     drop(readers);
     server.wait_until_idle();
-    // This request asks for more answers than the server can ever hold.
+    // This request asks for more answers than can run and wait in the queue together.
     let error = server.chat(json!({ "n": 6, "max_tokens": 2 })).error(400);
     assert!(error["param"] == "n" && error["message"].as_str().unwrap().contains("the limit is 5"), "{error}");
     server.chat(json!({ "n": 5, "max_tokens": 2 })).ok();

@@ -55,7 +55,7 @@ fn e4m3(value: f32) -> Vec<u8> {
     vec![F8E4M3::from_f32(value).to_bits()]
 }
 
-/// E4M3 weights without scales give the same logits as equal bf16 weights. bf16 can represent every E4M3 value.
+/// E4M3 weights without scales produce the same logits as equal bf16 weights. bf16 can represent every E4M3 value.
 /// transformers also casts E4M3 tensors without scales to the requested dtype.
 #[test]
 fn e4m3_without_scales_is_a_float() {
