@@ -485,7 +485,7 @@ fn invalid_flags_and_limits_are_explained() {
     assert_fails(&ask(&demo_dir(), &["--temperature", "-3"]), 2, &["temperature"]);
     let output = ask(&demo_dir(), &["--max-tokens", "0"]);
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
-    // If reasoning uses up the token limit or the context, the message names the flag to raise.
+    // If reasoning uses up the token limit or the context, the message names the flag that needs a larger value.
     let output = ask(&demo_dir(), &["--max-tokens", "8"]);
     assert!(text(&output.stderr).contains("raise --max-tokens"), "{}", text(&output.stderr));
     let tokens = run(&["play", demo_dir().to_str().unwrap(), "--device", "cpu", "--prompt", "How?", "--json"]);

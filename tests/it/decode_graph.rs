@@ -398,7 +398,7 @@ fn graph_steps_match_the_eager_decoder() {
         model.forward(&seen, 0, &eager);
         let (mut token, mut steps, mut flipped) = (3, 0, 0);
         for position in seen.len()..CONTEXT {
-            // Start the graph again at each position, because the test chooses each input token itself.
+            // Restart the graph at each position, because the test chooses each input token itself.
             graph.start(0, position, token, None, &model.tables).unwrap();
             let next = graph.next(1).unwrap();
             let got = values(graph.logits());
@@ -587,7 +587,7 @@ fn logits_with(special: &[(usize, f32)]) -> Vec<f32> {
 }
 
 /// The sampling kernel treats NaN, infinite and equal logits in the same way as the sampler on the host.
-/// The kernel also chooses the first token after a prompt in greedy decoding, so the cases include greedy decoding.
+/// Even in greedy decoding, this kernel chooses the first token after a prompt, so the cases include greedy decoding.
 #[test(gpu)]
 fn special_logits_are_sampled_as_on_the_host() {
     let (device, dir) = (gpu(), tempfile::tempdir().unwrap());
@@ -606,7 +606,7 @@ fn special_logits_are_sampled_as_on_the_host() {
     let mut all_params = vec![greedy.clone(), penalties];
     for seed in 0..20 {
         all_params.push(SamplingParams { temperature: 1.0, seed, ..greedy.clone() });
-        // No case uses top-k or top-p: the kernel keeps more of the equally likely tokens at the cutoff.
+        // No case uses top-k or top-p, because the kernel keeps more of the tied tokens at the cutoff than the host does.
         all_params.push(SamplingParams { temperature: 0.5, min_p: 0.1, seed, ..greedy.clone() });
     }
     let mut only_one = vec![-INF; vocab];

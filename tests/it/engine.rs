@@ -310,7 +310,7 @@ fn canceled_request_leaves_the_queue_at_once() {
     let mut running = endless(&engine, None);
     running.next_blocking().unwrap().unwrap();
     drop(endless(&engine, None));
-    // The next step removes the dropped request from the queue, although the first request still runs.
+    // The next step removes the dropped request from the queue, although the first request is still running.
     let deadline = Instant::now() + Duration::from_secs(60);
     while engine.stats().canceled == 0 && Instant::now() < deadline {
         running.next_blocking().unwrap().unwrap();
@@ -644,7 +644,7 @@ fn run_many(engine: &EngineHandle, prompts: &[Vec<u32>], count: usize) {
     }
 }
 
-/// Returns the number of requests in `INFERNO_TEST_REQUESTS`.
+/// Returns the number of requests that `INFERNO_TEST_REQUESTS` specifies.
 /// If this variable is set, tests also measure memory, so run only one test at a time.
 fn requested_count() -> Option<usize> {
     let text = std::env::var("INFERNO_TEST_REQUESTS").ok()?;
@@ -689,7 +689,7 @@ fn requests_start_by_priority_and_expire() {
         let options = GenerateOptions { priority, max_wait, max_tokens: Some(count), ignore_eos: true, ..greedy() };
         engine.complete_ids(&engine.random_tokens(2 + count as u64, 200), options).unwrap()
     };
-    // The first request uses most of the blocks, so all others wait.
+    // The first request uses most of the blocks, so all other requests must wait.
     let mut first = request(0, None, 50);
     first.next_blocking().unwrap().unwrap();
     let (last, urgent) = (request(0, None, 3), request(-1, None, 2));

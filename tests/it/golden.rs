@@ -107,7 +107,7 @@ impl Case {
         self.dtype != DType::F32
     }
 
-    /// Returns the largest relative error allowed against the f32 reference.
+    /// Returns the largest allowed relative error, compared with the f32 reference.
     /// In bf16 and f16, rounding errors of 2^-8 and 2^-11 accumulate over two to four layers.
     fn tolerance(&self) -> f32 {
         match (self.dtype, self.name.as_str()) {

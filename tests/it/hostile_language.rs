@@ -114,7 +114,7 @@ fn hostile_templates_are_refused() {
         let model = Model::with_template(&template);
         let answer = model.play(&["hello"]);
         println!(
-            "{name}: {:.1} s, {} MB of memory at peak, stderr: {}",
+            "{name}: {:.1} s, peak memory {} MB, stderr: {}",
             answer.seconds,
             answer.peak_bytes >> 20,
             answer.stderr.trim()

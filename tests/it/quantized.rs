@@ -115,7 +115,7 @@ fn values_equal_those_of_the_blocks_bit_by_bit() {
         let file = 3 * 512 / of.block_length() * of.block_bytes();
         assert!(
             matrix.bytes() as usize <= file + 3 * 2 * 6,
-            "{of}: {} bytes in memory, {file} in the file",
+            "{of}: {} bytes in memory, {file} bytes in the file",
             matrix.bytes()
         );
     }

@@ -103,7 +103,7 @@ impl Server {
     pub fn wait(&self, what: &str, condition: impl Fn(&Self) -> bool) {
         let started = Instant::now();
         while !condition(self) {
-            assert!(started.elapsed() < HANG, "timed out: {what}");
+            assert!(started.elapsed() < HANG, "timed out waiting until {what}");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -111,7 +111,7 @@ impl Server {
     /// Waits until no request is running or waiting, and no block of the KV cache is in use.
     pub fn wait_until_idle(&self) {
         let names = ["inferno_num_requests_running", "inferno_num_requests_waiting", "inferno_kv_cache_usage_perc"];
-        self.wait("idle", |server| names.iter().all(|name| server.metric(name) == 0.0));
+        self.wait("the server is idle", |server| names.iter().all(|name| server.metric(name) == 0.0));
     }
 
     pub fn signal(&self, signal: Signal) {

@@ -1,4 +1,4 @@
-//! Tests of 8-bit tensors without a quantization_config. Plain E4M3 loads, but tensors that need scales are errors.
+//! Tests of 8-bit tensors without a quantization_config. Plain E4M3 tensors load. Dtypes that need scales are refused.
 
 use std::path::Path;
 
