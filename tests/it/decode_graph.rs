@@ -606,7 +606,7 @@ fn special_logits_are_sampled_as_on_the_host() {
     let mut all_params = vec![greedy.clone(), penalties];
     for seed in 0..20 {
         all_params.push(SamplingParams { temperature: 1.0, seed, ..greedy.clone() });
-        // No case uses top-k or top-p, because the kernel keeps more of the tied tokens at the cutoff than the host does.
+        // No case uses top-k or top-p, because the kernel keeps more tied tokens at the cutoff than the host does.
         all_params.push(SamplingParams { temperature: 0.5, min_p: 0.1, seed, ..greedy.clone() });
     }
     let mut only_one = vec![-INF; vocab];

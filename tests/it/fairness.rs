@@ -140,7 +140,7 @@ fn a_tenant_with_a_hundred_times_its_share_leaves_others_theirs() {
                 let (before, after) = (fair[&tenant], unfair[&tenant]);
                 assert!(
                     after * 10 >= before.min(share) * 9,
-                    "tenant {tenant} was served {after} tokens when the first tenant had 200 clients, but {before} tokens \
+                    "tenant {tenant} was served {after} tokens when the first tenant had 200 clients, but {before} \
                      when it had 2; the share of a tenant is {share}"
                 );
             }

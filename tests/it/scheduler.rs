@@ -394,8 +394,8 @@ impl<'a> Simulator<'a> {
             let is_complete = self.awaits_last_token(*id);
             is_complete || decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == end)
         };
-        // With several tenants, a plan may leave out a running sequence. This happens if only preempting a newly started
-        // sequence of another tenant could free blocks for it.
+        // With several tenants, a plan may leave out a running sequence. This happens if the only way to free blocks
+        // for it would be to preempt a newly started sequence of another tenant.
         let has_work = |id: &SequenceId| !self.has_tenants || plan.work.iter().any(|work| work.id == *id);
         let undone = running.iter().filter(|id| has_work(id) && !is_done(id)).count();
         // With a grid, a step rounds its remaining budget up to whole parts, so a chunk can be almost one part longer.
