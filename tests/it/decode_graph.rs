@@ -37,7 +37,7 @@ struct Model {
     name: String,
     decoder: Decoder,
     cache: KvCache,
-    /// The block tables of the only sequence. Its blocks are in reverse order, so kernels cannot ignore the tables.
+    /// The block tables of the only sequence. The blocks are in reverse order, so kernels cannot ignore the tables.
     tables: BlockTables,
     device: Device,
     dtype: DType,
@@ -647,7 +647,7 @@ fn special_logits_of_greedy_steps_follow_the_host() {
     let device = gpu();
     let (name, llama) = &LLAMAS[0];
     assert!(!llama.tied);
-    // Replaces each row of the output head with the row whose index `row_of` returns, or with NaN for None.
+    // Replaces each row of the output head with the row whose index `row_of` returns, or with NaN if it returns None.
     let graph_with_head = |row_of: &dyn Fn(usize) -> Option<usize>| {
         let dir = tempfile::tempdir().unwrap();
         llama.write(dir.path());

@@ -115,7 +115,7 @@ fn readme_is_short() {
     assert!(page("README.md").lines().count() <= 250);
 }
 
-/// Results of `inferno bench --json` in benches/results: one or more runs of one model, which are averaged.
+/// Results of `inferno bench --json` in benches/results. If a model has several runs, their values are averaged.
 struct Results(Vec<Value>);
 
 impl Results {

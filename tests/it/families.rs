@@ -44,7 +44,7 @@ fn sliding_windows_follow_the_config() {
     absent["max_position_embeddings"] = json!(32_768);
     assert_eq!(windows(&absent), [Some(4096); 4], "a missing sliding_window must mean 4096, as in transformers");
     absent["max_position_embeddings"] = json!(4096);
-    assert_eq!(windows(&absent), [None; 4], "a window as long as the context must be dropped");
+    assert_eq!(windows(&absent), [None; 4], "a window as long as the context must be ignored");
 
     assert_eq!(windows(&config("qwen2")), [None, None, Some(9), Some(9)]);
     assert_eq!(windows(&config_with("qwen2", json!({"use_sliding_window": false}))), [None; 4]);
@@ -279,7 +279,7 @@ fn longrope_models_default_to_their_original_length() {
     assert_eq!((phi("phi4").default_context(), phi("phi4").max_position_embeddings()), (160, 640));
     assert_eq!(phi("mistral").default_context(), 240);
     let plain = read(&config_with("phi3", json!({"rope_scaling": null}))).unwrap().architecture;
-    assert_eq!(plain.default_context(), 240, "without LongRoPE, the default must be the longest context");
+    assert_eq!(plain.default_context(), 240, "without LongRoPE, the default context must be the longest one");
     assert!(
         read(&config_with(
             "phi3",

@@ -368,7 +368,7 @@ fn a_conversation_saved_with_its_cache_needs_no_prefill() {
     assert!(chat.say("/save bob").contains("saved; to continue"));
     leave(chat);
     assert!(conversations.join("bob.kv").exists() && !conversations.join("ada.kv").exists());
-    // If the file of keys and values is damaged, the next turn is only slower.
+    // If the file of keys and values is damaged, the next turn still works, but is slower.
     fs::write(conversations.join("bob.kv"), "damaged").unwrap();
     assert!(ask("bob").contains("cannot load keys and values"));
 }

@@ -305,8 +305,9 @@ fn attention_matches_its_reference() {
                     continue;
                 }
                 let got = run(&q, &k, &v, sinks.as_ref(), backend);
-                let what =
-                    format!("{spans:?}, {heads} heads, {kv_heads} KV heads of {head_dim}, {dtype:?}, cap {softcap:?}");
+                let what = format!(
+                    "{spans:?}, {heads} heads, {kv_heads} KV heads, head size {head_dim}, {dtype:?}, cap {softcap:?}"
+                );
                 assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * error_growth * rounding(dtype));
             }
         }

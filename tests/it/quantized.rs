@@ -2,7 +2,7 @@
 //!
 //! - The dequantized values equal the values of the original blocks.
 //! - Products match the products of the dequantized matrix.
-//! - Every GPU kernel gives the same results as the CPU, up to rounding.
+//! - Every GPU kernel produces the same results as the CPU, up to rounding.
 
 use candle_core::{DType, Device, Tensor};
 use float8::F8E4M3;
@@ -328,7 +328,7 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu() {
     let gpu = gpu();
-    // Row counts: an odd number, numbers above the count of warps in a grid, and multiples of 16 for cuBLASLt.
+    // Row counts: an odd number, numbers greater than the number of warps in a grid, and multiples of 16 for cuBLASLt.
     // With these column counts, each lane runs its loop once or several times.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();

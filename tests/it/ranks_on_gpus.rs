@@ -226,7 +226,7 @@ fn two_gpus() -> Devices {
     if device::gpu_count() > 1 { "cuda:0,1" } else { "cuda:0,0" }.parse().unwrap()
 }
 
-/// A single sequence runs on decode graphs, and several run on batch graphs.
+/// A single sequence runs on decode graphs, and several sequences run on batch graphs.
 #[test(gpu)]
 fn graphs_of_several_gpus_choose_the_most_likely_tokens() {
     let _guard = one_at_a_time();

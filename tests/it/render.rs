@@ -169,7 +169,11 @@ fn assert_harmless(out: &[u8]) {
             &rest[at..].chars().take(8).collect::<String>()
         );
         let end = rest[at + 2..].find(|c: char| c.is_ascii_alphabetic()).map_or(rest.len(), |end| at + 2 + end + 1);
-        assert!(is_own(&rest[at..end]), "inferno never writes this escape sequence: {:?}", &rest[at..end]);
+        assert!(
+            is_own(&rest[at..end]),
+            "the output has an escape sequence that inferno never writes: {:?}",
+            &rest[at..end]
+        );
         rest = &rest[end..];
     }
     assert!(!out.contains(['\u{202e}', '\u{2066}']));

@@ -428,7 +428,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns the sequences that decode: running sequences with only their last sampled token left to compute.
+    /// Returns the decoding sequences: running sequences with only their last sampled token left to compute.
     fn decoding(&self) -> BTreeSet<SequenceId> {
         let is_decoding = |id: &SequenceId| {
             let tracked = &self.tracked[*id as usize];
@@ -701,7 +701,7 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
         };
         let text = random.below(texts.len());
         let mut prompt = texts[text][..len].to_vec();
-        // About half of the prompts share only a prefix with other prompts.
+        // In about half of the prompts, random tokens follow a prefix that other prompts share.
         let shared = random.below(2 * len);
         prompt.iter_mut().skip(shared).for_each(|token| *token = random.below(1000) as u32);
         let room = (context - len).max(1);

@@ -1,4 +1,4 @@
-//! Checks that conversations render as in transformers and openai-harmony, with real templates and tokenizers.
+//! Compares rendered conversations with transformers and openai-harmony, using real templates and tokenizers.
 
 use super::*;
 use crate::support::demo_dir;

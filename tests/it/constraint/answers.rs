@@ -214,6 +214,6 @@ fn a_canceled_constraint_frees_its_sequence() {
     assert_eq!(summary.finish_reason, FinishReason::Canceled);
     engine.with_runner(|_| ()).unwrap();
     assert_eq!(engine.stats().used_blocks, 0);
-    // The engine still answers.
+    // The engine must still answer other requests.
     assert!(!Answer::read(engine.submit(question().options(greedy())).unwrap()).text.is_empty());
 }
