@@ -54,7 +54,7 @@ fn top_k_top_p_and_min_p_keep_the_likeliest_tokens() {
     assert_eq!(remaining(&logits, &sampling(|p| p.top_p = 0.75)), [1, 2, 3]);
     assert_eq!(remaining(&logits, &sampling(|p| p.min_p = 0.49)), [1, 2, 3]);
     assert_eq!(remaining(&logits, &sampling(|p| p.min_p = 0.51)), [2, 3]);
-    // Temperature is applied first. At 0.5, the odds are 1 : 4 : 9 : 16. Tokens 2 and 3 have a total probability of 25/30.
+    // Temperature is applied first. At 0.5, the odds are 1 : 4 : 9 : 16. Tokens 2 and 3 add up to 25/30, above 0.8.
     assert_eq!(
         remaining(
             &logits,

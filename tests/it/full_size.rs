@@ -196,7 +196,7 @@ fn check_deterministic_answers(eager: bool) {
     );
 }
 
-/// Generates 64 answers concurrently, then one at a time. Both may differ from a prefill only by rounding errors.
+/// Generates 64 answers concurrently, then one at a time. Both sets may differ from a prefill only by rounding errors.
 #[test(full_size)]
 fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
     const TOKENS: usize = 64;

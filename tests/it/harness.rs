@@ -2,7 +2,7 @@
 //!
 //! libtest can ignore a test only at compile time. This harness decides at run time which tests to ignore.
 //! A test is reported as ignored if the GPU, model or fixtures that it needs are missing.
-//! The last lines of output say how to run the ignored tests.
+//! The last lines of output explain how to run the ignored tests.
 //!
 //! libtest's options work as usual: `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture`.
 

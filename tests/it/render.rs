@@ -34,7 +34,7 @@ fn pieces(text: &str, length: usize) -> Vec<String> {
     chars.chunks(length).map(|piece| piece.iter().collect()).collect()
 }
 
-/// Returns the output for an answer that streams in pieces of `length` characters.
+/// Returns the output for an answer that is streamed in pieces of `length` characters.
 fn written(text: &str, length: usize, size: WindowSize) -> Vec<u8> {
     let mut view = TurnView::new(size, false, false);
     let mut out = Vec::new();
@@ -165,13 +165,13 @@ fn assert_harmless(out: &[u8]) {
     while let Some(at) = rest.find(|c: char| c.is_control() && c != '\n' && c != '\r') {
         assert!(
             rest[at..].starts_with('\u{1b}'),
-            "the output has a control character: {:?}",
+            "the output contains a control character: {:?}",
             &rest[at..].chars().take(8).collect::<String>()
         );
         let end = rest[at + 2..].find(|c: char| c.is_ascii_alphabetic()).map_or(rest.len(), |end| at + 2 + end + 1);
         assert!(
             is_own(&rest[at..end]),
-            "the output has an escape sequence that inferno never writes: {:?}",
+            "the output contains an escape sequence that inferno never writes: {:?}",
             &rest[at..end]
         );
         rest = &rest[end..];

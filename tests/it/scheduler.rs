@@ -70,7 +70,7 @@ struct Tracked {
     is_running: bool,
     preemptions: usize,
     outcome: Option<Outcome>,
-    /// The number of steps that ran while the sequence waited.
+    /// The number of steps that ran while the sequence was waiting.
     waited: usize,
     /// The limit for `waited`: the most steps that all sequences ahead of this one may take.
     ahead: usize,
@@ -191,7 +191,7 @@ impl<'a> Simulator<'a> {
             self.write(&plan);
             self.read(&plan);
             self.now += step_time(plan.work.iter().map(|work| work.range.len()).sum());
-            // Some clients cancel while the step runs.
+            // Some clients cancel while the step is running.
             while let Some((_, id)) = cancels.next_if(|&(time, _)| time <= self.now && is_during_step(time)) {
                 self.cancel(id);
             }
@@ -219,8 +219,8 @@ impl<'a> Simulator<'a> {
             self.scheduler.submit(NewSequence { arrival, ..new });
         }
         let rank = self.rank(id);
-        // While a sequence waits, every step computes at least one token of a sequence that arrived earlier or is more
-        // senior. A sequence is preempted at most twice, so each of its tokens is computed at most three times.
+        // While a sequence is waiting, every step computes at least one token of a sequence that arrived earlier or
+        // is more senior. A sequence is preempted at most twice, so each of its tokens is computed at most three times.
         let steps = |id: SequenceId| {
             let Request { prompt, answer, .. } = &self.scenario.requests[id as usize];
             // A step that is planned ahead can compute a token after the end of an answer.
@@ -450,7 +450,7 @@ impl<'a> Simulator<'a> {
         self.unfinished.iter().copied().filter(|&id| self.tracked[id as usize].is_running).collect()
     }
 
-    /// Checks the work of one sequence, and records that it runs.
+    /// Checks the work of one sequence, and records that the sequence is running.
     fn check_work(&mut self, work: &SequenceWork) {
         let SequenceWork { id, ref range, is_last } = *work;
         let grid = self.grid(id);
@@ -634,7 +634,7 @@ fn token_after(last: u64) -> u32 {
     (last >> 20) as u32 % 1000
 }
 
-/// Returns whether a cancellation at `time` happens while a step runs. This is true for about half of all times.
+/// Returns whether a cancellation at `time` happens while a step is running. This is true for about half of all times.
 fn is_during_step(time: Duration) -> bool {
     (time.as_nanos() / 1000).is_multiple_of(2)
 }

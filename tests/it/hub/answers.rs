@@ -221,7 +221,7 @@ fn huge_answers_are_not_read_to_the_end() {
         let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
         output.assert_fails(1, &["model.safetensors.index.json is too large (41.9 MB)"]);
     }
-    // The limit of 100 MB applies to each header and to their total. Here, each header has 90 MB.
+    // The limit of 100 MB applies to each header and to their total. Here, each header is 90 MB long.
     let name = |number: usize| format!("{number}.safetensors");
     let map: Vec<String> = (0..20).map(|number| format!(r#""{number}":"{}""#, name(number))).collect();
     let index = format!(r#"{{"weight_map":{{{}}}}}"#, map.join(","));

@@ -40,7 +40,7 @@ fn a_preview_equals_what_happens() {
     assert!(again["cached_tokens"].as_u64().unwrap() >= 64, "{again}");
     assert_eq!(preview(&server, json!({ "cache_salt": "x" }))["cached_tokens"], 0);
 
-    // Two requests run, and three wait.
+    // Two requests are running, and three are waiting.
     let _streams: Vec<TcpStream> = (0..5)
         .map(|place| {
             let stream = server.begin("/v1/chat/completions", &endless(true));

@@ -160,7 +160,7 @@ pub fn chat(fields: Value) -> Value {
     body
 }
 
-/// Returns the body of a request that generates for many seconds.
+/// Returns the body of a request whose answer takes many seconds to generate.
 pub fn endless(is_stream: bool) -> Value {
     chat(json!({ "stream": is_stream, "ignore_eos": true, "max_tokens": 3000 }))
 }

@@ -323,7 +323,7 @@ fn the_key_can_come_in_the_header_of_anthropics_clients() {
 
 #[test]
 fn silent_streams_have_pings_and_failed_ones_an_error() {
-    // While a long answer runs, the second request waits in the queue until the queue timeout.
+    // While a long answer is running, the second request waits in the queue until the queue timeout.
     let arguments = ["--max-sequences", "1", "--ping-interval", "0.05", "--queue-timeout", "0.5"];
     let server = Server::start(&arguments);
     let long = server.begin("/v1/messages", &body(json!({ "max_tokens": 3000, "ignore_eos": true })));

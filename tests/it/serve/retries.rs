@@ -18,7 +18,7 @@ fn long() -> Value {
     chat(json!({ "ignore_eos": true, "max_tokens": TOKENS, "temperature": 1 }))
 }
 
-/// Sends a request, and closes the connection while the answer is generated.
+/// Sends a request, and closes the connection while the answer is being generated.
 fn lose(server: &Server, headers: &[(&str, &str)], body: &Value) {
     let mut stream = server.connect();
     let headers = [&[JSON], headers].concat();
