@@ -58,9 +58,7 @@ impl Pass {
         }
         if sum_order == SumOrder::Fixed && sequences.len() != tokens {
             let count = sequences.len();
-            bail!(
-                "a fixed summation order requires one token per sequence, not {tokens} tokens for {count} sequences"
-            );
+            bail!("a fixed summation order requires one token per sequence, not {tokens} tokens for {count} sequences");
         }
         let groups = cache.layout().groups();
         if let Some(span) = sequences.iter().find(|span| span.tables.iter().len() != groups) {

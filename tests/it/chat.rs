@@ -2,7 +2,7 @@
 //!
 //! Most tests use a tiny tokenizer that this module builds.
 //! Tests with real tokenizers and templates need `INFERNO_FIXTURES`.
-//! `tests/golden/make_chat.py` writes their expected values to `tests/golden/chat.json`.
+//! `tests/golden/make_chat.py` writes the expected values of these tests to `tests/golden/chat.json`.
 
 use std::path::Path;
 use std::sync::OnceLock;

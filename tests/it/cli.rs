@@ -73,7 +73,7 @@ fn one_shot_prints_only_the_answer() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     let answer = text(&output.stdout);
     assert!(answer.contains("inferno download") && answer.ends_with('\n') && !answer.contains("<|"), "{answer}");
-    assert_eq!(text(&output.stderr), "", "inferno wrote to stderr, which is not a terminal");
+    assert_eq!(text(&output.stderr), "", "inferno wrote to stderr although stderr is not a terminal");
 }
 
 #[test]
@@ -174,7 +174,7 @@ fn listed_numbers_equal_those_of_the_checkpoint() {
         snapshot
     };
     models.iter().for_each(|model| drop(install(&model.replace('/', "-"), model)));
-    // 4-bit weights (eight per I32) are not supported, so `list` does not report a parameter count.
+    // 4-bit weights (eight packed into one I32) are not supported, so `list` does not report a parameter count.
     let four_bits = install("four-bits", "compressed/int8_packed").join("config.json");
     let config = fs::read_to_string(&four_bits).unwrap();
     fs::write(&four_bits, config.replace("\"num_bits\": 8", "\"num_bits\": 4")).unwrap();
@@ -302,7 +302,7 @@ fn missing_model_error_names_the_download_command() {
 #[test]
 fn broken_weights_error_names_the_file() {
     let weights = "model.safetensors";
-    // Truncate the file to 0 bytes, within the 8-byte header length, after it, within the header, or within the data.
+    // Truncate the file: to nothing, inside the 8-byte header length, after it, inside the header, inside the data.
     for length in [0, 5, 8, 1000, 100_000] {
         let (_folder, path) = copy_of_demo();
         let file = fs::OpenOptions::new().write(true).open(path.join(weights)).unwrap();
@@ -485,7 +485,7 @@ fn invalid_flags_and_limits_are_explained() {
     assert_fails(&ask(&demo_dir(), &["--temperature", "-3"]), 2, &["temperature"]);
     let output = ask(&demo_dir(), &["--max-tokens", "0"]);
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
-    // If reasoning uses up the token limit or the context, the message names the flag to raise.
+    // If reasoning uses up the token limit or the context, the message names the flag that needs a larger value.
     let output = ask(&demo_dir(), &["--max-tokens", "8"]);
     assert!(text(&output.stderr).contains("raise --max-tokens"), "{}", text(&output.stderr));
     let tokens = run(&["play", demo_dir().to_str().unwrap(), "--device", "cpu", "--prompt", "How?", "--json"]);

@@ -1,4 +1,4 @@
-//! Tests of answers that are constrained to a grammar, with the demo model on the CPU.
+//! Tests of answers that are constrained by a grammar, with the demo model on the CPU.
 
 mod answers;
 mod hostile;
@@ -36,7 +36,7 @@ fn ask(engine: &EngineHandle, options: GenerateOptions) -> Answer {
 fn refusal(engine: &EngineHandle, kind: GrammarKind) -> String {
     let what = format!("{kind:?}");
     let options = GenerateOptions { constraint: Some(Constraint::new(kind)), max_tokens: Some(1), ..sampled(0) };
-    let error = engine.submit(question().options(options)).err().unwrap_or_else(|| panic!("{what} is not refused"));
+    let error = engine.submit(question().options(options)).err().unwrap_or_else(|| panic!("{what} was not refused"));
     match error.downcast_ref() {
         Some(Error::InvalidConstraint { reason, .. }) => reason.clone(),
         _ => panic!("{error:#}"),

@@ -23,7 +23,7 @@ fn say(chat: &mut PtySession, line: &str) -> String {
     without_escapes(&prompt(chat))
 }
 
-/// Removes CSI escape sequences. While an answer streams, a redraw may place them in the middle of a word.
+/// Removes CSI escape sequences. While an answer is streaming, a redraw may place them in the middle of a word.
 fn without_escapes(output: &str) -> String {
     let mut parts = output.split("\u{1b}[");
     let mut text = parts.next().unwrap_or_default().to_string();

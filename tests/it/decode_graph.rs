@@ -37,7 +37,7 @@ struct Model {
     name: String,
     decoder: Decoder,
     cache: KvCache,
-    /// The block tables of the only sequence. Its blocks are in reverse order, so kernels cannot ignore the tables.
+    /// The block tables of the only sequence. The blocks are in reverse order, so kernels cannot ignore the tables.
     tables: BlockTables,
     device: Device,
     dtype: DType,
@@ -334,7 +334,7 @@ fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
     (0..tokens as u32).map(|i| (i * 31 + 7) % vocab).collect()
 }
 
-/// Compares the graph with transformers: the logits at every position, computed in one step each, and greedy tokens.
+/// Compares the graph with transformers: greedy tokens, and the logits at every position, computed step by step.
 #[test(gpu)]
 fn graph_steps_match_transformers() {
     let device = gpu();
@@ -398,7 +398,7 @@ fn graph_steps_match_the_eager_decoder() {
         model.forward(&seen, 0, &eager);
         let (mut token, mut steps, mut flipped) = (3, 0, 0);
         for position in seen.len()..CONTEXT {
-            // Start the graph again at each position, because the test chooses each input token itself.
+            // Restart the graph at each position, because the test chooses each input token itself.
             graph.start(0, position, token, None, &model.tables).unwrap();
             let next = graph.next(1).unwrap();
             let got = values(graph.logits());
@@ -504,7 +504,7 @@ fn device_sampling_matches_host_sampling() {
                 let want = host.sample(&mut values(graph.logits()));
                 assert_eq!(token, want, "{} at position {position}, {params:?}", model.name);
             }
-            // Two runs that sample only on the GPU must give the same tokens.
+            // Two runs that sample only on the GPU must produce the same tokens.
             let host = Sampler::new(params.clone(), &prompt);
             let run = |graph: &mut DecodeGraph| -> Vec<u32> {
                 graph.start(0, prompt.len(), 3, host.on_device(), &model.tables).unwrap();
@@ -515,7 +515,7 @@ fn device_sampling_matches_host_sampling() {
     });
 }
 
-/// Each row of a batch has its own sampling parameters, and gets the token that the sampler on the host would choose.
+/// Each row of a batch has its own sampling parameters. Its token must equal the choice of the sampler on the host.
 #[test(gpu)]
 fn sampled_rows_match_host_sampling() {
     let device = gpu();
@@ -587,7 +587,7 @@ fn logits_with(special: &[(usize, f32)]) -> Vec<f32> {
 }
 
 /// The sampling kernel treats NaN, infinite and equal logits in the same way as the sampler on the host.
-/// The kernel also chooses the first token after a prompt in greedy decoding, so the cases include greedy decoding.
+/// Even in greedy decoding, this kernel chooses the first token after a prompt, so the cases include greedy decoding.
 #[test(gpu)]
 fn special_logits_are_sampled_as_on_the_host() {
     let (device, dir) = (gpu(), tempfile::tempdir().unwrap());
@@ -606,7 +606,7 @@ fn special_logits_are_sampled_as_on_the_host() {
     let mut all_params = vec![greedy.clone(), penalties];
     for seed in 0..20 {
         all_params.push(SamplingParams { temperature: 1.0, seed, ..greedy.clone() });
-        // No case uses top-k or top-p, because the kernel keeps more equally likely tokens at the cutoff than the host.
+        // No case uses top-k or top-p, because the kernel keeps more tied tokens at the cutoff than the host does.
         all_params.push(SamplingParams { temperature: 0.5, min_p: 0.1, seed, ..greedy.clone() });
     }
     let mut only_one = vec![-INF; vocab];
@@ -647,7 +647,7 @@ fn special_logits_of_greedy_steps_follow_the_host() {
     let device = gpu();
     let (name, llama) = &LLAMAS[0];
     assert!(!llama.tied);
-    // Replaces each row of the output head with the row whose index `row_of` returns, or with NaN for None.
+    // Replaces each row of the output head with the row whose index `row_of` returns, or with NaN if it returns None.
     let graph_with_head = |row_of: &dyn Fn(usize) -> Option<usize>| {
         let dir = tempfile::tempdir().unwrap();
         llama.write(dir.path());

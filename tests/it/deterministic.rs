@@ -1,4 +1,4 @@
-//! Tests that with `deterministic`, the tokens and log probabilities of an answer depend only on its request.
+//! Tests that, with `deterministic`, the tokens and log probabilities of an answer depend only on its request.
 
 use candle_core::DType;
 use inferno::device::DeviceChoice;
@@ -71,7 +71,7 @@ fn demo() -> EngineBuilder<'static> {
 
 #[test]
 fn answers_depend_only_on_their_request() {
-    // The cache has room for two full sequences, so some requests are preempted.
+    // The cache has room for only two full sequences, so some requests are preempted.
     let engine = demo().context(400).sequences(2).load().unwrap();
     check(&engine, 14, 300);
     let stats = engine.stats();
@@ -125,7 +125,7 @@ fn single_requests_can_be_deterministic() {
         assert!(stats.preemptions > 0 && stats.hit_tokens > 0, "{stats:?}");
         assert_eq!((stats.failed, stats.used_blocks), (0, 0), "{stats:?}");
     }
-    // An engine that is always deterministic gives the same answer.
+    // An engine that is always deterministic returns the same answer.
     let options = || GenerateOptions { deterministic: true, ..options(1, 80) };
     let (one, all) = (engine().load().unwrap(), engine().deterministic(true).load().unwrap());
     let prompt = one.random_tokens(3, 300);

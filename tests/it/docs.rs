@@ -1,5 +1,5 @@
 //! Checks that the pages in `docs/` list all flags, environment variables, exit codes and configuration keys.
-//! Also compares documented speeds and memory with benches/results, and checks that every test named in `docs/` exists.
+//! Also compares documented speeds and memory use with benches/results, and checks that tests named in `docs/` exist.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -70,7 +70,7 @@ fn reference_page_lists_every_environment_variable() {
     assert!(missing.is_empty(), "docs/reference.md does not list {missing:?}");
 }
 
-/// docs/reference.md, `--help` and `Error::exit_code` must have the same exit codes.
+/// docs/reference.md, `--help` and `Error::exit_code` must list the same exit codes.
 #[test]
 fn reference_page_lists_exactly_the_exit_codes() {
     let reference = page("docs/reference.md");
@@ -115,7 +115,7 @@ fn readme_is_short() {
     assert!(page("README.md").lines().count() <= 250);
 }
 
-/// Results of `inferno bench --json` in benches/results: one or more runs of one model, which are averaged.
+/// Results of `inferno bench --json` in benches/results. If a model has several runs, their values are averaged.
 struct Results(Vec<Value>);
 
 impl Results {
@@ -128,7 +128,7 @@ impl Results {
         self.0.iter().map(number).sum::<f64>() / self.0.len() as f64
     }
 
-    /// Returns the speed of a test in tokens per second, formatted as in the docs: "751", "1,353" or "40,100".
+    /// Returns the speed of one bench test in tokens per second, formatted as in the docs: "751", "1,353" or "40,100".
     fn speed(&self, kind: &str, tokens: u64, depth: u64) -> String {
         let is_wanted = |test: &&Value| test["kind"] == kind && test["tokens"] == tokens && test["depth"] == depth;
         let speed = |run: &Value| run["tests"].as_array().unwrap().iter().find(is_wanted).unwrap()["tok_per_s"].clone();
@@ -170,7 +170,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
         ("docs/benchmarks.md", format!("prefill of 512 / 2,048 tokens | {} | {}", prefill(&qwen), prefill(&qwen_q8))),
     ];
     for (name, row) in rows {
-        assert!(page(name).contains(&format!("{row} |")), "{name} has no row with: {row}");
+        assert!(page(name).contains(&format!("{row} |")), "{name} does not contain this row: {row}");
     }
 }
 
@@ -187,7 +187,7 @@ fn tests_that_the_docs_name_exist() {
         // After a split at backticks, every second part is code.
         let is_test = |name: &&str| {
             let is_name = name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_');
-            // The names of metrics start with `inferno_`. The other name is a value in Anthropic's API.
+            // Names of metrics start with `inferno_`. `model_context_window_exceeded` is a value in Anthropic's API.
             let is_other = name.starts_with("inferno_") || *name == "model_context_window_exceeded";
             is_name && name.matches('_').count() >= 3 && !is_other
         };

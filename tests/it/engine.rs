@@ -54,7 +54,7 @@ fn top_k_top_p_and_min_p_keep_the_likeliest_tokens() {
     assert_eq!(remaining(&logits, &sampling(|p| p.top_p = 0.75)), [1, 2, 3]);
     assert_eq!(remaining(&logits, &sampling(|p| p.min_p = 0.49)), [1, 2, 3]);
     assert_eq!(remaining(&logits, &sampling(|p| p.min_p = 0.51)), [2, 3]);
-    // Temperature is applied first. At 0.5, the odds are 1 : 4 : 9 : 16. The two likeliest tokens together exceed 0.8.
+    // Temperature is applied first. At 0.5, the odds are 1 : 4 : 9 : 16. Tokens 2 and 3 add up to 25/30, above 0.8.
     assert_eq!(
         remaining(
             &logits,
@@ -297,7 +297,7 @@ fn dropped_stream_cancels_within_a_step() {
     let idle = stats_when_idle(&engine);
     assert!(
         idle.generated_tokens <= at_drop + 2,
-        "{at_drop} tokens when the stream was dropped, {} afterward",
+        "{at_drop} generated tokens when the stream was dropped, {} afterward",
         idle.generated_tokens
     );
     assert!(idle.generated_tokens < 4000);
@@ -310,7 +310,7 @@ fn canceled_request_leaves_the_queue_at_once() {
     let mut running = endless(&engine, None);
     running.next_blocking().unwrap().unwrap();
     drop(endless(&engine, None));
-    // The next step removes the dropped request from the queue, although the first request still runs.
+    // The next step removes the dropped request from the queue, although the first request is still running.
     let deadline = Instant::now() + Duration::from_secs(60);
     while engine.stats().canceled == 0 && Instant::now() < deadline {
         running.next_blocking().unwrap().unwrap();
@@ -352,7 +352,7 @@ fn canceled_prefill_stops_at_the_next_chunk() {
     let idle = stats_when_idle(&engine);
     assert!(
         idle.prompt_tokens <= at_drop + 2 * 16,
-        "{at_drop} tokens when the stream was dropped, {} afterward",
+        "{at_drop} prompt tokens when the stream was dropped, {} afterward",
         idle.prompt_tokens
     );
     assert_eq!((idle.generated_tokens, idle.canceled), (0, 1));
@@ -577,7 +577,7 @@ pub fn assert_greedy(engine: &EngineHandle, prompt: &[u32], tokens: &[u32]) {
     for (index, (row, &token)) in logits[prompt.len() - 1..].iter().zip(tokens).enumerate() {
         let (best, scale) = row.iter().fold((f32::MIN, 0f32), |(a, b), x| (a.max(*x), b.max(x.abs())));
         let gap = best - row[token as usize];
-        assert!(gap <= 2e-2 * scale, "token {index} is {token}, whose logit is {gap} below the largest, {best}");
+        assert!(gap <= 2e-2 * scale, "token {index} is {token}: its logit is {gap} below the largest logit, {best}");
     }
 }
 
@@ -644,7 +644,7 @@ fn run_many(engine: &EngineHandle, prompts: &[Vec<u32>], count: usize) {
     }
 }
 
-/// Returns the number of requests in `INFERNO_TEST_REQUESTS`.
+/// Returns the number of requests that `INFERNO_TEST_REQUESTS` specifies.
 /// If this variable is set, tests also measure memory, so run only one test at a time.
 fn requested_count() -> Option<usize> {
     let text = std::env::var("INFERNO_TEST_REQUESTS").ok()?;
@@ -664,8 +664,8 @@ fn assert_memory_stays_flat(engine: &EngineHandle, prompts: Vec<Vec<u32>>, used_
     assert_eq!(stats.ended, (warm_up + count) as u64);
     if requested.is_some() {
         let grown = used_bytes().saturating_sub(before);
-        eprintln!("{count} requests: {grown} more bytes in use");
-        assert!(grown < 8 << 20, "{count} requests need {grown} more bytes");
+        eprintln!("{count} requests: the memory in use grew by {grown} bytes");
+        assert!(grown < 8 << 20, "after {count} requests, {grown} more bytes are in use");
     }
 }
 
@@ -689,7 +689,7 @@ fn requests_start_by_priority_and_expire() {
         let options = GenerateOptions { priority, max_wait, max_tokens: Some(count), ignore_eos: true, ..greedy() };
         engine.complete_ids(&engine.random_tokens(2 + count as u64, 200), options).unwrap()
     };
-    // The first request uses most of the blocks, so all others wait.
+    // The first request uses most of the blocks, so all other requests must wait.
     let mut first = request(0, None, 50);
     first.next_blocking().unwrap().unwrap();
     let (last, urgent) = (request(0, None, 3), request(-1, None, 2));

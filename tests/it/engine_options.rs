@@ -85,7 +85,7 @@ fn check_rules(engine: &EngineHandle, prompt: &[u32]) {
 
 /// Checks that several answers to one request equal the answers to separate requests.
 fn check_forks(engine: &EngineHandle, prompt: &[u32]) {
-    // At this temperature, different seeds give different tokens even if the model is almost certain of each one.
+    // At this temperature, different seeds produce different tokens even if the model is almost certain of each token.
     let options = |seed| GenerateOptions {
         sampling: sampling(|p| {
             p.seed = seed;

@@ -131,7 +131,8 @@ fn a_tenant_with_a_hundred_times_its_share_leaves_others_theirs() {
         for (prompt, answer) in [(300, 60), (300, 1), (1, 60), (1500, 500)] {
             let (fair, unfair) = (served(2, prompt, answer), served(200, prompt, answer));
             println!(
-                "{blocks} blocks, {prompt} prompt tokens, {answer} answer tokens: tokens served to each tenant: {fair:?} if the first tenant has 2 clients, {unfair:?} if it has 200"
+                "{blocks} blocks, {prompt} prompt tokens, {answer} answer tokens: tokens served to each tenant: \
+                 {fair:?} if the first tenant has 2 clients, {unfair:?} if it has 200"
             );
             // With two clients, the first tenant may have used less than its share and left the rest to other tenants.
             let share = unfair.values().sum::<usize>() / 8;
@@ -139,7 +140,8 @@ fn a_tenant_with_a_hundred_times_its_share_leaves_others_theirs() {
                 let (before, after) = (fair[&tenant], unfair[&tenant]);
                 assert!(
                     after * 10 >= before.min(share) * 9,
-                    "tenant {tenant} was served {before}, then {after}; its share is {share}"
+                    "tenant {tenant} was served {after} tokens when the first tenant had 200 clients, but {before} \
+                     when it had 2; the share of a tenant is {share}"
                 );
             }
         }

@@ -44,7 +44,7 @@ fn sliding_windows_follow_the_config() {
     absent["max_position_embeddings"] = json!(32_768);
     assert_eq!(windows(&absent), [Some(4096); 4], "a missing sliding_window must mean 4096, as in transformers");
     absent["max_position_embeddings"] = json!(4096);
-    assert_eq!(windows(&absent), [None; 4], "a window as long as the context must be dropped");
+    assert_eq!(windows(&absent), [None; 4], "a window as long as the context must be ignored");
 
     assert_eq!(windows(&config("qwen2")), [None, None, Some(9), Some(9)]);
     assert_eq!(windows(&config_with("qwen2", json!({"use_sliding_window": false}))), [None; 4]);
@@ -201,7 +201,7 @@ fn unsupported_options_are_errors_that_name_the_field() {
 }
 
 /// Replaces each number in a config.json with absurd values, one at a time.
-/// Loading must end within ten seconds, and impossible sizes must fail.
+/// Loading must end within ten seconds, and impossible sizes must be rejected.
 #[test]
 fn absurd_numbers_fail_quickly_or_load() {
     let sizes = [
@@ -253,7 +253,7 @@ fn absurd_numbers_fail_quickly_or_load() {
                 let start = Instant::now();
                 let outcome = build(json);
                 let duration = start.elapsed();
-                assert!(duration < Duration::from_secs(10), "{case}: {name} = {value} took {duration:?}");
+                assert!(duration < Duration::from_secs(10), "{case}: loading with {name} = {value} took {duration:?}");
                 let must_fail = section.is_none() && sizes.contains(&name.as_str()) && impossible.contains(value);
                 assert!(!must_fail || outcome.is_err(), "{case}: {name} = {value} was accepted");
             }
@@ -279,7 +279,7 @@ fn longrope_models_default_to_their_original_length() {
     assert_eq!((phi("phi4").default_context(), phi("phi4").max_position_embeddings()), (160, 640));
     assert_eq!(phi("mistral").default_context(), 240);
     let plain = read(&config_with("phi3", json!({"rope_scaling": null}))).unwrap().architecture;
-    assert_eq!(plain.default_context(), 240, "without LongRoPE, the default must be the longest context");
+    assert_eq!(plain.default_context(), 240, "without LongRoPE, the default context must be the longest one");
     assert!(
         read(&config_with(
             "phi3",
@@ -299,7 +299,7 @@ fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu).unwrap())
 }
 
-/// Asserts that a golden checkpoint still gives the golden logits with this config and renamed tensors.
+/// Asserts that a golden checkpoint still produces the golden logits with this config and renamed tensors.
 fn assert_same_model(case: &str, config: &Value, rename: impl Fn(HashMap<String, Tensor>) -> HashMap<String, Tensor>) {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();

@@ -131,11 +131,11 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
             runner.fill(&prompt).unwrap();
             runner.decode_steps_ungraphed(17, 512).unwrap()
         });
-        assert_eq!(ungraphed.unwrap(), first, "decoding without the CUDA graph gives different tokens");
+        assert_eq!(ungraphed.unwrap(), first, "decoding without the CUDA graph produces different tokens");
     }
 }
 
-/// Returns the tokens of an answer, and the mean KL divergence of its log probabilities from a prefill.
+/// Returns the tokens of an answer, and the mean KL divergence of its log probabilities from those of a prefill.
 /// The divergence counts all tokens except the 20 most likely ones as a single token.
 fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (Vec<u32>, f64) {
     let tokens: Vec<u32> = events.iter().filter_map(Event::token).collect();
@@ -158,7 +158,7 @@ fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (
     (tokens, mean)
 }
 
-/// With `deterministic`, 64 concurrent requests give the same tokens as the same requests run one at a time.
+/// With `deterministic`, 64 requests generate the same tokens whether they run concurrently or one at a time.
 #[test(full_size)]
 fn full_size_answers_at_once_equal_answers_alone_if_deterministic() {
     for eager in [false, true] {
@@ -196,7 +196,7 @@ fn check_deterministic_answers(eager: bool) {
     );
 }
 
-/// Generates 64 answers concurrently, then one at a time. Both may differ from a prefill only by rounding errors.
+/// Generates 64 answers concurrently, then one at a time. Both sets may differ from a prefill only by rounding errors.
 #[test(full_size)]
 fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
     const TOKENS: usize = 64;

@@ -107,7 +107,7 @@ impl Case {
         self.dtype != DType::F32
     }
 
-    /// Returns the largest relative error allowed against the f32 reference.
+    /// Returns the largest allowed relative error, compared with the f32 reference.
     /// In bf16 and f16, rounding errors of 2^-8 and 2^-11 accumulate over two to four layers.
     fn tolerance(&self) -> f32 {
         match (self.dtype, self.name.as_str()) {
@@ -261,7 +261,7 @@ impl SharedCache<'_> {
         }
     }
 
-    /// Computes the remaining tokens of a sequence in one pass.
+    /// Runs the remaining tokens of a sequence in one pass.
     fn finish(&mut self, member: &mut Member) {
         let left = member.ids.len() - member.blocks.computed();
         self.step(&mut [member], &[left]);
@@ -281,7 +281,7 @@ impl SharedCache<'_> {
     }
 }
 
-/// Sequences of random lengths advance by random numbers of tokens, so that passes start and end anywhere in a block.
+/// Sequences of random lengths advance by random numbers of tokens, so passes can start and end anywhere in a block.
 #[test]
 fn batch_equals_each_sequence_alone() {
     each_case(|name, case| {

@@ -2,7 +2,7 @@
 //!
 //! libtest can ignore a test only at compile time. This harness decides at run time which tests to ignore.
 //! A test is reported as ignored if the GPU, model or fixtures that it needs are missing.
-//! The last lines of output say how to run the ignored tests.
+//! The last lines of output explain how to run the ignored tests.
 //!
 //! libtest's options work as usual: `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture`.
 
@@ -86,7 +86,7 @@ pub fn fail_without_cuda() {
     panic!("this build does not include CUDA; run: {}", Need::Gpu.command());
 }
 
-/// Returns the tests in `decode_graph.rs`, which builds without CUDA do not compile.
+/// Returns the tests in `decode_graph.rs`, which is not compiled in builds without CUDA.
 /// They are reported as ignored, or as failed if a GPU is expected.
 #[cfg(not(feature = "cuda"))]
 fn tests_of_cuda_builds() -> Vec<Test> {

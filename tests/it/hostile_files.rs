@@ -1,5 +1,5 @@
 //! Tests of untrusted model folders and GGUF files.
-//! inferno must give the right answer or report one error, within limits on time and memory.
+//! inferno must answer correctly or report one error, within limits on time and memory.
 
 use std::borrow::Cow;
 use std::fs::{self, File};
@@ -242,7 +242,7 @@ fn large_files_are_refused() {
     ] {
         let model = Model::chat();
         model.play().assert_succeeds();
-        // The file is sparse, so it takes no disk space.
+        // The file is sparse, so it takes almost no disk space.
         File::create(model.dir.join(name)).unwrap().set_len(bytes).unwrap();
         model.play().assert_fails(1, &["cannot read ", name, &format!("it is larger than {limit}")]);
         model.show();

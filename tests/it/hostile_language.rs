@@ -1,5 +1,5 @@
 //! Tests of untrusted chat templates, tokenizers and prompts.
-//! inferno must give an answer or report one error, within limits on time and memory.
+//! inferno must answer or report one error, within limits on time and memory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -113,7 +113,12 @@ fn hostile_templates_are_refused() {
     for (name, template, reason) in templates {
         let model = Model::with_template(&template);
         let answer = model.play(&["hello"]);
-        println!("{name}: {:.1} s, {} MB, {}", answer.seconds, answer.peak_bytes >> 20, answer.stderr.trim());
+        println!(
+            "{name}: {:.1} s, peak memory {} MB, stderr: {}",
+            answer.seconds,
+            answer.peak_bytes >> 20,
+            answer.stderr.trim()
+        );
         answer.assert_fails(1, &["chat template", reason]);
         // Commands that need no template still work.
         model.tokenize("hello").assert_succeeds();
@@ -232,7 +237,12 @@ fn hostile_tokenizers_end_within_limits() {
     for (name, change, reason) in tokenizers {
         let model = Model::with_tokenizer(change);
         let answer = model.tokenize(&"a".repeat(100_000));
-        println!("{name}: exit code {:?}, {:.1} s, {}", answer.status.code(), answer.seconds, answer.stderr.trim());
+        println!(
+            "{name}: exit code {:?}, {:.1} s, stderr: {}",
+            answer.status.code(),
+            answer.seconds,
+            answer.stderr.trim()
+        );
         if !reason.is_empty() {
             answer.assert_fails(1, &["token", reason]);
         }

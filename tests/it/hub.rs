@@ -327,7 +327,7 @@ fn each_refusal_of_the_hub_has_its_error() {
     let (message, code) = message_and_code(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 4);
     assert!(!message.contains("hf_secret"));
-    assert!(machine.hub().find(REPO, None).is_err(), "the refused download left a ref or a snapshot");
+    assert!(machine.hub().find(REPO, None).is_err(), "the refused download left a ref or a snapshot behind");
 }
 
 #[test]
@@ -606,7 +606,7 @@ fn files_with_the_same_weak_etag_are_kept_apart() {
     fetch(1, 2);
     fake.change(|state| state.commit = "f".repeat(40));
     fetch(3, 4);
-    // For a large file, the listing has only the hash of its LFS pointer.
+    // For a large file, the listing contains only the hash of its LFS pointer.
     fake.change(|state| {
         state.commit = "e".repeat(40);
         (state.lists_sizes, state.etag_header) = (true, None);

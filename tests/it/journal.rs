@@ -233,7 +233,7 @@ fn load_restores_a_cleared_conversation_with_its_settings() {
     assert!(loaded.contains("1 question") && loaded.contains("My name is Ada"), "{loaded}");
     let settings = chat.say("/set");
     for line in ["top-k               3", "max-tokens          none", "\"zebra\", \"yak\""] {
-        assert!(settings.contains(line), "no {line:?} in {settings}");
+        assert!(settings.contains(line), "/set does not show {line:?}: {settings}");
     }
     assert!(chat.say("/file").contains("nothing is attached"));
     assert!(chat.say("What is my name?").contains("Ada"));
@@ -282,7 +282,7 @@ fn resume_accepts_new_instructions_and_obeys_inferno_nohistory() {
 #[test]
 fn regen_gives_another_answer_and_the_journal_has_the_last_one() {
     let home = TempDir::new().unwrap();
-    // Use a high temperature, because at a low temperature /regen often gives the same answer again.
+    // Use a high temperature, because at a low temperature /regen often generates the same answer again.
     let mut chat =
         Screen::new(&home, &["play", "demo", "--device", "cpu", "--temperature", "2", "--max-tokens", "60"], &[]);
     chat.wait(">>> ");
@@ -368,7 +368,7 @@ fn a_conversation_saved_with_its_cache_needs_no_prefill() {
     assert!(chat.say("/save bob").contains("saved; to continue"));
     leave(chat);
     assert!(conversations.join("bob.kv").exists() && !conversations.join("ada.kv").exists());
-    // If the file of keys and values is damaged, the next turn is only slower.
+    // If the file of keys and values is damaged, the next turn still works, but is slower.
     fs::write(conversations.join("bob.kv"), "damaged").unwrap();
     assert!(ask("bob").contains("cannot load keys and values"));
 }

@@ -167,8 +167,8 @@ fn clamped_swiglu_matches_its_reference() {
 
 #[test]
 fn clamped_swiglu_clamps_like_gpt_oss() {
-    // Gate 9 is clamped to 7, and up -8 is clamped to -7. The first output is 7·σ(7·1.702)·(-7 + 1).
-    // Gate -20 is not clamped, because gates have no lower limit.
+    // A gate of 9 is clamped to 7, and an up value of -8 is clamped to -7. The first output is 7·σ(7·1.702)·(-7 + 1).
+    // A gate of -20 is not clamped, because gates have no lower limit.
     let x = Tensor::new(&[9f32, -8.0, -20.0, 3.0], &Device::Cpu).unwrap();
     let got = values(&clamped_swiglu(&x, 7.0).unwrap());
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
@@ -305,8 +305,9 @@ fn attention_matches_its_reference() {
                     continue;
                 }
                 let got = run(&q, &k, &v, sinks.as_ref(), backend);
-                let what =
-                    format!("{spans:?}, {heads} heads, {kv_heads} KV heads of {head_dim}, {dtype:?}, cap {softcap:?}");
+                let what = format!(
+                    "{spans:?}, {heads} heads, {kv_heads} KV heads, head size {head_dim}, {dtype:?}, cap {softcap:?}"
+                );
                 assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * error_growth * rounding(dtype));
             }
         }
@@ -584,7 +585,10 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
             }
             // In the product of all tokens, token 130 has a different position in its group than in `product(130, 1)`.
             let all = values(&matmul_f32(&x, &weight, SumOrder::Fixed).unwrap().narrow(0, 130, 1).unwrap());
-            assert!(all == product(130, 1), "{rows}x{columns}, {dtype:?}: the result depends on the position");
+            assert!(
+                all == product(130, 1),
+                "{rows}x{columns}, {dtype:?}: the result depends on the position of the token"
+            );
         }
     }
 }

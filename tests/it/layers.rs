@@ -76,8 +76,8 @@ fn layer(module: &str) -> usize {
 ///   That file is `mod.rs`, or `x.rs` beside the folder `x/`.
 /// - A file depends on every file that a path in its code leads to, in `use` declarations and elsewhere.
 /// - An imported or re-exported name counts as a path into the file that defines it.
-/// - In `mod`, `mod x;` and `pub use x::Name;` do not count as dependencies, but every other use of `Name` counts.
-/// - Modules named `tests` do not count.
+/// - In the file `mod`, `mod x;` and `pub use x::Name;` are not dependencies, but every other use of `Name` is one.
+/// - Modules named `tests` are ignored.
 #[test]
 fn files_of_a_folder_have_no_cycles() {
     let cycles = Sources::read().cycles();

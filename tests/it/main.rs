@@ -4,7 +4,7 @@
 #[macro_use]
 extern crate inferno_test_macros;
 
-/// Prints through the harness, which shows only the output of failed tests.
+/// Passes printed text to the harness, which shows only the output of failed tests.
 #[allow(unused_macros)]
 macro_rules! println {
     () => { crate::harness::print(format_args!("\n")) };

@@ -37,7 +37,7 @@ fn check_round_trip(load: &dyn Fn() -> Engine, folder: &Path, length: usize) {
     }
     let second = load();
     assert_eq!(second.load_prefix(&path).unwrap(), saved);
-    assert_eq!(second.load_prefix(&path).unwrap(), saved, "the second load must return the same number");
+    assert_eq!(second.load_prefix(&path).unwrap(), saved, "loading again must return the same number of tokens");
     assert_eq!(second.stats().used_blocks, 0);
     let got = answer(&second, &next);
     assert_eq!(got.tokens, want.tokens);

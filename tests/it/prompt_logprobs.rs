@@ -16,7 +16,7 @@ fn options(max_tokens: usize) -> GenerateOptions {
 }
 
 /// Returns the log probabilities of the prompt and the generated tokens.
-/// By the first event, the log probabilities of the prompt must be complete.
+/// When the first event arrives, the log probabilities of the prompt must be complete.
 fn read(mut stream: RequestStream) -> (Vec<TokenLogprobs>, Vec<u32>) {
     let first = stream.next_blocking().unwrap().unwrap();
     let prompt = stream.scored_prompt().unwrap().logprobs.clone();
@@ -37,7 +37,7 @@ fn assert_close(engine: &EngineHandle, prompt: &[u32], got: &[TokenLogprobs], to
         let want = logprob(prompt[index + 1] as usize);
         assert!(
             is_close(got.chosen, want),
-            "token {} of {}: got {}, expected {want}",
+            "log probability of token {} of {}: got {}, expected {want}",
             index + 1,
             prompt.len(),
             got.chosen

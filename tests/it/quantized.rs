@@ -2,7 +2,7 @@
 //!
 //! - The dequantized values equal the values of the original blocks.
 //! - Products match the products of the dequantized matrix.
-//! - Every GPU kernel gives the same results as the CPU, up to rounding.
+//! - Every GPU kernel produces the same results as the CPU, up to rounding.
 
 use candle_core::{DType, Device, Tensor};
 use float8::F8E4M3;
@@ -115,7 +115,7 @@ fn values_equal_those_of_the_blocks_bit_by_bit() {
         let file = 3 * 512 / of.block_length() * of.block_bytes();
         assert!(
             matrix.bytes() as usize <= file + 3 * 2 * 6,
-            "{of}: {} bytes in memory, {file} in the file",
+            "{of}: {} bytes in memory, {file} bytes in the file",
             matrix.bytes()
         );
     }
@@ -182,7 +182,7 @@ fn quantization_error_is_bounded() {
         assert!(worst / 2.0 <= limit * 1.1, "{quantize}: relative error {}, limit {limit}", worst / 2.0);
         assert!(worst > 0.0, "{quantize} changes nothing");
     }
-    // If the row length is not a multiple of the block length, the matrix gets another format or stays unquantized.
+    // If the row length is not a multiple of the block length, the matrix uses another format or stays unquantized.
     let format = |name: &str, columns| name.parse::<QuantizationTarget>().unwrap().format(columns);
     assert_eq!(format("q4_k", 320), Some(WeightFormat::Q5_0));
     assert_eq!(format("q2_k", 320), Some(WeightFormat::Q4_0));
@@ -200,8 +200,8 @@ fn constant_and_tiny_rows_are_quantized_to_finite_values() {
             let matrix = quantized_floats(format.parse().unwrap(), &[value; 512], 512, &Device::Cpu);
             let got = values(&matrix.dequantize(DType::F32).unwrap());
             let worst = got.iter().map(|got| (got - value).abs()).fold(0.0, |a: f32, b| if b > a { b } else { a });
-            assert!(got.iter().all(|got| got.is_finite()), "{format} turns {value:e} into {got:?}");
-            assert!(worst <= value.abs() / 15.0 + 1e-15, "{format} turns {value:e} into {}", got[0]);
+            assert!(got.iter().all(|got| got.is_finite()), "{format} quantizes {value:e} to {got:?}");
+            assert!(worst <= value.abs() / 15.0 + 1e-15, "{format} quantizes {value:e} to {}", got[0]);
         }
     }
 }
@@ -286,7 +286,7 @@ fn roundings(format: WeightFormat) -> Vec<InputRounding> {
     }
 }
 
-/// Tests rows whose length is not a multiple of 32 (the group size), and NaN inputs, which must give NaN outputs.
+/// Tests rows whose length is not a multiple of 32 (the group size), and NaN inputs, which must produce NaN outputs.
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
     let gpu = gpu();
@@ -317,7 +317,7 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
                 broken[columns - 1] = f32::NAN;
                 let broken = Tensor::from_vec(broken, (tokens, columns), &Device::Cpu).unwrap();
                 let got = product(&there, &broken.to_dtype(DType::F16).unwrap());
-                assert!(got[..48].iter().all(|value| value.is_nan()), "{what}: a NaN input gave a finite output");
+                assert!(got[..48].iter().all(|value| value.is_nan()), "{what}: a NaN input produced a finite output");
                 assert!(got[48..].iter().all(|value| value.is_finite()), "{what}: a NaN spread to another token");
             }
         }
@@ -328,7 +328,7 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu() {
     let gpu = gpu();
-    // Row counts: an odd number, numbers above the count of warps in a grid, and multiples of 16 for cuBLASLt.
+    // Row counts: an odd number, numbers greater than the number of warps in a grid, and multiples of 16 for cuBLASLt.
     // With these column counts, each lane runs its loop once or several times.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
@@ -359,7 +359,7 @@ fn gpu_kernels_agree_with_the_cpu() {
             let got = there.embed(&ids.to_device(&gpu).unwrap(), 0.5).unwrap();
             assert_eq!(values(&got), values(&cpu.embed(&ids, 0.5).unwrap()), "rows of {format:?}");
             for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 4e-3), (DType::F16, 1e-3)] {
-                // The counts between 2 and 128 select each tile of `matmul_few`, and two tiles of 64 tokens.
+                // The counts from 3 to 100 select every tile size of `matmul_few`. 100 tokens need two tiles of 64.
                 let many = if rows < 1000 { 300 } else { 9 };
                 for tokens in [1, 3, 9, 24, 100, many] {
                     let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();

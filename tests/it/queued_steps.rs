@@ -29,7 +29,7 @@ fn request(engine: &Engine, index: usize) -> (Vec<u32>, GenerateOptions) {
     (prompt, GenerateOptions { ignore_eos: true, stop_token_ids, max_tokens, ..GenerateOptions::new(sampling) })
 }
 
-/// Checks that `engine` gives the same answers as `reference`, even after preemptions and prefix hits.
+/// Checks that `engine` returns the same answers as `reference`, even after preemptions and prefix hits.
 pub fn check(engine: Engine, reference: Engine, change: impl Fn(usize, &mut GenerateOptions)) {
     let requests = (0..24).map(|index| {
         let (prompt, mut options) = request(&engine, index);

@@ -145,7 +145,7 @@ fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
 }
 
 /// Each rank scales the inputs of o_proj and down_proj by the largest value in its own columns, as vLLM does.
-/// With dynamic scales, the results differ from the results of one rank within the precision of 8 bits.
+/// With dynamic scales, the results therefore match the results of one rank only to about 8 bits.
 #[test]
 fn logits_of_8_bit_models_agree_with_transformers() {
     for (case, tolerance) in [
@@ -204,7 +204,7 @@ fn quantizing_while_loading_gives_the_same_logits_as_one_rank() {
     }
 }
 
-/// Compares answers on several ranks with answers on one rank: with preemptions, prefix hits, stop tokens and sampling.
+/// Compares answers on several ranks with answers on one rank. Covers preemptions, prefix hits, stop tokens, sampling.
 #[test]
 fn engines_of_several_ranks_answer_like_one_rank() {
     for (size, split) in [(2, Split::Tensor), (3, Split::Tensor), (2, Split::Layers), (4, Split::Layers)] {

@@ -34,7 +34,7 @@ fn pieces(text: &str, length: usize) -> Vec<String> {
     chars.chunks(length).map(|piece| piece.iter().collect()).collect()
 }
 
-/// Returns the output for an answer that streams in pieces of `length` characters.
+/// Returns the output for an answer that is streamed in pieces of `length` characters.
 fn written(text: &str, length: usize, size: WindowSize) -> Vec<u8> {
     let mut view = TurnView::new(size, false, false);
     let mut out = Vec::new();
@@ -134,7 +134,7 @@ fn streaming_in_pieces_ends_up_the_same_as_one_piece() {
                 let differing = want.iter().zip(&got).position(|(want, got)| want != got);
                 assert!(
                     want == got,
-                    "in pieces of {length}, {size:?}, row {differing:?}: {:?} became {:?}\n{}",
+                    "pieces of {length} characters, {size:?}: row {differing:?} should be {:?}, but is {:?}; text:\n{}",
                     differing.map(|row| &want[row]),
                     differing.map(|row| &got[row]),
                     &text[..text.len().min(300)]
@@ -165,11 +165,15 @@ fn assert_harmless(out: &[u8]) {
     while let Some(at) = rest.find(|c: char| c.is_control() && c != '\n' && c != '\r') {
         assert!(
             rest[at..].starts_with('\u{1b}'),
-            "the output has a control character: {:?}",
+            "the output contains a control character: {:?}",
             &rest[at..].chars().take(8).collect::<String>()
         );
         let end = rest[at + 2..].find(|c: char| c.is_ascii_alphabetic()).map_or(rest.len(), |end| at + 2 + end + 1);
-        assert!(is_own(&rest[at..end]), "inferno never writes this escape sequence: {:?}", &rest[at..end]);
+        assert!(
+            is_own(&rest[at..end]),
+            "the output contains an escape sequence that inferno never writes: {:?}",
+            &rest[at..end]
+        );
         rest = &rest[end..];
     }
     assert!(!out.contains(['\u{202e}', '\u{2066}']));
@@ -233,13 +237,13 @@ fn pathological_markdown_is_laid_out_in_time() {
 fn finished_lines_are_never_written_again() {
     let out = String::from_utf8(written(ORDINARY, 1, SIZE)).unwrap();
     // Only the unfinished Markdown block is redrawn, so the output stays small.
-    assert!(out.len() < 30 * ORDINARY.len(), "{} bytes of output for {} bytes", out.len(), ORDINARY.len());
+    assert!(out.len() < 30 * ORDINARY.len(), "{} bytes of output for {} bytes of Markdown", out.len(), ORDINARY.len());
     let plain =
         "A sentence of ordinary words that is longer than one row of this window and wraps to the next. ".repeat(3);
     let out = String::from_utf8(written(&plain, 4, SIZE)).unwrap();
     assert!(
         out.len() < 4 * plain.len(),
-        "plain text was written repeatedly: {} bytes of output for {} bytes",
+        "plain text was written repeatedly: {} bytes of output for {} bytes of text",
         out.len(),
         plain.len()
     );

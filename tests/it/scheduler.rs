@@ -70,7 +70,7 @@ struct Tracked {
     is_running: bool,
     preemptions: usize,
     outcome: Option<Outcome>,
-    /// The number of steps that ran while the sequence waited.
+    /// The number of steps that ran while the sequence was waiting.
     waited: usize,
     /// The limit for `waited`: the most steps that all sequences ahead of this one may take.
     ahead: usize,
@@ -89,12 +89,12 @@ struct Simulator<'a> {
     tracked: Vec<Tracked>,
     /// The submitted sequences that have not ended.
     unfinished: BTreeSet<SequenceId>,
-    /// The submitted sequences that wait to run, except pending forks. The most senior sequence comes first.
+    /// The submitted sequences that are waiting to run, except pending forks. The most senior sequence comes first.
     waiting: BTreeSet<Rank>,
     /// The sequences that the current plan preempted, if the plan also started forks. Forks start without a reserve of
     /// free blocks, so a fork can displace a running sequence after the plan has admitted a new sequence.
     displaced: BTreeSet<SequenceId>,
-    /// Submitted forks that wait for the prompt of another sequence.
+    /// Submitted forks that are waiting for the prompt of another sequence.
     pending: BTreeSet<SequenceId>,
     /// The deadlines of sequences that have not started, except pending forks.
     deadlines: BTreeSet<(Duration, SequenceId)>,
@@ -191,7 +191,7 @@ impl<'a> Simulator<'a> {
             self.write(&plan);
             self.read(&plan);
             self.now += step_time(plan.work.iter().map(|work| work.range.len()).sum());
-            // Some clients cancel while the step runs.
+            // Some clients cancel while the step is running.
             while let Some((_, id)) = cancels.next_if(|&(time, _)| time <= self.now && is_during_step(time)) {
                 self.cancel(id);
             }
@@ -219,8 +219,8 @@ impl<'a> Simulator<'a> {
             self.scheduler.submit(NewSequence { arrival, ..new });
         }
         let rank = self.rank(id);
-        // While a sequence waits, every step computes at least one token of a sequence that arrived earlier or is more
-        // senior. A sequence is preempted at most twice, so each of its tokens is computed at most three times.
+        // While a sequence is waiting, every step computes at least one token of a sequence that arrived earlier or
+        // is more senior. A sequence is preempted at most twice, so each of its tokens is computed at most three times.
         let steps = |id: SequenceId| {
             let Request { prompt, answer, .. } = &self.scenario.requests[id as usize];
             // A step that is planned ahead can compute a token after the end of an answer.
@@ -394,7 +394,8 @@ impl<'a> Simulator<'a> {
             let is_complete = self.awaits_last_token(*id);
             is_complete || decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == end)
         };
-        // A running sequence may get no work if only a newly started sequence of another tenant could free its blocks.
+        // With several tenants, a plan may leave out a running sequence. This happens if the only way to free blocks
+        // for it would be to preempt a newly started sequence of another tenant.
         let has_work = |id: &SequenceId| !self.has_tenants || plan.work.iter().any(|work| work.id == *id);
         let undone = running.iter().filter(|id| has_work(id) && !is_done(id)).count();
         // With a grid, a step rounds its remaining budget up to whole parts, so a chunk can be almost one part longer.
@@ -402,15 +403,19 @@ impl<'a> Simulator<'a> {
         let mut long_chunks = 0;
         for work in plan.work.iter().filter(|work| work.range.len() > longest) {
             long_chunks += 1;
-            assert!(undone == 0 || undone == 1 && !is_done(&work.id), "sequence {} took the budget of others", work.id);
+            assert!(
+                undone == 0 || undone == 1 && !is_done(&work.id),
+                "sequence {} used the budget of other sequences",
+                work.id
+            );
         }
         self.summary.long_chunks += long_chunks;
         // With ample blocks, only the token budget and `max_sequences` limit a step.
         if self.has_ample_blocks && tokens < token_budget {
-            assert_eq!(undone, 0, "{} tokens of the budget are left", token_budget - tokens);
+            assert_eq!(undone, 0, "{} tokens of the budget are unused", token_budget - tokens);
             // Until forks have copied their shared block, the scheduler counts one block too many for the forks.
             let is_full = running.len() == max_sequences || has_forked;
-            assert!(is_full || self.waiting.is_empty(), "a waiting sequence could start");
+            assert!(is_full || self.waiting.is_empty(), "a waiting sequence could have started");
         }
         for &(.., id) in &self.waiting {
             self.tracked[id as usize].waited += 1;
@@ -423,7 +428,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns the sequences that decode: running sequences with only their last sampled token left to compute.
+    /// Returns the decoding sequences: running sequences with only their last sampled token left to compute.
     fn decoding(&self) -> BTreeSet<SequenceId> {
         let is_decoding = |id: &SequenceId| {
             let tracked = &self.tracked[*id as usize];
@@ -445,14 +450,17 @@ impl<'a> Simulator<'a> {
         self.unfinished.iter().copied().filter(|&id| self.tracked[id as usize].is_running).collect()
     }
 
-    /// Checks the work of one sequence, and records that it runs.
+    /// Checks the work of one sequence, and records that the sequence is running.
     fn check_work(&mut self, work: &SequenceWork) {
         let SequenceWork { id, ref range, is_last } = *work;
         let grid = self.grid(id);
         let tracked = &mut self.tracked[id as usize];
         let len = tracked.digests.len();
         assert!(self.unfinished.contains(&id), "sequence {id} was not submitted, or has already ended");
-        assert!(!range.is_empty() && range.end <= len, "sequence {id}: positions {range:?} of {len} tokens");
+        assert!(
+            !range.is_empty() && range.end <= len,
+            "sequence {id}: positions {range:?} are empty or exceed its {len} tokens"
+        );
         assert_eq!(self.scheduler.tokens(id).len(), len);
         assert_eq!(is_last, range.end == len);
         assert_eq!(range.start, self.scheduler.computed(id));
@@ -462,10 +470,10 @@ impl<'a> Simulator<'a> {
         if was_running {
             assert_eq!(range.start, last, "sequence {id} did not continue where it stopped");
         } else {
-            assert!(range.start.is_multiple_of(BLOCK_TOKENS), "sequence {id} reuses part of a block");
+            assert!(range.start.is_multiple_of(BLOCK_TOKENS), "sequence {id} reuses only part of a block");
             assert!(
                 grid.is_none_or(|grid| grid.floor(range.start) == range.start),
-                "sequence {id} reuses part of a chunk"
+                "sequence {id} reuses only part of a chunk"
             );
             if tracked.started.is_none() {
                 tracked.started = Some(self.now);
@@ -626,7 +634,7 @@ fn token_after(last: u64) -> u32 {
     (last >> 20) as u32 % 1000
 }
 
-/// Returns whether a cancellation at `time` happens while a step runs. This is true for about half of all times.
+/// Returns whether a cancellation at `time` happens while a step is running. This is true for about half of all times.
 fn is_during_step(time: Duration) -> bool {
     (time.as_nanos() / 1000).is_multiple_of(2)
 }
@@ -639,7 +647,7 @@ fn skewed(random: &mut Random, most: usize) -> usize {
 
 /// Returns a random scheduler and `count` random requests.
 fn random_scenario(seed: u64, count: usize) -> Scenario {
-    // Similar seeds give similar first random numbers, so mix the seed first.
+    // Similar seeds produce similar first random numbers, so mix the seed first.
     let mut random = Random(digest(seed, 1));
     let random = &mut random;
     // Short prompts, long answers and few blocks lead to preemptions.
@@ -693,7 +701,7 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
         };
         let text = random.below(texts.len());
         let mut prompt = texts[text][..len].to_vec();
-        // About half of the prompts share only a prefix with other prompts.
+        // In about half of the prompts, random tokens follow a prefix that other prompts share.
         let shared = random.below(2 * len);
         prompt.iter_mut().skip(shared).for_each(|token| *token = random.below(1000) as u32);
         let room = (context - len).max(1);
@@ -857,7 +865,10 @@ fn low_priority_finishes_while_high_priority_requests_arrive() {
     let started = |tracked: &Tracked| tracked.started.expect("all requests start");
     let start = started(&simulator.tracked[low]);
     let earlier = simulator.tracked.iter().filter(|tracked| started(tracked) < start).count();
-    assert!((before - 5..before + 5).contains(&earlier), "{earlier} requests started earlier, expected about {before}");
+    assert!(
+        (before - 5..before + 5).contains(&earlier),
+        "{earlier} requests started before request {low}, expected about {before}"
+    );
 }
 
 /// Returns two schedulers: for a model with full attention, and for one that also has layers with 128-token windows.
@@ -1002,7 +1013,7 @@ fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget(
             let preempts = start % BLOCK_TOKENS + 2 > BLOCK_TOKENS || start.is_multiple_of(BLOCK_TOKENS);
             if !plan.preempted.is_empty() {
                 assert_eq!(plan.preempted, [1]);
-                assert!(preempts, "preempted sequence 1 for the second half of the budget at position {start}");
+                assert!(preempts, "at position {start}, sequence 1 was preempted for the second half of the budget");
                 assert_eq!(plan.work.len(), 1, "the plan must not contain the preempted sequence");
                 reached.insert(start % BLOCK_TOKENS);
                 break;

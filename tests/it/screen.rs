@@ -102,9 +102,12 @@ impl Screen {
             }
             // On failure, show only the end of the output.
             let new = String::from_utf8_lossy(&new[new.len().saturating_sub(2000)..]).into_owned();
-            assert!(start.elapsed() < TIMEOUT, "timed out waiting for {text:?} in {new:?}");
+            assert!(start.elapsed() < TIMEOUT, "timed out waiting for {text:?}; output: {new:?}");
             if !self.pump(200) {
-                assert!(self.process.status() == Some(WaitStatus::StillAlive), "exited before {text:?} in {new:?}");
+                assert!(
+                    self.process.status() == Some(WaitStatus::StillAlive),
+                    "the program exited before it wrote {text:?}; output: {new:?}"
+                );
             }
         }
     }

@@ -16,7 +16,7 @@ const CTRL_C: &[u8] = b"\x03";
 const QUESTION: &[u8] = b"How do I download a model?\r";
 const LONG_ANSWER: [&str; 3] = ["--ignore-eos", "--max-tokens", "2000"];
 
-/// Starts a chat and waits until it streams a long answer.
+/// Starts a chat and waits until it is streaming a long answer.
 fn streaming(home: &TempDir) -> Screen {
     let mut chat = Screen::chat(home, &LONG_ANSWER);
     stream(&mut chat);

@@ -105,7 +105,7 @@ fn a_pasted_megabyte_is_one_message() {
     chat.send(b"\r");
     chat.wait("this message alone exceeds");
     assert!(chat.say("My name is Ada").contains("tok/s"));
-    // Paste again while an answer streams.
+    // Paste again while an answer is streaming.
     ask(&mut chat);
     chat.wait("\x1b[2m");
     chat.send(format!("\x1b[200~b {megabyte}\x1b[201~\r").as_bytes());

@@ -80,7 +80,7 @@ fn a_character_after_incomplete_ones_is_streamed_whole() {
         streamed.push_str(&stream.finish(&tokenizer).unwrap());
         assert!(streamed.ends_with("🙙é"), "{invalid}: {streamed:?}");
     }
-    // Ids without a token do not wait forever.
+    // If only ids without a token follow, an incomplete character is not held back forever.
     let mut stream = TextStream::new();
     stream.push(&tokenizer, id_of(0xF0)).unwrap();
     let text: String = (0..20).map(|_| stream.push(&tokenizer, u32::MAX).unwrap()).collect();

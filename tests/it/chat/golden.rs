@@ -1,4 +1,4 @@
-//! Checks that conversations render as in transformers and openai-harmony, with real templates and tokenizers.
+//! Compares rendered conversations with transformers and openai-harmony, using real templates and tokenizers.
 
 use super::*;
 use crate::support::demo_dir;
@@ -75,7 +75,7 @@ fn templates_agree_with_transformers() {
     assert!(wrong.is_empty(), "{} differ:\n{}", wrong.len(), wrong.join("\n\n"));
 }
 
-/// Returns a message for each case whose rendered text differs from the text that transformers renders.
+/// Returns an error message for each case whose rendered text differs from the text that transformers renders.
 fn differences(golden: &Value, name: &str, source: &str, template: &Value) -> Vec<String> {
     let tokenizer = byte_tokenizer(&[], &[]);
     let dir = tempfile::tempdir().unwrap();
@@ -92,7 +92,7 @@ fn differences(golden: &Value, name: &str, source: &str, template: &Value) -> Ve
         match (rendered, case["error"].as_str()) {
             (Ok(rendered), None) if fnv1a(&rendered.text) == case["fnv1a"].as_str().unwrap() => {}
             (Ok(rendered), None) => wrong.push(format!(
-                "{id}: the text differs from the expected text of {} bytes. Found:\n{}",
+                "{id}: the text differs from the expected text ({} bytes); found:\n{}",
                 case["bytes"], rendered.text
             )),
             (Err(error), Some("refused")) if error.to_string().contains("rejects this conversation") => {}
@@ -106,7 +106,7 @@ fn differences(golden: &Value, name: &str, source: &str, template: &Value) -> Ve
     wrong
 }
 
-/// Compares the token ids of conversations, rendered with each model's own template, special tokens and tokenizer.
+/// Compares token ids with transformers. The conversations use each model's own template, special tokens and tokenizer.
 #[test(fixtures)]
 fn ids_agree_with_transformers() {
     let fixtures = fixtures();

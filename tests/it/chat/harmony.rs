@@ -7,7 +7,7 @@ fn render(messages: &[Message], options: &RenderOptions) -> Rendered {
     harmony_format(tokenizer).render(tokenizer, messages, options).unwrap()
 }
 
-/// Returns the text after the system message.
+/// Returns the rendered text that follows the system message.
 fn after_system(rendered: &Rendered) -> &str {
     rendered.text.split_once("<|end|>").unwrap().1
 }

@@ -133,7 +133,7 @@ fn missing_and_doubled_markers_are_recovered() {
 #[test]
 fn unknown_channels_are_answers_and_foreign_roles_are_reasoning() {
     check("<|channel|>summary<|message|>Hello<|return|>", &[(Answer, "Hello")]);
-    // A message that the model writes in another role is shown as reasoning, not as the answer.
+    // A message that the model generates in a role other than assistant is shown as reasoning, not as the answer.
     check(
         "<|channel|>final<|message|>Yes.<|end|><|start|>user<|message|>More?<|end|>",
         &[(Answer, "Yes."), (Reasoning, "More?")],

@@ -83,7 +83,7 @@ fn answers_match_their_schemas_on_a_gpu() {
     }
 }
 
-/// Each answer in a batch, with or without a constraint, equals the answer to the same request when it runs alone.
+/// Each answer in a batch, with or without a constraint, equals the answer when the same request runs alone.
 #[test]
 fn constraints_do_not_change_other_answers_of_a_batch() {
     let engine = inferno::Engine::builder(crate::support::demo_dir())
@@ -177,7 +177,7 @@ fn other_options_apply_within_the_constraint() {
     assert!(["\"red\"", "\"green\"", "\"blue\""].contains(&answer.text.as_str()), "{}", answer.text);
     let answer = change(&|options| options.sampling.repetition_penalty = 2.0);
     assert_eq!(problem(&complete_json(&answer), &schema, &schema), None);
-    // The same bias on every token does not change which of the allowed tokens is the most likely one.
+    // The same bias on every token does not change which of the allowed tokens is the most likely.
     let banned: BTreeMap<u32, f32> = (0..engine.info().vocab_size as u32).map(|id| (id, -100.0)).collect();
     let answer = change(&|options| options.logit_bias = banned.clone());
     assert_eq!(problem(&complete_json(&answer), &schema, &schema), None);
@@ -214,6 +214,6 @@ fn a_canceled_constraint_frees_its_sequence() {
     assert_eq!(summary.finish_reason, FinishReason::Canceled);
     engine.with_runner(|_| ()).unwrap();
     assert_eq!(engine.stats().used_blocks, 0);
-    // The engine still answers.
+    // The engine must still answer other requests.
     assert!(!Answer::read(engine.submit(question().options(greedy())).unwrap()).text.is_empty());
 }

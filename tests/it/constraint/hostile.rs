@@ -26,7 +26,7 @@ fn what_cannot_be_enforced_is_refused() {
         (GrammarKind::JsonSchema(json!({ "$ref": "https://example.com/schema" })), "example.com"),
         (GrammarKind::JsonSchema(json!({ "type": "integer", "minimum": 5, "maximum": 4 })), "minimum"),
         (GrammarKind::JsonSchema(json!(false)), ""),
-        // An integer matches both options, so inferno cannot enforce that exactly one option matches.
+        // An integer matches both subschemas, so inferno cannot enforce that exactly one subschema matches.
         (GrammarKind::JsonSchema(json!({ "oneOf": [{ "type": "integer" }, { "type": "number" }] })), "oneOf"),
         // The llguidance options that would disable checks have no effect.
         (object("x-guidance", json!({ "lenient": true })), ""),
@@ -106,7 +106,7 @@ fn abusive() -> Vec<(&'static str, GrammarKind)> {
             ),
         ),
         (
-            "all of a loop",
+            "recursive allOf",
             schema(
                 json!({ "$defs": { "a": { "allOf": [{ "$ref": "#/$defs/a" }, { "type": "object" }] } }, "$ref": "#/$defs/a" }),
             ),
@@ -210,7 +210,7 @@ fn spent_fuel_is_an_error() {
         match event {
             Ok(event) => {
                 text.push_str(&event.answer());
-                assert!(event.summary().is_none(), "the answer ended: {text}");
+                assert!(event.summary().is_none(), "the answer ended without an error: {text}");
             }
             Err(problem) => {
                 assert!(problem.to_string().starts_with("cannot constrain the answer"), "{problem}");

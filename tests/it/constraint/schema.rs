@@ -55,7 +55,7 @@ pub fn problem(value: &Value, schema: &Value, root: &Value) -> Option<String> {
     if keywords.get("const").is_some_and(|expected| expected != value)
         || schema["enum"].as_array().is_some_and(|values| !values.contains(value))
     {
-        return fail("is not a listed value");
+        return fail("is not an allowed value");
     }
     if let Some(number) = value.as_f64()
         && (schema["minimum"].as_f64().is_some_and(|minimum| number < minimum)

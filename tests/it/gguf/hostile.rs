@@ -11,7 +11,7 @@ use inferno::weights::gguf::{GgufCheckpoint, GgufModel, Header};
 use super::writer::{ARRAY, BOOL, STRING, U32, Writer, string};
 use crate::support::golden;
 
-/// Returns the error of parsing a header, or `no error`.
+/// Returns the error from parsing a header, or `no error`.
 fn error(bytes: &[u8]) -> String {
     let begin = Instant::now();
     let error = Header::parse(bytes).err().map_or("no error".into(), |error| format!("{error:#}"));

@@ -309,7 +309,7 @@ fn demo_model_plays_from_a_gguf_file() {
     let (folder, file) = saved(&demo_as_gguf());
     assert_eq!(ask(file.to_str().unwrap()), want);
     assert_eq!(ask(folder.path().to_str().unwrap()), want);
-    // A file in the current directory needs no path.
+    // The file name alone is enough for a file in the current directory.
     std::fs::copy(&file, home.path().join("copy.gguf")).unwrap();
     assert_eq!(ask("copy.gguf"), want);
 

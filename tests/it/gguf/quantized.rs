@@ -46,8 +46,8 @@ fn check(family: &str, device: &Device, dtype: DType) {
         "{family} in {dtype:?}"
     );
     if dtype == DType::F32 {
-        // Weights take as many bytes in memory as in the file. Only gate and up projections of different types differ:
-        // they become f32.
+        // Weights take as many bytes in memory as in the file. The exception is gate and up projections whose types
+        // differ from each other: they become f32.
         let two_types = checkpoint.info("model.layers.1.mlp.experts.gate_up_proj");
         let extra_bytes = two_types.map_or(0, |info| 4 * info.elements() as u64 - info.bytes() as u64);
         assert_eq!(two_types.is_some(), ["mixtral", "qwen3_moe"].contains(&family), "{family}");

@@ -305,7 +305,7 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
     assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
 }
 
-/// Compares ids and decoded text with tokenizer.json, both with parsed control tokens and with control tokens as text.
+/// Compares ids and decoded text with tokenizer.json, both with control tokens parsed and with control tokens as text.
 #[test(fixtures)]
 fn converted_vocabularies_agree_with_tokenizer_json() {
     let fixtures = fixtures();
@@ -406,7 +406,7 @@ fn every_token_type_is_encoded_correctly() {
     }
 }
 
-/// Tests texts that the pre-tokenizers split differently and that llama.cpp's test vectors lack.
+/// Tests the pre-tokenizers on texts that they split differently and that llama.cpp's test vectors do not contain.
 #[test]
 fn pre_tokenizers_split_differently() {
     let vocabulary = small(|tokens, types, merges| {

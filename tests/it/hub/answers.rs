@@ -48,7 +48,7 @@ fn download_of_sixty_thousand_files_starts_at_once() {
     child.kill().unwrap();
     child.wait().unwrap();
     assert_eq!(line, "60000 files, 60.0 MB\n");
-    println!("the first line came after {elapsed:.1?}");
+    println!("the first line of output arrived after {elapsed:.1?}");
     // On an idle machine, the command takes less than 2 s. Allow more, because other tests use the CPU too.
     assert!(elapsed < Duration::from_secs(8), "{elapsed:?}");
 }
@@ -126,7 +126,7 @@ fn slow_answers_are_given_up() {
     assert!(error.to_string().contains("it sent only"), "{error:#}");
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 
-    // The client keeps a slow connection as long as enough bytes arrive.
+    // The client keeps a slow connection open as long as enough bytes arrive.
     let files = (0..2_000).map(|number| file(&format!("{number}.txt")));
     let fake = with_listing(listing_of(files));
     fake.change(|state| state.listing_pace = Some((5_000, Duration::from_millis(20))));
@@ -221,7 +221,7 @@ fn huge_answers_are_not_read_to_the_end() {
         let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
         output.assert_fails(1, &["model.safetensors.index.json is too large (41.9 MB)"]);
     }
-    // The limit of 100 MB applies to each header and to their total. Here, each header has 90 MB.
+    // The limit of 100 MB applies to each header and to their total. Here, each header is 90 MB long.
     let name = |number: usize| format!("{number}.safetensors");
     let map: Vec<String> = (0..20).map(|number| format!(r#""{number}":"{}""#, name(number))).collect();
     let index = format!(r#"{{"weight_map":{{{}}}}}"#, map.join(","));

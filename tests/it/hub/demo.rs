@@ -59,7 +59,7 @@ fn many_processes_repair_a_damaged_demo() {
             let output = process.wait_with_output().unwrap();
             assert!(output.status.success(), "{}", text(&output.stderr));
         }
-        // The directory has exactly the demo's files, and no temporary files.
+        // The directory contains exactly the demo's files, and no temporary files.
         assert_eq!(paths_below(&demo), paths_below(&demo_dir()));
         for name in paths_below(&demo) {
             assert!(fs::read(demo.join(&name)).unwrap() == fs::read(demo_dir().join(&name)).unwrap(), "{name}");

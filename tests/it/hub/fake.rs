@@ -18,7 +18,7 @@ pub const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-
 pub struct HubState {
     pub commit: String,
     pub files: BTreeMap<String, Vec<u8>>,
-    /// If true, the listing has the size and git blob hash of each file (`?blobs=true`). Mirrors may omit them.
+    /// If true, the listing contains the size and git blob hash of each file (`?blobs=true`). Mirrors may omit them.
     pub lists_sizes: bool,
     /// If true, the hub supports range requests.
     pub supports_ranges: bool,
@@ -40,7 +40,7 @@ pub struct HubState {
     pub pace: Option<(usize, Duration)>,
     /// If set, the hub redirects requests for files to this base URL.
     pub storage: Option<String>,
-    /// If true, the listing has the SHA-256 of each large file, and file responses have an `x-linked-etag` header.
+    /// If true, the listing contains the SHA-256 of each large file, and file responses have an `x-linked-etag` header.
     pub lists_hashes: bool,
     /// The `etag` header of every file. By default, it is the file's hash.
     pub etag_header: Option<&'static str>,
@@ -69,7 +69,7 @@ pub enum Fault {
     Status(&'static str),
     /// The server sends the login page of a captive portal.
     Portal,
-    /// The body is a different part of the file, although the `content-range` header has the requested range.
+    /// The body is a different part of the file, although the `content-range` header states the requested range.
     OtherPart,
     /// The `content-range` header differs from the requested range.
     WrongRange,

@@ -287,7 +287,10 @@ fn changed_etag_restarts_a_file_without_a_hash() {
         state.files.insert(WEIGHTS.into(), pattern(50_000, 4));
     });
     let snapshot = in_one(&machine).download(REPO, None, &weights, &()).unwrap();
-    assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == pattern(50_000, 4), "the file mixes both versions");
+    assert!(
+        fs::read(snapshot.path.join(WEIGHTS)).unwrap() == pattern(50_000, 4),
+        "the file contains parts of both versions"
+    );
 }
 
 #[test]

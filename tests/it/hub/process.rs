@@ -88,7 +88,7 @@ fn killed_download_is_resumed() {
     let again: u64 = fake.heads().iter().filter_map(requested_bytes).sum();
     assert!(
         recorded > 0 && again == 3_000_000 - recorded,
-        "{again} of 3000000 bytes were requested, although {recorded} had been recorded"
+        "the last download requested {again} of 3000000 bytes, although {recorded} bytes had been recorded"
     );
 }
 

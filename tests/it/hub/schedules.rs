@@ -195,7 +195,7 @@ fn fault(random: &mut Random) -> Fault {
         0..=6 => Fault::Cut(random.below(120_000) >> random.below(12)),
         7 => Fault::Stall(random.below(60_000)),
         8 => Fault::Flip(random.below(200_000)),
-        // 403 and 404 end the download, so they are rarer.
+        // 403 and 404 end the download, so the schedules use them less often.
         9..=12 => Fault::Status(STATUSES[random.below(8)]),
         13 => Fault::Status(STATUSES[random.below(10)]),
         14 => Fault::Portal,

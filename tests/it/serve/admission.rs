@@ -40,7 +40,7 @@ fn a_preview_equals_what_happens() {
     assert!(again["cached_tokens"].as_u64().unwrap() >= 64, "{again}");
     assert_eq!(preview(&server, json!({ "cache_salt": "x" }))["cached_tokens"], 0);
 
-    // Two requests run, and three wait.
+    // Two requests are running, and three are waiting.
     let _streams: Vec<TcpStream> = (0..5)
         .map(|place| {
             let stream = server.begin("/v1/chat/completions", &endless(true));
@@ -52,7 +52,7 @@ fn a_preview_equals_what_happens() {
             stream
         })
         .collect();
-    server.wait("two run", |server| server.metric("inferno_num_requests_running") == 2.0);
+    server.wait("two requests are running", |server| server.metric("inferno_num_requests_running") == 2.0);
     let full = preview(&server, json!({}));
     assert_eq!(
         (&full["accepted"], &full["starts_now"], &full["requests_ahead"]),
@@ -99,12 +99,12 @@ fn a_key_with_many_requests_delays_other_keys_by_one_request_each() {
     let server = Server::start(&["--max-sequences", "1", "--queue", "99", "--api-key", "a", "--api-key", "b"]);
     let body = chat(json!({ "ignore_eos": true, "max_tokens": 30 }));
     let flood: Vec<TcpStream> = (0..60).map(|_| begin_as(&server, "a", &body)).collect();
-    server.wait("they wait", |server| metric(server, "inferno_num_requests_waiting") >= 55.0);
+    server.wait("55 requests are waiting", |server| metric(server, "inferno_num_requests_waiting") >= 55.0);
     for turn in 1..4 {
         Response::read(&mut BufReader::new(begin_as(&server, "b", &body))).ok();
         // Between two requests with key `b`, the server starts one or two requests with key `a`.
         let waiting = metric(&server, "inferno_num_requests_waiting");
-        assert!(waiting >= f64::from(56 - 4 * turn), "{waiting} requests wait after turn {turn}");
+        assert!(waiting >= f64::from(56 - 4 * turn), "{waiting} requests are waiting after turn {turn}");
     }
     drop(flood);
 }

@@ -80,7 +80,7 @@ fn streams_add_up_to_whole_answers() {
             let expected: Vec<&Value> = choice["logprobs"]["content"].as_array().into_iter().flatten().collect();
             assert_eq!(logprobs, expected, "{fields}");
         }
-        // Only the last event has usage numbers. That event has no choices.
+        // Only the last event contains usage numbers. That event has no choices.
         let (last, others) = events.split_last().unwrap();
         assert_eq!(last["choices"], json!([]));
         assert_eq!(last["usage"]["completion_tokens"], whole["usage"]["completion_tokens"], "{fields}");

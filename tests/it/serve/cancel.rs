@@ -14,13 +14,13 @@ fn a_client_that_vanishes_cancels_its_request() {
     let waiting = |count: f64| move |server: &Server| server.metric("inferno_num_requests_waiting") == count;
     for (canceled, is_stream) in [(0.0, true), (2.0, false)] {
         let first = server.begin("/v1/chat/completions", &endless(is_stream));
-        server.wait("the first request runs", running(1.0));
+        server.wait("the first request is running", running(1.0));
         let second = server.begin("/v1/chat/completions", &endless(is_stream));
-        server.wait("the second request waits", waiting(1.0));
-        // Cancel a request in the queue, then a request that decodes.
+        server.wait("the second request is waiting", waiting(1.0));
+        // Cancel a request in the queue, then a request that is decoding.
         second.shutdown(Shutdown::Both).unwrap();
-        server.wait("the second request ends", waiting(0.0));
-        assert_eq!(server.metric("inferno_num_requests_running"), 1.0, "the first request must still run");
+        server.wait("the second request has left the queue", waiting(0.0));
+        assert_eq!(server.metric("inferno_num_requests_running"), 1.0, "the first request must still be running");
         drop(first);
         server.wait_until_idle();
         assert_eq!(server.metric("inferno_canceled_sequences_total"), canceled + 2.0);
@@ -29,7 +29,7 @@ fn a_client_that_vanishes_cancels_its_request() {
     let mut prefill = endless(true);
     prefill["messages"][0]["content"] = json!("model ".repeat(3500));
     let stream = server.begin("/v1/chat/completions", &prefill);
-    server.wait("the prefill runs", running(1.0));
+    server.wait("the prefill is running", running(1.0));
     drop(stream);
     server.wait_until_idle();
     assert_eq!(server.metric("inferno_tokens_after_cancel_total"), 0.0);
@@ -47,7 +47,7 @@ fn all_choices_of_a_request_are_canceled() {
     let mut stream = BufReader::new(server.begin("/v1/chat/completions", &body));
     assert_eq!(Response::read_head(&mut stream).status, 200);
     read_chunk(&mut stream).unwrap();
-    server.wait("all run", |server| server.metric("inferno_num_requests_running") == 4.0);
+    server.wait("all answers are running", |server| server.metric("inferno_num_requests_running") == 4.0);
     drop(stream);
     server.wait_until_idle();
     assert_eq!(server.metric("inferno_canceled_sequences_total"), 4.0);
@@ -60,7 +60,7 @@ fn a_client_that_does_not_read_is_disconnected() {
     let mut body = endless(true);
     (body["logprobs"], body["top_logprobs"], body["n"]) = (json!(true), json!(20), json!(8));
     let mut stream = server.begin("/v1/chat/completions", &body);
-    server.wait("all run", |server| server.metric("inferno_num_requests_running") == 8.0);
+    server.wait("all answers are running", |server| server.metric("inferno_num_requests_running") == 8.0);
     server.wait_until_idle();
     assert!(server.metric("inferno_canceled_sequences_total") > 0.0);
     let mut rest = Vec::new();
@@ -72,7 +72,7 @@ fn a_client_that_does_not_read_is_disconnected() {
 fn streams_without_events_are_kept_alive() {
     let server = Server::start(&["--max-sequences", "1", "--ping-interval", "0.05"]);
     let first = server.begin("/v1/chat/completions", &endless(true));
-    server.wait("the first request runs", |server| server.metric("inferno_num_requests_running") == 1.0);
+    server.wait("the first request is running", |server| server.metric("inferno_num_requests_running") == 1.0);
     let mut waiting = BufReader::new(server.begin("/v1/chat/completions", &endless(true)));
     assert_eq!(Response::read_head(&mut waiting).status, 200);
     for _ in 0..3 {

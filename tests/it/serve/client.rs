@@ -49,7 +49,7 @@ impl Server {
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let Some((_, url)) = line.split_once("ready at ") else {
-            panic!("no ready line: {line:?} {}", log.join().unwrap());
+            panic!("expected a ready line, found {line:?}; log: {}", log.join().unwrap());
         };
         let url = url.trim().trim_end_matches("/v1").to_string();
         let address = url.split_once("://").unwrap().1.to_string();
@@ -95,7 +95,7 @@ impl Server {
     pub fn metric(&self, name: &str) -> f64 {
         let text = self.get("/metrics").text();
         let line = text.lines().find(|line| line.starts_with(name) && line[name.len()..].starts_with('{'));
-        let line = line.unwrap_or_else(|| panic!("no metric {name}: {text}"));
+        let line = line.unwrap_or_else(|| panic!("the metrics do not contain {name}: {text}"));
         line.rsplit(' ').next().unwrap().parse().unwrap()
     }
 
@@ -103,15 +103,15 @@ impl Server {
     pub fn wait(&self, what: &str, condition: impl Fn(&Self) -> bool) {
         let started = Instant::now();
         while !condition(self) {
-            assert!(started.elapsed() < HANG, "timed out: {what}");
+            assert!(started.elapsed() < HANG, "timed out waiting until {what}");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// Waits until no request runs or waits, and the KV cache is free.
+    /// Waits until no request is running or waiting, and no block of the KV cache is in use.
     pub fn wait_until_idle(&self) {
         let names = ["inferno_num_requests_running", "inferno_num_requests_waiting", "inferno_kv_cache_usage_perc"];
-        self.wait("idle", |server| names.iter().all(|name| server.metric(name) == 0.0));
+        self.wait("the server is idle", |server| names.iter().all(|name| server.metric(name) == 0.0));
     }
 
     pub fn signal(&self, signal: Signal) {
@@ -160,7 +160,7 @@ pub fn chat(fields: Value) -> Value {
     body
 }
 
-/// Returns the body of a request that generates for many seconds.
+/// Returns the body of a request whose answer takes many seconds to generate.
 pub fn endless(is_stream: bool) -> Value {
     chat(json!({ "stream": is_stream, "ignore_eos": true, "max_tokens": 3000 }))
 }
@@ -259,7 +259,8 @@ impl Response {
 pub fn read_chunk(stream: &mut impl BufRead) -> Option<Vec<u8>> {
     let mut line = String::new();
     stream.read_line(&mut line).unwrap();
-    let size = usize::from_str_radix(line.trim(), 16).unwrap_or_else(|_| panic!("no chunk size: {line:?}"));
+    let size =
+        usize::from_str_radix(line.trim(), 16).unwrap_or_else(|_| panic!("expected a chunk size, found {line:?}"));
     let mut chunk = vec![0; size + 2];
     stream.read_exact(&mut chunk).unwrap();
     chunk.truncate(size);

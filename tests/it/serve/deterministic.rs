@@ -24,7 +24,7 @@ fn question(index: usize) -> Value {
     }))
 }
 
-/// Returns the text of a response with its log probabilities, and its fingerprint.
+/// Returns the message of a response with its log probabilities, and the fingerprint of the response.
 fn answer(response: &Response) -> (Value, String) {
     let json = response.ok();
     let choice = json!([json["choices"][0]["message"], json["choices"][0]["logprobs"]]);

@@ -57,9 +57,9 @@ fn a_server_that_drains_is_alive_but_not_ready() {
     let mut server = Server::start(&[]);
     let url = format!("http://{}", server.address);
     let stream = server.begin("/v1/chat/completions", &endless(true));
-    server.wait("it runs", |server| server.metric("inferno_num_requests_running") == 1.0);
+    server.wait("the request is running", |server| server.metric("inferno_num_requests_running") == 1.0);
     server.signal(Signal::SIGTERM);
-    server.wait("it drains", |server| server.get("/health").status == 503);
+    server.wait("the server is draining", |server| server.get("/health").status == 503);
     let output = run(&["health", "--url", &url]);
     assert_fails(&output, 1, &[&format!("{url} is not ready: the server is shutting down (status 503)")]);
     assert!(run(&["health", "--url", &url, "--live"]).status.success());

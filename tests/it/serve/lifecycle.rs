@@ -39,7 +39,7 @@ fn exactly_the_excess_is_rejected_when_the_queue_is_full() {
     assert!(error["message"].as_str().unwrap().contains("try again in"), "{error}");
     drop(readers);
     server.wait_until_idle();
-    // This request asks for more answers than the server can ever hold.
+    // This request asks for more answers than can run and queue at the same time.
     let error = server.chat(json!({ "n": 6, "max_tokens": 2 })).error(400);
     assert!(error["param"] == "n" && error["message"].as_str().unwrap().contains("the limit is 5"), "{error}");
     server.chat(json!({ "n": 5, "max_tokens": 2 })).ok();
@@ -49,7 +49,7 @@ fn exactly_the_excess_is_rejected_when_the_queue_is_full() {
 fn requests_do_not_wait_forever() {
     let server = Server::start(&["--max-sequences", "1", "--queue-timeout", "0.2"]);
     let _first = server.begin("/v1/chat/completions", &endless(true));
-    server.wait("the first request runs", |server| server.metric("inferno_num_requests_running") == 1.0);
+    server.wait("the first request is running", |server| server.metric("inferno_num_requests_running") == 1.0);
     let response = server.chat(json!({}));
     assert_eq!(response.error(429)["code"], "rate_limit_exceeded");
     assert!(response.header("retry-after").is_some());
@@ -67,7 +67,7 @@ fn streams_end_before_the_server_does() {
         assert_eq!(Response::read_head(&mut stream).status, 200);
         let mut text = read_chunk(&mut stream).unwrap();
         server.signal(signal);
-        server.wait("health", |server| server.get("/health").status == 503);
+        server.wait("/health returns status 503", |server| server.get("/health").status == 503);
         assert_eq!(server.get("/live").status, 200);
         let response = server.chat(json!({}));
         assert_eq!(response.error(503)["code"], "unavailable");
@@ -86,13 +86,13 @@ fn a_server_accepts_requests_during_the_drain_delay() {
     let mut server = Server::start(&["--drain-delay", "3"]);
     server.signal(Signal::SIGTERM);
     let signaled = Instant::now();
-    server.wait("health", |server| server.get("/health").status == 503);
+    server.wait("/health returns status 503", |server| server.get("/health").status == 503);
     assert_eq!(server.get("/live").status, 200);
     server.chat(json!({ "max_tokens": 2 })).ok();
     assert!(signaled.elapsed() < Duration::from_secs(3), "the machine is too slow for this test");
     let mut stream = BufReader::new(server.begin("/v1/chat/completions", &endless(true)));
     assert_eq!(Response::read_head(&mut stream).status, 200);
-    server.wait("it drains", |server| server.chat(json!({ "max_tokens": 2 })).status == 503);
+    server.wait("the server is draining", |server| server.chat(json!({ "max_tokens": 2 })).status == 503);
     assert!(signaled.elapsed() >= Duration::from_secs(3));
     // The request that started during the drain delay continues.
     assert!(read_chunk(&mut stream).is_some());
@@ -107,7 +107,7 @@ fn streams_that_take_too_long_end_with_an_error() {
     let whole = server.begin("/v1/chat/completions", &endless(false));
     assert_eq!(Response::read_head(&mut stream).status, 200);
     let mut text = read_chunk(&mut stream).unwrap();
-    server.wait("both run", |server| server.metric("inferno_num_requests_running") == 2.0);
+    server.wait("both requests are running", |server| server.metric("inferno_num_requests_running") == 2.0);
     server.signal(Signal::SIGTERM);
     while let Some(chunk) = read_chunk(&mut stream) {
         text.extend(chunk);
@@ -125,9 +125,9 @@ fn streams_that_take_too_long_end_with_an_error() {
 fn a_second_signal_ends_the_server_at_once() {
     let mut server = Server::start(&[]);
     let _stream = server.begin("/v1/chat/completions", &endless(true));
-    server.wait("it runs", |server| server.metric("inferno_num_requests_running") == 1.0);
+    server.wait("the request is running", |server| server.metric("inferno_num_requests_running") == 1.0);
     server.signal(Signal::SIGTERM);
-    server.wait("health", |server| server.get("/health").status == 503);
+    server.wait("/health returns status 503", |server| server.get("/health").status == 503);
     server.signal(Signal::SIGTERM);
     assert_eq!(server.exit_code(), Some(130));
 }

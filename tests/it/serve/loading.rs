@@ -1,4 +1,4 @@
-//! Tests of a server while its model loads and after its engine has stopped. The server runs in the test process.
+//! Tests of a server while its model is loading and after its engine has stopped. The server runs in the test process.
 
 use std::io::{BufReader, Write};
 use std::net::{SocketAddr, TcpStream};

@@ -323,11 +323,11 @@ fn the_key_can_come_in_the_header_of_anthropics_clients() {
 
 #[test]
 fn silent_streams_have_pings_and_failed_ones_an_error() {
-    // While a long answer runs, the second request waits in the queue until the queue timeout.
+    // While a long answer is running, the second request waits in the queue until the queue timeout.
     let arguments = ["--max-sequences", "1", "--ping-interval", "0.05", "--queue-timeout", "0.5"];
     let server = Server::start(&arguments);
     let long = server.begin("/v1/messages", &body(json!({ "max_tokens": 3000, "ignore_eos": true })));
-    server.wait("running", |server| server.metric("inferno_num_requests_running") == 1.0);
+    server.wait("the request is running", |server| server.metric("inferno_num_requests_running") == 1.0);
     let events = events(&send(&server, json!({ "stream": true })));
     let names: Vec<&str> = events.iter().map(|event| event["type"].as_str().unwrap()).collect();
     assert_eq!(names[0], "message_start");

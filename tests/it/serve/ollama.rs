@@ -238,7 +238,7 @@ fn silent_streams_have_empty_parts_and_failed_ones_an_error() {
     let server = Server::start(&arguments);
     let endless = json!({ "options": { "num_predict": 3000, "ignore_eos": true } });
     let long = server.begin("/api/chat", &chat(endless));
-    server.wait("running", |server| server.metric("inferno_num_requests_running") == 1.0);
+    server.wait("the request is running", |server| server.metric("inferno_num_requests_running") == 1.0);
     let parts = lines(&server.post("/api/chat", &chat(json!({ "stream": true }))));
     let (last, parts) = parts.split_last().unwrap();
     assert!(parts.len() > 2 && parts.iter().all(|part| part["message"]["content"] == "" && part["done"] == false));

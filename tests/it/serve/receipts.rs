@@ -1,4 +1,4 @@
-//! Signed receipts, and `inferno receipt`.
+//! Tests of signed receipts and of `inferno receipt`.
 
 use std::fs;
 use std::path::Path;
@@ -66,7 +66,7 @@ fn a_receipt_states_what_computed_an_answer() {
     }
     assert_eq!(stated["answers"][1]["finish"], "length");
 
-    // The next server with the same file has the same key. Another file is another key.
+    // A restarted server with the same key file has the same key. A server with a different file has a different key.
     let public = fs::read_to_string(key).unwrap();
     drop(server.log());
     let server = Server::start(&["--receipt-key", key_file.to_str().unwrap()]);
@@ -75,7 +75,7 @@ fn a_receipt_states_what_computed_an_answer() {
     let other = other.get("/v1/receipts/key").json()["x"].as_str().unwrap().to_string();
     assert_fails(&run(&["receipt", receipt, "--key", &other]), 6, &["changed, or signed with another key"]);
 
-    // Changed, cut and foreign files are not valid. The unit tests change every field and every byte.
+    // Changed and truncated receipts are invalid. The unit tests change every field and every byte.
     let signed = fs::read_to_string(receipt).unwrap();
     let edited = folder.path().join("edited");
     let edited = edited.to_str().unwrap();
@@ -88,7 +88,7 @@ fn a_receipt_states_what_computed_an_answer() {
         assert_fails(&run(&["receipt", edited, "--key", key]), 6, &[why]);
     }
     fs::write(edited, fs::read_to_string(record).unwrap().replacen("r1", "r2", 1)).unwrap();
-    assert_fails(&run(&["receipt", receipt, "--key", key, "--record", edited]), 6, &["not that of the record"]);
+    assert_fails(&run(&["receipt", receipt, "--key", key, "--record", edited]), 6, &["does not belong to the record"]);
     assert_fails(&run(&["receipt", receipt, "--key", "abc"]), 2, &["GET /v1/receipts/key"]);
     fs::write(edited, signed + "\n").unwrap();
     assert_eq!(run(&["receipt", edited, "--key", key]).status.code(), Some(0));

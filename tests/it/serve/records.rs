@@ -142,7 +142,7 @@ fn a_server_gives_records_to_their_clients_only() {
     }
     drop(reader);
     let get = || server.send("GET", "/v1/records/left", &[two], b"");
-    server.wait("the record", |_| get().status == 200);
+    server.wait("the record is available", |_| get().status == 200);
     let answer = &get().json()["requests"][0]["answers"][0];
     assert!(answer["finish"] == "canceled" && answer["tokens"].as_array().unwrap().len() > 3, "{answer}");
     assert_eq!(assert_equal(&replay("left", &[&flags[..], &["two"]].concat())), 1);

@@ -242,7 +242,7 @@ fn waiting_streams_repeat_their_state_and_fail_with_a_delay() {
         Server::start(&["--max-sequences", "1", "--ping-interval", "0.05", "--queue-timeout", "0.5", "--queue", "1"]);
     let endless = body(json!({ "stream": true, "ignore_eos": true, "max_output_tokens": 3000 }));
     let _first = server.begin("/v1/responses", &endless);
-    server.wait("the first request runs", |server| server.metric("inferno_num_requests_running") == 1.0);
+    server.wait("the first request is running", |server| server.metric("inferno_num_requests_running") == 1.0);
     let mut waiting = BufReader::new(server.begin("/v1/responses", &endless));
     assert_eq!(Response::read_head(&mut waiting).status, 200);
     // The queue is full, so the server refuses another request.

@@ -18,12 +18,12 @@ fn long() -> Value {
     chat(json!({ "ignore_eos": true, "max_tokens": TOKENS, "temperature": 1 }))
 }
 
-/// Sends a request, and closes the connection while the answer is generated.
+/// Sends a request, and closes the connection while the answer is being generated.
 fn lose(server: &Server, headers: &[(&str, &str)], body: &Value) {
     let mut stream = server.connect();
     let headers = [&[JSON], headers].concat();
     stream.write_all(&request("POST", PATH, &headers, body.to_string().as_bytes())).unwrap();
-    server.wait("the request runs", |server| server.metric("inferno_num_requests_running") == 1.0);
+    server.wait("the request is running", |server| server.metric("inferno_num_requests_running") == 1.0);
     stream.shutdown(Shutdown::Both).unwrap();
 }
 
@@ -45,7 +45,7 @@ fn a_retry_gets_the_answer_to_the_lost_request() {
         let mut stream = server.connect();
         let headers = [&[JSON, one, ("x-request-id", "first")], headers].concat();
         stream.write_all(&request("POST", PATH, &headers, body.to_string().as_bytes())).unwrap();
-        server.wait("the request runs", |_| metric("inferno_num_requests_running") == 1.0);
+        server.wait("the request is running", |_| metric("inferno_num_requests_running") == 1.0);
         stream.shutdown(Shutdown::Both).unwrap();
         // Clients wait before they retry. Meanwhile, the server notices that the connection was lost.
         std::thread::sleep(Duration::from_millis(300));

@@ -139,7 +139,7 @@ fn metrics_count_requests_and_tokens() {
     types.dedup();
     assert_eq!(types.len(), count);
     assert!(!Server::start(&[]).get("/metrics").text().contains("vllm:"));
-    // docs/serving.md lists exactly these metrics, and one metric that appears only after a rejection.
+    // docs/serving.md lists exactly these metrics, plus one metric that appears only after a rejection.
     let page = include_str!("../../../docs/serving.md");
     let documented: BTreeSet<&str> =
         page.split('`').skip(1).step_by(2).filter(|name| name.starts_with("inferno_")).collect();

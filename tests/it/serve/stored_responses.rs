@@ -185,7 +185,7 @@ fn reasoning_comes_back_in_either_field() {
 fn a_running_response_can_be_canceled() {
     let server = Server::start(&["--max-sequences", "1"]);
     let endless = body(json!({ "stream": true, "ignore_eos": true, "max_output_tokens": 3000 }));
-    // One response runs, and one waits.
+    // One response is running, and another is waiting.
     let mut streams = Vec::new();
     for _ in 0..2 {
         let mut stream = BufReader::new(server.begin("/v1/responses", &endless));
@@ -197,7 +197,7 @@ fn a_running_response_can_be_canceled() {
         let id = created["response"]["id"].as_str().unwrap().to_string();
         streams.push((stream, text, id));
     }
-    server.wait("the first runs", |server| server.metric("inferno_num_requests_running") == 1.0);
+    server.wait("the first response is running", |server| server.metric("inferno_num_requests_running") == 1.0);
     for (mut stream, mut text, id) in streams.into_iter().rev() {
         assert_eq!(server.get(&format!("/v1/responses/{id}")).ok()["status"], "in_progress");
         let canceled = server.post(&format!("/v1/responses/{id}/cancel"), &json!({})).ok();

@@ -209,7 +209,10 @@ fn broken_headers_are_reported() {
         let fake = FakeHub::start(&[("tiny.gguf", file)]);
         let model = show_remote(&fake, REPO);
         let problem = model["weights_problem"].as_str().unwrap();
-        assert!(problem.contains(message) && problem.contains("tiny.gguf"), "no {message:?} in {problem}");
+        assert!(
+            problem.contains(message) && problem.contains("tiny.gguf"),
+            "expected {message:?} and the file name, found {problem:?}"
+        );
         assert!(fake.state.lock().unwrap().sent_bytes <= MB);
         assert!(text(&remote(&fake, &[]).stdout).contains("why not"));
     }

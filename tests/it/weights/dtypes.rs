@@ -1,4 +1,4 @@
-//! Tests of 8-bit tensors without a quantization_config. Plain E4M3 loads, but tensors that need scales are errors.
+//! Tests of 8-bit tensors without a quantization_config. Plain E4M3 tensors load. Dtypes that need scales are refused.
 
 use std::path::Path;
 
@@ -55,7 +55,7 @@ fn e4m3(value: f32) -> Vec<u8> {
     vec![F8E4M3::from_f32(value).to_bits()]
 }
 
-/// E4M3 weights without scales give the same logits as equal bf16 weights. bf16 can represent every E4M3 value.
+/// E4M3 weights without scales produce the same logits as equal bf16 weights. bf16 can represent every E4M3 value.
 /// transformers also casts E4M3 tensors without scales to the requested dtype.
 #[test]
 fn e4m3_without_scales_is_a_float() {
