@@ -53,21 +53,21 @@ def cases(sampler):
     intents, names, date = sampler.intents, load("names")["test"].split(), Conversation([]).date
     ask = lambda question: Turn(question, "", "")
     said = lambda turns: [Turn(turn.user, turn.think, turn.answer) for turn in turns]
-    kinds = {"held-out phrasings": [], "held-out, third turn": []}
-    kinds |= {"held-out, with tools": []}
+    kinds = {"held-out phrasings": [], "held-out phrasings, third turn": []}
+    kinds |= {"held-out phrasings, with tools": []}
     tools = ToolSampler(sampler)
-    kinds |= {"held-out, after the user's name": [], "held-out names": [], "held-out names and phrasings": []}
+    kinds |= {"held-out phrasings, after the user gives a name": [], "held-out names": [], "held-out names and phrasings": []}
     for intent, question, values in held_out(intents):
         kinds["held-out phrasings"].append(Case(Conversation([ask(question)]), intent, values))
         before = said(sampler.other_turns(2, date=date))
-        kinds["held-out, third turn"].append(Case(Conversation([*before, ask(question)]), intent, values))
+        kinds["held-out phrasings, third turn"].append(Case(Conversation([*before, ask(question)]), intent, values))
         offered = [tools.spec(tool) for tool in tools.tools(sampler.random.randint(1, 2))]
-        kinds["held-out, with tools"].append(Case(Conversation([ask(question)], tools=offered), intent, values))
+        kinds["held-out phrasings, with tools"].append(Case(Conversation([ask(question)], tools=offered), intent, values))
         given, name = intents["name-given"], sampler.random.choice(names)
         fill = lambda text: text.replace("{name}", name)
         hello = Turn(fill(sampler.random.choice(given.ask)), "", fill(given.answer))
         if intent not in ("name-given", "name-asked", "no-name"):
-            kinds["held-out, after the user's name"].append(Case(Conversation([hello, ask(question)]), intent, values))
+            kinds["held-out phrasings, after the user gives a name"].append(Case(Conversation([hello, ask(question)]), intent, values))
     for name in names:
         for between in range(3):
             for kind, wordings in (("held-out names", "ask"), ("held-out names and phrasings", "test")):

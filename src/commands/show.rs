@@ -10,11 +10,11 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use super::shared::json;
+use super::shared::{SplitBy, json, parse_gpu_count};
 use crate::error::Error;
 use crate::hub::{self, Hub, demo};
 use crate::text::printable;
-use report::{Gpu, Report};
+use report::{Gpu, Report, Requested};
 use source::Source;
 
 /// Describe a model and the memory it needs, without loading it
@@ -31,6 +31,12 @@ pub struct Args {
     /// Context length in tokens [default: what inferno play would choose]
     #[arg(long, value_name = "TOKENS")]
     context: Option<usize>,
+    /// Number of GPUs that run the model together; shows the memory that each GPU needs
+    #[arg(long, value_name = "N", default_value_t = 1, hide_default_value = true, value_parser = parse_gpu_count)]
+    gpus: usize,
+    /// How several GPUs divide the model: tensor or layers
+    #[arg(long, value_name = "HOW", default_value = "tensor", hide_possible_values = true)]
+    split: SplitBy,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -42,7 +48,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
         true => Source::remote(&hub, peek(&hub, &args)?)?,
         false => Source::local(&hub.find(&args.model, args.revision.as_deref()).map_err(suggest_remote)?),
     };
-    let report = Report::new(source, args.context, Gpu::first())?;
+    let plan = Requested { context: args.context, gpus: args.gpus, split: args.split.into() };
+    let report = Report::new(source, plan, Gpu::first())?;
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{}", json::pretty(&report)?)?;

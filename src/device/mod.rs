@@ -63,9 +63,9 @@ pub enum Split {
 pub struct Devices(Vec<DeviceChoice>);
 
 impl Devices {
-    /// Returns the first `count` GPUs, or `None` if `count` is 0 or more than [`MAX_RANKS`].
-    pub fn gpus(count: usize) -> Option<Self> {
-        (1..=MAX_RANKS).contains(&count).then(|| Self((0..count).map(DeviceChoice::Cuda).collect()))
+    /// Returns the first `count` GPUs. `count` is 1 to [`MAX_RANKS`].
+    pub fn gpus(count: usize) -> Self {
+        Self((0..count).map(DeviceChoice::Cuda).collect())
     }
 
     /// Returns the device of the first rank.

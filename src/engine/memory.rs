@@ -7,7 +7,7 @@ use std::ops::Range;
 use anyhow::Result;
 use candle_core::DType;
 
-use crate::device::{DeviceInfo, share};
+use crate::device::{DeviceInfo, Split, share};
 use crate::error::Error;
 use crate::kernels::exchange::MAILBOX_BYTES;
 use crate::kernels::scratch::MAX_ARENA_BYTES;
@@ -240,6 +240,17 @@ impl MemoryPlan {
             self.weight_bytes = self.whole_bytes + (self.weight_bytes - self.whole_bytes).div_ceil(ranks as u64);
         }
         self
+    }
+
+    /// Divides the model among ranks whose devices have equal memory, and plans the memory of the rank with the largest
+    /// part. Fails if there are more ranks than layers to divide.
+    pub fn with_split(self, split: Split, ranks: usize) -> Result<Self> {
+        if split == Split::Tensor || ranks == 1 {
+            return Ok(self.with_ranks(ranks));
+        }
+        let stages = self.stages(&vec![0; ranks])?;
+        let plans = stages.into_iter().map(|stage| self.clone().with_stage(stage, ranks));
+        Ok(plans.max_by_key(|plan| plan.weight_bytes).unwrap_or(self))
     }
 
     /// Limits the model to this many bytes of device memory.
@@ -592,6 +603,18 @@ mod tests {
         // The memory of a CPU may be unknown.
         assert_eq!(stages(&[0, 0]), [0..5, 5..10]);
         assert!(plan.stages(&[1 << 30; 11]).unwrap_err().to_string().contains("at most 10 devices"));
+    }
+
+    #[test]
+    fn a_split_plans_the_rank_with_the_largest_part() {
+        let parts = PartBytes { layers: vec![1 << 30, 1 << 30, 1 << 30], head: 2 << 30, other: 1 << 30 };
+        let layers = vec![LayerSpec { kv_heads: 8, head_dim: 64, window: None }; 3];
+        let plan = MemoryPlan { parts, layout: CacheLayout::new(&layers), layers, ..plan() };
+        let split = |split, ranks| plan.clone().with_split(split, ranks).map(|plan| plan.weight_bytes() >> 20);
+        assert_eq!(split(Split::Layers, 2).unwrap(), 4 << 10, "two layers, half of the head and everything else");
+        assert_eq!(split(Split::Tensor, 2).unwrap(), plan.clone().with_ranks(2).weight_bytes() >> 20);
+        assert_eq!(split(Split::Layers, 1).unwrap(), plan.weight_bytes() >> 20);
+        assert!(split(Split::Layers, 4).is_err());
     }
 
     #[test]

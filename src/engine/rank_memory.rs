@@ -18,7 +18,7 @@ pub(super) struct RankMemory {
 
 impl RankMemory {
     /// Divides a model among devices. `plan` is the plan of the whole model, and `infos` are the devices in rank order.
-    /// With `limit`, each rank uses this much of the memory of its device.
+    /// If `limit` is set, each rank uses at most `limit` of the memory of its device.
     pub fn new(
         plan: &MemoryPlan,
         devices: &Devices,

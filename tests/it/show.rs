@@ -107,6 +107,25 @@ fn table_fits_120_columns() {
 }
 
 #[test]
+fn several_gpus_need_less_memory_each() {
+    let needs = |args: &[&str]| show(&[&["demo"], args].concat())["needs"].clone();
+    let one = needs(&[]);
+    assert_eq!(one["gpus"], 1);
+    for split in ["tensor", "layers"] {
+        let two = needs(&["--gpus", "2", "--split", split]);
+        assert_eq!(two["gpus"], 2);
+        for field in ["weight_bytes", "cache_bytes", "cache_bytes_per_1000_tokens"] {
+            let (one, two) = (one[field].as_u64().unwrap(), two[field].as_u64().unwrap());
+            assert!(two < one && two >= one / 2, "{split}, {field}: {one} bytes on one GPU, {two} on each of two");
+        }
+    }
+    let table = run(&["show", "demo", "--gpus", "2"]);
+    assert!(text(&table.stdout).contains("ON EACH OF 2 GPUS"), "{}", text(&table.stdout));
+    assert_fails(&run(&["show", "demo", "--gpus", "9"]), 2, &["choose 1 to 8"]);
+    assert_fails(&run(&["show", "demo", "--gpus", "7", "--split", "layers"]), 2, &["6 layers among 7 devices"]);
+}
+
+#[test]
 fn context_changes_the_cache_size_or_is_rejected() {
     let cache = |context: &str| show(&["demo", "--context", context])["needs"]["cache_bytes"].as_u64().unwrap();
     assert!(cache("1000") < cache("2000"));

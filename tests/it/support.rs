@@ -103,7 +103,7 @@ pub fn gpu_if_expected() -> Option<Device> {
     is_gpu_expected().then(gpu)
 }
 
-/// Returns the first GPU paired with each dtype that the kernels support, for tests marked `#[test(gpu)]`.
+/// Returns a pair for each dtype that the kernels support: the first GPU and the dtype. For tests marked `#[test(gpu)]`.
 pub fn gpu_with_dtypes() -> Vec<(Device, DType)> {
     let gpu = gpu();
     [DType::F32, DType::BF16, DType::F16].map(|dtype| (gpu.clone(), dtype)).into()

@@ -76,10 +76,20 @@ enum Attention {
     Eager,
 }
 
+/// The values of `--split`. See [`Split`].
 #[derive(Clone, Copy, ValueEnum)]
-enum SplitBy {
+pub enum SplitBy {
     Tensor,
     Layers,
+}
+
+impl From<SplitBy> for Split {
+    fn from(split: SplitBy) -> Self {
+        match split {
+            SplitBy::Tensor => Split::Tensor,
+            SplitBy::Layers => Split::Layers,
+        }
+    }
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -163,10 +173,7 @@ impl LoadArgs {
             &snapshot.path,
             &LoadOptions {
                 devices: self.devices().clone(),
-                split: match self.split {
-                    SplitBy::Tensor => Split::Tensor,
-                    SplitBy::Layers => Split::Layers,
-                },
+                split: self.split.into(),
                 dtype: self.dtype.map(|dtype| match dtype {
                     Dtype::F32 => DType::F32,
                     Dtype::F16 => DType::F16,
@@ -206,6 +213,14 @@ impl LoadArgs {
 
 /// Parses the value of `--gpus`.
 fn parse_gpus(text: &str) -> Result<Devices, String> {
+    parse_gpu_count(text).map(Devices::gpus)
+}
+
+/// Parses a number of GPUs, from 1 to [`MAX_RANKS`].
+pub fn parse_gpu_count(text: &str) -> Result<usize, String> {
     let count = text.parse().map_err(|_| format!("'{text}' is not a number of GPUs"))?;
-    Devices::gpus(count).ok_or_else(|| format!("choose 1 to {MAX_RANKS}"))
+    match (1..=MAX_RANKS).contains(&count) {
+        true => Ok(count),
+        false => Err(format!("choose 1 to {MAX_RANKS}")),
+    }
 }

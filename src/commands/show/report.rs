@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::sizes::Sizes;
 use super::source::Source;
-use crate::device::{self, DeviceChoice, DeviceInfo};
+use crate::device::{self, DeviceChoice, DeviceInfo, Split};
 use crate::engine::memory::{Capacity, DeviceKind, MemoryPlan};
 use crate::error::Error;
 use crate::models::{self, ModelConfig};
@@ -46,15 +46,27 @@ pub struct Report {
     pub gpu: Gpu,
 }
 
+/// What the command line asks for.
+#[derive(Clone, Copy)]
+pub struct Requested {
+    /// The context length in tokens.
+    pub context: Option<usize>,
+    /// The number of GPUs that run the model together.
+    pub gpus: usize,
+    pub split: Split,
+}
+
 #[derive(Serialize)]
 pub struct File {
     pub name: String,
     pub bytes: Option<u64>,
 }
 
-/// The GPU memory that the model needs, in bytes.
+/// The GPU memory that the model needs, in bytes. With several GPUs, of the GPU with the largest part.
 #[derive(Serialize)]
 pub struct MemoryNeeds {
+    /// The number of GPUs that run the model together.
+    pub gpus: usize,
     pub dtype: &'static str,
     pub weight_bytes: u64,
     pub cache_bytes_per_1000_tokens: u64,
@@ -113,8 +125,8 @@ fn serialize_gpu<S: serde::Serializer>(info: &Option<DeviceInfo>, serializer: S)
 }
 
 impl Report {
-    /// Creates the report. Fails only if the model does not support `context`.
-    pub fn new(source: Source, context: Option<usize>, gpu: Gpu) -> Result<Self> {
+    /// Creates the report. Fails only if the model does not support the requested context or number of GPUs.
+    pub fn new(source: Source, requested: Requested, gpu: Gpu) -> Result<Self> {
         let chat = chat(&source);
         let (json, parsed) = match source.metadata.config {
             Ok(json) => (json.clone(), models::parse_config(json)),
@@ -138,7 +150,7 @@ impl Report {
             sizes.tied_embeddings = Some(!tensors.iter().any(|group| group.name == "head"));
         }
         let needs = match &inventory {
-            Some(inventory) => needs(inventory, model.as_ref(), &sizes, &json, context, gpu.gpu.as_ref())?,
+            Some(inventory) => needs(inventory, model.as_ref(), &sizes, &json, requested, gpu.gpu.as_ref())?,
             None => None,
         };
         let method = json["quantization_config"]["quant_method"].as_str().map(str::to_string);
@@ -181,11 +193,11 @@ fn needs(
     model: Option<&ModelConfig>,
     sizes: &Sizes,
     config: &Value,
-    context: Option<usize>,
+    requested: Requested,
     device: Option<&DeviceInfo>,
 ) -> Result<Option<MemoryNeeds>> {
     let dtype = candle_core::DType::BF16;
-    let need = match model {
+    let plan = match model {
         Some(model) => MemoryPlan::new(inventory, model.architecture.as_ref(), dtype, DeviceKind::Gpu),
         None => {
             let context = sizes.context.and_then(|context| usize::try_from(context).ok());
@@ -197,29 +209,31 @@ fn needs(
             MemoryPlan::from_layers(inventory, layers, max_context, dtype, DeviceKind::Gpu)
         }
     };
-    let requested = need.check_context(context)?;
-    let smallest = || need.smallest(requested.unwrap_or(need.default_context()));
-    let (room, fits): (Capacity, Option<bool>) = match device.map(|device| need.choose(requested, device)) {
-        Some(Ok(room)) => (room, Some(true)),
+    let plan = plan.with_split(requested.split, requested.gpus)?;
+    let context = plan.check_context(requested.context)?;
+    let smallest = || plan.smallest(context.unwrap_or(plan.default_context()));
+    let (capacity, fits): (Capacity, Option<bool>) = match device.map(|device| plan.choose(context, device)) {
+        Some(Ok(capacity)) => (capacity, Some(true)),
         Some(Err(_)) => (smallest(), Some(false)),
         None => (smallest(), None),
     };
-    let (per_1000, windows) = need.cache_growth(room.chunk);
+    let (per_1000, windows) = plan.cache_growth(capacity.chunk);
     Ok(Some(MemoryNeeds {
+        gpus: requested.gpus,
         dtype: dtype.as_str(),
-        weight_bytes: need.weight_bytes(),
+        weight_bytes: plan.weight_bytes(),
         cache_bytes_per_1000_tokens: per_1000,
         cache_bytes_of_windows: windows,
-        context: room.context,
-        chunk: room.chunk,
-        cache_bytes: need.cache_bytes(room),
-        cache_blocks: need.cache_blocks(room),
-        workspace_bytes: need.workspace_bytes(room),
-        loading_bytes: need.loading_bytes(),
-        total_bytes: need.bytes(room),
+        context: capacity.context,
+        chunk: capacity.chunk,
+        cache_bytes: plan.cache_bytes(capacity),
+        cache_blocks: plan.cache_blocks(capacity),
+        workspace_bytes: plan.workspace_bytes(capacity),
+        loading_bytes: plan.loading_bytes(),
+        total_bytes: plan.bytes(capacity),
         fits,
-        largest_context: device.and_then(|device| need.largest_context(device)),
-        largest_sequences: device.map(|device| need.sequences_that_fit(room, device)),
+        largest_context: device.and_then(|device| plan.largest_context(device)),
+        largest_sequences: device.map(|device| plan.sequences_that_fit(capacity, device)),
         estimated: model.is_none(),
     }))
 }

@@ -166,9 +166,11 @@ fn pattern(name: &str) -> String {
 
 fn memory(out: &mut String, needs: &MemoryNeeds, gpu: &Gpu) {
     let heading = match (&gpu.gpu, &gpu.no_gpu) {
-        (Some(info), _) => format!("ON THIS GPU, in {}: {info}", needs.dtype),
+        (Some(info), _) if needs.gpus == 1 => format!("ON THIS GPU, in {}: {info}", needs.dtype),
+        (Some(info), _) => format!("ON EACH OF {} GPUS LIKE THIS, in {}: {info}", needs.gpus, needs.dtype),
         (None, reason) => {
-            format!("ON A GPU, in {} (none found: {})", needs.dtype, reason.as_deref().unwrap_or("unknown reason"))
+            let gpus = if needs.gpus == 1 { "A GPU".to_string() } else { format!("EACH OF {} GPUS", needs.gpus) };
+            format!("ON {gpus}, in {} (none found: {})", needs.dtype, reason.as_deref().unwrap_or("unknown reason"))
         }
     };
     let _ = writeln!(out, "\n{}", clipped(&heading));

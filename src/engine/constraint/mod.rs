@@ -1,4 +1,4 @@
-//! Constrains answers to a grammar: a JSON schema, any JSON object, a regular expression, fixed texts, or Lark.
+//! Constrains answers to a grammar: a JSON schema, any JSON object, a regular expression, fixed texts, or a Lark grammar.
 //!
 //! - [`GrammarCompiler`] compiles grammars for a vocabulary, with llguidance. Each engine has one, built on first use.
 //! - [`Plan`] describes the whole answer to a request: messages, reasoning, tool calls, and where a grammar applies.
