@@ -76,7 +76,7 @@ def burst(options, report):
         faults = server.faults()
     expected = {200: running + queue, 429: total - running - queue}
     report.add(
-        f"burst of {total} requests to a server for {running} running and {queue} waiting requests",
+        f"burst of {total} requests to a server that allows {running} running and {queue} waiting requests",
         f"exactly {expected[429]} responses with status 429",
         str(dict(sorted(counts.items()))),
         counts == expected and not faults,

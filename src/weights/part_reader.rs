@@ -1,7 +1,7 @@
 //! Uses several threads to read parts of large tensors to a device.
 //!
 //! Each thread takes the next piece of the part, reads it into a staging buffer, and queues the copy to the device.
-//! If the part consists of columns of a matrix, each row contains only a short run of its bytes.
+//! If the part consists of columns of a matrix, only a short run of the bytes of each row belongs to the part.
 //! A thread then reads whole rows, and keeps only the columns of the part.
 
 use std::ops::Range;

@@ -249,7 +249,7 @@ fn several_ranks_save_no_prefix_and_score_no_prompt() {
     Answer::read(engine.complete_ids(&prompt, options).unwrap());
     let options = GenerateOptions { prompt_logprobs: Some(1), ..GenerateOptions::new(SamplingParams::greedy()) };
     let error = engine.complete_ids(&prompt, options).err().unwrap();
-    assert!(error.to_string().contains("with several GPUs"), "{error}");
+    assert!(error.to_string().contains("on several GPUs"), "{error}");
     let path = folder.path().join("prefix.kv");
     assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 0);
     assert!(!path.exists());

@@ -96,7 +96,7 @@ fn gpus_exchange_every_kind_of_number() {
     let values = [f32::from_bits(u32::MAX), f32::NAN, f32::INFINITY, -0.0, f32::MIN_POSITIVE / 2.0, 1.0, 2.0, 3.0];
     let sums = on_gpus(2, |world, device, exchange| {
         let x = Tensor::new(&values, device).unwrap();
-        // Rounding to bf16 must not make a word that looks like a word that has not arrived.
+        // Rounding to bf16 must not produce the bit pattern of an empty word.
         let many = Tensor::new(&values, device).unwrap().repeat(1 << 15).unwrap();
         let rounded = on_host(&exchange.sum_rounded(&many).unwrap());
         for sum in rounded.chunks(8) {

@@ -171,7 +171,7 @@ __device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& 
             words[i] = transposed<T>(first, second);
             if (row_tile * 16 >= rows) words[i] = 0;  // padding columns of h
         }
-        // Columns 8·row_tile + 2t and 8·row_tile + 2t + 1 of h are word row_tile % 4 of their segment.
+        // Word row_tile % 4 of a segment holds columns 8·row_tile + 2t and 8·row_tile + 2t + 1 of h.
         const int row = tile.row + token + g, segment = row_tile / 4 * 4 + t;
         const size_t at = ((size_t)(segment / 8) * o.tiled_rows + row) * 8 + (segment ^ row) % 8;
         if (token + g < tile.pairs && row_tile * 16 < (rows + 127) / 128 * 128)
