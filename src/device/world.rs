@@ -40,12 +40,13 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// A running kernel of another rank may itself be waiting for the loading rank, which would be a deadlock.
     fn can_queue(&self) -> bool;
 
-    /// Waits until every rank has launched as many operations, or CUDA graphs that contain operations, as this rank.
-    /// `sum` and `concat_columns` already call this method. Other code must call it after each launch of a graph.
+    /// Calls `launch`, which launches an operation, or a CUDA graph that contains operations, at the same time as the
+    /// other ranks: waits until every rank is ready to launch, launches, and waits until every rank has launched.
+    /// `sum` and `concat_columns` call this themselves.
     ///
-    /// While a GPU waits for another GPU, the host must not make a driver call that itself waits for a GPU, such as a
-    /// call that loads a kernel. The driver would hold a lock that the other rank needs to launch its operation.
-    fn wait_for_launches(&self);
+    /// While a GPU waits for another GPU, the host of neither may call the driver for anything that waits for a GPU, such
+    /// as loading a kernel or allocating memory. Such a call would hold a lock that a rank needs to launch its operation.
+    fn launch_together(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()>;
 
     /// Implements [`World::sum`].
     fn sum(&self, x: &Tensor) -> Result<Tensor>;
@@ -182,11 +183,12 @@ impl World {
         }
     }
 
-    /// Waits until every rank has launched as many operations as this rank. See [`Exchange::wait_for_launches`].
-    /// Returns at once if the ranks use no [`Exchange`].
-    pub fn wait_for_launches(&self) {
-        if let Some(exchange) = &self.exchange {
-            exchange.wait_for_launches();
+    /// Calls `launch`, which launches a CUDA graph that contains exchanges, at the same time as the other ranks.
+    /// See [`Exchange::launch_together`]. Without an [`Exchange`], calls `launch` at once.
+    pub fn launch_together(&self, mut launch: impl FnMut() -> Result<()>) -> Result<()> {
+        match &self.exchange {
+            Some(exchange) => exchange.launch_together(&mut launch),
+            None => launch(),
         }
     }
 

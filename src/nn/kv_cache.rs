@@ -195,6 +195,7 @@ pub struct KvCache {
     /// Entry i holds the keys and values of layer i of each group, both `[rows, kv_heads, head_dim]`.
     /// Block b consists of `BLOCK_TOKENS` rows, starting at row `b * BLOCK_TOKENS`.
     layers: Vec<(Tensor, Tensor)>,
+    device: Device,
 }
 
 impl KvCache {
@@ -206,7 +207,7 @@ impl KvCache {
         let shape = (blocks * BLOCK_TOKENS, kv_heads, head_dim);
         let layer = |_| Ok((Tensor::zeros(shape, dtype, device)?, Tensor::zeros(shape, dtype, device)?));
         let layers = (0..layout.layers_per_group).map(layer).collect::<Result<_>>()?;
-        Ok(Self { layout, blocks, layers })
+        Ok(Self { layout, blocks, layers, device: device.clone() })
     }
 
     /// Allocates a cache for one sequence of `context` positions, and returns its block tables.
@@ -229,6 +230,10 @@ impl KvCache {
     /// Returns the number of blocks.
     pub fn blocks(&self) -> usize {
         self.blocks
+    }
+
+    pub fn device(&self) -> &Device {
+        &self.device
     }
 
     /// Returns the keys and values of a layer.

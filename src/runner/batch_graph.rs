@@ -119,7 +119,7 @@ impl BatchGraphs {
         let size = padded(sequences.len());
         let logits = match &self.logits {
             Some(logits) => logits.clone(),
-            None => Tensor::zeros((MAX_BATCH, decoder.vocab_size()), DType::F32, cache.layer(0).k.device())?,
+            None => Tensor::zeros((MAX_BATCH, decoder.vocab_size()), DType::F32, cache.device())?,
         };
         let logits = self.logits.insert(logits).narrow(0, 0, size)?;
         if !self.graphs.contains_key(&size) {
@@ -132,10 +132,7 @@ impl BatchGraphs {
         let inputs = batch.inputs(decoder, cache, sequences, queue, self.table_blocks)?;
         queue.write_inputs(&inputs, &batch.inputs)?;
         match &batch.graph {
-            Some(graph) => {
-                graph.enqueue()?;
-                decoder.world().wait_for_launches();
-            }
+            Some(graph) => decoder.world().launch_together(|| graph.enqueue())?,
             None => {
                 // Run the first step without a graph. It loads all kernels and allocates the counters of finished
                 // attention splits. A capture allows neither loading nor allocating.
@@ -145,7 +142,7 @@ impl BatchGraphs {
                 if self.arena.as_ref().is_none_or(|(most, _)| *most < size) {
                     let factor = rows.div_ceil(size);
                     let fits = sizes.arena_bytes(factor) <= MAX_ARENA_BYTES;
-                    let device = cache.layer(0).k.device();
+                    let device = cache.device();
                     self.arena =
                         fits.then(|| Arena::new(&sizes, factor, device)).transpose()?.map(|arena| (rows, arena));
                 }
@@ -158,13 +155,9 @@ impl BatchGraphs {
                 // frees. `Runner` drops the graphs before the decoder and the cache, and `BatchGraph` owns its buffers,
                 // including the arena. Only the engine thread uses the stream after loading.
                 let graph = unsafe { LaunchGraph::capture_with(&self.device, forward)? };
-                // Wait until all ranks have captured the graph. A rank must not allocate memory or load kernels while
-                // the GPU of another rank waits for it.
-                decoder.world().all(())?;
                 // Run the step again, as a graph. cuBLAS may have chosen other algorithms for the capture than for the
                 // first step, but all steps of a size must use the same algorithms.
-                graph.enqueue()?;
-                decoder.world().wait_for_launches();
+                decoder.world().launch_together(|| graph.enqueue())?;
                 batch.graph = Some(graph);
             }
         }
@@ -191,7 +184,7 @@ impl BatchGraph {
         cache: &KvCache,
         logits: Tensor,
     ) -> Result<Self> {
-        let (groups, device) = (cache.layout().groups(), cache.layer(0).k.device());
+        let (groups, device) = (cache.layout().groups(), cache.device());
         let total = size * (2 + groups + groups * table_blocks);
         let inputs = Tensor::zeros(total, DType::U32, device)?;
         let part = |first: usize, count: usize| inputs.narrow(0, first * size, count * size);

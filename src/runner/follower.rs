@@ -72,7 +72,7 @@ impl Follower {
     fn new(parts: RankParts, limits: RunnerLimits, options: RunnerOptions) -> Result<Self> {
         let RankParts { decoder, cache } = parts;
         #[cfg(feature = "cuda")]
-        let batches = match gpu(cache.layer(0).k.device()) {
+        let batches = match gpu(cache.device()) {
             Some(gpu) => Some((BatchGraphs::new(gpu, limits.context, options.sum_order()), StepQueue::new(gpu)?)),
             None => None,
         };

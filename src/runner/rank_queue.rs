@@ -35,7 +35,7 @@ impl RankQueue<'_> {
                     sources.push(queue.source(sequence)?);
                     sources.resize(sources.len() + sequence.ids.len() - 1, None);
                 }
-                let on_device = Tensor::zeros(ids.len(), DType::U32, cache.layer(0).k.device())?;
+                let on_device = Tensor::zeros(ids.len(), DType::U32, cache.device())?;
                 let inputs = StepInputs { ids: ids.clone(), sources, ..StepInputs::default() };
                 queue.write_inputs(&inputs, &on_device)?;
                 let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();

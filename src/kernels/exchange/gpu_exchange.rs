@@ -2,7 +2,8 @@
 
 use std::any::Any;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 use std::{fmt, hint, thread};
 
 use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, sys};
@@ -103,11 +104,46 @@ impl GpuExchange {
         self.device.cuda_stream().capture_status().is_ok_and(|status| status != NOT_CAPTURING)
     }
 
-    /// A captured operation runs later, when its graph is launched.
-    fn wait_unless_capturing(&self) {
-        if !self.is_capturing() {
-            self.wait_for_launches();
+    /// Launches an operation at the same time as the other ranks. While a graph is captured, only captures the operation,
+    /// which runs when the graph is launched.
+    ///
+    /// # Safety
+    /// As for [`Launch::enqueue`]. All mailboxes live as long as `self`, and `drop` waits for the last launch.
+    unsafe fn enqueue(&self, launch: Launch) -> Result<()> {
+        let mut launch = Some(launch);
+        let mut enqueue = || match launch.take() {
+            // SAFETY: the caller guarantees valid arguments.
+            Some(launch) => unsafe { launch.enqueue(&self.device) },
+            None => Ok(()),
+        };
+        if self.is_capturing() { enqueue() } else { self.launch_together(&mut enqueue) }
+    }
+
+    /// Adds 1 to this rank's `counter`, and waits until the counters of all ranks have this value.
+    fn meet(&self, counter: impl Fn(&Mailbox) -> &AtomicU64) {
+        let own = counter(self.own()).fetch_add(1, Ordering::Release) + 1;
+        let missing = || self.mailboxes.iter().position(|rank| counter(rank).load(Ordering::Acquire) < own);
+        let has_ended = || self.control().words()[0].load(Ordering::Relaxed) != 0;
+        let (mut turns, mut started) = (0, None);
+        while let Some(rank) = missing()
+            && !has_ended()
+        {
+            turns += 1;
+            if turns < SPINNING_TURNS {
+                hint::spin_loop();
+                continue;
+            }
+            thread::yield_now();
+            let started: &Instant = started.get_or_insert_with(Instant::now);
+            if started.elapsed() > Duration::from_secs(TIMEOUT_SECONDS as u64) {
+                self.report_missing(rank);
+            }
         }
+    }
+
+    /// Ends the exchange because a rank does not answer, unless it has already ended.
+    fn report_missing(&self, rank: usize) {
+        let _ = self.control().words()[0].compare_exchange(0, 1 + rank as u32, Ordering::Relaxed, Ordering::Relaxed);
     }
 
     fn control(&self) -> &Arc<HostWords> {
@@ -198,9 +234,7 @@ impl GpuExchange {
             let part = |tensor: &Tensor| tensor.narrow(0, start, most.min(elements - start));
             let launch = launch(&part(&from)?, &part(&sums)?)?;
             // SAFETY: `launch` checks the tensors.
-            // All mailboxes live as long as `self`, and `drop` waits for the last launch.
-            unsafe { launch.enqueue(&self.device)? };
-            self.wait_unless_capturing();
+            unsafe { self.enqueue(launch)? };
         }
         out.to_dtype(x.dtype())
     }
@@ -268,19 +302,11 @@ impl Exchange for GpuExchange {
         !self.shares_gpu || self.is_capturing()
     }
 
-    fn wait_for_launches(&self) {
-        let own = self.own().launched.fetch_add(1, Ordering::Release) + 1;
-        let all_launched = || self.mailboxes.iter().all(|mailbox| mailbox.launched.load(Ordering::Acquire) >= own);
-        let has_ended = || self.control().words()[0].load(Ordering::Relaxed) != 0;
-        let mut turns = 0;
-        // If a rank does not launch its operation, the kernels of the other ranks give up and end the exchange.
-        while !all_launched() && !has_ended() {
-            turns += 1;
-            match turns < SPINNING_TURNS {
-                true => hint::spin_loop(),
-                false => thread::yield_now(),
-            }
-        }
+    fn launch_together(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        self.meet(|mailbox| &mailbox.ready);
+        let result = launch();
+        self.meet(|mailbox| &mailbox.launched);
+        result
     }
 
     fn sum(&self, x: &Tensor) -> Result<Tensor> {
@@ -308,8 +334,7 @@ impl Exchange for GpuExchange {
             let part = |tensor: &Tensor| tensor.narrow(0, start, most.min(rows - start));
             let launch = self.columns_launch(&part(&from)?, &part(&out)?)?;
             // SAFETY: `columns_launch` checks the tensors. The mailboxes live long enough, as in `sum`.
-            unsafe { launch.enqueue(&self.device)? };
-            self.wait_unless_capturing();
+            unsafe { self.enqueue(launch)? };
         }
         Ok(out)
     }

@@ -21,6 +21,8 @@ pub(super) struct Mailbox {
     pub address: u64,
     /// The control word. All ranks share the control word of the first rank, and the other control words are unused.
     pub control: Arc<HostWords>,
+    /// The number of operations, or CUDA graphs with operations, that this rank has been ready to launch.
+    pub ready: AtomicU64,
     /// The number of operations, or CUDA graphs with operations, that the host has launched for this rank.
     pub launched: AtomicU64,
 }
@@ -33,8 +35,8 @@ impl Mailbox {
         let control = HostWords::new(device, 1)?;
         // SAFETY: any size is allowed, and the context is bound. `drop` frees the memory.
         let address = unsafe { result::malloc_sync(MAILBOX_BYTES + STATE_BYTES) }.w()?;
-        let launched = AtomicU64::new(0);
-        let mailbox = Self { device: device.clone(), context, address, control, launched };
+        let (ready, launched) = (AtomicU64::new(0), AtomicU64::new(0));
+        let mailbox = Self { device: device.clone(), context, address, control, ready, launched };
         // SAFETY: the allocation has space for the mailbox and the state.
         unsafe {
             result::memset_d8_async(address, 0xff, MAILBOX_BYTES, stream.cu_stream()).w()?;

@@ -287,8 +287,7 @@ impl DecodeGraph {
         let limit = self.steps_left(limit)?;
         while self.queued - self.taken < limit.min(1 + AHEAD) {
             self.count_step()?;
-            self.tail().graph.enqueue()?;
-            self.buffers.world.wait_for_launches();
+            self.buffers.world.launch_together(|| self.tail().graph.enqueue())?;
         }
         self.take_token()
     }
