@@ -3,9 +3,10 @@
 
     tests/deploy/check.py --program target/release/inferno
 
-run.py installs the tools and calls this script. Requires PyYAML. Needs no network, GPU or cluster: the metrics come from a demo server on the CPU that this script starts.
-Uses kubectl or kustomize, kubernetes-validate, promtool and hadolint if they are installed. For each missing tool, the
-output has a line `skipped: NAME`. Exits with 1 if a check fails.
+run.py installs the tools and calls this script. Requires PyYAML. Needs no network, GPU or cluster: the metrics come from a
+demo server on the CPU that this script starts.
+Uses kubectl or kustomize, kubernetes-validate, promtool, hadolint and docker-compose if they are installed. For each missing
+tool, the output has a line `skipped: NAME`. Exits with 1 if a check fails.
 """
 
 import argparse
@@ -45,9 +46,11 @@ def check(what, problems):
         passed(what)
 
 
-def run(what, *command, cwd=None):
+def run(what, *command, cwd=None, env=None):
     """Runs a tool. Returns its standard output, or None if it fails."""
-    result = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=120)
+    result = subprocess.run(
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=120
+    )
     if result.returncode != 0:
         fail(f"{what}: exit code {result.returncode}\n{result.stdout}{result.stderr}")
         return None
@@ -147,6 +150,36 @@ def check_metrics(exported):
     check(f"{count} uses of metrics exist in /metrics", sorted(set(problems)))
 
 
+def check_compose(compose, args):
+    """Lets docker-compose read the compose file with and without the profile, and checks what it will start."""
+    check("compose.yaml", manifests.compose_problems(compose))
+    docker_compose = tool("docker-compose", args)
+    if docker_compose is None:
+        return
+    environment = os.environ | {"INFERNO_API_KEY": "key", "MODEL": "org/model", "REVISION": "abc", "COMPUTE_CAP": "90"}
+    for profile in ([], ["--profile", "two"]):
+        what = " ".join(["docker-compose", *profile, "config"])
+        command = [docker_compose, "-f", DEPLOY / "compose.yaml", *profile, "config", "--format", "json"]
+        read = run(what, *command, env=environment)
+        if read is not None:
+            problems = manifests.read_compose_problems(json.loads(read), compose, bool(profile))
+            check(what, problems)
+
+
+def check_lists_of_replicas():
+    """Checks the file of replicas for SMG, and that smg.sh refuses wrong arguments. The routing tests use both with SMG."""
+    listed = json.loads((DEPLOY / "smg/workers.json").read_text())
+    is_right = listed["version"] == 1 and all(set(worker) == {"url"} for worker in listed["workers"])
+    check("workers.json", [] if is_right and listed["workers"] else ["it has other fields than version, workers and url"])
+    for what, arguments, workers in (
+        ("smg.sh refuses no replicas", [], ""),
+        ("smg.sh refuses URLs beside a file", ["http://a:8000"], "workers.json"),
+    ):
+        environment = os.environ | {"SMG_WORKERS": workers}
+        result = subprocess.run([DEPLOY / "smg/smg.sh", *arguments], env=environment, capture_output=True, timeout=60)
+        check(what, [] if result.returncode == 2 else [f"exit code {result.returncode}"])
+
+
 def check_docker(args):
     hadolint = tool("hadolint", args)
     for path in sorted(DEPLOY.rglob("Dockerfile")):
@@ -166,14 +199,15 @@ def check_docker(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--program", required=True, type=Path, help="the program inferno")
-    for name in ("promtool", "hadolint", "kubernetes-validate"):
+    for name in ("promtool", "hadolint", "kubernetes-validate", "docker-compose"):
         parser.add_argument(f"--{name}", help=f"path of {name} [from PATH]")
     args = parser.parse_args()
     program = args.program.resolve()
 
     files = read_yaml()
     check_kubernetes(files, args)
-    check("compose.yaml", manifests.compose_problems(files[DEPLOY / "compose.yaml"][0]))
+    check_compose(files[DEPLOY / "compose.yaml"][0], args)
+    check_lists_of_replicas()
     count, problems = manifests.flag_problems(files, DEPLOY, program)
     check(f"{count} commands, flags and variables of inferno exist", problems)
     check_tests_of_alerts(files)

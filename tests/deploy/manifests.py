@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from pathlib import Path
 
 BUILT_IN = {"v1", "apps/v1", "policy/v1", "networking.k8s.io/v1", "rbac.authorization.k8s.io/v1"}
 REQUIRED = {
@@ -128,6 +129,25 @@ def compose_problems(compose):
                 yield f"{name} uses the unknown secret {secret}"
         if service.get("command", [None])[0] == "serve" and int(service["stop_grace_period"].rstrip("s")) <= 160:
             yield f"{name} is killed before it has drained"
+
+
+def read_compose_problems(read, compose, has_profile):
+    """Yields what is wrong with the output of `docker-compose config`: services, variables and files of the host."""
+    wanted = {name for name, service in compose["services"].items() if has_profile or "profiles" not in service}
+    if set(read["services"]) != wanted:
+        yield f"it starts {sorted(read['services'])} instead of {sorted(wanted)}"
+    for name, service in read["services"].items():
+        if (service.get("command") or [None])[0] in ("serve", "download"):
+            if service["command"][1:4] != ["org/model", "--revision", "abc"]:
+                yield f"{name} ignores MODEL or REVISION: {service['command']}"
+            if service["build"]["args"] != {"COMPUTE_CAP": "90"}:
+                yield f"{name} ignores COMPUTE_CAP: {service['build']['args']}"
+        build = service.get("build")
+        if build and not (Path(build["context"]) / build["dockerfile"]).exists():
+            yield f"{name} has no Dockerfile in {build['context']}"
+        for mount in service.get("volumes", []):
+            if mount["type"] == "bind" and not Path(mount["source"]).exists():
+                yield f"{name} mounts {mount['source']}, which does not exist"
 
 
 def rendered_problems(overlay, documents):
