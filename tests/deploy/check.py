@@ -96,6 +96,22 @@ def check_kubernetes(files, args):
     else:
         print("skipped: neither kubectl nor kustomize is installed", flush=True)
     check("fields of the manifests", manifests.problems(documents))
+    pods = [manifests.pod_of_runtime(d) for d in documents if d.get("kind") == "ServingRuntime"]
+    check_schemas("the pods of KServe", pods, args)
+    check_custom_resources(documents, args)
+
+
+def check_custom_resources(documents, args):
+    """Validates the resources whose CRDs have a schema in the npm packages."""
+    if args.node_modules is None:
+        return
+    script = Path(__file__).resolve().parent / "crds.mjs"
+    command = ["node", script, args.node_modules]
+    result = subprocess.run(command, input=json.dumps(documents), capture_output=True, text=True, timeout=120)
+    lines = result.stdout.splitlines()
+    valid = [line.removeprefix("ok ") for line in lines if line.startswith("ok ")]
+    problems = [line for line in lines if not line.startswith("ok ")] or ([result.stderr] if result.returncode else [])
+    check(f"schemas of {', '.join(sorted(valid))}", problems)
 
 
 def check_schemas(overlay, documents, args):
@@ -199,6 +215,7 @@ def check_docker(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--program", required=True, type=Path, help="the program inferno")
+    parser.add_argument("--node-modules", help="the folder with the schemas of custom resources")
     for name in ("promtool", "hadolint", "kubernetes-validate", "docker-compose"):
         parser.add_argument(f"--{name}", help=f"path of {name} [from PATH]")
     args = parser.parse_args()
