@@ -10,8 +10,10 @@ tool, the output has a line `skipped: NAME`. Exits with 1 if a check fails.
 """
 
 import argparse
+import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -196,6 +198,28 @@ def check_lists_of_replicas():
         check(what, [] if result.returncode == 2 else [f"exit code {result.returncode}"])
 
 
+def check_workflows():
+    """Validates the workflows with the schema that check-jsonschema contains, and checks the scripts that they call."""
+    package = importlib.util.find_spec("check_jsonschema")
+    if package is None:
+        print("skipped: check-jsonschema is not installed", flush=True)
+        return
+    import jsonschema  # not installed without check-jsonschema
+
+    [folder] = package.submodule_search_locations
+    schema = json.loads((Path(folder) / "builtin_schemas/vendor/github-workflows.json").read_text())
+    repository = DEPLOY.parent
+    for path in sorted((repository / ".github/workflows").glob("*.yml")):
+        text = path.read_text()
+        # YAML 1.1 reads the key `on` as a boolean.
+        workflow = {("on" if key is True else key): value for key, value in yaml.safe_load(text).items()}
+        errors = jsonschema.validators.validator_for(schema)(schema).iter_errors(workflow)
+        problems = [f"{error.json_path}: {error.message[:200]}" for error in errors]
+        scripts = set(re.findall(r"\bscripts/[\w/.-]+", text))
+        problems += [f"{script} does not exist" for script in scripts if not (repository / script).exists()]
+        check(f"schema and scripts of {path.name}", problems)
+
+
 def check_docker(args):
     hadolint = tool("hadolint", args)
     for path in sorted(DEPLOY.rglob("Dockerfile")):
@@ -225,6 +249,7 @@ def main():
     check_kubernetes(files, args)
     check_compose(files[DEPLOY / "compose.yaml"][0], args)
     check_lists_of_replicas()
+    check_workflows()
     count, problems = manifests.flag_problems(files, DEPLOY, program)
     check(f"{count} commands, flags and variables of inferno exist", problems)
     check_tests_of_alerts(files)
