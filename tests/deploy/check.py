@@ -28,6 +28,7 @@ import server
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 failures = []
+missing = set()
 
 
 def fail(message):
@@ -62,7 +63,8 @@ def run(what, *command, cwd=None, env=None):
 def tool(name, args):
     """Returns the path of a tool, or None after saying that it is missing."""
     path = getattr(args, name.replace("-", "_"), None) or shutil.which(name)
-    if path is None:
+    if path is None and name not in missing:
+        missing.add(name)
         print(f"skipped: {name} is not installed", flush=True)
     return path
 
