@@ -2,7 +2,7 @@
 # Starts SMG in front of replicas of inferno: pip install smg==1.13.0
 #
 #   smg.sh http://a:8000 http://b:8000       the replicas
-#   SMG_WORKERS=workers.json smg.sh          the replicas in a file, which SMG reads again when it changes
+#   SMG_WORKERS=workers.json smg.sh          the replicas in a file, which SMG reads again if it changes
 #
 # SMG_HOST         the address to listen on [127.0.0.1]. With INFERNO_API_KEY, SMG asks clients for it too.
 # SMG_PORT         the port [30000]
@@ -11,7 +11,7 @@
 set -eu
 if [ -n "${SMG_WORKERS:-}" ]; then
   [ $# = 0 ] || { echo "smg.sh: pass URLs or SMG_WORKERS, not both" >&2; exit 2; }
-  set -- --discovery-provider file --discovery-file "$SMG_WORKERS"
+  set -- --discovery-provider file --discovery-file "$SMG_WORKERS" --discovery-check-interval-secs 5
 else
   [ $# -gt 0 ] || { echo "usage: smg.sh URL...  or  SMG_WORKERS=FILE smg.sh" >&2; exit 2; }
   set -- --worker-urls "$@"
