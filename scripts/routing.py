@@ -4,7 +4,7 @@
     scripts/routing.py --program target/release/inferno --report benches/results/DATE-cpu-smg.json
 
 Three `inferno serve demo` processes run on the CPU behind SMG, which has the flags of deploy/smg/smg.sh. All servers listen
-on 127.0.0.1, and the number of requests is limited. The script takes about six minutes on two cores.
+on 127.0.0.1, and the number of requests is limited. The script takes about eight minutes on two cores.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/deploy"))
 import routing  # noqa: E402
 import tools  # noqa: E402
 
-SIZE = routing.Size(conversations=54, turns=8, prompts=300, clients=12, seconds=10, rounds=3)
+SIZE = routing.Size(conversations=54, turns=8, prompts=300, clients=12, seconds=10, rounds=3, is_long=True)
 
 
 def main():

@@ -1,19 +1,26 @@
 #!/bin/sh
 # Starts SMG in front of replicas of inferno: pip install smg==1.13.0
 #
-#   smg.sh http://a:8000 http://b:8000     the replicas
+#   smg.sh http://a:8000 http://b:8000       the replicas
+#   SMG_WORKERS=workers.json smg.sh          the replicas in a file, which SMG reads again if it changes
 #
 # SMG_HOST         the address to listen on [127.0.0.1]. With INFERNO_API_KEY, SMG asks clients for it too.
 # SMG_PORT         the port [30000]
 # SMG_METRICS_PORT the port of SMG's own metrics [29000]
 # INFERNO_API_KEY  the key of the replicas: SMG sends it to them, and requires it from clients
 set -eu
-[ $# -gt 0 ] || { echo "usage: smg.sh URL..." >&2; exit 2; }
+if [ -n "${SMG_WORKERS:-}" ]; then
+  [ $# = 0 ] || { echo "smg.sh: pass URLs or SMG_WORKERS, not both" >&2; exit 2; }
+  set -- --discovery-provider file --discovery-file "$SMG_WORKERS" --discovery-check-interval-secs 5
+else
+  [ $# -gt 0 ] || { echo "usage: smg.sh URL...  or  SMG_WORKERS=FILE smg.sh" >&2; exit 2; }
+  set -- --worker-urls "$@"
+fi
 
 # cache_aware keeps a conversation on the replica that has its prefix. Overload protection spares replicas whose KV cache is
 # nearly full or that have a queue; SMG reads that from /v1/loads. By default, SMG asks /health every 60 s and needs three
 # failures; inferno's --drain-delay is shorter than that. SMG's metrics listen on all addresses by default.
-exec smg launch --worker-urls "$@" \
+exec smg launch "$@" \
   --host "${SMG_HOST:-127.0.0.1}" --port "${SMG_PORT:-30000}" \
   --prometheus-host "${SMG_HOST:-127.0.0.1}" --prometheus-port "${SMG_METRICS_PORT:-29000}" \
   ${INFERNO_API_KEY:+--api-key "$INFERNO_API_KEY"} \

@@ -131,7 +131,8 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let runtime = Builder::new_multi_thread().worker_threads(threads).enable_all().build();
     let runtime = runtime.context("cannot start the threads of the server")?;
     let listener = runtime.block_on(server::bind(&args.host, args.port));
-    let listener = listener.context("to listen on another address or port, use --host or --port")?;
+    let listener =
+        listener.map_err(|error| anyhow!("{error:#}\n  to listen on another address or port, use --host or --port"))?;
     let address = listener.local_addr().context("cannot read the address of the server")?;
     if api_keys.is_empty() && !args.no_auth && !address.ip().is_loopback() {
         let key = server::new_api_key();

@@ -38,7 +38,7 @@ pub async fn live(State(server): State<Arc<Server>>) -> Result<Response, ApiErro
 
 /// Responds with the metrics as text.
 pub async fn metrics(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
-    let text = server.metrics.render(server.engine());
+    let text = server.metrics.render(server.engine(), server.is_alive());
     let text = text.map_err(|error| ApiError::internal(format!("cannot write the metrics: {error}")))?;
     let mut response = Response::new(Body::from(text));
     let format = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");

@@ -75,6 +75,7 @@ pub struct Metrics {
     pub decode: Histogram,
     pub request_prompt_tokens: Histogram,
     pub request_generation_tokens: Histogram,
+    is_alive: IntGauge,
     engine: EngineMetrics,
 }
 
@@ -173,13 +174,17 @@ impl Metrics {
                 "Generated tokens of a request.",
                 TOKENS,
             )?,
+            is_alive: make
+                .gauge("engine_alive", "1 if the engine makes progress or is loading its model, 0 if not.")?,
             engine,
             registry,
         })
     }
 
     /// Returns the text of all metrics. `engine` is `None` while the model loads.
-    pub fn render(&self, engine: Option<&EngineHandle>) -> Result<Vec<u8>> {
+    /// `is_alive` is false if the engine has stopped or makes no progress.
+    pub fn render(&self, engine: Option<&EngineHandle>, is_alive: bool) -> Result<Vec<u8>> {
+        self.is_alive.set(is_alive.into());
         if let Some(engine) = engine {
             self.engine.update(engine);
         }

@@ -3,14 +3,17 @@
 
     tests/deploy/check.py --program target/release/inferno
 
-run.py installs the tools and calls this script. Requires PyYAML. Needs no network, GPU or cluster: the metrics come from a demo server on the CPU that this script starts.
-Uses kubectl or kustomize, kubernetes-validate, promtool and hadolint if they are installed. For each missing tool, the
-output has a line `skipped: NAME`. Exits with 1 if a check fails.
+run.py installs the tools and calls this script. Requires PyYAML. Needs no network, GPU or cluster: the metrics come from a
+demo server on the CPU that this script starts.
+Uses kubectl or kustomize, kubernetes-validate, promtool, hadolint and docker-compose if they are installed. For each missing
+tool, the output has a line `skipped: NAME`. Exits with 1 if a check fails.
 """
 
 import argparse
+import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +28,7 @@ import server
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
 failures = []
+missing = set()
 
 
 def fail(message):
@@ -45,9 +49,11 @@ def check(what, problems):
         passed(what)
 
 
-def run(what, *command, cwd=None):
+def run(what, *command, cwd=None, env=None):
     """Runs a tool. Returns its standard output, or None if it fails."""
-    result = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=120)
+    result = subprocess.run(
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=120
+    )
     if result.returncode != 0:
         fail(f"{what}: exit code {result.returncode}\n{result.stdout}{result.stderr}")
         return None
@@ -57,7 +63,8 @@ def run(what, *command, cwd=None):
 def tool(name, args):
     """Returns the path of a tool, or None after saying that it is missing."""
     path = getattr(args, name.replace("-", "_"), None) or shutil.which(name)
-    if path is None:
+    if path is None and name not in missing:
+        missing.add(name)
         print(f"skipped: {name} is not installed", flush=True)
     return path
 
@@ -93,6 +100,22 @@ def check_kubernetes(files, args):
     else:
         print("skipped: neither kubectl nor kustomize is installed", flush=True)
     check("fields of the manifests", manifests.problems(documents))
+    pods = [manifests.pod_of_runtime(d) for d in documents if d.get("kind") == "ServingRuntime"]
+    check_schemas("the pods of KServe", pods, args)
+    check_custom_resources(documents, args)
+
+
+def check_custom_resources(documents, args):
+    """Validates the resources whose CRDs have a schema in the npm packages."""
+    if args.node_modules is None:
+        return
+    script = Path(__file__).resolve().parent / "crds.mjs"
+    command = ["node", script, args.node_modules]
+    result = subprocess.run(command, input=json.dumps(documents), capture_output=True, text=True, timeout=120)
+    lines = result.stdout.splitlines()
+    valid = [line.removeprefix("ok ") for line in lines if line.startswith("ok ")]
+    problems = [line for line in lines if not line.startswith("ok ")] or ([result.stderr] if result.returncode else [])
+    check(f"schemas of {', '.join(sorted(valid))}", problems)
 
 
 def check_schemas(overlay, documents, args):
@@ -147,6 +170,58 @@ def check_metrics(exported):
     check(f"{count} uses of metrics exist in /metrics", sorted(set(problems)))
 
 
+def check_compose(compose, args):
+    """Lets docker-compose read the compose file with and without the profile, and checks what it will start."""
+    check("compose.yaml", manifests.compose_problems(compose))
+    docker_compose = tool("docker-compose", args)
+    if docker_compose is None:
+        return
+    environment = os.environ | {"INFERNO_API_KEY": "key", "MODEL": "org/model", "REVISION": "abc", "COMPUTE_CAP": "90"}
+    for profile in ([], ["--profile", "two"]):
+        what = " ".join(["docker-compose", *profile, "config"])
+        command = [docker_compose, "-f", DEPLOY / "compose.yaml", *profile, "config", "--format", "json"]
+        read = run(what, *command, env=environment)
+        if read is not None:
+            problems = manifests.read_compose_problems(json.loads(read), compose, bool(profile))
+            check(what, problems)
+
+
+def check_lists_of_replicas():
+    """Checks the file of replicas for SMG, and that smg.sh refuses wrong arguments. The routing tests use both with SMG."""
+    listed = json.loads((DEPLOY / "smg/workers.json").read_text())
+    is_right = listed["version"] == 1 and all(set(worker) == {"url"} for worker in listed["workers"])
+    check("workers.json", [] if is_right and listed["workers"] else ["it has other fields than version, workers and url"])
+    for what, arguments, workers in (
+        ("smg.sh refuses no replicas", [], ""),
+        ("smg.sh refuses URLs beside a file", ["http://a:8000"], "workers.json"),
+    ):
+        environment = os.environ | {"SMG_WORKERS": workers}
+        result = subprocess.run([DEPLOY / "smg/smg.sh", *arguments], env=environment, capture_output=True, timeout=60)
+        check(what, [] if result.returncode == 2 else [f"exit code {result.returncode}"])
+
+
+def check_workflows():
+    """Validates the workflows with the schema that check-jsonschema contains, and checks the scripts that they call."""
+    package = importlib.util.find_spec("check_jsonschema")
+    if package is None:
+        print("skipped: check-jsonschema is not installed", flush=True)
+        return
+    import jsonschema  # not installed without check-jsonschema
+
+    [folder] = package.submodule_search_locations
+    schema = json.loads((Path(folder) / "builtin_schemas/vendor/github-workflows.json").read_text())
+    repository = DEPLOY.parent
+    for path in sorted((repository / ".github/workflows").glob("*.yml")):
+        text = path.read_text()
+        # YAML 1.1 reads the key `on` as a boolean.
+        workflow = {("on" if key is True else key): value for key, value in yaml.safe_load(text).items()}
+        errors = jsonschema.validators.validator_for(schema)(schema).iter_errors(workflow)
+        problems = [f"{error.json_path}: {error.message[:200]}" for error in errors]
+        scripts = set(re.findall(r"\bscripts/[\w/.-]+", text))
+        problems += [f"{script} does not exist" for script in scripts if not (repository / script).exists()]
+        check(f"schema and scripts of {path.name}", problems)
+
+
 def check_docker(args):
     hadolint = tool("hadolint", args)
     for path in sorted(DEPLOY.rglob("Dockerfile")):
@@ -166,14 +241,17 @@ def check_docker(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--program", required=True, type=Path, help="the program inferno")
-    for name in ("promtool", "hadolint", "kubernetes-validate"):
+    parser.add_argument("--node-modules", help="the folder with the schemas of custom resources")
+    for name in ("promtool", "hadolint", "kubernetes-validate", "docker-compose"):
         parser.add_argument(f"--{name}", help=f"path of {name} [from PATH]")
     args = parser.parse_args()
     program = args.program.resolve()
 
     files = read_yaml()
     check_kubernetes(files, args)
-    check("compose.yaml", manifests.compose_problems(files[DEPLOY / "compose.yaml"][0]))
+    check_compose(files[DEPLOY / "compose.yaml"][0], args)
+    check_lists_of_replicas()
+    check_workflows()
     count, problems = manifests.flag_problems(files, DEPLOY, program)
     check(f"{count} commands, flags and variables of inferno exist", problems)
     check_tests_of_alerts(files)

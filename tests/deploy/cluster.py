@@ -14,6 +14,7 @@ from pathlib import Path
 
 SMG_SCRIPT = Path(__file__).resolve().parents[2] / "deploy/smg/smg.sh"
 KEY = "key-of-the-routing-tests"
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 START_SECONDS = 60
 REQUEST_SECONDS = 120
 
@@ -106,10 +107,13 @@ class Replica:
 
 
 class Cluster:
-    """Three replicas and SMG with the flags of deploy/smg/smg.sh. All processes end with the `with` block."""
+    """Three replicas and SMG with the flags of deploy/smg/smg.sh. All processes end with the `with` block.
 
-    def __init__(self, program, smg, folder, flags):
-        self.folder = folder
+    With `has_file`, SMG reads the addresses of the replicas from a file.
+    """
+
+    def __init__(self, program, smg, folder, flags, has_file=False):
+        self.folder, self.file = folder, folder / "workers.json" if has_file else None
         folder.mkdir(parents=True)
         self.replicas = [Replica(program, folder, number, flags) for number in range(3)]
         self.smg, self.port = smg, free_port()
@@ -126,6 +130,9 @@ class Cluster:
                 "PATH": f"{self.smg.parent}{os.pathsep}{os.environ['PATH']}",
             }
             command = [SMG_SCRIPT, *(replica.url for replica in self.replicas)]
+            if self.file:
+                self.list_replicas(self.replicas)
+                command, environment["SMG_WORKERS"] = [SMG_SCRIPT], str(self.file)
             with (self.folder / "smg.log").open("w") as log:
                 self.router = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
             wait_for("SMG knows three healthy replicas", lambda: self.healthy() == 3)
@@ -141,6 +148,13 @@ class Cluster:
         if self.router:
             self.router.kill()
             self.router.wait()
+
+    def list_replicas(self, replicas):
+        """Replaces the file with the addresses of the replicas."""
+        listed = {"version": 1, "workers": [{"url": replica.url} for replica in replicas]}
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(listed))
+        new.rename(self.file)  # SMG must never read half a file
 
     def healthy(self):
         """Returns how many replicas SMG considers healthy."""
@@ -202,6 +216,7 @@ class Request(threading.Thread):
     def exchange(self):
         answer = self.answer
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", "x-request-id": answer.id}
+        headers["traceparent"] = TRACEPARENT
         self.connection.request("POST", "/v1/chat/completions", self.body, headers)
         response = self.connection.getresponse()
         answer.status = response.status

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from pathlib import Path
 
 BUILT_IN = {"v1", "apps/v1", "policy/v1", "networking.k8s.io/v1", "rbac.authorization.k8s.io/v1"}
 REQUIRED = {
@@ -50,6 +51,8 @@ def problems(documents):
             yield from pod_problems(title, document["spec"]["template"]["spec"])
         if kind == "ServingRuntime":
             yield from pod_problems(title, document["spec"])
+        if kind == "EndpointPickerConfig":
+            yield from picker_problems(title, document)
     pods = [get(d, "spec", "template", "metadata", "labels") for d in documents if d.get("kind") == "Deployment"]
     for document in documents:
         if document.get("kind") in ("Service", "InferencePool", "PodMonitor", "PodDisruptionBudget"):
@@ -57,6 +60,29 @@ def problems(documents):
             selector = selector.get("matchLabels", selector)
             if sum(selector.items() <= (labels or {}).items() for labels in pods) != 1:
                 yield f"{document['kind']} {get(document, 'metadata', 'name')} does not select exactly one Deployment"
+
+
+def picker_problems(title, config):
+    """Yields what is wrong with the profiles and the engines of an endpoint picker."""
+    plugins = [plugin.get("type") for plugin in config.get("plugins", [])]
+    for profile in config.get("schedulingProfiles", []):
+        for plugin in profile.get("plugins", []):
+            if plugin.get("pluginRef") not in plugins:
+                yield f"{title}: the profile {profile.get('name')} uses the unknown plugin {plugin.get('pluginRef')}"
+    extractors = [plugin for plugin in config.get("plugins", []) if plugin.get("type") == "core-metrics-extractor"]
+    for extractor in extractors:
+        engines = [engine.get("name") for engine in get(extractor, "parameters", "engineConfigs") or []]
+        if get(extractor, "parameters", "defaultEngine") not in engines:
+            yield f"{title}: the default engine is not one of {engines}"
+    if not extractors:
+        yield f"{title} does not name the metrics of inferno"
+
+
+def pod_of_runtime(runtime):
+    """Returns the pod that KServe makes of a ServingRuntime, which has the same fields as a pod."""
+    fields = ("containers", "volumes", "nodeSelector", "tolerations")
+    spec = {name: runtime["spec"][name] for name in fields if name in runtime["spec"]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": runtime["metadata"]["name"]}, "spec": spec}
 
 
 def pod_problems(title, pod):
@@ -128,6 +154,25 @@ def compose_problems(compose):
                 yield f"{name} uses the unknown secret {secret}"
         if service.get("command", [None])[0] == "serve" and int(service["stop_grace_period"].rstrip("s")) <= 160:
             yield f"{name} is killed before it has drained"
+
+
+def read_compose_problems(read, compose, has_profile):
+    """Yields what is wrong with the output of `docker-compose config`: services, variables and files of the host."""
+    wanted = {name for name, service in compose["services"].items() if has_profile or "profiles" not in service}
+    if set(read["services"]) != wanted:
+        yield f"it starts {sorted(read['services'])} instead of {sorted(wanted)}"
+    for name, service in read["services"].items():
+        if (service.get("command") or [None])[0] in ("serve", "download"):
+            if service["command"][1:4] != ["org/model", "--revision", "abc"]:
+                yield f"{name} ignores MODEL or REVISION: {service['command']}"
+            if service["build"]["args"] != {"COMPUTE_CAP": "90"}:
+                yield f"{name} ignores COMPUTE_CAP: {service['build']['args']}"
+        build = service.get("build")
+        if build and not (Path(build["context"]) / build["dockerfile"]).exists():
+            yield f"{name} has no Dockerfile in {build['context']}"
+        for mount in service.get("volumes", []):
+            if mount["type"] == "bind" and not Path(mount["source"]).exists():
+                yield f"{name} mounts {mount['source']}, which does not exist"
 
 
 def rendered_problems(overlay, documents):

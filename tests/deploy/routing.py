@@ -5,13 +5,15 @@ import itertools
 import threading
 import time
 
-from cluster import Cluster, Failure, Request, send_all, wait_for
+from cluster import TRACEPARENT, Cluster, Failure, Request, send_all, wait_for
 
 # The flags of the replicas. SMG needs about a second to notice that a replica drains.
 FLAGS = ["--drain-delay", "3", "--drain-timeout", "60", "--max-sequences", "4"]
 # A replica with one running and one waiting answer, and no delay when it drains.
 SMALL = ["--drain-delay", "0", "--drain-timeout", "60", "--max-sequences", "1", "--queue", "1"]
 LONG_ANSWER = 500
+# Numerals of about five tokens each. Four such prompts fill 80 % of the KV cache of a demo server on a CPU.
+LONG_PROMPT = 700
 # SMG's own numbers: it checks /health and /v1/loads every second.
 NOTICE_SECONDS = 2
 TOPICS = "tokens weights kernels blocks prompts layers heads scales shards graphs streams queues".split()
@@ -28,6 +30,7 @@ class Size:
     clients: int = 6
     seconds: int = 3  # under load before and after each change
     rounds: int = 1  # restarts of all replicas
+    is_long: bool = False  # also run the tests that take long
 
 
 def require(condition, message):
@@ -152,6 +155,8 @@ def unlike_prompts_spread(cluster, size):
     check_all_answered(answers)
     result = figures(cluster, answers)
     require(min(result["shares"]) >= size.prompts // 6, f"the shares of {size.prompts} prompts are {result['shares']}")
+    traces = {line.get("traceparent") for line in cluster.replicas[0].requests()}
+    require(traces == {TRACEPARENT}, f"SMG changes traceparent: {traces}")
     return result
 
 
@@ -205,6 +210,35 @@ def load_follows_reports(cluster, size):
     after = figures(cluster, send_all(unlike_requests(cluster, size.prompts // 2, "idle")))
     require(after["shares"][0] > 0, f"a replica without a queue gets no requests: shares {after['shares']}")
     return result | {"shares_afterwards": after["shares"]}
+
+
+def full_cache_gets_nothing(cluster, size):
+    """A replica whose /v1/loads reports a KV cache that is 80 % full gets no requests, although no request waits."""
+    busy = cluster.replicas[0]
+    requests = []
+    for _ in range(4):  # as many as run at once
+        first = next(numbers)
+        numerals = " ".join(str((first * 7919 + index * 104729) % 10007) for index in range(LONG_PROMPT))
+        messages = [{"role": "user", "content": numerals}]
+        requests.append(Request(busy.address, f"full-cache-{first}", messages, 4000, stream=True, to_the_end=True))
+    for request in requests:
+        request.start()
+    wait_for("the KV cache is full", lambda: busy.loads()["token_usage"] >= 0.82, seconds=300)
+    time.sleep(NOTICE_SECONDS)
+    answers = send_all(unlike_requests(cluster, 20, "beside-a-full-cache", max_tokens=4))
+    check_all_answered(answers)
+    result, load = figures(cluster, answers), busy.loads()
+    require(load["token_usage"] >= 0.8 and load["num_waiting_reqs"] == 0, f"the test ended too late: {load}")
+    require(result["shares"][0] == 0, f"a replica with a full KV cache got requests: shares {result['shares']}")
+    for request in requests:
+        request.leave()
+    for request in requests:
+        request.join()
+    wait_for("the KV cache is empty", lambda: busy.loads()["token_usage"] == 0)
+    time.sleep(NOTICE_SECONDS)
+    after = figures(cluster, send_all(unlike_requests(cluster, size.prompts // 2, "empty-cache")))
+    require(after["shares"][0] > 0, f"a replica with an empty KV cache gets no requests: shares {after['shares']}")
+    return result | {"token_usage": round(load["token_usage"], 2), "shares_afterwards": after["shares"]}
 
 
 def drain_loses_nothing(cluster, size):
@@ -269,6 +303,26 @@ def rolling_restart(cluster, size):
     return figures(cluster, load.answers) | {"restarts": 3 * size.rounds}
 
 
+def replicas_follow_the_file(cluster, size):
+    """Replicas that are added to the file get requests, and replicas that are removed from it get none."""
+
+    def send_some(name):
+        return send_all(unlike_requests(cluster, size.prompts // 2, name))
+
+    cluster.list_replicas(cluster.replicas[:2])
+    wait_for("SMG knows two healthy replicas", lambda: cluster.healthy() == 2)
+    removed = send_some("removed")
+    cluster.list_replicas(cluster.replicas)
+    back = wait_for("SMG knows three healthy replicas", lambda: cluster.healthy() == 3)
+    time.sleep(NOTICE_SECONDS)
+    added = send_some("added")
+    check_all_answered([*removed, *added])
+    result, after = figures(cluster, removed), cluster.shares(added)
+    require(result["shares"][2] == 0, f"a removed replica got requests: shares {result['shares']}")
+    require(min(after) > 0, f"a replica that was added gets no requests: shares {after}")
+    return result | {"back_after_s": round(back, 2), "shares_afterwards": after}
+
+
 def full_replica_is_passed_over(cluster, _):
     """Requests that a full replica rejects with 429 are answered by others; if all are full, the client gets 429."""
     streams = fill(cluster.replicas[0])
@@ -330,20 +384,26 @@ def count_status(replica, status):
     return sum(line["status"] == status for line in replica.requests())
 
 
+# The flags of the replicas, whether SMG reads their addresses from a file, and the tests.
 SUITES = {
-    "load": (FLAGS, [conversations_stay, unlike_prompts_spread, client_leaves, load_follows_reports, drain_loses_nothing,
-                     kill_costs_own_streams_only, rolling_restart]),
-    "rejections": (SMALL, [full_replica_is_passed_over, draining_replica_is_passed_over]),
+    "load": (FLAGS, False, [conversations_stay, unlike_prompts_spread, client_leaves, load_follows_reports,
+                            full_cache_gets_nothing, drain_loses_nothing, kill_costs_own_streams_only,
+                            rolling_restart]),
+    "file": (FLAGS, True, [conversations_stay, replicas_follow_the_file]),
+    "rejections": (SMALL, False, [full_replica_is_passed_over, draining_replica_is_passed_over]),
 }
+
+
+LONG = [full_cache_gets_nothing]
 
 
 def run(program, smg, folder, size, only=""):
     """Yields the name, the outcome and the seconds of each test. The outcome is a `Failure` or a dict of figures."""
-    for suite, (flags, tests) in SUITES.items():
-        tests = [test for test in tests if only in test.__name__]
+    for suite, (flags, has_file, tests) in SUITES.items():
+        tests = [test for test in tests if only in test.__name__ and (size.is_long or test not in LONG)]
         if not tests:
             continue
-        with Cluster(program, smg, folder / suite, flags) as cluster:
+        with Cluster(program, smg, folder / suite, flags, has_file) as cluster:
             for test in tests:
                 started = time.monotonic()
                 try:
@@ -351,6 +411,7 @@ def run(program, smg, folder, size, only=""):
                     outcome = test(cluster, size)
                 except Failure as failure:
                     outcome = failure
-                yield test.__name__, outcome, time.monotonic() - started
+                name = f"{test.__name__}_with_a_file" if has_file and test is conversations_stay else test.__name__
+                yield name, outcome, time.monotonic() - started
                 if isinstance(outcome, Failure):
                     break  # the replicas may not be as the next test needs them

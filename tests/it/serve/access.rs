@@ -120,5 +120,9 @@ fn a_port_in_use_is_an_error() {
     let server = Server::start(&[]);
     let port = server.address.rsplit(':').next().unwrap();
     let output = run(&["serve", "demo", "--device", "cpu", "--port", port]);
-    assert_fails(&output, 1, &["cannot listen on 127.0.0.1", "--port"]);
+    assert_fails(
+        &output,
+        1,
+        &["error: cannot listen on 127.0.0.1", "Address already in use", "\n  to listen", "--port"],
+    );
 }

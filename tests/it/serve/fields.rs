@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::client::{JSON, Server, chat};
+use super::client::{JSON, Response, Server, chat};
 
 #[test]
 fn invalid_fields_are_errors_that_name_the_field() {
@@ -177,6 +177,24 @@ fn fields_without_effect_are_named_and_can_be_refused() {
     // In the header, line breaks and commas in field names become question marks.
     let response = server.chat(json!({ "a\r\nb: c, d": 1, "max_tokens": 5 }));
     assert_eq!(response.header("x-inferno-ignored"), Some("a??b: c? d"));
+}
+
+/// SMG adds `logprobs` and `stream` to requests. vllm-router adds the other fields.
+#[test]
+fn fields_that_routers_add_do_not_change_the_answer() {
+    let server = Server::start(&[]);
+    let content = |response: Response| response.ok()["choices"][0]["message"]["content"].clone();
+    let plain = content(server.chat(json!({ "max_tokens": 40 })));
+    let added = json!({
+        "max_tokens": 40, "logprobs": false, "stream": false, "no_stop_trim": false, "ignore_eos": false,
+        "continue_final_message": false, "skip_special_tokens": true, "separate_reasoning": true,
+        "stream_reasoning": true, "return_hidden_states": false,
+    });
+    assert_eq!(content(server.chat(added)), plain);
+    let body = json!({ "prompt": "A", "max_tokens": 2, "temperature": 0, "made_up": 1, "skip_special_tokens": true });
+    let response = server.post("/v1/completions", &body);
+    response.ok();
+    assert_eq!(response.header("x-inferno-ignored"), Some("made_up"));
 }
 
 #[test]

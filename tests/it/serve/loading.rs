@@ -43,8 +43,9 @@ fn the_port_is_open_while_the_model_loads() {
     let server = Server::new(options()).unwrap();
     runtime.spawn(server::serve(server.clone(), listener, std::future::pending()));
 
+    let alive = |value: u8| format!("\ninferno_engine_alive{{engine=\"0\",model_name=\"demo\"}} {value}\n");
     assert_eq!(send(address, "GET", "/live").status, 200);
-    assert_eq!(send(address, "GET", "/metrics").status, 200);
+    assert!(send(address, "GET", "/metrics").text().contains(&alive(1)));
     for (method, path) in [
         ("GET", "/health"),
         ("GET", "/v1/models"),
@@ -63,11 +64,13 @@ fn the_port_is_open_while_the_model_loads() {
     let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).load().unwrap();
     server.set_model(engine.handle());
     assert_eq!(send(address, "GET", "/health").status, 200);
+    assert!(send(address, "GET", "/metrics").text().contains(&alive(1)));
     send(address, "POST", "/v1/chat/completions").ok();
 
     // After the engine has stopped, the server is neither healthy nor live, and requests fail with status 500.
     drop(engine);
     assert_eq!((send(address, "GET", "/health").status, send(address, "GET", "/live").status), (503, 503));
     send(address, "POST", "/v1/chat/completions").error(500);
-    assert_eq!(send(address, "GET", "/metrics").status, 200);
+    let metrics = send(address, "GET", "/metrics");
+    assert!(metrics.status == 200 && metrics.text().contains(&alive(0)), "{}", metrics.text());
 }

@@ -5,7 +5,7 @@ use std::io::{BufReader, Write};
 
 use serde_json::json;
 
-use super::client::{JSON, Response, Server, chat};
+use super::client::{JSON, Response, Server, chat, endless};
 
 #[test]
 fn models_are_listed_and_unknown_ones_are_not_found() {
@@ -14,6 +14,7 @@ fn models_are_listed_and_unknown_ones_are_not_found() {
     let model = &list["data"][0];
     assert_eq!((&list["object"], &model["id"], &model["object"]), (&json!("list"), &json!("demo"), &json!("model")));
     assert_eq!((&model["owned_by"], &model["max_model_len"]), (&json!("inferno"), &json!(4096)));
+    assert_eq!((&model["root"], &model["parent"]), (&json!("demo"), &json!(null)));
     assert_eq!(server.get("/v1/models/demo").ok(), *model);
     assert_eq!(server.get("/v1/models/org/other").error(404)["code"], "model_not_found");
     let error = server.chat(json!({ "model": "gpt-4" })).error(404);
@@ -103,6 +104,28 @@ fn loads_have_the_fields_that_routers_read() {
         assert_eq!(load[name].as_f64(), Some(0.0), "{name}");
     }
     assert_eq!((&load["max_running_requests"], &load["max_total_num_tokens"]), (&json!(7), &json!(4 * 4096)));
+    assert_eq!(load["dp_rank"], 0);
+    // SMG would send all requests to the replica with the highest throughput.
+    assert!(load.get("gen_throughput").is_none());
+
+    // /v1/loads and /metrics report the same load.
+    let stream = server.begin("/v1/chat/completions", &endless(true));
+    let busy = |server: &Server| {
+        let load = server.get("/v1/loads").ok()["loads"][0].clone();
+        load["num_running_reqs"] == 1 && load["num_used_tokens"].as_u64().unwrap() > 0
+    };
+    server.wait("it runs", busy);
+    assert_eq!(server.metric("inferno_num_requests_running"), 1.0);
+    let usage = server.metric("inferno_kv_cache_usage_perc");
+    assert!(usage > 0.0 && usage <= 1.0, "{usage}");
+    let load = server.get("/v1/loads").ok()["loads"][0].clone();
+    let token_usage = load["token_usage"].as_f64().unwrap();
+    assert!(token_usage > 0.0 && token_usage <= 1.0, "{load}");
+    drop(stream);
+    server.wait_until_idle();
+    server.chat(json!({ "max_tokens": 2 })).ok();
+    server.chat(json!({ "max_tokens": 2 })).ok();
+    assert!(server.get("/v1/loads").ok()["loads"][0]["cache_hit_rate"].as_f64().unwrap() > 0.0);
 }
 
 #[test]
