@@ -13,7 +13,6 @@
 #include <cuda_bf16.h>
 
 #include "constants.cuh"
-#include "headers/arrive.cuh"
 #include "headers/pdl.cuh"
 
 constexpr uint32_t EMPTY = 0xffffffffu;
@@ -128,12 +127,14 @@ template <typename V, typename Own, typename Take>
 __device__ void exchange(Own own_words, const Mailboxes& m, int words, int largest, Take take) {
     pdl_wait();
     pdl_launch_dependents();
+    const int first = (blockIdx.x * blockDim.x + threadIdx.x) * V::SIZE, step = gridDim.x * blockDim.x * V::SIZE;
+    // A small operation takes little longer than its loads, so load the first words together with the state.
+    typename V::Word v = first < words ? own_words(first) : V::zero();
     const uint32_t op = Scalar::load(m.state), previous = Scalar::load(m.state + 1);
     const size_t slot = (size_t)(op % EXCHANGE_SLOTS) * m.ranks * m.region;
     const size_t last_slot = (size_t)((op + EXCHANGE_SLOTS - 1) % EXCHANGE_SLOTS) * m.ranks * m.region;
-    const int first = (blockIdx.x * blockDim.x + threadIdx.x) * V::SIZE, step = gridDim.x * blockDim.x * V::SIZE;
     for (int i = first; i < words; i += step) {
-        const auto v = own_words(i);
+        if (i != first) v = own_words(i);
         for (int rank = 0; rank < m.ranks; ++rank)
             if (rank != m.rank) V::store(m.of[rank] + slot + (size_t)m.rank * m.region + i, v);
     }
@@ -142,13 +143,16 @@ __device__ void exchange(Own own_words, const Mailboxes& m, int words, int large
     for (int i = first / V::SIZE * 4; i < previous; i += step / V::SIZE * 4)
         for (int rank = 0; rank < m.ranks; ++rank)
             if (rank != m.rank) Quad::store(own + last_slot + (size_t)rank * m.region + i, Quad::empty());
-    Waiting waiting(m);
-    take(own + slot, waiting, first, step);
-    // All blocks have read the state before the last block changes it.
-    if (is_last_block(m.state + 2, gridDim.x) && threadIdx.x == 0) {
+    // The last block that has read the state changes it for the next operation, which starts after this kernel.
+    // Change it now, because the wait for the other ranks hides the latency of the atomic.
+    __syncthreads();
+    if (threadIdx.x == 0 && atomicAdd(m.state + 2, 1u) == gridDim.x - 1) {
         Scalar::store(m.state, op + 1);
         Scalar::store(m.state + 1, largest);
+        Scalar::store(m.state + 2, 0);
     }
+    Waiting waiting(m);
+    take(own + slot, waiting, first, step);
 }
 
 template <typename V>
