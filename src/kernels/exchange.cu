@@ -11,6 +11,7 @@
 // No rank writes to the emptied slot again before it has received this rank's values of operation k + 1.
 // This rank sends these values after operation k has ended. By then, the slot is empty.
 #include <cuda_bf16.h>
+#include <stdint.h>
 
 #include "constants.cuh"
 #include "headers/pdl.cuh"

@@ -89,6 +89,41 @@ fn gpus_exchange_tensors_of_all_sizes() {
     }
 }
 
+/// Runs many sums in a row and compares each one with the sum that was computed beforehand.
+/// `INFERNO_TEST_EXCHANGES` sets the number of sums.
+#[test(gpu)]
+fn many_sums_in_a_row_are_exact() {
+    const TENSORS: usize = 16;
+    let _guard = one_at_a_time();
+    let sums = std::env::var("INFERNO_TEST_EXCHANGES").map_or(10_000, |sums| sums.parse::<usize>().unwrap());
+    let size = device::gpu_count().clamp(2, 8);
+    let value = |rank: usize, tensor: usize, i: usize| ((i * 31 + rank * 17 + tensor * 101 + 5) % 1009) as f32;
+    on_gpus(size, |world, device, exchange| {
+        let tensor = |value: &dyn Fn(usize) -> f32| {
+            Tensor::from_vec((0..2880).map(value).collect::<Vec<_>>(), 2880, device).unwrap()
+        };
+        let parts: Vec<_> = (0..TENSORS).map(|k| tensor(&|i| value(world.rank(), k, i))).collect();
+        let expected = |k, i| (0..size).map(|rank| value(rank, k, i)).sum::<f32>();
+        let expected: Vec<_> = (0..TENSORS).map(|k| tensor(&|i| expected(k, i))).collect();
+        // Load all kernels before the first sum.
+        let mut error =
+            (&parts[0] - &parts[0]).unwrap().abs().unwrap().maximum(&parts[0].zeros_like().unwrap()).unwrap();
+        device.synchronize().unwrap();
+        for sum in 0..sums {
+            let difference = (exchange.sum(&parts[sum % TENSORS]).unwrap() - &expected[sum % TENSORS]).unwrap();
+            error = error.maximum(&difference.abs().unwrap()).unwrap();
+            // With too many queued operations, launches block. On a shared GPU, this also blocks the other rank.
+            if sum % 50 == 0 {
+                device.synchronize().unwrap();
+            }
+        }
+        let error = on_host(&error).into_iter().fold(0.0, f32::max);
+        world.check().unwrap();
+        assert_eq!(error, 0.0, "the largest error of {sums} sums of {size} ranks");
+    });
+    println!("{sums} sums of {size} ranks are exact");
+}
+
 /// Each data word of an exchange is its own arrival flag, so no value may look like a word that has not arrived.
 #[test(gpu)]
 fn gpus_exchange_every_kind_of_number() {
