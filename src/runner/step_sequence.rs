@@ -34,7 +34,21 @@ pub struct StepSequence<'s> {
     pub scores: Option<ScoreTokens<'s>>,
 }
 
-impl StepSequence<'_> {
+impl<'s> StepSequence<'s> {
+    /// Returns a sequence without a sampler, whose input tokens the host knows.
+    pub(super) fn new(id: u64, ids: &'s [u32], position: usize, tables: &'s BlockTables) -> Self {
+        let (awaits_input, sampler, limit, grid, scores) = (false, None, 0, None, None);
+        Self { id, ids, awaits_input, position, tables, sampler, limit, grid, scores }
+    }
+
+    /// Returns this sequence with other input tokens, which the host knows, and without its sampler and its scores.
+    pub(super) fn with_input<'i>(&self, ids: &'i [u32], position: usize) -> StepSequence<'i>
+    where
+        's: 'i,
+    {
+        StepSequence { limit: self.limit, grid: self.grid, ..StepSequence::new(self.id, ids, position, self.tables) }
+    }
+
     /// Returns the number of input tokens, the position of the first input token, and the block tables.
     pub(super) fn span(&self) -> SequenceSpan<'_> {
         SequenceSpan { tokens: self.ids.len(), position: self.position, tables: self.tables }

@@ -5,19 +5,21 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
 
-use super::Runner;
-use super::choose_token::ChooseToken;
-use super::host_choice::choose;
-use super::logprobs::TokenLogprobs;
-use super::step_sequence::{Chosen, ScoreTokens, StepSequence};
-use super::step_times::StepKind;
 #[cfg(feature = "cuda")]
-use super::{Decode, gpu_step::choose_on_device};
+use super::run_on_gpu::choose_on_device;
 use crate::kernels::SumOrder;
 #[cfg(feature = "cuda")]
 use crate::kernels::decode::{RowLogprobs, top_logprobs};
 use crate::nn::decoder::Decoder;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
+use crate::runner::Runner;
+use crate::runner::choose_token::ChooseToken;
+#[cfg(feature = "cuda")]
+use crate::runner::decode::Decode;
+use crate::runner::host_choice::choose;
+use crate::runner::logprobs::TokenLogprobs;
+use crate::runner::step_sequence::{Chosen, ScoreTokens, StepSequence};
+use crate::runner::step_times::StepKind;
 
 /// The maximum number of prompt tokens whose logits are in memory at once.
 /// The memory plan has room for several copies of these logits.
@@ -111,7 +113,7 @@ impl Runner {
     /// Runs a chunk of a prompt, divided at the boundaries of the grid.
     /// A part with only one token uses the fixed order of additions of decode steps.
     fn step_chunk(&mut self, sequence: &mut StepSequence) -> Result<Chosen> {
-        let StepSequence { id, ids, position, tables, limit, grid, .. } = *sequence;
+        let StepSequence { ids, position, grid, .. } = *sequence;
         let parts = grid.or(self.options.grid).context("internal error: a sequence has no grid")?;
         let (mut start, end) = (position, position + ids.len());
         let mut scores = sequence.scores.take();
@@ -122,8 +124,7 @@ impl Runner {
             let range = start - position..part_end - position;
             let scores = scores.as_mut().and_then(|scores| scores.part(range.clone()));
             let ids = &ids[range];
-            let mut part =
-                [StepSequence { id, ids, awaits_input: false, position: start, tables, sampler, limit, grid, scores }];
+            let mut part = [StepSequence { sampler, scores, ..sequence.with_input(ids, start) }];
             let order = if ids.len() == 1 { SumOrder::Fixed } else { SumOrder::Fastest };
             let logits = self.forward(&mut part, order)?;
             if is_last {
@@ -165,7 +166,7 @@ impl Runner {
     }
 
     /// Stops the decode graph, because another pass may overwrite the blocks of its sequence.
-    pub(super) fn stop_graph(&mut self) {
+    pub(in crate::runner) fn stop_graph(&mut self) {
         #[cfg(feature = "cuda")]
         if let Decode::Graph(graph) = &mut self.decode {
             graph.stop();
