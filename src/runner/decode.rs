@@ -54,7 +54,7 @@ impl Decode {
         let planned = match options {
             RunnerOptions { eager: true, .. } => Ok(Decode::Eager(EagerReason::Requested)),
             #[cfg(feature = "cuda")]
-            RunnerOptions { grid: Some(_), .. } if decoder.is_on_gpu() => Ok(Decode::BatchGraph),
+            RunnerOptions { prompt_parts: Some(_), .. } if decoder.is_on_gpu() => Ok(Decode::BatchGraph),
             _ => Decode::plan(decoder, cache, limits.context),
         };
         let is_eager = matches!(planned, Err(_) | Ok(Decode::Eager(_)));

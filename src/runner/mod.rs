@@ -59,7 +59,7 @@ use step_times::StepTimes;
 pub use choose_token::ChooseToken;
 pub use decode::Executor;
 pub use eager_reason::EagerReason;
-pub use limits::{ChunkGrid, RunnerLimits, RunnerOptions};
+pub use limits::{PromptParts, RunnerLimits, RunnerOptions};
 pub use logprobs::TokenLogprobs;
 pub use queue::QueuedStep;
 pub use ranks::RankParts;
@@ -151,8 +151,8 @@ impl Runner {
     }
 
     /// Returns how prompts are divided, or `None` if results may depend on other sequences.
-    pub fn grid(&self) -> Option<ChunkGrid> {
-        self.options.grid
+    pub fn prompt_parts(&self) -> Option<PromptParts> {
+        self.options.prompt_parts
     }
 
     /// Returns the KV cache of all sequences.

@@ -23,7 +23,7 @@ impl Runner {
     /// Returns `None` and does nothing if the step cannot be queued and must run with [`step`](Self::step):
     /// - No sequence needs a token, or the choice of a token depends on the previous tokens.
     /// - The step computes log probabilities of prompt tokens.
-    /// - Only some sequences have a grid, or the runner has a grid and the step contains prompt chunks.
+    /// - Only some sequences have prompt parts, or the runner has prompt parts and the step contains prompt chunks.
     /// - The decode graph of a single sequence runs the step, or the step has too many sequences for the queue.
     /// - The ranks can exchange data only through the host.
     /// - The model runs eagerly, or on a CPU without [`queue_on_cpu`](crate::runner::RunnerOptions::queue_on_cpu).
@@ -32,8 +32,8 @@ impl Runner {
         if samplers.peek().is_none() || !samplers.all(|sampler| sampler.can_queue()) {
             return Ok(None);
         }
-        // Sequences with a grid of their own run in separate passes, whose tokens do not stay on the device.
-        if self.options.grid.is_none() && sequences.iter().any(|sequence| sequence.grid.is_some()) {
+        // Sequences with prompt parts of their own run in separate passes, whose tokens do not stay on the device.
+        if self.options.prompt_parts.is_none() && sequences.iter().any(|sequence| sequence.prompt_parts.is_some()) {
             return Ok(None);
         }
         if sequences.iter().any(|sequence| sequence.scores.is_some()) {

@@ -16,7 +16,7 @@ impl Runner {
     pub(super) fn queue_on_gpu(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
         let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
         let runs_alone = sequences.len() == 1 && matches!(self.decode, Decode::Graph(_));
-        if sequences.len() > MAX_ROWS || runs_alone || self.options.grid.is_some() && !is_decode {
+        if sequences.len() > MAX_ROWS || runs_alone || self.options.prompt_parts.is_some() && !is_decode {
             return Ok(None);
         }
         if !self.followers.can_queue() {

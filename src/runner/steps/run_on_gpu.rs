@@ -136,7 +136,7 @@ impl Runner {
         // fixed, or if there are several ranks.
         if let [sequence] = sequences
             && !needs_logits(sequence)
-            && self.options.grid.is_none()
+            && self.options.prompt_parts.is_none()
             && self.followers.is_empty()
         {
             return Ok(None);
