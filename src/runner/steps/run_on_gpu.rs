@@ -54,7 +54,7 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
 }
 
 /// Returns the samplers of the sequences that have one, in order.
-fn samplers(sequences: &[StepSequence]) -> impl Iterator<Item = &dyn ChooseToken> {
+fn samplers<'a>(sequences: &'a [StepSequence<'_>]) -> impl Iterator<Item = &'a dyn ChooseToken> {
     sequences.iter().filter_map(|sequence| sequence.sampler.as_deref())
 }
 
