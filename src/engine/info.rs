@@ -28,7 +28,7 @@ pub struct ModelInfo {
     pub dtype: DType,
     /// The attention kernel for all steps outside the decode graph. The graph uses its own kernel.
     pub attention: AttentionBackend,
-    /// How the decode steps of a single sequence run: `graph` (fused kernels) or `eager` (one operation at a time).
+    /// How the decode steps of a single sequence run: `graph` (a CUDA graph) or `eager` (one operation at a time).
     pub executor: Executor,
     /// Why the decode steps of a single sequence do not run as a CUDA graph. `None` if they run as a graph.
     pub eager_reason: Option<EagerReason>,
