@@ -94,10 +94,10 @@ impl EngineLoop {
     /// Creates the loop. At most `max_sequences` sequences run at once.
     pub fn new(runner: Runner, max_sequences: usize, commands: Receiver<Command>, counters: Arc<Counters>) -> Self {
         let RunnerLimits { context, chunk } = runner.limits();
-        let grid = runner.grid();
-        let config = SchedulerConfig { token_budget: chunk, max_sequences, context, grid };
+        let prompt_parts = runner.prompt_parts();
+        let config = SchedulerConfig { token_budget: chunk, max_sequences, context, prompt_parts };
         let windows = runner.cache().layout().windows().to_vec();
-        let blocks = BlockManager::new(windows, runner.cache().blocks()).with_grid(grid);
+        let blocks = BlockManager::new(windows, runner.cache().blocks()).with_prompt_parts(prompt_parts);
         Self {
             runner,
             scheduler: Scheduler::new(config, blocks),
@@ -213,7 +213,7 @@ impl EngineLoop {
                         id,
                         prompt: first.take_prompt(),
                         cache_salt: first.cache_salt.take(),
-                        grid: first.grid,
+                        prompt_parts: first.prompt_parts,
                         computes_whole_prompt: first.prompt_scores.is_some(),
                         forks: (id + 1..self.next_id).collect(),
                         max_tokens: first.remaining(),

@@ -28,7 +28,7 @@ use crate::error::Error;
 use crate::files;
 use crate::language::Language;
 use crate::nn::kv_cache::KvCache;
-use crate::runner::{ChunkGrid, EagerReason, Executor, Runner};
+use crate::runner::{EagerReason, Executor, PromptParts, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
 /// The maximum size of a prompt in bytes per token of context. Typical text has 3 to 5 bytes per token.
@@ -133,14 +133,14 @@ impl EngineHandle {
         if counters.is_draining.load(Ordering::Relaxed) {
             return Err(Error::Draining.into());
         }
-        let grid = self.request_grid(&options)?;
+        let prompt_parts = self.request_parts(&options)?;
         let record = options.keeps_record.then(|| Arc::new(RequestRecord::new(&ids, chat.as_ref(), &options)));
         let constraint = self.prepare_constraint(&mut options, chat)?;
         let (mut sequences, mut streams) = (Vec::new(), Vec::new());
         for output in outputs {
             let (sender, events) = unbounded_channel();
             let mut sequence = Sequence::new(ids.clone(), &options, self.language().stop_ids(), sender);
-            sequence.grid = grid;
+            sequence.prompt_parts = prompt_parts;
             if let Some(constraint) = &constraint {
                 sequence.constrain(constraint.clone());
             }
@@ -208,18 +208,18 @@ impl EngineHandle {
         Ok(())
     }
 
-    /// Returns the chunk grid for the prompt of a deterministic request.
+    /// Returns how the prompt of a deterministic request is divided.
     ///
     /// Returns `None` for other requests, and on an engine that is deterministic for all requests.
-    pub(super) fn request_grid(&self, options: &GenerateOptions) -> Result<Option<ChunkGrid>> {
+    pub(super) fn request_parts(&self, options: &GenerateOptions) -> Result<Option<PromptParts>> {
         let info = self.info();
-        match info.request_grid {
+        match info.request_parts {
             _ if !options.deterministic || info.is_deterministic => Ok(None),
             None => {
                 let reason = "the chunk size or the attention kernel of this engine does not support it".to_string();
                 Err(Error::InvalidConstraint { name: "deterministic".to_string(), reason }.into())
             }
-            grid => Ok(grid),
+            prompt_parts => Ok(prompt_parts),
         }
     }
 

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::device::DeviceInfo;
 use crate::kernels::attention::AttentionBackend;
-use crate::runner::{ChunkGrid, EagerReason, Executor};
+use crate::runner::{EagerReason, Executor, PromptParts};
 
 /// Properties of a loaded model.
 #[derive(Clone, Debug)]
@@ -28,15 +28,15 @@ pub struct ModelInfo {
     pub dtype: DType,
     /// The attention kernel for all steps outside the decode graph. The graph uses its own kernel.
     pub attention: AttentionBackend,
-    /// How the decode steps of a single sequence run: `graph` (fused kernels) or `eager` (one operation at a time).
+    /// How the decode steps of a single sequence run: `graph` (a CUDA graph) or `eager` (one operation at a time).
     pub executor: Executor,
     /// Why the decode steps of a single sequence do not run as a CUDA graph. `None` if they run as a graph.
     pub eager_reason: Option<EagerReason>,
     /// Whether answers are independent of other requests.
     pub is_deterministic: bool,
-    /// The chunk grid for requests with [`deterministic`](crate::GenerateOptions::deterministic).
+    /// How prompts are divided for requests with [`deterministic`](crate::GenerateOptions::deterministic).
     /// `None` if the chunk size or the attention kernel does not support deterministic requests.
-    pub request_grid: Option<ChunkGrid>,
+    pub request_parts: Option<PromptParts>,
     /// The device with the least free memory.
     pub device: DeviceInfo,
     /// The number of devices that run the model together.

@@ -21,7 +21,7 @@ use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
 use crate::models::{self, ModelConfig};
 use crate::nn::kv_cache::BLOCK_TOKENS;
-use crate::runner::{ChunkGrid, Runner, RunnerLimits, RunnerOptions};
+use crate::runner::{PromptParts, Runner, RunnerLimits, RunnerOptions};
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, Inventory, LoadProgress};
 use crate::worker;
@@ -142,8 +142,8 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
         attention,
         executor: runner.executor(),
         eager_reason: runner.eager_reason().cloned(),
-        is_deterministic: runner.grid().is_some(),
-        request_grid: chunk_grid(runner.limits().chunk, attention).ok(),
+        is_deterministic: runner.prompt_parts().is_some(),
+        request_parts: deterministic_parts(runner.limits().chunk, attention).ok(),
         device: device_info,
         ranks: options.devices.count(),
         weight_bytes,
@@ -159,20 +159,20 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let defaults = SamplingParams::from_generation_config(&language.generation_config);
     log(&info);
     tracing::debug!(stop_ids = ?language.stop_ids(), ?defaults, "generation");
-    let fingerprint = fingerprint(dir, &checkpoint, has_long_context, options, &info, runner.grid());
+    let fingerprint = fingerprint(dir, &checkpoint, has_long_context, options, &info, runner.prompt_parts());
     Ok(EngineParts { language, runner, defaults, info, fingerprint })
 }
 
 /// Returns a string that identifies everything that keys and values depend on.
 ///
-/// It covers the model files, dtype, quantization, RoPE factors, attention kernel, chunk grid and build.
+/// It covers the model files, dtype, quantization, RoPE factors, attention kernel, prompt parts and build.
 fn fingerprint(
     dir: &Path,
     checkpoint: &Checkpoint,
     has_long_context: bool,
     options: &LoadOptions,
     info: &ModelInfo,
-    grid: Option<ChunkGrid>,
+    prompt_parts: Option<PromptParts>,
 ) -> String {
     let requests = checkpoint.read_requests(info.dtype);
     let sources = requests.iter().flat_map(|request| &request.ranges).map(|range| &range.source);
@@ -182,15 +182,17 @@ fn fingerprint(
     let quantize = options.quantize.map(|quantize| quantize.to_string());
     let build = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
     let (dtype, attention) = (info.dtype, info.attention);
-    format!("{files:?} {config_json:?} {has_long_context} {dtype:?} {quantize:?} {attention} {grid:?} {build:?}")
+    format!(
+        "{files:?} {config_json:?} {has_long_context} {dtype:?} {quantize:?} {attention} {prompt_parts:?} {build:?}"
+    )
 }
 
-/// Returns the chunk grid for `--deterministic`. Fails if the options do not allow a grid.
-fn chunk_grid(chunk: usize, attention: AttentionBackend) -> Result<ChunkGrid> {
+/// Returns how `--deterministic` divides prompts. Fails if the options do not allow it.
+fn deterministic_parts(chunk: usize, attention: AttentionBackend) -> Result<PromptParts> {
     if attention == AttentionBackend::CandleFlashAttn {
         bail!(Error::Usage("--deterministic does not support --attention flash".into()));
     }
-    ChunkGrid::new(chunk).with_context(|| {
+    PromptParts::new(chunk).with_context(|| {
         Error::Usage(format!("--deterministic needs chunks of at least {BLOCK_TOKENS} tokens, not {chunk}"))
     })
 }
@@ -299,12 +301,12 @@ fn allocate(
         stages: memory.stages.as_deref(),
     };
     let LoadedRanks { world, parts, others, attention, cache_s } = loader.load(device, &options.devices, &progress)?;
-    let grid = options.deterministic.then(|| chunk_grid(chunk, attention)).transpose()?;
+    let prompt_parts = options.deterministic.then(|| deterministic_parts(chunk, attention)).transpose()?;
     times.cache_s = cache_s;
     times.weights_s = started.elapsed().as_secs_f64() - cache_s;
 
     let started = Instant::now();
-    let runner_options = RunnerOptions { eager: options.eager, grid, queue_on_cpu: options.queue_on_cpu };
+    let runner_options = RunnerOptions { eager: options.eager, prompt_parts, queue_on_cpu: options.queue_on_cpu };
     let limits = RunnerLimits { context, chunk };
     let runner = Runner::with_ranks(world, parts, others, limits, device.clone(), runner_options)?;
     times.graph_s = started.elapsed().as_secs_f64();

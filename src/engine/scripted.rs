@@ -83,7 +83,7 @@ fn info(vocab_size: usize) -> ModelInfo {
         executor: Executor::Eager,
         eager_reason: None,
         is_deterministic: true,
-        request_grid: None,
+        request_parts: None,
         device: DeviceInfo::cpu(),
         ranks: 1,
         weight_bytes: 0,

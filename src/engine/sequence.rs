@@ -12,7 +12,7 @@ use super::outbox::{Outbox, SequenceEvent};
 use super::prompt_scores::PromptScores;
 use super::request::{FinishReason, GenerateOptions};
 use super::sampler::{LogitRules, Sampler};
-use crate::runner::{ChosenToken, ChunkGrid, TokenLogprobs};
+use crate::runner::{ChosenToken, PromptParts, TokenLogprobs};
 
 /// A request on the engine thread.
 pub struct Sequence {
@@ -29,8 +29,8 @@ pub struct Sequence {
     stop_ids: Vec<u32>,
     /// Limits the reuse of cached prefixes. Set to `None` when the sequence is passed to the scheduler.
     pub cache_salt: Option<String>,
-    /// The grid that divides the prompt, so that the answer does not depend on other requests.
-    pub grid: Option<ChunkGrid>,
+    /// If set, divides the prompt, so that the answer does not depend on other requests.
+    pub prompt_parts: Option<PromptParts>,
     pub tenant: u64,
     pub priority: i32,
     pub max_wait: Option<Duration>,
@@ -67,7 +67,7 @@ impl Sequence {
             generated: 0,
             max_tokens: options.max_tokens,
             cache_salt: options.cache_salt.clone(),
-            grid: None,
+            prompt_parts: None,
             tenant: options.tenant,
             priority: options.priority,
             max_wait: options.max_wait,

@@ -12,7 +12,7 @@ use anyhow::{Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
-use super::step_queue::StepQueue;
+use super::queue::QueueBuffers;
 use super::step_sequence::StepSequence;
 use crate::kernels::SumOrder;
 use crate::kernels::attention::{PassBlocks, Queries, slot};
@@ -86,12 +86,12 @@ impl BatchGraphs {
         decoder: &Decoder,
         cache: &KvCache,
         sequences: &[StepSequence],
-        queue: &mut StepQueue,
+        buffers: &mut QueueBuffers,
     ) -> Result<Option<Tensor>> {
         if !self.support(decoder, sequences) {
             return Ok(None);
         }
-        match self.run(decoder, cache, sequences, queue) {
+        match self.run(decoder, cache, sequences, buffers) {
             Ok(logits) => Ok(Some(logits)),
             // The other ranks do not know that the step failed on this rank, so they would not run it eagerly.
             Err(error) if decoder.world().size() > 1 => Err(error),
@@ -108,13 +108,13 @@ impl BatchGraphs {
     }
 
     /// Queues a decode step of all sequences. The step must be [supported](Self::support). Returns the logits, f32
-    /// `[sequences, vocab]`. The next step overwrites the logits. `queue` copies the inputs to the device.
+    /// `[sequences, vocab]`. The next step overwrites the logits. `buffers` copies the inputs to the device.
     pub fn run(
         &mut self,
         decoder: &Decoder,
         cache: &KvCache,
         sequences: &[StepSequence],
-        queue: &mut StepQueue,
+        buffers: &mut QueueBuffers,
     ) -> Result<Tensor> {
         let size = padded(sequences.len());
         let logits = match &self.logits {
@@ -129,37 +129,11 @@ impl BatchGraphs {
             );
         }
         let Some(batch) = self.graphs.get_mut(&size) else { bail!("no graph for {size} sequences") };
-        let inputs = batch.inputs(decoder, cache, sequences, queue, self.table_blocks)?;
-        queue.write_inputs(&inputs, &batch.inputs)?;
+        let inputs = batch.inputs(decoder, cache, sequences, buffers, self.table_blocks)?;
+        buffers.write_inputs(&inputs, &batch.inputs)?;
         match &batch.graph {
             Some(graph) => decoder.world().launch_together(|| graph.enqueue())?,
-            None => {
-                // Run the first step without a graph. It loads all kernels and allocates the counters of finished
-                // attention splits. A capture allows neither loading nor allocating.
-                let (result, sizes) = LayerSizes::measure(|| batch.forward(decoder, cache));
-                result?;
-                let rows = size.next_power_of_two();
-                if self.arena.as_ref().is_none_or(|(most, _)| *most < size) {
-                    let factor = rows.div_ceil(size);
-                    let fits = sizes.arena_bytes(factor) <= MAX_ARENA_BYTES;
-                    let device = cache.device();
-                    self.arena =
-                        fits.then(|| Arena::new(&sizes, factor, device)).transpose()?.map(|arena| (rows, arena));
-                }
-                batch.arena = self.arena.as_ref().map(|(_, arena)| arena.clone());
-                let forward = || match &batch.arena {
-                    Some(arena) => arena.use_for(|| batch.forward(decoder, cache)),
-                    None => batch.forward(decoder, cache),
-                };
-                // SAFETY: `forward_pass` frees all memory that it allocates, except for the logits, which `forward`
-                // frees. `Runner` drops the graphs before the decoder and the cache, and `BatchGraph` owns its buffers,
-                // including the arena. Only the engine thread uses the stream after loading.
-                let graph = unsafe { LaunchGraph::capture_with(&self.device, forward)? };
-                // Run the step again, as a graph. cuBLAS may have chosen other algorithms for the capture than for the
-                // first step, but all steps of a size must use the same algorithms.
-                decoder.world().launch_together(|| graph.enqueue())?;
-                batch.graph = Some(graph);
-            }
+            None => batch.capture_first_step(&self.device, decoder, cache, &mut self.arena)?,
         }
         Ok(logits.narrow(0, 0, sequences.len())?)
     }
@@ -205,7 +179,7 @@ impl BatchGraph {
         decoder: &Decoder,
         cache: &KvCache,
         sequences: &[StepSequence],
-        queue: &StepQueue,
+        buffers: &QueueBuffers,
         table_blocks: usize,
     ) -> Result<StepInputs> {
         let (groups, size, blocks) = (cache.layout().groups(), self.ids.dims1()?, cache.blocks());
@@ -215,7 +189,7 @@ impl BatchGraph {
         if let Some(id) = ids.iter().find(|&&id| id as usize >= decoder.vocab_size()) {
             bail!("token id {id} is outside the model's vocabulary of {} tokens", decoder.vocab_size());
         }
-        let sources = rows().map(|sequence| queue.source(sequence)).collect::<Result<_>>()?;
+        let sources = rows().map(|sequence| buffers.source(sequence)).collect::<Result<_>>()?;
         let mut words: Vec<u32> = rows().map(|sequence| sequence.position as u32).collect();
         let mut changes = Vec::new();
         for group in 0..groups {
@@ -241,6 +215,43 @@ impl BatchGraph {
             }
         }
         Ok(StepInputs { ids, sources, words, changes })
+    }
+
+    /// Runs the first step of this size, and captures it as a graph. Replaces `arena` if it is too small. See
+    /// [`BatchGraphs::arena`].
+    fn capture_first_step(
+        &mut self,
+        device: &CudaDevice,
+        decoder: &Decoder,
+        cache: &KvCache,
+        arena: &mut Option<(usize, Arena)>,
+    ) -> Result<()> {
+        // Run the first step without a graph. It loads all kernels and allocates the counters of finished attention
+        // splits. A capture allows neither loading nor allocating.
+        let (result, sizes) = LayerSizes::measure(|| self.forward(decoder, cache));
+        result?;
+        let size = self.ids.dims1()?;
+        let rows = size.next_power_of_two();
+        if arena.as_ref().is_none_or(|(most, _)| *most < size) {
+            let factor = rows.div_ceil(size);
+            let fits = sizes.arena_bytes(factor) <= MAX_ARENA_BYTES;
+            let new = fits.then(|| Arena::new(&sizes, factor, cache.device())).transpose()?;
+            *arena = new.map(|arena| (rows, arena));
+        }
+        self.arena = arena.as_ref().map(|(_, arena)| arena.clone());
+        let forward = || match &self.arena {
+            Some(arena) => arena.use_for(|| self.forward(decoder, cache)),
+            None => self.forward(decoder, cache),
+        };
+        // SAFETY: `forward_pass` frees all memory that it allocates, except for the logits, which `forward` frees.
+        // `Runner` drops the graphs before the decoder and the cache, and `BatchGraph` owns its buffers, including the
+        // arena. Only the engine thread uses the stream after loading.
+        let graph = unsafe { LaunchGraph::capture_with(device, forward)? };
+        // Run the step again, as a graph. cuBLAS may have chosen other algorithms for the capture than for the first
+        // step, but all steps of a size must use the same algorithms.
+        decoder.world().launch_together(|| graph.enqueue())?;
+        self.graph = Some(graph);
+        Ok(())
     }
 
     /// Computes the logits of the current inputs.

@@ -6,8 +6,10 @@ use anyhow::{Context, Result, bail};
 use candle_core::{D, Tensor};
 
 #[cfg(feature = "cuda")]
-use super::rank_command::GraphCommand;
-use super::{Decode, KernelTime, LaunchCounts, Runner, StepBytes, StepTime};
+use super::decode::Decode;
+#[cfg(feature = "cuda")]
+use super::ranks::GraphCommand;
+use super::{KernelTime, LaunchCounts, Runner, StepBytes, StepTime};
 use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
 use crate::nn::pass::LogitRows;
 
@@ -85,29 +87,25 @@ impl Runner {
         }
         #[cfg(feature = "cuda")]
         self.solo_graph_step(id, 1)?;
-        match &self.decode {
-            Decode::Eager(_) => bail!("no decode graph was planned"),
-            #[cfg(feature = "cuda")]
+        #[cfg(feature = "cuda")]
+        if let Decode::Graph(graph) = &self.decode {
             // Copy the logits, because the next step overwrites them.
-            Decode::Graph(graph) => Ok(graph.logits().unsqueeze(0)?.force_contiguous()?),
+            return Ok(graph.logits().unsqueeze(0)?.force_contiguous()?);
         }
+        bail!("no decode graph was planned")
     }
 
     /// Starts the graph after the cached tokens, with `token` as its first input. Returns false if there is no graph.
     fn start_graph(&mut self, token: u32) -> Result<bool> {
-        match &mut self.decode {
-            Decode::Eager(_) => {
-                let _ = token;
-                Ok(false)
-            }
-            #[cfg(feature = "cuda")]
-            Decode::Graph(graph) => {
-                let (position, tables) = (self.solo.cached.len(), self.solo.tables.clone());
-                let start = GraphCommand::Start { sequence: SOLO, position, token, sampling: None, tables };
-                self.followers.run_graph(graph, start, None)?;
-                Ok(true)
-            }
+        #[cfg(feature = "cuda")]
+        if let Decode::Graph(graph) = &mut self.decode {
+            let (position, tables) = (self.solo.cached.len(), self.solo.tables.clone());
+            let start = GraphCommand::Start { sequence: SOLO, position, token, sampling: None, tables };
+            self.followers.run_graph(graph, start, None)?;
+            return Ok(true);
         }
+        let _ = token;
+        Ok(false)
     }
 
     /// Waits for the next token of the graph, and records the step's input token `input` as cached.
@@ -198,13 +196,11 @@ impl Runner {
 
     /// Counts the launches of a decode step. Returns `None` if there is no graph.
     pub fn launch_counts(&self) -> Result<Option<LaunchCounts>> {
-        match &self.decode {
-            Decode::Eager(_) => Ok(None),
-            #[cfg(feature = "cuda")]
-            Decode::Graph(graph) => {
-                let (kernels, graph_nodes) = (graph.launches(), graph.nodes()?);
-                Ok(Some(LaunchCounts { kernels, graph_nodes, copies: graph_nodes - kernels }))
-            }
+        #[cfg(feature = "cuda")]
+        if let Decode::Graph(graph) = &self.decode {
+            let (kernels, graph_nodes) = (graph.launches(), graph.nodes()?);
+            return Ok(Some(LaunchCounts { kernels, graph_nodes, copies: graph_nodes - kernels }));
         }
+        Ok(None)
     }
 }

@@ -16,7 +16,7 @@ use crate::nn::kv_cache::KvCache;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Executor {
-    /// A CUDA graph of fused kernels.
+    /// A CUDA graph: the decode graph, or with `--deterministic` a batch graph of one sequence.
     Graph,
     /// One operation at a time, without a graph.
     Eager,
@@ -31,15 +31,40 @@ impl fmt::Display for Executor {
     }
 }
 
-/// Runs the decode steps of a single sequence, as a graph or eagerly. `BatchGraphs` runs steps of several sequences.
+/// Runs the decode steps of a single sequence. `BatchGraphs` runs steps of several sequences.
 pub(super) enum Decode {
     /// Runs the decoder one operation at a time. The reason says why there is no decode graph.
     Eager(EagerReason),
+    /// Runs the steps as batches of one sequence, because the decode graph adds in another order than larger batches.
+    /// `BatchGraphs` has the graphs.
+    #[cfg(feature = "cuda")]
+    BatchGraph,
     #[cfg(feature = "cuda")]
     Graph(Box<DecodeGraph>),
 }
 
 impl Decode {
+    /// Chooses how the decode steps run. Every rank must call this function, so that all ranks make the same choice.
+    pub fn plan_together(
+        decoder: &Decoder,
+        cache: &KvCache,
+        limits: RunnerLimits,
+        options: RunnerOptions,
+    ) -> Result<Self> {
+        let planned = match options {
+            RunnerOptions { eager: true, .. } => Ok(Decode::Eager(EagerReason::Requested)),
+            #[cfg(feature = "cuda")]
+            RunnerOptions { prompt_parts: Some(_), .. } if decoder.is_on_gpu() => Ok(Decode::BatchGraph),
+            _ => Decode::plan(decoder, cache, limits.context),
+        };
+        let is_eager = matches!(planned, Err(_) | Ok(Decode::Eager(_)));
+        let are_eager = decoder.world().all(is_eager)?;
+        Ok(match are_eager.iter().any(|is_eager| **is_eager) {
+            true if !is_eager => Decode::Eager(EagerReason::SeveralDevices),
+            _ => planned?,
+        })
+    }
+
     /// Plans the decode graph, or returns `Eager` with the reason if the decoder is not supported.
     fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<Self> {
         #[cfg(feature = "cuda")]
@@ -55,27 +80,5 @@ impl Decode {
         }
         let _ = (decoder, cache, context);
         Ok(Decode::Eager(EagerReason::NotOnGpu))
-    }
-}
-
-impl Decode {
-    /// Chooses how the decode steps run. Every rank must call this function, so that all ranks make the same choice.
-    pub fn plan_together(
-        decoder: &Decoder,
-        cache: &KvCache,
-        limits: RunnerLimits,
-        options: RunnerOptions,
-    ) -> Result<Self> {
-        let planned = match options {
-            RunnerOptions { eager: true, .. } => Ok(Decode::Eager(EagerReason::Requested)),
-            RunnerOptions { grid: Some(_), .. } if decoder.is_on_gpu() => Ok(Decode::Eager(EagerReason::Deterministic)),
-            _ => Decode::plan(decoder, cache, limits.context),
-        };
-        let is_eager = matches!(planned, Err(_) | Ok(Decode::Eager(_)));
-        let are_eager = decoder.world().all(is_eager)?;
-        Ok(match are_eager.iter().any(|is_eager| **is_eager) {
-            true if !is_eager => Decode::Eager(EagerReason::SeveralDevices),
-            _ => planned?,
-        })
     }
 }

@@ -9,8 +9,6 @@ use candle_core::DType;
 pub enum EagerReason {
     /// The user passed `--eager`.
     Requested,
-    /// The user passed `--deterministic`. The steps run as a batch graph of one sequence instead.
-    Deterministic,
     NotOnGpu,
     /// Several devices run the model together. They exchange data through the host, or one device
     /// holds no part of a layer.
@@ -53,7 +51,6 @@ impl fmt::Display for EagerReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             EagerReason::Requested => f.write_str("--eager was given"),
-            EagerReason::Deterministic => f.write_str("--deterministic was given"),
             EagerReason::NotOnGpu => f.write_str("the model is not on a GPU"),
             EagerReason::SeveralDevices => {
                 f.write_str("the GPUs cannot exchange data directly, or one GPU holds no part of a layer")

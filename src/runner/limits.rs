@@ -17,8 +17,8 @@ pub struct RunnerLimits {
 pub struct RunnerOptions {
     /// Whether all steps run one operation at a time instead of as CUDA graphs.
     pub eager: bool,
-    /// If set, the results of a sequence do not depend on other sequences. See [`ChunkGrid`].
-    pub grid: Option<ChunkGrid>,
+    /// If set, the results of a sequence do not depend on other sequences. See [`PromptParts`].
+    pub prompt_parts: Option<PromptParts>,
     /// Whether steps are queued even on a CPU. A CPU runs a queued step immediately, so queuing saves no time.
     /// Tests use this option to reproduce the order of events on a GPU.
     pub queue_on_cpu: bool,
@@ -27,7 +27,7 @@ pub struct RunnerOptions {
 impl RunnerOptions {
     /// Returns the order of additions in decode steps.
     pub fn sum_order(self) -> SumOrder {
-        if self.grid.is_some() { SumOrder::Fixed } else { SumOrder::Fastest }
+        if self.prompt_parts.is_some() { SumOrder::Fixed } else { SumOrder::Fastest }
     }
 }
 
@@ -39,16 +39,16 @@ impl RunnerOptions {
 /// - The last token of the prompt, and every generated token, is a row of a decode step, whose kernels add in a fixed
 ///   order ([`SumOrder::Fixed`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ChunkGrid {
+pub struct PromptParts {
     tokens: usize,
 }
 
-impl ChunkGrid {
+impl PromptParts {
     /// The maximum number of tokens in a part. Larger parts would be faster,
     /// but a prompt reuses only whole parts from the prefix cache.
     const MAX_TOKENS: usize = 512;
 
-    /// Creates the grid for passes of at most `chunk` tokens. Returns `None` if `chunk` is smaller than a block.
+    /// Creates the division for passes of at most `chunk` tokens. Returns `None` if `chunk` is smaller than a block.
     pub fn new(chunk: usize) -> Option<Self> {
         let tokens = chunk.min(Self::MAX_TOKENS) / BLOCK_TOKENS * BLOCK_TOKENS;
         (tokens > 0).then_some(Self { tokens })
@@ -75,13 +75,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_grid_has_whole_blocks() {
-        assert_eq!(ChunkGrid::new(63), None);
-        let tokens = [64, 100, 500, 8192].map(|chunk| ChunkGrid::new(chunk).unwrap().tokens());
+    fn prompt_parts_have_whole_blocks() {
+        assert_eq!(PromptParts::new(63), None);
+        let tokens = [64, 100, 500, 8192].map(|chunk| PromptParts::new(chunk).unwrap().tokens());
         assert_eq!(tokens, [64, 64, 448, 512]);
-        let grid = ChunkGrid::new(64).unwrap();
+        let prompt_parts = PromptParts::new(64).unwrap();
         assert_eq!(
-            [0, 63, 64, 65].map(|position| (grid.floor(position), grid.next(position))),
+            [0, 63, 64, 65].map(|position| (prompt_parts.floor(position), prompt_parts.next(position))),
             [(0, 64), (0, 64), (64, 128), (64, 128)]
         );
     }

@@ -2,7 +2,21 @@
 //! and another graph, with fused kernels, for a single sequence.
 //!
 //! A [`Runner`] handles token ids, positions and block tables.
-//! Its callers handle requests, text and sampling parameters.
+//! Its callers handle requests, text and sampling parameters. The modules are:
+//!
+//! - `steps/`: `Runner::step`, `Runner::queue` and `Runner::take`, which run the steps of many sequences
+//! - `solo`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
+//! - `bench`: prefill, decode steps and measurements for `inferno bench` and tests; runs a solo sequence
+//! - `decode`: chooses how the decode steps of a single sequence run; `eager_reason`: why they run without a graph
+//! - `decode_graph/`: the CUDA graph of fused kernels for a single sequence
+//! - `batch_graph`: the CUDA graphs of decode steps of several sequences, one for each batch size
+//! - `queue/`: what queued steps need: their buffers on a GPU, and the step whose tokens the host does not know yet
+//! - `ranks/`: the other ranks of a model that several devices run together, and their commands
+//! - `step_sequence`: the input and the result of one sequence in a step
+//! - `choose_token`: the interface of samplers; `host_choice`: chooses tokens on the host
+//! - `logprobs`: the log probabilities of a token
+//! - `limits`: the settings of a runner, and how prompts are divided for deterministic answers
+//! - `step_cost`: the bytes, launches and kernel times of a decode step; `step_times`: the durations of all steps
 
 #[cfg(feature = "cuda")]
 mod batch_graph;
@@ -12,29 +26,17 @@ mod decode;
 #[cfg(feature = "cuda")]
 pub mod decode_graph;
 mod eager_reason;
-mod follower;
-mod followers;
-#[cfg(feature = "cuda")]
-mod gpu_queue;
-#[cfg(feature = "cuda")]
-mod gpu_step;
 mod host_choice;
 mod limits;
 mod logprobs;
 mod queue;
-mod queued_step;
-mod rank_command;
-mod rank_parts;
-#[cfg(feature = "cuda")]
-mod rank_queue;
+mod ranks;
 mod solo;
 mod solo_sequence;
-mod step;
 mod step_cost;
-#[cfg(feature = "cuda")]
-mod step_queue;
 mod step_sequence;
 mod step_times;
+mod steps;
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -48,19 +50,19 @@ use crate::nn::kv_cache::KvCache;
 #[cfg(feature = "cuda")]
 use batch_graph::BatchGraphs;
 use decode::Decode;
-use followers::Followers;
-use solo_sequence::SoloSequence;
 #[cfg(feature = "cuda")]
-use step_queue::StepQueue;
+use queue::QueueBuffers;
+use ranks::Followers;
+use solo_sequence::SoloSequence;
 use step_times::StepTimes;
 
 pub use choose_token::ChooseToken;
 pub use decode::Executor;
 pub use eager_reason::EagerReason;
-pub use limits::{ChunkGrid, RunnerLimits, RunnerOptions};
+pub use limits::{PromptParts, RunnerLimits, RunnerOptions};
 pub use logprobs::TokenLogprobs;
-pub use queued_step::QueuedStep;
-pub use rank_parts::RankParts;
+pub use queue::QueuedStep;
+pub use ranks::RankParts;
 pub use step_cost::{KernelTime, LaunchCounts, StepBytes};
 pub use step_sequence::{Chosen, ChosenToken, ScoreTokens, StepSequence};
 pub use step_times::StepTime;
@@ -70,9 +72,10 @@ pub struct Runner {
     /// Declared first, so that the graphs are dropped before the decoder and the cache, whose memory they use.
     #[cfg(feature = "cuda")]
     batches: Option<BatchGraphs>,
-    /// `None` on a CPU, with `--eager`, or if the ranks cannot run graphs.
+    /// The inputs and tokens of graphs and queued steps. `None` on a CPU, with `--eager`, or if the ranks cannot run
+    /// graphs.
     #[cfg(feature = "cuda")]
-    queue: Option<StepQueue>,
+    buffers: Option<QueueBuffers>,
     /// The other ranks, which run every pass together with `decoder`.
     followers: Followers,
     decoder: Decoder,
@@ -127,7 +130,7 @@ impl Runner {
             #[cfg(feature = "cuda")]
             batches: gpu.map(|gpu| BatchGraphs::new(gpu, limits.context, options.sum_order())),
             #[cfg(feature = "cuda")]
-            queue: gpu.map(StepQueue::new).transpose()?,
+            buffers: gpu.map(QueueBuffers::new).transpose()?,
             followers,
             decoder,
             cache,
@@ -148,8 +151,8 @@ impl Runner {
     }
 
     /// Returns how prompts are divided, or `None` if results may depend on other sequences.
-    pub fn grid(&self) -> Option<ChunkGrid> {
-        self.options.grid
+    pub fn prompt_parts(&self) -> Option<PromptParts> {
+        self.options.prompt_parts
     }
 
     /// Returns the KV cache of all sequences.
@@ -186,20 +189,18 @@ impl Runner {
     /// Returns how the decode steps of a single sequence run.
     pub fn executor(&self) -> Executor {
         match self.decode {
-            Decode::Eager(EagerReason::Deterministic) => Executor::Graph,
             Decode::Eager(_) => Executor::Eager,
             #[cfg(feature = "cuda")]
-            Decode::Graph(_) => Executor::Graph,
+            Decode::BatchGraph | Decode::Graph(_) => Executor::Graph,
         }
     }
 
     /// Returns why the decode steps of a single sequence run without a graph, or `None` if they run as a graph.
     pub fn eager_reason(&self) -> Option<&EagerReason> {
         match &self.decode {
-            Decode::Eager(EagerReason::Deterministic) => None,
             Decode::Eager(reason) => Some(reason),
             #[cfg(feature = "cuda")]
-            Decode::Graph(_) => None,
+            Decode::BatchGraph | Decode::Graph(_) => None,
         }
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use anyhow::Result;
 
 use super::choose_token::ChooseToken;
-use super::limits::ChunkGrid;
+use super::limits::PromptParts;
 use super::logprobs::TokenLogprobs;
 use crate::nn::kv_cache::BlockTables;
 use crate::nn::pass::SequenceSpan;
@@ -28,13 +28,31 @@ pub struct StepSequence<'s> {
     /// The maximum number of tokens that the sequence may still generate, including this step's token.
     /// The decode graph queues no steps beyond this limit.
     pub limit: usize,
-    /// If set, the results do not depend on other sequences. The other sequences of the step may have no grid.
-    pub grid: Option<ChunkGrid>,
+    /// If set, the results do not depend on other sequences. The other sequences of the step may have `None`.
+    pub prompt_parts: Option<PromptParts>,
     /// The prompt tokens whose log probabilities the step computes, if any.
     pub scores: Option<ScoreTokens<'s>>,
 }
 
-impl StepSequence<'_> {
+impl<'s> StepSequence<'s> {
+    /// Returns a sequence without a sampler, whose input tokens the host knows.
+    pub(super) fn new(id: u64, ids: &'s [u32], position: usize, tables: &'s BlockTables) -> Self {
+        let (awaits_input, sampler, limit, prompt_parts, scores) = (false, None, 0, None, None);
+        Self { id, ids, awaits_input, position, tables, sampler, limit, prompt_parts, scores }
+    }
+
+    /// Returns this sequence with other input tokens, which the host knows, and without its sampler and its scores.
+    pub(super) fn with_input<'i>(&self, ids: &'i [u32], position: usize) -> StepSequence<'i>
+    where
+        's: 'i,
+    {
+        StepSequence {
+            limit: self.limit,
+            prompt_parts: self.prompt_parts,
+            ..StepSequence::new(self.id, ids, position, self.tables)
+        }
+    }
+
     /// Returns the number of input tokens, the position of the first input token, and the block tables.
     pub(super) fn span(&self) -> SequenceSpan<'_> {
         SequenceSpan { tokens: self.ids.len(), position: self.position, tables: self.tables }

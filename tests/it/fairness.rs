@@ -24,7 +24,8 @@ impl Load {
 }
 
 /// The limits of the scheduler: 512 tokens per step, and 16 sequences of up to 2,048 tokens.
-const CONFIG: SchedulerConfig = SchedulerConfig { token_budget: 512, max_sequences: 16, context: 2048, grid: None };
+const CONFIG: SchedulerConfig =
+    SchedulerConfig { token_budget: 512, max_sequences: 16, context: 2048, prompt_parts: None };
 
 /// Simulates the clients of several tenants that share one scheduler.
 struct Simulator {
@@ -68,7 +69,7 @@ impl Simulator {
             id,
             prompt,
             cache_salt: None,
-            grid: None,
+            prompt_parts: None,
             computes_whole_prompt: false,
             forks: Vec::new(),
             max_tokens: load.answer,

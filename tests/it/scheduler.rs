@@ -10,7 +10,7 @@ use std::time::Duration;
 use inferno::engine::blocks::{BlockManager, SCRATCH_BLOCK};
 use inferno::engine::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork, StepPlan};
 use inferno::nn::kv_cache::{BLOCK_TOKENS, peak_blocks};
-use inferno::runner::ChunkGrid;
+use inferno::runner::PromptParts;
 
 use crate::support::Random;
 
@@ -35,8 +35,8 @@ struct Request {
     /// The number of forks of this request. The forks follow their parent in the list of requests.
     forks: usize,
     is_fork: bool,
-    /// If set, the passes of this sequence end at the boundaries of this grid.
-    grid: Option<ChunkGrid>,
+    /// If set, divides the prompt. The passes of this sequence end at the ends of these parts.
+    prompt_parts: Option<PromptParts>,
 }
 
 /// The configuration of a scheduler, and the requests to submit.
@@ -144,7 +144,8 @@ fn step_time(tokens: usize) -> Duration {
 impl<'a> Simulator<'a> {
     fn new(scenario: &'a Scenario, seed: u64) -> Self {
         let Scenario { config, ref windows, blocks, ref requests, .. } = *scenario;
-        let scheduler = Scheduler::new(config, BlockManager::new(windows.clone(), blocks).with_grid(config.grid));
+        let scheduler =
+            Scheduler::new(config, BlockManager::new(windows.clone(), blocks).with_prompt_parts(config.prompt_parts));
         let most = most_blocks(windows, config.context, config.token_budget) * config.max_sequences;
         Self {
             scenario,
@@ -212,10 +213,12 @@ impl<'a> Simulator<'a> {
     }
 
     fn submit(&mut self, id: SequenceId, request: &Request) {
-        let Request { ref prompt, max_tokens, tenant, priority, arrival, deadline, is_fork, grid, .. } = *request;
+        let Request { ref prompt, max_tokens, tenant, priority, arrival, deadline, is_fork, prompt_parts, .. } =
+            *request;
         if !is_fork {
             let (prompt, forks) = (prompt.clone(), (id + 1..=id + request.forks as u64).collect());
-            let new = NewSequence { grid, forks, max_tokens, tenant, priority, deadline, ..new_sequence(id, prompt) };
+            let new =
+                NewSequence { prompt_parts, forks, max_tokens, tenant, priority, deadline, ..new_sequence(id, prompt) };
             self.scheduler.submit(NewSequence { arrival, ..new });
         }
         let rank = self.rank(id);
@@ -353,8 +356,13 @@ impl<'a> Simulator<'a> {
             self.waiting.insert(self.rank(id));
         }
         let tokens: usize = plan.work.iter().map(|work| work.range.len()).sum();
-        let grid = self.scenario.requests.iter().find_map(|request| request.grid).or(self.scenario.config.grid);
-        let part = grid.map_or(1, ChunkGrid::tokens);
+        let prompt_parts = self
+            .scenario
+            .requests
+            .iter()
+            .find_map(|request| request.prompt_parts)
+            .or(self.scenario.config.prompt_parts);
+        let part = prompt_parts.map_or(1, PromptParts::tokens);
         assert!(tokens < token_budget + part, "{tokens} tokens exceed a budget of {token_budget}");
         assert!(
             !plan.work.is_empty() || self.unfinished.is_empty() || self.queued.is_some(),
@@ -382,12 +390,12 @@ impl<'a> Simulator<'a> {
         assert!(self.deadlines.first().is_none_or(|&(deadline, _)| deadline > self.now), "a deadline was missed");
 
         // A chunk exceeds half of the token budget only if the step completes all other running prompts.
-        // A sequence with pending forks leaves its last prompt token to the next step. With a grid, every sequence
+        // A sequence with pending forks leaves its last prompt token to the next step. With prompt parts, every sequence
         // leaves its last prompt token to the next step, and then computes one token per step.
         let parents: BTreeSet<_> = self.pending.iter().filter_map(|&fork| self.scheduler.parent(fork)).collect();
         let is_done = |id: &SequenceId| {
             let last = self.scenario.requests[*id as usize].prompt.len() - 1;
-            let end = match self.grid(*id) {
+            let end = match self.prompt_parts(*id) {
                 Some(_) => last.max(self.scheduler.computed(*id) + 1),
                 None => self.tracked[*id as usize].digests.len() - usize::from(parents.contains(id)),
             };
@@ -398,8 +406,9 @@ impl<'a> Simulator<'a> {
         // for it would be to preempt a newly started sequence of another tenant.
         let has_work = |id: &SequenceId| !self.has_tenants || plan.work.iter().any(|work| work.id == *id);
         let undone = running.iter().filter(|id| has_work(id) && !is_done(id)).count();
-        // With a grid, a step rounds its remaining budget up to whole parts, so a chunk can be almost one part longer.
-        let longest = token_budget.div_ceil(2).max(part) + grid.map_or(0, ChunkGrid::tokens);
+        // With prompt parts, a step rounds its remaining budget up to whole parts, so a chunk can be almost one part
+        // longer.
+        let longest = token_budget.div_ceil(2).max(part) + prompt_parts.map_or(0, PromptParts::tokens);
         let mut long_chunks = 0;
         for work in plan.work.iter().filter(|work| work.range.len() > longest) {
             long_chunks += 1;
@@ -453,7 +462,7 @@ impl<'a> Simulator<'a> {
     /// Checks the work of one sequence, and records that the sequence is running.
     fn check_work(&mut self, work: &SequenceWork) {
         let SequenceWork { id, ref range, is_last } = *work;
-        let grid = self.grid(id);
+        let prompt_parts = self.prompt_parts(id);
         let tracked = &mut self.tracked[id as usize];
         let len = tracked.digests.len();
         assert!(self.unfinished.contains(&id), "sequence {id} was not submitted, or has already ended");
@@ -472,7 +481,7 @@ impl<'a> Simulator<'a> {
         } else {
             assert!(range.start.is_multiple_of(BLOCK_TOKENS), "sequence {id} reuses only part of a block");
             assert!(
-                grid.is_none_or(|grid| grid.floor(range.start) == range.start),
+                prompt_parts.is_none_or(|parts| parts.floor(range.start) == range.start),
                 "sequence {id} reuses only part of a chunk"
             );
             if tracked.started.is_none() {
@@ -528,16 +537,16 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns the chunk grid of a sequence: its own grid, or the scheduler's grid.
-    fn grid(&self, id: SequenceId) -> Option<ChunkGrid> {
-        self.scenario.requests[id as usize].grid.or(self.scenario.config.grid)
+    /// Returns the prompt parts of a sequence: its own, or the scheduler's.
+    fn prompt_parts(&self, id: SequenceId) -> Option<PromptParts> {
+        self.scenario.requests[id as usize].prompt_parts.or(self.scenario.config.prompt_parts)
     }
 
     /// Returns the positions that are computed in the same pass as `position`, in a step that computes `range`.
-    /// Without a grid, keys and values do not depend on the pass, so the returned range is empty.
+    /// Without prompt parts, keys and values do not depend on the pass, so the returned range is empty.
     fn pass(&self, id: SequenceId, range: &Range<usize>, position: usize) -> Range<usize> {
-        match self.grid(id) {
-            Some(grid) => grid.floor(position).max(range.start)..grid.next(position).min(range.end),
+        match self.prompt_parts(id) {
+            Some(parts) => parts.floor(position).max(range.start)..parts.next(position).min(range.end),
             None => 0..0,
         }
     }
@@ -715,7 +724,7 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
         Request {
             forks: 0,
             is_fork: false,
-            grid: None,
+            prompt_parts: None,
             prompt,
             max_tokens,
             answer,
@@ -745,8 +754,8 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
         }
         id += 1 + forks;
     }
-    let grid = ChunkGrid::new(token_budget.min(64 + random.below(200))).filter(|_| random.below(3) == 0);
-    let config = SchedulerConfig { token_budget, max_sequences, context, grid };
+    let prompt_parts = PromptParts::new(token_budget.min(64 + random.below(200))).filter(|_| random.below(3) == 0);
+    let config = SchedulerConfig { token_budget, max_sequences, context, prompt_parts };
     let plans_ahead = random.below(2) == 0;
     Scenario { config, windows: windows.to_vec(), blocks, plans_ahead, requests }
 }
@@ -768,7 +777,7 @@ fn random_requests_get_what_the_scheduler_promises() {
             assign_tenants(&mut scenario, seed);
         }
         if seed % 4 == 1 {
-            assign_grids(&mut scenario, seed);
+            assign_prompt_parts(&mut scenario, seed);
         }
         simulated += scenario.requests.len();
         let Scenario { config, windows, blocks, .. } = &scenario;
@@ -812,16 +821,16 @@ fn assign_tenants(scenario: &mut Scenario, seed: u64) {
     }
 }
 
-/// Assigns a chunk grid to some requests of a scenario. A fork has the same grid as its parent.
-fn assign_grids(scenario: &mut Scenario, seed: u64) {
+/// Assigns prompt parts to some requests of a scenario. A fork has the same parts as its parent.
+fn assign_prompt_parts(scenario: &mut Scenario, seed: u64) {
     let mut random = Random(digest(seed, 3));
-    let grid = ChunkGrid::new(scenario.config.token_budget.min(64 + random.below(200)));
+    let prompt_parts = PromptParts::new(scenario.config.token_budget.min(64 + random.below(200)));
     let mut own = None;
     for request in &mut scenario.requests {
         if !request.is_fork {
-            own = grid.filter(|_| random.below(2) == 0);
+            own = prompt_parts.filter(|_| random.below(2) == 0);
         }
-        request.grid = own;
+        request.prompt_parts = own;
     }
 }
 
@@ -849,13 +858,13 @@ fn low_priority_finishes_while_high_priority_requests_arrive() {
         cancel: None,
         forks: 0,
         is_fork: false,
-        grid: None,
+        prompt_parts: None,
     };
     // For 30 seconds, 50 requests per second arrive. With four sequences at a time, about 33 per second finish.
     let mut requests: Vec<_> = (0..1500).map(|n| request(20 * n, 0)).collect();
     let low = requests.partition_point(|request| request.arrival < Duration::from_secs(1));
     requests.insert(low, request(1001, 3));
-    let config = SchedulerConfig { token_budget: 256, max_sequences: 4, context: 200, grid: None };
+    let config = SchedulerConfig { token_budget: 256, max_sequences: 4, context: 200, prompt_parts: None };
     let scenario = Scenario { config, windows: vec![None], blocks: 100, plans_ahead: false, requests };
     let mut simulator = Simulator::new(&scenario, 1);
     let summary = simulator.run();
@@ -883,7 +892,7 @@ fn new_sequence(id: SequenceId, prompt: Vec<u32>) -> NewSequence {
         id,
         prompt,
         cache_salt: None,
-        grid: None,
+        prompt_parts: None,
         computes_whole_prompt: false,
         forks: Vec::new(),
         max_tokens: 1,
@@ -914,7 +923,7 @@ fn step(scheduler: &mut Scheduler) -> Vec<(SequenceId, usize)> {
 
 #[test]
 fn a_long_prompt_leaves_half_of_the_budget_to_others() {
-    let config = SchedulerConfig { token_budget: 1000, max_sequences: 10, context: 5000, grid: None };
+    let config = SchedulerConfig { token_budget: 1000, max_sequences: 10, context: 5000, prompt_parts: None };
     for mut scheduler in schedulers(config, 400) {
         submit(&mut scheduler, 0, 2500, 10);
         assert_eq!(step(&mut scheduler), [(0, 1000)], "sequence 0 must get the whole budget");
@@ -933,7 +942,7 @@ fn a_long_prompt_leaves_half_of_the_budget_to_others() {
 fn a_prompt_may_fill_the_context_and_all_blocks() {
     for context in [1, 63, 64, 65, 128, 640] {
         for windows in [vec![None], vec![None, Some(128)], vec![Some(100)]] {
-            let config = SchedulerConfig { token_budget: 100, max_sequences: 2, context, grid: None };
+            let config = SchedulerConfig { token_budget: 100, max_sequences: 2, context, prompt_parts: None };
             let blocks = most_blocks(&windows, context, config.token_budget);
             let mut scheduler = Scheduler::new(config, BlockManager::new(windows, blocks + 1));
             submit(&mut scheduler, 0, context, usize::MAX);
@@ -947,7 +956,7 @@ fn a_prompt_may_fill_the_context_and_all_blocks() {
 
 #[test]
 fn a_sequence_whose_token_is_not_sampled_yet_is_not_planned() {
-    let config = SchedulerConfig { token_budget: 100, max_sequences: 4, context: 200, grid: None };
+    let config = SchedulerConfig { token_budget: 100, max_sequences: 4, context: 200, prompt_parts: None };
     for mut scheduler in schedulers(config, 20) {
         submit(&mut scheduler, 0, 50, 10);
         submit(&mut scheduler, 1, 200, 10);
@@ -968,7 +977,7 @@ fn a_sequence_whose_token_is_not_sampled_yet_is_not_planned() {
 #[test]
 fn a_sequence_that_is_preempted_twice_runs_to_its_end() {
     // A sequence of 640 tokens needs all 10 blocks. Two sequences can start, because their prompts are short.
-    let config = SchedulerConfig { token_budget: 64, max_sequences: 2, context: 640, grid: None };
+    let config = SchedulerConfig { token_budget: 64, max_sequences: 2, context: 640, prompt_parts: None };
     let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 11));
     submit(&mut scheduler, 0, 10, usize::MAX);
     submit(&mut scheduler, 1, 10, usize::MAX);
@@ -1000,7 +1009,7 @@ fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget(
     let mut reached = BTreeSet::new();
     for head_start in 1..4 {
         // The prompt of sequence 0 needs 10 of 11 blocks. While it is prefilled, sequence 1 grows to three blocks.
-        let config = SchedulerConfig { token_budget: 4, max_sequences: 2, context: 640, grid: None };
+        let config = SchedulerConfig { token_budget: 4, max_sequences: 2, context: 640, prompt_parts: None };
         let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 12));
         submit(&mut scheduler, 0, 600, 10);
         for _ in 0..head_start {
@@ -1037,7 +1046,7 @@ fn submit_with_forks(scheduler: &mut Scheduler, deadline: Option<Duration>) {
 
 #[test]
 fn forks_share_the_prompt_and_compute_only_its_last_token() {
-    let config = SchedulerConfig { token_budget: 128, max_sequences: 3, context: 400, grid: None };
+    let config = SchedulerConfig { token_budget: 128, max_sequences: 3, context: 400, prompt_parts: None };
     for mut scheduler in schedulers(config, 40) {
         submit_with_forks(&mut scheduler, None);
         assert_eq!(step(&mut scheduler), [(0, 128)]);
@@ -1053,7 +1062,7 @@ fn forks_share_the_prompt_and_compute_only_its_last_token() {
 
 #[test]
 fn a_fork_takes_the_place_of_a_canceled_parent() {
-    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400, grid: None };
+    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400, prompt_parts: None };
     for mut scheduler in schedulers(config, 40) {
         submit_with_forks(&mut scheduler, None);
         assert_eq!(step(&mut scheduler), [(0, 128)]);
@@ -1069,7 +1078,7 @@ fn a_fork_takes_the_place_of_a_canceled_parent() {
 
 #[test]
 fn forks_of_a_started_prompt_do_not_expire() {
-    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400, grid: None };
+    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400, prompt_parts: None };
     for mut scheduler in schedulers(config, 40) {
         submit_with_forks(&mut scheduler, Some(Duration::from_millis(10)));
         let plan = scheduler.plan(Duration::ZERO);
@@ -1083,7 +1092,7 @@ fn forks_of_a_started_prompt_do_not_expire() {
 
 #[test]
 fn prompts_share_blocks_only_with_the_same_salt() {
-    let config = SchedulerConfig { token_budget: 256, max_sequences: 4, context: 512, grid: None };
+    let config = SchedulerConfig { token_budget: 256, max_sequences: 4, context: 512, prompt_parts: None };
     for mut scheduler in schedulers(config, 200) {
         let mut cached = |id: SequenceId, salt: Option<&str>, token: u32| {
             let cache_salt = salt.map(str::to_string);

@@ -15,7 +15,7 @@ use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
 use std::ops::Range;
 
 use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, peak_blocks};
-use crate::runner::ChunkGrid;
+use crate::runner::PromptParts;
 
 pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BLOCK};
 
@@ -24,10 +24,10 @@ pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BL
 /// A block's hash covers the salt and all tokens up to the end of the block. The default value has no salt.
 #[derive(Clone, Debug, Default)]
 pub struct BlockHashes {
-    /// The hash of the salt and the grid, or 0. Sequences with different salts or grids have no hash in common.
+    /// The hash of the salt and the prompt parts, or 0. Sequences that differ in either have no hash in common.
     salt: u128,
-    /// If set, the cached prefix that the sequence reuses ends at a boundary of this grid.
-    grid: Option<ChunkGrid>,
+    /// If set, the cached prefix that the sequence reuses consists of whole parts.
+    prompt_parts: Option<PromptParts>,
     blocks: Vec<u128>,
 }
 
@@ -96,8 +96,8 @@ pub struct BlockStats {
 pub struct BlockManager {
     /// The window of each group, or `None` for full attention.
     windows: Vec<Option<usize>>,
-    /// If set, every cached prefix ends at a boundary of this grid and contains only prompt tokens.
-    grid: Option<ChunkGrid>,
+    /// If set, every cached prefix consists of whole parts of a prompt.
+    prompt_parts: Option<PromptParts>,
     pool: BlockPool,
     /// Hashers with random keys, so that nobody can construct two prompts with equal hashes.
     hashers: [RandomState; 2],
@@ -109,12 +109,12 @@ impl BlockManager {
     /// Creates a manager of `blocks` blocks, one of which is the scratch block.
     pub fn new(windows: Vec<Option<usize>>, blocks: usize) -> Self {
         let hashers = [RandomState::new(), RandomState::new()];
-        Self { windows, grid: None, pool: BlockPool::new(blocks), hashers, queried_tokens: 0, hit_tokens: 0 }
+        Self { windows, prompt_parts: None, pool: BlockPool::new(blocks), hashers, queried_tokens: 0, hit_tokens: 0 }
     }
 
-    /// Limits reuse to prompt prefixes that end at a grid boundary. Their keys and values are always the same.
-    pub fn with_grid(self, grid: Option<ChunkGrid>) -> Self {
-        Self { grid, ..self }
+    /// Limits reuse to whole parts of prompts. Their keys and values are always the same.
+    pub fn with_prompt_parts(self, prompt_parts: Option<PromptParts>) -> Self {
+        Self { prompt_parts, ..self }
     }
 
     pub fn stats(&self) -> BlockStats {
@@ -164,14 +164,14 @@ impl BlockManager {
 
     /// Creates the block tables of a sequence and adds at most `most` cached blocks to each table.
     fn start_with(&mut self, tokens: &[u32], prompt: usize, hashes: BlockHashes, most: usize) -> SequenceBlocks {
-        let (last, grid) = (prompt.saturating_sub(1), hashes.grid.or(self.grid));
+        let (last, prompt_parts) = (prompt.saturating_sub(1), hashes.prompt_parts.or(self.prompt_parts));
         let mut sequence = SequenceBlocks {
             tables: BlockTables::new(self.windows.len()),
             hashes,
             oldest: vec![0; self.windows.len()],
             computed: 0,
             prompt,
-            reusable: grid.map_or(usize::MAX, |grid| grid.floor(last) / BLOCK_TOKENS),
+            reusable: prompt_parts.map_or(usize::MAX, |parts| parts.floor(last) / BLOCK_TOKENS),
             queried: 0,
         };
         let limit = sequence.reusable.min(tokens.len().saturating_sub(1) / BLOCK_TOKENS).min(most);
@@ -209,8 +209,8 @@ impl BlockManager {
                 (self.first_visible_block(group, hit * BLOCK_TOKENS)..hit).rev().find(|&index| !has(group, index))
             })
         };
-        let grid = hashes.grid.or(self.grid);
-        let floor = |hit: usize| grid.map_or(hit, |grid| grid.floor(hit * BLOCK_TOKENS) / BLOCK_TOKENS);
+        let prompt_parts = hashes.prompt_parts.or(self.prompt_parts);
+        let floor = |hit: usize| prompt_parts.map_or(hit, |parts| parts.floor(hit * BLOCK_TOKENS) / BLOCK_TOKENS);
         hit = floor(hit);
         while let Some(missing) = last_missing(hit) {
             hit = floor(missing);
@@ -240,18 +240,18 @@ impl BlockManager {
         }
     }
 
-    /// Returns the hashes of a new sequence. The sequence reuses only blocks of sequences with the same salt and grid.
+    /// Returns the hashes of a new sequence. The sequence reuses only blocks of sequences with the same salt and parts.
     ///
-    /// With a grid, the sequence reuses only a prefix that ends at a grid boundary.
-    /// Sequences without this grid compute keys and values in different passes, so the last bits may differ.
-    pub fn hashes(&self, salt: Option<&str>, grid: Option<ChunkGrid>) -> BlockHashes {
-        let key = (salt.is_some() || grid.is_some()).then(|| {
+    /// If the prompt is divided into parts, the sequence reuses only whole parts. Sequences whose prompts are not
+    /// divided like this compute keys and values in different passes, so the last bits may differ.
+    pub fn hashes(&self, salt: Option<&str>, prompt_parts: Option<PromptParts>) -> BlockHashes {
+        let key = (salt.is_some() || prompt_parts.is_some()).then(|| {
             self.hash(|mut hasher| {
-                (salt, grid.map(ChunkGrid::tokens)).hash(&mut hasher);
+                (salt, prompt_parts.map(PromptParts::tokens)).hash(&mut hasher);
                 hasher.finish()
             })
         });
-        BlockHashes { salt: key.unwrap_or(0), grid, blocks: Vec::new() }
+        BlockHashes { salt: key.unwrap_or(0), prompt_parts, blocks: Vec::new() }
     }
 
     /// Returns a 128-bit hash. `finish` writes the data to a hasher and is called once for each half of the hash.

@@ -188,7 +188,7 @@ fn inputs<'s>(
             tables,
             sampler: samples.then_some(&mut sequence.sampler),
             limit,
-            grid: scheduler.grid(*id),
+            prompt_parts: scheduler.prompt_parts(*id),
             scores: sequence.prompt_scores.as_mut().and_then(|scores| scores.of_step(tokens, range.clone())),
         });
     }

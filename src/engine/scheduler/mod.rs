@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use super::blocks::{BlockCopy, BlockHashes, BlockManager, SequenceBlocks};
 use crate::nn::kv_cache::BlockTables;
-use crate::runner::ChunkGrid;
+use crate::runner::PromptParts;
 use fair_queue::FairQueue;
 use order::Seniority;
 
@@ -51,9 +51,9 @@ pub struct SchedulerConfig {
     pub max_sequences: usize,
     /// The maximum number of tokens in a sequence, prompt and answer together.
     pub context: usize,
-    /// If set, chunks of prompts end at boundaries of this grid, and every later token is computed separately.
-    /// A step may then exceed its token budget by less than one part of the grid.
-    pub grid: Option<ChunkGrid>,
+    /// If set, chunks of prompts end at the ends of these parts, and every later token is computed separately.
+    /// A step may then exceed its token budget by less than one part.
+    pub prompt_parts: Option<PromptParts>,
 }
 
 /// A sequence to submit to the scheduler.
@@ -63,8 +63,8 @@ pub struct NewSequence {
     pub prompt: Vec<u32>,
     /// If set, the sequence reuses only the blocks of sequences with the same salt.
     pub cache_salt: Option<String>,
-    /// If set, divides this sequence at boundaries of this grid, as [`SchedulerConfig::grid`] divides all sequences.
-    pub grid: Option<ChunkGrid>,
+    /// If set, divides this prompt, as [`SchedulerConfig::prompt_parts`] divides all prompts.
+    pub prompt_parts: Option<PromptParts>,
     /// Whether to compute every prompt token, even if it is in the prefix cache.
     pub computes_whole_prompt: bool,
     /// The ids of additional sequences with the same prompt and options. The prompt is computed once for all sequences.
@@ -151,8 +151,8 @@ struct Sequence {
     /// Whether the last of `tokens` is a placeholder for the token that a queued step chooses.
     is_last_pending: bool,
     prompt: usize,
-    /// If set, chunks of the prompt end at boundaries of this grid, and every later token is computed separately.
-    grid: Option<ChunkGrid>,
+    /// If set, chunks of the prompt end at the ends of these parts, and every later token is computed separately.
+    prompt_parts: Option<PromptParts>,
     /// Whether to compute the whole prompt without reusing cached tokens. Becomes false once the prompt is computed.
     computes_whole_prompt: bool,
     max_tokens: usize,
@@ -190,10 +190,10 @@ impl Sequence {
     /// Returns the position up to which the next step can compute.
     ///
     /// Stops before the last prompt token if the sequence has forks, because each fork samples from that token.
-    /// With a grid, the last prompt token and all generated tokens are computed one by one.
+    /// If the prompt is divided into parts, the last prompt token and all generated tokens are computed one by one.
     fn next_end(&self) -> usize {
         let (last, computed) = (self.prompt - 1, self.computed());
-        match self.grid {
+        match self.prompt_parts {
             Some(_) if computed >= last => computed + 1,
             None if self.forks.is_empty() => self.tokens.len(),
             _ => last,
@@ -203,7 +203,7 @@ impl Sequence {
     /// Returns the end of a chunk that starts at `start` and has about `tokens` tokens.
     fn chunk_end(&self, start: usize, tokens: usize) -> usize {
         let end = start.saturating_add(tokens);
-        let end = self.grid.map_or(end, |grid| grid.floor(end).max(grid.next(start)));
+        let end = self.prompt_parts.map_or(end, |parts| parts.floor(end).max(parts.next(start)));
         end.min(self.next_end())
     }
 
@@ -231,12 +231,15 @@ impl Sequence {
 impl Scheduler {
     /// Creates a scheduler. The blocks must hold at least one sequence of `config.context` tokens.
     pub fn new(config: SchedulerConfig, blocks: BlockManager) -> Self {
-        let SchedulerConfig { token_budget, max_sequences, context, grid } = config;
+        let SchedulerConfig { token_budget, max_sequences, context, prompt_parts } = config;
         assert!(
             (1..=token_budget).contains(&max_sequences),
             "max_sequences is {max_sequences}: expected 1 to {token_budget}, the token budget"
         );
-        assert!(grid.is_none_or(|grid| grid.tokens() <= token_budget), "a part of the grid must fit in a step");
+        assert!(
+            prompt_parts.is_none_or(|parts| parts.tokens() <= token_budget),
+            "a part of a prompt must fit in a step"
+        );
         assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "the blocks must hold {context} tokens");
         let (waiting, running) = (FairQueue::default(), BTreeSet::new());
         let (sequences, admitted) = (BTreeMap::new(), Vec::new());
@@ -245,19 +248,19 @@ impl Scheduler {
 
     /// Adds a sequence and its forks to the waiting queue.
     pub fn submit(&mut self, new: NewSequence) {
-        let NewSequence { id, prompt, cache_salt, grid, forks, max_tokens, .. } = new;
+        let NewSequence { id, prompt, cache_salt, prompt_parts, forks, max_tokens, .. } = new;
         let NewSequence { computes_whole_prompt, tenant, priority, arrival, deadline, .. } = new;
         assert!((1..=self.config.context).contains(&prompt.len()), "cannot submit a prompt of {} tokens", prompt.len());
         assert!(
-            grid.is_none_or(|grid| grid.tokens() <= self.config.token_budget),
-            "a part of the grid must fit in a step"
+            prompt_parts.is_none_or(|parts| parts.tokens() <= self.config.token_budget),
+            "a part of a prompt must fit in a step"
         );
-        let hashes = self.blocks.hashes(cache_salt.as_deref(), grid);
+        let hashes = self.blocks.hashes(cache_salt.as_deref(), prompt_parts);
         let sequence = |id, tokens, forks, parent| Sequence {
             prompt: prompt.len(),
             tokens,
             is_last_pending: false,
-            grid: grid.or(self.config.grid),
+            prompt_parts: prompt_parts.or(self.config.prompt_parts),
             computes_whole_prompt,
             max_tokens,
             tenant,
@@ -285,7 +288,7 @@ impl Scheduler {
         let SchedulerConfig { token_budget, max_sequences, context, .. } = self.config;
         let running: usize = self.running.iter().map(|seniority| self.demand(seniority)).sum();
         // The blocks of a cached prefix do not count as free while the sequence runs.
-        let hashes = self.blocks.hashes(new.cache_salt.as_deref(), new.grid);
+        let hashes = self.blocks.hashes(new.cache_salt.as_deref(), new.prompt_parts);
         let blocks = match new.computes_whole_prompt {
             true => self.blocks.start_uncached(prompt, prompt.len(), hashes),
             false => self.blocks.start(prompt, prompt.len(), hashes),
@@ -315,9 +318,9 @@ impl Scheduler {
         &self.sequences[&id].tokens
     }
 
-    /// Returns the grid that divides a sequence, or `None` if its results may depend on other sequences.
-    pub fn grid(&self, id: SequenceId) -> Option<ChunkGrid> {
-        self.sequences[&id].grid
+    /// Returns how the prompt of a sequence is divided, or `None` if its results may depend on other sequences.
+    pub fn prompt_parts(&self, id: SequenceId) -> Option<PromptParts> {
+        self.sequences[&id].prompt_parts
     }
 
     /// Returns the number of tokens of a sequence whose keys and values are in the cache.

@@ -7,7 +7,7 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Device, Result as CandleResult, Tensor};
 
 use super::gpu_exchange::GpuExchange;
-use super::mailbox::Mailbox;
+use super::mailbox::RankMailbox;
 use super::sizes::{ExchangeTimes, LARGE_ELEMENTS, SMALL_ELEMENTS};
 use crate::device::{Exchange, World};
 
@@ -36,7 +36,7 @@ pub fn connect(world: World, device: &CudaDevice) -> CandleResult<World> {
 /// The inner error is the reason why the ranks cannot exchange data directly. It is the same on all ranks.
 /// An outer error means that the ranks have stopped.
 fn connected(world: &World, device: &CudaDevice) -> CandleResult<Result<GpuExchange, String>> {
-    let mailboxes = match agree(world, Mailbox::new(device))? {
+    let mailboxes = match agree(world, RankMailbox::new(device))? {
         Ok(mailboxes) => mailboxes,
         Err(reason) => return Ok(Err(reason)),
     };

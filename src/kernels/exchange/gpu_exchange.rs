@@ -10,7 +10,7 @@ use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::mailbox::Mailbox;
+use super::mailbox::RankMailbox;
 use super::sizes::MAILBOX_BYTES;
 use crate::device::{Exchange, World, share};
 use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_MAX_RANKS, EXCHANGE_SLOTS};
@@ -78,7 +78,7 @@ unsafe impl DeviceRepr for RawMailboxes {}
 pub(super) struct GpuExchange {
     rank: usize,
     device: CudaDevice,
-    pub mailboxes: Vec<Arc<Mailbox>>,
+    pub mailboxes: Vec<Arc<RankMailbox>>,
     /// True if another rank uses the same GPU.
     shares_gpu: bool,
 }
@@ -90,13 +90,13 @@ impl fmt::Debug for GpuExchange {
 }
 
 impl GpuExchange {
-    pub fn new(rank: usize, device: &CudaDevice, mailboxes: Vec<Arc<Mailbox>>) -> Self {
-        let gpu = |mailbox: &Arc<Mailbox>| mailbox.context.cu_device();
+    pub fn new(rank: usize, device: &CudaDevice, mailboxes: Vec<Arc<RankMailbox>>) -> Self {
+        let gpu = |mailbox: &Arc<RankMailbox>| mailbox.context.cu_device();
         let shares_gpu = mailboxes.iter().filter(|mailbox| gpu(mailbox) == gpu(&mailboxes[rank])).count() > 1;
         Self { rank, device: device.clone(), mailboxes, shares_gpu }
     }
 
-    pub fn own(&self) -> &Mailbox {
+    pub fn own(&self) -> &RankMailbox {
         &self.mailboxes[self.rank]
     }
 
@@ -120,7 +120,7 @@ impl GpuExchange {
     }
 
     /// Adds 1 to this rank's `counter`, and waits until the counters of all ranks have this value.
-    fn meet(&self, counter: impl Fn(&Mailbox) -> &AtomicU64) {
+    fn meet(&self, counter: impl Fn(&RankMailbox) -> &AtomicU64) {
         let own = counter(self.own()).fetch_add(1, Ordering::Release) + 1;
         let missing = || self.mailboxes.iter().position(|rank| counter(rank).load(Ordering::Acquire) < own);
         let has_ended = || self.control().words()[0].load(Ordering::Relaxed) != 0;

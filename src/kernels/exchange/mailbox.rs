@@ -14,7 +14,7 @@ use crate::kernels::launch::HostWords;
 const STATE_BYTES: usize = 256;
 
 /// The mailbox of a rank. Every rank holds a reference, so the mailbox lives until no rank uses it.
-pub(super) struct Mailbox {
+pub(super) struct RankMailbox {
     device: CudaDevice,
     pub context: Arc<CudaContext>,
     /// The device address. The memory is allocated directly, because other GPUs cannot access candle's memory pool.
@@ -27,7 +27,7 @@ pub(super) struct Mailbox {
     pub launched: AtomicU64,
 }
 
-impl Mailbox {
+impl RankMailbox {
     pub fn new(device: &CudaDevice) -> Result<Self> {
         let stream = device.cuda_stream();
         let context = stream.context().clone();
@@ -52,7 +52,7 @@ impl Mailbox {
     }
 
     /// Lets the GPU of this mailbox access the memory of `peer`.
-    pub fn open_to(&self, peer: &Mailbox) -> Result<()> {
+    pub fn open_to(&self, peer: &RankMailbox) -> Result<()> {
         if self.context.cu_device() == peer.context.cu_device() {
             return Ok(());
         }
@@ -74,7 +74,7 @@ impl Mailbox {
     }
 }
 
-impl Drop for Mailbox {
+impl Drop for RankMailbox {
     fn drop(&mut self) {
         // After a failed synchronization, a queued kernel may still use the memory, so the memory is leaked.
         if self.context.bind_to_thread().is_ok() && self.device.cuda_stream().synchronize().is_ok() {

@@ -93,7 +93,7 @@ __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, 
 //   shared memory: STAGES · (X_BYTES + W_BYTES)
 template <typename T, int TOKENS, bool GATE_UP>
 __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets, int experts) {
-    constexpr int ROW_TILES = EXPERT_MMA_ROW_TILES, STAGES = EXPERT_MMA_STAGES;
+    constexpr int ROW_TILES = EXPERT_MMA_ROW_TILES, STAGES = EXPERT_MMA_STAGES, WARPS = EXPERT_MMA_THREADS / 32;
     constexpr int WEIGHT_BYTES = ROW_TILES * MXFP4_TILE_BYTES, SCALE_BYTES = ROW_TILES * MXFP4_TILE_SCALE_BYTES;
     constexpr int X_BYTES = TOKENS * 128, W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
     constexpr int COLUMN_WARPS = TOKENS == 128 ? 2 : 1, MT = 2 * COLUMN_WARPS, NT = TOKENS / 8 / COLUMN_WARPS;
@@ -116,20 +116,20 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
         const auto load = [&](int step) {
             const uint32_t to_x = xs + step % STAGES * X_BYTES, to_w = ws + step % STAGES * W_BYTES;
 #pragma unroll
-            for (int i = 0; i < X_BYTES / 16 / 256; ++i) {
-                const int segment = threadIdx.x + i * 256;
+            for (int i = 0; i < X_BYTES / 16 / EXPERT_MMA_THREADS; ++i) {
+                const int segment = threadIdx.x + i * EXPERT_MMA_THREADS;
                 if (segment < segments)
                     copy_async(to_x + segment * 16, x_from + (size_t)step * o.tiled_rows * 8 + segment);
             }
 #pragma unroll
-            for (int i = 0; i < ROW_TILES / 8; ++i) {
-                const int tile = warp + i * 8;
-                const uint8_t* from = w.blocks + (first_tile + tile * steps + step) * 512;
-                if (tile < tiles) copy_async(to_w + tile * 512 + lane * 16, from + lane * 16);
+            for (int i = 0; i < ROW_TILES / WARPS; ++i) {
+                const int tile = warp + i * WARPS;
+                const uint8_t* from = w.blocks + (first_tile + tile * steps + step) * MXFP4_TILE_BYTES;
+                if (tile < tiles) copy_async(to_w + tile * MXFP4_TILE_BYTES + lane * 16, from + lane * 16);
             }
             const int tile = threadIdx.x / 2, half = threadIdx.x % 2 * 16;
-            const uint8_t* from = w.scales + (first_tile + tile * steps + step) * 32;
-            if (tile < tiles) copy_async(to_w + WEIGHT_BYTES + tile * 32 + half, from + half);
+            const uint8_t* from = w.scales + (first_tile + tile * steps + step) * MXFP4_TILE_SCALE_BYTES;
+            if (tile < tiles) copy_async(to_w + WEIGHT_BYTES + tile * MXFP4_TILE_SCALE_BYTES + half, from + half);
         };
         for (int s = 0; s < STAGES - 1; ++s) {
             if (s < steps) load(s);
@@ -149,8 +149,9 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
             uint32_t factors[MT][4];
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
-                words[m] = *reinterpret_cast<const uint4*>(weights + (my_tile + m) * 512 + lane * 16);
-                const unsigned char* from = weights + WEIGHT_BYTES + (my_tile + m) * 32 + g * 4;
+                const int weight_tile = my_tile + m;
+                words[m] = *reinterpret_cast<const uint4*>(weights + weight_tile * MXFP4_TILE_BYTES + lane * 16);
+                const unsigned char* from = weights + WEIGHT_BYTES + weight_tile * MXFP4_TILE_SCALE_BYTES + g * 4;
                 const uint32_t scales = *reinterpret_cast<const uint32_t*>(from);
                 scale_factors<T>(scales, factors[m]);
             }
@@ -204,6 +205,9 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
 
 // ---- matrix multiplication with wgmma (sm_90a) ----
 
+// A stage holds two steps. The two tiles of a row tile are next to each other.
+constexpr int STAGE_TILE_BYTES = 2 * MXFP4_TILE_BYTES, STAGE_SCALE_BYTES = 2 * MXFP4_TILE_SCALE_BYTES;
+
 // The tile of a block: at most PAIRS pairs × 192 rows.
 // Three warpgroups compute 64 rows each, and a fourth warpgroup copies data.
 // gpt-oss has matrices of 2880 and 5760 rows, both multiples of 192.
@@ -215,10 +219,9 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int BLOCKS_> struct TileSh
     static constexpr int PAIRS = PAIRS_, UNROLL_PAIRS = UNROLL_PAIRS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
     // Registers per thread in the copying warpgroup and in the multiplying warpgroups.
     static constexpr int COPY_REGISTERS = BLOCKS == 1 ? 32 : 24, REGISTERS = BLOCKS == 1 ? 160 : 72;
-    // A stage holds two steps.
     static constexpr int HALF_X = PAIRS * 128, X_BYTES = 2 * HALF_X;
-    static constexpr int WEIGHT_BYTES = 2 * EXPERT_WGMMA_ROW_TILES * MXFP4_TILE_BYTES;
-    static constexpr int SCALE_BYTES = 2 * EXPERT_WGMMA_ROW_TILES * MXFP4_TILE_SCALE_BYTES;
+    static constexpr int WEIGHT_BYTES = EXPERT_WGMMA_ROW_TILES * STAGE_TILE_BYTES;
+    static constexpr int SCALE_BYTES = EXPERT_WGMMA_ROW_TILES * STAGE_SCALE_BYTES;
     static constexpr int W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
 };
 // For many pairs per expert. Wide tiles need fewer passes over the weights.
@@ -281,6 +284,16 @@ DEFINE_WGMMA(128, "%64, %65, %66, %67", "%68")
 DEFINE_WGMMA(144, "%72, %73, %74, %75", "%76")
 DEFINE_WGMMA(160, "%80, %81, %82, %83", "%84")
 
+// Returns the descriptor of b at a shared memory address: swizzled rows of 128 bytes, in groups of eight that are 1024
+// bytes apart. Addresses and distances in a descriptor are in units of 16 bytes.
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
+    constexpr uint64_t SWIZZLE_128_BYTES = (uint64_t)1 << 62;
+    constexpr uint64_t GROUP_DISTANCE = (uint64_t)(1024 / 16) << 32;
+    constexpr uint64_t LEADING_DISTANCE = (uint64_t)1 << 16;  // ignored, because rows are swizzled
+    constexpr uint32_t ADDRESS_MASK = 0x3FFF;
+    return SWIZZLE_128_BYTES | GROUP_DISTANCE | LEADING_DISTANCE | (address >> 4 & ADDRESS_MASK);
+}
+
 // The ring buffer of stages. The barrier `full` counts copied bytes; `empty` counts warps that have finished reading.
 template <typename S> struct Ring {
     static constexpr int WEIGHTS = S::STAGES * S::X_BYTES, BARRIERS = S::STAGES * (S::X_BYTES + S::W_BYTES);
@@ -315,14 +328,14 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
     int previous = -1;
     const auto multiply = [&](int half) __attribute__((always_inline)) {
         const unsigned char* bytes = ring.weight_bytes(position.stage);
-        const uint4 words = *reinterpret_cast<const uint4*>(bytes + warp * 1024 + half * 512 + lane * 16);
-        const unsigned char* scale_bytes = bytes + S::WEIGHT_BYTES + warp * 64 + half * 32 + g * 4;
+        const unsigned char* word_bytes = bytes + warp * STAGE_TILE_BYTES + half * MXFP4_TILE_BYTES + lane * 16;
+        const uint4 words = *reinterpret_cast<const uint4*>(word_bytes);
+        const unsigned char* scale_bytes =
+            bytes + S::WEIGHT_BYTES + warp * STAGE_SCALE_BYTES + half * MXFP4_TILE_SCALE_BYTES + g * 4;
         const uint32_t scales = *reinterpret_cast<const uint32_t*>(scale_bytes);
         uint32_t factors[4];
         scale_factors<T>(scales, factors);
-        // The descriptor of b: swizzled rows of 128 bytes, in groups of eight that are 1024 bytes apart.
-        const uint64_t x = (ring.x(position.stage) + half * S::HALF_X) >> 4 & 0x3FFF;
-        const uint64_t b = (uint64_t)1 << 62 | (uint64_t)64 << 32 | (uint64_t)1 << 16 | x;
+        const uint64_t b = wgmma_descriptor(ring.x(position.stage) + half * S::HALF_X);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const uint32_t low = k / 2 ? words.z : words.x, high = k / 2 ? words.w : words.y;
@@ -418,7 +431,8 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
         for (int number = blockIdx.x; next(number); number += gridDim.x) {
             const size_t first_tile = ((size_t)tile.expert * row_tiles + tile.row_tile + row_tile) * steps;
             const int tiles = min(row_tiles - tile.row_tile, ROW_TILES), x_bytes = (tile.pairs + 7) / 8 * 1024;
-            const int size = blocks ? 512 : 32, to = blocks ? row_tile * 1024 : S::WEIGHT_BYTES + row_tile * 64;
+            const int size = blocks ? MXFP4_TILE_BYTES : MXFP4_TILE_SCALE_BYTES;
+            const int to = blocks ? row_tile * STAGE_TILE_BYTES : S::WEIGHT_BYTES + row_tile * STAGE_SCALE_BYTES;
             const uint8_t* from = (blocks ? w.blocks : w.scales) + first_tile * size;
             const char* x_from = reinterpret_cast<const char*>(x) + (size_t)tile.row * 128;
             const size_t x_pitch = (size_t)o.tiled_rows * 128;
@@ -428,7 +442,7 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
                 barrier_wait(ring.empty(position.stage), (position.round & 1) ^ 1);
                 const uint32_t full = ring.full(position.stage);
                 if (threadIdx.x == MULTIPLYING) {
-                    barrier_expect(full, count * (x_bytes + tiles * (512 + 32)));
+                    barrier_expect(full, count * (x_bytes + tiles * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES)));
                     copy_bulk(ring.x(position.stage), x_from, x_bytes, full);
                     if (count == 2) copy_bulk(ring.x(position.stage) + S::HALF_X, x_from + x_pitch, x_bytes, full);
                 }

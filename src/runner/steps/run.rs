@@ -5,19 +5,21 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
 
-use super::Runner;
-use super::choose_token::ChooseToken;
-use super::host_choice::choose;
-use super::logprobs::TokenLogprobs;
-use super::step_sequence::{Chosen, ScoreTokens, StepSequence};
-use super::step_times::StepKind;
 #[cfg(feature = "cuda")]
-use super::{Decode, gpu_step::choose_on_device};
+use super::run_on_gpu::choose_on_device;
 use crate::kernels::SumOrder;
 #[cfg(feature = "cuda")]
 use crate::kernels::decode::{RowLogprobs, top_logprobs};
 use crate::nn::decoder::Decoder;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
+use crate::runner::Runner;
+use crate::runner::choose_token::ChooseToken;
+#[cfg(feature = "cuda")]
+use crate::runner::decode::Decode;
+use crate::runner::host_choice::choose;
+use crate::runner::logprobs::TokenLogprobs;
+use crate::runner::step_sequence::{Chosen, ScoreTokens, StepSequence};
+use crate::runner::step_times::StepKind;
 
 /// The maximum number of prompt tokens whose logits are in memory at once.
 /// The memory plan has room for several copies of these logits.
@@ -46,13 +48,13 @@ impl Runner {
         sequences: &mut [StepSequence],
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Vec<Chosen>> {
-        if self.options.grid.is_some() {
-            return self.step_on_grid(sequences, meanwhile);
+        if self.options.prompt_parts.is_some() {
+            return self.step_in_parts(sequences, meanwhile);
         }
-        // Sequences with a grid of their own run in separate passes.
-        let has_grid = |sequence: &StepSequence| sequence.grid.is_some();
-        in_two_parts(sequences, has_grid, |sequences, has_grid| match has_grid {
-            true => self.step_on_grid(sequences, meanwhile),
+        // Sequences with prompt parts of their own run in separate passes.
+        let has_parts = |sequence: &StepSequence| sequence.prompt_parts.is_some();
+        in_two_groups(sequences, has_parts, |sequences, has_parts| match has_parts {
+            true => self.step_in_parts(sequences, meanwhile),
             false => self.step_together(sequences, meanwhile),
         })
     }
@@ -82,9 +84,9 @@ impl Runner {
 
     /// Runs one step whose results do not depend on which sequences it contains: the single tokens in one pass, and
     /// each part of a prompt in a pass of its own.
-    fn step_on_grid(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
+    fn step_in_parts(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
         let is_chunk = |sequence: &StepSequence| sequence.ids.len() > 1;
-        in_two_parts(sequences, is_chunk, |sequences, is_chunk| match is_chunk {
+        in_two_groups(sequences, is_chunk, |sequences, is_chunk| match is_chunk {
             true => {
                 meanwhile();
                 sequences.iter_mut().map(|sequence| self.step_chunk(sequence)).collect()
@@ -95,9 +97,9 @@ impl Runner {
 
     /// Runs one token of each sequence, with a fixed order of additions.
     fn step_rows(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
-        // The graphs add in a fixed order only if the runner has a grid.
+        // The graphs add in a fixed order only if the runner has prompt parts.
         #[cfg(feature = "cuda")]
-        if self.options.grid.is_some()
+        if self.options.prompt_parts.is_some()
             && !has_scores(sequences)
             && let Some(chosen) = self.step_on_graph(sequences, meanwhile)?
         {
@@ -108,11 +110,12 @@ impl Runner {
         self.choose(sequences, &logits)
     }
 
-    /// Runs a chunk of a prompt, divided at the boundaries of the grid.
+    /// Runs a chunk of a prompt, divided into its parts.
     /// A part with only one token uses the fixed order of additions of decode steps.
     fn step_chunk(&mut self, sequence: &mut StepSequence) -> Result<Chosen> {
-        let StepSequence { id, ids, position, tables, limit, grid, .. } = *sequence;
-        let parts = grid.or(self.options.grid).context("internal error: a sequence has no grid")?;
+        let StepSequence { ids, position, prompt_parts, .. } = *sequence;
+        let parts = prompt_parts.or(self.options.prompt_parts);
+        let parts = parts.context("internal error: a sequence has no prompt parts")?;
         let (mut start, end) = (position, position + ids.len());
         let mut scores = sequence.scores.take();
         loop {
@@ -122,8 +125,7 @@ impl Runner {
             let range = start - position..part_end - position;
             let scores = scores.as_mut().and_then(|scores| scores.part(range.clone()));
             let ids = &ids[range];
-            let mut part =
-                [StepSequence { id, ids, awaits_input: false, position: start, tables, sampler, limit, grid, scores }];
+            let mut part = [StepSequence { sampler, scores, ..sequence.with_input(ids, start) }];
             let order = if ids.len() == 1 { SumOrder::Fixed } else { SumOrder::Fastest };
             let logits = self.forward(&mut part, order)?;
             if is_last {
@@ -165,7 +167,7 @@ impl Runner {
     }
 
     /// Stops the decode graph, because another pass may overwrite the blocks of its sequence.
-    pub(super) fn stop_graph(&mut self) {
+    pub(in crate::runner) fn stop_graph(&mut self) {
         #[cfg(feature = "cuda")]
         if let Decode::Graph(graph) = &mut self.decode {
             graph.stop();
@@ -177,8 +179,8 @@ impl Runner {
         #[cfg(feature = "cuda")]
         if logits.device().is_cuda() {
             return match sequences {
-                // Sequences with a grid cannot use the decode graph, which adds in the fastest order.
-                [sequence] if sequence.grid.is_none() => Ok(vec![self.first_graph_token(sequence, logits)?]),
+                // Sequences with prompt parts cannot use the decode graph, which adds in the fastest order.
+                [sequence] if sequence.prompt_parts.is_none() => Ok(vec![self.first_graph_token(sequence, logits)?]),
                 _ => choose_on_device(sequences, logits),
             };
         }
@@ -218,7 +220,7 @@ fn score(decoder: &Decoder, hidden: &Tensor, row: usize, sum_order: SumOrder, sc
 
 /// Calls `run` with the sequences for which `is_second` is false, and then with the other sequences.
 /// Skips a call if it would have no sequences. Reorders `sequences`, but returns the results in the original order.
-fn in_two_parts(
+fn in_two_groups(
     sequences: &mut [StepSequence],
     is_second: impl Fn(&StepSequence) -> bool,
     mut run: impl FnMut(&mut [StepSequence], bool) -> Result<Vec<Chosen>>,

@@ -2,18 +2,18 @@
 
 use std::time::Instant;
 
-use super::step_sequence::Chosen;
-use super::step_times::StepKind;
+use crate::runner::step_sequence::Chosen;
+use crate::runner::step_times::StepKind;
 
-/// A queued step, whose tokens [`Runner::take`](super::Runner::take) returns.
+/// A queued step, whose tokens [`Runner::take`](crate::runner::Runner::take) returns.
 pub struct QueuedStep {
-    pub(super) kind: StepKind,
-    pub(super) queued_at: Instant,
-    pub(super) tokens: QueuedTokens,
+    pub(in crate::runner) kind: StepKind,
+    pub(in crate::runner) queued_at: Instant,
+    pub(in crate::runner) tokens: QueuedTokens,
 }
 
 /// Where the tokens of a queued step are.
-pub(super) enum QueuedTokens {
+pub(in crate::runner) enum QueuedTokens {
     /// The step ran when it was queued.
     Known(Vec<Chosen>),
     /// The device sends the tokens of step `index`: one token for each sequence that needs one.

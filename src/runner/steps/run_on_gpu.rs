@@ -5,15 +5,15 @@ use std::collections::HashMap;
 use anyhow::{Error, Result, anyhow};
 use candle_core::Tensor;
 
-use super::choose_token::{ChooseToken, NO_ALLOWED_TOKEN, NO_TOKEN};
-use super::decode_graph::DecodeGraph;
-use super::followers::Followers;
-use super::logprobs::TokenLogprobs;
-use super::rank_command::GraphCommand;
-use super::step_sequence::{Chosen, ChosenToken, StepSequence};
-use super::{Decode, Runner};
 use crate::kernels::decode::{LogitEdit, RowLogprobs, edit_logits, mask_logits, sample_rows, top_logprobs};
 use crate::kernels::token_mask::TokenMask;
+use crate::runner::Runner;
+use crate::runner::choose_token::{ChooseToken, NO_ALLOWED_TOKEN, NO_TOKEN};
+use crate::runner::decode::Decode;
+use crate::runner::decode_graph::DecodeGraph;
+use crate::runner::logprobs::TokenLogprobs;
+use crate::runner::ranks::{Followers, GraphCommand};
+use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
 
 /// Chooses the next token of each sequence on the GPU, which avoids copying the logits to the host.
 pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
@@ -22,35 +22,18 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
     }
     let logits = sampled_rows(sequences, logits)?;
     let (masks, mut problems) = allowed_tokens(sequences);
-    let samplers = || sequences.iter().filter_map(|sequence| sequence.sampler.as_deref());
-    // Edits and penalties change the logits in place, so copy the rows whose log probabilities are needed.
-    let scored: Vec<(u32, usize)> =
-        (0..).zip(samplers()).filter_map(|(row, sampler)| Some((row, sampler.top_logprobs()?))).collect();
-    let unedited = match scored.is_empty() {
-        true => None,
-        false => {
-            let rows: Vec<u32> = scored.iter().map(|&(row, _)| row).collect();
-            Some(logits.index_select(&Tensor::new(rows, logits.device())?, 0)?)
-        }
-    };
-    let edits = (0..).zip(samplers()).flat_map(|(row, sampler)| {
+    let scored = ScoredRows::copy(sequences, &logits)?;
+    let edits = (0..).zip(samplers(sequences)).flat_map(|(row, sampler)| {
         sampler.logit_edits().into_iter().map(move |(token, value)| LogitEdit { row, token, value })
     });
     edit_logits(&logits, &edits.collect::<Vec<_>>())?;
     mask_logits(&logits, &masks)?;
-    let parameters: Vec<_> = samplers().map(|sampler| sampler.on_device()).collect();
+    let parameters: Vec<_> = samplers(sequences).map(|sampler| sampler.on_device()).collect();
     let tokens = sample_rows(&logits, &parameters)?;
-    let mut logprobs = vec![None; tokens.len()];
-    if let Some(unedited) = unedited {
-        let chosen: Vec<u32> = scored.iter().map(|&(row, _)| tokens[row as usize].unwrap_or(0)).collect();
-        let count = scored.iter().map(|&(_, count)| count).max().unwrap_or(0);
-        for (&(row, count), RowLogprobs { chosen, mut top }) in
-            scored.iter().zip(top_logprobs(&unedited, &chosen, count)?)
-        {
-            top.truncate(count);
-            logprobs[row as usize] = Some(TokenLogprobs { chosen, top });
-        }
-    }
+    let logprobs = match scored {
+        Some(scored) => scored.logprobs(&tokens)?,
+        None => vec![None; tokens.len()],
+    };
     let mut choices = (0..).zip(tokens.into_iter().zip(logprobs));
     let chosen = sequences.iter_mut().map(|sequence| {
         let sampler = sequence.sampler.as_deref_mut()?;
@@ -68,6 +51,47 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
         })
     });
     Ok(chosen.collect())
+}
+
+/// Returns the samplers of the sequences that have one, in order.
+fn samplers<'a>(sequences: &'a [StepSequence<'_>]) -> impl Iterator<Item = &'a dyn ChooseToken> {
+    sequences.iter().filter_map(|sequence| sequence.sampler.as_deref())
+}
+
+/// The rows of logits whose log probabilities are needed. Row i belongs to the sequence with the i-th sampler.
+struct ScoredRows {
+    /// Each row, and how many of the most likely tokens to report.
+    rows: Vec<(u32, usize)>,
+    /// f32 `[rows, vocab]`, a copy, because edits and penalties change the logits in place.
+    logits: Tensor,
+}
+
+impl ScoredRows {
+    /// Copies the rows of `logits`, f32 `[samplers, vocab]`. Returns `None` if no log probabilities are needed.
+    fn copy(sequences: &[StepSequence], logits: &Tensor) -> Result<Option<Self>> {
+        let rows = (0..).zip(samplers(sequences));
+        let rows: Vec<(u32, usize)> = rows.filter_map(|(row, sampler)| Some((row, sampler.top_logprobs()?))).collect();
+        if rows.is_empty() {
+            return Ok(None);
+        }
+        let indices: Vec<u32> = rows.iter().map(|&(row, _)| row).collect();
+        let logits = logits.index_select(&Tensor::new(indices, logits.device())?, 0)?;
+        Ok(Some(Self { rows, logits }))
+    }
+
+    /// Returns the log probabilities of `tokens`, the token that each sampler chose. The entry of a row that is not
+    /// scored is `None`.
+    fn logprobs(&self, tokens: &[Option<u32>]) -> Result<Vec<Option<TokenLogprobs>>> {
+        let mut logprobs = vec![None; tokens.len()];
+        let chosen: Vec<u32> = self.rows.iter().map(|&(row, _)| tokens[row as usize].unwrap_or(0)).collect();
+        let most = self.rows.iter().map(|&(_, count)| count).max().unwrap_or(0);
+        let scores = top_logprobs(&self.logits, &chosen, most)?;
+        for (&(row, count), RowLogprobs { chosen, mut top }) in self.rows.iter().zip(scores) {
+            top.truncate(count);
+            logprobs[row as usize] = Some(TokenLogprobs { chosen, top });
+        }
+        Ok(logprobs)
+    }
 }
 
 /// Returns the rows of `logits`, f32 `[sequences, vocab]`, that belong to sequences with samplers.
@@ -112,21 +136,21 @@ impl Runner {
         // fixed, or if there are several ranks.
         if let [sequence] = sequences
             && !needs_logits(sequence)
-            && self.options.grid.is_none()
+            && self.options.prompt_parts.is_none()
             && self.followers.is_empty()
         {
             return Ok(None);
         }
-        let (Some(batches), Some(queue)) = (&mut self.batches, &mut self.queue) else { return Ok(None) };
+        let (Some(batches), Some(buffers)) = (&mut self.batches, &mut self.buffers) else { return Ok(None) };
         let logits = if self.followers.is_empty() {
-            batches.try_run(&self.decoder, &self.cache, sequences, queue)?
+            batches.try_run(&self.decoder, &self.cache, sequences, buffers)?
         } else if batches.support(&self.decoder, sequences) {
-            let run = || batches.run(&self.decoder, &self.cache, sequences, queue);
+            let run = || batches.run(&self.decoder, &self.cache, sequences, buffers);
             Some(self.followers.run_batch(&self.device, sequences, run)?)
         } else {
             None
         };
-        queue.skip();
+        buffers.skip();
         match logits {
             Some(logits) => {
                 meanwhile();

@@ -3,21 +3,21 @@
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use super::batch_graph::BatchGraphs;
-use super::step_queue::{RowSampling, StepQueue};
-use super::step_sequence::StepSequence;
 use crate::kernels::SumOrder;
 use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
+use crate::runner::batch_graph::BatchGraphs;
+use crate::runner::queue::{QueueBuffers, RowSampling};
+use crate::runner::step_sequence::StepSequence;
 
 /// What a rank needs to queue a step on its GPU.
-pub(super) struct RankQueue<'r> {
+pub struct RankQueue<'r> {
     pub decoder: &'r Decoder,
     pub cache: &'r KvCache,
     pub batches: &'r mut BatchGraphs,
-    pub queue: &'r mut StepQueue,
+    pub buffers: &'r mut QueueBuffers,
     pub sum_order: SumOrder,
 }
 
@@ -25,19 +25,19 @@ impl RankQueue<'_> {
     /// Queues the forward pass of all sequences and the choice of their next tokens. All ranks have the same logits and
     /// parameters, so their GPUs choose the same tokens. Returns the index of the step.
     pub fn queue(self, sequences: &[StepSequence], samplings: &[RowSampling]) -> Result<usize> {
-        let Self { decoder, cache, batches, queue, sum_order } = self;
-        let logits = match batches.try_run(decoder, cache, sequences, queue)? {
+        let Self { decoder, cache, batches, buffers, sum_order } = self;
+        let logits = match batches.try_run(decoder, cache, sequences, buffers)? {
             Some(logits) => logits,
             None => {
                 let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
                 let mut sources = Vec::with_capacity(ids.len());
                 for sequence in sequences {
-                    sources.push(queue.source(sequence)?);
+                    sources.push(buffers.source(sequence)?);
                     sources.resize(sources.len() + sequence.ids.len() - 1, None);
                 }
                 let on_device = Tensor::zeros(ids.len(), DType::U32, cache.device())?;
                 let inputs = StepInputs { ids: ids.clone(), sources, ..StepInputs::default() };
-                queue.write_inputs(&inputs, &on_device)?;
+                buffers.write_inputs(&inputs, &on_device)?;
                 let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
                 let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order };
                 decoder.forward_on_device(&on_device, &batch, cache)?
@@ -50,6 +50,6 @@ impl RankQueue<'_> {
                 logits.index_select(&Tensor::new(rows, logits.device())?, 0)?
             }
         };
-        queue.choose(samplings, &logits)
+        buffers.choose(samplings, &logits)
     }
 }

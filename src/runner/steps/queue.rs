@@ -1,18 +1,18 @@
 //! Steps that are queued before the host knows the tokens of the previous step.
 //!
 //! While the device runs a step, the host plans and queues the next step, so the device never waits for the host.
-//! `gpu_queue` contains the code for GPUs.
+//! `queue_on_gpu` contains the code for GPUs.
 
 use std::collections::HashMap;
 use std::time::Instant;
 
 use anyhow::{Result, anyhow};
 
-use super::Runner;
-use super::choose_token::ChooseToken;
-use super::queued_step::{QueuedStep, QueuedTokens};
-use super::step_sequence::{Chosen, StepSequence};
-use super::step_times::StepKind;
+use crate::runner::Runner;
+use crate::runner::choose_token::ChooseToken;
+use crate::runner::queue::{QueuedStep, QueuedTokens};
+use crate::runner::step_sequence::{Chosen, StepSequence};
+use crate::runner::step_times::StepKind;
 
 impl Runner {
     /// Queues a step without waiting for its tokens, which [`take`](Self::take) returns.
@@ -23,17 +23,17 @@ impl Runner {
     /// Returns `None` and does nothing if the step cannot be queued and must run with [`step`](Self::step):
     /// - No sequence needs a token, or the choice of a token depends on the previous tokens.
     /// - The step computes log probabilities of prompt tokens.
-    /// - Only some sequences have a grid, or the runner has a grid and the step contains prompt chunks.
+    /// - Only some sequences have prompt parts, or the runner has prompt parts and the step contains prompt chunks.
     /// - The decode graph of a single sequence runs the step, or the step has too many sequences for the queue.
     /// - The ranks can exchange data only through the host.
-    /// - The model runs eagerly, or on a CPU without [`queue_on_cpu`](super::RunnerOptions::queue_on_cpu).
+    /// - The model runs eagerly, or on a CPU without [`queue_on_cpu`](crate::runner::RunnerOptions::queue_on_cpu).
     pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
         let mut samplers = sequences.iter().filter_map(|sequence| sequence.sampler.as_deref()).peekable();
         if samplers.peek().is_none() || !samplers.all(|sampler| sampler.can_queue()) {
             return Ok(None);
         }
-        // Sequences with a grid of their own run in separate passes, whose tokens do not stay on the device.
-        if self.options.grid.is_none() && sequences.iter().any(|sequence| sequence.grid.is_some()) {
+        // Sequences with prompt parts of their own run in separate passes, whose tokens do not stay on the device.
+        if self.options.prompt_parts.is_none() && sequences.iter().any(|sequence| sequence.prompt_parts.is_some()) {
             return Ok(None);
         }
         if sequences.iter().any(|sequence| sequence.scores.is_some()) {
@@ -57,9 +57,9 @@ impl Runner {
         #[cfg(feature = "cuda")]
         let chosen = match tokens {
             QueuedTokens::Known(chosen) => chosen,
-            QueuedTokens::Sent { index, needs_token } => match &self.queue {
-                Some(queue) => {
-                    let chosen = queue.wait(index, &needs_token, record)?;
+            QueuedTokens::Sent { index, needs_token } => match &self.buffers {
+                Some(buffers) => {
+                    let chosen = buffers.wait(index, &needs_token, record)?;
                     self.followers.check()?;
                     chosen
                 }
@@ -86,20 +86,9 @@ impl Runner {
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
         let mut known: Vec<StepSequence> = Vec::with_capacity(sequences.len());
         for (sequence, input) in sequences.iter_mut().zip(&inputs) {
-            let StepSequence { id, ids, position, tables, limit, grid, .. } = *sequence;
-            let ids = input.as_ref().map_or(ids, |input| input.as_slice());
+            let ids = input.as_ref().map_or(sequence.ids, |input| input.as_slice());
             let sampler = sequence.sampler.take().map(|sampler| sampler as &mut dyn ChooseToken);
-            known.push(StepSequence {
-                id,
-                ids,
-                awaits_input: false,
-                position,
-                tables,
-                sampler,
-                limit,
-                grid,
-                scores: None,
-            });
+            known.push(StepSequence { sampler, ..sequence.with_input(ids, sequence.position) });
         }
         let chosen = self.run_step(&mut known, &mut || ())?;
         let tokens = known.iter().zip(&chosen).filter_map(|(sequence, chosen)| {

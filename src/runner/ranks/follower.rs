@@ -8,33 +8,30 @@ use anyhow::Result;
 use anyhow::bail;
 use candle_core::Tensor;
 
+use super::command::RankCommand;
+use super::parts::RankParts;
 #[cfg(feature = "cuda")]
-use super::batch_graph::{BatchGraphs, gpu};
-#[cfg(feature = "cuda")]
-use super::choose_token::NO_TOKEN;
-use super::decode::Decode;
-use super::limits::{RunnerLimits, RunnerOptions};
-use super::rank_command::{Command, OwnedBatch};
-use super::rank_parts::RankParts;
-#[cfg(feature = "cuda")]
-use super::rank_queue::RankQueue;
-#[cfg(feature = "cuda")]
-use super::step_queue::StepQueue;
-#[cfg(feature = "cuda")]
-use super::step_sequence::StepSequence;
+use super::queue::RankQueue;
 use crate::device::World;
 #[cfg(feature = "cuda")]
 use crate::kernels::SumOrder;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-use crate::nn::pass::{SequenceSpan, StepBatch};
+#[cfg(feature = "cuda")]
+use crate::runner::batch_graph::{BatchGraphs, gpu};
+#[cfg(feature = "cuda")]
+use crate::runner::choose_token::NO_TOKEN;
+use crate::runner::decode::Decode;
+use crate::runner::limits::{RunnerLimits, RunnerOptions};
+#[cfg(feature = "cuda")]
+use crate::runner::queue::QueueBuffers;
 use crate::text::error_message;
 
 /// Runs the commands of the first rank until the first rank stops or a command fails.
-pub(super) fn follow(
+pub fn follow(
     world: &World,
     parts: RankParts,
-    commands: &Receiver<Command>,
+    commands: &Receiver<RankCommand>,
     limits: RunnerLimits,
     options: RunnerOptions,
 ) {
@@ -59,7 +56,7 @@ struct Follower {
     #[cfg_attr(not(feature = "cuda"), expect(dead_code))]
     decode: Decode,
     #[cfg(feature = "cuda")]
-    batches: Option<(BatchGraphs, StepQueue)>,
+    batches: Option<(BatchGraphs, QueueBuffers)>,
     decoder: Decoder,
     cache: KvCache,
     #[cfg(feature = "cuda")]
@@ -73,7 +70,7 @@ impl Follower {
         let RankParts { decoder, cache } = parts;
         #[cfg(feature = "cuda")]
         let batches = match gpu(cache.device()) {
-            Some(gpu) => Some((BatchGraphs::new(gpu, limits.context, options.sum_order()), StepQueue::new(gpu)?)),
+            Some(gpu) => Some((BatchGraphs::new(gpu, limits.context, options.sum_order()), QueueBuffers::new(gpu)?)),
             None => None,
         };
         Ok(Self {
@@ -88,49 +85,31 @@ impl Follower {
         })
     }
 
-    fn run(&mut self, command: &Command) -> Result<()> {
+    fn run(&mut self, command: &RankCommand) -> Result<()> {
         match command {
-            Command::Forward(batch) => {
-                let OwnedBatch { ids, sequences, logits, sum_order } = &**batch;
-                let spans = sequences.iter().map(|(tokens, position, tables)| SequenceSpan {
-                    tokens: *tokens,
-                    position: *position,
-                    tables,
-                });
-                let (spans, logits, sum_order) = (spans.collect::<Vec<_>>(), *logits, *sum_order);
-                let batch = StepBatch { ids, sequences: &spans, logits, sum_order };
-                let logits = self.decoder.forward(&batch, &self.cache)?;
+            RankCommand::Forward(batch) => {
+                let logits = batch.forward(&self.decoder, &self.cache)?;
                 // Do not keep logits of several rows, which can be large.
                 self.logits = (logits.dim(0)? == 1).then_some(logits);
             }
             #[cfg(feature = "cuda")]
-            Command::Batch(batch) => {
-                let Some((graphs, queue)) = &mut self.batches else { bail!("internal error: a graph without a GPU") };
-                let sequences = batch.ids.chunks(1).zip(&batch.sequences).map(|(ids, (_, position, tables))| {
-                    let (position, id, limit) = (*position, 0, 0);
-                    StepSequence {
-                        id,
-                        ids,
-                        awaits_input: false,
-                        position,
-                        tables,
-                        sampler: None,
-                        limit,
-                        grid: None,
-                        scores: None,
-                    }
-                });
-                graphs.run(&self.decoder, &self.cache, &sequences.collect::<Vec<_>>(), queue)?;
-                queue.skip();
+            RankCommand::Batch(step) => {
+                let Some((batches, buffers)) = &mut self.batches else {
+                    bail!("internal error: a graph without a GPU")
+                };
+                batches.run(&self.decoder, &self.cache, &step.sequences(), buffers)?;
+                buffers.skip();
             }
             #[cfg(feature = "cuda")]
-            Command::Queue(step) => {
-                let Some((batches, queue)) = &mut self.batches else { bail!("internal error: a queue without a GPU") };
+            RankCommand::Queue(step, samplings) => {
+                let Some((batches, buffers)) = &mut self.batches else {
+                    bail!("internal error: a queue without a GPU")
+                };
                 let (decoder, cache, sum_order) = (&self.decoder, &self.cache, self.sum_order);
-                RankQueue { decoder, cache, batches, queue, sum_order }.queue(&step.sequences(), &step.samplings)?;
+                RankQueue { decoder, cache, batches, buffers, sum_order }.queue(&step.sequences(), samplings)?;
             }
             #[cfg(feature = "cuda")]
-            Command::Graph(command) => {
+            RankCommand::Graph(command) => {
                 let Decode::Graph(graph) = &mut self.decode else { bail!("internal error: a rank has no graph") };
                 match command.run(graph, self.logits.as_ref()) {
                     // The first rank has the same logits, and reports the error to the client.
@@ -138,13 +117,13 @@ impl Follower {
                     result => drop(result?),
                 }
             }
-            Command::CopyBlock { from, to } => self.cache.copy_block(*from, *to)?,
+            RankCommand::CopyBlock { from, to } => self.cache.copy_block(*from, *to)?,
         }
         Ok(())
     }
 }
 
 /// Returns the error message that all ranks receive if the rank of `world` fails because of `reason`.
-pub(super) fn failure(world: &World, reason: &str) -> String {
+pub fn failure(world: &World, reason: &str) -> String {
     format!("GPU {} of {} failed: {reason}; the others were stopped", world.rank() + 1, world.size())
 }

@@ -13,36 +13,32 @@ use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use candle_core::Tensor;
 
+use super::command::RankCommand;
 #[cfg(feature = "cuda")]
-use super::choose_token::NO_TOKEN;
-#[cfg(feature = "cuda")]
-use super::decode_graph::DecodeGraph;
+use super::command::{GraphCommand, OwnedStep};
 use super::follower::{failure, follow};
-use super::limits::{RunnerLimits, RunnerOptions};
-use super::rank_command::Command;
-#[cfg(feature = "cuda")]
-use super::rank_command::{GraphCommand, OwnedStep};
-use super::rank_parts::RankParts;
-#[cfg(feature = "cuda")]
-use super::step_queue::RowSampling;
-#[cfg(feature = "cuda")]
-use super::step_sequence::StepSequence;
+use super::parts::RankParts;
 use crate::device::World;
 use crate::error::Error;
-#[cfg(feature = "cuda")]
-use crate::kernels::SumOrder;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::StepBatch;
 #[cfg(feature = "cuda")]
-use crate::nn::pass::{LogitRows, SequenceSpan};
+use crate::runner::choose_token::NO_TOKEN;
+#[cfg(feature = "cuda")]
+use crate::runner::decode_graph::DecodeGraph;
+use crate::runner::limits::{RunnerLimits, RunnerOptions};
+#[cfg(feature = "cuda")]
+use crate::runner::queue::RowSampling;
+#[cfg(feature = "cuda")]
+use crate::runner::step_sequence::StepSequence;
 use crate::text::error_message;
 
 /// The threads of all ranks but the first. There are none if a model runs on a single device.
-pub(super) struct Followers {
+pub struct Followers {
     /// The world of the first rank.
     world: World,
-    threads: Vec<(Sender<Command>, JoinHandle<()>)>,
+    threads: Vec<(Sender<RankCommand>, JoinHandle<()>)>,
 }
 
 impl Followers {
@@ -96,7 +92,7 @@ impl Followers {
         }
         // If the ranks rejected an invalid batch, all later passes would fail. Reject the batch before the ranks start.
         decoder.validate(batch)?;
-        let logits = self.together(Command::Forward(Arc::new(batch.into())), || decoder.forward(batch, cache))?;
+        let logits = self.together(RankCommand::Forward(Arc::new(batch.into())), || decoder.forward(batch, cache))?;
         logits.device().synchronize()?;
         self.check()?;
         Ok(logits)
@@ -118,7 +114,7 @@ impl Followers {
     ) -> Result<T> {
         match self.is_empty() {
             true => run(),
-            false => self.together(Command::Queue(Arc::new(OwnedStep::new(sequences, samplings))), run),
+            false => self.together(RankCommand::Queue(Arc::new(OwnedStep::new(sequences)), samplings.into()), run),
         }
     }
 
@@ -130,11 +126,7 @@ impl Followers {
         sequences: &[StepSequence],
         run: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
-        let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
-        // Followers ignore `logits` and `sum_order`, because the graphs of each rank follow the rank's own options.
-        let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order: SumOrder::default() };
-        let result = self.together(Command::Batch(Arc::new((&batch).into())), run)?;
+        let result = self.together(RankCommand::Batch(Arc::new(OwnedStep::new(sequences))), run)?;
         // Wait for the step if ranks share a GPU. A copy to the host would also wait, but would keep the
         // other ranks from launching kernels.
         if self.world.exchange().is_some_and(|exchange| !exchange.can_queue()) {
@@ -160,7 +152,7 @@ impl Followers {
             graph.steps_left(limit)?;
         }
         self.check()?;
-        self.send(&Command::Graph(command.clone()))?;
+        self.send(&RankCommand::Graph(command.clone()))?;
         let token = command.run(graph, logits);
         match &token {
             // `NO_TOKEN` ends only the request, because all ranks return this error at the same step.
@@ -180,7 +172,7 @@ impl Followers {
     }
 
     /// Sends a command to all followers and calls `run` on the first rank. If `run` fails, the world ends.
-    fn together<T>(&self, command: Command, run: impl FnOnce() -> Result<T>) -> Result<T> {
+    fn together<T>(&self, command: RankCommand, run: impl FnOnce() -> Result<T>) -> Result<T> {
         self.check()?;
         self.send(&command)?;
         run().or_else(|error| {
@@ -197,10 +189,10 @@ impl Followers {
 
     /// Copies a block in the cache of every follower.
     pub fn copy_block(&self, from: u32, to: u32) -> Result<()> {
-        self.send(&Command::CopyBlock { from, to })
+        self.send(&RankCommand::CopyBlock { from, to })
     }
 
-    fn send(&self, command: &Command) -> Result<()> {
+    fn send(&self, command: &RankCommand) -> Result<()> {
         for (sender, _) in &self.threads {
             if sender.send(command.clone()).is_err() {
                 self.check()?;

@@ -8,15 +8,15 @@ use anyhow::{Result, anyhow};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
-use super::choose_token::NO_TOKEN;
-use super::step_sequence::{Chosen, ChosenToken, StepSequence};
-use crate::kernels::decode::sample::SamplingKernelParams;
+use super::row_sampling::RowSampling;
 use crate::kernels::decode::{MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS, queue_rows};
 use crate::kernels::launch::{HostWords, Mailbox};
 use crate::kernels::step_inputs::StepInputs;
+use crate::runner::choose_token::NO_TOKEN;
+use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
 
 /// The maximum number of sequences in a queued step.
-pub(super) const MAX_ROWS: usize = 512;
+pub const MAX_ROWS: usize = 512;
 
 /// The maximum number of steps whose tokens the host has not taken: a running step, and a step that waits for it.
 const DEPTH: usize = 2;
@@ -31,32 +31,8 @@ const INPUT_WORDS: usize = 1 << 17;
 /// The number of words in host memory for a step: its inputs, and the sampling parameters of its rows.
 const SLOT_WORDS: usize = INPUT_WORDS + MAX_ROWS * SAMPLE_PARAM_WORDS;
 
-/// How the device chooses the next token of a sequence in a queued step.
-#[derive(Clone, Copy)]
-pub(super) struct RowSampling {
-    /// The id of the sequence.
-    pub id: u64,
-    /// The index of the sequence in the step.
-    pub index: usize,
-    pub params: SamplingKernelParams,
-}
-
-impl RowSampling {
-    /// Returns an entry for each sequence that has a sampler.
-    pub fn of_sequences(sequences: &[StepSequence]) -> Vec<Self> {
-        let sampling = |(index, sequence): (usize, &StepSequence)| {
-            let sampling = sequence.sampler.as_deref()?.on_device();
-            let mut params = sampling.map_or_else(SamplingKernelParams::greedy, |sampling| sampling.params);
-            // The sampler has not yet recorded the token that the previous step chooses.
-            params.sampled_before += u32::from(sequence.awaits_input);
-            Some(Self { id: sequence.id, index, params })
-        };
-        sequences.iter().enumerate().filter_map(sampling).collect()
-    }
-}
-
 /// The buffers of queued steps.
-pub(super) struct StepQueue {
+pub struct QueueBuffers {
     /// The tokens of the last queued step, u32 `[MAX_ROWS]`.
     tokens: Tensor,
     /// `MAX_ROWS` slots for each of `DEPTH` steps.
@@ -69,7 +45,7 @@ pub(super) struct StepQueue {
     rows: HashMap<u64, u32>,
 }
 
-impl StepQueue {
+impl QueueBuffers {
     pub fn new(device: &CudaDevice) -> Result<Self> {
         Ok(Self {
             tokens: Tensor::zeros(MAX_ROWS, DType::U32, &Device::Cuda(device.clone()))?,

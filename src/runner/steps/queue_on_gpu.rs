@@ -4,19 +4,19 @@ use std::time::Instant;
 
 use anyhow::Result;
 
-use super::queued_step::{QueuedStep, QueuedTokens};
-use super::rank_queue::RankQueue;
-use super::step_queue::{MAX_ROWS, RowSampling};
-use super::step_sequence::StepSequence;
-use super::step_times::StepKind;
-use super::{Decode, Runner};
+use crate::runner::Runner;
+use crate::runner::decode::Decode;
+use crate::runner::queue::{MAX_ROWS, QueuedStep, QueuedTokens, RowSampling};
+use crate::runner::ranks::RankQueue;
+use crate::runner::step_sequence::StepSequence;
+use crate::runner::step_times::StepKind;
 
 impl Runner {
     /// Implements [`queue`](Self::queue) for a GPU.
     pub(super) fn queue_on_gpu(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
         let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
         let runs_alone = sequences.len() == 1 && matches!(self.decode, Decode::Graph(_));
-        if sequences.len() > MAX_ROWS || runs_alone || self.options.grid.is_some() && !is_decode {
+        if sequences.len() > MAX_ROWS || runs_alone || self.options.prompt_parts.is_some() && !is_decode {
             return Ok(None);
         }
         if !self.followers.can_queue() {
@@ -24,11 +24,11 @@ impl Runner {
         }
         self.check_tokens(sequences)?;
         self.forget_sequences();
-        let (Some(queue), Some(batches)) = (&mut self.queue, &mut self.batches) else { return Ok(None) };
+        let (Some(buffers), Some(batches)) = (&mut self.buffers, &mut self.batches) else { return Ok(None) };
         let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
         let (samplings, sum_order) = (RowSampling::of_sequences(sequences), self.options.sum_order());
         let index = self.followers.queue(sequences, &samplings, || {
-            RankQueue { decoder: &self.decoder, cache: &self.cache, batches, queue, sum_order }
+            RankQueue { decoder: &self.decoder, cache: &self.cache, batches, buffers, sum_order }
                 .queue(sequences, &samplings)
         })?;
         let needs_token = sequences.iter().map(|sequence| sequence.sampler.is_some()).collect();

@@ -3,45 +3,45 @@
 use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
-use anyhow::{Context, Result};
-#[cfg(feature = "cuda")]
+use anyhow::Context;
+use anyhow::Result;
 use candle_core::Tensor;
 
-#[cfg(feature = "cuda")]
-use super::decode_graph::DecodeGraph;
-#[cfg(feature = "cuda")]
-use super::step_queue::RowSampling;
-#[cfg(feature = "cuda")]
-use super::step_sequence::StepSequence;
 use crate::kernels::SumOrder;
 #[cfg(feature = "cuda")]
 use crate::kernels::decode::sample::DeviceSampling;
-use crate::nn::kv_cache::BlockTables;
-use crate::nn::pass::{LogitRows, StepBatch};
+use crate::nn::decoder::Decoder;
+use crate::nn::kv_cache::{BlockTables, KvCache};
+use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
+#[cfg(feature = "cuda")]
+use crate::runner::decode_graph::DecodeGraph;
+#[cfg(feature = "cuda")]
+use crate::runner::queue::RowSampling;
+#[cfg(feature = "cuda")]
+use crate::runner::step_sequence::StepSequence;
 
 /// A command for a follower.
 #[derive(Clone)]
-pub(super) enum Command {
+pub enum RankCommand {
     /// Runs a batch one operation at a time.
     Forward(Arc<OwnedBatch>),
     /// Runs a decode step as a CUDA graph.
     #[cfg(feature = "cuda")]
-    Batch(Arc<OwnedBatch>),
+    Batch(Arc<OwnedStep>),
     /// Queues a step whose tokens stay on the GPU.
     #[cfg(feature = "cuda")]
-    Queue(Arc<OwnedStep>),
+    Queue(Arc<OwnedStep>, Arc<[RowSampling]>),
+    /// Runs a command on the decode graph.
     #[cfg(feature = "cuda")]
     Graph(GraphCommand),
-    CopyBlock {
-        from: u32,
-        to: u32,
-    },
+    /// Copies a block of the KV cache.
+    CopyBlock { from: u32, to: u32 },
 }
 
 /// A command for the decode graphs of all ranks.
 #[cfg(feature = "cuda")]
 #[derive(Clone)]
-pub(super) enum GraphCommand {
+pub enum GraphCommand {
     /// See [`DecodeGraph::start`].
     Start { sequence: u64, position: usize, token: u32, sampling: Option<DeviceSampling>, tables: BlockTables },
     /// See [`DecodeGraph::start_from`]. Uses the logits of the rank's last pass.
@@ -73,29 +73,53 @@ impl GraphCommand {
 }
 
 /// A copy of a [`StepBatch`] for the threads of the followers.
-pub(super) struct OwnedBatch {
-    pub ids: Vec<u32>,
-    /// For each sequence, the number of new tokens, the position of the first new token, and the block tables.
-    pub sequences: Vec<(usize, usize, BlockTables)>,
-    pub logits: LogitRows,
-    pub sum_order: SumOrder,
+pub struct OwnedBatch {
+    ids: Vec<u32>,
+    spans: Vec<OwnedSpan>,
+    logits: LogitRows,
+    sum_order: SumOrder,
+}
+
+/// A copy of a [`SequenceSpan`].
+struct OwnedSpan {
+    tokens: usize,
+    position: usize,
+    tables: BlockTables,
 }
 
 impl From<&StepBatch<'_>> for OwnedBatch {
     fn from(batch: &StepBatch) -> Self {
-        let sequences = batch.sequences.iter().map(|span| (span.tokens, span.position, span.tables.clone()));
-        let (logits, sum_order) = (batch.logits, batch.sum_order);
-        Self { ids: batch.ids.to_vec(), sequences: sequences.collect(), logits, sum_order }
+        let owned = |&SequenceSpan { tokens, position, tables }: &SequenceSpan| OwnedSpan {
+            tokens,
+            position,
+            tables: tables.clone(),
+        };
+        let spans = batch.sequences.iter().map(owned).collect();
+        Self { ids: batch.ids.to_vec(), spans, logits: batch.logits, sum_order: batch.sum_order }
     }
 }
 
-/// A copy of a queued step for the threads of the followers.
-#[cfg(feature = "cuda")]
-pub(super) struct OwnedStep {
-    sequences: Vec<OwnedSequence>,
-    pub samplings: Vec<RowSampling>,
+impl OwnedBatch {
+    /// Runs the batch with the part of a rank. Returns the logits.
+    pub fn forward(&self, decoder: &Decoder, cache: &KvCache) -> Result<Tensor> {
+        let Self { ids, spans, logits, sum_order } = self;
+        let spans: Vec<SequenceSpan> = spans.iter().map(OwnedSpan::span).collect();
+        let batch = StepBatch { ids, sequences: &spans, logits: *logits, sum_order: *sum_order };
+        decoder.forward(&batch, cache)
+    }
 }
 
+impl OwnedSpan {
+    fn span(&self) -> SequenceSpan<'_> {
+        SequenceSpan { tokens: self.tokens, position: self.position, tables: &self.tables }
+    }
+}
+
+/// A copy of the sequences of a step for the threads of the followers.
+#[cfg(feature = "cuda")]
+pub struct OwnedStep(Vec<OwnedSequence>);
+
+/// A copy of a [`StepSequence`] without its sampler. Followers choose no tokens on the host.
 #[cfg(feature = "cuda")]
 struct OwnedSequence {
     id: u64,
@@ -107,33 +131,24 @@ struct OwnedSequence {
 
 #[cfg(feature = "cuda")]
 impl OwnedStep {
-    pub fn new(sequences: &[StepSequence], samplings: &[RowSampling]) -> Self {
+    pub fn new(sequences: &[StepSequence]) -> Self {
         let owned = |sequence: &StepSequence| {
             let &StepSequence { id, ids, awaits_input, position, tables, .. } = sequence;
             OwnedSequence { id, ids: ids.to_vec(), awaits_input, position, tables: tables.clone() }
         };
-        Self { sequences: sequences.iter().map(owned).collect(), samplings: samplings.to_vec() }
+        Self(sequences.iter().map(owned).collect())
     }
 
     /// Returns the sequences without samplers.
     pub fn sequences(&self) -> Vec<StepSequence<'_>> {
-        self.sequences.iter().map(OwnedSequence::borrow).collect()
+        self.0.iter().map(OwnedSequence::as_step_sequence).collect()
     }
 }
 
 #[cfg(feature = "cuda")]
 impl OwnedSequence {
-    fn borrow(&self) -> StepSequence<'_> {
-        StepSequence {
-            id: self.id,
-            ids: &self.ids,
-            awaits_input: self.awaits_input,
-            position: self.position,
-            tables: &self.tables,
-            sampler: None,
-            limit: 0,
-            grid: None,
-            scores: None,
-        }
+    fn as_step_sequence(&self) -> StepSequence<'_> {
+        let Self { id, ids, awaits_input, position, tables } = self;
+        StepSequence { awaits_input: *awaits_input, ..StepSequence::new(*id, ids, *position, tables) }
     }
 }

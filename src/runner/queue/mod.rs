@@ -1,0 +1,16 @@
+//! What queued steps need: the buffers on a GPU, and the step that the host holds until it knows the tokens.
+//!
+//! `steps/queue.rs` and `steps/queue_on_gpu.rs` queue the steps.
+
+#[cfg(feature = "cuda")]
+mod buffers;
+mod queued_step;
+#[cfg(feature = "cuda")]
+mod row_sampling;
+
+#[cfg(feature = "cuda")]
+pub use buffers::{MAX_ROWS, QueueBuffers};
+pub use queued_step::QueuedStep;
+pub(super) use queued_step::QueuedTokens;
+#[cfg(feature = "cuda")]
+pub use row_sampling::RowSampling;

@@ -1,0 +1,21 @@
+//! The ranks of a model that several devices run together.
+//!
+//! - `followers`: all ranks except the first, as the runner sees them: sends them commands, and reports their failures
+//! - `follower`: the thread of one such rank
+//! - `command`: the commands that the first rank sends
+//! - `queue`: queues a step on the GPU of one rank
+//! - `parts`: the decoder and the KV cache of one rank
+
+mod command;
+mod follower;
+mod followers;
+mod parts;
+#[cfg(feature = "cuda")]
+mod queue;
+
+#[cfg(feature = "cuda")]
+pub use command::GraphCommand;
+pub use followers::Followers;
+pub use parts::RankParts;
+#[cfg(feature = "cuda")]
+pub use queue::RankQueue;
