@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use futures_core::Stream;
 use tokio::sync::oneshot;
 
+use super::admission::Permit;
 use super::choice::{Choice, Pieces, finite_logprob};
 use super::error::ApiError;
-use super::limits::Permit;
 use super::log::{AnswerLog, RequestLog};
 use super::state::Server;
 use super::usage::Usage;
