@@ -11,7 +11,7 @@ use candle_core::Tensor;
 #[cfg(feature = "cuda")]
 use super::batch_graph::{BatchGraphs, gpu};
 #[cfg(feature = "cuda")]
-use super::choose_token::NO_TOKEN;
+use super::choose_token::NoToken;
 use super::decode::Decode;
 use super::limits::{RunnerLimits, RunnerOptions};
 use super::rank_command::{Command, OwnedBatch};
@@ -134,7 +134,7 @@ impl Follower {
                 let Decode::Graph(graph) = &mut self.decode else { bail!("internal error: a rank has no graph") };
                 match command.run(graph, self.logits.as_ref()) {
                     // The first rank has the same logits, and reports the error to the client.
-                    Err(error) if error.to_string() == NO_TOKEN => {}
+                    Err(error) if error.is::<NoToken>() => {}
                     result => drop(result?),
                 }
             }

@@ -14,7 +14,7 @@ use candle_core::Device;
 use candle_core::Tensor;
 
 #[cfg(feature = "cuda")]
-use super::choose_token::NO_TOKEN;
+use super::choose_token::NoToken;
 #[cfg(feature = "cuda")]
 use super::decode_graph::DecodeGraph;
 use super::follower::{failure, follow};
@@ -163,8 +163,8 @@ impl Followers {
         self.send(&Command::Graph(command.clone()))?;
         let token = command.run(graph, logits);
         match &token {
-            // `NO_TOKEN` ends only the request, because all ranks return this error at the same step.
-            Err(error) if error.to_string() != NO_TOKEN => self.fail(error),
+            // `NoToken` ends only the request, because all ranks return this error at the same step.
+            Err(error) if !error.is::<NoToken>() => self.fail(error),
             _ => {}
         }
         // The results of a step in which a rank failed are wrong.

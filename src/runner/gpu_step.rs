@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use anyhow::{Error, Result, anyhow};
 use candle_core::Tensor;
 
-use super::choose_token::{ChooseToken, NO_ALLOWED_TOKEN, NO_TOKEN};
+use super::choose_token::{ChooseToken, NO_ALLOWED_TOKEN, NoToken};
 use super::decode_graph::DecodeGraph;
 use super::followers::Followers;
 use super::logprobs::TokenLogprobs;
@@ -62,9 +62,9 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
                     Ok(ChosenToken { id, logprobs })
                 }
                 (None, None) if masks.iter().any(|(masked, _)| *masked == row) => Err(anyhow!(NO_ALLOWED_TOKEN)),
-                (None, None) => Err(anyhow!(NO_TOKEN)),
+                (None, None) => Err(NoToken.into()),
             },
-            None => Err(anyhow!(NO_TOKEN)),
+            None => Err(NoToken.into()),
         })
     });
     Ok(chosen.collect())

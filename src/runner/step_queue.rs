@@ -8,7 +8,7 @@ use anyhow::{Result, anyhow};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
-use super::choose_token::NO_TOKEN;
+use super::choose_token::NoToken;
 use super::step_sequence::{Chosen, ChosenToken, StepSequence};
 use crate::kernels::decode::sample::SamplingKernelParams;
 use crate::kernels::decode::{MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS, queue_rows};
@@ -124,7 +124,7 @@ impl StepQueue {
             let slot = if needs_token { slots.next() } else { None };
             let Some(slot) = slot else { return Ok(None) };
             Ok(Some(match self.mailbox.wait(slot)? {
-                MAILBOX_NO_TOKEN => Err(anyhow!(NO_TOKEN)),
+                MAILBOX_NO_TOKEN => Err(NoToken.into()),
                 word => {
                     record(sequence, word - 1);
                     Ok(ChosenToken { id: word - 1, logprobs: None })
