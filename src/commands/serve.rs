@@ -12,6 +12,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::shared::logging::LogFormat;
 use super::shared::{LoadArgs, api_keys, log_writer, note, seconds};
+use crate::engine::memory::MAX_LOGIT_ROWS;
 use crate::error::Error;
 use crate::hub::{self, Hub, Snapshot, demo};
 use crate::server::{self, ReceiptKey, RecordOptions, Server, ServerOptions, Timeouts};
@@ -20,6 +21,10 @@ use crate::text::printable;
 
 /// The maximum number of threads that serve connections. The engine has its own thread.
 const MAX_THREADS: usize = 4;
+
+/// The default value of `--max-sequences`, and its limit.
+const MAX_SEQUENCES: u16 = MAX_LOGIT_ROWS as u16;
+const _: () = assert!(MAX_LOGIT_ROWS == 256, "the help of --max-sequences and docs/tuning.md give this limit");
 
 /// The time limit for threads to finish when the program exits.
 const END_TIME: Duration = Duration::from_secs(1);
@@ -51,7 +56,12 @@ pub struct Args {
     #[arg(long, value_name = "ORIGIN")]
     cors_origin: Vec<String>,
     /// Maximum number of answers to generate at once, up to 256; all others wait
-    #[arg(long, default_value_t = 256, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(
+        long,
+        default_value_t = MAX_SEQUENCES,
+        value_name = "N",
+        value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_SEQUENCES))
+    )]
     max_sequences: u16,
     /// Maximum number of answers that may wait to start; further requests are rejected with status 429
     #[arg(long, default_value_t = 512, value_name = "N")]

@@ -3,6 +3,18 @@
 //! [`Engine`] loads a model and owns the engine thread. Clients submit a [`Request`] through an [`EngineHandle`].
 //! They receive the answer as events from a [`RequestStream`].
 //! The engine thread handles only token ids. Text is encoded and decoded on the client's thread.
+//! The modules are:
+//!
+//! - `load`, `load_ranks`: load a model; `memory`, `rank_memory`, `memory_limit`: plan its memory; `info`: its properties
+//! - `handle`, `request`, `preview`, `score`: the client's side: submit, predict and score requests
+//! - `stream`, `output`, `stop`: turn the tokens of an answer into text and events, on the client's thread
+//! - `engine_loop/`, `sequence`, `prompt_scores`, `outbox`: the engine thread, the state of its sequences, and the events
+//!   that it sends
+//! - `scheduler/`, `blocks/`, `prefix_file`: choose the tokens of each step, and assign and reuse blocks of the KV cache
+//! - `sampling`, `sampler`, `constraint/`: choose tokens
+//! - `record`, `replay`: records of answers, and their recomputation
+//! - `stats`, `heartbeat`: show other threads what the engine thread does
+//! - `scripted`: an engine without a model, for tests
 
 pub mod blocks;
 mod constraint;

@@ -10,7 +10,7 @@ pub struct PromptScores {
     /// The number of most likely tokens to report with each token.
     top: usize,
     /// The number of tokens in the prompt.
-    prompt: usize,
+    prompt_tokens: usize,
     /// The number of tokens whose log probabilities have been sent.
     /// The first prompt token has no log probability and is not counted.
     sent: usize,
@@ -19,8 +19,8 @@ pub struct PromptScores {
 }
 
 impl PromptScores {
-    pub fn new(top: usize, prompt: usize) -> Self {
-        Self { top, prompt, sent: 0, step: Vec::new() }
+    pub fn new(top: usize, prompt_tokens: usize) -> Self {
+        Self { top, prompt_tokens, sent: 0, step: Vec::new() }
     }
 
     /// Returns the prompt tokens to score in a step whose input tokens are `tokens[range]`.
@@ -28,7 +28,7 @@ impl PromptScores {
     /// A preempted sequence recomputes some tokens. Tokens that have already been scored are not scored again.
     pub fn of_step<'s>(&'s mut self, tokens: &'s [u32], range: Range<usize>) -> Option<ScoreTokens<'s>> {
         self.step.clear();
-        let scored = range.start.max(self.sent) + 1..self.prompt.min(range.end + 1);
+        let scored = range.start.max(self.sent) + 1..self.prompt_tokens.min(range.end + 1);
         let first = scored.start - 1 - range.start;
         let tokens = tokens.get(scored).filter(|tokens| !tokens.is_empty())?;
         Some(ScoreTokens { first, tokens, top: self.top, logprobs: &mut self.step })

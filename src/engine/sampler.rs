@@ -69,13 +69,12 @@ impl Sampler {
     pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
         self.penalize(logits);
         let token = if self.params.temperature == 0.0 { argmax(logits) } else { self.draw(logits) };
-        *self.seen.entry(token).or_default() += 1;
-        self.chosen += 1;
+        self.count(token);
         token
     }
 
-    /// Counts a token that the GPU sampled.
-    fn record(&mut self, token: u32) {
+    /// Counts a chosen token, for the penalties and the random numbers of later choices.
+    fn count(&mut self, token: u32) {
         *self.seen.entry(token).or_default() += 1;
         self.draws += u64::from(self.params.temperature != 0.0);
         self.chosen += 1;
@@ -100,7 +99,7 @@ impl Sampler {
         }
     }
 
-    fn draw(&mut self, logits: &[f32]) -> u32 {
+    fn draw(&self, logits: &[f32]) -> u32 {
         let mut candidates = candidates(logits, &self.params);
         // Sort by id to match the order of the GPU sampling kernel.
         if !candidates.is_sorted_by_key(|candidate| candidate.id) {
@@ -108,7 +107,6 @@ impl Sampler {
         }
         let total: f64 = candidates.iter().map(|c| c.weight).sum();
         let mut remaining = uniform(self.params.seed, self.draws) * total;
-        self.draws += 1;
         for candidate in &candidates {
             remaining -= candidate.weight;
             if remaining < 0.0 {
@@ -151,7 +149,7 @@ impl ChooseToken for Sampler {
     }
 
     fn record(&mut self, token: u32) {
-        self.record(token);
+        self.count(token);
     }
 
     #[cfg(feature = "cuda")]

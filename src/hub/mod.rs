@@ -3,6 +3,15 @@
 //! A [`Snapshot`] is a directory with the files of a model at one commit.
 //! inferno finds models in two caches: its own cache, and the Hugging Face cache that Python tools share.
 //! inferno writes only to its own cache. A plain directory can be used in place of a model name.
+//! The modules are:
+//!
+//! - `client`, `config`, `limits`: [`Hub`], its caches and its connection settings
+//! - `find`, `snapshot`, `names`, `identity`, `usage`: models on this machine, their names and hashes, and their last use
+//! - `cache`, `disk`, `lock`: the layout of the caches, file operations and locks
+//! - `remote`, `retry`: requests to a hub; `listing`, `inspect`: the files of a repository, and what they contain
+//! - `download/`, `filter`, `hash`, `parallel`, `progress`: download files, and check them
+//! - `verify`, `remove`: check, repair and remove downloaded models
+//! - `demo`: the built-in demo model
 
 mod cache;
 mod client;

@@ -5,7 +5,7 @@
 //!   On a CPU, the operation runs `reference` (plain Rust in f32) or candle operations.
 //! - `x.cu` contains the CUDA kernel.
 //!
-//! The fused kernels in `moe::expert_mlp`, `moe::route` and `decode` run only on a GPU.
+//! The fused kernels in `moe::expert_mlp`, `moe::expert_few`, `moe::route` and `decode` run only on a GPU.
 //! Tests compare the fused kernels with the operations that they replace.
 //!
 //! `launch` launches kernels, `scratch` allocates their outputs, `upload` copies weights to a device, and `bandwidth`
@@ -38,6 +38,11 @@ pub mod upload;
 use candle_core::{DType, Layout, Result, Storage, Tensor, WithDType, bail};
 
 pub use sum_order::SumOrder;
+
+const _: () = assert!(
+    constants::EXCHANGE_MAX_RANKS == crate::device::MAX_RANKS,
+    "all devices that run one model must be able to exchange data"
+);
 
 /// Returns the tensor as contiguous f32, and copies only if needed. `reference` functions need inputs in this form.
 pub(crate) fn to_f32(tensor: &Tensor) -> Result<Tensor> {

@@ -256,6 +256,7 @@ impl Decoder {
             matches!(chosen, Ok(AttentionBackend::CandleFlashAttn))
         })
     }
+
     /// Returns the dtype of activations and of the KV cache.
     pub fn dtype(&self) -> DType {
         self.dtype

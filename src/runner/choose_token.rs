@@ -6,9 +6,12 @@ use anyhow::Result;
 use crate::kernels::decode::sample::DeviceSampling;
 use crate::kernels::token_mask::TokenMask;
 
-/// The error message of a decode step in which every logit is NaN or -inf.
-pub(super) const NO_TOKEN: &str =
-    "cannot choose a token: every logit is NaN or -inf; the weights are corrupt, or values overflow in this --dtype";
+/// The error of a decode step in which every logit is NaN or -inf.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "cannot choose a token: every logit is NaN or -inf; the weights are corrupt, or values overflow in this --dtype"
+)]
+pub(super) struct NoToken;
 
 /// The error message of a decode step in which every allowed token has a logit of NaN or -inf.
 pub(super) const NO_ALLOWED_TOKEN: &str =

@@ -1,116 +1,170 @@
-//! `POST /v1/admission`: reports whether and when a chat completion request would start, without running the request.
+//! Admits requests up to a limit, leaves room for every client, and estimates when the next request will be admitted.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use axum::Extension;
-use axum::extract::{Request, State};
-use axum::response::Response;
-use serde::Serialize;
+use tokio::sync::Notify;
 
-use super::auth::Client;
-use super::body::{json_response, read_json};
-use super::chat::ChatRequest;
-use super::error::ApiError;
-use super::reply;
-use super::state::Server;
-use crate::nn::kv_cache::BLOCK_TOKENS;
+use super::free_times::FreeTimes;
 
-#[derive(Serialize)]
-struct Admission {
-    object: &'static str,
-    /// Whether the prompt leaves room for an answer in the context.
-    fits: bool,
-    /// Whether the queue has room.
-    accepted: bool,
-    starts_now: bool,
-    /// Seconds until the request would start. If the request is not accepted, seconds until a new
-    /// attempt is worthwhile. Null if unknown.
-    expected_wait_s: Option<f64>,
-    requests_ahead: usize,
-    prompt_tokens: usize,
-    cached_tokens: usize,
-    max_tokens: usize,
-    kv_cache: KvCache,
+/// The longest wait that the server suggests to a client.
+const MAX_RETRY: Duration = Duration::from_secs(60);
+
+/// The shortest wait that the server suggests, because `retry-after-ms` has whole milliseconds.
+const MIN_RETRY: Duration = Duration::from_millis(1);
+
+/// With several clients, each client can use at most this multiple of the remaining room. A single active client
+/// therefore leaves a fifth of the room for other clients, and two active clients leave a ninth.
+const MAX_SHARE_OF_ROOM: usize = 4;
+
+/// Counts the sequences that are waiting or running, and rejects sequences above the limit.
+pub struct Admission {
+    limit: usize,
+    state: Mutex<State>,
+    /// Notified when no sequence is waiting or running.
+    idle: Notify,
 }
 
-/// The number of blocks in the KV cache, and the number of blocks that the request needs.
-#[derive(Serialize)]
-struct KvCache {
-    block_tokens: usize,
-    needed_blocks: usize,
-    longest_answer_blocks: usize,
-    free_blocks: usize,
-    total_blocks: usize,
+/// The sequences that are waiting or running, and the times at which sequences ended.
+struct State {
+    /// The number of sequences of each client.
+    admitted: Vec<usize>,
+    ends: FreeTimes,
 }
 
-/// The response if the prompt is too long.
-#[derive(Serialize)]
-struct Misfit {
-    object: &'static str,
-    fits: bool,
-    accepted: bool,
-    starts_now: bool,
-    reason: String,
-}
-
-/// The value of the field `object`.
-const OBJECT: &str = "admission";
-
-/// Reports what would happen to a chat completion request.
-pub async fn preview(
-    State(server): State<Arc<Server>>,
-    Extension(client): Extension<Client>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    let engine = server.open_model()?.clone();
-    let headers = request.headers().clone();
-    let fields = read_json(request, &server.options.timeouts).await?;
-    let ChatRequest { mut request, choices, ignored, .. } = ChatRequest::read(fields, &server, &engine)?;
-    reply::check_strict(&headers, &ignored)?;
-    if let Some(options) = &mut request.options {
-        options.tenant = client.index() as u64;
-        options.deterministic |= reply::is_deterministic(&headers);
+impl State {
+    fn total(&self) -> usize {
+        self.admitted.iter().sum()
     }
-    // Use a thread that may block: rendering takes milliseconds of CPU time, and the engine answers only between two
-    // steps.
-    let worker = tokio::task::spawn_blocking(move || engine.preview(request, choices));
-    let found = match worker.await {
-        Ok(Ok(found)) => found,
-        Ok(Err(error)) => {
-            let error = ApiError::from_submit(&error, "messages");
-            if error.code != Some("context_length_exceeded") {
-                return Err(error);
-            }
-            let reason = error.message();
-            let misfit = Misfit { object: OBJECT, fits: false, accepted: false, starts_now: false, reason };
-            return Ok(reply::with_ignored(json_response(&misfit)?, &ignored));
+}
+
+impl Admission {
+    /// Creates an [`Admission`] for `clients` clients, which admits at most `limit` sequences at once.
+    pub fn new(limit: usize, clients: usize) -> Self {
+        let admitted = vec![0; clients.max(1)];
+        let state = Mutex::new(State { admitted, ends: FreeTimes::new(Instant::now()) });
+        Self { limit, state, idle: Notify::new() }
+    }
+
+    /// Admits `count` sequences of a client, or returns the expected time until there is room for them.
+    pub fn admit(self: &Arc<Self>, client: usize, count: usize) -> Result<Permit, Duration> {
+        let mut state = self.lock();
+        let total = state.total();
+        if !self.has_room(&state, client, count) {
+            return Err(self.expected_wait(&state, count));
         }
-        Err(panic) => return Err(ApiError::internal(format!("cannot preview the request: {panic}"))),
-    };
-    let full = server.admission.wait(client.index(), choices);
-    let starts_now = found.preview.starts_now && full.is_none();
-    let expected_wait = match full {
-        Some(wait) => Some(wait),
-        None if starts_now => Some(std::time::Duration::ZERO),
-        None => server.admission.expected_start(found.preview.ahead),
-    };
-    let admission = Admission {
-        object: OBJECT,
-        fits: true,
-        accepted: full.is_none(),
-        starts_now,
-        expected_wait_s: expected_wait.map(|wait| wait.as_secs_f64()),
-        requests_ahead: found.preview.ahead,
-        prompt_tokens: found.prompt_tokens,
-        cached_tokens: found.preview.cached_tokens,
-        max_tokens: found.max_tokens,
-        kv_cache: KvCache {
-            block_tokens: BLOCK_TOKENS,
-            needed_blocks: found.preview.needed_blocks,
-            longest_answer_blocks: found.preview.longest_blocks,
-            free_blocks: found.preview.free_blocks,
-            total_blocks: found.preview.total_blocks,
-        },
-    };
-    Ok(reply::with_ignored(json_response(&admission)?, &ignored))
+        if total == 0 {
+            // Do not count the time without any sequences as an interval between two ends.
+            state.ends.restart(Instant::now());
+        }
+        state.admitted[client] += count;
+        Ok(Permit { admission: self.clone(), client, count })
+    }
+
+    /// Returns the expected time until there is room for `count` sequences of a client, or `None` if there is room now.
+    pub fn wait(&self, client: usize, count: usize) -> Option<Duration> {
+        let state = self.lock();
+        (!self.has_room(&state, client, count)).then(|| self.expected_wait(&state, count))
+    }
+
+    /// Returns the expected time until `ahead` other sequences and one more have ended. `None` before the first end.
+    pub fn expected_start(&self, ahead: usize) -> Option<Duration> {
+        self.lock().ends.expected_wait(Instant::now(), ahead + 1)
+    }
+
+    /// Returns the expected time until enough sequences have ended to make room for `count` new sequences.
+    fn expected_wait(&self, state: &State, count: usize) -> Duration {
+        let (now, missing) = (Instant::now(), (state.total() + count).saturating_sub(self.limit).max(1));
+        // Before the first end, only a lower bound is known: no sequence has ended yet.
+        let wait = state.ends.expected_wait(now, missing).unwrap_or_else(|| state.ends.elapsed(now));
+        wait.clamp(MIN_RETRY, MAX_RETRY)
+    }
+
+    fn has_room(&self, state: &State, client: usize, count: usize) -> bool {
+        let Some(room) = self.limit.checked_sub(state.total() + count) else { return false };
+        let own = state.admitted[client];
+        // A client without sequences can use all the room, so that no request is too large for an idle server.
+        state.admitted.len() == 1 || own == 0 || own + count <= room.saturating_mul(MAX_SHARE_OF_ROOM)
+    }
+
+    /// Returns the maximum number of sequences that can be waiting or running at once.
+    pub fn limit(&self) -> usize {
+        self.limit
+    }
+
+    /// Returns the number of sequences that are waiting or running.
+    pub fn admitted(&self) -> usize {
+        self.lock().total()
+    }
+
+    /// Waits until no sequence is waiting or running.
+    pub async fn wait_until_idle(&self) {
+        loop {
+            let idle = self.idle.notified();
+            if self.admitted() == 0 {
+                return;
+            }
+            idle.await;
+        }
+    }
+
+    fn release(&self, client: usize, count: usize) {
+        let mut state = self.lock();
+        state.ends.add(Instant::now(), count);
+        state.admitted[client] -= count;
+        if state.total() == 0 {
+            self.idle.notify_waiters();
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The right to run sequences. Dropping the permit makes room for other sequences.
+pub struct Permit {
+    admission: Arc<Admission>,
+    client: usize,
+    count: usize,
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.admission.release(self.client, self.count);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exactly_the_excess_is_rejected() {
+        let admission = Arc::new(Admission::new(5, 1));
+        let first = admission.admit(0, 3).unwrap();
+        let second = admission.admit(0, 2).unwrap();
+        assert!(admission.admit(0, 1).is_err());
+        drop(first);
+        assert!(admission.admit(0, 4).is_err() && admission.admit(0, 3).is_ok());
+        assert_eq!(admission.admitted(), 2);
+        drop(second);
+        assert_eq!(admission.admitted(), 0);
+        let wait = admission.expected_wait(&admission.lock(), 5);
+        assert!(wait >= MIN_RETRY && wait <= MAX_RETRY, "{wait:?}");
+    }
+
+    #[test]
+    fn a_client_leaves_room_to_others() {
+        let admission = Arc::new(Admission::new(100, 3));
+        let mut permits: Vec<Permit> = (0..1000).filter_map(|_| admission.admit(0, 1).ok()).collect();
+        assert_eq!(permits.len(), 80);
+        assert!(admission.wait(0, 1).is_some() && admission.wait(1, 20).is_none() && admission.wait(1, 21).is_some());
+        permits.extend((0..1000).filter_map(|_| admission.admit(1, 1).ok()));
+        assert_eq!(permits.len(), 96);
+        permits.push(admission.admit(2, 4).ok().unwrap());
+        assert!(admission.admit(2, 1).is_err());
+        permits.clear();
+        assert!(admission.admit(1, 100).is_ok(), "an idle server has room for the largest request");
+    }
 }

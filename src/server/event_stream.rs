@@ -63,7 +63,7 @@ pub struct EventBuffer(String);
 impl EventBuffer {
     /// Adds an event. JSON has no line breaks, so the event is a single line.
     pub fn push(&mut self, event: &impl Serialize) {
-        if let Ok(json) = serde_json::to_string(event) {
+        if let Some(json) = to_json(event) {
             self.push_text(&json);
         }
     }
@@ -77,7 +77,7 @@ impl EventBuffer {
 
     /// Adds an object on a line of its own, without the fields of an event.
     pub fn push_line(&mut self, object: &impl Serialize) {
-        if let Ok(json) = serde_json::to_string(object) {
+        if let Some(json) = to_json(object) {
             self.0.push_str(&json);
             self.0.push('\n');
         }
@@ -91,6 +91,13 @@ impl EventBuffer {
     fn take(&mut self) -> Bytes {
         Bytes::from(std::mem::take(&mut self.0))
     }
+}
+
+/// Returns an event as JSON, or logs why the event is left out of the stream.
+fn to_json(event: &impl Serialize) -> Option<String> {
+    serde_json::to_string(event)
+        .inspect_err(|error| tracing::error!("internal error: cannot write an event of a stream: {error}"))
+        .ok()
 }
 
 /// Creates a response that streams answers as they are generated.

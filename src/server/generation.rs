@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use futures_core::Stream;
 use tokio::sync::oneshot;
 
+use super::admission::Permit;
 use super::choice::{Choice, Pieces, finite_logprob};
 use super::error::ApiError;
-use super::limits::Permit;
 use super::log::{AnswerLog, RequestLog};
 use super::state::Server;
 use super::usage::Usage;
@@ -280,11 +280,7 @@ impl Answers {
             let Some(request) = answers.first().and_then(|answer| answer.stream.record()).cloned() else { return };
             let take = |answer: &mut Answer| {
                 let counts = answer.stream.counts();
-                let finish = match &answer.summary {
-                    Some(summary) if !is_canceled => finish_name(summary),
-                    None if failure.is_some() => "error",
-                    _ => "canceled",
-                };
+                let finish = finish_name(answer.summary.as_deref(), failure.is_some(), is_canceled);
                 let recorded = std::mem::take(&mut answer.recorded);
                 let (cached_tokens, ttft_s) = (counts.cached_tokens, counts.ttft_s);
                 RecordedAnswer { finish: finish.to_string(), cached_tokens, ttft_s, ..recorded }
@@ -298,17 +294,17 @@ impl Answers {
 
     /// Returns the token counts so far. The tokens of a prompt count once, not once per answer.
     pub fn usage(&self) -> Usage {
-        let mut usage = [0; 4];
+        let (mut prompt_tokens, mut cached_tokens, mut completion_tokens, mut reasoning_tokens) = (0, 0, 0, 0);
         for (index, answer) in self.answers.iter().enumerate() {
-            let summary = answer.stream.counts();
+            let counts = answer.stream.counts();
             if index % self.per_prompt == 0 {
-                usage[0] += summary.prompt_tokens;
-                usage[1] += summary.cached_tokens;
+                prompt_tokens += counts.prompt_tokens;
+                cached_tokens += counts.cached_tokens;
             }
-            usage[2] += summary.completion_tokens;
-            usage[3] += answer.choice.reasoning_tokens();
+            completion_tokens += counts.completion_tokens;
+            reasoning_tokens += answer.choice.reasoning_tokens();
         }
-        Usage::new(usage[0], usage[1], usage[2], usage[3])
+        Usage::new(prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens)
     }
 }
 
@@ -327,11 +323,9 @@ impl Drop for Answers {
             metrics.request_generation_tokens.observe(counts.completion_tokens as f64);
         }
         let has_ended = self.answers.iter().all(|answer| answer.summary.is_some());
-        let finish = match self.answers.first().and_then(|answer| answer.summary.as_ref()) {
-            _ if self.failure.is_some() => "error",
-            Some(summary) if has_ended && !self.is_canceled => finish_name(summary),
-            _ => "canceled",
-        };
+        // The log has one line for all answers. Unless all have ended, it reports why the rest did not.
+        let summary = self.summary(0).filter(|_| has_ended && self.failure.is_none());
+        let finish = finish_name(summary, self.failure.is_some(), self.is_canceled);
         self.record();
         let usage = self.usage();
         self.log.set_answer(AnswerLog {
@@ -346,11 +340,15 @@ impl Drop for Answers {
     }
 }
 
-fn finish_name(summary: &Summary) -> &'static str {
+/// Returns how an answer finished, for the log and the records. `summary` is `None` if the answer has not ended.
+fn finish_name(summary: Option<&Summary>, has_failed: bool, is_canceled: bool) -> &'static str {
     use crate::engine::FinishReason::*;
-    match summary.finish_reason {
-        Stop | Canceled => "stop",
-        Length => "length",
-        ToolCalls => "tool_calls",
+    match summary.map(|summary| &summary.finish_reason) {
+        None if has_failed => "error",
+        None => "canceled",
+        Some(_) if is_canceled => "canceled",
+        Some(Stop | Canceled) => "stop",
+        Some(Length) => "length",
+        Some(ToolCalls) => "tool_calls",
     }
 }

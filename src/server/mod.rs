@@ -5,17 +5,20 @@
 //!
 //! - `chat/`, `completions/`, `responses/`, `models`: the routes of OpenAI's API
 //! - `messages/`, `ollama/`: the routes of Anthropic's and ollama's APIs; `dialect`: the error formats of these APIs
-//! - `admission`, `records`, `tokenize`, `health`: other routes
+//! - `admission_preview`, `records`, `tokenize`, `health`: other routes
 //! - `body`, `generate_options`, `constraint`: read request fields
+//! - `admission`, `free_times`: limit the number of requests, and estimate how long a rejected request should wait
 //! - `generation`, `choice`, `event_stream`: run requests and turn their events into responses
+//! - `reply`, `usage`, `ids`, `error`: the parts of responses that several routes share
 //! - `retries`, `orphans`: let the retry of a request receive the answer to the first attempt
 //! - `router`, `auth`, `log`, `listener`, `tls`, `write_limit`: routing, access, logging and connections
 //! - `receipt`, `receipt_key`, `receipts`: sign statements about records
 //! - `recorder`: keeps records of requests, so that their answers can be reproduced
 //! - `page`: the chat page for browsers, with its files in `page/`
-//! - `state`, `options`, `limits`, `metrics`: shared state
+//! - `state`, `options`, `metrics`: shared state
 
 mod admission;
+mod admission_preview;
 mod auth;
 mod body;
 mod chat;
@@ -30,7 +33,6 @@ mod generate_options;
 mod generation;
 mod health;
 mod ids;
-mod limits;
 mod listener;
 mod log;
 mod messages;

@@ -15,8 +15,8 @@ use super::error::ApiError;
 use super::log::RequestLog;
 use super::state::Server;
 use super::{
-    admission, chat, completions, dialect, health, ids, messages, models, ollama, page, receipts, records, reply,
-    responses, retries, tokenize,
+    admission_preview, chat, completions, dialect, health, ids, messages, models, ollama, page, receipts, records,
+    reply, responses, retries, tokenize,
 };
 
 /// The header that identifies a request in logs. Clients may choose the id.
@@ -52,7 +52,7 @@ pub fn router(server: &Arc<Server>) -> Router {
         .route("/v1/records/{*id}", get(records::get))
         .route("/v1/receipts/key", get(receipts::key))
         .route("/v1/receipts/{*id}", get(receipts::get))
-        .route("/v1/admission", post(admission::preview))
+        .route("/v1/admission", post(admission_preview::preview))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .route("/api/tags", get(ollama::tags))
         .route("/api/ps", get(ollama::running))

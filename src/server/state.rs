@@ -7,8 +7,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::Result;
 use tokio::sync::watch;
 
+use super::admission::Admission;
 use super::error::ApiError;
-use super::limits::Admission;
 use super::metrics::Metrics;
 use super::options::ServerOptions;
 use super::orphans::Orphans;

@@ -3,7 +3,7 @@
 //! Each message is sent as a frame with a header (a request or response in JSON) and a body (text or binary data).
 //! The frame begins with the lengths of the header and the body (both u32, little-endian).
 
-use std::io::{self, Read, Write};
+use std::io::{Read, Write};
 
 use anyhow::{Result, bail};
 use serde::de::DeserializeOwned;
@@ -78,14 +78,15 @@ pub fn write(out: &mut impl Write, head: &impl Serialize, body: &[u8]) -> Result
     Ok(out.flush()?)
 }
 
-/// Reads a frame. Returns `None` at the end of the input.
+/// Reads a frame. Returns `None` if the input ends before the frame. Fails if the input ends within the frame.
 pub fn read<T: DeserializeOwned>(input: &mut impl Read) -> Result<Option<(T, Vec<u8>)>> {
-    let mut lengths = [[0; 4]; 2];
-    match input.read_exact(lengths.as_flattened_mut()) {
-        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
-        result => result?,
-    }
-    let [head, body] = lengths.map(|length| u32::from_le_bytes(length) as usize);
+    let mut lengths = Vec::new();
+    input.take(8).read_to_end(&mut lengths)?;
+    let [head, body] = match lengths.as_chunks() {
+        ([], []) => return Ok(None),
+        ([head, body], []) => [*head, *body].map(|length| u32::from_le_bytes(length) as usize),
+        _ => bail!("the frame is incomplete"),
+    };
     let head = read_bytes(input, head)?;
     Ok(Some((serde_json::from_slice(&head)?, read_bytes(input, body)?)))
 }
@@ -110,4 +111,25 @@ pub fn ids_to_bytes(ids: &[u32]) -> Vec<u8> {
 /// Returns the token ids in a body.
 pub fn ids_from_bytes(bytes: &[u8]) -> Vec<u32> {
     bytes.as_chunks().0.iter().map(|id| u32::from_le_bytes(*id)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_input_that_ends_between_frames_is_complete() {
+        let mut frame = Vec::new();
+        write(&mut frame, &"header", b"body").unwrap();
+        for end in 0..frame.len() {
+            let result = read::<String>(&mut &frame[..end]);
+            match end {
+                0 => assert!(result.unwrap().is_none()),
+                _ => assert_eq!(result.unwrap_err().to_string(), "the frame is incomplete", "{end} bytes"),
+            }
+        }
+        let mut input = frame.as_slice();
+        assert_eq!(read(&mut input).unwrap(), Some(("header".to_string(), b"body".to_vec())));
+        assert!(read::<String>(&mut input).unwrap().is_none());
+    }
 }

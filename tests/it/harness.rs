@@ -86,14 +86,33 @@ pub fn fail_without_cuda() {
     panic!("this build does not include CUDA; run: {}", Need::Gpu.command());
 }
 
-/// Returns the tests in `decode_graph.rs`, which is not compiled in builds without CUDA.
+/// Returns the tests of the modules that `main.rs` compiles only with CUDA.
 /// They are reported as ignored, or as failed if a GPU is expected.
 #[cfg(not(feature = "cuda"))]
 fn tests_of_cuda_builds() -> Vec<Test> {
-    let source = include_str!("decode_graph.rs").split("#[test(gpu)]\nfn ").skip(1);
-    let names = source.filter_map(|test| test.split('(').next());
-    let path = |name| format!("it::decode_graph::{name}").into();
-    names.map(|name| Test { path: path(name), need: Some(Need::Gpu), run: fail_without_cuda }).collect()
+    let modules: &[(&str, &str)] = cuda_modules!();
+    let tests =
+        modules.iter().flat_map(|(module, source)| source.split("\n#[test").skip(1).map(move |rest| (module, rest)));
+    let tests = tests.filter_map(|(module, rest)| {
+        let (argument, function) = rest.split_once(']')?;
+        let name = function.split_once("fn ")?.1.split('(').next()?;
+        let need = if argument == "(full_size)" { Need::FullSize } else { Need::Gpu };
+        Some(Test { path: format!("it::{module}::{name}").into(), need: Some(need), run: fail_without_cuda })
+    });
+    tests.collect()
+}
+
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn builds_without_cuda_list_the_tests_of_every_cuda_module() {
+    let main = include_str!("main.rs").split("#[cfg(feature = \"cuda\")]\nmod ").skip(1);
+    let modules: Vec<&str> = main.filter_map(|rest| rest.split(';').next()).collect();
+    assert!(modules.len() > 1, "{modules:?}");
+    let tests = tests_of_cuda_builds();
+    for module in modules {
+        let start = format!("{module}::");
+        assert!(tests.iter().any(|test| test.name().starts_with(&start)), "no tests of {module}");
+    }
 }
 
 #[cfg(feature = "cuda")]

@@ -19,6 +19,9 @@ use crate::runner::PromptParts;
 
 pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BLOCK};
 
+/// At every multiple of this many tokens, a sliding-window group keeps the blocks of its window cached for longer.
+const CHECKPOINT_TOKENS: usize = 1024;
+
 /// The hashes of the full blocks of a sequence.
 ///
 /// A block's hash covers the salt and all tokens up to the end of the block. The default value has no salt.
@@ -45,15 +48,15 @@ pub struct SequenceBlocks {
     tables: BlockTables,
     hashes: BlockHashes,
     /// For each table, the index of the first entry that is not the scratch block.
-    oldest: Vec<usize>,
+    first_held: Vec<usize>,
     /// The number of tokens whose keys and values are in the blocks.
     computed: usize,
     /// The number of tokens in the prompt.
-    prompt: usize,
+    prompt_tokens: usize,
     /// The number of full blocks that other sequences may reuse, counted from the start of this sequence.
     reusable: usize,
     /// The number of tokens that [`BlockManager::start`] looked up in the prefix cache.
-    queried: usize,
+    queried_tokens: usize,
 }
 
 impl SequenceBlocks {
@@ -135,7 +138,7 @@ impl BlockManager {
 
     /// Returns the number of blocks that a sequence uses.
     pub fn held(&self, sequence: &SequenceBlocks) -> usize {
-        sequence.tables.iter().zip(&sequence.oldest).map(|(table, oldest)| table.len() - oldest).sum()
+        sequence.tables.iter().zip(&sequence.first_held).map(|(table, first_held)| table.len() - first_held).sum()
     }
 
     /// Returns the maximum number of blocks that a sequence of `tokens` tokens uses in steps of up to `chunk` tokens.
@@ -146,40 +149,40 @@ impl BlockManager {
     /// Creates the block tables of a sequence and adds the blocks of the longest cached prefix of `tokens`.
     /// The prefix never includes the last token, because its logits must be computed.
     ///
-    /// The first `prompt` tokens are the prompt. All later tokens were generated before a preemption.
+    /// The first `prompt_tokens` tokens are the prompt. All later tokens were generated before a preemption.
     /// For a new sequence, `hashes` comes from [`hashes`](Self::hashes).
     /// For a preempted sequence, `hashes` comes from [`release`](Self::release).
-    pub fn start(&mut self, tokens: &[u32], prompt: usize, hashes: BlockHashes) -> SequenceBlocks {
-        let mut sequence = self.start_with(tokens, prompt, hashes, usize::MAX);
-        sequence.queried = tokens.len();
-        self.queried_tokens += sequence.queried as u64;
+    pub fn start(&mut self, tokens: &[u32], prompt_tokens: usize, hashes: BlockHashes) -> SequenceBlocks {
+        let mut sequence = self.start_with(tokens, prompt_tokens, hashes, usize::MAX);
+        sequence.queried_tokens = tokens.len();
+        self.queried_tokens += sequence.queried_tokens as u64;
         self.hit_tokens += sequence.computed as u64;
         sequence
     }
 
     /// Creates the block tables of a sequence like [`start`](Self::start), but adds no cached blocks.
-    pub fn start_uncached(&mut self, tokens: &[u32], prompt: usize, hashes: BlockHashes) -> SequenceBlocks {
-        self.start_with(tokens, prompt, hashes, 0)
+    pub fn start_uncached(&mut self, tokens: &[u32], prompt_tokens: usize, hashes: BlockHashes) -> SequenceBlocks {
+        self.start_with(tokens, prompt_tokens, hashes, 0)
     }
 
     /// Creates the block tables of a sequence and adds at most `most` cached blocks to each table.
-    fn start_with(&mut self, tokens: &[u32], prompt: usize, hashes: BlockHashes, most: usize) -> SequenceBlocks {
-        let (last, prompt_parts) = (prompt.saturating_sub(1), hashes.prompt_parts.or(self.prompt_parts));
+    fn start_with(&mut self, tokens: &[u32], prompt_tokens: usize, hashes: BlockHashes, most: usize) -> SequenceBlocks {
+        let (last, prompt_parts) = (prompt_tokens.saturating_sub(1), hashes.prompt_parts.or(self.prompt_parts));
         let mut sequence = SequenceBlocks {
             tables: BlockTables::new(self.windows.len()),
             hashes,
-            oldest: vec![0; self.windows.len()],
+            first_held: vec![0; self.windows.len()],
             computed: 0,
-            prompt,
+            prompt_tokens,
             reusable: prompt_parts.map_or(usize::MAX, |parts| parts.floor(last) / BLOCK_TOKENS),
-            queried: 0,
+            queried_tokens: 0,
         };
         let limit = sequence.reusable.min(tokens.len().saturating_sub(1) / BLOCK_TOKENS).min(most);
         self.extend_hashes(&mut sequence.hashes, &tokens[..limit * BLOCK_TOKENS]);
         let hit = self.longest_hit(tokens, &sequence.hashes, limit);
         for group in 0..self.windows.len() {
             let first = self.first_visible_block(group, hit * BLOCK_TOKENS);
-            sequence.oldest[group] = first;
+            sequence.first_held[group] = first;
             for index in 0..hit {
                 let block = match index < first {
                     true => None,
@@ -277,7 +280,7 @@ impl BlockManager {
             let missing = self.missing_in_group(group, sequence, tokens);
             let Some(window) = self.windows[group] else { return missing };
             // A shared block does not become free when it leaves the window of this sequence.
-            let unshared = (sequence.oldest[group]..sequence.tables.len(group))
+            let unshared = (sequence.first_held[group]..sequence.tables.len(group))
                 .filter(|&index| self.pool.references(sequence.tables.get(group, index)) == 1);
             missing.min(peak_blocks(Some(window), tokens, chunk).saturating_sub(unshared.count()))
         };
@@ -327,7 +330,7 @@ impl BlockManager {
         self.extend_hashes(&mut sequence.hashes, &tokens[..full * BLOCK_TOKENS]);
         let hashes = &sequence.hashes;
         for group in 0..self.windows.len() {
-            for index in first.max(sequence.oldest[group])..full.min(sequence.reusable) {
+            for index in first.max(sequence.first_held[group])..full.min(sequence.reusable) {
                 let content = BlockContent {
                     key: BlockKey { group, hash: hashes.blocks[index] },
                     parent: hashes.before(index),
@@ -336,12 +339,12 @@ impl BlockManager {
                 self.pool.publish(sequence.tables.get(group, index), content);
             }
             let visible = self.first_visible_block(group, tokens.len());
-            for index in sequence.oldest[group]..visible {
-                let retention = self.retention_behind_window(group, index, sequence.prompt);
+            for index in sequence.first_held[group]..visible {
+                let retention = self.retention_behind_window(group, index, sequence.prompt_tokens);
                 self.pool.release(sequence.tables.get(group, index), retention);
                 sequence.tables.set(group, index, SCRATCH_BLOCK);
             }
-            sequence.oldest[group] = visible.max(sequence.oldest[group]);
+            sequence.first_held[group] = visible.max(sequence.first_held[group]);
         }
     }
 
@@ -349,13 +352,13 @@ impl BlockManager {
     ///
     /// A prompt can reuse a prefix only if all blocks in the window at the end of the prefix are cached.
     /// Blocks in the window at the end of a prompt or at a multiple of [`CHECKPOINT_TOKENS`] are evicted last.
-    fn retention_behind_window(&self, group: usize, index: usize, prompt: usize) -> Retention {
+    fn retention_behind_window(&self, group: usize, index: usize, prompt_tokens: usize) -> Retention {
         let checkpoint = (index * BLOCK_TOKENS / CHECKPOINT_TOKENS + 1) * CHECKPOINT_TOKENS;
         let is_visible_from = |position| index >= self.first_visible_block(group, position);
         // A later prompt that starts with this prompt needs the blocks in the window at the end of this prompt.
         // A repeated prompt needs the blocks in the window before its last token, which is always computed.
-        let prompt_start = prompt.saturating_sub(1) / BLOCK_TOKENS * BLOCK_TOKENS;
-        let is_before_prompt_end = index < prompt / BLOCK_TOKENS && is_visible_from(prompt_start);
+        let prompt_start = prompt_tokens.saturating_sub(1) / BLOCK_TOKENS * BLOCK_TOKENS;
+        let is_before_prompt_end = index < prompt_tokens / BLOCK_TOKENS && is_visible_from(prompt_start);
         match is_visible_from(checkpoint) || is_before_prompt_end {
             true => Retention::Keep,
             false => Retention::EvictFirst,
@@ -378,14 +381,14 @@ impl BlockManager {
         }
         let mut sequence = SequenceBlocks {
             tables: BlockTables::new(self.windows.len()),
-            oldest: vec![0; self.windows.len()],
-            prompt: tokens.len(),
+            first_held: vec![0; self.windows.len()],
+            prompt_tokens: tokens.len(),
             reusable: usize::MAX,
             ..SequenceBlocks::default()
         };
         for group in groups {
             let visible = self.visible_blocks(group, tokens.len());
-            sequence.oldest[group] = visible.start;
+            sequence.first_held[group] = visible.start;
             for index in 0..visible.end {
                 let block = if index < visible.start { SCRATCH_BLOCK } else { self.pool.allocate()? };
                 sequence.tables.push(group, block);
@@ -400,11 +403,11 @@ impl BlockManager {
         SequenceBlocks {
             tables: sequence.tables.clone(),
             hashes: sequence.hashes.clone(),
-            oldest: sequence.oldest.clone(),
+            first_held: sequence.first_held.clone(),
             computed: sequence.computed,
-            prompt: sequence.prompt,
+            prompt_tokens: sequence.prompt_tokens,
             reusable: sequence.reusable,
-            queried: 0,
+            queried_tokens: 0,
         }
     }
 
@@ -425,7 +428,7 @@ impl BlockManager {
 
     /// Undoes [`start`](Self::start) for a sequence that cannot run yet. Returns its hashes.
     pub fn abandon(&mut self, sequence: SequenceBlocks) -> BlockHashes {
-        self.queried_tokens -= sequence.queried as u64;
+        self.queried_tokens -= sequence.queried_tokens as u64;
         self.hit_tokens -= sequence.computed as u64;
         self.release(sequence)
     }
@@ -435,6 +438,3 @@ impl BlockManager {
         self.pool.forget();
     }
 }
-
-/// At every multiple of this many tokens, a sliding-window group keeps the blocks of its window cached for longer.
-const CHECKPOINT_TOKENS: usize = 1024;

@@ -107,53 +107,68 @@ impl EngineLoop {
     /// If `was_queued` is true, [`record_queued`](Self::record_queued) has already recorded the step in the scheduler.
     fn deliver(&mut self, work: &[SequenceWork], chosen: Vec<Chosen>, was_queued: bool) {
         self.counters.publish(&self.scheduler);
-        let context = self.runner.limits().context;
-        for (SequenceWork { id, range, is_last }, chosen) in work.iter().zip(chosen) {
-            let Some(sequence) = self.sequences.get_mut(id) else { continue };
-            let is_prompt = range.len() > 1 || !sequence.has_generated();
+        for (work, chosen) in work.iter().zip(chosen) {
+            let Some(sequence) = self.sequences.get(&work.id) else { continue };
+            let is_prompt = work.range.len() > 1 || !sequence.has_generated();
             if is_prompt {
-                stats::add(&self.counters.prompt_tokens, range.len() as u64);
+                stats::add(&self.counters.prompt_tokens, work.range.len() as u64);
             }
-            if let Some(logprobs) = sequence.prompt_scores.as_mut().and_then(PromptScores::take) {
-                let logprobs = Arc::new(logprobs);
-                sequence.add_prompt_logprobs(&logprobs, &mut self.outbox);
-                for fork in self.scheduler.forks(*id) {
-                    if let Some(fork) = self.sequences.get_mut(fork) {
-                        fork.add_prompt_logprobs(&logprobs, &mut self.outbox);
-                    }
-                }
-            }
-            let Some(sequence) = self.sequences.get_mut(id) else { continue };
-            let end = match chosen.map(|chosen| chosen.and_then(|token| sequence.accept(token))) {
-                None if *is_last => Some(Ok(FinishReason::Length)),
-                None => None,
-                Some(Ok(token)) => {
-                    stats::add(&self.counters.generated_tokens, 1);
-                    // The step may have begun before the request was canceled.
-                    // The first token after the cancellation therefore does not count.
-                    if sequence.is_canceled() && sequence.note_canceled() {
-                        stats::add(&self.counters.tokens_after_cancel, 1);
-                    }
-                    self.scheduler.push(*id, token.id);
-                    sequence.push(token, context, &mut self.outbox).map(Ok)
-                }
-                Some(Err(error)) => Some(Err(error)),
-            };
+            self.deliver_prompt_logprobs(work.id);
+            let outcome = self.outcome_of(work, chosen);
             // The keys and values of a failed sequence must not be reused.
-            let cached = match &end {
-                Some(Err(_)) => 0,
-                _ => range.end,
-            };
-            match was_queued {
-                true if cached == 0 => self.scheduler.forget_prefixes(),
-                false if cached > 0 => self.scheduler.advance(*id, cached),
-                _ => {}
-            }
-            self.counters.cached_tokens.store(cached as u64, Ordering::Relaxed);
-            if let Some(outcome) = end {
-                self.end(*id, outcome);
+            let has_failed = matches!(outcome, Some(Err(_)));
+            self.record_computed(work.id, if has_failed { 0 } else { work.range.end }, was_queued);
+            if let Some(outcome) = outcome {
+                self.end(work.id, outcome);
             }
         }
+    }
+
+    /// Adds the log probabilities of the prompt tokens that a step scored, for a sequence and the forks that wait for it.
+    fn deliver_prompt_logprobs(&mut self, id: SequenceId) {
+        let Some(sequence) = self.sequences.get_mut(&id) else { return };
+        let Some(logprobs) = sequence.prompt_scores.as_mut().and_then(PromptScores::take) else { return };
+        let logprobs = Arc::new(logprobs);
+        sequence.add_prompt_logprobs(&logprobs, &mut self.outbox);
+        for fork in self.scheduler.forks(id) {
+            if let Some(fork) = self.sequences.get_mut(fork) {
+                fork.add_prompt_logprobs(&logprobs, &mut self.outbox);
+            }
+        }
+    }
+
+    /// Adds the token that a step chose to its sequence. Returns how the sequence ended, or `None` if it continues.
+    fn outcome_of(&mut self, work: &SequenceWork, chosen: Chosen) -> Option<Result<FinishReason>> {
+        let sequence = self.sequences.get_mut(&work.id)?;
+        match chosen.map(|chosen| chosen.and_then(|token| sequence.accept(token))) {
+            // The step computed the last token of a sequence that generates none.
+            None if work.is_last => Some(Ok(FinishReason::Length)),
+            None => None,
+            Some(Ok(token)) => {
+                stats::add(&self.counters.generated_tokens, 1);
+                // The step may have begun before the request was canceled.
+                // The first token after the cancellation therefore does not count.
+                if sequence.is_canceled() && sequence.note_canceled() {
+                    stats::add(&self.counters.tokens_after_cancel, 1);
+                }
+                self.scheduler.push(work.id, token.id);
+                sequence.push(token, self.runner.limits().context, &mut self.outbox).map(Ok)
+            }
+            Some(Err(error)) => Some(Err(error)),
+        }
+    }
+
+    /// Records that the first `cached` tokens of a sequence are in the KV cache. If `cached` is 0, the step failed.
+    fn record_computed(&mut self, id: SequenceId, cached: usize, was_queued: bool) {
+        match was_queued {
+            // The scheduler has already made the tokens of the failed step reusable.
+            true if cached == 0 => self.scheduler.forget_prefixes(),
+            false if cached > 0 => self.scheduler.advance(id, cached),
+            _ => {}
+        }
+        // The counter is about the latest request. After a step of several sequences, it is about the last one in the
+        // step: with requests in parallel, only the counters of the prefix cache describe what can be reused.
+        self.counters.cached_tokens.store(cached as u64, Ordering::Relaxed);
     }
 }
 

@@ -150,7 +150,8 @@ struct Sequence {
     tokens: Vec<u32>,
     /// Whether the last of `tokens` is a placeholder for the token that a queued step chooses.
     is_last_pending: bool,
-    prompt: usize,
+    /// The number of tokens in the prompt.
+    prompt_tokens: usize,
     /// If set, chunks of the prompt end at the ends of these parts, and every later token is computed separately.
     prompt_parts: Option<PromptParts>,
     /// Whether to compute the whole prompt without reusing cached tokens. Becomes false once the prompt is computed.
@@ -192,7 +193,7 @@ impl Sequence {
     /// Stops before the last prompt token if the sequence has forks, because each fork samples from that token.
     /// If the prompt is divided into parts, the last prompt token and all generated tokens are computed one by one.
     fn next_end(&self) -> usize {
-        let (last, computed) = (self.prompt - 1, self.computed());
+        let (last, computed) = (self.prompt_tokens - 1, self.computed());
         match self.prompt_parts {
             Some(_) if computed >= last => computed + 1,
             None if self.forks.is_empty() => self.tokens.len(),
@@ -214,7 +215,7 @@ impl Sequence {
 
     /// Returns whether the last sampled token is the only token that is not computed yet.
     fn is_decoding(&self) -> bool {
-        self.is_running() && self.left() == 1 && self.computed() >= self.prompt
+        self.is_running() && self.left() == 1 && self.computed() >= self.prompt_tokens
     }
 
     /// Returns whether the sequence has tokens to compute before it decodes.
@@ -224,7 +225,7 @@ impl Sequence {
 
     /// Returns the maximum number of tokens in the sequence, including its prompt.
     fn longest(&self, context: usize) -> usize {
-        self.prompt.saturating_add(self.max_tokens).min(context)
+        self.prompt_tokens.saturating_add(self.max_tokens).min(context)
     }
 }
 
@@ -257,7 +258,7 @@ impl Scheduler {
         );
         let hashes = self.blocks.hashes(cache_salt.as_deref(), prompt_parts);
         let sequence = |id, tokens, forks, parent| Sequence {
-            prompt: prompt.len(),
+            prompt_tokens: prompt.len(),
             tokens,
             is_last_pending: false,
             prompt_parts: prompt_parts.or(self.config.prompt_parts),
@@ -370,7 +371,7 @@ impl Scheduler {
     /// Records that the keys and values of positions before `end` are in the cache.
     pub fn advance(&mut self, id: SequenceId, end: usize) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
-        sequence.computes_whole_prompt &= end + 1 < sequence.prompt;
+        sequence.computes_whole_prompt &= end + 1 < sequence.prompt_tokens;
         if let Some(blocks) = &mut sequence.blocks {
             self.blocks.commit(blocks, &sequence.tokens[..end]);
         }

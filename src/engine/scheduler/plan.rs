@@ -14,7 +14,7 @@ impl Scheduler {
     fn start_forks(&mut self, id: SequenceId) -> Vec<Seniority> {
         let mut started = Vec::new();
         let Some(parent) = self.sequences.get_mut(&id) else { return started };
-        if !parent.is_running() || parent.computed() + 1 != parent.prompt {
+        if !parent.is_running() || parent.computed() + 1 != parent.prompt_tokens {
             return started;
         }
         let forks = mem::take(&mut parent.forks);
@@ -77,7 +77,7 @@ impl Scheduler {
         let start = start.max(sequence.served);
         if start < end {
             sequence.served = end;
-            self.waiting.serve(sequence.tenant, start..end, sequence.prompt);
+            self.waiting.serve(sequence.tenant, start..end, sequence.prompt_tokens);
         }
     }
 
@@ -172,10 +172,11 @@ impl Scheduler {
     fn admit(&mut self, id: SequenceId) -> bool {
         let Some(sequence) = self.sequences.get_mut(&id) else { return false };
         // Take the blocks of a cached prefix now, so that they do not count as free blocks below.
-        let (tokens, prompt, hashes) = (&sequence.tokens, sequence.prompt, mem::take(&mut sequence.hashes));
+        let (tokens, prompt_tokens, hashes) =
+            (&sequence.tokens, sequence.prompt_tokens, mem::take(&mut sequence.hashes));
         sequence.blocks = Some(match sequence.computes_whole_prompt {
-            true => self.blocks.start_uncached(tokens, prompt, hashes),
-            false => self.blocks.start(tokens, prompt, hashes),
+            true => self.blocks.start_uncached(tokens, prompt_tokens, hashes),
+            false => self.blocks.start(tokens, prompt_tokens, hashes),
         });
         let (tenant, seniority) = (sequence.tenant, sequence.seniority);
         let demand: usize = self.running.iter().chain([&seniority]).map(|other| self.demand(other)).sum();

@@ -1,4 +1,8 @@
-//! Fused CUDA kernels for decode steps. A step computes one token of one sequence in static buffers.
+//! Fused CUDA kernels for the decode steps of a single sequence, and kernels that choose the tokens of any step.
+//!
+//! The kernels of `sample_rows` and `logits` work on the rows of a batch: they sample, edit and mask logits, and compute
+//! log probabilities. Their functions launch them directly. All other kernels belong to the decode graph, whose steps
+//! compute one token of one sequence in static buffers. The rest of this page describes the decode graph.
 //!
 //! Each `add_*` function checks shapes and adds one or more launches to a `LaunchList`.
 //! The list is captured as a CUDA graph, which replays each launch with the same arguments.

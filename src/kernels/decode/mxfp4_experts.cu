@@ -103,6 +103,9 @@ template <int STEP, int DEPTH> struct TileStream {
 // Cancels the factor 2^-14 of e2m1_pair.
 constexpr float E2M1_UNIT = 16384.0f;
 
+// The groups in flight per warp in the gate and up products, and in the down product.
+constexpr int UP_DEPTH = 3, DOWN_DEPTH = 5;
+
 // Computes h[n], the clamped SwiGLU output of the n-th chosen expert.
 //   normed: f16 [columns], from the router kernel
 //   normed_scale: f32 [1], from the router kernel
@@ -114,7 +117,6 @@ constexpr float E2M1_UNIT = 16384.0f;
 //   block: DECODE_UP_THREADS; DECODE_UP_WARPS warps share the columns of a tile
 //   shared memory: f16 [columns rounded up to a multiple of 64]
 //   bytes moved: 17/32 · 2 · intermediate · columns per chosen expert
-constexpr int UP_DEPTH = 3;
 __device__ void decode_gate_up_experts(const __half* normed, const float* normed_scale, const float* logits,
                                        Mxfp4Tiles weights, const float* bias, __half* h, int experts, int intermediate,
                                        int columns, float alpha, float limit) {
@@ -168,7 +170,6 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 //   block: 32 · chosen · DECODE_DOWN_SPLITS; DECODE_DOWN_SPLITS warps share the columns of an expert's tile
 //   shared memory: f16 [chosen, columns rounded up to a multiple of 64], then 16 floats per warp
 //   bytes moved: 17/32 · rows · columns per chosen expert
-constexpr int DOWN_DEPTH = 5;
 __device__ void decode_down_experts(float* x, const __half* h, const float* logits, Mxfp4Tiles weights,
                                     const float* bias, int experts, int chosen, int rows, int columns) {
     extern __shared__ uint4 inputs[];

@@ -1,6 +1,29 @@
 //! Mixture of experts: routing and matrix products.
 //!
 //! A *pair* is a token and one of its chosen experts. There are tokens · chosen pairs.
+//!
+//! These kernels compute the matrix products of the experts on a GPU. "Fixed" is `SumOrder::Fixed`, for steps whose sums
+//! must not depend on other tokens. The first row that applies is used:
+//!
+//! | weights | step | kernel |
+//! | --- | --- | --- |
+//! | MXFP4 tiles | of a single sequence, on the decode graph | `decode/mxfp4_experts` |
+//! | float, quantized | of a single sequence, on the decode graph | `decode/routed_experts` |
+//! | MXFP4 tiles | at most 12 pairs per expert on average, not fixed | `expert_few` |
+//! | MXFP4 tiles | all others | `expert_mlp`: wgmma on compute capability 9.0, mma.sync on other GPUs |
+//! | MXFP4 | fewer than 64 pairs, f32, or fixed | `experts`: `expert_gemv_mxfp4` |
+//! | MXFP4 | all others | `experts`: `expert_gemm_mxfp4` |
+//! | float | fewer than 64 pairs, f32, fixed, or columns not a multiple of 8 | `experts`: `expert_gemv_dense` |
+//! | float | all others | `grouped_gemm` |
+//! | quantized | fewer than 64 pairs, f32, fixed, or fewer than 4 pairs per expert | `quantized::quantized_ops`: `expert_matvec` |
+//! | quantized | all others | dequantized to the compute dtype, then as float |
+//!
+//! - On a GPU with a compute dtype of bf16 or f16, `weights::mxfp4` repacks MXFP4 weights into tiles if their sizes allow it.
+//! - `expert_few` also needs hidden and intermediate sizes that are multiples of 192. With less shared memory, its limit
+//!   is lower: half of its largest tile (`product_kernel`).
+//! - `expert_mlp` has tiles of three widths, chosen by the number of pairs per expert (`product_kernel`).
+//!
+//! On a CPU, `experts::reference` computes the products.
 
 #[cfg(feature = "cuda")]
 mod expert_few;

@@ -41,6 +41,7 @@ use crate::kernels::{elements, to_f32, unsupported};
 /// A Q4_0 weight has 4.5 bits. Dequantizing to bf16 moves 36.5 bits per weight: 4.5 read, 16 written, 16 read again.
 #[cfg(feature = "cuda")]
 const MATVEC_TOKENS: usize = 8;
+
 /// The approximate number of elements to dequantize at a time.
 /// In bf16, these elements take 32 MiB, which fits in the L2 cache of an A100, H100 or H200 (40 to 50 MB).
 /// On a GPU with a smaller L2 cache, the product reads some of the elements from device memory.

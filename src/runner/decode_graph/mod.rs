@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
-use super::choose_token::NO_TOKEN;
+use super::choose_token::NoToken;
 use super::{EagerReason, KernelTime};
 use crate::kernels::decode::sample::{self, DeviceSampling, SamplingBuffers, SamplingKernelParams};
 use crate::kernels::decode::{self, Embedding, StepBuffers};
@@ -318,7 +318,7 @@ impl DecodeGraph {
     /// Waits for the next token. Fails if every logit of its step is NaN or -inf.
     fn take_token(&mut self) -> Result<u32> {
         match self.wait()? {
-            decode::MAILBOX_NO_TOKEN => bail!(NO_TOKEN),
+            decode::MAILBOX_NO_TOKEN => Err(NoToken.into()),
             word => Ok(word - 1),
         }
     }

@@ -12,7 +12,7 @@ use super::row_sampling::RowSampling;
 use crate::kernels::decode::{MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS, queue_rows};
 use crate::kernels::launch::{HostWords, Mailbox};
 use crate::kernels::step_inputs::StepInputs;
-use crate::runner::choose_token::NO_TOKEN;
+use crate::runner::choose_token::NoToken;
 use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
 
 /// The maximum number of sequences in a queued step.
@@ -100,7 +100,7 @@ impl QueueBuffers {
             let slot = if needs_token { slots.next() } else { None };
             let Some(slot) = slot else { return Ok(None) };
             Ok(Some(match self.mailbox.wait(slot)? {
-                MAILBOX_NO_TOKEN => Err(anyhow!(NO_TOKEN)),
+                MAILBOX_NO_TOKEN => Err(NoToken.into()),
                 word => {
                     record(sequence, word - 1);
                     Ok(ChosenToken { id: word - 1, logprobs: None })

@@ -20,7 +20,7 @@ use crate::nn::kv_cache::KvCache;
 #[cfg(feature = "cuda")]
 use crate::runner::batch_graph::{BatchGraphs, gpu};
 #[cfg(feature = "cuda")]
-use crate::runner::choose_token::NO_TOKEN;
+use crate::runner::choose_token::NoToken;
 use crate::runner::decode::Decode;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
 #[cfg(feature = "cuda")]
@@ -113,7 +113,7 @@ impl Follower {
                 let Decode::Graph(graph) = &mut self.decode else { bail!("internal error: a rank has no graph") };
                 match command.run(graph, self.logits.as_ref()) {
                     // The first rank has the same logits, and reports the error to the client.
-                    Err(error) if error.to_string() == NO_TOKEN => {}
+                    Err(error) if error.is::<NoToken>() => {}
                     result => drop(result?),
                 }
             }

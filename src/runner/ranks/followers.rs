@@ -24,7 +24,7 @@ use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::StepBatch;
 #[cfg(feature = "cuda")]
-use crate::runner::choose_token::NO_TOKEN;
+use crate::runner::choose_token::NoToken;
 #[cfg(feature = "cuda")]
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
@@ -155,8 +155,8 @@ impl Followers {
         self.send(&RankCommand::Graph(command.clone()))?;
         let token = command.run(graph, logits);
         match &token {
-            // `NO_TOKEN` ends only the request, because all ranks return this error at the same step.
-            Err(error) if error.to_string() != NO_TOKEN => self.fail(error),
+            // `NoToken` ends only the request, because all ranks return this error at the same step.
+            Err(error) if !error.is::<NoToken>() => self.fail(error),
             _ => {}
         }
         // The results of a step in which a rank failed are wrong.

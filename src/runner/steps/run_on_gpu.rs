@@ -8,7 +8,7 @@ use candle_core::Tensor;
 use crate::kernels::decode::{LogitEdit, RowLogprobs, edit_logits, mask_logits, sample_rows, top_logprobs};
 use crate::kernels::token_mask::TokenMask;
 use crate::runner::Runner;
-use crate::runner::choose_token::{ChooseToken, NO_ALLOWED_TOKEN, NO_TOKEN};
+use crate::runner::choose_token::{ChooseToken, NO_ALLOWED_TOKEN, NoToken};
 use crate::runner::decode::Decode;
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::logprobs::TokenLogprobs;
@@ -45,9 +45,9 @@ pub(super) fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) 
                     Ok(ChosenToken { id, logprobs })
                 }
                 (None, None) if masks.iter().any(|(masked, _)| *masked == row) => Err(anyhow!(NO_ALLOWED_TOKEN)),
-                (None, None) => Err(anyhow!(NO_TOKEN)),
+                (None, None) => Err(NoToken.into()),
             },
-            None => Err(anyhow!(NO_TOKEN)),
+            None => Err(NoToken.into()),
         })
     });
     Ok(chosen.collect())

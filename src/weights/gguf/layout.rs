@@ -55,6 +55,7 @@ const STANDARD_PARTS: &[(&str, &str)] = &[
     ("ffn_down", "mlp.down_proj"),
     ("ffn_gate_inp", "mlp.gate"),
 ];
+
 /// The role of a tensor in a GGUF file.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Role {

@@ -1,7 +1,9 @@
-//! The `#[test]` attribute for the integration tests.
+//! The `#[test]` attribute for the integration tests, and `cuda_modules!`, which finds the tests of CUDA builds.
 //!
-//! It replaces the built-in attribute, which can ignore a test only at compile time.
+//! `#[test]` replaces the built-in attribute, which can ignore a test only at compile time.
 //! Whether a GPU is present is known only at run time.
+
+use std::path::Path;
 
 use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 
@@ -59,6 +61,31 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
     let mut output = function;
     output.extend(registration.parse::<TokenStream>().expect("the registration is valid Rust"));
     output
+}
+
+/// Returns the names and sources of the modules that `tests/it/main.rs` compiles only with the feature `cuda`,
+/// as `&[(&str, &str)]`. Builds without CUDA can then list the tests of these modules.
+#[proc_macro]
+pub fn cuda_modules(_: TokenStream) -> TokenStream {
+    let folder = std::env::var("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR");
+    let folder = Path::new(&folder).join("tests/it");
+    let main = match std::fs::read_to_string(folder.join("main.rs")) {
+        Ok(main) => main,
+        Err(io) => return error(&format!("cannot read tests/it/main.rs: {io}")),
+    };
+    let mut entries = String::new();
+    let mut needs_cuda = false;
+    for line in main.lines() {
+        if line.starts_with("#[") {
+            needs_cuda |= line.starts_with("#[cfg(") && line.contains("feature = \"cuda\"") && !line.contains("not(");
+            continue;
+        }
+        if let Some(name) = line.strip_prefix("mod ").and_then(|rest| rest.strip_suffix(';')).filter(|_| needs_cuda) {
+            entries += &format!("({name:?}, include_str!({:?})),", folder.join(format!("{name}.rs")));
+        }
+        needs_cuda = false;
+    }
+    format!("&[{entries}]").parse().expect("the list is valid Rust")
 }
 
 fn attribute_name(attribute: &Group) -> String {
