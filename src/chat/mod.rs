@@ -19,6 +19,7 @@ mod tagged_parser;
 mod template;
 mod template_functions;
 mod typescript;
+mod violations;
 
 pub use channel::{Channel, Delta};
 pub use format::{ChatFormat, HarmonyFormat, TemplateFormat};
@@ -27,3 +28,4 @@ pub use message::{Message, ReasoningEffort, Role, ToolCall};
 pub use parser::Parser;
 pub use rendered::{Render, RenderOptions, Rendered};
 pub use tagged_parser::{END_THINK, END_TOOL_CALL, THINK, TOOL_CALL};
+pub use violations::{FormatViolation, FormatViolations};

@@ -16,6 +16,7 @@ use serde_json::Value;
 use super::channel::{Channel, Delta};
 use super::message::ToolCall;
 use super::python;
+use super::violations::{FormatViolation, FormatViolations};
 use crate::tokenizer::{TextStream, Tokenizer};
 
 /// The tags around reasoning and tool calls.
@@ -38,7 +39,7 @@ pub struct TaggedParser {
     /// Whether the answer has begun. From then on, `<think>` counts as a tag only if it is a single token.
     answered: bool,
     tool_calls: Vec<ToolCall>,
-    format_violations: usize,
+    violations: FormatViolations,
 }
 
 impl TaggedParser {
@@ -53,7 +54,7 @@ impl TaggedParser {
             skip_newlines: if thinking || prompt.ends_with(END_THINK) { MAX_NEWLINES } else { 0 },
             answered: false,
             tool_calls: Vec::new(),
-            format_violations: 0,
+            violations: FormatViolations::default(),
         }
     }
 
@@ -61,8 +62,8 @@ impl TaggedParser {
         &self.tool_calls
     }
 
-    pub fn format_violations(&self) -> usize {
-        self.format_violations
+    pub fn violations(&self) -> FormatViolations {
+        self.violations
     }
 
     /// Adds a token and returns the text whose channel is now certain.
@@ -79,7 +80,7 @@ impl TaggedParser {
             (THINK, Channel::Answer) => self.enter(Channel::Reasoning, &mut out),
             (END_THINK, Channel::Reasoning) => self.enter(Channel::Answer, &mut out),
             (TOOL_CALL, _) => {
-                self.format_violations += usize::from(self.channel != Channel::Answer);
+                self.violations.add_if(self.channel != Channel::Answer, FormatViolation::MissingToken);
                 self.enter(Channel::ToolCall, &mut out);
                 self.tool_calls.push(ToolCall::default());
             }
@@ -97,7 +98,7 @@ impl TaggedParser {
         let held = std::mem::take(&mut self.held);
         self.emit(&held, &mut out);
         if self.channel == Channel::ToolCall {
-            self.format_violations += 1;
+            self.violations.add(FormatViolation::MissingToken);
             self.read_tool_call();
             self.channel = Channel::Answer;
         }
@@ -203,7 +204,7 @@ impl TaggedParser {
                     Some(value) => python::json_dumps(&value),
                 };
             }
-            Err(_) => self.format_violations += 1,
+            Err(_) => self.violations.add(FormatViolation::InvalidToolCall),
         }
     }
 }

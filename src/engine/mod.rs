@@ -5,8 +5,10 @@
 //! The engine thread handles only token ids. Text is encoded and decoded on the client's thread.
 
 pub mod blocks;
+mod client_end;
 mod constraint;
 mod engine_loop;
+mod fault;
 mod handle;
 mod heartbeat;
 mod info;
@@ -51,6 +53,8 @@ use heartbeat::StopGuard;
 use stats::Counters;
 
 pub use constraint::{Constraint, Grammar, GrammarKind, ToolGrammar};
+#[doc(hidden)]
+pub use fault::Fault;
 pub use handle::EngineHandle;
 pub use info::{LoadTimes, ModelInfo};
 pub use load::LoadOptions;

@@ -67,7 +67,9 @@ fn tool_calls_are_parsed() {
     assert_eq!(parsed.answer(), "Let me see.\n");
     let names: Vec<_> = parsed.tool_calls.iter().map(|call| (call.name.as_str(), call.arguments.as_str())).collect();
     assert_eq!(names, [("f", "{\"x\": [1, 2]}"), ("g", ""), ("", "broken")]);
-    assert!(parsed.format_violations > 0);
+    // The end tag is missing, and the call is not JSON.
+    assert_eq!(parsed.format_violations, 2);
+    assert_eq!(FormatViolation::ALL.map(|kind| parsed.violations.of(kind)), [0, 1, 0, 1]);
     assert!(parsed.deltas.iter().any(|(channel, _)| *channel == Call));
 }
 
