@@ -118,6 +118,10 @@ pub enum Error {
     #[error("cannot constrain the answer: {name}: {reason}")]
     InvalidConstraint { name: String, reason: String },
 
+    /// The grammars of a request could not be compiled in time, although they need little CPU time.
+    #[error("cannot compile the grammars of the request within {wait_s} s: the machine is busy\n  try again")]
+    CompilerBusy { wait_s: f64 },
+
     /// The prompt was rejected before tokenization, because its text is too long for the context.
     #[error(
         "the prompt has {:.1} MB of text, but the context holds only {context_tokens} tokens\n  shorten the prompt",
@@ -157,7 +161,7 @@ impl Error {
     /// Returns the exit code of the process.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Error::Draining | Error::WaitedTooLong => 1,
+            Error::Draining | Error::WaitedTooLong | Error::CompilerBusy { .. } => 1,
             Error::Usage(_) | Error::InvalidConstraint { .. } => 2,
             Error::ModelNotFound { .. } | Error::RepositoryNotFound { .. } | Error::RevisionNotFound { .. } => 3,
             Error::NotInOwnCache(_) | Error::NoRevisions { .. } => 3,

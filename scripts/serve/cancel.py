@@ -194,3 +194,33 @@ def shutdown_under_load(options, report):
         code = server.process.returncode
     figure = f"exit code {code} after {exit_s * 1e3:.0f} ms"
     report.add("second signal", "ends at once", figure, exit_s < 0.25 and code == 130)
+
+
+def restart(options, report):
+    """Kills a server while it answers, as a supervisor sees it after a fault, and measures the time to the next one."""
+    turns, times, answered = (1 if options.short else 3), [], []
+    server = Server(options)
+    for _ in range(turns):
+        with server:
+            prompts = Prompts(server.port)
+
+            async def kill_under_load():
+                bodies = [prompts.completion(32, 400, stream=True) for _ in range(8)]
+                requests = [asyncio.ensure_future(ask(server.port, PATH, body)) for body in bodies]
+                await asyncio.sleep(0.5)
+                server.process.kill()
+                killed = time.perf_counter()
+                await asyncio.gather(*requests, return_exceptions=True)
+                return killed
+
+            killed = asyncio.run(kill_under_load())
+            server.process.wait(30)
+        server = Server(options)
+        times.append(time.perf_counter() - killed)
+        answered.append(asyncio.run(ask(server.port, PATH, Prompts(server.port).completion(8, 2))).status)
+    with server:
+        faults = server.faults()
+    figure = f"ready {min(times):.2f} to {max(times):.2f} s after the signal"
+    passed = max(times) <= 2 and set(answered) == {200} and not faults
+    name = f"a server killed under load and started again, {turns} times"
+    report.add(name, "ready within 2 s", figure, passed, is_speed=set(answered) == {200}, faults=faults)

@@ -200,7 +200,8 @@ async def send_grammars(session, port, at_once):
 
 
 def grammars(options, report):
-    seconds = 5 if options.short else 20
+    # Alternate, because the speed of the machine can drift. The p99 of one run varies by more than the target allows.
+    seconds, turns = (5, 1) if options.short else (8, 5)
     with Server(options) as server:
         prompts = Prompts(server.port)
         # Send a harmless grammar first, because the first grammar builds a table for the vocabulary.
@@ -214,11 +215,16 @@ def grammars(options, report):
                 found += [gap for answer in answers for gap in answer.gaps]
             return found
 
-        alone = gaps()
-        with Background(send_grammars, server.port, 8) as hostile:
-            during = gaps()
-        alone += gaps()
-        statuses, times, slowest = hostile.result
+        alone, during, statuses, times, slowest = [], [], {}, [], [0.0, ""]
+        for _ in range(turns):
+            alone.append(percentile(gaps(), 0.99))
+            with Background(send_grammars, server.port, 8) as hostile:
+                during.append(percentile(gaps(), 0.99))
+            counts, more, slow = hostile.result
+            for status, count in counts.items():
+                statuses[status] = statuses.get(status, 0) + count
+            times += more
+            slowest = max(slowest, slow)
         idle, faults = server.wait_until_idle(), server.faults()
     name = f"{len(hostile_grammars())} hostile grammars, 8 at once"
     passed = set(statuses) <= {200, 400} and idle is not None and not faults
@@ -226,8 +232,9 @@ def grammars(options, report):
     report.add(f"{name}: statuses", "200 or 400", str(statuses), passed, **details)
     figure = f"p50 {percentile(times, 0.5) * 1e3:.0f} ms, longest {max(times, default=0) * 1e3:.0f} ms"
     report.add(f"{name}: time to a rejection", "≤ 400 ms", figure, max(times, default=0) <= 0.4, is_speed=True)
-    slow, fast = percentile(during, 0.99), percentile(alone, 0.99)
-    figure = f"{slow / fast:.2f}× ({fast * 1e3:.1f} → {slow * 1e3:.1f} ms)"
+    slow, fast = statistics.median(during), statistics.median(alone)
+    ms = [[round(1e3 * time_s, 1) for time_s in times] for times in (alone, during)]
+    figure = f"{slow / fast:.2f}× (medians of {ms[0]} → {ms[1]} ms)"
     report.add(f"{name}: p99 between tokens of other requests", "≤ 1.2×", figure, slow <= 1.2 * fast, is_speed=True)
 
 

@@ -32,6 +32,7 @@ TESTS = {
     "malformed": bodies.malformed_bodies,
     "timeouts": connections.timeouts,
     "shutdown": cancel.shutdown_under_load,
+    "restart": cancel.restart,
     "burst": limits.burst,
     "fairness": limits.fairness,
     "grammars": limits.grammars,

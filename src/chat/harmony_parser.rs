@@ -12,6 +12,7 @@ use super::channel::{Channel, Delta};
 use super::harmony::Harmony;
 use super::harmony_header::{CHANNELS, Header, Opening, ParsedHeader, push_words};
 use super::message::ToolCall;
+use super::violations::{FormatViolation, FormatViolations};
 use crate::tokenizer::{TextStream, Tokenizer};
 
 /// The maximum length of a header in tokens. Longer text without `<|message|>` is content.
@@ -22,7 +23,7 @@ pub struct HarmonyParser {
     harmony: Harmony,
     state: State,
     tool_calls: Vec<ToolCall>,
-    format_violations: usize,
+    violations: FormatViolations,
     /// Whether the parser has returned any text or found a tool call.
     has_output: bool,
     /// Words of headers without a message. They become the answer if the model generates nothing else.
@@ -57,7 +58,7 @@ impl HarmonyParser {
             harmony,
             state: State::Header(Header::new(Opening::Implied)),
             tool_calls: Vec::new(),
-            format_violations: 0,
+            violations: FormatViolations::default(),
             has_output: false,
             header_words: String::new(),
         }
@@ -67,8 +68,8 @@ impl HarmonyParser {
         &self.tool_calls
     }
 
-    pub fn format_violations(&self) -> usize {
-        self.format_violations
+    pub fn violations(&self) -> FormatViolations {
+        self.violations
     }
 
     /// Adds a token and returns the text whose channel is now certain.
@@ -77,7 +78,7 @@ impl HarmonyParser {
         let harmony = self.harmony;
         if id == harmony.start {
             let doubled = matches!(&self.state, State::Header(header) if header.is_fresh());
-            self.format_violations += usize::from(doubled);
+            self.violations.add_if(doubled, FormatViolation::UnexpectedToken);
             self.close(tokenizer, Ending::Missing, &mut out)?;
             self.state = State::Header(Header::new(Opening::Start));
         } else if id == harmony.end || id == harmony.end_of_turn || Some(id) == harmony.call {
@@ -89,7 +90,7 @@ impl HarmonyParser {
         } else if Some(id) == harmony.constrain {
             match &mut self.state {
                 State::Header(header) => header.constrain = Some(Vec::new()),
-                _ => self.format_violations += 1,
+                _ => self.violations.add(FormatViolation::UnexpectedToken),
             }
         } else if !tokenizer.is_control(id) {
             self.text(tokenizer, id, &mut out)?;
@@ -142,7 +143,8 @@ impl HarmonyParser {
             // U+FFFD at the end marks an incomplete character, which the next token may complete.
             return Ok(());
         }
-        self.format_violations += 1;
+        // `<|message|>` is missing.
+        self.violations.add(FormatViolation::MissingToken);
         self.open(parsed, out);
         Ok(())
     }
@@ -163,13 +165,13 @@ impl HarmonyParser {
         match &self.state {
             State::Header(header) => {
                 let parsed = header.parse(tokenizer)?;
-                self.format_violations += usize::from(!parsed.well_formed);
+                self.violations.add_if(!parsed.well_formed, FormatViolation::InvalidHeader);
                 self.open(parsed.closed(), out);
             }
             // The content continues after a second <|message|>.
-            State::Content { .. } => self.format_violations += 1,
+            State::Content { .. } => self.violations.add(FormatViolation::UnexpectedToken),
             State::Between => {
-                self.format_violations += 1;
+                self.violations.add(FormatViolation::MissingToken);
                 self.state = State::Content { channel: Channel::Answer, stream: TextStream::new() };
             }
         }
@@ -186,7 +188,7 @@ impl HarmonyParser {
             }
             // If a header has two <|channel|> tokens, the last one counts, but an earlier recipient is kept.
             State::Header(current) => {
-                self.format_violations += 1;
+                self.violations.add(FormatViolation::UnexpectedToken);
                 header.recipient = current.parse(tokenizer)?.recipient;
                 header.opening = current.opening;
                 header.role = std::mem::take(&mut current.role);
@@ -194,7 +196,7 @@ impl HarmonyParser {
             // <|end|> is missing.
             State::Content { .. } => self.close(tokenizer, Ending::Missing, out)?,
             // <|start|> is missing.
-            State::Between => self.format_violations += 1,
+            State::Between => self.violations.add(FormatViolation::MissingToken),
         }
         header.channel = Some(Vec::new());
         self.state = State::Header(header);
@@ -207,7 +209,7 @@ impl HarmonyParser {
             // The model generated nothing after the last message, so there is nothing to close.
             State::Between => {}
             State::Content { channel, mut stream } => {
-                self.format_violations += usize::from(ending == Ending::Missing);
+                self.violations.add_if(ending == Ending::Missing, FormatViolation::MissingToken);
                 let text = stream.finish(tokenizer)?;
                 self.emit(channel, text, out);
             }
@@ -226,7 +228,7 @@ impl HarmonyParser {
                 {
                     return Ok(());
                 }
-                self.format_violations += 1;
+                self.violations.add(FormatViolation::MissingToken);
                 // The message ended without `<|message|>`, so undecided words after the channel are content.
                 // If the generation was cut off, undecided words are part of the header instead.
                 let cut_off = ending == Ending::Generation && header.channel.is_some() && parsed.undecided;

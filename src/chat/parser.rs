@@ -6,6 +6,7 @@ use super::channel::Delta;
 use super::harmony_parser::HarmonyParser;
 use super::message::ToolCall;
 use super::tagged_parser::TaggedParser;
+use super::violations::FormatViolations;
 use crate::tokenizer::Tokenizer;
 
 /// A parser that splits generated tokens into channels, one token at a time.
@@ -50,9 +51,14 @@ impl Parser {
 
     /// Returns how many times the model violated its format and the parser had to guess.
     pub fn format_violations(&self) -> usize {
+        self.violations().total()
+    }
+
+    /// Returns the number of violations of each kind.
+    pub fn violations(&self) -> FormatViolations {
         match &self.0 {
-            ParserKind::Harmony(parser) => parser.format_violations(),
-            ParserKind::Tagged(parser) => parser.format_violations(),
+            ParserKind::Harmony(parser) => parser.violations(),
+            ParserKind::Tagged(parser) => parser.violations(),
         }
     }
 }

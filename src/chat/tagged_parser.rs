@@ -4,18 +4,18 @@
 //! These tags are single tokens in some vocabularies and several tokens in others.
 //! The parser therefore recognizes a tag in both forms: as a token and as text.
 //!
-//! Tool calls are part of the answer, between `<tool_call>` and `</tool_call>`.
+//! Tool calls are part of the answer, between `<tool_call>` and `</tool_call>`. In the formats of Mistral and Llama 3,
+//! they begin with `[TOOL_CALLS]` or `<|python_tag|>`, and end with the answer.
 //! The parser recognizes tool call tags only as tokens, because an answer may quote the tags as text.
 //!
 //! Other control tokens are dropped.
 
 use anyhow::Result;
-use serde::Deserialize;
-use serde_json::Value;
 
 use super::channel::{Channel, Delta};
 use super::message::ToolCall;
-use super::python;
+use super::tagged_call::{LLAMA_CALLS, MISTRAL_ARGUMENTS, MISTRAL_CALLS, MISTRAL_ID, read_calls};
+use super::violations::{FormatViolation, FormatViolations};
 use crate::tokenizer::{TextStream, Tokenizer};
 
 /// The tags around reasoning and tool calls.
@@ -38,7 +38,9 @@ pub struct TaggedParser {
     /// Whether the answer has begun. From then on, `<think>` counts as a tag only if it is a single token.
     answered: bool,
     tool_calls: Vec<ToolCall>,
-    format_violations: usize,
+    /// Whether the current tool call must end with `</tool_call>`.
+    has_end_tag: bool,
+    violations: FormatViolations,
 }
 
 impl TaggedParser {
@@ -53,7 +55,8 @@ impl TaggedParser {
             skip_newlines: if thinking || prompt.ends_with(END_THINK) { MAX_NEWLINES } else { 0 },
             answered: false,
             tool_calls: Vec::new(),
-            format_violations: 0,
+            has_end_tag: false,
+            violations: FormatViolations::default(),
         }
     }
 
@@ -61,8 +64,8 @@ impl TaggedParser {
         &self.tool_calls
     }
 
-    pub fn format_violations(&self) -> usize {
-        self.format_violations
+    pub fn violations(&self) -> FormatViolations {
+        self.violations
     }
 
     /// Adds a token and returns the text whose channel is now certain.
@@ -75,14 +78,20 @@ impl TaggedParser {
         }
         let text = std::mem::take(&mut self.stream).finish(tokenizer)?;
         self.feed(&text, &mut out);
-        match (tokenizer.decode(&[id])?.as_str(), self.channel) {
+        let token = tokenizer.decode(&[id])?;
+        match (token.as_str(), self.channel) {
             (THINK, Channel::Answer) => self.enter(Channel::Reasoning, &mut out),
             (END_THINK, Channel::Reasoning) => self.enter(Channel::Answer, &mut out),
             (TOOL_CALL, _) => {
-                self.format_violations += usize::from(self.channel != Channel::Answer);
-                self.enter(Channel::ToolCall, &mut out);
-                self.tool_calls.push(ToolCall::default());
+                self.violations.add_if(self.channel != Channel::Answer, FormatViolation::MissingToken);
+                self.start_tool_call(true, &mut out);
             }
+            // A second token starts another call.
+            (MISTRAL_CALLS | LLAMA_CALLS, _) => {
+                self.violations.add_if(self.channel == Channel::Reasoning, FormatViolation::MissingToken);
+                self.start_tool_call(false, &mut out);
+            }
+            (MISTRAL_ID | MISTRAL_ARGUMENTS, Channel::ToolCall) => self.emit(&token, &mut out),
             (END_TOOL_CALL, Channel::ToolCall) => self.enter(Channel::Answer, &mut out),
             _ => {}
         }
@@ -97,11 +106,17 @@ impl TaggedParser {
         let held = std::mem::take(&mut self.held);
         self.emit(&held, &mut out);
         if self.channel == Channel::ToolCall {
-            self.format_violations += 1;
+            self.violations.add_if(self.has_end_tag, FormatViolation::MissingToken);
             self.read_tool_call();
             self.channel = Channel::Answer;
         }
         Ok(out)
+    }
+
+    fn start_tool_call(&mut self, has_end_tag: bool, out: &mut Vec<Delta>) {
+        self.enter(Channel::ToolCall, out);
+        self.has_end_tag = has_end_tag;
+        self.tool_calls.push(ToolCall::default());
     }
 
     /// Returns the text of the tag that ends the current channel, and the next channel.
@@ -183,27 +198,17 @@ impl TaggedParser {
         out.push(Delta { channel: self.channel, text: text.to_string() });
     }
 
-    /// Parses a complete tool call in the format of Hermes and Qwen, `{"name": .., "arguments": ..}`.
+    /// Replaces the text of the last tool call with the calls that it contains.
     ///
-    /// If the call is not valid JSON, its whole text stays in `arguments`.
+    /// If the text contains no calls in a known format, the whole text stays in `arguments`.
     fn read_tool_call(&mut self) {
-        #[derive(Deserialize)]
-        struct Call {
-            name: String,
-            #[serde(alias = "parameters")]
-            arguments: Option<Value>,
-        }
-        let Some(call) = self.tool_calls.last_mut() else { return };
-        match serde_json::from_str::<Call>(&call.arguments) {
-            Ok(Call { name, arguments }) => {
-                call.name = name;
-                call.arguments = match arguments {
-                    None => String::new(),
-                    Some(Value::String(text)) => text,
-                    Some(value) => python::json_dumps(&value),
-                };
+        let Some(call) = self.tool_calls.pop() else { return };
+        match read_calls(&call.arguments) {
+            Some(calls) => self.tool_calls.extend(calls),
+            None => {
+                self.violations.add(FormatViolation::InvalidToolCall);
+                self.tool_calls.push(call);
             }
-            Err(_) => self.format_violations += 1,
         }
     }
 }

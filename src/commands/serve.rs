@@ -168,12 +168,16 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     }
     server.set_model(engine.handle());
     announce(&format!("{scheme}://{address}"), &snapshot, has_key);
-    runtime.block_on(serving).context("the server stopped unexpectedly")?;
-    drop(engine);
+    let served = runtime.block_on(serving).context("the server stopped unexpectedly")?;
+    match served {
+        Ok(()) => drop(engine),
+        // Freeing the memory of a device that no longer works could block or fail.
+        Err(_) => std::mem::forget(engine),
+    }
     server.finish_records();
     runtime.shutdown_timeout(END_TIME);
     log_writer::flush();
-    Ok(ExitCode::SUCCESS)
+    served.map(|()| ExitCode::SUCCESS)
 }
 
 fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOptions {
@@ -206,7 +210,7 @@ fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOpt
 }
 
 /// Serves connections in the background until a signal arrives.
-fn start(runtime: &Runtime, server: &Arc<Server>, listener: TcpListener) -> tokio::task::JoinHandle<()> {
+fn start(runtime: &Runtime, server: &Arc<Server>, listener: TcpListener) -> tokio::task::JoinHandle<Result<()>> {
     let server = server.clone();
     runtime.spawn(async move {
         let shutdown = async {
@@ -217,11 +221,12 @@ fn start(runtime: &Runtime, server: &Arc<Server>, listener: TcpListener) -> toki
                 std::process::exit(130);
             });
         };
-        server::serve(server.clone(), listener, shutdown).await;
+        let served = server::serve(server.clone(), listener, shutdown).await;
         if server.engine().is_none() {
             // The main thread is still loading the model, and loading cannot be interrupted.
             std::process::exit(0);
         }
+        served
     })
 }
 

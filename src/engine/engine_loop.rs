@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use super::blocks::BlockManager;
+use super::fault::Fault;
 use super::outbox::Outbox;
 use super::request::FinishReason;
 use super::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork};
@@ -43,6 +44,8 @@ pub enum Command {
     Cache(CacheCall),
     /// Call a function with the scheduler and the current time between two steps.
     Inspect(InspectCall),
+    /// Let the next step fail.
+    Fail(Fault),
     /// Reject all later requests.
     Drain,
     /// End the thread. Unfinished requests end with an error.
@@ -88,6 +91,10 @@ pub struct EngineLoop {
     is_draining: bool,
     outbox: Outbox,
     queued: Option<QueuedWork>,
+    /// The fault that a test injected into the next step.
+    fault: Option<Fault>,
+    /// Whether the device stopped working, so that every later step would fail.
+    is_device_broken: bool,
 }
 
 impl EngineLoop {
@@ -111,14 +118,16 @@ impl EngineLoop {
             is_draining: false,
             outbox: Outbox::default(),
             queued: None,
+            fault: None,
+            is_device_broken: false,
         }
     }
 
-    /// Runs until shutdown or until all handles are dropped. With several devices, also stops if one device fails.
+    /// Runs until shutdown, until all handles are dropped, or until a device fails.
     ///
     /// Unfinished requests then fail, because their channels close.
     pub fn run(mut self) {
-        while self.runner.is_whole() && self.receive_commands() {
+        while self.runner.is_whole() && !self.is_device_broken && self.receive_commands() {
             self.counters.heartbeat.begin_step();
             self.end_canceled();
             self.admit();
@@ -172,6 +181,7 @@ impl EngineLoop {
                     call(self.runner.cache(), self.scheduler.blocks_mut());
                 }
                 Ok(Command::Inspect(call)) => self.inspections.push(call),
+                Ok(Command::Fail(fault)) => self.fault = Some(fault),
                 Ok(Command::Drain) => self.is_draining = true,
                 Ok(Command::Run(call)) => self.queue.push_back(Job::Call(call)),
                 Err(TryRecvError::Empty) => return true,
@@ -180,12 +190,12 @@ impl EngineLoop {
         }
     }
 
-    /// Ends the requests that were canceled by their clients.
+    /// Ends the requests that were canceled by their clients, or whose clients have the complete answer.
     fn end_canceled(&mut self) {
-        let canceled: Vec<_> =
-            self.sequences.iter().filter(|(_, sequence)| sequence.is_canceled()).map(|(&id, _)| id).collect();
-        for id in canceled {
-            self.end(id, Ok(FinishReason::Canceled));
+        let canceled = self.sequences.iter().filter(|(_, sequence)| sequence.is_canceled());
+        let canceled: Vec<_> = canceled.map(|(&id, sequence)| (id, sequence.client_end().reason())).collect();
+        for (id, reason) in canceled {
+            self.end(id, Ok(reason));
         }
         let (counters, outbox) = (&self.counters, &mut self.outbox);
         for job in &mut self.queue {
@@ -194,7 +204,7 @@ impl EngineLoop {
             for sequence in sequences.extract_if(.., |sequence| sequence.is_canceled()) {
                 stats::subtract_one(&counters.waiting);
                 stats::add(&counters.ended, 1);
-                stats::add(&counters.canceled, 1);
+                counters.count_canceled(sequence.client_end());
                 sequence.finish(FinishReason::Canceled, outbox);
             }
         }
@@ -248,7 +258,7 @@ impl EngineLoop {
         match outcome {
             Ok(reason) => {
                 if reason == FinishReason::Canceled {
-                    stats::add(&counters.canceled, 1);
+                    counters.count_canceled(sequence.client_end());
                 }
                 sequence.finish(reason, &mut self.outbox);
             }

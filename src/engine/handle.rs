@@ -13,6 +13,7 @@ use tokio::sync::mpsc::unbounded_channel;
 use super::blocks::BlockManager;
 use super::constraint::{ChatPrompt, ConstrainedRequest, ConstraintState, GrammarCompiler, prepare};
 use super::engine_loop::Command;
+use super::fault::Fault;
 use super::info::ModelInfo;
 use super::output::Output;
 use super::prefix_file;
@@ -144,8 +145,9 @@ impl EngineHandle {
             if let Some(constraint) = &constraint {
                 sequence.constrain(constraint.clone());
             }
-            sequences.push(sequence);
             let stream = RequestStream::new(events, output, &options, prompt_tokens, self.info(), submitted);
+            let stream = stream.with_client_end(sequence.client_end().clone());
+            sequences.push(sequence);
             let prompt = |top| ScoredPrompt { tokens: ids.clone(), top, logprobs: Vec::new() };
             let prompt = options.prompt_logprobs.map(prompt);
             streams.push(stream.with_record(record.clone()).with_scored_prompt(prompt));
@@ -335,9 +337,25 @@ impl EngineHandle {
         self.shared.counters.snapshot()
     }
 
+    /// Removes and returns the times from the cancellation of recent requests by their clients to their end, in seconds.
+    pub(crate) fn take_cancel_times(&self) -> Vec<f64> {
+        self.shared.counters.take_cancel_times()
+    }
+
     /// Returns whether the engine thread is making progress: it is idle, or its current step has taken at most `limit`.
     pub fn is_responsive(&self, limit: Duration) -> bool {
         self.shared.counters.heartbeat.is_regular(limit)
+    }
+
+    /// Returns whether the engine thread has ended, because of a shutdown, a panic or a fault of a device.
+    pub fn has_stopped(&self) -> bool {
+        self.shared.counters.heartbeat.has_stopped()
+    }
+
+    /// Lets the next step fail. For tests.
+    #[doc(hidden)]
+    pub fn inject_fault(&self, fault: Fault) -> Result<()> {
+        self.send(Command::Fail(fault))
     }
 
     /// Rejects new requests and waits until all submitted requests have ended.

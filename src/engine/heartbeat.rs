@@ -36,7 +36,12 @@ impl Heartbeat {
             0 => Duration::ZERO,
             started => self.created.elapsed().saturating_sub(Duration::from_millis(started - 1)),
         };
-        !self.has_stopped.load(Ordering::Relaxed) && step_time <= limit
+        !self.has_stopped() && step_time <= limit
+    }
+
+    /// Returns whether the engine thread has ended.
+    pub fn has_stopped(&self) -> bool {
+        self.has_stopped.load(Ordering::Relaxed)
     }
 }
 

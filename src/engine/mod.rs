@@ -17,8 +17,10 @@
 //! - `scripted`: an engine without a model, for tests
 
 pub mod blocks;
+mod client_end;
 mod constraint;
 mod engine_loop;
+mod fault;
 mod handle;
 mod heartbeat;
 mod info;
@@ -64,6 +66,8 @@ use heartbeat::StopGuard;
 use stats::Counters;
 
 pub use constraint::{Constraint, Grammar, GrammarKind, ToolGrammar};
+#[doc(hidden)]
+pub use fault::Fault;
 pub use handle::EngineHandle;
 pub use info::{LoadTimes, ModelInfo};
 pub use load::LoadOptions;

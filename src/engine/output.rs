@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::request::GenerateOptions;
 use super::stop::StopStrings;
-use crate::chat::{Channel, Delta, Parser, ToolCall};
+use crate::chat::{Channel, Delta, FormatViolations, Parser, ToolCall};
 use crate::language::Language;
 use crate::tokenizer::TextStream;
 
@@ -87,11 +87,11 @@ impl Output {
         }
     }
 
-    /// Returns the number of times that the model violated its chat format.
-    pub fn format_violations(&self) -> usize {
+    /// Returns how many times the model violated its chat format, by kind.
+    pub fn violations(&self) -> FormatViolations {
         match &self.reader {
-            Reader::Chat(parser) => parser.format_violations(),
-            Reader::Raw(_) => 0,
+            Reader::Chat(parser) => parser.violations(),
+            Reader::Raw(_) => FormatViolations::default(),
         }
     }
 

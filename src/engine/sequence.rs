@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::client_end::ClientEnd;
 use super::constraint::ConstraintState;
 use super::outbox::{Outbox, SequenceEvent};
 use super::prompt_scores::PromptScores;
@@ -36,6 +37,7 @@ pub struct Sequence {
     pub max_wait: Option<Duration>,
     /// The caller's cancel flag. Closing the event channel also cancels the sequence.
     cancel: Option<Arc<AtomicBool>>,
+    client_end: Arc<ClientEnd>,
     events: UnboundedSender<SequenceEvent>,
     /// Whether a token was generated after the cancellation.
     is_noted_as_canceled: bool,
@@ -72,6 +74,7 @@ impl Sequence {
             priority: options.priority,
             max_wait: options.max_wait,
             cancel: options.cancel.clone(),
+            client_end: Arc::default(),
             events,
             is_noted_as_canceled: false,
         }
@@ -92,9 +95,15 @@ impl Sequence {
         std::mem::take(&mut self.prompt)
     }
 
-    /// Returns whether the client canceled the request, dropped its stream or found a stop string.
+    /// Returns whether the client needs no more tokens: it canceled the request, dropped its stream,
+    /// or has the complete answer.
     pub fn is_canceled(&self) -> bool {
         self.events.is_closed() || self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
+    }
+
+    /// Returns how and when the client ended the sequence, if [`is_canceled`](Self::is_canceled) is true.
+    pub fn client_end(&self) -> &Arc<ClientEnd> {
+        &self.client_end
     }
 
     /// Records that a token was generated for a canceled request. Returns false on the first call.

@@ -1,10 +1,14 @@
 //! Engine counters that any thread can read.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
+use super::client_end::ClientEnd;
 use super::heartbeat::Heartbeat;
 use super::scheduler::Scheduler;
+
+/// The maximum number of times of cancellations that are kept for the next reader.
+const MAX_CANCEL_TIMES: usize = 10_000;
 
 /// A snapshot of the engine's counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -15,11 +19,12 @@ pub struct EngineStats {
     pub running: u64,
     /// Requests that have ended for any reason other than a shutdown of the engine.
     pub ended: u64,
-    /// Requests that the client canceled or dropped, and requests that a stop string ended.
+    /// Requests that the client canceled or dropped before their answers were complete.
     pub canceled: u64,
     /// Requests that ended with an error.
     pub failed: u64,
-    /// Tokens generated in steps that began after their request was canceled. Always 0, unless the engine has a bug.
+    /// Tokens generated in steps that began after their request was canceled or complete.
+    /// Always 0, unless the engine has a bug.
     pub tokens_after_cancel: u64,
     /// Prefilled tokens, excluding tokens reused from the KV cache.
     /// Includes tokens that were recomputed after a preemption.
@@ -63,6 +68,8 @@ pub struct Counters {
     pub used_blocks: AtomicU64,
     pub queried_tokens: AtomicU64,
     pub hit_tokens: AtomicU64,
+    /// The times from recent cancellations to the ends of the requests, in seconds. Readers remove them.
+    cancel_times: Mutex<Vec<f64>>,
     /// Whether the engine thread is making progress.
     pub heartbeat: Arc<Heartbeat>,
     /// Whether the engine is draining: it rejects new requests and finishes the requests that it has already accepted.
@@ -79,6 +86,21 @@ impl Counters {
         write(&self.used_blocks, blocks.used as u64);
         write(&self.queried_tokens, blocks.queried_tokens);
         write(&self.hit_tokens, blocks.hit_tokens);
+    }
+
+    /// Counts a request that its client canceled, and the time since then.
+    pub fn count_canceled(&self, client_end: &ClientEnd) {
+        add(&self.canceled, 1);
+        let mut times = self.cancel_times.lock().unwrap_or_else(PoisonError::into_inner);
+        // Without a reader, the list must not grow forever.
+        if times.len() < MAX_CANCEL_TIMES {
+            times.extend(client_end.elapsed().map(|time| time.as_secs_f64()));
+        }
+    }
+
+    /// Removes and returns the times from recent cancellations to the ends of the requests, in seconds.
+    pub fn take_cancel_times(&self) -> Vec<f64> {
+        std::mem::take(&mut *self.cancel_times.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Returns the current counter values.

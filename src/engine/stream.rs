@@ -11,12 +11,13 @@ use anyhow::{Result, anyhow};
 use futures_core::Stream;
 use tokio::sync::mpsc::UnboundedReceiver;
 
+use super::client_end::ClientEnd;
 use super::info::ModelInfo;
 use super::outbox::SequenceEvent;
 use super::output::Output;
 use super::record::RequestRecord;
 use super::request::{FinishReason, GenerateOptions};
-use crate::chat::{Channel, Delta, ToolCall};
+use crate::chat::{Channel, Delta, FormatViolations, ToolCall};
 use crate::runner::{ChosenToken, Executor, TokenLogprobs};
 
 /// An event of a [`RequestStream`]: a token or the end.
@@ -131,6 +132,8 @@ pub struct RequestStream {
     events: UnboundedReceiver<SequenceEvent>,
     output: Output,
     cancel: Option<Arc<AtomicBool>>,
+    /// Tells the engine how and when this stream ended the request.
+    client_end: Arc<ClientEnd>,
     prompt_tokens: usize,
     cached_tokens: usize,
     context: usize,
@@ -159,6 +162,7 @@ impl RequestStream {
             events,
             output,
             cancel: options.cancel.clone(),
+            client_end: Arc::default(),
             prompt_tokens,
             cached_tokens: 0,
             context: info.context,
@@ -175,8 +179,14 @@ impl RequestStream {
         }
     }
 
-    pub(super) fn with_record(self, record: Option<Arc<RequestRecord>>) -> Self {
-        Self { record, ..self }
+    pub(super) fn with_client_end(mut self, client_end: Arc<ClientEnd>) -> Self {
+        self.client_end = client_end;
+        self
+    }
+
+    pub(super) fn with_record(mut self, record: Option<Arc<RequestRecord>>) -> Self {
+        self.record = record;
+        self
     }
 
     /// Returns the record of the request, if [`GenerateOptions::keeps_record`] is set.
@@ -186,8 +196,9 @@ impl RequestStream {
         self.record.as_ref()
     }
 
-    pub(super) fn with_scored_prompt(self, scored_prompt: Option<ScoredPrompt>) -> Self {
-        Self { scored_prompt, ..self }
+    pub(super) fn with_scored_prompt(mut self, scored_prompt: Option<ScoredPrompt>) -> Self {
+        self.scored_prompt = scored_prompt;
+        self
     }
 
     /// Returns the prompt with its log probabilities, if [`GenerateOptions::prompt_logprobs`] is set.
@@ -215,6 +226,14 @@ impl RequestStream {
         self.finish_as(FinishReason::Canceled);
     }
 
+    /// Ends the request because the caller needs no more of the answer. The stream ends with [`FinishReason::Stop`],
+    /// or with [`FinishReason::ToolCalls`] if the answer contains tool calls. The engine does not count the request
+    /// as canceled.
+    pub fn complete(&mut self) {
+        self.client_end.complete();
+        self.finish_as(FinishReason::Stop);
+    }
+
     /// Returns the tool calls so far. In harmony, a call has its name as soon as its arguments begin.
     /// In other chat formats, the last call has no name until the call is complete.
     pub fn tool_calls(&self) -> &[ToolCall] {
@@ -224,6 +243,11 @@ impl RequestStream {
     /// Returns the stop string that ended the answer, or `None` if no stop string was found.
     pub fn stop_string(&self) -> Option<&str> {
         self.output.stop_string()
+    }
+
+    /// Returns how many times the model violated its chat format so far, by kind.
+    pub fn violations(&self) -> FormatViolations {
+        self.output.violations()
     }
 
     /// Returns the token counts so far.
@@ -257,7 +281,7 @@ impl RequestStream {
             context: self.context,
             executor: self.executor,
             tool_calls,
-            format_violations: self.output.format_violations(),
+            format_violations: self.violations().total(),
         }
     }
 
@@ -279,6 +303,7 @@ impl RequestStream {
     /// Sets the finish reason if none is set. Closes the channel, so that the engine ends this request.
     fn finish_as(&mut self, reason: FinishReason) {
         self.finish.get_or_insert(reason);
+        self.client_end.end();
         self.events.close();
     }
 
@@ -309,13 +334,21 @@ impl RequestStream {
             None => Err(anyhow!("the engine stopped before the answer was complete")),
         };
         if self.output.is_stopped() {
-            self.finish_as(FinishReason::Stop);
+            self.complete();
         }
         if result.is_err() {
             self.finish_as(FinishReason::Canceled);
             self.has_ended = true;
         }
         Some(result)
+    }
+}
+
+/// Cancels the request if it has not ended.
+impl Drop for RequestStream {
+    fn drop(&mut self) {
+        // The channel closes after this call.
+        self.client_end.end();
     }
 }
 

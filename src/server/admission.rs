@@ -72,12 +72,14 @@ impl Admission {
         self.lock().ends.expected_wait(Instant::now(), ahead + 1)
     }
 
+    /// Returns the wait to suggest to a client whose request could not start in time, while `ahead` other sequences wait.
+    pub fn wait_to_start(&self, ahead: usize) -> Duration {
+        suggested_wait(&self.lock().ends, ahead + 1)
+    }
+
     /// Returns the expected time until enough sequences have ended to make room for `count` new sequences.
     fn expected_wait(&self, state: &State, count: usize) -> Duration {
-        let (now, missing) = (Instant::now(), (state.total() + count).saturating_sub(self.limit).max(1));
-        // Before the first end, only a lower bound is known: no sequence has ended yet.
-        let wait = state.ends.expected_wait(now, missing).unwrap_or_else(|| state.ends.elapsed(now));
-        wait.clamp(MIN_RETRY, MAX_RETRY)
+        suggested_wait(&state.ends, (state.total() + count).saturating_sub(self.limit).max(1))
     }
 
     fn has_room(&self, state: &State, client: usize, count: usize) -> bool {
@@ -120,6 +122,14 @@ impl Admission {
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Returns the expected time until `count` sequences have ended, within the limits for suggestions to clients.
+fn suggested_wait(ends: &FreeTimes, count: usize) -> Duration {
+    let now = Instant::now();
+    // Before the first end, only a lower bound is known: no sequence has ended yet.
+    let wait = ends.expected_wait(now, count).unwrap_or_else(|| ends.elapsed(now));
+    wait.clamp(MIN_RETRY, MAX_RETRY)
 }
 
 /// The right to run sequences. Dropping the permit makes room for other sequences.

@@ -100,7 +100,9 @@ impl ApiError {
     }
 
     /// Creates a 429 error. `retry_after` is the expected time until the server has room.
-    pub fn overloaded(message: impl Into<String>, retry_after: Duration) -> Self {
+    pub fn overloaded(problem: &str, retry_after: Duration) -> Self {
+        // Some clients read the time from the message.
+        let message = format!("{problem}: please try again in {}s", whole_seconds(retry_after));
         let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
         Self { code: Some("rate_limit_exceeded"), retry_after: Some(retry_after), ..error }
     }
@@ -141,11 +143,11 @@ impl ApiError {
                  tokens: shorten the prompt"
             ))),
             Error::InvalidConstraint { name, reason } => Some(Self::invalid(name, reason)),
-            Error::Draining => Some(Self::unavailable("the server is shutting down", Duration::from_secs(5))),
-            Error::WaitedTooLong => Some(Self::overloaded(
-                "the request waited in the queue for too long: please try again in 5s",
-                Duration::from_secs(5),
+            Error::CompilerBusy { wait_s } => Some(Self::unavailable(
+                format!("cannot compile the grammars of the request within {wait_s} s: the server is busy"),
+                Duration::from_secs(1),
             )),
+            Error::Draining => Some(Self::unavailable("the server is shutting down", Duration::from_secs(5))),
             _ => None,
         }
     }
@@ -166,6 +168,11 @@ impl ApiError {
     }
 }
 
+/// Returns a time in whole seconds, at least 1.
+fn whole_seconds(time: Duration) -> u64 {
+    time.as_secs_f64().ceil().max(1.0) as u64
+}
+
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = Response::new(Body::from(self.body()));
@@ -184,7 +191,7 @@ impl IntoResponse for ApiError {
         }
         if let Some(delay) = self.retry_after {
             // `Retry-After` has whole seconds. OpenAI's clients also read the milliseconds.
-            headers.insert(RETRY_AFTER, HeaderValue::from(delay.as_secs_f64().ceil().max(1.0) as u64));
+            headers.insert(RETRY_AFTER, HeaderValue::from(whole_seconds(delay)));
             let milliseconds = HeaderValue::from(delay.as_millis().max(1) as u64);
             headers.insert(HeaderName::from_static("retry-after-ms"), milliseconds);
         }

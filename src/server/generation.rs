@@ -90,10 +90,13 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
     let client = log.client();
     let permit = server.admission.admit(client.index(), count).map_err(|wait| {
         server.metrics.admission_rejections.with_label_values(&["queue"]).inc();
-        let seconds = wait.as_secs_f64().ceil().max(1.0);
-        ApiError::overloaded(format!("the queue is full: please try again in {seconds}s"), wait)
+        ApiError::overloaded("the queue is full", wait)
     })?;
     let (handle, mut requests, choices) = (engine.clone(), job.requests, job.choices);
+    server.metrics.request_choices.observe(choices as f64);
+    for limit in requests.iter().filter_map(|request| request.options.as_ref()?.max_tokens) {
+        server.metrics.request_max_tokens.observe(limit as f64);
+    }
     for options in requests.iter_mut().filter_map(|request| request.options.as_mut()) {
         options.tenant = client.index() as u64;
         options.deterministic |= log.is_deterministic;
@@ -229,7 +232,13 @@ impl Answers {
     }
 
     fn fail(&mut self, error: &anyhow::Error) -> Poll<Option<Result<(usize, Pieces), ApiError>>> {
-        let api_error = ApiError::from_stream(error);
+        let api_error = match error.downcast_ref() {
+            Some(Error::WaitedTooLong) => {
+                let wait = self.server.admission.wait_to_start(self.engine.stats().waiting as usize);
+                ApiError::overloaded("the request waited in the queue for too long", wait)
+            }
+            _ => ApiError::from_stream(error),
+        };
         self.failure = Some(api_error.message());
         Poll::Ready(Some(Err(api_error)))
     }
@@ -252,7 +261,7 @@ impl Answers {
         };
         let pieces = answer.choice.push(event, answer.stream.tool_calls(), self.engine.tokenizer());
         if pieces.is_complete {
-            answer.stream.cancel();
+            answer.stream.complete();
         }
         if let (Some(summary), Some(finish)) = (&summary, pieces.finish) {
             let reason = finish.as_str();
@@ -261,10 +270,10 @@ impl Answers {
             metrics.prefill.observe((summary.ttft_s - summary.queue_s).max(0.0));
             let decode_s = (self.submitted.elapsed().as_secs_f64() - summary.ttft_s).max(0.0);
             metrics.decode.observe(decode_s);
+            metrics.inference.observe((self.submitted.elapsed().as_secs_f64() - summary.queue_s).max(0.0));
             if summary.tok_per_s > 0.0 {
                 metrics.per_output_token.observe(summary.tok_per_s.recip());
             }
-            metrics.format_violations.inc_by(summary.format_violations as u64);
         }
         answer.summary = summary;
         pieces
@@ -316,12 +325,13 @@ impl Drop for Answers {
         for (index, answer) in self.answers.iter().enumerate() {
             let counts = answer.stream.counts();
             if index % self.per_prompt == 0 {
-                metrics.prompt_tokens.inc_by(counts.prompt_tokens as u64);
-                metrics.prompt_tokens_cached.inc_by(counts.cached_tokens as u64);
-                metrics.request_prompt_tokens.observe(counts.prompt_tokens as f64);
+                metrics.count_prompt(counts.prompt_tokens, counts.cached_tokens);
             }
             metrics.request_generation_tokens.observe(counts.completion_tokens as f64);
+            metrics.count_violations(&answer.stream.violations());
         }
+        let longest = self.answers.iter().map(|answer| answer.stream.counts().completion_tokens).max();
+        metrics.request_max_generation_tokens.observe(longest.unwrap_or(0) as f64);
         let has_ended = self.answers.iter().all(|answer| answer.summary.is_some());
         // The log has one line for all answers. Unless all have ended, it reports why the rest did not.
         let summary = self.summary(0).filter(|_| has_ended && self.failure.is_none());

@@ -1,10 +1,12 @@
 //! Accepts connections, and closes them when the server shuts down.
 
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context as _, Result, anyhow, bail};
 use axum::Router;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -35,6 +37,9 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// The maximum time for sending the last responses during shutdown.
 const CLOSE_TIME: Duration = Duration::from_secs(2);
 
+/// The same time after the engine has failed. It is short, so that the server can restart soon.
+const FAILED_CLOSE_TIME: Duration = Duration::from_millis(250);
+
 /// Opens the port of a server. Port 0 selects a free port.
 pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
     let what = || format!("cannot listen on {host}:{port}");
@@ -49,31 +54,45 @@ pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
     socket.listen(BACKLOG).with_context(what)
 }
 
-/// Serves connections until `shutdown` resolves and all requests have ended.
+/// Serves connections until `shutdown` resolves and all requests have ended. Fails if the engine stops.
 ///
 /// After `shutdown`, the server reports itself unhealthy but accepts requests during the drain delay. Afterwards, it
 /// rejects new requests, and requests in progress continue until the drain timeout.
-pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Future<Output = ()>) {
+pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Future<Output = ()>) -> Result<()> {
     let connections = Arc::new(GracefulShutdown::new());
     let accepting = tokio::spawn(accept(server.clone(), listener, connections.clone()));
-    shutdown.await;
+    let (mut shutdown, mut failed) = (pin!(shutdown), pin!(server.failed()));
+    let ends = |context: &mut Context<'_>| {
+        let is_ending = shutdown.as_mut().poll(context).is_ready() || failed.as_mut().poll(context).is_ready();
+        if is_ending { Poll::Ready(()) } else { Poll::Pending }
+    };
+    std::future::poll_fn(ends).await;
     let timeouts = &server.options.timeouts;
-    if server.engine().is_some() && !timeouts.drain_delay.is_zero() {
+    if server.engine().is_some() && !server.has_failed() && !timeouts.drain_delay.is_zero() {
         server.leave();
         tokio::time::sleep(timeouts.drain_delay).await;
     }
     server.drain();
-    let is_late = tokio::time::timeout(timeouts.drain, server.admission.wait_until_idle()).await.is_err();
+    // If the engine has stopped, all requests have failed, and only their responses remain to be sent.
+    let (drain_time, close_time) = match server.has_failed() {
+        true => (FAILED_CLOSE_TIME, FAILED_CLOSE_TIME),
+        false => (timeouts.drain, CLOSE_TIME),
+    };
+    let is_late = tokio::time::timeout(drain_time, server.admission.wait_until_idle()).await.is_err();
     if is_late {
         // Clients receive an error event, not just a closed connection.
         server.end();
-        let _ = tokio::time::timeout(CLOSE_TIME, server.admission.wait_until_idle()).await;
+        let _ = tokio::time::timeout(close_time, server.admission.wait_until_idle()).await;
     }
     accepting.abort();
     let _ = accepting.await;
     if let Ok(connections) = Arc::try_unwrap(connections) {
         // Idle connections close immediately. Other connections close after the last bytes of their responses.
-        let _ = tokio::time::timeout(CLOSE_TIME, connections.shutdown()).await;
+        let _ = tokio::time::timeout(close_time, connections.shutdown()).await;
+    }
+    match server.has_failed() {
+        true => bail!("cannot answer requests: the engine stopped; the log says why\n  start the server again"),
+        false => Ok(()),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Result;
 use prometheus::core::Collector;
@@ -10,6 +11,7 @@ use prometheus::{
     TextEncoder,
 };
 
+use crate::chat::{FormatViolation, FormatViolations};
 use crate::engine::{EngineHandle, EngineStats};
 use crate::nn::kv_cache::BLOCK_TOKENS;
 
@@ -24,15 +26,23 @@ const VLLM_NAMES: &[&str] = &[
     "generation_tokens_total",
     "inter_token_latency_seconds",
     "kv_cache_usage_perc",
+    "lora_requests_info",
     "num_preemptions_total",
     "num_requests_running",
     "num_requests_waiting",
+    "num_requests_waiting_by_reason",
     "prefix_cache_hits_total",
     "prefix_cache_queries_total",
+    "prompt_tokens_by_source_total",
     "prompt_tokens_cached_total",
     "prompt_tokens_total",
     "request_decode_time_seconds",
     "request_generation_tokens",
+    "request_inference_time_seconds",
+    "request_max_num_generation_tokens",
+    "request_params_max_tokens",
+    "request_params_n",
+    "request_prefill_kv_computed_tokens",
     "request_prefill_time_seconds",
     "request_prompt_tokens",
     "request_queue_time_seconds",
@@ -49,6 +59,13 @@ const REQUEST_SECONDS: &[f64] =
     &[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0];
 const TOKENS: &[f64] = &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5];
 
+const CANCEL_SECONDS: &[f64] = &[0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0];
+const CHOICES: &[f64] = &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
+
+/// The sources of prompt tokens, with vLLM's names.
+const COMPUTED: &str = "local_compute";
+const CACHED: &str = "local_cache_hit";
+
 /// All label values in use. Their counters start at 0, so that Prometheus does not miss the first increase.
 const FINISH_REASONS: &[&str] = &["stop", "length", "tool_calls"];
 const REJECTION_REASONS: &[&str] = &["queue"];
@@ -62,9 +79,10 @@ pub struct Metrics {
     pub requests: IntCounterVec,
     pub http_responses: IntCounterVec,
     pub admission_rejections: IntCounterVec,
-    pub prompt_tokens: IntCounter,
-    pub prompt_tokens_cached: IntCounter,
-    pub format_violations: IntCounter,
+    prompt_tokens: IntCounter,
+    prompt_tokens_cached: IntCounter,
+    prompt_tokens_by_source: IntCounterVec,
+    format_violations: IntCounterVec,
     pub joined_retries: IntCounter,
     pub first_token: Histogram,
     pub inter_token: Histogram,
@@ -73,8 +91,13 @@ pub struct Metrics {
     pub queue: Histogram,
     pub prefill: Histogram,
     pub decode: Histogram,
-    pub request_prompt_tokens: Histogram,
+    pub inference: Histogram,
+    request_prompt_tokens: Histogram,
+    request_computed_tokens: Histogram,
     pub request_generation_tokens: Histogram,
+    pub request_max_generation_tokens: Histogram,
+    pub request_choices: Histogram,
+    pub request_max_tokens: Histogram,
     is_alive: IntGauge,
     engine: EngineMetrics,
 }
@@ -86,6 +109,9 @@ type ReadTotal = fn(&EngineStats) -> u64;
 struct EngineMetrics {
     running: IntGauge,
     waiting: IntGauge,
+    waiting_by_reason: IntGaugeVec,
+    lora_info: IntGaugeVec,
+    cancel_latency: Histogram,
     cache_usage: Gauge,
     cache_config: IntGaugeVec,
     totals: Vec<(IntCounter, ReadTotal)>,
@@ -103,6 +129,20 @@ impl Metrics {
         let engine = EngineMetrics {
             running: make.gauge("num_requests_running", "Running sequences.")?,
             waiting: make.gauge("num_requests_waiting", "Waiting sequences.")?,
+            waiting_by_reason: {
+                let opts = make.opts("num_requests_waiting_by_reason", "Waiting sequences by reason.");
+                make.register(IntGaugeVec::new(opts, &["reason"])?)?
+            },
+            lora_info: {
+                let help = "inferno serves no LoRA adapters. Routers for vLLM require this metric.";
+                let labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"];
+                make.register(IntGaugeVec::new(make.opts("lora_requests_info", help), &labels)?)?
+            },
+            cancel_latency: make.histogram(
+                "cancel_latency_seconds",
+                "Time from the cancellation of a sequence by its client to its end.",
+                CANCEL_SECONDS,
+            )?,
             cache_usage: {
                 let help = "Share of the KV cache's blocks in use, from 0 to 1.";
                 make.register(Gauge::with_opts(make.opts("kv_cache_usage_perc", help))?)?
@@ -118,15 +158,11 @@ impl Metrics {
                 total("prefix_cache_queries_total", "Tokens looked up in the prefix cache.", |s| s.queried_tokens),
                 total("prefix_cache_hits_total", "Tokens found in the prefix cache.", |stats| stats.hit_tokens),
                 total("engine_steps_total", "Steps of the engine.", |stats| stats.steps),
-                total(
-                    "canceled_sequences_total",
-                    "Sequences that clients canceled or that a stop string ended.",
-                    |stats| stats.canceled,
-                ),
+                total("canceled_sequences_total", "Sequences that clients canceled.", |stats| stats.canceled),
                 total("failed_sequences_total", "Sequences that ended with an error.", |stats| stats.failed),
                 total(
                     "tokens_after_cancel_total",
-                    "Tokens generated in steps that began after the request was canceled.",
+                    "Tokens from steps that began after their request was canceled or complete.",
                     |stats| stats.tokens_after_cancel,
                 ),
             ]
@@ -146,7 +182,18 @@ impl Metrics {
             )?,
             prompt_tokens: make.counter("prompt_tokens_total", "Prompt tokens, including cached ones.")?,
             prompt_tokens_cached: make.counter("prompt_tokens_cached_total", "Prompt tokens found in the KV cache.")?,
-            format_violations: make.counter("harmony_repairs_total", "Outputs that violate the chat format.")?,
+            prompt_tokens_by_source: make.counters(
+                "prompt_tokens_by_source_total",
+                "Prompt tokens that were computed or found in the KV cache.",
+                "source",
+                &[COMPUTED, CACHED],
+            )?,
+            format_violations: make.counters(
+                "harmony_repairs_total",
+                "Violations of the chat format by the model.",
+                "kind",
+                &FormatViolation::ALL.map(FormatViolation::name),
+            )?,
             joined_retries: make
                 .counter("joined_retries_total", "Retries that received the answer to an earlier attempt.")?,
             first_token: make.histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_SECONDS)?,
@@ -168,7 +215,28 @@ impl Metrics {
                 "Time from the first token to the last.",
                 REQUEST_SECONDS,
             )?,
+            inference: make.histogram(
+                "request_inference_time_seconds",
+                "Time from the start of the prefill to the last token.",
+                REQUEST_SECONDS,
+            )?,
             request_prompt_tokens: make.histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)?,
+            request_computed_tokens: make.histogram(
+                "request_prefill_kv_computed_tokens",
+                "Prompt tokens of a request that were not found in the KV cache.",
+                TOKENS,
+            )?,
+            request_max_generation_tokens: make.histogram(
+                "request_max_num_generation_tokens",
+                "Generated tokens of the longest answer to a request.",
+                TOKENS,
+            )?,
+            request_choices: make.histogram("request_params_n", "Answers that a request asked for.", CHOICES)?,
+            request_max_tokens: make.histogram(
+                "request_params_max_tokens",
+                "The token limit of a request, if it has one.",
+                TOKENS,
+            )?,
             request_generation_tokens: make.histogram(
                 "request_generation_tokens",
                 "Generated tokens of a request.",
@@ -179,6 +247,24 @@ impl Metrics {
             engine,
             registry,
         })
+    }
+
+    /// Counts the tokens of a prompt.
+    pub fn count_prompt(&self, tokens: usize, cached: usize) {
+        let computed = tokens.saturating_sub(cached);
+        self.prompt_tokens.inc_by(tokens as u64);
+        self.prompt_tokens_cached.inc_by(cached as u64);
+        self.prompt_tokens_by_source.with_label_values(&[COMPUTED]).inc_by(computed as u64);
+        self.prompt_tokens_by_source.with_label_values(&[CACHED]).inc_by(cached as u64);
+        self.request_prompt_tokens.observe(tokens as f64);
+        self.request_computed_tokens.observe(computed as f64);
+    }
+
+    /// Counts the violations of the chat format in an answer.
+    pub fn count_violations(&self, violations: &FormatViolations) {
+        for kind in FormatViolation::ALL {
+            self.format_violations.with_label_values(&[kind.name()]).inc_by(violations.of(kind) as u64);
+        }
     }
 
     /// Returns the text of all metrics. `engine` is `None` while the model loads.
@@ -209,6 +295,13 @@ impl EngineMetrics {
         let stats = engine.stats();
         self.running.set(stats.running as i64);
         self.waiting.set(stats.waiting as i64);
+        // Nothing but a lack of free places or blocks lets a sequence wait.
+        self.waiting_by_reason.with_label_values(&["capacity"]).set(stats.waiting as i64);
+        self.waiting_by_reason.with_label_values(&["deferred"]).set(0);
+        // The value is the current time, as in vLLM.
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+        self.lora_info.with_label_values(&["0", "", ""]).set(now as i64);
+        engine.take_cancel_times().into_iter().for_each(|time_s| self.cancel_latency.observe(time_s));
         self.cache_usage.set(cache_usage(&stats));
         let blocks = engine.info().cache_blocks.saturating_sub(1);
         self.cache_config.with_label_values(&[&BLOCK_TOKENS.to_string(), &blocks.to_string()]).set(1);

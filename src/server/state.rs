@@ -18,6 +18,9 @@ use crate::engine::EngineHandle;
 /// The maximum duration of a step. If a step takes longer, the engine is considered stuck.
 const MAX_STEP: Duration = Duration::from_secs(60);
 
+/// The interval at which the server checks whether the engine thread has ended.
+const ENGINE_POLL: Duration = Duration::from_millis(50);
+
 /// A server: its options, its model and the requests in progress.
 pub struct Server {
     pub options: ServerOptions,
@@ -109,6 +112,18 @@ impl Server {
     /// Returns true if the engine is making progress or is not loaded yet.
     pub fn is_alive(&self) -> bool {
         self.engine().is_none_or(|engine| engine.is_responsive(MAX_STEP))
+    }
+
+    /// Returns whether the engine can no longer answer requests, because of a panic or a fault of the device.
+    pub fn has_failed(&self) -> bool {
+        self.engine().is_some_and(EngineHandle::has_stopped)
+    }
+
+    /// Waits until [`has_failed`](Self::has_failed) is true.
+    pub async fn failed(&self) {
+        while !self.has_failed() {
+            tokio::time::sleep(ENGINE_POLL).await;
+        }
     }
 
     /// Tells routers to send no more requests.

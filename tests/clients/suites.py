@@ -86,6 +86,19 @@ def openai_schemas(program, tools, scratch):
     return openai(program, scratch, [tools.python, HERE / "openai_schemas.py"], lambda server: len(server.requests()))
 
 
+def receipts(program, tools, scratch):
+    """Verifies signed receipts with another JOSE library, and lets inferno verify what that library signs."""
+    scripts = [{"when": "Say hello", "play": answer("Hello.")}]
+    scripted_model.write(scratch, program, scripts)
+    key_file = scratch / "receipts.pem"
+    create = "import sys; from jwcrypto.jwk import JWK; key = JWK.generate(kty='OKP', crv='Ed25519'); "
+    create += "open(sys.argv[1], 'wb').write(key.export_to_pem(private_key=True, password=None))"
+    run([tools.python, "-c", create, key_file], scratch)
+    with Server(program, scratch, "--receipt-key", key_file) as server:
+        run([tools.python, HERE / "receipts.py", server.url, program, key_file], scratch)
+        return check(server, len(server.requests()))
+
+
 RESPONSE = "/v1/responses"
 
 
@@ -224,6 +237,7 @@ ALL = {
     "openai-python": openai_python,
     "openai-node": openai_node,
     "openai-schemas": openai_schemas,
+    "receipts": receipts,
     "codex": codex,
     "codex-oss": codex_oss,
     "gpt-oss": gpt_oss,

@@ -7,7 +7,10 @@
 use std::path::Path;
 use std::sync::OnceLock;
 
-use inferno::chat::{Channel, ChatFormat, Delta, Message, ReasoningEffort, RenderOptions, Rendered, ToolCall};
+use inferno::chat::{
+    Channel, ChatFormat, Delta, FormatViolation, FormatViolations, Message, ReasoningEffort, RenderOptions, Rendered,
+    ToolCall,
+};
 use inferno::tokenizer::{ControlTokens, Tokenizer};
 use serde_json::{Value, json};
 
@@ -91,6 +94,7 @@ struct Parsed {
     deltas: Vec<(Channel, String)>,
     tool_calls: Vec<ToolCall>,
     format_violations: usize,
+    violations: FormatViolations,
 }
 
 impl Parsed {
@@ -124,7 +128,8 @@ fn parse_ids(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, ids: &[u3
     }
     take(parser.finish(tokenizer).unwrap());
     assert_eq!(parser.finish(tokenizer).unwrap(), [], "the second call to `finish` returned deltas");
-    Parsed { deltas, tool_calls: parser.tool_calls().to_vec(), format_violations: parser.format_violations() }
+    let (tool_calls, violations) = (parser.tool_calls().to_vec(), parser.violations());
+    Parsed { deltas, tool_calls, format_violations: parser.format_violations(), violations }
 }
 
 fn parse(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, text: &str) -> Parsed {

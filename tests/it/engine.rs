@@ -361,7 +361,7 @@ fn canceled_prefill_stops_at_the_next_chunk() {
 }
 
 #[test]
-fn stop_string_cancels_the_rest_of_the_generation() {
+fn stop_string_ends_the_generation_without_counting_as_a_cancellation() {
     let engine = demo(4096);
     let options = GenerateOptions { ignore_eos: true, stop: vec!["inferno".into()], ..greedy() };
     let answer = Answer::read(engine.chat(&[Message::user("How do I list my models?")], &render(), options).unwrap());
@@ -370,7 +370,26 @@ fn stop_string_cancels_the_rest_of_the_generation() {
     assert_eq!(answer.summary.completion_tokens, answer.tokens.len());
     let idle = stats_when_idle(&engine);
     assert!(idle.generated_tokens < 4000, "the engine generated {} tokens", idle.generated_tokens);
-    assert_eq!((idle.ended, idle.running), (1, 0));
+    assert_eq!((idle.ended, idle.running, idle.canceled), (1, 0, 0));
+}
+
+#[test]
+fn a_completed_generation_does_not_count_as_canceled() {
+    let engine = demo(4096);
+    for (complete, reason, canceled) in [(true, FinishReason::Stop, 0), (false, FinishReason::Canceled, 1)] {
+        let mut stream = endless(&engine, None);
+        stream.next_blocking().unwrap().unwrap();
+        if complete {
+            stream.complete()
+        } else {
+            stream.cancel()
+        }
+        while stream.next_blocking().is_some() {}
+        assert_eq!(stream.summary().finish_reason, reason);
+        let idle = stats_when_idle(&engine);
+        assert_eq!((idle.running, idle.canceled, idle.tokens_after_cancel), (0, canceled, 0));
+    }
+    assert!(engine.stats().generated_tokens < 4000);
 }
 
 #[test]

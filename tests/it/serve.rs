@@ -7,6 +7,7 @@ mod cancel;
 mod client;
 mod demo;
 mod deterministic;
+mod faults;
 mod fields;
 mod health;
 mod hostile;

@@ -14,12 +14,13 @@ use super::plan::{END, Part, PartId, Plan, all_to};
 use super::state::ConstraintState;
 use super::{harmony, tagged};
 use crate::chat::ChatFormat;
+use crate::error::Error;
 
 /// The maximum CPU time to compile the grammars of a request.
 const MAX_COMPILE_CPU: Duration = Duration::from_millis(250);
 
 /// The longest time to wait for the grammars of a request. Reached only if the machine is busy.
-const MAX_COMPILE_WAIT: Duration = Duration::from_secs(1);
+const MAX_COMPILE_WAIT: Duration = Duration::from_secs(5);
 
 /// The interval at which the CPU time of the compiling thread is checked.
 const COMPILE_POLL: Duration = Duration::from_millis(20);
@@ -27,37 +28,63 @@ const COMPILE_POLL: Duration = Duration::from_millis(20);
 /// The stack size of the thread that compiles grammars, in bytes. Nested grammars need deep recursion.
 const COMPILE_STACK: usize = 32 << 20;
 
+/// The limits on the time to compile the grammars of a request.
+#[derive(Clone, Copy)]
+struct CompileLimits {
+    /// The CPU time of the compiling thread.
+    cpu: Duration,
+    /// The time to wait for the compiling thread.
+    wait: Duration,
+}
+
 /// Compiles the grammars of a request. Returns the constraint state of a sequence before its first token.
 ///
-/// If a grammar is invalid, not supported or too large, fails with
-/// [`Error::InvalidConstraint`](crate::error::Error::InvalidConstraint).
+/// Fails with [`Error::InvalidConstraint`] if a grammar is invalid, not supported or too large. Fails with
+/// [`Error::CompilerBusy`] if the machine is too busy.
 pub fn prepare(request: ConstrainedRequest) -> Result<ConstraintState> {
-    let (sender, result) = mpsc::sync_channel(1);
     let name = request.constraint.answer.as_ref().map_or("tools", |answer| &answer.name).to_string();
+    let limits = CompileLimits { cpu: MAX_COMPILE_CPU, wait: MAX_COMPILE_WAIT };
+    let plan = run_limited(&name, limits, move || plan(request))?;
+    Ok(ConstraintState::new(Arc::new(plan)))
+}
+
+/// Runs `compile` on its own thread within `limits`. Errors about the limits name the request field `name`.
+fn run_limited<T: Send + 'static>(
+    name: &str,
+    limits: CompileLimits,
+    compile: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let (sender, result) = mpsc::sync_channel(1);
     let (clock_sender, clock) = mpsc::sync_channel(1);
-    let compile = move || {
+    let run = move || {
         // This does not block, because the channel has room for the clock.
         let _ = clock_sender.send(ThreadClock::new());
-        let plan = plan(request);
+        let compiled = compile();
         // The receiver may have given up. This thread still ends, because the compiler has limits of its own.
-        let _ = sender.send((plan, thread_time()));
+        let _ = sender.send((compiled, thread_time()));
     };
     let thread = thread::Builder::new().name("inferno-grammar".into()).stack_size(COMPILE_STACK);
-    thread.spawn(compile).context("cannot start a thread to compile a grammar")?;
-    let (deadline, mut known) = (Instant::now() + MAX_COMPILE_WAIT, None);
+    thread.spawn(run).context("cannot start a thread to compile a grammar")?;
+    let too_slow = || invalid(name, &format!("compiling takes more than {} ms of CPU time", limits.cpu.as_millis()));
+    let (deadline, mut known) = (Instant::now() + limits.wait, None);
     while Instant::now() < deadline {
         match result.recv_timeout(COMPILE_POLL) {
             Ok((Err(problem), _)) => return Err(problem),
-            Ok((Ok(plan), time)) if time <= MAX_COMPILE_CPU => return Ok(ConstraintState::new(Arc::new(plan))),
-            Ok(_) | Err(RecvTimeoutError::Disconnected) => break,
+            Ok((Ok(compiled), time)) if time <= limits.cpu => return Ok(compiled),
+            Ok(_) => return Err(too_slow()),
+            // The thread panicked.
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(invalid(name, "the grammar compiler failed: this is a bug in inferno or llguidance"));
+            }
             Err(RecvTimeoutError::Timeout) => {}
         }
         known = known.or_else(|| clock.try_recv().ok());
-        if known.as_ref().is_some_and(|clock: &ThreadClock| clock.elapsed() > MAX_COMPILE_CPU) {
-            break;
+        if known.as_ref().is_some_and(|clock: &ThreadClock| clock.elapsed() > limits.cpu) {
+            return Err(too_slow());
         }
     }
-    Err(invalid(&name, &format!("compiling takes more than {} ms", MAX_COMPILE_CPU.as_millis())))
+    // The request is not at fault, so this is another kind of error.
+    Err(Error::CompilerBusy { wait_s: limits.wait.as_secs_f64() }.into())
 }
 
 /// Creates the plan of the answer.
@@ -81,5 +108,42 @@ fn text_parts(request: &ConstrainedRequest, stops: &[u32]) -> Result<(Vec<Part>,
             Ok((vec![Part::End, request.grammar(answer, Vec::new(), all_to(stops, END))?], 1))
         }
         _ => Err(invalid("tools", "a text completion cannot call tools")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHORT: Duration = Duration::from_millis(100);
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// Returns the message of a failure.
+    fn failure(cpu: Duration, wait: Duration, compile: fn() -> Result<()>) -> String {
+        format!("{:#}", run_limited("field", CompileLimits { cpu, wait }, compile).unwrap_err())
+    }
+
+    #[test]
+    fn each_failure_has_its_own_message() {
+        let invalid_grammar = failure(LONG, LONG, || Err(invalid("field", "unknown rule")));
+        assert!(invalid_grammar.contains("field") && invalid_grammar.contains("unknown rule"), "{invalid_grammar}");
+        // Printing the backtrace of a panic takes CPU time, too.
+        let panic = failure(LONG, LONG, || panic!("a panic of this test"));
+        assert!(panic.contains("field") && panic.contains("the grammar compiler failed"), "{panic}");
+        let busy = failure(LONG, SHORT, || {
+            thread::sleep(Duration::from_secs(1));
+            Ok(())
+        });
+        assert!(!busy.contains("field") && busy.contains("within 0.1 s: the machine is busy"), "{busy}");
+        #[cfg(target_os = "linux")]
+        {
+            let slow = failure(SHORT, LONG, || {
+                while thread_time() < Duration::from_secs(1) {}
+                Ok(())
+            });
+            assert!(slow.contains("field") && slow.contains("100 ms of CPU time"), "{slow}");
+        }
+        let limits = CompileLimits { cpu: MAX_COMPILE_CPU, wait: LONG };
+        assert_eq!(run_limited("field", limits, || Ok(7)).unwrap(), 7);
     }
 }

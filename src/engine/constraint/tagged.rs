@@ -13,7 +13,7 @@ use super::compiler::{invalid, with_options};
 use super::context::ConstrainedRequest;
 use super::plan::{END, Free, Part, PartId, all_to};
 use super::{Grammar, GrammarKind, ToolGrammar};
-use crate::chat::{END_THINK, END_TOOL_CALL, THINK, TOOL_CALL};
+use crate::chat::{END_THINK, END_TOOL_CALL, LLAMA_CALLS, MISTRAL_CALLS, THINK, TOOL_CALL};
 
 /// The whole answer, which may start with reasoning.
 const START: PartId = 1;
@@ -36,10 +36,15 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<Part>, P
     let (constraint, stops) = (&request.constraint, request.stops());
     let tokenizer = &request.language.tokenizer;
     let control = |text: &str| tokenizer.token_id(text).filter(|&id| tokenizer.is_control(id));
+    let has_other_calls = [MISTRAL_CALLS, LLAMA_CALLS].into_iter().any(|token| control(token).is_some());
     let tags = match (control(TOOL_CALL), control(END_TOOL_CALL)) {
         (Some(open), Some(close)) if !constraint.tools.is_empty() => Some(ToolTags { open, close }),
         _ if constraint.requires_tool => {
             return Err(invalid("tool_choice", "the chat format of this model does not support required tool calls"));
+        }
+        // The model could call these tools in a form that no grammar describes.
+        _ if has_other_calls && constraint.tools.iter().any(|tool| tool.arguments.is_some()) => {
+            return Err(invalid("tools", "the chat format of this model does not support strict tools"));
         }
         _ => None,
     };

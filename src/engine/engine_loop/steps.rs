@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 use anyhow::{Result, anyhow, bail};
 
 use super::{EngineLoop, QueuedWork};
+use crate::engine::fault::Fault;
 use crate::engine::outbox::Outbox;
 use crate::engine::prompt_scores::PromptScores;
 use crate::engine::request::FinishReason;
@@ -18,6 +19,13 @@ use crate::runner::{ChooseToken, Chosen, QueuedStep, StepSequence};
 impl EngineLoop {
     /// Runs or queues one planned step. Delivers the tokens of the previously queued step.
     pub(super) fn run_plan(&mut self, mut plan: StepPlan) {
+        if let Some(fault) = self.fault.take() {
+            self.deliver_queued();
+            let Err(error) = fault.strike() else { return };
+            self.fail(&plan.work, error);
+            self.is_device_broken |= fault == Fault::Device;
+            return;
+        }
         let queued = match self.queue(&plan) {
             Ok(queued) => queued,
             Err(error) => {
@@ -100,6 +108,11 @@ impl EngineLoop {
         }
         self.scheduler.forget_prefixes();
         self.counters.cached_tokens.store(0, Ordering::Relaxed);
+        // After some errors, such as an illegal memory access, every call of the CUDA driver fails.
+        if let Err(error) = self.runner.device().synchronize() {
+            tracing::error!(%error, "the device no longer works");
+            self.is_device_broken = true;
+        }
     }
 
     /// Adds the events of a step's tokens, and ends the complete sequences.

@@ -74,20 +74,27 @@ fn spend(budget: &mut usize, item: &Item, param: &str) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Checks that every call output belongs to an earlier call.
+/// Checks that every call output in `items` belongs to an earlier call. `earlier` was checked when it was stored.
 fn check_calls(earlier: &[Arc<Item>], items: &[Arc<Item>]) -> Result<(), ApiError> {
-    let mut calls = HashSet::new();
-    for (position, item) in earlier.iter().chain(items).enumerate() {
-        match &item.content {
-            ItemContent::Call { call_id, .. } => drop(calls.insert(call_id.as_str())),
-            ItemContent::CallOutput { call_id, .. } if !calls.contains(call_id.as_str()) => {
-                let param = format!("input[{}].call_id", position.saturating_sub(earlier.len()));
-                return Err(ApiError::invalid(param, format!("no earlier function call has the id '{call_id}'")));
-            }
-            _ => {}
+    let mut calls: HashSet<&str> = earlier.iter().filter_map(|item| call_id(item)).collect();
+    for (index, item) in items.iter().enumerate() {
+        calls.extend(call_id(item));
+        if let ItemContent::CallOutput { call_id, .. } = &item.content
+            && !calls.contains(call_id.as_str())
+        {
+            let problem = format!("no earlier function call has the id '{call_id}'");
+            return Err(ApiError::invalid(format!("input[{index}].call_id"), problem));
         }
     }
     Ok(())
+}
+
+/// Returns the id of a function call, or `None` for other items.
+fn call_id(item: &Item) -> Option<&str> {
+    match &item.content {
+        ItemContent::Call { call_id, .. } => Some(call_id),
+        _ => None,
+    }
 }
 
 /// Reads one item. For a reference, returns the stored item.

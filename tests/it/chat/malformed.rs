@@ -105,6 +105,24 @@ fn missing_message_marker_is_recovered() {
 }
 
 #[test]
+fn violations_are_counted_by_kind() {
+    use FormatViolation::*;
+    for (text, kinds) in [
+        ("<|channel|>final<|message|>Yes.<|return|>", &[][..]),
+        ("Yes.", &[MissingToken]),
+        ("<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Yes.", &[MissingToken]),
+        ("<|channel|>final<|message|><|message|>Yes.", &[UnexpectedToken]),
+        ("<|message|>Yes.", &[InvalidHeader]),
+        ("<|message|><|message|>Yes.", &[InvalidHeader, UnexpectedToken]),
+    ] {
+        let parsed = parse_harmony(text);
+        let found: Vec<_> = FormatViolation::ALL.into_iter().filter(|&kind| parsed.violations.of(kind) > 0).collect();
+        assert!(kinds.iter().all(|kind| found.contains(kind)), "{text}: {found:?}");
+        assert_eq!((found.len(), parsed.format_violations), (kinds.len(), kinds.len()), "{text}: {found:?}");
+    }
+}
+
+#[test]
 fn missing_and_doubled_markers_are_recovered() {
     let both = [(Reasoning, "Hm."), (Answer, "Yes.")];
     for text in [

@@ -67,8 +67,45 @@ fn tool_calls_are_parsed() {
     assert_eq!(parsed.answer(), "Let me see.\n");
     let names: Vec<_> = parsed.tool_calls.iter().map(|call| (call.name.as_str(), call.arguments.as_str())).collect();
     assert_eq!(names, [("f", "{\"x\": [1, 2]}"), ("g", ""), ("", "broken")]);
-    assert!(parsed.format_violations > 0);
+    // The end tag is missing, and the call is not JSON.
+    assert_eq!(parsed.format_violations, 2);
+    assert_eq!(FormatViolation::ALL.map(|kind| parsed.violations.of(kind)), [0, 1, 0, 1]);
     assert!(parsed.deltas.iter().any(|(channel, _)| *channel == Call));
+}
+
+#[test]
+fn tool_calls_of_mistral_and_llama_are_parsed() {
+    let tokenizer = byte_tokenizer(&["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<|eom_id|>"], &[]);
+    let both = &[("f", "{\"x\": [1, 2]}"), ("g", "{}")][..];
+    for (answer, text, calls, violations) in [
+        (
+            "",
+            "[TOOL_CALLS] [{\"name\": \"f\", \"arguments\": {\"x\": [1, 2]}, \"id\": \"a\"}, {\"name\": \"g\", \"arguments\": {}}]",
+            both,
+            0,
+        ),
+        ("I look.", "I look.[TOOL_CALLS]f[ARGS]{\"x\": [1, 2]}[TOOL_CALLS]g[CALL_ID]123[ARGS]{}", both, 0),
+        (
+            "",
+            "<|python_tag|>{\"name\": \"f\", \"parameters\": {\"x\": [1, 2]}}; {\"name\": \"g\", \"parameters\": {}}<|eom_id|>",
+            both,
+            0,
+        ),
+        ("", "<|python_tag|>import os", &[("", "import os")], 1),
+        ("", "[TOOL_CALLS][]", &[("", "[]")], 1),
+        ("", "[TOOL_CALLS]f[ARGS]{\"x\": [1", &[("", "f[ARGS]{\"x\": [1")], 1),
+        // Without the token, the same text is an answer.
+        ("{\"name\": \"f\"}; [1]", "{\"name\": \"f\"}; [1]", &[], 0),
+    ] {
+        let parsed = parse(&format(&tokenizer), &tokenizer, "", text);
+        let found: Vec<_> = parsed.tool_calls.iter().map(|call| (&*call.name, &*call.arguments)).collect();
+        assert_eq!(
+            (parsed.answer().as_str(), &found[..], parsed.format_violations),
+            (answer, calls, violations),
+            "{text}"
+        );
+        assert_eq!(parsed.violations.of(FormatViolation::InvalidToolCall), violations, "{text}");
+    }
 }
 
 #[test]

@@ -18,12 +18,17 @@ use crate::engine::Answer;
 
 /// Loads the demo model with a chat template that ends with `start`. `has_tools` adds tokens for tool tags.
 fn tagged_demo(start: &str, has_tools: bool) -> (TempDir, Engine) {
+    demo_with(start, if has_tools { &["<tool_call>", "</tool_call>"] } else { &[] })
+}
+
+/// The same with tokens that have the text of other tool call formats.
+fn demo_with(start: &str, tool_tokens: &[&str]) -> (TempDir, Engine) {
     let (folder, path) = copy_of_demo();
     let file = path.join("tokenizer.json");
     let mut tokenizer = fs::read_to_string(&file).unwrap();
     tokenizer = tokenizer.replace("<|channel|>", "<think>").replace("<|end|>", "</think>");
-    if has_tools {
-        tokenizer = tokenizer.replace("<|constrain|>", "<tool_call>").replace("<|call|>", "</tool_call>");
+    for (token, new) in ["<|constrain|>", "<|call|>"].into_iter().zip(tool_tokens) {
+        tokenizer = tokenizer.replace(token, new);
     }
     fs::write(file, tokenizer).unwrap();
     let template = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}</think>{% endfor %}";
@@ -100,4 +105,28 @@ fn required_tools_need_a_format_with_tags() {
     // A text prompt without a chat format cannot have tools.
     let prompt = Prompt::Text("a".to_string());
     assert!(engine.submit(Request { prompt, ..request }).is_err());
+}
+
+/// In a format whose calls cannot be constrained, strict tools are refused, and other tools are allowed.
+#[test]
+fn strict_tools_need_a_format_with_tags() {
+    let schema = || Grammar { name: "schema".to_string(), kind: GrammarKind::JsonSchema(schema()) };
+    for (token, is_strict, is_refused) in [
+        ("[TOOL_CALLS]", true, true),
+        ("<|python_tag|>", true, true),
+        ("[TOOL_CALLS]", false, false),
+        ("[OTHER]", true, false),
+    ] {
+        let (_folder, engine) = demo_with("<|start|>assistant", &[token]);
+        let tools = vec![ToolGrammar { name: "list".to_string(), arguments: is_strict.then(schema) }];
+        let constraint = Constraint { tools, ..Constraint::default() };
+        let options = GenerateOptions { constraint: Some(constraint), max_tokens: Some(2), ..sampled(0) };
+        match engine.submit(question().options(options)) {
+            Ok(_) => assert!(!is_refused, "{token}"),
+            Err(error) => {
+                assert!(is_refused, "{token}: {error:#}");
+                assert!(format!("{error:#}").contains("strict tools"), "{error:#}");
+            }
+        }
+    }
 }

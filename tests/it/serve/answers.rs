@@ -128,6 +128,8 @@ fn stop_strings_end_the_answer_and_never_the_reasoning() {
     assert_eq!(message["content"], content.split("KV cache").next().unwrap());
     assert_eq!(message["reasoning"], reasoning);
     assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
+    server.wait_until_idle();
+    assert_eq!(server.metric("inferno_canceled_sequences_total"), 0.0);
 }
 
 #[test]

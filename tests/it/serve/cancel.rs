@@ -33,6 +33,9 @@ fn a_client_that_vanishes_cancels_its_request() {
     drop(stream);
     server.wait_until_idle();
     assert_eq!(server.metric("inferno_tokens_after_cancel_total"), 0.0);
+    assert_eq!(server.metric("inferno_cancel_latency_seconds_count"), 5.0);
+    let sum_s = server.metric("inferno_cancel_latency_seconds_sum");
+    assert!(sum_s > 0.0 && sum_s < 30.0, "{sum_s} s for 5 cancellations");
     server.chat(json!({ "max_tokens": 3 })).ok();
     let log = server.log();
     let canceled = log.lines().filter(|line| line.contains("finish=\"canceled\""));

@@ -74,6 +74,30 @@ fn single_requests_can_be_deterministic() {
     assert_eq!((response.status, response.header("x-inferno-ignored")), (200, None));
 }
 
+/// Responses of the Messages, Responses and ollama APIs have no fingerprint, but the record of a request says how it ran.
+#[test]
+fn the_header_works_on_all_routes() {
+    let server = Server::start(&["--record-memory", "1"]);
+    let messages = json!([{ "role": "user", "content": "What is the KV cache?" }]);
+    for (path, body) in [
+        ("/v1/messages", json!({ "model": "demo", "max_tokens": 8, "messages": messages })),
+        ("/v1/responses", json!({ "max_output_tokens": 8, "input": "What is the KV cache?" })),
+        ("/v1/completions", json!({ "max_tokens": 8, "prompt": "The KV cache" })),
+        (
+            "/api/chat",
+            json!({ "model": "demo", "stream": false, "messages": messages, "options": { "num_predict": 8 } }),
+        ),
+    ] {
+        for value in ["1", "0"] {
+            let id = format!("{}-{value}", path.replace('/', "-"));
+            let headers = [JSON, ("x-request-id", &id), ("x-inferno-deterministic", value)];
+            assert_eq!(server.send("POST", path, &headers, body.to_string().as_bytes()).status, 200, "{path}");
+            let record = server.get(&format!("/v1/records/{id}")).ok();
+            assert_eq!(record["requests"][0]["request"]["deterministic"], value == "1", "{path}: {record}");
+        }
+    }
+}
+
 #[test]
 fn all_answers_of_a_deterministic_server_say_so() {
     let server = Server::start(&["--deterministic"]);

@@ -111,7 +111,8 @@ fn all_counters_exist_from_the_start() {
         "inferno_http_responses_total{code=\"500\"",
         "inferno_joined_retries_total{",
         "inferno_canceled_sequences_total{",
-        "inferno_harmony_repairs_total{",
+        "inferno_harmony_repairs_total{kind=\"invalid_header\"",
+        "inferno_prompt_tokens_by_source_total{source=\"local_cache_hit\"",
     ] {
         let (name, label) = series.split_once('{').unwrap();
         let line = text.lines().find(|line| line.starts_with(&format!("{name}{{")) && line.contains(label));

@@ -51,8 +51,13 @@ fn requests_do_not_wait_forever() {
     let _first = server.begin("/v1/chat/completions", &endless(true));
     server.wait("the first request is running", |server| server.metric("inferno_num_requests_running") == 1.0);
     let response = server.chat(json!({}));
-    assert_eq!(response.error(429)["code"], "rate_limit_exceeded");
-    assert!(response.header("retry-after").is_some());
+    let error = response.error(429);
+    assert_eq!(error["code"], "rate_limit_exceeded");
+    let seconds = response.header("retry-after").unwrap();
+    assert!(error["message"].as_str().unwrap().ends_with(&format!("please try again in {seconds}s")), "{error}");
+    // No answer has ended yet, so the server expects the wait so far to double.
+    let milliseconds: u64 = response.header("retry-after-ms").unwrap().parse().unwrap();
+    assert!((200..=60_000).contains(&milliseconds) && milliseconds != 5000, "{milliseconds}");
     let events = server.chat(json!({ "stream": true })).events();
     assert_eq!(events.len(), 1);
     assert_eq!(events[0]["error"]["code"], "rate_limit_exceeded");

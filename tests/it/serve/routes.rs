@@ -143,6 +143,10 @@ fn metrics_count_requests_and_tokens() {
         ("inferno_time_to_first_token_seconds_count", &json!(2)),
         ("inferno_e2e_request_latency_seconds_count", &json!(1)),
         ("inferno_tokens_after_cancel_total", &json!(0)),
+        ("inferno_request_inference_time_seconds_count", &json!(2)),
+        ("inferno_request_max_num_generation_tokens_count", &json!(1)),
+        ("vllm:request_params_n_sum", &json!(2)),
+        ("inferno_request_prefill_kv_computed_tokens_sum", &usage["prompt_tokens"]),
     ] {
         let line = format!("{name}{{engine=\"0\",model_name=\"demo\"}} {value}\n");
         assert!(text.contains(&line), "{line}{text}");
@@ -152,6 +156,8 @@ fn metrics_count_requests_and_tokens() {
         "inferno_request_success_total{engine=\"0\",finished_reason=\"stop\"",
         "inferno_inter_token_latency_seconds_bucket{engine=\"0\",model_name=\"demo\",le=\"0.0005\"}",
         "# TYPE inferno_num_requests_waiting gauge",
+        "vllm:num_requests_waiting_by_reason{engine=\"0\",model_name=\"demo\",reason=\"capacity\"} 0",
+        "vllm:lora_requests_info{engine=\"0\",max_lora=\"0\",model_name=\"demo\",running_lora_adapters=\"\"",
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }

@@ -157,6 +157,14 @@ fn tool_calls_and_their_outputs_reach_the_model() {
     let first = respond(&server, fields).ok();
     let output = json!([{ "type": "function_call_output", "call_id": "call_1", "output": "demo" }]);
     respond(&server, json!({ "previous_response_id": first["id"], "input": output, "max_output_tokens": 5 })).ok();
+    // The error about an output without a call names the item of this request, not of the stored conversation.
+    let input = json!([
+        output[0],
+        { "role": "user", "content": "And then?" },
+        { "type": "function_call_output", "call_id": "call_9", "output": "" },
+    ]);
+    let error = respond(&server, json!({ "previous_response_id": first["id"], "input": input })).error(400);
+    assert_eq!(error["param"], "input[2].call_id", "{error}");
 }
 
 #[test]

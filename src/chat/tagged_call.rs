@@ -1,0 +1,66 @@
+//! Reads the text of tool calls of models that use a chat template.
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use super::message::ToolCall;
+use super::python;
+
+/// The token before the calls of Mistral's models. A list of calls follows, or the name of one call.
+pub const MISTRAL_CALLS: &str = "[TOOL_CALLS]";
+
+/// The tokens of newer Mistral models before the id and before the arguments of a call.
+pub const MISTRAL_ID: &str = "[CALL_ID]";
+pub const MISTRAL_ARGUMENTS: &str = "[ARGS]";
+
+/// The token before the calls of Llama 3.
+pub const LLAMA_CALLS: &str = "<|python_tag|>";
+
+/// A call in JSON.
+#[derive(Deserialize)]
+struct Call {
+    name: String,
+    #[serde(alias = "parameters")]
+    arguments: Option<Value>,
+}
+
+impl From<Call> for ToolCall {
+    fn from(Call { name, arguments }: Call) -> Self {
+        let arguments = match arguments {
+            None => String::new(),
+            Some(Value::String(text)) => text,
+            Some(value) => python::json_dumps(&value),
+        };
+        Self { id: None, name, arguments }
+    }
+}
+
+/// Reads complete tool calls. Returns `None` if the text has none of these forms:
+///
+/// - `{"name": "f", "arguments": {}}`: Hermes and Qwen
+/// - `{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}`: Llama 3
+/// - `[{"name": "f", "arguments": {}}]`: Mistral
+/// - `f[ARGS]{}` or `f[CALL_ID]123[ARGS]{}`: newer Mistral models
+pub fn read_calls(text: &str) -> Option<Vec<ToolCall>> {
+    let text = text.trim();
+    if let Some((head, arguments)) = text.split_once(MISTRAL_ARGUMENTS) {
+        let name = head.split(MISTRAL_ID).next().unwrap_or_default().trim().to_string();
+        let arguments = arguments.trim().to_string();
+        let is_valid = !name.is_empty() && serde_json::from_str::<Map<String, Value>>(&arguments).is_ok();
+        return is_valid.then(|| vec![ToolCall { id: None, name, arguments }]);
+    }
+    if text.starts_with('[') {
+        let calls: Vec<Call> = serde_json::from_str(text).ok()?;
+        return (!calls.is_empty()).then(|| calls.into_iter().map(ToolCall::from).collect());
+    }
+    let (mut calls, mut rest) = (Vec::new(), text);
+    loop {
+        let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Call>();
+        calls.push(values.next()?.ok()?.into());
+        rest = rest[values.byte_offset()..].trim_start();
+        if rest.is_empty() {
+            return Some(calls);
+        }
+        rest = rest.strip_prefix(';')?.trim_start();
+    }
+}

@@ -1,0 +1,138 @@
+//! Tests of faults in the engine while a server answers requests. The server runs in the test process.
+
+use std::io::{BufReader, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use inferno::Engine;
+use inferno::device::DeviceChoice;
+use inferno::engine::Fault;
+use inferno::server::{self, Server, ServerOptions};
+use serde_json::{Value, json};
+use tokio::runtime::Runtime;
+use tokio::task::JoinHandle;
+
+use super::client::{HANG, JSON, Response, chat, endless, read_chunk, request};
+use super::loading::options;
+use crate::support::demo_dir;
+
+/// A server with the demo model in this process.
+struct Local {
+    runtime: Runtime,
+    engine: Engine,
+    address: SocketAddr,
+    serving: JoinHandle<anyhow::Result<()>>,
+}
+
+impl Local {
+    /// Starts a server that runs two requests at once. Port 0 selects a free port.
+    fn start(port: u16) -> Self {
+        let runtime = Runtime::new().unwrap();
+        let listener = runtime.block_on(server::bind("127.0.0.1", port)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let server: Arc<Server> = Server::new(ServerOptions { max_sequences: 2, ..options() }).unwrap();
+        let serving = runtime.spawn(server::serve(server.clone(), listener, std::future::pending()));
+        let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).max_sequences(2).load().unwrap();
+        server.set_model(engine.handle());
+        Self { runtime, engine, address, serving }
+    }
+
+    fn begin(&self, method: &str, path: &str, body: &Value) -> BufReader<TcpStream> {
+        let mut stream = TcpStream::connect(self.address).unwrap();
+        stream.set_read_timeout(Some(HANG)).unwrap();
+        stream.write_all(&request(method, path, &[JSON], body.to_string().as_bytes())).unwrap();
+        BufReader::new(stream)
+    }
+
+    fn chat(&self, body: &Value) -> BufReader<TcpStream> {
+        self.begin("POST", "/v1/chat/completions", body)
+    }
+
+    /// Waits until a number of requests run and wait.
+    fn wait(&self, running: u64, waiting: u64) {
+        let started = Instant::now();
+        while (self.engine.stats().running, self.engine.stats().waiting) != (running, waiting) {
+            assert!(started.elapsed() < HANG, "{:?}", self.engine.stats());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Starts a stream, a whole answer, and a request that waits for one of them. Returns after both run.
+    fn load(&self) -> [BufReader<TcpStream>; 3] {
+        let mut stream = self.chat(&endless(true));
+        assert_eq!(Response::read_head(&mut stream).status, 200);
+        let whole = self.chat(&endless(false));
+        self.wait(2, 0);
+        let waiting = self.chat(&chat(json!({ "max_tokens": 2 })));
+        self.wait(2, 1);
+        [stream, whole, waiting]
+    }
+}
+
+/// Reads the rest of a stream, which must end with an error and `[DONE]`. Returns the message of the error.
+fn stream_error(mut stream: BufReader<TcpStream>) -> String {
+    let mut text = Vec::new();
+    while let Some(chunk) = read_chunk(&mut stream) {
+        text.extend(chunk);
+    }
+    let text = String::from_utf8(text).unwrap();
+    let events: Vec<&str> = text.split("\n\n").filter(|event| event.starts_with("data: ")).collect();
+    let [.., last, "data: [DONE]"] = events[..] else { panic!("{text}") };
+    let json: Value = serde_json::from_str(&last[6..]).unwrap();
+    json["error"]["message"].as_str().unwrap_or_else(|| panic!("{last}")).to_string()
+}
+
+/// Returns the message of an error with status 500.
+fn whole_error(mut response: BufReader<TcpStream>) -> String {
+    Response::read(&mut response).error(500)["message"].as_str().unwrap().to_string()
+}
+
+#[test]
+fn a_failed_step_fails_its_requests_only() {
+    let local = Local::start(0);
+    let [stream, whole, mut waiting] = local.load();
+    local.engine.inject_fault(Fault::Step).unwrap();
+    for message in [stream_error(stream), whole_error(whole)] {
+        assert!(message.contains("injected fault of a step"), "{message}");
+    }
+    Response::read(&mut waiting).ok();
+    assert_eq!(Response::read(&mut local.begin("GET", "/health", &json!({}))).status, 200);
+    Response::read(&mut local.chat(&chat(json!({ "max_tokens": 2 })))).ok();
+    let stats = local.engine.stats();
+    assert_eq!((stats.failed, stats.ended, stats.used_blocks, local.engine.has_stopped()), (2, 4, 0, false));
+    assert!(!local.serving.is_finished());
+}
+
+/// After a fault of the device or a panic, all requests fail, the server ends, and another one can take its place.
+#[test]
+fn a_server_with_a_broken_engine_ends_so_that_it_can_restart() {
+    for fault in [Fault::Device, Fault::Panic] {
+        let local = Local::start(0);
+        let [stream, whole, waiting] = local.load();
+        let started = Instant::now();
+        local.engine.inject_fault(fault).unwrap();
+        let messages = [stream_error(stream), whole_error(whole), whole_error(waiting)];
+        let failed = started.elapsed();
+        for message in messages {
+            assert!(
+                message.contains("injected fault of the device") || message.contains("the engine stopped"),
+                "{message}"
+            );
+        }
+        let Local { runtime, engine, address, serving } = local;
+        let served = runtime.block_on(serving).unwrap();
+        assert!(served.unwrap_err().to_string().contains("the engine stopped"));
+        let ended = started.elapsed();
+        assert!(engine.has_stopped());
+        let next = Local::start(address.port());
+        assert_eq!(Response::read(&mut next.begin("GET", "/health", &json!({}))).status, 200);
+        let restarted = started.elapsed();
+        println!(
+            "{fault:?}: requests failed after {failed:?}, the server ended after {ended:?}, restarted after {restarted:?}"
+        );
+        // The case `restart` of scripts/serve/reliability.py requires 2 s. Other tests use the machine here.
+        assert!(restarted < Duration::from_secs(20), "{restarted:?}");
+        Response::read(&mut next.chat(&chat(json!({ "max_tokens": 2 })))).ok();
+    }
+}
