@@ -173,11 +173,12 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
         let x = Tensor::new(&[1f32], device).unwrap();
         on_host(&exchange.sum(&x).unwrap());
         world.check().unwrap();
-        if world.is_first() {
-            on_host(&exchange.sum(&x).unwrap());
-        } else {
-            std::thread::sleep(std::time::Duration::from_secs(7));
+        match world.is_first() {
+            true => drop(on_host(&exchange.sum(&x).unwrap())),
+            // The second rank says that it launches, but launches nothing.
+            false => exchange.launch_together(&mut || Ok(())).unwrap(),
         }
+        std::thread::sleep(std::time::Duration::from_secs(7));
         world.check().unwrap_err().to_string()
     });
     assert!(errors.iter().all(|error| error.contains("GPU 2 of 2 does not answer")), "{errors:?}");
@@ -231,6 +232,7 @@ fn graph_logits(
     // Run an eager pass to load kernels. Ranks that share a GPU cannot load kernels while one rank waits for the other.
     logits_of(&decoder, &ids[..1], dtype, device).unwrap();
     device.synchronize().unwrap();
+    world.check().unwrap();
     let step = |(position, &id): (usize, &u32)| {
         world.all(()).unwrap();
         graph.start(0, position, id, None, &tables).unwrap();

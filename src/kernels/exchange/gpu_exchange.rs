@@ -17,8 +17,11 @@ use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_MAX_RANKS, EXCHANGE_SL
 use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchList, LaunchShape, address, module};
 use crate::kernels::scratch;
 
-/// The maximum time that a rank waits for another rank.
+/// The maximum time that a GPU waits for the data of another rank.
 const TIMEOUT_SECONDS: i32 = 5;
+/// The maximum time that the host of a rank waits until the other ranks are ready or have launched. No GPU waits meanwhile,
+/// and a host may take seconds to read the kernels of cuBLAS from a disk.
+const HOST_TIMEOUT: Duration = Duration::from_secs(60);
 /// The value of the control word after the host has ended the exchange.
 /// Other nonzero values are 1 + the rank that did not answer.
 const ENDED: u32 = u32::MAX;
@@ -135,7 +138,7 @@ impl GpuExchange {
             }
             thread::yield_now();
             let started: &Instant = started.get_or_insert_with(Instant::now);
-            if started.elapsed() > Duration::from_secs(TIMEOUT_SECONDS as u64) {
+            if started.elapsed() > HOST_TIMEOUT {
                 self.report_missing(rank);
             }
         }

@@ -139,6 +139,10 @@ fn play_trusts_the_certificates_of_a_file() {
     let output = ask(None, &["--ca-cert", &certificate]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(ask(Some(&certificate), &[]).status.success());
-    assert_fails(&ask(None, &["--ca-cert", &path("other-key.pem")]), 2, &["other-key.pem", "none in PEM format"]);
+    assert_fails(
+        &ask(None, &["--ca-cert", &path("other-key.pem")]),
+        2,
+        &["other-key.pem", "no certificate in PEM format"],
+    );
     assert_fails(&ask(None, &["--ca-cert", "/nowhere"]), 2, &["/nowhere"]);
 }
