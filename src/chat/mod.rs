@@ -4,6 +4,13 @@
 //! All other models use a Jinja template.
 //! In both cases, text from users and tools never becomes a control token.
 //! The parsers accept malformed output and drop only headers, control tokens, tags and whitespace around tags.
+//!
+//! - `message`, `rendered`: a conversation, and its token ids
+//! - `format`: the chat format of a model
+//! - `harmony`, `harmony_header`, `harmony_parser`, `typescript`: harmony
+//! - `template`, `template_functions`, `python`, `injection`: Jinja templates
+//! - `parser`, `channel`: split generated tokens into channels; `tagged_parser`, `tagged_call`: for models with a template
+//! - `violations`: counts how often a model violates its format
 
 mod channel;
 mod format;

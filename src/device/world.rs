@@ -176,7 +176,7 @@ impl World {
     }
 
     /// Returns the values of all ranks, in rank order. Waits until all ranks have called this function.
-    pub fn all<T: Any + Send + Sync>(&self, value: T) -> Result<Vec<Arc<T>>> {
+    pub fn all_gather<T: Any + Send + Sync>(&self, value: T) -> Result<Vec<Arc<T>>> {
         match &self.meeting {
             None => Ok(vec![Arc::new(value)]),
             Some(meeting) => meeting.exchange(self.rank, Arc::new(value)),
@@ -365,7 +365,7 @@ mod tests {
     #[test]
     fn every_rank_gets_the_values_of_all() {
         let values = on_threads(3, |world| {
-            let of_ranks = world.all(world.rank() * 10).unwrap();
+            let of_ranks = world.all_gather(world.rank() * 10).unwrap();
             (of_ranks.iter().map(|value| **value).collect::<Vec<_>>(), world.check().is_ok())
         });
         assert_eq!(values, vec![(vec![0, 10, 20], true); 3]);

@@ -56,7 +56,9 @@ struct Quad {
     typedef uint4 Word;
     static constexpr int SIZE = 4;
     static __device__ void store(uint32_t* to, uint4 v) {
-        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                     :
+                     : "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                      : "memory");
     }
     static __device__ uint4 load(const uint32_t* from) {
@@ -209,7 +211,8 @@ extern "C" __global__ void __launch_bounds__(512)
     exchange_sum_bf16(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int words) {
     const auto own_words = [&](int i) {
         const uint4 a = Quad::load(x + 2 * (size_t)i), b = Quad::load(x + 2 * (size_t)i + 4);
-        return make_uint4(to_bf16_pair(a.x, a.y), to_bf16_pair(a.z, a.w), to_bf16_pair(b.x, b.y), to_bf16_pair(b.z, b.w));
+        return make_uint4(to_bf16_pair(a.x, a.y), to_bf16_pair(a.z, a.w), to_bf16_pair(b.x, b.y),
+                          to_bf16_pair(b.z, b.w));
     };
     exchange<Quad>(own_words, m, words, words, [&](const uint32_t* slot, Waiting& waiting, int first, int step) {
         for (int i = first; i < words; i += step) {
@@ -238,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(512)
     exchange_columns(const uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int rows, int largest) {
     const int own = m.first_column[m.rank + 1] - m.first_column[m.rank], total = m.first_column[m.ranks];
     const auto own_words = [&](int i) { return Scalar::sendable(Scalar::load(x + i)); };
-    exchange<Scalar>(own_words, m, rows * own, largest, [&](const uint32_t* slot, Waiting& waiting, int first, int step) {
+    const auto take = [&](const uint32_t* slot, Waiting& waiting, int first, int step) {
         for (int rank = 0; rank < m.ranks; ++rank) {
             const int start = m.first_column[rank], columns = m.first_column[rank + 1] - start;
             for (int i = first; i < rows * columns; i += step) {
@@ -247,5 +250,6 @@ extern "C" __global__ void __launch_bounds__(512)
                 Scalar::store(out + (size_t)(i / columns) * total + start + i % columns, v);
             }
         }
-    });
+    };
+    exchange<Scalar>(own_words, m, rows * own, largest, take);
 }

@@ -58,7 +58,7 @@ impl Decode {
             _ => Decode::plan(decoder, cache, limits.context),
         };
         let is_eager = matches!(planned, Err(_) | Ok(Decode::Eager(_)));
-        let are_eager = decoder.world().all(is_eager)?;
+        let are_eager = decoder.world().all_gather(is_eager)?;
         Ok(match are_eager.iter().any(|is_eager| **is_eager) {
             true if !is_eager => Decode::Eager(EagerReason::SeveralDevices),
             _ => planned?,

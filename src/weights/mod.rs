@@ -1,5 +1,13 @@
 //! Opens checkpoints and loads their tensors by Hugging Face name.
 //! The dtype and shape of each tensor are checked before use.
+//!
+//! - `checkpoint`: the tensors of a model under their Hugging Face names, from `safetensors` or `gguf` files
+//! - `source`: reads bytes of files; `safetensors_header`: reads headers without loading a model
+//! - `inventory`, `tensor_info`: what tensors there are, and how much memory they need
+//! - `loader`, `matrix`, `mxfp4`: load tensors, matrices and experts for the layers in `nn`
+//! - `read_ahead`, `part_reader`, `part`: background threads that read whole tensors, or the parts of a rank
+//! - `quantized`, `ggml`, `compressed`: quantized formats of GGUF and of compressed-tensors
+//! - `progress`, `unused`: what has been loaded, and what the model does not use
 
 mod checkpoint;
 pub mod compressed;

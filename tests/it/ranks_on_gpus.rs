@@ -225,7 +225,7 @@ fn graph_logits(
     let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layout(), CONTEXT, dtype, device).unwrap();
     let plan = DecodeGraph::plan(&decoder, &cache, CONTEXT).unwrap();
     let has_graph = matches!(plan, DecodePlan::Graph(_));
-    if world.all(has_graph).unwrap().iter().any(|has_graph| !**has_graph) {
+    if world.all_gather(has_graph).unwrap().iter().any(|has_graph| !**has_graph) {
         return None;
     }
     let DecodePlan::Graph(mut graph) = plan else { return None };
@@ -234,7 +234,7 @@ fn graph_logits(
     device.synchronize().unwrap();
     world.check().unwrap();
     let step = |(position, &id): (usize, &u32)| {
-        world.all(()).unwrap();
+        world.all_gather(()).unwrap();
         graph.start(0, position, id, None, &tables).unwrap();
         graph.next(1).unwrap();
         world.check().unwrap();

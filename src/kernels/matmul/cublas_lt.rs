@@ -38,7 +38,7 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
     {
         bail!("matmul_8bit: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
-    // SAFETY: the product below writes every element of `out`, because beta is 0.
+    // SAFETY: the product below writes every element of `out` and, because beta is 0, reads none of them.
     let out = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
     // SAFETY: only cuBLASLt accesses the workspace.
     let workspace = unsafe { Tensor::empty(WORKSPACE_BYTES, DType::U8, x.device())? };

@@ -179,7 +179,7 @@ impl Runner {
         #[cfg(feature = "cuda")]
         if logits.device().is_cuda() {
             return match sequences {
-                // Sequences with prompt parts cannot use the decode graph, which adds in the fastest order.
+                // Sequences with prompt parts cannot use the decode graph, which computes its sums in the fastest order.
                 [sequence] if sequence.prompt_parts.is_none() => Ok(vec![self.first_graph_token(sequence, logits)?]),
                 _ => choose_on_device(sequences, logits),
             };

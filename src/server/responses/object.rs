@@ -201,7 +201,7 @@ impl Settings {
     }
 }
 
-/// Returns the estimated memory of a JSON value in bytes.
+/// Returns the estimated memory use of a JSON value, in bytes.
 fn value_bytes(value: &Value) -> usize {
     VALUE_BYTES
         + match value {

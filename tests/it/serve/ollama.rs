@@ -151,7 +151,7 @@ fn tools_and_schemas_work_like_those_of_openai() {
     whole["stream"] = json!(false);
     assert_eq!(server.post("/api/chat", &chat(whole)).ok()["message"]["tool_calls"], *calls);
 
-    // Send the answer back with the result of the tool call, which has no id.
+    // Send the answer back with the result of the tool call. Tool calls of this API have no ids.
     let assistant = json!({ "role": "assistant", "content": "", "thinking": "Hmm.", "tool_calls": calls });
     for result in [
         json!({ "role": "tool", "content": "sunny", "tool_name": "get_weather" }),
