@@ -240,9 +240,6 @@ impl EngineHandle {
                 bail!("{name} is {count}: expected a number from 0 to {MAX_LOGPROBS}");
             }
         }
-        if options.prompt_logprobs.is_some() && self.info().ranks > 1 {
-            bail!("cannot compute prompt log probabilities on several GPUs");
-        }
         Ok(())
     }
 

@@ -5,6 +5,7 @@
 //! Its callers handle requests, text and sampling parameters. The modules are:
 //!
 //! - `steps/`: `Runner::step`, `Runner::queue` and `Runner::take`, which run the steps of many sequences
+//! - `scored_pass`: a forward pass that also returns the logits of prompt tokens
 //! - `solo`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
 //! - `bench`: prefill, decode steps and measurements for `inferno bench` and tests; runs a solo sequence
 //! - `decode`: chooses how the decode steps of a single sequence run; `eager_reason`: why they run without a graph
@@ -31,6 +32,7 @@ mod limits;
 mod logprobs;
 mod queue;
 mod ranks;
+mod scored_pass;
 mod solo;
 mod solo_sequence;
 mod step_cost;

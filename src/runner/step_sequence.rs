@@ -54,7 +54,7 @@ impl<'s> StepSequence<'s> {
     }
 
     /// Returns the number of input tokens, the position of the first input token, and the block tables.
-    pub(super) fn span(&self) -> SequenceSpan<'_> {
+    pub(super) fn span(&self) -> SequenceSpan<'s> {
         SequenceSpan { tokens: self.ids.len(), position: self.position, tables: self.tables }
     }
 }

@@ -17,7 +17,7 @@ fn options(max_tokens: usize) -> GenerateOptions {
 
 /// Returns the log probabilities of the prompt and the generated tokens.
 /// When the first event arrives, the log probabilities of the prompt must be complete.
-fn read(mut stream: RequestStream) -> (Vec<TokenLogprobs>, Vec<u32>) {
+pub fn read(mut stream: RequestStream) -> (Vec<TokenLogprobs>, Vec<u32>) {
     let first = stream.next_blocking().unwrap().unwrap();
     let prompt = stream.scored_prompt().unwrap().logprobs.clone();
     let tokens = first.token().into_iter();

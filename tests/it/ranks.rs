@@ -21,6 +21,7 @@ use inferno::{GenerateOptions, SamplingParams};
 use crate::cli::{run, text};
 use crate::engine::Answer;
 use crate::gguf::models::{quantized_llama, saved};
+use crate::prompt_logprobs;
 use crate::queued_steps;
 use crate::support::{GoldenKind, demo_dir, golden, golden_models, logits_of, relative_error, values};
 
@@ -239,20 +240,47 @@ fn several_answers_to_one_prompt_share_its_blocks_on_all_ranks() {
     assert_eq!(answers(queued_steps::demo().devices(devices)), answers(queued_steps::demo()));
 }
 
-/// A rank has only the keys and values of its own heads, and the logits of its own part of the vocabulary.
+/// A rank has only the keys and values of its own heads.
 #[test]
-fn several_ranks_save_no_prefix_and_score_no_prompt() {
+fn several_ranks_save_no_prefix() {
     let folder = tempfile::TempDir::new().unwrap();
-    let engine = queued_steps::demo().devices("cpu,cpu".parse().unwrap()).load().unwrap();
+    let engine = queued_steps::demo().devices(cpus(2)).load().unwrap();
     let prompt = engine.random_tokens(3, 200);
     let options = GenerateOptions { max_tokens: Some(1), ..GenerateOptions::new(SamplingParams::greedy()) };
     Answer::read(engine.complete_ids(&prompt, options).unwrap());
-    let options = GenerateOptions { prompt_logprobs: Some(1), ..GenerateOptions::new(SamplingParams::greedy()) };
-    let error = engine.complete_ids(&prompt, options).err().unwrap();
-    assert!(error.to_string().contains("on several GPUs"), "{error}");
     let path = folder.path().join("prefix.kv");
     assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 0);
     assert!(!path.exists());
+}
+
+/// Scores two prompts at once: one in several chunks, and one whose answer continues on the same ranks.
+#[test]
+fn several_ranks_score_prompts_like_one_rank() {
+    let logprobs = |builder: EngineBuilder| {
+        let engine = builder.load().unwrap();
+        let prompts = [engine.random_tokens(3, 200), engine.random_tokens(4, 30)];
+        let options = GenerateOptions {
+            prompt_logprobs: Some(2),
+            max_tokens: Some(5),
+            ignore_eos: true,
+            ..GenerateOptions::new(SamplingParams::greedy())
+        };
+        let streams: Vec<_> = prompts.iter().map(|ids| engine.complete_ids(ids, options.clone()).unwrap()).collect();
+        streams.into_iter().map(prompt_logprobs::read).collect::<Vec<_>>()
+    };
+    let one = logprobs(queued_steps::demo());
+    for (size, split) in [(2, Split::Tensor), (3, Split::Tensor), (3, Split::Layers)] {
+        let several = logprobs(queued_steps::demo().devices(cpus(size)).split(split));
+        for ((scores, tokens), (expected, expected_tokens)) in several.iter().zip(&one) {
+            assert_eq!(tokens, expected_tokens);
+            assert_eq!(scores.len(), expected.len());
+            for (score, expected) in scores.iter().zip(expected) {
+                let is_near = |a: f32, b: f32| (a - b).abs() < 1e-3;
+                assert!(is_near(score.chosen, expected.chosen), "{size} ranks, {split:?}: {score:?}, not {expected:?}");
+                assert!(score.top.iter().zip(&expected.top).all(|(a, b)| a.0 == b.0 && is_near(a.1, b.1)));
+            }
+        }
+    }
 }
 
 /// The cache of the second rank has too few blocks, so the first pass fails on that rank.

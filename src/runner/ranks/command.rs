@@ -1,5 +1,6 @@
 //! The commands that the first rank sends to the followers.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
@@ -17,6 +18,7 @@ use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 use crate::runner::decode_graph::DecodeGraph;
 #[cfg(feature = "cuda")]
 use crate::runner::queue::RowSampling;
+use crate::runner::scored_pass::forward_scored;
 #[cfg(feature = "cuda")]
 use crate::runner::step_sequence::StepSequence;
 
@@ -25,6 +27,8 @@ use crate::runner::step_sequence::StepSequence;
 pub enum RankCommand {
     /// Runs a batch one operation at a time.
     Forward(Arc<OwnedBatch>),
+    /// Runs a batch one operation at a time, and computes the logits of parts of its tokens. See [`forward_scored`].
+    Score(Arc<OwnedBatch>, Arc<[Range<usize>]>),
     /// Runs a decode step as a CUDA graph.
     #[cfg(feature = "cuda")]
     Batch(Arc<OwnedStep>),
@@ -102,10 +106,18 @@ impl From<&StepBatch<'_>> for OwnedBatch {
 impl OwnedBatch {
     /// Runs the batch with the part of a rank. Returns the logits.
     pub fn forward(&self, decoder: &Decoder, cache: &KvCache) -> Result<Tensor> {
+        self.borrowed(|batch| decoder.forward(batch, cache))
+    }
+
+    /// Runs the batch with the part of a rank like [`forward_scored`]. Returns the logits.
+    pub fn forward_scored(&self, decoder: &Decoder, cache: &KvCache, parts: &[Range<usize>]) -> Result<Tensor> {
+        self.borrowed(|batch| forward_scored(decoder, batch, cache, parts, |_, _| Ok(())))
+    }
+
+    fn borrowed<R>(&self, run: impl FnOnce(&StepBatch) -> R) -> R {
         let Self { ids, spans, logits, sum_order } = self;
         let spans: Vec<SequenceSpan> = spans.iter().map(OwnedSpan::span).collect();
-        let batch = StepBatch { ids, sequences: &spans, logits: *logits, sum_order: *sum_order };
-        decoder.forward(&batch, cache)
+        run(&StepBatch { ids, sequences: &spans, logits: *logits, sum_order: *sum_order })
     }
 }
 

@@ -89,8 +89,11 @@ impl Follower {
         match command {
             RankCommand::Forward(batch) => {
                 let logits = batch.forward(&self.decoder, &self.cache)?;
-                // Do not keep logits of several rows, which can be large.
-                self.logits = (logits.dim(0)? == 1).then_some(logits);
+                self.keep(logits)?;
+            }
+            RankCommand::Score(batch, parts) => {
+                let logits = batch.forward_scored(&self.decoder, &self.cache, parts)?;
+                self.keep(logits)?;
             }
             #[cfg(feature = "cuda")]
             RankCommand::Batch(step) => {
@@ -119,6 +122,12 @@ impl Follower {
             }
             RankCommand::CopyBlock { from, to } => self.cache.copy_block(*from, *to)?,
         }
+        Ok(())
+    }
+
+    /// Keeps the logits of a pass for the decode graph. Does not keep logits of several rows, which can be large.
+    fn keep(&mut self, logits: Tensor) -> Result<()> {
+        self.logits = (logits.dim(0)? == 1).then_some(logits);
         Ok(())
     }
 }

@@ -4,6 +4,7 @@
 //! of the KV cache. Followers run the same passes as the runner at the same time. Within a pass, the ranks
 //! exchange partial results through [`World`].
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
 use std::thread::{self, JoinHandle};
@@ -30,6 +31,7 @@ use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
 #[cfg(feature = "cuda")]
 use crate::runner::queue::RowSampling;
+use crate::runner::scored_pass::forward_scored;
 #[cfg(feature = "cuda")]
 use crate::runner::step_sequence::StepSequence;
 use crate::text::error_message;
@@ -93,6 +95,26 @@ impl Followers {
         // If the ranks rejected an invalid batch, all later passes would fail. Reject the batch before the ranks start.
         decoder.validate(batch)?;
         let logits = self.together(RankCommand::Forward(Arc::new(batch.into())), || decoder.forward(batch, cache))?;
+        logits.device().synchronize()?;
+        self.check()?;
+        Ok(logits)
+    }
+
+    /// Runs `decoder` like [`forward_scored`], together with the parts of all followers. See [`forward`](Self::forward).
+    pub fn forward_scored(
+        &self,
+        decoder: &Decoder,
+        batch: &StepBatch,
+        cache: &KvCache,
+        parts: &[Range<usize>],
+        on_logits: impl FnMut(usize, &Tensor) -> Result<()>,
+    ) -> Result<Tensor> {
+        if self.is_empty() {
+            return forward_scored(decoder, batch, cache, parts, on_logits);
+        }
+        decoder.validate(batch)?;
+        let command = RankCommand::Score(Arc::new(batch.into()), parts.into());
+        let logits = self.together(command, || forward_scored(decoder, batch, cache, parts, on_logits))?;
         logits.device().synchronize()?;
         self.check()?;
         Ok(logits)

@@ -1,5 +1,6 @@
 //! Steps of one or more sequences: prefill chunks and decode tokens together.
 
+use std::ops::Range;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
@@ -10,7 +11,6 @@ use super::run_on_gpu::choose_on_device;
 use crate::kernels::SumOrder;
 #[cfg(feature = "cuda")]
 use crate::kernels::decode::{RowLogprobs, top_logprobs};
-use crate::nn::decoder::Decoder;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 use crate::runner::Runner;
 use crate::runner::choose_token::ChooseToken;
@@ -145,19 +145,24 @@ impl Runner {
         if !has_scores(sequences) {
             return self.followers.forward(&self.decoder, &batch, &self.cache);
         }
-        if !self.followers.is_empty() {
-            bail!("internal error: several ranks cannot compute the log probabilities of a prompt");
-        }
-        let hidden = self.decoder.forward_hidden(&batch, &self.cache)?;
-        let (mut start, mut last_rows) = (0, Vec::with_capacity(sequences.len()));
-        for sequence in sequences {
-            if let Some(scores) = &mut sequence.scores {
-                score(&self.decoder, &hidden, start, sum_order, scores)?;
+        // The tokens of the batch whose logits are needed. For each part, its sequence and the range of its scored tokens.
+        let (mut parts, mut scored, mut start) = (Vec::new(), Vec::new(), 0);
+        for (index, sequence) in sequences.iter().enumerate() {
+            if let Some(scores) = &sequence.scores {
+                let first = start + scores.first;
+                for at in (0..scores.tokens.len()).step_by(SCORED_ROWS) {
+                    let end = scores.tokens.len().min(at + SCORED_ROWS);
+                    parts.push(first + at..first + end);
+                    scored.push((index, at..end));
+                }
             }
             start += sequence.ids.len();
-            last_rows.push(start as u32 - 1);
         }
-        self.decoder.logits(&hidden.index_select(&Tensor::new(last_rows, hidden.device())?, 0)?, sum_order)
+        let on_logits = |part: usize, logits: &Tensor| {
+            let (index, tokens) = &scored[part];
+            sequences[*index].scores.as_mut().map_or(Ok(()), |scores| score(logits, tokens.clone(), scores))
+        };
+        self.followers.forward_scored(&self.decoder, &batch, &self.cache, &parts, on_logits)
     }
 
     /// Stops the decode graph and clears the solo sequence, because the next pass may overwrite their blocks.
@@ -197,23 +202,18 @@ fn has_scores(sequences: &[StepSequence]) -> bool {
     sequences.iter().any(|sequence| sequence.scores.is_some())
 }
 
-/// Computes the log probabilities of a sequence's prompt tokens from `hidden`, `[tokens, hidden]`. `row` is the row of
-/// the sequence's first input token.
-fn score(decoder: &Decoder, hidden: &Tensor, row: usize, sum_order: SumOrder, scores: &mut ScoreTokens) -> Result<()> {
-    let mut start = row + scores.first;
-    for tokens in scores.tokens.chunks(SCORED_ROWS) {
-        let logits = decoder.logits(&hidden.narrow(0, start, tokens.len())?, sum_order)?;
-        start += tokens.len();
-        #[cfg(feature = "cuda")]
-        if logits.device().is_cuda() {
-            let rows = top_logprobs(&logits, tokens, scores.top)?.into_iter();
-            scores.logprobs.extend(rows.map(|RowLogprobs { chosen, top }| TokenLogprobs { chosen, top }));
-            continue;
-        }
-        for (row, &token) in tokens.iter().enumerate() {
-            let logits = logits.get(row)?.to_vec1::<f32>()?;
-            scores.logprobs.push(TokenLogprobs::from_logits(&logits, token, scores.top));
-        }
+/// Computes the log probabilities of the tokens `scores.tokens[range]` from their logits, f32 `[tokens, vocab]`.
+fn score(logits: &Tensor, range: Range<usize>, scores: &mut ScoreTokens) -> Result<()> {
+    let tokens = &scores.tokens[range];
+    #[cfg(feature = "cuda")]
+    if logits.device().is_cuda() {
+        let rows = top_logprobs(logits, tokens, scores.top)?.into_iter();
+        scores.logprobs.extend(rows.map(|RowLogprobs { chosen, top }| TokenLogprobs { chosen, top }));
+        return Ok(());
+    }
+    for (row, &token) in tokens.iter().enumerate() {
+        let logits = logits.get(row)?.to_vec1::<f32>()?;
+        scores.logprobs.push(TokenLogprobs::from_logits(&logits, token, scores.top));
     }
     Ok(())
 }

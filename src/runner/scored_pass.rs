@@ -1,0 +1,36 @@
+//! A forward pass that also returns the logits of prompt tokens, to compute their log probabilities.
+
+use std::ops::Range;
+
+use anyhow::Result;
+use candle_core::Tensor;
+
+use crate::nn::decoder::Decoder;
+use crate::nn::kv_cache::KvCache;
+use crate::nn::pass::StepBatch;
+
+/// Runs a batch one operation at a time. Calls `on_logits` with the index of each part of `parts` and the part's logits,
+/// f32 `[tokens of the part, vocab]`. A part is a range of the batch's tokens.
+/// Returns the logits of each sequence's last token, f32 `[sequences, vocab]`.
+///
+/// All ranks must call this function with the same batch and the same parts. The logits of a whole prompt would take far
+/// more memory than its hidden states, so the caller divides the tokens into small parts.
+pub fn forward_scored(
+    decoder: &Decoder,
+    batch: &StepBatch,
+    cache: &KvCache,
+    parts: &[Range<usize>],
+    mut on_logits: impl FnMut(usize, &Tensor) -> Result<()>,
+) -> Result<Tensor> {
+    let hidden = decoder.forward_hidden(batch, cache)?;
+    for (index, part) in parts.iter().enumerate() {
+        let logits = decoder.logits(&hidden.narrow(0, part.start, part.len())?, batch.sum_order)?;
+        on_logits(index, &logits)?;
+    }
+    let ends = batch.sequences.iter().scan(0, |end, span| {
+        *end += span.tokens as u32;
+        Some(*end - 1)
+    });
+    let last_rows = Tensor::new(ends.collect::<Vec<_>>(), hidden.device())?;
+    decoder.logits(&hidden.index_select(&last_rows, 0)?, batch.sum_order)
+}
