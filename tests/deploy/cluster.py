@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,9 +25,15 @@ class Failure(Exception):
 
 
 def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Returns a free port that the kernel does not take for outgoing connections, which would make a later bind fail."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def wait_for(what, condition, seconds=START_SECONDS, pause=0.05):
