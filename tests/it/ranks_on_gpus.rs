@@ -106,8 +106,8 @@ fn many_sums_in_a_row_are_exact() {
         let expected = |k, i| (0..size).map(|rank| value(rank, k, i)).sum::<f32>();
         let expected: Vec<_> = (0..TENSORS).map(|k| tensor(&|i| expected(k, i))).collect();
         // Load all kernels before the first sum.
-        let mut error =
-            (&parts[0] - &parts[0]).unwrap().abs().unwrap().maximum(&parts[0].zeros_like().unwrap()).unwrap();
+        let zeros = parts[0].zeros_like().unwrap();
+        let mut error = (&zeros - zeros.clone()).unwrap().abs().unwrap().maximum(&zeros).unwrap();
         device.synchronize().unwrap();
         for sum in 0..sums {
             let difference = (exchange.sum(&parts[sum % TENSORS]).unwrap() - &expected[sum % TENSORS]).unwrap();

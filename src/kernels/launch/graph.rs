@@ -21,16 +21,10 @@ unsafe impl Send for LaunchGraph {}
 impl LaunchGraph {
     /// Captures the launches of `first`, followed by the launches of `second`, on the stream of their device.
     pub fn capture(first: &LaunchList, second: &LaunchList) -> Result<Self> {
-        let _lock = capture_lock();
-        let stream = first.device().cuda_stream();
-        stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).w()?;
-        let queued = first.enqueue().and_then(|()| second.enqueue());
-        // The capture must end even if a launch failed.
-        let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0)).w();
-        queued?;
-        let Some(graph) = graph? else { bail!("cannot capture a CUDA graph: no launches were captured") };
-        graph.upload().w()?;
-        Ok(Self { graph, _memory: first.memory().chain(second.memory()).cloned().collect() })
+        let enqueue = || Ok(first.enqueue().and_then(|()| second.enqueue())?);
+        // SAFETY: launch lists allocate nothing, and the graph keeps their memory alive.
+        let graph = unsafe { Self::capture_with(first.device(), enqueue) }.map_err(candle_core::Error::from_anyhow)?;
+        Ok(Self { _memory: first.memory().chain(second.memory()).cloned().collect(), ..graph })
     }
 
     /// Captures everything that `enqueue` queues on the stream of `device`.

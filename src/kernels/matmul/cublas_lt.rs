@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
+use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -143,16 +144,20 @@ impl Drop for Descriptors {
 
 /// Returns the cuBLASLt handle for a device. The context of the device must be bound to this thread.
 fn handle(device: &CudaDevice) -> Result<sys::cublasLtHandle_t> {
-    struct Handle(sys::cublasLtHandle_t);
+    struct Handle {
+        handle: sys::cublasLtHandle_t,
+        /// A handle is invalid once its context is destroyed, which happens when the last device is dropped.
+        _context: Arc<CudaContext>,
+    }
     // SAFETY: several threads may use one cuBLASLt handle at the same time.
     unsafe impl Send for Handle {}
     static HANDLES: Mutex<BTreeMap<usize, Handle>> = Mutex::new(BTreeMap::new());
     let mut handles = HANDLES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    let ordinal = device.cuda_stream().context().ordinal();
-    if let Some(handle) = handles.get(&ordinal) {
-        return Ok(handle.0);
+    let context = device.cuda_stream().context().clone();
+    if let Some(known) = handles.get(&context.ordinal()) {
+        return Ok(known.handle);
     }
     let handle = checked(result::create_handle())?;
-    handles.insert(ordinal, Handle(handle));
+    handles.insert(context.ordinal(), Handle { handle, _context: context });
     Ok(handle)
 }
