@@ -10,7 +10,8 @@
 //! The plan assumes that every sequence continues, and appends a pending token to each sequence.
 //! If a sequence has ended, the queued step computes one unused token for it.
 //! The blocks of an ended sequence are freed at once, because the device runs the steps in order.
-//! A step whose choices depend on the previous tokens, for example because of penalties, is not queued ahead.
+//! The device itself applies penalties on the tokens that the host does not know yet.
+//! A step in which a sequence has a constraint or asks for log probabilities is not queued ahead.
 
 mod steps;
 

@@ -47,6 +47,7 @@ mod sequence;
 mod stats;
 mod stop;
 mod stream;
+mod token_counts;
 
 use std::ops::Deref;
 use std::path::{Path, PathBuf};

@@ -5,22 +5,23 @@
 //! The same seed and prompt therefore give the same text.
 //! On a GPU, the sampling kernel applies the same rules. `sample.cu` lists the rare differences.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use anyhow::Result;
 
 use super::constraint::ConstraintState;
 use super::sampling::SamplingParams;
+use super::token_counts::TokenCounts;
 #[cfg(feature = "cuda")]
 use crate::kernels::decode::sample::{DeviceSampling, SamplingKernelParams};
+use crate::kernels::row_edits::{Penalties, RowEdits};
 use crate::kernels::token_mask::TokenMask;
 use crate::runner::ChooseToken;
 
 /// Samples the tokens of one answer and counts them for the penalties.
 pub struct Sampler {
     params: SamplingParams,
-    /// The number of times that each token was generated. Tokens that occur only in the prompt map to 0.
-    seen: HashMap<u32, u32>,
+    seen: TokenCounts,
     /// The number of random draws so far.
     draws: u64,
     /// The number of tokens chosen so far.
@@ -45,8 +46,14 @@ pub struct LogitRules {
 impl Sampler {
     /// Creates a sampler. The tokens of `prompt` count toward the repetition penalty.
     pub fn new(params: SamplingParams, prompt: &[u32]) -> Self {
-        let seen = prompt.iter().map(|&id| (id, 0)).collect();
-        Self { params, seen, draws: 0, chosen: 0, rules: LogitRules::default(), constraint: None }
+        Self {
+            params,
+            seen: TokenCounts::of_prompt(prompt),
+            draws: 0,
+            chosen: 0,
+            rules: LogitRules::default(),
+            constraint: None,
+        }
     }
 
     /// Sets how to change the logits, and which log probabilities to compute.
@@ -68,45 +75,60 @@ impl Sampler {
     /// Samples the next token. Applies penalties to `logits`, f32 `[vocab]`, in place.
     pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
         self.penalize(logits);
-        let token = if self.params.temperature == 0.0 { argmax(logits) } else { self.draw(logits) };
+        let token = self.choose_edited(logits, 0);
         self.count(token);
         token
     }
 
+    /// Returns the next token for logits with penalties. `in_flight` is the number of chosen tokens not yet counted.
+    fn choose_edited(&self, logits: &[f32], in_flight: u32) -> u32 {
+        match self.params.temperature == 0.0 {
+            true => argmax(logits),
+            false => self.draw(logits, self.draws + u64::from(in_flight)),
+        }
+    }
+
     /// Counts a chosen token, for the penalties and the random numbers of later choices.
     fn count(&mut self, token: u32) {
-        *self.seen.entry(token).or_default() += 1;
+        self.seen.add_generated(token);
         self.draws += u64::from(self.params.temperature != 0.0);
         self.chosen += 1;
     }
 
-    fn has_penalties(&self) -> bool {
+    fn penalties(&self) -> Penalties {
         let SamplingParams { repetition_penalty, frequency_penalty, presence_penalty, .. } = self.params;
-        repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0
+        Penalties { repetition: repetition_penalty, frequency: frequency_penalty, presence: presence_penalty }
     }
 
     fn penalize(&self, logits: &mut [f32]) {
-        let SamplingParams { repetition_penalty, frequency_penalty, presence_penalty, .. } = self.params;
-        if !self.has_penalties() {
-            return;
-        }
-        for (&id, &generated) in &self.seen {
-            let Some(logit) = logits.get_mut(id as usize) else { continue };
-            *logit = if *logit > 0.0 { *logit / repetition_penalty } else { *logit * repetition_penalty };
-            if generated > 0 {
-                *logit -= frequency_penalty * generated as f32 + presence_penalty;
+        let penalties = self.penalties();
+        for (id, generated) in self.seen.with_penalties(penalties) {
+            if let Some(logit) = logits.get_mut(id as usize) {
+                *logit = penalties.apply(*logit, generated);
             }
         }
     }
 
-    fn draw(&self, logits: &[f32]) -> u32 {
+    /// Returns the values to add to logits once `chosen` tokens have been chosen.
+    fn edits_after(&self, chosen: usize) -> Vec<(u32, f32)> {
+        let mut edits = self.rules.bias.clone();
+        // Allow stop tokens if the constraint requires the answer to end.
+        let must_end = self.constraint.as_ref().is_some_and(ConstraintState::must_end);
+        if chosen < self.rules.min_tokens && !must_end {
+            edits.extend(self.rules.stop_tokens.iter().map(|&token| (token, f32::NEG_INFINITY)));
+        }
+        edits.into_iter().collect()
+    }
+
+    /// Draws a token with the random number at index `draw`.
+    fn draw(&self, logits: &[f32], draw: u64) -> u32 {
         let mut candidates = candidates(logits, &self.params);
         // Sort by id to match the order of the GPU sampling kernel.
         if !candidates.is_sorted_by_key(|candidate| candidate.id) {
             candidates.sort_unstable_by_key(|candidate| candidate.id);
         }
         let total: f64 = candidates.iter().map(|c| c.weight).sum();
-        let mut remaining = uniform(self.params.seed, self.draws) * total;
+        let mut remaining = uniform(self.params.seed, draw) * total;
         for candidate in &candidates {
             remaining -= candidate.weight;
             if remaining < 0.0 {
@@ -123,13 +145,7 @@ impl ChooseToken for Sampler {
     }
 
     fn logit_edits(&self) -> Vec<(u32, f32)> {
-        let mut edits = self.rules.bias.clone();
-        // Allow stop tokens if the constraint requires the answer to end.
-        let must_end = self.constraint.as_ref().is_some_and(ConstraintState::must_end);
-        if self.chosen < self.rules.min_tokens && !must_end {
-            edits.extend(self.rules.stop_tokens.iter().map(|&token| (token, f32::NEG_INFINITY)));
-        }
-        edits.into_iter().collect()
+        self.edits_after(self.chosen)
     }
 
     fn top_logprobs(&self) -> Option<usize> {
@@ -145,7 +161,17 @@ impl ChooseToken for Sampler {
     }
 
     fn can_queue(&self) -> bool {
-        self.constraint.is_none() && !self.has_penalties() && !self.needs_logits()
+        self.constraint.is_none() && self.rules.logprobs.is_none()
+    }
+
+    fn queued_edits(&self, in_flight: u32) -> RowEdits {
+        let penalties = self.penalties();
+        let seen = self.seen.with_penalties(penalties).collect();
+        RowEdits { values: self.edits_after(self.chosen + in_flight as usize), penalties, seen }
+    }
+
+    fn choose_queued(&self, logits: &[f32], in_flight: u32) -> u32 {
+        self.choose_edited(logits, in_flight)
     }
 
     fn record(&mut self, token: u32) {
@@ -165,7 +191,7 @@ impl ChooseToken for Sampler {
             presence_penalty,
             seed,
         } = self.params;
-        if temperature == 0.0 && !self.has_penalties() {
+        if temperature == 0.0 && self.penalties() == Penalties::NONE {
             return None;
         }
         let params = SamplingKernelParams {
@@ -179,12 +205,7 @@ impl ChooseToken for Sampler {
             seed,
             sampled_before: self.draws as u32,
         };
-        // The order does not matter to the kernel, but equal samplers must produce equal parameters.
-        let mut seen: Vec<(u32, u32)> = match self.has_penalties() {
-            true => self.seen.iter().map(|(&id, &generated)| (id, 1 + generated)).collect(),
-            false => Vec::new(),
-        };
-        seen.sort_unstable();
+        let seen = self.seen.with_penalties(self.penalties()).map(|(id, generated)| (id, 1 + generated)).collect();
         Some(DeviceSampling { params, seen })
     }
 }

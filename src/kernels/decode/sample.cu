@@ -122,10 +122,9 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
         const int id = first + threadIdx.x + i * SAMPLE_THREADS;
         float logit = __ldcg(logits + id);
         const uint32_t times = has_penalty ? seen[id] : 0;
-        if (times > 0) {
-            logit = logit > 0.0f ? logit / params.repetition_penalty : logit * params.repetition_penalty;
-            if (times > 1) logit -= params.frequency_penalty * (times - 1) + params.presence_penalty;
-        }
+        if (times > 0)
+            logit = penalize(logit, times - 1, params.repetition_penalty, params.frequency_penalty,
+                             params.presence_penalty);
         if (isnan(logit)) continue;
         values[i] = logit, keys[i] = sort_key(logit + 0.0f);  // -0 becomes +0, so that both zeros have the same key
         top = max(top, keys[i]);

@@ -26,6 +26,13 @@ __device__ __forceinline__ float from_sort_key(uint32_t key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
+// Returns the new logit of a token that was generated `generated` times. If 0, only the prompt contains the token.
+__device__ __forceinline__ float penalize(float logit, uint32_t generated, float repetition, float frequency,
+                                          float presence) {
+    logit = logit > 0.0f ? logit / repetition : logit * repetition;
+    return generated > 0 ? logit - (frequency * generated + presence) : logit;
+}
+
 __device__ __forceinline__ unsigned long long mix(unsigned long long z) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;

@@ -210,7 +210,7 @@ impl Runner {
 }
 
 /// Returns whether the sampler of a sequence needs the whole row of logits.
-fn needs_logits(sequence: &StepSequence) -> bool {
+pub(super) fn needs_logits(sequence: &StepSequence) -> bool {
     sequence.sampler.as_deref().is_some_and(|sampler| sampler.needs_logits())
 }
 
