@@ -9,7 +9,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::SamplingParams;
-use inferno::engine::sampler::{Sampler, argmax};
+use inferno::engine::sampling::{Sampler, argmax};
 use inferno::kernels::SumOrder;
 use inferno::kernels::decode::{mask_logits, sample_rows};
 use inferno::kernels::token_mask::TokenMask;

@@ -16,7 +16,7 @@ use futures::executor::block_on;
 
 use inferno::chat::{Message, ReasoningEffort, RenderOptions};
 use inferno::device::DeviceChoice;
-use inferno::engine::sampler::{Sampler, candidates};
+use inferno::engine::sampling::{Sampler, candidates};
 use inferno::engine::{EngineBuilder, EngineStats, FinishReason, StopStrings, Summary};
 use inferno::nn::kv_cache::BLOCK_TOKENS;
 use inferno::runner::Executor;

@@ -10,6 +10,7 @@
 //! The hash includes a salt, so that only prompts with the same salt reuse the block.
 
 mod pool;
+pub(super) mod prefix_file;
 
 use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
 use std::ops::Range;

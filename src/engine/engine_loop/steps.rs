@@ -6,14 +6,10 @@ use std::sync::atomic::Ordering;
 
 use anyhow::{Result, anyhow, bail};
 
-use super::{EngineLoop, QueuedWork};
-use crate::engine::fault::Fault;
-use crate::engine::outbox::Outbox;
-use crate::engine::prompt_scores::PromptScores;
-use crate::engine::request::FinishReason;
+use super::stats::{self, Counters};
+use super::{EngineLoop, Fault, QueuedWork};
+use crate::engine::requests::{FinishReason, Outbox, PromptScores, Sequence};
 use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
-use crate::engine::sequence::Sequence;
-use crate::engine::stats::{self, Counters};
 use crate::runner::{ChooseToken, Chosen, QueuedStep, StepSequence};
 
 impl EngineLoop {

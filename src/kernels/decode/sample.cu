@@ -2,7 +2,7 @@
 // The random number depends only on the seed and the number of earlier draws.
 // Never chooses a token whose logit is NaN or -inf. If every logit is NaN or -inf, the step fails.
 //
-// The sampler on the host (engine/sampler.rs) applies the same rules in the same order.
+// The sampler on the host (engine/sampling/sampler.rs) applies the same rules in the same order.
 // Both choose the same tokens, with these exceptions:
 // - If several tokens at the cutoff of top-k or top-p have equal logits, this kernel keeps all of them.
 //   The host keeps only as many tokens as it needs, starting with the lowest token ids.

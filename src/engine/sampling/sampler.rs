@@ -9,8 +9,8 @@ use std::collections::{BTreeMap, HashMap};
 
 use anyhow::Result;
 
-use super::constraint::ConstraintState;
-use super::sampling::SamplingParams;
+use super::params::SamplingParams;
+use crate::engine::constraint::ConstraintState;
 #[cfg(feature = "cuda")]
 use crate::kernels::decode::sample::{DeviceSampling, SamplingKernelParams};
 use crate::kernels::token_mask::TokenMask;

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-use super::constraint::{ChatPrompt, Constraint};
-use super::info::ModelInfo;
 use super::request::GenerateOptions;
-use super::sampling::SamplingParams;
+use crate::engine::constraint::{ChatPrompt, Constraint};
+use crate::engine::loading::ModelInfo;
+use crate::engine::sampling::SamplingParams;
 
 /// The version of the record format. Records of other versions cannot be read.
 const VERSION: u32 = 1;

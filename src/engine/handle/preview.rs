@@ -4,10 +4,10 @@ use std::sync::mpsc;
 
 use anyhow::{Result, anyhow};
 
-use super::engine_loop::Command;
-use super::handle::EngineHandle;
-use super::request::{GenerateOptions, Request};
-use super::scheduler::{NewSequence, Preview, SequenceId};
+use super::EngineHandle;
+use crate::engine::engine_loop::Command;
+use crate::engine::requests::{GenerateOptions, Request};
+use crate::engine::scheduler::{NewSequence, Preview, SequenceId};
 
 /// The predicted start of a request that is submitted now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

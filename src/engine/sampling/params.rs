@@ -8,7 +8,7 @@
 //! - the key in `config.toml` and in journals
 //! - the environment variable and the JSON field
 //!
-//! On a CPU, [`Sampler`](super::sampler::Sampler) applies the parameters. On a GPU, the sampling kernel applies them.
+//! On a CPU, [`Sampler`](super::Sampler) applies the parameters. On a GPU, the sampling kernel applies them.
 //! docs/contributing.md lists the code to change for a new parameter.
 
 use std::fmt::Display;

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::constraint::Constraint;
-use super::sampling::SamplingParams;
 use crate::chat::{Message, ReasoningEffort, RenderOptions};
+use crate::engine::constraint::Constraint;
+use crate::engine::sampling::SamplingParams;
 
-/// A prompt and its generation options, for [`EngineHandle::submit`](super::EngineHandle::submit).
+/// A prompt and its generation options, for [`EngineHandle::submit`](crate::engine::EngineHandle::submit).
 #[derive(Clone, Debug)]
 pub struct Request {
     pub prompt: Prompt,
@@ -71,7 +71,7 @@ impl Request {
 
 /// Options that control how an answer is sampled and when it ends.
 ///
-/// [`EngineHandle::defaults`](super::EngineHandle::defaults) returns the model's sampling defaults.
+/// [`EngineHandle::defaults`](crate::engine::EngineHandle::defaults) returns the model's sampling defaults.
 #[derive(Clone, Debug)]
 pub struct GenerateOptions {
     pub sampling: SamplingParams,
@@ -109,7 +109,7 @@ pub struct GenerateOptions {
     /// The time to the first token then reveals nothing about the prompts of other clients.
     pub cache_salt: Option<String>,
     /// Whether the answer must be independent of other requests, even on an engine that is not
-    /// [`deterministic`](super::EngineBuilder::deterministic). Slows down this request and all concurrent requests.
+    /// [`deterministic`](crate::engine::EngineBuilder::deterministic). Slows down this request and all concurrent requests.
     pub deterministic: bool,
     /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), so that the answer can be recomputed.
     pub keeps_record: bool,

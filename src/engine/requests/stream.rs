@@ -12,12 +12,12 @@ use futures_core::Stream;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::client_end::ClientEnd;
-use super::info::ModelInfo;
 use super::outbox::SequenceEvent;
 use super::output::Output;
 use super::record::RequestRecord;
 use super::request::{FinishReason, GenerateOptions};
 use crate::chat::{Channel, Delta, FormatViolations, ToolCall};
+use crate::engine::loading::ModelInfo;
 use crate::runner::{ChosenToken, Executor, TokenLogprobs};
 
 /// An event of a [`RequestStream`]: a token or the end.
@@ -81,9 +81,9 @@ pub struct Summary {
     /// Prompt tokens reused from the KV cache.
     pub cached_tokens: usize,
     pub completion_tokens: usize,
-    /// Seconds from the [`submit`](super::EngineHandle::submit) call to the start of the prefill. 0 if no prefill ran.
+    /// Seconds from the [`submit`](crate::engine::EngineHandle::submit) call to the start of the prefill. 0 if no prefill ran.
     pub queue_s: f64,
-    /// Seconds from the [`submit`](super::EngineHandle::submit) call to the first token.
+    /// Seconds from the [`submit`](crate::engine::EngineHandle::submit) call to the first token.
     /// Includes rendering the chat template, tokenizing and waiting in the queue. 0 if no token was generated.
     pub ttft_s: f64,
     /// Decode speed in tokens per second, or 0 if fewer than two tokens were generated.
@@ -121,7 +121,7 @@ pub struct TokenCounts {
     pub ttft_s: f64,
 }
 
-/// The events of one request, returned by [`EngineHandle::submit`](super::EngineHandle::submit).
+/// The events of one request, returned by [`EngineHandle::submit`](crate::engine::EngineHandle::submit).
 ///
 /// A `for` loop over the stream, or over a mutable reference to it, blocks until each event arrives.
 /// The [`Stream`] implementation yields the same events in any async runtime.
@@ -150,7 +150,7 @@ pub struct RequestStream {
 }
 
 impl RequestStream {
-    pub(super) fn new(
+    pub(in crate::engine) fn new(
         events: UnboundedReceiver<SequenceEvent>,
         output: Output,
         options: &GenerateOptions,
@@ -179,12 +179,12 @@ impl RequestStream {
         }
     }
 
-    pub(super) fn with_client_end(mut self, client_end: Arc<ClientEnd>) -> Self {
+    pub(in crate::engine) fn with_client_end(mut self, client_end: Arc<ClientEnd>) -> Self {
         self.client_end = client_end;
         self
     }
 
-    pub(super) fn with_record(mut self, record: Option<Arc<RequestRecord>>) -> Self {
+    pub(in crate::engine) fn with_record(mut self, record: Option<Arc<RequestRecord>>) -> Self {
         self.record = record;
         self
     }
@@ -196,7 +196,7 @@ impl RequestStream {
         self.record.as_ref()
     }
 
-    pub(super) fn with_scored_prompt(mut self, scored_prompt: Option<ScoredPrompt>) -> Self {
+    pub(in crate::engine) fn with_scored_prompt(mut self, scored_prompt: Option<ScoredPrompt>) -> Self {
         self.scored_prompt = scored_prompt;
         self
     }

@@ -4,10 +4,8 @@ use std::time::Instant;
 
 use anyhow::Result;
 
-use super::handle::EngineHandle;
-use super::output::Output;
-use super::record::{RecordedAnswer, RequestRecord};
-use super::request::GenerateOptions;
+use super::EngineHandle;
+use crate::engine::requests::{GenerateOptions, Output, RecordedAnswer, RequestRecord};
 
 /// A token and its log probability, if the request asked for log probabilities.
 #[derive(Clone, Copy, Debug, PartialEq)]

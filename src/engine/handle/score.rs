@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use candle_core::{D, DType, Device, Tensor};
 
-use super::handle::EngineHandle;
+use super::EngineHandle;
 use crate::runner::Runner;
 
 /// The maximum number of logit rows computed at once. Each row has one f32 per vocabulary entry.

@@ -8,11 +8,11 @@ use anyhow::Result;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::client_end::ClientEnd;
-use super::constraint::ConstraintState;
 use super::outbox::{Outbox, SequenceEvent};
 use super::prompt_scores::PromptScores;
 use super::request::{FinishReason, GenerateOptions};
-use super::sampler::{LogitRules, Sampler};
+use crate::engine::constraint::ConstraintState;
+use crate::engine::sampling::{LogitRules, Sampler};
 use crate::runner::{ChosenToken, PromptParts, TokenLogprobs};
 
 /// A request on the engine thread.

@@ -11,7 +11,16 @@
 //! If a sequence has ended, the queued step computes one unused token for it.
 //! The blocks of an ended sequence are freed at once, because the device runs the steps in order.
 //! A step whose choices depend on the previous tokens, for example because of penalties, is not queued ahead.
+//!
+//! The files of this folder:
+//!
+//! - `steps`: runs or queues a planned step, and delivers its tokens
+//! - `stats`, `heartbeat`: show other threads what the engine thread does
+//! - `fault`: faults that tests inject
 
+mod fault;
+mod heartbeat;
+pub mod stats;
 mod steps;
 
 use std::collections::{HashMap, VecDeque};
@@ -24,15 +33,15 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use super::blocks::BlockManager;
-use super::fault::Fault;
-use super::outbox::Outbox;
-use super::request::FinishReason;
+use super::requests::{FinishReason, Outbox, Sequence};
 use super::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork};
-use super::sequence::Sequence;
-use super::stats::{self, Counters};
 use crate::error::Error;
 use crate::nn::kv_cache::KvCache;
 use crate::runner::{QueuedStep, Runner, RunnerLimits};
+
+pub use fault::Fault;
+pub use heartbeat::StopGuard;
+pub use stats::{Counters, EngineStats};
 
 /// A message from a client to the engine thread.
 pub enum Command {

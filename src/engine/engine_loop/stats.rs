@@ -3,9 +3,9 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::client_end::ClientEnd;
 use super::heartbeat::Heartbeat;
-use super::scheduler::Scheduler;
+use crate::engine::requests::ClientEnd;
+use crate::engine::scheduler::Scheduler;
 
 /// The maximum number of times of cancellations that are kept for the next reader.
 const MAX_CANCEL_TIMES: usize = 10_000;

@@ -1,4 +1,12 @@
 //! The client side of an engine: submits requests and returns event streams.
+//!
+//! - `preview`: predicts when a request would start
+//! - `score`: computes the logits or log-likelihoods of given tokens
+//! - `replay`: recomputes a recorded answer
+
+mod preview;
+mod replay;
+mod score;
 
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -10,20 +18,12 @@ use anyhow::{Result, anyhow, bail};
 use candle_core::Device;
 use tokio::sync::mpsc::unbounded_channel;
 
-use super::blocks::BlockManager;
+use super::blocks::{BlockManager, prefix_file};
 use super::constraint::{ChatPrompt, ConstrainedRequest, ConstraintState, GrammarCompiler, prepare};
-use super::engine_loop::Command;
-use super::fault::Fault;
-use super::info::ModelInfo;
-use super::output::Output;
-use super::prefix_file;
-use super::record::RequestRecord;
-use super::request::{GenerateOptions, Prompt, Request};
-use super::sampler::uniform;
-use super::sampling::SamplingParams;
-use super::sequence::Sequence;
-use super::stats::{self, Counters, EngineStats};
-use super::stream::{RequestStream, ScoredPrompt};
+use super::engine_loop::{Command, Counters, EngineStats, Fault, stats};
+use super::loading::ModelInfo;
+use super::requests::{GenerateOptions, Output, Prompt, Request, RequestRecord, RequestStream, ScoredPrompt, Sequence};
+use super::sampling::{SamplingParams, uniform};
 use crate::chat::{Message, RenderOptions, Rendered};
 use crate::error::Error;
 use crate::files;
@@ -31,6 +31,9 @@ use crate::language::Language;
 use crate::nn::kv_cache::KvCache;
 use crate::runner::{EagerReason, Executor, PromptParts, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
+
+pub use preview::RequestPreview;
+pub use replay::{Divergence, ReplayedToken};
 
 /// The maximum size of a prompt in bytes per token of context. Typical text has 3 to 5 bytes per token.
 const MAX_BYTES_PER_TOKEN: usize = 32;

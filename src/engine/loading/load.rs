@@ -14,8 +14,8 @@ use super::load_ranks::{LoadedRanks, RankLoader};
 use super::memory::{Capacity, DeviceKind, MAX_LOGIT_ROWS, MemoryPlan};
 use super::memory_limit::MemoryLimit;
 use super::rank_memory::RankMemory;
-use super::sampling::SamplingParams;
 use crate::device::{self, DeviceChoice, DeviceInfo, Devices, Split};
+use crate::engine::sampling::SamplingParams;
 use crate::error::Error;
 use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
@@ -53,7 +53,7 @@ pub struct LoadOptions<'o> {
     /// Whether the tokens and logits of answers must be independent of other requests, prefix caching and preemption.
     /// If true, steps are slower, and a prompt reuses less of the prefix cache.
     pub deterministic: bool,
-    /// See [`EngineBuilder::queue_on_cpu`](super::EngineBuilder::queue_on_cpu).
+    /// See [`EngineBuilder::queue_on_cpu`](crate::engine::EngineBuilder::queue_on_cpu).
     pub queue_on_cpu: bool,
     /// The attention kernel on a GPU, for all steps outside the decode graph.
     pub attention: AttentionBackend,
@@ -89,7 +89,7 @@ impl Default for LoadOptions<'_> {
 }
 
 /// The parts of an engine before its thread starts.
-pub(super) struct EngineParts {
+pub struct EngineParts {
     pub language: Language,
     pub runner: Runner,
     pub defaults: SamplingParams,
@@ -101,7 +101,7 @@ pub(super) struct EngineParts {
 /// Loads the snapshot in `dir`, which may also be the path of a GGUF file.
 ///
 /// Fails before allocating device memory if the model is not supported or does not fit.
-pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
+pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let started = Instant::now();
     let (config, checkpoint) = models::open(dir)?;
     let mut times = LoadTimes { headers_s: started.elapsed().as_secs_f64(), ..Default::default() };

@@ -19,7 +19,7 @@ use candle_core::safetensors::Load;
 use candle_core::{Device, Tensor};
 use safetensors::SafeTensors;
 
-use super::blocks::BlockManager;
+use super::BlockManager;
 use crate::files;
 use crate::kernels::rows::copy_rows;
 use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
