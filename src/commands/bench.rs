@@ -93,10 +93,8 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     }
     let last_depth = depths.last().copied().unwrap_or(0);
     let deepest = depths.iter().copied().max().unwrap_or(0);
-    let positions = match is_serving {
-        true => args.input as usize + args.output as usize,
-        false => (deepest + longest).max(FIRST_PROMPT),
-    };
+    let positions =
+        if is_serving { args.input as usize + args.output as usize } else { (deepest + longest).max(FIRST_PROMPT) };
     args.load.require_context(positions + EXTRA_POSITIONS)?;
     args.load.set_deterministic(args.deterministic);
     args.load.set_sequences(args.concurrency.iter().copied().max().unwrap_or(1) as usize);

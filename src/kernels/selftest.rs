@@ -316,12 +316,13 @@ fn attend(target: CheckTarget, case: AttentionCase, backend: AttentionBackend) -
 
 fn experts(target: CheckTarget, tokens: usize, packed: bool) -> Result<Tensor> {
     let (experts, chosen, rows, columns) = (5, 3, 67, 96);
-    let weights = match packed {
-        true => ExpertWeights::Mxfp4 {
+    let weights = if packed {
+        ExpertWeights::Mxfp4 {
             blocks: bytes(23, &[experts, rows, columns / 32, 16], 0, 256)?.to_device(target.device)?,
             scales: bytes(24, &[experts, rows, columns / 32], 118, 8)?.to_device(target.device)?,
-        },
-        false => ExpertWeights::Dense(target.put(&noise(25, &[experts, rows, columns], DType::BF16)?)?),
+        }
+    } else {
+        ExpertWeights::Dense(target.put(&noise(25, &[experts, rows, columns], DType::BF16)?)?)
     };
     let x = target.put(&noise(26, &[tokens, columns], DType::BF16)?)?;
     let bias = target.put(&noise(27, &[experts, rows], DType::BF16)?)?;

@@ -271,9 +271,8 @@ impl Inventory {
     pub fn groups(&self) -> Vec<TensorGroup> {
         let group = |name| {
             let tensors = || self.tensors.iter().filter(move |tensor| tensor.group() == name);
-            let dtype = |tensor: &InventoryTensor| match tensor.is_packed_mxfp4() {
-                true => "mxfp4".to_string(),
-                false => tensor.dtype.clone(),
+            let dtype = |tensor: &InventoryTensor| {
+                if tensor.is_packed_mxfp4() { "mxfp4".to_string() } else { tensor.dtype.clone() }
             };
             TensorGroup {
                 name,

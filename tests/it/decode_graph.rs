@@ -439,10 +439,8 @@ fn graph_replay_matches_single_launches() {
         for use_graph in [true, false, true] {
             model.prefill(&prompt);
             graph.start(0, prompt.len(), 5, None, &model.tables).unwrap();
-            let step = |left: usize| match use_graph {
-                true => graph.next(left).unwrap(),
-                false => graph.next_ungraphed().unwrap(),
-            };
+            let step =
+                |left: usize| if use_graph { graph.next(left).unwrap() } else { graph.next_ungraphed().unwrap() };
             let tokens: Vec<u32> = (1..=steps).rev().map(step).collect();
             runs.push((tokens, values(graph.logits())));
         }

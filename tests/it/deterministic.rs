@@ -106,9 +106,10 @@ fn check_requests(engine: &EngineHandle, count: usize, longest: usize) {
         let streams: Vec<_> = order.iter().map(|&(index, kind)| (index, kind, submit(index, kind))).collect();
         for (index, is_deterministic, stream) in streams {
             let bits = read(stream);
-            match is_deterministic {
-                true => assert_eq!(bits, deterministic[index], "round {round}, request {index}"),
-                false => differences += usize::from(bits != ordinary[index]),
+            if is_deterministic {
+                assert_eq!(bits, deterministic[index], "round {round}, request {index}");
+            } else {
+                differences += usize::from(bits != ordinary[index]);
             }
         }
     }

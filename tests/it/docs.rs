@@ -337,9 +337,12 @@ fn defined_function(line: &str) -> Option<&str> {
 /// Returns where a file has `unsafe` code: the names of functions, and implementations such as `Send for Pinned`.
 fn unsafe_items(code: &str) -> BTreeSet<String> {
     // Keep neither comments nor strings.
-    let line = |line: &str| match line.trim_start().starts_with("//") {
-        true => String::new(),
-        false => line.replace("\\\"", "").split('"').step_by(2).collect(),
+    let line = |line: &str| {
+        if line.trim_start().starts_with("//") {
+            String::new()
+        } else {
+            line.replace("\\\"", "").split('"').step_by(2).collect()
+        }
     };
     let lines: Vec<String> = code.lines().map(line).collect();
     let indent = |line: &str| line.len() - line.trim_start().len();
@@ -391,12 +394,11 @@ fn unsafe_page_lists_exactly_the_unsafe_code() {
     for cell in text.lines().filter_map(|line| line.strip_prefix("| `")?.split(" | ").next()) {
         let mut file = "";
         for name in cell.split('`').step_by(2) {
-            match name.ends_with(".rs") {
-                true => file = name,
-                false => {
-                    let item = name.rsplit("::").next().unwrap_or(name);
-                    listed.insert((file.to_string(), item.to_string()));
-                }
+            if name.ends_with(".rs") {
+                file = name;
+            } else {
+                let item = name.rsplit("::").next().unwrap_or(name);
+                listed.insert((file.to_string(), item.to_string()));
             }
         }
     }

@@ -52,10 +52,8 @@ fn machine_without_a_gpu_fails_with_the_next_command() {
     expect(find("hub"), "WARN", &["http://127.0.0.1:1", "does not respond", "curl -I"]);
     expect(find("models"), "PASS", &["inferno play demo"]);
     assert_eq!(report["status"], "FAIL");
-    let (reason, next) = match cfg!(feature = "cuda") {
-        true => ("libcuda.so.1", "nvidia-smi"),
-        false => ("no GPU support", "--features cuda"),
-    };
+    let (reason, next) =
+        if cfg!(feature = "cuda") { ("libcuda.so.1", "nvidia-smi") } else { ("no GPU support", "--features cuda") };
     expect(find("GPU"), "FAIL", &[reason, "inferno play demo --device cpu", next]);
     let output = inferno(&home).arg("doctor").output().unwrap();
     let lines = text(&output.stdout);

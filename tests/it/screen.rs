@@ -205,9 +205,12 @@ impl Screen {
         let (height, width) = (height.get(), width.get());
         let read_row = |screen: &vt100::Screen, row: u16| {
             let cells = (0..width).filter_map(|column| screen.cell(row, column));
-            let text = |cell: &vt100::Cell| match is_shown(cell) && cell.has_contents() {
-                true => cell.contents().to_string(),
-                false => " ".repeat(usize::from(!cell.is_wide_continuation())),
+            let text = |cell: &vt100::Cell| {
+                if is_shown(cell) && cell.has_contents() {
+                    cell.contents().to_string()
+                } else {
+                    " ".repeat(usize::from(!cell.is_wide_continuation()))
+                }
             };
             cells.map(text).collect::<String>().trim_end().to_string()
         };

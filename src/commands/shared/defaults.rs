@@ -242,10 +242,12 @@ fn is_removed_limit(flag: &str, values: &[String]) -> bool {
 fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) -> (SettingValues, Vec<String>) {
     let (mut fitting, mut rejected) = (SettingValues::new(), Vec::new());
     for (flag, values) in &saved.settings {
-        let result = match flags.contains(&flag.as_str()) {
-            true if is_removed_limit(flag, values) => Ok(()),
-            true => parser.check(flag, values),
-            false => Err(format!("unknown setting '{flag}'")),
+        let result = if !flags.contains(&flag.as_str()) {
+            Err(format!("unknown setting '{flag}'"))
+        } else if is_removed_limit(flag, values) {
+            Ok(())
+        } else {
+            parser.check(flag, values)
         };
         match result {
             Ok(()) => drop(fitting.insert(flag.clone(), values.clone())),

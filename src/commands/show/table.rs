@@ -249,9 +249,10 @@ fn aligned<const N: usize>(out: &mut String, rows: &[[String; N]], right: &[usiz
 }
 
 fn clipped(line: &str) -> String {
-    match line.chars().count() > COLUMNS {
-        true => line.chars().take(COLUMNS - 1).chain(['…']).collect(),
-        false => line.to_string(),
+    if line.chars().count() > COLUMNS {
+        line.chars().take(COLUMNS - 1).chain(['…']).collect()
+    } else {
+        line.to_string()
     }
 }
 

@@ -166,12 +166,11 @@ impl EngineLoop {
             if is_idle {
                 self.outbox.flush();
             }
-            let command = match is_idle {
-                true => {
-                    self.counters.heartbeat.rest();
-                    self.commands.recv().map_err(|_| TryRecvError::Disconnected)
-                }
-                false => self.commands.try_recv(),
+            let command = if is_idle {
+                self.counters.heartbeat.rest();
+                self.commands.recv().map_err(|_| TryRecvError::Disconnected)
+            } else {
+                self.commands.try_recv()
             };
             match command {
                 Ok(Command::Submit(sequences)) if self.is_draining => {

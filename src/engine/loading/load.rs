@@ -253,13 +253,13 @@ fn load_onto_device(
 
     let target = Target { device: &device, dtype, memory: &memory, capacity };
     let allocated = allocate(config, checkpoint, options, &target, times);
-    let (runner, attention) = allocated.map_err(|error| match device::is_out_of_memory(&error) {
-        // Another process may have allocated memory since `choose` checked it. Keep the original error as the cause.
-        true => {
-            let device_info = device::info_after_trim(&device).unwrap_or(device_info.clone());
-            error.context(memory.first().out_of_memory(capacity.context, &device_info))
+    let (runner, attention) = allocated.map_err(|error| {
+        if !device::is_out_of_memory(&error) {
+            return error;
         }
-        false => error,
+        // Another process may have allocated memory since `choose` checked it. Keep the original error as the cause.
+        let device_info = device::info_after_trim(&device).unwrap_or(device_info.clone());
+        error.context(memory.first().out_of_memory(capacity.context, &device_info))
     })?;
     let (weight_bytes, cache_bytes) = (memory.weight_bytes(), memory.cache_bytes(capacity));
     let cache_sequences = memory.cache_sequences(capacity);

@@ -339,10 +339,7 @@ impl MemoryPlan {
     pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
         let chunk_bytes = self.workspace_bytes_per_token.saturating_mul(capacity.chunk as u64);
         let is_batch = self.sequences > 1 || self.limit_bytes.is_some();
-        let batch_bytes = match is_batch {
-            true => self.logit_bytes(capacity.chunk).saturating_add(ARENA_BYTES),
-            false => 0,
-        };
+        let batch_bytes = if is_batch { self.logit_bytes(capacity.chunk).saturating_add(ARENA_BYTES) } else { 0 };
         let exchange_bytes = if self.ranks > 1 { MAILBOX_BYTES as u64 } else { 0 };
         (WORKSPACE_BYTES + exchange_bytes)
             .saturating_add(chunk_bytes)

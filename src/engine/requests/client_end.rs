@@ -28,10 +28,7 @@ impl ClientEnd {
 
     /// Returns why the sequence ends.
     pub fn reason(&self) -> FinishReason {
-        match self.is_complete.load(Ordering::Acquire) {
-            true => FinishReason::Stop,
-            false => FinishReason::Canceled,
-        }
+        if self.is_complete.load(Ordering::Acquire) { FinishReason::Stop } else { FinishReason::Canceled }
     }
 
     /// Returns the time since the client ended the sequence. `None` if it did not, or set only its cancel flag.

@@ -180,9 +180,10 @@ impl ChooseToken for Sampler {
             sampled_before: self.draws as u32,
         };
         // The order does not matter to the kernel, but equal samplers must produce equal parameters.
-        let mut seen: Vec<(u32, u32)> = match self.has_penalties() {
-            true => self.seen.iter().map(|(&id, &generated)| (id, 1 + generated)).collect(),
-            false => Vec::new(),
+        let mut seen: Vec<(u32, u32)> = if self.has_penalties() {
+            self.seen.iter().map(|(&id, &generated)| (id, 1 + generated)).collect()
+        } else {
+            Vec::new()
         };
         seen.sort_unstable();
         Some(DeviceSampling { params, seen })

@@ -290,9 +290,10 @@ impl Scheduler {
         let running: usize = self.running.iter().map(|seniority| self.demand(seniority)).sum();
         // The blocks of a cached prefix do not count as free while the sequence runs.
         let hashes = self.blocks.hashes(new.cache_salt.as_deref(), new.prompt_parts);
-        let blocks = match new.computes_whole_prompt {
-            true => self.blocks.start_uncached(prompt, prompt.len(), hashes),
-            false => self.blocks.start(prompt, prompt.len(), hashes),
+        let blocks = if new.computes_whole_prompt {
+            self.blocks.start_uncached(prompt, prompt.len(), hashes)
+        } else {
+            self.blocks.start(prompt, prompt.len(), hashes)
         };
         let cached_tokens = blocks.computed();
         let chunk = (prompt.len() - cached_tokens).clamp(1, token_budget);

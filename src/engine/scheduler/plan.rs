@@ -120,9 +120,10 @@ impl Scheduler {
             // Admit no sequence after a preemption: the preempted sequence needs the free blocks to run again.
             can_admit &= plan.preempted.is_empty() && self.running.len() < self.config.max_sequences;
             let candidate = self.waiting.first().map(|(_, candidate)| candidate).filter(|_| can_admit);
-            let next = match self.waiting.has_one_tenant() {
-                true => running.first().copied(),
-                false => running.iter().copied().min_by_key(|&sequence| self.rank(sequence)),
+            let next = if self.waiting.has_one_tenant() {
+                running.first().copied()
+            } else {
+                running.iter().copied().min_by_key(|&sequence| self.rank(sequence))
             };
             let id = match (candidate, next) {
                 (Some(candidate), next) if next.is_none_or(|next| self.rank(candidate) < self.rank(next)) => {
@@ -174,9 +175,10 @@ impl Scheduler {
         // Take the blocks of a cached prefix now, so that they do not count as free blocks below.
         let (tokens, prompt_tokens, hashes) =
             (&sequence.tokens, sequence.prompt_tokens, mem::take(&mut sequence.hashes));
-        sequence.blocks = Some(match sequence.computes_whole_prompt {
-            true => self.blocks.start_uncached(tokens, prompt_tokens, hashes),
-            false => self.blocks.start(tokens, prompt_tokens, hashes),
+        sequence.blocks = Some(if sequence.computes_whole_prompt {
+            self.blocks.start_uncached(tokens, prompt_tokens, hashes)
+        } else {
+            self.blocks.start(tokens, prompt_tokens, hashes)
         });
         let (tenant, seniority) = (sequence.tenant, sequence.seniority);
         let demand: usize = self.running.iter().chain([&seniority]).map(|other| self.demand(other)).sum();
@@ -201,10 +203,7 @@ impl Scheduler {
         let sequence = &self.sequences[&seniority.id()];
         let Some(held) = &sequence.blocks else { return 0 };
         let longest = sequence.longest(self.config.context);
-        let tokens = match seniority.is_protected() {
-            true => longest,
-            false => longest.min(sequence.tokens.len() + GROWTH_STEPS),
-        };
+        let tokens = if seniority.is_protected() { longest } else { longest.min(sequence.tokens.len() + GROWTH_STEPS) };
         self.blocks.demand(held, tokens, sequence.left().clamp(1, self.config.token_budget))
     }
 
@@ -218,9 +217,10 @@ impl Scheduler {
     fn give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         while !self.try_give_blocks(id, end, plan) {
             // The sequence with the last rank can be the sequence that needs the blocks.
-            let last = match self.waiting.has_one_tenant() {
-                true => self.running.last(),
-                false => self.running.iter().max_by_key(|&&sequence| self.rank(sequence)),
+            let last = if self.waiting.has_one_tenant() {
+                self.running.last()
+            } else {
+                self.running.iter().max_by_key(|&&sequence| self.rank(sequence))
             };
             let victim = last.filter(|victim| !victim.is_protected()).map(Seniority::id);
             let Some(victim) = victim.filter(|victim| !self.admitted.contains(victim)) else { return false };

@@ -140,9 +140,10 @@ pub fn split_qkv(
                 .int(head_dim)
                 .int(2 * half)
                 .float(norms.map_or(0.0, |norms| norms.eps));
-            let (name, heads_per_warp, block) = match tokens <= ROPE_FEW_TOKENS {
-                true => ("split_qkv_few", 1, 64),
-                false => ("split_qkv", ROPE_HEADS_PER_WARP, 256),
+            let (name, heads_per_warp, block) = if tokens <= ROPE_FEW_TOKENS {
+                ("split_qkv_few", 1, 64)
+            } else {
+                ("split_qkv", ROPE_HEADS_PER_WARP, 256)
             };
             let warps = tokens * (heads + 2 * kv_heads).div_ceil(heads_per_warp);
             let shape = LaunchShape::linear(warps.div_ceil(block / 32), block);

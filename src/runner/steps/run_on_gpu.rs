@@ -97,9 +97,10 @@ impl ScoredRows {
 /// Returns the rows of `logits`, f32 `[sequences, vocab]`, that belong to sequences with samplers.
 fn sampled_rows(sequences: &[StepSequence], logits: &Tensor) -> Result<Tensor> {
     let rows: Vec<u32> = (0..).zip(sequences).filter(|(_, s)| s.sampler.is_some()).map(|(row, _)| row).collect();
-    Ok(match rows.len() == sequences.len() {
-        true => logits.clone(),
-        false => logits.index_select(&Tensor::new(rows, logits.device())?, 0)?,
+    Ok(if rows.len() == sequences.len() {
+        logits.clone()
+    } else {
+        logits.index_select(&Tensor::new(rows, logits.device())?, 0)?
     })
 }
 

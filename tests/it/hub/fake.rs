@@ -244,9 +244,10 @@ fn answer(mut stream: TcpStream, shared: &Mutex<HubState>, requests: &Mutex<Vec<
     if let (Some(storage), true) = (&state.storage, path.contains("/resolve/")) {
         return send(&mut stream, &format!("302 Found\r\n{metadata}\r\nlocation: {storage}/storage/{name}"), b"");
     }
-    let fault = match method == "GET" && (state.faulty)(&name) {
-        true => state.faults.pop_front().unwrap_or(Fault::None),
-        false => Fault::None,
+    let fault = if method == "GET" && (state.faulty)(&name) {
+        state.faults.pop_front().unwrap_or(Fault::None)
+    } else {
+        Fault::None
     };
     let range = head.lines().find_map(|line| line.to_lowercase().strip_prefix("range: bytes=").map(str::to_string));
     let range = range.filter(|_| !matches!(fault, Fault::WholeFile));
