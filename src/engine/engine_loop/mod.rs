@@ -70,7 +70,7 @@ pub type CacheCall = Box<dyn FnOnce(&KvCache, &mut BlockManager) + Send>;
 /// A function that inspects the waiting and running sequences.
 pub type InspectCall = Box<dyn FnOnce(&mut Scheduler, Duration) + Send>;
 
-/// A queued request or call.
+/// A request or call that has not started.
 enum Job {
     /// Sequences with the same prompt.
     Sequences(Vec<Sequence>),
@@ -90,7 +90,7 @@ pub struct EngineLoop {
     commands: Receiver<Command>,
     counters: Arc<Counters>,
     /// The jobs that have not started. A call at the front waits until all sequences have ended.
-    queue: VecDeque<Job>,
+    jobs: VecDeque<Job>,
     /// Calls that run once the scheduler has received all jobs that were submitted earlier.
     inspections: Vec<InspectCall>,
     /// The waiting and running sequences of the scheduler.
@@ -99,7 +99,8 @@ pub struct EngineLoop {
     started: Instant,
     is_draining: bool,
     outbox: Outbox,
-    queued: Option<QueuedWork>,
+    /// The step that the device runs, or will run next, and whose tokens are not delivered yet.
+    queued_step: Option<QueuedWork>,
     /// The fault that a test injected into the next step.
     fault: Option<Fault>,
     /// Whether the device stopped working, so that every later step would fail.
@@ -119,14 +120,14 @@ impl EngineLoop {
             scheduler: Scheduler::new(config, blocks),
             commands,
             counters,
-            queue: VecDeque::new(),
+            jobs: VecDeque::new(),
             inspections: Vec::new(),
             sequences: HashMap::new(),
             next_id: 0,
             started: Instant::now(),
             is_draining: false,
             outbox: Outbox::default(),
-            queued: None,
+            queued_step: None,
             fault: None,
             is_device_broken: false,
         }
@@ -158,10 +159,10 @@ impl EngineLoop {
         self.outbox.flush();
     }
 
-    /// Queues incoming commands. Blocks while idle. Returns whether the loop should continue.
+    /// Receives all commands that have arrived. Blocks while idle. Returns whether the loop should continue.
     fn receive_commands(&mut self) -> bool {
         loop {
-            let is_idle = self.scheduler.is_idle() && self.queue.is_empty() && self.queued.is_none();
+            let is_idle = self.scheduler.is_idle() && self.jobs.is_empty() && self.queued_step.is_none();
             let is_idle = is_idle && self.inspections.is_empty();
             if is_idle {
                 self.outbox.flush();
@@ -181,7 +182,7 @@ impl EngineLoop {
                         sequence.fail(Error::Draining.into(), &mut self.outbox);
                     }
                 }
-                Ok(Command::Submit(sequences)) => self.queue.push_back(Job::Sequences(sequences)),
+                Ok(Command::Submit(sequences)) => self.jobs.push_back(Job::Sequences(sequences)),
                 Ok(Command::Cache(call)) => {
                     self.deliver_queued();
                     // The call may fill blocks that the runner's single sequence still counts as cached.
@@ -191,7 +192,7 @@ impl EngineLoop {
                 Ok(Command::Inspect(call)) => self.inspections.push(call),
                 Ok(Command::Fail(fault)) => self.fault = Some(fault),
                 Ok(Command::Drain) => self.is_draining = true,
-                Ok(Command::Run(call)) => self.queue.push_back(Job::Call(call)),
+                Ok(Command::Run(call)) => self.jobs.push_back(Job::Call(call)),
                 Err(TryRecvError::Empty) => return true,
                 Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return false,
             }
@@ -206,7 +207,7 @@ impl EngineLoop {
             self.end(id, Ok(reason));
         }
         let (counters, outbox) = (&self.counters, &mut self.outbox);
-        for job in &mut self.queue {
+        for job in &mut self.jobs {
             let Job::Sequences(sequences) = job else { continue };
             // Each flag is read only once, because a client can set it at any time.
             for sequence in sequences.extract_if(.., |sequence| sequence.is_canceled()) {
@@ -216,12 +217,12 @@ impl EngineLoop {
                 sequence.finish(FinishReason::Canceled, outbox);
             }
         }
-        self.queue.retain(|job| !matches!(job, Job::Sequences(sequences) if sequences.is_empty()));
+        self.jobs.retain(|job| !matches!(job, Job::Sequences(sequences) if sequences.is_empty()));
     }
 
-    /// Passes queued requests to the scheduler, up to the next call. Runs the call once all sequences have ended.
+    /// Passes the requests in `jobs` to the scheduler, up to the next call. Runs the call once all sequences have ended.
     fn admit(&mut self) {
-        while let Some(job) = self.queue.pop_front() {
+        while let Some(job) = self.jobs.pop_front() {
             match job {
                 Job::Sequences(mut sequences) => {
                     let (id, arrival) = (self.next_id, self.started.elapsed());
@@ -250,7 +251,7 @@ impl EngineLoop {
                     call(&mut self.runner);
                     self.counters.cached_tokens.store(self.runner.cached_tokens() as u64, Ordering::Relaxed);
                 }
-                Job::Call(call) => return self.queue.push_front(Job::Call(call)),
+                Job::Call(call) => return self.jobs.push_front(Job::Call(call)),
             }
         }
     }

@@ -128,7 +128,7 @@ impl Scheduler {
             let id = match (candidate, next) {
                 (Some(candidate), next) if next.is_none_or(|next| self.rank(candidate) < self.rank(next)) => {
                     // If the first waiting sequence cannot start, no other sequence may start before it.
-                    can_admit = self.admit(candidate.id());
+                    can_admit = self.try_admit(candidate.id());
                     running.extend(self.start_forks(candidate.id()));
                     candidate.id()
                 }
@@ -170,7 +170,8 @@ impl Scheduler {
     }
 
     /// Starts a waiting sequence if the free blocks cover its demand and the demand of all running sequences.
-    fn admit(&mut self, id: SequenceId) -> bool {
+    /// Returns whether the sequence has started.
+    fn try_admit(&mut self, id: SequenceId) -> bool {
         let Some(sequence) = self.sequences.get_mut(&id) else { return false };
         // Take the blocks of a cached prefix now, so that they do not count as free blocks below.
         let (tokens, prompt_tokens, hashes) =
@@ -213,7 +214,7 @@ impl Scheduler {
     /// Returns false if the last rank belongs to the sequence itself or to a sequence that this plan has admitted.
     ///
     /// A protected sequence is never preempted and never lacks blocks: it can preempt all unprotected sequences.
-    /// [`admit`](Self::admit) starts a sequence only if there are enough blocks for all protected sequences.
+    /// [`try_admit`](Self::try_admit) starts a sequence only if there are enough blocks for all protected sequences.
     fn give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         while !self.try_give_blocks(id, end, plan) {
             // The sequence with the last rank can be the sequence that needs the blocks.

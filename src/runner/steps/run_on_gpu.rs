@@ -145,7 +145,7 @@ impl Runner {
         let (Some(batches), Some(buffers)) = (&mut self.batches, &mut self.buffers) else { return Ok(None) };
         let logits = if self.followers.is_empty() {
             batches.try_run(&self.decoder, &self.cache, sequences, buffers)?
-        } else if batches.support(&self.decoder, sequences) {
+        } else if batches.can_run(&self.decoder, sequences) {
             let run = || batches.run(&self.decoder, &self.cache, sequences, buffers);
             Some(self.followers.run_batch(&self.device, sequences, run)?)
         } else {
