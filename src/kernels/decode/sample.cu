@@ -175,7 +175,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
         __shared__ unsigned long long sums[2];
         if (threadIdx.x == blockIdx.x) sums[0] = sum - value;
         if (threadIdx.x == SAMPLE_THREADS - 1) sums[1] = sum;
-        if (threadIdx.x == 0) winner = 0xffffffffu;
+        if (threadIdx.x == 0) winner = NO_TOKEN;
         __syncthreads();
         before = sums[0], all = sums[1];
     }
@@ -195,7 +195,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
         __syncthreads();
     }
     // If the step fails, token 0 is a placeholder. The host stops at MAILBOX_NO_TOKEN and ignores all later steps.
-    const bool has_winner = has_token ? winner != 0xffffffffu : blockIdx.x == 0;
+    const bool has_winner = has_token ? winner != NO_TOKEN : blockIdx.x == 0;
     if (has_winner) {
         const uint32_t token = has_token ? winner : 0;
         for (int i = threadIdx.x; embedding && i < columns; i += SAMPLE_THREADS)
