@@ -22,7 +22,7 @@ use inferno::runner::decode_graph::{DecodeGraph, DecodePlan};
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
-use crate::gguf::models::{llama_in_many_types, saved};
+use crate::support::gguf::models::{llama_in_many_types, saved};
 use crate::support::{Random, golden, golden_models, gpu, relative_error, values};
 
 const CONTEXT: usize = 160;

@@ -7,7 +7,7 @@ use inferno::runner::Executor;
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::{Engine, EngineHandle, GenerateOptions, Request, RequestStream, SamplingParams};
 
-use crate::engine::GraphModel;
+use crate::support::engine::GraphModel;
 use crate::support::{Random, demo_dir};
 
 /// The tokens of an answer, with the bits of their log probabilities.

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use inferno::error::Error;
 use serde_json::Value;
 
-use crate::cli::{run, text};
+use crate::support::program::{run, text};
 
 fn repository() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -102,7 +102,8 @@ fn reference_page_lists_every_configuration_key() {
     let home = tempfile::TempDir::new().unwrap();
     let config = home.path().join("config.toml");
     fs::write(&config, "no-such-key = 1\n").unwrap();
-    let output = crate::cli::inferno(&home).env("INFERNO_CONFIG", &config).args(["play", "demo"]).output().unwrap();
+    let output =
+        crate::support::program::inferno(&home).env("INFERNO_CONFIG", &config).args(["play", "demo"]).output().unwrap();
     let message = text(&output.stderr);
     let known = message.split_once("known keys: ").unwrap_or_else(|| panic!("{message}")).1.lines().next().unwrap();
     let page = page("docs/reference.md");

@@ -6,9 +6,9 @@ use std::process::Command;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::cli::{inferno, libraries_are_loaded_on_demand, text, without_driver};
-use crate::hub::fake::{COMMIT, FakeHub};
 use crate::support::demo_dir;
+use crate::support::fake_hub::{COMMIT, FakeHub};
+use crate::support::program::{inferno, libraries_are_loaded_on_demand, text, without_driver};
 
 /// Runs `inferno doctor --json`.
 /// Returns the report, and a function that returns the status and text of the worst finding with a given name.

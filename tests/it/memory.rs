@@ -8,8 +8,8 @@ use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 
-use crate::gguf::converter::{convert, convert_with_separate_experts};
-use crate::gguf::models::{quantized_llama, saved};
+use crate::support::gguf::converter::{convert, convert_with_separate_experts};
+use crate::support::gguf::models::{quantized_llama, saved};
 use crate::support::{demo_dir, golden, golden_models};
 
 /// Formats with blocks of 32 values (q8_0), with blocks of 256 values (q4_k, q3_k), and without blocks (int8).

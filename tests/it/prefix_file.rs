@@ -9,8 +9,8 @@ use inferno::nn::kv_cache::BLOCK_TOKENS;
 use inferno::{EngineHandle, GenerateOptions};
 use tempfile::tempdir;
 
-use crate::engine::{Answer, demo, greedy};
 use crate::support::demo_dir;
+use crate::support::engine::{Answer, demo, greedy};
 
 fn answer(engine: &EngineHandle, prompt: &[u32]) -> Answer {
     let options = GenerateOptions { ignore_eos: true, max_tokens: Some(8), ..greedy() };

@@ -6,8 +6,8 @@ use inferno::SamplingParams;
 use inferno::device::DeviceChoice;
 use inferno::engine::{Engine, EngineBuilder, GenerateOptions};
 
-use crate::engine::{Answer, greedy};
 use crate::support::demo_dir;
+use crate::support::engine::{Answer, greedy};
 
 pub fn demo() -> EngineBuilder<'static> {
     Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(320).sequences(2).chunk(64)

@@ -8,8 +8,8 @@ use inferno::hub::{FileState, Hub, HubConfig};
 use tempfile::TempDir;
 
 use super::Machine;
-use crate::cli::{assert_fails, inferno, text};
 use crate::support::demo_dir;
+use crate::support::program::{assert_fails, inferno, text};
 
 /// Returns the directory of the demo model in inferno's cache.
 fn demo_path(home: &TempDir) -> PathBuf {
