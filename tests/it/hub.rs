@@ -618,10 +618,7 @@ fn files_with_the_same_weak_etag_are_kept_apart() {
 #[test]
 fn impossible_listings_are_refused() {
     for (change, expected) in [
-        (
-            (|state| state.claimed_bytes = Some(u64::MAX)) as fn(&mut HubState),
-            "impossible size",
-        ),
+        ((|state| state.claimed_bytes = Some(u64::MAX)) as fn(&mut HubState), "impossible size"),
         (|state| drop(state.files.insert("config.json/x".into(), b"{}".into())), "as a file and as a folder"),
     ] {
         let fake = FakeHub::single();
