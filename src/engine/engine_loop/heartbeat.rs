@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 pub struct Heartbeat {
     created: Instant,
     /// Milliseconds from `created` to the start of the current step, plus 1. 0 while the engine is idle.
-    step_started: AtomicU64,
+    step_started_ms: AtomicU64,
     has_stopped: AtomicBool,
 }
 
 impl Default for Heartbeat {
     fn default() -> Self {
-        Self { created: Instant::now(), step_started: AtomicU64::new(0), has_stopped: AtomicBool::new(false) }
+        Self { created: Instant::now(), step_started_ms: AtomicU64::new(0), has_stopped: AtomicBool::new(false) }
     }
 }
 
@@ -22,17 +22,17 @@ impl Heartbeat {
     /// Records that a step begins.
     pub fn begin_step(&self) {
         let milliseconds = self.created.elapsed().as_millis() as u64;
-        self.step_started.store(milliseconds + 1, Ordering::Relaxed);
+        self.step_started_ms.store(milliseconds + 1, Ordering::Relaxed);
     }
 
     /// Records that the engine is waiting for requests.
     pub fn rest(&self) {
-        self.step_started.store(0, Ordering::Relaxed);
+        self.step_started_ms.store(0, Ordering::Relaxed);
     }
 
     /// Returns whether the engine thread is alive and its current step, if any, has taken at most `limit`.
     pub fn is_regular(&self, limit: Duration) -> bool {
-        let step_time = match self.step_started.load(Ordering::Relaxed) {
+        let step_time = match self.step_started_ms.load(Ordering::Relaxed) {
             0 => Duration::ZERO,
             started => self.created.elapsed().saturating_sub(Duration::from_millis(started - 1)),
         };

@@ -96,7 +96,8 @@ pub struct EngineLoop {
     /// The waiting and running sequences of the scheduler.
     sequences: HashMap<SequenceId, Sequence>,
     next_id: SequenceId,
-    started: Instant,
+    /// The zero of the scheduler's clock.
+    clock_start: Instant,
     is_draining: bool,
     outbox: Outbox,
     /// The step that the device runs, or will run next, and whose tokens are not delivered yet.
@@ -124,7 +125,7 @@ impl EngineLoop {
             inspections: Vec::new(),
             sequences: HashMap::new(),
             next_id: 0,
-            started: Instant::now(),
+            clock_start: Instant::now(),
             is_draining: false,
             outbox: Outbox::default(),
             queued_step: None,
@@ -139,16 +140,19 @@ impl EngineLoop {
     pub fn run(mut self) {
         while self.runner.is_whole() && !self.is_device_broken && self.receive_commands() {
             self.counters.heartbeat.begin_step();
+            // Before the plan, so that the plan can use the blocks of canceled requests.
             self.end_canceled();
             self.admit();
+            // After `admit`, so that a call sees all requests that were submitted before it.
             for call in mem::take(&mut self.inspections) {
-                call(&mut self.scheduler, self.started.elapsed());
+                call(&mut self.scheduler, self.clock_start.elapsed());
             }
-            let plan = self.scheduler.plan(self.started.elapsed());
+            let plan = self.scheduler.plan(self.clock_start.elapsed());
             for &id in &plan.expired {
                 self.end(id, Err(Error::WaitedTooLong.into()));
             }
             if plan.work.is_empty() {
+                // Nothing can run before the tokens of the queued step are known.
                 self.outbox.flush();
                 self.deliver_queued();
                 continue;
@@ -225,7 +229,7 @@ impl EngineLoop {
         while let Some(job) = self.jobs.pop_front() {
             match job {
                 Job::Sequences(mut sequences) => {
-                    let (id, arrival) = (self.next_id, self.started.elapsed());
+                    let (id, arrival) = (self.next_id, self.clock_start.elapsed());
                     self.next_id += sequences.len() as SequenceId;
                     let Some(first) = sequences.first_mut() else { continue };
                     self.scheduler.submit(NewSequence {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::fair_queue::Rank;
 use super::order::{Seniority, SequenceId};
-use super::{GROWTH_STEPS, MAX_PREEMPTIONS, Scheduler, Sequence, SequenceWork, StepPlan};
+use super::{GROWTH_STEPS, MAX_PREEMPTIONS, ScheduledSequence, Scheduler, SequenceWork, StepPlan};
 
 impl Scheduler {
     /// Starts the forks of a running sequence once all prompt tokens but the last are computed.
@@ -56,9 +56,9 @@ impl Scheduler {
 
     /// Removes the waiting sequences whose deadline has passed, unless they have already started once.
     fn expire(&mut self, now: Duration) -> Vec<SequenceId> {
-        let has_expired = |sequence: &Sequence| {
+        let has_expired = |sequence: &ScheduledSequence| {
             let parent = sequence.parent.and_then(|parent| self.sequences.get(&parent));
-            let has_started = sequence.has_started() || parent.is_some_and(Sequence::has_started);
+            let has_started = sequence.has_started() || parent.is_some_and(ScheduledSequence::has_started);
             !has_started && sequence.deadline.is_some_and(|deadline| deadline <= now)
         };
         let expired: Vec<_> = self.sequences.iter().filter(|(_, s)| has_expired(s)).map(|(&id, _)| id).collect();
