@@ -18,21 +18,23 @@ use std::collections::{HashMap, VecDeque};
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, TryRecvError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
 use super::blocks::BlockManager;
-use super::fault::Fault;
+use super::fault::{Fault, FaultTime, PlannedFault};
 use super::outbox::Outbox;
 use super::request::FinishReason;
 use super::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork};
 use super::sequence::Sequence;
 use super::stats::{self, Counters};
 use crate::error::Error;
-use crate::nn::kv_cache::KvCache;
 use crate::runner::{QueuedStep, Runner, RunnerLimits};
+
+/// The time between two checks of the other ranks while the engine is idle.
+const RANK_PING: Duration = Duration::from_secs(1);
 
 /// A message from a client to the engine thread.
 pub enum Command {
@@ -40,7 +42,7 @@ pub enum Command {
     Submit(Vec<Sequence>),
     /// Call a function with the runner, after all earlier requests.
     Run(RunnerCall),
-    /// Call a function with the KV cache between two steps.
+    /// Call a function with the runner, whose KV cache it reads or fills, between two steps.
     Cache(CacheCall),
     /// Call a function with the scheduler and the current time between two steps.
     Inspect(InspectCall),
@@ -56,7 +58,7 @@ pub enum Command {
 pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
 
 /// A function that reads cached blocks or fills free blocks.
-pub type CacheCall = Box<dyn FnOnce(&KvCache, &mut BlockManager) + Send>;
+pub type CacheCall = Box<dyn FnOnce(&Runner, &mut BlockManager) + Send>;
 
 /// A function that inspects the waiting and running sequences.
 pub type InspectCall = Box<dyn FnOnce(&mut Scheduler, Duration) + Send>;
@@ -93,6 +95,8 @@ pub struct EngineLoop {
     queued: Option<QueuedWork>,
     /// The fault that a test injected into the next step.
     fault: Option<Fault>,
+    /// The fault that the environment plans for a later step.
+    planned_fault: Option<PlannedFault>,
     /// Whether the device stopped working, so that every later step would fail.
     is_device_broken: bool,
 }
@@ -119,6 +123,7 @@ impl EngineLoop {
             outbox: Outbox::default(),
             queued: None,
             fault: None,
+            planned_fault: PlannedFault::from_env(),
             is_device_broken: false,
         }
     }
@@ -127,6 +132,7 @@ impl EngineLoop {
     ///
     /// Unfinished requests then fail, because their channels close.
     pub fn run(mut self) {
+        self.strike_planned_fault(0);
         while self.runner.is_whole() && !self.is_device_broken && self.receive_commands() {
             self.counters.heartbeat.begin_step();
             self.end_canceled();
@@ -144,6 +150,7 @@ impl EngineLoop {
                 continue;
             }
             stats::add(&self.counters.steps, 1);
+            self.strike_planned_fault(self.counters.steps.load(Ordering::Relaxed));
             self.run_plan(plan);
         }
         self.outbox.flush();
@@ -160,7 +167,7 @@ impl EngineLoop {
             let command = match is_idle {
                 true => {
                     self.counters.heartbeat.rest();
-                    self.commands.recv().map_err(|_| TryRecvError::Disconnected)
+                    self.wait_for_command()
                 }
                 false => self.commands.try_recv(),
             };
@@ -178,15 +185,42 @@ impl EngineLoop {
                     self.deliver_queued();
                     // The call may fill blocks that the runner's single sequence still counts as cached.
                     self.runner.reset();
-                    call(self.runner.cache(), self.scheduler.blocks_mut());
+                    call(&self.runner, self.scheduler.blocks_mut());
                 }
                 Ok(Command::Inspect(call)) => self.inspections.push(call),
+                Ok(Command::Fail(Fault::Rank { rank, fault })) => self.runner.inject(rank, fault),
                 Ok(Command::Fail(fault)) => self.fault = Some(fault),
                 Ok(Command::Drain) => self.is_draining = true,
                 Ok(Command::Run(call)) => self.queue.push_back(Job::Call(call)),
                 Err(TryRecvError::Empty) => return true,
                 Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return false,
             }
+        }
+    }
+
+    /// Waits for the next command while the engine is idle. Returns [`TryRecvError::Empty`] if a rank fails meanwhile.
+    fn wait_for_command(&self) -> Result<Command, TryRecvError> {
+        if !self.runner.has_ranks() {
+            return self.commands.recv().map_err(|_| TryRecvError::Disconnected);
+        }
+        self.runner.ping_ranks(true);
+        loop {
+            match self.commands.recv_timeout(RANK_PING) {
+                Ok(command) => return Ok(command),
+                Err(RecvTimeoutError::Disconnected) => return Err(TryRecvError::Disconnected),
+                Err(RecvTimeoutError::Timeout) => self.runner.ping_ranks(false),
+            }
+            if !self.runner.is_whole() {
+                return Err(TryRecvError::Empty);
+            }
+        }
+    }
+
+    /// Lets a rank fail if a fault is planned for step `step`.
+    fn strike_planned_fault(&mut self, step: u64) {
+        let is_due = |planned: &mut PlannedFault| planned.time == FaultTime::Step(step);
+        if let Some(PlannedFault { rank, fault, .. }) = self.planned_fault.take_if(is_due) {
+            self.runner.inject(rank, fault);
         }
     }
 

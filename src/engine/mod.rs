@@ -12,6 +12,7 @@
 //!   that it sends
 //! - `scheduler/`, `blocks/`, `prefix_file`: choose the tokens of each step, and assign and reuse blocks of the KV cache
 //! - `sampling`, `sampler`, `constraint/`: choose tokens
+//! - `rank_failure`: tells clients that one of several devices has failed; `fault`: faults that tests inject
 //! - `record`, `replay`: records of answers, and their recomputation
 //! - `stats`, `heartbeat`: show other threads what the engine thread does
 //! - `scripted`: an engine without a model, for tests
@@ -33,6 +34,7 @@ mod output;
 mod prefix_file;
 mod preview;
 mod prompt_scores;
+mod rank_failure;
 mod rank_memory;
 mod record;
 mod replay;
@@ -52,6 +54,7 @@ use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use candle_core::DType;
@@ -63,8 +66,11 @@ use crate::weights::quantized::QuantizationTarget;
 use engine_loop::{Command, EngineLoop};
 use handle::Shared;
 use heartbeat::StopGuard;
+use rank_failure::RankFailure;
 use stats::Counters;
 
+#[doc(hidden)]
+pub use crate::runner::RankFault;
 pub use constraint::{Constraint, Grammar, GrammarKind, ToolGrammar};
 #[doc(hidden)]
 pub use fault::Fault;
@@ -80,6 +86,9 @@ pub use sampling::SamplingParams;
 pub use stats::EngineStats;
 pub use stop::StopStrings;
 pub use stream::{Event, Events, RequestStream, ScoredPrompt, Summary, TokenCounts};
+
+/// The time limit for the engine thread to end after a device has failed. It waits for the threads of all ranks.
+const END_TIME: Duration = Duration::from_secs(2);
 
 /// A loaded model and the thread that runs it.
 ///
@@ -115,6 +124,9 @@ impl Engine {
         let model = load::load(dir, options)?;
         let (commands, receiver) = mpsc::channel();
         let counters = Arc::new(Counters::default());
+        let failure = Arc::new(RankFailure::default());
+        let reported = failure.clone();
+        model.runner.world().on_failure(move |reason| reported.report(reason));
         let shared = Shared {
             language: Arc::new(model.language),
             info: model.info,
@@ -122,6 +134,7 @@ impl Engine {
             device: model.runner.device().clone(),
             fingerprint: model.fingerprint,
             counters: counters.clone(),
+            failure,
             grammars: OnceLock::new(),
         };
         let guard = StopGuard::new(counters.heartbeat.clone());
@@ -153,7 +166,15 @@ impl Drop for Engine {
     fn drop(&mut self) {
         // An error here means that the thread has already ended.
         let _ = self.handle.send(Command::Shutdown);
-        let _ = self.thread.take().map(JoinHandle::join);
+        let Some(thread) = self.thread.take() else { return };
+        let started = Instant::now();
+        while self.handle.failure().is_some() && !thread.is_finished() && started.elapsed() < END_TIME {
+            thread::sleep(Duration::from_millis(10));
+        }
+        // If the engine thread is the rank that hangs, it stays behind. It ends with the process.
+        if self.handle.failure().is_none() || thread.is_finished() {
+            let _ = thread.join();
+        }
     }
 }
 

@@ -240,19 +240,6 @@ fn several_answers_to_one_prompt_share_its_blocks_on_all_ranks() {
     assert_eq!(answers(queued_steps::demo().devices(devices)), answers(queued_steps::demo()));
 }
 
-/// A rank has only the keys and values of its own heads.
-#[test]
-fn several_ranks_save_no_prefix() {
-    let folder = tempfile::TempDir::new().unwrap();
-    let engine = queued_steps::demo().devices(cpus(2)).load().unwrap();
-    let prompt = engine.random_tokens(3, 200);
-    let options = GenerateOptions { max_tokens: Some(1), ..GenerateOptions::new(SamplingParams::greedy()) };
-    Answer::read(engine.complete_ids(&prompt, options).unwrap());
-    let path = folder.path().join("prefix.kv");
-    assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 0);
-    assert!(!path.exists());
-}
-
 /// Scores two prompts at once: one in several chunks, and one whose answer continues on the same ranks.
 #[test]
 fn several_ranks_score_prompts_like_one_rank() {
