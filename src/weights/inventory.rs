@@ -9,22 +9,30 @@ use candle_core::DType;
 use serde::Serialize;
 
 use super::checkpoint::Checkpoint;
+use super::division::ColumnUnits;
 use super::gguf::GgufCheckpoint;
 use super::quantized::QuantizationTarget;
 use super::safetensors_header::{self, HeaderTensor, MAX_HEADER_BYTES};
 use super::tensor_info::{TensorInfo, parameter_count};
+use crate::kernels::quantized::{GROUP_COLUMNS, WeightFormat};
 use crate::snapshot::safetensors::{self, ShardIndex};
 
 /// One tensor of a checkpoint.
 #[derive(Clone, Debug)]
-struct InventoryTensor {
-    name: String,
+pub(super) struct InventoryTensor {
+    pub name: String,
     /// The dtype in the file in lower case, such as `bf16`, `f8_e4m3` or `q4_k`.
     dtype: String,
     elements: u64,
     /// The size in the file, in bytes.
     bytes: u64,
     format: MemoryFormat,
+    /// The format, rows and columns of a matrix that is quantized in memory, if known.
+    pub quantized: Option<(WeightFormat, usize, usize)>,
+    /// The columns of a matrix that ranks may divide by columns.
+    pub columns: Option<ColumnUnits>,
+    /// The size of the first dimension.
+    pub rows: Option<usize>,
 }
 
 /// The format of a loaded tensor in memory.
@@ -42,7 +50,7 @@ enum MemoryFormat {
 /// The tensors of a checkpoint.
 #[derive(Clone, Debug, Default)]
 pub struct Inventory {
-    tensors: Vec<InventoryTensor>,
+    pub(super) tensors: Vec<InventoryTensor>,
 }
 
 /// The information about a model's weights that `inferno list` shows.
@@ -129,13 +137,23 @@ impl Inventory {
                 _ if name.ends_with("_scale") => checkpoint.packed_bytes(name, info),
                 _ => None,
             };
-            InventoryTensor {
+            let mut tensor = InventoryTensor {
                 name: name.to_string(),
                 dtype: checkpoint.stored_as(name, info),
                 elements: info.elements() as u64,
                 bytes: info.bytes() as u64,
                 format: packed_bytes.map_or(MemoryFormat::for_floats(name, info.shape.len()), MemoryFormat::Bytes),
-            }
+                quantized: packed_bytes.and_then(|_| checkpoint.quantized_shape(name, info)),
+                columns: None,
+                rows: info.shape.first().copied(),
+            };
+            let has_bias = checkpoint.info(&format!("{name}_bias")).is_some();
+            let units = tensor.column_units(&info.shape, 1, has_bias);
+            tensor.columns = units.map(|ColumnUnits { columns, .. }| ColumnUnits {
+                columns,
+                unit: checkpoint.column_unit(name, columns, target),
+            });
+            tensor
         };
         let mut inventory = Self { tensors: checkpoint.tensors().map(tensor).collect() };
         let has_head = inventory.tensors.iter().any(|tensor| tensor.group() == "head");
@@ -154,6 +172,7 @@ impl Inventory {
             let format = |(_, columns)| target.and_then(|target| target.format(columns));
             if let (Some((rows, columns)), Some(format)) = (shape, shape.and_then(format)) {
                 tensor.format = MemoryFormat::Bytes(format.bytes(rows as u64, columns as u64));
+                tensor.quantized = Some((format, rows, columns));
             }
         }
         inventory
@@ -166,13 +185,21 @@ impl Inventory {
     /// Unknown dtypes are allowed, because the model is only described, not loaded.
     pub fn add_header(&mut self, file: &str, header: &[u8], data_bytes: Option<u64>) -> Result<()> {
         safetensors_header::read(file, header, data_bytes, |tensor| {
-            let HeaderTensor { name, dtype, rank, elements, bytes, .. } = tensor;
+            let HeaderTensor { name, dtype, shape, elements, bytes, .. } = tensor;
+            let shape: Vec<usize> = shape.into_iter().map(|size| usize::try_from(size).unwrap_or(usize::MAX)).collect();
             let (name, dtype) = (name.into_owned(), dtype.to_lowercase());
-            let format = match MemoryFormat::for_floats(&name, rank) {
+            let format = match MemoryFormat::for_floats(&name, shape.len()) {
                 MemoryFormat::ComputeDtype if !is_float(&dtype) => MemoryFormat::Bytes(bytes),
                 format => format,
             };
-            self.tensors.push(InventoryTensor { name, dtype, elements, bytes, format });
+            let rows = shape.first().copied();
+            let (quantized, columns) = (None, None);
+            let mut tensor = InventoryTensor { name, dtype, elements, bytes, format, quantized, columns, rows };
+            let unit = if ["i8", "f8_e4m3"].contains(&tensor.dtype.as_str()) { GROUP_COLUMNS } else { 1 };
+            // The header of one shard does not show whether another shard has a bias. Experts of gpt-oss that are not
+            // packed have the same numbers of rows and columns in all published models.
+            tensor.columns = tensor.column_units(&shape, unit, false);
+            self.tensors.push(tensor);
         })
     }
 
@@ -204,22 +231,11 @@ impl Inventory {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }
 
-    /// Returns the size in memory, in bytes, of the weights that every rank holds whole:
-    /// embeddings, norms, routers and biases.
-    pub fn whole_bytes(&self, dtype: DType) -> u64 {
-        let is_whole = |tensor: &&InventoryTensor| {
-            tensor.format == MemoryFormat::F32 || ["embedding", "norms", "other"].contains(&tensor.group())
-        };
-        sum(self.tensors.iter().filter(is_whole).map(|tensor| tensor.loaded_bytes(dtype)))
-    }
-
     /// Returns the sizes in memory of the parts of a model with `layers` layers.
     pub fn part_bytes(&self, layers: usize, dtype: DType) -> PartBytes {
         let mut parts = PartBytes { layers: vec![0; layers], ..PartBytes::default() };
         for tensor in &self.tensors {
-            // The first number in the name of a tensor is the index of its layer.
-            let layer = tensor.name.split('.').find_map(|part| part.parse::<usize>().ok());
-            let part = match layer.and_then(|layer| parts.layers.get_mut(layer)) {
+            let part = match tensor.layer().and_then(|layer| parts.layers.get_mut(layer)) {
                 Some(layer) => layer,
                 None if tensor.group() == "head" => &mut parts.head,
                 None => &mut parts.other,
@@ -306,7 +322,7 @@ impl InventoryTensor {
         parameter_count(&self.name, self.dtype == "u8", self.elements)
     }
 
-    fn loaded_bytes(&self, dtype: DType) -> u64 {
+    pub(super) fn loaded_bytes(&self, dtype: DType) -> u64 {
         match self.format {
             MemoryFormat::ComputeDtype => self.elements.saturating_mul(dtype.size_in_bytes() as u64),
             MemoryFormat::F32 => self.elements.saturating_mul(size_of::<f32>() as u64),
@@ -323,7 +339,7 @@ impl InventoryTensor {
     }
 
     /// Returns the name of the tensor's group, one of [`GROUPS`].
-    fn group(&self) -> &'static str {
+    pub(super) fn group(&self) -> &'static str {
         let parts: Vec<&str> = self.name.split('.').collect();
         let any = |is: &dyn Fn(&str) -> bool| parts.iter().any(|part| is(part));
         if self.is_expert() {
@@ -435,7 +451,16 @@ mod tests {
             ("backbone.layers.0.mixer.A_log", "other"),
         ] {
             let format = MemoryFormat::ComputeDtype;
-            let tensor = InventoryTensor { name: name.into(), dtype: "bf16".into(), elements: 1, bytes: 2, format };
+            let tensor = InventoryTensor {
+                name: name.into(),
+                dtype: "bf16".into(),
+                elements: 1,
+                bytes: 2,
+                format,
+                quantized: None,
+                columns: None,
+                rows: None,
+            };
             assert_eq!(tensor.group(), group, "{name}");
         }
     }
