@@ -133,7 +133,8 @@ impl EngineLoop {
     /// Unfinished requests then fail, because their channels close.
     pub fn run(mut self) {
         self.strike_planned_fault(0);
-        while self.runner.is_whole() && !self.is_device_broken && self.receive_commands() {
+        // A rank may fail while the loop waits for commands.
+        while self.runner.is_whole() && !self.is_device_broken && self.receive_commands() && self.runner.is_whole() {
             self.counters.heartbeat.begin_step();
             self.end_canceled();
             self.admit();

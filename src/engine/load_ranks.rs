@@ -1,7 +1,7 @@
 //! Loads the parts of a model onto its devices, one part per rank.
 
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
@@ -100,7 +100,7 @@ impl RankLoader<'_> {
         let of_rank = || Weights::of_rank(checkpoint, device, dtype, progress, world.clone());
         let weights = match quantize {
             Some(quantize) => of_rank()?.quantized_to(quantize),
-            None if world.size() > 1 => of_rank()?,
+            None if world.size() > 1 => of_rank()?.sharing_reads(),
             None => Weights::new(checkpoint, device, dtype, progress)?,
         };
         let mut decoder = config.architecture.build(&weights, context)?;
@@ -151,10 +151,11 @@ fn guarded<T>(
     first_failed: &Mutex<Option<anyhow::Error>>,
     load: impl FnOnce() -> Result<T>,
 ) -> Option<T> {
-    let panicked = || Err(Error::GpuFailed(failure(world, PANIC)).into());
-    let error = match catch_unwind(AssertUnwindSafe(load)).unwrap_or_else(|_| panicked()) {
-        Ok(loaded) => return Some(loaded),
-        Err(error) => error,
+    let error = match catch_unwind(AssertUnwindSafe(load)) {
+        Ok(Ok(loaded)) => return Some(loaded),
+        Ok(Err(error)) => error,
+        Err(panic) if world.size() == 1 => resume_unwind(panic),
+        Err(_) => Error::GpuFailed(failure(world, PANIC)).into(),
     };
     let mut first_failed = first_failed.lock().unwrap_or_else(PoisonError::into_inner);
     let reason = failure(world, &error_message(&error));

@@ -5,7 +5,6 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use candle_core::DType;
 
-use super::division::unit_of;
 use super::gguf::{GgufCheckpoint, GgufModel};
 use super::quantized::{self, QuantizationTarget};
 use super::read_ahead::ReadRequest;
@@ -169,4 +168,9 @@ impl Checkpoint {
             Self::Gguf(model) => model.describe(name),
         }
     }
+}
+
+/// Returns the number of columns in the smallest part into which a matrix with this format can be divided.
+fn unit_of(format: Option<WeightFormat>) -> usize {
+    format.map_or(1, WeightFormat::column_unit)
 }

@@ -7,10 +7,9 @@ use std::collections::HashMap;
 
 use candle_core::DType;
 
-use super::inventory::{Inventory, InventoryTensor};
+use super::inventory::{ColumnUnits, Inventory, InventoryTensor};
 use super::part::Axis;
 use crate::device::share;
-use crate::kernels::quantized::WeightFormat;
 
 /// Ranks divide an intermediate size at multiples of this number of columns, which is the size of an MXFP4 block.
 /// Multiples of this number also satisfy the alignment that the kernels for float matrices require.
@@ -34,13 +33,6 @@ enum Shared {
     Intermediate,
     /// The rows of the output head.
     Vocabulary,
-}
-
-/// The number of columns of a matrix that is divided by columns, and of the smallest part of it.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct ColumnUnits {
-    pub columns: usize,
-    pub unit: usize,
 }
 
 /// The units in which the ranks share one layer.
@@ -185,9 +177,4 @@ fn share_of_layer(layer: &LayerUnits, is_heads: bool, rank: usize, ranks: usize)
         // Without a matrix that is divided by columns, assume equal parts.
         (false, None) => (1, ranks),
     }
-}
-
-/// Returns the number of columns that a matrix with this format can be divided into.
-pub(super) fn unit_of(format: Option<WeightFormat>) -> usize {
-    format.map_or(1, WeightFormat::column_unit)
 }

@@ -1,7 +1,7 @@
 //! The list of tensors in a checkpoint, read from the file headers.
 //! The list is enough to compute the size of a model before downloading it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::Path;
 
 use anyhow::{Result, ensure};
@@ -9,7 +9,6 @@ use candle_core::DType;
 use serde::Serialize;
 
 use super::checkpoint::Checkpoint;
-use super::division::ColumnUnits;
 use super::gguf::GgufCheckpoint;
 use super::quantized::QuantizationTarget;
 use super::safetensors_header::{self, HeaderTensor, MAX_HEADER_BYTES};
@@ -33,6 +32,15 @@ pub(super) struct InventoryTensor {
     pub columns: Option<ColumnUnits>,
     /// The size of the first dimension.
     pub rows: Option<usize>,
+    /// Whether the tensor stacks transposed matrices, if only the header is known.
+    is_transposed: bool,
+}
+
+/// The number of columns of a matrix that is divided by columns, and of the smallest part of it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ColumnUnits {
+    pub columns: usize,
+    pub unit: usize,
 }
 
 /// The format of a loaded tensor in memory.
@@ -137,6 +145,7 @@ impl Inventory {
                 _ if name.ends_with("_scale") => checkpoint.packed_bytes(name, info),
                 _ => None,
             };
+            let has_bias = checkpoint.info(&format!("{name}_bias")).is_some();
             let mut tensor = InventoryTensor {
                 name: name.to_string(),
                 dtype: checkpoint.stored_as(name, info),
@@ -146,8 +155,8 @@ impl Inventory {
                 quantized: packed_bytes.and_then(|_| checkpoint.quantized_shape(name, info)),
                 columns: None,
                 rows: info.shape.first().copied(),
+                is_transposed: has_bias,
             };
-            let has_bias = checkpoint.info(&format!("{name}_bias")).is_some();
             let units = tensor.column_units(&info.shape, 1, has_bias);
             tensor.columns = units.map(|ColumnUnits { columns, .. }| ColumnUnits {
                 columns,
@@ -194,13 +203,25 @@ impl Inventory {
             };
             let rows = shape.first().copied();
             let (quantized, columns) = (None, None);
-            let mut tensor = InventoryTensor { name, dtype, elements, bytes, format, quantized, columns, rows };
+            let is_transposed = false;
+            let mut tensor =
+                InventoryTensor { name, dtype, elements, bytes, format, quantized, columns, rows, is_transposed };
             let unit = if ["i8", "f8_e4m3"].contains(&tensor.dtype.as_str()) { GROUP_COLUMNS } else { 1 };
-            // The header of one shard does not show whether another shard has a bias. Experts of gpt-oss that are not
-            // packed have the same numbers of rows and columns in all published models.
             tensor.columns = tensor.column_units(&shape, unit, false);
             self.tensors.push(tensor);
-        })
+        })?;
+        // Stacked experts with biases are stored transposed, so their first dimension after the experts has the columns.
+        // The bias may be in another shard.
+        let biases: HashSet<String> = self.tensors.iter().filter_map(InventoryTensor::biased_experts).collect();
+        for tensor in self.tensors.iter_mut().filter(|tensor| biases.contains(&tensor.name)) {
+            let (Some(columns), Some(experts)) = (&mut tensor.columns, tensor.rows) else { continue };
+            if !tensor.is_transposed {
+                let matrix = tensor.elements / (experts as u64).max(1);
+                columns.columns = usize::try_from(matrix).unwrap_or(usize::MAX) / columns.columns.max(1);
+                tensor.is_transposed = true;
+            }
+        }
+        Ok(())
     }
 
     /// Returns true if the inventory has no tensors.
@@ -328,6 +349,11 @@ impl InventoryTensor {
             MemoryFormat::F32 => self.elements.saturating_mul(size_of::<f32>() as u64),
             MemoryFormat::Bytes(bytes) => bytes,
         }
+    }
+
+    /// If this is a bias of stacked experts, returns the name of the matrices that it belongs to.
+    fn biased_experts(&self) -> Option<String> {
+        self.name.strip_suffix("_bias").filter(|_| self.is_expert()).map(str::to_string)
     }
 
     fn is_packed_mxfp4(&self) -> bool {
@@ -460,6 +486,7 @@ mod tests {
                 quantized: None,
                 columns: None,
                 rows: None,
+                is_transposed: false,
             };
             assert_eq!(tensor.group(), group, "{name}");
         }

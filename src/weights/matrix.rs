@@ -23,6 +23,9 @@ impl<'c> Weights<'c> {
         if let Some((weights, _)) = parts.first()
             && all_rows * columns == 0
         {
+            for (weights, rows) in parts {
+                weights.join_reads(name, *rows)?;
+            }
             return Ok(Matrix::Dense(Tensor::zeros((all_rows, columns), weights.dtype, &weights.device)?));
         }
         let quantized = |(weights, rows): &(Self, usize)| weights.quantized(name, 1, *rows, columns);
@@ -62,6 +65,7 @@ impl<'c> Weights<'c> {
     pub fn experts(&self, name: &str, shape: [usize; 3]) -> Result<Matrix> {
         let [experts, rows, columns] = shape;
         if rows * columns == 0 {
+            self.join_stacked_reads(name, shape)?;
             return Ok(Matrix::Dense(Tensor::zeros(&shape, self.dtype, &self.device)?));
         }
         match self.quantized(name, experts, rows, columns)? {

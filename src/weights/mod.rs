@@ -7,6 +7,7 @@
 //! - `division`: how ranks divide the tensors, computed from the headers
 //! - `loader`, `matrix`, `mxfp4`: load tensors, matrices and experts for the layers in `nn`
 //! - `read_ahead`, `part_reader`, `part`: background threads that read whole tensors, or the parts of a rank
+//! - `shared_reads`: lets several ranks read each byte of a file only once
 //! - `quantized`, `ggml`, `compressed`: quantized formats of GGUF and of compressed-tensors
 //! - `progress`, `unused`: what has been loaded, and what the model does not use
 
@@ -26,6 +27,7 @@ pub mod quantized;
 pub mod read_ahead;
 mod safetensors;
 mod safetensors_header;
+mod shared_reads;
 mod source;
 mod tensor_info;
 mod unused;

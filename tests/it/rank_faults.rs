@@ -133,7 +133,7 @@ fn an_engine_that_is_idle_for_long_does_not_fail() {
 fn run_with_fault(fault: &str, args: &[&str]) -> (Output, Duration) {
     let started = Instant::now();
     let mut command = inferno(&TempDir::new().unwrap());
-    command.args(args).args(["--device", "cpu,cpu,cpu", "--context", "512"]).env("INFERNO_FAULT", fault);
+    command.args(args).args(["--device", "cpu,cpu,cpu", "--context", "640"]).env("INFERNO_FAULT", fault);
     (command.output().unwrap(), started.elapsed())
 }
 

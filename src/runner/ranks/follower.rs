@@ -1,7 +1,8 @@
 //! The thread of a follower, which is a rank other than the first.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
 
 use anyhow::Result;
 #[cfg(feature = "cuda")]
@@ -38,11 +39,18 @@ pub fn follow(
     // This thread must free the memory of its device, so the closure owns the parts.
     let run = move || -> Result<()> {
         let mut follower = Follower::new(world.clone(), parts, limits, options)?;
-        while let Ok(command) = commands.recv() {
-            follower.run(&command)?;
-            world.tick();
+        loop {
+            match commands.recv_timeout(CHECK_TIME) {
+                Ok(command) => {
+                    follower.run(&command)?;
+                    world.tick();
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            }
+            // If the first rank hangs, only the followers can notice it.
+            world.check()?;
         }
-        Ok(())
     };
     match catch_unwind(AssertUnwindSafe(run)) {
         Ok(Ok(())) => {}
@@ -50,6 +58,9 @@ pub fn follow(
         Err(_) => world.end(&failure(world, PANIC)),
     }
 }
+
+/// The time after which an idle follower checks whether another rank has failed.
+const CHECK_TIME: Duration = Duration::from_secs(1);
 
 /// The reason of the failure of a rank that panicked.
 pub const PANIC: &str = "its thread panicked";
