@@ -29,7 +29,7 @@ enum Work {
 }
 
 fn load(work: Work, split: Split) -> Engine {
-    let devices = vec!["cpu"; RANKS].join(",").parse().unwrap();
+    let devices = ["cpu"; RANKS].join(",").parse().unwrap();
     let builder = queued_steps::demo().devices(devices).split(split).chunk(16);
     builder.queue_on_cpu(work == Work::QueuedDecode).load().unwrap()
 }
