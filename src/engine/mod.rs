@@ -12,13 +12,16 @@
 //! - `scheduler/`: chooses the tokens of each step
 //! - `blocks/`: assigns blocks of the KV cache to sequences, and reuses and saves cached prefixes
 //! - `sampling/`: chooses the next token; `constraint/`: restricts the choice to a grammar
+//! - `rank_failure`: tells clients that one of several devices has failed; `fault`: faults that tests inject
 //! - `scripted`: an engine without a model, for tests
 
 pub mod blocks;
 mod constraint;
 mod engine_loop;
+mod fault;
 mod handle;
 mod loading;
+mod rank_failure;
 mod requests;
 pub mod sampling;
 pub mod scheduler;
@@ -29,6 +32,7 @@ use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use candle_core::DType;
@@ -39,11 +43,14 @@ use crate::language::Language;
 use crate::weights::quantized::QuantizationTarget;
 use engine_loop::{Command, Counters, EngineLoop, StopGuard};
 use handle::Shared;
+use rank_failure::RankFailure;
 
+#[doc(hidden)]
+pub use crate::runner::RankFault;
 pub use constraint::{Constraint, Grammar, GrammarKind, ToolGrammar};
 pub use engine_loop::EngineStats;
 #[doc(hidden)]
-pub use engine_loop::Fault;
+pub use fault::Fault;
 pub use handle::{Divergence, EngineHandle, ReplayedToken, RequestPreview};
 pub use loading::{LoadOptions, LoadTimes, MemoryLimit, ModelInfo, memory};
 pub use requests::{
@@ -51,6 +58,9 @@ pub use requests::{
     Request, RequestRecord, RequestStream, ScoredPrompt, StopStrings, Summary, TokenCounts,
 };
 pub use sampling::SamplingParams;
+
+/// The time limit for the engine thread to end after a device has failed. It waits for the threads of all ranks.
+const END_TIME: Duration = Duration::from_secs(2);
 
 /// A loaded model and the thread that runs it.
 ///
@@ -86,6 +96,9 @@ impl Engine {
         let model = loading::load(dir, options)?;
         let (commands, receiver) = mpsc::channel();
         let counters = Arc::new(Counters::default());
+        let failure = Arc::new(RankFailure::default());
+        let reported = failure.clone();
+        model.runner.world().on_failure(move |reason| reported.report(reason));
         let shared = Shared {
             language: Arc::new(model.language),
             info: model.info,
@@ -93,6 +106,7 @@ impl Engine {
             device: model.runner.device().clone(),
             fingerprint: model.fingerprint,
             counters: counters.clone(),
+            failure,
             grammars: OnceLock::new(),
         };
         let guard = StopGuard::new(counters.heartbeat.clone());
@@ -124,7 +138,15 @@ impl Drop for Engine {
     fn drop(&mut self) {
         // An error here means that the thread has already ended.
         let _ = self.handle.send(Command::Shutdown);
-        let _ = self.thread.take().map(JoinHandle::join);
+        let Some(thread) = self.thread.take() else { return };
+        let started = Instant::now();
+        while self.handle.failure().is_some() && !thread.is_finished() && started.elapsed() < END_TIME {
+            thread::sleep(Duration::from_millis(10));
+        }
+        // If the engine thread is the rank that hangs, it stays behind. It ends with the process.
+        if self.handle.failure().is_none() || thread.is_finished() {
+            let _ = thread.join();
+        }
     }
 }
 

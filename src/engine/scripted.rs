@@ -47,6 +47,7 @@ impl ScriptedEngine {
             device: Device::Cpu,
             fingerprint: String::new(),
             counters: counters.clone(),
+            failure: Arc::default(),
             grammars: OnceLock::new(),
         };
         let played = script.clone();

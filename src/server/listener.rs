@@ -20,6 +20,7 @@ use super::options::Timeouts;
 use super::router::router;
 use super::state::Server;
 use super::write_limit::WriteLimit;
+use crate::error::Error;
 
 /// The maximum number of connections that wait to be accepted.
 const BACKLOG: u32 = 4096;
@@ -91,6 +92,9 @@ pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Fu
         let _ = tokio::time::timeout(close_time, connections.shutdown()).await;
     }
     match server.has_failed() {
+        true if let Some(error) = server.failure() => {
+            bail!(Error::GpuFailed(format!("{error}\n  start the server again")))
+        }
         true => bail!("cannot answer requests: the engine stopped; the log says why\n  start the server again"),
         false => Ok(()),
     }

@@ -14,6 +14,7 @@ use super::options::ServerOptions;
 use super::orphans::Orphans;
 use super::recorder::Recorder;
 use crate::engine::EngineHandle;
+use crate::error::Error;
 
 /// The maximum duration of a step. If a step takes longer, the engine is considered stuck.
 const MAX_STEP: Duration = Duration::from_secs(60);
@@ -117,6 +118,11 @@ impl Server {
     /// Returns whether the engine can no longer answer requests, because of a panic or a fault of the device.
     pub fn has_failed(&self) -> bool {
         self.engine().is_some_and(EngineHandle::has_stopped)
+    }
+
+    /// Returns the error of the device that failed, or `None` if no device has failed.
+    pub fn failure(&self) -> Option<Error> {
+        self.engine().and_then(EngineHandle::failure)
     }
 
     /// Waits until [`has_failed`](Self::has_failed) is true.

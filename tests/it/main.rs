@@ -67,6 +67,8 @@ mod prefix_file;
 mod prompt_logprobs;
 mod quantized;
 mod queued_steps;
+mod rank_faults;
+mod rank_mistakes;
 mod ranks;
 #[cfg(feature = "cuda")]
 mod ranks_on_gpus;

@@ -16,9 +16,7 @@
 //!
 //! - `steps`: runs or queues a planned step, and delivers its tokens
 //! - `stats`, `heartbeat`: show other threads what the engine thread does
-//! - `fault`: faults that tests inject
 
-mod fault;
 mod heartbeat;
 pub mod stats;
 mod steps;
@@ -27,21 +25,23 @@ use std::collections::{HashMap, VecDeque};
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, TryRecvError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
 use super::blocks::BlockManager;
+use super::fault::{Fault, FaultTime, PlannedFault};
 use super::requests::{FinishReason, Outbox, Sequence};
 use super::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork};
 use crate::error::Error;
-use crate::nn::kv_cache::KvCache;
 use crate::runner::{QueuedStep, Runner, RunnerLimits};
 
-pub use fault::Fault;
 pub use heartbeat::StopGuard;
 pub use stats::{Counters, EngineStats};
+
+/// The time between two checks of the other ranks while the engine is idle.
+const RANK_PING: Duration = Duration::from_secs(1);
 
 /// A message from a client to the engine thread.
 pub enum Command {
@@ -49,7 +49,7 @@ pub enum Command {
     Submit(Vec<Sequence>),
     /// Call a function with the runner, after all earlier requests.
     Run(RunnerCall),
-    /// Call a function with the KV cache between two steps.
+    /// Call a function with the runner, whose KV cache it reads or fills, between two steps.
     Cache(CacheCall),
     /// Call a function with the scheduler and the current time between two steps.
     Inspect(InspectCall),
@@ -65,7 +65,7 @@ pub enum Command {
 pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
 
 /// A function that reads cached blocks or fills free blocks.
-pub type CacheCall = Box<dyn FnOnce(&KvCache, &mut BlockManager) + Send>;
+pub type CacheCall = Box<dyn FnOnce(&Runner, &mut BlockManager) + Send>;
 
 /// A function that inspects the waiting and running sequences.
 pub type InspectCall = Box<dyn FnOnce(&mut Scheduler, Duration) + Send>;
@@ -104,6 +104,8 @@ pub struct EngineLoop {
     queued_step: Option<QueuedWork>,
     /// The fault that a test injected into the next step.
     fault: Option<Fault>,
+    /// The fault that the environment plans for a later step.
+    planned_fault: Option<PlannedFault>,
     /// Whether the device stopped working, so that every later step would fail.
     is_device_broken: bool,
 }
@@ -130,6 +132,7 @@ impl EngineLoop {
             outbox: Outbox::default(),
             queued_step: None,
             fault: None,
+            planned_fault: PlannedFault::from_env(),
             is_device_broken: false,
         }
     }
@@ -138,7 +141,9 @@ impl EngineLoop {
     ///
     /// Unfinished requests then fail, because their channels close.
     pub fn run(mut self) {
-        while self.runner.is_whole() && !self.is_device_broken && self.receive_commands() {
+        self.strike_planned_fault(0);
+        // A rank may fail while the loop waits for commands.
+        while self.runner.is_whole() && !self.is_device_broken && self.receive_commands() && self.runner.is_whole() {
             self.counters.heartbeat.begin_step();
             // Before the plan, so that the plan can use the blocks of canceled requests.
             self.end_canceled();
@@ -158,6 +163,7 @@ impl EngineLoop {
                 continue;
             }
             stats::add(&self.counters.steps, 1);
+            self.strike_planned_fault(self.counters.steps.load(Ordering::Relaxed));
             self.run_plan(plan);
         }
         self.outbox.flush();
@@ -173,7 +179,7 @@ impl EngineLoop {
             }
             let command = if is_idle {
                 self.counters.heartbeat.rest();
-                self.commands.recv().map_err(|_| TryRecvError::Disconnected)
+                self.wait_for_command()
             } else {
                 self.commands.try_recv()
             };
@@ -191,15 +197,42 @@ impl EngineLoop {
                     self.deliver_queued();
                     // The call may fill blocks that the runner's single sequence still counts as cached.
                     self.runner.reset();
-                    call(self.runner.cache(), self.scheduler.blocks_mut());
+                    call(&self.runner, self.scheduler.blocks_mut());
                 }
                 Ok(Command::Inspect(call)) => self.inspections.push(call),
+                Ok(Command::Fail(Fault::Rank { rank, fault })) => self.runner.inject(rank, fault),
                 Ok(Command::Fail(fault)) => self.fault = Some(fault),
                 Ok(Command::Drain) => self.is_draining = true,
                 Ok(Command::Run(call)) => self.jobs.push_back(Job::Call(call)),
                 Err(TryRecvError::Empty) => return true,
                 Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return false,
             }
+        }
+    }
+
+    /// Waits for the next command while the engine is idle. Returns [`TryRecvError::Empty`] if a rank fails meanwhile.
+    fn wait_for_command(&self) -> Result<Command, TryRecvError> {
+        if !self.runner.has_ranks() {
+            return self.commands.recv().map_err(|_| TryRecvError::Disconnected);
+        }
+        self.runner.ping_ranks(true);
+        loop {
+            match self.commands.recv_timeout(RANK_PING) {
+                Ok(command) => return Ok(command),
+                Err(RecvTimeoutError::Disconnected) => return Err(TryRecvError::Disconnected),
+                Err(RecvTimeoutError::Timeout) => self.runner.ping_ranks(false),
+            }
+            if !self.runner.is_whole() {
+                return Err(TryRecvError::Empty);
+            }
+        }
+    }
+
+    /// Lets a rank fail if a fault is planned for step `step`.
+    fn strike_planned_fault(&mut self, step: u64) {
+        let is_due = |planned: &mut PlannedFault| planned.time == FaultTime::Step(step);
+        if let Some(PlannedFault { rank, fault, .. }) = self.planned_fault.take_if(is_due) {
+            self.runner.inject(rank, fault);
         }
     }
 

@@ -10,7 +10,7 @@ mod score;
 
 use std::path::Path;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -20,15 +20,16 @@ use tokio::sync::mpsc::unbounded_channel;
 
 use super::blocks::{BlockManager, prefix_file};
 use super::constraint::{ChatPrompt, ConstrainedRequest, ConstraintState, GrammarCompiler, prepare};
-use super::engine_loop::{Command, Counters, EngineStats, Fault, stats};
+use super::engine_loop::{Command, Counters, EngineStats, stats};
+use super::fault::Fault;
 use super::loading::ModelInfo;
+use super::rank_failure::RankFailure;
 use super::requests::{GenerateOptions, Output, Prompt, Request, RequestRecord, RequestStream, ScoredPrompt, Sequence};
 use super::sampling::{SamplingParams, uniform};
 use crate::chat::{Message, RenderOptions, Rendered};
 use crate::error::Error;
 use crate::files;
 use crate::language::Language;
-use crate::nn::kv_cache::KvCache;
 use crate::runner::{EagerReason, Executor, PromptParts, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
@@ -46,6 +47,9 @@ const MAX_ANSWERS: usize = 128;
 
 /// The maximum size of the header and the token ids of a saved prefix, in bytes.
 const MAX_PREFIX_HEADER: u64 = 100_000_000;
+
+/// The time between two checks whether a device has failed while a client waits for a call on the engine thread.
+const FAILURE_POLL: Duration = Duration::from_millis(50);
 
 /// The size in bytes up to which prompts are always encoded, so that an error can state the number of tokens.
 const MIN_TEXT_BYTES: usize = 1 << 20;
@@ -66,6 +70,7 @@ pub(super) struct Shared {
     /// Identifies the model files, the dtype and the build. A saved prefix is valid only with the same fingerprint.
     pub fingerprint: String,
     pub counters: Arc<Counters>,
+    pub failure: Arc<RankFailure>,
     /// Compiles grammars. Built on first use. An error is kept, because it depends only on the model.
     pub grammars: OnceLock<Result<Arc<GrammarCompiler>, String>>,
 }
@@ -143,6 +148,9 @@ impl EngineHandle {
         let (mut sequences, mut streams) = (Vec::new(), Vec::new());
         for output in outputs {
             let (sender, events) = unbounded_channel();
+            if self.info().ranks > 1 {
+                self.shared.failure.add(&sender);
+            }
             let mut sequence = Sequence::new(ids.clone(), &options, self.language().stop_ids(), sender);
             sequence.prompt_parts = prompt_parts;
             if let Some(constraint) = &constraint {
@@ -342,14 +350,22 @@ impl EngineHandle {
         self.shared.counters.take_cancel_times()
     }
 
-    /// Returns whether the engine thread is making progress: it is idle, or its current step has taken at most `limit`.
+    /// Returns whether the engine is making progress: no device has failed, and the engine thread is idle, or its
+    /// current step has taken at most `limit`.
     pub fn is_responsive(&self, limit: Duration) -> bool {
-        self.shared.counters.heartbeat.is_regular(limit)
+        self.failure().is_none() && self.shared.counters.heartbeat.is_regular(limit)
     }
 
-    /// Returns whether the engine thread has ended, because of a shutdown, a panic or a fault of a device.
+    /// Returns whether the engine can answer no more requests: its thread has ended, because of a shutdown, a panic or a
+    /// fault of a device, or one of several devices has failed.
     pub fn has_stopped(&self) -> bool {
-        self.shared.counters.heartbeat.has_stopped()
+        self.failure().is_some() || self.shared.counters.heartbeat.has_stopped()
+    }
+
+    /// Returns the error of the device that failed, or `None` if no device has failed. Only several devices that run a
+    /// model together can fail alone. The engine stops after such a failure.
+    pub fn failure(&self) -> Option<Error> {
+        self.shared.failure.error()
     }
 
     /// Lets the next step fail. For tests.
@@ -370,40 +386,49 @@ impl EngineHandle {
     /// Saves the keys and values of the longest cached prefix of `ids`. Returns the number of saved tokens.
     ///
     /// [`load_prefix`](Self::load_prefix) reads the file.
-    /// If nothing is cached, or if the model runs on several devices, writes no file and returns 0.
+    /// If nothing is cached, writes no file and returns 0.
     pub fn save_prefix(&self, ids: &[u32], path: &Path) -> Result<usize> {
-        if self.info().ranks > 1 {
-            return Ok(0);
-        }
         let (ids, path, fingerprint) = (ids.to_vec(), path.to_path_buf(), self.shared.fingerprint.clone());
-        self.with_cache(move |cache, blocks| prefix_file::save(&path, &ids, &fingerprint, cache, blocks))?
+        self.with_cache(move |runner, blocks| prefix_file::save(&path, &ids, &fingerprint, runner, blocks))?
     }
 
     /// Adds a saved prefix to the prefix cache. Returns the number of tokens in the prefix.
     ///
     /// Returns 0 if the file belongs to another model, dtype or build of inferno.
-    /// Also returns 0 if the cache has no room, or if the model runs on several devices.
+    /// Also returns 0 if the cache has no room. The number of devices that run the model may differ.
     /// Fails if the file cannot be read or is damaged.
     pub fn load_prefix(&self, path: &Path) -> Result<usize> {
-        if self.info().ranks > 1 {
-            return Ok(0);
-        }
         // Read the file on this thread, so that other requests do not wait for it.
-        let bytes = files::read(path, self.info().cache_bytes.saturating_add(MAX_PREFIX_HEADER))?;
+        let largest = self.info().cache_bytes.saturating_mul(self.info().ranks as u64);
+        let bytes = files::read(path, largest.saturating_add(MAX_PREFIX_HEADER))?;
         let (path, fingerprint) = (path.to_path_buf(), self.shared.fingerprint.clone());
-        self.with_cache(move |cache, blocks| prefix_file::load(&path, &bytes, &fingerprint, cache, blocks))?
+        self.with_cache(move |runner, blocks| prefix_file::load(&path, bytes, &fingerprint, runner, blocks))?
     }
 
     fn with_cache<T: Send + 'static>(
         &self,
-        call: impl FnOnce(&KvCache, &mut BlockManager) -> T + Send + 'static,
+        call: impl FnOnce(&Runner, &mut BlockManager) -> T + Send + 'static,
     ) -> Result<T> {
         let (sender, result) = mpsc::sync_channel(1);
-        self.send(Command::Cache(Box::new(move |cache, blocks| {
+        self.send(Command::Cache(Box::new(move |runner, blocks| {
             // The send fails only if the caller no longer waits for the result.
-            let _ = sender.send(call(cache, blocks));
+            let _ = sender.send(call(runner, blocks));
         })))?;
-        result.recv().map_err(|_| anyhow!("the engine stopped before the call returned"))
+        self.wait_for(&result)
+    }
+
+    /// Waits for the result of a call on the engine thread. Fails if the engine stops or a device fails.
+    pub(super) fn wait_for<T>(&self, result: &mpsc::Receiver<T>) -> Result<T> {
+        loop {
+            match result.recv_timeout(FAILURE_POLL) {
+                Ok(value) => return Ok(value),
+                Err(RecvTimeoutError::Timeout) if self.failure().is_none() => {}
+                Err(_) => {
+                    let stopped = || anyhow!("the engine stopped before the call returned");
+                    return Err(self.failure().map_or_else(stopped, anyhow::Error::from));
+                }
+            }
+        }
     }
 
     /// Calls a function on the engine thread with the runner and waits for the result.
@@ -416,7 +441,7 @@ impl EngineHandle {
             // The send fails only if the caller no longer waits for the result.
             let _ = sender.send(call(runner));
         })))?;
-        result.recv().map_err(|_| anyhow!("the engine stopped before the call returned"))
+        self.wait_for(&result)
     }
 
     /// Returns `count` random token ids. The same seed always gives the same ids for a model.
@@ -426,6 +451,7 @@ impl EngineHandle {
     }
 
     pub(super) fn send(&self, command: Command) -> Result<()> {
-        self.commands.send(command).map_err(|_| anyhow!("the engine has stopped"))
+        let stopped = |_| self.failure().map_or_else(|| anyhow!("the engine has stopped"), anyhow::Error::from);
+        self.commands.send(command).map_err(stopped)
     }
 }

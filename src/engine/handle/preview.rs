@@ -2,7 +2,7 @@
 
 use std::sync::mpsc;
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 
 use super::EngineHandle;
 use crate::engine::engine_loop::Command;
@@ -49,7 +49,7 @@ impl EngineHandle {
             // The send fails only if the caller no longer waits for the result.
             let _ = sender.send(scheduler.preview(&new));
         })))?;
-        let preview = result.recv().map_err(|_| anyhow!("the engine stopped before the call returned"))?;
+        let preview = self.wait_for(&result)?;
         Ok(RequestPreview { prompt_tokens, max_tokens, preview })
     }
 }

@@ -182,8 +182,10 @@ fn fingerprint(
     let quantize = options.quantize.map(|quantize| quantize.to_string());
     let build = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
     let (dtype, attention) = (info.dtype, info.attention);
+    // Another number of ranks adds the same values in another order. Deterministic answers depend on this order.
+    let ranks = prompt_parts.map(|_| (options.devices.count(), options.split));
     format!(
-        "{files:?} {config_json:?} {has_long_context} {dtype:?} {quantize:?} {attention} {prompt_parts:?} {build:?}"
+        "{files:?} {config_json:?} {has_long_context} {dtype:?} {quantize:?} {attention} {prompt_parts:?} {ranks:?} {build:?}"
     )
 }
 

@@ -3,17 +3,19 @@
 //! The loader checks that the model fits before it allocates memory. `inferno show` prints the memory needs.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use anyhow::Result;
 use candle_core::DType;
 
-use crate::device::{DeviceInfo, Split, share};
+use crate::device::{DeviceInfo, MAX_RANKS, Split};
 use crate::error::Error;
 use crate::kernels::exchange::MAILBOX_BYTES;
 use crate::kernels::scratch::MAX_ARENA_BYTES;
 use crate::models::Architecture;
 use crate::nn::kv_cache::{BLOCK_TOKENS, CacheLayout, LayerSpec, peak_blocks};
 use crate::weights::Inventory;
+use crate::weights::division::RankPart;
 use crate::weights::inventory::PartBytes;
 
 /// The longest default context, in tokens.
@@ -91,8 +93,8 @@ pub struct MemoryPlan {
     /// The number of devices that run the model together. All sizes are for the device with the largest part.
     ranks: usize,
     weight_bytes: u64,
-    /// The size of the weights that are not divided among the ranks, in bytes, if each layer is divided.
-    whole_bytes: u64,
+    /// For each number of ranks from 1, the part of each rank if each layer is divided.
+    rank_parts: Arc<[Vec<RankPart>]>,
     /// The sizes of the parts of the whole model.
     parts: PartBytes,
     /// Extra bytes needed during loading, to repack or stack the experts of one layer.
@@ -155,7 +157,10 @@ impl MemoryPlan {
         Self {
             ranks: 1,
             weight_bytes: inventory.loaded_bytes(dtype),
-            whole_bytes: inventory.whole_bytes(dtype),
+            rank_parts: {
+                let kv_heads: Vec<_> = layers.iter().map(|layer| layer.kv_heads).collect();
+                (1..=MAX_RANKS).map(|ranks| inventory.rank_parts(&kv_heads, ranks, dtype)).collect()
+            },
             parts: inventory.part_bytes(layers.len(), dtype),
             loading_bytes: if device_kind == DeviceKind::Gpu { inventory.largest_expert_layer(dtype) } else { 0 },
             unpacked_bytes: if device_kind == DeviceKind::Gpu { inventory.unpacked_expert_layer(dtype) } else { 0 },
@@ -231,13 +236,21 @@ impl MemoryPlan {
     }
 
     /// Divides every layer among several ranks, and plans the memory of the rank with the largest part.
-    pub fn with_ranks(mut self, ranks: usize) -> Self {
+    pub fn with_ranks(self, ranks: usize) -> Self {
+        // If parts differ in size, the first rank has the largest part of each tensor.
+        self.with_rank(0, ranks)
+    }
+
+    /// Divides every layer among several ranks, and plans the memory of one of them.
+    pub fn with_rank(mut self, rank: usize, ranks: usize) -> Self {
         if ranks > 1 {
             self.ranks = ranks;
-            let largest = |total: usize| share(total, 1, 0, ranks).len();
-            self.layers.iter_mut().for_each(|layer| layer.kv_heads = largest(layer.kv_heads));
+            let RankPart { weight_bytes, kv_heads } = &self.rank_parts[ranks - 1][rank];
+            for (layer, kv_heads) in self.layers.iter_mut().zip(kv_heads) {
+                layer.kv_heads = *kv_heads;
+            }
+            self.weight_bytes = *weight_bytes;
             self.layout = CacheLayout::new(&self.layers);
-            self.weight_bytes = self.whole_bytes + (self.weight_bytes - self.whole_bytes).div_ceil(ranks as u64);
         }
         self
     }
@@ -488,7 +501,13 @@ mod tests {
         MemoryPlan {
             ranks: 1,
             weight_bytes: 10 << 30,
-            whole_bytes: 1 << 30,
+            rank_parts: {
+                let part = |ranks: u64| RankPart {
+                    weight_bytes: (1 << 30) + (9 << 30) / ranks,
+                    kv_heads: vec![8 / ranks as usize; 2],
+                };
+                (1..=8).map(|ranks| vec![part(ranks); ranks as usize]).collect()
+            },
             parts: PartBytes { layers: vec![4 << 30; 2], head: 1 << 30, other: 1 << 30 },
             loading_bytes: 0,
             unpacked_bytes: 0,

@@ -49,7 +49,7 @@ impl RankMemory {
         let rank = |(rank, device): (usize, DeviceInfo)| {
             let part = match &stages {
                 Some(stages) => plan.clone().with_stage(stages[rank].clone(), count),
-                None => plan.clone().with_ranks(count),
+                None => plan.clone().with_rank(rank, count),
             };
             let part = if limit.is_some() { part.with_limit(device.free_bytes) } else { part };
             (part, device)

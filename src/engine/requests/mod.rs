@@ -18,7 +18,7 @@ mod stop;
 mod stream;
 
 pub use client_end::ClientEnd;
-pub use outbox::Outbox;
+pub use outbox::{Outbox, SequenceEvent};
 pub use output::Output;
 pub use prompt_scores::PromptScores;
 pub use record::{EngineRecord, Record, RecordedAnswer, RecordedRequest, RequestRecord};
