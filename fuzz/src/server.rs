@@ -83,7 +83,7 @@ impl Harness {
             record: RecordOptions::default(),
         });
         let server = server.unwrap();
-        server.set_model(engine.handle());
+        server.set_engine(engine.handle());
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         let router = TowerToHyperService::new(server::router(&server));
         Self { runtime, router, engine, _server: server }

@@ -166,7 +166,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         let hashes = hashes.join().map_err(|_| anyhow!("the thread that hashes the model's files failed"))?;
         server.set_model_files(hashes?);
     }
-    server.set_model(engine.handle());
+    server.set_engine(engine.handle());
     announce(&format!("{scheme}://{address}"), &snapshot, has_key);
     let served = runtime.block_on(serving).context("the server stopped unexpectedly")?;
     match served {

@@ -219,7 +219,7 @@ impl EngineHandle {
             _ if !options.deterministic || info.is_deterministic => Ok(None),
             None => {
                 let reason = "the chunk size or the attention kernel of this engine does not support it".to_string();
-                Err(Error::InvalidConstraint { name: "deterministic".to_string(), reason }.into())
+                Err(Error::NotDeterministic { reason }.into())
             }
             prompt_parts => Ok(prompt_parts),
         }

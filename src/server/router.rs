@@ -10,14 +10,14 @@ use axum::routing::{get, post};
 use axum::{Extension, Router};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
-use super::auth::Access;
-use super::error::ApiError;
-use super::log::RequestLog;
+use super::generation::reply;
+use super::http::auth::Access;
+use super::http::dialect;
+use super::http::error::ApiError;
+use super::http::log::RequestLog;
+use super::routes::{admission_preview, health, models, receipts, records, tokenize};
 use super::state::Server;
-use super::{
-    admission_preview, chat, completions, dialect, health, ids, messages, models, ollama, page, receipts, records,
-    reply, responses, retries, tokenize,
-};
+use super::{chat, completions, ids, messages, ollama, page, responses, retries};
 
 /// The header that identifies a request in logs. Clients may choose the id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -68,18 +68,16 @@ pub fn router(server: &Arc<Server>) -> Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(Extension(Arc::new(responses::Store::default())))
         .layer(middleware::from_fn_with_state(access, check_access));
-    let routes = match options.cors_origins.is_empty() {
-        true => routes,
-        false => routes.layer(cors(&options.cors_origins)),
-    };
+    let routes = if options.cors_origins.is_empty() { routes } else { routes.layer(cors(&options.cors_origins)) };
     routes.layer(middleware::from_fn_with_state(server.clone(), log_request)).with_state(server.clone())
 }
 
 /// Lets web pages from the given origins read responses.
 fn cors(origins: &[String]) -> CorsLayer {
-    let origin = match origins.iter().any(|origin| origin == "*") {
-        true => AllowOrigin::any(),
-        false => AllowOrigin::list(origins.iter().filter_map(|origin| HeaderValue::from_str(origin).ok())),
+    let origin = if origins.iter().any(|origin| origin == "*") {
+        AllowOrigin::any()
+    } else {
+        AllowOrigin::list(origins.iter().filter_map(|origin| HeaderValue::from_str(origin).ok()))
     };
     CorsLayer::new()
         .allow_origin(origin)

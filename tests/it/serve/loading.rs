@@ -62,7 +62,7 @@ fn the_port_is_open_while_the_model_loads() {
     }
 
     let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).load().unwrap();
-    server.set_model(engine.handle());
+    server.set_engine(engine.handle());
     assert_eq!(send(address, "GET", "/health").status, 200);
     assert!(send(address, "GET", "/metrics").text().contains(&alive(1)));
     send(address, "POST", "/v1/chat/completions").ok();

@@ -16,10 +16,10 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
 use tokio_rustls::TlsAcceptor;
 
-use super::options::Timeouts;
-use super::router::router;
-use super::state::Server;
 use super::write_limit::WriteLimit;
+use crate::server::options::Timeouts;
+use crate::server::router::router;
+use crate::server::state::Server;
 
 /// The maximum number of connections that wait to be accepted.
 const BACKLOG: u32 = 4096;
@@ -74,10 +74,8 @@ pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Fu
     }
     server.drain();
     // If the engine has stopped, all requests have failed, and only their responses remain to be sent.
-    let (drain_time, close_time) = match server.has_failed() {
-        true => (FAILED_CLOSE_TIME, FAILED_CLOSE_TIME),
-        false => (timeouts.drain, CLOSE_TIME),
-    };
+    let (drain_time, close_time) =
+        if server.has_failed() { (FAILED_CLOSE_TIME, FAILED_CLOSE_TIME) } else { (timeouts.drain, CLOSE_TIME) };
     let is_late = tokio::time::timeout(drain_time, server.admission.wait_until_idle()).await.is_err();
     if is_late {
         // Clients receive an error event, not just a closed connection.
@@ -90,9 +88,10 @@ pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Fu
         // Idle connections close immediately. Other connections close after the last bytes of their responses.
         let _ = tokio::time::timeout(close_time, connections.shutdown()).await;
     }
-    match server.has_failed() {
-        true => bail!("cannot answer requests: the engine stopped; the log says why\n  start the server again"),
-        false => Ok(()),
+    if server.has_failed() {
+        bail!("cannot answer requests: the engine stopped; the log says why\n  start the server again")
+    } else {
+        Ok(())
     }
 }
 
