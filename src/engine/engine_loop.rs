@@ -249,9 +249,11 @@ impl EngineLoop {
 
     /// Ends a sequence and adds the event with the outcome.
     fn end(&mut self, id: SequenceId, outcome: Result<FinishReason>) {
+        let preemptions = self.scheduler.preemptions(id);
         self.scheduler.finish(id);
         self.counters.publish(&self.scheduler);
         let Some(sequence) = self.sequences.remove(&id) else { return };
+        self.counters.histograms.preemptions.observe(preemptions.into());
         let counters = &self.counters;
         stats::subtract_one(if sequence.has_started() { &counters.running } else { &counters.waiting });
         stats::add(&counters.ended, 1);

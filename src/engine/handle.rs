@@ -22,7 +22,7 @@ use super::request::{GenerateOptions, Prompt, Request};
 use super::sampler::uniform;
 use super::sampling::SamplingParams;
 use super::sequence::Sequence;
-use super::stats::{self, Counters, EngineStats};
+use super::stats::{self, Counters, EngineHistograms, EngineStats};
 use super::stream::{RequestStream, ScoredPrompt};
 use crate::chat::{Message, RenderOptions, Rendered};
 use crate::error::Error;
@@ -332,6 +332,11 @@ impl EngineHandle {
     /// Returns the current counters of the engine.
     pub fn stats(&self) -> EngineStats {
         self.shared.counters.snapshot()
+    }
+
+    /// Returns the histograms of steps and sequences.
+    pub(crate) fn histograms(&self) -> EngineHistograms {
+        self.shared.counters.histograms()
     }
 
     /// Removes and returns the times from the cancellation of recent requests by their clients to their end, in seconds.

@@ -13,7 +13,7 @@
 //! - `scheduler/`, `blocks/`, `prefix_file`: choose the tokens of each step, and assign and reuse blocks of the KV cache
 //! - `sampling`, `sampler`, `constraint/`: choose tokens
 //! - `record`, `replay`: records of answers, and their recomputation
-//! - `stats`, `heartbeat`: show other threads what the engine thread does
+//! - `stats`, `histogram`, `heartbeat`: show other threads what the engine thread does
 //! - `scripted`: an engine without a model, for tests
 
 pub mod blocks;
@@ -23,6 +23,7 @@ mod engine_loop;
 mod fault;
 mod handle;
 mod heartbeat;
+mod histogram;
 mod info;
 mod load;
 mod load_ranks;
@@ -69,6 +70,7 @@ pub use constraint::{Constraint, Grammar, GrammarKind, ToolGrammar};
 #[doc(hidden)]
 pub use fault::Fault;
 pub use handle::EngineHandle;
+pub(crate) use histogram::HistogramStats;
 pub use info::{LoadTimes, ModelInfo};
 pub use load::LoadOptions;
 pub use memory_limit::MemoryLimit;
@@ -77,6 +79,7 @@ pub use record::{EngineRecord, Record, RecordedAnswer, RecordedRequest, RequestR
 pub use replay::{Divergence, ReplayedToken};
 pub use request::{FinishReason, GenerateOptions, Prompt, Request};
 pub use sampling::SamplingParams;
+pub(crate) use stats::EngineHistograms;
 pub use stats::EngineStats;
 pub use stop::StopStrings;
 pub use stream::{Event, Events, RequestStream, ScoredPrompt, Summary, TokenCounts};
