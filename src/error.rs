@@ -119,7 +119,9 @@ pub enum Error {
     InvalidConstraint { name: String, reason: String },
 
     /// The request asks for a deterministic answer, but the engine cannot give one to a single request.
-    #[error("cannot answer deterministically: {reason}\n  make all answers deterministic: start the engine with --deterministic")]
+    #[error(
+        "cannot answer deterministically: {reason}\n  make all answers deterministic: start the engine with --deterministic"
+    )]
     NotDeterministic { reason: String },
 
     /// The grammars of a request could not be compiled in time, although they need little CPU time.

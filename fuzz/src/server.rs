@@ -77,6 +77,7 @@ impl Harness {
             is_open: true,
             max_sequences: 256,
             queue: 0,
+            max_connections: 100,
             timeouts: Timeouts::default(),
             tls: None,
             has_vllm_metrics: false,

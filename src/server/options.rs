@@ -23,6 +23,8 @@ pub struct ServerOptions {
     pub max_sequences: usize,
     /// The maximum number of sequences that wait while `max_sequences` run.
     pub queue: usize,
+    /// The maximum number of open connections.
+    pub max_connections: usize,
     pub timeouts: Timeouts,
     /// The certificate and the private key. If it is `None`, the server uses plain HTTP.
     pub tls: Option<Arc<ServerConfig>>,

@@ -20,6 +20,7 @@ pub fn options() -> ServerOptions {
         is_open: false,
         max_sequences: 4,
         queue: 4,
+        max_connections: 100,
         timeouts: Timeouts::default(),
         tls: None,
         record: RecordOptions::default(),
