@@ -49,6 +49,7 @@ use rank_failure::RankFailure;
 pub use crate::runner::RankFault;
 pub use constraint::{Constraint, Grammar, GrammarKind, ToolGrammar};
 pub use engine_loop::EngineStats;
+pub(crate) use engine_loop::{EngineHistograms, HistogramStats};
 #[doc(hidden)]
 pub use fault::Fault;
 pub use handle::{Divergence, EngineHandle, ReplayedToken, RequestPreview};

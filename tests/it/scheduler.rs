@@ -980,6 +980,7 @@ fn a_sequence_that_is_preempted_twice_runs_to_its_end() {
         for SequenceWork { id, range, is_last } in plan.work {
             scheduler.advance(id, range.end);
             if is_last && range.end == 640 {
+                assert_eq!(scheduler.preemptions(id), if id == 1 { 2 } else { 0 });
                 scheduler.finish(id);
                 ends.push(id);
                 // Submit sequence 0 again. It is senior to sequence 1 until sequence 1 has been preempted twice.

@@ -60,7 +60,7 @@ static PLAY_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
 });
 
 /// The flags of `serve` that can be set outside the command line.
-const SERVE_FLAGS: [&str; 22] = [
+const SERVE_FLAGS: [&str; 23] = [
     "api-key",
     "attention",
     "chunk",
@@ -74,6 +74,7 @@ const SERVE_FLAGS: [&str; 22] = [
     "eager",
     "gpu-memory",
     "host",
+    "max-connections",
     "max-sequences",
     "no-auth",
     "port",

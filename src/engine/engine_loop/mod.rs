@@ -15,9 +15,10 @@
 //! The files of this folder:
 //!
 //! - `steps`: runs or queues a planned step, and delivers its tokens
-//! - `stats`, `heartbeat`: show other threads what the engine thread does
+//! - `stats`, `histogram`, `heartbeat`: show other threads what the engine thread does
 
 mod heartbeat;
+mod histogram;
 pub mod stats;
 mod steps;
 
@@ -38,7 +39,8 @@ use crate::error::Error;
 use crate::runner::{QueuedStep, Runner, RunnerLimits};
 
 pub use heartbeat::StopGuard;
-pub use stats::{Counters, EngineStats};
+pub use histogram::HistogramStats;
+pub use stats::{Counters, EngineHistograms, EngineStats};
 
 /// The time between two checks of the other ranks while the engine is idle.
 const RANK_PING: Duration = Duration::from_secs(1);
@@ -295,9 +297,11 @@ impl EngineLoop {
 
     /// Ends a sequence and adds the event with the outcome.
     fn end(&mut self, id: SequenceId, outcome: Result<FinishReason>) {
+        let preemptions = self.scheduler.preemptions(id);
         self.scheduler.finish(id);
         self.counters.publish(&self.scheduler);
         let Some(sequence) = self.sequences.remove(&id) else { return };
+        self.counters.histograms.preemptions.observe(preemptions.into());
         let counters = &self.counters;
         stats::subtract_one(if sequence.has_started() { &counters.running } else { &counters.waiting });
         stats::add(&counters.ended, 1);

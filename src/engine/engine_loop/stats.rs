@@ -4,11 +4,18 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::heartbeat::Heartbeat;
+use super::histogram::{Histogram, HistogramStats};
 use crate::engine::requests::ClientEnd;
 use crate::engine::scheduler::Scheduler;
 
 /// The maximum number of times of cancellations that are kept for the next reader.
 const MAX_CANCEL_TIMES: usize = 10_000;
+
+/// The bounds of the histogram of tokens per step, as in vLLM.
+const STEP_TOKENS: &[u64] = &[1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384];
+
+/// The bounds of the histogram of preemptions per sequence.
+const PREEMPTIONS: &[u64] = &[0, 1, 2, 3, 4, 5, 10, 20];
 
 /// A snapshot of the engine's counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -49,6 +56,26 @@ pub struct EngineStats {
     pub hit_tokens: u64,
 }
 
+/// Histograms of steps and sequences.
+pub struct Histograms {
+    /// The tokens that each step computed, of all its sequences.
+    pub step_tokens: Histogram,
+    /// How often each sequence was preempted before it ended.
+    pub preemptions: Histogram,
+}
+
+impl Default for Histograms {
+    fn default() -> Self {
+        Self { step_tokens: Histogram::new(STEP_TOKENS), preemptions: Histogram::new(PREEMPTIONS) }
+    }
+}
+
+/// A snapshot of [`Histograms`].
+pub struct EngineHistograms {
+    pub step_tokens: HistogramStats,
+    pub preemptions: HistogramStats,
+}
+
 /// The atomic counters behind [`EngineStats`].
 #[derive(Default)]
 pub struct Counters {
@@ -68,6 +95,7 @@ pub struct Counters {
     pub used_blocks: AtomicU64,
     pub queried_tokens: AtomicU64,
     pub hit_tokens: AtomicU64,
+    pub histograms: Histograms,
     /// The times from recent cancellations to the ends of the requests, in seconds. Readers remove them.
     cancel_times: Mutex<Vec<f64>>,
     /// Whether the engine thread is making progress.
@@ -101,6 +129,12 @@ impl Counters {
     /// Removes and returns the times from recent cancellations to the ends of the requests, in seconds.
     pub fn take_cancel_times(&self) -> Vec<f64> {
         std::mem::take(&mut *self.cancel_times.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Returns the current values of the histograms.
+    pub fn histograms(&self) -> EngineHistograms {
+        let Histograms { step_tokens, preemptions } = &self.histograms;
+        EngineHistograms { step_tokens: step_tokens.stats(), preemptions: preemptions.stats() }
     }
 
     /// Returns the current counter values.

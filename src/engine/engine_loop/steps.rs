@@ -116,6 +116,8 @@ impl EngineLoop {
     /// If `was_queued` is true, [`record_queued`](Self::record_queued) has already recorded the step in the scheduler.
     fn deliver(&mut self, work: &[SequenceWork], chosen: Vec<Chosen>, was_queued: bool) {
         self.counters.publish(&self.scheduler);
+        let tokens: usize = work.iter().map(|work| work.range.len()).sum();
+        self.counters.histograms.step_tokens.observe(tokens as u64);
         for (work, chosen) in work.iter().zip(chosen) {
             let Some(sequence) = self.sequences.get(&work.id) else { continue };
             let is_prompt = work.range.len() > 1 || !sequence.has_generated();

@@ -20,7 +20,7 @@ use tokio::sync::mpsc::unbounded_channel;
 
 use super::blocks::{BlockManager, prefix_file};
 use super::constraint::{ChatPrompt, ConstrainedRequest, ConstraintState, GrammarCompiler, prepare};
-use super::engine_loop::{Command, Counters, EngineStats, stats};
+use super::engine_loop::{Command, Counters, EngineHistograms, EngineStats, stats};
 use super::fault::Fault;
 use super::loading::ModelInfo;
 use super::rank_failure::RankFailure;
@@ -230,7 +230,7 @@ impl EngineHandle {
             _ if !options.deterministic || info.is_deterministic => Ok(None),
             None => {
                 let reason = "the chunk size or the attention kernel of this engine does not support it".to_string();
-                Err(Error::InvalidConstraint { name: "deterministic".to_string(), reason }.into())
+                Err(Error::NotDeterministic { reason }.into())
             }
             prompt_parts => Ok(prompt_parts),
         }
@@ -343,6 +343,11 @@ impl EngineHandle {
     /// Returns the current counters of the engine.
     pub fn stats(&self) -> EngineStats {
         self.shared.counters.snapshot()
+    }
+
+    /// Returns the histograms of steps and sequences.
+    pub(crate) fn histograms(&self) -> EngineHistograms {
+        self.shared.counters.histograms()
     }
 
     /// Removes and returns the times from the cancellation of recent requests by their clients to their end, in seconds.

@@ -352,6 +352,11 @@ impl Scheduler {
         self.sequences.is_empty()
     }
 
+    /// Returns how often a sequence was preempted, or 0 if it has ended.
+    pub fn preemptions(&self, id: SequenceId) -> u32 {
+        self.sequences.get(&id).map_or(0, |sequence| sequence.preemptions)
+    }
+
     pub fn stats(&self) -> SchedulerStats {
         let running = self.running.len();
         SchedulerStats { waiting: self.sequences.len() - running, running, preemptions: self.preemptions }

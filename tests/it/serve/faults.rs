@@ -34,7 +34,7 @@ impl Local {
         let server: Arc<Server> = Server::new(ServerOptions { max_sequences: 2, ..options() }).unwrap();
         let serving = runtime.spawn(server::serve(server.clone(), listener, std::future::pending()));
         let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).max_sequences(2).load().unwrap();
-        server.set_model(engine.handle());
+        server.set_engine(engine.handle());
         Self { runtime, engine, address, serving }
     }
 

@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::body::Fields;
 use super::constraint;
-use super::error::ApiError;
-use super::ids;
-use super::state::Server;
 use super::usage::Usage;
 use crate::engine::sampling::SAMPLING_FIELDS;
 use crate::engine::{Constraint, EngineHandle, GenerateOptions};
+use crate::server::http::body::Fields;
+use crate::server::http::error::ApiError;
+use crate::server::ids;
+use crate::server::state::Server;
 
 /// The maximum number of answers to one prompt.
 pub const MAX_CHOICES: i64 = 8;

@@ -2,9 +2,9 @@
 
 use serde_json::Value;
 
-use super::body::Fields;
-use super::error::ApiError;
 use crate::engine::{Grammar, GrammarKind};
+use crate::server::http::body::Fields;
+use crate::server::http::error::ApiError;
 
 /// The maximum number of texts in `structured_outputs.choice`.
 const MAX_TEXTS: usize = 1000;

@@ -38,9 +38,10 @@ impl ReceiptKey {
     /// Reads a key from a file in PKCS#8 and PEM format. If the file does not exist, creates a key,
     /// and writes it to a file that only its owner can read.
     pub fn read_or_create(path: &Path) -> Result<Self> {
-        match path.try_exists().with_context(|| cannot("read", path))? {
-            true => Self::read(path).with_context(|| cannot("read", path)),
-            false => Self::create(path).with_context(|| cannot("create", path)),
+        if path.try_exists().with_context(|| cannot("read", path))? {
+            Self::read(path).with_context(|| cannot("read", path))
+        } else {
+            Self::create(path).with_context(|| cannot("create", path))
         }
     }
 

@@ -6,13 +6,14 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde::Serialize;
 
-use super::body::{Fields, json_response, read_json};
-use super::error::ApiError;
-use super::generate_options::{check_model, read_token_ids};
-use super::state::Server;
-use super::{chat, reply};
 use crate::chat::{ReasoningEffort, RenderOptions};
 use crate::engine::EngineHandle;
+use crate::server::chat;
+use crate::server::generation::generate_options::{check_model, read_token_ids};
+use crate::server::generation::reply;
+use crate::server::http::body::{Fields, json_response, read_json};
+use crate::server::http::error::ApiError;
+use crate::server::state::Server;
 use crate::tokenizer::ControlTokens;
 
 #[derive(Serialize)]
@@ -30,7 +31,7 @@ struct Text {
 
 /// Converts a text or a conversation to token ids.
 pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
-    let engine = server.model()?.clone();
+    let engine = server.loaded_engine()?.clone();
     let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;
     check_model(&mut fields, &server)?;
@@ -56,9 +57,10 @@ type EncodeInput = Box<dyn FnOnce(&EngineHandle) -> anyhow::Result<Vec<u32>> + S
 /// Reads `prompt`, or `messages` and `tools`.
 fn read_input(fields: &mut Fields) -> Result<EncodeInput, ApiError> {
     if let Some(prompt) = fields.take_string("prompt")? {
-        let controls = match fields.take_bool("add_special_tokens")?.unwrap_or(true) {
-            true => ControlTokens::Default,
-            false => ControlTokens::Parse,
+        let controls = if fields.take_bool("add_special_tokens")?.unwrap_or(true) {
+            ControlTokens::Default
+        } else {
+            ControlTokens::Parse
         };
         return Ok(Box::new(move |engine| engine.tokenizer().encode(&prompt, controls)));
     }
@@ -74,7 +76,7 @@ fn read_input(fields: &mut Fields) -> Result<EncodeInput, ApiError> {
 
 /// Converts token ids to text.
 pub async fn detokenize(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
-    let engine = server.model()?.clone();
+    let engine = server.loaded_engine()?.clone();
     let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;
     check_model(&mut fields, &server)?;

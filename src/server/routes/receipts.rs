@@ -9,13 +9,13 @@ use axum::http::HeaderValue;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::Response;
 
-use super::auth::Client;
-use super::body::json_response;
-use super::error::ApiError;
-use super::receipt::Receipt;
-use super::receipt_key::ReceiptKey;
 use super::records;
-use super::state::Server;
+use crate::server::client::Client;
+use crate::server::http::body::json_response;
+use crate::server::http::error::ApiError;
+use crate::server::records::Receipt;
+use crate::server::records::ReceiptKey;
+use crate::server::state::Server;
 
 /// Returns the signed receipt of a request. A client can read only the receipts of its own requests.
 pub async fn get(
@@ -25,7 +25,7 @@ pub async fn get(
 ) -> Result<Response, ApiError> {
     let key = signing_key(&server)?;
     let record = records::find(&server, client, &id)?;
-    let chat_format = server.model()?.language().chat_format().ok().map(|format| format.name().to_string());
+    let chat_format = server.loaded_engine()?.language().chat_format().ok().map(|format| format.name().to_string());
     let receipt = Receipt::new(&record, server.model_files()?.clone(), chat_format);
     let signed = receipt.and_then(|receipt| receipt.sign(key));
     let signed = signed.map_err(|error| ApiError::internal(format!("cannot sign the receipt: {error:#}")))?;

@@ -4,10 +4,10 @@
 
 use serde::Serialize;
 
-use super::ids;
 use crate::chat::{Channel, Delta, ToolCall};
 use crate::engine::{Event, FinishReason, Summary};
 use crate::runner::TokenLogprobs;
+use crate::server::ids;
 use crate::tokenizer::Tokenizer;
 
 /// A piece of an answer.
@@ -149,9 +149,10 @@ impl Choice {
                     out.pieces.push(Piece::Reasoning(text));
                 }
                 Channel::Answer => {
-                    let tokens = match self.keeps_all_tokens {
-                        true => std::mem::take(&mut self.pending),
-                        false => self.release(text.len(), tokenizer),
+                    let tokens = if self.keeps_all_tokens {
+                        std::mem::take(&mut self.pending)
+                    } else {
+                        self.release(text.len(), tokenizer)
                     };
                     out.pieces.push(Piece::Content(text, scored(tokens)));
                 }

@@ -12,11 +12,11 @@ use std::thread::{self, JoinHandle};
 
 use anyhow::{Context, Result};
 
-use super::auth::Client;
-use super::ids;
 use super::options::RecordOptions;
 use crate::engine::Record;
 use crate::files;
+use crate::server::client::Client;
+use crate::server::ids;
 
 /// The maximum number of records that wait to be written.
 const MAX_WAITING: usize = 256;
@@ -139,10 +139,7 @@ fn write(folder: &Path, record: &Record) -> Result<()> {
 fn file_name(id: &str) -> String {
     let is_safe = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     let name: String = id.chars().map(|c| if is_safe(c) { c } else { '_' }).collect();
-    match name.starts_with('.') {
-        true => format!("_{name}"),
-        false => name,
-    }
+    if name.starts_with('.') { format!("_{name}") } else { name }
 }
 
 #[cfg(test)]

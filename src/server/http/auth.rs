@@ -5,25 +5,15 @@ use axum::http::{HeaderMap, HeaderValue};
 use ring::digest::{Digest, SHA256, digest};
 
 use super::error::ApiError;
-use super::options::ServerOptions;
-use super::page;
+use crate::server::client::Client;
+use crate::server::options::ServerOptions;
+use crate::server::page;
 
 /// The routes that are open to every client. The server's web page is open, too.
 const OPEN_PATHS: [&str; 2] = ["/health", "/live"];
 
 /// The header in which clients of Anthropic's API send the key.
 const API_KEY: &str = "x-api-key";
-
-/// The client that sent a request: the index of its API key. All clients without a key count as one client.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Client(usize);
-
-impl Client {
-    /// Returns the index of the client's API key, or 0 for a client without a key.
-    pub fn index(self) -> usize {
-        self.0
-    }
-}
 
 /// The rules that decide whether a request has access.
 pub struct Access {
@@ -62,7 +52,7 @@ impl Access {
         };
         let hash = digest(&SHA256, key.unwrap_or_default().as_bytes());
         match self.keys.iter().position(|known| key.is_some() && known.as_ref() == hash.as_ref()) {
-            Some(index) => Ok(Client(index)),
+            Some(index) => Ok(Client::new(index)),
             None => Err(ApiError::unauthorized("wrong API key: send a valid key in 'Authorization: Bearer KEY'")),
         }
     }
@@ -80,9 +70,10 @@ impl Access {
             None => host.split(':').next().unwrap_or_default(),
         };
         let is_local = matches!(host, "localhost" | "127.0.0.1" | "::1");
-        match is_allowed || is_local || is_own {
-            true => Ok(()),
-            false => Err(ApiError::forbidden("web pages of this origin have no access: use --cors-origin to allow it")),
+        if is_allowed || is_local || is_own {
+            Ok(())
+        } else {
+            Err(ApiError::forbidden("web pages of this origin have no access: use --cors-origin to allow it"))
         }
     }
 }

@@ -7,13 +7,13 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde::Serialize;
 
-use super::auth::Client;
-use super::body::{json_response, read_json};
-use super::chat::ChatRequest;
-use super::error::ApiError;
-use super::reply;
-use super::state::Server;
 use crate::nn::kv_cache::BLOCK_TOKENS;
+use crate::server::chat::ChatRequest;
+use crate::server::client::Client;
+use crate::server::generation::reply;
+use crate::server::http::body::{json_response, read_json};
+use crate::server::http::error::ApiError;
+use crate::server::state::Server;
 
 #[derive(Serialize)]
 struct Admission {
@@ -62,7 +62,7 @@ pub async fn preview(
     Extension(client): Extension<Client>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let engine = server.open_model()?.clone();
+    let engine = server.open_engine()?.clone();
     let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
     let ChatRequest { mut request, choices, ignored, .. } = ChatRequest::read(fields, &server, &engine)?;

@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 use futures_core::Stream;
 use tokio::sync::oneshot;
 
-use super::admission::Permit;
 use super::choice::{Choice, Pieces, finite_logprob};
-use super::error::ApiError;
-use super::log::{AnswerLog, RequestLog};
-use super::state::Server;
 use super::usage::Usage;
 use crate::engine::{
     EngineHandle, Event, Record, RecordedAnswer, RecordedRequest, Request, RequestStream, ScoredPrompt, Summary,
 };
 use crate::error::Error;
+use crate::server::http::error::ApiError;
+use crate::server::http::log::{AnswerLog, RequestLog};
+use crate::server::limits::Permit;
+use crate::server::state::Server;
 
 /// The answers to one HTTP request. Dropping this value cancels the answers that have not ended.
 pub struct Answers {
@@ -80,7 +80,7 @@ pub struct Job {
 
 /// Submits a job. Fails with 429 if the server has no room for the job's answers.
 pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Result<Answers, ApiError> {
-    let engine = server.open_model()?.clone();
+    let engine = server.open_engine()?.clone();
     let submitted = Instant::now();
     let count = job.requests.len() * job.choices;
     let limit = server.admission.limit();

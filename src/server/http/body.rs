@@ -8,8 +8,8 @@ use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
-use super::options::Timeouts;
 use crate::files;
+use crate::server::options::Timeouts;
 
 /// The maximum size of a body in bytes.
 pub const MAX_BODY_BYTES: usize = 8 << 20;

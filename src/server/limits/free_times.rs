@@ -6,6 +6,13 @@ use std::time::{Duration, Instant};
 /// The number of recent ends of sequences from which waits are estimated.
 const ENDS: usize = 64;
 
+/// The number of ends that show that the load has changed.
+const RECENT: usize = 8;
+
+/// If the mean of the older intervals is more than this multiple of the mean of the [`RECENT`] ones, the older
+/// intervals belong to an earlier load. Such a difference is rare among intervals of the same load.
+const MAX_RATIO: f64 = 4.0;
+
 /// Sequences that end within this time count as one end, because they were part of the same step.
 const SAME_STEP: Duration = Duration::from_millis(1);
 
@@ -43,6 +50,20 @@ impl FreeTimes {
         }
         if self.ends.len() > ENDS {
             self.ends.pop_front();
+        }
+        self.forget_earlier_load();
+    }
+
+    /// Removes the older intervals if they are much longer than the recent ones. Otherwise, a few long intervals would
+    /// determine the estimates, because they are longer than the time since the last end most often.
+    fn forget_earlier_load(&mut self) {
+        let Some(older) = self.ends.len().checked_sub(RECENT).filter(|older| *older > 0) else { return };
+        let sum_s =
+            |ends: &mut dyn Iterator<Item = &(Duration, usize)>| ends.map(|end| end.0.as_secs_f64()).sum::<f64>();
+        let older_mean_s = sum_s(&mut self.ends.iter().take(older)) / older as f64;
+        let recent_mean_s = sum_s(&mut self.ends.iter().skip(older)) / RECENT as f64;
+        if older_mean_s > MAX_RATIO * recent_mean_s {
+            self.ends.drain(..older);
         }
     }
 
@@ -123,6 +144,38 @@ mod tests {
                     );
                 }
             }
+        }
+    }
+
+    /// Long answers end in a few steps, and then short answers follow, as in a burst before the usual load.
+    #[test]
+    fn long_intervals_of_an_earlier_load_do_not_count() {
+        let (start, mut random) = (Instant::now(), Uniform(1));
+        for scale_s in [0.03, 0.3, 3.0] {
+            let mut times = FreeTimes::new(start);
+            let mut now_s = 0.0;
+            let at = |seconds: f64| start + Duration::from_secs_f64(seconds);
+            for _ in 0..3 {
+                now_s += 12.0 * scale_s;
+                (0..4).for_each(|index| times.add(at(now_s + index as f64 * 1e-6), 1));
+            }
+            let (mut suggested_s, mut real_s) = (0.0, 0.0);
+            for end in 0..20 {
+                let interval_s = scale_s * (0.1 + 1.8 * random.next());
+                for part in 0..100 {
+                    let elapsed_s = interval_s * f64::from(part) / 100.0;
+                    // Sample evenly in time, once the new load has lasted for a few intervals.
+                    if end >= RECENT {
+                        suggested_s +=
+                            times.expected_wait(at(now_s + elapsed_s), 1).unwrap().as_secs_f64() * interval_s;
+                        real_s += (interval_s - elapsed_s) * interval_s;
+                    }
+                }
+                now_s += interval_s;
+                times.add(at(now_s), 1);
+            }
+            let ratio = suggested_s / real_s;
+            assert!((0.5..1.5).contains(&ratio), "scale {scale_s} s: suggested waits are {ratio} times the true waits");
         }
     }
 

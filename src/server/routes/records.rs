@@ -6,11 +6,11 @@ use axum::Extension;
 use axum::extract::{Path, State};
 use axum::response::Response;
 
-use super::auth::Client;
-use super::body::json_response;
-use super::error::ApiError;
-use super::state::Server;
 use crate::engine::Record;
+use crate::server::client::Client;
+use crate::server::http::body::json_response;
+use crate::server::http::error::ApiError;
+use crate::server::state::Server;
 
 /// Returns the record of a request. A client can read only the records of its own requests.
 pub async fn get(

@@ -6,9 +6,9 @@ use axum::extract::{Path, State};
 use axum::response::Response;
 use serde::Serialize;
 
-use super::body::json_response;
-use super::error::ApiError;
-use super::state::Server;
+use crate::server::http::body::json_response;
+use crate::server::http::error::ApiError;
+use crate::server::state::Server;
 
 #[derive(Serialize)]
 struct Model<'a> {
@@ -29,7 +29,7 @@ struct List<'a> {
 
 fn describe(server: &Server) -> Result<Model<'_>, ApiError> {
     let id = server.options.model.as_str();
-    let max_model_len = server.model()?.context();
+    let max_model_len = server.loaded_engine()?.context();
     Ok(Model {
         id,
         object: "model",
@@ -49,11 +49,10 @@ pub async fn list(State(server): State<Arc<Server>>) -> Result<Response, ApiErro
 /// Describes the served model.
 pub async fn get(State(server): State<Arc<Server>>, Path(id): Path<String>) -> Result<Response, ApiError> {
     let model = describe(&server)?;
-    match id == model.id {
-        true => json_response(&model),
-        false => {
-            let message = format!("the model '{id}' does not exist: this server serves '{}'", model.id);
-            Err(ApiError::unknown_model(message))
-        }
+    if id == model.id {
+        json_response(&model)
+    } else {
+        let message = format!("the model '{id}' does not exist: this server serves '{}'", model.id);
+        Err(ApiError::unknown_model(message))
     }
 }

@@ -14,9 +14,9 @@ use futures_core::Stream;
 use serde::Serialize;
 use tokio::time::{Instant, Sleep};
 
+use super::answers::Answers;
 use super::choice::Pieces;
-use super::error::ApiError;
-use super::generation::Answers;
+use crate::server::http::error::ApiError;
 
 /// The number of bytes after which a batch of events is sent, even if more events are ready.
 const BATCH_BYTES: usize = 16 << 10;

@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use axum::http::{Method, StatusCode};
 
-use super::auth::Client;
-use super::metrics::Metrics;
+use crate::server::client::Client;
+use crate::server::metrics::Metrics;
 
 /// The target of log entries in `tracing`.
 pub const TARGET: &str = "inferno::requests";

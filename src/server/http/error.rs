@@ -143,6 +143,7 @@ impl ApiError {
                  tokens: shorten the prompt"
             ))),
             Error::InvalidConstraint { name, reason } => Some(Self::invalid(name, reason)),
+            Error::NotDeterministic { reason } => Some(Self::invalid("deterministic", reason)),
             Error::CompilerBusy { wait_s } => Some(Self::unavailable(
                 format!("cannot compile the grammars of the request within {wait_s} s: the server is busy"),
                 Duration::from_secs(1),

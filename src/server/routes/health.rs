@@ -10,11 +10,11 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::Response;
 use serde::Serialize;
 
-use super::body::json_response;
-use super::error::ApiError;
-use super::metrics::cache_usage;
-use super::state::Server;
 use crate::nn::kv_cache::BLOCK_TOKENS;
+use crate::server::http::body::json_response;
+use crate::server::http::error::ApiError;
+use crate::server::metrics::cache_usage;
+use crate::server::state::Server;
 
 #[derive(Serialize)]
 struct Status {
@@ -24,15 +24,16 @@ struct Status {
 /// Responds with 200 if routers may send requests: the model is loaded,
 /// and the server is not shutting down. A busy server is healthy.
 pub async fn health(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
-    server.healthy_model()?;
+    server.healthy_engine()?;
     live(State(server)).await
 }
 
 /// Responds with 200 if the process and the engine thread are working, even while the model is loading.
 pub async fn live(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
-    match server.is_alive() {
-        true => json_response(&Status { status: "ok" }),
-        false => Err(ApiError::unavailable("the engine is not making progress", Duration::from_secs(5))),
+    if server.is_alive() {
+        json_response(&Status { status: "ok" })
+    } else {
+        Err(ApiError::unavailable("the engine is not making progress", Duration::from_secs(5)))
     }
 }
 
@@ -72,7 +73,7 @@ struct Load {
 
 /// Responds with the load of the engine.
 pub async fn loads(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
-    let engine = server.model()?;
+    let engine = server.loaded_engine()?;
     let stats = engine.stats();
     let info = engine.info();
     let max_tokens = (info.cache_sequences.max(1) * info.context) as u64;

@@ -7,10 +7,10 @@ use axum::response::Response;
 
 use serde::Serialize;
 
-use super::error::ApiError;
-use super::generation::Answers;
-use super::ids;
-use super::state::Server;
+use super::answers::Answers;
+use crate::server::http::error::ApiError;
+use crate::server::ids;
+use crate::server::state::Server;
 
 /// The response header that lists the request fields that have no effect.
 const IGNORED: HeaderName = HeaderName::from_static("x-inferno-ignored");

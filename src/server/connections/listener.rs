@@ -16,11 +16,12 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
 use tokio_rustls::TlsAcceptor;
 
-use super::options::Timeouts;
-use super::router::router;
-use super::state::Server;
+use super::limit::OpenConnection;
+use super::parse_error::ParseErrorBody;
 use super::write_limit::WriteLimit;
 use crate::error::Error;
+use crate::server::router::{router, spare_router};
+use crate::server::state::Server;
 
 /// The maximum number of connections that wait to be accepted.
 const BACKLOG: u32 = 4096;
@@ -31,6 +32,9 @@ const SEND_BUFFER_BYTES: u32 = 128 << 10;
 
 /// The size of the buffer for the headers of a request, and for the response.
 const BUFFER_BYTES: usize = 64 << 10;
+
+/// The maximum time for receiving the headers of a request if too many connections are open.
+const SPARE_HEADER_TIME: Duration = Duration::from_secs(1);
 
 /// The pause after a failure to accept a connection, for example because too many files are open.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -75,10 +79,8 @@ pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Fu
     }
     server.drain();
     // If the engine has stopped, all requests have failed, and only their responses remain to be sent.
-    let (drain_time, close_time) = match server.has_failed() {
-        true => (FAILED_CLOSE_TIME, FAILED_CLOSE_TIME),
-        false => (timeouts.drain, CLOSE_TIME),
-    };
+    let (drain_time, close_time) =
+        if server.has_failed() { (FAILED_CLOSE_TIME, FAILED_CLOSE_TIME) } else { (timeouts.drain, CLOSE_TIME) };
     let is_late = tokio::time::timeout(drain_time, server.admission.wait_until_idle()).await.is_err();
     if is_late {
         // Clients receive an error event, not just a closed connection.
@@ -91,23 +93,29 @@ pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Fu
         // Idle connections close immediately. Other connections close after the last bytes of their responses.
         let _ = tokio::time::timeout(close_time, connections.shutdown()).await;
     }
-    match server.has_failed() {
-        true if let Some(error) = server.failure() => {
-            bail!(Error::GpuFailed(format!("{error}\n  start the server again")))
-        }
-        true => bail!("cannot answer requests: the engine stopped; the log says why\n  start the server again"),
-        false => Ok(()),
+    if !server.has_failed() {
+        return Ok(());
+    }
+    match server.failure() {
+        Some(error) => bail!(Error::GpuFailed(format!("{error}\n  start the server again"))),
+        None => bail!("cannot answer requests: the engine stopped; the log says why\n  start the server again"),
     }
 }
 
 /// Accepts connections until the task is aborted.
 async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<GracefulShutdown>) {
-    let router = router(&server);
+    let (router, spare_router) = (router(&server), spare_router(&server));
+    let metrics = &server.metrics;
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
-                let (router, server, watcher) = (router.clone(), server.clone(), connections.watcher());
-                tokio::spawn(connect(stream, router, server, watcher));
+                let place = OpenConnection::new(&metrics.connections, server.options.max_connections);
+                if place.as_ref().is_none_or(|place| place.is_spare) {
+                    metrics.refused_connections.inc();
+                }
+                let Some(place) = place else { continue };
+                let router = if place.is_spare { &spare_router } else { &router };
+                tokio::spawn(connect(stream, router.clone(), server.clone(), connections.watcher(), place));
             }
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection");
@@ -118,28 +126,31 @@ async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<Gra
 }
 
 /// Prepares a connection, and serves its requests.
-async fn connect(stream: TcpStream, router: Router, server: Arc<Server>, watcher: Watcher) {
+async fn connect(stream: TcpStream, router: Router, server: Arc<Server>, watcher: Watcher, place: OpenConnection) {
     let timeouts = &server.options.timeouts;
+    let header_time = if place.is_spare { timeouts.header.min(SPARE_HEADER_TIME) } else { timeouts.header };
     // Send each event immediately.
     let _ = stream.set_nodelay(true);
     let stream = WriteLimit::new(stream, timeouts.write);
-    let Some(tls) = &server.options.tls else { return serve_requests(stream, router, timeouts, watcher).await };
-    match tokio::time::timeout(timeouts.header, TlsAcceptor::from(tls.clone()).accept(stream)).await {
-        Ok(Ok(stream)) => serve_requests(stream, router, timeouts, watcher).await,
+    let Some(tls) = &server.options.tls else {
+        return serve_requests(stream, router, &server, header_time, watcher).await;
+    };
+    match tokio::time::timeout(header_time, TlsAcceptor::from(tls.clone()).accept(stream)).await {
+        Ok(Ok(stream)) => serve_requests(stream, router, &server, header_time, watcher).await,
         Ok(Err(error)) => tracing::debug!(%error, "TLS handshake failed"),
         Err(_) => tracing::debug!("TLS handshake timed out"),
     }
 }
 
 /// Serves the requests of one connection.
-async fn serve_requests<S>(stream: S, router: Router, timeouts: &Timeouts, watcher: Watcher)
+async fn serve_requests<S>(stream: S, router: Router, server: &Server, header_time: Duration, watcher: Watcher)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let stream = TokioIo::new(stream);
+    let stream = TokioIo::new(ParseErrorBody::new(stream, server.metrics.clone()));
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(timeouts.header)
+        .header_read_timeout(header_time)
         .max_buf_size(BUFFER_BYTES)
         .serve_connection(stream, TowerToHyperService::new(router));
     if let Err(error) = watcher.watch(connection).await {
