@@ -106,9 +106,8 @@ class Waiting {
         return true;
     }
 
-  public:
-    __device__ explicit Waiting(const Mailboxes& m)
-        : control(m.control), timeout(m.timeout_seconds * 1000000000ull) {}
+public:
+    __device__ explicit Waiting(const Mailboxes& m) : control(m.control), timeout(m.timeout_seconds * 1000000000ull) {}
 
     template <typename V> __device__ typename V::Word take(const uint32_t* from, int sender) {
         typename V::Word v = V::load(from);
@@ -194,9 +193,11 @@ extern "C" __global__ void __launch_bounds__(512)
 __device__ __forceinline__ uint32_t to_bf16_pair(uint32_t first, uint32_t second) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(__uint_as_float(first), __uint_as_float(second));
     const uint32_t word = *reinterpret_cast<const uint32_t*>(&pair);
-    return word == EMPTY ? 0x7fff7fffu : word;
+    constexpr uint32_t OTHER_NAN_PAIR = 0x7fff7fffu;
+    return word == EMPTY ? OTHER_NAN_PAIR : word;
 }
 __device__ __forceinline__ void add_bf16_pair(float& first, float& second, uint32_t word) {
+    // The bits of a bf16 value are the high half of the bits of the same f32 value.
     first += __uint_as_float(word << 16);
     second += __uint_as_float(word & 0xffff0000u);
 }
@@ -245,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(512)
         for (int rank = 0; rank < m.ranks; ++rank) {
             const int start = m.first_column[rank], columns = m.first_column[rank + 1] - start;
             for (int i = first; i < rows * columns; i += step) {
-                const uint32_t v = rank == m.rank ? own_words(i)
-                                                  : waiting.take<Scalar>(slot + (size_t)rank * m.region + i, rank);
+                const uint32_t v =
+                    rank == m.rank ? own_words(i) : waiting.take<Scalar>(slot + (size_t)rank * m.region + i, rank);
                 Scalar::store(out + (size_t)(i / columns) * total + start + i % columns, v);
             }
         }

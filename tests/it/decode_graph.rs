@@ -9,7 +9,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::SamplingParams;
-use inferno::engine::sampler::{Sampler, argmax};
+use inferno::engine::sampling::{Sampler, argmax};
 use inferno::kernels::SumOrder;
 use inferno::kernels::decode::{mask_logits, sample_rows};
 use inferno::kernels::launch::HostWords;
@@ -24,7 +24,7 @@ use inferno::runner::decode_graph::{DecodeGraph, DecodePlan};
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
-use crate::gguf::models::{llama_in_many_types, saved};
+use crate::support::gguf::models::{llama_in_many_types, saved};
 use crate::support::{Random, golden, golden_models, gpu, relative_error, values};
 
 const CONTEXT: usize = 160;
@@ -441,10 +441,8 @@ fn graph_replay_matches_single_launches() {
         for use_graph in [true, false, true] {
             model.prefill(&prompt);
             graph.start(0, prompt.len(), 5, None, &model.tables).unwrap();
-            let step = |left: usize| match use_graph {
-                true => graph.next(left).unwrap(),
-                false => graph.next_ungraphed().unwrap(),
-            };
+            let step =
+                |left: usize| if use_graph { graph.next(left).unwrap() } else { graph.next_ungraphed().unwrap() };
             let tokens: Vec<u32> = (1..=steps).rev().map(step).collect();
             runs.push((tokens, values(graph.logits())));
         }

@@ -6,11 +6,11 @@ use std::collections::BTreeMap;
 
 use inferno::SamplingParams;
 use inferno::device::DeviceChoice;
-use inferno::engine::sampler::{LogitRules, Sampler};
+use inferno::engine::sampling::{LogitRules, Sampler};
 use inferno::engine::{Engine, EngineBuilder, GenerateOptions};
 use inferno::runner::ChooseToken;
 
-use crate::engine::{Answer, GraphModel, greedy};
+use crate::support::engine::{Answer, GraphModel, greedy};
 use crate::support::{Random, demo_dir};
 
 pub fn demo() -> EngineBuilder<'static> {

@@ -18,10 +18,14 @@ struct Mxfp4Tiles {
     int groups;  // the number of 64-column groups in a row
 };
 
-// Returns pair I of the eight E2M1 values in a word as f16x2. The results are the values times 2^-14.
+// Returns pair I of the eight E2M1 values in a word as f16x2. The results are the values times 2^-14: the two exponent
+// bits and the mantissa bit of E2M1 become the low two exponent bits and the high mantissa bit of f16, whose exponent
+// bias is larger by 14. Shifts move bits 11 - 3I to 9 - 3I of each half of the word (the magnitude) to bits 11 to 9,
+// and bit 15 - I (the sign) to bit 15. mxfp4_tiles.cuh describes the word.
 template <int I> __device__ __forceinline__ uint32_t e2m1_pair(uint32_t w) {
-    if (I == 0) return w & 0x8e008e00u;
-    return ((w << (3 * I)) & 0x0e000e00u) | ((w << I) & 0x80008000u);
+    constexpr uint32_t SIGNS = 0x80008000u, MAGNITUDES = 0x0e000e00u;
+    if (I == 0) return w & (SIGNS | MAGNITUDES);
+    return ((w << (3 * I)) & MAGNITUDES) | ((w << I) & SIGNS);
 }
 
 // Multiplies 16 rows × 32 columns of weights by x. The results for rows g and g + 8 are in c[0] and c[2].
@@ -35,11 +39,11 @@ __device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4
     multiply_add<__half>(c, second, x.z, x.w);
 }
 
-// Returns 2^(s - 127), where s is byte `index` of a word of scales.
+// Returns 2^(s - 127), where s is byte `index` of a word of scales. Moves s to the exponent field, bits 30 to 23.
 // If s is 0, returns 0 instead of 2^-127, which is too small to matter in an f32 sum.
 // If s were 255 (NaN), the result would be infinity, but `Mxfp4Tiles::repack` rejects NaN scales.
 __device__ __forceinline__ float scale_of(uint32_t word, int index) {
-    return __uint_as_float((index == 3 ? word >> 1 : word << (23 - 8 * index)) & 0x7f800000u);
+    return __uint_as_float((index == 3 ? word >> 1 : word << (23 - 8 * index)) & F32_INFINITY);
 }
 
 // Computes one warp's share of the product of x and one row of tiles.

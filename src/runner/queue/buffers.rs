@@ -46,8 +46,8 @@ pub struct QueueBuffers {
     mailbox: Arc<Mailbox>,
     /// `SLOT_WORDS` words for each of `SLOTS` steps.
     host: Arc<HostWords>,
-    /// The number of steps queued so far.
-    queued: usize,
+    /// The number of steps queued so far, which is the index of the next step.
+    steps: usize,
     /// The index in `tokens` of the token of each sequence in the last queued step, by sequence id.
     rows: HashMap<u64, u32>,
 }
@@ -58,7 +58,7 @@ impl QueueBuffers {
             tokens: Tensor::zeros(MAX_ROWS, DType::U32, &Device::Cuda(device.clone()))?,
             mailbox: Mailbox::new(device, MAX_ROWS * DEPTH)?,
             host: HostWords::new(device, SLOT_WORDS * SLOTS)?,
-            queued: 0,
+            steps: 0,
             rows: HashMap::new(),
         })
     }
@@ -79,13 +79,13 @@ impl QueueBuffers {
 
     /// Copies the inputs of the next step to `target`, u32. The caller queues the step right after this call.
     pub fn write_inputs(&mut self, inputs: &StepInputs, target: &Tensor) -> Result<()> {
-        let start = self.queued % SLOTS * SLOT_WORDS;
+        let start = self.steps % SLOTS * SLOT_WORDS;
         Ok(inputs.write(target, &self.tokens, &self.host, start..start + INPUT_WORDS)?)
     }
 
     /// Counts a step whose tokens do not stay on the device.
     pub fn skip(&mut self) {
-        self.queued += 1;
+        self.steps += 1;
         self.rows.clear();
     }
 
@@ -94,7 +94,7 @@ impl QueueBuffers {
     pub fn choose(&mut self, samplings: &[RowSampling], logits: &Tensor) -> Result<usize> {
         let params: Vec<_> = samplings.iter().map(|row| row.params).collect();
         let rows = (0..).zip(samplings).map(|(row, sampling)| (sampling.id, row)).collect();
-        let index = self.queued;
+        let index = self.steps;
         let (slot, word) = (index % DEPTH * MAX_ROWS, index % SLOTS * SLOT_WORDS + INPUT_WORDS);
         let mut edited = Vec::new();
         for (row, sampling) in samplings.iter().enumerate().filter(|(_, sampling)| !sampling.edits.is_empty()) {
@@ -105,7 +105,7 @@ impl QueueBuffers {
         edit_rows(logits, &edited, &self.tokens, (&self.host, edit_word..edit_word + EDIT_WORDS))?;
         queue_rows(logits, &params, &self.tokens, (&self.mailbox, slot), (&self.host, word))?;
         self.rows = rows;
-        self.queued += 1;
+        self.steps += 1;
         Ok(index)
     }
 

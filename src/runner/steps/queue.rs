@@ -46,10 +46,7 @@ impl Runner {
         if self.device.is_cuda() {
             return self.queue_on_gpu(sequences);
         }
-        match self.options.queue_on_cpu {
-            true => self.run_as_queued(sequences).map(Some),
-            false => Ok(None),
-        }
+        if self.options.queue_on_cpu { self.run_as_queued(sequences).map(Some) } else { Ok(None) }
     }
 
     /// Waits for the tokens of a queued step. Steps must be taken in the order in which they were queued.
