@@ -20,14 +20,15 @@ use crate::nn::kv_cache::BLOCK_TOKENS;
 const PREFIX: &str = "inferno_";
 const VLLM_PREFIX: &str = "vllm:";
 
-/// The names, without a prefix, of the metrics that inferno and vLLM share.
+/// The names, without a prefix, of the metrics that inferno and vLLM share. vLLM calls `iteration_tokens`
+/// `iteration_tokens_total`, a name that Prometheus reserves for counters.
 const VLLM_NAMES: &[&str] = &[
     "cache_config_info",
     "e2e_request_latency_seconds",
     "engine_sleep_state",
     "generation_tokens_total",
     "inter_token_latency_seconds",
-    "iteration_tokens_total",
+    "iteration_tokens",
     "kv_cache_usage_perc",
     "lora_requests_info",
     "num_preemptions_total",
@@ -302,7 +303,11 @@ impl Metrics {
             let mut aliases = families.clone();
             aliases.retain(|family| VLLM_NAMES.contains(&family.name().trim_start_matches(PREFIX)));
             for family in &mut aliases {
-                family.set_name(format!("{VLLM_PREFIX}{}", family.name().trim_start_matches(PREFIX)));
+                let name = match family.name().trim_start_matches(PREFIX) {
+                    "iteration_tokens" => "iteration_tokens_total",
+                    name => name,
+                };
+                family.set_name(format!("{VLLM_PREFIX}{name}"));
             }
             families.extend(aliases);
         }
@@ -318,7 +323,7 @@ impl EngineMetrics {
         let EngineHistograms { step_tokens, preemptions } = engine.histograms();
         let preemptions_help = "Preemptions of an answer before it ended.";
         [
-            family("iteration_tokens_total", "Tokens that a step computed.", &self.labels, &step_tokens),
+            family("iteration_tokens", "Tokens that a step computed.", &self.labels, &step_tokens),
             family("request_num_preemptions", preemptions_help, &self.labels, &preemptions),
         ]
     }

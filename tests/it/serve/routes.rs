@@ -136,8 +136,8 @@ fn the_tokens_of_steps_add_up() {
     let (prompt, completion) = (usage["prompt_tokens"].as_f64().unwrap(), usage["completion_tokens"].as_f64().unwrap());
     assert_eq!(completion, 5.0);
     // No step computes the last token, because no token follows it.
-    assert_eq!(server.metric("inferno_iteration_tokens_total_sum"), prompt + completion - 1.0);
-    let steps = server.metric("inferno_iteration_tokens_total_count");
+    assert_eq!(server.metric("inferno_iteration_tokens_sum"), prompt + completion - 1.0);
+    let steps = server.metric("inferno_iteration_tokens_count");
     assert_eq!(steps, server.metric("inferno_engine_steps_total"));
     assert_eq!(server.metric("inferno_request_num_preemptions_count"), 1.0);
     assert_eq!(server.metric("inferno_request_num_preemptions_sum"), 0.0);
