@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 
 use super::checkpoint::Checkpoint;
+use super::gguf::GgufModel;
 use super::part::{Axis, Part, Slice};
 use super::part_reader::PartReader;
 use super::progress::LoadProgress;
@@ -180,12 +181,10 @@ impl<'c> Weights<'c> {
     /// Returns weights that read tensors together with the other ranks if several ranks need the same bytes, so that each
     /// byte is read once. All ranks must load their parts at the same time, on different threads.
     ///
-    /// Only tensors of safetensors files that are loaded as they are stored are shared. Matrices of GGUF files and
-    /// matrices with 8-bit weights are converted on the host, row by row, and are not shared. The same holds if float
-    /// matrices are quantized.
+    /// Each rank reads alone what no other rank needs, such as the rows that it holds. It also reads alone the scales of
+    /// 8-bit weights and tensors of E4M3 values without scales.
     pub fn sharing_reads(self) -> Self {
-        let is_shared = self.world.size() > 1 && self.quantize.is_none();
-        let reads = is_shared.then(|| SharedReads {
+        let reads = (self.world.size() > 1).then(|| SharedReads {
             world: self.world.clone(),
             threads: if self.device.is_cuda() { ReadAheadOptions::default().threads } else { 1 },
             buffers: Arc::default(),
@@ -193,25 +192,36 @@ impl<'c> Weights<'c> {
         Self { shared_reads: reads, ..self }
     }
 
-    /// Takes part in reading a matrix `[rows, columns]` of which this rank holds no columns.
-    pub(super) fn join_reads(&self, name: &str, rows: usize) -> Result<()> {
-        let (Some(_), Some(slice @ Slice { dim: 1, .. })) = (&self.shared_reads, self.slice(Some(0), Some(1))) else {
-            return Ok(());
-        };
-        let full_name = self.full_name(name);
-        let info = self.checkpoint.required(&full_name)?;
-        let has_scale = self.checkpoint.info(&format!("{full_name}_scale")).is_some();
-        if !has_scale && info.candle_dtype().is_some_and(|dtype| dtype.is_float()) && info.dtype != Dtype::F8_E4M3 {
-            self.load(&full_name, &[rows, 0], Some(slice), &Device::Cpu)?;
-        }
-        Ok(())
+    /// Returns how the ranks read tensors together, or `None` if each rank reads alone.
+    pub(super) fn shared_reads(&self) -> Option<&SharedReads> {
+        self.shared_reads.as_ref()
     }
 
-    /// Takes part in reading stacked matrices of which this rank holds no rows or no columns.
-    pub(super) fn join_stacked_reads(&self, name: &str, shape: [usize; 3]) -> Result<()> {
-        let info = self.checkpoint.required(&self.full_name(name))?;
-        if self.shared_reads.is_some() && info.is_float() && info.dtype != Dtype::F8_E4M3 {
-            self.load(&self.full_name(name), &shape, self.slice(Some(1), Some(2)), &Device::Cpu)?;
+    /// Returns how the ranks read a float tensor of a GGUF file together, or `None` if this rank reads it alone.
+    ///
+    /// A rank that holds no rows of a matrix does not load it, so a matrix that is divided by rows is not shared.
+    /// All ranks load all transposed matrices.
+    fn shared_gguf_reads(&self, model: &GgufModel, name: &str, slice: Option<&Slice>) -> Option<&SharedReads> {
+        let is_shared = slice.is_none_or(|slice| slice.dim > 0) || model.is_transposed(name);
+        self.shared_reads.as_ref().filter(|_| is_shared)
+    }
+
+    /// Takes part in reading a float matrix, or stacked float matrices, of which this rank holds no elements.
+    /// `shape` is the empty shape of this rank's part.
+    pub(super) fn join_reads(&self, name: &str, shape: &[usize]) -> Result<()> {
+        let rows = shape.len() - 2;
+        let slice = self.slice(Some(rows), Some(rows + 1)).filter(|slice| slice.dim > 0);
+        let (Some(_), Some(slice)) = (&self.shared_reads, slice) else { return Ok(()) };
+        let name = self.full_name(name);
+        let info = self.checkpoint.required(&name)?;
+        match self.checkpoint {
+            Checkpoint::Gguf(model) => {
+                model.shared_float(&name, self.dtype, self.shared_gguf_reads(model, &name, Some(&slice)))?;
+            }
+            Checkpoint::Safetensors(_) if info.is_float() && info.dtype != Dtype::F8_E4M3 => {
+                self.load(&name, shape, Some(slice), &Device::Cpu)?;
+            }
+            Checkpoint::Safetensors(_) => {}
         }
         Ok(())
     }
@@ -343,7 +353,7 @@ impl<'c> Weights<'c> {
         // if the driver's cache does not contain compiled copies of candle's conversion kernels.
         let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= MAX_HOST_CONVERSION_BYTES;
         if let Checkpoint::Gguf(model) = self.checkpoint {
-            let whole = model.float(&name, dtype);
+            let whole = model.shared_float(&name, dtype, self.shared_gguf_reads(model, &name, slice.as_ref()));
             let tensor = whole.and_then(|whole| Ok(sliced(whole, slice)?.to_device(&self.device)?));
             self.progress.add_read(info.bytes() as u64);
             return Ok(self.progress.add_tensor(tensor.with_context(|| format!("cannot load tensor {name}"))?));
@@ -420,7 +430,7 @@ impl<'c> Weights<'c> {
     fn load(&self, name: &str, shape: &[usize], slice: Option<Slice>, device: &Device) -> Result<Tensor> {
         let cannot = || format!("cannot load tensor {name}");
         if let Checkpoint::Gguf(model) = self.checkpoint {
-            let tensor = sliced(model.packed(name)?, slice)?.to_device(device)?;
+            let tensor = sliced(model.shared_packed(name, self.shared_reads.as_ref())?, slice)?.to_device(device)?;
             self.progress.add_read(self.checkpoint.required(name)?.bytes() as u64);
             return Ok(tensor);
         }

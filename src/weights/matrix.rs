@@ -24,7 +24,7 @@ impl<'c> Weights<'c> {
             && all_rows * columns == 0
         {
             for (weights, rows) in parts {
-                weights.join_reads(name, *rows)?;
+                weights.join(name, &[*rows, columns])?;
             }
             return Ok(Matrix::Dense(Tensor::zeros((all_rows, columns), weights.dtype, &weights.device)?));
         }
@@ -65,7 +65,7 @@ impl<'c> Weights<'c> {
     pub fn experts(&self, name: &str, shape: [usize; 3]) -> Result<Matrix> {
         let [experts, rows, columns] = shape;
         if rows * columns == 0 {
-            self.join_stacked_reads(name, shape)?;
+            self.join(name, &shape)?;
             return Ok(Matrix::Dense(Tensor::zeros(&shape, self.dtype, &self.device)?));
         }
         match self.quantized(name, experts, rows, columns)? {
@@ -81,9 +81,12 @@ impl<'c> Weights<'c> {
     /// Quantized matrices in GGUF files are stored as `[rows, columns]`.
     pub fn transposed(&self, name: &str, rows: usize, columns: usize) -> Result<Matrix> {
         if matches!(self.checkpoint, Checkpoint::Gguf(_))
-            && rows * columns > 0
             && let Some(found) = self.quantized(name, 1, rows, columns)?
         {
+            if rows * columns == 0 {
+                found.join()?;
+                return Ok(Matrix::Dense(Tensor::zeros((rows, columns), self.dtype, &self.device)?));
+            }
             self.progress.add_read(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
             return Ok(Matrix::Quantized(vec![self.build(&[&found])?]));
         }
@@ -116,9 +119,22 @@ impl<'c> Weights<'c> {
                 let ranges = starts.flat_map(|start| ranges.iter().map(move |r| start + r.start..start + r.end));
                 Some(found.rows(ranges.flatten().collect()))
             }
-            (Some(found), Some(slice)) => Some(found.columns(slice.ranges[0].clone())?),
+            (Some(found), Some(slice)) => {
+                let shared = self.shared_reads().map(|reads| (reads, self.full_name(name)));
+                Some(found.columns(slice.ranges[0].clone(), shared)?)
+            }
             (found, _) => found,
         })
+    }
+
+    /// Takes part in reading a matrix, or stacked matrices, of which this rank holds no elements.
+    /// `shape` is the empty shape of this rank's part.
+    fn join(&self, name: &str, shape: &[usize]) -> Result<()> {
+        let (Some(_), [stack @ .., rows, columns]) = (self.shared_reads(), shape) else { return Ok(()) };
+        match self.quantized(name, stack.iter().product(), *rows, *columns)? {
+            Some(found) => found.join(),
+            None => self.join_reads(name, shape),
+        }
     }
 
     /// Returns all rows of a matrix that is quantized in the file or during loading.
@@ -221,7 +237,7 @@ impl<'c> Weights<'c> {
             scales.copy_from_slice(&scale.to_le_bytes());
             Ok(())
         };
-        Ok(MatrixRows { format, rows, columns, rounding, write: Box::new(write) })
+        Ok(MatrixRows::new(format, shape, rounding, Box::new(write)))
     }
 
     /// Loads the float `[rows, columns]` matrix `name` of each `(module, rows)` in `parts` and concatenates their rows.

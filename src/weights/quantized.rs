@@ -12,6 +12,7 @@ use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
 use super::ggml::{self, GgmlType, split_group};
+use super::shared_reads::SharedReads;
 use super::source::{RowBuffer, RowSource};
 use crate::kernels::quantized::{E4M3_MAX, GROUP_COLUMNS, InputRounding, QuantizedMatrix, WeightFormat, pack};
 
@@ -110,7 +111,15 @@ pub struct MatrixRows<'c> {
     pub rows: usize,
     pub columns: usize,
     pub rounding: InputRounding,
-    pub write: WriteRow<'c>,
+    writer: RowWriter<'c>,
+}
+
+/// How the rows of a matrix are converted.
+enum RowWriter<'c> {
+    /// This rank converts the rows alone.
+    Alone(WriteRow<'c>),
+    /// All ranks convert the rows of a matrix with more columns together, and this rank keeps some columns of each row.
+    Together { reads: SharedReads, name: String, columns: usize, kept: Range<usize>, write: WriteRow<'c> },
 }
 
 /// A function that writes the row with the given index to the low, high, scales and supers planes of a matrix.
@@ -118,6 +127,15 @@ pub struct MatrixRows<'c> {
 pub type WriteRow<'c> = Box<dyn Fn(usize, &mut RowBuffer, [&mut [u8]; 4]) -> Result<()> + Sync + 'c>;
 
 impl<'c> MatrixRows<'c> {
+    pub fn new(
+        format: WeightFormat,
+        [rows, columns]: [usize; 2],
+        rounding: InputRounding,
+        write: WriteRow<'c>,
+    ) -> Self {
+        Self { format, rows, columns, rounding, writer: RowWriter::Alone(write) }
+    }
+
     /// Creates rows from blocks of a ggml type. Returns `None` for a type that is loaded as floats.
     pub fn from_blocks(ggml_type: GgmlType, rows: usize, columns: usize, source: impl RowSource + 'c) -> Option<Self> {
         let format = format(ggml_type)?;
@@ -125,7 +143,7 @@ impl<'c> MatrixRows<'c> {
             pack_row(ggml_type, format, source.row(row, buffer)?, planes);
             Ok(())
         };
-        Some(Self { format, rows, columns, rounding: InputRounding::None, write: Box::new(write) })
+        Some(Self::new(format, [rows, columns], InputRounding::None, Box::new(write)))
     }
 
     /// Creates rows from floats. Each row is quantized when it is written. `row` fills a slice with the row's values.
@@ -155,38 +173,80 @@ impl<'c> MatrixRows<'c> {
             }
             Ok(())
         };
-        Some(Self { format, rows, columns, rounding: InputRounding::None, write: Box::new(write) })
+        Some(Self::new(format, [rows, columns], InputRounding::None, Box::new(write)))
     }
 
-    /// Returns the rows with these indices.
+    /// Returns the rows with these indices, which this rank converts alone.
     pub fn rows(self, indices: Vec<usize>) -> Self {
-        let Self { format, columns, rounding, write, .. } = self;
+        let Self { format, columns, rounding, writer, .. } = self;
+        let (RowWriter::Alone(write) | RowWriter::Together { write, .. }) = writer;
         let rows = indices.len();
         let write =
             move |row: usize, buffer: &mut RowBuffer, planes: [&mut [u8]; 4]| write(indices[row], buffer, planes);
-        Self { format, rows, columns, rounding, write: Box::new(write) }
+        Self::new(format, [rows, columns], rounding, Box::new(write))
     }
 
     /// Returns the columns of a range, for all rows. Fails if the range does not consist of whole blocks of the format.
-    pub fn columns(self, range: Range<usize>) -> Result<Self> {
-        let Self { format, rows, columns, rounding, write } = self;
+    ///
+    /// With `shared`, the ranks and the name of the matrix, all ranks convert the rows of the whole matrix together.
+    pub(super) fn columns(self, range: Range<usize>, shared: Option<(&SharedReads, String)>) -> Result<Self> {
+        let Self { format, rows, columns, rounding, writer } = self;
+        let (RowWriter::Alone(write) | RowWriter::Together { write, .. }) = writer;
         let unit = format.column_unit();
-        if !range.start.is_multiple_of(unit) || !(range.end.is_multiple_of(unit) || range.end == columns) {
+        let is_border = |column: usize| column.is_multiple_of(unit) || column == columns;
+        if !is_border(range.start) || !is_border(range.end) {
             bail!("cannot divide the columns of a {format:?} matrix at {range:?}: its blocks have {unit} columns");
         }
-        let (whole, before) = (format.row_bytes(columns), format.row_bytes(range.start));
-        let has_row_scales = format.has_row_scales();
-        let write = move |row: usize, buffer: &mut RowBuffer, planes: [&mut [u8]; 4]| {
-            let mut bytes = whole.map(|bytes| vec![0; bytes]);
-            write(row, buffer, bytes.each_mut().map(Vec::as_mut_slice))?;
-            for (index, (plane, bytes)) in planes.into_iter().zip(&bytes).enumerate() {
-                // The scale of a row applies to each of its columns.
-                let start = if index == SCALES_PLANE && has_row_scales { 0 } else { before[index] };
-                plane.copy_from_slice(&bytes[start..start + plane.len()]);
-            }
-            Ok(())
+        let kept_columns = range.len();
+        let writer = match shared {
+            Some((reads, name)) => RowWriter::Together { reads: reads.clone(), name, columns, kept: range, write },
+            None => RowWriter::Alone(Box::new(move |row, buffer, planes| {
+                let mut bytes = format.row_bytes(columns).map(|bytes| vec![0; bytes]);
+                write(row, buffer, bytes.each_mut().map(Vec::as_mut_slice))?;
+                copy_columns(format, range.start, bytes.each_ref().map(Vec::as_slice), planes);
+                Ok(())
+            })),
         };
-        Ok(Self { format, rows, columns: range.len(), rounding, write: Box::new(write) })
+        Ok(Self { format, rows, columns: kept_columns, rounding, writer })
+    }
+
+    /// Takes part in converting rows that all ranks convert together, for a rank that keeps none of the columns.
+    pub fn join(&self) -> Result<()> {
+        match &self.writer {
+            RowWriter::Alone(_) => Ok(()),
+            RowWriter::Together { .. } => self.write_to([&mut [], &mut [], &mut [], &mut []]),
+        }
+    }
+
+    /// Writes all rows to the planes, using all cores.
+    fn write_to(&self, planes: [&mut [u8]; 4]) -> Result<()> {
+        let row_bytes = self.format.row_bytes(self.columns);
+        match &self.writer {
+            RowWriter::Alone(write) => plane_rows(planes, row_bytes, self.rows)
+                .with_min_len(16)
+                .enumerate()
+                .try_for_each_init(RowBuffer::default, |buffer, (row, planes)| write(row, buffer, planes)),
+            RowWriter::Together { reads, name, columns, kept, write } => {
+                let whole_bytes = self.format.row_bytes(*columns);
+                let write = |row: usize, buffer: &mut RowBuffer, mut bytes: &mut [u8]| {
+                    let planes = whole_bytes.map(|length| bytes.split_off_mut(..length).unwrap_or_default());
+                    write(row, buffer, planes)
+                };
+                let (mut rest, whole_length) = (planes, whole_bytes.iter().sum());
+                reads.convert_rows(name, (self.rows, whole_length), write, |rows, bytes| {
+                    if kept.is_empty() {
+                        return Ok(());
+                    }
+                    let own = split_planes(&mut rest, row_bytes.map(|bytes| rows.len() * bytes));
+                    let rows = plane_rows(own, row_bytes, rows.len()).zip(bytes.par_chunks_exact(whole_length));
+                    rows.with_min_len(16).for_each(|(planes, mut whole)| {
+                        let whole = whole_bytes.map(|length| whole.split_off(..length).unwrap_or_default());
+                        copy_columns(self.format, kept.start, whole, planes);
+                    });
+                    Ok(())
+                })
+            }
+        }
     }
 
     /// Builds one matrix from the rows of several matrices with the same format, using all cores.
@@ -201,25 +261,7 @@ impl<'c> MatrixRows<'c> {
         let mut planes = row_bytes.map(|bytes| vec![0u8; rows * bytes]);
         let mut rest = planes.each_mut().map(Vec::as_mut_slice);
         for part in parts {
-            let current = rest.each_mut().map(std::mem::take);
-            let mut split = [(); 4].map(|()| (&mut [][..], &mut [][..]));
-            for ((split, plane), bytes) in split.iter_mut().zip(current).zip(row_bytes) {
-                *split = plane.split_at_mut(part.rows * bytes);
-            }
-            let [low, high, scales, supers] = split;
-            rest = [low.1, high.1, scales.1, supers.1];
-            let [low, high, scales, supers] = [low.0, high.0, scales.0, supers.0];
-            // Rows of an unused plane have 0 bytes. `par_chunks_mut` would panic on a chunk size of 0,
-            // but `plane_rows` yields empty rows.
-            low.par_chunks_mut(row_bytes[0])
-                .zip(plane_rows(high, row_bytes[1], part.rows))
-                .zip(plane_rows(scales, row_bytes[2], part.rows))
-                .zip(plane_rows(supers, row_bytes[3], part.rows))
-                .with_min_len(16)
-                .enumerate()
-                .try_for_each_init(RowBuffer::default, |buffer, (row, (((low, high), scales), supers))| {
-                    (part.write)(row, buffer, [low, high, scales, supers])
-                })?;
+            part.write_to(split_planes(&mut rest, row_bytes.map(|bytes| part.rows * bytes)))?;
         }
         let matrix = QuantizedMatrix::new(format, columns, planes, device)?;
         Ok(matrix.with_input_rounding(first.rounding))
@@ -251,14 +293,35 @@ fn candle_type(ggml_type: GgmlType) -> Result<GgmlDType> {
     })
 }
 
-/// Splits a plane into `rows` rows of `bytes` bytes each. `bytes` may be 0.
-fn plane_rows(plane: &mut [u8], bytes: usize, rows: usize) -> impl IndexedParallelIterator<Item = &mut [u8]> {
-    let mut slices: Vec<&mut [u8]> = Vec::with_capacity(rows);
-    match bytes {
-        0 => slices.resize_with(rows, Default::default),
-        bytes => slices.extend(plane.chunks_mut(bytes)),
+/// Removes the first bytes of each plane, with these lengths, and returns them.
+fn split_planes<'p>(planes: &mut [&'p mut [u8]; 4], lengths: [usize; 4]) -> [&'p mut [u8]; 4] {
+    let mut lengths = lengths.into_iter();
+    planes.each_mut().map(|plane| {
+        let (first, rest) = std::mem::take(plane).split_at_mut(lengths.next().unwrap_or(0));
+        *plane = rest;
+        first
+    })
+}
+
+/// Splits planes into `rows` rows. A row of a plane has `row_bytes` bytes, which may be 0.
+fn plane_rows(
+    planes: [&mut [u8]; 4],
+    row_bytes: [usize; 4],
+    rows: usize,
+) -> impl IndexedParallelIterator<Item = [&mut [u8]; 4]> {
+    let mut rest = planes;
+    let split: Vec<_> = (0..rows).map(|_| split_planes(&mut rest, row_bytes)).collect();
+    split.into_par_iter()
+}
+
+/// Copies columns of a row from the planes of the whole row to `planes`. The first column is `start`.
+fn copy_columns(format: WeightFormat, start: usize, whole: [&[u8]; 4], planes: [&mut [u8]; 4]) {
+    let before = format.row_bytes(start);
+    for (index, (plane, bytes)) in planes.into_iter().zip(whole).enumerate() {
+        // The scale of a row applies to each of its columns.
+        let start = if index == SCALES_PLANE && format.has_row_scales() { 0 } else { before[index] };
+        plane.copy_from_slice(&bytes[start..start + plane.len()]);
     }
-    slices.into_par_iter()
 }
 
 /// Packs a row of blocks into planes.

@@ -5,6 +5,9 @@
 //! some of the rows to host memory, and all ranks copy their columns from there. For N ranks, a rank then copies 2/N of
 //! the bytes of such a matrix on the host: once from the page cache, and once to a staging buffer. If each rank read the
 //! whole matrix, it would copy 1 + 1/N.
+//!
+//! The same holds for rows that are converted on the host, such as the rows of GGUF files: each rank reads and converts
+//! some of the rows, and all ranks copy what they need of the converted rows.
 
 use std::ops::Range;
 use std::panic::resume_unwind;
@@ -12,8 +15,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 use anyhow::{Context, Result, bail};
+use rayon::prelude::*;
 
-use super::source::ByteRange;
+use super::source::{ByteRange, RowBuffer};
 use crate::device::{World, share};
 
 /// The maximum number of bytes that all ranks together read at a time, unless a single row is longer.
@@ -50,7 +54,52 @@ impl RankBytes {
     }
 }
 
+/// The rows that one rank has converted.
+struct RankRows<T> {
+    tensor: String,
+    values: Vec<T>,
+}
+
 impl SharedReads {
+    /// Converts rows of a tensor together with the other ranks, each rank on all cores.
+    ///
+    /// A converted row has `row_length` values. `convert` fills a slice with the row with the given index.
+    /// Calls `each` for all rows, in order: with the indices of some rows, and with their values.
+    pub fn convert_rows<T: Copy + Default + Send + Sync + 'static>(
+        &self,
+        name: &str,
+        (rows, row_length): (usize, usize),
+        convert: impl Fn(usize, &mut RowBuffer, &mut [T]) -> Result<()> + Sync,
+        mut each: impl FnMut(Range<usize>, &[T]) -> Result<()>,
+    ) -> Result<()> {
+        let row_length = row_length.max(1);
+        let segment_rows = (SEGMENT_BYTES / (row_length * size_of::<T>())).max(1);
+        for start in (0..rows).step_by(segment_rows) {
+            let count = segment_rows.min(rows - start);
+            let part = |rank: usize| {
+                let part = share(count, 1, rank, self.world.size());
+                start + part.start..start + part.end
+            };
+            let own = part(self.world.rank());
+            let mut values = Vec::new();
+            let length = own.len() * row_length;
+            values.try_reserve_exact(length).with_context(|| format!("cannot allocate {length} values"))?;
+            values.resize(length, T::default());
+            let converted = values.par_chunks_mut(row_length).with_min_len(16).enumerate();
+            converted.try_for_each_init(RowBuffer::default, |buffer, (row, values)| {
+                self.world.tick();
+                convert(own.start + row, buffer, values)
+            })?;
+            let parts = self.world.all_gather(RankRows { tensor: name.to_string(), values })?;
+            for (rank, converted) in parts.iter().enumerate() {
+                let rows = part(rank);
+                check(name, &converted.tensor, converted.values.len() == rows.len() * row_length)?;
+                each(rows, &converted.values)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Reads a tensor together with the other ranks, and calls `each` for all its bytes, in order: with their range in
     /// the tensor, and with the bytes. Each range consists of whole units of `unit` bytes, except at the end.
     pub fn read(
@@ -71,7 +120,7 @@ impl SharedReads {
             let parts = self.world.all_gather(RankBytes { tensor: name.to_string(), buffer, length })?;
             for (rank, bytes) in parts.iter().enumerate() {
                 let range = part(rank);
-                check(name, bytes, range.len())?;
+                check(name, &bytes.tensor, bytes.length == range.len())?;
                 if !range.is_empty() {
                     each(start + range.start..start + range.end, bytes.bytes())?;
                 }
@@ -137,10 +186,35 @@ impl SharedReads {
     }
 }
 
-/// Fails if another rank has read another tensor.
-fn check(name: &str, read: &Arc<RankBytes>, length: usize) -> Result<()> {
-    if read.tensor != name || read.length != length {
-        bail!("internal error: a rank has read tensor {} instead of {name}", read.tensor);
+/// Converts all rows of a tensor on the host, on all cores. With `shared`, the ranks convert the rows together.
+///
+/// A converted row has `row_length` values. `convert` fills a slice with the row with the given index.
+pub(super) fn convert_all<T: Copy + Default + Send + Sync + 'static>(
+    shared: Option<&SharedReads>,
+    name: &str,
+    (rows, row_length): (usize, usize),
+    convert: impl Fn(usize, &mut RowBuffer, &mut [T]) -> Result<()> + Sync,
+) -> Result<Vec<T>> {
+    let mut all = Vec::new();
+    let length = rows * row_length;
+    all.try_reserve_exact(length).with_context(|| format!("cannot allocate {length} values"))?;
+    if let Some(shared) = shared {
+        shared.convert_rows(name, (rows, row_length), convert, |_, values| {
+            all.extend_from_slice(values);
+            Ok(())
+        })?;
+        return Ok(all);
+    }
+    all.resize(length, T::default());
+    let converted = all.par_chunks_mut(row_length.max(1)).with_min_len(16).enumerate();
+    converted.try_for_each_init(RowBuffer::default, |buffer, (row, values)| convert(row, buffer, values))?;
+    Ok(all)
+}
+
+/// Fails if another rank has read another tensor or another number of bytes.
+fn check(name: &str, read: &str, has_length: bool) -> Result<()> {
+    if read != name || !has_length {
+        bail!("internal error: a rank has read tensor {read} instead of {name}");
     }
     Ok(())
 }

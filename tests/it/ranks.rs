@@ -16,7 +16,7 @@ use inferno::nn::kv_cache::KvCache;
 use inferno::runner::{RankParts, Runner, RunnerLimits, RunnerOptions};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::QuantizationTarget;
-use inferno::weights::{Checkpoint, LoadProgress, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, StoredBytes, Weights};
 use inferno::{GenerateOptions, SamplingParams};
 
 use crate::cli::{run, text};
@@ -24,6 +24,7 @@ use crate::engine::Answer;
 use crate::gguf::models::{quantized_llama, saved};
 use crate::prompt_logprobs;
 use crate::queued_steps;
+use crate::support::gguf::converter::convert;
 use crate::support::{GoldenKind, demo_dir, golden, golden_models, logits_of, relative_error, values};
 
 /// World sizes that divide heads, blocks and vocabularies evenly, unevenly, or into empty parts.
@@ -86,6 +87,7 @@ pub fn logits_on(
             Some(quantize) => weights.quantized_to(quantize),
             None => weights,
         };
+        let weights = weights.sharing_reads();
         let context = if path.is_dir() { CONTEXT } else { ids.len() };
         let decoder = config.architecture.build(&weights, context).unwrap();
         values(&logits_of(&decoder, ids, dtype, &device).unwrap())
@@ -178,6 +180,19 @@ fn logits_of_quantized_gguf_files_agree_with_transformers() {
     }
 }
 
+/// `gguf::models` compares the logits of one rank with those of transformers.
+#[test]
+fn gguf_files_with_floats_give_the_same_logits_as_one_rank() {
+    for case in golden_models(|model| model.has_gguf) {
+        let (_folder, path) = saved(&convert(&golden(case)));
+        let (ids, _) = expected(&golden(case).join("golden.safetensors"));
+        let one = logits(&path, 1, None, &ids).remove(0);
+        for size in SIZES {
+            assert_ranks_agree(case, &logits(&path, size, None, &ids), &one, 1e-4);
+        }
+    }
+}
+
 #[test]
 fn blocks_of_random_bits_give_the_same_logits_as_one_rank() {
     let ids: Vec<u32> = (0..20).map(|i| i * 7 % 64).collect();
@@ -208,8 +223,19 @@ fn quantizing_while_loading_gives_the_same_logits_as_one_rank() {
 
 /// Returns the number of bytes that were read from the files of a checkpoint.
 pub fn read_bytes(checkpoint: &Checkpoint) -> u64 {
-    let requests = checkpoint.read_requests(DType::F32);
-    let sources = requests.iter().flat_map(|request| &request.ranges).map(|range| &range.source);
+    let tensors: Vec<StoredBytes> = match checkpoint {
+        Checkpoint::Gguf(model) => {
+            let tensors = model.file().tensors();
+            tensors.map(|(name, _)| model.file().view(name).unwrap().bytes).collect()
+        }
+        Checkpoint::Safetensors(_) => {
+            checkpoint.tensors().map(|(name, _)| checkpoint.view(name).unwrap().bytes).collect()
+        }
+    };
+    let sources = tensors.iter().filter_map(|bytes| match bytes {
+        StoredBytes::File(range) => Some(&range.source),
+        StoredBytes::Memory(_) => None,
+    });
     let sources: BTreeMap<_, _> = sources.map(|source| (&source.path, source.read_bytes())).collect();
     sources.into_values().sum()
 }

@@ -12,16 +12,20 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
+use ::safetensors::tensor::{Dtype, TensorView};
 use candle_core::{DType, Device, Result, Tensor, bail, safetensors};
 use inferno::device::World;
 use inferno::kernels::matrix::Matrix;
 use inferno::kernels::upload::Target;
+use inferno::weights::ggml::GgmlType;
 use inferno::weights::part_reader::PartReader;
 use inferno::weights::read_ahead::{ReadAhead, ReadAheadOptions};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use tempfile::TempDir;
 
 use crate::ranks::{on_ranks, read_bytes};
+use crate::support::gguf::models::saved;
+use crate::support::gguf::writer::Writer;
 use crate::support::{Random, golden, gpu, gpu_if_expected};
 
 /// A read-ahead target in host memory that counts its live allocations.
@@ -281,6 +285,99 @@ fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
         for (part, expected) in parts.iter().flatten().zip(expected.iter().flatten()) {
             assert_eq!(part.dims(), expected.dims());
             assert!(bits(part) == bits(expected), "{ranks} ranks");
+        }
+    }
+}
+
+/// Each rank converts some of the rows of a matrix and keeps some of the columns. The rows have at least 64 KB, so that no
+/// thread reads more bytes than it converts.
+#[test]
+fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
+    let (rows, columns) = (40, 65_536);
+    let floats = snapshot([("x.weight".into(), random(rows * columns, DType::F32).reshape((rows, columns)).unwrap())]);
+    let gguf = {
+        let blocks = Random(1).bytes(&[rows * columns / 32 * 34], 0..30).to_vec1::<u8>().unwrap();
+        let shape = [columns as u64, rows as u64];
+        let writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);
+        saved(&writer.tensor("blk.0.ffn_down.weight", &shape, GgmlType::Q8_0.id(), &blocks))
+    };
+    let eight_bit = eight_bit_matrix(rows, columns);
+    let down = "model.layers.0.mlp.down_proj";
+    for (path, module, target) in [
+        (floats.path(), "x", Some("int8")),
+        (floats.path(), "x", Some("q4_k")),
+        (gguf.1.as_path(), down, None),
+        (eight_bit.path(), down, None),
+    ] {
+        let checkpoint = Checkpoint::open(path).unwrap();
+        // Loads the columns of each rank.
+        let load = |ranks: usize, is_shared: bool| {
+            on_ranks(ranks, |world| {
+                let progress = LoadProgress::silent();
+                let weights =
+                    Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone()).unwrap();
+                let weights = target.map_or(weights.clone(), |target| weights.quantized_to(target.parse().unwrap()));
+                let weights = if is_shared { weights.sharing_reads() } else { weights };
+                // Q4_K divides columns at multiples of 256. The ranks divide 256 · 8 columns, so some ranks may have none.
+                let kept = world.share(2048, 256);
+                let parts = [(weights.at(module).columns(kept.clone(), columns), rows)];
+                match Weights::matrix(&parts, "weight", kept.len()).unwrap() {
+                    Matrix::Dense(empty) => vec![bits(&empty)],
+                    Matrix::Quantized(parts) => parts.iter().flat_map(|part| part.tensors().map(bits)).collect(),
+                    Matrix::Concatenated(_) => panic!("one matrix is not concatenated"),
+                }
+            })
+        };
+        for ranks in [2, 3, 9] {
+            let before = read_bytes(&checkpoint);
+            let parts = load(ranks, true);
+            let read = read_bytes(&checkpoint) - before;
+            // Each rank reads the scales of 8-bit weights.
+            let scale_bytes = if path == eight_bit.path() { (ranks * rows * size_of::<f32>()) as u64 } else { 0 };
+            let matrix_bytes = checkpoint.bytes() - scale_bytes / ranks as u64;
+            assert_eq!(read, matrix_bytes + scale_bytes, "{module} as {target:?} on {ranks} ranks");
+            assert!(parts == load(ranks, false), "{module} as {target:?} on {ranks} ranks");
+        }
+    }
+}
+
+/// Writes a checkpoint with one int8 matrix, with a scale for each row.
+fn eight_bit_matrix(rows: usize, columns: usize) -> TempDir {
+    let folder = TempDir::new().unwrap();
+    std::fs::copy(golden("compressed/int8_weights/config.json"), folder.path().join("config.json")).unwrap();
+    let codes = Random(2).bytes(&[rows * columns], 0..256).to_vec1::<u8>().unwrap();
+    let scales: Vec<u8> = (0..rows).flat_map(|row| (row as f32 + 1.0).to_le_bytes()).collect();
+    let views = [
+        ("weight", TensorView::new(Dtype::I8, vec![rows, columns], &codes).unwrap()),
+        ("weight_scale", TensorView::new(Dtype::F32, vec![rows, 1], &scales).unwrap()),
+    ];
+    let views = views.map(|(name, view)| (format!("model.layers.0.mlp.down_proj.{name}"), view));
+    ::safetensors::serialize_to_file(views, None, &folder.path().join("model.safetensors")).unwrap();
+    folder
+}
+
+/// Tensors of GGUF files that are loaded as floats, in rows of at least 64 KB.
+#[test]
+fn ranks_that_dequantize_rows_together_read_every_byte_once() {
+    let (rows, columns) = (33, 65_536);
+    let blocks = Random(3).bytes(&[rows * columns / 32 * 34], 0..30).to_vec1::<u8>().unwrap();
+    let writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);
+    let shape = [columns as u64, rows as u64];
+    let (_folder, path) = saved(&writer.tensor("token_embd.weight", &shape, GgmlType::Q8_0.id(), &blocks));
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    for dtype in [DType::F32, DType::BF16] {
+        for ranks in [1, 2, 3] {
+            let before = read_bytes(&checkpoint);
+            let floats = on_ranks(ranks, |world| {
+                let progress = LoadProgress::silent();
+                let weights = Weights::of_rank(&checkpoint, &Device::Cpu, dtype, &progress, world.clone()).unwrap();
+                bits(&weights.sharing_reads().at("model.embed_tokens").float("weight", &[rows, columns]).unwrap())
+            });
+            assert_eq!(read_bytes(&checkpoint) - before, checkpoint.bytes(), "{ranks} ranks");
+            let mut expected = vec![0.0; rows * columns];
+            GgmlType::Q8_0.dequantize(&blocks, &mut expected).unwrap();
+            let expected = Tensor::from_vec(expected, (rows, columns), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            assert!(floats.iter().all(|floats| *floats == bits(&expected)), "{ranks} ranks");
         }
     }
 }

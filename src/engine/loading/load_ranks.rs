@@ -99,7 +99,7 @@ impl RankLoader<'_> {
         let &Self { config, checkpoint, dtype, quantize, attention, context, cache_blocks, .. } = self;
         let of_rank = || Weights::of_rank(checkpoint, device, dtype, progress, world.clone());
         let weights = match quantize {
-            Some(quantize) => of_rank()?.quantized_to(quantize),
+            Some(quantize) => of_rank()?.quantized_to(quantize).sharing_reads(),
             None if world.size() > 1 => of_rank()?.sharing_reads(),
             None => Weights::new(checkpoint, device, dtype, progress)?,
         };

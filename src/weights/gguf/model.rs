@@ -9,14 +9,14 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor, WithDType};
 use half::{bf16, f16};
-use rayon::prelude::*;
 
 use super::checkpoint::{GgufCheckpoint, GgufTensorView};
 use super::mapping::map_tensors;
 use super::model_tensor::{ModelTensor, RowMapping, Transform};
 use crate::weights::ggml::GgmlType;
 use crate::weights::quantized::{self, MatrixRows, QuantizationTarget};
-use crate::weights::source::{RowBuffer, RowSource, StoredRows};
+use crate::weights::shared_reads::{SharedReads, convert_all};
+use crate::weights::source::{RowBuffer, RowSource, StoredBytes, StoredRows};
 use crate::weights::tensor_info::TensorInfo;
 
 /// An open GGUF file and the tensors of its model.
@@ -141,34 +141,55 @@ impl GgufModel {
 
     /// Returns a tensor as floats of `dtype` in host memory. The rows are dequantized on all cores.
     pub fn float(&self, name: &str, dtype: DType) -> Result<Tensor> {
+        self.shared_float(name, dtype, None)
+    }
+
+    /// Like [`float`](Self::float), but with `shared`, the ranks read and dequantize the tensor together.
+    pub(in crate::weights) fn shared_float(
+        &self,
+        name: &str,
+        dtype: DType,
+        shared: Option<&SharedReads>,
+    ) -> Result<Tensor> {
         let make = || match (self.stored(name)?, dtype) {
-            (Some(view), _) if float_dtype(view.info.ggml_type) == Some(dtype) => {
-                view.bytes.tensor(dtype, &view.info.shape)
-            }
-            (_, DType::F32) => self.make::<f32>(name, |value| value),
-            (_, DType::F16) => self.make(name, f16::from_f32),
-            (_, DType::BF16) => self.make(name, bf16::from_f32),
+            (Some(view), _) if float_dtype(view.info.ggml_type) == Some(dtype) => match (shared, &view.bytes) {
+                (Some(shared), StoredBytes::File(file)) => {
+                    StoredBytes::Memory(&shared.read_to_vec(name, file)?).tensor(dtype, &view.info.shape)
+                }
+                _ => view.bytes.tensor(dtype, &view.info.shape),
+            },
+            (_, DType::F32) => self.make::<f32>(name, shared, |value| value),
+            (_, DType::F16) => self.make(name, shared, f16::from_f32),
+            (_, DType::BF16) => self.make(name, shared, bf16::from_f32),
             _ => bail!("cannot dequantize to {dtype:?}"),
         };
         make().with_context(|| format!("tensor {name}"))
     }
 
-    fn make<T: WithDType>(&self, name: &str, convert: impl Fn(f32) -> T + Sync) -> Result<Tensor> {
+    /// Returns whether the file stores the matrix, or each matrix of a stack, transposed.
+    pub fn is_transposed(&self, name: &str) -> bool {
+        self.tensors.get(name).is_some_and(|tensor| tensor.transform == Transform::Transposed)
+    }
+
+    fn make<T: WithDType + Default>(
+        &self,
+        name: &str,
+        shared: Option<&SharedReads>,
+        convert: impl Fn(f32) -> T + Sync,
+    ) -> Result<Tensor> {
         let tensor = self.required(name)?;
         let rows = self.source_rows(tensor)?;
         let shift = if tensor.transform == Transform::MinusOne { -1.0 } else { 0.0 };
-        let mut values = vec![T::zero(); tensor.info.elements()];
-        let row = |(buffer, floats): &mut (RowBuffer, Vec<f32>), (row, values): (usize, &mut [T])| {
-            let (ggml_type, bytes) = rows.get(row, buffer)?;
-            ggml_type.dequantize(bytes, floats)?;
-            values.iter_mut().zip(floats.iter()).for_each(|(value, float)| *value = convert(float + shift));
-            anyhow::Ok(())
-        };
         // Limit the row length, which may be huge in a malicious tensor without rows.
-        let columns = rows.columns.min(values.len()).max(1);
-        let buffers = || (RowBuffer::default(), vec![0.0; columns]);
-        let rows_of_values = values.par_chunks_mut(columns).with_min_len(16).enumerate();
-        rows_of_values.try_for_each_init(buffers, row)?;
+        let columns = rows.columns.min(tensor.info.elements()).max(1);
+        let shape = (tensor.info.elements() / columns, columns);
+        let values = convert_all(shared, name, shape, |row, buffer, values: &mut [T]| {
+            let mut floats = vec![0.0; columns];
+            let (ggml_type, bytes) = rows.get(row, buffer)?;
+            ggml_type.dequantize(bytes, &mut floats)?;
+            values.iter_mut().zip(floats).for_each(|(value, float)| *value = convert(float + shift));
+            Ok(())
+        })?;
         let shape = &tensor.info.shape;
         if tensor.transform != Transform::Transposed {
             return Ok(Tensor::from_vec(values, shape.as_slice(), &Device::Cpu)?);
@@ -180,6 +201,11 @@ impl GgufModel {
 
     /// Returns a tensor of packed MXFP4 bytes in host memory, in the layout of safetensors files.
     pub fn packed(&self, name: &str) -> Result<Tensor> {
+        self.shared_packed(name, None)
+    }
+
+    /// Like [`packed`](Self::packed), but with `shared`, the ranks read and convert the tensor together.
+    pub(in crate::weights) fn shared_packed(&self, name: &str, shared: Option<&SharedReads>) -> Result<Tensor> {
         let tensor = self.required(name)?;
         let rows = self.source_rows(tensor)?;
         let per_block = match tensor.transform {
@@ -187,9 +213,9 @@ impl GgufModel {
             Transform::Mxfp4Scales => 1,
             _ => bail!("tensor {name} is not packed"),
         };
-        let mut bytes = vec![0u8; tensor.info.elements()];
         let row_bytes = (rows.columns / GgmlType::Mxfp4.block_length() * per_block).max(1);
-        let unpack = |buffer: &mut RowBuffer, (row, out): (usize, &mut [u8])| {
+        let shape = (tensor.info.elements() / row_bytes, row_bytes);
+        let unpack = |row: usize, buffer: &mut RowBuffer, out: &mut [u8]| {
             let (_, row) = rows.get(row, buffer)?;
             let blocks = row.chunks_exact(GgmlType::Mxfp4.block_bytes());
             for (block, out) in blocks.zip(out.chunks_exact_mut(per_block)) {
@@ -200,8 +226,7 @@ impl GgufModel {
             }
             anyhow::Ok(())
         };
-        let unpacked = bytes.par_chunks_mut(row_bytes).with_min_len(16).enumerate();
-        unpacked.try_for_each_init(RowBuffer::default, unpack).with_context(|| format!("tensor {name}"))?;
+        let bytes = convert_all(shared, name, shape, unpack).with_context(|| format!("tensor {name}"))?;
         Ok(Tensor::from_vec(bytes, tensor.info.shape.as_slice(), &Device::Cpu)?)
     }
 
@@ -277,7 +302,6 @@ fn float_dtype(ggml_type: GgmlType) -> Option<DType> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::weights::source::StoredBytes;
 
     #[test]
     fn nibbles_are_reordered() {
