@@ -1,12 +1,12 @@
 //! `inferno doctor`: checks this machine and suggests fixes.
 
+#[cfg(feature = "cuda")]
+mod decode_graph;
 mod finding;
 mod gpu;
 #[cfg(feature = "cuda")]
 mod links;
 mod machine;
-#[cfg(feature = "cuda")]
-mod step;
 
 use std::io::Write;
 use std::process::ExitCode;

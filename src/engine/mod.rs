@@ -52,7 +52,7 @@ pub use engine_loop::EngineStats;
 pub(crate) use engine_loop::{EngineHistograms, HistogramStats};
 #[doc(hidden)]
 pub use fault::Fault;
-pub use handle::{Divergence, EngineHandle, ReplayedToken, RequestPreview};
+pub use handle::{Divergence, EngineHandle, MAX_LOGPROBS, ReplayedToken, RequestPreview};
 pub use loading::{LoadOptions, LoadTimes, MemoryLimit, ModelInfo, memory};
 pub use requests::{
     EngineRecord, Event, Events, FinishReason, GenerateOptions, Prompt, Record, RecordedAnswer, RecordedRequest,

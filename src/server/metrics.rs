@@ -178,7 +178,7 @@ impl Metrics {
                 total("failed_sequences_total", "Sequences that ended with an error.", |stats| stats.failed),
                 total(
                     "tokens_after_cancel_total",
-                    "Tokens from steps that began after their request was canceled or complete.",
+                    "Tokens whose request had already been completed or canceled when their step began.",
                     |stats| stats.tokens_after_cancel,
                 ),
             ]

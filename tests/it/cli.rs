@@ -10,7 +10,7 @@ use inferno::weights::Checkpoint;
 use serde_json::Value;
 use tempfile::TempDir;
 
-pub use crate::support::program::{assert_fails, inferno, run, text};
+use crate::support::program::{assert_fails, inferno, run, text};
 use crate::support::program::{copy_of_demo, demo_with_config, libraries_are_loaded_on_demand, without_driver};
 use crate::support::screen::Screen;
 use crate::support::{demo_dir, golden};

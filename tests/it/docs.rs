@@ -43,6 +43,28 @@ fn cli_page_matches_the_help_of_every_command() {
     }
 }
 
+/// Checks paths in backticks, such as `engine/handle/mod.rs`, which can leave out the first folders.
+#[test]
+fn source_files_that_the_pages_name_exist() {
+    let mut files = vec![repository().join("build.rs")];
+    for folder in ["src", "tests", "benches", "fuzz", "docs"] {
+        collect(&repository().join(folder), &mut files);
+    }
+    let pages = ["README.md", "docs/architecture.md", "docs/contributing.md", "docs/unsafe.md"];
+    let mut found = 0;
+    for name in pages {
+        for path in page(name).split('`').skip(1).step_by(2) {
+            // Recipes name files that do not exist yet: `x.rs` and `NAME.rs`.
+            let is_example = path.contains([' ', '*', '<', '…']) || path.ends_with("x.rs") || path.contains("NAME");
+            if path.ends_with(".rs") && !is_example {
+                found += 1;
+                assert!(files.iter().any(|file| file.ends_with(path)), "{name} names {path}, which does not exist");
+            }
+        }
+    }
+    assert!(found > 50, "only {found} paths");
+}
+
 #[test]
 fn reference_page_lists_every_environment_variable() {
     let page = page("docs/reference.md");

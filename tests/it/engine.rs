@@ -23,7 +23,7 @@ use inferno::runner::Executor;
 use inferno::{Engine, EngineHandle, Event, GenerateOptions, RequestStream, SamplingParams};
 
 use crate::support::demo_dir;
-pub use crate::support::engine::{Answer, GraphModel, assert_greedy, generate, generate_at_once};
+use crate::support::engine::{Answer, GraphModel, assert_greedy, generate, generate_at_once};
 use crate::support::engine::{demo, greedy, sampling};
 use crate::support::program::copy_of_demo;
 

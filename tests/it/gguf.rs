@@ -1,7 +1,6 @@
 //! Tests of GGUF files: headers, hostile files, split models, tokenizers, and the logits of whole models.
 
 mod blocks;
-mod fuzzed;
 mod hostile;
 pub mod models;
 mod quantized;

@@ -53,6 +53,7 @@ mod families;
 #[cfg(target_os = "linux")]
 mod full_disk;
 mod full_size;
+mod fuzz_corpus;
 mod gguf;
 mod golden;
 mod harness;

@@ -10,9 +10,9 @@ use inferno::error::exit_code;
 use inferno::{Error, GenerateOptions};
 use tempfile::TempDir;
 
-use crate::cli::{inferno, text};
 use crate::queued_steps;
 use crate::support::engine::greedy;
+use crate::support::program::{inferno, text};
 
 const FAULTS: [RankFault; 3] = [RankFault::Error, RankFault::Panic, RankFault::Hang];
 
@@ -126,7 +126,7 @@ fn an_engine_that_is_idle_for_long_does_not_fail() {
     thread::sleep(Duration::from_secs(8));
     assert!(engine.failure().is_none() && !engine.has_stopped());
     let options = GenerateOptions { max_tokens: Some(3), ignore_eos: true, ..greedy() };
-    assert_eq!(crate::engine::Answer::read(engine.complete_ids(&[1, 2, 3], options).unwrap()).tokens.len(), 3);
+    assert_eq!(crate::support::engine::Answer::read(engine.complete_ids(&[1, 2, 3], options).unwrap()).tokens.len(), 3);
 }
 
 /// Runs the program on three ranks, one of which fails. Returns the output and the run time.

@@ -19,12 +19,12 @@ use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, StoredBytes, Weights};
 use inferno::{GenerateOptions, SamplingParams};
 
-use crate::cli::{run, text};
-use crate::engine::Answer;
-use crate::gguf::models::{quantized_llama, saved};
 use crate::prompt_logprobs;
 use crate::queued_steps;
+use crate::support::engine::Answer;
 use crate::support::gguf::converter::convert;
+use crate::support::gguf::models::{quantized_llama, saved};
+use crate::support::program::{run, text};
 use crate::support::{GoldenKind, demo_dir, golden, golden_models, logits_of, relative_error, values};
 
 /// World sizes that divide heads, blocks and vocabularies evenly, unevenly, or into empty parts.

@@ -2,8 +2,8 @@
 
 use tempfile::TempDir;
 
+use crate::support::session::expect;
 use crate::support::session::play;
-pub use crate::support::session::{expect, play_url};
 
 #[test]
 fn a_conversation_streams_and_remembers_earlier_turns() {

@@ -271,9 +271,10 @@ fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
             let progress = LoadProgress::silent();
             let weights = Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone()).unwrap();
             let options = ReadAheadOptions { threads: 3, piece_bytes: 100_003, ahead_bytes: 0 };
-            let weights = match has_part_reader {
-                true => weights.with_part_reader(PartReader::new(Host::default(), options)),
-                false => weights,
+            let weights = if has_part_reader {
+                weights.with_part_reader(PartReader::new(Host::default(), options))
+            } else {
+                weights
             };
             load(&weights.sharing_reads())
         });

@@ -110,7 +110,7 @@ fn kernels(ordinal: usize, device: &Device, findings: &mut Vec<Finding>, self_te
     let mut checks = selftest::run(device);
     #[cfg(feature = "cuda")]
     if device.is_cuda() {
-        checks.extend(super::step::run(device));
+        checks.extend(super::decode_graph::run(device));
     }
     findings.extend(self_test_findings(ordinal, &checks));
     self_test.extend(checks.into_iter().map(|check| SelfTest {

@@ -6,7 +6,7 @@ use std::thread;
 use anyhow::Result;
 use candle_core::Device;
 
-use super::finding::{Finding, Status};
+use super::finding::Finding;
 use crate::device::{self, DeviceChoice, World};
 use crate::kernels::exchange::{self, ExchangeTimes, LARGE_ELEMENTS, SMALL_ELEMENTS};
 use crate::text::one_line;
@@ -58,14 +58,10 @@ fn finding(count: usize, measured: Result<Result<ExchangeTimes, String>>) -> Fin
             );
             Finding::pass("links", what)
         }
-        Ok(Err(reason)) => Finding {
-            status: Status::Warn,
-            ..Finding::fail(
-                "links",
-                format!("{count} GPUs cannot exchange data directly, so --gpus is slow: {reason}"),
-                NEXT,
-            )
-        },
+        Ok(Err(reason)) => {
+            let what = format!("{count} GPUs cannot exchange data directly, so --gpus is slow: {reason}");
+            Finding::warn("links", what, NEXT)
+        }
         Err(error) => Finding::fail("links", one_line(&error), NEXT),
     }
 }
@@ -73,6 +69,7 @@ fn finding(count: usize, measured: Result<Result<ExchangeTimes, String>>) -> Fin
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::commands::doctor::finding::Status;
 
     #[test]
     fn links_are_reported_with_their_times() {

@@ -146,10 +146,8 @@ fn write_all_ranks(bytes: Arc<[u8]>, prefix: PrefixBlocks, runner: &Runner) -> R
     let heads = runner.with_caches(|rank| Ok(rank.cache.kv_heads()))?;
     let shares_heads = runner.world().stages().is_none();
     runner.with_caches(move |rank| {
-        let (first, total) = match shares_heads {
-            true => (heads[..rank.rank].iter().sum(), heads.iter().sum()),
-            false => (0, heads[rank.rank]),
-        };
+        let (first, total) =
+            if shares_heads { (heads[..rank.rank].iter().sum(), heads.iter().sum()) } else { (0, heads[rank.rank]) };
         write_blocks(&SafeTensors::deserialize(&bytes)?, &prefix, rank.cache, first, total)
     })?;
     Ok(())

@@ -30,7 +30,7 @@ pub struct EngineStats {
     pub canceled: u64,
     /// Requests that ended with an error.
     pub failed: u64,
-    /// Tokens generated in steps that began after their request was canceled or complete.
+    /// Tokens whose request had already been completed or canceled when the step that generated them began.
     /// Always 0, unless the engine has a bug.
     pub tokens_after_cancel: u64,
     /// Prefilled tokens, excluding tokens reused from the KV cache.

@@ -40,7 +40,7 @@ pub use replay::{Divergence, ReplayedToken};
 const MAX_BYTES_PER_TOKEN: usize = 32;
 
 /// The maximum number of most likely tokens to report with each generated token, as in OpenAI's API.
-const MAX_LOGPROBS: usize = 20;
+pub const MAX_LOGPROBS: usize = 20;
 
 /// The maximum number of answers to one request, as in OpenAI's API.
 const MAX_ANSWERS: usize = 128;

@@ -171,11 +171,12 @@ fn named(world: &World, error: anyhow::Error) -> anyhow::Error {
         return error;
     }
     let text = format!("{error:#}");
-    match plain_cuda_errors(&text) == text || device::is_out_of_memory(&error) {
-        // The error may be about a file, or about the memory, which the caller explains.
-        true => error.context(format!("GPU {} of {}", world.rank() + 1, world.size())),
-        false => Error::GpuFailed(failure(world, &error_message(&error))).into(),
+    let is_cuda_error = plain_cuda_errors(&text) != text;
+    if is_cuda_error && !device::is_out_of_memory(&error) {
+        return Error::GpuFailed(failure(world, &error_message(&error))).into();
     }
+    // The error may be about a file, or about the memory, which the caller explains.
+    error.context(format!("GPU {} of {}", world.rank() + 1, world.size()))
 }
 
 #[cfg(test)]

@@ -9,9 +9,9 @@ pub type SequenceId = u64;
 /// The difference in arrival time that makes up for one level of priority.
 const AGING: Duration = Duration::from_secs(2);
 
-/// The rank of a sequence. The sequence with the smallest rank gets tokens and blocks first.
+/// The place of a sequence in the scheduling order. The smallest value gets tokens and blocks first.
 ///
-/// The rank does not depend on the current time, because all sequences age equally.
+/// The place does not depend on the current time, because all sequences age equally.
 /// A long enough wait outweighs any difference in priority, so no sequence waits forever.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Seniority {
@@ -30,7 +30,7 @@ impl Seniority {
         Self { is_protected: Reverse(false), adjusted_arrival, arrival, id }
     }
 
-    /// Returns the rank of a sequence that must run next, because it was preempted too often.
+    /// Returns the seniority of a sequence that must run next, because it was preempted too often.
     pub fn protected(self) -> Self {
         Self { is_protected: Reverse(true), ..self }
     }

@@ -180,14 +180,14 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
     let has_few = quantized_few::is_supported(parts, columns, x.dtype());
     // Tensor cores multiply 8-bit inputs by 8-bit weights without converting the weights. They accumulate FP8 products
     // with a precision of only about 13 bits, so products with few tokens use floats instead.
-    let low_types = parts.iter().map(|part| low_type(device, part)).collect::<Result<Vec<_>>>()?;
-    let is_low = low_types.iter().all(|low_type| match low_type {
+    let eight_bit_types = parts.iter().map(|part| eight_bit_type(device, part)).collect::<Result<Vec<_>>>()?;
+    let uses_eight_bits = eight_bit_types.iter().all(|eight_bit_type| match eight_bit_type {
         Some(EightBitType::Int8) => tokens > 1,
         Some(EightBitType::Fp8) => tokens > 32,
         None => false,
     });
     match order {
-        SumOrder::Fastest if has_few && !is_low && quantized_few::is_fastest(tokens) => {
+        SumOrder::Fastest if has_few && !uses_eight_bits && quantized_few::is_fastest(tokens) => {
             return matmul_few(device, parts, &x, order);
         }
         SumOrder::Fixed if has_few => return matmul_few(device, parts, &x, order),
@@ -202,17 +202,19 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
     // The parts of a stack usually have the same input rounding, so the input is quantized only once.
     let mut quantized: Option<(InputRounding, QuantizedRows)> = None;
     let mut first = 0;
-    for (part, low_type) in parts.iter().zip(low_types) {
+    for (part, eight_bit_type) in parts.iter().zip(eight_bit_types) {
         let output = OutputColumns { tensor: &out, first, stride };
-        match (part.input_rounding, low_type) {
-            _ if tokens <= MATVEC_TOKENS && !is_low && can_matvec(device, part)? => matvec(device, part, &x, output)?,
+        match (part.input_rounding, eight_bit_type) {
+            _ if tokens <= MATVEC_TOKENS && !uses_eight_bits && can_matvec(device, part)? => {
+                matvec(device, part, &x, output)?
+            }
             (InputRounding::None, _) => matmul_dequantized(device, part, &x, output)?,
-            (rounding, Some(low_type)) => {
+            (rounding, Some(eight_bit_type)) => {
                 let rows = match quantized.take() {
                     Some((same, rows)) if same == rounding => rows,
                     _ => QuantizedRows::new(device, &x, rounding)?,
                 };
-                matmul_low_precision(device, part, &rows, output, low_type)?;
+                matmul_eight_bit(device, part, &rows, output, eight_bit_type)?;
                 quantized = Some((rounding, rows));
             }
             (rounding, None) => matmul_dequantized(device, part, &round_floats(device, &x, rounding)?, output)?,
@@ -315,7 +317,7 @@ fn matmul_dequantized(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, o
 
 /// Returns the element type of an 8-bit product, or `None` if the matrix or the GPU does not support 8-bit products.
 #[cfg(feature = "cuda")]
-fn low_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<EightBitType>> {
+fn eight_bit_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<EightBitType>> {
     let capability = device.cuda_stream().context().compute_capability().w()?;
     // cuBLASLt requires the rows of the result to be aligned to 16 bytes. A row length divisible by 16 guarantees this.
     let is_aligned = part.dims().0.is_multiple_of(16);
@@ -365,18 +367,18 @@ impl QuantizedRows {
 
 /// Multiplies rows of int8 or E4M3 values by 8-bit weights on tensor cores.
 #[cfg(feature = "cuda")]
-fn matmul_low_precision(
+fn matmul_eight_bit(
     device: &CudaDevice,
     part: &QuantizedMatrix,
     x: &QuantizedRows,
     output: OutputColumns,
-    low_type: EightBitType,
+    eight_bit_type: EightBitType,
 ) -> Result<()> {
     let (tokens, (rows, _)) = (x.scales.dims1()?, part.dims());
     let (Some(low), Some(weight_scales)) = (&part.planes[0], &part.planes[2]) else {
         bail!("cannot multiply in 8 bits: format {:?} has no row scales", part.format)
     };
-    let sums = matmul_8bit(device, low_type, low, &x.values)?;
+    let sums = matmul_8bit(device, eight_bit_type, low, &x.values)?;
     let arguments = Arguments::new()
         .tensor(&sums)?
         .tensor(&x.scales)?
@@ -384,7 +386,7 @@ fn matmul_low_precision(
         .address(output.address(0)?)
         .int(rows)
         .int(output.stride);
-    let kernel = if low_type == EightBitType::Int8 { "rescale_int" } else { "rescale_float" };
+    let kernel = if eight_bit_type == EightBitType::Int8 { "rescale_int" } else { "rescale_float" };
     let shape = LaunchShape::new((tokens, rows.div_ceil(256), 1), 256);
     // SAFETY: `sums` has one row for each token, and `output` has a column for each row of the matrix.
     unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device) }

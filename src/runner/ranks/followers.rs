@@ -222,10 +222,10 @@ impl Followers {
         samplings: &[RowSampling],
         run: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        match self.is_empty() {
-            true => run(),
-            false => self.together(RankCommand::Queue(Arc::new(OwnedStep::new(sequences)), samplings.into()), run),
+        if self.is_empty() {
+            return run();
         }
+        self.together(RankCommand::Queue(Arc::new(OwnedStep::new(sequences)), samplings.into()), run)
     }
 
     /// Runs a decode step as a CUDA graph on all followers, while `run` runs the step on the first rank.

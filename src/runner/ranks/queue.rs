@@ -43,12 +43,11 @@ impl RankQueue<'_> {
                 decoder.forward_on_device(&on_device, &batch, cache)?
             }
         };
-        let logits = match samplings.len() == sequences.len() {
-            true => logits,
-            false => {
-                let rows: Vec<u32> = samplings.iter().map(|sampling| sampling.index as u32).collect();
-                logits.index_select(&Tensor::new(rows, logits.device())?, 0)?
-            }
+        let logits = if samplings.len() == sequences.len() {
+            logits
+        } else {
+            let rows: Vec<u32> = samplings.iter().map(|sampling| sampling.index as u32).collect();
+            logits.index_select(&Tensor::new(rows, logits.device())?, 0)?
         };
         buffers.choose(samplings, &logits)
     }

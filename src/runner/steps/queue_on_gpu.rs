@@ -22,11 +22,11 @@ impl Runner {
         if sequences.len() > MAX_ROWS || runs_alone || self.options.prompt_parts.is_some() && !is_decode {
             return Ok(None);
         }
-        if !self.followers.can_queue() {
+        if !self.followers.can_queue() || self.buffers.is_none() || self.batches.is_none() {
             return Ok(None);
         }
         self.check_tokens(sequences)?;
-        self.forget_sequences();
+        self.forget_solo_sequence();
         let (Some(buffers), Some(batches)) = (&mut self.buffers, &mut self.batches) else { return Ok(None) };
         let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
         let (samplings, sum_order) = (RowSampling::of_sequences(sequences), self.options.sum_order());

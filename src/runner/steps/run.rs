@@ -140,7 +140,7 @@ impl Runner {
     fn forward(&mut self, sequences: &mut [StepSequence], sum_order: SumOrder) -> Result<Tensor> {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
         let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
-        self.forget_sequences();
+        self.forget_solo_sequence();
         let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order };
         if !has_scores(sequences) {
             return self.followers.forward(&self.decoder, &batch, &self.cache);
@@ -166,7 +166,7 @@ impl Runner {
     }
 
     /// Stops the decode graph and clears the solo sequence, because the next pass may overwrite their blocks.
-    pub(super) fn forget_sequences(&mut self) {
+    pub(super) fn forget_solo_sequence(&mut self) {
         self.stop_graph();
         self.solo.cached.clear();
     }

@@ -132,7 +132,7 @@ impl Runner {
         {
             return Ok(Some(vec![Some(token.map(|id| ChosenToken { id, logprobs: None }))]));
         }
-        self.forget_sequences();
+        self.forget_solo_sequence();
         // A single sequence runs on a batch graph only if its sampler needs logits, if the order of additions must be
         // fixed, or if there are several ranks.
         if let [sequence] = sequences

@@ -4,15 +4,12 @@ use serde_json::json;
 
 use super::{messages, tools};
 use crate::chat::{ReasoningEffort, RenderOptions};
-use crate::engine::{EngineHandle, Request};
+use crate::engine::{EngineHandle, MAX_LOGPROBS, Request};
 use crate::server::generation::constraint;
 use crate::server::generation::generate_options::{self, StreamOptions};
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 use crate::server::state::Server;
-
-/// The maximum number of most likely tokens that a request can ask for.
-const MAX_TOP_LOGPROBS: i64 = 20;
 
 /// A chat completion request.
 pub struct ChatRequest {
@@ -30,27 +27,26 @@ pub struct ChatRequest {
 impl ChatRequest {
     /// Reads the fields of a request.
     pub fn read(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
-        let fields_ref = &mut fields;
-        generate_options::check_model(fields_ref, server)?;
-        let messages = messages::read(fields_ref)?;
-        let tools = tools::read(fields_ref)?;
-        let format = constraint::read_response_format(fields_ref)?;
-        fields_ref.refuse("prediction", &[], "")?;
-        fields_ref.refuse("audio", &[], "")?;
-        fields_ref.refuse("modalities", &[json!(["text"])], "only text is supported")?;
-        fields_ref.refuse("web_search_options", &[], "")?;
-        fields_ref.refuse("echo", &[json!(false)], "")?;
-        fields_ref.refuse("add_generation_prompt", &[json!(true)], "")?;
-        let (reasoning_effort, shows_reasoning) = read_reasoning(fields_ref)?;
-        let mut options = generate_options::read(fields_ref, server, engine)?;
+        generate_options::check_model(&mut fields, server)?;
+        let messages = messages::read(&mut fields)?;
+        let tools = tools::read(&mut fields)?;
+        let format = constraint::read_response_format(&mut fields)?;
+        fields.refuse("prediction", &[], "")?;
+        fields.refuse("audio", &[], "")?;
+        fields.refuse("modalities", &[json!(["text"])], "only text is supported")?;
+        fields.refuse("web_search_options", &[], "")?;
+        fields.refuse("echo", &[json!(false)], "")?;
+        fields.refuse("add_generation_prompt", &[json!(true)], "")?;
+        let (reasoning_effort, shows_reasoning) = read_reasoning(&mut fields)?;
+        let mut options = generate_options::read(&mut fields, server, engine)?;
         let limit = i64::from(u32::MAX);
-        let max_tokens = fields_ref.take_integer("max_tokens", 1..=limit)?;
-        let max_completion_tokens = fields_ref.take_integer("max_completion_tokens", 1..=limit)?;
+        let max_tokens = fields.take_integer("max_tokens", 1..=limit)?;
+        let max_completion_tokens = fields.take_integer("max_completion_tokens", 1..=limit)?;
         options.max_tokens = max_completion_tokens.or(max_tokens).map(|tokens| tokens as usize);
-        options.logprobs = read_logprobs(fields_ref)?;
-        let choices = generate_options::read_choices(fields_ref)?;
-        let stream = generate_options::read_stream(fields_ref)?;
-        let can_call_in_parallel = fields_ref.take_bool("parallel_tool_calls")?.unwrap_or(true);
+        options.logprobs = read_logprobs(&mut fields)?;
+        let choices = generate_options::read_choices(&mut fields)?;
+        let stream = generate_options::read_stream(&mut fields)?;
+        let can_call_in_parallel = fields.take_bool("parallel_tool_calls")?.unwrap_or(true);
         let structured = options.constraint.take().and_then(|constraint| constraint.answer);
         if format.is_some() && structured.is_some() {
             return Err(fields.invalid("structured_outputs", "cannot be combined with 'response_format'"));
@@ -68,7 +64,7 @@ impl ChatRequest {
 /// Reads `logprobs` and `top_logprobs`.
 fn read_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
     let has_logprobs = fields.take_bool("logprobs")?.unwrap_or(false);
-    match fields.take_integer("top_logprobs", 0..=MAX_TOP_LOGPROBS)? {
+    match fields.take_integer("top_logprobs", 0..=MAX_LOGPROBS as i64)? {
         Some(count) if has_logprobs => Ok(Some(count as usize)),
         None | Some(0) => Ok(has_logprobs.then_some(0)),
         Some(_) => Err(fields.invalid("top_logprobs", "expected 'logprobs' to be true")),

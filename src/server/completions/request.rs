@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::engine::{EngineHandle, Prompt, Request};
+use crate::engine::{EngineHandle, MAX_LOGPROBS, Prompt, Request};
 use crate::server::generation::generate_options::{self, StreamOptions, token_ids};
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
@@ -10,9 +10,6 @@ use crate::server::state::Server;
 
 /// The maximum number of answers to one request, over all prompts.
 const MAX_ANSWERS: usize = 128;
-
-/// The maximum number of most likely tokens that a request can ask for.
-const MAX_LOGPROBS: i64 = 20;
 
 /// The maximum length of an answer if the request does not set `max_tokens`, as in OpenAI's API.
 const DEFAULT_TOKENS: i64 = 16;
@@ -34,21 +31,20 @@ pub struct CompletionRequest {
 impl CompletionRequest {
     /// Reads the fields of a request.
     pub fn read(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
-        let fields_ref = &mut fields;
-        generate_options::check_model(fields_ref, server)?;
-        let prompts = read_prompts(fields_ref)?;
-        fields_ref.refuse("suffix", &[json!("")], "")?;
-        fields_ref.refuse("response_format", &[json!({ "type": "text" })], "use /v1/chat/completions")?;
-        fields_ref.refuse("add_special_tokens", &[json!(true)], "send token ids")?;
-        let mut options = generate_options::read(fields_ref, server, engine)?;
-        let max_tokens = fields_ref.take_integer("max_tokens", 0..=i64::from(u32::MAX))?;
+        generate_options::check_model(&mut fields, server)?;
+        let prompts = read_prompts(&mut fields)?;
+        fields.refuse("suffix", &[json!("")], "")?;
+        fields.refuse("response_format", &[json!({ "type": "text" })], "use /v1/chat/completions")?;
+        fields.refuse("add_special_tokens", &[json!(true)], "send token ids")?;
+        let mut options = generate_options::read(&mut fields, server, engine)?;
+        let max_tokens = fields.take_integer("max_tokens", 0..=i64::from(u32::MAX))?;
         options.max_tokens = Some(max_tokens.unwrap_or(DEFAULT_TOKENS) as usize);
-        options.logprobs = fields_ref.take_integer("logprobs", 0..=MAX_LOGPROBS)?.map(|count| count as usize);
+        options.logprobs = fields.take_integer("logprobs", 0..=MAX_LOGPROBS as i64)?.map(|count| count as usize);
         let has_logprobs = options.logprobs.is_some();
-        let is_echo = fields_ref.take_bool("echo")?.unwrap_or(false);
+        let is_echo = fields.take_bool("echo")?.unwrap_or(false);
         options.prompt_logprobs = options.logprobs.filter(|_| is_echo);
-        let choices = generate_options::read_choices(fields_ref)?;
-        let stream = generate_options::read_stream(fields_ref)?;
+        let choices = generate_options::read_choices(&mut fields)?;
+        let stream = generate_options::read_stream(&mut fields)?;
         if prompts.len() * choices > MAX_ANSWERS {
             let limit = format!("expected at most {MAX_ANSWERS} answers to all prompts together");
             return Err(fields.invalid("prompt", limit));

@@ -57,19 +57,18 @@ pub fn read_max_tokens(fields: &mut Fields) -> Result<usize, ApiError> {
 impl MessagesRequest {
     /// Reads the fields of a request.
     pub fn read(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
-        let fields_ref = &mut fields;
-        generate_options::check_model(fields_ref, server)?;
+        generate_options::check_model(&mut fields, server)?;
         for (name, neutral, hint) in REFUSED {
             let neutral: Vec<Value> = serde_json::from_str(neutral).into_iter().collect();
-            fields_ref.refuse(name, &neutral, hint)?;
+            fields.refuse(name, &neutral, hint)?;
         }
-        let messages = conversation::read(fields_ref)?;
-        let (tools, can_call_in_parallel) = read_tools(fields_ref)?;
-        let (thinking, shows_thinking) = read_thinking(fields_ref)?;
-        let (effort, format) = read_output_config(fields_ref)?;
-        let stop = read_stop(fields_ref)?;
-        let is_stream = fields_ref.take_bool("stream")?.unwrap_or(false);
-        let mut options = generate_options::read(fields_ref, server, engine)?;
+        let messages = conversation::read(&mut fields)?;
+        let (tools, can_call_in_parallel) = read_tools(&mut fields)?;
+        let (thinking, shows_thinking) = read_thinking(&mut fields)?;
+        let (effort, format) = read_output_config(&mut fields)?;
+        let stop = read_stop(&mut fields)?;
+        let is_stream = fields.take_bool("stream")?.unwrap_or(false);
+        let mut options = generate_options::read(&mut fields, server, engine)?;
         options.stop = stop;
         let structured = options.constraint.take().and_then(|constraint| constraint.answer);
         if format.is_some() && structured.is_some() {

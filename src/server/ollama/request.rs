@@ -51,14 +51,13 @@ impl OllamaRequest {
 
     /// Reads a request to `/api/generate`.
     pub fn read_generate(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
-        let fields_ref = &mut fields;
-        check_model(fields_ref, server)?;
-        fields_ref.refuse("images", &[json!([])], "only text is supported")?;
-        fields_ref.refuse("suffix", &[json!("")], "")?;
-        fields_ref.refuse("template", &[json!("")], "the chat format of the model cannot be replaced")?;
-        fields_ref.refuse("context", &[json!([])], "use /api/chat")?;
-        let (prompt, system) = (fields_ref.take_string("prompt")?, fields_ref.take_string("system")?);
-        let is_raw = fields_ref.take_bool("raw")?.unwrap_or(false);
+        check_model(&mut fields, server)?;
+        fields.refuse("images", &[json!([])], "only text is supported")?;
+        fields.refuse("suffix", &[json!("")], "")?;
+        fields.refuse("template", &[json!("")], "the chat format of the model cannot be replaced")?;
+        fields.refuse("context", &[json!([])], "use /api/chat")?;
+        let (prompt, system) = (fields.take_string("prompt")?, fields.take_string("system")?);
+        let is_raw = fields.take_bool("raw")?.unwrap_or(false);
         let prompt = prompt.filter(|prompt| !prompt.is_empty()).map(|prompt| {
             if is_raw {
                 Prompt::Text(prompt)
@@ -67,7 +66,7 @@ impl OllamaRequest {
                 Prompt::Chat(system.into_iter().chain([Message::user(prompt)]).collect())
             }
         });
-        Shared::read(fields_ref, server, engine)?.finish(fields, prompt, Tools::default())
+        Shared::read(&mut fields, server, engine)?.finish(fields, prompt, Tools::default())
     }
 }
 

@@ -12,16 +12,13 @@ use super::output::Shape;
 use super::store::ClientStore;
 use super::tools::{self, Tools};
 use crate::chat::{Message, RenderOptions};
-use crate::engine::{EngineHandle, GenerateOptions, Grammar};
+use crate::engine::{EngineHandle, GenerateOptions, Grammar, MAX_LOGPROBS};
 use crate::server::chat::read_reasoning;
 use crate::server::generation::constraint::read_text_format;
 use crate::server::generation::generate_options;
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 use crate::server::state::Server;
-
-/// The maximum value of `top_logprobs`: the number of most likely tokens to return for each position.
-const MAX_TOP_LOGPROBS: i64 = 20;
 
 /// The maximum number of entries in `metadata`.
 const MAX_METADATA: usize = 16;
@@ -64,33 +61,31 @@ impl ResponseRequest {
         engine: &EngineHandle,
         store: &ClientStore,
     ) -> Result<Self, ApiError> {
-        let fields_ref = &mut fields;
-        generate_options::check_model(fields_ref, server)?;
+        generate_options::check_model(&mut fields, server)?;
         for (name, neutral, hint) in REFUSED {
             let neutral: Vec<Value> = serde_json::from_str(neutral).into_iter().collect();
-            fields_ref.refuse(name, &neutral, hint)?;
+            fields.refuse(name, &neutral, hint)?;
         }
-        let (Input { earlier, items }, previous_response_id) = input::read(fields_ref, store)?;
-        let instructions = fields_ref.take_string("instructions")?;
-        let Tools { functions, served, choice } = tools::read(fields_ref)?;
-        let (text, format) = read_text(fields_ref)?;
-        let mut shape = read_include(fields_ref)?;
-        let (effort, shows_reasoning) = read_reasoning(fields_ref)?;
+        let (Input { earlier, items }, previous_response_id) = input::read(&mut fields, store)?;
+        let instructions = fields.take_string("instructions")?;
+        let Tools { functions, served, choice } = tools::read(&mut fields)?;
+        let (text, format) = read_text(&mut fields)?;
+        let mut shape = read_include(&mut fields)?;
+        let (effort, shows_reasoning) = read_reasoning(&mut fields)?;
         shape.shows_reasoning = shows_reasoning;
-        let mut options = generate_options::read(fields_ref, server, engine)?;
-        let max_tokens = fields_ref.take_integer("max_output_tokens", 1..=i64::from(u32::MAX))?;
+        let mut options = generate_options::read(&mut fields, server, engine)?;
+        let max_tokens = fields.take_integer("max_output_tokens", 1..=i64::from(u32::MAX))?;
         options.max_tokens = max_tokens.map(|tokens| tokens as usize);
-        let top_logprobs = fields_ref.take_integer("top_logprobs", 0..=MAX_TOP_LOGPROBS)?.unwrap_or(0) as usize;
+        let top_logprobs = fields.take_integer("top_logprobs", 0..=MAX_LOGPROBS as i64)?.unwrap_or(0) as usize;
         shape.has_logprobs |= top_logprobs > 0;
         options.logprobs = shape.has_logprobs.then_some(top_logprobs);
-        let stream = generate_options::read_stream(fields_ref)?;
-        let parallel_tool_calls = fields_ref.take_bool("parallel_tool_calls")?.unwrap_or(true);
+        let stream = generate_options::read_stream(&mut fields)?;
+        let parallel_tool_calls = fields.take_bool("parallel_tool_calls")?.unwrap_or(true);
         let structured = options.constraint.take().and_then(|constraint| constraint.answer);
         if format.is_some() && structured.is_some() {
             return Err(fields.invalid("structured_outputs", "cannot be combined with 'text.format'"));
         }
         options.constraint = functions.constraint(format.or(structured), parallel_tool_calls);
-        let fields_ref = &mut fields;
         let date = jiff::Zoned::now().strftime("%Y-%m-%d").to_string();
         let settings = Settings {
             model: server.options.model.clone(),
@@ -98,7 +93,7 @@ impl ResponseRequest {
             tools: served,
             tool_choice: choice,
             parallel_tool_calls,
-            max_tool_calls: read_max_tool_calls(fields_ref)?,
+            max_tool_calls: read_max_tool_calls(&mut fields)?,
             max_output_tokens: options.max_tokens,
             truncation: "disabled",
             text,
@@ -108,13 +103,13 @@ impl ResponseRequest {
             presence_penalty: options.sampling.presence_penalty,
             frequency_penalty: options.sampling.frequency_penalty,
             top_logprobs,
-            store: fields_ref.take_bool("store")?.unwrap_or(true),
+            store: fields.take_bool("store")?.unwrap_or(true),
             background: false,
-            metadata: read_metadata(fields_ref)?,
+            metadata: read_metadata(&mut fields)?,
             service_tier: "default",
-            user: repeated(fields_ref, "user")?,
-            safety_identifier: repeated(fields_ref, "safety_identifier")?,
-            prompt_cache_key: repeated(fields_ref, "prompt_cache_key")?,
+            user: repeated(&mut fields, "user")?,
+            safety_identifier: repeated(&mut fields, "safety_identifier")?,
+            prompt_cache_key: repeated(&mut fields, "prompt_cache_key")?,
             instructions,
         };
         let conversation = earlier.iter().chain(&items).map(Arc::as_ref);

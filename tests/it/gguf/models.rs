@@ -12,7 +12,7 @@ use tempfile::TempDir;
 
 use crate::support::gguf::converter::{convert, convert_with_separate_experts};
 use crate::support::gguf::models::demo_as_gguf;
-pub use crate::support::gguf::models::{quantized_llama, saved};
+use crate::support::gguf::models::{quantized_llama, saved};
 use crate::support::gguf::writer::Writer;
 use crate::support::{golden, golden_models, logits_of, relative_error, values};
 

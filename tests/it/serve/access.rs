@@ -8,7 +8,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use super::client::{JSON, Server, chat};
-use crate::cli::{assert_fails, inferno, run};
+use crate::support::program::{assert_fails, inferno, run};
 
 /// Every route, with its method.
 const ROUTES: &[(&str, &str)] = &[

@@ -11,7 +11,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::cli::inferno;
+use crate::support::program::inferno;
 
 /// The time limit of each wait. It is long, because it only has to detect hangs.
 pub const HANG: Duration = Duration::from_secs(60);

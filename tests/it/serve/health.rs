@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 use tempfile::TempDir;
 
 use super::client::{Server, endless};
-use crate::cli::{assert_fails, inferno, run, text};
+use crate::support::program::{assert_fails, inferno, run, text};
 
 /// Runs `inferno health` with environment variables.
 fn run_with(args: &[&str], variables: &[(&str, &str)]) -> Output {

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::client::{Response, Server, chat, endless, read_chunk};
-use crate::cli::{assert_fails, run};
+use crate::support::program::{assert_fails, run};
 
 #[test]
 fn exactly_the_excess_is_rejected_when_the_queue_is_full() {

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::client::{JSON, Server, chat};
-use crate::cli::{assert_fails, run, text};
+use crate::support::program::{assert_fails, run, text};
 
 fn sha256(bytes: &[u8]) -> String {
     digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::client::{JSON, Server, endless, read_chunk};
-use crate::cli::{assert_fails, run, text};
+use crate::support::program::{assert_fails, run, text};
 
 fn replay(record: &str, args: &[&str]) -> Output {
     run(&[&["replay", record, "--device", "cpu"], args].concat())

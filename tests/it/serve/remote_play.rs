@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::client::Server;
-use crate::cli::{assert_fails, inferno, text};
-use crate::terminal::{expect, play_url};
+use crate::support::program::{assert_fails, inferno, text};
+use crate::support::session::{expect, play_url};
 
 /// Runs `inferno play --url` for one answer. Sets an unreachable proxy, which must not be used for local servers.
 fn ask(url: &str, args: &[&str]) -> Output {

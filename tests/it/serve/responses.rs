@@ -196,10 +196,8 @@ fn streams_add_up_to_whole_responses() {
         assert_eq!(kinds[..2], ["response.created", "response.in_progress"]);
         let last = events.last().unwrap();
         let is_cut = fields["max_output_tokens"].as_u64().is_some_and(|limit| limit <= 12);
-        let (event, status) = match is_cut {
-            true => ("response.incomplete", "incomplete"),
-            false => ("response.completed", "completed"),
-        };
+        let status = if is_cut { "incomplete" } else { "completed" };
+        let event = format!("response.{status}");
         assert!(last["type"] == event || fields.get("seed").is_some(), "{fields}: {last}");
         assert!(last["response"]["status"] == status || fields.get("seed").is_some(), "{fields}: {last}");
         for event in &events[..2] {

@@ -14,7 +14,7 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 
 use super::client::{JSON, Response, Server, chat, endless, read_chunk, request};
-use crate::cli::{assert_fails, inferno, run};
+use crate::support::program::{assert_fails, inferno, run};
 
 /// Returns the path of a file in tests/certificates. `make.sh` in that folder explains the files.
 fn path(name: &str) -> String {

@@ -135,7 +135,8 @@ fn wait(pid: libc::pid_t) -> Option<(ExitStatus, f64)> {
 }
 
 /// Returns the peak resident memory of a running process.
-/// `rusage` cannot be used: its value includes the memory of the test process before `exec`.
+/// `ru_maxrss` cannot be used: this peak also covers the time before `exec`, when the child still had the memory of the
+/// test process.
 fn peak_resident_bytes(pid: libc::pid_t) -> Option<u64> {
     // Do not measure the child before `exec`, because it still has the memory of the test process.
     let program = std::fs::read_link(format!("/proc/{pid}/exe")).ok()?;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::support::Random;
 
-#[path = "../../../fuzz/src/lib.rs"]
+#[path = "../../fuzz/src/lib.rs"]
 mod bodies;
 
 /// Returns the number of mutations per corpus file: `INFERNO_MUTATIONS`, or 100 by default.
