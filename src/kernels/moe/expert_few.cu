@@ -81,10 +81,9 @@ __device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2],
         for (int m = 0; m < 2; ++m) {
             const uint32_t low = block ? words[m].z : words[m].x, high = block ? words[m].w : words[m].y;
             const uint32_t f = factors[m][2 * block], f8 = factors[m][2 * block + 1];
-            const uint32_t a[2][4] = {{unpack_pair<T, 0>(low, f), unpack_pair<T, 0>(high, f8),
-                                       unpack_pair<T, 1>(low, f), unpack_pair<T, 1>(high, f8)},
-                                      {unpack_pair<T, 2>(low, f), unpack_pair<T, 2>(high, f8),
-                                       unpack_pair<T, 3>(low, f), unpack_pair<T, 3>(high, f8)}};
+            uint32_t a[2][4];
+            unpack_items<T, 0>(low, high, f, f8, a[0]);
+            unpack_items<T, 1>(low, high, f, f8, a[1]);
 #pragma unroll
             for (int k = 0; k < 2; ++k)
 #pragma unroll

@@ -6,9 +6,7 @@
 //     (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
 //   scales: [experts][ceil(rows / 16)][ceil(columns / 64)][g][4 bytes]
 //     The four bytes are the scales of the four blocks listed above.
-//   A word holds the values 8t .. 8t + 7 of a block: even columns in the low half, odd columns in the high half.
-//   In each half, the magnitudes of the four values are in bits 11..9, 8..6, 5..3 and 2..0.
-//   The signs of the four values are in bits 15, 14, 13 and 12.
+//   A word holds the values 8t .. 8t + 7 of a block, except for the last two, which two words share (see e2m1.cuh).
 // A lane's 16 bytes are its A fragments for four MMAs with K = 16, so weights never move between lanes.
 //
 // Columns of x, h and y are in *fragment order*.
@@ -26,6 +24,7 @@
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include "headers/tensor_core.cuh"
+#include "moe/e2m1.cuh"
 #include "moe/work_items.cuh"
 
 // Columns per step: the width of a weight tile. A row of x has 128 bytes per step.
@@ -63,7 +62,7 @@ template <typename T> __device__ __forceinline__ void scale_factors(uint32_t sca
 // bf16: unpacked values are E2M1 · 2^-126, so the factor for a scale of 2^(s - 127) is 2^(s - 1), exact even for s = 0.
 template <> __device__ __forceinline__ void scale_factors<__nv_bfloat16>(uint32_t scales, uint32_t (&factors)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) factors[i] = __byte_perm(scales, 0, 0x4040 + 0x0101 * i) * 128u + 0x3F003F00u;
+    for (int i = 0; i < 4; ++i) factors[i] = __byte_perm(scales, 0, 0x4440 + i) * 0x00800080u + 0x3F003F00u;
 }
 // f16: unpacked values are E2M1 · 2^-14, so the factor is 2^(s - 113), which is a normal number for s >= 99.
 // For smaller s, all products round to zero.
@@ -74,19 +73,20 @@ template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scale
         factors[i] = exponents << 10;
     }
 }
-// Returns pair P of the eight values in a word, multiplied by their scale.
-template <typename T, int P> __device__ __forceinline__ uint32_t unpack_pair(uint32_t word, uint32_t factor) {
+// Unpacks items 2·PART and 2·PART + 1 of two rows (see e2m1_items), and multiplies them by the factors of their rows.
+template <typename T, int PART>
+__device__ __forceinline__ void unpack_items(uint32_t low, uint32_t high, uint32_t low_factor, uint32_t high_factor,
+                                             uint32_t (&items)[4]) {
     using T2 = typename Pair<T>::type;
-    constexpr bool HALF = __is_same(T, __half);
-    uint32_t magnitude;
-    if constexpr (HALF) {
-        magnitude = word << (3 * P) & 0x0E000E00u;
-    } else {
-        magnitude = (P == 0 ? word >> 3 : word << (3 * (P > 0 ? P - 1 : 0))) & 0x01C001C0u;
+    e2m1_items<PART>(low, high, items);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        // Magnitudes start at bit 9 in f16, and at bit 6 in bf16.
+        if constexpr (__is_same(T, __half)) items[i] = (items[i] & 0x01C001C0u) << 3 | (items[i] & 0x80008000u);
+        const uint32_t factor = i % 2 ? high_factor : low_factor;
+        const T2 product = __hmul2(*reinterpret_cast<T2*>(&items[i]), *reinterpret_cast<const T2*>(&factor));
+        items[i] = *reinterpret_cast<const uint32_t*>(&product);
     }
-    uint32_t bits = magnitude | (word << P & 0x80008000u);
-    const T2 product = __hmul2(*reinterpret_cast<T2*>(&bits), *reinterpret_cast<T2*>(&factor));
-    return *reinterpret_cast<const uint32_t*>(&product);
 }
 
 // ---- tiles ----
