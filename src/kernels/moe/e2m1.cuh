@@ -10,8 +10,8 @@
 //                p = 0     p = 1     p = 2      p = 3
 //   row g        low, 0    low, 4    low, 10    merged, 8
 //   row g + 8    high, 2   high, 6   high, 12   merged, 14
-// No rotation lets a fourth item fit between the bits of three others. Item 3 of both rows therefore shares the bits that
-// the other items leave free. `merged` has the bits E2M1_FREE_LOW of `low`, and all other bits of `high`.
+// No rotation lets a fourth item fit between the bits of three others. Item 3 of both rows therefore shares the bits
+// that the other items leave free. `merged` has the bits E2M1_FREE_LOW of `low`, and all other bits of `high`.
 // Unpacking two words takes 16 integer instructions: 8 masks, 7 rotations and 1 merge.
 #pragma once
 #include <stdint.h>
@@ -33,8 +33,8 @@ __host__ __device__ __forceinline__ void place_e2m1(uint32_t (&words)[2], int ro
     }
 }
 
-// Returns items 2·PART and 2·PART + 1 of rows g and g + 8, in the order of an A fragment (m16n8k16): first item of row g,
-// first item of row g + 8, second item of row g, second item of row g + 8.
+// Returns items 2·PART and 2·PART + 1 of rows g and g + 8, in the order of an A fragment of m16n8k16:
+// first item of row g, first item of row g + 8, second item of row g, second item of row g + 8.
 template <int PART> __device__ __forceinline__ void e2m1_items(uint32_t low, uint32_t high, uint32_t (&items)[4]) {
     if constexpr (PART == 0) {
         // Shifts are enough, because no masked bit comes from the end of the word.

@@ -30,5 +30,6 @@ extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* sc
         if (t == i) tile_scales[tile * 32 + g * 4 + i] = scale;
         if (scale > 128) *has_large_scale = 1;
     }
-    reinterpret_cast<uint4*>(tile_blocks)[tile * 32 + lane] = make_uint4(words[0][0], words[0][1], words[1][0], words[1][1]);
+    const uint4 all_words = make_uint4(words[0][0], words[0][1], words[1][0], words[1][1]);
+    reinterpret_cast<uint4*>(tile_blocks)[tile * 32 + lane] = all_words;
 }

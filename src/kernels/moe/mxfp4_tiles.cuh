@@ -46,12 +46,15 @@ template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word) {
 // ---- fragment order ----
 
 // Returns segment `index` (8 columns in fragment order) of a row, rounded to T. Padding columns are zeros.
-template <typename T> __device__ __forceinline__ uint4 fragment_segment(const float2* row, int index, int columns) {
+// Multiplies each value by `factor`, a power of two.
+template <typename T>
+__device__ __forceinline__ uint4 fragment_segment(const float2* row, int index, int columns, float factor = 1.0f) {
     if (index >= columns / 8) return make_uint4(0, 0, 0, 0);
     // Fragment order stores the column pairs p, 4 + p, 8 + p and 12 + p at positions 4p .. 4p + 3.
     const float2* pair = row + index / 4 * 16 + index % 4;
+    const auto packed = [&](float2 value) { return pack<T>(value.x * factor, value.y * factor); };
     const float2 a = pair[0], b = pair[4], c = pair[8], d = pair[12];
-    return make_uint4(pack<T>(a.x, a.y), pack<T>(b.x, b.y), pack<T>(c.x, c.y), pack<T>(d.x, d.y));
+    return make_uint4(packed(a), packed(b), packed(c), packed(d));
 }
 
 // ---- unpacking ----
@@ -73,16 +76,30 @@ template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scale
         factors[i] = exponents << 10;
     }
 }
+
+// Returns 2^(s - 127), where s is byte `index` of a word of scales, or 0 if s is 0.
+__device__ __forceinline__ float scale_of(uint32_t scales, int index) {
+    return __uint_as_float((index == 3 ? scales >> 1 : scales << (23 - 8 * index)) & 0x7f800000u);
+}
+
+// Converts items of e2m1_items to T. They are the values times 2^-126 (bf16) or 2^-14 (f16).
+template <typename T> __device__ __forceinline__ void convert_items(uint32_t (&items)[4]) {
+    // Magnitudes start at bit 9 in f16, and at bit 6 in bf16.
+    if constexpr (__is_same(T, __half)) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) items[i] = (items[i] & 0x01C001C0u) << 3 | (items[i] & 0x80008000u);
+    }
+}
+
 // Unpacks items 2·PART and 2·PART + 1 of two rows (see e2m1_items), and multiplies them by the factors of their rows.
 template <typename T, int PART>
 __device__ __forceinline__ void unpack_items(uint32_t low, uint32_t high, uint32_t low_factor, uint32_t high_factor,
                                              uint32_t (&items)[4]) {
     using T2 = typename Pair<T>::type;
     e2m1_items<PART>(low, high, items);
+    convert_items<T>(items);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        // Magnitudes start at bit 9 in f16, and at bit 6 in bf16.
-        if constexpr (__is_same(T, __half)) items[i] = (items[i] & 0x01C001C0u) << 3 | (items[i] & 0x80008000u);
         const uint32_t factor = i % 2 ? high_factor : low_factor;
         const T2 product = __hmul2(*reinterpret_cast<T2*>(&items[i]), *reinterpret_cast<const T2*>(&factor));
         items[i] = *reinterpret_cast<const uint32_t*>(&product);
@@ -126,6 +143,7 @@ template <typename T> struct Output {
     T* out;  // gate_up: h [pairs, rows / 2], tiled; down: y [pairs, rows]
     int tiled_rows;
     float limit;
+    float h_factor = 1.0f;  // by which h is multiplied, a power of two
 };
 
 // Returns the biases of rows g and g + 8 of a weight tile, where g = lane / 4.
@@ -168,7 +186,7 @@ __device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& 
         for (int i = 0; i < TILES; ++i) {
             const float first = clamped_swiglu(sums[i][0] + bias[i].x, sums[i][2] + bias[i].y, o.limit);
             const float second = clamped_swiglu(sums[i][1] + bias[i].x, sums[i][3] + bias[i].y, o.limit);
-            words[i] = transposed<T>(first, second);
+            words[i] = transposed<T>(first * o.h_factor, second * o.h_factor);
             if (row_tile * 16 >= rows) words[i] = 0;  // padding columns of h
         }
         // Word row_tile % 4 of a segment holds columns 8·row_tile + 2t and 8·row_tile + 2t + 1 of h.
