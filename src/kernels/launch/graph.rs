@@ -1,8 +1,8 @@
 //! Launch lists captured as one CUDA graph, so that the host starts a whole decode step with a single call.
 
+use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
-use candle_core::{Result, bail};
 
 use super::arguments::Memory;
 use super::list::LaunchList;
@@ -20,10 +20,10 @@ unsafe impl Send for LaunchGraph {}
 
 impl LaunchGraph {
     /// Captures the launches of `first`, followed by the launches of `second`, on the stream of their device.
-    pub fn capture(first: &LaunchList, second: &LaunchList) -> Result<Self> {
+    pub fn capture(first: &LaunchList, second: &LaunchList) -> anyhow::Result<Self> {
         let enqueue = || Ok(first.enqueue().and_then(|()| second.enqueue())?);
         // SAFETY: launch lists allocate nothing, and the graph keeps their memory alive.
-        let graph = unsafe { Self::capture_with(first.device(), enqueue) }.map_err(candle_core::Error::from_anyhow)?;
+        let graph = unsafe { Self::capture_with(first.device(), enqueue)? };
         Ok(Self { _memory: first.memory().chain(second.memory()).cloned().collect(), ..graph })
     }
 
