@@ -121,10 +121,11 @@ fn compile_command(nvcc: &Path, capability: &str, source: &Path, out: &Path) -> 
 fn code_targets(name: &str, capability: &str) -> Vec<String> {
     // Hopper's wgmma instructions need the target sm_90a, and later GPUs cannot run code for sm_90a.
     let is_for_hopper = |capability: &str| (name, capability) == ("expert_mlp", "90");
-    let mut targets = match is_for_hopper(capability) {
+    let mut targets = if is_for_hopper(capability) {
         // The PTX is for later GPUs, so it is compiled without these instructions.
-        true => vec!["arch=compute_90a,code=sm_90a".into(), "arch=compute_90,code=compute_90".into()],
-        false => vec![format!("arch=compute_{capability},code=[compute_{capability},sm_{capability}]")],
+        vec!["arch=compute_90a,code=sm_90a".into(), "arch=compute_90,code=compute_90".into()]
+    } else {
+        vec![format!("arch=compute_{capability},code=[compute_{capability},sm_{capability}]")]
     };
     targets.extend(extra_capabilities(capability).map(|extra| {
         let suffix = if is_for_hopper(&extra) { "a" } else { "" };

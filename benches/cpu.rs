@@ -13,7 +13,7 @@ use candle_core::{Device, Tensor};
 use criterion::{Criterion, Throughput};
 use inferno::SamplingParams;
 use inferno::chat::{Message, ReasoningEffort, RenderOptions};
-use inferno::engine::sampler::Sampler;
+use inferno::engine::sampling::Sampler;
 use inferno::kernels::moe::experts::{self, ExpertWeights};
 use inferno::kernels::moe::mxfp4::MXFP4_BLOCK;
 use inferno::language::Language;

@@ -45,7 +45,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = "0123456789012345678901234567890123456789"
 
-# MAX_SECONDS, MAX_DATA and HANG_SECONDS have the same values as in tests/it/bounded.rs.
+# MAX_SECONDS, MAX_DATA and HANG_SECONDS have the same values as in tests/it/support/bounded.rs.
 MAX_SECONDS = 10
 MAX_DATA = 1_500_000_000
 # The script kills the program after this time. On a busy machine, MAX_SECONDS of CPU time can take this long.

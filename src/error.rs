@@ -118,6 +118,12 @@ pub enum Error {
     #[error("cannot constrain the answer: {name}: {reason}")]
     InvalidConstraint { name: String, reason: String },
 
+    /// The request asks for a deterministic answer, but the engine cannot give one to a single request.
+    #[error(
+        "cannot answer deterministically: {reason}\n  make all answers deterministic: start the engine with --deterministic"
+    )]
+    NotDeterministic { reason: String },
+
     /// The grammars of a request could not be compiled in time, although they need little CPU time.
     #[error("cannot compile the grammars of the request within {wait_s} s: the machine is busy\n  try again")]
     CompilerBusy { wait_s: f64 },
@@ -162,7 +168,7 @@ impl Error {
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Draining | Error::WaitedTooLong | Error::CompilerBusy { .. } => 1,
-            Error::Usage(_) | Error::InvalidConstraint { .. } => 2,
+            Error::Usage(_) | Error::InvalidConstraint { .. } | Error::NotDeterministic { .. } => 2,
             Error::ModelNotFound { .. } | Error::RepositoryNotFound { .. } | Error::RevisionNotFound { .. } => 3,
             Error::NotInOwnCache(_) | Error::NoRevisions { .. } => 3,
             Error::ServerRoute { .. } | Error::ModelNotServed { .. } => 3,

@@ -77,13 +77,14 @@ impl Harness {
             is_open: true,
             max_sequences: 256,
             queue: 0,
+            max_connections: 100,
             timeouts: Timeouts::default(),
             tls: None,
             has_vllm_metrics: false,
             record: RecordOptions::default(),
         });
         let server = server.unwrap();
-        server.set_model(engine.handle());
+        server.set_engine(engine.handle());
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         let router = TowerToHyperService::new(server::router(&server));
         Self { runtime, router, engine, _server: server }

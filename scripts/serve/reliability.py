@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 
+import answers
 import bodies
 import cancel
 import connections
 import limits
 import report as reports
+import scrapes
 import soak
 from background import raise_file_limit
 from process import Server
@@ -37,6 +39,8 @@ TESTS = {
     "fairness": limits.fairness,
     "grammars": limits.grammars,
     "constrained": limits.constrained,
+    "answers": answers.answers,
+    "metrics": scrapes.scrapes,
     "soak": soak.soak,
 }
 

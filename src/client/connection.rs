@@ -243,9 +243,10 @@ fn read_certificates(path: &Path) -> Result<RootCerts> {
             certificates.push(certificate);
         }
     }
-    match certificates.is_empty() {
-        true => Err(problem("the file contains no certificate in PEM format".to_string())),
-        false => Ok(RootCerts::from(certificates)),
+    if certificates.is_empty() {
+        Err(problem("the file contains no certificate in PEM format".to_string()))
+    } else {
+        Ok(RootCerts::from(certificates))
     }
 }
 

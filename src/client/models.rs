@@ -53,9 +53,10 @@ fn not_served(models: &[ServedModel], name: &str, connection: &Connection) -> an
     if models.len() > MAX_LISTED {
         names.push("…".to_string());
     }
-    let hint = match names.is_empty() {
-        true => "the server lists no models".to_string(),
-        false => format!("it serves {}", names.join(", ")),
+    let hint = if names.is_empty() {
+        "the server lists no models".to_string()
+    } else {
+        format!("it serves {}", names.join(", "))
     };
     Error::ModelNotServed { model: name.to_string(), url: connection.url.to_string(), hint }.into()
 }

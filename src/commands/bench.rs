@@ -93,10 +93,8 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     }
     let last_depth = depths.last().copied().unwrap_or(0);
     let deepest = depths.iter().copied().max().unwrap_or(0);
-    let positions = match is_serving {
-        true => args.input as usize + args.output as usize,
-        false => (deepest + longest).max(FIRST_PROMPT),
-    };
+    let positions =
+        if is_serving { args.input as usize + args.output as usize } else { (deepest + longest).max(FIRST_PROMPT) };
     args.load.require_context(positions + EXTRA_POSITIONS)?;
     args.load.set_deterministic(args.deterministic);
     args.load.set_sequences(args.concurrency.iter().copied().max().unwrap_or(1) as usize);
@@ -110,23 +108,14 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let after_load_bytes = memory_in_use(&engine)?;
 
     let bench = Bench { engine, repetitions: args.repetitions as usize };
-    let mut first_token = None;
-    let (mut tests, mut serving) = (Vec::new(), Vec::new());
-    for &concurrency in &args.concurrency {
-        serving.push(bench.serving(&args, concurrency as usize)?);
-    }
-    if !is_serving {
+    let (mut tests, mut serving, mut first_token) = (Vec::new(), Vec::new(), None);
+    if is_serving {
+        for &concurrency in &args.concurrency {
+            serving.push(bench.serving(&args, concurrency as usize)?);
+        }
+    } else {
         first_token = Some(bench.first_tokens(&prompts)?);
-    }
-    for &depth in depths.iter().filter(|_| !is_serving) {
-        bench.fill_cache(depth)?;
-        for &prompt in &prompts {
-            tests.push(bench.prompt(prompt, depth)?);
-        }
-        if decode > 0 {
-            tests.push(bench.decode(decode, depth)?);
-            tests.push(bench.chat(decode, depth)?);
-        }
+        tests = bench.tests(&prompts, decode, &depths)?;
     }
     let engine = bench.engine;
     let after = gpu.as_ref().and_then(GpuFacts::state);
@@ -196,6 +185,22 @@ impl Bench {
     fn repeat(&self, mut run: impl FnMut(&EngineHandle, u64) -> Result<f64>) -> Result<Vec<f64>> {
         run(&self.engine, 0)?;
         (1..=self.repetitions as u64).map(|index| run(&self.engine, index)).collect()
+    }
+
+    /// Measures prefill, decode and chat at each depth: with this many tokens in the KV cache.
+    fn tests(&self, prompts: &[usize], decode: usize, depths: &[usize]) -> Result<Vec<Test>> {
+        let mut tests = Vec::new();
+        for &depth in depths {
+            self.fill_cache(depth)?;
+            for &prompt in prompts {
+                tests.push(self.prompt(prompt, depth)?);
+            }
+            if decode > 0 {
+                tests.push(self.decode(decode, depth)?);
+                tests.push(self.chat(decode, depth)?);
+            }
+        }
+        Ok(tests)
     }
 
     /// Returns how many bytes each of `tokens` decode steps reads, if the first step starts with `depth` cached tokens.

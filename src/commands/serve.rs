@@ -26,6 +26,10 @@ const MAX_THREADS: usize = 4;
 const MAX_SEQUENCES: u16 = MAX_LOGIT_ROWS as u16;
 const _: () = assert!(MAX_LOGIT_ROWS == 256, "the help of --max-sequences and docs/tuning.md give this limit");
 
+/// The number of open files for other purposes than connections: the model, records, and connections above the limit.
+#[cfg(unix)]
+const OTHER_FILES: usize = 256;
+
 /// The time limit for threads to finish when the program exits.
 const END_TIME: Duration = Duration::from_secs(1);
 
@@ -66,6 +70,9 @@ pub struct Args {
     /// Maximum number of answers that may wait to start; further requests are rejected with status 429
     #[arg(long, default_value_t = 512, value_name = "N")]
     queue: usize,
+    /// Maximum number of open connections; requests on further connections are rejected with status 503
+    #[arg(long, default_value_t = 16384, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    max_connections: u32,
     /// Seconds after SIGTERM or Ctrl-C during which the server still accepts requests, while /health answers 503
     #[arg(long, default_value_t = 0, value_name = "SECONDS")]
     drain_delay: u64,
@@ -136,7 +143,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     };
     let receipt_key = args.receipt_key.as_deref().map(ReceiptKey::read_or_create).transpose()?;
     let scheme = if tls.is_some() { "https" } else { "http" };
-    allow_many_connections();
+    let max_connections = allow_connections(args.max_connections as usize);
     let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get().min(MAX_THREADS));
     let runtime = Builder::new_multi_thread().worker_threads(threads).enable_all().build();
     let runtime = runtime.context("cannot start the threads of the server")?;
@@ -152,7 +159,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     args.load.set_deterministic(args.deterministic);
     args.load.plan_for_many(Some(args.max_sequences.into()));
     let has_key = !api_keys.is_empty();
-    let mut options = ServerOptions { tls, ..options(&args, &snapshot, api_keys) };
+    let mut options = ServerOptions { tls, max_connections, ..options(&args, &snapshot, api_keys) };
     options.record.receipt_key = receipt_key.map(Arc::new);
     let server = Server::new(options)?;
     let serving = start(&runtime, &server, listener);
@@ -166,7 +173,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         let hashes = hashes.join().map_err(|_| anyhow!("the thread that hashes the model's files failed"))?;
         server.set_model_files(hashes?);
     }
-    server.set_model(engine.handle());
+    server.set_engine(engine.handle());
     announce(&format!("{scheme}://{address}"), &snapshot, has_key);
     let served = runtime.block_on(serving).context("the server stopped unexpectedly")?;
     match served {
@@ -189,6 +196,7 @@ fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOpt
         is_open: args.no_auth,
         max_sequences: args.max_sequences.into(),
         queue: args.queue,
+        max_connections: args.max_connections as usize,
         timeouts: Timeouts {
             header: Duration::from_secs_f64(limits.header_timeout),
             body: Duration::from_secs_f64(limits.body_timeout),
@@ -269,14 +277,20 @@ fn announce(url: &str, snapshot: &Snapshot, has_key: bool) {
     }
 }
 
-/// Raises the limit on open files to the maximum. Each connection is an open file.
-fn allow_many_connections() {
+/// Raises the limit on open files to the maximum, because each connection is an open file.
+/// Returns the number of connections that the limit leaves room for, at most `wanted`.
+fn allow_connections(wanted: usize) -> usize {
     #[cfg(unix)]
     {
         use nix::sys::resource::{Resource, getrlimit, setrlimit};
-        if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
-            // If this fails, the server accepts fewer connections.
-            let _ = setrlimit(Resource::RLIMIT_NOFILE, hard, hard);
+        let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return wanted };
+        let files = if setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok() { hard } else { soft };
+        let room = usize::try_from(files).unwrap_or(usize::MAX).saturating_sub(OTHER_FILES).max(1);
+        if room < wanted {
+            tracing::warn!("accepts only {room} connections, because the limit on open files is {files} (ulimit -n)");
         }
+        room.min(wanted)
     }
+    #[cfg(not(unix))]
+    wanted
 }

@@ -44,9 +44,10 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?;
-    let source = match args.remote {
-        true => Source::remote(&hub, peek(&hub, &args)?)?,
-        false => Source::local(&hub.find(&args.model, args.revision.as_deref()).map_err(suggest_remote)?),
+    let source = if args.remote {
+        Source::remote(&hub, peek(&hub, &args)?)?
+    } else {
+        Source::local(&hub.find(&args.model, args.revision.as_deref()).map_err(suggest_remote)?)
     };
     let plan = Requested { context: args.context, gpus: args.gpus, split: args.split.into() };
     let report = Report::new(source, plan, Gpu::first())?;

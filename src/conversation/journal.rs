@@ -180,9 +180,12 @@ impl Journal {
         let folder = self.path.parent().unwrap_or(Path::new("."));
         let path = journal_path(folder, name);
         // `fs::rename` would overwrite another conversation with this name. `fs::hard_link` fails instead.
-        fs::hard_link(&self.path, &path).with_context(|| match path.exists() {
-            true => format!("cannot name the conversation {name}: that name is taken; choose another name"),
-            false => format!("cannot write {}", path.display()),
+        fs::hard_link(&self.path, &path).with_context(|| {
+            if path.exists() {
+                format!("cannot name the conversation {name}: that name is taken; choose another name")
+            } else {
+                format!("cannot write {}", path.display())
+            }
         })?;
         let _ = fs::remove_file(&self.path);
         let _ = fs::rename(self.prefix_path(), path.with_extension("kv"));
@@ -262,9 +265,10 @@ fn find(name: Option<&str>) -> Result<(String, PathBuf)> {
     let path = journal_path(&folder, name);
     if !path.exists() {
         let known: Vec<&str> = names.iter().take(10).map(String::as_str).collect();
-        let hint = match known.is_empty() {
-            true => "no conversations have been saved yet".to_string(),
-            false => format!("try {}", known.join(", ")),
+        let hint = if known.is_empty() {
+            "no conversations have been saved yet".to_string()
+        } else {
+            format!("try {}", known.join(", "))
         };
         return Err(Error::usage(format!("cannot open the conversation '{name}': not found\n  {hint}")));
     }

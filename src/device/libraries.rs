@@ -54,9 +54,10 @@ fn load_library((file, functions): &LibraryTable) -> Result<(), LoadError> {
     let is_driver = *file == DRIVER;
     let library = open(file).map_err(|reason| LoadError {
         reason,
-        hint: match is_driver {
-            true => "install NVIDIA's driver, then check that `nvidia-smi` lists the GPU",
-            false => "add the CUDA library directory to LD_LIBRARY_PATH, for example /usr/local/cuda/lib64",
+        hint: if is_driver {
+            "install NVIDIA's driver, then check that `nvidia-smi` lists the GPU"
+        } else {
+            "add the CUDA library directory to LD_LIBRARY_PATH, for example /usr/local/cuda/lib64"
         },
     })?;
     for (name, address) in *functions {
@@ -66,9 +67,10 @@ fn load_library((file, functions): &LibraryTable) -> Result<(), LoadError> {
             Err(_) if *name == SINCE_CUDA_12_8 && env!("INFERNO_CUDA_MAJOR") == "12" => {}
             Err(_) => {
                 let reason = format!("{file} is too old for this build: it has no {name}");
-                let hint = match is_driver {
-                    true => "update NVIDIA's driver",
-                    false => "install the CUDA version that inferno was built with",
+                let hint = if is_driver {
+                    "update NVIDIA's driver"
+                } else {
+                    "install the CUDA version that inferno was built with"
                 };
                 return Err(LoadError { reason, hint });
             }

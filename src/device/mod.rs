@@ -20,7 +20,7 @@ use candle_core::{DType, Device};
 pub use cuda::{capture_lock, gpu_count, info, info_after_trim};
 pub use facts::{GpuFacts, GpuState, nvidia_smi_gpus};
 pub use info::DeviceInfo;
-pub use world::{Exchange, World, share};
+pub use world::{ANSWER_TIME, Exchange, World, share};
 
 /// A device to open.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

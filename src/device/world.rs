@@ -11,9 +11,21 @@
 use std::any::Any;
 use std::fmt;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use candle_core::{Result, Tensor, bail};
+
+/// The maximum time without progress of a rank on a CPU while another rank waits for it.
+pub const ANSWER_TIME: Duration = Duration::from_secs(5);
+
+/// The same time if the ranks are on GPUs that exchange data through the host, and while the ranks connect.
+/// Opening a GPU and loading kernels from a disk can take seconds.
+const HOST_ANSWER_TIME: Duration = Duration::from_secs(60);
+
+/// The time after which a waiting rank checks the progress of the other ranks again.
+const PROGRESS_POLL: Duration = Duration::from_millis(100);
 
 /// One rank of a model and its connection to the other ranks. A model on a single device is a world of one rank.
 #[derive(Clone, Debug, Default)]
@@ -123,7 +135,8 @@ impl World {
     }
 
     /// Returns the sum of x over all ranks. x has the same shape and dtype on all ranks.
-    /// Without an [`Exchange`], waits until all ranks have called this function.
+    /// Without an [`Exchange`], waits until all ranks have called this function. If a rank makes no progress while
+    /// this rank waits, the world ends.
     pub fn sum(&self, x: &Tensor) -> Result<Tensor> {
         match (&self.meeting, &self.exchange) {
             (None, _) => Ok(x.clone()),
@@ -166,11 +179,12 @@ impl World {
         // The GPUs' streams run independently. A rank must not read another rank's part before that part is written,
         // and must not free its own part before all other ranks have read it.
         device.synchronize()?;
-        let parts = meeting.exchange(self.rank, Arc::new(x.clone()))?;
+        let limit = if device.is_cuda() { HOST_ANSWER_TIME } else { ANSWER_TIME };
+        let parts = meeting.exchange(self.rank, Arc::new(x.clone()), limit)?;
         let parts = parts.iter().map(|part| part.to_device(device)).collect::<Result<Vec<_>>>()?;
         if device.is_cuda() {
             device.synchronize()?;
-            meeting.exchange(self.rank, Arc::new(()))?;
+            meeting.exchange(self.rank, Arc::new(()), limit)?;
         }
         Ok(parts)
     }
@@ -179,7 +193,7 @@ impl World {
     pub fn all_gather<T: Any + Send + Sync>(&self, value: T) -> Result<Vec<Arc<T>>> {
         match &self.meeting {
             None => Ok(vec![Arc::new(value)]),
-            Some(meeting) => meeting.exchange(self.rank, Arc::new(value)),
+            Some(meeting) => meeting.exchange(self.rank, Arc::new(value), HOST_ANSWER_TIME),
         }
     }
 
@@ -195,7 +209,7 @@ impl World {
     /// Fails if the world has ended. If a rank did not answer in time, ends the world and fails.
     pub fn check(&self) -> Result<()> {
         if let Some(missing) = self.exchange.as_ref().and_then(|exchange| exchange.missing_rank()) {
-            self.end(&format!("GPU {} of {} does not answer; the others were stopped", missing + 1, self.size()));
+            self.end(&no_answer(missing, self.size()));
         }
         match self.end_reason() {
             Some(reason) => bail!("{reason}"),
@@ -208,18 +222,58 @@ impl World {
         self.meeting.as_ref()?.lock().end_reason.clone()
     }
 
-    /// Ends the world: all current and future exchanges fail with this reason.
+    /// Ends the world because of a failure: all current and future exchanges fail with this reason.
     /// If the world has already ended, keeps the first reason.
     pub fn end(&self, reason: &str) {
         if let Some(meeting) = &self.meeting {
-            let mut state = meeting.lock();
-            state.end_reason.get_or_insert_with(|| reason.to_string());
-            meeting.changed.notify_all();
+            meeting.end(&mut meeting.lock(), reason);
         }
         if let Some(exchange) = &self.exchange {
             exchange.end();
         }
     }
+
+    /// Ends the world because a rank did not answer in time.
+    pub fn end_without_answer(&self, rank: usize) {
+        self.end(&no_answer(rank, self.size()));
+    }
+
+    /// Sets a function to call when the world ends because of a failure. Its argument is the reason.
+    /// Only one function can be set. If the world has already ended, calls the function at once.
+    pub fn on_failure(&self, call: impl FnOnce(&str) + Send + 'static) {
+        let Some(meeting) = &self.meeting else { return };
+        let mut state = meeting.lock();
+        match &state.end_reason {
+            Some(reason) => call(reason),
+            None => state.on_failure = Some(FailureCall(Box::new(call))),
+        }
+    }
+
+    /// Ends the world without a failure, because the model is no longer needed.
+    pub fn close(&self) {
+        if let Some(meeting) = &self.meeting {
+            meeting.lock().on_failure = None;
+        }
+        self.end("the engine has stopped");
+    }
+
+    /// Records that this rank is working. A rank that works for longer than the time limit of the other ranks, such as a
+    /// rank that runs many layers, must call this function often enough.
+    pub fn tick(&self) {
+        if let Some(meeting) = &self.meeting {
+            meeting.progress[self.rank].fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns a number that increases while a rank makes progress.
+    pub fn progress(&self, rank: usize) -> u64 {
+        self.meeting.as_ref().map_or(0, |meeting| meeting.progress[rank].load(Ordering::Relaxed))
+    }
+}
+
+/// Returns the error message if a rank does not answer in time.
+fn no_answer(rank: usize, size: usize) -> String {
+    format!("GPU {} of {size} does not answer; the others were stopped", rank + 1)
 }
 
 /// Returns the part of `total` items that a rank holds.
@@ -242,6 +296,8 @@ struct Meeting {
     size: usize,
     state: Mutex<MeetingState>,
     changed: Condvar,
+    /// For each rank, a number that increases while the rank makes progress.
+    progress: Vec<AtomicU64>,
 }
 
 #[derive(Debug, Default)]
@@ -254,21 +310,44 @@ struct MeetingState {
     /// They are kept until every rank has joined the next exchange, so no rank misses them.
     last: Arc<Vec<Item>>,
     end_reason: Option<String>,
+    on_failure: Option<FailureCall>,
+}
+
+/// The function of [`World::on_failure`].
+struct FailureCall(Box<dyn FnOnce(&str) + Send>);
+
+impl fmt::Debug for FailureCall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("FailureCall")
+    }
 }
 
 impl Meeting {
     fn new(size: usize) -> Self {
         let state = MeetingState { brought: vec![None; size], ..MeetingState::default() };
-        Self { size, state: Mutex::new(state), changed: Condvar::new() }
+        let progress = (0..size).map(|_| AtomicU64::new(0)).collect();
+        Self { size, state: Mutex::new(state), changed: Condvar::new(), progress }
     }
 
     fn lock(&self) -> MutexGuard<'_, MeetingState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Ends the world, unless it has already ended.
+    fn end(&self, state: &mut MeetingState, reason: &str) {
+        if state.end_reason.is_none() {
+            state.end_reason = Some(reason.to_string());
+            if let Some(FailureCall(call)) = state.on_failure.take() {
+                call(reason);
+            }
+        }
+        self.changed.notify_all();
+    }
+
     /// Waits until every rank has contributed a value. Returns the values of all ranks.
-    fn exchange<T: Any + Send + Sync>(&self, rank: usize, value: Arc<T>) -> Result<Vec<Arc<T>>> {
-        let items = self.exchange_items(rank, value)?;
+    /// Ends the world if a rank contributes nothing and makes no progress within `limit`.
+    fn exchange<T: Any + Send + Sync>(&self, rank: usize, value: Arc<T>, limit: Duration) -> Result<Vec<Arc<T>>> {
+        let items = self.exchange_items(rank, value, limit)?;
         let typed = items.iter().map(|item| item.clone().downcast::<T>());
         match typed.collect() {
             Ok(values) => Ok(values),
@@ -276,7 +355,7 @@ impl Meeting {
         }
     }
 
-    fn exchange_items(&self, rank: usize, item: Item) -> Result<Arc<Vec<Item>>> {
+    fn exchange_items(&self, rank: usize, item: Item, limit: Duration) -> Result<Arc<Vec<Item>>> {
         let mut state = self.lock();
         state.brought[rank] = Some(item);
         if state.end_reason.is_none() && state.brought.iter().all(Option::is_some) {
@@ -286,8 +365,23 @@ impl Meeting {
             return Ok(state.last.clone());
         }
         let before = state.exchanges;
-        let is_waiting = |state: &mut MeetingState| state.exchanges == before && state.end_reason.is_none();
-        let state = self.changed.wait_while(state, is_waiting).unwrap_or_else(PoisonError::into_inner);
+        let progress = |rank: usize| self.progress[rank].load(Ordering::Relaxed);
+        // The last progress of each rank, and the time at which this rank noticed it.
+        let mut seen: Vec<_> = (0..self.size).map(|rank| (progress(rank), Instant::now())).collect();
+        while state.exchanges == before && state.end_reason.is_none() {
+            state = self.changed.wait_timeout(state, PROGRESS_POLL).unwrap_or_else(PoisonError::into_inner).0;
+            if state.exchanges != before {
+                break;
+            }
+            for missing in (0..self.size).filter(|&rank| state.brought[rank].is_none()).collect::<Vec<_>>() {
+                let now = progress(missing);
+                if now != seen[missing].0 {
+                    seen[missing] = (now, Instant::now());
+                } else if seen[missing].1.elapsed() > limit {
+                    self.end(&mut state, &no_answer(missing, self.size));
+                }
+            }
+        }
         match &state.end_reason {
             Some(reason) if state.exchanges == before => bail!("{reason}"),
             _ => Ok(state.last.clone()),
@@ -381,5 +475,50 @@ mod tests {
             _ => world.sum(&Tensor::new(&[1f32], &Device::Cpu).unwrap()).unwrap_err().to_string(),
         });
         assert!(errors[..2].iter().all(|error| error.contains("rank 2 failed")), "{errors:?}");
+    }
+
+    #[test]
+    fn a_rank_that_does_not_answer_ends_the_world_with_its_name() {
+        let limit = Duration::from_millis(300);
+        let value = || Arc::new(());
+        let ends = on_threads(3, |world| {
+            let meeting = world.meeting.clone().unwrap();
+            if world.rank() == 1 {
+                // The others wait longer than their limit while this rank makes progress.
+                for _ in 0..20 {
+                    std::thread::sleep(limit / 6);
+                    world.tick();
+                }
+                meeting.exchange(1, value(), limit).unwrap();
+                std::thread::sleep(limit * 3);
+                return meeting.exchange(1, value(), limit).unwrap_err().to_string();
+            }
+            meeting.exchange(world.rank(), value(), limit).unwrap();
+            let started = Instant::now();
+            let error = meeting.exchange(world.rank(), value(), limit).unwrap_err().to_string();
+            assert!(started.elapsed() >= limit, "{:?}", started.elapsed());
+            error
+        });
+        let expected = "GPU 2 of 3 does not answer; the others were stopped";
+        // With RUST_BACKTRACE, errors of candle also contain a backtrace.
+        assert!(ends.iter().all(|error| error.lines().next() == Some(expected)), "{ends:?}");
+    }
+
+    #[test]
+    fn the_failure_of_a_world_is_reported_once_and_its_end_is_none() {
+        let failures = |act: &dyn Fn(&[World])| {
+            let (sender, receiver) = std::sync::mpsc::channel();
+            let worlds = World::threads(2);
+            worlds[0].on_failure(move |reason| sender.send(reason.to_string()).unwrap());
+            act(&worlds);
+            drop(worlds);
+            receiver.into_iter().collect::<Vec<_>>()
+        };
+        let fail_twice = |worlds: &[World]| {
+            worlds[1].end("first");
+            worlds[0].end("second");
+        };
+        assert_eq!(failures(&fail_twice), ["first"]);
+        assert!(failures(&|worlds| worlds[0].close()).is_empty());
     }
 }

@@ -1,6 +1,11 @@
-//! Faults that tests inject into a running engine.
+//! Faults that tests inject into an engine.
+//!
+//! Tests in the same process use [`EngineHandle::inject_fault`](super::EngineHandle::inject_fault).
+//! Tests of other processes set the environment variable `INFERNO_FAULT`. See [`PlannedFault::from_env`].
 
 use anyhow::{Result, bail};
+
+use crate::runner::RankFault;
 
 /// What goes wrong in the next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,15 +16,75 @@ pub enum Fault {
     Device,
     /// The engine thread panics.
     Panic,
+    /// A rank fails: the first rank in its next pass, and any other rank at once.
+    Rank { rank: usize, fault: RankFault },
 }
 
 impl Fault {
-    /// Fails or panics like a step with this fault.
+    /// Fails or panics like a step with this fault. The fault of a rank strikes on the thread of the rank instead.
     pub fn strike(self) -> Result<()> {
         match self {
             Fault::Step => bail!("injected fault of a step"),
             Fault::Device => bail!("injected fault of the device"),
             Fault::Panic => panic!("injected panic of the engine thread"),
+            Fault::Rank { .. } => Ok(()),
+        }
+    }
+}
+
+/// A fault that strikes a rank at a given time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlannedFault {
+    pub rank: usize,
+    pub fault: RankFault,
+    pub time: FaultTime,
+}
+
+/// When a planned fault strikes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultTime {
+    /// Before the rank loads its part of the model.
+    Load,
+    /// Before this step. Before step 0, the engine is idle.
+    Step(u64),
+}
+
+impl PlannedFault {
+    /// Returns the fault in the environment variable `INFERNO_FAULT`, such as `1:hang:20` or `0:panic:load`.
+    /// Returns `None` if the variable is not set or is invalid.
+    pub fn from_env() -> Option<Self> {
+        Self::parse(&std::env::var("INFERNO_FAULT").ok()?)
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let [rank, fault, time] = text.split(':').collect::<Vec<_>>().try_into().ok()?;
+        let fault = match fault {
+            "error" => RankFault::Error,
+            "panic" => RankFault::Panic,
+            "hang" => RankFault::Hang,
+            _ => return None,
+        };
+        let time = if time == "load" { FaultTime::Load } else { FaultTime::Step(time.parse().ok()?) };
+        Some(Self { rank: rank.parse().ok()?, fault, time })
+    }
+
+    /// Strikes if the fault is planned for this rank while it loads.
+    pub fn strike_while_loading(self, rank: usize) -> Result<()> {
+        if (self.rank, self.time) == (rank, FaultTime::Load) { self.fault.strike() } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn planned_faults_are_parsed() {
+        let planned = |rank, fault, time| Some(PlannedFault { rank, fault, time });
+        assert_eq!(PlannedFault::parse("1:hang:20"), planned(1, RankFault::Hang, FaultTime::Step(20)));
+        assert_eq!(PlannedFault::parse("0:panic:load"), planned(0, RankFault::Panic, FaultTime::Load));
+        for invalid in ["", "1", "1:hang", "1:stop:3", "x:hang:3", "1:error:x", "1:error:3:4"] {
+            assert_eq!(PlannedFault::parse(invalid), None, "{invalid}");
         }
     }
 }

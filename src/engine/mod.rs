@@ -3,55 +3,36 @@
 //! [`Engine`] loads a model and owns the engine thread. Clients submit a [`Request`] through an [`EngineHandle`].
 //! They receive the answer as events from a [`RequestStream`].
 //! The engine thread handles only token ids. Text is encoded and decoded on the client's thread.
-//! The modules are:
+//! The modules, in the order in which a request meets them:
 //!
-//! - `load`, `load_ranks`: load a model; `memory`, `rank_memory`, `memory_limit`: plan its memory; `info`: its properties
-//! - `handle`, `request`, `preview`, `score`: the client's side: submit, predict and score requests
-//! - `stream`, `output`, `stop`: turn the tokens of an answer into text and events, on the client's thread
-//! - `engine_loop/`, `sequence`, `prompt_scores`, `outbox`: the engine thread, the state of its sequences, and the events
-//!   that it sends
-//! - `scheduler/`, `blocks/`, `prefix_file`: choose the tokens of each step, and assign and reuse blocks of the KV cache
-//! - `sampling`, `sampler`, `constraint/`: choose tokens
-//! - `record`, `replay`: records of answers, and their recomputation
-//! - `stats`, `heartbeat`: show other threads what the engine thread does
+//! - `loading/`: loads a model and plans its memory; runs once, before the engine thread starts
+//! - `handle/`: the client's side of the engine: submits, predicts, scores and replays requests
+//! - `requests/`: the request, its sequence on the engine thread, and the events and text of its answer
+//! - `engine_loop/`: the engine thread: plans, runs and delivers steps, and counts what it does
+//! - `scheduler/`: chooses the tokens of each step
+//! - `blocks/`: assigns blocks of the KV cache to sequences, and reuses and saves cached prefixes
+//! - `sampling/`: chooses the next token; `constraint/`: restricts the choice to a grammar
+//! - `rank_failure`: tells clients that one of several devices has failed; `fault`: faults that tests inject
 //! - `scripted`: an engine without a model, for tests
 
 pub mod blocks;
-mod client_end;
 mod constraint;
 mod engine_loop;
 mod fault;
 mod handle;
-mod heartbeat;
-mod info;
-mod load;
-mod load_ranks;
-pub mod memory;
-mod memory_limit;
-mod outbox;
-mod output;
-mod prefix_file;
-mod preview;
-mod prompt_scores;
-mod rank_memory;
-mod record;
-mod replay;
-mod request;
-pub mod sampler;
+mod loading;
+mod rank_failure;
+mod requests;
 pub mod sampling;
 pub mod scheduler;
-mod score;
 #[doc(hidden)]
 pub mod scripted;
-mod sequence;
-mod stats;
-mod stop;
-mod stream;
 
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use candle_core::DType;
@@ -60,26 +41,27 @@ use crate::device::{DeviceChoice, DeviceInfo, Devices, Split};
 use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
 use crate::weights::quantized::QuantizationTarget;
-use engine_loop::{Command, EngineLoop};
+use engine_loop::{Command, Counters, EngineLoop, StopGuard};
 use handle::Shared;
-use heartbeat::StopGuard;
-use stats::Counters;
+use rank_failure::RankFailure;
 
+#[doc(hidden)]
+pub use crate::runner::RankFault;
 pub use constraint::{Constraint, Grammar, GrammarKind, ToolGrammar};
+pub use engine_loop::EngineStats;
+pub(crate) use engine_loop::{EngineHistograms, HistogramStats};
 #[doc(hidden)]
 pub use fault::Fault;
-pub use handle::EngineHandle;
-pub use info::{LoadTimes, ModelInfo};
-pub use load::LoadOptions;
-pub use memory_limit::MemoryLimit;
-pub use preview::RequestPreview;
-pub use record::{EngineRecord, Record, RecordedAnswer, RecordedRequest, RequestRecord};
-pub use replay::{Divergence, ReplayedToken};
-pub use request::{FinishReason, GenerateOptions, Prompt, Request};
+pub use handle::{Divergence, EngineHandle, ReplayedToken, RequestPreview};
+pub use loading::{LoadOptions, LoadTimes, MemoryLimit, ModelInfo, memory};
+pub use requests::{
+    EngineRecord, Event, Events, FinishReason, GenerateOptions, Prompt, Record, RecordedAnswer, RecordedRequest,
+    Request, RequestRecord, RequestStream, ScoredPrompt, StopStrings, Summary, TokenCounts,
+};
 pub use sampling::SamplingParams;
-pub use stats::EngineStats;
-pub use stop::StopStrings;
-pub use stream::{Event, Events, RequestStream, ScoredPrompt, Summary, TokenCounts};
+
+/// The time limit for the engine thread to end after a device has failed. It waits for the threads of all ranks.
+const END_TIME: Duration = Duration::from_secs(2);
 
 /// A loaded model and the thread that runs it.
 ///
@@ -112,9 +94,12 @@ impl Engine {
     ///
     /// Fails before allocating device memory if the model is not supported or does not fit.
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Self> {
-        let model = load::load(dir, options)?;
+        let model = loading::load(dir, options)?;
         let (commands, receiver) = mpsc::channel();
         let counters = Arc::new(Counters::default());
+        let failure = Arc::new(RankFailure::default());
+        let reported = failure.clone();
+        model.runner.world().on_failure(move |reason| reported.report(reason));
         let shared = Shared {
             language: Arc::new(model.language),
             info: model.info,
@@ -122,6 +107,7 @@ impl Engine {
             device: model.runner.device().clone(),
             fingerprint: model.fingerprint,
             counters: counters.clone(),
+            failure,
             grammars: OnceLock::new(),
         };
         let guard = StopGuard::new(counters.heartbeat.clone());
@@ -153,7 +139,15 @@ impl Drop for Engine {
     fn drop(&mut self) {
         // An error here means that the thread has already ended.
         let _ = self.handle.send(Command::Shutdown);
-        let _ = self.thread.take().map(JoinHandle::join);
+        let Some(thread) = self.thread.take() else { return };
+        let started = Instant::now();
+        while self.handle.failure().is_some() && !thread.is_finished() && started.elapsed() < END_TIME {
+            thread::sleep(Duration::from_millis(10));
+        }
+        // If the engine thread is the rank that hangs, it stays behind. It ends with the process.
+        if self.handle.failure().is_none() || thread.is_finished() {
+            let _ = thread.join();
+        }
     }
 }
 

@@ -7,14 +7,11 @@ use std::thread;
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
 
-use super::engine_loop::Command;
+use super::engine_loop::{Command, Counters, stats};
 use super::handle::{EngineHandle, Shared};
-use super::info::{LoadTimes, ModelInfo};
-use super::outbox::Outbox;
-use super::request::FinishReason;
+use super::loading::{LoadTimes, ModelInfo};
+use super::requests::{FinishReason, Outbox, Sequence};
 use super::sampling::SamplingParams;
-use super::sequence::Sequence;
-use super::stats::{self, Counters};
 use crate::device::DeviceInfo;
 use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
@@ -50,6 +47,7 @@ impl ScriptedEngine {
             device: Device::Cpu,
             fingerprint: String::new(),
             counters: counters.clone(),
+            failure: Arc::default(),
             grammars: OnceLock::new(),
         };
         let played = script.clone();

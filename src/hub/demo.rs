@@ -45,9 +45,10 @@ const FILES: &[(&str, &[u8])] = &[
 ///
 /// `has_tools` is true if requests can offer tools.
 pub fn notice(snapshot: &Snapshot, has_tools: bool) -> Option<&'static str> {
-    let text = match has_tools {
-        true => "demo model: only answers questions about inferno and calls simple tools",
-        false => "demo model: answers questions about inferno only",
+    let text = if has_tools {
+        "demo model: only answers questions about inferno and calls simple tools"
+    } else {
+        "demo model: answers questions about inferno only"
     };
     (snapshot.source == Source::BuiltIn).then_some(text)
 }

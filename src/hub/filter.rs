@@ -178,9 +178,10 @@ pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Re
         ([model], _) => gguf_parts(repo, files, model).map(Some),
         ([], None) => Ok(None),
         ([], Some(tag)) => {
-            let hint = match models.is_empty() {
-                true => format!("'{repo}' has no GGUF file; it has {}", some_names(files)),
-                false => format!("'{repo}' has these GGUF models:\n{}", list()),
+            let hint = if models.is_empty() {
+                format!("'{repo}' has no GGUF file; it has {}", some_names(files))
+            } else {
+                format!("'{repo}' has these GGUF models:\n{}", list())
             };
             Err(Error::ModelNotFound { model: format!("{repo}:{tag}"), hint }.into())
         }

@@ -78,9 +78,10 @@ impl Hub {
         let nearest = names::nearest(name, &complete).filter(|nearest| *nearest != name);
         let nearest =
             nearest.map(|name| format!("\n  did you mean '{name}', which is on this machine?")).unwrap_or_default();
-        match name.contains('/') {
-            true => format!("inferno download {name}{flags}{nearest}"),
-            false => format!("inferno download ORG/{name}{flags}, where ORG is the organization{nearest}"),
+        if name.contains('/') {
+            format!("inferno download {name}{flags}{nearest}")
+        } else {
+            format!("inferno download ORG/{name}{flags}, where ORG is the organization{nearest}")
         }
     }
 

@@ -144,9 +144,10 @@ impl Hub {
         for (blob, bad) in set_aside {
             // If there is no replacement, restore the corrupt blob, because the snapshot links to it.
             // Ignore errors here, because `fetched` already holds the error to report.
-            let _ = match blob.exists() {
-                true => fs::remove_file(&bad).or_else(|_| fs::remove_dir_all(&bad)),
-                false => fs::rename(&bad, &blob),
+            let _ = if blob.exists() {
+                fs::remove_file(&bad).or_else(|_| fs::remove_dir_all(&bad))
+            } else {
+                fs::rename(&bad, &blob)
             };
         }
         fetched

@@ -243,6 +243,13 @@ pub const DECODE_DOWN_MAX_CHOSEN: usize = 4;
 /// The placeholder token id of a row in which every logit is NaN or -inf.
 pub const NO_TOKEN: u32 = 0xffffffff;
 
+// Edits of rows of logits (`row_edits.cu`).
+
+/// Threads per block. A block edits one row.
+pub const ROW_EDITS_THREADS: usize = 256;
+/// The words that describe a row to the kernel, without its values and its counts.
+pub const ROW_EDITS_WORDS: usize = 8;
+
 // The mailbox (`decode/head.cu`, `decode/sample.cu`, `decode/sample_rows.cu`, `runner`).
 
 /// The mailbox word of a failed step, in which every logit is NaN or -inf. Other steps write token + 1.

@@ -108,9 +108,8 @@ class Waiting {
         return true;
     }
 
-  public:
-    __device__ explicit Waiting(const Mailboxes& m)
-        : control(m.control), timeout(m.timeout_seconds * 1000000000ull) {}
+public:
+    __device__ explicit Waiting(const Mailboxes& m) : control(m.control), timeout(m.timeout_seconds * 1000000000ull) {}
 
     // Loads `v` from `from` again until it has arrived.
     template <typename V> __device__ void complete(typename V::Word& v, const uint32_t* from, int sender) {
@@ -235,9 +234,11 @@ extern "C" __global__ void __launch_bounds__(512)
 __device__ __forceinline__ uint32_t to_bf16_pair(uint32_t first, uint32_t second) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(__uint_as_float(first), __uint_as_float(second));
     const uint32_t word = *reinterpret_cast<const uint32_t*>(&pair);
-    return word == EMPTY ? 0x7fff7fffu : word;
+    constexpr uint32_t OTHER_NAN_PAIR = 0x7fff7fffu;
+    return word == EMPTY ? OTHER_NAN_PAIR : word;
 }
 __device__ __forceinline__ void add_bf16_pair(float& first, float& second, uint32_t word) {
+    // The bits of a bf16 value are the high half of the bits of the same f32 value.
     first += __uint_as_float(word << 16);
     second += __uint_as_float(word & 0xffff0000u);
 }

@@ -26,6 +26,7 @@ pub mod matrix;
 pub mod moe;
 pub mod norm;
 pub mod quantized;
+pub mod row_edits;
 pub mod rows;
 pub mod scratch;
 pub mod selftest;

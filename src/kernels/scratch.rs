@@ -107,12 +107,23 @@ pub fn end_layers() {
     HAS_ENDED.set(MODE.with_borrow(Option::is_some));
 }
 
+/// Ends the mode of this thread when it is dropped, even if the pass panics. Later passes would otherwise allocate from
+/// the arena of the failed pass.
+struct ModeGuard;
+
+impl Drop for ModeGuard {
+    fn drop(&mut self) {
+        HAS_ENDED.set(false);
+        MODE.set(None);
+    }
+}
+
 /// Runs a forward pass in `mode`. Returns the result of the pass and the final state of the mode.
 fn run<R>(mode: Mode, pass: impl FnOnce() -> R) -> (R, Option<Mode>) {
     MODE.set(Some(mode));
+    let _guard = ModeGuard;
     let result = pass();
     begin_layer();
-    HAS_ENDED.set(false);
     (result, MODE.take())
 }
 
@@ -153,6 +164,8 @@ impl Arena {
 
 #[cfg(test)]
 mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
     use super::*;
 
     /// Allocates the tensors of three layers. Returns for each tensor whether it starts inside a larger allocation.
@@ -181,6 +194,21 @@ mod tests {
         // 2,400 floats do not fit in the arena, so each of the other tensors is the first of its dtype there.
         assert_eq!(arena.use_for(|| pass(8)), [false; 9]);
         assert_eq!(pass(2), [false; 9]);
+    }
+
+    #[test]
+    fn a_panic_in_a_pass_does_not_change_later_passes() {
+        let (_, sizes) = LayerSizes::measure(|| pass(2));
+        let arena = Arena::new(&sizes, 1, &Device::Cpu).unwrap();
+        let results = arena.use_for(|| pass(2));
+        let panic_in_arena = |pass: fn()| catch_unwind(AssertUnwindSafe(|| arena.use_for(pass))).unwrap_err();
+        panic_in_arena(|| panic!("in a layer"));
+        assert_eq!(pass(2), [false; 9], "a later pass without an arena used the arena");
+        panic_in_arena(|| {
+            end_layers();
+            panic!("after the last layer");
+        });
+        assert_eq!(arena.use_for(|| pass(2)), results, "a later pass with the arena did not use it");
     }
 
     #[test]

@@ -95,31 +95,8 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     checks.push(check("combine", target, 1e-5, &|target| {
         combine(&target.put(&noise(43, &[5, 3, 37], dtype)?)?, &target.f32(&noise(44, &[5, 3], DType::F32)?)?)
     }));
-    for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
-        // The number of tokens affects which kernel a backend chooses and how the kernel divides the work.
-        for (what, tokens, position) in [("step", 1, 300), ("few", 7, 290), ("prompt", 130, 11)] {
-            // Skip backends that are not in this build or do not support the dtype, the head size or the soft cap.
-            for (variant, head_dim, softcap) in [("", 64, None), (", head size 256, soft cap", 256, Some(5.0))] {
-                if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_ok() {
-                    let name = format!("attention {backend}, {what}{variant}");
-                    let queries = AttentionCase { tokens, position, head_dim, softcap };
-                    checks.push(check(&name, target, 2.0 * rounding, &|target| attend(target, queries, backend)));
-                }
-            }
-        }
-    }
-    for format in WeightFormat::ALL {
-        // Products with few tokens read the quantized weights. Products with many tokens dequantize them first.
-        for (what, tokens) in [("few tokens", 3), ("many tokens", 33)] {
-            let name = format!("matmul {format:?}, {what}");
-            checks.push(check(&name, target, 2.0 * rounding.max(1e-4), &|target| {
-                quantized(target, format)?.matmul(&target.put(&noise(42, &[tokens, 512], dtype)?)?)
-            }));
-        }
-        checks.push(check(&format!("embed {format:?}"), target, 1e-6, &|target| {
-            quantized(target, format)?.embed(&target.ids(&[3, 50, 0])?, 0.5)
-        }));
-    }
+    checks.extend(attention_checks(target, 2.0 * rounding));
+    checks.extend(quantized_checks(target, 2.0 * rounding.max(1e-4)));
     #[cfg(feature = "cuda")]
     if device.is_cuda() && dtype != DType::F32 {
         // `expert_few.cu` requires hidden and intermediate sizes that are multiples of 192.
@@ -128,6 +105,43 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
         {
             checks.push(check(name, target, 2.0 * rounding, &|target| fused::expert_mlp(target, tokens, sizes)));
         }
+    }
+    checks
+}
+
+/// Returns the checks of attention with every backend that can run.
+fn attention_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
+    let mut checks = Vec::new();
+    for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
+        // The number of tokens affects which kernel a backend chooses and how the kernel divides the work.
+        for (what, tokens, position) in [("step", 1, 300), ("few", 7, 290), ("prompt", 130, 11)] {
+            // Skip backends that are not in this build or do not support the dtype, the head size or the soft cap.
+            for (variant, head_dim, softcap) in [("", 64, None), (", head size 256, soft cap", 256, Some(5.0))] {
+                if backend.choose(target.device.is_cuda(), target.dtype, head_dim, softcap).is_ok() {
+                    let name = format!("attention {backend}, {what}{variant}");
+                    let queries = AttentionCase { tokens, position, head_dim, softcap };
+                    checks.push(check(&name, target, tolerance, &|target| attend(target, queries, backend)));
+                }
+            }
+        }
+    }
+    checks
+}
+
+/// Returns the checks of quantized matrices in every format.
+fn quantized_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
+    let mut checks = Vec::new();
+    for format in WeightFormat::ALL {
+        // Products with few tokens read the quantized weights. Products with many tokens dequantize them first.
+        for (what, tokens) in [("few tokens", 3), ("many tokens", 33)] {
+            let name = format!("matmul {format:?}, {what}");
+            checks.push(check(&name, target, tolerance, &|target| {
+                quantized(target, format)?.matmul(&target.put(&noise(42, &[tokens, 512], target.dtype)?)?)
+            }));
+        }
+        checks.push(check(&format!("embed {format:?}"), target, 1e-6, &|target| {
+            quantized(target, format)?.embed(&target.ids(&[3, 50, 0])?, 0.5)
+        }));
     }
     checks
 }
@@ -316,12 +330,13 @@ fn attend(target: CheckTarget, case: AttentionCase, backend: AttentionBackend) -
 
 fn experts(target: CheckTarget, tokens: usize, packed: bool) -> Result<Tensor> {
     let (experts, chosen, rows, columns) = (5, 3, 67, 96);
-    let weights = match packed {
-        true => ExpertWeights::Mxfp4 {
+    let weights = if packed {
+        ExpertWeights::Mxfp4 {
             blocks: bytes(23, &[experts, rows, columns / 32, 16], 0, 256)?.to_device(target.device)?,
             scales: bytes(24, &[experts, rows, columns / 32], 118, 8)?.to_device(target.device)?,
-        },
-        false => ExpertWeights::Dense(target.put(&noise(25, &[experts, rows, columns], DType::BF16)?)?),
+        }
+    } else {
+        ExpertWeights::Dense(target.put(&noise(25, &[experts, rows, columns], DType::BF16)?)?)
     };
     let x = target.put(&noise(26, &[tokens, columns], DType::BF16)?)?;
     let bias = target.put(&noise(27, &[experts, rows], DType::BF16)?)?;

@@ -63,10 +63,9 @@ pub fn read_config(dir: &Path) -> Result<ModelConfig> {
         return gguf_config(&GgufCheckpoint::open(&path)?);
     }
     let path = dir.join("config.json");
-    parse_config(files::read_json(&path, files::CONFIG)?).map_err(|error| match error.is::<Error>() {
+    parse_config(files::read_json(&path, files::CONFIG)?).map_err(|error| {
         // An `Error` already has a complete message for the user.
-        true => error,
-        false => error.context(format!("cannot use {}", path.display())),
+        if error.is::<Error>() { error } else { error.context(format!("cannot use {}", path.display())) }
     })
 }
 

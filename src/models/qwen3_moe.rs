@@ -91,9 +91,10 @@ impl StandardDecoder for Config {
         let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
         let CommonConfig { hidden_size, intermediate_size, hidden_act, .. } = self.common;
         let weights = weights.at("mlp");
-        let mlp = match self.is_sparse(layer.index) {
-            true => Mlp::GatedMoe(GatedMoe::load(&weights, self.moe_config(), &EXPERT_NAMES)?),
-            false => Mlp::Gated(GatedMlp::load(&weights, hidden_size, intermediate_size, Bias::Without, hidden_act)?),
+        let mlp = if self.is_sparse(layer.index) {
+            Mlp::GatedMoe(GatedMoe::load(&weights, self.moe_config(), &EXPERT_NAMES)?)
+        } else {
+            Mlp::Gated(GatedMlp::load(&weights, hidden_size, intermediate_size, Bias::Without, hidden_act)?)
         };
         Ok((attention, mlp))
     }

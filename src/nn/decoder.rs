@@ -185,6 +185,7 @@ impl Decoder {
         for stage in 0..self.stages() {
             let is_own = self.is_own(stage);
             for (index, layer) in self.own_layers().filter(|_| is_own) {
+                self.world.tick();
                 scratch::begin_layer();
                 let (sum, output) = layer.forward(&x, y.as_ref(), index, pass, cache)?;
                 if let Some(tap) = &mut tap {

@@ -44,6 +44,8 @@ pub struct CacheLayout {
     first_layer: usize,
     /// The group of each layer, and the layer's index within the group.
     places: Vec<(usize, usize)>,
+    /// For each group, the number of its layers before `first_layer`.
+    earlier_layers: Vec<usize>,
     /// The number of layers for which a block has room. Some groups may have fewer layers.
     layers_per_group: usize,
     /// The number of KV heads and the head size. `None` if they differ between layers: [`KvCache::new`] then fails.
@@ -78,7 +80,8 @@ impl CacheLayout {
             }
             windows.resize(first + groups, window);
         }
-        Self { windows, first_layer: 0, places, layers_per_group, heads, row }
+        let earlier_layers = vec![0; windows.len()];
+        Self { windows, first_layer: 0, places, earlier_layers, layers_per_group, heads, row }
     }
 
     /// Returns the layout of a cache that holds only the layers in `range`. The groups, and thus the block tables, are
@@ -90,8 +93,10 @@ impl CacheLayout {
             (group, counts[group] - 1)
         });
         let places = places.collect();
+        let mut earlier_layers = self.earlier_layers.clone();
+        self.places[..range.start].iter().for_each(|&(group, _)| earlier_layers[group] += 1);
         let layers_per_group = counts.into_iter().max().unwrap_or(0);
-        Self { first_layer: range.start, places, layers_per_group, ..self.clone() }
+        Self { first_layer: range.start, places, earlier_layers, layers_per_group, ..self.clone() }
     }
 
     /// Returns the attention window of each group, or `None` for full attention.
@@ -243,10 +248,18 @@ impl KvCache {
         CachedLayer { k, v }
     }
 
-    /// Returns the tensors that hold all blocks:
-    /// keys and values for each layer of a group, `[rows, kv_heads, head_dim]`.
-    pub fn tensors(&self) -> impl Iterator<Item = [&Tensor; 2]> {
-        self.layers.iter().map(|(k, v)| [k, v])
+    /// Returns the keys and values of all layers in this cache, `[rows, kv_heads, head_dim]`. Each layer comes with its
+    /// group and its index among all layers of the group, including the layers on other ranks.
+    pub fn own_layers(&self) -> impl Iterator<Item = (usize, usize, [&Tensor; 2])> {
+        self.layout.places.iter().map(|&(group, index)| {
+            let (k, v) = &self.layers[index];
+            (group, self.layout.earlier_layers[group] + index, [k, v])
+        })
+    }
+
+    /// Returns the number of KV heads in this cache.
+    pub fn kv_heads(&self) -> usize {
+        self.layout.heads.map_or(0, |(kv_heads, _)| kv_heads)
     }
 
     /// Copies block `from` to block `to`: the keys and values of all layers of a group.

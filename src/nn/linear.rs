@@ -9,9 +9,7 @@ use crate::device::World;
 use crate::kernels::{self, SumOrder, matrix::Matrix, rows::add_bias};
 use crate::weights::Weights;
 
-/// Ranks divide an intermediate size at multiples of this number of columns, which is the size of an MXFP4 block.
-/// Multiples of this number also satisfy the alignment that the kernels for float matrices require.
-pub(super) const SHARE_COLUMNS: usize = 32;
+pub(super) use crate::weights::division::SHARE_COLUMNS;
 
 /// For a matrix that stacks gate_proj and up_proj, in this order, returns the rows that a rank holds.
 /// `share` is the rank's part of the intermediate size.

@@ -77,9 +77,10 @@ impl GatedMoe {
         let router = Linear::load_with_dtype(&weights.at("gate"), hidden_size, experts, Bias::Without, DType::F32)?;
         let (all, world) = (weights.at("experts"), weights.world().clone());
         let is_stacked = all.contains("gate_up_proj");
-        let unit = match is_stacked {
-            true => all.column_unit("down_proj", intermediate_size)?,
-            false => all.at(0).at(names.down).column_unit("weight", intermediate_size)?,
+        let unit = if is_stacked {
+            all.column_unit("down_proj", intermediate_size)?
+        } else {
+            all.at(0).at(names.down).column_unit("weight", intermediate_size)?
         };
         let share = world.share(intermediate_size, SHARE_COLUMNS.max(unit));
         let (gate_up_shape, down_shape) =

@@ -206,9 +206,10 @@ fn longrope(
     original: usize,
     lengths: RopeLengths,
 ) -> Result<RopeFrequencies> {
-    let (name, list) = match lengths.context > original {
-        true => ("long_factor", &parameters.long_factor),
-        false => ("short_factor", &parameters.short_factor),
+    let (name, list) = if lengths.context > original {
+        ("long_factor", &parameters.long_factor)
+    } else {
+        ("short_factor", &parameters.short_factor)
     };
     let Some(factors) = list.as_ref().filter(|list| list.len() == plain.len()) else {
         let found = list.as_ref().map_or(0, Vec::len);

@@ -54,9 +54,10 @@ impl TurnDisplay {
         let has_keys = keys.is_some();
         #[cfg(not(unix))]
         let has_keys = false;
-        let output = match uses_view {
-            true => TurnOutput::View(Box::new(TurnView::new(WindowSize::now(), hides_reasoning, has_keys))),
-            false => TurnOutput::Plain(PlainText { hides_reasoning, color, last: None }),
+        let output = if uses_view {
+            TurnOutput::View(Box::new(TurnView::new(WindowSize::now(), hides_reasoning, has_keys)))
+        } else {
+            TurnOutput::Plain(PlainText { hides_reasoning, color, last: None })
         };
         Self {
             output,

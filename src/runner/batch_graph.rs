@@ -75,7 +75,7 @@ impl BatchGraphs {
 
     /// Returns whether a step can run as a graph. Steps with prompts or with more than `MAX_BATCH` sequences cannot.
     /// With the backend `CandleFlashAttn`, or after a graph step has failed, no step can run as a graph.
-    pub fn support(&self, decoder: &Decoder, sequences: &[StepSequence]) -> bool {
+    pub fn can_run(&self, decoder: &Decoder, sequences: &[StepSequence]) -> bool {
         let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
         !self.has_failed && is_decode && sequences.len() <= MAX_BATCH && !decoder.reads_tables_on_host()
     }
@@ -88,7 +88,7 @@ impl BatchGraphs {
         sequences: &[StepSequence],
         buffers: &mut QueueBuffers,
     ) -> Result<Option<Tensor>> {
-        if !self.support(decoder, sequences) {
+        if !self.can_run(decoder, sequences) {
             return Ok(None);
         }
         match self.run(decoder, cache, sequences, buffers) {
@@ -107,8 +107,9 @@ impl BatchGraphs {
         }
     }
 
-    /// Queues a decode step of all sequences. The step must be [supported](Self::support). Returns the logits, f32
-    /// `[sequences, vocab]`. The next step overwrites the logits. `buffers` copies the inputs to the device.
+    /// Queues a decode step of all sequences. [`can_run`](Self::can_run) must have returned true for the step.
+    /// Returns the logits, f32 `[sequences, vocab]`. The next step overwrites the logits.
+    /// `buffers` copies the inputs to the device.
     pub fn run(
         &mut self,
         decoder: &Decoder,

@@ -4,6 +4,7 @@ use anyhow::Result;
 
 #[cfg(feature = "cuda")]
 use crate::kernels::decode::sample::DeviceSampling;
+use crate::kernels::row_edits::RowEdits;
 use crate::kernels::token_mask::TokenMask;
 
 /// The error of a decode step in which every logit is NaN or -inf.
@@ -55,13 +56,24 @@ pub trait ChooseToken {
         self.is_constrained() || self.top_logprobs().is_some() || !self.logit_edits().is_empty()
     }
 
-    /// Returns true if the device can choose a token before the host has received the previous token. This is false if
-    /// the sampling kernel does not support an option, or if there are penalties, which depend on the previous tokens.
+    /// Returns true if a queued step can choose the next token, before the host has received the previous token. This
+    /// is false if the tokens are constrained, or if the request asks for log probabilities.
     fn can_queue(&self) -> bool {
         false
     }
 
-    /// Counts a token that the device chose, for the penalties and the random numbers of later choices.
+    /// Returns the edits of logits before a queued step chooses a token. `in_flight` is the number of chosen tokens
+    /// that were not [recorded](Self::record) yet. The penalties leave out these tokens.
+    fn queued_edits(&self, in_flight: u32) -> RowEdits {
+        let _ = in_flight;
+        RowEdits::default()
+    }
+
+    /// Returns the next token for `logits`, f32 `[vocab]`, which already have the [edits](Self::queued_edits).
+    /// Does not count the token. The caller guarantees the same as for [`choose`](Self::choose).
+    fn choose_queued(&self, logits: &[f32], in_flight: u32) -> u32;
+
+    /// Counts a token that a queued step or the device chose, for later choices.
     fn record(&mut self, token: u32);
 
     /// Returns the parameters and token counts for the sampling kernel, or `None` for greedy sampling.

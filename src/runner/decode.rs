@@ -59,10 +59,10 @@ impl Decode {
         };
         let is_eager = matches!(planned, Err(_) | Ok(Decode::Eager(_)));
         let are_eager = decoder.world().all_gather(is_eager)?;
-        Ok(match are_eager.iter().any(|is_eager| **is_eager) {
-            true if !is_eager => Decode::Eager(EagerReason::SeveralDevices),
-            _ => planned?,
-        })
+        if !is_eager && are_eager.iter().any(|is_eager| **is_eager) {
+            return Ok(Decode::Eager(EagerReason::SeveralDevices));
+        }
+        planned
     }
 
     /// Plans the decode graph, or returns `Eager` with the reason if the decoder is not supported.

@@ -31,11 +31,16 @@ mod tests {
     use super::*;
 
     /// Chooses the last token whose logit is neither NaN nor -inf.
+    #[derive(Clone)]
     struct Last;
 
     impl ChooseToken for Last {
         fn choose(&mut self, logits: &mut [f32]) -> u32 {
             logits.iter().rposition(|&logit| logit > f32::NEG_INFINITY).unwrap() as u32
+        }
+
+        fn choose_queued(&self, logits: &[f32], _: u32) -> u32 {
+            self.clone().choose(&mut logits.to_vec())
         }
 
         fn record(&mut self, _: u32) {}

@@ -64,7 +64,7 @@ pub use eager_reason::EagerReason;
 pub use limits::{PromptParts, RunnerLimits, RunnerOptions};
 pub use logprobs::TokenLogprobs;
 pub use queue::QueuedStep;
-pub use ranks::RankParts;
+pub use ranks::{PANIC, RankCache, RankFault, RankParts, failure};
 pub use step_cost::{KernelTime, LaunchCounts, StepBytes};
 pub use step_sequence::{Chosen, ChosenToken, ScoreTokens, StepSequence};
 pub use step_times::StepTime;
@@ -165,6 +165,36 @@ impl Runner {
     /// Returns whether no rank has failed. After a failure of one rank, every step fails.
     pub fn is_whole(&self) -> bool {
         self.followers.are_running()
+    }
+
+    /// Returns the world of the first rank.
+    pub fn world(&self) -> &World {
+        self.followers.world()
+    }
+
+    /// Returns whether several ranks run the model.
+    pub fn has_ranks(&self) -> bool {
+        !self.followers.is_empty()
+    }
+
+    /// Checks, while the engine is idle, that all ranks still answer. After a rank did not answer for 5 s,
+    /// [`is_whole`](Self::is_whole) is false. Call this with `is_first` before the engine waits for requests, and then
+    /// every second without it.
+    pub fn ping_ranks(&self, is_first: bool) {
+        self.followers.ping(is_first);
+    }
+
+    /// Lets a rank fail: the first rank in its next pass, and any other rank at once. For tests.
+    pub fn inject(&self, rank: usize, fault: RankFault) {
+        self.followers.inject(rank, fault);
+    }
+
+    /// Calls a function with the KV cache of every rank. Returns the results in rank order.
+    pub fn with_caches<T: Send + 'static>(
+        &self,
+        call: impl Fn(RankCache) -> Result<T> + Send + Sync + 'static,
+    ) -> Result<Vec<T>> {
+        self.followers.with_caches(&self.cache, call)
     }
 
     /// Copies the keys and values in block `from` of the cache to block `to`.

@@ -6,13 +6,14 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Result;
 use prometheus::core::Collector;
+use prometheus::proto::{Bucket, LabelPair, Metric, MetricFamily, MetricType};
 use prometheus::{
     Encoder, Gauge, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
     TextEncoder,
 };
 
 use crate::chat::{FormatViolation, FormatViolations};
-use crate::engine::{EngineHandle, EngineStats};
+use crate::engine::{EngineHandle, EngineHistograms, EngineStats, HistogramStats};
 use crate::nn::kv_cache::BLOCK_TOKENS;
 
 /// The prefix of all metric names, and the prefix of the additional names for vLLM dashboards.
@@ -23,8 +24,10 @@ const VLLM_PREFIX: &str = "vllm:";
 const VLLM_NAMES: &[&str] = &[
     "cache_config_info",
     "e2e_request_latency_seconds",
+    "engine_sleep_state",
     "generation_tokens_total",
     "inter_token_latency_seconds",
+    "iteration_tokens_total",
     "kv_cache_usage_perc",
     "lora_requests_info",
     "num_preemptions_total",
@@ -40,6 +43,7 @@ const VLLM_NAMES: &[&str] = &[
     "request_generation_tokens",
     "request_inference_time_seconds",
     "request_max_num_generation_tokens",
+    "request_num_preemptions",
     "request_params_max_tokens",
     "request_params_n",
     "request_prefill_kv_computed_tokens",
@@ -99,6 +103,8 @@ pub struct Metrics {
     pub request_choices: Histogram,
     pub request_max_tokens: Histogram,
     is_alive: IntGauge,
+    pub connections: IntGauge,
+    pub refused_connections: IntCounter,
     engine: EngineMetrics,
 }
 
@@ -111,6 +117,9 @@ struct EngineMetrics {
     waiting: IntGauge,
     waiting_by_reason: IntGaugeVec,
     lora_info: IntGaugeVec,
+    sleep_state: IntGaugeVec,
+    /// The labels of the histograms, which the engine keeps itself.
+    labels: HashMap<String, String>,
     cancel_latency: Histogram,
     cache_usage: Gauge,
     cache_config: IntGaugeVec,
@@ -122,7 +131,8 @@ struct EngineMetrics {
 impl Metrics {
     /// Creates the metrics of a server. `model` is the name of the served model.
     pub fn new(model: &str, has_vllm_names: bool) -> Result<Self> {
-        let labels = HashMap::from([("model_name".to_string(), model.to_string()), ("engine".into(), "0".into())]);
+        let labels: HashMap<String, String> =
+            HashMap::from([("model_name".to_string(), model.to_string()), ("engine".into(), "0".into())]);
         let registry = Registry::new();
         let make = Maker { registry: &registry, labels };
         let total = |name, help, read: ReadTotal| Ok((make.counter(name, help)?, read));
@@ -138,6 +148,11 @@ impl Metrics {
                 let labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"];
                 make.register(IntGaugeVec::new(make.opts("lora_requests_info", help), &labels)?)?
             },
+            sleep_state: {
+                let help = "1 for the state of the engine. inferno's engine never sleeps. Dashboards for vLLM use this metric.";
+                make.register(IntGaugeVec::new(make.opts("engine_sleep_state", help), &["sleep_state"])?)?
+            },
+            labels: make.labels.clone(),
             cancel_latency: make.histogram(
                 "cancel_latency_seconds",
                 "Time from the cancellation of a sequence by its client to its end.",
@@ -244,6 +259,11 @@ impl Metrics {
             )?,
             is_alive: make
                 .gauge("engine_alive", "1 if the engine makes progress or is loading its model, 0 if not.")?,
+            connections: make.gauge("open_connections", "Open connections.")?,
+            refused_connections: make.counter(
+                "refused_connections_total",
+                "Connections that the server refused because too many were open.",
+            )?,
             engine,
             registry,
         })
@@ -275,6 +295,9 @@ impl Metrics {
             self.engine.update(engine);
         }
         let mut families = self.registry.gather();
+        if let Some(engine) = engine {
+            families.extend(self.engine.histograms(engine));
+        }
         if self.has_vllm_names {
             let mut aliases = families.clone();
             aliases.retain(|family| VLLM_NAMES.contains(&family.name().trim_start_matches(PREFIX)));
@@ -290,6 +313,16 @@ impl Metrics {
 }
 
 impl EngineMetrics {
+    /// Returns the histograms that the engine keeps.
+    fn histograms(&self, engine: &EngineHandle) -> [MetricFamily; 2] {
+        let EngineHistograms { step_tokens, preemptions } = engine.histograms();
+        let preemptions_help = "Preemptions of an answer before it ended.";
+        [
+            family("iteration_tokens_total", "Tokens that a step computed.", &self.labels, &step_tokens),
+            family("request_num_preemptions", preemptions_help, &self.labels, &preemptions),
+        ]
+    }
+
     fn update(&self, engine: &EngineHandle) {
         let _guard = self.updating.lock().unwrap_or_else(PoisonError::into_inner);
         let stats = engine.stats();
@@ -298,6 +331,9 @@ impl EngineMetrics {
         // Nothing but a lack of free places or blocks lets a sequence wait.
         self.waiting_by_reason.with_label_values(&["capacity"]).set(stats.waiting as i64);
         self.waiting_by_reason.with_label_values(&["deferred"]).set(0);
+        for (state, value) in [("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)] {
+            self.sleep_state.with_label_values(&[state]).set(value);
+        }
         // The value is the current time, as in vLLM.
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
         self.lora_info.with_label_values(&["0", "", ""]).set(now as i64);
@@ -309,6 +345,36 @@ impl EngineMetrics {
             counter.inc_by(read(&stats).saturating_sub(counter.get()));
         }
     }
+}
+
+/// Returns a histogram in Prometheus's form.
+fn family(name: &str, help: &str, labels: &HashMap<String, String>, stats: &HistogramStats) -> MetricFamily {
+    let bucket = |(bound, count): (&u64, &u64)| {
+        let mut bucket = Bucket::default();
+        bucket.set_upper_bound(*bound as f64);
+        bucket.set_cumulative_count(*count);
+        bucket
+    };
+    let mut histogram = prometheus::proto::Histogram::default();
+    histogram.set_bucket(stats.bounds.iter().zip(&stats.cumulative).map(bucket).collect());
+    histogram.set_sample_count(stats.count);
+    histogram.set_sample_sum(stats.sum as f64);
+    let label = |(name, value): (&String, &String)| {
+        let mut label = LabelPair::default();
+        label.set_name(name.clone());
+        label.set_value(value.clone());
+        label
+    };
+    let mut labels: Vec<LabelPair> = labels.iter().map(label).collect();
+    labels.sort();
+    let mut metric = Metric::from_label(labels);
+    metric.set_histogram(histogram);
+    let mut family = MetricFamily::default();
+    family.set_name(format!("{PREFIX}{name}"));
+    family.set_help(help.to_string());
+    family.set_field_type(MetricType::HISTOGRAM);
+    family.set_metric(vec![metric]);
+    family
 }
 
 /// Returns the share of the KV cache's blocks that sequences use, from 0 to 1.

@@ -1,12 +1,11 @@
 //! The options of a server.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio_rustls::rustls::ServerConfig;
 
-use super::receipt_key::ReceiptKey;
+use super::records::RecordOptions;
 
 /// The options of a server, set by the flags of `inferno serve`.
 #[derive(Clone, Debug)]
@@ -24,25 +23,14 @@ pub struct ServerOptions {
     pub max_sequences: usize,
     /// The maximum number of sequences that wait while `max_sequences` run.
     pub queue: usize,
+    /// The maximum number of open connections.
+    pub max_connections: usize,
     pub timeouts: Timeouts,
     /// The certificate and the private key. If it is `None`, the server uses plain HTTP.
     pub tls: Option<Arc<ServerConfig>>,
     pub record: RecordOptions,
     /// Whether `/metrics` also lists metrics under the names that vLLM uses.
     pub has_vllm_metrics: bool,
-}
-
-/// The options for the records of requests.
-#[derive(Clone, Debug, Default)]
-pub struct RecordOptions {
-    /// The maximum memory for the records of the most recent requests, in bytes. If it is 0, no record stays in memory.
-    pub memory_bytes: usize,
-    /// The folder to which all records are written. If it is `None`, no records are written.
-    pub folder: Option<PathBuf>,
-    /// The commit of the model, or a hash of the demo's files. Each record contains it.
-    pub revision: Option<String>,
-    /// The key that signs receipts. If it is `None`, the server does not sign receipts.
-    pub receipt_key: Option<Arc<ReceiptKey>>,
 }
 
 /// The time limits of a server.

@@ -16,10 +16,10 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use ring::digest::{Context, SHA256};
 
-use super::auth::Client;
-use super::body;
-use super::error::ApiError;
-use super::log::RequestLog;
+use super::client::Client;
+use super::http::body;
+use super::http::error::ApiError;
+use super::http::log::RequestLog;
 use super::orphans::{RetryKey, Waiter};
 use super::state::Server;
 

@@ -1,8 +1,10 @@
 //! The routes, and the code that runs before and after each route.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::extract::{Request, State};
+use axum::http::header::CONNECTION;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
@@ -10,14 +12,14 @@ use axum::routing::{get, post};
 use axum::{Extension, Router};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
-use super::auth::Access;
-use super::error::ApiError;
-use super::log::RequestLog;
+use super::generation::reply;
+use super::http::auth::Access;
+use super::http::dialect;
+use super::http::error::ApiError;
+use super::http::log::RequestLog;
+use super::routes::{admission_preview, health, models, receipts, records, tokenize};
 use super::state::Server;
-use super::{
-    admission_preview, chat, completions, dialect, health, ids, messages, models, ollama, page, receipts, records,
-    reply, responses, retries, tokenize,
-};
+use super::{chat, completions, ids, messages, ollama, page, responses, retries};
 
 /// The header that identifies a request in logs. Clients may choose the id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -25,8 +27,37 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// The maximum length of a request id that a client chose, in bytes.
 const MAX_ID_LENGTH: usize = 128;
 
+/// The routes that a connection can use although too many connections are open. Health checks must not fail then, because
+/// a supervisor would restart the server.
+const SPARE_PATHS: [&str; 3] = ["/health", "/live", "/metrics"];
+
 /// Creates the routes of a server.
 pub fn router(server: &Arc<Server>) -> Router {
+    log_requests(server, routes(server))
+}
+
+/// Creates the routes for a connection above the limit. It serves one request, and rejects it unless it is a health check.
+pub fn spare_router(server: &Arc<Server>) -> Router {
+    log_requests(server, routes(server).layer(middleware::from_fn_with_state(server.clone(), reject)))
+}
+
+async fn reject(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response {
+    let mut response = if SPARE_PATHS.contains(&request.uri().path()) {
+        next.run(request).await
+    } else {
+        let message =
+            format!("the server allows {} open connections, and all are in use", server.options.max_connections);
+        ApiError::unavailable(message, Duration::from_secs(1)).into_response()
+    };
+    response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    response
+}
+
+fn log_requests(server: &Arc<Server>, routes: Router<Arc<Server>>) -> Router {
+    routes.layer(middleware::from_fn_with_state(server.clone(), log_request)).with_state(server.clone())
+}
+
+fn routes(server: &Arc<Server>) -> Router<Arc<Server>> {
     let options = &server.options;
     let access = Arc::new(Access::new(options));
     let generating = Router::new()
@@ -68,18 +99,15 @@ pub fn router(server: &Arc<Server>) -> Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(Extension(Arc::new(responses::Store::default())))
         .layer(middleware::from_fn_with_state(access, check_access));
-    let routes = match options.cors_origins.is_empty() {
-        true => routes,
-        false => routes.layer(cors(&options.cors_origins)),
-    };
-    routes.layer(middleware::from_fn_with_state(server.clone(), log_request)).with_state(server.clone())
+    if options.cors_origins.is_empty() { routes } else { routes.layer(cors(&options.cors_origins)) }
 }
 
 /// Lets web pages from the given origins read responses.
 fn cors(origins: &[String]) -> CorsLayer {
-    let origin = match origins.iter().any(|origin| origin == "*") {
-        true => AllowOrigin::any(),
-        false => AllowOrigin::list(origins.iter().filter_map(|origin| HeaderValue::from_str(origin).ok())),
+    let origin = if origins.iter().any(|origin| origin == "*") {
+        AllowOrigin::any()
+    } else {
+        AllowOrigin::list(origins.iter().filter_map(|origin| HeaderValue::from_str(origin).ok()))
     };
     CorsLayer::new()
         .allow_origin(origin)

@@ -7,13 +7,14 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::Result;
 use tokio::sync::watch;
 
-use super::admission::Admission;
-use super::error::ApiError;
+use super::http::error::ApiError;
+use super::limits::Admission;
 use super::metrics::Metrics;
 use super::options::ServerOptions;
 use super::orphans::Orphans;
-use super::recorder::Recorder;
+use super::records::Recorder;
 use crate::engine::EngineHandle;
+use crate::error::Error;
 
 /// The maximum duration of a step. If a step takes longer, the engine is considered stuck.
 const MAX_STEP: Duration = Duration::from_secs(60);
@@ -29,7 +30,7 @@ pub struct Server {
     pub recorder: Recorder,
     pub orphans: Arc<Orphans>,
     /// Unset while the model loads.
-    model: OnceLock<EngineHandle>,
+    engine: OnceLock<EngineHandle>,
     /// The SHA-256 of each file of the model, for receipts.
     model_files: OnceLock<BTreeMap<String, String>>,
     phase: watch::Sender<Phase>,
@@ -58,7 +59,7 @@ impl Server {
             metrics: Arc::new(Metrics::new(&options.model, options.has_vllm_metrics)?),
             recorder: Recorder::new(&options.record)?,
             orphans: Arc::default(),
-            model: OnceLock::new(),
+            engine: OnceLock::new(),
             model_files: OnceLock::new(),
             phase: watch::Sender::new(Phase::Serving),
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
@@ -66,9 +67,9 @@ impl Server {
         }))
     }
 
-    /// Sets the loaded model, so that the server accepts requests. Later calls have no effect.
-    pub fn set_model(&self, engine: EngineHandle) {
-        let _ = self.model.set(engine);
+    /// Sets the engine of the loaded model, so that the server accepts requests. Later calls have no effect.
+    pub fn set_engine(&self, engine: EngineHandle) {
+        let _ = self.engine.set(engine);
     }
 
     /// Sets the SHA-256 of each file of the model, for receipts. Later calls have no effect.
@@ -83,29 +84,30 @@ impl Server {
 
     /// Returns the engine, or `None` while the model loads.
     pub fn engine(&self) -> Option<&EngineHandle> {
-        self.model.get()
+        self.engine.get()
     }
 
     /// Returns the engine. While the model loads, returns the error to send to the client.
-    pub fn model(&self) -> Result<&EngineHandle, ApiError> {
+    pub fn loaded_engine(&self) -> Result<&EngineHandle, ApiError> {
         self.engine().ok_or_else(|| ApiError::unavailable("the model is loading", Duration::from_secs(1)))
     }
 
     /// Returns the engine if the server accepts requests. Otherwise, returns the error to send to the client.
-    pub fn open_model(&self) -> Result<&EngineHandle, ApiError> {
-        self.model_before(Phase::Draining)
+    pub fn open_engine(&self) -> Result<&EngineHandle, ApiError> {
+        self.engine_before(Phase::Draining)
     }
 
     /// Returns the engine if routers may send requests. Otherwise, returns the error to send to the router.
-    pub fn healthy_model(&self) -> Result<&EngineHandle, ApiError> {
-        self.model_before(Phase::Leaving)
+    pub fn healthy_engine(&self) -> Result<&EngineHandle, ApiError> {
+        self.engine_before(Phase::Leaving)
     }
 
-    fn model_before(&self, phase: Phase) -> Result<&EngineHandle, ApiError> {
-        let engine = self.model()?;
-        match *self.phase.borrow() < phase {
-            true => Ok(engine),
-            false => Err(ApiError::unavailable("the server is shutting down", Duration::from_secs(5))),
+    fn engine_before(&self, phase: Phase) -> Result<&EngineHandle, ApiError> {
+        let engine = self.loaded_engine()?;
+        if *self.phase.borrow() < phase {
+            Ok(engine)
+        } else {
+            Err(ApiError::unavailable("the server is shutting down", Duration::from_secs(5)))
         }
     }
 
@@ -117,6 +119,11 @@ impl Server {
     /// Returns whether the engine can no longer answer requests, because of a panic or a fault of the device.
     pub fn has_failed(&self) -> bool {
         self.engine().is_some_and(EngineHandle::has_stopped)
+    }
+
+    /// Returns the error of the device that failed, or `None` if no device has failed.
+    pub fn failure(&self) -> Option<Error> {
+        self.engine().and_then(EngineHandle::failure)
     }
 
     /// Waits until [`has_failed`](Self::has_failed) is true.

@@ -24,10 +24,12 @@ struct Original {
 pub(super) fn save() -> bool {
     let Ok(modes) = tcgetattr(stdin().as_fd()) else { return false };
     let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
-    let output = match is_dumb {
-        true => None,
-        false if stdout().is_terminal() => Some(libc::STDOUT_FILENO),
-        false => stderr().is_terminal().then_some(libc::STDERR_FILENO),
+    let output = if is_dumb {
+        None
+    } else if stdout().is_terminal() {
+        Some(libc::STDOUT_FILENO)
+    } else {
+        stderr().is_terminal().then_some(libc::STDERR_FILENO)
     };
     if ORIGINAL.set(Original { modes: modes.into(), output }).is_ok() {
         // SAFETY: `restore_at_exit` takes no arguments, does not unwind, and stays loaded until the process ends.

@@ -6,9 +6,11 @@ use anyhow::{Result, bail};
 use candle_core::DType;
 
 use super::gguf::{GgufCheckpoint, GgufModel};
+use super::quantized::{self, QuantizationTarget};
 use super::read_ahead::ReadRequest;
-use super::safetensors::{SafetensorsCheckpoint, TensorView};
+use super::safetensors::{SafetensorsCheckpoint, TensorView, module};
 use super::tensor_info::{TensorInfo, parameter_count};
+use crate::kernels::quantized::WeightFormat;
 use crate::snapshot;
 
 /// The open weights files of a model, with the list of tensors and the locations of their data.
@@ -87,6 +89,35 @@ impl Checkpoint {
         }
     }
 
+    /// Returns the number of columns in the smallest part into which a matrix can be divided.
+    /// `columns` is the number of columns of the whole matrix, and `target` the format to which loading quantizes floats.
+    pub(super) fn column_unit(&self, name: &str, columns: usize, target: Option<QuantizationTarget>) -> usize {
+        let stored = match self {
+            Self::Gguf(model) => model.stored_type(name).and_then(quantized::format),
+            Self::Safetensors(checkpoint) if checkpoint.info(&format!("{name}_scale")).is_some() => {
+                return unit_of(checkpoint.scheme(module(name)).map(|scheme| scheme.format.memory_format()));
+            }
+            Self::Safetensors(_) => None,
+        };
+        unit_of(stored.or_else(|| target?.format(columns)))
+    }
+
+    /// Returns the format, rows and columns of a matrix that is quantized in the file.
+    pub(super) fn quantized_shape(&self, name: &str, info: &TensorInfo) -> Option<(WeightFormat, usize, usize)> {
+        match (self, info.shape.as_slice()) {
+            (Self::Gguf(model), _) => {
+                let format = quantized::format(model.stored_type(name)?)?;
+                let (rows, columns) = model.matrix_shape(name).ok()??;
+                Some((format, rows, columns))
+            }
+            (Self::Safetensors(checkpoint), &[rows, columns]) => {
+                checkpoint.info(&format!("{name}_scale"))?;
+                Some((checkpoint.scheme(module(name))?.format.memory_format(), rows, columns))
+            }
+            _ => None,
+        }
+    }
+
     /// Returns the rows and columns of a matrix `[out, in]` that can be quantized during loading.
     /// Stacked matrices count as one matrix with their rows combined.
     pub(super) fn matrix_shape(&self, name: &str) -> Option<(usize, usize)> {
@@ -137,4 +168,9 @@ impl Checkpoint {
             Self::Gguf(model) => model.describe(name),
         }
     }
+}
+
+/// Returns the number of columns in the smallest part into which a matrix with this format can be divided.
+fn unit_of(format: Option<WeightFormat>) -> usize {
+    format.map_or(1, WeightFormat::column_unit)
 }

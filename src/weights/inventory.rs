@@ -1,7 +1,7 @@
 //! The list of tensors in a checkpoint, read from the file headers.
 //! The list is enough to compute the size of a model before downloading it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::Path;
 
 use anyhow::{Result, ensure};
@@ -13,18 +13,34 @@ use super::gguf::GgufCheckpoint;
 use super::quantized::QuantizationTarget;
 use super::safetensors_header::{self, HeaderTensor, MAX_HEADER_BYTES};
 use super::tensor_info::{TensorInfo, parameter_count};
+use crate::kernels::quantized::{GROUP_COLUMNS, WeightFormat};
 use crate::snapshot::safetensors::{self, ShardIndex};
 
 /// One tensor of a checkpoint.
 #[derive(Clone, Debug)]
-struct InventoryTensor {
-    name: String,
+pub(super) struct InventoryTensor {
+    pub name: String,
     /// The dtype in the file in lower case, such as `bf16`, `f8_e4m3` or `q4_k`.
     dtype: String,
     elements: u64,
     /// The size in the file, in bytes.
     bytes: u64,
     format: MemoryFormat,
+    /// The format, rows and columns of a matrix that is quantized in memory, if known.
+    pub quantized: Option<(WeightFormat, usize, usize)>,
+    /// The columns of a matrix that ranks may divide by columns.
+    pub columns: Option<ColumnUnits>,
+    /// The size of the first dimension.
+    pub rows: Option<usize>,
+    /// Whether the tensor stacks transposed matrices, if only the header is known.
+    is_transposed: bool,
+}
+
+/// The number of columns of a matrix that is divided by columns, and of the smallest part of it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ColumnUnits {
+    pub columns: usize,
+    pub unit: usize,
 }
 
 /// The format of a loaded tensor in memory.
@@ -42,7 +58,7 @@ enum MemoryFormat {
 /// The tensors of a checkpoint.
 #[derive(Clone, Debug, Default)]
 pub struct Inventory {
-    tensors: Vec<InventoryTensor>,
+    pub(super) tensors: Vec<InventoryTensor>,
 }
 
 /// The information about a model's weights that `inferno list` shows.
@@ -129,13 +145,24 @@ impl Inventory {
                 _ if name.ends_with("_scale") => checkpoint.packed_bytes(name, info),
                 _ => None,
             };
-            InventoryTensor {
+            let has_bias = checkpoint.info(&format!("{name}_bias")).is_some();
+            let mut tensor = InventoryTensor {
                 name: name.to_string(),
                 dtype: checkpoint.stored_as(name, info),
                 elements: info.elements() as u64,
                 bytes: info.bytes() as u64,
                 format: packed_bytes.map_or(MemoryFormat::for_floats(name, info.shape.len()), MemoryFormat::Bytes),
-            }
+                quantized: packed_bytes.and_then(|_| checkpoint.quantized_shape(name, info)),
+                columns: None,
+                rows: info.shape.first().copied(),
+                is_transposed: has_bias,
+            };
+            let units = tensor.column_units(&info.shape, 1, has_bias);
+            tensor.columns = units.map(|ColumnUnits { columns, .. }| ColumnUnits {
+                columns,
+                unit: checkpoint.column_unit(name, columns, target),
+            });
+            tensor
         };
         let mut inventory = Self { tensors: checkpoint.tensors().map(tensor).collect() };
         let has_head = inventory.tensors.iter().any(|tensor| tensor.group() == "head");
@@ -154,6 +181,7 @@ impl Inventory {
             let format = |(_, columns)| target.and_then(|target| target.format(columns));
             if let (Some((rows, columns)), Some(format)) = (shape, shape.and_then(format)) {
                 tensor.format = MemoryFormat::Bytes(format.bytes(rows as u64, columns as u64));
+                tensor.quantized = Some((format, rows, columns));
             }
         }
         inventory
@@ -166,14 +194,34 @@ impl Inventory {
     /// Unknown dtypes are allowed, because the model is only described, not loaded.
     pub fn add_header(&mut self, file: &str, header: &[u8], data_bytes: Option<u64>) -> Result<()> {
         safetensors_header::read(file, header, data_bytes, |tensor| {
-            let HeaderTensor { name, dtype, rank, elements, bytes, .. } = tensor;
+            let HeaderTensor { name, dtype, shape, elements, bytes, .. } = tensor;
+            let shape: Vec<usize> = shape.into_iter().map(|size| usize::try_from(size).unwrap_or(usize::MAX)).collect();
             let (name, dtype) = (name.into_owned(), dtype.to_lowercase());
-            let format = match MemoryFormat::for_floats(&name, rank) {
+            let format = match MemoryFormat::for_floats(&name, shape.len()) {
                 MemoryFormat::ComputeDtype if !is_float(&dtype) => MemoryFormat::Bytes(bytes),
                 format => format,
             };
-            self.tensors.push(InventoryTensor { name, dtype, elements, bytes, format });
-        })
+            let rows = shape.first().copied();
+            let (quantized, columns) = (None, None);
+            let is_transposed = false;
+            let mut tensor =
+                InventoryTensor { name, dtype, elements, bytes, format, quantized, columns, rows, is_transposed };
+            let unit = if ["i8", "f8_e4m3"].contains(&tensor.dtype.as_str()) { GROUP_COLUMNS } else { 1 };
+            tensor.columns = tensor.column_units(&shape, unit, false);
+            self.tensors.push(tensor);
+        })?;
+        // Stacked experts with biases are stored transposed, so their first dimension after the experts has the columns.
+        // The bias may be in another shard.
+        let biases: HashSet<String> = self.tensors.iter().filter_map(InventoryTensor::biased_experts).collect();
+        for tensor in self.tensors.iter_mut().filter(|tensor| biases.contains(&tensor.name)) {
+            let (Some(columns), Some(experts)) = (&mut tensor.columns, tensor.rows) else { continue };
+            if !tensor.is_transposed {
+                let matrix = tensor.elements / (experts as u64).max(1);
+                columns.columns = usize::try_from(matrix).unwrap_or(usize::MAX) / columns.columns.max(1);
+                tensor.is_transposed = true;
+            }
+        }
+        Ok(())
     }
 
     /// Returns true if the inventory has no tensors.
@@ -204,22 +252,11 @@ impl Inventory {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }
 
-    /// Returns the size in memory, in bytes, of the weights that every rank holds whole:
-    /// embeddings, norms, routers and biases.
-    pub fn whole_bytes(&self, dtype: DType) -> u64 {
-        let is_whole = |tensor: &&InventoryTensor| {
-            tensor.format == MemoryFormat::F32 || ["embedding", "norms", "other"].contains(&tensor.group())
-        };
-        sum(self.tensors.iter().filter(is_whole).map(|tensor| tensor.loaded_bytes(dtype)))
-    }
-
     /// Returns the sizes in memory of the parts of a model with `layers` layers.
     pub fn part_bytes(&self, layers: usize, dtype: DType) -> PartBytes {
         let mut parts = PartBytes { layers: vec![0; layers], ..PartBytes::default() };
         for tensor in &self.tensors {
-            // The first number in the name of a tensor is the index of its layer.
-            let layer = tensor.name.split('.').find_map(|part| part.parse::<usize>().ok());
-            let part = match layer.and_then(|layer| parts.layers.get_mut(layer)) {
+            let part = match tensor.layer().and_then(|layer| parts.layers.get_mut(layer)) {
                 Some(layer) => layer,
                 None if tensor.group() == "head" => &mut parts.head,
                 None => &mut parts.other,
@@ -271,9 +308,8 @@ impl Inventory {
     pub fn groups(&self) -> Vec<TensorGroup> {
         let group = |name| {
             let tensors = || self.tensors.iter().filter(move |tensor| tensor.group() == name);
-            let dtype = |tensor: &InventoryTensor| match tensor.is_packed_mxfp4() {
-                true => "mxfp4".to_string(),
-                false => tensor.dtype.clone(),
+            let dtype = |tensor: &InventoryTensor| {
+                if tensor.is_packed_mxfp4() { "mxfp4".to_string() } else { tensor.dtype.clone() }
             };
             TensorGroup {
                 name,
@@ -306,12 +342,17 @@ impl InventoryTensor {
         parameter_count(&self.name, self.dtype == "u8", self.elements)
     }
 
-    fn loaded_bytes(&self, dtype: DType) -> u64 {
+    pub(super) fn loaded_bytes(&self, dtype: DType) -> u64 {
         match self.format {
             MemoryFormat::ComputeDtype => self.elements.saturating_mul(dtype.size_in_bytes() as u64),
             MemoryFormat::F32 => self.elements.saturating_mul(size_of::<f32>() as u64),
             MemoryFormat::Bytes(bytes) => bytes,
         }
+    }
+
+    /// If this is a bias of stacked experts, returns the name of the matrices that it belongs to.
+    fn biased_experts(&self) -> Option<String> {
+        self.name.strip_suffix("_bias").filter(|_| self.is_expert()).map(str::to_string)
     }
 
     fn is_packed_mxfp4(&self) -> bool {
@@ -323,7 +364,7 @@ impl InventoryTensor {
     }
 
     /// Returns the name of the tensor's group, one of [`GROUPS`].
-    fn group(&self) -> &'static str {
+    pub(super) fn group(&self) -> &'static str {
         let parts: Vec<&str> = self.name.split('.').collect();
         let any = |is: &dyn Fn(&str) -> bool| parts.iter().any(|part| is(part));
         if self.is_expert() {
@@ -435,7 +476,17 @@ mod tests {
             ("backbone.layers.0.mixer.A_log", "other"),
         ] {
             let format = MemoryFormat::ComputeDtype;
-            let tensor = InventoryTensor { name: name.into(), dtype: "bf16".into(), elements: 1, bytes: 2, format };
+            let tensor = InventoryTensor {
+                name: name.into(),
+                dtype: "bf16".into(),
+                elements: 1,
+                bytes: 2,
+                format,
+                quantized: None,
+                columns: None,
+                rows: None,
+                is_transposed: false,
+            };
             assert_eq!(tensor.group(), group, "{name}");
         }
     }

@@ -13,9 +13,11 @@ use super::part_reader::PartReader;
 use super::progress::LoadProgress;
 use super::quantized::{self, QuantizationTarget};
 use super::read_ahead::ReadAhead;
+use super::read_ahead::ReadAheadOptions;
 #[cfg(feature = "cuda")]
-use super::read_ahead::{ReadAheadOptions, Retention};
+use super::read_ahead::Retention;
 use super::safetensors::module;
+use super::shared_reads::SharedReads;
 use super::source::{ByteRange, StoredBytes};
 use super::tensor_info::TensorInfo;
 use crate::device::World;
@@ -43,6 +45,10 @@ pub struct Weights<'c> {
     pub(super) reader: Option<Arc<dyn TensorReader>>,
     /// Reads large tensors, or parts of them, if nothing is read ahead.
     part_reader: Option<Arc<dyn ReadPart>>,
+    /// Reads tensors together with the other ranks. `None` if each rank reads alone.
+    shared_reads: Option<SharedReads>,
+    /// The rank that loads the weights, even if it loads whole layers.
+    loading_world: World,
 }
 
 /// The maximum size, in bytes, of a tensor whose dtype is converted on the host.
@@ -68,11 +74,28 @@ impl<T: Target> TensorReader for ReadAhead<T> {
 /// The method of [`PartReader`] without its type parameter, for use as a trait object.
 trait ReadPart {
     fn read(&self, tensor: &ByteRange, dtype: DType, shape: &[usize], slice: Option<&Slice>) -> Result<Tensor>;
+    fn read_shared(
+        &self,
+        shared: &SharedReads,
+        name: &str,
+        tensor: &ByteRange,
+        part: (DType, &[usize], Option<&Slice>),
+    ) -> Result<Tensor>;
 }
 
 impl<T: Target> ReadPart for PartReader<T> {
     fn read(&self, tensor: &ByteRange, dtype: DType, shape: &[usize], slice: Option<&Slice>) -> Result<Tensor> {
         self.read(tensor, dtype, shape, slice)
+    }
+
+    fn read_shared(
+        &self,
+        shared: &SharedReads,
+        name: &str,
+        tensor: &ByteRange,
+        part: (DType, &[usize], Option<&Slice>),
+    ) -> Result<Tensor> {
+        self.read_shared(shared, name, tensor, part)
     }
 }
 
@@ -119,6 +142,8 @@ impl<'c> Weights<'c> {
             part: None,
             reader: None,
             part_reader: None,
+            shared_reads: None,
+            loading_world: World::alone(),
         }
     }
 
@@ -142,13 +167,53 @@ impl<'c> Weights<'c> {
         progress: &'c LoadProgress<'c>,
         world: World,
     ) -> Result<Self> {
-        let weights = Self { world, ..Self::without_reader(checkpoint, device, dtype, progress) };
+        let loading_world = world.clone();
+        let weights = Self { world, loading_world, ..Self::without_reader(checkpoint, device, dtype, progress) };
         #[cfg(feature = "cuda")]
         if let Device::Cuda(cuda) = device {
             let reader = PartReader::new(CopyStream::new(cuda)?, ReadAheadOptions::default());
             return Ok(weights.with_part_reader(reader));
         }
         Ok(weights)
+    }
+
+    /// Returns weights that read tensors together with the other ranks if several ranks need the same bytes, so that each
+    /// byte is read once. All ranks must load their parts at the same time, on different threads.
+    ///
+    /// Only tensors of safetensors files that are loaded as they are stored are shared. Matrices of GGUF files and
+    /// matrices with 8-bit weights are converted on the host, row by row, and are not shared. The same holds if float
+    /// matrices are quantized.
+    pub fn sharing_reads(self) -> Self {
+        let is_shared = self.world.size() > 1 && self.quantize.is_none();
+        let reads = is_shared.then(|| SharedReads {
+            world: self.world.clone(),
+            threads: if self.device.is_cuda() { ReadAheadOptions::default().threads } else { 1 },
+            buffers: Arc::default(),
+        });
+        Self { shared_reads: reads, ..self }
+    }
+
+    /// Takes part in reading a matrix `[rows, columns]` of which this rank holds no columns.
+    pub(super) fn join_reads(&self, name: &str, rows: usize) -> Result<()> {
+        let (Some(_), Some(slice @ Slice { dim: 1, .. })) = (&self.shared_reads, self.slice(Some(0), Some(1))) else {
+            return Ok(());
+        };
+        let full_name = self.full_name(name);
+        let info = self.checkpoint.required(&full_name)?;
+        let has_scale = self.checkpoint.info(&format!("{full_name}_scale")).is_some();
+        if !has_scale && info.candle_dtype().is_some_and(|dtype| dtype.is_float()) && info.dtype != Dtype::F8_E4M3 {
+            self.load(&full_name, &[rows, 0], Some(slice), &Device::Cpu)?;
+        }
+        Ok(())
+    }
+
+    /// Takes part in reading stacked matrices of which this rank holds no rows or no columns.
+    pub(super) fn join_stacked_reads(&self, name: &str, shape: [usize; 3]) -> Result<()> {
+        let info = self.checkpoint.required(&self.full_name(name))?;
+        if self.shared_reads.is_some() && info.is_float() && info.dtype != Dtype::F8_E4M3 {
+            self.load(&self.full_name(name), &shape, self.slice(Some(1), Some(2)), &Device::Cpu)?;
+        }
+        Ok(())
     }
 
     /// Returns weights that read large tensors with `reader`, which must copy them to the device of these weights.
@@ -180,7 +245,7 @@ impl<'c> Weights<'c> {
 
     /// Returns weights that load whole tensors, as if there were only one rank.
     pub fn undivided(&self) -> Self {
-        Self { world: World::alone(), ..self.clone() }
+        Self { world: World::alone(), shared_reads: None, ..self.clone() }
     }
 
     /// Returns weights that load only the rows in `ranges` of each tensor. In the file, each tensor has `total` rows.
@@ -364,7 +429,19 @@ impl<'c> Weights<'c> {
             bail!("tensor {name}: the dtype {} is not supported", view.info.dtype)
         };
         let is_large = shape.iter().product::<usize>() * dtype.size_in_bytes() > MAX_HOST_CONVERSION_BYTES;
+        self.loading_world.tick();
+        let shared = self.shared_reads.as_ref().filter(|shared| {
+            let has_short_runs = |slice: &Slice| slice.has_short_runs(&view.info.shape, dtype, shared.world.size());
+            slice.as_ref().is_none_or(has_short_runs)
+        });
         let tensor = match (&self.reader, &self.part_reader, &view.bytes) {
+            (_, Some(reader), StoredBytes::File(bytes))
+                if is_large && device.same_device(&self.device) && shared.is_some() =>
+            {
+                let part = (dtype, shape, slice.as_ref());
+                let shared = shared.context("internal error: no shared reads")?;
+                reader.read_shared(shared, name, bytes, part).with_context(cannot)?
+            }
             (_, Some(reader), StoredBytes::File(bytes)) if is_large && device.same_device(&self.device) => {
                 reader.read(bytes, dtype, shape, slice.as_ref()).with_context(cannot)?
             }
@@ -372,9 +449,13 @@ impl<'c> Weights<'c> {
                 reader.take(name, dtype, shape)?
             }
             _ => {
-                let tensor = match slice {
-                    Some(slice) => slice.read(&view.bytes, dtype, shape),
-                    None => view.bytes.tensor(dtype, shape),
+                let tensor = match (slice, shared, &view.bytes) {
+                    (Some(slice), ..) => slice.read(name, &view.bytes, dtype, shape, shared),
+                    (None, Some(shared), StoredBytes::File(bytes)) => {
+                        let bytes = shared.read_to_vec(name, bytes)?;
+                        StoredBytes::Memory(&bytes).tensor(dtype, shape)
+                    }
+                    (None, ..) => view.bytes.tensor(dtype, shape),
                 };
                 tensor.and_then(|tensor| Ok(tensor.to_device(device)?)).with_context(cannot)?
             }

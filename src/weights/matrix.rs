@@ -23,6 +23,9 @@ impl<'c> Weights<'c> {
         if let Some((weights, _)) = parts.first()
             && all_rows * columns == 0
         {
+            for (weights, rows) in parts {
+                weights.join_reads(name, *rows)?;
+            }
             return Ok(Matrix::Dense(Tensor::zeros((all_rows, columns), weights.dtype, &weights.device)?));
         }
         let quantized = |(weights, rows): &(Self, usize)| weights.quantized(name, 1, *rows, columns);
@@ -62,6 +65,7 @@ impl<'c> Weights<'c> {
     pub fn experts(&self, name: &str, shape: [usize; 3]) -> Result<Matrix> {
         let [experts, rows, columns] = shape;
         if rows * columns == 0 {
+            self.join_stacked_reads(name, shape)?;
             return Ok(Matrix::Dense(Tensor::zeros(&shape, self.dtype, &self.device)?));
         }
         match self.quantized(name, experts, rows, columns)? {
@@ -91,20 +95,7 @@ impl<'c> Weights<'c> {
     /// The number is 1 for floats, and larger for quantized matrices.
     /// `columns` is the number of columns of the whole matrix.
     pub fn column_unit(&self, name: &str, columns: usize) -> Result<usize> {
-        let name = self.full_name(name);
-        let format = match (self.checkpoint, self.quantize) {
-            (Checkpoint::Gguf(model), None) => model.stored_type(&name).and_then(quantized::format),
-            (Checkpoint::Safetensors(checkpoint), _) if checkpoint.info(&format!("{name}_scale")).is_some() => {
-                checkpoint.scheme(module(&name)).map(|scheme| scheme.format.memory_format())
-            }
-            (Checkpoint::Safetensors(_), None) => None,
-            (Checkpoint::Gguf(model), Some(target)) => match model.stored_type(&name).and_then(quantized::format) {
-                None => target.format(columns),
-                stored => stored,
-            },
-            (Checkpoint::Safetensors(_), Some(target)) => target.format(columns),
-        };
-        Ok(format.map_or(1, WeightFormat::column_unit))
+        Ok(self.checkpoint.column_unit(&self.full_name(name), columns, self.quantize))
     }
 
     fn build(&self, parts: &[&MatrixRows]) -> Result<QuantizedMatrix> {

@@ -6,6 +6,7 @@ use std::ops::Range;
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 
+use super::shared_reads::SharedReads;
 use super::source::StoredBytes;
 
 /// The part of each tensor that [`Weights`](super::Weights) load: some of its rows or some of its columns.
@@ -68,22 +69,55 @@ impl Slice {
         })
     }
 
+    /// Returns whether several ranks should read the tensor together, because this many ranks divide its rows, or the
+    /// rows of each of its matrices, into runs that are too short to be read one by one.
+    /// Returns the same value on all ranks.
+    pub fn has_short_runs(&self, stored: &[usize], dtype: DType, ranks: usize) -> bool {
+        let outer: usize = stored[..self.dim].iter().product();
+        outer > 1 && self.row_bytes(stored, dtype) / ranks < MIN_RUN_BYTES
+    }
+
+    /// Returns the number of bytes of a row: all elements in the divided dimension and the dimensions after it.
+    pub fn row_bytes(&self, stored: &[usize], dtype: DType) -> usize {
+        stored[self.dim..].iter().product::<usize>() * dtype.size_in_bytes()
+    }
+
     /// Reads the part of a tensor to host memory. `shape` is the shape of the part.
-    pub fn read(&self, bytes: &StoredBytes, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+    /// With `shared`, the ranks read the tensor together.
+    pub fn read(
+        &self,
+        name: &str,
+        bytes: &StoredBytes,
+        dtype: DType,
+        shape: &[usize],
+        shared: Option<&SharedReads>,
+    ) -> Result<Tensor> {
         let stored = self.stored_shape(shape);
         let outer: usize = stored[..self.dim].iter().product();
         let inner = stored[self.dim + 1..].iter().product::<usize>() * dtype.size_in_bytes();
+        let row_bytes = self.total * inner;
         let mut part = Vec::new();
-        for index in 0..outer {
-            let start = index * self.total * inner;
-            // If a single row or column is short, one read of the whole dimension is faster than many short reads.
-            if inner < MIN_READ_BYTES {
-                let all = bytes.read_range(start, self.total * inner)?;
-                self.ranges.iter().for_each(|range| part.extend(&all[range.start * inner..range.end * inner]));
-                continue;
+        let mut add_row = |row: &[u8]| {
+            self.ranges.iter().for_each(|range| part.extend_from_slice(&row[range.start * inner..range.end * inner]));
+        };
+        match (shared, bytes) {
+            (Some(shared), StoredBytes::File(file)) => {
+                shared.read(name, file, row_bytes, |_, rows| {
+                    rows.chunks_exact(row_bytes).for_each(&mut add_row);
+                    Ok(())
+                })?;
             }
-            for range in &self.ranges {
-                part.extend_from_slice(&bytes.read_range(start + range.start * inner, range.len() * inner)?);
+            // One read of a short row is faster than one read for each run.
+            _ if row_bytes < MIN_RUN_BYTES && outer > 1 => {
+                for index in 0..outer {
+                    add_row(&bytes.read_range(index * row_bytes, row_bytes)?);
+                }
+            }
+            _ => {
+                for (index, range) in (0..outer).flat_map(|index| self.ranges.iter().map(move |range| (index, range))) {
+                    let start = index * row_bytes + range.start * inner;
+                    part.extend_from_slice(&bytes.read_range(start, range.len() * inner)?);
+                }
             }
         }
         if part.is_empty() {
@@ -96,8 +130,8 @@ impl Slice {
     }
 }
 
-/// If one row or column of a slice has fewer bytes than this, the whole dimension is read at once.
-const MIN_READ_BYTES: usize = 4096;
+/// Runs of at least this many bytes are read one by one. Shorter runs are read together with the bytes between them.
+pub(super) const MIN_RUN_BYTES: usize = 64 << 10;
 
 impl StoredBytes<'_> {
     /// Returns `bytes` bytes at the offset `start`.

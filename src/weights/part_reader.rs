@@ -13,13 +13,11 @@ use std::thread;
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 
-use super::part::Slice;
+use super::part::{MIN_RUN_BYTES, Slice};
 use super::read_ahead::ReadAheadOptions;
+use super::shared_reads::{PAGE_BYTES, SharedReads};
 use super::source::ByteRange;
 use crate::kernels::upload::Target;
-
-/// Runs of at least this many bytes are read one by one. Shorter runs are read together with the bytes between them.
-const MIN_RUN_BYTES: usize = 64 << 10;
 
 /// Reads parts of tensors to the device of `target`.
 pub struct PartReader<T: Target> {
@@ -37,6 +35,16 @@ struct PartBytes {
     row_bytes: usize,
     /// The byte ranges of each row that belong to the part.
     runs: Vec<Range<usize>>,
+}
+
+/// Where a thread reads the bytes of a tensor.
+enum Bytes<'b> {
+    File(&'b ByteRange),
+    /// The bytes of the tensor from the offset `start` on.
+    Memory {
+        start: usize,
+        bytes: &'b [u8],
+    },
 }
 
 /// A piece of a part that one thread reads.
@@ -65,7 +73,32 @@ impl<T: Target> PartReader<T> {
     ) -> Result<Tensor> {
         let part = PartBytes::new(dtype, shape, slice);
         let mut memory = self.target.allocate(part.bytes()).context("cannot allocate memory for a tensor")?;
-        let pieces = part.pieces(self.options.piece_bytes);
+        self.copy(&part, &part.pieces(self.options.piece_bytes), &Bytes::File(tensor), &memory)?;
+        self.target.complete(&mut memory)?;
+        Ok(self.target.tensor(memory, dtype, shape)?)
+    }
+
+    /// Reads the part of a tensor like [`read`](Self::read), but together with the other ranks.
+    pub(super) fn read_shared(
+        &self,
+        shared: &SharedReads,
+        name: &str,
+        tensor: &ByteRange,
+        (dtype, shape, slice): (DType, &[usize], Option<&Slice>),
+    ) -> Result<Tensor> {
+        let part = PartBytes::new(dtype, shape, slice);
+        let mut memory = self.target.allocate(part.bytes()).context("cannot allocate memory for a tensor")?;
+        let unit = if slice.is_some() { part.row_bytes } else { PAGE_BYTES };
+        shared.read(name, tensor, unit, |range, bytes| {
+            let pieces = part.pieces_of(range.clone(), self.options.piece_bytes);
+            self.copy(&part, &pieces, &Bytes::Memory { start: range.start, bytes }, &memory)
+        })?;
+        self.target.complete(&mut memory)?;
+        Ok(self.target.tensor(memory, dtype, shape)?)
+    }
+
+    /// Copies pieces of a tensor to `memory` with several threads. Returns when all copies are queued.
+    fn copy(&self, part: &PartBytes, pieces: &[Piece], tensor: &Bytes, memory: &T::Memory) -> Result<()> {
         let next = AtomicUsize::new(0);
         let work = || -> Result<()> {
             let mut staging = self.take_staging(part.longest_piece(self.options.piece_bytes))?;
@@ -73,7 +106,7 @@ impl<T: Target> PartReader<T> {
             while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
                 let buffer = self.target.buffer(&mut staging)?;
                 let (bytes, offset) = part.read(tensor, piece, buffer, &mut rows)?;
-                self.target.copy(&mut staging, bytes, &memory, offset)?;
+                self.target.copy(&mut staging, bytes, memory, offset)?;
             }
             self.staging.lock().unwrap_or_else(PoisonError::into_inner).push(staging);
             Ok(())
@@ -84,9 +117,7 @@ impl<T: Target> PartReader<T> {
             let own = work();
             let others = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
             others.fold(own, |result, other| result.and(other))
-        })?;
-        self.target.complete(&mut memory)?;
-        Ok(self.target.tensor(memory, dtype, shape)?)
+        })
     }
 
     /// Returns staging buffers of `piece_bytes` bytes, or of `bytes` bytes if a piece is longer.
@@ -130,7 +161,8 @@ impl PartBytes {
     }
 
     fn has_long_runs(&self) -> bool {
-        self.runs.iter().all(|run| run.len() >= MIN_RUN_BYTES)
+        // Ranks whose parts differ in size decide together whether runs are short, so a run can be shorter than the limit.
+        self.rows == 1 || self.runs.iter().all(|run| run.len() >= MIN_RUN_BYTES / 2)
     }
 
     /// Returns the maximum number of bytes that a piece copies to the device.
@@ -158,20 +190,45 @@ impl PartBytes {
         pieces
     }
 
+    /// Returns the pieces of a range of bytes of the tensor. If the part has only some bytes of each row, the range must
+    /// consist of whole rows.
+    fn pieces_of(&self, range: Range<usize>, piece_bytes: usize) -> Vec<Piece> {
+        if self.kept_bytes() == self.row_bytes {
+            let starts = range.clone().step_by(piece_bytes);
+            let piece = |start| Piece::Run { start, bytes: piece_bytes.min(range.end - start), offset: start };
+            return starts.map(piece).collect();
+        }
+        let rows = range.start / self.row_bytes..range.end / self.row_bytes;
+        let step = (piece_bytes / self.kept_bytes()).max(1);
+        rows.clone().step_by(step).map(|row| Piece::Rows(row..(row + step).min(rows.end))).collect()
+    }
+
     /// Reads a piece to the start of `buffer`. Returns the number of its bytes and its offset in the part.
     /// `rows` is a buffer for whole rows.
-    fn read(&self, tensor: &ByteRange, piece: &Piece, buffer: &mut [u8], rows: &mut Vec<u8>) -> Result<(usize, usize)> {
-        let (source, first) = (&tensor.source, tensor.start);
+    fn read(&self, tensor: &Bytes, piece: &Piece, buffer: &mut [u8], rows: &mut Vec<u8>) -> Result<(usize, usize)> {
         match piece {
             Piece::Run { start, bytes, offset } => {
-                source.read(&mut buffer[..*bytes], first + *start as u64)?;
+                match tensor {
+                    Bytes::File(file) => file.source.read(&mut buffer[..*bytes], file.start + *start as u64)?,
+                    Bytes::Memory { start: first, bytes: all } => {
+                        buffer[..*bytes].copy_from_slice(&all[start - first..][..*bytes]);
+                    }
+                }
                 Ok((*bytes, *offset))
             }
             Piece::Rows(range) => {
-                rows.resize(range.len() * self.row_bytes, 0);
-                source.read(rows, first + (range.start * self.row_bytes) as u64)?;
-                let runs =
-                    rows.chunks_exact(self.row_bytes).flat_map(|row| self.runs.iter().map(|run| &row[run.clone()]));
+                let (start, length) = (range.start * self.row_bytes, range.len() * self.row_bytes);
+                let whole_rows = match tensor {
+                    Bytes::File(file) => {
+                        rows.resize(length, 0);
+                        file.source.read(rows, file.start + start as u64)?;
+                        &rows[..]
+                    }
+                    Bytes::Memory { start: first, bytes } => &bytes[start - first..][..length],
+                };
+                let runs = whole_rows
+                    .chunks_exact(self.row_bytes)
+                    .flat_map(|row| self.runs.iter().map(|run| &row[run.clone()]));
                 let mut end = 0;
                 for run in runs {
                     buffer[end..end + run.len()].copy_from_slice(run);

@@ -18,11 +18,11 @@ pub struct HeaderTensor<'h> {
     pub name: Cow<'h, str>,
     /// The dtype, such as `BF16` or `F8_E4M3`. Unknown dtypes are allowed.
     pub dtype: Cow<'h, str>,
-    pub rank: usize,
+    pub shape: Vec<u64>,
     pub elements: u64,
     pub bytes: u64,
     /// Whether the file stores the tensor as an I32 `weight_packed` (compressed-tensors).
-    /// If so, `name`, `dtype` and `elements` describe the unpacked I8 `weight`.
+    /// If so, `name`, `dtype`, `shape` and `elements` describe the unpacked I8 `weight`.
     /// The header does not specify how many values an I32 contains. inferno assumes four, the only supported number.
     pub packed: bool,
 }
@@ -48,7 +48,7 @@ pub fn read<'h>(
     let (mut end, mut total) = (0, 0u64);
     let mut invalid = None;
     let mut json = serde_json::Deserializer::from_slice(header);
-    let tensors = TensorMap(|name: Cow<'h, str>, JsonTensor { dtype, shape, data_offsets: (first, last) }| {
+    let tensors = TensorMap(|name: Cow<'h, str>, JsonTensor { dtype, mut shape, data_offsets: (first, last) }| {
         let elements = shape.iter().try_fold(1u64, |product, &size| product.checked_mul(size));
         let (Some(elements), Some(bytes)) = (elements, last.checked_sub(first)) else {
             let name = excerpt(&name);
@@ -63,13 +63,15 @@ pub fn read<'h>(
         }
         end = end.max(last);
         total = total.saturating_add(bytes);
-        let rank = shape.len();
         each(match name.strip_suffix(".weight_packed") {
             Some(module) if dtype == "I32" => {
                 let (name, elements) = (format!("{module}.weight").into(), elements.saturating_mul(4));
-                HeaderTensor { name, dtype: "I8".into(), rank, elements, bytes, packed: true }
+                if let Some(columns) = shape.last_mut() {
+                    *columns = columns.saturating_mul(4);
+                }
+                HeaderTensor { name, dtype: "I8".into(), shape, elements, bytes, packed: true }
             }
-            _ => HeaderTensor { name, dtype, rank, elements, bytes, packed: false },
+            _ => HeaderTensor { name, dtype, shape, elements, bytes, packed: false },
         });
     });
     let read = tensors.deserialize(&mut json).and_then(|()| json.end());

@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
@@ -24,6 +25,8 @@ pub struct Source {
     file: File,
     /// The size of the file when it was opened. Another process may have changed the size since.
     bytes: u64,
+    /// The number of bytes that were read so far.
+    read_bytes: AtomicU64,
 }
 
 impl Source {
@@ -32,12 +35,17 @@ impl Source {
         let file = files::open(path)?;
         let bytes = file.metadata().with_context(|| format!("cannot read {}", path.display()))?.len();
         tracing::info!(path = %path.display(), bytes, "opened");
-        Ok(Self { path: path.to_path_buf(), file, bytes })
+        Ok(Self { path: path.to_path_buf(), file, bytes, read_bytes: AtomicU64::new(0) })
     }
 
     /// Returns the size of the file when it was opened.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Returns the number of bytes that were read so far. Bytes that were read twice count twice.
+    pub fn read_bytes(&self) -> u64 {
+        self.read_bytes.load(Ordering::Relaxed)
     }
 
     /// Returns the time of the last change to the file, if the file system stores it.
@@ -67,6 +75,7 @@ impl Source {
             match read {
                 Ok(0) => bail!("the file is shorter than its header says; did another program truncate it?"),
                 Ok(bytes) => {
+                    self.read_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
                     buffer = &mut buffer[bytes..];
                     offset += bytes as u64;
                 }

@@ -53,10 +53,12 @@ impl TensorInfo {
 /// Returns the number of parameters in a tensor. This is usually its number of elements.
 /// Packed MXFP4 blocks have two parameters per byte. MXFP4 scales and `weight_shape` have no parameters.
 pub(super) fn parameter_count(name: &str, is_bytes: bool, elements: u64) -> u64 {
-    match is_bytes {
-        true if name.ends_with("_blocks") => elements.saturating_mul(2),
-        true if name.ends_with("_scales") => 0,
-        false if name.ends_with(".weight_shape") => 0,
-        _ => elements,
+    let has_no_parameters = if is_bytes { name.ends_with("_scales") } else { name.ends_with(".weight_shape") };
+    if has_no_parameters {
+        0
+    } else if is_bytes && name.ends_with("_blocks") {
+        elements.saturating_mul(2)
+    } else {
+        elements
     }
 }

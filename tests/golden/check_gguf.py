@@ -4,7 +4,7 @@
     mkdir DIR && INFERNO_GGUF_OUT=DIR cargo test --test it gguf::models::logits
     python tests/golden/check_gguf.py DIR
 
-Requires torch, transformers and gguf. tests/it/gguf/converter.rs writes the files. The script loads each file twice.
+Requires torch, transformers and gguf. tests/it/support/gguf/converter.rs writes the files. The script loads each file twice.
 The first time, it uses the config.json of the checkpoint, which tests only the tensors. The second time, it uses the
 config that transformers derives from the GGUF metadata.
 

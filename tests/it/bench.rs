@@ -9,7 +9,7 @@ use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use inferno::{Engine, GenerateOptions, LoadOptions, SamplingParams};
 use serde_json::Value;
 
-use crate::cli::{assert_fails, run, text};
+use crate::support::program::{assert_fails, run, text};
 use crate::support::{demo_dir, golden};
 
 fn bench(more: &[&str]) -> std::process::Output {

@@ -3,68 +3,23 @@
 use std::env;
 use std::fs;
 use std::io::{Read, Write};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::path::Path;
+use std::process::{Output, Stdio};
 
 use inferno::weights::Checkpoint;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::screen::Screen;
-use crate::support::{at_home, demo_dir, golden};
-
-/// Returns a command that runs inferno with an empty home directory and an unreachable hub.
-pub fn inferno(home: &TempDir) -> Command {
-    let mut command = at_home(Command::new(env!("CARGO_BIN_EXE_inferno")), home);
-    command.stdin(Stdio::null());
-    command
-}
-
-pub fn run(args: &[&str]) -> Output {
-    inferno(&TempDir::new().unwrap()).args(args).output().unwrap()
-}
-
-pub fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).unwrap()
-}
-
-/// Asserts that the program failed with exit code `code` and an error message that contains all `words`.
-pub fn assert_fails(output: &Output, code: i32, words: &[&str]) {
-    let message = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(code), "{message}");
-    assert!(message.lines().any(|line| line.starts_with("error: ")), "{message}");
-    for word in words {
-        assert!(message.contains(word), "the error does not contain {word:?}: {message}");
-    }
-}
+pub use crate::support::program::{assert_fails, inferno, run, text};
+use crate::support::program::{copy_of_demo, demo_with_config, libraries_are_loaded_on_demand, without_driver};
+use crate::support::screen::Screen;
+use crate::support::{demo_dir, golden};
 
 const CPU: &[&str] = &["--device", "cpu"];
 
 fn ask(model: &Path, more: &[&str]) -> Output {
     let model = model.to_str().unwrap();
     run(&[&["play", model, "--prompt", "How do I download a model?"], CPU, more].concat())
-}
-
-/// Copies the demo model to a temporary folder, for tests that modify the copy.
-pub fn copy_of_demo() -> (TempDir, PathBuf) {
-    let folder = TempDir::new().unwrap();
-    let path = folder.path().join("model");
-    fs::create_dir(&path).unwrap();
-    for entry in fs::read_dir(demo_dir()).unwrap() {
-        let entry = entry.unwrap();
-        fs::copy(entry.path(), path.join(entry.file_name())).unwrap();
-    }
-    (folder, path)
-}
-
-/// Copies the demo model to a temporary folder and edits its config.json.
-pub fn demo_with_config(change: impl FnOnce(&mut Value)) -> (TempDir, PathBuf) {
-    let (folder, path) = copy_of_demo();
-    let file = path.join("config.json");
-    let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
-    change(&mut config);
-    fs::write(file, config.to_string()).unwrap();
-    (folder, path)
 }
 
 #[test]
@@ -267,25 +222,6 @@ fn startup_loads_no_nvidia_library() {
     // Debug builds linked with GNU ld load NVIDIA libraries at startup. `device/libraries.rs` explains why.
     let with_gnu_ld = !fs::read(env!("CARGO_BIN_EXE_inferno")).unwrap().windows(12).any(|part| part == b"Linker: LLD ");
     assert!(libraries_are_loaded_on_demand() || (with_gnu_ld && cfg!(debug_assertions)));
-}
-
-/// Returns true if the dynamic loader loads no NVIDIA library before `main`.
-pub fn libraries_are_loaded_on_demand() -> bool {
-    let output = inferno(&TempDir::new().unwrap()).env("LD_TRACE_LOADED_OBJECTS", "1").output().unwrap();
-    let loaded = text(&output.stdout);
-    !["libcuda.so", "libcublas", "libcurand", "libnvrtc"].iter().any(|library| loaded.contains(library))
-}
-
-/// Returns a command that runs inferno with a broken NVIDIA driver library, whether or not the machine has a driver.
-pub fn without_driver(home: &TempDir) -> Command {
-    let broken = home.path().join("driver");
-    fs::create_dir_all(&broken).unwrap();
-    fs::write(broken.join("libcuda.so.1"), "no library").unwrap();
-    let folders = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    let folders = env::join_paths([broken].into_iter().chain(env::split_paths(&folders))).unwrap();
-    let mut command = inferno(home);
-    command.env("LD_LIBRARY_PATH", folders);
-    command
 }
 
 #[test]

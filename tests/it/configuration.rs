@@ -10,9 +10,9 @@ use rexpect::session::PtySession;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::cli::{assert_fails, inferno, run, text};
 use crate::support::demo_dir;
-use crate::terminal::{expect, play_with};
+use crate::support::program::{assert_fails, inferno, run, text};
+use crate::support::session::{expect, play_with};
 
 const ASK: [&str; 5] = ["play", "demo", "--prompt", "How do I list my models?", "--json"];
 

@@ -12,7 +12,7 @@ use inferno::error::Error;
 use inferno::{EngineHandle, GenerateOptions, Request};
 use serde_json::Value;
 
-use crate::engine::{Answer, sampling};
+use crate::support::engine::{Answer, sampling};
 
 /// Returns options that sample at temperature 1.
 fn sampled(seed: u64) -> GenerateOptions {

@@ -8,7 +8,7 @@ use rexpect::session::PtySession;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::terminal::{expect, play, play_with};
+use crate::support::session::{expect, play, play_with};
 
 const DEMO: [&str; 3] = ["demo", "--temperature", "0"];
 

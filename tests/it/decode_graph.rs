@@ -4,14 +4,16 @@
 //! - Graph replay matches individual kernel launches.
 //! - Sampling on the GPU matches the sampler on the host, even if logits are NaN, infinite or equal.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::SamplingParams;
-use inferno::engine::sampler::{Sampler, argmax};
+use inferno::engine::sampling::{Sampler, argmax};
 use inferno::kernels::SumOrder;
 use inferno::kernels::decode::{mask_logits, sample_rows};
+use inferno::kernels::launch::HostWords;
+use inferno::kernels::row_edits::{EditedRow, Penalties, RowEdits, edit_rows};
 use inferno::kernels::token_mask::TokenMask;
 use inferno::models;
 use inferno::nn::decoder::Decoder;
@@ -22,7 +24,7 @@ use inferno::runner::decode_graph::{DecodeGraph, DecodePlan};
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
-use crate::gguf::models::{llama_in_many_types, saved};
+use crate::support::gguf::models::{llama_in_many_types, saved};
 use crate::support::{Random, golden, golden_models, gpu, relative_error, values};
 
 const CONTEXT: usize = 160;
@@ -439,10 +441,8 @@ fn graph_replay_matches_single_launches() {
         for use_graph in [true, false, true] {
             model.prefill(&prompt);
             graph.start(0, prompt.len(), 5, None, &model.tables).unwrap();
-            let step = |left: usize| match use_graph {
-                true => graph.next(left).unwrap(),
-                false => graph.next_ungraphed().unwrap(),
-            };
+            let step =
+                |left: usize| if use_graph { graph.next(left).unwrap() } else { graph.next_ungraphed().unwrap() };
             let tokens: Vec<u32> = (1..=steps).rev().map(step).collect();
             runs.push((tokens, values(graph.logits())));
         }
@@ -552,6 +552,79 @@ fn sampled_rows_match_host_sampling() {
     for host in [Sampler::new(params[0].clone(), &[]), Sampler::new(params[1].clone(), &[])] {
         let tokens = sample_rows(&special, &[host.on_device(), host.on_device()]).unwrap();
         assert!(matches!(tokens[..], [Some(2 | 3), None]), "{tokens:?}");
+    }
+}
+
+/// The kernel edits only the rows that it is given, like its reference, whether the token in flight is counted or not.
+#[test(gpu)]
+fn edited_rows_match_the_reference() {
+    const NO_TOKEN: u32 = u32::MAX;
+    const WORDS: usize = 4096;
+    let device = gpu();
+    let Device::Cuda(cuda) = &device else { unreachable!() };
+    let host = HostWords::new(cuda, WORDS).unwrap();
+    let mut random = Random(11);
+    for vocab in [1, 31, 301, 5000] {
+        let tokens: Vec<u32> = (0..8).map(|_| random.below(vocab) as u32).chain([NO_TOKEN]).collect();
+        let mut distinct = |most: usize| -> Vec<u32> {
+            let ids: BTreeSet<u32> = (0..random.below(most)).map(|_| random.below(vocab + 3) as u32).collect();
+            ids.into_iter().collect()
+        };
+        let lists: Vec<[Vec<u32>; 2]> = (0..9).map(|_| [distinct(40), distinct(1000)]).collect();
+        let edits: Vec<RowEdits> = lists
+            .into_iter()
+            .enumerate()
+            .map(|(row, [values, mut seen])| {
+                // In even rows, the token in flight is among the counted tokens.
+                seen.retain(|&token| token != tokens[row]);
+                if row.is_multiple_of(2) && tokens[row] != NO_TOKEN {
+                    seen.push(tokens[row]);
+                }
+                RowEdits {
+                    values: values.into_iter().map(|token| (token, random.normal())).collect(),
+                    penalties: match row % 3 {
+                        0 => Penalties { repetition: 1.3, ..Penalties::NONE },
+                        1 => Penalties { repetition: 1.0, frequency: 0.3, presence: -0.7 },
+                        _ => Penalties { repetition: 0.8, frequency: -0.2, presence: 0.4 },
+                    },
+                    seen: seen.into_iter().map(|token| (token, random.below(4) as u32)).collect(),
+                }
+            })
+            .collect();
+        let logits = random.tensor(&[11, vocab], DType::F32);
+        let on_device = Tensor::new(&tokens[..], &device).unwrap();
+        // Row 4 has no token in flight. Row 8 has none because no token could be chosen. Rows 9 and 10 are not edited.
+        let source = |row: usize| (row != 4).then_some(row as u32);
+        let rows: Vec<EditedRow> =
+            edits.iter().enumerate().map(|(row, edits)| EditedRow { row, edits, in_flight: source(row) }).collect();
+        let mut want = logits.to_vec2::<f32>().unwrap();
+        for EditedRow { row, edits, in_flight } in &rows {
+            let in_flight = in_flight.map(|source| tokens[source as usize]).filter(|&token| token != NO_TOKEN);
+            edits.apply(&mut want[*row], in_flight);
+        }
+        // Without space in host memory, the description is copied to the device.
+        for range in [3..WORDS, 0..0] {
+            let edited = logits.to_device(&device).unwrap();
+            for rows in rows.chunks(2) {
+                edit_rows(&edited, rows, &on_device, (&host, range.clone())).unwrap();
+                device.synchronize().unwrap();
+            }
+            for (row, (got, want)) in edited.to_vec2::<f32>().unwrap().iter().zip(&want).enumerate() {
+                for (token, (&got, &want)) in got.iter().zip(want).enumerate() {
+                    // The GPU multiplies and adds with a single rounding.
+                    let error = (got - want).abs();
+                    assert!(
+                        error <= 1e-6 * want.abs().max(1.0),
+                        "{vocab} tokens, row {row}, token {token}: {got}, {want}"
+                    );
+                }
+            }
+        }
+        let edited = logits.to_device(&device).unwrap();
+        let invalid = |row, in_flight| EditedRow { row, in_flight, ..rows[0] };
+        for rows in [vec![invalid(11, None)], vec![invalid(0, Some(9))], vec![rows[0], rows[0]]] {
+            assert!(edit_rows(&edited, &rows, &on_device, (&host, 0..WORDS)).is_err());
+        }
     }
 }
 

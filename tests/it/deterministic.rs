@@ -7,7 +7,7 @@ use inferno::runner::Executor;
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::{Engine, EngineHandle, GenerateOptions, Request, RequestStream, SamplingParams};
 
-use crate::engine::GraphModel;
+use crate::support::engine::GraphModel;
 use crate::support::{Random, demo_dir};
 
 /// The tokens of an answer, with the bits of their log probabilities.
@@ -106,9 +106,10 @@ fn check_requests(engine: &EngineHandle, count: usize, longest: usize) {
         let streams: Vec<_> = order.iter().map(|&(index, kind)| (index, kind, submit(index, kind))).collect();
         for (index, is_deterministic, stream) in streams {
             let bits = read(stream);
-            match is_deterministic {
-                true => assert_eq!(bits, deterministic[index], "round {round}, request {index}"),
-                false => differences += usize::from(bits != ordinary[index]),
+            if is_deterministic {
+                assert_eq!(bits, deterministic[index], "round {round}, request {index}");
+            } else {
+                differences += usize::from(bits != ordinary[index]);
             }
         }
     }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use inferno::error::Error;
 use serde_json::Value;
 
-use crate::cli::{run, text};
+use crate::support::program::{run, text};
 
 fn repository() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -102,7 +102,8 @@ fn reference_page_lists_every_configuration_key() {
     let home = tempfile::TempDir::new().unwrap();
     let config = home.path().join("config.toml");
     fs::write(&config, "no-such-key = 1\n").unwrap();
-    let output = crate::cli::inferno(&home).env("INFERNO_CONFIG", &config).args(["play", "demo"]).output().unwrap();
+    let output =
+        crate::support::program::inferno(&home).env("INFERNO_CONFIG", &config).args(["play", "demo"]).output().unwrap();
     let message = text(&output.stderr);
     let known = message.split_once("known keys: ").unwrap_or_else(|| panic!("{message}")).1.lines().next().unwrap();
     let page = page("docs/reference.md");
@@ -337,9 +338,12 @@ fn defined_function(line: &str) -> Option<&str> {
 /// Returns where a file has `unsafe` code: the names of functions, and implementations such as `Send for Pinned`.
 fn unsafe_items(code: &str) -> BTreeSet<String> {
     // Keep neither comments nor strings.
-    let line = |line: &str| match line.trim_start().starts_with("//") {
-        true => String::new(),
-        false => line.replace("\\\"", "").split('"').step_by(2).collect(),
+    let line = |line: &str| {
+        if line.trim_start().starts_with("//") {
+            String::new()
+        } else {
+            line.replace("\\\"", "").split('"').step_by(2).collect()
+        }
     };
     let lines: Vec<String> = code.lines().map(line).collect();
     let indent = |line: &str| line.len() - line.trim_start().len();
@@ -391,12 +395,11 @@ fn unsafe_page_lists_exactly_the_unsafe_code() {
     for cell in text.lines().filter_map(|line| line.strip_prefix("| `")?.split(" | ").next()) {
         let mut file = "";
         for name in cell.split('`').step_by(2) {
-            match name.ends_with(".rs") {
-                true => file = name,
-                false => {
-                    let item = name.rsplit("::").next().unwrap_or(name);
-                    listed.insert((file.to_string(), item.to_string()));
-                }
+            if name.ends_with(".rs") {
+                file = name;
+            } else {
+                let item = name.rsplit("::").next().unwrap_or(name);
+                listed.insert((file.to_string(), item.to_string()));
             }
         }
     }

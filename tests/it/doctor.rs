@@ -6,9 +6,9 @@ use std::process::Command;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::cli::{inferno, libraries_are_loaded_on_demand, text, without_driver};
-use crate::hub::fake::{COMMIT, FakeHub};
 use crate::support::demo_dir;
+use crate::support::fake_hub::{COMMIT, FakeHub};
+use crate::support::program::{inferno, libraries_are_loaded_on_demand, text, without_driver};
 
 /// Runs `inferno doctor --json`.
 /// Returns the report, and a function that returns the status and text of the worst finding with a given name.
@@ -52,10 +52,8 @@ fn machine_without_a_gpu_fails_with_the_next_command() {
     expect(find("hub"), "WARN", &["http://127.0.0.1:1", "does not respond", "curl -I"]);
     expect(find("models"), "PASS", &["inferno play demo"]);
     assert_eq!(report["status"], "FAIL");
-    let (reason, next) = match cfg!(feature = "cuda") {
-        true => ("libcuda.so.1", "nvidia-smi"),
-        false => ("no GPU support", "--features cuda"),
-    };
+    let (reason, next) =
+        if cfg!(feature = "cuda") { ("libcuda.so.1", "nvidia-smi") } else { ("no GPU support", "--features cuda") };
     expect(find("GPU"), "FAIL", &[reason, "inferno play demo --device cpu", next]);
     let output = inferno(&home).arg("doctor").output().unwrap();
     let lines = text(&output.stdout);

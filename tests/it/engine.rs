@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -16,21 +16,16 @@ use futures::executor::block_on;
 
 use inferno::chat::{Message, ReasoningEffort, RenderOptions};
 use inferno::device::DeviceChoice;
-use inferno::engine::sampler::{Sampler, candidates};
-use inferno::engine::{EngineBuilder, EngineStats, FinishReason, StopStrings, Summary};
+use inferno::engine::sampling::{Sampler, candidates};
+use inferno::engine::{EngineStats, FinishReason, StopStrings, Summary};
 use inferno::nn::kv_cache::BLOCK_TOKENS;
 use inferno::runner::Executor;
 use inferno::{Engine, EngineHandle, Event, GenerateOptions, RequestStream, SamplingParams};
-use tempfile::TempDir;
 
-use crate::cli::copy_of_demo;
-use crate::support::{demo_dir, golden};
-
-pub fn sampling(change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {
-    let mut params = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };
-    change(&mut params);
-    params
-}
+use crate::support::demo_dir;
+pub use crate::support::engine::{Answer, GraphModel, assert_greedy, generate, generate_at_once};
+use crate::support::engine::{demo, greedy, sampling};
+use crate::support::program::copy_of_demo;
 
 /// Returns the ids that remain after top-k, top-p and min-p, sorted.
 fn remaining(logits: &[f32], params: &SamplingParams) -> Vec<u32> {
@@ -146,42 +141,12 @@ fn stop_strings_are_found_across_token_borders() {
     assert_eq!(run(&[""], &["all"]), ("all".into(), "".into(), false));
 }
 
-pub fn demo(context: usize) -> Engine {
-    Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(context).load().unwrap()
-}
-
 fn render() -> RenderOptions {
     RenderOptions {
         tools: Vec::new(),
         reasoning_effort: ReasoningEffort::Medium,
         date: "2026-01-31".into(),
         add_generation_prompt: true,
-    }
-}
-
-pub fn greedy() -> GenerateOptions {
-    GenerateOptions::new(SamplingParams::greedy())
-}
-
-#[derive(Clone, Debug, PartialEq)]
-pub struct Answer {
-    pub text: String,
-    pub tokens: Vec<u32>,
-    pub summary: Summary,
-}
-
-impl Answer {
-    pub fn read(mut stream: RequestStream) -> Self {
-        let events: Vec<Event> = (&mut stream).into_iter().map(|event| event.unwrap()).collect();
-        Self::from_events(&events)
-    }
-
-    pub fn from_events(events: &[Event]) -> Self {
-        Self {
-            text: events.iter().map(Event::answer).collect(),
-            tokens: events.iter().filter_map(Event::token).collect(),
-            summary: events.last().and_then(Event::summary).unwrap().clone(),
-        }
     }
 }
 
@@ -543,75 +508,6 @@ fn likelihoods_of_windows_agree_with_the_whole_text() {
 
 /// Tiny models that the decode graph supports. All of them have layers with a sliding window.
 const GRAPH_MODELS: [&str; 3] = ["mistral", "gpt_oss_graph", "gemma3_graph"];
-
-/// A golden model in a temporary folder, with the tokenizer of the demo model.
-pub struct GraphModel {
-    _folder: TempDir,
-    dir: PathBuf,
-    /// A prompt of 38 to 65 tokens.
-    pub prompt: Vec<u32>,
-}
-
-impl GraphModel {
-    pub fn new(name: &str) -> Self {
-        let (_folder, dir) = copy_of_demo();
-        for file in ["config.json", "model.safetensors"] {
-            fs::copy(golden(name).join(file), dir.join(file)).unwrap();
-        }
-        let results = safetensors::load(golden(name).join("golden.safetensors"), &Device::Cpu).unwrap();
-        let prompt = results["greedy_prompt"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
-        Self { _folder, dir, prompt }
-    }
-
-    /// Returns a builder that loads the model on a GPU.
-    pub fn builder(&self) -> EngineBuilder<'static> {
-        Engine::builder(&self.dir).device(DeviceChoice::FirstCuda)
-    }
-
-    /// Loads the model on a GPU in f16, which rounds less than bf16.
-    pub fn load(&self, context: usize, executor: Executor) -> Engine {
-        let builder = self.builder().dtype(DType::F16);
-        let engine = builder.context(context).chunk(16).eager(executor == Executor::Eager).load().unwrap();
-        assert_eq!(engine.executor(), executor, "{:?}", engine.eager_reason());
-        engine
-    }
-
-    /// Loads the model on a GPU, with a context of 110 tokens and decode steps that run as a graph.
-    pub fn graph(&self) -> Engine {
-        self.load(110, Executor::Graph)
-    }
-}
-
-/// Generates `count` tokens. Stop tokens do not end the generation.
-pub fn generate(engine: &EngineHandle, prompt: &[u32], sampling: SamplingParams, count: usize) -> Answer {
-    let options = GenerateOptions { ignore_eos: true, max_tokens: Some(count), ..GenerateOptions::new(sampling) };
-    Answer::read(engine.complete_ids(prompt, options).unwrap())
-}
-
-/// Checks that each token has the largest logit at its position, according to a prefill without a cached prefix.
-/// Allows a small gap, because rounding may change the order of nearly equal logits.
-pub fn assert_greedy(engine: &EngineHandle, prompt: &[u32], tokens: &[u32]) {
-    let ids = [prompt, &tokens[..tokens.len() - 1]].concat();
-    let logits = engine.logits(&ids).unwrap().to_vec2::<f32>().unwrap();
-    for (index, (row, &token)) in logits[prompt.len() - 1..].iter().zip(tokens).enumerate() {
-        let (best, scale) = row.iter().fold((f32::MIN, 0f32), |(a, b), x| (a.max(*x), b.max(x.abs())));
-        let gap = best - row[token as usize];
-        assert!(gap <= 2e-2 * scale, "token {index} is {token}: its logit is {gap} below the largest logit, {best}");
-    }
-}
-
-/// Submits all prompts before it reads any answer. Returns the answers in the order of the prompts.
-pub fn generate_at_once(
-    engine: &EngineHandle,
-    prompts: &[Vec<u32>],
-    sampling: &SamplingParams,
-    count: usize,
-) -> Vec<Answer> {
-    let options =
-        || GenerateOptions { ignore_eos: true, max_tokens: Some(count), ..GenerateOptions::new(sampling.clone()) };
-    let streams: Vec<_> = prompts.iter().map(|prompt| engine.complete_ids(prompt, options()).unwrap()).collect();
-    streams.into_iter().map(Answer::read).collect()
-}
 
 /// Returns prompts of different lengths. Some share a prefix of several blocks.
 fn different_prompts(engine: &EngineHandle, count: usize, longest: usize) -> Vec<Vec<u32>> {

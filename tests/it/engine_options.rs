@@ -7,7 +7,7 @@ use inferno::engine::FinishReason;
 use inferno::runner::Executor;
 use inferno::{EngineHandle, Event, GenerateOptions, Request, SamplingParams};
 
-use crate::engine::{Answer, GraphModel, demo, greedy, sampling};
+use crate::support::engine::{Answer, GraphModel, demo, greedy, sampling};
 
 fn endless(count: usize) -> GenerateOptions {
     GenerateOptions { ignore_eos: true, max_tokens: Some(count), ..greedy() }

@@ -6,8 +6,8 @@ use std::process::{Command, Output};
 use nix::sys::wait::WaitStatus;
 use tempfile::TempDir;
 
-use crate::cli::{assert_fails, inferno, text};
-use crate::screen::{DEMO, Screen};
+use crate::support::program::{assert_fails, inferno, text};
+use crate::support::screen::{DEMO, Screen};
 
 /// Runs a shell script in which `$@` expands to the inferno command.
 fn in_shell(home: &TempDir, script: &str, args: &[&str]) -> Output {

@@ -1,7 +1,6 @@
 //! Tests of GGUF files: headers, hostile files, split models, tokenizers, and the logits of whole models.
 
 mod blocks;
-pub mod converter;
 mod fuzzed;
 mod hostile;
 pub mod models;
@@ -9,4 +8,3 @@ mod quantized;
 mod reading;
 mod splits;
 mod tokenizers;
-pub mod writer;

@@ -14,11 +14,11 @@ use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::bounded::{Bounded, bounded};
-use crate::cli::inferno;
-use crate::gguf::writer::{ARRAY, BOOL, F32, Writer};
-use crate::hub::fake::{FakeHub, REPO};
+use crate::support::bounded::{Bounded, bounded};
+use crate::support::fake_hub::{FakeHub, REPO};
+use crate::support::gguf::writer::{ARRAY, BOOL, F32, Writer};
 use crate::support::golden;
+use crate::support::program::inferno;
 
 const CPU: [&str; 2] = ["--device", "cpu"];
 

@@ -12,9 +12,9 @@ use inferno::worker;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::bounded::{Bounded, bounded, bounded_with_input};
-use crate::cli::copy_of_demo;
 use crate::support::at_home;
+use crate::support::bounded::{Bounded, bounded, bounded_with_input};
+use crate::support::program::copy_of_demo;
 
 /// A copy of the demo model without harmony's `<|start|>` token, so inferno uses chat_template.jinja.
 struct Model {

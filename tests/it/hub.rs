@@ -2,7 +2,6 @@
 
 mod answers;
 mod demo;
-pub mod fake;
 mod hostile;
 mod maintenance;
 mod process;
@@ -18,7 +17,7 @@ use inferno::Error;
 use inferno::hub::{FileFilter, Hub, HubConfig, Limits, Progress, Snapshot, Source};
 use tempfile::TempDir;
 
-use fake::{COMMIT, FakeHub, Fault, INDEX, REPO, SHARDS, etag, pattern};
+use crate::support::fake_hub::{COMMIT, FakeHub, Fault, HubState, INDEX, REPO, SHARDS, etag, pattern};
 
 /// Returns limits with almost no wait before a retry.
 fn fast_limits() -> Limits {
@@ -619,7 +618,7 @@ fn files_with_the_same_weak_etag_are_kept_apart() {
 #[test]
 fn impossible_listings_are_refused() {
     for (change, expected) in [
-        ((|state| state.claimed_bytes = Some(u64::MAX)) as fn(&mut fake::HubState), "impossible size"),
+        ((|state| state.claimed_bytes = Some(u64::MAX)) as fn(&mut HubState), "impossible size"),
         (|state| drop(state.files.insert("config.json/x".into(), b"{}".into())), "as a file and as a folder"),
     ] {
         let fake = FakeHub::single();

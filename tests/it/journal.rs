@@ -8,8 +8,8 @@ use rexpect::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::cli::{inferno, text};
-use crate::screen::{DEMO, Screen};
+use crate::support::program::{inferno, text};
+use crate::support::screen::{DEMO, Screen};
 
 fn folder(home: &TempDir) -> PathBuf {
     home.path().join(".local/state/inferno")

@@ -42,22 +42,31 @@ fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: f32) {
 
 #[test(gpu)]
 fn split_qkv_matches_its_reference() {
+    struct Case {
+        tokens: usize,
+        heads: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        /// The number of rotated dimensions of each head.
+        rotated: usize,
+        has_bias: bool,
+        has_norms: bool,
+    }
     for (device, dtype) in gpu_with_dtypes() {
-        // (tokens, (heads, kv_heads, head_dim), rotated dims, has bias, has norms)
         let cases = [
-            (1, (1, 1, 2), 2, false, false),
-            (3, (5, 1, 64), 64, true, false),
-            (17, (3, 3, 10), 6, true, true),
-            (130, (8, 2, 128), 128, false, false),
-            (5, (4, 2, 128), 96, false, true),
-            (2, (3, 1, 256), 256, false, true),
+            Case { tokens: 1, heads: 1, kv_heads: 1, head_dim: 2, rotated: 2, has_bias: false, has_norms: false },
+            Case { tokens: 3, heads: 5, kv_heads: 1, head_dim: 64, rotated: 64, has_bias: true, has_norms: false },
+            Case { tokens: 17, heads: 3, kv_heads: 3, head_dim: 10, rotated: 6, has_bias: true, has_norms: true },
+            Case { tokens: 130, heads: 8, kv_heads: 2, head_dim: 128, rotated: 128, has_bias: false, has_norms: false },
+            Case { tokens: 5, heads: 4, kv_heads: 2, head_dim: 128, rotated: 96, has_bias: false, has_norms: true },
+            Case { tokens: 2, heads: 3, kv_heads: 1, head_dim: 256, rotated: 256, has_bias: false, has_norms: true },
         ];
-        for (tokens, (heads, kv_heads, head_dim), rotated, with_bias, with_norms) in cases {
+        for Case { tokens, heads, kv_heads, head_dim, rotated, has_bias, has_norms } in cases {
             let mut noise = Random(1);
             let sizes = HeadSizes { heads, kv_heads, head_dim };
             let width = sizes.qkv_rows();
             let qkv = noise.tensor(&[tokens, width], DType::F32);
-            let bias = with_bias.then(|| noise.tensor(&[width], DType::F32));
+            let bias = has_bias.then(|| noise.tensor(&[width], DType::F32));
             let (cos, sin) =
                 (noise.tensor(&[400, rotated / 2], DType::F32), noise.tensor(&[400, rotated / 2], DType::F32));
             let norms = [noise.tensor(&[head_dim], DType::F32), noise.tensor(&[head_dim], DType::F32)];
@@ -71,7 +80,7 @@ fn split_qkv_matches_its_reference() {
                 let (cos, sin, positions) = (on_device(&cos), on_device(&sin), on_device(&positions));
                 let rotation = Rotation { cos: &cos, sin: &sin, positions: &positions };
                 let [q, k] = norms.each_ref().map(on_device);
-                let norms = with_norms.then_some(QkNorm { q: &q, k: &k, eps: 1e-3 });
+                let norms = has_norms.then_some(QkNorm { q: &q, k: &k, eps: 1e-3 });
                 let cache = Tensor::zeros((4 * BLOCK_TOKENS, kv_heads, head_dim), dtype, device).unwrap();
                 let (k, v) = (&cache, &cache.zeros_like().unwrap());
                 let (qkv, bias, slots) = (on_device(&qkv), bias.as_ref().map(on_device), on_device(&slots));
@@ -89,16 +98,24 @@ fn split_qkv_matches_its_reference() {
 
 #[test(gpu)]
 fn add_norm_matches_its_reference() {
+    struct Case {
+        tokens: usize,
+        columns: usize,
+        /// Whether the kernel adds y to x before the norm.
+        has_y: bool,
+        /// Whether the norm has a bias.
+        has_bias: bool,
+    }
     for (device, dtype) in gpu_with_dtypes() {
         let cases = [
-            (1, 2, true, false),
-            (3, 64, false, false),
-            (6, 2880, true, false),
-            (2, 5000, true, true),
-            (3, 33, false, true),
-            (2, 4101, true, true),
+            Case { tokens: 1, columns: 2, has_y: true, has_bias: false },
+            Case { tokens: 3, columns: 64, has_y: false, has_bias: false },
+            Case { tokens: 6, columns: 2880, has_y: true, has_bias: false },
+            Case { tokens: 2, columns: 5000, has_y: true, has_bias: true },
+            Case { tokens: 3, columns: 33, has_y: false, has_bias: true },
+            Case { tokens: 2, columns: 4101, has_y: true, has_bias: true },
         ];
-        for (tokens, columns, has_y, has_bias) in cases {
+        for Case { tokens, columns, has_y, has_bias } in cases {
             let mut noise = Random(7);
             let (x, y) = (noise.tensor(&[tokens, columns], DType::F32), noise.tensor(&[tokens, columns], DType::F32));
             let weight = noise.tensor(&[columns], DType::F32);
@@ -216,49 +233,112 @@ fn topk_softmax_prefers_lower_experts_in_ties_and_puts_nan_last() {
 
 #[test(gpu)]
 fn attention_matches_its_reference() {
-    // (sequences: (tokens, first position), heads, KV heads, head size, window, sinks)
-    type Case = (&'static [(usize, usize)], usize, usize, usize, Option<usize>, bool);
+    struct Case {
+        /// The number of new tokens and the position of the first one, for each sequence.
+        spans: &'static [(usize, usize)],
+        heads: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        window: Option<usize>,
+        has_sinks: bool,
+    }
     let cases: [Case; 33] = [
-        (&[(1, 0)], 1, 1, 2, None, false),
-        (&[(1, 250)], 8, 2, 64, None, true),
-        (&[(5, 35)], 6, 3, 10, None, false),
-        (&[(1, 1000)], 64, 8, 64, Some(128), true),
-        (&[(33, 500)], 4, 2, 80, Some(128), true),
-        (&[(7, 0)], 6, 2, 128, Some(3), true),
-        (&[(130, 127)], 2, 1, 256, Some(128), false),
-        (&[(1, 2900)], 8, 8, 256, None, true),
-        (&[(50, 250)], 16, 4, 64, None, true),
-        (&[(300, 64)], 3, 1, 40, Some(128), true),
-        (&[(1, 8500)], 64, 8, 64, None, true),
-        (&[(1, 2999)], 32, 8, 128, None, false),
-        (&[(3, 35)], 10, 2, 16, Some(9), true),
-        (&[(9, 2900)], 32, 8, 128, None, false),
-        (&[(200, 431)], 12, 4, 96, Some(250), true),
-        (&[(513, 17)], 8, 8, 128, None, false),
-        (&[(5, 250)], 8, 2, 256, Some(100), false),
-        (&[(3, 1290)], 8, 4, 256, None, false),
-        (&[(1, 1650)], 8, 2, 64, Some(600), true),
-        (&[(2, 1650)], 4, 2, 256, Some(600), false),
+        Case { spans: &[(1, 0)], heads: 1, kv_heads: 1, head_dim: 2, window: None, has_sinks: false },
+        Case { spans: &[(1, 250)], heads: 8, kv_heads: 2, head_dim: 64, window: None, has_sinks: true },
+        Case { spans: &[(5, 35)], heads: 6, kv_heads: 3, head_dim: 10, window: None, has_sinks: false },
+        Case { spans: &[(1, 1000)], heads: 64, kv_heads: 8, head_dim: 64, window: Some(128), has_sinks: true },
+        Case { spans: &[(33, 500)], heads: 4, kv_heads: 2, head_dim: 80, window: Some(128), has_sinks: true },
+        Case { spans: &[(7, 0)], heads: 6, kv_heads: 2, head_dim: 128, window: Some(3), has_sinks: true },
+        Case { spans: &[(130, 127)], heads: 2, kv_heads: 1, head_dim: 256, window: Some(128), has_sinks: false },
+        Case { spans: &[(1, 2900)], heads: 8, kv_heads: 8, head_dim: 256, window: None, has_sinks: true },
+        Case { spans: &[(50, 250)], heads: 16, kv_heads: 4, head_dim: 64, window: None, has_sinks: true },
+        Case { spans: &[(300, 64)], heads: 3, kv_heads: 1, head_dim: 40, window: Some(128), has_sinks: true },
+        Case { spans: &[(1, 8500)], heads: 64, kv_heads: 8, head_dim: 64, window: None, has_sinks: true },
+        Case { spans: &[(1, 2999)], heads: 32, kv_heads: 8, head_dim: 128, window: None, has_sinks: false },
+        Case { spans: &[(3, 35)], heads: 10, kv_heads: 2, head_dim: 16, window: Some(9), has_sinks: true },
+        Case { spans: &[(9, 2900)], heads: 32, kv_heads: 8, head_dim: 128, window: None, has_sinks: false },
+        Case { spans: &[(200, 431)], heads: 12, kv_heads: 4, head_dim: 96, window: Some(250), has_sinks: true },
+        Case { spans: &[(513, 17)], heads: 8, kv_heads: 8, head_dim: 128, window: None, has_sinks: false },
+        Case { spans: &[(5, 250)], heads: 8, kv_heads: 2, head_dim: 256, window: Some(100), has_sinks: false },
+        Case { spans: &[(3, 1290)], heads: 8, kv_heads: 4, head_dim: 256, window: None, has_sinks: false },
+        Case { spans: &[(1, 1650)], heads: 8, kv_heads: 2, head_dim: 64, window: Some(600), has_sinks: true },
+        Case { spans: &[(2, 1650)], heads: 4, kv_heads: 2, head_dim: 256, window: Some(600), has_sinks: false },
         // With this many KV heads and rows, tiles of 128 rows fill the GPU, so the kernel uses them.
-        (&[(130, 3)], 140, 140, 256, None, true),
-        (&[(130, 3)], 140, 140, 128, Some(90), true),
+        Case { spans: &[(130, 3)], heads: 140, kv_heads: 140, head_dim: 256, window: None, has_sinks: true },
+        Case { spans: &[(130, 3)], heads: 140, kv_heads: 140, head_dim: 128, window: Some(90), has_sinks: true },
         // Cases with several sequences: decode steps only, chunks of the same length, and decode steps with chunks.
-        (&[(1, 250), (1, 0), (1, 999), (1, 64)], 8, 2, 64, None, true),
-        (&[(1, 250), (1, 0), (1, 999), (1, 63)], 64, 8, 64, Some(128), true),
-        (&[(70, 0), (70, 128)], 8, 1, 128, None, false),
-        (&[(1, 300), (130, 64), (1, 0), (5, 700), (33, 31)], 32, 8, 128, None, false),
-        (&[(1, 300), (130, 64), (1, 0), (5, 700), (33, 31)], 16, 2, 64, Some(100), true),
-        (&[(1, 3000), (2, 127), (300, 0)], 4, 4, 256, None, true),
-        (&[(1, 100), (40, 100)], 6, 3, 10, Some(64), false),
+        Case {
+            spans: &[(1, 250), (1, 0), (1, 999), (1, 64)],
+            heads: 8,
+            kv_heads: 2,
+            head_dim: 64,
+            window: None,
+            has_sinks: true,
+        },
+        Case {
+            spans: &[(1, 250), (1, 0), (1, 999), (1, 63)],
+            heads: 64,
+            kv_heads: 8,
+            head_dim: 64,
+            window: Some(128),
+            has_sinks: true,
+        },
+        Case { spans: &[(70, 0), (70, 128)], heads: 8, kv_heads: 1, head_dim: 128, window: None, has_sinks: false },
+        Case {
+            spans: &[(1, 300), (130, 64), (1, 0), (5, 700), (33, 31)],
+            heads: 32,
+            kv_heads: 8,
+            head_dim: 128,
+            window: None,
+            has_sinks: false,
+        },
+        Case {
+            spans: &[(1, 300), (130, 64), (1, 0), (5, 700), (33, 31)],
+            heads: 16,
+            kv_heads: 2,
+            head_dim: 64,
+            window: Some(100),
+            has_sinks: true,
+        },
+        Case {
+            spans: &[(1, 3000), (2, 127), (300, 0)],
+            heads: 4,
+            kv_heads: 4,
+            head_dim: 256,
+            window: None,
+            has_sinks: true,
+        },
+        Case { spans: &[(1, 100), (40, 100)], heads: 6, kv_heads: 3, head_dim: 10, window: Some(64), has_sinks: false },
         // With this many KV heads, there are more tiles than multiprocessors, which selects the kernel `16_rows_batch`.
-        (&[(1, 250), (1, 0), (1, 999)], 140, 140, 64, None, true),
-        (&[(1, 250), (1, 0), (1, 999)], 280, 140, 64, Some(128), true),
-        (&[(1, 250), (1, 400)], 140, 140, 256, None, false),
-        (&[(1, 300), (2, 999), (40, 0)], 140, 140, 128, Some(100), true),
+        Case {
+            spans: &[(1, 250), (1, 0), (1, 999)],
+            heads: 140,
+            kv_heads: 140,
+            head_dim: 64,
+            window: None,
+            has_sinks: true,
+        },
+        Case {
+            spans: &[(1, 250), (1, 0), (1, 999)],
+            heads: 280,
+            kv_heads: 140,
+            head_dim: 64,
+            window: Some(128),
+            has_sinks: true,
+        },
+        Case { spans: &[(1, 250), (1, 400)], heads: 140, kv_heads: 140, head_dim: 256, window: None, has_sinks: false },
+        Case {
+            spans: &[(1, 300), (2, 999), (40, 0)],
+            heads: 140,
+            kv_heads: 140,
+            head_dim: 128,
+            window: Some(100),
+            has_sinks: true,
+        },
     ];
     for (device, dtype) in gpu_with_dtypes() {
         for (case, softcap) in cases.iter().flat_map(|case| [(case, None), (case, Some(2.0))]) {
-            let &(spans, heads, kv_heads, head_dim, window, with_sinks) = case;
+            let &Case { spans, heads, kv_heads, head_dim, window, has_sinks } = case;
             let mut noise = Random(4);
             let tokens: usize = spans.iter().map(|(tokens, _)| tokens).sum();
             let tables = random_tables(&mut noise, spans);
@@ -277,7 +357,7 @@ fn attention_matches_its_reference() {
             }
             let poison = Tensor::from_vec(row_poison, (rows, 1, 1), &Device::Cpu).unwrap();
             let (k, v) = (k.broadcast_add(&poison).unwrap(), v.broadcast_add(&poison).unwrap());
-            let sinks = with_sinks.then(|| noise.tensor(&[heads], DType::F32));
+            let sinks = has_sinks.then(|| noise.tensor(&[heads], DType::F32));
             let run = |q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, backend| {
                 let queries = Queries::new(spans, q.device()).unwrap();
                 let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
@@ -375,23 +455,31 @@ fn expert_mlp_matches_separate_products() {
     use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
     use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
     use inferno::kernels::moe::route::RoutedPairs;
-    // (tokens, experts, experts per token, hidden size, intermediate size)
+    #[derive(Clone, Copy)]
+    struct Case {
+        tokens: usize,
+        experts: usize,
+        /// Experts per token.
+        chosen: usize,
+        hidden: usize,
+        intermediate: usize,
+    }
     // The kernels for few tokens per expert need hidden and intermediate sizes that are multiples of 192.
     let cases = [
-        (1, 7, 4, 64, 96),
-        (5, 4, 2, 96, 160),
-        (70, 32, 4, 192, 64),
-        (300, 3, 1, 64, 32),
-        (900, 5, 4, 160, 96),
-        (1, 7, 4, 192, 192),
-        (8, 3, 2, 384, 192),
-        (9, 32, 4, 192, 576),
-        (33, 130, 4, 576, 384),
-        (50, 10, 4, 192, 384),
-        (160, 40, 4, 384, 192),
+        Case { tokens: 1, experts: 7, chosen: 4, hidden: 64, intermediate: 96 },
+        Case { tokens: 5, experts: 4, chosen: 2, hidden: 96, intermediate: 160 },
+        Case { tokens: 70, experts: 32, chosen: 4, hidden: 192, intermediate: 64 },
+        Case { tokens: 300, experts: 3, chosen: 1, hidden: 64, intermediate: 32 },
+        Case { tokens: 900, experts: 5, chosen: 4, hidden: 160, intermediate: 96 },
+        Case { tokens: 1, experts: 7, chosen: 4, hidden: 192, intermediate: 192 },
+        Case { tokens: 8, experts: 3, chosen: 2, hidden: 384, intermediate: 192 },
+        Case { tokens: 9, experts: 32, chosen: 4, hidden: 192, intermediate: 576 },
+        Case { tokens: 33, experts: 130, chosen: 4, hidden: 576, intermediate: 384 },
+        Case { tokens: 50, experts: 10, chosen: 4, hidden: 192, intermediate: 384 },
+        Case { tokens: 160, experts: 40, chosen: 4, hidden: 384, intermediate: 192 },
     ];
     for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
-        for (tokens, experts, chosen, columns, intermediate) in cases {
+        for Case { tokens, experts, chosen, hidden: columns, intermediate } in cases {
             let mut noise = Random(9);
             // The inputs are about as large as normalized activations, so the sums stay near the clamp limit.
             let x = (noise.tensor(&[tokens, columns], dtype) * 0.5).unwrap();
@@ -602,10 +690,22 @@ fn routed_pairs_match_separate_operations() {
     use inferno::kernels::matmul::matmul_f32;
     use inferno::kernels::moe::expert_usage::ExpertUsage;
     use inferno::kernels::moe::route::RoutedPairs;
-    // (tokens, experts, experts per token, hidden size); more than 256 tokens are routed by separate kernels
-    for (tokens, experts, chosen, columns) in
-        [(1, 3, 1, 4), (7, 32, 4, 132), (64, 5, 5, 60), (129, 128, 8, 68), (256, 33, 2, 64), (257, 32, 4, 64)]
-    {
+    struct Case {
+        tokens: usize,
+        experts: usize,
+        /// Experts per token.
+        chosen: usize,
+        hidden: usize,
+    }
+    // More than 256 tokens are routed by separate kernels.
+    for Case { tokens, experts, chosen, hidden: columns } in [
+        Case { tokens: 1, experts: 3, chosen: 1, hidden: 4 },
+        Case { tokens: 7, experts: 32, chosen: 4, hidden: 132 },
+        Case { tokens: 64, experts: 5, chosen: 5, hidden: 60 },
+        Case { tokens: 129, experts: 128, chosen: 8, hidden: 68 },
+        Case { tokens: 256, experts: 33, chosen: 2, hidden: 64 },
+        Case { tokens: 257, experts: 32, chosen: 4, hidden: 64 },
+    ] {
         let mut noise = Random(11);
         let (x, weight) = (noise.tensor(&[tokens, columns], DType::F32), noise.tensor(&[experts, columns], DType::F32));
         let bias = noise.tensor(&[experts], DType::F32);
@@ -641,22 +741,30 @@ fn routed_pairs_match_separate_operations() {
 
 #[test(gpu)]
 fn expert_matmul_matches_its_reference() {
-    // (tokens, experts per token, experts, rows, columns)
+    #[derive(Clone, Copy)]
+    struct Case {
+        tokens: usize,
+        /// Experts per token.
+        chosen: usize,
+        experts: usize,
+        rows: usize,
+        columns: usize,
+    }
     // With 64 or more (token, expert) pairs, 16-bit dtypes use a GEMM kernel.
     let cases = [
-        (1, 4, 32, 130, 96),
-        (3, 2, 5, 7, 32),
-        (15, 4, 7, 65, 64),
-        (16, 4, 3, 64, 64),
-        (33, 3, 5, 70, 160),
-        (200, 4, 32, 129, 96),
-        (131, 1, 2, 200, 2880),
-        (300, 2, 3, 259, 320),
-        (500, 1, 2, 136, 128),
-        (70, 2, 3, 20, 2880),
+        Case { tokens: 1, chosen: 4, experts: 32, rows: 130, columns: 96 },
+        Case { tokens: 3, chosen: 2, experts: 5, rows: 7, columns: 32 },
+        Case { tokens: 15, chosen: 4, experts: 7, rows: 65, columns: 64 },
+        Case { tokens: 16, chosen: 4, experts: 3, rows: 64, columns: 64 },
+        Case { tokens: 33, chosen: 3, experts: 5, rows: 70, columns: 160 },
+        Case { tokens: 200, chosen: 4, experts: 32, rows: 129, columns: 96 },
+        Case { tokens: 131, chosen: 1, experts: 2, rows: 200, columns: 2880 },
+        Case { tokens: 300, chosen: 2, experts: 3, rows: 259, columns: 320 },
+        Case { tokens: 500, chosen: 1, experts: 2, rows: 136, columns: 128 },
+        Case { tokens: 70, chosen: 2, experts: 3, rows: 20, columns: 2880 },
     ];
     for (device, dtype) in gpu_with_dtypes() {
-        for (tokens, chosen, experts, rows, columns) in cases {
+        for Case { tokens, chosen, experts, rows, columns } in cases {
             let mut noise = Random(5);
             let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0..256);
             let scales = noise.bytes(&[experts, rows, columns / 32], 118..126);

@@ -9,9 +9,9 @@
 //! - server: `serve`
 //! - command line and terminal: `cli`, `configuration`, `conversation`, `journal`, `terminal`, `terminal_variants`,
 //!   `render`, `signals`, `bench`, `doctor`, `examples`
-//! - untrusted input and faults: `hostile_files`, `hostile_language`, `bounded`, `full_disk`
+//! - untrusted input and faults: `hostile_files`, `hostile_language`, `full_disk`
 //! - the repository itself: `docs`, `layers`
-//! - helpers: `harness`, `support`, `screen`
+//! - helpers: `harness`, `support`
 
 /// Provides `#[test]`, which replaces the built-in attribute in every module.
 #[macro_use]
@@ -34,7 +34,6 @@ macro_rules! eprintln {
 
 mod bench;
 mod blocks;
-mod bounded;
 mod chat;
 mod cli;
 mod compressed;
@@ -68,12 +67,13 @@ mod prefix_file;
 mod prompt_logprobs;
 mod quantized;
 mod queued_steps;
+mod rank_faults;
+mod rank_mistakes;
 mod ranks;
 #[cfg(feature = "cuda")]
 mod ranks_on_gpus;
 mod render;
 mod scheduler;
-mod screen;
 #[cfg(unix)]
 mod serve;
 mod show;

@@ -1,15 +1,19 @@
-//! Compares the memory estimated before loading with the size of the loaded tensors.
+//! Compares the memory estimated before loading with the size of the loaded tensors, for one rank and for several.
 
+use std::collections::HashMap;
 use std::path::Path;
 
 use candle_core::{DType, Device};
+use inferno::engine::memory::{Capacity, DeviceKind, MemoryPlan};
 use inferno::models;
+use inferno::nn::kv_cache::KvCache;
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 
-use crate::gguf::converter::{convert, convert_with_separate_experts};
-use crate::gguf::models::{quantized_llama, saved};
+use crate::ranks::on_ranks;
+use crate::support::gguf::converter::{convert, convert_with_separate_experts};
+use crate::support::gguf::models::{quantized_llama, saved};
 use crate::support::{demo_dir, golden, golden_models};
 
 /// Formats with blocks of 32 values (q8_0), with blocks of 256 values (q4_k, q3_k), and without blocks (int8).
@@ -44,10 +48,55 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     }
 }
 
+/// Checks that the estimates of the weights and the KV cache of each rank equal the sizes after loading.
+/// Some ranks hold no part of some layers.
+fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let architecture = models::read_config(path).unwrap().architecture;
+    let inventory = Inventory::from_checkpoint(&checkpoint, quantize);
+    let plan = MemoryPlan::new(&inventory, architecture.as_ref(), DType::BF16, DeviceKind::Cpu);
+    for ranks in [2, 3, 4, 8] {
+        on_ranks(ranks, |world| {
+            let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
+            let what = format!("{name} {what}, rank {} of {ranks}", world.rank());
+            let progress = LoadProgress::silent();
+            let weights = Weights::of_rank(&checkpoint, &Device::Cpu, DType::BF16, &progress, world.clone()).unwrap();
+            let weights = match quantize {
+                Some(quantize) => weights.quantized_to(quantize),
+                None => weights,
+            };
+            let decoder = architecture.build(&weights, 32).unwrap();
+            let plan = plan.clone().with_rank(world.rank(), ranks);
+            assert_eq!(plan.weight_bytes(), progress.resident_bytes(), "{what}");
+            let capacity = Capacity { context: 32, chunk: 32 };
+            let blocks = plan.cache_blocks(capacity);
+            let cache = KvCache::new(decoder.cache_layout(), blocks, DType::BF16, &Device::Cpu).unwrap();
+            // Layers of different groups share tensors.
+            let tensors = cache.own_layers().flat_map(|(_, _, pair)| pair.map(|tensor| (tensor.id(), tensor)));
+            let tensors = tensors.collect::<HashMap<_, _>>().into_values();
+            let cache_bytes: usize = tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum();
+            let cache_bytes = cache_bytes as u64;
+            assert_eq!(plan.cache_bytes(capacity), cache_bytes, "{what}");
+            // `show` prints the plan of the largest rank, which is the first.
+            if world.is_first() {
+                let largest = (plan.weight_bytes(), plan.cache_bytes(capacity));
+                let others = (0..ranks).map(|rank| {
+                    let plan = MemoryPlan::new(&inventory, architecture.as_ref(), DType::BF16, DeviceKind::Cpu);
+                    let plan = plan.with_rank(rank, ranks);
+                    (plan.weight_bytes(), plan.cache_bytes(capacity))
+                });
+                assert_eq!(others.reduce(|a, b| (a.0.max(b.0), a.1.max(b.1))), Some(largest), "{what}");
+            }
+        });
+    }
+}
+
 fn each_quantization(name: &str, path: &Path) {
     check(name, path, None);
+    check_ranks(name, path, None);
     for quantize in QUANTIZED {
         check(name, path, Some(quantize.parse().unwrap()));
+        check_ranks(name, path, Some(quantize.parse().unwrap()));
     }
 }
 
@@ -67,6 +116,12 @@ fn estimates_of_gguf_files_equal_the_loaded_bytes() {
     }
     let (_folder, path) = saved(&convert_with_separate_experts(&golden("mixtral")));
     each_quantization("mixtral.gguf, separate experts", &path);
+    // K-quants, whose blocks are wider than an attention head.
+    for family in ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"] {
+        let path = golden("gguf_quantized").join(format!("{family}.gguf"));
+        check(&format!("quantized {family}.gguf"), &path, None);
+        check_ranks(&format!("quantized {family}.gguf"), &path, None);
+    }
     for ggml_type in GgmlType::ALL.into_iter().filter(|&of| of.block_length() > 1 && of != GgmlType::Mxfp4) {
         let (_folder, path) = saved(&quantized_llama(ggml_type, false));
         each_quantization(&format!("{ggml_type}.gguf"), &path);
@@ -97,6 +152,17 @@ fn estimates_from_headers_agree_with_estimates_from_files() {
         for dtype in [DType::F32, DType::BF16] {
             let (estimate, exact) =
                 (inventory.loaded_bytes(dtype), Inventory::from_checkpoint(&checkpoint, None).loaded_bytes(dtype));
+            let kv_heads: Vec<_> = {
+                let architecture = models::read_config(&dir).unwrap().architecture;
+                architecture.cache_layers().iter().map(|layer| layer.kv_heads).collect()
+            };
+            for ranks in [2, 3] {
+                let parts = |inventory: &Inventory| inventory.rank_parts(&kv_heads, ranks, dtype);
+                let from_files = parts(&Inventory::from_checkpoint(&checkpoint, None));
+                if !case.starts_with("compressed") {
+                    assert_eq!(parts(&inventory), from_files, "{case} on {ranks} ranks");
+                }
+            }
             if case.starts_with("compressed") {
                 let codes = checkpoint.tensors().filter(|(_, info)| info.dtype.bitsize() == 8);
                 let rows: usize = codes.map(|(_, info)| info.shape[0]).sum();

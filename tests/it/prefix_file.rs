@@ -3,14 +3,15 @@
 use std::fs;
 use std::path::Path;
 
+use candle_core::Device;
 use inferno::Engine;
-use inferno::device::DeviceChoice;
+use inferno::device::{DeviceChoice, Split};
 use inferno::nn::kv_cache::BLOCK_TOKENS;
 use inferno::{EngineHandle, GenerateOptions};
 use tempfile::tempdir;
 
-use crate::engine::{Answer, demo, greedy};
-use crate::support::demo_dir;
+use crate::support::engine::{Answer, demo, greedy};
+use crate::support::{demo_dir, relative_error, values};
 
 fn answer(engine: &EngineHandle, prompt: &[u32]) -> Answer {
     let options = GenerateOptions { ignore_eos: true, max_tokens: Some(8), ..greedy() };
@@ -95,4 +96,97 @@ fn a_named_pipe_is_no_saved_prefix() {
     let engine = demo(128);
     assert!(engine.load_prefix(&path).is_err());
     assert_eq!(answer(&engine, &[1, 2, 3]).tokens.len(), 8, "the engine must still answer");
+}
+
+/// Loads the demo model onto several ranks. It has 6 layers and 2 KV heads, so the third and fourth rank hold no heads.
+fn demo_on(ranks: usize, split: Split, context: usize) -> Engine {
+    let devices = vec!["cpu"; ranks].join(",").parse().unwrap();
+    Engine::builder(demo_dir()).devices(devices).split(split).context(context).load().unwrap()
+}
+
+const SPLITS: [(usize, Split); 5] =
+    [(1, Split::Tensor), (2, Split::Tensor), (4, Split::Tensor), (2, Split::Layers), (4, Split::Layers)];
+
+#[test]
+fn a_prefix_saved_by_any_number_of_ranks_continues_on_any_other_number() {
+    let folder = tempdir().unwrap();
+    let expected_engine = demo(512);
+    let prompt = expected_engine.random_tokens(5, 300);
+    let next = [&prompt[..], &expected_engine.random_tokens(7, 20)].concat();
+    let expected = answer(&expected_engine, &next).tokens;
+    let path = |ranks, split| folder.path().join(format!("{ranks}-{split:?}.kv"));
+    let read = |ranks, split| candle_core::safetensors::load(path(ranks, split), &Device::Cpu).unwrap();
+    for (ranks, split) in SPLITS {
+        let engine = demo_on(ranks, split, 512);
+        answer(&engine, &prompt);
+        assert_eq!(engine.save_prefix(&prompt, &path(ranks, split)).unwrap(), 256);
+        // Every file has all heads and layers, in the same order.
+        let (saved, one) = (read(ranks, split), read(1, Split::Tensor));
+        assert_eq!(saved.len(), one.len());
+        for (name, tensor) in &saved {
+            assert_eq!(tensor.dims(), one[name].dims(), "{name}");
+            let tolerance = if split == Split::Layers { 0.0 } else { 1e-5 };
+            let error = relative_error(&values(tensor), &values(&one[name]));
+            assert!(error <= tolerance, "{name} of {ranks} ranks, {split:?}: the values are off by {error:e}");
+        }
+    }
+    for (ranks, split) in SPLITS {
+        for (writers, writers_split) in SPLITS {
+            let name = format!("saved by {writers} ranks, {writers_split:?}; loaded by {ranks} ranks, {split:?}");
+            let engine = demo_on(ranks, split, 512);
+            let path = path(writers, writers_split);
+            assert_eq!(engine.load_prefix(&path).unwrap(), 256, "{name}");
+            assert_eq!(engine.load_prefix(&path).unwrap(), 256, "{name}");
+            let got = answer(&engine, &next);
+            assert_eq!((got.tokens, got.summary.cached_tokens), (expected.clone(), 256), "{name}");
+            // Saving again writes the same keys and values, so every rank has read its own part.
+            let again = path.with_extension("again");
+            assert_eq!(engine.save_prefix(&prompt, &again).unwrap(), 256, "{name}");
+            let (first, second) = (fs::read(&path).unwrap(), fs::read(&again).unwrap());
+            assert!(first == second, "{name}: the keys and values differ");
+        }
+    }
+}
+
+#[test]
+fn several_ranks_ignore_the_prefix_of_another_model_and_reject_a_damaged_one() {
+    let folder = tempdir().unwrap();
+    let path = folder.path().join("a.kv");
+    for (ranks, split) in SPLITS {
+        let engine = demo_on(ranks, split, 512);
+        let prompt = engine.random_tokens(1, 200);
+        assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 0, "nothing is cached");
+        assert!(!path.exists());
+        let expected = answer(&engine, &prompt).tokens;
+        assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 192);
+        // Too few free blocks.
+        assert_eq!(demo_on(ranks, split, 64).load_prefix(&path).unwrap(), 0);
+        let devices = vec!["cpu"; ranks].join(",").parse().unwrap();
+        let other = Engine::builder(demo_dir()).devices(devices).split(split).context(512);
+        let other = other.dtype(candle_core::DType::BF16).load().unwrap();
+        assert_eq!(other.load_prefix(&path).unwrap(), 0, "another dtype");
+
+        let bytes = fs::read(&path).unwrap();
+        let shape = b"\"shape\":[192,2,40]";
+        let mut damaged = bytes.clone();
+        let mut changed = 0;
+        // The same number of elements, but other dimensions: only the check of the shape can notice it.
+        for start in 0..damaged.len() - shape.len() {
+            if damaged[start..].starts_with(shape) {
+                damaged[start..start + shape.len()].copy_from_slice(b"\"shape\":[192,1,80]");
+                changed += 1;
+            }
+        }
+        assert!(changed > 0);
+        let engine = demo_on(ranks, split, 512);
+        for bytes in [&damaged[..], &bytes[..bytes.len() - 1], &bytes[..100]] {
+            fs::write(&path, bytes).unwrap();
+            let error = engine.load_prefix(&path).unwrap_err().to_string();
+            assert!(error.contains("a.kv is damaged"), "{error}");
+        }
+        // The ranks continue to work, and do not use the keys and values of a damaged file.
+        let got = answer(&engine, &prompt);
+        assert_eq!((got.tokens, got.summary.cached_tokens), (expected, 0));
+        fs::remove_file(&path).unwrap();
+    }
 }

@@ -5,8 +5,8 @@ use inferno::device::DeviceChoice;
 use inferno::runner::{Executor, TokenLogprobs};
 use inferno::{Engine, EngineHandle, GenerateOptions, Request, RequestStream};
 
-use crate::engine::{GraphModel, demo, greedy};
 use crate::support::demo_dir;
+use crate::support::engine::{GraphModel, demo, greedy};
 
 /// How many of the most likely tokens to report at each position.
 const TOP: usize = 3;

@@ -2,12 +2,16 @@
 //!
 //! On a GPU, batches always run with queued steps, so the batch tests in `engine.rs` also cover queued steps.
 
+use std::collections::BTreeMap;
+
 use inferno::SamplingParams;
 use inferno::device::DeviceChoice;
+use inferno::engine::sampling::{LogitRules, Sampler};
 use inferno::engine::{Engine, EngineBuilder, GenerateOptions};
+use inferno::runner::ChooseToken;
 
-use crate::engine::{Answer, greedy};
-use crate::support::demo_dir;
+use crate::support::engine::{Answer, GraphModel, greedy};
+use crate::support::{Random, demo_dir};
 
 pub fn demo() -> EngineBuilder<'static> {
     Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(320).sequences(2).chunk(64)
@@ -57,8 +61,32 @@ fn answers_are_the_same_as_without_queued_steps() {
     check(demo().queue_on_cpu(true).load().unwrap(), demo().load().unwrap(), |_, _| ());
 }
 
+/// Changes the options of most requests so that steps edit the logits. Most edits depend on the earlier tokens.
+fn edit_logits(index: usize, options: &mut GenerateOptions) {
+    let sampling = &mut options.sampling;
+    match index % 5 {
+        0 => {}
+        1 => sampling.repetition_penalty = 1.3,
+        2 => {
+            // The answer alternates between these tokens, because each penalty makes another token the most likely.
+            options.logit_bias = [101, 203, 305, 407].map(|id| (id, 60.0)).into();
+            (sampling.frequency_penalty, sampling.presence_penalty) = (1.7, 0.4);
+        }
+        3 => {
+            (sampling.repetition_penalty, sampling.presence_penalty) = (0.8, -0.3);
+            options.logit_bias = (0..300).map(|id| (id * 5, if id % 2 == 0 { 2.0 } else { -3.0 })).collect();
+        }
+        _ => (options.min_tokens, sampling.frequency_penalty) = (6, -0.2),
+    }
+}
+
 #[test]
-fn steps_are_queued_ahead_unless_a_choice_depends_on_the_token_before() {
+fn answers_with_edited_logits_are_the_same_as_without_queued_steps() {
+    check(demo().queue_on_cpu(true).load().unwrap(), demo().load().unwrap(), edit_logits);
+}
+
+#[test]
+fn steps_are_queued_ahead_unless_the_host_needs_the_logits() {
     let share = |change: fn(&mut GenerateOptions)| {
         let engine = demo().queue_on_cpu(true).load().unwrap();
         let mut options = GenerateOptions { ignore_eos: true, max_tokens: Some(50), ..greedy() };
@@ -70,19 +98,19 @@ fn steps_are_queued_ahead_unless_a_choice_depends_on_the_token_before() {
     };
     // The first step is not queued ahead, because no step runs before it.
     assert_eq!(share(|_| ()), (49, 50));
-    assert_eq!(share(|options| options.sampling.repetition_penalty = 1.2), (0, 50));
+    assert_eq!(share(|options| options.sampling.repetition_penalty = 1.2), (49, 50));
+    assert_eq!(share(|options| options.logit_bias = BTreeMap::from([(9, 1.0)])), (49, 50));
+    assert_eq!(share(|options| options.min_tokens = 30), (49, 50));
     assert_eq!(share(|options| options.logprobs = Some(2)), (0, 50));
 }
 
 #[test]
 fn queued_and_other_steps_mix() {
-    // A step with a penalized request must wait for the previous tokens. Only some requests have penalties.
+    // A step that reports log probabilities must wait for the previous tokens. Only some requests ask for them.
     let change = |index: usize, options: &mut GenerateOptions| {
-        if index.is_multiple_of(5) {
-            options.sampling.frequency_penalty = 0.5;
-        }
+        edit_logits(index, options);
         if index.is_multiple_of(7) {
-            options.min_tokens = 4;
+            options.logprobs = Some(1);
         }
     };
     check(demo().queue_on_cpu(true).load().unwrap(), demo().load().unwrap(), change);
@@ -91,7 +119,114 @@ fn queued_and_other_steps_mix() {
 #[test]
 fn deterministic_answers_are_the_same_as_without_queued_steps() {
     let demo = || demo().deterministic(true);
-    check(demo().queue_on_cpu(true).load().unwrap(), demo().load().unwrap(), |_, _| ());
+    check(demo().queue_on_cpu(true).load().unwrap(), demo().load().unwrap(), edit_logits);
+}
+
+/// A sampler that does not know its last token edits the logits and chooses a token like a sampler that knows it.
+#[test]
+fn choices_with_a_token_in_flight_match_the_sampler_that_knows_the_token() {
+    const VOCAB: usize = 40;
+    let mut random = Random(3);
+    let (mut repeated, mut new) = (0, 0);
+    for seed in 0..500 {
+        let (sampling, token) = (random.below(2), random.below(VOCAB) as u32);
+        let mut penalty = |values: [f32; 3]| values[random.below(3)];
+        let params = SamplingParams {
+            temperature: sampling as f32,
+            repetition_penalty: penalty([1.0, 1.4, 0.7]),
+            frequency_penalty: penalty([0.0, 0.3, -0.2]),
+            presence_penalty: penalty([0.0, 0.9, -0.5]),
+            seed,
+            ..SamplingParams::greedy()
+        };
+        let rules = LogitRules {
+            bias: (0..random.below(4)).map(|_| (random.below(VOCAB + 5) as u32, random.normal())).collect(),
+            stop_tokens: vec![2, 7],
+            min_tokens: random.below(8),
+            logprobs: None,
+        };
+        let prompt: Vec<u32> = (0..random.below(20)).map(|_| random.below(VOCAB) as u32).collect();
+        let answer: Vec<u32> = (0..random.below(8)).map(|_| random.below(VOCAB) as u32).collect();
+        if prompt.contains(&token) || answer.contains(&token) {
+            repeated += 1;
+        } else {
+            new += 1;
+        }
+        let sampler = || {
+            let mut sampler = Sampler::new(params.clone(), &prompt).with_rules(rules.clone());
+            answer.iter().for_each(|&token| sampler.record(token));
+            sampler
+        };
+        let logits: Vec<f32> = (0..VOCAB).map(|_| random.normal() * 4.0).collect();
+        let queued = sampler();
+        let mut edited = logits.clone();
+        queued.queued_edits(1).apply(&mut edited, Some(token));
+        let choice = queued.choose_queued(&edited, 1);
+
+        let mut waiting = sampler();
+        waiting.record(token);
+        let mut want = logits;
+        for (id, value) in waiting.logit_edits() {
+            want.get_mut(id as usize).into_iter().for_each(|logit| *logit += value);
+        }
+        assert_eq!(choice, waiting.choose(&mut want), "{params:?}");
+        assert_eq!(edited, want, "{params:?}, {rules:?}, token {token} after {prompt:?} and {answer:?}");
+    }
+    assert!(repeated > 100 && new > 100, "{repeated} repeated tokens, {new} new tokens");
+}
+
+/// Batches of 1 to 9 requests get the same answers from queued steps as from steps that wait. `--deterministic` makes
+/// the answers independent of the batch, so that they can be compared.
+#[test(gpu)]
+fn answers_with_edited_logits_are_the_same_on_a_gpu() {
+    for name in ["mistral", "gpt_oss_graph"] {
+        let model = GraphModel::new(name);
+        let engine = model.builder().context(192).chunk(64).sequences(9).deterministic(true).load().unwrap();
+        // Returns the answers of `count` requests, and the number of steps that were queued ahead.
+        let answers = |count: usize, logprobs: Option<usize>| {
+            let before = engine.stats().steps_queued_ahead;
+            let submit = |index: usize| {
+                let (prompt, mut options) = request(&engine, index);
+                edit_logits(index + count, &mut options);
+                (options.logprobs, options.max_tokens) = (logprobs, Some(30));
+                engine.complete_ids(&prompt[..prompt.len().min(100)], options).unwrap()
+            };
+            let streams: Vec<_> = (0..count).map(submit).collect();
+            let tokens: Vec<Vec<u32>> = streams.into_iter().map(|stream| Answer::read(stream).tokens).collect();
+            engine.with_runner(|_| ()).unwrap();
+            (tokens, engine.stats().steps_queued_ahead - before)
+        };
+        for count in 1..=9 {
+            let (want, queued) = answers(count, Some(0));
+            assert_eq!(queued, 0, "{name}, {count} requests: steps with log probabilities must wait");
+            let (got, queued) = answers(count, None);
+            assert_eq!(got, want, "{name}, {count} requests");
+            let longest = got.iter().map(Vec::len).max().unwrap();
+            assert!(
+                2 * queued + 4 > longest as u64,
+                "{name}, {count} requests: {queued} of {longest} steps were queued"
+            );
+        }
+    }
+}
+
+/// A single request whose logits are edited runs on a batch graph, and its steps are queued.
+#[test(gpu)]
+fn steps_of_one_request_with_a_logit_bias_are_queued_on_a_gpu() {
+    let model = GraphModel::new("mistral");
+    let engine = model.graph();
+    let bias = BTreeMap::from([(9, 1.5), (40, -2.0)]);
+    let answer = |logprobs| {
+        let before = engine.stats().steps_queued_ahead;
+        let logit_bias = bias.clone();
+        let options = GenerateOptions { ignore_eos: true, max_tokens: Some(30), logit_bias, logprobs, ..greedy() };
+        let tokens = Answer::read(engine.complete_ids(&model.prompt, options).unwrap()).tokens;
+        engine.with_runner(|_| ()).unwrap();
+        (tokens, engine.stats().steps_queued_ahead - before)
+    };
+    let ((want, waiting), (got, queued)) = (answer(Some(0)), answer(None));
+    assert_eq!(got, want);
+    assert!(waiting == 0 && queued >= 29, "{queued} of 30 steps were queued ahead, {waiting} with log probabilities");
 }
 
 #[test]

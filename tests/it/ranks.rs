@@ -3,6 +3,7 @@
 //! The ranks hold different parts of each matrix. The logits must agree with transformers as closely as on one rank.
 //! The logits must also be equal bit for bit on all ranks. Otherwise, the ranks would choose different tokens.
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 
@@ -205,6 +206,47 @@ fn quantizing_while_loading_gives_the_same_logits_as_one_rank() {
     }
 }
 
+/// Returns the number of bytes that were read from the files of a checkpoint.
+pub fn read_bytes(checkpoint: &Checkpoint) -> u64 {
+    let requests = checkpoint.read_requests(DType::F32);
+    let sources = requests.iter().flat_map(|request| &request.ranges).map(|range| &range.source);
+    let sources: BTreeMap<_, _> = sources.map(|source| (&source.path, source.read_bytes())).collect();
+    sources.into_values().sum()
+}
+
+#[test]
+fn all_ranks_together_read_every_byte_of_the_weights_once() {
+    for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
+        let dir = golden(case);
+        let config = models::read_config(&dir).unwrap();
+        let (ids, expected) = expected(&dir.join("golden.safetensors"));
+        // Loads all ranks. Returns the logits of the ranks, and the number of bytes of tensors that were read.
+        let load = |size: usize, split: Split, is_shared: bool| {
+            let checkpoint = Checkpoint::open(&dir).unwrap();
+            let before = read_bytes(&checkpoint);
+            let logits = on_ranks(size, |world| {
+                let progress = LoadProgress::silent();
+                let world = split_world(world, split, config.architecture.cache_layers().len());
+                let weights = Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world).unwrap();
+                let weights = if is_shared { weights.sharing_reads() } else { weights };
+                let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
+                values(&logits_of(&decoder, &ids, DType::F32, &Device::Cpu).unwrap())
+            });
+            (logits, read_bytes(&checkpoint) - before)
+        };
+        let (_, once) = load(1, Split::Tensor, false);
+        assert_eq!(once, Checkpoint::open(&dir).unwrap().bytes(), "{case}");
+        for (size, split) in
+            [(2, Split::Tensor), (3, Split::Tensor), (4, Split::Tensor), (8, Split::Tensor), (2, Split::Layers)]
+        {
+            let (logits, bytes) = load(size, split, true);
+            assert_eq!(bytes, once, "{case} on {size} ranks, {split:?}");
+            assert_ranks_agree(case, &logits, &expected, 1e-4);
+            assert!(load(size, split, false).1 > once, "{case} on {size} ranks, {split:?}");
+        }
+    }
+}
+
 /// Compares answers on several ranks with answers on one rank. Covers preemptions, prefix hits, stop tokens, sampling.
 #[test]
 fn engines_of_several_ranks_answer_like_one_rank() {
@@ -238,19 +280,6 @@ fn several_answers_to_one_prompt_share_its_blocks_on_all_ranks() {
     };
     let devices: Devices = "cpu,cpu".parse().unwrap();
     assert_eq!(answers(queued_steps::demo().devices(devices)), answers(queued_steps::demo()));
-}
-
-/// A rank has only the keys and values of its own heads.
-#[test]
-fn several_ranks_save_no_prefix() {
-    let folder = tempfile::TempDir::new().unwrap();
-    let engine = queued_steps::demo().devices(cpus(2)).load().unwrap();
-    let prompt = engine.random_tokens(3, 200);
-    let options = GenerateOptions { max_tokens: Some(1), ..GenerateOptions::new(SamplingParams::greedy()) };
-    Answer::read(engine.complete_ids(&prompt, options).unwrap());
-    let path = folder.path().join("prefix.kv");
-    assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 0);
-    assert!(!path.exists());
 }
 
 /// Scores two prompts at once: one in several chunks, and one whose answer continues on the same ranks.

@@ -246,10 +246,7 @@ impl<'a> Simulator<'a> {
             })
             .collect();
         self.unfinished.insert(id);
-        match is_fork {
-            true => _ = self.pending.insert(id),
-            false => self.wait(id),
-        }
+        if is_fork { _ = self.pending.insert(id) } else { self.wait(id) }
     }
 
     fn wait(&mut self, id: SequenceId) {
@@ -665,10 +662,8 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
         0 if !is_tight => skewed(random, 64),
         _ => 32 + skewed(random, 2000),
     };
-    let max_sequences = match is_tight {
-        true => token_budget.min(4 + random.below(60)),
-        false => skewed(random, token_budget.min(100)),
-    };
+    let max_sequences =
+        if is_tight { token_budget.min(4 + random.below(60)) } else { skewed(random, token_budget.min(100)) };
     let context = match random.below(4) {
         _ if is_tight => 200 + random.below(500),
         0 => 1 + random.below(100),
@@ -695,10 +690,7 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
     let gap_us = [0, 100, 1000, 10_000, 40_000][random.below(if is_tight { 3 } else { 5 })];
     let (has_priorities, has_deadlines, has_cancels) =
         (random.below(2) == 0, random.below(2) == 0, random.below(2) == 0);
-    let most_tokens = match is_tight {
-        true => context / 2 + random.below(context / 2),
-        false => [1, 8, 40, 100][random.below(4)],
-    };
+    let most_tokens = if is_tight { context / 2 + random.below(context / 2) } else { [1, 8, 40, 100][random.below(4)] };
     let mut arrival = Duration::ZERO;
     let requests = (0..count).map(|_| {
         arrival += Duration::from_micros(random.below(2 * gap_us + 1) as u64);
@@ -988,6 +980,7 @@ fn a_sequence_that_is_preempted_twice_runs_to_its_end() {
         for SequenceWork { id, range, is_last } in plan.work {
             scheduler.advance(id, range.end);
             if is_last && range.end == 640 {
+                assert_eq!(scheduler.preemptions(id), if id == 1 { 2 } else { 0 });
                 scheduler.finish(id);
                 ends.push(id);
                 // Submit sequence 0 again. It is senior to sequence 1 until sequence 1 has been preempted twice.

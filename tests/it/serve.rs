@@ -5,6 +5,7 @@ mod admission;
 mod answers;
 mod cancel;
 mod client;
+mod connections;
 mod demo;
 mod deterministic;
 mod faults;

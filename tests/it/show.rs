@@ -8,9 +8,9 @@ use std::process::{Command, Output};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::cli::{assert_fails, copy_of_demo, demo_with_config, inferno, run, text};
-use crate::hub::fake::{COMMIT, FakeHub, INDEX, REPO, SHARDS};
 use crate::support::demo_dir;
+use crate::support::fake_hub::{COMMIT, FakeHub, INDEX, REPO, SHARDS};
+use crate::support::program::{assert_fails, copy_of_demo, demo_with_config, inferno, run, text};
 
 fn show(args: &[&str]) -> Value {
     let output = run(&[&["show", "--json"], args].concat());

@@ -10,7 +10,7 @@ use nix::unistd::Pid;
 use rexpect::process::Signal;
 use tempfile::TempDir;
 
-use crate::screen::{DEMO, Screen};
+use crate::support::screen::{DEMO, Screen};
 
 const CTRL_C: &[u8] = b"\x03";
 const QUESTION: &[u8] = b"How do I download a model?\r";

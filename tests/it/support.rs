@@ -1,4 +1,16 @@
 //! Shared test helpers: golden models, fixture paths, devices, relative error, random numbers.
+//!
+//! - `program`: runs the program; `bounded`: with limits on time and memory; `session`, `screen`: in a pseudo terminal
+//! - `engine`: engines, and the answers to their requests
+//! - `gguf`: GGUF files; `fake_hub`: a hub on 127.0.0.1
+
+pub mod bounded;
+pub mod engine;
+pub mod fake_hub;
+pub mod gguf;
+pub mod program;
+pub mod screen;
+pub mod session;
 
 use std::ops::Range;
 use std::path::PathBuf;

@@ -1,33 +1,9 @@
 //! Tests of the chat in a pseudo terminal.
 
-use std::process::Command;
-
-use rexpect::session::{PtySession, spawn_command};
 use tempfile::TempDir;
 
-use crate::support::at_home;
-
-pub fn play(home: &TempDir, args: &[&str]) -> PtySession {
-    play_with(home, &[args, &["--device", "cpu"]].concat(), &[])
-}
-
-/// Starts a chat with a model that a server runs.
-#[cfg(unix)]
-pub fn play_url(home: &TempDir, url: &str, args: &[&str]) -> PtySession {
-    play_with(home, &[&["--url", url], args].concat(), &[])
-}
-
-pub fn play_with(home: &TempDir, args: &[&str], environment: &[(&str, &str)]) -> PtySession {
-    let mut command = at_home(Command::new(env!("CARGO_BIN_EXE_inferno")), home);
-    command.envs(environment.iter().copied()).arg("play").args(args);
-    // Use a long timeout, because a debug build on a busy machine is slow.
-    spawn_command(command, Some(120_000)).unwrap()
-}
-
-/// Waits until `text` appears in the output. Returns the output before it.
-pub fn expect(session: &mut PtySession, text: &str) -> String {
-    session.exp_string(text).unwrap_or_else(|error| panic!("waiting for {text:?}: {error}"))
-}
+use crate::support::session::play;
+pub use crate::support::session::{expect, play_url};
 
 #[test]
 fn a_conversation_streams_and_remembers_earlier_turns() {

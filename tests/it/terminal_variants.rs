@@ -6,8 +6,8 @@ use std::process::{Command, Stdio};
 use nix::sys::wait::WaitStatus;
 use tempfile::TempDir;
 
-use crate::cli::{inferno, text};
-use crate::screen::{DEMO, Screen};
+use crate::support::program::{inferno, text};
+use crate::support::screen::{DEMO, Screen};
 
 const QUESTION: &str = "How do I download a model?";
 

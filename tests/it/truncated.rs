@@ -11,8 +11,8 @@ use inferno::models;
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use tempfile::TempDir;
 
-use crate::cli::{copy_of_demo, inferno};
-use crate::gguf::models::{demo_as_gguf, saved};
+use crate::support::gguf::models::{demo_as_gguf, saved};
+use crate::support::program::{copy_of_demo, inferno};
 use crate::support::{Random, devices, golden};
 
 /// The number of loads per file format.

@@ -21,6 +21,7 @@ use inferno::weights::read_ahead::{ReadAhead, ReadAheadOptions};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use tempfile::TempDir;
 
+use crate::ranks::{on_ranks, read_bytes};
 use crate::support::{Random, golden, gpu, gpu_if_expected};
 
 /// A read-ahead target in host memory that counts its live allocations.
@@ -229,6 +230,57 @@ fn tensors_on_a_gpu_equal_those_of_the_file() {
         for order in orders(&names(&checkpoint)) {
             let weights = Weights::new(&checkpoint, &gpu, dtype, &progress).unwrap();
             compare(&checkpoint, &weights, &order, dtype);
+        }
+    }
+}
+
+/// One matrix has rows so long that each rank reads only its own columns. The ranks read the other tensors together.
+#[test]
+fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
+    let tensors = [("long", [7, 200_000]), ("short", [3000, 700]), ("rows", [4000, 300])];
+    let tensors = tensors.map(|(name, [rows, columns])| {
+        (format!("{name}.weight"), random(rows * columns, DType::F32).reshape((rows, columns)).unwrap())
+    });
+    let whole = random(500_000, DType::F32);
+    let folder = snapshot(tensors.into_iter().chain([("whole.weight".into(), whole)]));
+    for (ranks, has_part_reader) in [(2, false), (3, false), (2, true), (3, true)] {
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        let load = |weights: &Weights| {
+            let share = |total, unit| weights.world().share(total, unit);
+            let part = |name, rows: usize, columns: usize| {
+                let weights = weights.at(name);
+                let parts = match name {
+                    "rows" => [(weights.rows([share(rows, 1)], rows), share(rows, 1).len())],
+                    _ => [(weights.columns(share(columns, 100), columns), rows)],
+                };
+                let columns = if name == "rows" { columns } else { share(columns, 100).len() };
+                match Weights::matrix(&parts, "weight", columns).unwrap() {
+                    Matrix::Dense(tensor) => tensor,
+                    _ => panic!("not a dense matrix"),
+                }
+            };
+            let whole = weights.at("whole").float("weight", &[500_000]).unwrap();
+            [part("long", 7, 200_000), part("short", 3000, 700), whole, part("rows", 4000, 300)]
+        };
+        let before = read_bytes(&checkpoint);
+        let parts = on_ranks(ranks, |world| {
+            let progress = LoadProgress::silent();
+            let weights = Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone()).unwrap();
+            let options = ReadAheadOptions { threads: 3, piece_bytes: 100_003, ahead_bytes: 0 };
+            let weights = match has_part_reader {
+                true => weights.with_part_reader(PartReader::new(Host::default(), options)),
+                false => weights,
+            };
+            load(&weights.sharing_reads())
+        });
+        assert_eq!(read_bytes(&checkpoint) - before, checkpoint.bytes(), "{ranks} ranks");
+        let expected = on_ranks(ranks, |world| {
+            let progress = LoadProgress::silent();
+            load(&Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone()).unwrap())
+        });
+        for (part, expected) in parts.iter().flatten().zip(expected.iter().flatten()) {
+            assert_eq!(part.dims(), expected.dims());
+            assert!(bits(part) == bits(expected), "{ranks} ranks");
         }
     }
 }

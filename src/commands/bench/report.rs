@@ -461,9 +461,12 @@ fn percent(share: f64) -> String {
 /// Formats rows as columns. The first column is aligned left, and the others are aligned right.
 fn aligned<const COLUMNS: usize>(rows: &[[String; COLUMNS]]) -> String {
     // Omit columns that are empty below the header.
-    let width = |column: usize| match rows.iter().skip(1).any(|row| !row[column].is_empty()) {
-        true => rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0),
-        false => 0,
+    let width = |column: usize| {
+        if rows.iter().skip(1).any(|row| !row[column].is_empty()) {
+            rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0)
+        } else {
+            0
+        }
     };
     let widths: [usize; COLUMNS] = std::array::from_fn(width);
     let line = |row: &[String; COLUMNS]| {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use serde::Serialize;
 
-use crate::engine::sampler::uniform;
+use crate::engine::sampling::uniform;
 use crate::engine::{EngineHandle, GenerateOptions, SamplingParams};
 use crate::kernels::bandwidth::Bandwidth;
 use crate::runner::{StepBytes, StepTime};

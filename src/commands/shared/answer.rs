@@ -22,9 +22,10 @@ pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
     let shows_reasoning = std::io::stderr().is_terminal() && session.settings.reasoning == ReasoningVisibility::Shown;
     let uses_view = stdout_color() == Color::On && !session.settings.plain && !session.raw;
-    let turn = match uses_view {
-        true => draw(&mut session, prompt, shows_reasoning)?,
-        false => write(&mut session, prompt, shows_reasoning)?,
+    let turn = if uses_view {
+        draw(&mut session, prompt, shows_reasoning)?
+    } else {
+        write(&mut session, prompt, shows_reasoning)?
     };
     if let Some(warning) = missing_answer(&turn) {
         terminal::write_stderr(&format!("warning: {warning}\n"));

@@ -23,8 +23,9 @@ pub fn read(arguments: &[String]) -> Result<Vec<String>> {
         }
     }
     let is_valid = |key: &String| !key.is_empty() && key.chars().all(|c| c.is_ascii_graphic());
-    match keys.iter().all(is_valid) && (arguments.is_empty() || !keys.is_empty()) {
-        true => Ok(keys),
-        false => Err(Error::usage("an API key consists of one or more ASCII characters without spaces")),
+    if keys.iter().all(is_valid) && (arguments.is_empty() || !keys.is_empty()) {
+        Ok(keys)
+    } else {
+        Err(Error::usage("an API key consists of one or more ASCII characters without spaces"))
     }
 }

@@ -60,7 +60,7 @@ static PLAY_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
 });
 
 /// The flags of `serve` that can be set outside the command line.
-const SERVE_FLAGS: [&str; 22] = [
+const SERVE_FLAGS: [&str; 23] = [
     "api-key",
     "attention",
     "chunk",
@@ -74,6 +74,7 @@ const SERVE_FLAGS: [&str; 22] = [
     "eager",
     "gpu-memory",
     "host",
+    "max-connections",
     "max-sequences",
     "no-auth",
     "port",
@@ -242,10 +243,12 @@ fn is_removed_limit(flag: &str, values: &[String]) -> bool {
 fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) -> (SettingValues, Vec<String>) {
     let (mut fitting, mut rejected) = (SettingValues::new(), Vec::new());
     for (flag, values) in &saved.settings {
-        let result = match flags.contains(&flag.as_str()) {
-            true if is_removed_limit(flag, values) => Ok(()),
-            true => parser.check(flag, values),
-            false => Err(format!("unknown setting '{flag}'")),
+        let result = if !flags.contains(&flag.as_str()) {
+            Err(format!("unknown setting '{flag}'"))
+        } else if is_removed_limit(flag, values) {
+            Ok(())
+        } else {
+            parser.check(flag, values)
         };
         match result {
             Ok(()) => drop(fitting.insert(flag.clone(), values.clone())),

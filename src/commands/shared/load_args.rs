@@ -219,8 +219,5 @@ fn parse_gpus(text: &str) -> Result<Devices, String> {
 /// Parses a number of GPUs, from 1 to [`MAX_RANKS`].
 pub fn parse_gpu_count(text: &str) -> Result<usize, String> {
     let count = text.parse().map_err(|_| format!("'{text}' is not a number of GPUs"))?;
-    match (1..=MAX_RANKS).contains(&count) {
-        true => Ok(count),
-        false => Err(format!("choose 1 to {MAX_RANKS}")),
-    }
+    if (1..=MAX_RANKS).contains(&count) { Ok(count) } else { Err(format!("choose 1 to {MAX_RANKS}")) }
 }

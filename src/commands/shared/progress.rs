@@ -256,9 +256,10 @@ impl LineTimer {
         self.last = now;
         let per_s = done.saturating_sub(self.initial_bytes) as f64 / now.duration_since(self.start).as_secs_f64();
         let percent = if total == 0 { 100 } else { (done as f64 / total as f64 * 100.0) as u64 };
-        let left = match per_s > 0.0 {
-            true => format!(", {} left", duration((total.saturating_sub(done) as f64 / per_s).ceil() as u64)),
-            false => String::new(),
+        let left = if per_s > 0.0 {
+            format!(", {} left", duration((total.saturating_sub(done) as f64 / per_s).ceil() as u64))
+        } else {
+            String::new()
         };
         Some(format!("{} of {} {verb}, {percent} %, {}/s{left}", size(done), size(total), size(per_s as u64)))
     }

@@ -135,23 +135,22 @@ impl Source {
         let text = |name: &str| model.texts.get(name).map(|bytes| String::from_utf8_lossy(bytes));
         let readme = text("README.md").and_then(|readme| front_matter_license(&readme));
         let license = readme.or_else(|| license_file(&model.files).map(str::to_string));
-        let metadata = match model.gguf.is_empty() {
-            true => {
-                let config = match text("config.json") {
-                    Some(text) => files::parse_json(text.as_bytes()).context("cannot read config.json"),
-                    None => Err(anyhow!("the repository has no config.json")),
-                };
-                let tokenizer_config =
-                    text("tokenizer_config.json").and_then(|text| files::parse_json(text.as_bytes()).ok());
-                Metadata {
-                    config,
-                    tokenizer_config: tokenizer_config.unwrap_or_default(),
-                    tokenizer_config_name: "tokenizer_config.json",
-                    license: None,
-                    inventory: inventory(&model),
-                }
+        let metadata = if model.gguf.is_empty() {
+            let config = match text("config.json") {
+                Some(text) => files::parse_json(text.as_bytes()).context("cannot read config.json"),
+                None => Err(anyhow!("the repository has no config.json")),
+            };
+            let tokenizer_config =
+                text("tokenizer_config.json").and_then(|text| files::parse_json(text.as_bytes()).ok());
+            Metadata {
+                config,
+                tokenizer_config: tokenizer_config.unwrap_or_default(),
+                tokenizer_config_name: "tokenizer_config.json",
+                license: None,
+                inventory: inventory(&model),
             }
-            false => Metadata::from_gguf(remote_gguf(hub, &model)?),
+        } else {
+            Metadata::from_gguf(remote_gguf(hub, &model)?)
         };
         let gguf = model.gguf.into_iter().map(|(name, bytes)| (name, Some(bytes)));
         Ok(Self {

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use super::report::{File, Gpu, MemoryNeeds, Report};
+use super::sizes::Rope;
 use crate::text::{self, excerpt, home_relative, parameter_count};
 
 const COLUMNS: usize = 120;
@@ -99,21 +100,22 @@ fn facts(out: &mut String, report: &Report) {
             format!("{}{tied}", grouped(size))
         }),
     );
-    fact(
-        "context",
-        sizes.context.map(|context| {
-            let rope = sizes.rope.as_ref().map(|rope| {
-                let theta = rope.theta.map(|theta| format!(", rope theta {theta}")).unwrap_or_default();
-                if rope.scaling == "default" {
-                    return theta;
-                }
-                let factor = rope.factor.map(|factor| format!(" by {factor}")).unwrap_or_default();
-                let original = rope.original_context.map(|from| format!(" from {}", grouped(from))).unwrap_or_default();
-                format!("{theta}, scaled {}{factor}{original}", excerpt(&rope.scaling))
-            });
-            format!("{} tokens{}", grouped(context), rope.unwrap_or_default())
-        }),
-    );
+    let context = sizes.context.map(|context| {
+        let rope = sizes.rope.as_ref().map(rope_facts).unwrap_or_default();
+        format!("{} tokens{rope}", grouped(context))
+    });
+    fact("context", context);
+}
+
+/// Returns the base of RoPE and how its frequencies are scaled. Each fact starts with a comma.
+fn rope_facts(rope: &Rope) -> String {
+    let theta = rope.theta.map(|theta| format!(", rope theta {theta}")).unwrap_or_default();
+    if rope.scaling == "default" {
+        return theta;
+    }
+    let factor = rope.factor.map(|factor| format!(" by {factor}")).unwrap_or_default();
+    let original = rope.original_context.map(|from| format!(" from {}", grouped(from))).unwrap_or_default();
+    format!("{theta}, scaled {}{factor}{original}", excerpt(&rope.scaling))
 }
 
 fn tensors(out: &mut String, report: &Report) {
@@ -249,9 +251,10 @@ fn aligned<const N: usize>(out: &mut String, rows: &[[String; N]], right: &[usiz
 }
 
 fn clipped(line: &str) -> String {
-    match line.chars().count() > COLUMNS {
-        true => line.chars().take(COLUMNS - 1).chain(['…']).collect(),
-        false => line.to_string(),
+    if line.chars().count() > COLUMNS {
+        line.chars().take(COLUMNS - 1).chain(['…']).collect()
+    } else {
+        line.to_string()
     }
 }
 

@@ -10,6 +10,7 @@
 //! The hash includes a salt, so that only prompts with the same salt reuse the block.
 
 mod pool;
+pub(super) mod prefix_file;
 
 use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
 use std::ops::Range;
@@ -184,10 +185,7 @@ impl BlockManager {
             let first = self.first_visible_block(group, hit * BLOCK_TOKENS);
             sequence.first_held[group] = first;
             for index in 0..hit {
-                let block = match index < first {
-                    true => None,
-                    false => self.find(group, tokens, &sequence.hashes, index),
-                };
+                let block = if index < first { None } else { self.find(group, tokens, &sequence.hashes, index) };
                 let block = block.unwrap_or(SCRATCH_BLOCK);
                 self.pool.retain(block);
                 sequence.tables.push(group, block);
@@ -359,10 +357,7 @@ impl BlockManager {
         // A repeated prompt needs the blocks in the window before its last token, which is always computed.
         let prompt_start = prompt_tokens.saturating_sub(1) / BLOCK_TOKENS * BLOCK_TOKENS;
         let is_before_prompt_end = index < prompt_tokens / BLOCK_TOKENS && is_visible_from(prompt_start);
-        match is_visible_from(checkpoint) || is_before_prompt_end {
-            true => Retention::Keep,
-            false => Retention::EvictFirst,
-        }
+        if is_visible_from(checkpoint) || is_before_prompt_end { Retention::Keep } else { Retention::EvictFirst }
     }
 
     /// Returns the range of blocks in a group that the token after the first `tokens` tokens attends to.

@@ -187,10 +187,12 @@ fn token_bytes(table: &TokenTable, id: u32) -> Vec<u8> {
     if bytes.is_empty() || bytes.len() > MAX_TOKEN_BYTES {
         return Vec::new();
     }
-    match table.is_control(id) {
-        true => [&[TokTrie::SPECIAL_TOKEN_MARKER], &bytes[..]].concat(),
-        // UTF-8 never contains 0xFF.
-        false if bytes[0] == TokTrie::SPECIAL_TOKEN_MARKER => Vec::new(),
-        false => bytes,
+    if table.is_control(id) {
+        [&[TokTrie::SPECIAL_TOKEN_MARKER], &bytes[..]].concat()
+    } else if bytes[0] == TokTrie::SPECIAL_TOKEN_MARKER {
+        // This token only looks like a control token. No grammar can use it, because UTF-8 never contains 0xFF.
+        Vec::new()
+    } else {
+        bytes
     }
 }

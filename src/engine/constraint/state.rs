@@ -159,10 +159,13 @@ fn read_mask(matcher: &mut Matcher, tokens: &[u32]) -> Result<Option<llguidance:
     if !tokens.is_empty() {
         matcher.consume_tokens(tokens)?;
     }
-    match matcher.is_stopped() && !matcher.is_error() {
-        true if matcher.stop_reason().is_ok() => Ok(None),
-        true => bail!("{}", matcher.stop_reason()),
-        false => matcher.compute_mask().map(Some),
+    if matcher.is_error() || !matcher.is_stopped() {
+        // Fails with the matcher's own message if the matcher has an error.
+        matcher.compute_mask().map(Some)
+    } else if matcher.stop_reason().is_ok() {
+        Ok(None)
+    } else {
+        bail!("{}", matcher.stop_reason())
     }
 }
 

@@ -75,9 +75,10 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<Part>, P
         }
         let after = if constraint.can_call_in_parallel { to_tool.clone() } else { Vec::new() };
         parts.push(request.grammar(&tool_calls(&constraint.tools), Vec::new(), vec![(tags.close, AFTER_TOOL)])?);
-        parts.push(match constraint.is_required() {
-            true => choice(&[after, all_to(&stops, END)].concat()),
-            false => Part::Free(Free { exits: to_tool, ..Free::default() }),
+        parts.push(if constraint.is_required() {
+            choice(&[after, all_to(&stops, END)].concat())
+        } else {
+            Part::Free(Free { exits: to_tool, ..Free::default() })
         });
     }
     let is_reasoning = prompt.trim_end().ends_with(THINK);

@@ -6,14 +6,10 @@ use std::sync::atomic::Ordering;
 
 use anyhow::{Result, anyhow, bail};
 
-use super::{EngineLoop, QueuedWork};
-use crate::engine::fault::Fault;
-use crate::engine::outbox::Outbox;
-use crate::engine::prompt_scores::PromptScores;
-use crate::engine::request::FinishReason;
+use super::stats::{self, Counters};
+use super::{EngineLoop, Fault, QueuedWork};
+use crate::engine::requests::{FinishReason, Outbox, PromptScores, Sequence};
 use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
-use crate::engine::sequence::Sequence;
-use crate::engine::stats::{self, Counters};
 use crate::runner::{ChooseToken, Chosen, QueuedStep, StepSequence};
 
 impl EngineLoop {
@@ -26,7 +22,7 @@ impl EngineLoop {
             self.is_device_broken |= fault == Fault::Device;
             return;
         }
-        let queued = match self.queue(&plan) {
+        let queued = match self.try_queue(&plan) {
             Ok(queued) => queued,
             Err(error) => {
                 self.deliver_queued();
@@ -34,14 +30,14 @@ impl EngineLoop {
             }
         };
         if let Some(step) = queued {
-            let is_ahead = self.queued.is_some();
+            let is_ahead = self.queued_step.is_some();
             stats::add(&self.counters.steps_queued_ahead, u64::from(is_ahead));
             self.deliver_queued();
             self.record_queued(QueuedWork { step, work: plan.work });
             // The device is now running the queued step.
             return self.outbox.flush();
         }
-        if self.queued.is_some() {
+        if self.queued_step.is_some() {
             self.deliver_queued();
             self.end_canceled();
             // Some sequences may have ended, because they got their last token or because their client left.
@@ -58,7 +54,7 @@ impl EngineLoop {
 
     /// Waits for the tokens of the queued step, if there is one, and delivers them.
     pub(super) fn deliver_queued(&mut self) {
-        let Some(QueuedWork { step, work }) = self.queued.take() else { return };
+        let Some(QueuedWork { step, work }) = self.queued_step.take() else { return };
         let Self { runner, sequences, .. } = self;
         let chosen = runner.take(step, &mut |index, token| {
             if let Some(sequence) = sequences.get_mut(&work[index].id) {
@@ -80,11 +76,11 @@ impl EngineLoop {
                 self.scheduler.push_pending(*id);
             }
         }
-        self.queued = Some(queued);
+        self.queued_step = Some(queued);
     }
 
     /// Queues a planned step. Returns `None` if the step must wait for the tokens of the previous step.
-    fn queue(&mut self, plan: &StepPlan) -> Result<Option<QueuedStep>> {
+    fn try_queue(&mut self, plan: &StepPlan) -> Result<Option<QueuedStep>> {
         for copy in &plan.copies {
             self.runner.copy_block(copy.from, copy.to)?;
         }
@@ -120,6 +116,8 @@ impl EngineLoop {
     /// If `was_queued` is true, [`record_queued`](Self::record_queued) has already recorded the step in the scheduler.
     fn deliver(&mut self, work: &[SequenceWork], chosen: Vec<Chosen>, was_queued: bool) {
         self.counters.publish(&self.scheduler);
+        let tokens: usize = work.iter().map(|work| work.range.len()).sum();
+        self.counters.histograms.step_tokens.observe(tokens as u64);
         for (work, chosen) in work.iter().zip(chosen) {
             let Some(sequence) = self.sequences.get(&work.id) else { continue };
             let is_prompt = work.range.len() > 1 || !sequence.has_generated();
@@ -173,11 +171,11 @@ impl EngineLoop {
 
     /// Records that the first `cached` tokens of a sequence are in the KV cache. If `cached` is 0, the step failed.
     fn record_computed(&mut self, id: SequenceId, cached: usize, was_queued: bool) {
-        match was_queued {
-            // The scheduler has already made the tokens of the failed step reusable.
-            true if cached == 0 => self.scheduler.forget_prefixes(),
-            false if cached > 0 => self.scheduler.advance(id, cached),
-            _ => {}
+        if !was_queued && cached > 0 {
+            self.scheduler.advance(id, cached);
+        } else if was_queued && cached == 0 {
+            // `record_queued` has already advanced the scheduler, so the tokens of the failed step count as cached.
+            self.scheduler.forget_prefixes();
         }
         // The counter is about the latest request. After a step of several sequences, it is about the last one in the
         // step: with requests in parallel, only the counters of the prefix cache describe what can be reused.

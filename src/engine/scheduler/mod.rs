@@ -134,7 +134,7 @@ pub struct Preview {
 pub struct Scheduler {
     config: SchedulerConfig,
     blocks: BlockManager,
-    sequences: BTreeMap<SequenceId, Sequence>,
+    sequences: BTreeMap<SequenceId, ScheduledSequence>,
     /// The sequences without blocks.
     waiting: FairQueue,
     /// The sequences with blocks, the most senior first.
@@ -145,7 +145,8 @@ pub struct Scheduler {
     preemptions: u64,
 }
 
-struct Sequence {
+/// The scheduler's state of a sequence that has not ended.
+struct ScheduledSequence {
     /// The prompt and all tokens generated so far.
     tokens: Vec<u32>,
     /// Whether the last of `tokens` is a placeholder for the token that a queued step chooses.
@@ -174,7 +175,8 @@ struct Sequence {
     parent: Option<SequenceId>,
 }
 
-impl Sequence {
+impl ScheduledSequence {
+    /// Returns the number of tokens whose keys and values are in the cache, or 0 while the sequence waits.
     fn computed(&self) -> usize {
         self.blocks.as_ref().map_or(0, SequenceBlocks::computed)
     }
@@ -257,7 +259,7 @@ impl Scheduler {
             "a part of a prompt must fit in a step"
         );
         let hashes = self.blocks.hashes(cache_salt.as_deref(), prompt_parts);
-        let sequence = |id, tokens, forks, parent| Sequence {
+        let sequence = |id, tokens, forks, parent| ScheduledSequence {
             prompt_tokens: prompt.len(),
             tokens,
             is_last_pending: false,
@@ -290,9 +292,10 @@ impl Scheduler {
         let running: usize = self.running.iter().map(|seniority| self.demand(seniority)).sum();
         // The blocks of a cached prefix do not count as free while the sequence runs.
         let hashes = self.blocks.hashes(new.cache_salt.as_deref(), new.prompt_parts);
-        let blocks = match new.computes_whole_prompt {
-            true => self.blocks.start_uncached(prompt, prompt.len(), hashes),
-            false => self.blocks.start(prompt, prompt.len(), hashes),
+        let blocks = if new.computes_whole_prompt {
+            self.blocks.start_uncached(prompt, prompt.len(), hashes)
+        } else {
+            self.blocks.start(prompt, prompt.len(), hashes)
         };
         let cached_tokens = blocks.computed();
         let chunk = (prompt.len() - cached_tokens).clamp(1, token_budget);
@@ -349,6 +352,11 @@ impl Scheduler {
         self.sequences.is_empty()
     }
 
+    /// Returns how often a sequence was preempted, or 0 if it has ended.
+    pub fn preemptions(&self, id: SequenceId) -> u32 {
+        self.sequences.get(&id).map_or(0, |sequence| sequence.preemptions)
+    }
+
     pub fn stats(&self) -> SchedulerStats {
         let running = self.running.len();
         SchedulerStats { waiting: self.sequences.len() - running, running, preemptions: self.preemptions }
@@ -402,7 +410,7 @@ impl Scheduler {
 
     /// Returns whether a sequence has blocks.
     pub fn is_running(&self, id: SequenceId) -> bool {
-        self.sequences.get(&id).is_some_and(Sequence::is_running)
+        self.sequences.get(&id).is_some_and(ScheduledSequence::is_running)
     }
 
     /// Removes a sequence that has ended or was canceled. Its blocks stay reusable until they are evicted.

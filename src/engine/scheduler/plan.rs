@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::fair_queue::Rank;
 use super::order::{Seniority, SequenceId};
-use super::{GROWTH_STEPS, MAX_PREEMPTIONS, Scheduler, Sequence, SequenceWork, StepPlan};
+use super::{GROWTH_STEPS, MAX_PREEMPTIONS, ScheduledSequence, Scheduler, SequenceWork, StepPlan};
 
 impl Scheduler {
     /// Starts the forks of a running sequence once all prompt tokens but the last are computed.
@@ -56,9 +56,9 @@ impl Scheduler {
 
     /// Removes the waiting sequences whose deadline has passed, unless they have already started once.
     fn expire(&mut self, now: Duration) -> Vec<SequenceId> {
-        let has_expired = |sequence: &Sequence| {
+        let has_expired = |sequence: &ScheduledSequence| {
             let parent = sequence.parent.and_then(|parent| self.sequences.get(&parent));
-            let has_started = sequence.has_started() || parent.is_some_and(Sequence::has_started);
+            let has_started = sequence.has_started() || parent.is_some_and(ScheduledSequence::has_started);
             !has_started && sequence.deadline.is_some_and(|deadline| deadline <= now)
         };
         let expired: Vec<_> = self.sequences.iter().filter(|(_, s)| has_expired(s)).map(|(&id, _)| id).collect();
@@ -120,14 +120,15 @@ impl Scheduler {
             // Admit no sequence after a preemption: the preempted sequence needs the free blocks to run again.
             can_admit &= plan.preempted.is_empty() && self.running.len() < self.config.max_sequences;
             let candidate = self.waiting.first().map(|(_, candidate)| candidate).filter(|_| can_admit);
-            let next = match self.waiting.has_one_tenant() {
-                true => running.first().copied(),
-                false => running.iter().copied().min_by_key(|&sequence| self.rank(sequence)),
+            let next = if self.waiting.has_one_tenant() {
+                running.first().copied()
+            } else {
+                running.iter().copied().min_by_key(|&sequence| self.rank(sequence))
             };
             let id = match (candidate, next) {
                 (Some(candidate), next) if next.is_none_or(|next| self.rank(candidate) < self.rank(next)) => {
                     // If the first waiting sequence cannot start, no other sequence may start before it.
-                    can_admit = self.admit(candidate.id());
+                    can_admit = self.try_admit(candidate.id());
                     running.extend(self.start_forks(candidate.id()));
                     candidate.id()
                 }
@@ -169,14 +170,16 @@ impl Scheduler {
     }
 
     /// Starts a waiting sequence if the free blocks cover its demand and the demand of all running sequences.
-    fn admit(&mut self, id: SequenceId) -> bool {
+    /// Returns whether the sequence has started.
+    fn try_admit(&mut self, id: SequenceId) -> bool {
         let Some(sequence) = self.sequences.get_mut(&id) else { return false };
         // Take the blocks of a cached prefix now, so that they do not count as free blocks below.
         let (tokens, prompt_tokens, hashes) =
             (&sequence.tokens, sequence.prompt_tokens, mem::take(&mut sequence.hashes));
-        sequence.blocks = Some(match sequence.computes_whole_prompt {
-            true => self.blocks.start_uncached(tokens, prompt_tokens, hashes),
-            false => self.blocks.start(tokens, prompt_tokens, hashes),
+        sequence.blocks = Some(if sequence.computes_whole_prompt {
+            self.blocks.start_uncached(tokens, prompt_tokens, hashes)
+        } else {
+            self.blocks.start(tokens, prompt_tokens, hashes)
         });
         let (tenant, seniority) = (sequence.tenant, sequence.seniority);
         let demand: usize = self.running.iter().chain([&seniority]).map(|other| self.demand(other)).sum();
@@ -201,10 +204,7 @@ impl Scheduler {
         let sequence = &self.sequences[&seniority.id()];
         let Some(held) = &sequence.blocks else { return 0 };
         let longest = sequence.longest(self.config.context);
-        let tokens = match seniority.is_protected() {
-            true => longest,
-            false => longest.min(sequence.tokens.len() + GROWTH_STEPS),
-        };
+        let tokens = if seniority.is_protected() { longest } else { longest.min(sequence.tokens.len() + GROWTH_STEPS) };
         self.blocks.demand(held, tokens, sequence.left().clamp(1, self.config.token_budget))
     }
 
@@ -214,13 +214,14 @@ impl Scheduler {
     /// Returns false if the last rank belongs to the sequence itself or to a sequence that this plan has admitted.
     ///
     /// A protected sequence is never preempted and never lacks blocks: it can preempt all unprotected sequences.
-    /// [`admit`](Self::admit) starts a sequence only if there are enough blocks for all protected sequences.
+    /// [`try_admit`](Self::try_admit) starts a sequence only if there are enough blocks for all protected sequences.
     fn give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         while !self.try_give_blocks(id, end, plan) {
             // The sequence with the last rank can be the sequence that needs the blocks.
-            let last = match self.waiting.has_one_tenant() {
-                true => self.running.last(),
-                false => self.running.iter().max_by_key(|&&sequence| self.rank(sequence)),
+            let last = if self.waiting.has_one_tenant() {
+                self.running.last()
+            } else {
+                self.running.iter().max_by_key(|&&sequence| self.rank(sequence))
             };
             let victim = last.filter(|victim| !victim.is_protected()).map(Seniority::id);
             let Some(victim) = victim.filter(|victim| !self.admitted.contains(victim)) else { return false };

@@ -33,9 +33,10 @@ impl WantedFile {
             bail!("cannot download {}: the hub does not send its size", quote(&complete.name));
         };
         // Different files, or different versions of a file, may share an etag that is not a hash.
-        let etag = match hash::is_hash(&etag) {
-            true => etag,
-            false => hash::weak_etag(&[commit, &complete.name, &bytes.to_string(), &etag]),
+        let etag = if hash::is_hash(&etag) {
+            etag
+        } else {
+            hash::weak_etag(&[commit, &complete.name, &bytes.to_string(), &etag])
         };
         Ok(Self { name: complete.name, bytes, etag })
     }

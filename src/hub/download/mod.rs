@@ -113,9 +113,10 @@ impl Hub {
         let listing = Remote::new(&self.config, name, revision.unwrap_or(MAIN), &()).listing()?;
         let filter = CompiledFilter::new(filter)?;
         let is_shard = |file: &&RemoteFile| file.name.ends_with(".safetensors") && !file.name.contains('/');
-        let files = match filter.needs_index() && listing.file(INDEX).is_some() {
-            true => listing.files.iter().filter(is_shard).cloned().collect(),
-            false => filter.choose(name, &listing.files, None)?,
+        let files = if filter.needs_index() && listing.file(INDEX).is_some() {
+            listing.files.iter().filter(is_shard).cloned().collect()
+        } else {
+            filter.choose(name, &listing.files, None)?
         };
         let path = self.own_cache().repo(name).snapshot(&listing.commit);
         Ok(files.iter().filter(|file| !is_present(&path, file)).filter_map(|file| file.bytes).sum())

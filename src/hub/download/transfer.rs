@@ -64,7 +64,7 @@ impl Transfer<'_, '_> {
         match response.status() {
             StatusCode::PARTIAL_CONTENT => {
                 let sent = content_range(response.headers());
-                if range.is_none() || !sent.is_some_and(|sent| sent.is(self.position, self.part.end, bytes)) {
+                if range.is_none() || !sent.is_some_and(|sent| sent.is_range(self.position, self.part.end, bytes)) {
                     return Err(temporary("the server sent a different range than requested"));
                 }
             }
@@ -243,7 +243,7 @@ pub(in crate::hub) struct ContentRange {
 }
 
 impl ContentRange {
-    fn is(&self, start: u64, end: u64, total: u64) -> bool {
+    fn is_range(&self, start: u64, end: u64, total: u64) -> bool {
         self.first == start && self.last.checked_add(1) == Some(end) && self.total.is_none_or(|sent| sent == total)
     }
 }

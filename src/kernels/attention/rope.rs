@@ -63,35 +63,13 @@ pub fn split_qkv(
     layer: CachedLayer,
     slots: &Tensor,
 ) -> Result<Tensor> {
+    check_inputs(qkv, bias, norms, rotation, sizes, layer, slots)?;
     let Rotation { cos, sin, positions } = rotation;
     let HeadSizes { heads, kv_heads, head_dim } = sizes;
     let ((tokens, width), (_, half)) = (qkv.dims2()?, cos.dims2()?);
-    if width != sizes.qkv_rows() || bias.is_some_and(|bias| bias.dims() != [width]) {
-        let bias = bias.map(Tensor::dims);
-        bail!("split_qkv: shapes do not match: qkv {:?}, bias {bias:?}, {sizes:?}", qkv.dims());
-    }
-    if cos.dims() != sin.dims() || 2 * half > head_dim || positions.dims() != [tokens] {
-        let (cos, sin, positions) = (cos.dims(), sin.dims(), positions.dims());
-        bail!("split_qkv: shapes do not match: cos {cos:?}, sin {sin:?}, positions {positions:?}, head_dim {head_dim}");
-    }
     let CachedLayer { k: k_rows, v: v_rows } = layer;
-    let (rows, dtype) = (k_rows.dim(0)?, k_rows.dtype());
-    let has_rows = k_rows.dims() == [rows, kv_heads, head_dim] && v_rows.dims() == k_rows.dims();
-    if !has_rows || v_rows.dtype() != dtype || slots.dims() != [tokens] || slots.dtype() != DType::U32 {
-        let (k, v, slots) = (k_rows.dims(), v_rows.dims(), slots.dims());
-        bail!(
-            "split_qkv: the KV cache does not match {sizes:?}: k {k:?}, v {v:?}, slots {slots:?} for {tokens} tokens"
-        );
-    }
+    let dtype = k_rows.dtype();
     let (q_norm, k_norm) = (norms.map(|norms| norms.q), norms.map(|norms| norms.k));
-    if let Some(norm) = [q_norm, k_norm].into_iter().flatten().find(|norm| norm.dims() != [head_dim]) {
-        bail!("split_qkv: norm {:?} does not match head size {head_dim}", norm.dims());
-    }
-    let tensors = [Some(qkv), bias, q_norm, k_norm, Some(cos), Some(sin)];
-    let all_f32 = tensors.into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
-    if !all_f32 || positions.dtype() != DType::U32 {
-        bail!("split_qkv: positions must be U32; qkv, bias, norms, cos and sin must be F32");
-    }
     match qkv.device() {
         Device::Cpu => {
             let qkv = match bias {
@@ -140,9 +118,10 @@ pub fn split_qkv(
                 .int(head_dim)
                 .int(2 * half)
                 .float(norms.map_or(0.0, |norms| norms.eps));
-            let (name, heads_per_warp, block) = match tokens <= ROPE_FEW_TOKENS {
-                true => ("split_qkv_few", 1, 64),
-                false => ("split_qkv", ROPE_HEADS_PER_WARP, 256),
+            let (name, heads_per_warp, block) = if tokens <= ROPE_FEW_TOKENS {
+                ("split_qkv_few", 1, 64)
+            } else {
+                ("split_qkv", ROPE_HEADS_PER_WARP, 256)
             };
             let warps = tokens * (heads + 2 * kv_heads).div_ceil(heads_per_warp);
             let shape = LaunchShape::linear(warps.div_ceil(block / 32), block);
@@ -155,6 +134,48 @@ pub fn split_qkv(
         }
         _ => crate::kernels::unsupported("split_qkv", qkv),
     }
+}
+
+/// Checks the shapes and dtypes of the arguments of [`split_qkv`].
+fn check_inputs(
+    qkv: &Tensor,
+    bias: Option<&Tensor>,
+    norms: Option<QkNorm>,
+    rotation: Rotation,
+    sizes: HeadSizes,
+    layer: CachedLayer,
+    slots: &Tensor,
+) -> Result<()> {
+    let Rotation { cos, sin, positions } = rotation;
+    let HeadSizes { kv_heads, head_dim, .. } = sizes;
+    let ((tokens, width), (_, half)) = (qkv.dims2()?, cos.dims2()?);
+    if width != sizes.qkv_rows() || bias.is_some_and(|bias| bias.dims() != [width]) {
+        let bias = bias.map(Tensor::dims);
+        bail!("split_qkv: shapes do not match: qkv {:?}, bias {bias:?}, {sizes:?}", qkv.dims());
+    }
+    if cos.dims() != sin.dims() || 2 * half > head_dim || positions.dims() != [tokens] {
+        let (cos, sin, positions) = (cos.dims(), sin.dims(), positions.dims());
+        bail!("split_qkv: shapes do not match: cos {cos:?}, sin {sin:?}, positions {positions:?}, head_dim {head_dim}");
+    }
+    let CachedLayer { k: k_rows, v: v_rows } = layer;
+    let (rows, dtype) = (k_rows.dim(0)?, k_rows.dtype());
+    let has_rows = k_rows.dims() == [rows, kv_heads, head_dim] && v_rows.dims() == k_rows.dims();
+    if !has_rows || v_rows.dtype() != dtype || slots.dims() != [tokens] || slots.dtype() != DType::U32 {
+        let (k, v, slots) = (k_rows.dims(), v_rows.dims(), slots.dims());
+        bail!(
+            "split_qkv: the KV cache does not match {sizes:?}: k {k:?}, v {v:?}, slots {slots:?} for {tokens} tokens"
+        );
+    }
+    let (q_norm, k_norm) = (norms.map(|norms| norms.q), norms.map(|norms| norms.k));
+    if let Some(norm) = [q_norm, k_norm].into_iter().flatten().find(|norm| norm.dims() != [head_dim]) {
+        bail!("split_qkv: norm {:?} does not match head size {head_dim}", norm.dims());
+    }
+    let tensors = [Some(qkv), bias, q_norm, k_norm, Some(cos), Some(sin)];
+    let all_f32 = tensors.into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
+    if !all_f32 || positions.dtype() != DType::U32 {
+        bail!("split_qkv: positions must be U32; qkv, bias, norms, cos and sin must be F32");
+    }
+    Ok(())
 }
 
 /// Copies row i of `from` to row `slots[i]` of `to`, for all i. Copies each run of consecutive slots in one call.

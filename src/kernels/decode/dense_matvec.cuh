@@ -13,6 +13,7 @@ constexpr int DENSE_DEPTH_2 = 3, DENSE_DEPTH_1 = 6;
 
 template <typename T> __device__ __forceinline__ float2 unpack(uint32_t pair);
 template <> __device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t pair) {
+    // The bits of a bf16 value are the high half of the bits of the same f32 value.
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 template <> __device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {

@@ -7,7 +7,7 @@
 __device__ __forceinline__ float soft_capped(float x, float cap) { return cap > 0.0f ? cap * tanhf(x / cap) : x; }
 
 // The largest logit so far and its token. If logits are equal, the lowest token id wins. NaN never wins.
-// The initial value is -inf with the token 0xffffffff.
+// The initial value is -inf with NO_TOKEN, which is larger than every token id.
 struct Argmax {
     float logit;
     uint32_t token;
@@ -33,7 +33,7 @@ __device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* 
 template <typename Stream, typename Input>
 __device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input, float scale, float softcap,
                                               float* logits, int vocab) {
-    Argmax own{-INFINITY, 0xffffffffu};
+    Argmax own{-INFINITY, NO_TOKEN};
     while (stream.has_unit()) {
         const int unit = stream.unit;
         float sum[2];
@@ -108,7 +108,7 @@ __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding
     __shared__ Argmax warps[32];
     const int lane = threadIdx.x % 32;
     pdl_wait();
-    Argmax own{-INFINITY, 0xffffffffu};
+    Argmax own{-INFINITY, NO_TOKEN};
     for (int i = threadIdx.x; i < blocks; i += blockDim.x) own.offer(__ldcg(&best[i].logit), __ldcg(&best[i].token));
     const auto reduce = [&] {
         for (int offset = 16; offset > 0; offset /= 2)

@@ -45,13 +45,14 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
         logprobs += (size_t)blockIdx.x * (1 + count);
     float largest = 0.0f, log_sum = 0.0f;
     // Each round finds the largest (logit, inverted token id) pair that is smaller than the pair of the previous round.
+    // The id is inverted so that the lowest id wins if logits are equal.
     unsigned long long last = ~0ull;
     for (int rank = 0; rank < max(count, 1); ++rank) {
         if (threadIdx.x == 0) best = 0;
         __syncthreads();
         unsigned long long own = 0;
         for (int id = threadIdx.x; id < vocab; id += SAMPLE_THREADS) {
-            const unsigned long long pair = (unsigned long long)logit_key(logits[id]) << 32 | (0xffffffffu - id);
+            const unsigned long long pair = (unsigned long long)logit_key(logits[id]) << 32 | ~(uint32_t)id;
             if (pair < last && pair > own) own = pair;
         }
         atomicMax(&best, own);
@@ -77,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
             }
         }
         if (threadIdx.x == 0 && rank < count) {
-            ids[rank] = 0xffffffffu - (uint32_t)last;
+            ids[rank] = ~(uint32_t)last;
             logprobs[1 + rank] = logit - largest - log_sum;
         }
         __syncthreads();

@@ -54,11 +54,11 @@ __device__ __forceinline__ void split_x(uint4 x, int index, uint4* to) {
     to[4] = make_uint4(lowers[0], lowers[1], lowers[2], lowers[3]);
 }
 
-// Returns 2^(s - 127), where s is byte `index` of a word of scales.
+// Returns 2^(s - 127), where s is byte `index` of a word of scales. Moves s to the exponent field, bits 30 to 23.
 // If s is 0, returns 0 instead of 2^-127, which is too small to matter in an f32 sum.
 // If s were 255 (NaN), the result would be infinity, but `Mxfp4Tiles::repack` rejects NaN scales.
 __device__ __forceinline__ float scale_of(uint32_t word, int index) {
-    return __uint_as_float((index == 3 ? word >> 1 : word << (23 - 8 * index)) & 0x7f800000u);
+    return __uint_as_float((index == 3 ? word >> 1 : word << (23 - 8 * index)) & F32_INFINITY);
 }
 
 // Computes one warp's share of the product of x and one row of tiles.

@@ -2,7 +2,7 @@
 // The random number depends only on the seed and the number of earlier draws.
 // Never chooses a token whose logit is NaN or -inf. If every logit is NaN or -inf, the step fails.
 //
-// The sampler on the host (engine/sampler.rs) applies the same rules in the same order.
+// The sampler on the host (engine/sampling/sampler.rs) applies the same rules in the same order.
 // Both choose the same tokens, with these exceptions:
 // - If several tokens at the cutoff of top-k or top-p have equal logits, this kernel keeps all of them.
 //   The host keeps only as many tokens as it needs, starting with the lowest token ids.
@@ -122,10 +122,9 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
         const int id = first + threadIdx.x + i * SAMPLE_THREADS;
         float logit = __ldcg(logits + id);
         const uint32_t times = has_penalty ? seen[id] : 0;
-        if (times > 0) {
-            logit = logit > 0.0f ? logit / params.repetition_penalty : logit * params.repetition_penalty;
-            if (times > 1) logit -= params.frequency_penalty * (times - 1) + params.presence_penalty;
-        }
+        if (times > 0)
+            logit = penalize(logit, times - 1, params.repetition_penalty, params.frequency_penalty,
+                             params.presence_penalty);
         if (isnan(logit)) continue;
         values[i] = logit, keys[i] = sort_key(logit + 0.0f);  // -0 becomes +0, so that both zeros have the same key
         top = max(top, keys[i]);
@@ -175,7 +174,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
         __shared__ unsigned long long sums[2];
         if (threadIdx.x == blockIdx.x) sums[0] = sum - value;
         if (threadIdx.x == SAMPLE_THREADS - 1) sums[1] = sum;
-        if (threadIdx.x == 0) winner = 0xffffffffu;
+        if (threadIdx.x == 0) winner = NO_TOKEN;
         __syncthreads();
         before = sums[0], all = sums[1];
     }
@@ -195,7 +194,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
         __syncthreads();
     }
     // If the step fails, token 0 is a placeholder. The host stops at MAILBOX_NO_TOKEN and ignores all later steps.
-    const bool has_winner = has_token ? winner != 0xffffffffu : blockIdx.x == 0;
+    const bool has_winner = has_token ? winner != NO_TOKEN : blockIdx.x == 0;
     if (has_winner) {
         const uint32_t token = has_token ? winner : 0;
         for (int i = threadIdx.x; embedding && i < columns; i += SAMPLE_THREADS)

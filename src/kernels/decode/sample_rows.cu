@@ -1,6 +1,6 @@
 // Samples one token from each row of logits, with temperature, top-k, top-p and min-p.
 // For equal logits, parameters and draw counts, chooses the same tokens as sample.cu.
-// Ignores the penalties in `params`. To apply them, launch apply_penalties first.
+// Ignores the penalties in `params`. To apply them, launch apply_penalties or edit_rows (row_edits.cu) first.
 //   logits: f32 [rows, vocab]
 //   params: SamplingKernelParams [rows]; temperature 0 chooses the largest logit
 //   tokens: u32 [rows], the chosen tokens, or NO_TOKEN if every logit of the row is NaN or -inf
@@ -158,8 +158,6 @@ extern "C" __global__ void __launch_bounds__(256)
     const uint32_t row = seen[3 * i], token = seen[3 * i + 1], times = seen[3 * i + 2];
     const SamplingKernelParams params =
         *reinterpret_cast<const SamplingKernelParams*>(param_words + (size_t)row * SAMPLE_PARAM_WORDS);
-    float logit = logits[(size_t)row * vocab + token];
-    logit = logit > 0.0f ? logit / params.repetition_penalty : logit * params.repetition_penalty;
-    if (times > 1) logit -= params.frequency_penalty * (times - 1) + params.presence_penalty;
-    logits[(size_t)row * vocab + token] = logit;
+    float& logit = logits[(size_t)row * vocab + token];
+    logit = penalize(logit, times - 1, params.repetition_penalty, params.frequency_penalty, params.presence_penalty);
 }

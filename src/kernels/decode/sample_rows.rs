@@ -51,7 +51,7 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
 /// It also writes each token + 1, or [`MAILBOX_NO_TOKEN`](super::MAILBOX_NO_TOKEN), to a slot of `mailbox`,
 /// starting at `first_slot`. The kernel reads the parameters from the words of `host`, starting at `first_word`.
 /// The caller must not write to these words again until the tokens have arrived.
-/// `rows` must not contain penalties.
+/// Ignores the penalties in `rows`: the caller applies them first, with [`edit_rows`](crate::kernels::row_edits::edit_rows).
 pub fn queue_rows(
     logits: &Tensor,
     rows: &[SamplingKernelParams],
@@ -61,10 +61,9 @@ pub fn queue_rows(
 ) -> Result<()> {
     let (device, count, vocab) = check(logits, rows.len())?;
     let words: Vec<u32> = rows.iter().flat_map(SamplingKernelParams::words).collect();
-    let has_penalties = rows.iter().any(SamplingKernelParams::has_penalties);
     let is_too_small = tokens.dims1()? < count || mailbox.slots() < first_slot + count;
-    if has_penalties || is_too_small || tokens.dtype() != DType::U32 || host.len() < first_word + words.len() {
-        bail!("queue_rows: {count} rows have penalties or do not fit in the buffers (tokens {:?})", tokens.shape());
+    if is_too_small || tokens.dtype() != DType::U32 || host.len() < first_word + words.len() {
+        bail!("queue_rows: {count} rows do not fit in the buffers (tokens {:?})", tokens.shape());
     }
     host.write(first_word, &words);
     let arguments = Arguments::new()

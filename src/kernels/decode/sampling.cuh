@@ -15,17 +15,27 @@ struct SamplingKernelParams {
 static_assert(sizeof(SamplingKernelParams) == 4 * SAMPLE_PARAM_WORDS,
               "SAMPLE_PARAM_WORDS must match SamplingKernelParams");
 
-// Maps floats to integers that sort in the same order.
+// Maps floats to integers that sort in the same order. The bits of positive floats already do, so setting the sign bit
+// only moves them above all negative floats. The bits of negative floats sort in the opposite order, so all are
+// flipped.
 __device__ __forceinline__ uint32_t sort_key(float value) {
     const uint32_t bits = __float_as_uint(value);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return bits & F32_SIGN ? ~bits : bits | F32_SIGN;
 }
 
 // Returns the float whose sort_key is `key`.
 __device__ __forceinline__ float from_sort_key(uint32_t key) {
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+    return __uint_as_float(key & F32_SIGN ? key & F32_MAGNITUDE : ~key);
 }
 
+// Returns the new logit of a token that was generated `generated` times. If 0, only the prompt contains the token.
+__device__ __forceinline__ float penalize(float logit, uint32_t generated, float repetition, float frequency,
+                                          float presence) {
+    logit = logit > 0.0f ? logit / repetition : logit * repetition;
+    return generated > 0 ? logit - (frequency * generated + presence) : logit;
+}
+
+// The output function of SplitMix64, with the constants of its reference implementation.
 __device__ __forceinline__ unsigned long long mix(unsigned long long z) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
@@ -34,8 +44,9 @@ __device__ __forceinline__ unsigned long long mix(unsigned long long z) {
 
 // Returns a random number in [0, 1) from a seed and a counter, using SplitMix64.
 __device__ __forceinline__ double uniform(unsigned long long seed, unsigned long long counter) {
-    const unsigned long long golden = 0x9E3779B97F4A7C15ull;
-    return (double)(mix(mix(seed + golden) + (counter + 1) * golden) >> 11) / 9007199254740992.0;
+    const unsigned long long golden = 0x9E3779B97F4A7C15ull;  // 2^64 divided by the golden ratio
+    // A double has 53 bits of precision, so this keeps the highest 53 of the 64 bits.
+    return (double)(mix(mix(seed + golden) + (counter + 1) * golden) >> 11) / 9007199254740992.0;  // 2^53
 }
 
 // Returns the inclusive prefix sum of `value` over the threads of the block. `warps` is shared memory for 32 values.

@@ -4,6 +4,11 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+// Bit patterns of f32 values. The magnitude is every bit except the sign.
+constexpr uint32_t F32_SIGN = 0x80000000u, F32_MAGNITUDE = 0x7fffffffu;
+constexpr uint32_t F32_INFINITY = 0x7f800000u;  // also the mask of the exponent
+constexpr uint32_t F32_NAN = 0x7fc00000u;
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }

@@ -21,6 +21,34 @@ pub enum EightBitType {
     Fp8,
 }
 
+/// The types with which cuBLASLt computes a product.
+struct ProductTypes {
+    input: sys::cudaDataType_t,
+    output: sys::cudaDataType_t,
+    compute: sys::cublasComputeType_t,
+    /// The bits of the factor 1 in the type of the sums. The bits of the factor 0 are zeros in every type.
+    one: u32,
+}
+
+impl ProductTypes {
+    fn new(kind: EightBitType) -> Self {
+        match kind {
+            EightBitType::Int8 => Self {
+                input: sys::cudaDataType_t::CUDA_R_8I,
+                output: sys::cudaDataType_t::CUDA_R_32I,
+                compute: sys::cublasComputeType_t::CUBLAS_COMPUTE_32I,
+                one: 1,
+            },
+            EightBitType::Fp8 => Self {
+                input: sys::cudaDataType_t::CUDA_R_8F_E4M3,
+                output: sys::cudaDataType_t::CUDA_R_32F,
+                compute: sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                one: 1.0f32.to_bits(),
+            },
+        }
+    }
+}
+
 /// The size of cuBLASLt's workspace in bytes. NVIDIA recommends this size for Hopper (see `cublasSetWorkspace`).
 const WORKSPACE_BYTES: usize = 32 << 20;
 
@@ -43,22 +71,8 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
     let out = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
     // SAFETY: only cuBLASLt accesses the workspace.
     let workspace = unsafe { Tensor::empty(WORKSPACE_BYTES, DType::U8, x.device())? };
-    let (input, output, compute) = match kind {
-        EightBitType::Int8 => (
-            sys::cudaDataType_t::CUDA_R_8I,
-            sys::cudaDataType_t::CUDA_R_32I,
-            sys::cublasComputeType_t::CUBLAS_COMPUTE_32I,
-        ),
-        EightBitType::Fp8 => (
-            sys::cudaDataType_t::CUDA_R_8F_E4M3,
-            sys::cudaDataType_t::CUDA_R_32F,
-            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-        ),
-    };
-    let (one, zero) = match kind {
-        EightBitType::Int8 => (1u32, 0u32),
-        EightBitType::Fp8 => (1.0f32.to_bits(), 0u32),
-    };
+    let ProductTypes { input, output, compute, one } = ProductTypes::new(kind);
+    let zero = 0u32;
     let scalar = |value: &u32| (value as *const u32).cast::<c_void>();
     // cuBLAS is column-major. It reads w as wᵀ and x as xᵀ, and computes outᵀ [rows, tokens] = (wᵀ)ᵀ · xᵀ.
     // Each leading dimension is the row length of the row-major tensor.

@@ -56,9 +56,10 @@ pub fn expert_mlp(
     let kernel = ProductKernel::choose(device, pairs, gate_up.tiles.dims(), order)?;
 
     // 1. h = clamped_swiglu(gate_up · x), y = down · h
-    let x_or_gathered = match kernel.is_for_few_pairs() {
-        true => x.clone(),
-        false => gather_tokens(device, x, routed, experts, tiled_rows, dtype)?,
+    let x_or_gathered = if kernel.is_for_few_pairs() {
+        x.clone()
+    } else {
+        gather_tokens(device, x, routed, experts, tiled_rows, dtype)?
     };
     let arguments = |linear: ExpertLinear, input: &Tensor, output: &Tensor, rows: usize, columns: usize| {
         let arguments = Arguments::new()

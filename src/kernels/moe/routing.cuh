@@ -4,6 +4,9 @@
 #include "constants.cuh"
 #include "headers/common.cuh"
 
+// Larger than every expert id, so that any expert wins a tie against it.
+constexpr uint32_t NO_EXPERT = 0xffffffffu;
+
 struct Routing {
     uint32_t expert[MAX_CHOSEN_EXPERTS];
     float weight[MAX_CHOSEN_EXPERTS];
@@ -22,14 +25,15 @@ struct Routing {
 #pragma unroll
         for (int i = 0; i < HELD; ++i) held[i] = lane + 32 * i < experts ? logit_of(lane + 32 * i) : -INFINITY;
         for (int n = 0; n < count; ++n) {
-            // Keys sort in the same order as logits. Key 0 marks an expert that was already chosen; key 1 marks NaN.
-            uint32_t best = 0, id = 0xffffffffu;
+            // Keys sort in the same order as logits (see sort_key in decode/sampling.cuh). Key 0 marks an expert that
+            // was already chosen; key 1 marks NaN.
+            uint32_t best = 0, id = NO_EXPERT;
             const auto offer = [&](int i, float logit) {
                 const uint32_t bits = __float_as_uint(logit);
-                const uint32_t key = taken >> i & 1       ? 0u
-                                     : isnan(logit)       ? 1u
-                                     : bits & 0x80000000u ? ~bits
-                                                          : bits | 0x80000000u;
+                const uint32_t key = taken >> i & 1    ? 0u
+                                     : isnan(logit)    ? 1u
+                                     : bits & F32_SIGN ? ~bits
+                                                       : bits | F32_SIGN;
                 if (key > best) best = key, id = lane + 32 * i;
             };
             if (lane < experts) offer(0, held[0]);
@@ -40,10 +44,10 @@ struct Routing {
                 for (int i = HELD; lane + 32 * i < experts; ++i) offer(i, logit_of(lane + 32 * i));
             }
             const uint32_t largest = __reduce_max_sync(0xffffffffu, best);
-            id = __reduce_min_sync(0xffffffffu, best == largest ? id : 0xffffffffu);
+            id = __reduce_min_sync(0xffffffffu, best == largest ? id : NO_EXPERT);
             if (id % 32 == lane) taken |= 1u << (id / 32);
             const float logit =
-                largest <= 1 ? -INFINITY : __uint_as_float(largest & 0x80000000u ? largest & 0x7fffffffu : ~largest);
+                largest <= 1 ? -INFINITY : __uint_as_float(largest & F32_SIGN ? largest & F32_MAGNITUDE : ~largest);
             if (n == 0) top = logit;
             if (n == lane) own = logit, expert[n] = id;
         }

@@ -16,20 +16,21 @@ __device__ void topk_softmax(const T* logits, uint32_t* ids, float* weights, int
     uint32_t taken = 0;
     float top = 0.0f, mine = 0.0f;  // mine: the logit chosen in round `lane`
     uint32_t mine_id = 0;
+    constexpr int NO_EXPERT = 0x7fffffff;  // larger than every expert id
     for (int round = 0; round < chosen; ++round) {
         float best = -INFINITY;
-        int best_id = 0x7fffffff;
+        int best_id = NO_EXPERT;
         for (int i = 0; lane + 32 * i < experts; ++i) {
             const float logit = to_float(row[lane + 32 * i]);
             const float value = isnan(logit) ? -INFINITY : logit;
-            if (!(taken >> i & 1) && (value > best || best_id == 0x7fffffff)) best = value, best_id = lane + 32 * i;
+            if (!(taken >> i & 1) && (value > best || best_id == NO_EXPERT)) best = value, best_id = lane + 32 * i;
         }
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2) {
             const float other = __shfl_xor_sync(0xffffffffu, best, offset);
             const int other_id = __shfl_xor_sync(0xffffffffu, best_id, offset);
-            const bool wins = best_id == 0x7fffffff || other > best || (other == best && other_id < best_id);
-            if (other_id != 0x7fffffff && wins) best = other, best_id = other_id;
+            const bool wins = best_id == NO_EXPERT || other > best || (other == best && other_id < best_id);
+            if (other_id != NO_EXPERT && wins) best = other, best_id = other_id;
         }
         if (round == 0) top = best;
         if (lane == round) mine = best, mine_id = best_id;

@@ -56,6 +56,19 @@ template <int F> struct FormatLayout {
     static constexpr bool has_mins = F == Q4_1 || F == Q5_1 || F == Q2_K || F == Q4_K || F == Q5_K;
 };
 
+// The low bit, the low two bits and the low four bits of each byte of a word. Quantized values are unpacked four at a
+// time: a shift of the whole word also moves bits of each byte into its neighbor, and the mask removes these bits.
+constexpr uint32_t LOW_BIT = 0x01010101u, LOW_2_BITS = 0x03030303u, LOW_4_BITS = 0x0f0f0f0fu;
+
+// The largest integer of a quantized input. Its high byte is 127, the largest signed byte, and its low byte is 0.
+constexpr float MAX_QUANTIZED_INPUT = 127 * 256;
+
+// The largest E4M3 value.
+constexpr float E4M3_MAX = 448.0f;
+
+// The smallest normal f32 value. Dividing by a smaller scale could overflow.
+constexpr float F32_MIN_NORMAL = 1.17549435e-38f;
+
 // A group in registers. `words` contains the words of the low plane, followed by the words of the high plane.
 struct RawGroup {
     uint32_t words[8], scales, supers;
@@ -83,6 +96,8 @@ template <int F> __device__ __forceinline__ void load_group(RawGroup& raw, const
         const uint4 v = load_stream_16(low + 16);
         raw.words[4] = v.x, raw.words[5] = v.y, raw.words[6] = v.z, raw.words[7] = v.w;
     }
+    // The high plane follows the low plane. Formats with 8 low words have no high plane. The code for it is then never
+    // run, but is still compiled: `& 7` keeps its index inside the array.
     constexpr int high_word = L::low / 4;
     if (L::high == 4) raw.words[high_word & 7] = load_stream_4(m.high + group * 4);
     if (L::high == 8) {
@@ -92,18 +107,21 @@ template <int F> __device__ __forceinline__ void load_group(RawGroup& raw, const
     load_scales<F>(raw, m, group);
 }
 
-// Returns the quantized integers of quad j (columns 4j to 4j + 3), one byte each.
+// Returns the quantized integers of quad j (columns 4j to 4j + 3), one byte each. Byte c belongs to column 4j + c.
+// In the low plane, a word holds the bits of consecutive quads, and the first of them is in the low bits of each byte.
+// In the high plane, so does the only word (1 bit per value), or each of two words (2 bits per value).
+// `bits` is the number of bits that the low plane holds per value.
 template <int F> __device__ __forceinline__ uint32_t quad(const RawGroup& raw, int j) {
     using L = FormatLayout<F>;
-    constexpr int high_word = L::low / 4, bits = L::low / 4 == 2 ? 2 : 4;
+    constexpr int high_word = L::low / 4, bits = L::low == 8 ? 2 : 4;  // `& 7` below: see load_group
     if constexpr (L::low == 32) return raw.words[j];
     uint32_t q;
     if (L::low == 16)
-        q = raw.words[j / 2] >> (4 * (j % 2)) & 0x0f0f0f0fu;
+        q = raw.words[j / 2] >> (4 * (j % 2)) & LOW_4_BITS;
     else
-        q = raw.words[j / 4] >> (2 * (j % 4)) & 0x03030303u;
-    if (L::high == 4) q |= (raw.words[high_word & 7] >> j & 0x01010101u) << bits;
-    if (L::high == 8) q |= (raw.words[(high_word + j / 4) & 7] >> (2 * (j % 4)) & 0x03030303u) << bits;
+        q = raw.words[j / 4] >> (2 * (j % 4)) & LOW_2_BITS;
+    if (L::high == 4) q |= (raw.words[high_word & 7] >> j & LOW_BIT) << bits;
+    if (L::high == 8) q |= (raw.words[(high_word + j / 4) & 7] >> (2 * (j % 4)) & LOW_2_BITS) << bits;
     return q;
 }
 
@@ -116,12 +134,17 @@ template <int F> __device__ __forceinline__ float4 to_floats(uint32_t q) {
         const float2 a = pair(q & 0xffff), b = pair(q >> 16);
         return make_float4(a.x, a.y, b.x, b.y);
     }
-    // If the low mantissa bits of the float 2^23 are set to q, its value is 2^23 + q.
-    // Signed bytes are first made unsigned by adding 128. `offset` includes this 128.
+    // The float 2^23 has the bits 0x4b000000, and its last mantissa bit is worth 1. With its low byte set to q, its
+    // value is therefore 2^23 + q. Signed bytes are first made unsigned by adding 128, which flips their highest bit.
+    // `offset` includes this 128.
     constexpr bool is_signed = FormatLayout<F>::low == 32;
-    constexpr float offset = 8388608.0f + (is_signed ? 128 : FormatLayout<F>::zero);
+    constexpr uint32_t TWO_TO_23_BITS = 0x4b000000u;
+    constexpr float TWO_TO_23 = 8388608.0f;
+    constexpr float offset = TWO_TO_23 + (is_signed ? 128 : FormatLayout<F>::zero);
     if (is_signed) q ^= 0x80808080u;
-    const auto one = [=](int selector) { return __uint_as_float(__byte_perm(q, 0x4b000000u, selector)) - offset; };
+    // Each digit of a selector chooses a byte of the result, lowest byte last: 0 to 3 are the bytes of q, 4 and 7 are
+    // the lowest and the highest byte of 2^23 (0x00 and 0x4b).
+    const auto one = [=](int selector) { return __uint_as_float(__byte_perm(q, TWO_TO_23_BITS, selector)) - offset; };
     return make_float4(one(0x7440), one(0x7441), one(0x7442), one(0x7443));
 }
 
@@ -131,6 +154,8 @@ struct Scaling {
 };
 template <int F> __device__ __forceinline__ Scaling scaling(const RawGroup& raw) {
     const float2 super = __half22float2(*reinterpret_cast<const __half2*>(&raw.supers));
+    // The two bytes of a K-quant belong to the two halves of the group. In Q4_K and Q5_K, they are a scale and a min.
+    // In Q2_K, the low four bits of each byte are a scale, and the high four bits are a min.
     const int first = raw.scales & 0xff, second = raw.scales >> 8 & 0xff;
     if (FormatLayout<F>::has_row_scale) return {{1.0f, 1.0f}, {0.0f, 0.0f}};
     if (F == Q2_K)
@@ -161,18 +186,18 @@ __device__ __forceinline__ EightValues dequantize8(const QuantizedMatrix& m, int
         first = two.x, second = two.y;
     } else if (L::low == 16) {
         const uint32_t w = __ldg(reinterpret_cast<const uint32_t*>(low) + p);
-        first = w & 0x0f0f0f0fu, second = w >> 4 & 0x0f0f0f0fu;
+        first = w & LOW_4_BITS, second = w >> 4 & LOW_4_BITS;
     } else {
         const uint32_t w = __ldg(reinterpret_cast<const uint32_t*>(low) + p / 2) >> (4 * (p % 2));
-        first = w & 0x03030303u, second = w >> 2 & 0x03030303u;
+        first = w & LOW_2_BITS, second = w >> 2 & LOW_2_BITS;
     }
     if (L::high == 4) {
         const uint32_t h = __ldg(reinterpret_cast<const uint32_t*>(m.high + at * 4)) >> (2 * p);
-        first |= (h & 0x01010101u) << bits, second |= (h >> 1 & 0x01010101u) << bits;
+        first |= (h & LOW_BIT) << bits, second |= (h >> 1 & LOW_BIT) << bits;
     }
     if (L::high == 8) {
         const uint32_t h = __ldg(reinterpret_cast<const uint32_t*>(m.high + at * 8) + p / 2) >> (4 * (p % 2));
-        first |= (h & 0x03030303u) << bits, second |= (h >> 2 & 0x03030303u) << bits;
+        first |= (h & LOW_2_BITS) << bits, second |= (h >> 2 & LOW_2_BITS) << bits;
     }
     RawGroup raw;
     load_scales<F>(raw, m, at);
@@ -213,10 +238,11 @@ struct QuantizedInput {
     }
 
     // Stores the vector. quad(i) returns columns 4i to 4i + 3, with zeros past the last column.
-    // If INTEGERS is true and the vector is stored as integers, quad(i) must return integers from -32512 to 32512.
-    // These integers are stored exactly, with a scale of 1.
-    // All threads of the block must call this function and then __syncthreads().
+    // If INTEGERS is true and the vector is stored as integers, quad(i) must return integers of at most
+    // MAX_QUANTIZED_INPUT in magnitude. These integers are stored exactly, with a scale of 1. All threads of the block
+    // must call this function and then __syncthreads().
     template <bool INTEGERS, class Quad> __device__ __forceinline__ void fill(Quad quad) const {
+        // Rounds the number of quads up to whole warps, because all lanes of a warp take part in the shuffles.
         for (int i = threadIdx.x; i < (8 * groups + 31) / 32 * 32; i += blockDim.x) {
             const int group = i / 8, j = i % 8;
             const bool is_inside = group < groups;
@@ -228,12 +254,13 @@ struct QuantizedInput {
             float scale = 1.0f, inverse = 1.0f;
             if (!INTEGERS) {
                 // Magnitudes are compared as integers, so NaN counts as the largest magnitude.
-                const auto bits = [](float x) { return __float_as_uint(x) & 0x7fffffffu; };
+                const auto bits = [](float x) { return __float_as_uint(x) & F32_MAGNITUDE; };
                 uint32_t largest = max(max(bits(v.x), bits(v.y)), max(bits(v.z), bits(v.w)));
 #pragma unroll
                 for (int offset = 1; offset < 8; offset *= 2)
                     largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-                scale = largest < 0x7f800000u ? __uint_as_float(largest) / 32512.0f : __uint_as_float(0x7fc00000u);
+                scale =
+                    largest < F32_INFINITY ? __uint_as_float(largest) / MAX_QUANTIZED_INPUT : __uint_as_float(F32_NAN);
                 inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
             }
             const int q[4] = {__float2int_rn(v.x * inverse), __float2int_rn(v.y * inverse),
@@ -241,6 +268,8 @@ struct QuantizedInput {
             int sum = q[0] + q[1] + q[2] + q[3];
             sum += __shfl_xor_sync(0xffffffffu, sum, 1), sum += __shfl_xor_sync(0xffffffffu, sum, 2);
             if (!is_inside) continue;
+            // The low byte is signed. Adding 128 before the shift makes the high byte one larger if the low byte is
+            // negative, so that 256 · high + low is exactly q.
             uint32_t high = 0, low = 0;
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
@@ -248,7 +277,7 @@ struct QuantizedInput {
                 low |= (uint32_t)(q[c] & 0xff) << (8 * c);
             }
             uint32_t* words = reinterpret_cast<uint32_t*>(pieces + (j / 4) * stride + group) + j % 4;
-            words[0] = high, words[8 * stride] = low;
+            words[0] = high, words[8 * stride] = low;  // two pieces of `stride` segments of four words later
             if (j % 4 == 0) reinterpret_cast<int*>(sums + group)[j / 4] = sum;
             if (j == 0) scales[group] = scale;
         }
@@ -466,11 +495,12 @@ __device__ __forceinline__ float round_scaled(float v, int rounding) {
 }
 // Returns the scale for quantizing a vector to 8 bits. `largest` is the largest magnitude in the vector.
 __device__ __forceinline__ float rounding_scale(float largest, int rounding, float static_scale) {
+    // Integers from -128 to 127 span 255 steps, so a step is 2 · largest / 255.
     const float scale = rounding == ROUNDING_INT8_PER_TOKEN  ? largest / 127.5f
-                        : rounding == ROUNDING_FP8_PER_TOKEN ? largest / 448.0f
+                        : rounding == ROUNDING_FP8_PER_TOKEN ? largest / E4M3_MAX
                                                              : static_scale;
     // If the vector contains a NaN or an infinity, the scale is NaN, which makes all results NaN.
-    return !isfinite(largest) ? __uint_as_float(0x7fc00000u) : scale < 1.17549435e-38f ? 1.17549435e-38f : scale;
+    return !isfinite(largest) ? __uint_as_float(F32_NAN) : scale < F32_MIN_NORMAL ? F32_MIN_NORMAL : scale;
 }
 
 // How to quantize the input vector. `mode` is a ROUNDING_ constant. Only the static modes use `static_scale`.
@@ -481,7 +511,7 @@ struct RoundingArgs {
 
 // Returns the larger magnitude. Magnitudes are compared as integers, so NaN counts as the largest magnitude.
 __device__ __forceinline__ float max_magnitude(float a, float b) {
-    return __uint_as_float(max(__float_as_uint(a) & 0x7fffffffu, __float_as_uint(b) & 0x7fffffffu));
+    return __uint_as_float(max(__float_as_uint(a) & F32_MAGNITUDE, __float_as_uint(b) & F32_MAGNITUDE));
 }
 __device__ __forceinline__ float max_magnitude(float4 v) {
     return max_magnitude(max_magnitude(v.x, v.y), max_magnitude(v.z, v.w));

@@ -93,6 +93,8 @@ __device__ __forceinline__ uint2 convert_quad(const RawGroup& raw, const GroupSc
                 s.apply(__hsub2(*reinterpret_cast<const Two*>(&biased), zero), L::has_half_scales ? j / 4 : 0);
             return *reinterpret_cast<const uint32_t*>(&w);
         };
+        // The digits of a selector choose the bytes of the result, lowest byte last: 0 to 3 are the bytes of q, and 4
+        // is the high byte of BIAS. Each result is two values BIAS + q.
         return make_uint2(convert(0x4140), convert(0x4342));
     }
 }

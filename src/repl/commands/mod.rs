@@ -253,9 +253,10 @@ fn save(arguments: &str, session: &mut Session) -> Result<String, String> {
     match &mut session.recording {
         Recording::Journal(journal) => {
             journal.rename(name).map_err(message)?;
-            let cached = match with_cache {
-                true => format!(" with {} tokens of its KV cache", session.save_prefix().map_err(message)?),
-                false => String::new(),
+            let cached = if with_cache {
+                format!(" with {} tokens of its KV cache", session.save_prefix().map_err(message)?)
+            } else {
+                String::new()
             };
             Ok(format!("saved{cached}; to continue it: inferno play --resume {name}"))
         }

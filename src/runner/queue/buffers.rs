@@ -11,6 +11,7 @@ use candle_core::{DType, Device, Tensor};
 use super::row_sampling::RowSampling;
 use crate::kernels::decode::{MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS, queue_rows};
 use crate::kernels::launch::{HostWords, Mailbox};
+use crate::kernels::row_edits::{EditedRow, edit_rows};
 use crate::kernels::step_inputs::StepInputs;
 use crate::runner::choose_token::NoToken;
 use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
@@ -28,8 +29,14 @@ const SLOTS: usize = 2 * DEPTH;
 /// The number of words in host memory for the inputs of a step.
 const INPUT_WORDS: usize = 1 << 17;
 
-/// The number of words in host memory for a step: its inputs, and the sampling parameters of its rows.
-const SLOT_WORDS: usize = INPUT_WORDS + MAX_ROWS * SAMPLE_PARAM_WORDS;
+/// The number of words in host memory for the sampling parameters of a step's rows.
+const PARAM_WORDS: usize = MAX_ROWS * SAMPLE_PARAM_WORDS;
+
+/// The number of words in host memory for the edits of a step's logits. A token with a penalty needs two words.
+const EDIT_WORDS: usize = 1 << 18;
+
+/// The number of words in host memory for a step: its inputs, the sampling parameters of its rows, and the edits.
+const SLOT_WORDS: usize = INPUT_WORDS + PARAM_WORDS + EDIT_WORDS;
 
 /// The buffers of queued steps.
 pub struct QueueBuffers {
@@ -39,8 +46,8 @@ pub struct QueueBuffers {
     mailbox: Arc<Mailbox>,
     /// `SLOT_WORDS` words for each of `SLOTS` steps.
     host: Arc<HostWords>,
-    /// The number of steps queued so far.
-    queued: usize,
+    /// The number of steps queued so far, which is the index of the next step.
+    steps: usize,
     /// The index in `tokens` of the token of each sequence in the last queued step, by sequence id.
     rows: HashMap<u64, u32>,
 }
@@ -51,17 +58,20 @@ impl QueueBuffers {
             tokens: Tensor::zeros(MAX_ROWS, DType::U32, &Device::Cuda(device.clone()))?,
             mailbox: Mailbox::new(device, MAX_ROWS * DEPTH)?,
             host: HostWords::new(device, SLOT_WORDS * SLOTS)?,
-            queued: 0,
+            steps: 0,
             rows: HashMap::new(),
         })
     }
 
     /// Returns the index in `tokens` of a sequence's input, or `None` if the host knows the input.
     pub fn source(&self, sequence: &StepSequence) -> Result<Option<u32>> {
-        if !sequence.awaits_input {
-            return Ok(None);
-        }
-        match self.rows.get(&sequence.id) {
+        self.token_index(sequence.id, sequence.awaits_input)
+    }
+
+    /// Returns the index in `tokens` of the token in flight of sequence `id`, or `None` if it has no token in flight.
+    fn token_index(&self, id: u64, awaits_input: bool) -> Result<Option<u32>> {
+        match self.rows.get(&id) {
+            _ if !awaits_input => Ok(None),
             Some(&row) => Ok(Some(row)),
             None => Err(anyhow!("internal error: no queued step chooses the input of a sequence")),
         }
@@ -69,26 +79,33 @@ impl QueueBuffers {
 
     /// Copies the inputs of the next step to `target`, u32. The caller queues the step right after this call.
     pub fn write_inputs(&mut self, inputs: &StepInputs, target: &Tensor) -> Result<()> {
-        let start = self.queued % SLOTS * SLOT_WORDS;
+        let start = self.steps % SLOTS * SLOT_WORDS;
         Ok(inputs.write(target, &self.tokens, &self.host, start..start + INPUT_WORDS)?)
     }
 
     /// Counts a step whose tokens do not stay on the device.
     pub fn skip(&mut self) {
-        self.queued += 1;
+        self.steps += 1;
         self.rows.clear();
     }
 
-    /// Queues sampling from `logits`, f32 `[rows, vocab]`, with a row for each of `samplings`.
+    /// Queues sampling from `logits`, f32 `[rows, vocab]`, with a row for each of `samplings`. Edits `logits` in place.
     /// Returns the index of the step.
     pub fn choose(&mut self, samplings: &[RowSampling], logits: &Tensor) -> Result<usize> {
         let params: Vec<_> = samplings.iter().map(|row| row.params).collect();
         let rows = (0..).zip(samplings).map(|(row, sampling)| (sampling.id, row)).collect();
-        let index = self.queued;
+        let index = self.steps;
         let (slot, word) = (index % DEPTH * MAX_ROWS, index % SLOTS * SLOT_WORDS + INPUT_WORDS);
+        let mut edited = Vec::new();
+        for (row, sampling) in samplings.iter().enumerate().filter(|(_, sampling)| !sampling.edits.is_empty()) {
+            let in_flight = self.token_index(sampling.id, sampling.awaits_input)?;
+            edited.push(EditedRow { row, edits: &sampling.edits, in_flight });
+        }
+        let edit_word = word + PARAM_WORDS;
+        edit_rows(logits, &edited, &self.tokens, (&self.host, edit_word..edit_word + EDIT_WORDS))?;
         queue_rows(logits, &params, &self.tokens, (&self.mailbox, slot), (&self.host, word))?;
         self.rows = rows;
-        self.queued += 1;
+        self.steps += 1;
         Ok(index)
     }
 

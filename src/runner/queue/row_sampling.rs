@@ -1,27 +1,32 @@
 //! [`RowSampling`]: the sampling parameters of a sequence in a queued step.
 
 use crate::kernels::decode::sample::SamplingKernelParams;
+use crate::kernels::row_edits::RowEdits;
 use crate::runner::step_sequence::StepSequence;
 
 /// How the device chooses the next token of a sequence in a queued step.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub struct RowSampling {
     /// The id of the sequence.
     pub id: u64,
     /// The index of the sequence in the step.
     pub index: usize,
+    /// Whether the sequence has a token in flight: the previous step chooses it, and the sampler does not know it.
+    pub awaits_input: bool,
     pub params: SamplingKernelParams,
+    pub edits: RowEdits,
 }
 
 impl RowSampling {
     /// Returns an entry for each sequence that has a sampler.
     pub fn of_sequences(sequences: &[StepSequence]) -> Vec<Self> {
         let sampling = |(index, sequence): (usize, &StepSequence)| {
-            let sampling = sequence.sampler.as_deref()?.on_device();
+            let &StepSequence { id, awaits_input, ref sampler, .. } = sequence;
+            let (sampler, in_flight) = (sampler.as_deref()?, u32::from(awaits_input));
+            let sampling = sampler.on_device();
             let mut params = sampling.map_or_else(SamplingKernelParams::greedy, |sampling| sampling.params);
-            // The sampler has not yet recorded the token that the previous step chooses.
-            params.sampled_before += u32::from(sequence.awaits_input);
-            Some(Self { id: sequence.id, index, params })
+            params.sampled_before += in_flight;
+            Some(Self { id, index, awaits_input, params, edits: sampler.queued_edits(in_flight) })
         };
         sequences.iter().enumerate().filter_map(sampling).collect()
     }

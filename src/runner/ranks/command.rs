@@ -8,6 +8,7 @@ use anyhow::Context;
 use anyhow::Result;
 use candle_core::Tensor;
 
+use super::fault::RankFault;
 use crate::kernels::SumOrder;
 #[cfg(feature = "cuda")]
 use crate::kernels::decode::sample::DeviceSampling;
@@ -40,7 +41,22 @@ pub enum RankCommand {
     Graph(GraphCommand),
     /// Copies a block of the KV cache.
     CopyBlock { from: u32, to: u32 },
+    /// Calls a function with the KV cache of the rank.
+    Cache(CacheCall),
+    /// Does nothing. The first rank sends it to see whether the follower still answers.
+    Ping,
+    /// Lets the rank fail. For tests.
+    Fail(RankFault),
 }
+
+/// The KV cache of a rank.
+pub struct RankCache<'c> {
+    pub rank: usize,
+    pub cache: &'c KvCache,
+}
+
+/// A function that reads or writes the KV cache of each rank.
+pub type CacheCall = Arc<dyn Fn(RankCache) + Send + Sync>;
 
 /// A command for the decode graphs of all ranks.
 #[cfg(feature = "cuda")]

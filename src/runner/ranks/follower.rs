@@ -1,14 +1,15 @@
 //! The thread of a follower, which is a rank other than the first.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
 
 use anyhow::Result;
 #[cfg(feature = "cuda")]
 use anyhow::bail;
 use candle_core::Tensor;
 
-use super::command::RankCommand;
+use super::command::{RankCache, RankCommand};
 use super::parts::RankParts;
 #[cfg(feature = "cuda")]
 use super::queue::RankQueue;
@@ -37,18 +38,32 @@ pub fn follow(
 ) {
     // This thread must free the memory of its device, so the closure owns the parts.
     let run = move || -> Result<()> {
-        let mut follower = Follower::new(parts, limits, options)?;
-        while let Ok(command) = commands.recv() {
-            follower.run(&command)?;
+        let mut follower = Follower::new(world.clone(), parts, limits, options)?;
+        loop {
+            match commands.recv_timeout(CHECK_TIME) {
+                Ok(command) => {
+                    follower.run(&command)?;
+                    world.tick();
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            }
+            // If the first rank hangs, only the followers can notice it.
+            world.check()?;
         }
-        Ok(())
     };
     match catch_unwind(AssertUnwindSafe(run)) {
         Ok(Ok(())) => {}
         Ok(Err(error)) => world.end(&failure(world, &error_message(&error))),
-        Err(_) => world.end(&failure(world, "its thread panicked")),
+        Err(_) => world.end(&failure(world, PANIC)),
     }
 }
+
+/// The time after which an idle follower checks whether another rank has failed.
+const CHECK_TIME: Duration = Duration::from_secs(1);
+
+/// The reason of the failure of a rank that panicked.
+pub const PANIC: &str = "its thread panicked";
 
 /// The state of a follower's thread.
 struct Follower {
@@ -59,6 +74,7 @@ struct Follower {
     batches: Option<(BatchGraphs, QueueBuffers)>,
     decoder: Decoder,
     cache: KvCache,
+    world: World,
     #[cfg(feature = "cuda")]
     sum_order: SumOrder,
     /// The logits of the last pass, f32 `[1, vocab]`, if the pass returned a single row.
@@ -66,7 +82,7 @@ struct Follower {
 }
 
 impl Follower {
-    fn new(parts: RankParts, limits: RunnerLimits, options: RunnerOptions) -> Result<Self> {
+    fn new(world: World, parts: RankParts, limits: RunnerLimits, options: RunnerOptions) -> Result<Self> {
         let RankParts { decoder, cache } = parts;
         #[cfg(feature = "cuda")]
         let batches = match gpu(cache.device()) {
@@ -79,6 +95,7 @@ impl Follower {
             batches,
             decoder,
             cache,
+            world,
             #[cfg(feature = "cuda")]
             sum_order: options.sum_order(),
             logits: None,
@@ -121,6 +138,10 @@ impl Follower {
                 }
             }
             RankCommand::CopyBlock { from, to } => self.cache.copy_block(*from, *to)?,
+            RankCommand::Cache(call) => call(RankCache { rank: self.world.rank(), cache: &self.cache }),
+            // Every command records progress.
+            RankCommand::Ping => {}
+            RankCommand::Fail(fault) => fault.strike()?,
         }
         Ok(())
     }

@@ -4,22 +4,26 @@
 //! of the KV cache. Followers run the same passes as the runner at the same time. Within a pass, the ranks
 //! exchange partial results through [`World`].
 
+use std::cell::{Cell, RefCell};
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 #[cfg(feature = "cuda")]
 use candle_core::Device;
 use candle_core::Tensor;
 
-use super::command::RankCommand;
 #[cfg(feature = "cuda")]
 use super::command::{GraphCommand, OwnedStep};
-use super::follower::{failure, follow};
+use super::command::{RankCache, RankCommand};
+use super::fault::RankFault;
+use super::follower::{PANIC, failure, follow};
 use super::parts::RankParts;
-use crate::device::World;
+use crate::device::{ANSWER_TIME, World};
 use crate::error::Error;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
@@ -36,11 +40,24 @@ use crate::runner::scored_pass::forward_scored;
 use crate::runner::step_sequence::StepSequence;
 use crate::text::error_message;
 
+/// The time limit for the threads of the followers to end after a failure. A rank that hangs may never end.
+const END_TIME: Duration = Duration::from_secs(1);
+
+/// The time limit for a call with the KV caches of all ranks, such as saving a prefix.
+const CACHE_CALL_TIME: Duration = Duration::from_secs(60);
+
+/// The time between two checks whether a rank has failed or its thread has ended.
+const POLL: Duration = Duration::from_millis(20);
+
 /// The threads of all ranks but the first. There are none if a model runs on a single device.
 pub struct Followers {
     /// The world of the first rank.
     world: World,
     threads: Vec<(Sender<RankCommand>, JoinHandle<()>)>,
+    /// The fault that a test injected into the next pass of the first rank.
+    fault: Cell<Option<RankFault>>,
+    /// For each follower, its progress, and the time at which the engine noticed it. See [`Followers::ping`].
+    answers: RefCell<Vec<(u64, Instant)>>,
 }
 
 impl Followers {
@@ -58,7 +75,13 @@ impl Followers {
             let thread = thread.spawn(follow).context("cannot start a thread")?;
             Ok((sender, thread))
         };
-        Ok(Self { world, threads: ranks.into_iter().map(start).collect::<Result<_>>()? })
+        let threads = ranks.into_iter().map(start).collect::<Result<_>>()?;
+        Ok(Self { world, threads, fault: Cell::new(None), answers: RefCell::default() })
+    }
+
+    /// Returns the world of the first rank.
+    pub fn world(&self) -> &World {
+        &self.world
     }
 
     /// Returns whether the model runs on a single device.
@@ -81,7 +104,72 @@ impl Followers {
     /// Returns an error if a rank has failed. Call this after the host has received the results of a step: if a rank
     /// failed during the step, the results are wrong.
     pub fn check(&self) -> Result<()> {
-        self.world.check().map_err(|error| Error::GpuFailed(error.to_string()).into())
+        let checked = self.world.check();
+        // With RUST_BACKTRACE, the error of `check` also contains a backtrace.
+        match self.world.end_reason() {
+            Some(reason) => Err(Error::GpuFailed(reason).into()),
+            None => Ok(checked?),
+        }
+    }
+
+    /// Checks, while the engine is idle, that all followers still answer. Ends the world if a follower has not answered
+    /// for [`ANSWER_TIME`]. Call this once before the engine waits for requests, with `is_first`, and then every second.
+    pub fn ping(&self, is_first: bool) {
+        let mut answers = self.answers.borrow_mut();
+        if is_first || answers.len() != self.threads.len() {
+            *answers = vec![(u64::MAX, Instant::now()); self.threads.len()];
+        }
+        for (index, ((sender, _), (seen, since))) in self.threads.iter().zip(answers.iter_mut()).enumerate() {
+            let progress = self.world.progress(index + 1);
+            if progress != *seen {
+                (*seen, *since) = (progress, Instant::now());
+            } else if since.elapsed() > ANSWER_TIME {
+                self.world.end_without_answer(index + 1);
+            }
+            // If the follower has ended, it has already ended the world.
+            let _ = sender.send(RankCommand::Ping);
+        }
+    }
+
+    /// Lets a rank fail: the first rank in its next pass, and any other rank after its previous commands.
+    pub fn inject(&self, rank: usize, fault: RankFault) {
+        match rank.checked_sub(1).and_then(|index| self.threads.get(index)) {
+            Some((sender, _)) => _ = sender.send(RankCommand::Fail(fault)),
+            None => self.fault.set(Some(fault)),
+        }
+    }
+
+    /// Calls a function with the KV cache of every rank, between two passes. `cache` is the cache of the first rank.
+    /// Returns the results in rank order. If a call returns an error, the ranks continue to work.
+    pub fn with_caches<T: Send + 'static>(
+        &self,
+        cache: &KvCache,
+        call: impl Fn(RankCache) -> Result<T> + Send + Sync + 'static,
+    ) -> Result<Vec<T>> {
+        self.check()?;
+        let (results, receiver) = mpsc::channel();
+        let call = Arc::new(call);
+        let of_rank = call.clone();
+        let send_result = move |of: RankCache| {
+            let rank = of.rank;
+            // The send fails only if the first rank no longer waits for the result.
+            let _ = results.send((rank, of_rank(of)));
+        };
+        self.send(&RankCommand::Cache(Arc::new(send_result)))?;
+        let mut all: Vec<Option<Result<T>>> = self.threads.iter().map(|_| None).collect();
+        all.insert(0, Some(call(RankCache { rank: 0, cache })));
+        let started = Instant::now();
+        while let Some(missing) = all.iter().position(Option::is_none) {
+            match receiver.recv_timeout(POLL) {
+                Ok((rank, result)) => all[rank] = Some(result),
+                Err(RecvTimeoutError::Timeout) if started.elapsed() > CACHE_CALL_TIME => {
+                    self.world.end_without_answer(missing);
+                }
+                Err(_) => {}
+            }
+            self.check()?;
+        }
+        all.into_iter().flatten().collect()
     }
 
     /// Runs `decoder`, the part of the first rank, together with the parts of all followers.
@@ -175,7 +263,7 @@ impl Followers {
         }
         self.check()?;
         self.send(&RankCommand::Graph(command.clone()))?;
-        let token = command.run(graph, logits);
+        let token = self.guarded(|| command.run(graph, logits));
         match &token {
             // `NoToken` ends only the request, because all ranks return this error at the same step.
             Err(error) if !error.is::<NoToken>() => self.fail(error),
@@ -197,11 +285,20 @@ impl Followers {
     fn together<T>(&self, command: RankCommand, run: impl FnOnce() -> Result<T>) -> Result<T> {
         self.check()?;
         self.send(&command)?;
-        run().or_else(|error| {
+        self.guarded(run).or_else(|error| {
             self.fail(&error);
             self.check()?;
             Err(error)
         })
+    }
+
+    /// Calls `run` on the first rank. Returns an error if `run` panics.
+    fn guarded<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<T> {
+        let run = || {
+            self.fault.take().map_or(Ok(()), RankFault::strike)?;
+            run()
+        };
+        catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err(anyhow!(PANIC)))
     }
 
     /// Ends the world because of an error on the first rank.
@@ -227,11 +324,20 @@ impl Followers {
 
 impl Drop for Followers {
     fn drop(&mut self) {
-        self.world.end("the engine has stopped");
-        for (sender, thread) in self.threads.drain(..) {
-            drop(sender);
-            // The thread has already reported its error to the first rank.
-            let _ = thread.join();
+        let has_failed = !self.are_running();
+        self.world.close();
+        let (senders, threads): (Vec<_>, Vec<_>) = self.threads.drain(..).unzip();
+        drop(senders);
+        let started = Instant::now();
+        for thread in threads {
+            while has_failed && !thread.is_finished() && started.elapsed() < END_TIME {
+                thread::sleep(POLL);
+            }
+            // After a failure, a rank that hangs stays behind. It ends with the process.
+            if !has_failed || thread.is_finished() {
+                // The thread has already reported its error to the first rank.
+                let _ = thread.join();
+            }
         }
     }
 }

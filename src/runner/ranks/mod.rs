@@ -3,10 +3,12 @@
 //! - `followers`: all ranks except the first, as the runner sees them: sends them commands, and reports their failures
 //! - `follower`: the thread of one such rank
 //! - `command`: the commands that the first rank sends
+//! - `fault`: faults that tests inject into a rank
 //! - `queue`: queues a step on the GPU of one rank
 //! - `parts`: the decoder and the KV cache of one rank
 
 mod command;
+mod fault;
 mod follower;
 mod followers;
 mod parts;
@@ -15,6 +17,9 @@ mod queue;
 
 #[cfg(feature = "cuda")]
 pub use command::GraphCommand;
+pub use command::RankCache;
+pub use fault::RankFault;
+pub use follower::{PANIC, failure};
 pub use followers::Followers;
 pub use parts::RankParts;
 #[cfg(feature = "cuda")]

@@ -8,6 +8,9 @@ use std::time::Instant;
 
 use anyhow::{Result, anyhow};
 
+#[cfg(feature = "cuda")]
+use crate::kernels::decode::sample::DeviceSampling;
+use crate::kernels::row_edits::RowEdits;
 use crate::runner::Runner;
 use crate::runner::choose_token::ChooseToken;
 use crate::runner::queue::{QueuedStep, QueuedTokens};
@@ -21,10 +24,10 @@ impl Runner {
     /// [`awaits_input`](StepSequence::awaits_input) use the tokens of the earlier step as input.
     ///
     /// Returns `None` and does nothing if the step cannot be queued and must run with [`step`](Self::step):
-    /// - No sequence needs a token, or the choice of a token depends on the previous tokens.
+    /// - No sequence needs a token, or a sampler [cannot choose](ChooseToken::can_queue) in a queued step.
     /// - The step computes log probabilities of prompt tokens.
     /// - Only some sequences have prompt parts, or the runner has prompt parts and the step contains prompt chunks.
-    /// - The decode graph of a single sequence runs the step, or the step has too many sequences for the queue.
+    /// - The decode graph of a single sequence runs the step and chooses the token, or the step has too many sequences for the queue.
     /// - The ranks can exchange data only through the host.
     /// - The model runs eagerly, or on a CPU without [`queue_on_cpu`](crate::runner::RunnerOptions::queue_on_cpu).
     pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
@@ -43,20 +46,17 @@ impl Runner {
         if self.device.is_cuda() {
             return self.queue_on_gpu(sequences);
         }
-        match self.options.queue_on_cpu {
-            true => self.run_as_queued(sequences).map(Some),
-            false => Ok(None),
-        }
+        if self.options.queue_on_cpu { self.run_as_queued(sequences).map(Some) } else { Ok(None) }
     }
 
     /// Waits for the tokens of a queued step. Steps must be taken in the order in which they were queued.
     ///
-    /// Calls `record` with the index and the token of each sequence whose token the device chose.
+    /// Calls `record` with the index and the token of each sequence whose token the step chose.
     pub fn take(&mut self, step: QueuedStep, record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
         let QueuedStep { kind, queued_at, tokens } = step;
         #[cfg(feature = "cuda")]
         let chosen = match tokens {
-            QueuedTokens::Known(chosen) => chosen,
+            QueuedTokens::Known(chosen) => record_known(chosen, record),
             QueuedTokens::Sent { index, needs_token } => match &self.buffers {
                 Some(buffers) => {
                     let chosen = buffers.wait(index, &needs_token, record)?;
@@ -67,14 +67,17 @@ impl Runner {
             },
         };
         #[cfg(not(feature = "cuda"))]
-        let (QueuedTokens::Known(chosen), _) = (tokens, record);
+        let QueuedTokens::Known(chosen) = tokens;
+        #[cfg(not(feature = "cuda"))]
+        let chosen = record_known(chosen, record);
         let now = Instant::now();
         let started = queued_at.max(std::mem::replace(&mut self.last_taken, now));
         self.times.add(kind, now - started);
         Ok(chosen)
     }
 
-    /// Runs a step immediately, and keeps its tokens as the input of the next step.
+    /// Runs a step immediately, and keeps its tokens as the input of the next step. As on a GPU, the samplers do not know
+    /// the tokens before [`take`](Self::take) records them.
     fn run_as_queued(&mut self, sequences: &mut [StepSequence]) -> Result<QueuedStep> {
         let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
         let inputs =
@@ -84,10 +87,15 @@ impl Runner {
                 (true, None) => Err(anyhow!("internal error: no queued step chooses the input of a sequence")),
             });
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
-        let mut known: Vec<StepSequence> = Vec::with_capacity(sequences.len());
+        let mut samplers: Vec<Option<QueuedSampler>> = Vec::with_capacity(sequences.len());
         for (sequence, input) in sequences.iter_mut().zip(&inputs) {
+            let sampler = sequence.sampler.take();
+            samplers.push(sampler.map(|sampler| QueuedSampler::new(sampler, input.map(|[token]| token))));
+        }
+        let mut known: Vec<StepSequence> = Vec::with_capacity(sequences.len());
+        for ((sequence, input), sampler) in sequences.iter().zip(&inputs).zip(&mut samplers) {
             let ids = input.as_ref().map_or(sequence.ids, |input| input.as_slice());
-            let sampler = sequence.sampler.take().map(|sampler| sampler as &mut dyn ChooseToken);
+            let sampler = sampler.as_mut().map(|sampler| sampler as &mut dyn ChooseToken);
             known.push(StepSequence { sampler, ..sequence.with_input(ids, sequence.position) });
         }
         let chosen = self.run_step(&mut known, &mut || ())?;
@@ -97,5 +105,52 @@ impl Runner {
         });
         self.queued_tokens = tokens.collect::<HashMap<_, _>>();
         Ok(QueuedStep { kind, queued_at, tokens: QueuedTokens::Known(chosen) })
+    }
+}
+
+/// Calls `record` with the index and the token of each sequence that has a token. Returns `chosen`.
+fn record_known(chosen: Vec<Chosen>, record: &mut dyn FnMut(usize, u32)) -> Vec<Chosen> {
+    for (index, chosen) in chosen.iter().enumerate() {
+        if let Some(Ok(token)) = chosen {
+            record(index, token.id);
+        }
+    }
+    chosen
+}
+
+/// Chooses a token on the CPU like a queued step on a GPU: from what the sampler knew when the step was queued, and from
+/// the token in flight, which the sampler does not know.
+struct QueuedSampler<'s> {
+    sampler: &'s dyn ChooseToken,
+    edits: RowEdits,
+    in_flight: Option<u32>,
+}
+
+impl<'s> QueuedSampler<'s> {
+    fn new(sampler: &'s dyn ChooseToken, in_flight: Option<u32>) -> Self {
+        Self { sampler, edits: sampler.queued_edits(u32::from(in_flight.is_some())), in_flight }
+    }
+}
+
+impl ChooseToken for QueuedSampler<'_> {
+    fn choose(&mut self, logits: &mut [f32]) -> u32 {
+        self.edits.penalize(logits, self.in_flight);
+        self.choose_queued(logits, u32::from(self.in_flight.is_some()))
+    }
+
+    fn logit_edits(&self) -> Vec<(u32, f32)> {
+        self.edits.values.clone()
+    }
+
+    fn choose_queued(&self, logits: &[f32], in_flight: u32) -> u32 {
+        self.sampler.choose_queued(logits, in_flight)
+    }
+
+    /// Does nothing: [`Runner::take`] records the token.
+    fn record(&mut self, _: u32) {}
+
+    #[cfg(feature = "cuda")]
+    fn on_device(&self) -> Option<DeviceSampling> {
+        self.sampler.on_device()
     }
 }

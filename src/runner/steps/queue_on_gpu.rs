@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 
+use super::run_on_gpu::needs_logits;
 use crate::runner::Runner;
 use crate::runner::decode::Decode;
 use crate::runner::queue::{MAX_ROWS, QueuedStep, QueuedTokens, RowSampling};
@@ -15,7 +16,9 @@ impl Runner {
     /// Implements [`queue`](Self::queue) for a GPU.
     pub(super) fn queue_on_gpu(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
         let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
-        let runs_alone = sequences.len() == 1 && matches!(self.decode, Decode::Graph(_));
+        // The decode graph queues its own steps, but cannot edit logits.
+        let runs_alone =
+            matches!((&*sequences, &self.decode), ([sequence], Decode::Graph(_)) if !needs_logits(sequence));
         if sequences.len() > MAX_ROWS || runs_alone || self.options.prompt_parts.is_some() && !is_decode {
             return Ok(None);
         }

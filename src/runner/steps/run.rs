@@ -53,9 +53,8 @@ impl Runner {
         }
         // Sequences with prompt parts of their own run in separate passes.
         let has_parts = |sequence: &StepSequence| sequence.prompt_parts.is_some();
-        in_two_groups(sequences, has_parts, |sequences, has_parts| match has_parts {
-            true => self.step_in_parts(sequences, meanwhile),
-            false => self.step_together(sequences, meanwhile),
+        in_two_groups(sequences, has_parts, |sequences, has_parts| {
+            if has_parts { self.step_in_parts(sequences, meanwhile) } else { self.step_together(sequences, meanwhile) }
         })
     }
 
@@ -86,12 +85,13 @@ impl Runner {
     /// each part of a prompt in a pass of its own.
     fn step_in_parts(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
         let is_chunk = |sequence: &StepSequence| sequence.ids.len() > 1;
-        in_two_groups(sequences, is_chunk, |sequences, is_chunk| match is_chunk {
-            true => {
+        in_two_groups(sequences, is_chunk, |sequences, is_chunk| {
+            if is_chunk {
                 meanwhile();
                 sequences.iter_mut().map(|sequence| self.step_chunk(sequence)).collect()
+            } else {
+                self.step_rows(sequences, meanwhile)
             }
-            false => self.step_rows(sequences, meanwhile),
         })
     }
 

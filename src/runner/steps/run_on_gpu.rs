@@ -97,9 +97,10 @@ impl ScoredRows {
 /// Returns the rows of `logits`, f32 `[sequences, vocab]`, that belong to sequences with samplers.
 fn sampled_rows(sequences: &[StepSequence], logits: &Tensor) -> Result<Tensor> {
     let rows: Vec<u32> = (0..).zip(sequences).filter(|(_, s)| s.sampler.is_some()).map(|(row, _)| row).collect();
-    Ok(match rows.len() == sequences.len() {
-        true => logits.clone(),
-        false => logits.index_select(&Tensor::new(rows, logits.device())?, 0)?,
+    Ok(if rows.len() == sequences.len() {
+        logits.clone()
+    } else {
+        logits.index_select(&Tensor::new(rows, logits.device())?, 0)?
     })
 }
 
@@ -144,7 +145,7 @@ impl Runner {
         let (Some(batches), Some(buffers)) = (&mut self.batches, &mut self.buffers) else { return Ok(None) };
         let logits = if self.followers.is_empty() {
             batches.try_run(&self.decoder, &self.cache, sequences, buffers)?
-        } else if batches.support(&self.decoder, sequences) {
+        } else if batches.can_run(&self.decoder, sequences) {
             let run = || batches.run(&self.decoder, &self.cache, sequences, buffers);
             Some(self.followers.run_batch(&self.device, sequences, run)?)
         } else {
@@ -210,7 +211,7 @@ impl Runner {
 }
 
 /// Returns whether the sampler of a sequence needs the whole row of logits.
-fn needs_logits(sequence: &StepSequence) -> bool {
+pub(super) fn needs_logits(sequence: &StepSequence) -> bool {
     sequence.sampler.as_deref().is_some_and(|sampler| sampler.needs_logits())
 }
 

@@ -3,8 +3,8 @@
 use serde_json::Value;
 
 use crate::chat::{Message, Role, ToolCall};
-use crate::server::body::Fields;
-use crate::server::error::ApiError;
+use crate::server::http::body::Fields;
+use crate::server::http::error::ApiError;
 
 /// Reads `messages`.
 pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {

@@ -5,10 +5,10 @@ use serde_json::json;
 use super::{messages, tools};
 use crate::chat::{ReasoningEffort, RenderOptions};
 use crate::engine::{EngineHandle, Request};
-use crate::server::body::Fields;
-use crate::server::constraint;
-use crate::server::error::ApiError;
-use crate::server::generate_options::{self, StreamOptions};
+use crate::server::generation::constraint;
+use crate::server::generation::generate_options::{self, StreamOptions};
+use crate::server::http::body::Fields;
+use crate::server::http::error::ApiError;
 use crate::server::state::Server;
 
 /// The maximum number of most likely tokens that a request can ask for.

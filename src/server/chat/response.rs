@@ -2,9 +2,9 @@
 
 use serde::Serialize;
 
-use crate::server::choice::{Finish, Piece, ScoredToken, finite_logprob};
-use crate::server::reply::ReplyHeader;
-use crate::server::usage::Usage;
+use crate::server::generation::choice::{Finish, Piece, ScoredToken, finite_logprob};
+use crate::server::generation::reply::ReplyHeader;
+use crate::server::generation::usage::Usage;
 use crate::tokenizer::Tokenizer;
 
 /// A whole response.

@@ -3,9 +3,9 @@
 use serde_json::{Value, json};
 
 use crate::engine::{Constraint, Grammar, GrammarKind, ToolGrammar};
-use crate::server::body::Fields;
-use crate::server::constraint::named;
-use crate::server::error::ApiError;
+use crate::server::generation::constraint::named;
+use crate::server::http::body::Fields;
+use crate::server::http::error::ApiError;
 
 /// The maximum number of tools in a request.
 pub const MAX_TOOLS: usize = 512;

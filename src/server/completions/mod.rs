@@ -9,14 +9,14 @@ use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 
-use super::body::{json_response, read_json};
-use super::choice::{Piece, Pieces};
-use super::error::ApiError;
-use super::event_stream::{self, EventBuffer, EventWriter};
-use super::generate_options::StreamOptions;
+use super::generation::choice::{Piece, Pieces};
+use super::generation::event_stream::{self, EventBuffer, EventWriter};
+use super::generation::generate_options::StreamOptions;
+use super::generation::reply::{self, ReplyHeader};
 use super::generation::{self, Answers, Job};
-use super::log::RequestLog;
-use super::reply::{self, ReplyHeader};
+use super::http::body::{json_response, read_json};
+use super::http::error::ApiError;
+use super::http::log::RequestLog;
 use super::state::Server;
 use crate::tokenizer::Tokenizer;
 use request::CompletionRequest;
@@ -32,7 +32,7 @@ pub async fn create(
     Extension(log): Extension<Arc<RequestLog>>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let engine = server.open_model()?.clone();
+    let engine = server.open_engine()?.clone();
     let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
     let completion = CompletionRequest::read(fields, &server, &engine)?;

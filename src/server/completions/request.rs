@@ -3,9 +3,9 @@
 use serde_json::{Value, json};
 
 use crate::engine::{EngineHandle, Prompt, Request};
-use crate::server::body::Fields;
-use crate::server::error::ApiError;
-use crate::server::generate_options::{self, StreamOptions, token_ids};
+use crate::server::generation::generate_options::{self, StreamOptions, token_ids};
+use crate::server::http::body::Fields;
+use crate::server::http::error::ApiError;
 use crate::server::state::Server;
 
 /// The maximum number of answers to one request, over all prompts.

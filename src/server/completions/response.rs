@@ -4,9 +4,9 @@ use serde::{Serialize, Serializer};
 
 use crate::engine::ScoredPrompt;
 use crate::runner::TokenLogprobs;
-use crate::server::choice::{Finish, ScoredToken, finite_logprob};
-use crate::server::reply::ReplyHeader;
-use crate::server::usage::Usage;
+use crate::server::generation::choice::{Finish, ScoredToken, finite_logprob};
+use crate::server::generation::reply::ReplyHeader;
+use crate::server::generation::usage::Usage;
 use crate::tokenizer::Tokenizer;
 
 /// A whole response, or a chunk of a stream.

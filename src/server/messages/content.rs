@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use super::block::{Block, Caller, SIGNATURE};
 use super::events::{BlockDelta, BlockStart, Event, EventSink};
-use crate::server::choice::Piece;
+use crate::server::generation::choice::Piece;
 
 /// The blocks so far. Only the last block may be open.
 pub struct Content {

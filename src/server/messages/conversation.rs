@@ -3,9 +3,9 @@
 use serde_json::Value;
 
 use crate::chat::{Message, Role, ToolCall};
-use crate::server::body::Fields;
 use crate::server::chat::read_content;
-use crate::server::error::ApiError;
+use crate::server::http::body::Fields;
+use crate::server::http::error::ApiError;
 
 /// Reads `system` and `messages`.
 pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 
 use super::block::Caller;
 use super::object::{MessageObject, MessagesUsage, StopDelta};
-use crate::server::event_stream::EventBuffer;
+use crate::server::generation::event_stream::EventBuffer;
 
 /// Receives the events of a message.
 pub trait EventSink {

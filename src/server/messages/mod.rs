@@ -19,15 +19,16 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde::Serialize;
 
-use super::body::{json_response, read_json};
-use super::choice::{Finish, Pieces};
-use super::dialect::MessagesError;
-use super::error::ApiError;
-use super::event_stream::{self, EventBuffer, EventWriter};
+use super::generation::choice::{Finish, Pieces};
+use super::generation::event_stream::{self, EventBuffer, EventWriter};
+use super::generation::reply;
 use super::generation::{self, Answers, Job};
-use super::log::RequestLog;
+use super::http::body::{json_response, read_json};
+use super::http::dialect::MessagesError;
+use super::http::error::ApiError;
+use super::http::log::RequestLog;
+use super::ids;
 use super::state::Server;
-use super::{ids, reply};
 use crate::engine;
 use content::Content;
 use events::{Event, EventSink, NoEvents};
@@ -40,7 +41,7 @@ pub async fn create(
     Extension(log): Extension<Arc<RequestLog>>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let engine = server.open_model()?.clone();
+    let engine = server.open_engine()?.clone();
     let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;
     let max_tokens = request::read_max_tokens(&mut fields)?;
@@ -90,7 +91,7 @@ struct TokenCount {
 
 /// Counts the tokens of a prompt. The body of the request has the same fields as for `POST /v1/messages`.
 pub async fn count_tokens(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
-    let engine = server.model()?.clone();
+    let engine = server.loaded_engine()?.clone();
     let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
     let request = MessagesRequest::read(fields, &server, &engine)?;

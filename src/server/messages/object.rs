@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::block::Block;
-use crate::server::usage::Usage;
+use crate::server::generation::usage::Usage;
 
 /// A whole response.
 #[derive(Serialize)]

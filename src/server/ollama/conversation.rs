@@ -3,9 +3,9 @@
 use serde_json::{Value, json};
 
 use crate::chat::{Message, Role};
-use crate::server::body::Fields;
 use crate::server::chat;
-use crate::server::error::ApiError;
+use crate::server::http::body::Fields;
+use crate::server::http::error::ApiError;
 
 /// Reads `messages`. Returns `None` if there are no messages.
 pub fn read(fields: &mut Fields) -> Result<Option<Vec<Message>>, ApiError> {

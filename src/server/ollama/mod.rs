@@ -16,13 +16,13 @@ use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 
-use super::body::{Fields, json_response, read_json};
-use super::choice::Pieces;
-use super::error::ApiError;
-use super::event_stream::{self, EventBuffer, EventWriter};
+use super::generation::choice::Pieces;
+use super::generation::event_stream::{self, EventBuffer, EventWriter};
+use super::generation::reply;
 use super::generation::{self, Answers, Job};
-use super::log::RequestLog;
-use super::reply;
+use super::http::body::{Fields, json_response, read_json};
+use super::http::error::ApiError;
+use super::http::log::RequestLog;
 use super::state::Server;
 use crate::engine::EngineHandle;
 use request::OllamaRequest;
@@ -61,7 +61,7 @@ async fn generate_with(
     log: Arc<RequestLog>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let engine = server.open_model()?.clone();
+    let engine = server.open_engine()?.clone();
     let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
     let OllamaRequest { request, has_logprobs, shows_thinking, is_stream, ignored } = read(fields, server, &engine)?;
@@ -120,7 +120,7 @@ impl EventWriter for LineWriter {
     }
 
     fn fail(&mut self, error: &ApiError, _answers: &Answers, out: &mut EventBuffer) {
-        out.push_line(&super::dialect::OllamaError::new(error));
+        out.push_line(&super::http::dialect::OllamaError::new(error));
     }
 
     fn end(&mut self, _out: &mut EventBuffer) {}

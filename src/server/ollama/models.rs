@@ -14,10 +14,10 @@ use super::LINES;
 use super::request::check_model;
 use crate::chat::{ChatFormat, Message, RenderOptions};
 use crate::engine::EngineHandle;
-use crate::server::body::{json_response, read_json};
-use crate::server::error::ApiError;
+use crate::server::generation::reply;
+use crate::server::http::body::{json_response, read_json};
+use crate::server::http::error::ApiError;
 use crate::server::ids;
-use crate::server::reply;
 use crate::server::state::Server;
 use crate::text;
 
@@ -72,7 +72,7 @@ fn details(engine: &EngineHandle) -> Details {
 }
 
 fn models(server: &Server, state: ModelState) -> Result<Response, ApiError> {
-    let (engine, name) = (server.model()?, server.options.model.as_str());
+    let (engine, name) = (server.loaded_engine()?, server.options.model.as_str());
     let model = Model {
         name,
         model: name,
@@ -98,7 +98,7 @@ pub async fn tags(State(server): State<Arc<Server>>) -> Result<Response, ApiErro
 
 /// Lists the served model, which is always loaded.
 pub async fn running(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
-    let info = server.model()?.info().clone();
+    let info = server.loaded_engine()?.info().clone();
     let size_vram = if info.device.compute_capability.is_some() { info.weight_bytes + info.cache_bytes } else { 0 };
     // Clients expect an expiry date. The model stays loaded until the server stops, so the date is far in the future.
     let expires_at = "2999-12-31T00:00:00Z".to_string();
@@ -112,7 +112,7 @@ pub async fn version() -> Result<Response, ApiError> {
 
 /// Describes the served model.
 pub async fn show(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
-    let engine = server.model()?.clone();
+    let engine = server.loaded_engine()?.clone();
     let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;
     check_model(&mut fields, &server)?;

@@ -5,11 +5,11 @@ use serde_json::{Value, json};
 use super::conversation;
 use crate::chat::{Message, ReasoningEffort, RenderOptions};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar, GrammarKind, Request};
-use crate::server::body::Fields;
 use crate::server::chat::{Tools, read_tools};
-use crate::server::constraint::named;
-use crate::server::error::ApiError;
-use crate::server::generate_options;
+use crate::server::generation::constraint::named;
+use crate::server::generation::generate_options;
+use crate::server::http::body::Fields;
+use crate::server::http::error::ApiError;
 use crate::server::state::Server;
 
 /// Unsupported options that would change the output, each with its accepted values.
@@ -33,9 +33,10 @@ pub fn check_model(fields: &mut Fields, server: &Server) -> Result<(), ApiError>
     let (model, name) = (fields.take_string("model")?, fields.take_string("name")?);
     let served = &server.options.model;
     let model = model.or(name).ok_or_else(|| fields.invalid("model", "expected the name of a model"))?;
-    match model == *served || model.strip_suffix(":latest") == Some(served) {
-        true => Ok(()),
-        false => Err(ApiError::unknown_model(format!("model '{model}' not found: this server serves '{served}'"))),
+    if model == *served || model.strip_suffix(":latest") == Some(served) {
+        Ok(())
+    } else {
+        Err(ApiError::unknown_model(format!("model '{model}' not found: this server serves '{served}'")))
     }
 }
 
@@ -58,9 +59,10 @@ impl OllamaRequest {
         fields_ref.refuse("context", &[json!([])], "use /api/chat")?;
         let (prompt, system) = (fields_ref.take_string("prompt")?, fields_ref.take_string("system")?);
         let is_raw = fields_ref.take_bool("raw")?.unwrap_or(false);
-        let prompt = prompt.filter(|prompt| !prompt.is_empty()).map(|prompt| match is_raw {
-            true => Prompt::Text(prompt),
-            false => {
+        let prompt = prompt.filter(|prompt| !prompt.is_empty()).map(|prompt| {
+            if is_raw {
+                Prompt::Text(prompt)
+            } else {
                 let system = system.filter(|text| !text.is_empty()).map(Message::system);
                 Prompt::Chat(system.into_iter().chain([Message::user(prompt)]).collect())
             }

@@ -5,8 +5,8 @@ use serde_json::{Map, Value};
 
 use crate::engine::FinishReason;
 use crate::server::chat::{TokenLogprob, scored_tokens};
-use crate::server::choice::Piece;
 use crate::server::generation::Answers;
+use crate::server::generation::choice::Piece;
 
 /// A route that generates text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

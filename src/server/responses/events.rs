@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::item::{Item, Part};
 use super::object::ResponseObject;
 use crate::server::chat::TokenLogprob;
-use crate::server::event_stream::EventBuffer;
+use crate::server::generation::event_stream::EventBuffer;
 
 /// Receives the events of a response.
 pub trait EventSink {

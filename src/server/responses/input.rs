@@ -8,9 +8,9 @@ use serde_json::Value;
 use super::item::{Item, ItemContent, ItemStatus, decode_reasoning};
 use super::store::ClientStore;
 use crate::chat::Role;
-use crate::server::body::{Fields, MAX_BODY_BYTES};
 use crate::server::chat::read_content;
-use crate::server::error::ApiError;
+use crate::server::http::body::{Fields, MAX_BODY_BYTES};
+use crate::server::http::error::ApiError;
 
 /// The maximum length, in bytes, of an id that a client chose.
 const MAX_ID: usize = 128;
@@ -52,14 +52,13 @@ pub fn read(fields: &mut Fields, store: &ClientStore) -> Result<(Input, Option<S
 }
 
 fn unknown_response(id: &str, missing: &str) -> ApiError {
-    let message = match id == missing {
-        true => {
-            format!("the response '{id}' is not stored: it may have expired; send the whole conversation as 'input'")
-        }
-        false => format!(
+    let message = if id == missing {
+        format!("the response '{id}' is not stored: it may have expired; send the whole conversation as 'input'")
+    } else {
+        format!(
             "the conversation of the response '{id}' is not complete: the earlier response '{missing}' is not stored; \
              send the whole conversation as 'input'"
-        ),
+        )
     };
     ApiError::unknown_id("previous_response_id", Some("previous_response_not_found"), message)
 }

@@ -18,14 +18,14 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde::Serialize;
 
-use super::auth::Client;
-use super::body::{json_response, read_json};
-use super::choice::{Finish, Pieces};
-use super::error::ApiError;
-use super::event_stream::{self, EventBuffer, EventWriter};
+use super::client::Client;
+use super::generation::choice::{Finish, Pieces};
+use super::generation::event_stream::{self, EventBuffer, EventWriter};
+use super::generation::reply;
 use super::generation::{self, Answers, Job};
-use super::log::RequestLog;
-use super::reply;
+use super::http::body::{json_response, read_json};
+use super::http::error::ApiError;
+use super::http::log::RequestLog;
 use super::state::Server;
 use crate::engine;
 use events::{Event, EventSink, NoEvents, NumberedEvents};
@@ -46,7 +46,7 @@ pub async fn create(
     Extension(store): Extension<Arc<Store>>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let engine = server.open_model()?.clone();
+    let engine = server.open_engine()?.clone();
     let store = ClientStore::new(store, client);
     let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
@@ -95,7 +95,7 @@ pub async fn count_tokens(
     Extension(store): Extension<Arc<Store>>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let engine = server.model()?.clone();
+    let engine = server.loaded_engine()?.clone();
     let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
     let request = ResponseRequest::read(fields, &server, &engine, &ClientStore::new(store, client))?;

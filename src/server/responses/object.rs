@@ -7,9 +7,9 @@ use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
 
 use super::item::Item;
-use crate::server::error::ApiError;
+use crate::server::generation::usage::Usage;
+use crate::server::http::error::ApiError;
 use crate::server::ids;
-use crate::server::usage::Usage;
 
 /// The estimated memory in bytes of a JSON value and of a response, each without its text.
 const VALUE_BYTES: usize = 96;

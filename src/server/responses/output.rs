@@ -6,7 +6,7 @@ use super::events::{Event, EventSink, Place};
 use super::item::{Item, ItemContent, ItemStatus};
 use crate::chat::Role;
 use crate::server::chat::{TokenLogprob, scored_tokens};
-use crate::server::choice::Piece;
+use crate::server::generation::choice::Piece;
 use crate::tokenizer::Tokenizer;
 
 /// The optional parts of an answer that the client requested.

@@ -13,11 +13,11 @@ use super::store::ClientStore;
 use super::tools::{self, Tools};
 use crate::chat::{Message, RenderOptions};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar};
-use crate::server::body::Fields;
 use crate::server::chat::read_reasoning;
-use crate::server::constraint::read_text_format;
-use crate::server::error::ApiError;
-use crate::server::generate_options;
+use crate::server::generation::constraint::read_text_format;
+use crate::server::generation::generate_options;
+use crate::server::http::body::Fields;
+use crate::server::http::error::ApiError;
 use crate::server::state::Server;
 
 /// The maximum value of `top_logprobs`: the number of most likely tokens to return for each position.

@@ -8,7 +8,7 @@ use tokio::sync::oneshot;
 
 use super::item::Item;
 use super::object::{ResponseObject, ResponseStatus};
-use crate::server::auth::Client;
+use crate::server::client::Client;
 
 /// The maximum memory for the responses of one client, in bytes.
 /// If it is exceeded, the least recently used responses are dropped.

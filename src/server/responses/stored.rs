@@ -10,9 +10,9 @@ use serde::Serialize;
 
 use super::item::Item;
 use super::store::{ClientStore, Store, StoredResponse};
-use crate::server::auth::Client;
-use crate::server::body::json_response;
-use crate::server::error::ApiError;
+use crate::server::client::Client;
+use crate::server::http::body::json_response;
+use crate::server::http::error::ApiError;
 
 /// The default and the maximum number of listed items.
 const DEFAULT_LIMIT: usize = 20;
@@ -48,9 +48,10 @@ pub async fn delete(
     Extension(store): Extension<Arc<Store>>,
     Path(id): Path<String>,
 ) -> Result<Response, ApiError> {
-    match ClientStore::new(store, client).remove(&id) {
-        true => json_response(&Deleted { id: &id, object: "response", deleted: true }),
-        false => Err(unknown(&id)),
+    if ClientStore::new(store, client).remove(&id) {
+        json_response(&Deleted { id: &id, object: "response", deleted: true })
+    } else {
+        Err(unknown(&id))
     }
 }
 

@@ -4,9 +4,9 @@ use std::collections::HashSet;
 
 use serde_json::{Value, json};
 
-use crate::server::body::Fields;
 use crate::server::chat::{self, MAX_TOOLS, ToolChoice, check_function};
-use crate::server::error::ApiError;
+use crate::server::http::body::Fields;
+use crate::server::http::error::ApiError;
 
 /// The tools of a request.
 pub struct Tools {

@@ -50,10 +50,7 @@ impl TwoLevels {
         let fits: Vec<(f32, f32)> = x.chunks_exact(group).map(fit).collect();
         let largest = |part: fn(&(f32, f32)) -> f32| fits.iter().map(part).fold(0.0, f32::max);
         let (max_scale, max_min) = (largest(|fit| fit.0), largest(|fit| fit.1));
-        let code = |value: f32, max: f32| match max > 0.0 {
-            true => nearest(levels / max * value, 0.0, levels) as u8,
-            false => 0,
-        };
+        let code = |value: f32, max: f32| if max > 0.0 { nearest(levels / max * value, 0.0, levels) as u8 } else { 0 };
         let (d, dmin) = (f16::from_f32(max_scale / levels), f16::from_f32(max_min / levels));
         let (mut scales, mut mins, mut codes) = ([0; 16], [0; 16], [0; SUPER_BLOCK]);
         for (index, ((x, codes), (scale, min))) in

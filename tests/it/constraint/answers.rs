@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::schema::problem;
 use super::{ask, complete_json, question, sampled, with_schema};
-use crate::engine::{Answer, demo, greedy};
+use crate::support::engine::{Answer, demo, greedy};
 
 /// Returns schemas with nested objects, enums, arrays, ranges, optional fields, patterns, `anyOf` and `$ref`.
 fn schemas() -> Vec<Value> {

@@ -7,7 +7,7 @@ use inferno::{Event, GenerateOptions};
 use serde_json::{Value, json};
 
 use super::{question, refusal, sampled};
-use crate::engine::demo;
+use crate::support::engine::demo;
 
 /// The time limit for compiling a hostile grammar, with a margin for a busy machine.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -169,7 +169,7 @@ fn abusive_grammars_are_refused_or_stay_within_limits() {
         }
         assert!(started.elapsed() < 2 * LIMIT, "{name}: {:?}", started.elapsed());
     }
-    assert!(!crate::engine::Answer::read(engine.submit(question()).unwrap()).tokens.is_empty());
+    assert!(!crate::support::engine::Answer::read(engine.submit(question()).unwrap()).tokens.is_empty());
     assert_eq!(engine.stats().used_blocks, 0);
 }
 

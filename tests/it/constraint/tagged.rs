@@ -13,8 +13,8 @@ use tempfile::TempDir;
 
 use super::schema::problem;
 use super::{complete_json, question, sampled, with_schema};
-use crate::cli::copy_of_demo;
-use crate::engine::Answer;
+use crate::support::engine::Answer;
+use crate::support::program::copy_of_demo;
 
 /// Loads the demo model with a chat template that ends with `start`. `has_tools` adds tokens for tool tags.
 fn tagged_demo(start: &str, has_tools: bool) -> (TempDir, Engine) {

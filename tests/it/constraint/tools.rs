@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::schema::problem;
 use super::{question, sampled};
-use crate::engine::{Answer, demo};
+use crate::support::engine::{Answer, demo};
 
 fn schema() -> Value {
     json!({ "type": "object", "properties": { "name": { "type": "string", "maxLength": 10 }, "size": { "type": "integer", "minimum": 1, "maximum": 50 } }, "required": ["name"], "additionalProperties": false })

@@ -8,7 +8,7 @@ use candle_core::DType;
 use inferno::weights::gguf::limits::{MAX_BLOCKS, MAX_KEYS, MAX_TENSORS};
 use inferno::weights::gguf::{GgufCheckpoint, GgufModel, Header};
 
-use super::writer::{ARRAY, BOOL, STRING, U32, Writer, string};
+use crate::support::gguf::writer::{ARRAY, BOOL, STRING, U32, Writer, string};
 use crate::support::golden;
 
 /// Returns the error from parsing a header, or `no error`.

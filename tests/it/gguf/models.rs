@@ -10,18 +10,11 @@ use inferno::weights::gguf::GgufCheckpoint;
 use inferno::weights::{Checkpoint, LoadProgress, Weights, WeightsSummary};
 use tempfile::TempDir;
 
-use super::converter::{convert, convert_with_separate_experts};
-use super::tokenizers::converted;
-use super::writer::Writer;
-use crate::support::{Random, demo_dir, golden, golden_models, logits_of, relative_error, values};
-
-/// Writes a file to a temporary folder. Dropping the returned `TempDir` deletes the file.
-pub fn saved(writer: &Writer) -> (TempDir, PathBuf) {
-    let folder = TempDir::new().unwrap();
-    let path = folder.path().join("model.gguf");
-    std::fs::write(&path, writer.bytes()).unwrap();
-    (folder, path)
-}
+use crate::support::gguf::converter::{convert, convert_with_separate_experts};
+use crate::support::gguf::models::demo_as_gguf;
+pub use crate::support::gguf::models::{quantized_llama, saved};
+use crate::support::gguf::writer::Writer;
+use crate::support::{golden, golden_models, logits_of, relative_error, values};
 
 fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
     let config = models::read_config(path)?;
@@ -65,92 +58,6 @@ fn experts_in_separate_tensors_load() {
     let ids: Vec<u32> = golden["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
     let error = relative_error(&logits(&path, &ids).unwrap(), &values(&golden["logits"]));
     assert!(error < 1e-5, "logits are off by {error:e}");
-}
-
-/// Returns random blocks whose scales keep activations finite.
-fn random_blocks(ggml_type: GgmlType, elements: usize, random: &mut Random) -> Vec<u8> {
-    let mut bytes = vec![0; elements / ggml_type.block_length() * ggml_type.block_bytes()];
-    bytes.fill_with(|| random.next() as u8);
-    // The f16 scales range from 2^-15 to 2^-12.
-    // The magnitude of a value is at most 128 times the scale in Q8_0, and about 63 * 15 times the scale in Q4_K.
-    let scales: &[(usize, u16)] = match ggml_type {
-        GgmlType::Q8_0 => &[(0, 0x0c00)],
-        GgmlType::Q4K => &[(0, 0x0400), (2, 0x0800)],
-        GgmlType::Q6K => &[(208, 0x0200)],
-        _ => &[],
-    };
-    for block in bytes.chunks_exact_mut(ggml_type.block_bytes()) {
-        for (at, half) in scales {
-            block[*at..at + 2].copy_from_slice(&half.to_le_bytes());
-        }
-    }
-    bytes
-}
-
-/// Returns a Llama model whose matrices use three ggml types. The q, k and v projections differ in type.
-#[cfg(feature = "cuda")]
-pub fn llama_in_many_types() -> Writer {
-    let type_of = |name: &str| match name.rsplit('.').nth(1).unwrap_or_default() {
-        "attn_q" | "ffn_gate" | "ffn_up" => GgmlType::Q4K,
-        "attn_k" | "attn_output" => GgmlType::Q8_0,
-        _ => GgmlType::Q6K,
-    };
-    llama_with_types(type_of, false)
-}
-
-/// Returns a Llama model whose matrices are quantized blocks of one type.
-/// If `dequantized` is true, the matrices hold the dequantized f32 values of these blocks instead.
-pub fn quantized_llama(ggml_type: GgmlType, dequantized: bool) -> Writer {
-    llama_with_types(|_| ggml_type, dequantized)
-}
-
-fn llama_with_types(ggml_type: impl Fn(&str) -> GgmlType, dequantized: bool) -> Writer {
-    let (hidden, feed, vocab, layers) = (256, 512, 64, 2);
-    let mut writer = Writer::new().string("general.architecture", "llama");
-    for (key, value) in [
-        ("context_length", 64),
-        ("embedding_length", hidden),
-        ("block_count", layers),
-        ("feed_forward_length", feed),
-        ("attention.head_count", 4),
-        ("attention.head_count_kv", 1),
-    ] {
-        writer = writer.u32(&format!("llama.{key}"), value as u32);
-    }
-    writer = writer.f32("llama.attention.layer_norm_rms_epsilon", 1e-5);
-    let mut random = Random(1);
-    let mut matrix = |writer: Writer, name: &str, rows: usize, columns: usize| {
-        let ggml_type = ggml_type(name);
-        let blocks = random_blocks(ggml_type, rows * columns, &mut random);
-        let shape = [columns as u64, rows as u64];
-        if !dequantized {
-            return writer.tensor(name, &shape, ggml_type.id(), &blocks);
-        }
-        let mut values = vec![0.0; rows * columns];
-        ggml_type.dequantize(&blocks, &mut values).unwrap();
-        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        writer.tensor(name, &shape, 0, &bytes)
-    };
-    writer = matrix(writer, "token_embd.weight", vocab, hidden);
-    let ones: Vec<u8> = (0..hidden).flat_map(|_| 1f32.to_le_bytes()).collect();
-    writer = writer.tensor("output_norm.weight", &[hidden as u64], 0, &ones);
-    for layer in 0..layers {
-        for norm in ["attn_norm", "ffn_norm"] {
-            writer = writer.tensor(&format!("blk.{layer}.{norm}.weight"), &[hidden as u64], 0, &ones);
-        }
-        for (name, rows, columns) in [
-            ("attn_q", hidden, hidden),
-            ("attn_k", hidden / 4, hidden),
-            ("attn_v", hidden / 4, hidden),
-            ("attn_output", hidden, hidden),
-            ("ffn_gate", feed, hidden),
-            ("ffn_up", feed, hidden),
-            ("ffn_down", hidden, feed),
-        ] {
-            writer = matrix(writer, &format!("blk.{layer}.{name}.weight"), rows, columns);
-        }
-    }
-    writer
 }
 
 /// The logits may differ only because of the order of summation.
@@ -262,21 +169,6 @@ fn gpt_oss_experts_in_separate_tensors_are_an_error() {
     let (_folder, path) = saved(&file);
     let error = format!("{:#}", Checkpoint::open(&path).err().unwrap());
     assert!(error.contains("layer 0: gpt-oss needs all experts in one tensor, found 2 tensors"), "{error}");
-}
-
-/// Returns the demo model and its tokenizer as llama.cpp would convert them.
-pub fn demo_as_gguf() -> Writer {
-    let converted = converted(&demo_dir());
-    let id = |token: &str| converted.tokens.iter().position(|other| other == token).unwrap() as u32;
-    convert(&demo_dir())
-        .string("tokenizer.ggml.model", "gpt2")
-        .string("tokenizer.ggml.pre", "gpt-4o")
-        .strings("tokenizer.ggml.tokens", &converted.tokens)
-        .i32s("tokenizer.ggml.token_type", &converted.types)
-        .strings("tokenizer.ggml.merges", &converted.merges)
-        .u32("tokenizer.ggml.bos_token_id", id("<|startoftext|>"))
-        .u32("tokenizer.ggml.eos_token_id", id("<|return|>"))
-        .string("general.name", "demo")
 }
 
 fn inferno(home: &Path, args: &[&str]) -> (Option<i32>, String, String) {

@@ -4,7 +4,7 @@ use inferno::weights::gguf::{GgufCheckpoint, Metadata, Value, ValueType};
 use inferno::weights::read_ahead::Retention;
 use serde_json::{Value as Json, json};
 
-use super::writer::Writer;
+use crate::support::gguf::writer::Writer;
 use crate::support::golden;
 
 fn tiny() -> (GgufCheckpoint, Json) {

@@ -5,7 +5,7 @@ use std::path::Path;
 use inferno::weights::gguf::GgufCheckpoint;
 use tempfile::TempDir;
 
-use super::writer::Writer;
+use crate::support::gguf::writer::Writer;
 use crate::support::golden;
 
 /// Copies golden files to a temporary folder. Each pair is (name of the golden file, name of the copy).

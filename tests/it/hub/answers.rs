@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 use inferno::hub::{FileFilter, Hub, HubConfig, Limits};
 use tempfile::TempDir;
 
-use super::fake::{COMMIT, FakeHub, INDEX, REPO};
 use super::process::command;
 use super::{Machine, fast_limits, include_only, message_and_code};
-use crate::bounded::bounded;
-use crate::cli::text;
+use crate::support::bounded::bounded;
+use crate::support::fake_hub::{COMMIT, FakeHub, INDEX, REPO};
+use crate::support::program::text;
 
 /// Starts a fake hub that answers every request for a listing with `listing`.
 fn with_listing(listing: impl Into<Vec<u8>>) -> FakeHub {

@@ -8,8 +8,8 @@ use inferno::hub::{FileState, Hub, HubConfig};
 use tempfile::TempDir;
 
 use super::Machine;
-use crate::cli::{assert_fails, inferno, text};
 use crate::support::demo_dir;
+use crate::support::program::{assert_fails, inferno, text};
 
 /// Returns the directory of the demo model in inferno's cache.
 fn demo_path(home: &TempDir) -> PathBuf {
@@ -22,9 +22,10 @@ fn paths_below(dir: &Path) -> Vec<String> {
     let mut paths = Vec::new();
     for entry in fs::read_dir(dir).unwrap().map(Result::unwrap) {
         let name = entry.file_name().into_string().unwrap();
-        match entry.path().is_dir() {
-            true => paths.extend(paths_below(&entry.path()).into_iter().map(|path| format!("{name}/{path}"))),
-            false => paths.push(name),
+        if entry.path().is_dir() {
+            paths.extend(paths_below(&entry.path()).into_iter().map(|path| format!("{name}/{path}")));
+        } else {
+            paths.push(name);
         }
     }
     paths.sort();

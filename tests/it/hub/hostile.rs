@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use inferno::hub::{FileFilter, Hub, HubConfig, Limits, Source};
 
-use super::fake::{COMMIT, FakeHub, Fault, REPO, etag, pattern};
 use super::{Machine, Recorder, fast_limits, file_names, include_only, message_and_code};
+use crate::support::fake_hub::{COMMIT, FakeHub, Fault, REPO, etag, pattern};
 
 const WEIGHTS: &str = "model.safetensors";
 
@@ -278,7 +278,7 @@ fn changed_etag_restarts_a_file_without_a_hash() {
         state.faults.extend([Fault::Status("500 No"); 5]);
     });
     let weights = include_only("*.safetensors");
-    let gone = |state: &mut super::fake::HubState| state.files.retain(|name, _| name == WEIGHTS);
+    let gone = |state: &mut crate::support::fake_hub::HubState| state.files.retain(|name, _| name == WEIGHTS);
     fake.change(gone);
     assert_eq!(message_and_code(in_one(&machine).download(REPO, None, &weights, &())).1, 5);
     fake.change(|state| {

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use inferno::hub::{FileFilter, FileState, Hub, HubConfig, Source, VerifiedSnapshot};
 
-use super::fake::{COMMIT, FakeHub, INDEX, REPO, SHARDS, etag, pattern};
 use super::{COMPLETE, Machine, file_names};
+use crate::support::fake_hub::{COMMIT, FakeHub, INDEX, REPO, SHARDS, etag, pattern};
 
 fn faults(checked: &[VerifiedSnapshot]) -> Vec<(String, FileState)> {
     checked.iter().flat_map(|checked| checked.damaged_files().cloned()).collect()

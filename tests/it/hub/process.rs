@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use rexpect::session::spawn_command;
 use tempfile::TempDir;
 
-use super::fake::{COMMIT, FakeHub, REPO, etag, pattern};
-use crate::cli::{assert_fails, inferno, text};
+use crate::support::fake_hub::{COMMIT, FakeHub, REPO, etag, pattern};
+use crate::support::program::{assert_fails, inferno, text};
 use crate::support::{Random, demo_dir};
 
 const WEIGHTS: &str = "model.safetensors";
@@ -330,7 +330,7 @@ fn read_only_cache_is_usable() {
 #[test]
 fn stall_timeout_comes_from_the_environment() {
     let fake = FakeHub::single();
-    fake.change(|state| state.faults.push_back(super::fake::Fault::Stall(20_000)));
+    fake.change(|state| state.faults.push_back(crate::support::fake_hub::Fault::Stall(20_000)));
     let home = TempDir::new().unwrap();
     let start = Instant::now();
     let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DOWNLOAD_TIMEOUT", "0.3").output().unwrap();

@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use inferno::hub::{FileFilter, FileState, Hub, HubConfig, Limits, Snapshot};
 
-use super::fake::{FakeHub, Fault, HubState, INDEX, REPO, SHARDS, etag, pattern};
 use super::{Machine, fast_limits, message_and_code};
 use crate::support::Random;
+use crate::support::fake_hub::{FakeHub, Fault, HubState, INDEX, REPO, SHARDS, etag, pattern};
 
 const SCHEDULES: u64 = 200;
 /// The files that a download fetches.

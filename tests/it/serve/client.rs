@@ -36,7 +36,10 @@ impl Server {
     pub fn start_with(args: &[&str], variables: &[(&str, &str)]) -> Self {
         let home = TempDir::new().unwrap();
         let mut command = inferno(&home);
-        command.args(["serve", "demo", "--device", "cpu", "--port", "0"]).args(args);
+        command.args(["serve", "demo", "--port", "0"]).args(args);
+        if !args.contains(&"--device") {
+            command.args(["--device", "cpu"]);
+        }
         command.envs(variables.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let mut stderr = child.stderr.take().unwrap();

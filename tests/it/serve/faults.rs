@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
-use super::client::{HANG, JSON, Response, chat, endless, read_chunk, request};
+use super::client::{self, HANG, JSON, Response, chat, endless, read_chunk, request};
 use super::loading::options;
 use crate::support::demo_dir;
 
@@ -34,7 +34,7 @@ impl Local {
         let server: Arc<Server> = Server::new(ServerOptions { max_sequences: 2, ..options() }).unwrap();
         let serving = runtime.spawn(server::serve(server.clone(), listener, std::future::pending()));
         let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).max_sequences(2).load().unwrap();
-        server.set_model(engine.handle());
+        server.set_engine(engine.handle());
         Self { runtime, engine, address, serving }
     }
 
@@ -135,4 +135,67 @@ fn a_server_with_a_broken_engine_ends_so_that_it_can_restart() {
         assert!(restarted < Duration::from_secs(20), "{restarted:?}");
         Response::read(&mut next.chat(&chat(json!({ "max_tokens": 2 })))).ok();
     }
+}
+
+/// A rank hangs or panics while 8 clients wait for answers. All requests fail, and the process exits.
+#[test]
+fn a_rank_that_fails_under_load_ends_all_requests_and_the_process() {
+    for (fault, reason) in [("1:hang:60", "GPU 2 of 3 does not answer"), ("1:panic:60", "GPU 2 of 3 failed")] {
+        let variables = [("INFERNO_FAULT", fault)];
+        let mut server = client::Server::start_with(&["--device", "cpu,cpu,cpu", "--context", "512"], &variables);
+        let errors = std::thread::scope(|scope| {
+            let clients: Vec<_> = (0..8)
+                .map(|index| {
+                    let body = chat(json!({ "stream": index % 2 == 0, "ignore_eos": true, "max_tokens": 400 }));
+                    let stream = BufReader::new(server.begin("/v1/chat/completions", &body));
+                    scope.spawn(move || failed_answer(stream, index % 2 == 0))
+                })
+                .collect();
+            clients.into_iter().map(|client| client.join().unwrap()).collect::<Vec<_>>()
+        });
+        // The streams show when the last step ended, shortly before the fault.
+        let last_token = errors.iter().filter_map(|error| error.last_token).max().unwrap();
+        for Failed { message, at, .. } in &errors {
+            let time = at.duration_since(last_token);
+            assert!(message.contains(reason) && message.contains("the others were stopped"), "{message}");
+            assert!(time < Duration::from_secs(6), "{fault}: a request ended after {time:?}");
+        }
+        // The server rejects all later requests until it exits.
+        if let Ok(mut stream) = TcpStream::connect(&server.address) {
+            let _ = stream.write_all(&request("GET", "/health", &[], b""));
+            let mut status = String::new();
+            let _ = std::io::BufRead::read_line(&mut BufReader::new(stream), &mut status);
+            assert!(status.is_empty() || status.contains(" 503 "), "{status}");
+        }
+        assert_eq!(server.exit_code(), Some(7));
+        let ended = last_token.elapsed();
+        println!("{fault}: the process exited {ended:?} after the last token");
+        assert!(ended < Duration::from_secs(9), "{ended:?}");
+    }
+}
+
+/// A request that failed.
+struct Failed {
+    message: String,
+    at: Instant,
+    last_token: Option<Instant>,
+}
+
+/// Reads a response that must end with an error.
+fn failed_answer(mut stream: BufReader<TcpStream>, is_stream: bool) -> Failed {
+    if !is_stream {
+        let message = Response::read(&mut stream).error(500)["message"].as_str().unwrap().to_string();
+        return Failed { message, at: Instant::now(), last_token: None };
+    }
+    assert_eq!(Response::read_head(&mut stream).status, 200);
+    let (mut text, mut last_token) = (String::new(), None);
+    while let Some(chunk) = read_chunk(&mut stream) {
+        text.push_str(&String::from_utf8_lossy(&chunk));
+        if !text.contains("\"error\"") {
+            last_token = Some(Instant::now());
+        }
+    }
+    let error = text.split("\n\n").find(|event| event.contains("\"error\"")).unwrap_or_else(|| panic!("{text}"));
+    let json: Value = serde_json::from_str(error.strip_prefix("data: ").unwrap()).unwrap();
+    Failed { message: json["error"]["message"].as_str().unwrap().to_string(), at: Instant::now(), last_token }
 }

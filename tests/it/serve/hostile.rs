@@ -90,6 +90,48 @@ fn extreme_values_are_never_a_server_error() {
 }
 
 #[test]
+fn requests_that_are_not_http_get_an_error_with_a_body() {
+    let server = Server::start(&[]);
+    let valid = b"GET /live HTTP/1.1\r\nHost: test\r\n\r\n";
+    let many_headers: String = (0..200).map(|index| format!("x-{index}: 1\r\n")).collect();
+    let (large, long) = ("a".repeat(1_000_000), "a".repeat(65_534));
+    let requests: [(Vec<u8>, u16); 7] = [
+        (b"no HTTP\r\n\r\n".to_vec(), 400),
+        (b"GET / HTTP/1.1\r\nno colon\r\n\r\n".to_vec(), 400),
+        (b"GET / HTTP/3.7\r\n\r\n".to_vec(), 400),
+        (format!("GET / HTTP/1.1\r\n{many_headers}\r\n").into_bytes(), 431),
+        (format!("GET / HTTP/1.1\r\nx: {large}\r\n\r\n").into_bytes(), 431),
+        (format!("GET /{long} HTTP/1.1\r\n\r\n").into_bytes(), 414),
+        // An error after a response on the same connection.
+        ([&valid[..], b"\x00\x01\r\n\r\n"].concat(), 400),
+    ];
+    for (bytes, status) in &requests {
+        let mut stream = server.connect();
+        // Writing may fail, because the server closes the connection.
+        let _ = stream.write_all(bytes);
+        let mut reader = BufReader::new(stream);
+        if bytes.starts_with(valid) {
+            Response::read(&mut reader).ok();
+        }
+        let response = Response::read(&mut reader);
+        let error = response.error(*status);
+        assert_eq!(error["type"], "invalid_request_error", "{error}");
+        assert_eq!(response.header("connection"), Some("close"));
+        assert_eq!(response.header("content-type"), Some("application/json"));
+        // The server sends nothing else.
+        let mut rest = Vec::new();
+        let _ = reader.read_to_end(&mut rest);
+        assert!(rest.is_empty(), "{rest:?}");
+    }
+    let text = server.get("/metrics").text();
+    for (code, count) in [(400, 4), (414, 1), (431, 2)] {
+        let line =
+            format!("inferno_http_responses_total{{code=\"{code}\",engine=\"0\",model_name=\"demo\"}} {count}\n");
+        assert!(text.contains(&line), "{line}{text}");
+    }
+}
+
+#[test]
 fn large_encoded_and_untyped_bodies_are_refused() {
     let server = Server::start(&[]);
     let path = "/v1/chat/completions";

@@ -210,6 +210,7 @@ fn invalid_flags_are_usage_errors() {
     for (args, word) in [
         (["--max-sequences", "0"], "max-sequences"),
         (["--max-sequences", "257"], "max-sequences"),
+        (["--max-connections", "0"], "max-connections"),
         (["--port", "70000"], "port"),
         (["--metrics-compat", "tgi"], "vllm"),
         (["--header-timeout", "0"], "seconds"),

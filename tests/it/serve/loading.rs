@@ -20,6 +20,7 @@ pub fn options() -> ServerOptions {
         is_open: false,
         max_sequences: 4,
         queue: 4,
+        max_connections: 100,
         timeouts: Timeouts::default(),
         tls: None,
         record: RecordOptions::default(),
@@ -62,7 +63,7 @@ fn the_port_is_open_while_the_model_loads() {
     }
 
     let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).load().unwrap();
-    server.set_model(engine.handle());
+    server.set_engine(engine.handle());
     assert_eq!(send(address, "GET", "/health").status, 200);
     assert!(send(address, "GET", "/metrics").text().contains(&alive(1)));
     send(address, "POST", "/v1/chat/completions").ok();

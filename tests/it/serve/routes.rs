@@ -129,6 +129,21 @@ fn loads_have_the_fields_that_routers_read() {
 }
 
 #[test]
+fn the_tokens_of_steps_add_up() {
+    let server = Server::start(&[]);
+    let usage = server.chat(json!({ "max_tokens": 5, "ignore_eos": true })).ok()["usage"].clone();
+    server.wait_until_idle();
+    let (prompt, completion) = (usage["prompt_tokens"].as_f64().unwrap(), usage["completion_tokens"].as_f64().unwrap());
+    assert_eq!(completion, 5.0);
+    // No step computes the last token, because no token follows it.
+    assert_eq!(server.metric("inferno_iteration_tokens_total_sum"), prompt + completion - 1.0);
+    let steps = server.metric("inferno_iteration_tokens_total_count");
+    assert_eq!(steps, server.metric("inferno_engine_steps_total"));
+    assert_eq!(server.metric("inferno_request_num_preemptions_count"), 1.0);
+    assert_eq!(server.metric("inferno_request_num_preemptions_sum"), 0.0);
+}
+
+#[test]
 fn metrics_count_requests_and_tokens() {
     let server = Server::start(&["--metrics-compat", "vllm"]);
     let usage = server.chat(json!({ "n": 2 })).ok()["usage"].clone();
@@ -157,6 +172,9 @@ fn metrics_count_requests_and_tokens() {
         "inferno_inter_token_latency_seconds_bucket{engine=\"0\",model_name=\"demo\",le=\"0.0005\"}",
         "# TYPE inferno_num_requests_waiting gauge",
         "vllm:num_requests_waiting_by_reason{engine=\"0\",model_name=\"demo\",reason=\"capacity\"} 0",
+        "vllm:engine_sleep_state{engine=\"0\",model_name=\"demo\",sleep_state=\"awake\"} 1",
+        "vllm:iteration_tokens_total_bucket{engine=\"0\",model_name=\"demo\",le=\"+Inf\"}",
+        "vllm:request_num_preemptions_bucket{engine=\"0\",model_name=\"demo\",le=\"0\"} 2",
         "vllm:lora_requests_info{engine=\"0\",max_lora=\"0\",model_name=\"demo\",running_lora_adapters=\"\"",
     ] {
         assert!(text.contains(part), "{part}: {text}");

@@ -4,12 +4,12 @@ use inferno::weights::ggml::GgmlType;
 use serde_json::{Value, json};
 
 use super::{command, remote, show};
-use crate::cli::{assert_fails, text};
-use crate::gguf::converter::convert;
-use crate::gguf::models::quantized_llama;
-use crate::gguf::writer::Writer;
-use crate::hub::fake::{COMMIT, FakeHub, REPO};
+use crate::support::fake_hub::{COMMIT, FakeHub, REPO};
+use crate::support::gguf::converter::convert;
+use crate::support::gguf::models::quantized_llama;
+use crate::support::gguf::writer::Writer;
 use crate::support::golden;
+use crate::support::program::{assert_fails, text};
 
 const MB: usize = 1 << 20;
 
@@ -26,7 +26,7 @@ fn with_long_header(writer: Writer, bytes: usize) -> Writer {
 
 fn show_remote(fake: &FakeHub, model: &str) -> Value {
     let home = tempfile::tempdir().unwrap();
-    let output = crate::cli::inferno(&home)
+    let output = crate::support::program::inferno(&home)
         .env("HF_ENDPOINT", fake.endpoint())
         .args(["show", model, "--remote", "--json"])
         .output()
@@ -155,14 +155,14 @@ fn one_of_several_models_is_chosen_by_name() {
     let home = tempfile::tempdir().unwrap();
     let show_named = |model: &str| {
         let args = ["show", model, "--remote"];
-        crate::cli::inferno(&home).env("HF_ENDPOINT", fake.endpoint()).args(args).output().unwrap()
+        crate::support::program::inferno(&home).env("HF_ENDPOINT", fake.endpoint()).args(args).output().unwrap()
     };
     assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has these GGUF models", list[0], list[1]]);
     fake.change(|world| world.files.retain(|name, _| name == "README.md"));
     assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has no GGUF file; it has 'README.md'"]);
     // The error for a missing model suggests `show --remote`.
     let hints = ["inferno show org/name:Q2_K --remote", "inferno download org/name --include '*Q2_K*'"];
-    assert_fails(&crate::cli::run(&["show", "org/name:Q2_K"]), 3, &hints);
+    assert_fails(&crate::support::program::run(&["show", "org/name:Q2_K"]), 3, &hints);
 }
 
 #[test]

@@ -1,0 +1,80 @@
+"""Tests that answers do not depend on other requests or on the KV cache in deterministic mode."""
+
+import asyncio
+import json
+import random
+
+from client import Prompts, ask
+from process import Server
+
+PATH = "/v1/completions"
+
+# The number of requests at once, and the number of prompts that are compared before the next ones.
+# The KV cache holds the prompts of one group, so that they are still there when they are sent again.
+AT_ONCE = 64
+
+# In deterministic mode, a prompt reuses only whole chunks from the KV cache. Each prompt has one whole chunk.
+CHUNK = 64
+PROMPT_TOKENS = (66, 96)
+MAX_TOKENS = 8
+
+
+def bodies(prompts, count):
+    """Returns requests with random prompts, half of them at temperature 0. They ask for log probabilities."""
+    chooser, found = random.Random(7), []
+    for index in range(count):
+        fields = prompts.completion(chooser.randint(*PROMPT_TOKENS), MAX_TOKENS, logprobs=1, seed=index)
+        found.append(fields | {"temperature": index % 2})
+    return found
+
+
+async def answer(port, body):
+    """Returns the text and the log probabilities of an answer, and the number of cached prompt tokens."""
+    reply = await ask(port, PATH, body)
+    assert reply.status == 200, (reply.status, reply.body[:300])
+    fields = json.loads(reply.body)
+    return json.dumps(fields["choices"]), (fields["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+
+
+async def compare(port, group, first):
+    """Sends a group of requests in four ways. Returns the answers of each way.
+
+    No request reuses the prompts of the first way, because these have a `cache_salt` of their own.
+    """
+
+    async def alone(requests):
+        return [await answer(port, body) for body in requests]
+
+    async def at_once(requests):
+        return await asyncio.gather(*(answer(port, body) for body in requests))
+
+    salted = [body | {"cache_salt": f"alone-{first + index}"} for index, body in enumerate(group)]
+    return {
+        "alone, cold": await alone(salted),
+        f"{AT_ONCE} at once, cold": await at_once(group),
+        f"{AT_ONCE} at once, warm": await at_once(group),
+        "alone, warm": await alone(group),
+    }
+
+
+def answers(options, report):
+    count = 128 if options.short else 1000
+    differences, reused = {}, {}
+    with Server(options, "--deterministic", "--chunk", str(CHUNK)) as server:
+        requests = bodies(Prompts(server.port), count)
+        for first in range(0, count, AT_ONCE):
+            ways = asyncio.run(compare(server.port, requests[first : first + AT_ONCE], first))
+            expected = ways["alone, cold"]
+            for name, found in ways.items():
+                differs = sum(one[0] != other[0] for one, other in zip(expected, found))
+                differences[name] = differences.get(name, 0) + differs
+                reused[name] = reused.get(name, 0) + sum(cached > 0 for _, cached in found)
+        faults = server.faults()
+    figure = ", ".join(f"{name}: {differs}" for name, differs in list(differences.items())[1:])
+    name = f"{count} prompts: answers that differ from the answer alone without cached tokens (text or log probabilities)"
+    report.add(name, "0", figure, not any(differences.values()) and not faults, faults=faults)
+    cold = sum(reused[name] for name in reused if name.endswith("cold"))
+    warm = min(reused[name] for name in reused if name.endswith("warm"))
+    figure = f"{cold} cold, at least {warm} of {count} warm"
+    target = f"0 cold, at least {count * 9 // 10} warm"
+    report.add("answers that reused cached prompt tokens", target, figure, cold == 0 and warm >= count * 9 // 10)

@@ -1,0 +1,195 @@
+//! Saves the keys and values of a prefix to a file, and reads them back into the prefix cache.
+//!
+//! The file is a safetensors file with these tensors, for a prefix of n tokens:
+//!
+//! - `tokens`: u32 `[n]`
+//! - `group.G.layer.L.k` and `.v`: `[rows, kv_heads, head_dim]` for layer L of group G.
+//!   The rows come from all blocks that a token after the prefix attends to.
+//!
+//! The file holds all layers and all KV heads of the model, regardless of how many ranks run it. So any number of ranks
+//! can read it. Each rank holds only some of the KV heads or some of the layers.
+//!
+//! Keys and values are valid only for the model, dtype and build that computed them.
+//! The metadata value `fingerprint` identifies the model, dtype and build.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::io::Write;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::safetensors::Load;
+use candle_core::{Device, Tensor};
+use safetensors::SafeTensors;
+
+use super::BlockManager;
+use crate::files;
+use crate::kernels::rows::copy_rows;
+use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
+use crate::runner::Runner;
+
+/// The metadata key of the fingerprint.
+const FINGERPRINT: &str = "fingerprint";
+
+/// The blocks of a prefix in the KV cache.
+struct PrefixBlocks {
+    tables: BlockTables,
+    /// For each group, the indices in its block table of the blocks that a token after the prefix attends to.
+    visible: Vec<Range<usize>>,
+}
+
+impl PrefixBlocks {
+    fn new(computed: usize, tables: &BlockTables, blocks: &BlockManager, groups: usize) -> Self {
+        let visible = (0..groups).map(|group| blocks.visible_blocks(group, computed)).collect();
+        Self { tables: tables.clone(), visible }
+    }
+
+    /// Returns the first cache row of each visible block of a group.
+    fn rows(&self, group: usize) -> impl Iterator<Item = usize> + '_ {
+        self.visible[group].clone().map(move |index| self.tables.get(group, index) as usize * BLOCK_TOKENS)
+    }
+}
+
+/// Saves the longest prefix of `ids` whose blocks are all cached. Returns the number of saved tokens.
+/// If nothing is cached, returns 0 and writes no file.
+pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks: &mut BlockManager) -> Result<usize> {
+    // A cached prefix never includes the last token, so append a token to find all of `ids`.
+    let tokens = [ids, &[0]].concat();
+    let sequence = blocks.start(&tokens, tokens.len(), Default::default());
+    let computed = sequence.computed();
+    let prefix = PrefixBlocks::new(computed, sequence.tables(), blocks, runner.cache().layout().groups());
+    blocks.abandon(sequence);
+    if computed == 0 {
+        return Ok(0);
+    }
+    // No other step runs before this function returns, so the blocks keep their content.
+    let parts = runner.with_caches(move |rank| read_blocks(&prefix, rank.cache))?;
+    let mut tensors = all_heads(parts)?;
+    tensors.push(("tokens".into(), Tensor::new(&ids[..computed], &Device::Cpu)?));
+    let metadata = HashMap::from([(FINGERPRINT.to_string(), fingerprint.to_string())]);
+    let bytes = safetensors::serialize(tensors, Some(metadata))?;
+    let part = path.with_extension("kv.part");
+    let write = || -> Result<()> {
+        let _ = fs::remove_file(&part);
+        files::create_private(&part)?.write_all(&bytes)?;
+        Ok(fs::rename(&part, path)?)
+    };
+    write().with_context(|| format!("cannot write {}", path.display())).inspect_err(|_| _ = fs::remove_file(&part))?;
+    Ok(computed)
+}
+
+/// Reads a file that [`save`] wrote, and adds its prefix to the prefix cache. `bytes` is the content of the file.
+/// Returns the number of tokens in the prefix.
+///
+/// Returns 0 if the fingerprint differs, or if the cache has too few free blocks. Fails if the content is damaged.
+pub fn load(
+    path: &Path,
+    bytes: Vec<u8>,
+    fingerprint: &str,
+    runner: &Runner,
+    blocks: &mut BlockManager,
+) -> Result<usize> {
+    let damaged = || format!("{} is damaged", path.display());
+    let (_, metadata) = SafeTensors::read_metadata(&bytes).with_context(damaged)?;
+    if metadata.metadata().as_ref().and_then(|metadata| metadata.get(FINGERPRINT)).is_none_or(|f| f != fingerprint) {
+        return Ok(0);
+    }
+    add(bytes.into(), runner, blocks).with_context(damaged)
+}
+
+fn add(bytes: Arc<[u8]>, runner: &Runner, blocks: &mut BlockManager) -> Result<usize> {
+    let tokens: Vec<u32> = SafeTensors::deserialize(&bytes)?.tensor("tokens")?.load(&Device::Cpu)?.to_vec1()?;
+    ensure!(!tokens.is_empty() && tokens.len().is_multiple_of(BLOCK_TOKENS), "it has {} tokens", tokens.len());
+    let Some(mut sequence) = blocks.adopt(&tokens) else { return Ok(0) };
+    let prefix = PrefixBlocks::new(tokens.len(), sequence.tables(), blocks, runner.cache().layout().groups());
+    let written = write_all_ranks(bytes, prefix, runner);
+    if written.is_ok() {
+        blocks.commit(&mut sequence, &tokens);
+    }
+    blocks.release(sequence);
+    written.map(|()| tokens.len())
+}
+
+/// Returns the visible blocks of a rank's part of each layer, under the names of the tensors in the file.
+fn read_blocks(prefix: &PrefixBlocks, cache: &KvCache) -> Result<Vec<(String, Tensor)>> {
+    let mut tensors = Vec::new();
+    for (group, layer, pair) in cache.own_layers() {
+        for (kind, tensor) in ["k", "v"].into_iter().zip(pair) {
+            if tensor.elem_count() == 0 {
+                continue;
+            }
+            let rows = prefix.rows(group).map(|first| -> Result<Tensor> {
+                Ok(tensor.narrow(0, first, BLOCK_TOKENS)?.force_contiguous()?.to_device(&Device::Cpu)?)
+            });
+            let rows = rows.collect::<Result<Vec<_>>>()?;
+            if !rows.is_empty() {
+                tensors.push((tensor_name(group, layer, kind), Tensor::cat(&rows, 0)?));
+            }
+        }
+    }
+    Ok(tensors)
+}
+
+/// Joins the KV heads that the ranks hold of each tensor. `parts` has the tensors of each rank, in rank order.
+fn all_heads(parts: Vec<Vec<(String, Tensor)>>) -> Result<Vec<(String, Tensor)>> {
+    let mut by_name: BTreeMap<String, Vec<Tensor>> = BTreeMap::new();
+    for (name, tensor) in parts.into_iter().flatten() {
+        by_name.entry(name).or_default().push(tensor);
+    }
+    by_name.into_iter().map(|(name, heads)| Ok((name, Tensor::cat(&heads, 1)?))).collect()
+}
+
+/// Writes the tensors of a file to the blocks of `prefix`, on every rank.
+fn write_all_ranks(bytes: Arc<[u8]>, prefix: PrefixBlocks, runner: &Runner) -> Result<()> {
+    let heads = runner.with_caches(|rank| Ok(rank.cache.kv_heads()))?;
+    let shares_heads = runner.world().stages().is_none();
+    runner.with_caches(move |rank| {
+        let (first, total) = match shares_heads {
+            true => (heads[..rank.rank].iter().sum(), heads.iter().sum()),
+            false => (0, heads[rank.rank]),
+        };
+        write_blocks(&SafeTensors::deserialize(&bytes)?, &prefix, rank.cache, first, total)
+    })?;
+    Ok(())
+}
+
+/// Writes a rank's part of each layer: the KV heads from `first_head` on of `all_heads` heads.
+fn write_blocks(
+    file: &SafeTensors,
+    prefix: &PrefixBlocks,
+    cache: &KvCache,
+    first_head: usize,
+    all_heads: usize,
+) -> Result<()> {
+    for (group, layer, pair) in cache.own_layers() {
+        for (kind, to) in ["k", "v"].into_iter().zip(pair) {
+            let (name, blocks) = (tensor_name(group, layer, kind), prefix.visible[group].len());
+            let (_, own_heads, head_dim) = to.dims3()?;
+            if blocks == 0 || own_heads == 0 {
+                continue;
+            }
+            let rows: Tensor = file.tensor(&name)?.load(&Device::Cpu)?;
+            let shape = [blocks * BLOCK_TOKENS, all_heads, head_dim];
+            if rows.dims() != shape || rows.dtype() != to.dtype() {
+                bail!(
+                    "{name} has dtype {:?} and shape {:?}, expected {:?} and {shape:?}",
+                    rows.dtype(),
+                    rows.dims(),
+                    to.dtype()
+                );
+            }
+            let own = rows.narrow(1, first_head, own_heads)?;
+            for (part, first_row) in prefix.rows(group).enumerate() {
+                let block = own.narrow(0, part * BLOCK_TOKENS, BLOCK_TOKENS)?.force_contiguous()?;
+                copy_rows(to, &block.to_device(to.device())?, first_row)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn tensor_name(group: usize, layer: usize, kind: &str) -> String {
+    format!("group.{group}.layer.{layer}.{kind}")
+}

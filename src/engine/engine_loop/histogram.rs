@@ -1,0 +1,62 @@
+//! Histograms that the engine thread updates and any thread can read.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Counts values by size. The engine thread updates it without a lock.
+pub struct Histogram {
+    bounds: &'static [u64],
+    /// The number of values up to each bound and above the previous bound, and the number of values above all bounds.
+    counts: Vec<AtomicU64>,
+    sum: AtomicU64,
+}
+
+/// The values of a histogram at one time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HistogramStats {
+    pub bounds: &'static [u64],
+    /// For each bound, the number of values that are at most as large.
+    pub cumulative: Vec<u64>,
+    /// The number of all values.
+    pub count: u64,
+    pub sum: u64,
+}
+
+impl Histogram {
+    /// Creates an empty histogram. `bounds` are in ascending order.
+    pub fn new(bounds: &'static [u64]) -> Self {
+        let counts = (0..=bounds.len()).map(|_| AtomicU64::new(0)).collect();
+        Self { bounds, counts, sum: AtomicU64::new(0) }
+    }
+
+    /// Counts a value.
+    pub fn observe(&self, value: u64) {
+        let index = self.bounds.partition_point(|bound| *bound < value);
+        self.counts[index].fetch_add(1, Ordering::Relaxed);
+        self.sum.fetch_add(value, Ordering::Relaxed);
+    }
+
+    /// Returns the current values. They can be one value apart if the engine thread counts a value meanwhile.
+    pub fn stats(&self) -> HistogramStats {
+        let mut count = 0;
+        let mut cumulative: Vec<u64> = Vec::with_capacity(self.counts.len());
+        for bucket in &self.counts {
+            count += bucket.load(Ordering::Relaxed);
+            cumulative.push(count);
+        }
+        cumulative.pop();
+        HistogramStats { bounds: self.bounds, cumulative, count, sum: self.sum.load(Ordering::Relaxed) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_belongs_to_the_first_bound_that_is_not_smaller() {
+        let histogram = Histogram::new(&[0, 1, 8]);
+        [0, 1, 1, 2, 8, 9].into_iter().for_each(|value| histogram.observe(value));
+        let expected = HistogramStats { bounds: &[0, 1, 8], cumulative: vec![1, 3, 5], count: 6, sum: 21 };
+        assert_eq!(histogram.stats(), expected);
+    }
+}

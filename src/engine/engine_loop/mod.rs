@@ -1,0 +1,322 @@
+//! The engine thread's loop: plan, step, deliver. Only this thread uses the model.
+//!
+//! - `plan`: the [`Scheduler`] decides which tokens of which sequences the next step computes.
+//! - `step`: the [`Runner`] runs the model on these tokens.
+//!   It also chooses the next token of each sequence whose last token is in the step.
+//! - `deliver`: the loop prepares the events of the chosen tokens, and removes sequences that have ended.
+//!   It sends the events while the device runs the next step.
+//!
+//! On a GPU, the loop plans and queues a step before it knows the tokens of the previous step.
+//! The plan assumes that every sequence continues, and appends a pending token to each sequence.
+//! If a sequence has ended, the queued step computes one unused token for it.
+//! The blocks of an ended sequence are freed at once, because the device runs the steps in order.
+//! The device itself applies penalties on the tokens that the host does not know yet.
+//! A step in which a sequence has a constraint or asks for log probabilities is not queued ahead.
+//!
+//! The files of this folder:
+//!
+//! - `steps`: runs or queues a planned step, and delivers its tokens
+//! - `stats`, `histogram`, `heartbeat`: show other threads what the engine thread does
+
+mod heartbeat;
+mod histogram;
+pub mod stats;
+mod steps;
+
+use std::collections::{HashMap, VecDeque};
+use std::mem;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+
+use super::blocks::BlockManager;
+use super::fault::{Fault, FaultTime, PlannedFault};
+use super::requests::{FinishReason, Outbox, Sequence};
+use super::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork};
+use crate::error::Error;
+use crate::runner::{QueuedStep, Runner, RunnerLimits};
+
+pub use heartbeat::StopGuard;
+pub use histogram::HistogramStats;
+pub use stats::{Counters, EngineHistograms, EngineStats};
+
+/// The time between two checks of the other ranks while the engine is idle.
+const RANK_PING: Duration = Duration::from_secs(1);
+
+/// A message from a client to the engine thread.
+pub enum Command {
+    /// Generate one or more answers to a prompt.
+    Submit(Vec<Sequence>),
+    /// Call a function with the runner, after all earlier requests.
+    Run(RunnerCall),
+    /// Call a function with the runner, whose KV cache it reads or fills, between two steps.
+    Cache(CacheCall),
+    /// Call a function with the scheduler and the current time between two steps.
+    Inspect(InspectCall),
+    /// Let the next step fail.
+    Fail(Fault),
+    /// Reject all later requests.
+    Drain,
+    /// End the thread. Unfinished requests end with an error.
+    Shutdown,
+}
+
+/// A function that needs exclusive access to the model.
+pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
+
+/// A function that reads cached blocks or fills free blocks.
+pub type CacheCall = Box<dyn FnOnce(&Runner, &mut BlockManager) + Send>;
+
+/// A function that inspects the waiting and running sequences.
+pub type InspectCall = Box<dyn FnOnce(&mut Scheduler, Duration) + Send>;
+
+/// A request or call that has not started.
+enum Job {
+    /// Sequences with the same prompt.
+    Sequences(Vec<Sequence>),
+    Call(RunnerCall),
+}
+
+/// A queued step, whose tokens are not known yet, and the work in the step.
+struct QueuedWork {
+    step: QueuedStep,
+    work: Vec<SequenceWork>,
+}
+
+/// The state of the engine thread.
+pub struct EngineLoop {
+    runner: Runner,
+    scheduler: Scheduler,
+    commands: Receiver<Command>,
+    counters: Arc<Counters>,
+    /// The jobs that have not started. A call at the front waits until all sequences have ended.
+    jobs: VecDeque<Job>,
+    /// Calls that run once the scheduler has received all jobs that were submitted earlier.
+    inspections: Vec<InspectCall>,
+    /// The waiting and running sequences of the scheduler.
+    sequences: HashMap<SequenceId, Sequence>,
+    next_id: SequenceId,
+    /// The zero of the scheduler's clock.
+    clock_start: Instant,
+    is_draining: bool,
+    outbox: Outbox,
+    /// The step that the device runs, or will run next, and whose tokens are not delivered yet.
+    queued_step: Option<QueuedWork>,
+    /// The fault that a test injected into the next step.
+    fault: Option<Fault>,
+    /// The fault that the environment plans for a later step.
+    planned_fault: Option<PlannedFault>,
+    /// Whether the device stopped working, so that every later step would fail.
+    is_device_broken: bool,
+}
+
+impl EngineLoop {
+    /// Creates the loop. At most `max_sequences` sequences run at once.
+    pub fn new(runner: Runner, max_sequences: usize, commands: Receiver<Command>, counters: Arc<Counters>) -> Self {
+        let RunnerLimits { context, chunk } = runner.limits();
+        let prompt_parts = runner.prompt_parts();
+        let config = SchedulerConfig { token_budget: chunk, max_sequences, context, prompt_parts };
+        let windows = runner.cache().layout().windows().to_vec();
+        let blocks = BlockManager::new(windows, runner.cache().blocks()).with_prompt_parts(prompt_parts);
+        Self {
+            runner,
+            scheduler: Scheduler::new(config, blocks),
+            commands,
+            counters,
+            jobs: VecDeque::new(),
+            inspections: Vec::new(),
+            sequences: HashMap::new(),
+            next_id: 0,
+            clock_start: Instant::now(),
+            is_draining: false,
+            outbox: Outbox::default(),
+            queued_step: None,
+            fault: None,
+            planned_fault: PlannedFault::from_env(),
+            is_device_broken: false,
+        }
+    }
+
+    /// Runs until shutdown, until all handles are dropped, or until a device fails.
+    ///
+    /// Unfinished requests then fail, because their channels close.
+    pub fn run(mut self) {
+        self.strike_planned_fault(0);
+        // A rank may fail while the loop waits for commands.
+        while self.runner.is_whole() && !self.is_device_broken && self.receive_commands() && self.runner.is_whole() {
+            self.counters.heartbeat.begin_step();
+            // Before the plan, so that the plan can use the blocks of canceled requests.
+            self.end_canceled();
+            self.admit();
+            // After `admit`, so that a call sees all requests that were submitted before it.
+            for call in mem::take(&mut self.inspections) {
+                call(&mut self.scheduler, self.clock_start.elapsed());
+            }
+            let plan = self.scheduler.plan(self.clock_start.elapsed());
+            for &id in &plan.expired {
+                self.end(id, Err(Error::WaitedTooLong.into()));
+            }
+            if plan.work.is_empty() {
+                // Nothing can run before the tokens of the queued step are known.
+                self.outbox.flush();
+                self.deliver_queued();
+                continue;
+            }
+            stats::add(&self.counters.steps, 1);
+            self.strike_planned_fault(self.counters.steps.load(Ordering::Relaxed));
+            self.run_plan(plan);
+        }
+        self.outbox.flush();
+    }
+
+    /// Receives all commands that have arrived. Blocks while idle. Returns whether the loop should continue.
+    fn receive_commands(&mut self) -> bool {
+        loop {
+            let is_idle = self.scheduler.is_idle() && self.jobs.is_empty() && self.queued_step.is_none();
+            let is_idle = is_idle && self.inspections.is_empty();
+            if is_idle {
+                self.outbox.flush();
+            }
+            let command = if is_idle {
+                self.counters.heartbeat.rest();
+                self.wait_for_command()
+            } else {
+                self.commands.try_recv()
+            };
+            match command {
+                Ok(Command::Submit(sequences)) if self.is_draining => {
+                    for sequence in sequences {
+                        stats::subtract_one(&self.counters.waiting);
+                        stats::add(&self.counters.ended, 1);
+                        stats::add(&self.counters.failed, 1);
+                        sequence.fail(Error::Draining.into(), &mut self.outbox);
+                    }
+                }
+                Ok(Command::Submit(sequences)) => self.jobs.push_back(Job::Sequences(sequences)),
+                Ok(Command::Cache(call)) => {
+                    self.deliver_queued();
+                    // The call may fill blocks that the runner's single sequence still counts as cached.
+                    self.runner.reset();
+                    call(&self.runner, self.scheduler.blocks_mut());
+                }
+                Ok(Command::Inspect(call)) => self.inspections.push(call),
+                Ok(Command::Fail(Fault::Rank { rank, fault })) => self.runner.inject(rank, fault),
+                Ok(Command::Fail(fault)) => self.fault = Some(fault),
+                Ok(Command::Drain) => self.is_draining = true,
+                Ok(Command::Run(call)) => self.jobs.push_back(Job::Call(call)),
+                Err(TryRecvError::Empty) => return true,
+                Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return false,
+            }
+        }
+    }
+
+    /// Waits for the next command while the engine is idle. Returns [`TryRecvError::Empty`] if a rank fails meanwhile.
+    fn wait_for_command(&self) -> Result<Command, TryRecvError> {
+        if !self.runner.has_ranks() {
+            return self.commands.recv().map_err(|_| TryRecvError::Disconnected);
+        }
+        self.runner.ping_ranks(true);
+        loop {
+            match self.commands.recv_timeout(RANK_PING) {
+                Ok(command) => return Ok(command),
+                Err(RecvTimeoutError::Disconnected) => return Err(TryRecvError::Disconnected),
+                Err(RecvTimeoutError::Timeout) => self.runner.ping_ranks(false),
+            }
+            if !self.runner.is_whole() {
+                return Err(TryRecvError::Empty);
+            }
+        }
+    }
+
+    /// Lets a rank fail if a fault is planned for step `step`.
+    fn strike_planned_fault(&mut self, step: u64) {
+        let is_due = |planned: &mut PlannedFault| planned.time == FaultTime::Step(step);
+        if let Some(PlannedFault { rank, fault, .. }) = self.planned_fault.take_if(is_due) {
+            self.runner.inject(rank, fault);
+        }
+    }
+
+    /// Ends the requests that were canceled by their clients, or whose clients have the complete answer.
+    fn end_canceled(&mut self) {
+        let canceled = self.sequences.iter().filter(|(_, sequence)| sequence.is_canceled());
+        let canceled: Vec<_> = canceled.map(|(&id, sequence)| (id, sequence.client_end().reason())).collect();
+        for (id, reason) in canceled {
+            self.end(id, Ok(reason));
+        }
+        let (counters, outbox) = (&self.counters, &mut self.outbox);
+        for job in &mut self.jobs {
+            let Job::Sequences(sequences) = job else { continue };
+            // Each flag is read only once, because a client can set it at any time.
+            for sequence in sequences.extract_if(.., |sequence| sequence.is_canceled()) {
+                stats::subtract_one(&counters.waiting);
+                stats::add(&counters.ended, 1);
+                counters.count_canceled(sequence.client_end());
+                sequence.finish(FinishReason::Canceled, outbox);
+            }
+        }
+        self.jobs.retain(|job| !matches!(job, Job::Sequences(sequences) if sequences.is_empty()));
+    }
+
+    /// Passes the requests in `jobs` to the scheduler, up to the next call. Runs the call once all sequences have ended.
+    fn admit(&mut self) {
+        while let Some(job) = self.jobs.pop_front() {
+            match job {
+                Job::Sequences(mut sequences) => {
+                    let (id, arrival) = (self.next_id, self.clock_start.elapsed());
+                    self.next_id += sequences.len() as SequenceId;
+                    let Some(first) = sequences.first_mut() else { continue };
+                    self.scheduler.submit(NewSequence {
+                        id,
+                        prompt: first.take_prompt(),
+                        cache_salt: first.cache_salt.take(),
+                        prompt_parts: first.prompt_parts,
+                        computes_whole_prompt: first.prompt_scores.is_some(),
+                        forks: (id + 1..self.next_id).collect(),
+                        max_tokens: first.remaining(),
+                        tenant: first.tenant,
+                        priority: first.priority,
+                        arrival,
+                        deadline: first.max_wait.map(|wait| arrival.saturating_add(wait)),
+                    });
+                    self.sequences.extend((id..).zip(sequences));
+                }
+                Job::Call(call) if self.scheduler.is_idle() => {
+                    self.deliver_queued();
+                    // The call may overwrite any block.
+                    self.scheduler.forget_prefixes();
+                    self.outbox.flush();
+                    call(&mut self.runner);
+                    self.counters.cached_tokens.store(self.runner.cached_tokens() as u64, Ordering::Relaxed);
+                }
+                Job::Call(call) => return self.jobs.push_front(Job::Call(call)),
+            }
+        }
+    }
+
+    /// Ends a sequence and adds the event with the outcome.
+    fn end(&mut self, id: SequenceId, outcome: Result<FinishReason>) {
+        let preemptions = self.scheduler.preemptions(id);
+        self.scheduler.finish(id);
+        self.counters.publish(&self.scheduler);
+        let Some(sequence) = self.sequences.remove(&id) else { return };
+        self.counters.histograms.preemptions.observe(preemptions.into());
+        let counters = &self.counters;
+        stats::subtract_one(if sequence.has_started() { &counters.running } else { &counters.waiting });
+        stats::add(&counters.ended, 1);
+        match outcome {
+            Ok(reason) => {
+                if reason == FinishReason::Canceled {
+                    counters.count_canceled(sequence.client_end());
+                }
+                sequence.finish(reason, &mut self.outbox);
+            }
+            Err(error) => {
+                stats::add(&counters.failed, 1);
+                sequence.fail(error, &mut self.outbox);
+            }
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! Engine counters that any thread can read.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::heartbeat::Heartbeat;
+use super::histogram::{Histogram, HistogramStats};
+use crate::engine::requests::ClientEnd;
+use crate::engine::scheduler::Scheduler;
+
+/// The maximum number of times of cancellations that are kept for the next reader.
+const MAX_CANCEL_TIMES: usize = 10_000;
+
+/// The bounds of the histogram of tokens per step, as in vLLM.
+const STEP_TOKENS: &[u64] = &[1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384];
+
+/// The bounds of the histogram of preemptions per sequence.
+const PREEMPTIONS: &[u64] = &[0, 1, 2, 3, 4, 5, 10, 20];
+
+/// A snapshot of the engine's counters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct EngineStats {
+    /// Requests that have not started.
+    pub waiting: u64,
+    /// Requests in progress.
+    pub running: u64,
+    /// Requests that have ended for any reason other than a shutdown of the engine.
+    pub ended: u64,
+    /// Requests that the client canceled or dropped before their answers were complete.
+    pub canceled: u64,
+    /// Requests that ended with an error.
+    pub failed: u64,
+    /// Tokens generated in steps that began after their request was canceled or complete.
+    /// Always 0, unless the engine has a bug.
+    pub tokens_after_cancel: u64,
+    /// Prefilled tokens, excluding tokens reused from the KV cache.
+    /// Includes tokens that were recomputed after a preemption.
+    pub prompt_tokens: u64,
+    pub generated_tokens: u64,
+    /// Tokens of the latest request that are in the KV cache.
+    /// A prompt that starts with these tokens reuses their full blocks.
+    pub cached_tokens: u64,
+    /// Steps that the model ran. A step can compute tokens of several requests.
+    pub steps: u64,
+    /// Steps that were queued before the tokens of the previous step were known.
+    pub steps_queued_ahead: u64,
+    /// Preemptions: a running request gave up its blocks because the KV cache was full.
+    pub preemptions: u64,
+    /// Blocks in the KV cache.
+    pub blocks: u64,
+    /// Blocks that running requests use.
+    pub used_blocks: u64,
+    /// Tokens that were looked up in the prefix cache.
+    pub queried_tokens: u64,
+    /// Tokens that were found in the prefix cache.
+    pub hit_tokens: u64,
+}
+
+/// Histograms of steps and sequences.
+pub struct Histograms {
+    /// The tokens that each step computed, of all its sequences.
+    pub step_tokens: Histogram,
+    /// How often each sequence was preempted before it ended.
+    pub preemptions: Histogram,
+}
+
+impl Default for Histograms {
+    fn default() -> Self {
+        Self { step_tokens: Histogram::new(STEP_TOKENS), preemptions: Histogram::new(PREEMPTIONS) }
+    }
+}
+
+/// A snapshot of [`Histograms`].
+pub struct EngineHistograms {
+    pub step_tokens: HistogramStats,
+    pub preemptions: HistogramStats,
+}
+
+/// The atomic counters behind [`EngineStats`].
+#[derive(Default)]
+pub struct Counters {
+    pub waiting: AtomicU64,
+    pub running: AtomicU64,
+    pub ended: AtomicU64,
+    pub canceled: AtomicU64,
+    pub failed: AtomicU64,
+    pub tokens_after_cancel: AtomicU64,
+    pub prompt_tokens: AtomicU64,
+    pub generated_tokens: AtomicU64,
+    pub cached_tokens: AtomicU64,
+    pub steps: AtomicU64,
+    pub steps_queued_ahead: AtomicU64,
+    pub preemptions: AtomicU64,
+    pub blocks: AtomicU64,
+    pub used_blocks: AtomicU64,
+    pub queried_tokens: AtomicU64,
+    pub hit_tokens: AtomicU64,
+    pub histograms: Histograms,
+    /// The times from recent cancellations to the ends of the requests, in seconds. Readers remove them.
+    cancel_times: Mutex<Vec<f64>>,
+    /// Whether the engine thread is making progress.
+    pub heartbeat: Arc<Heartbeat>,
+    /// Whether the engine is draining: it rejects new requests and finishes the requests that it has already accepted.
+    pub is_draining: AtomicBool,
+}
+
+impl Counters {
+    /// Copies the scheduler's statistics to the counters.
+    pub fn publish(&self, scheduler: &Scheduler) {
+        let write = |counter: &AtomicU64, value: u64| counter.store(value, Ordering::Relaxed);
+        let blocks = scheduler.blocks().stats();
+        write(&self.preemptions, scheduler.stats().preemptions);
+        write(&self.blocks, blocks.total as u64);
+        write(&self.used_blocks, blocks.used as u64);
+        write(&self.queried_tokens, blocks.queried_tokens);
+        write(&self.hit_tokens, blocks.hit_tokens);
+    }
+
+    /// Counts a request that its client canceled, and the time since then.
+    pub fn count_canceled(&self, client_end: &ClientEnd) {
+        add(&self.canceled, 1);
+        let mut times = self.cancel_times.lock().unwrap_or_else(PoisonError::into_inner);
+        // Without a reader, the list must not grow forever.
+        if times.len() < MAX_CANCEL_TIMES {
+            times.extend(client_end.elapsed().map(|time| time.as_secs_f64()));
+        }
+    }
+
+    /// Removes and returns the times from recent cancellations to the ends of the requests, in seconds.
+    pub fn take_cancel_times(&self) -> Vec<f64> {
+        std::mem::take(&mut *self.cancel_times.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Returns the current values of the histograms.
+    pub fn histograms(&self) -> EngineHistograms {
+        let Histograms { step_tokens, preemptions } = &self.histograms;
+        EngineHistograms { step_tokens: step_tokens.stats(), preemptions: preemptions.stats() }
+    }
+
+    /// Returns the current counter values.
+    pub fn snapshot(&self) -> EngineStats {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        EngineStats {
+            waiting: read(&self.waiting),
+            running: read(&self.running),
+            ended: read(&self.ended),
+            canceled: read(&self.canceled),
+            failed: read(&self.failed),
+            tokens_after_cancel: read(&self.tokens_after_cancel),
+            prompt_tokens: read(&self.prompt_tokens),
+            generated_tokens: read(&self.generated_tokens),
+            cached_tokens: read(&self.cached_tokens),
+            steps: read(&self.steps),
+            steps_queued_ahead: read(&self.steps_queued_ahead),
+            preemptions: read(&self.preemptions),
+            blocks: read(&self.blocks),
+            used_blocks: read(&self.used_blocks),
+            queried_tokens: read(&self.queried_tokens),
+            hit_tokens: read(&self.hit_tokens),
+        }
+    }
+}
+
+pub fn add(counter: &AtomicU64, count: u64) {
+    counter.fetch_add(count, Ordering::Relaxed);
+}
+
+pub fn subtract(counter: &AtomicU64, count: u64) {
+    counter.fetch_sub(count, Ordering::Relaxed);
+}
+
+pub fn subtract_one(counter: &AtomicU64) {
+    subtract(counter, 1);
+}

@@ -1,0 +1,462 @@
+//! The client side of an engine: submits requests and returns event streams.
+//!
+//! - `preview`: predicts when a request would start
+//! - `score`: computes the logits or log-likelihoods of given tokens
+//! - `replay`: recomputes a recorded answer
+
+mod preview;
+mod replay;
+mod score;
+
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, anyhow, bail};
+use candle_core::Device;
+use tokio::sync::mpsc::unbounded_channel;
+
+use super::blocks::{BlockManager, prefix_file};
+use super::constraint::{ChatPrompt, ConstrainedRequest, ConstraintState, GrammarCompiler, prepare};
+use super::engine_loop::{Command, Counters, EngineHistograms, EngineStats, stats};
+use super::fault::Fault;
+use super::loading::ModelInfo;
+use super::rank_failure::RankFailure;
+use super::requests::{GenerateOptions, Output, Prompt, Request, RequestRecord, RequestStream, ScoredPrompt, Sequence};
+use super::sampling::{SamplingParams, uniform};
+use crate::chat::{Message, RenderOptions, Rendered};
+use crate::error::Error;
+use crate::files;
+use crate::language::Language;
+use crate::runner::{EagerReason, Executor, PromptParts, Runner};
+use crate::tokenizer::{ControlTokens, Tokenizer};
+
+pub use preview::RequestPreview;
+pub use replay::{Divergence, ReplayedToken};
+
+/// The maximum size of a prompt in bytes per token of context. Typical text has 3 to 5 bytes per token.
+const MAX_BYTES_PER_TOKEN: usize = 32;
+
+/// The maximum number of most likely tokens to report with each generated token, as in OpenAI's API.
+const MAX_LOGPROBS: usize = 20;
+
+/// The maximum number of answers to one request, as in OpenAI's API.
+const MAX_ANSWERS: usize = 128;
+
+/// The maximum size of the header and the token ids of a saved prefix, in bytes.
+const MAX_PREFIX_HEADER: u64 = 100_000_000;
+
+/// The time between two checks whether a device has failed while a client waits for a call on the engine thread.
+const FAILURE_POLL: Duration = Duration::from_millis(50);
+
+/// The size in bytes up to which prompts are always encoded, so that an error can state the number of tokens.
+const MIN_TEXT_BYTES: usize = 1 << 20;
+
+/// A handle to an engine. Clones refer to the same engine and can be used on any thread.
+#[derive(Clone)]
+pub struct EngineHandle {
+    commands: Sender<Command>,
+    shared: Arc<Shared>,
+}
+
+/// State that clients read without a round trip to the engine thread.
+pub(super) struct Shared {
+    pub language: Arc<Language>,
+    pub info: ModelInfo,
+    pub defaults: SamplingParams,
+    pub device: Device,
+    /// Identifies the model files, the dtype and the build. A saved prefix is valid only with the same fingerprint.
+    pub fingerprint: String,
+    pub counters: Arc<Counters>,
+    pub failure: Arc<RankFailure>,
+    /// Compiles grammars. Built on first use. An error is kept, because it depends only on the model.
+    pub grammars: OnceLock<Result<Arc<GrammarCompiler>, String>>,
+}
+
+impl EngineHandle {
+    pub(super) fn new(commands: Sender<Command>, shared: Shared) -> Self {
+        Self { commands, shared: Arc::new(shared) }
+    }
+
+    /// Queues a request and returns its event stream.
+    ///
+    /// Requests of equal priority start in submission order. They run at the same time if they fit in the KV cache.
+    /// A prompt prefix that is already in the KV cache is reused.
+    ///
+    /// Fails if the prompt is empty, or if a token id or an option is out of range.
+    /// Fails if the chat format cannot render the conversation.
+    /// Fails with [`Error::ContextFull`] if the prompt leaves no room for an answer.
+    pub fn submit(&self, request: Request) -> Result<RequestStream> {
+        Ok(self.submit_n(request, 1)?.remove(0))
+    }
+
+    /// Queues a request for `n` answers to the same prompt, and returns one event stream per answer.
+    ///
+    /// The prompt is computed once. The answer at index i is sampled with the request's seed plus i.
+    /// A request for one answer with that seed produces the same answer. See [`submit`](Self::submit) for errors.
+    pub fn submit_n(&self, request: Request, n: usize) -> Result<Vec<RequestStream>> {
+        let submitted = Instant::now();
+        let language = &self.shared.language;
+        if !(1..=MAX_ANSWERS).contains(&n) {
+            bail!("n is {n}: expected a number from 1 to {MAX_ANSWERS}");
+        }
+        let options = request.options.unwrap_or_else(|| GenerateOptions::new(self.shared.defaults.clone()));
+        let mut chat = None;
+        let (ids, outputs): (Vec<u32>, Vec<Output>) = match request.prompt {
+            Prompt::Chat { messages, render } => {
+                let (rendered, format) = (self.render(&messages, &render)?, language.chat_format()?);
+                let output = |_| Output::chat(language.clone(), format.parser(&rendered), &options);
+                let outputs = (0..n).map(output).collect();
+                let has_generation_prompt = render.add_generation_prompt;
+                chat = Some(ChatPrompt { text: rendered.text, has_generation_prompt });
+                (rendered.ids, outputs)
+            }
+            Prompt::Text(text) => {
+                self.check_text(text.len())?;
+                let ids = language.tokenizer.encode(&text, ControlTokens::Default)?;
+                let outputs = (0..n).map(|_| Output::raw(language.clone(), &ids, &options)).collect();
+                (ids, outputs)
+            }
+            Prompt::Ids(ids) => {
+                let outputs = (0..n).map(|_| Output::raw(language.clone(), &ids, &options)).collect();
+                (ids, outputs)
+            }
+        };
+        self.submit_ids(ids, chat, outputs, options, submitted)
+    }
+
+    /// Queues one sequence for each output.
+    pub(super) fn submit_ids(
+        &self,
+        ids: Vec<u32>,
+        chat: Option<ChatPrompt>,
+        outputs: Vec<Output>,
+        mut options: GenerateOptions,
+        submitted: Instant,
+    ) -> Result<Vec<RequestStream>> {
+        self.check(&ids, &options)?;
+        let prompt_tokens = ids.len();
+        let counters = &self.shared.counters;
+        if counters.is_draining.load(Ordering::Relaxed) {
+            return Err(Error::Draining.into());
+        }
+        let prompt_parts = self.request_parts(&options)?;
+        let record = options.keeps_record.then(|| Arc::new(RequestRecord::new(&ids, chat.as_ref(), &options)));
+        let constraint = self.prepare_constraint(&mut options, chat)?;
+        let (mut sequences, mut streams) = (Vec::new(), Vec::new());
+        for output in outputs {
+            let (sender, events) = unbounded_channel();
+            if self.info().ranks > 1 {
+                self.shared.failure.add(&sender);
+            }
+            let mut sequence = Sequence::new(ids.clone(), &options, self.language().stop_ids(), sender);
+            sequence.prompt_parts = prompt_parts;
+            if let Some(constraint) = &constraint {
+                sequence.constrain(constraint.clone());
+            }
+            let stream = RequestStream::new(events, output, &options, prompt_tokens, self.info(), submitted);
+            let stream = stream.with_client_end(sequence.client_end().clone());
+            sequences.push(sequence);
+            let prompt = |top| ScoredPrompt { tokens: ids.clone(), top, logprobs: Vec::new() };
+            let prompt = options.prompt_logprobs.map(prompt);
+            streams.push(stream.with_record(record.clone()).with_scored_prompt(prompt));
+            options.sampling.seed = options.sampling.seed.wrapping_add(1);
+        }
+        let count = streams.len() as u64;
+        stats::add(&counters.waiting, count);
+        self.send(Command::Submit(sequences)).inspect_err(|_| stats::subtract(&counters.waiting, count))?;
+        Ok(streams)
+    }
+
+    /// Compiles the constraint of a request, if any. The first constraint of an engine takes about one second longer.
+    fn prepare_constraint(
+        &self,
+        options: &mut GenerateOptions,
+        chat: Option<ChatPrompt>,
+    ) -> Result<Option<ConstraintState>> {
+        let Some(constraint) = options.constraint.take() else { return Ok(None) };
+        let invalid = |name: &str, reason: String| Error::InvalidConstraint { name: name.to_string(), reason };
+        if options.ignore_eos {
+            return Err(invalid("ignore_eos", "an answer with a constraint must be able to end".to_string()).into());
+        }
+        let (language, vocab_size) = (&self.shared.language, self.info().vocab_size);
+        let compiler = self.shared.grammars.get_or_init(|| {
+            let compiler = GrammarCompiler::new(language.tokenizer.table(), vocab_size, language.stop_ids());
+            compiler.map(Arc::new).map_err(|problem| format!("{problem:#}"))
+        });
+        let compiler = compiler.clone().map_err(|reason| invalid("model", reason))?;
+        let stop_token_ids = options.stop_token_ids.clone();
+        prepare(ConstrainedRequest { compiler, language: language.clone(), constraint, chat, stop_token_ids }).map(Some)
+    }
+
+    /// Returns the token ids of a prompt.
+    pub(super) fn encode(&self, prompt: Prompt) -> Result<Vec<u32>> {
+        match prompt {
+            Prompt::Chat { messages, render } => Ok(self.render(&messages, &render)?.ids),
+            Prompt::Text(text) => {
+                self.check_text(text.len())?;
+                self.tokenizer().encode(&text, ControlTokens::Default)
+            }
+            Prompt::Ids(ids) => Ok(ids),
+        }
+    }
+
+    /// Checks that the engine can generate an answer to a prompt with these options.
+    pub(super) fn check(&self, ids: &[u32], options: &GenerateOptions) -> Result<()> {
+        self.check_options(options)?;
+        if ids.is_empty() {
+            bail!("cannot generate text: the prompt is empty");
+        }
+        let vocab_size = self.info().vocab_size;
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {
+            bail!("cannot generate text: token id {id} is outside the model's vocabulary of {vocab_size} tokens");
+        }
+        let (prompt_tokens, context_tokens) = (ids.len(), self.context());
+        if prompt_tokens >= context_tokens {
+            let limit_tokens = self.info().max_context;
+            return Err(Error::ContextFull { prompt_tokens, context_tokens, limit_tokens }.into());
+        }
+        Ok(())
+    }
+
+    /// Returns how the prompt of a deterministic request is divided.
+    ///
+    /// Returns `None` for other requests, and on an engine that is deterministic for all requests.
+    pub(super) fn request_parts(&self, options: &GenerateOptions) -> Result<Option<PromptParts>> {
+        let info = self.info();
+        match info.request_parts {
+            _ if !options.deterministic || info.is_deterministic => Ok(None),
+            None => {
+                let reason = "the chunk size or the attention kernel of this engine does not support it".to_string();
+                Err(Error::NotDeterministic { reason }.into())
+            }
+            prompt_parts => Ok(prompt_parts),
+        }
+    }
+
+    fn check_options(&self, options: &GenerateOptions) -> Result<()> {
+        options.sampling.validate().map_err(anyhow::Error::msg)?;
+        let vocab_size = self.info().vocab_size;
+        let ids = options.logit_bias.keys().chain(&options.stop_token_ids);
+        if let Some(id) = ids.copied().find(|&id| id as usize >= vocab_size) {
+            bail!("token id {id} in the options is outside the model's vocabulary of {vocab_size} tokens");
+        }
+        if let Some((id, bias)) = options.logit_bias.iter().find(|(_, bias)| !(-100.0..=100.0).contains(*bias)) {
+            bail!("the logit bias of token id {id} is {bias}: expected a number from -100 to 100");
+        }
+        for (name, count) in [("logprobs", options.logprobs), ("prompt_logprobs", options.prompt_logprobs)] {
+            if let Some(count) = count.filter(|&count| count > MAX_LOGPROBS) {
+                bail!("{name} is {count}: expected a number from 0 to {MAX_LOGPROBS}");
+            }
+        }
+        Ok(())
+    }
+
+    /// Renders a conversation to token ids.
+    ///
+    /// Fails with [`Error::PromptTooLong`] before rendering if the conversation is far longer than the context.
+    pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
+        self.check_text(messages.iter().map(Message::text_bytes).sum())?;
+        self.shared.language.render(messages, options)
+    }
+
+    /// Rejects a prompt that is far too long for the context, without the cost of encoding it.
+    fn check_text(&self, prompt_bytes: usize) -> Result<()> {
+        let context_tokens = self.context();
+        if prompt_bytes > MIN_TEXT_BYTES.max(context_tokens.saturating_mul(MAX_BYTES_PER_TOKEN)) {
+            return Err(Error::PromptTooLong { prompt_bytes, context_tokens }.into());
+        }
+        Ok(())
+    }
+
+    /// Submits a conversation and streams the completion. See [`submit`](Self::submit) and [`Prompt::Chat`].
+    pub fn chat(
+        &self,
+        messages: &[Message],
+        render: &RenderOptions,
+        options: GenerateOptions,
+    ) -> Result<RequestStream> {
+        self.submit(Request::chat(messages).render(render.clone()).options(options))
+    }
+
+    /// Submits a text and streams its continuation. See [`submit`](Self::submit) and [`Prompt::Text`].
+    pub fn complete(&self, text: &str, options: GenerateOptions) -> Result<RequestStream> {
+        self.submit(Request::text(text).options(options))
+    }
+
+    /// Submits token ids and streams their continuation. See [`submit`](Self::submit) and [`Prompt::Ids`].
+    pub fn complete_ids(&self, ids: &[u32], options: GenerateOptions) -> Result<RequestStream> {
+        self.submit(Request::ids(ids).options(options))
+    }
+
+    /// Returns the properties of the loaded model.
+    pub fn info(&self) -> &ModelInfo {
+        &self.shared.info
+    }
+
+    /// Returns the model's tokenizer and chat format.
+    pub fn language(&self) -> &Language {
+        &self.shared.language
+    }
+
+    pub(super) fn shared_language(&self) -> Arc<Language> {
+        self.shared.language.clone()
+    }
+
+    /// Returns the model's tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.shared.language.tokenizer
+    }
+
+    /// Returns the sampling defaults of the model, or greedy sampling if the model has no defaults.
+    pub fn defaults(&self) -> &SamplingParams {
+        &self.shared.defaults
+    }
+
+    /// Returns the context length in tokens.
+    pub fn context(&self) -> usize {
+        self.shared.info.context
+    }
+
+    /// Returns the number of tokens of the latest request that are in the KV cache.
+    pub fn cached_tokens(&self) -> usize {
+        self.stats().cached_tokens as usize
+    }
+
+    /// Returns the device that holds the weights and the KV cache.
+    pub fn device(&self) -> &Device {
+        &self.shared.device
+    }
+
+    /// Returns how decode steps of a single request run: as a CUDA graph, or one operation at a time.
+    pub fn executor(&self) -> Executor {
+        self.shared.info.executor
+    }
+
+    /// Returns why the decode steps of a single request do not run as a CUDA graph, or `None` if they run as one.
+    pub fn eager_reason(&self) -> Option<&EagerReason> {
+        self.shared.info.eager_reason.as_ref()
+    }
+
+    /// Returns the current counters of the engine.
+    pub fn stats(&self) -> EngineStats {
+        self.shared.counters.snapshot()
+    }
+
+    /// Returns the histograms of steps and sequences.
+    pub(crate) fn histograms(&self) -> EngineHistograms {
+        self.shared.counters.histograms()
+    }
+
+    /// Removes and returns the times from the cancellation of recent requests by their clients to their end, in seconds.
+    pub(crate) fn take_cancel_times(&self) -> Vec<f64> {
+        self.shared.counters.take_cancel_times()
+    }
+
+    /// Returns whether the engine is making progress: no device has failed, and the engine thread is idle, or its
+    /// current step has taken at most `limit`.
+    pub fn is_responsive(&self, limit: Duration) -> bool {
+        self.failure().is_none() && self.shared.counters.heartbeat.is_regular(limit)
+    }
+
+    /// Returns whether the engine can answer no more requests: its thread has ended, because of a shutdown, a panic or a
+    /// fault of a device, or one of several devices has failed.
+    pub fn has_stopped(&self) -> bool {
+        self.failure().is_some() || self.shared.counters.heartbeat.has_stopped()
+    }
+
+    /// Returns the error of the device that failed, or `None` if no device has failed. Only several devices that run a
+    /// model together can fail alone. The engine stops after such a failure.
+    pub fn failure(&self) -> Option<Error> {
+        self.shared.failure.error()
+    }
+
+    /// Lets the next step fail. For tests.
+    #[doc(hidden)]
+    pub fn inject_fault(&self, fault: Fault) -> Result<()> {
+        self.send(Command::Fail(fault))
+    }
+
+    /// Rejects new requests and waits until all submitted requests have ended.
+    pub fn drain(&self) -> Result<()> {
+        self.shared.counters.is_draining.store(true, Ordering::Relaxed);
+        // Another thread may have read `is_draining` before it was set, and may submit a request after this command.
+        // The engine thread rejects such a request.
+        self.send(Command::Drain)?;
+        self.with_runner(|_| ())
+    }
+
+    /// Saves the keys and values of the longest cached prefix of `ids`. Returns the number of saved tokens.
+    ///
+    /// [`load_prefix`](Self::load_prefix) reads the file.
+    /// If nothing is cached, writes no file and returns 0.
+    pub fn save_prefix(&self, ids: &[u32], path: &Path) -> Result<usize> {
+        let (ids, path, fingerprint) = (ids.to_vec(), path.to_path_buf(), self.shared.fingerprint.clone());
+        self.with_cache(move |runner, blocks| prefix_file::save(&path, &ids, &fingerprint, runner, blocks))?
+    }
+
+    /// Adds a saved prefix to the prefix cache. Returns the number of tokens in the prefix.
+    ///
+    /// Returns 0 if the file belongs to another model, dtype or build of inferno.
+    /// Also returns 0 if the cache has no room. The number of devices that run the model may differ.
+    /// Fails if the file cannot be read or is damaged.
+    pub fn load_prefix(&self, path: &Path) -> Result<usize> {
+        // Read the file on this thread, so that other requests do not wait for it.
+        let largest = self.info().cache_bytes.saturating_mul(self.info().ranks as u64);
+        let bytes = files::read(path, largest.saturating_add(MAX_PREFIX_HEADER))?;
+        let (path, fingerprint) = (path.to_path_buf(), self.shared.fingerprint.clone());
+        self.with_cache(move |runner, blocks| prefix_file::load(&path, bytes, &fingerprint, runner, blocks))?
+    }
+
+    fn with_cache<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(&Runner, &mut BlockManager) -> T + Send + 'static,
+    ) -> Result<T> {
+        let (sender, result) = mpsc::sync_channel(1);
+        self.send(Command::Cache(Box::new(move |runner, blocks| {
+            // The send fails only if the caller no longer waits for the result.
+            let _ = sender.send(call(runner, blocks));
+        })))?;
+        self.wait_for(&result)
+    }
+
+    /// Waits for the result of a call on the engine thread. Fails if the engine stops or a device fails.
+    pub(super) fn wait_for<T>(&self, result: &mpsc::Receiver<T>) -> Result<T> {
+        loop {
+            match result.recv_timeout(FAILURE_POLL) {
+                Ok(value) => return Ok(value),
+                Err(RecvTimeoutError::Timeout) if self.failure().is_none() => {}
+                Err(_) => {
+                    let stopped = || anyhow!("the engine stopped before the call returned");
+                    return Err(self.failure().map_or_else(stopped, anyhow::Error::from));
+                }
+            }
+        }
+    }
+
+    /// Calls a function on the engine thread with the runner and waits for the result.
+    ///
+    /// The call runs between all earlier and all later requests, with exclusive use of the KV cache.
+    /// Fails if the engine has stopped, or if the function panics. A panic stops the engine.
+    pub fn with_runner<T: Send + 'static>(&self, call: impl FnOnce(&mut Runner) -> T + Send + 'static) -> Result<T> {
+        let (sender, result) = mpsc::sync_channel(1);
+        self.send(Command::Run(Box::new(move |runner| {
+            // The send fails only if the caller no longer waits for the result.
+            let _ = sender.send(call(runner));
+        })))?;
+        self.wait_for(&result)
+    }
+
+    /// Returns `count` random token ids. The same seed always gives the same ids for a model.
+    pub fn random_tokens(&self, seed: u64, count: usize) -> Vec<u32> {
+        let vocab_size = self.info().vocab_size as f64;
+        (0..count as u64).map(|index| (uniform(seed, index) * vocab_size) as u32).collect()
+    }
+
+    pub(super) fn send(&self, command: Command) -> Result<()> {
+        let stopped = |_| self.failure().map_or_else(|| anyhow!("the engine has stopped"), anyhow::Error::from);
+        self.commands.send(command).map_err(stopped)
+    }
+}

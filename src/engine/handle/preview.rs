@@ -1,0 +1,55 @@
+//! Predicts whether and when a request would start, without running the request.
+
+use std::sync::mpsc;
+
+use anyhow::Result;
+
+use super::EngineHandle;
+use crate::engine::engine_loop::Command;
+use crate::engine::requests::{GenerateOptions, Request};
+use crate::engine::scheduler::{NewSequence, Preview, SequenceId};
+
+/// The predicted start of a request that is submitted now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RequestPreview {
+    pub prompt_tokens: usize,
+    /// The maximum number of tokens in each answer.
+    pub max_tokens: usize,
+    /// The position in the queue and the needed blocks.
+    pub preview: Preview,
+}
+
+impl EngineHandle {
+    /// Predicts whether and when a request for `answers` answers would start.
+    ///
+    /// Fails like [`submit_n`](Self::submit_n), except that constraints are not compiled. Waits for the current step.
+    pub fn preview(&self, request: Request, answers: usize) -> Result<RequestPreview> {
+        let ids = self.encode(request.prompt)?;
+        let options = request.options.unwrap_or_else(|| GenerateOptions::new(self.defaults().clone()));
+        self.check(&ids, &options)?;
+        let prompt_tokens = ids.len();
+        let prompt_parts = self.request_parts(&options)?;
+        let max_tokens = options.max_tokens.unwrap_or(usize::MAX).min(self.context() - prompt_tokens);
+        let (sender, result) = mpsc::sync_channel(1);
+        self.send(Command::Inspect(Box::new(move |scheduler, now| {
+            let new = NewSequence {
+                // This id is larger than all ids in use.
+                id: SequenceId::MAX - answers as SequenceId,
+                prompt: ids,
+                cache_salt: options.cache_salt,
+                prompt_parts,
+                computes_whole_prompt: options.prompt_logprobs.is_some(),
+                forks: (1..answers as SequenceId).map(|fork| SequenceId::MAX - fork).collect(),
+                max_tokens,
+                tenant: options.tenant,
+                priority: options.priority,
+                arrival: now,
+                deadline: None,
+            };
+            // The send fails only if the caller no longer waits for the result.
+            let _ = sender.send(scheduler.preview(&new));
+        })))?;
+        let preview = self.wait_for(&result)?;
+        Ok(RequestPreview { prompt_tokens, max_tokens, preview })
+    }
+}

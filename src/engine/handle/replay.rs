@@ -1,0 +1,59 @@
+//! Recomputes recorded answers.
+
+use std::time::Instant;
+
+use anyhow::Result;
+
+use super::EngineHandle;
+use crate::engine::requests::{GenerateOptions, Output, RecordedAnswer, RequestRecord};
+
+/// A token and its log probability, if the request asked for log probabilities.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ReplayedToken {
+    pub id: u32,
+    pub logprob: Option<f32>,
+}
+
+/// The first difference between an answer and its record.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Divergence {
+    /// The number of equal tokens before the difference.
+    pub index: usize,
+    pub expected: ReplayedToken,
+    /// The replayed token. `None` if the answer ended here.
+    pub got: Option<ReplayedToken>,
+}
+
+impl EngineHandle {
+    /// Recomputes the answer at `index`, up to the end of its record. Returns the first difference, if any.
+    ///
+    /// Fails like [`submit`](Self::submit).
+    pub fn replay(&self, request: &RequestRecord, index: usize, answer: &RecordedAnswer) -> Result<Option<Divergence>> {
+        let mut options = GenerateOptions::new(request.sampling.clone());
+        options.sampling.seed = options.sampling.seed.wrapping_add(index as u64);
+        options.max_tokens = Some(answer.tokens.len());
+        options.stop_token_ids = request.stop_token_ids.clone();
+        options.min_tokens = request.min_tokens;
+        options.logit_bias = request.logit_bias.clone();
+        options.logprobs = request.logprobs;
+        options.constraint = request.constraint.clone();
+        options.ignore_eos = request.ignore_eos;
+        options.deterministic = request.deterministic;
+        let output = Output::raw(self.shared_language(), &request.prompt, &options);
+        let chat = request.chat.clone();
+        let mut streams = self.submit_ids(request.prompt.clone(), chat, vec![output], options, Instant::now())?;
+        let mut events = streams.remove(0).into_iter();
+        for (index, &id) in answer.tokens.iter().enumerate() {
+            let event = events.next().transpose()?;
+            let got = event.as_ref().and_then(|event| {
+                let logprob = event.logprobs().map(|logprobs| logprobs.chosen);
+                Some(ReplayedToken { id: event.token()?, logprob })
+            });
+            if got.map(|token| token.id) != Some(id) {
+                let expected = ReplayedToken { id, logprob: answer.logprobs.get(index).copied() };
+                return Ok(Some(Divergence { index, expected, got }));
+            }
+        }
+        Ok(None)
+    }
+}

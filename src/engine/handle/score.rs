@@ -1,0 +1,75 @@
+//! Computes the logits or the negative log-likelihoods of given tokens.
+
+use anyhow::{Result, bail};
+use candle_core::{D, DType, Device, Tensor};
+
+use super::EngineHandle;
+use crate::runner::Runner;
+
+/// The maximum number of logit rows computed at once. Each row has one f32 per vocabulary entry.
+const LOGITS_ROWS: usize = 256;
+
+impl EngineHandle {
+    /// Returns the logits of every token in `ids`, f32 `[tokens, vocab]`, on the CPU.
+    ///
+    /// Fails if `ids` do not fit in the context.
+    /// Runs `ids` in chunks. Concatenating the logits of all chunks needs 2 × tokens × vocab × 4 bytes on the device.
+    pub fn logits(&self, ids: &[u32]) -> Result<Tensor> {
+        let ids = ids.to_vec();
+        // Return a CPU tensor: the caller's thread could free a GPU tensor while the engine captures a CUDA graph.
+        self.with_runner(move |runner| Ok(runner.logits(&ids)?.to_device(&Device::Cpu)?))?
+    }
+
+    /// Returns the negative log-likelihood, in nats, of each token after the first, given the preceding tokens.
+    ///
+    /// A text longer than the context is split into windows that overlap by half a context.
+    /// After the first window, the model therefore sees at least half a context before each token that it scores.
+    pub fn negative_log_likelihood(&self, ids: &[u32]) -> Result<Vec<f32>> {
+        let vocab_size = self.info().vocab_size;
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {
+            bail!("cannot score token id {id}: the vocabulary has {vocab_size} tokens");
+        }
+        if ids.len() < 2 {
+            bail!("cannot score a text of {} tokens: at least 2 are needed", ids.len());
+        }
+        if self.context() < 2 {
+            bail!("cannot score with a context of {} tokens: at least 2 are needed", self.context());
+        }
+        let ids = ids.to_vec();
+        self.with_runner(move |runner| windows_nll(runner, &ids))?
+    }
+}
+
+/// Scores a text of any length, window by window.
+fn windows_nll(runner: &mut Runner, ids: &[u32]) -> Result<Vec<f32>> {
+    let window = runner.limits().context;
+    let mut losses = Vec::with_capacity(ids.len() - 1);
+    let mut start = 0;
+    while losses.len() + 1 < ids.len() {
+        let end = (start + window).min(ids.len());
+        let window_losses = window_nll(runner, &ids[start..end])?;
+        // Skip tokens that the previous window already scored with more context.
+        let known = losses.len() - start;
+        losses.extend(&window_losses[known..]);
+        start = end - (window / 2).min(end);
+    }
+    Ok(losses)
+}
+
+/// Scores a text that fits in the context.
+fn window_nll(runner: &mut Runner, ids: &[u32]) -> Result<Vec<f32>> {
+    runner.reset();
+    let rows = LOGITS_ROWS.min(runner.limits().chunk);
+    let mut losses = Vec::with_capacity(ids.len() - 1);
+    for (index, inputs) in ids[..ids.len() - 1].chunks(rows).enumerate() {
+        let first_target = index * rows + 1;
+        let targets = &ids[first_target..first_target + inputs.len()];
+        let logits = runner.chunk_logits(inputs)?;
+        let targets = Tensor::new(targets, runner.device())?.unsqueeze(1)?;
+        let chosen = logits.gather(&targets, D::Minus1)?.squeeze(1)?;
+        let nll = (logits.log_sum_exp(D::Minus1)? - chosen)?;
+        losses.extend(nll.to_dtype(DType::F32)?.to_vec1::<f32>()?);
+    }
+    runner.reset();
+    Ok(losses)
+}

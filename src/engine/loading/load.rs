@@ -1,0 +1,327 @@
+//! Loads a model from a snapshot directory. Checks that the model fits before allocating memory.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use candle_core::{DType, Device};
+
+use super::info::{LoadTimes, ModelInfo};
+use super::load_ranks::{LoadedRanks, RankLoader};
+use super::memory::{Capacity, DeviceKind, MAX_LOGIT_ROWS, MemoryPlan};
+use super::memory_limit::MemoryLimit;
+use super::rank_memory::RankMemory;
+use crate::device::{self, DeviceChoice, DeviceInfo, Devices, Split};
+use crate::engine::sampling::SamplingParams;
+use crate::error::Error;
+use crate::kernels::attention::AttentionBackend;
+use crate::language::Language;
+use crate::models::{self, ModelConfig};
+use crate::nn::kv_cache::BLOCK_TOKENS;
+use crate::runner::{PromptParts, Runner, RunnerLimits, RunnerOptions};
+use crate::weights::quantized::QuantizationTarget;
+use crate::weights::{Checkpoint, Inventory, LoadProgress};
+use crate::worker;
+
+/// Options for loading a model.
+pub struct LoadOptions<'o> {
+    /// The devices that run the model together.
+    pub devices: Devices,
+    /// How the devices divide the model.
+    pub split: Split,
+    /// The dtype of activations. `None` selects bf16 on a GPU and f32 on a CPU.
+    pub dtype: Option<DType>,
+    /// The context length in tokens. `None` selects 32,768 or the model's limit, whichever is less.
+    /// This default is halved until the model fits in memory. Models with RoPE scaling can have a shorter default.
+    pub context: Option<usize>,
+    /// The prefill chunk size in tokens. `None` selects the fastest size that fits in memory.
+    pub chunk: Option<usize>,
+    /// The number of full-context sequences that the KV cache can hold. It can hold more sequences if they are shorter.
+    pub sequences: usize,
+    /// The maximum number of sequences that run at once. `None` selects 256. The chunk size is another upper limit.
+    pub max_sequences: Option<usize>,
+    /// The memory to use on the device. The KV cache uses what remains after weights and workspace.
+    /// With `None`, the KV cache is only as large as the number of `sequences` requires.
+    pub memory: Option<MemoryLimit>,
+    /// The format to which floating-point weight matrices are quantized during loading.
+    pub quantize: Option<QuantizationTarget>,
+    /// Whether to run decode steps one operation at a time, even if a CUDA graph could run them.
+    pub eager: bool,
+    /// Whether the tokens and logits of answers must be independent of other requests, prefix caching and preemption.
+    /// If true, steps are slower, and a prompt reuses less of the prefix cache.
+    pub deterministic: bool,
+    /// See [`EngineBuilder::queue_on_cpu`](crate::engine::EngineBuilder::queue_on_cpu).
+    pub queue_on_cpu: bool,
+    /// The attention kernel on a GPU, for all steps outside the decode graph.
+    pub attention: AttentionBackend,
+    /// A progress callback. Its arguments are the number of bytes loaded so far and the total number of bytes.
+    pub progress: &'o dyn Fn(u64, u64),
+    /// A callback that runs once the device is open.
+    pub on_device: &'o dyn Fn(&DeviceInfo),
+    /// A function that checks the tokenizer and chat format while the weights load. If it fails, loading fails.
+    pub check_language: &'o (dyn Fn(&Language) -> Result<()> + Sync),
+}
+
+impl Default for LoadOptions<'_> {
+    fn default() -> Self {
+        Self {
+            devices: Devices::default(),
+            split: Split::default(),
+            dtype: None,
+            context: None,
+            chunk: None,
+            sequences: 1,
+            max_sequences: None,
+            memory: None,
+            quantize: None,
+            eager: false,
+            deterministic: false,
+            queue_on_cpu: false,
+            attention: AttentionBackend::Auto,
+            progress: &|_, _| (),
+            on_device: &|_| (),
+            check_language: &|_| Ok(()),
+        }
+    }
+}
+
+/// The parts of an engine before its thread starts.
+pub struct EngineParts {
+    pub language: Language,
+    pub runner: Runner,
+    pub defaults: SamplingParams,
+    pub info: ModelInfo,
+    /// Identifies the model files, the dtype and the build. A saved prefix is valid only with the same fingerprint.
+    pub fingerprint: String,
+}
+
+/// Loads the snapshot in `dir`, which may also be the path of a GGUF file.
+///
+/// Fails before allocating device memory if the model is not supported or does not fit.
+pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
+    let started = Instant::now();
+    let (config, checkpoint) = models::open(dir)?;
+    let mut times = LoadTimes { headers_s: started.elapsed().as_secs_f64(), ..Default::default() };
+
+    let is_refused = AtomicBool::new(false);
+    let check = options.check_language;
+    let (language, model) = thread::scope(|scope| {
+        let language = scope.spawn(|| {
+            let started = Instant::now();
+            let language = worker::load_language_of(dir, &checkpoint);
+            let language = language.and_then(|language| check(&language).map(|()| language));
+            is_refused.store(language.is_err(), Ordering::Relaxed);
+            language.map(|language| (language, started.elapsed().as_secs_f64()))
+        });
+        let model = load_onto_device(&config, &checkpoint, options, &is_refused, &mut times);
+        (language.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), model)
+    });
+    // If both threads failed, report the language error. The model error may only say that loading was canceled.
+    let (language, tokenizer_s) = language?;
+    times.tokenizer_s = tokenizer_s;
+    let OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences } = model?;
+
+    times.total_s = started.elapsed().as_secs_f64();
+    // With LongRoPE, longer contexts use different RoPE factors.
+    let has_long_context = runner.limits().context > config.architecture.default_context();
+    let info = ModelInfo {
+        family: config.family.model_type,
+        quantization: match (config.quantization, options.quantize) {
+            (Some(stored), Some(quantize)) => Some(format!("{stored} and {quantize}")),
+            (stored, quantize) => stored.or(quantize.map(|quantize| quantize.to_string())),
+        },
+        parameters: checkpoint.parameters(),
+        vocab_size: config.architecture.vocab_size(),
+        max_context: config.architecture.max_position_embeddings(),
+        context: runner.limits().context,
+        chunk: runner.limits().chunk,
+        dtype: runner.dtype(),
+        attention,
+        executor: runner.executor(),
+        eager_reason: runner.eager_reason().cloned(),
+        is_deterministic: runner.prompt_parts().is_some(),
+        request_parts: deterministic_parts(runner.limits().chunk, attention).ok(),
+        device: device_info,
+        ranks: options.devices.count(),
+        weight_bytes,
+        cache_bytes,
+        cache_blocks: runner.cache().blocks(),
+        cache_sequences,
+        max_sequences: options
+            .max_sequences
+            .unwrap_or(MAX_LOGIT_ROWS)
+            .clamp(1, MAX_LOGIT_ROWS.min(runner.limits().chunk)),
+        load: times,
+    };
+    let defaults = SamplingParams::from_generation_config(&language.generation_config);
+    log(&info);
+    tracing::debug!(stop_ids = ?language.stop_ids(), ?defaults, "generation");
+    let fingerprint = fingerprint(dir, &checkpoint, has_long_context, options, &info, runner.prompt_parts());
+    Ok(EngineParts { language, runner, defaults, info, fingerprint })
+}
+
+/// Returns a string that identifies everything that keys and values depend on.
+///
+/// It covers the model files, dtype, quantization, RoPE factors, attention kernel, prompt parts and build.
+fn fingerprint(
+    dir: &Path,
+    checkpoint: &Checkpoint,
+    has_long_context: bool,
+    options: &LoadOptions,
+    info: &ModelInfo,
+    prompt_parts: Option<PromptParts>,
+) -> String {
+    let requests = checkpoint.read_requests(info.dtype);
+    let sources = requests.iter().flat_map(|request| &request.ranges).map(|range| &range.source);
+    let files: BTreeMap<_, _> = sources.map(|file| (&file.path, (file.bytes(), file.modified()))).collect();
+    let config_json = std::fs::metadata(dir.join("config.json")).ok();
+    let config_json = config_json.map(|metadata| (metadata.len(), metadata.modified().ok()));
+    let quantize = options.quantize.map(|quantize| quantize.to_string());
+    let build = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
+    let (dtype, attention) = (info.dtype, info.attention);
+    // Another number of ranks adds the same values in another order. Deterministic answers depend on this order.
+    let ranks = prompt_parts.map(|_| (options.devices.count(), options.split));
+    format!(
+        "{files:?} {config_json:?} {has_long_context} {dtype:?} {quantize:?} {attention} {prompt_parts:?} {ranks:?} {build:?}"
+    )
+}
+
+/// Returns how `--deterministic` divides prompts. Fails if the options do not allow it.
+fn deterministic_parts(chunk: usize, attention: AttentionBackend) -> Result<PromptParts> {
+    if attention == AttentionBackend::CandleFlashAttn {
+        bail!(Error::Usage("--deterministic does not support --attention flash".into()));
+    }
+    PromptParts::new(chunk).with_context(|| {
+        Error::Usage(format!("--deterministic needs chunks of at least {BLOCK_TOKENS} tokens, not {chunk}"))
+    })
+}
+
+fn log(info: &ModelInfo) {
+    tracing::info!(
+        family = info.family,
+        quantization = info.quantization.as_deref().unwrap_or("none"),
+        device = info.device.name,
+        dtype = ?info.dtype,
+        weight_bytes = info.weight_bytes,
+        cache_bytes = info.cache_bytes,
+        seconds = info.load.total_s,
+        "loaded"
+    );
+    match &info.eager_reason {
+        Some(reason) => tracing::info!(attention = %info.attention, %reason, "executor eager"),
+        None => tracing::info!(attention = %info.attention, "executor graph"),
+    }
+}
+
+/// The parts of a model that are on the device.
+struct OnDevice {
+    runner: Runner,
+    attention: AttentionBackend,
+    device_info: DeviceInfo,
+    weight_bytes: u64,
+    cache_bytes: u64,
+    cache_sequences: usize,
+}
+
+/// Loads the weights and allocates the KV cache. Stops early if the tokenizer or chat format was already rejected.
+fn load_onto_device(
+    config: &ModelConfig,
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    is_refused: &AtomicBool,
+    times: &mut LoadTimes,
+) -> Result<OnDevice> {
+    let architecture = &config.architecture;
+    let started = Instant::now();
+    let device = device::open(options.devices.first())?;
+    let device_infos = device_infos(&device, &options.devices)?;
+    let device_info = device_infos.iter().min_by_key(|info| info.free_bytes).unwrap_or(&device_infos[0]).clone();
+    times.device_s = started.elapsed().as_secs_f64();
+    if is_refused.load(Ordering::Relaxed) {
+        bail!("loading was canceled");
+    }
+    (options.on_device)(&device_info);
+    let dtype = options.dtype.unwrap_or_else(|| device::default_dtype(&device));
+
+    let device_kind = if device.is_cuda() { DeviceKind::Gpu } else { DeviceKind::Cpu };
+    let inventory = Inventory::from_checkpoint(checkpoint, options.quantize);
+    let plan = MemoryPlan::new(&inventory, architecture.as_ref(), dtype, device_kind).with_chunk(options.chunk)?;
+    let plan = plan.with_sequences(options.sequences)?;
+    let memory = RankMemory::new(&plan, &options.devices, &device_infos, options.split, options.memory)?;
+    let capacity = memory.choose(options.context)?;
+
+    let target = Target { device: &device, dtype, memory: &memory, capacity };
+    let allocated = allocate(config, checkpoint, options, &target, times);
+    let (runner, attention) = allocated.map_err(|error| {
+        if !device::is_out_of_memory(&error) {
+            return error;
+        }
+        // Another process may have allocated memory since `choose` checked it. Keep the original error as the cause.
+        let device_info = device::info_after_trim(&device).unwrap_or(device_info.clone());
+        error.context(memory.first().out_of_memory(capacity.context, &device_info))
+    })?;
+    let (weight_bytes, cache_bytes) = (memory.weight_bytes(), memory.cache_bytes(capacity));
+    let cache_sequences = memory.cache_sequences(capacity);
+    Ok(OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences })
+}
+
+/// The first device, the dtype and the memory plans for loading a model.
+struct Target<'t> {
+    device: &'t Device,
+    dtype: DType,
+    memory: &'t RankMemory,
+    capacity: Capacity,
+}
+
+/// Builds the decoder, the KV cache and the decode graph. Returns the runner and the selected attention kernel.
+fn allocate(
+    config: &ModelConfig,
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    target: &Target,
+    times: &mut LoadTimes,
+) -> Result<(Runner, AttentionBackend)> {
+    let &Target { device, dtype, memory, capacity } = target;
+    let Capacity { context, chunk } = capacity;
+    let total = checkpoint.bytes();
+    let report = |bytes| (options.progress)(bytes, total);
+    let started = Instant::now();
+    let progress = LoadProgress::new(&report);
+    let loader = RankLoader {
+        config,
+        checkpoint,
+        dtype,
+        quantize: options.quantize,
+        attention: options.attention,
+        context,
+        cache_blocks: memory.cache_blocks(capacity),
+        // Whether a sum is rounded depends on the number of tokens in a step, so on other requests.
+        rounds_partials: dtype == DType::BF16 && !options.deterministic,
+        stages: memory.stages.as_deref(),
+    };
+    let LoadedRanks { world, parts, others, attention, cache_s } = loader.load(device, &options.devices, &progress)?;
+    let prompt_parts = options.deterministic.then(|| deterministic_parts(chunk, attention)).transpose()?;
+    times.cache_s = cache_s;
+    times.weights_s = started.elapsed().as_secs_f64() - cache_s;
+
+    let started = Instant::now();
+    let runner_options = RunnerOptions { eager: options.eager, prompt_parts, queue_on_cpu: options.queue_on_cpu };
+    let limits = RunnerLimits { context, chunk };
+    let runner = Runner::with_ranks(world, parts, others, limits, device.clone(), runner_options)?;
+    times.graph_s = started.elapsed().as_secs_f64();
+    Ok((runner, attention))
+}
+
+/// Returns the properties of all devices, in rank order.
+fn device_infos(first: &Device, devices: &Devices) -> Result<Vec<DeviceInfo>> {
+    let first_info = device::info(first)?;
+    let info = |choice| match choice {
+        DeviceChoice::Cpu => Ok(first_info.clone()),
+        choice => device::info(&device::open(choice)?),
+    };
+    let others = devices.iter().skip(1).map(info).collect::<Result<Vec<_>>>()?;
+    Ok([vec![first_info.clone()], others].concat())
+}

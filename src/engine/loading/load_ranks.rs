@@ -1,0 +1,231 @@
+//! Loads the parts of a model onto its devices, one part per rank.
+
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use candle_core::{DType, Device};
+
+use crate::device::{self, DeviceChoice, Devices, World};
+use crate::engine::fault::PlannedFault;
+use crate::error::Error;
+use crate::kernels::attention::AttentionBackend;
+use crate::kernels::exchange;
+use crate::models::ModelConfig;
+use crate::nn::kv_cache::KvCache;
+use crate::runner::{PANIC, RankParts, failure};
+use crate::text::{error_message, plain_cuda_errors};
+use crate::weights::quantized::QuantizationTarget;
+use crate::weights::{Checkpoint, LoadProgress, Weights};
+
+/// Loads the parts of a model for all ranks.
+pub(super) struct RankLoader<'l> {
+    pub config: &'l ModelConfig,
+    pub checkpoint: &'l Checkpoint,
+    pub dtype: DType,
+    pub quantize: Option<QuantizationTarget>,
+    pub attention: AttentionBackend,
+    /// The maximum number of positions in a sequence.
+    pub context: usize,
+    /// The number of blocks in the KV cache of each rank.
+    pub cache_blocks: usize,
+    /// Whether ranks may round large partial results to bf16 before they add them.
+    pub rounds_partials: bool,
+    /// The layers of each rank. `None` if every rank holds a part of each layer.
+    pub stages: Option<&'l [Range<usize>]>,
+}
+
+/// The loaded parts of all ranks.
+pub(super) struct LoadedRanks {
+    /// The world of the first rank.
+    pub world: World,
+    /// The decoder and the KV cache of the first rank.
+    pub parts: RankParts,
+    /// The worlds and the parts of all other ranks.
+    pub others: Vec<(World, RankParts)>,
+    pub attention: AttentionBackend,
+    /// The time that the first rank took to allocate its KV cache, in seconds.
+    pub cache_s: f64,
+}
+
+/// The loaded part of one rank.
+struct LoadedRank {
+    parts: RankParts,
+    attention: AttentionBackend,
+    cache_s: f64,
+}
+
+impl RankLoader<'_> {
+    /// Loads the first rank's part onto `first`, which is already open. Reports only the progress of this rank.
+    ///
+    /// Loads the parts of all other ranks onto their devices, each on a separate thread.
+    pub fn load(&self, first: &Device, devices: &Devices, progress: &LoadProgress) -> Result<LoadedRanks> {
+        let worlds = World::threads(devices.count()).into_iter();
+        let worlds = worlds.map(|world| if self.rounds_partials { world.with_rounded_partials() } else { world });
+        let mut worlds = worlds.map(|world| match self.stages {
+            Some(stages) => world.with_stages(stages),
+            None => world,
+        });
+        let world = worlds.next().unwrap_or_default();
+        let others: Vec<_> = worlds.zip(devices.iter().skip(1)).collect();
+        let load_other = |(world, choice): (World, DeviceChoice)| -> Result<(World, RankParts)> {
+            let (world, LoadedRank { parts, .. }) = self.load_other(world, choice)?;
+            Ok((world, parts))
+        };
+        let ((world, first), others) = load_all(
+            world,
+            others,
+            |(world, _)| world,
+            |world| self.load_rank(exchange::connect(world, first)?, first, progress),
+            load_other,
+        )?;
+        let LoadedRank { parts, attention, cache_s } = first;
+        Ok(LoadedRanks { world, parts, others, attention, cache_s })
+    }
+
+    fn load_other(&self, world: World, choice: DeviceChoice) -> Result<(World, LoadedRank)> {
+        let device = device::open(choice)?;
+        self.load_rank(exchange::connect(world, &device)?, &device, &LoadProgress::silent())
+    }
+
+    /// Builds the decoder and the KV cache of one rank.
+    fn load_rank(&self, world: World, device: &Device, progress: &LoadProgress) -> Result<(World, LoadedRank)> {
+        if let Some(planned) = PlannedFault::from_env() {
+            planned.strike_while_loading(world.rank())?;
+        }
+        let &Self { config, checkpoint, dtype, quantize, attention, context, cache_blocks, .. } = self;
+        let of_rank = || Weights::of_rank(checkpoint, device, dtype, progress, world.clone());
+        let weights = match quantize {
+            Some(quantize) => of_rank()?.quantized_to(quantize),
+            None if world.size() > 1 => of_rank()?.sharing_reads(),
+            None => Weights::new(checkpoint, device, dtype, progress)?,
+        };
+        let mut decoder = config.architecture.build(&weights, context)?;
+        let attention = decoder.set_attention_backend(attention)?;
+        drop(weights);
+        device.synchronize()?;
+        let started = Instant::now();
+        let cache = KvCache::new(decoder.cache_layout(), cache_blocks, dtype, device)?;
+        device.synchronize()?;
+        let cache_s = started.elapsed().as_secs_f64();
+        Ok((world, LoadedRank { parts: RankParts { decoder, cache }, attention, cache_s }))
+    }
+}
+
+/// Calls `load_first` for the first rank, and `load_other` for each item of `others` on a separate thread.
+///
+/// If a rank fails or panics, the world ends, so no other rank waits for this rank. Returns the error of the rank that
+/// failed first.
+fn load_all<O: Send, F, T: Send>(
+    first: World,
+    others: Vec<O>,
+    world_of: impl Fn(&O) -> &World,
+    load_first: impl FnOnce(World) -> Result<F>,
+    load_other: impl Fn(O) -> Result<T> + Sync,
+) -> Result<(F, Vec<T>)> {
+    let first_failed = Mutex::new(None);
+    thread::scope(|scope| {
+        let (load_other, first_failed) = (&load_other, &first_failed);
+        let load = |other: O| {
+            let world = world_of(&other).clone();
+            scope.spawn(move || guarded(&world, first_failed, || load_other(other)))
+        };
+        let threads: Vec<_> = others.into_iter().map(load).collect();
+        let loaded = guarded(&first.clone(), first_failed, || load_first(first));
+        let results: Vec<_> = threads.into_iter().map(|thread| thread.join().ok().flatten()).collect();
+        if let Some(error) = first_failed.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            return Err(error);
+        }
+        let parts = || Some((loaded?, results.into_iter().collect::<Option<_>>()?));
+        parts().context("internal error: a rank did not load its part")
+    })
+}
+
+/// Calls `load` for the rank of `world`. If it fails, ends the world, and keeps the error in `first_failed` unless
+/// another rank failed earlier.
+fn guarded<T>(
+    world: &World,
+    first_failed: &Mutex<Option<anyhow::Error>>,
+    load: impl FnOnce() -> Result<T>,
+) -> Option<T> {
+    let error = match catch_unwind(AssertUnwindSafe(load)) {
+        Ok(Ok(loaded)) => return Some(loaded),
+        Ok(Err(error)) => error,
+        Err(panic) if world.size() == 1 => resume_unwind(panic),
+        Err(_) => Error::GpuFailed(failure(world, PANIC)).into(),
+    };
+    let mut first_failed = first_failed.lock().unwrap_or_else(PoisonError::into_inner);
+    let reason = failure(world, &error_message(&error));
+    first_failed.get_or_insert_with(|| named(world, error));
+    // The other ranks now fail too, but only because this rank has failed.
+    world.end(&reason);
+    None
+}
+
+/// Adds the name of the rank to its error, except to an error that the user can act on.
+fn named(world: &World, error: anyhow::Error) -> anyhow::Error {
+    if world.size() == 1 || error.is::<Error>() {
+        return error;
+    }
+    let text = format!("{error:#}");
+    match plain_cuda_errors(&text) == text || device::is_out_of_memory(&error) {
+        // The error may be about a file, or about the memory, which the caller explains.
+        true => error.context(format!("GPU {} of {}", world.rank() + 1, world.size())),
+        false => Error::GpuFailed(failure(world, &error_message(&error))).into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use anyhow::bail;
+
+    use super::*;
+    use crate::error::exit_code;
+
+    /// Loads three ranks, which meet before and after `load`. Returns the error.
+    fn error_of(load: impl Fn(&World) -> Result<()> + Sync) -> anyhow::Error {
+        let mut worlds = World::threads(3).into_iter();
+        let run = |world: World| -> Result<()> {
+            world.all_gather(())?;
+            load(&world)?;
+            world.all_gather(())?;
+            Ok(())
+        };
+        let started = Instant::now();
+        let error = load_all(worlds.next().unwrap(), worlds.collect(), |world| world, run, run).unwrap_err();
+        assert!(started.elapsed() < Duration::from_secs(6));
+        error
+    }
+
+    #[test]
+    fn a_rank_that_fails_while_loading_ends_all_ranks_with_its_error() {
+        for failing in 0..3 {
+            let name = format!("GPU {} of 3", failing + 1);
+            let error = error_of(|world| if world.rank() == failing { bail!("a bad file") } else { Ok(()) });
+            assert_eq!((format!("{error:#}"), exit_code(&error)), (format!("{name}: a bad file"), 1));
+
+            let cuda = r#"DriverError(CUDA_ERROR_ECC_UNCORRECTABLE, "uncorrectable ECC error")"#;
+            let error = error_of(|world| if world.rank() == failing { bail!("{cuda}") } else { Ok(()) });
+            let expected = "uncorrectable ECC error (CUDA_ERROR_ECC_UNCORRECTABLE); the others were stopped";
+            assert_eq!((format!("{error:#}"), exit_code(&error)), (format!("{name} failed: {expected}"), 7));
+
+            let usage = || Err(Error::usage("use another flag"));
+            let error = error_of(|world| if world.rank() == failing { usage() } else { Ok(()) });
+            assert_eq!((format!("{error:#}"), exit_code(&error)), ("use another flag".to_string(), 2));
+        }
+    }
+
+    #[test]
+    fn a_rank_that_panics_while_loading_ends_all_ranks() {
+        for failing in 0..3 {
+            let error = error_of(|world| if world.rank() == failing { panic!("a bug") } else { Ok(()) });
+            let expected = format!("GPU {} of 3 failed: its thread panicked; the others were stopped", failing + 1);
+            assert_eq!((format!("{error:#}"), exit_code(&error)), (expected, 7));
+        }
+    }
+}

@@ -1,0 +1,684 @@
+//! Computes how much memory a model needs, from its config and weight headers.
+//!
+//! The loader checks that the model fits before it allocates memory. `inferno show` prints the memory needs.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use anyhow::Result;
+use candle_core::DType;
+
+use crate::device::{DeviceInfo, MAX_RANKS, Split};
+use crate::error::Error;
+use crate::kernels::exchange::MAILBOX_BYTES;
+use crate::kernels::scratch::MAX_ARENA_BYTES;
+use crate::models::Architecture;
+use crate::nn::kv_cache::{BLOCK_TOKENS, CacheLayout, LayerSpec, peak_blocks};
+use crate::weights::Inventory;
+use crate::weights::division::RankPart;
+use crate::weights::inventory::PartBytes;
+
+/// The longest default context, in tokens.
+const DEFAULT_CONTEXT: usize = 32_768;
+/// If memory is short, the default context is halved down to this length, in tokens.
+const SMALLEST_CONTEXT: usize = 2048;
+
+/// An upper bound on the workspace memory that is independent of the chunk size, in bytes.
+/// cuBLASLt uses 32 MiB. The rest is for decode buffers, decode graphs and the logits of one token.
+const WORKSPACE_BYTES: u64 = 192 << 20;
+/// The maximum size of all arenas of batch graphs, in bytes.
+/// A larger arena has twice the size of the previous arena, and existing graphs keep the previous arena.
+const ARENA_BYTES: u64 = 2 * MAX_ARENA_BYTES as u64;
+/// The smallest value of [`workspace_bytes_per_token`]. Models with wide MLPs need more.
+const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
+
+/// The maximum number of sequences in a step. Each sequence has one row of logits.
+pub const MAX_LOGIT_ROWS: usize = 256;
+
+/// The maximum chunk size in tokens.
+///
+/// Kernels count the elements of an activation as an i32, so its tokens · columns must be less than 2^31.
+/// With this chunk size, an activation may have 131,071 columns.
+/// The widest known activation has 106,496 columns: gate and up of Llama 3.1 405B, 2 · 53,248.
+/// Chunks larger than those in [`DeviceKind::chunk_sizes`] are not faster.
+const MAX_CHUNK: usize = 16_384;
+
+/// The maximum default chunk size, in tokens, if each rank holds whole layers.
+///
+/// A rank waits until the other ranks have run their layers, and gives up after 5 s. With 2,048 tokens, even the largest
+/// layers that fit on a GPU run much faster: the layers of 100 GB take about 0.5 s on an H100.
+const MAX_STAGE_CHUNK: usize = 2048;
+
+/// Returns an upper bound on activation memory for each token of a chunk, in bytes.
+///
+/// Activation memory peaks in the down projection of an MLP. With b bytes per element of `dtype`, a token then needs:
+///
+/// - the outputs of gate_proj and up_proj in f32: 8 · intermediate
+/// - their product in `dtype` and, for some quantized weights, a quantized copy of it: 2b · intermediate
+/// - three versions of the residual stream, two layer outputs and the MLP output, all in f32: 24 · hidden
+/// - the two normed inputs in `dtype`: 2b · hidden
+/// - a reserve for the accumulators and the quantized input of an 8-bit matrix product: 8 · hidden
+///
+/// The up projection needs no more memory: its temporaries, such as 8-bit accumulators, fit in 2b · intermediate.
+/// For example, a token of Llama 3 70B in bf16 needs 504 KiB, and this bound is 624 KiB.
+/// Attention and the experts of all supported families need less memory.
+fn workspace_bytes_per_token(hidden_size: usize, intermediate_size: usize, dtype: DType) -> u64 {
+    let (hidden, intermediate, bytes) = (hidden_size as u64, intermediate_size as u64, dtype.size_in_bytes() as u64);
+    let needed = intermediate.saturating_mul(8 + 2 * bytes).saturating_add(hidden.saturating_mul(32 + 2 * bytes));
+    needed.max(MIN_WORKSPACE_BYTES_PER_TOKEN)
+}
+
+/// The kind of device that a model runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceKind {
+    Gpu,
+    Cpu,
+}
+
+impl DeviceKind {
+    /// Returns the chunk sizes to choose from, best first.
+    ///
+    /// Larger chunks need more memory. They are faster until the tensor cores are saturated.
+    fn chunk_sizes(self) -> &'static [usize] {
+        match self {
+            DeviceKind::Gpu => &[8192, 2048, 512],
+            DeviceKind::Cpu => &[256],
+        }
+    }
+}
+
+/// The memory requirements of a model as a function of its [`Capacity`].
+#[derive(Clone)]
+pub struct MemoryPlan {
+    /// The number of devices that run the model together. All sizes are for the device with the largest part.
+    ranks: usize,
+    weight_bytes: u64,
+    /// For each number of ranks from 1, the part of each rank if each layer is divided.
+    rank_parts: Arc<[Vec<RankPart>]>,
+    /// The sizes of the parts of the whole model.
+    parts: PartBytes,
+    /// Extra bytes needed during loading, to repack or stack the experts of one layer.
+    /// The memory is freed before the KV cache is allocated.
+    loading_bytes: u64,
+    /// Extra bytes needed during a forward pass, for the dequantized experts of one layer.
+    unpacked_bytes: u64,
+    /// An upper bound on activation memory for each token of a chunk, in bytes.
+    workspace_bytes_per_token: u64,
+    layers: Vec<LayerSpec>,
+    layout: CacheLayout,
+    /// The minimum number of full-context sequences that the KV cache can hold.
+    sequences: usize,
+    /// The memory to use on the device, in bytes. The KV cache uses what remains after weights and workspace.
+    /// With `None`, the KV cache is only as large as the number of `sequences` requires.
+    limit_bytes: Option<u64>,
+    /// The size of the logits of one token, in bytes.
+    logits_row_bytes: u64,
+    /// The chunk sizes to choose from, best first.
+    chunks: Vec<usize>,
+    dtype: DType,
+    max_context: usize,
+    /// The architecture's limit on the default context. RoPE scaling can make it lower than `max_context`.
+    default_context: usize,
+}
+
+/// The context length and chunk size for which memory is allocated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capacity {
+    /// The context length in tokens.
+    pub context: usize,
+    /// The prefill chunk size. One forward pass computes at most this many tokens, summed over all sequences.
+    pub chunk: usize,
+}
+
+impl MemoryPlan {
+    /// Plans memory for a model with these tensors. Its activations have the dtype `dtype`.
+    pub fn new(inventory: &Inventory, architecture: &dyn Architecture, dtype: DType, device_kind: DeviceKind) -> Self {
+        let (layers, max_context) = (architecture.cache_layers(), architecture.max_position_embeddings());
+        Self {
+            default_context: architecture.default_context(),
+            logits_row_bytes: 4 * architecture.vocab_size() as u64,
+            workspace_bytes_per_token: workspace_bytes_per_token(
+                architecture.hidden_size(),
+                architecture.intermediate_size(),
+                dtype,
+            ),
+            ..Self::from_layers(inventory, layers, max_context, dtype, device_kind)
+        }
+    }
+
+    /// Plans memory for a model of an unsupported family. `layers` describes its KV cache.
+    pub fn from_layers(
+        inventory: &Inventory,
+        layers: Vec<LayerSpec>,
+        max_context: usize,
+        dtype: DType,
+        device_kind: DeviceKind,
+    ) -> Self {
+        Self {
+            ranks: 1,
+            weight_bytes: inventory.loaded_bytes(dtype),
+            rank_parts: {
+                let kv_heads: Vec<_> = layers.iter().map(|layer| layer.kv_heads).collect();
+                (1..=MAX_RANKS).map(|ranks| inventory.rank_parts(&kv_heads, ranks, dtype)).collect()
+            },
+            parts: inventory.part_bytes(layers.len(), dtype),
+            loading_bytes: if device_kind == DeviceKind::Gpu { inventory.largest_expert_layer(dtype) } else { 0 },
+            unpacked_bytes: if device_kind == DeviceKind::Gpu { inventory.unpacked_expert_layer(dtype) } else { 0 },
+            workspace_bytes_per_token: MIN_WORKSPACE_BYTES_PER_TOKEN,
+            layout: CacheLayout::new(&layers),
+            layers,
+            sequences: 1,
+            limit_bytes: None,
+            logits_row_bytes: 0,
+            chunks: device_kind.chunk_sizes().to_vec(),
+            dtype,
+            max_context,
+            default_context: max_context,
+        }
+    }
+
+    /// Sets the number of full-context sequences that the KV cache can hold. Fails if `sequences` is 0.
+    ///
+    /// The KV cache can hold more sequences if they are shorter.
+    pub fn with_sequences(self, sequences: usize) -> Result<Self> {
+        match sequences {
+            0 => Err(Error::Usage("cannot load a model for 0 sequences: use 1 or more".into()).into()),
+            _ => Ok(Self { sequences, ..self }),
+        }
+    }
+
+    /// Divides the layers among ranks with this much free memory each, in bytes. Returns the layers of each rank.
+    /// The parts are proportional to the memory that remains after everything that each rank needs besides layers.
+    /// Fails if there are more ranks than layers.
+    pub fn stages(&self, free_bytes: &[u64]) -> Result<Vec<Range<usize>>> {
+        let (ranks, layers) = (free_bytes.len(), self.parts.layers.len());
+        if ranks > layers {
+            let message = format!("cannot divide {layers} layers among {ranks} devices: use at most {layers} devices");
+            return Err(Error::Usage(message).into());
+        }
+        let fixed_bytes = WORKSPACE_BYTES + self.parts.other + self.parts.head / ranks as u64;
+        let room = |free: &u64| u128::from(free.saturating_sub(fixed_bytes).max(1));
+        let total_room: u128 = free_bytes.iter().map(room).sum();
+        let total: u128 = self.parts.layers.iter().map(|&bytes| u128::from(bytes)).sum();
+        let (mut stages, mut start, mut bytes, mut room_so_far) = (Vec::new(), 0, 0, 0);
+        for (rank, free) in free_bytes.iter().enumerate() {
+            room_so_far += room(free);
+            // Leave one layer for each of the following ranks.
+            let last = layers - (ranks - 1 - rank);
+            let mut end = start;
+            while end < last {
+                let with_layer = bytes + u128::from(self.parts.layers[end]);
+                // Add the layer if at least half of it belongs to this rank. Every rank gets a layer.
+                let is_within = (bytes + with_layer) * total_room <= 2 * total * room_so_far;
+                if end > start && !is_within && rank + 1 < ranks {
+                    break;
+                }
+                (end, bytes) = (end + 1, with_layer);
+            }
+            stages.push(start..end);
+            start = end;
+        }
+        Ok(stages)
+    }
+
+    /// Plans the memory of a rank that holds whole layers, those in `layers`. `ranks` is the number of ranks.
+    pub fn with_stage(mut self, layers: Range<usize>, ranks: usize) -> Self {
+        self.ranks = ranks;
+        let PartBytes { layers: layer_bytes, head, other } = &self.parts;
+        self.weight_bytes = layer_bytes[layers.clone()].iter().sum::<u64>() + head.div_ceil(ranks as u64) + other;
+        self.layout = self.layout.of_layers(layers.clone());
+        self.layers = self.layers[layers].to_vec();
+        // A chunk size that the user requested stays.
+        if self.chunks.iter().any(|&chunk| chunk <= MAX_STAGE_CHUNK) {
+            self.chunks.retain(|&chunk| chunk <= MAX_STAGE_CHUNK);
+        }
+        self
+    }
+
+    /// Divides every layer among several ranks, and plans the memory of the rank with the largest part.
+    pub fn with_ranks(self, ranks: usize) -> Self {
+        // If parts differ in size, the first rank has the largest part of each tensor.
+        self.with_rank(0, ranks)
+    }
+
+    /// Divides every layer among several ranks, and plans the memory of one of them.
+    pub fn with_rank(mut self, rank: usize, ranks: usize) -> Self {
+        if ranks > 1 {
+            self.ranks = ranks;
+            let RankPart { weight_bytes, kv_heads } = &self.rank_parts[ranks - 1][rank];
+            for (layer, kv_heads) in self.layers.iter_mut().zip(kv_heads) {
+                layer.kv_heads = *kv_heads;
+            }
+            self.weight_bytes = *weight_bytes;
+            self.layout = CacheLayout::new(&self.layers);
+        }
+        self
+    }
+
+    /// Divides the model among ranks whose devices have equal memory, and plans the memory of the rank with the largest
+    /// part. Fails if there are more ranks than layers to divide.
+    pub fn with_split(self, split: Split, ranks: usize) -> Result<Self> {
+        if split == Split::Tensor || ranks == 1 {
+            return Ok(self.with_ranks(ranks));
+        }
+        let stages = self.stages(&vec![0; ranks])?;
+        let plans = stages.into_iter().map(|stage| self.clone().with_stage(stage, ranks));
+        Ok(plans.max_by_key(|plan| plan.weight_bytes).unwrap_or(self))
+    }
+
+    /// Limits the model to this many bytes of device memory.
+    /// The KV cache uses what remains after weights and workspace.
+    pub fn with_limit(self, limit_bytes: u64) -> Self {
+        Self { limit_bytes: Some(limit_bytes), ..self }
+    }
+
+    /// Sets the chunk size, if `chunk` is given. Fails if `chunk` is 0 or larger than a kernel can process.
+    pub fn with_chunk(self, chunk: Option<usize>) -> Result<Self> {
+        match chunk {
+            Some(0) => Err(Error::Usage("cannot load a model with --chunk 0: use --chunk 1 or more".into()).into()),
+            Some(chunk) if chunk > MAX_CHUNK => {
+                let message = format!("cannot load a model with --chunk {chunk}: use --chunk {MAX_CHUNK} or less");
+                Err(Error::Usage(message).into())
+            }
+            Some(chunk) => Ok(Self { chunks: vec![chunk], ..self }),
+            None => Ok(self),
+        }
+    }
+
+    /// Returns the KV cache shape of each layer.
+    pub fn layers(&self) -> &[LayerSpec] {
+        &self.layers
+    }
+
+    /// Returns the size of the loaded weights in bytes.
+    pub fn weight_bytes(&self) -> u64 {
+        self.weight_bytes
+    }
+
+    /// Returns the extra bytes needed during loading, before the KV cache is allocated.
+    pub fn loading_bytes(&self) -> u64 {
+        self.loading_bytes
+    }
+
+    /// Returns the groups of layers that share block tables.
+    pub fn layout(&self) -> &CacheLayout {
+        &self.layout
+    }
+
+    /// Returns the number of blocks in the KV cache: the blocks for all sequences, and the scratch block.
+    pub fn cache_blocks(&self, capacity: Capacity) -> usize {
+        let Capacity { context, chunk } = capacity;
+        // All sequences share the `chunk` tokens of a step, so only one sequence can have a full chunk.
+        let others = self.sequence_blocks(context).saturating_mul(self.sequences - 1);
+        let needed = self.layout.peak_blocks(context, chunk).saturating_add(others).saturating_add(1);
+        let Some(limit) = self.limit_bytes else { return needed };
+        let other_bytes = self.weight_bytes.saturating_add(self.workspace_bytes(capacity));
+        let room = limit.saturating_sub(other_bytes) / self.layout.block_bytes(self.dtype).max(1);
+        usize::try_from(room).unwrap_or(usize::MAX).min(self.most_blocks()).max(needed)
+    }
+
+    /// Returns the number of blocks that one decoding sequence uses when it fills the context.
+    pub fn sequence_blocks(&self, context: usize) -> usize {
+        self.layout.peak_blocks(context, 1)
+    }
+
+    /// Returns the number of full-context sequences that fit if the KV cache uses all free memory of the device.
+    pub fn sequences_that_fit(&self, capacity: Capacity, device: &DeviceInfo) -> usize {
+        let logit_bytes = self.logit_bytes(capacity.chunk);
+        let other_bytes = self.weight_bytes + self.workspace_bytes(capacity) + logit_bytes;
+        let blocks = device.free_bytes.saturating_sub(other_bytes) / self.layout.block_bytes(self.dtype).max(1);
+        (blocks as usize).min(self.most_blocks()) / self.sequence_blocks(capacity.context).max(1)
+    }
+
+    /// Returns the largest number of blocks for which kernels can count the elements of each cache tensor as an i32.
+    fn most_blocks(&self) -> usize {
+        let elements = self.layers.iter().map(|layer| layer.kv_heads * layer.head_dim * BLOCK_TOKENS).max();
+        i32::MAX as usize / elements.unwrap_or(1).max(1)
+    }
+
+    /// Returns the size of the KV cache in bytes.
+    pub fn cache_bytes(&self, capacity: Capacity) -> u64 {
+        self.block_bytes(self.cache_blocks(capacity))
+    }
+
+    /// Returns the size of a KV cache with this number of blocks, in bytes.
+    pub fn block_bytes(&self, blocks: usize) -> u64 {
+        (blocks as u64).saturating_mul(self.layout.block_bytes(self.dtype))
+    }
+
+    /// Returns the memory for one forward pass in addition to the weights and the KV cache, in bytes.
+    ///
+    /// Includes activations, dequantized experts, logits and library buffers.
+    pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
+        let chunk_bytes = self.workspace_bytes_per_token.saturating_mul(capacity.chunk as u64);
+        let is_batch = self.sequences > 1 || self.limit_bytes.is_some();
+        let batch_bytes = if is_batch { self.logit_bytes(capacity.chunk).saturating_add(ARENA_BYTES) } else { 0 };
+        let exchange_bytes = if self.ranks > 1 { MAILBOX_BYTES as u64 } else { 0 };
+        (WORKSPACE_BYTES + exchange_bytes)
+            .saturating_add(chunk_bytes)
+            .saturating_add(self.unpacked_bytes)
+            .saturating_add(batch_bytes)
+    }
+
+    /// Returns the memory for the logits of several sequences, in bytes.
+    ///
+    /// Includes a buffer that all batch graphs share, the logits of a step, a copy of the rows to sample from,
+    /// and another copy for log probabilities.
+    fn logit_bytes(&self, chunk: usize) -> u64 {
+        ((MAX_LOGIT_ROWS + 3 * MAX_LOGIT_ROWS.min(chunk)) as u64).saturating_mul(self.logits_row_bytes)
+    }
+
+    /// Returns `(full, sliding)`: KV cache sizes in bytes.
+    ///
+    /// `full` is the size per 1,000 tokens of context in the full-attention layers.
+    /// `sliding` is the size of the sliding-window layers at the longest context.
+    pub fn cache_growth(&self, chunk: usize) -> (u64, u64) {
+        let (sliding, full): (Vec<LayerSpec>, Vec<LayerSpec>) =
+            self.layers.iter().partition(|layer| layer.window.is_some());
+        let elements = |layers: &[LayerSpec]| -> u64 {
+            layers.iter().map(|layer| 2 * layer.kv_heads as u64 * layer.head_dim as u64).fold(0, u64::saturating_add)
+        };
+        let bytes = self.dtype.size_in_bytes() as u64;
+        let sliding_blocks = |layer: &LayerSpec| peak_blocks(layer.window, self.max_context, chunk) * BLOCK_TOKENS;
+        let rows = sliding.iter().map(|layer| elements(&[*layer]).saturating_mul(sliding_blocks(layer) as u64));
+        let sliding_bytes = rows.fold(0, u64::saturating_add).saturating_mul(bytes);
+        (elements(&full).saturating_mul(1000 * bytes), sliding_bytes)
+    }
+
+    /// Returns the peak memory of loading and running the model, in bytes.
+    pub fn bytes(&self, capacity: Capacity) -> u64 {
+        let running = self.cache_bytes(capacity).saturating_add(self.workspace_bytes(capacity) - WORKSPACE_BYTES);
+        self.weight_bytes.saturating_add(WORKSPACE_BYTES).saturating_add(running.max(self.loading_bytes))
+    }
+
+    /// Limits a chunk size to the largest number of tokens that all sequences together can have.
+    fn useful_chunk(&self, chunk: usize, context: usize) -> usize {
+        match self.limit_bytes {
+            Some(_) => chunk,
+            None => chunk.min(context.saturating_mul(self.sequences)),
+        }
+    }
+
+    /// Returns the capacity for this context with the smallest chunk, which needs the least memory.
+    pub fn smallest(&self, context: usize) -> Capacity {
+        Capacity { context, chunk: self.useful_chunk(self.chunks.last().copied().unwrap_or(context), context) }
+    }
+
+    /// Returns the default context length for a device that has enough memory.
+    pub fn default_context(&self) -> usize {
+        self.max_context.min(self.default_context).min(DEFAULT_CONTEXT)
+    }
+
+    /// Returns the longest context that fits with the smallest chunk, or `None` if no context fits.
+    pub fn largest_context(&self, device: &DeviceInfo) -> Option<usize> {
+        let fits = |context| self.fits(self.smallest(context), device);
+        if self.max_context == 0 || !fits(1) {
+            return None;
+        }
+        // Invariant of the binary search: `fitting` fits, `too_long` does not.
+        let (mut fitting, mut too_long) = (1, self.max_context + 1);
+        while too_long - fitting > 1 {
+            let middle = fitting + (too_long - fitting) / 2;
+            if fits(middle) { fitting = middle } else { too_long = middle }
+        }
+        Some(fitting)
+    }
+
+    /// Returns whether the model fits in the free memory of the device. Always true if the total memory is unknown.
+    fn fits(&self, capacity: Capacity, device: &DeviceInfo) -> bool {
+        let bytes = self.bytes(capacity);
+        self.limit_bytes.is_none_or(|limit| bytes <= limit) && (device.total_bytes == 0 || bytes <= device.free_bytes)
+    }
+
+    /// Returns the capacity for this context with the largest chunk that fits.
+    fn fit(&self, context: usize, device: &DeviceInfo) -> Option<Capacity> {
+        let chunk = |&chunk: &usize| Capacity { context, chunk: self.useful_chunk(chunk, context) };
+        let mut capacities = self.chunks.iter().map(chunk);
+        capacities.find(|capacity| self.fits(*capacity, device))
+    }
+
+    /// Chooses the capacity for the requested context, or for the default context if no context is requested.
+    ///
+    /// If memory is short, reduces the chunk size first, then the default context. Never reduces a requested context.
+    pub fn choose(&self, requested: Option<usize>, device: &DeviceInfo) -> Result<Capacity> {
+        let Some(context) = self.check_context(requested)? else {
+            let default = self.default_context();
+            return self.halvings(default).find_map(|context| self.fit(context, device)).ok_or_else(|| {
+                let smallest = self.halvings(default).last().unwrap_or(default);
+                self.out_of_memory(smallest, device).into()
+            });
+        };
+        self.fit(context, device).ok_or_else(|| self.out_of_memory(context, device).into())
+    }
+
+    /// Returns `requested` unchanged. Fails if the requested context is 0 or longer than the model supports.
+    pub fn check_context(&self, requested: Option<usize>) -> Result<Option<usize>> {
+        let error = match requested {
+            Some(0) => "cannot load a model with --context 0: use --context 1 or more".into(),
+            Some(context) if context > self.max_context => {
+                let limit = self.max_context;
+                format!("cannot load the model with --context {context}: it supports at most {limit} tokens")
+            }
+            _ => return Ok(requested),
+        };
+        Err(Error::Usage(error).into())
+    }
+
+    /// Yields `longest`, then repeatedly half the previous context, down to [`SMALLEST_CONTEXT`].
+    fn halvings(&self, longest: usize) -> impl Iterator<Item = usize> {
+        let shortest = SMALLEST_CONTEXT.min(longest);
+        let next = move |&context: &usize| (context > shortest).then(|| (context / 2).max(shortest));
+        std::iter::successors(Some(longest), next)
+    }
+
+    /// Returns the error for a context that does not fit. The error suggests a shorter context, if one fits.
+    pub fn out_of_memory(&self, context: usize, device: &DeviceInfo) -> Error {
+        let what = format!("this model with a context of {context} tokens");
+        let (needed_bytes, free_bytes) = (self.bytes(self.smallest(context)), device.free_bytes);
+        let smaller = self.halvings(context).skip(1);
+        let fitting_context = smaller.into_iter().find(|&context| self.fit(context, device).is_some());
+        let fits_on = |gpus: &usize| self.clone().with_ranks(*gpus).fit(context, device).is_some();
+        let is_divisible = self.ranks == 1 && device.compute_capability.is_some();
+        let fitting_gpus = [2, 4, 8].into_iter().find(|gpus| is_divisible && fits_on(gpus));
+        Error::OutOfMemory {
+            what,
+            device: device.name.clone(),
+            needed_bytes,
+            free_bytes,
+            fitting_context,
+            fitting_gpus,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan() -> MemoryPlan {
+        const FULL: LayerSpec = LayerSpec { kv_heads: 8, head_dim: 64, window: None };
+        const SLIDING: LayerSpec = LayerSpec { kv_heads: 8, head_dim: 64, window: Some(128) };
+        MemoryPlan {
+            ranks: 1,
+            weight_bytes: 10 << 30,
+            rank_parts: {
+                let part = |ranks: u64| RankPart {
+                    weight_bytes: (1 << 30) + (9 << 30) / ranks,
+                    kv_heads: vec![8 / ranks as usize; 2],
+                };
+                (1..=8).map(|ranks| vec![part(ranks); ranks as usize]).collect()
+            },
+            parts: PartBytes { layers: vec![4 << 30; 2], head: 1 << 30, other: 1 << 30 },
+            loading_bytes: 0,
+            unpacked_bytes: 0,
+            workspace_bytes_per_token: MIN_WORKSPACE_BYTES_PER_TOKEN,
+            layout: CacheLayout::new(&[FULL, SLIDING]),
+            layers: vec![FULL, SLIDING],
+            sequences: 1,
+            limit_bytes: None,
+            logits_row_bytes: 0,
+            chunks: vec![2048, 512],
+            dtype: DType::BF16,
+            max_context: 131_072,
+            default_context: 131_072,
+        }
+    }
+
+    fn device(free_bytes: u64) -> DeviceInfo {
+        DeviceInfo { name: "a GPU".into(), compute_capability: None, free_bytes, total_bytes: 80 << 30 }
+    }
+
+    #[test]
+    fn chunk_shrinks_before_the_context_does() {
+        let plan = plan();
+        let all = Capacity { context: DEFAULT_CONTEXT, chunk: 2048 };
+        assert_eq!(plan.choose(None, &device(80 << 30)).unwrap(), all);
+        assert_eq!(plan.choose(None, &device(plan.bytes(all))).unwrap(), all);
+        let small = Capacity { chunk: 512, ..all };
+        assert_eq!(plan.choose(None, &device(plan.bytes(all) - 1)).unwrap(), small);
+        assert_eq!(plan.choose(None, &device(plan.bytes(small))).unwrap(), small);
+        let half = plan.choose(None, &device(plan.bytes(small) - 1)).unwrap();
+        assert_eq!(half, Capacity { context: DEFAULT_CONTEXT / 2, chunk: 512 });
+        assert_eq!(plan.choose(Some(100), &device(80 << 30)).unwrap(), Capacity { context: 100, chunk: 100 });
+    }
+
+    #[test]
+    fn the_cache_takes_what_the_limit_leaves() {
+        let limit = 14u64 << 30;
+        let plan = plan().with_limit(limit);
+        let capacity = plan.choose(None, &device(limit)).unwrap();
+        assert_eq!(capacity, Capacity { context: DEFAULT_CONTEXT, chunk: 2048 });
+        let bytes = plan.bytes(capacity);
+        assert!(bytes <= limit && bytes + plan.layout.block_bytes(DType::BF16) > limit, "{bytes}");
+        let sequences = plan.cache_blocks(capacity) / plan.sequence_blocks(DEFAULT_CONTEXT);
+        assert_eq!(plan.sequences_that_fit(capacity, &device(limit)), sequences);
+        // A limit that is too small for one sequence shortens the default context, and rejects a requested context.
+        let smallest = Capacity { context: SMALLEST_CONTEXT, chunk: 512 };
+        let plan = self::plan().with_limit(self::plan().bytes(smallest) + ARENA_BYTES + (10 << 20));
+        assert!(plan.choose(None, &device(80 << 30)).unwrap().context < DEFAULT_CONTEXT);
+        assert!(plan.choose(Some(DEFAULT_CONTEXT), &device(80 << 30)).is_err());
+        // Kernels count the elements of a cache tensor as an i32.
+        let plan = self::plan().with_limit(1 << 45);
+        assert_eq!(plan.cache_blocks(capacity), i32::MAX as usize / (8 * 64 * BLOCK_TOKENS));
+    }
+
+    #[test]
+    fn loading_can_need_more_memory_than_running() {
+        let capacity = Capacity { context: 100, chunk: 100 };
+        let running = plan().bytes(capacity);
+        let plan = MemoryPlan { loading_bytes: 5 << 30, ..plan() };
+        assert_eq!(plan.bytes(capacity), (10 << 30) + WORKSPACE_BYTES + (5 << 30));
+        assert!(running < plan.bytes(capacity));
+    }
+
+    #[test]
+    fn out_of_memory_error_names_a_context_that_fits() {
+        let plan = plan();
+        let fits = plan.bytes(Capacity { context: 4096, chunk: 512 });
+        let error = plan.choose(Some(16_384), &device(fits)).unwrap_err();
+        assert!(error.to_string().contains("--context 4096"), "{error}");
+        let error = plan.choose(None, &device(1 << 30)).unwrap_err();
+        let Some(Error::OutOfMemory { fitting_context, .. }) = error.downcast_ref() else { panic!("{error}") };
+        assert_eq!(*fitting_context, None);
+    }
+
+    #[test]
+    fn out_of_memory_error_names_the_gpus_that_fit() {
+        let gpu = |bytes| DeviceInfo { compute_capability: Some((9, 0)), ..device(bytes) };
+        // Of the 10 GB of weights, 1 GB is not divided: every rank holds a copy of it.
+        for (bytes, gpus) in [(9u64 << 30, Some(2)), (5 << 30, Some(4)), (1 << 30, None)] {
+            let error = plan().choose(Some(2048), &gpu(bytes)).unwrap_err();
+            let Some(Error::OutOfMemory { fitting_gpus, .. }) = error.downcast_ref() else { panic!("{error}") };
+            assert_eq!(*fitting_gpus, gpus, "{error}");
+            assert_eq!(error.to_string().contains("--gpus"), gpus.is_some(), "{error}");
+        }
+        let error = plan().choose(Some(2048), &device(9 << 30)).unwrap_err();
+        assert!(!error.to_string().contains("--gpus"), "a CPU: {error}");
+    }
+
+    #[test]
+    fn several_ranks_divide_weights_and_cache() {
+        let (one, two) = (plan(), plan().with_ranks(2));
+        assert_eq!(two.weight_bytes(), (1 << 30) + (9 << 30) / 2);
+        let capacity = Capacity { context: 4096, chunk: 512 };
+        assert_eq!(two.cache_blocks(capacity), one.cache_blocks(capacity));
+        assert_eq!(two.cache_bytes(capacity), one.cache_bytes(capacity) / 2);
+        assert_eq!(two.workspace_bytes(capacity), one.workspace_bytes(capacity) + MAILBOX_BYTES as u64);
+    }
+
+    #[test]
+    fn layers_are_divided_in_proportion_to_free_memory() {
+        let parts = PartBytes { layers: vec![1 << 30; 10], head: 2 << 30, other: 1 << 30 };
+        let plan = MemoryPlan { parts, ..plan() };
+        let stages = |gib: &[u64]| plan.stages(&gib.iter().map(|gib| gib << 30).collect::<Vec<_>>()).unwrap();
+        assert_eq!(stages(&[20, 20]), [0..5, 5..10]);
+        assert_eq!(stages(&[20, 20, 20]), [0..3, 3..7, 7..10]);
+        assert_eq!(stages(&[10, 26]), [0..2, 2..10], "of 7.8 and 23.8 GiB that remain, 2.5 and 7.5 layers");
+        assert_eq!(stages(&[0, 20]), [0..1, 1..10], "every rank has a layer");
+        assert_eq!(stages(&[20, 0, 0]), [0..8, 8..9, 9..10]);
+        // The memory of a CPU may be unknown.
+        assert_eq!(stages(&[0, 0]), [0..5, 5..10]);
+        assert!(plan.stages(&[1 << 30; 11]).unwrap_err().to_string().contains("at most 10 devices"));
+    }
+
+    #[test]
+    fn a_split_plans_the_rank_with_the_largest_part() {
+        let parts = PartBytes { layers: vec![1 << 30, 1 << 30, 1 << 30], head: 2 << 30, other: 1 << 30 };
+        let layers = vec![LayerSpec { kv_heads: 8, head_dim: 64, window: None }; 3];
+        let plan = MemoryPlan { parts, layout: CacheLayout::new(&layers), layers, ..plan() };
+        let split = |split, ranks| plan.clone().with_split(split, ranks).map(|plan| plan.weight_bytes() >> 20);
+        assert_eq!(split(Split::Layers, 2).unwrap(), 4 << 10, "two layers, half of the head and everything else");
+        assert_eq!(split(Split::Tensor, 2).unwrap(), plan.clone().with_ranks(2).weight_bytes() >> 20);
+        assert_eq!(split(Split::Layers, 1).unwrap(), plan.weight_bytes() >> 20);
+        assert!(split(Split::Layers, 4).is_err());
+    }
+
+    #[test]
+    fn a_rank_with_whole_layers_holds_their_weights_and_cache() {
+        let (one, second) = (plan(), plan().with_stage(1..2, 2));
+        assert_eq!(second.weight_bytes(), (4 << 30) + (1 << 29) + (1 << 30));
+        let capacity = Capacity { context: 4096, chunk: 512 };
+        assert_eq!(second.cache_blocks(capacity), one.cache_blocks(capacity));
+        // The two layers are in different groups, so a block holds one layer of either.
+        assert_eq!(second.cache_bytes(capacity), one.cache_bytes(capacity));
+        assert_eq!(second.layers().len(), 1);
+        assert_eq!(plan().with_chunk(Some(8192)).unwrap().with_stage(0..1, 2).chunks, [8192]);
+        let plan = MemoryPlan { chunks: vec![8192, 2048, 512], ..plan() };
+        assert_eq!(plan.with_stage(0..1, 2).chunks, [2048, 512]);
+    }
+
+    #[test]
+    fn largest_context_is_the_last_one_that_fits() {
+        let plan = plan();
+        assert_eq!(plan.largest_context(&device(80 << 30)), Some(131_072));
+        assert_eq!(plan.largest_context(&device(1 << 30)), None);
+        // Above the smallest chunk of 512, only every 64th position adds a block, so test only multiples of 64 there.
+        for context in [1, 511, 5056, 131_072] {
+            let bytes = plan.bytes(plan.smallest(context));
+            assert_eq!(plan.largest_context(&device(bytes)), Some(context));
+        }
+    }
+
+    #[test]
+    fn wide_mlps_need_more_memory_per_token() {
+        let kib = |hidden, intermediate, dtype| workspace_bytes_per_token(hidden, intermediate, dtype) >> 10;
+        assert_eq!(kib(4096, 14_336, DType::BF16), 448, "Llama 3 8B");
+        assert_eq!(kib(2880, 2880, DType::BF16), 448, "gpt-oss");
+        assert_eq!(kib(8192, 28_672, DType::BF16), 624, "Llama 3 70B");
+        assert_eq!(kib(4608, 36_864, DType::BF16), 594, "Gemma 2 27B");
+        assert_eq!(kib(8192, 28_672, DType::F32), 768, "Llama 3 70B in f32");
+    }
+
+    #[test]
+    fn only_full_layers_grow_with_the_context() {
+        let plan = plan();
+        let (per_1000, fixed) = plan.cache_growth(512);
+        assert_eq!(per_1000, 1000 * 2 * 8 * 64 * 2);
+        // The window and the chunk fill 10 blocks. They need 11 blocks if they start in the middle of a block.
+        assert_eq!(fixed, 11 * 64 * 2 * 8 * 64 * 2);
+        let block_bytes = 64 * 2 * 8 * 64 * 2;
+        let capacity = Capacity { context: 6400, chunk: 512 };
+        assert_eq!(plan.cache_bytes(capacity), (1 + 100 + 11) * block_bytes);
+        assert_eq!(plan.with_sequences(3).unwrap().cache_bytes(capacity), (1 + 100 + 11 + 2 * (100 + 4)) * block_bytes);
+    }
+}

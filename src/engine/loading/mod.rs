@@ -1,0 +1,17 @@
+//! Loads a model and plans its memory.
+//!
+//! - `load`: opens the snapshot, checks that the model fits, and loads it; `load_ranks`: loads it onto several devices
+//! - `memory`: the memory plan of one device; `memory_limit`: the part of the device's memory that the plan may use;
+//!   `rank_memory`: the plans of several devices together
+//! - `info`: the properties of the loaded model, and the times that loading took
+
+mod info;
+mod load;
+mod load_ranks;
+pub mod memory;
+mod memory_limit;
+mod rank_memory;
+
+pub use info::{LoadTimes, ModelInfo};
+pub use load::{LoadOptions, load};
+pub use memory_limit::MemoryLimit;

@@ -1,0 +1,58 @@
+//! The failure of one of several devices, as the clients of an engine see it.
+//!
+//! The rank that notices a failure reports it to all clients. They need not wait for the engine thread, which may itself
+//! be the thread that hangs.
+
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender};
+
+use super::requests::SequenceEvent;
+use crate::error::Error;
+
+/// Whether a device has failed, and the clients to tell.
+#[derive(Default)]
+pub struct RankFailure {
+    reason: OnceLock<String>,
+    clients: Mutex<Vec<WeakUnboundedSender<SequenceEvent>>>,
+}
+
+impl RankFailure {
+    /// Returns the error of the failed device, or `None` if no device has failed.
+    pub fn error(&self) -> Option<Error> {
+        self.reason.get().cloned().map(Error::GpuFailed)
+    }
+
+    /// Ends the requests of all clients with an error. Only the first call has an effect.
+    pub fn report(&self, reason: &str) {
+        if self.reason.set(reason.to_string()).is_ok() {
+            for client in self.clients().drain(..) {
+                self.tell(&client);
+            }
+        }
+    }
+
+    /// Adds the client of a sequence. If a device has already failed, the request ends at once.
+    pub fn add(&self, client: &UnboundedSender<SequenceEvent>) {
+        let mut clients = self.clients();
+        // Remove the clients of ended sequences before the list would grow.
+        if clients.len() == clients.capacity() {
+            clients.retain(|client| client.strong_count() > 0);
+        }
+        clients.push(client.downgrade());
+        drop(clients);
+        // A device may have failed while this function waited for the list.
+        self.tell(&client.downgrade());
+    }
+
+    fn tell(&self, client: &WeakUnboundedSender<SequenceEvent>) {
+        if let (Some(error), Some(client)) = (self.error(), client.upgrade()) {
+            // The send fails only if the client has dropped its stream.
+            let _ = client.send(SequenceEvent::Failed(error.into()));
+        }
+    }
+
+    fn clients(&self) -> MutexGuard<'_, Vec<WeakUnboundedSender<SequenceEvent>>> {
+        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,28 @@
+//! One request: what the client asks for, its state on the engine thread, and the events and the text of its answer.
+//!
+//! - `request`: the prompt and the options that the client submits
+//! - `sequence`: the state of one answer on the engine thread; `prompt_scores`: the log probabilities of its prompt
+//! - `outbox`: the events that the engine thread sends to the client; `client_end`: what the client sends back when it
+//!   ends the sequence
+//! - `stream`: the answer on the client's thread; `output`: turns its tokens into text; `stop`: finds stop strings
+//! - `record`: what is needed to recompute an answer later
+
+mod client_end;
+mod outbox;
+mod output;
+mod prompt_scores;
+mod record;
+mod request;
+mod sequence;
+mod stop;
+mod stream;
+
+pub use client_end::ClientEnd;
+pub use outbox::{Outbox, SequenceEvent};
+pub use output::Output;
+pub use prompt_scores::PromptScores;
+pub use record::{EngineRecord, Record, RecordedAnswer, RecordedRequest, RequestRecord};
+pub use request::{FinishReason, GenerateOptions, Prompt, Request};
+pub use sequence::Sequence;
+pub use stop::StopStrings;
+pub use stream::{Event, Events, RequestStream, ScoredPrompt, Summary, TokenCounts};

@@ -1,0 +1,172 @@
+//! The state of one sequence on the engine thread: token ids, sampler and limits, but no text.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::client_end::ClientEnd;
+use super::outbox::{Outbox, SequenceEvent};
+use super::prompt_scores::PromptScores;
+use super::request::{FinishReason, GenerateOptions};
+use crate::engine::constraint::ConstraintState;
+use crate::engine::sampling::{LogitRules, Sampler};
+use crate::runner::{ChosenToken, PromptParts, TokenLogprobs};
+
+/// A request on the engine thread.
+pub struct Sequence {
+    prompt: Vec<u32>,
+    prompt_tokens: usize,
+    /// Whether the event [`SequenceEvent::Started`] was added.
+    has_started: bool,
+    generated: usize,
+    pub sampler: Sampler,
+    /// The log probabilities of prompt tokens, if the request asked for prompt log probabilities.
+    pub prompt_scores: Option<PromptScores>,
+    max_tokens: Option<usize>,
+    /// The tokens that end the answer.
+    stop_ids: Vec<u32>,
+    /// Limits the reuse of cached prefixes. Set to `None` when the sequence is passed to the scheduler.
+    pub cache_salt: Option<String>,
+    /// If set, divides the prompt, so that the answer does not depend on other requests.
+    pub prompt_parts: Option<PromptParts>,
+    pub tenant: u64,
+    pub priority: i32,
+    pub max_wait: Option<Duration>,
+    /// The caller's cancel flag. Closing the event channel also cancels the sequence.
+    cancel: Option<Arc<AtomicBool>>,
+    client_end: Arc<ClientEnd>,
+    events: UnboundedSender<SequenceEvent>,
+    /// Whether a token was generated after the cancellation.
+    is_noted_as_canceled: bool,
+}
+
+impl Sequence {
+    /// Creates a sequence. `model_stop_ids` are the stop tokens of the model.
+    pub fn new(
+        prompt: Vec<u32>,
+        options: &GenerateOptions,
+        model_stop_ids: &[u32],
+        events: UnboundedSender<SequenceEvent>,
+    ) -> Self {
+        let model_stop_ids = if options.ignore_eos { &[] } else { model_stop_ids };
+        let stop_ids: Vec<u32> = model_stop_ids.iter().chain(&options.stop_token_ids).copied().collect();
+        let rules = LogitRules {
+            bias: options.logit_bias.clone(),
+            stop_tokens: stop_ids.clone(),
+            min_tokens: options.min_tokens,
+            logprobs: options.logprobs,
+        };
+        Self {
+            sampler: Sampler::new(options.sampling.clone(), &prompt).with_rules(rules),
+            prompt_scores: options.prompt_logprobs.map(|top| PromptScores::new(top, prompt.len())),
+            stop_ids,
+            prompt_tokens: prompt.len(),
+            prompt,
+            has_started: false,
+            generated: 0,
+            max_tokens: options.max_tokens,
+            cache_salt: options.cache_salt.clone(),
+            prompt_parts: None,
+            tenant: options.tenant,
+            priority: options.priority,
+            max_wait: options.max_wait,
+            cancel: options.cancel.clone(),
+            client_end: Arc::default(),
+            events,
+            is_noted_as_canceled: false,
+        }
+    }
+
+    /// Limits the tokens that may be chosen.
+    pub fn constrain(&mut self, constraint: ConstraintState) {
+        self.sampler.set_constraint(constraint);
+    }
+
+    /// Passes the chosen token to the constraint. Returns the token to use. See [`Sampler::advance`].
+    pub fn accept(&mut self, token: ChosenToken) -> Result<ChosenToken> {
+        Ok(ChosenToken { id: self.sampler.advance(token.id)?, ..token })
+    }
+
+    /// Returns the prompt. Later calls return an empty list.
+    pub fn take_prompt(&mut self) -> Vec<u32> {
+        std::mem::take(&mut self.prompt)
+    }
+
+    /// Returns whether the client needs no more tokens: it canceled the request, dropped its stream,
+    /// or has the complete answer.
+    pub fn is_canceled(&self) -> bool {
+        self.events.is_closed() || self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
+    }
+
+    /// Returns how and when the client ended the sequence, if [`is_canceled`](Self::is_canceled) is true.
+    pub fn client_end(&self) -> &Arc<ClientEnd> {
+        &self.client_end
+    }
+
+    /// Records that a token was generated for a canceled request. Returns false on the first call.
+    pub fn note_canceled(&mut self) -> bool {
+        std::mem::replace(&mut self.is_noted_as_canceled, true)
+    }
+
+    /// Adds the event [`SequenceEvent::Started`]. Later calls do nothing.
+    pub fn start(&mut self, cached_tokens: usize, outbox: &mut Outbox) {
+        if !self.has_started {
+            self.has_started = true;
+            outbox.add(&self.events, SequenceEvent::Started { cached_tokens, at: Instant::now() });
+        }
+    }
+
+    /// Adds the event [`SequenceEvent::PromptLogprobs`].
+    pub fn add_prompt_logprobs(&mut self, logprobs: &Arc<Vec<TokenLogprobs>>, outbox: &mut Outbox) {
+        if let Some(scores) = &mut self.prompt_scores {
+            scores.count(logprobs.len());
+            outbox.add(&self.events, SequenceEvent::PromptLogprobs(logprobs.clone()));
+        }
+    }
+
+    /// Returns whether a token was generated.
+    pub fn has_generated(&self) -> bool {
+        self.generated > 0
+    }
+
+    pub fn has_started(&self) -> bool {
+        self.has_started
+    }
+
+    /// Returns whether the request only prefills its prompt, because `max_tokens` is 0.
+    pub fn is_prefill_only(&self) -> bool {
+        self.max_tokens == Some(0)
+    }
+
+    /// Returns the number of tokens that the sequence may still generate.
+    pub fn remaining(&self) -> usize {
+        self.max_tokens.map_or(usize::MAX, |max| max.saturating_sub(self.generated))
+    }
+
+    /// Counts a generated token and adds its event. Returns the finish reason if the token ends the sequence.
+    pub fn push(&mut self, token: ChosenToken, context: usize, outbox: &mut Outbox) -> Option<FinishReason> {
+        let is_stop = self.stop_ids.contains(&token.id);
+        self.generated += 1;
+        outbox.add(&self.events, SequenceEvent::Token { token, at: Instant::now() });
+        if is_stop {
+            Some(FinishReason::Stop)
+        } else if self.remaining() == 0 || self.prompt_tokens + self.generated >= context {
+            Some(FinishReason::Length)
+        } else {
+            None
+        }
+    }
+
+    /// Adds the event that ends the client's stream with a finish reason.
+    pub fn finish(&self, reason: FinishReason, outbox: &mut Outbox) {
+        outbox.add(&self.events, SequenceEvent::Finished(reason));
+    }
+
+    /// Adds the event that ends the client's stream with an error.
+    pub fn fail(&self, error: anyhow::Error, outbox: &mut Outbox) {
+        outbox.add(&self.events, SequenceEvent::Failed(error));
+    }
+}

@@ -1,0 +1,398 @@
+//! The events of one request, as a blocking iterator or an async `Stream`.
+
+use std::borrow::BorrowMut;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+
+use anyhow::{Result, anyhow};
+use futures_core::Stream;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use super::client_end::ClientEnd;
+use super::outbox::SequenceEvent;
+use super::output::Output;
+use super::record::RequestRecord;
+use super::request::{FinishReason, GenerateOptions};
+use crate::chat::{Channel, Delta, FormatViolations, ToolCall};
+use crate::engine::loading::ModelInfo;
+use crate::runner::{ChosenToken, Executor, TokenLogprobs};
+
+/// An event of a [`RequestStream`]: a token or the end.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// A generated token, and the text released with it. `deltas` may be empty, because some text is held back.
+    /// `logprobs` is `Some` if [`GenerateOptions::logprobs`] is set.
+    Token { id: u32, deltas: Vec<Delta>, logprobs: Option<TokenLogprobs> },
+    /// The end of the generation: the remaining held-back text, and the summary.
+    End { deltas: Vec<Delta>, summary: Box<Summary> },
+}
+
+impl Event {
+    /// Returns the generated token, or `None` for the end event.
+    pub fn token(&self) -> Option<u32> {
+        match self {
+            Event::Token { id, .. } => Some(*id),
+            Event::End { .. } => None,
+        }
+    }
+
+    /// Returns the log probabilities of the generated token, if the request asked for log probabilities.
+    pub fn logprobs(&self) -> Option<&TokenLogprobs> {
+        match self {
+            Event::Token { logprobs, .. } => logprobs.as_ref(),
+            Event::End { .. } => None,
+        }
+    }
+
+    /// Returns the text of this event, split by channel.
+    pub fn deltas(&self) -> &[Delta] {
+        match self {
+            Event::Token { deltas, .. } | Event::End { deltas, .. } => deltas,
+        }
+    }
+
+    /// Returns the summary of the end event, or `None` for a token.
+    pub fn summary(&self) -> Option<&Summary> {
+        match self {
+            Event::Token { .. } => None,
+            Event::End { summary, .. } => Some(summary),
+        }
+    }
+
+    /// Returns the answer text of this event.
+    pub fn answer(&self) -> String {
+        self.text(Channel::Answer)
+    }
+
+    /// Returns the text of this event on one channel.
+    pub fn text(&self, channel: Channel) -> String {
+        self.deltas().iter().filter(|delta| delta.channel == channel).map(|delta| delta.text.as_str()).collect()
+    }
+}
+
+/// Token counts and timings of a generation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Summary {
+    pub finish_reason: FinishReason,
+    pub prompt_tokens: usize,
+    /// Prompt tokens reused from the KV cache.
+    pub cached_tokens: usize,
+    pub completion_tokens: usize,
+    /// Seconds from the [`submit`](crate::engine::EngineHandle::submit) call to the start of the prefill. 0 if no prefill ran.
+    pub queue_s: f64,
+    /// Seconds from the [`submit`](crate::engine::EngineHandle::submit) call to the first token.
+    /// Includes rendering the chat template, tokenizing and waiting in the queue. 0 if no token was generated.
+    pub ttft_s: f64,
+    /// Decode speed in tokens per second, or 0 if fewer than two tokens were generated.
+    pub tok_per_s: f64,
+    /// Prompt tokens plus completion tokens.
+    pub context_used: usize,
+    /// Context length in tokens.
+    pub context: usize,
+    /// How decode steps run while only one request is active: as a CUDA graph, or one operation at a time.
+    pub executor: Executor,
+    pub tool_calls: Vec<ToolCall>,
+    /// The number of times the model violated its chat format.
+    pub format_violations: usize,
+}
+
+/// A prompt with the log probabilities of its tokens.
+#[derive(Clone, Debug, Default)]
+pub struct ScoredPrompt {
+    pub tokens: Vec<u32>,
+    /// The number of most likely tokens reported for each prompt token.
+    pub top: usize,
+    /// The log probabilities of all tokens except the first, given the preceding tokens.
+    /// The list is complete when the first event of the stream arrives.
+    pub logprobs: Vec<TokenLogprobs>,
+}
+
+/// The token counts of a generation in progress.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TokenCounts {
+    pub prompt_tokens: usize,
+    /// Prompt tokens reused from the KV cache. 0 until the prefill starts.
+    pub cached_tokens: usize,
+    pub completion_tokens: usize,
+    /// Seconds to the first token, as in [`Summary`]. 0 before the first token.
+    pub ttft_s: f64,
+}
+
+/// The events of one request, returned by [`EngineHandle::submit`](crate::engine::EngineHandle::submit).
+///
+/// A `for` loop over the stream, or over a mutable reference to it, blocks until each event arrives.
+/// The [`Stream`] implementation yields the same events in any async runtime.
+/// The type does not implement `Iterator`, because its `next` would conflict with `StreamExt::next`.
+///
+/// Dropping the stream cancels the request. The engine ends the request after the current step.
+pub struct RequestStream {
+    events: UnboundedReceiver<SequenceEvent>,
+    output: Output,
+    cancel: Option<Arc<AtomicBool>>,
+    /// Tells the engine how and when this stream ended the request.
+    client_end: Arc<ClientEnd>,
+    prompt_tokens: usize,
+    cached_tokens: usize,
+    context: usize,
+    executor: Executor,
+    generated: usize,
+    submitted: Instant,
+    started: Option<Instant>,
+    first_token: Option<Instant>,
+    last_token: Instant,
+    finish: Option<FinishReason>,
+    has_ended: bool,
+    record: Option<Arc<RequestRecord>>,
+    scored_prompt: Option<ScoredPrompt>,
+}
+
+impl RequestStream {
+    pub(in crate::engine) fn new(
+        events: UnboundedReceiver<SequenceEvent>,
+        output: Output,
+        options: &GenerateOptions,
+        prompt_tokens: usize,
+        info: &ModelInfo,
+        submitted: Instant,
+    ) -> Self {
+        Self {
+            events,
+            output,
+            cancel: options.cancel.clone(),
+            client_end: Arc::default(),
+            prompt_tokens,
+            cached_tokens: 0,
+            context: info.context,
+            executor: info.executor,
+            generated: 0,
+            submitted,
+            started: None,
+            first_token: None,
+            last_token: submitted,
+            finish: None,
+            has_ended: false,
+            record: None,
+            scored_prompt: None,
+        }
+    }
+
+    pub(in crate::engine) fn with_client_end(mut self, client_end: Arc<ClientEnd>) -> Self {
+        self.client_end = client_end;
+        self
+    }
+
+    pub(in crate::engine) fn with_record(mut self, record: Option<Arc<RequestRecord>>) -> Self {
+        self.record = record;
+        self
+    }
+
+    /// Returns the record of the request, if [`GenerateOptions::keeps_record`] is set.
+    ///
+    /// All answers to one request share one record.
+    pub fn record(&self) -> Option<&Arc<RequestRecord>> {
+        self.record.as_ref()
+    }
+
+    pub(in crate::engine) fn with_scored_prompt(mut self, scored_prompt: Option<ScoredPrompt>) -> Self {
+        self.scored_prompt = scored_prompt;
+        self
+    }
+
+    /// Returns the prompt with its log probabilities, if [`GenerateOptions::prompt_logprobs`] is set.
+    pub fn scored_prompt(&self) -> Option<&ScoredPrompt> {
+        self.scored_prompt.as_ref()
+    }
+
+    /// Waits for the next event. Returns `None` after the end or an error.
+    ///
+    /// Panics if called in a tokio task, which must not block. In a task, use the [`Stream`] implementation.
+    pub fn next_blocking(&mut self) -> Option<Result<Event>> {
+        loop {
+            if let Some(end) = self.end_if_finished() {
+                return end;
+            }
+            let event = self.events.blocking_recv();
+            if let Some(event) = self.receive(event) {
+                return Some(event);
+            }
+        }
+    }
+
+    /// Cancels the request. The stream ends with [`FinishReason::Canceled`].
+    pub fn cancel(&mut self) {
+        self.finish_as(FinishReason::Canceled);
+    }
+
+    /// Ends the request because the caller needs no more of the answer. The stream ends with [`FinishReason::Stop`],
+    /// or with [`FinishReason::ToolCalls`] if the answer contains tool calls. The engine does not count the request
+    /// as canceled.
+    pub fn complete(&mut self) {
+        self.client_end.complete();
+        self.finish_as(FinishReason::Stop);
+    }
+
+    /// Returns the tool calls so far. In harmony, a call has its name as soon as its arguments begin.
+    /// In other chat formats, the last call has no name until the call is complete.
+    pub fn tool_calls(&self) -> &[ToolCall] {
+        self.output.tool_calls()
+    }
+
+    /// Returns the stop string that ended the answer, or `None` if no stop string was found.
+    pub fn stop_string(&self) -> Option<&str> {
+        self.output.stop_string()
+    }
+
+    /// Returns how many times the model violated its chat format so far, by kind.
+    pub fn violations(&self) -> FormatViolations {
+        self.output.violations()
+    }
+
+    /// Returns the token counts so far.
+    pub fn counts(&self) -> TokenCounts {
+        TokenCounts {
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
+            completion_tokens: self.generated,
+            ttft_s: self.first_token.map_or(0.0, |first| (first - self.submitted).as_secs_f64()),
+        }
+    }
+
+    /// Returns the counts and timings so far. The values are final once the stream has ended.
+    pub fn summary(&self) -> Summary {
+        let tool_calls = self.output.tool_calls().to_vec();
+        let finish_reason = match self.finish.unwrap_or(FinishReason::Canceled) {
+            FinishReason::Stop if !tool_calls.is_empty() => FinishReason::ToolCalls,
+            other => other,
+        };
+        let first = self.first_token.unwrap_or(self.last_token);
+        let decode_s = (self.last_token - first).as_secs_f64();
+        Summary {
+            finish_reason,
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
+            completion_tokens: self.generated,
+            queue_s: self.started.map_or(0.0, |started| (started - self.submitted).as_secs_f64()),
+            ttft_s: (first - self.submitted).as_secs_f64(),
+            tok_per_s: if decode_s > 0.0 { (self.generated - 1) as f64 / decode_s } else { 0.0 },
+            context_used: self.prompt_tokens + self.generated,
+            context: self.context,
+            executor: self.executor,
+            tool_calls,
+            format_violations: self.violations().total(),
+        }
+    }
+
+    /// Returns `None` until the generation has finished, then the end event once, then always `Some(None)`.
+    fn end_if_finished(&mut self) -> Option<Option<Result<Event>>> {
+        if self.has_ended {
+            return Some(None);
+        }
+        // Cancellation discards tokens that are already queued.
+        if self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed)) {
+            self.finish_as(FinishReason::Canceled);
+        }
+        self.finish?;
+        self.has_ended = true;
+        let deltas = self.output.finish();
+        Some(Some(deltas.map(|deltas| Event::End { deltas, summary: Box::new(self.summary()) })))
+    }
+
+    /// Sets the finish reason if none is set. Closes the channel, so that the engine ends this request.
+    fn finish_as(&mut self, reason: FinishReason) {
+        self.finish.get_or_insert(reason);
+        self.client_end.end();
+        self.events.close();
+    }
+
+    /// Handles a message from the engine thread. Returns `None` if the message produces no event for the client.
+    fn receive(&mut self, event: Option<SequenceEvent>) -> Option<Result<Event>> {
+        let result = match event {
+            Some(SequenceEvent::Started { cached_tokens, at }) => {
+                (self.cached_tokens, self.started) = (cached_tokens, Some(at));
+                return None;
+            }
+            Some(SequenceEvent::PromptLogprobs(logprobs)) => {
+                if let Some(prompt) = &mut self.scored_prompt {
+                    prompt.logprobs.extend_from_slice(&logprobs);
+                }
+                return None;
+            }
+            Some(SequenceEvent::Finished(reason)) => {
+                self.finish_as(reason);
+                return None;
+            }
+            Some(SequenceEvent::Token { token: ChosenToken { id, logprobs }, at }) => {
+                self.generated += 1;
+                self.last_token = at;
+                self.first_token.get_or_insert(at);
+                self.output.push(id).map(|deltas| Event::Token { id, deltas, logprobs })
+            }
+            Some(SequenceEvent::Failed(error)) => Err(error),
+            None => Err(anyhow!("the engine stopped before the answer was complete")),
+        };
+        if self.output.is_stopped() {
+            self.complete();
+        }
+        if result.is_err() {
+            self.finish_as(FinishReason::Canceled);
+            self.has_ended = true;
+        }
+        Some(result)
+    }
+}
+
+/// Cancels the request if it has not ended.
+impl Drop for RequestStream {
+    fn drop(&mut self) {
+        // The channel closes after this call.
+        self.client_end.end();
+    }
+}
+
+impl Stream for RequestStream {
+    type Item = Result<Event>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        loop {
+            if let Some(end) = self.end_if_finished() {
+                return Poll::Ready(end);
+            }
+            let event = ready!(self.events.poll_recv(context));
+            if let Some(event) = self.receive(event) {
+                return Poll::Ready(Some(event));
+            }
+        }
+    }
+}
+
+/// A blocking iterator over an owned or borrowed [`RequestStream`].
+pub struct Events<S>(S);
+
+impl<S: BorrowMut<RequestStream>> Iterator for Events<S> {
+    type Item = Result<Event>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.0.borrow_mut().next_blocking()
+    }
+}
+
+impl IntoIterator for RequestStream {
+    type Item = Result<Event>;
+    type IntoIter = Events<RequestStream>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        Events(self)
+    }
+}
+
+impl<'s> IntoIterator for &'s mut RequestStream {
+    type Item = Result<Event>;
+    type IntoIter = Events<&'s mut RequestStream>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        Events(self)
+    }
+}

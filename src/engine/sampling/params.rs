@@ -1,0 +1,269 @@
+//! Sampling parameters, defined in one table.
+//!
+//! Each row of the table defines, for one parameter:
+//!
+//! - the `inferno play` flag and its help text
+//! - the accepted range
+//! - the name for `/set` in a chat
+//! - the key in `config.toml` and in journals
+//! - the environment variable and the JSON field
+//!
+//! On a CPU, [`Sampler`](super::Sampler) applies the parameters. On a GPU, the sampling kernel applies them.
+//! docs/contributing.md lists the code to change for a new parameter.
+
+use std::fmt::Display;
+use std::ops::RangeInclusive;
+use std::str::FromStr;
+
+use serde_json::Value;
+
+/// Defines [`SamplingParams`] and [`SAMPLING_FIELDS`] from rows of this form:
+///
+/// `field: type, "flag" "VALUE_NAME", neutral: value, range: from..=to, generation_config: when, help: "text";`
+macro_rules! sampling_table {
+    ($(
+        $(#[$doc:meta])*
+        $field:ident: $type:ty, $flag:literal $value_name:literal, neutral: $neutral:expr, range: $range:expr,
+        generation_config: $when:ident, help: $help:literal;
+    )*) => {
+        /// The parameters that control how tokens are sampled.
+        #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+        pub struct SamplingParams {
+            $($(#[$doc])* pub $field: $type,)*
+        }
+
+        impl SamplingParams {
+            /// Returns the parameters of greedy sampling. Every parameter has its neutral value.
+            pub fn greedy() -> Self {
+                Self { $($field: $neutral,)* }
+            }
+        }
+
+        /// All sampling parameters, in the order of the table.
+        pub static SAMPLING_FIELDS: &[SamplingField] = &[$(
+            SamplingField {
+                name: stringify!($field),
+                flag: $flag,
+                value_name: $value_name,
+                help: $help,
+                generation_config: GenerationConfigUse::$when,
+                expected: || expected(&$range),
+                is_valid: |params| $range.contains(&params.$field),
+                get: |params| params.$field.to_string(),
+                set_text: |params, text| set(&mut params.$field, text.parse().ok(), &$range),
+                set_json: |params, json| {
+                    if let Some(value) = <$type>::from_json(json) {
+                        params.$field = value;
+                    }
+                },
+            },
+        )*];
+    };
+}
+
+sampling_table! {
+    /// The sampling temperature, which divides the logits. 0 always selects the most likely token.
+    temperature: f32, "temperature" "X", neutral: 0.0, range: 0.0..=100.0, generation_config: WhenSampling,
+    help: "Sampling temperature; 0 always selects the most likely token";
+
+    /// The number of most likely tokens to sample from. 0 keeps all tokens.
+    top_k: usize, "top-k" "K", neutral: 0, range: 0..=usize::MAX, generation_config: WhenSampling,
+    help: "Sample only from the K most likely tokens; 0 for all";
+
+    /// The cumulative probability of the most likely tokens to sample from. 1 keeps all tokens.
+    top_p: f32, "top-p" "P", neutral: 1.0, range: 0.0..=1.0, generation_config: WhenSampling,
+    help: "Sample only from the top tokens with a cumulative probability of P; 1 for all";
+
+    /// The minimum probability of a token, relative to the most likely token. 0 keeps all tokens.
+    min_p: f32, "min-p" "P", neutral: 0.0, range: 0.0..=1.0, generation_config: WhenSampling,
+    help: "Minimum probability of a token relative to the most likely token; 0 for all";
+
+    /// The penalty on tokens in the prompt or the answer (arXiv 1909.05858). 1 has no effect.
+    repetition_penalty: f32, "repetition-penalty" "X", neutral: 1.0, range: 0.01..=100.0, generation_config: Always,
+    help: "Penalty on tokens that have already occurred; 1 for none";
+
+    /// The penalty on a token for each time it was generated, as in OpenAI's API. 0 has no effect.
+    frequency_penalty: f32, "frequency-penalty" "X", neutral: 0.0, range: -100.0..=100.0, generation_config: Never,
+    help: "Penalty on a token for each time it was generated; 0 for none";
+
+    /// The penalty on a token that was generated at least once, as in OpenAI's API. 0 has no effect.
+    presence_penalty: f32, "presence-penalty" "X", neutral: 0.0, range: -100.0..=100.0, generation_config: Never,
+    help: "Penalty on a token that was generated at least once; 0 for none";
+
+    /// The seed of the random number generator. The same seed gives the same tokens.
+    seed: u64, "seed" "SEED", neutral: 0, range: 0..=u64::MAX, generation_config: Never,
+    help: "Random seed; the same seed gives the same text [default: random]";
+}
+
+/// A sampling parameter with its names and valid range: one row of the table.
+pub struct SamplingField {
+    /// The field name, such as `top_p`. [`SamplingParams`], JSON output and generation_config.json use it.
+    pub name: &'static str,
+    /// The name of the flag, such as `top-p`. `/set`, `config.toml` and journals use the same name.
+    pub flag: &'static str,
+    /// The placeholder for the value in `--help`, such as `P` in `--top-p <P>`.
+    pub value_name: &'static str,
+    /// The description of the flag in `--help`.
+    pub help: &'static str,
+    /// Whether generation_config.json can set this parameter.
+    pub generation_config: GenerationConfigUse,
+    expected: fn() -> String,
+    is_valid: fn(&SamplingParams) -> bool,
+    get: fn(&SamplingParams) -> String,
+    set_text: fn(&mut SamplingParams, &str) -> Result<(), String>,
+    set_json: fn(&mut SamplingParams, &Value),
+}
+
+/// Whether a model's generation_config.json can set a parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GenerationConfigUse {
+    Always,
+    /// Only with `"do_sample": true`, as in transformers.
+    WhenSampling,
+    Never,
+}
+
+impl SamplingField {
+    /// Returns the row for a flag. `flag` has no leading dashes.
+    pub fn find(flag: &str) -> Option<&'static SamplingField> {
+        SAMPLING_FIELDS.iter().find(|field| field.flag == flag)
+    }
+
+    /// Returns the value of this parameter as text.
+    pub fn get(&self, params: &SamplingParams) -> String {
+        (self.get)(params)
+    }
+
+    /// Sets this parameter from text. The error describes the valid range, such as `expected a number from 0 to 1`.
+    pub fn set(&self, params: &mut SamplingParams, text: &str) -> Result<(), String> {
+        (self.set_text)(params, text)
+    }
+}
+
+impl SamplingParams {
+    /// Checks that every parameter is in range. The error names the first parameter that is out of range.
+    pub fn validate(&self) -> Result<(), String> {
+        match SAMPLING_FIELDS.iter().find(|field| !(field.is_valid)(self)) {
+            Some(field) => Err(format!("{} is {}: {}", field.flag, field.get(self), (field.expected)())),
+            None => Ok(()),
+        }
+    }
+
+    /// Reads a model's sampling defaults from generation_config.json. Returns greedy sampling for JSON null.
+    ///
+    /// Without `"do_sample": true`, the result is greedy sampling, as in transformers.
+    /// The repetition penalty applies in both cases.
+    pub fn from_generation_config(generation_config: &Value) -> Self {
+        let is_sampling = generation_config["do_sample"].as_bool() == Some(true);
+        let mut params = Self::greedy();
+        if is_sampling {
+            params.temperature = 1.0;
+        }
+        for field in SAMPLING_FIELDS {
+            let is_used = match field.generation_config {
+                GenerationConfigUse::Always => true,
+                GenerationConfigUse::WhenSampling => is_sampling,
+                GenerationConfigUse::Never => false,
+            };
+            if is_used {
+                (field.set_json)(&mut params, &generation_config[field.name]);
+            }
+        }
+        params
+    }
+}
+
+/// The value type of a sampling parameter.
+trait FieldType: FromStr + Display + PartialOrd {
+    /// The name of the type in error messages.
+    const KIND: &'static str;
+    /// The maximum value of an integer type. Error messages do not show it as an upper bound.
+    const UNBOUNDED: Option<Self>;
+
+    fn from_json(json: &Value) -> Option<Self>;
+}
+
+impl FieldType for f32 {
+    const KIND: &'static str = "a number";
+    const UNBOUNDED: Option<f32> = None;
+
+    fn from_json(json: &Value) -> Option<f32> {
+        json.as_f64().map(|value| value as f32)
+    }
+}
+
+impl FieldType for usize {
+    const KIND: &'static str = "a whole number";
+    const UNBOUNDED: Option<usize> = Some(usize::MAX);
+
+    fn from_json(json: &Value) -> Option<usize> {
+        json.as_u64().map(|value| value as usize)
+    }
+}
+
+impl FieldType for u64 {
+    const KIND: &'static str = "a whole number";
+    const UNBOUNDED: Option<u64> = Some(u64::MAX);
+
+    fn from_json(json: &Value) -> Option<u64> {
+        json.as_u64()
+    }
+}
+
+/// Formats a range for an error message, such as `expected a number from 0 to 1`.
+fn expected<T: FieldType>(range: &RangeInclusive<T>) -> String {
+    match T::UNBOUNDED {
+        Some(unbounded) if *range.end() == unbounded => format!("expected {}, {} or more", T::KIND, range.start()),
+        _ => format!("expected {} from {} to {}", T::KIND, range.start(), range.end()),
+    }
+}
+
+/// Sets `field` to `parsed`. Fails if `parsed` is `None` (the text was not a number), out of range or NaN.
+fn set<T: FieldType>(field: &mut T, parsed: Option<T>, range: &RangeInclusive<T>) -> Result<(), String> {
+    let value = parsed.filter(|value| range.contains(value)).ok_or_else(|| expected(range))?;
+    *field = value;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_is_spelled_consistently_and_round_trips() {
+        for field in SAMPLING_FIELDS {
+            assert_eq!(field.flag, field.name.replace('_', "-"));
+            assert!(!field.help.is_empty() && !field.value_name.is_empty());
+            let mut params = SamplingParams::greedy();
+            field.set(&mut params, "1").unwrap();
+            assert_eq!(field.get(&params), "1");
+            assert_eq!(SamplingField::find(field.flag).unwrap().name, field.name);
+            assert!(field.set(&mut params, "nonsense").unwrap_err().starts_with("expected"));
+        }
+        assert!(SamplingParams::greedy().validate().is_ok());
+    }
+
+    #[test]
+    fn values_outside_their_range_are_errors() {
+        let mut params = SamplingParams::greedy();
+        let top_p = SamplingField::find("top-p").unwrap();
+        assert_eq!(top_p.set(&mut params, "1.5").unwrap_err(), "expected a number from 0 to 1");
+        assert_eq!(top_p.set(&mut params, "NaN").unwrap_err(), "expected a number from 0 to 1");
+        let seed = SamplingField::find("seed").unwrap();
+        assert_eq!(seed.set(&mut params, "-1").unwrap_err(), "expected a whole number, 0 or more");
+        assert_eq!(params, SamplingParams::greedy());
+        params.temperature = f32::NAN;
+        assert_eq!(params.validate().unwrap_err(), "temperature is NaN: expected a number from 0 to 100");
+    }
+
+    #[test]
+    fn generation_config_without_do_sample_is_greedy() {
+        let read = |json| SamplingParams::from_generation_config(&json);
+        let greedy = SamplingParams::greedy();
+        assert_eq!(read(Value::Null), greedy);
+        let penalty = SamplingParams { repetition_penalty: 1.5, ..greedy.clone() };
+        assert_eq!(read(serde_json::json!({ "temperature": 0.5, "repetition_penalty": 1.5 })), penalty);
+        let sampling = SamplingParams { temperature: 1.0, top_k: 7, ..greedy };
+        assert_eq!(read(serde_json::json!({ "do_sample": true, "top_k": 7, "seed": 3 })), sampling);
+    }
+}

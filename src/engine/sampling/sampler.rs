@@ -1,0 +1,320 @@
+//! Samples a token from logits: penalties, temperature, top-k, top-p and min-p, then a random draw.
+//!
+//! The order is the same as in transformers.
+//! Each random number depends only on the seed and the number of earlier draws.
+//! The same seed and prompt therefore give the same text.
+//! On a GPU, the sampling kernel applies the same rules. `sample.cu` lists the rare differences.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+
+use super::params::SamplingParams;
+use super::token_counts::TokenCounts;
+use crate::engine::constraint::ConstraintState;
+#[cfg(feature = "cuda")]
+use crate::kernels::decode::sample::{DeviceSampling, SamplingKernelParams};
+use crate::kernels::row_edits::{Penalties, RowEdits};
+use crate::kernels::token_mask::TokenMask;
+use crate::runner::ChooseToken;
+
+/// Samples the tokens of one answer and counts them for the penalties.
+pub struct Sampler {
+    params: SamplingParams,
+    seen: TokenCounts,
+    /// The number of random draws so far.
+    draws: u64,
+    /// The number of tokens chosen so far.
+    chosen: usize,
+    rules: LogitRules,
+    /// Limits the tokens that may be chosen.
+    constraint: Option<ConstraintState>,
+}
+
+/// How to change the logits before penalties, and which log probabilities to compute.
+#[derive(Clone, Debug, Default)]
+pub struct LogitRules {
+    /// Values to add to the logits of tokens.
+    pub bias: BTreeMap<u32, f32>,
+    /// The tokens that cannot be chosen until `min_tokens` tokens have been chosen.
+    pub stop_tokens: Vec<u32>,
+    pub min_tokens: usize,
+    /// The number of most likely tokens that need log probabilities, in addition to the chosen token.
+    pub logprobs: Option<usize>,
+}
+
+impl Sampler {
+    /// Creates a sampler. The tokens of `prompt` count toward the repetition penalty.
+    pub fn new(params: SamplingParams, prompt: &[u32]) -> Self {
+        Self {
+            params,
+            seen: TokenCounts::of_prompt(prompt),
+            draws: 0,
+            chosen: 0,
+            rules: LogitRules::default(),
+            constraint: None,
+        }
+    }
+
+    /// Sets how to change the logits, and which log probabilities to compute.
+    pub fn with_rules(self, rules: LogitRules) -> Self {
+        Self { rules, ..self }
+    }
+
+    /// Limits the tokens that may be chosen.
+    pub fn set_constraint(&mut self, constraint: ConstraintState) {
+        self.constraint = Some(constraint);
+    }
+
+    /// Passes the chosen token to the constraint. Returns the token to use, which can be a different token.
+    /// Fails if the answer cannot continue as the constraint requires.
+    pub fn advance(&mut self, token: u32) -> Result<u32> {
+        self.constraint.as_mut().map_or(Ok(token), |constraint| constraint.advance(token))
+    }
+
+    /// Samples the next token. Applies penalties to `logits`, f32 `[vocab]`, in place.
+    pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
+        self.penalize(logits);
+        let token = self.choose_edited(logits, 0);
+        self.count(token);
+        token
+    }
+
+    /// Returns the next token for logits with penalties. `in_flight` is the number of chosen tokens not yet counted.
+    fn choose_edited(&self, logits: &[f32], in_flight: u32) -> u32 {
+        if self.params.temperature == 0.0 {
+            argmax(logits)
+        } else {
+            self.draw(logits, self.draws + u64::from(in_flight))
+        }
+    }
+
+    /// Counts a chosen token, for the penalties and the random numbers of later choices.
+    fn count(&mut self, token: u32) {
+        self.seen.add_generated(token);
+        self.draws += u64::from(self.params.temperature != 0.0);
+        self.chosen += 1;
+    }
+
+    fn penalties(&self) -> Penalties {
+        let SamplingParams { repetition_penalty, frequency_penalty, presence_penalty, .. } = self.params;
+        Penalties { repetition: repetition_penalty, frequency: frequency_penalty, presence: presence_penalty }
+    }
+
+    fn penalize(&self, logits: &mut [f32]) {
+        let penalties = self.penalties();
+        for (id, generated) in self.seen.with_penalties(penalties) {
+            if let Some(logit) = logits.get_mut(id as usize) {
+                *logit = penalties.apply(*logit, generated);
+            }
+        }
+    }
+
+    /// Returns the values to add to logits once `chosen` tokens have been chosen.
+    fn edits_after(&self, chosen: usize) -> Vec<(u32, f32)> {
+        let mut edits = self.rules.bias.clone();
+        // Allow stop tokens if the constraint requires the answer to end.
+        let must_end = self.constraint.as_ref().is_some_and(ConstraintState::must_end);
+        if chosen < self.rules.min_tokens && !must_end {
+            edits.extend(self.rules.stop_tokens.iter().map(|&token| (token, f32::NEG_INFINITY)));
+        }
+        edits.into_iter().collect()
+    }
+
+    /// Draws a token with the random number at index `draw`.
+    fn draw(&self, logits: &[f32], draw: u64) -> u32 {
+        let mut candidates = candidates(logits, &self.params);
+        // Sort by id to match the order of the GPU sampling kernel.
+        if !candidates.is_sorted_by_key(|candidate| candidate.id) {
+            candidates.sort_unstable_by_key(|candidate| candidate.id);
+        }
+        let total: f64 = candidates.iter().map(|c| c.weight).sum();
+        let mut remaining = uniform(self.params.seed, draw) * total;
+        for candidate in &candidates {
+            remaining -= candidate.weight;
+            if remaining < 0.0 {
+                return candidate.id;
+            }
+        }
+        candidates.last().map_or_else(|| argmax(logits), |candidate| candidate.id)
+    }
+}
+
+impl ChooseToken for Sampler {
+    fn choose(&mut self, logits: &mut [f32]) -> u32 {
+        self.sample(logits)
+    }
+
+    fn logit_edits(&self) -> Vec<(u32, f32)> {
+        self.edits_after(self.chosen)
+    }
+
+    fn top_logprobs(&self) -> Option<usize> {
+        self.rules.logprobs
+    }
+
+    fn is_constrained(&self) -> bool {
+        self.constraint.as_ref().is_some_and(ConstraintState::is_constrained)
+    }
+
+    fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
+        self.constraint.as_mut().map_or(Ok(None), ConstraintState::allowed_tokens)
+    }
+
+    fn can_queue(&self) -> bool {
+        self.constraint.is_none() && self.rules.logprobs.is_none()
+    }
+
+    fn queued_edits(&self, in_flight: u32) -> RowEdits {
+        let penalties = self.penalties();
+        let seen = self.seen.with_penalties(penalties).collect();
+        RowEdits { values: self.edits_after(self.chosen + in_flight as usize), penalties, seen }
+    }
+
+    fn choose_queued(&self, logits: &[f32], in_flight: u32) -> u32 {
+        self.choose_edited(logits, in_flight)
+    }
+
+    fn record(&mut self, token: u32) {
+        self.count(token);
+    }
+
+    #[cfg(feature = "cuda")]
+    fn on_device(&self) -> Option<DeviceSampling> {
+        // Do not use `..` here: a new parameter must cause a compile error until it is passed to the kernel.
+        let SamplingParams {
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            frequency_penalty,
+            presence_penalty,
+            seed,
+        } = self.params;
+        if temperature == 0.0 && self.penalties() == Penalties::NONE {
+            return None;
+        }
+        let params = SamplingKernelParams {
+            temperature,
+            top_k: top_k.min(u32::MAX as usize) as u32,
+            top_p,
+            min_p,
+            repetition_penalty,
+            frequency_penalty,
+            presence_penalty,
+            seed,
+            sampled_before: self.draws as u32,
+        };
+        let seen = self.seen.with_penalties(self.penalties()).map(|(id, generated)| (id, 1 + generated)).collect();
+        Some(DeviceSampling { params, seen })
+    }
+}
+
+/// A token that may be drawn, with its probability relative to the most likely token, which has weight 1.
+#[derive(Clone, Copy, Debug)]
+pub struct Candidate {
+    pub id: u32,
+    pub weight: f64,
+}
+
+/// Applies temperature, top-k, top-p and min-p. Returns the candidates that remain.
+///
+/// If top-k or top-p applies, the candidates are sorted by descending weight.
+pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
+    let top = logits.iter().copied().filter(|logit| !logit.is_nan()).fold(f32::NEG_INFINITY, f32::max);
+    if top == f32::NEG_INFINITY {
+        return Vec::new();
+    }
+    // Do not use `..` here: a new parameter must cause a compile error until this function or `sample` applies it.
+    let &SamplingParams {
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        repetition_penalty: _,
+        frequency_penalty: _,
+        presence_penalty: _,
+        seed: _,
+    } = params;
+    let weigh = |(id, &logit): (usize, &f32)| Candidate {
+        id: id as u32,
+        weight: if logit == top { 1.0 } else { ((logit - top) as f64 / temperature.max(1e-6) as f64).exp() },
+    };
+    let mut all: Vec<Candidate> = logits.iter().enumerate().map(weigh).filter(|c| c.weight > 0.0).collect();
+    if top_k > 0 {
+        keep_top_k(&mut all, top_k);
+    }
+    if top_p < 1.0 {
+        keep_top_p(&mut all, top_p as f64);
+    }
+    if min_p > 0.0 {
+        all.retain(|candidate| candidate.weight >= min_p as f64);
+    }
+    all
+}
+
+/// Orders candidates by descending weight, then by id. The id makes unstable sorting deterministic.
+fn by_weight(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
+    b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
+}
+
+fn keep_top_k(candidates: &mut Vec<Candidate>, count: usize) {
+    if count < candidates.len() {
+        candidates.select_nth_unstable_by(count, by_weight);
+        candidates.truncate(count);
+    }
+    candidates.sort_unstable_by(by_weight);
+}
+
+/// Keeps the smallest set of most likely tokens whose probabilities sum to at least `p`. The set is never empty.
+///
+/// A vocabulary can have 200,000 tokens, but the kept set usually has only a few dozen tokens.
+/// This function therefore sorts only the top 64 at first, then 8 times as many each time, until the sum is reached.
+fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
+    let target = p * candidates.iter().map(|c| c.weight).sum::<f64>();
+    let mut head = 64.min(candidates.len());
+    loop {
+        if head < candidates.len() {
+            candidates.select_nth_unstable_by(head, by_weight);
+        }
+        candidates[..head].sort_unstable_by(by_weight);
+        let mut sum = 0.0;
+        let reached = candidates[..head].iter().position(|candidate| {
+            sum += candidate.weight;
+            sum >= target
+        });
+        match reached {
+            Some(last) => return candidates.truncate(last + 1),
+            None if head == candidates.len() => return,
+            None => head = (head * 8).min(candidates.len()),
+        }
+    }
+}
+
+/// Returns the id of the highest logit, or the lowest such id in a tie. Ignores NaN logits unless all are NaN.
+pub fn argmax(logits: &[f32]) -> u32 {
+    let mut best = 0;
+    for (id, &logit) in logits.iter().enumerate() {
+        if logit > logits[best] || logits[best].is_nan() {
+            best = id;
+        }
+    }
+    best as u32
+}
+
+/// Returns the random number in [0, 1) at index `counter` of the sequence for `seed`.
+///
+/// Source: SplitMix64 (Steele et al., OOPSLA 2014).
+pub fn uniform(seed: u64, counter: u64) -> f64 {
+    const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
+    let mix = |mut z: u64| {
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    };
+    // Mix the seed first. Otherwise, two seeds that differ by `GOLDEN` would give the same sequence shifted by one.
+    let start = mix(seed.wrapping_add(GOLDEN));
+    let bits = mix(start.wrapping_add(counter.wrapping_add(1).wrapping_mul(GOLDEN)));
+    (bits >> 11) as f64 / (1u64 << 53) as f64
+}

@@ -1,0 +1,39 @@
+// Edits rows of logits before tokens are chosen. `RowEdits::apply` in row_edits.rs is the reference.
+#include "decode/sampling.cuh"
+
+// Adds values to the logits of a row, then applies its penalties. The host may not know the last token of the row yet,
+// because the previous step chooses it. The counts leave out this token, and the kernel adds it.
+//   logits: f32 [rows, vocab]
+//   tokens: u32, the tokens that the previous step chose, or NO_TOKEN
+//   description: u32, in host memory or on the device:
+//     rows [grid, ROW_EDITS_WORDS]: row, 0 or 1 + the index of the row's last token in `tokens`, the indices in
+//       `description` of the row's first value, of its first count and after its last count, and the bits of the
+//       repetition, frequency and presence penalty. Each row of logits occurs at most once.
+//     values [values, 2]: token, the bits of the f32 value; each token at most once per row
+//     counts [counts, 2]: token, the number of times that it was generated; each token at most once per row
+//   grid: edited rows; block: ROW_EDITS_THREADS
+//   bytes moved: 32 · rows + 16 · values + 16 · counts
+extern "C" __global__ void __launch_bounds__(ROW_EDITS_THREADS)
+    edit_rows(float* logits, const uint32_t* tokens, const volatile uint32_t* description, int vocab) {
+    __shared__ bool is_counted;  // whether the counts contain the last token
+    const volatile uint32_t* row = description + (size_t)blockIdx.x * ROW_EDITS_WORDS;
+    const uint32_t source = row[1], values = row[2], counts = row[3], end = row[4];
+    const float repetition = __uint_as_float(row[5]), frequency = __uint_as_float(row[6]),
+                presence = __uint_as_float(row[7]);
+    logits += (size_t)row[0] * vocab;
+    const uint32_t last = source > 0 ? tokens[source - 1] : NO_TOKEN;
+    if (threadIdx.x == 0) is_counted = false;
+    for (uint32_t i = values + 2 * threadIdx.x; i < counts; i += 2 * ROW_EDITS_THREADS)
+        logits[description[i]] += __uint_as_float(description[i + 1]);
+    __syncthreads();  // a token can have a value and a penalty
+    for (uint32_t i = counts + 2 * threadIdx.x; i < end; i += 2 * ROW_EDITS_THREADS) {
+        const uint32_t token = description[i];
+        uint32_t generated = description[i + 1];
+        if (token == last) is_counted = true, ++generated;
+        logits[token] = penalize(logits[token], generated, repetition, frequency, presence);
+    }
+    __syncthreads();
+    // NO_TOKEN is not below the size of the vocabulary.
+    if (threadIdx.x == 0 && !is_counted && last < (uint32_t)vocab)
+        logits[last] = penalize(logits[last], 1, repetition, frequency, presence);
+}

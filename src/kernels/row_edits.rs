@@ -1,0 +1,176 @@
+//! Edits rows of logits before tokens are chosen: adds values, then applies penalties (`row_edits.cu`).
+//!
+//! A queued step is prepared before the host knows the tokens of the previous step. Such a token is *in flight*.
+//! The counts of a row leave it out, and the kernel adds it.
+
+#[cfg(feature = "cuda")]
+use std::collections::HashSet;
+#[cfg(feature = "cuda")]
+use std::ops::Range;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
+
+#[cfg(feature = "cuda")]
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+#[cfg(feature = "cuda")]
+use super::constants::{ROW_EDITS_THREADS, ROW_EDITS_WORDS};
+#[cfg(feature = "cuda")]
+use super::launch::{Arguments, HostWords, Launch, LaunchShape, module};
+
+/// The penalties on the logits of tokens that have appeared.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Penalties {
+    /// Divides positive logits and multiplies other logits, also for the tokens of the prompt.
+    pub repetition: f32,
+    /// Subtracted once for each time that the token was generated.
+    pub frequency: f32,
+    /// Subtracted once if the token was generated.
+    pub presence: f32,
+}
+
+impl Penalties {
+    /// The penalties that change nothing.
+    pub const NONE: Self = Self { repetition: 1.0, frequency: 0.0, presence: 0.0 };
+
+    /// Returns the new logit of a token that was generated `generated` times. If 0, only the prompt contains it.
+    pub fn apply(&self, logit: f32, generated: u32) -> f32 {
+        let logit = if logit > 0.0 { logit / self.repetition } else { logit * self.repetition };
+        match generated {
+            0 => logit,
+            _ => logit - (self.frequency * generated as f32 + self.presence),
+        }
+    }
+}
+
+/// The edits of one row of logits. Tokens outside the vocabulary are ignored.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RowEdits {
+    /// Values to add to the logits of tokens, at most one per token.
+    pub values: Vec<(u32, f32)>,
+    pub penalties: Penalties,
+    /// The tokens with penalties, each once, with the number of times that each was generated.
+    /// The token in flight is not counted.
+    pub seen: Vec<(u32, u32)>,
+}
+
+impl Default for RowEdits {
+    fn default() -> Self {
+        Self { values: Vec::new(), penalties: Penalties::NONE, seen: Vec::new() }
+    }
+}
+
+impl RowEdits {
+    /// Returns whether the edits change no logits, whatever token is in flight.
+    pub fn is_empty(&self) -> bool {
+        self.values.is_empty() && self.penalties == Penalties::NONE
+    }
+
+    /// Applies the penalties to `logits`, f32 `[vocab]`, after the values were added.
+    /// `in_flight` is a generated token that `seen` does not count.
+    pub fn penalize(&self, logits: &mut [f32], in_flight: Option<u32>) {
+        let mut is_seen = false;
+        for &(token, generated) in &self.seen {
+            let is_in_flight = Some(token) == in_flight;
+            is_seen |= is_in_flight;
+            if let Some(logit) = logits.get_mut(token as usize) {
+                *logit = self.penalties.apply(*logit, generated + u32::from(is_in_flight));
+            }
+        }
+        if let Some(token) = in_flight
+            && !is_seen
+            && let Some(logit) = logits.get_mut(token as usize)
+        {
+            *logit = self.penalties.apply(*logit, 1);
+        }
+    }
+
+    /// Adds the values and applies the penalties on the CPU, like the kernel.
+    pub fn apply(&self, logits: &mut [f32], in_flight: Option<u32>) {
+        for &(token, value) in &self.values {
+            if let Some(logit) = logits.get_mut(token as usize) {
+                *logit += value;
+            }
+        }
+        self.penalize(logits, in_flight);
+    }
+}
+
+/// The edits of a row of logits, and the token in flight.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy, Debug)]
+pub struct EditedRow<'e> {
+    pub row: usize,
+    pub edits: &'e RowEdits,
+    /// The index of the token in flight in the tokens of the previous step, or `None`.
+    pub in_flight: Option<u32>,
+}
+
+/// Queues the edits of rows of `logits`, f32 `[rows, vocab]`, in place. Each row is edited at most once.
+///
+/// `tokens`, u32, holds the tokens of the previous step. A token that is [`NO_TOKEN`](super::constants::NO_TOKEN)
+/// counts as no token in flight.
+///
+/// If the description of the edits fits in `range` of `host`, the kernel reads it there, and the host does not wait for
+/// earlier steps. The caller must not write to this range again until the kernel has ended.
+#[cfg(feature = "cuda")]
+pub fn edit_rows(
+    logits: &Tensor,
+    rows: &[EditedRow],
+    tokens: &Tensor,
+    (host, range): (&Arc<HostWords>, Range<usize>),
+) -> Result<()> {
+    let (count, vocab) = logits.dims2()?;
+    let Device::Cuda(device) = logits.device() else { return super::unsupported("edit_rows", logits) };
+    let available = tokens.dims1()?;
+    let mut edited = HashSet::new();
+    let is_valid = |row: &EditedRow| {
+        row.row < count && row.in_flight.is_none_or(|source| (source as usize) < available) && edited.insert(row.row)
+    };
+    if !rows.iter().all(is_valid) || (logits.dtype(), tokens.dtype()) != (DType::F32, DType::U32) {
+        bail!("edit_rows: invalid rows for logits {:?} and tokens {:?}", logits.shape(), tokens.shape());
+    }
+    if rows.is_empty() {
+        return Ok(());
+    }
+    let description = description(rows, vocab);
+    let arguments = Arguments::new().tensor(logits)?.tensor(tokens)?;
+    let arguments = if description.len() <= range.len() {
+        host.write(range.start, &description);
+        arguments.host_words(host, range.start)
+    } else {
+        arguments.tensor(&Tensor::new(description, logits.device())?)?
+    };
+    let shape = LaunchShape::linear(rows.len(), ROW_EDITS_THREADS);
+    let launch = Launch::new(module!("row_edits"), "edit_rows", shape, arguments.int(vocab));
+    // SAFETY: rows and sources are checked above. `description` contains only tokens of the vocabulary.
+    unsafe { launch.enqueue(device) }
+}
+
+/// Returns the words that describe the edits to the kernel, in the order that `row_edits.cu` lists.
+#[cfg(feature = "cuda")]
+fn description(rows: &[EditedRow], vocab: usize) -> Vec<u32> {
+    let mut words = vec![0; rows.len() * ROW_EDITS_WORDS];
+    for (index, EditedRow { row, edits, in_flight }) in rows.iter().enumerate() {
+        let is_token = |token: u32| (token as usize) < vocab;
+        let values_start = words.len();
+        let values = edits.values.iter().filter(|(token, _)| is_token(*token));
+        words.extend(values.flat_map(|&(token, value)| [token, value.to_bits()]));
+        let seen_start = words.len();
+        let seen = edits.seen.iter().filter(|(token, _)| is_token(*token));
+        words.extend(seen.flat_map(|&(token, generated)| [token, generated]));
+        let Penalties { repetition, frequency, presence } = edits.penalties;
+        let header: [u32; ROW_EDITS_WORDS] = [
+            *row as u32,
+            in_flight.map_or(0, |source| source + 1),
+            values_start as u32,
+            seen_start as u32,
+            words.len() as u32,
+            repetition.to_bits(),
+            frequency.to_bits(),
+            presence.to_bits(),
+        ];
+        words[index * ROW_EDITS_WORDS..][..ROW_EDITS_WORDS].copy_from_slice(&header);
+    }
+    words
+}

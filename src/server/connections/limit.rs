@@ -1,0 +1,51 @@
+//! Limits the number of open connections.
+
+use prometheus::IntGauge;
+
+/// The number of connections above the limit that the server accepts. It answers their health checks,
+/// and rejects their other requests.
+const SPARE: usize = 64;
+
+/// An open connection. Dropping it makes room for another connection.
+pub struct OpenConnection {
+    open: IntGauge,
+    /// Whether more connections than the limit are open, so that only health checks get an answer.
+    pub is_spare: bool,
+}
+
+impl OpenConnection {
+    /// Counts a new connection. Returns `None` if the server must close it at once.
+    ///
+    /// Only one task may call this function, so that no other connection is counted meanwhile.
+    pub fn new(open: &IntGauge, limit: usize) -> Option<Self> {
+        let others = usize::try_from(open.get()).unwrap_or_default();
+        if others >= limit.saturating_add(SPARE) {
+            return None;
+        }
+        open.inc();
+        Some(Self { open: open.clone(), is_spare: others >= limit })
+    }
+}
+
+impl Drop for OpenConnection {
+    fn drop(&mut self) {
+        self.open.dec();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_above_the_limit_are_spare_and_then_closed() {
+        let open = IntGauge::new("open", "open").unwrap();
+        let mut connections: Vec<_> = (0..2 + SPARE).map(|_| OpenConnection::new(&open, 2).unwrap()).collect();
+        let spare: Vec<usize> = (0..2 + SPARE).filter(|&index| connections[index].is_spare).collect();
+        assert_eq!(spare, (2..2 + SPARE).collect::<Vec<_>>());
+        assert!(OpenConnection::new(&open, 2).is_none());
+        connections.truncate(1);
+        assert!(!OpenConnection::new(&open, 2).unwrap().is_spare);
+        assert_eq!(open.get(), 1);
+    }
+}

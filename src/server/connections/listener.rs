@@ -1,0 +1,159 @@
+//! Accepts connections, and closes them when the server shuts down.
+
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, anyhow, bail};
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
+use tokio_rustls::TlsAcceptor;
+
+use super::limit::OpenConnection;
+use super::parse_error::ParseErrorBody;
+use super::write_limit::WriteLimit;
+use crate::error::Error;
+use crate::server::router::{router, spare_router};
+use crate::server::state::Server;
+
+/// The maximum number of connections that wait to be accepted.
+const BACKLOG: u32 = 4096;
+
+/// The size of the system's buffer for unsent data. With a small buffer, the server soon notices that a client does not
+/// read.
+const SEND_BUFFER_BYTES: u32 = 128 << 10;
+
+/// The size of the buffer for the headers of a request, and for the response.
+const BUFFER_BYTES: usize = 64 << 10;
+
+/// The maximum time for receiving the headers of a request if too many connections are open.
+const SPARE_HEADER_TIME: Duration = Duration::from_secs(1);
+
+/// The pause after a failure to accept a connection, for example because too many files are open.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// The maximum time for sending the last responses during shutdown.
+const CLOSE_TIME: Duration = Duration::from_secs(2);
+
+/// The same time after the engine has failed. It is short, so that the server can restart soon.
+const FAILED_CLOSE_TIME: Duration = Duration::from_millis(250);
+
+/// Opens the port of a server. Port 0 selects a free port.
+pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
+    let what = || format!("cannot listen on {host}:{port}");
+    let mut addresses = lookup_host((host, port)).await.with_context(what)?;
+    let address: SocketAddr = addresses.next().ok_or_else(|| anyhow!("{}: the host has no address", what()))?;
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }.with_context(what)?;
+    // On Windows, this option would let two programs share the port.
+    #[cfg(unix)]
+    socket.set_reuseaddr(true).with_context(what)?;
+    socket.set_send_buffer_size(SEND_BUFFER_BYTES).with_context(what)?;
+    socket.bind(address).with_context(what)?;
+    socket.listen(BACKLOG).with_context(what)
+}
+
+/// Serves connections until `shutdown` resolves and all requests have ended. Fails if the engine stops.
+///
+/// After `shutdown`, the server reports itself unhealthy but accepts requests during the drain delay. Afterwards, it
+/// rejects new requests, and requests in progress continue until the drain timeout.
+pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Future<Output = ()>) -> Result<()> {
+    let connections = Arc::new(GracefulShutdown::new());
+    let accepting = tokio::spawn(accept(server.clone(), listener, connections.clone()));
+    let (mut shutdown, mut failed) = (pin!(shutdown), pin!(server.failed()));
+    let ends = |context: &mut Context<'_>| {
+        let is_ending = shutdown.as_mut().poll(context).is_ready() || failed.as_mut().poll(context).is_ready();
+        if is_ending { Poll::Ready(()) } else { Poll::Pending }
+    };
+    std::future::poll_fn(ends).await;
+    let timeouts = &server.options.timeouts;
+    if server.engine().is_some() && !server.has_failed() && !timeouts.drain_delay.is_zero() {
+        server.leave();
+        tokio::time::sleep(timeouts.drain_delay).await;
+    }
+    server.drain();
+    // If the engine has stopped, all requests have failed, and only their responses remain to be sent.
+    let (drain_time, close_time) =
+        if server.has_failed() { (FAILED_CLOSE_TIME, FAILED_CLOSE_TIME) } else { (timeouts.drain, CLOSE_TIME) };
+    let is_late = tokio::time::timeout(drain_time, server.admission.wait_until_idle()).await.is_err();
+    if is_late {
+        // Clients receive an error event, not just a closed connection.
+        server.end();
+        let _ = tokio::time::timeout(close_time, server.admission.wait_until_idle()).await;
+    }
+    accepting.abort();
+    let _ = accepting.await;
+    if let Ok(connections) = Arc::try_unwrap(connections) {
+        // Idle connections close immediately. Other connections close after the last bytes of their responses.
+        let _ = tokio::time::timeout(close_time, connections.shutdown()).await;
+    }
+    if !server.has_failed() {
+        return Ok(());
+    }
+    match server.failure() {
+        Some(error) => bail!(Error::GpuFailed(format!("{error}\n  start the server again"))),
+        None => bail!("cannot answer requests: the engine stopped; the log says why\n  start the server again"),
+    }
+}
+
+/// Accepts connections until the task is aborted.
+async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<GracefulShutdown>) {
+    let (router, spare_router) = (router(&server), spare_router(&server));
+    let metrics = &server.metrics;
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let place = OpenConnection::new(&metrics.connections, server.options.max_connections);
+                if place.as_ref().is_none_or(|place| place.is_spare) {
+                    metrics.refused_connections.inc();
+                }
+                let Some(place) = place else { continue };
+                let router = if place.is_spare { &spare_router } else { &router };
+                tokio::spawn(connect(stream, router.clone(), server.clone(), connections.watcher(), place));
+            }
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a connection");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+/// Prepares a connection, and serves its requests.
+async fn connect(stream: TcpStream, router: Router, server: Arc<Server>, watcher: Watcher, place: OpenConnection) {
+    let timeouts = &server.options.timeouts;
+    let header_time = if place.is_spare { timeouts.header.min(SPARE_HEADER_TIME) } else { timeouts.header };
+    // Send each event immediately.
+    let _ = stream.set_nodelay(true);
+    let stream = WriteLimit::new(stream, timeouts.write);
+    let Some(tls) = &server.options.tls else {
+        return serve_requests(stream, router, &server, header_time, watcher).await;
+    };
+    match tokio::time::timeout(header_time, TlsAcceptor::from(tls.clone()).accept(stream)).await {
+        Ok(Ok(stream)) => serve_requests(stream, router, &server, header_time, watcher).await,
+        Ok(Err(error)) => tracing::debug!(%error, "TLS handshake failed"),
+        Err(_) => tracing::debug!("TLS handshake timed out"),
+    }
+}
+
+/// Serves the requests of one connection.
+async fn serve_requests<S>(stream: S, router: Router, server: &Server, header_time: Duration, watcher: Watcher)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let stream = TokioIo::new(ParseErrorBody::new(stream, server.metrics.clone()));
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(header_time)
+        .max_buf_size(BUFFER_BYTES)
+        .serve_connection(stream, TowerToHyperService::new(router));
+    if let Err(error) = watcher.watch(connection).await {
+        tracing::debug!(%error, "connection closed");
+    }
+}

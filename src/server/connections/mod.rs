@@ -1,0 +1,16 @@
+//! Connections: accepting, encrypting and closing them. Its modules are:
+//!
+//! - `listener`: accepts connections, and closes them when the server shuts down
+//! - `limit`: limits the number of open connections
+//! - `parse_error`: adds a body to the responses to requests that are not valid HTTP
+//! - `tls`: reads the certificate and the private key
+//! - `write_limit`: closes connections whose clients do not read
+
+mod limit;
+mod listener;
+mod parse_error;
+mod tls;
+mod write_limit;
+
+pub use listener::{bind, serve};
+pub use tls::read_tls;

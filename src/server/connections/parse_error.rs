@@ -1,0 +1,121 @@
+//! Adds a JSON body to the responses that hyper sends to a request that it cannot parse.
+//!
+//! hyper writes these responses itself, without a body, before a request reaches a route. It has no option to change them.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use axum::http::StatusCode;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use crate::server::http::error::ApiError;
+use crate::server::metrics::Metrics;
+
+/// The first bytes of hyper's responses. The responses of routes contain other headers before the length.
+///
+/// No other write starts with these bytes, because the line breaks in JSON bodies and events are escaped.
+const HEADS: [(&[u8], StatusCode, &str); 3] = [
+    (
+        b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n",
+        StatusCode::BAD_REQUEST,
+        "the request is not valid HTTP/1.1",
+    ),
+    (
+        b"HTTP/1.1 414 URI Too Long\r\nconnection: close\r\ncontent-length: 0\r\n",
+        StatusCode::URI_TOO_LONG,
+        "the URL of the request is too long",
+    ),
+    (
+        b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n",
+        StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+        "the headers of the request are too large: at most 64 KiB and 100 headers are allowed",
+    ),
+];
+
+/// A connection that replaces hyper's responses to invalid requests.
+pub struct ParseErrorBody<S> {
+    stream: S,
+    metrics: Arc<Metrics>,
+    /// The rest of the response that replaces the response that hyper is writing.
+    rest: Vec<u8>,
+}
+
+impl<S> ParseErrorBody<S> {
+    pub fn new(stream: S, metrics: Arc<Metrics>) -> Self {
+        Self { stream, metrics, rest: Vec::new() }
+    }
+
+    /// Starts to replace a response of hyper. Returns whether this write is such a response.
+    fn replaces(&mut self, bytes: &[u8]) -> bool {
+        if !self.rest.is_empty() {
+            return true;
+        }
+        let Some((_, status, message)) = HEADS.iter().find(|(head, ..)| bytes.starts_with(head)) else { return false };
+        self.metrics.http_responses.with_label_values(&[status.as_str()]).inc();
+        let body = ApiError::client(*status, *message).body();
+        let head = format!(
+            "HTTP/1.1 {status}\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+            body.len()
+        );
+        self.rest = [head.into_bytes(), body.into_bytes()].concat();
+        true
+    }
+}
+
+impl<S: AsyncWrite + Unpin> ParseErrorBody<S> {
+    /// Writes the rest of the replacement. Returns `accepted`, the length of hyper's response.
+    fn write_rest(&mut self, context: &mut Context<'_>, accepted: usize) -> Poll<io::Result<usize>> {
+        while !self.rest.is_empty() {
+            let written = ready!(Pin::new(&mut self.stream).poll_write(context, &self.rest))?;
+            if written == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            self.rest.drain(..written);
+        }
+        Poll::Ready(Ok(accepted))
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for ParseErrorBody<S> {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        if self.replaces(bytes) {
+            return self.write_rest(context, bytes.len());
+        }
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffers: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        if self.replaces(buffers.first().map_or(&[], |buffer| buffer)) {
+            return self.write_rest(context, buffers.iter().map(|buffer| buffer.len()).sum());
+        }
+        Pin::new(&mut self.stream).poll_write_vectored(context, buffers)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for ParseErrorBody<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}

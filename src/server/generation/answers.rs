@@ -1,0 +1,364 @@
+//! Submits requests to the engine and merges the events of their answers.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use futures_core::Stream;
+use tokio::sync::oneshot;
+
+use super::choice::{Choice, Pieces, finite_logprob};
+use super::usage::Usage;
+use crate::engine::{
+    EngineHandle, Event, Record, RecordedAnswer, RecordedRequest, Request, RequestStream, ScoredPrompt, Summary,
+};
+use crate::error::Error;
+use crate::server::http::error::ApiError;
+use crate::server::http::log::{AnswerLog, RequestLog};
+use crate::server::limits::Permit;
+use crate::server::state::Server;
+
+/// The answers to one HTTP request. Dropping this value cancels the answers that have not ended.
+pub struct Answers {
+    answers: Vec<Answer>,
+    /// The number of answers to each prompt.
+    per_prompt: usize,
+    /// The index of the answer to poll first. It changes over time, so that all answers progress.
+    first: usize,
+    ending: Pin<Box<dyn Future<Output = ()> + Send>>,
+    engine: EngineHandle,
+    server: Arc<Server>,
+    log: Arc<RequestLog>,
+    is_stream: bool,
+    is_deterministic: bool,
+    submitted: Instant,
+    /// Why the answers failed.
+    failure: Option<String>,
+    /// Receives a message when another request cancels the answers.
+    cancel: Option<oneshot::Receiver<()>>,
+    is_canceled: bool,
+    _permit: Permit,
+}
+
+/// One answer: its events, and the state that turns them into pieces.
+struct Answer {
+    stream: RequestStream,
+    choice: Choice,
+    last_token: Option<Instant>,
+    recorded: RecordedAnswer,
+    /// Set when the answer has ended.
+    summary: Option<Box<Summary>>,
+}
+
+impl Answer {
+    /// Adds a token to the record of the answer, if the answer is recorded.
+    fn record(&mut self, token: u32, logprob: Option<f32>) {
+        if self.stream.record().is_some() {
+            self.recorded.tokens.push(token);
+            // JSON cannot represent -inf.
+            self.recorded.logprobs.extend(logprob.map(finite_logprob));
+        }
+    }
+}
+
+/// The requests to submit, and how to interpret their answers.
+pub struct Job {
+    /// One request per prompt.
+    pub requests: Vec<Request>,
+    /// The number of answers to each prompt.
+    pub choices: usize,
+    pub can_call_in_parallel: bool,
+    /// Whether the model must call one specific tool.
+    pub must_call_named: bool,
+    /// Whether log probabilities include tokens without text, such as stop tokens.
+    pub keeps_all_tokens: bool,
+    pub is_stream: bool,
+    /// The field that contains the prompt, for error messages.
+    pub prompt_field: &'static str,
+}
+
+/// Submits a job. Fails with 429 if the server has no room for the job's answers.
+pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Result<Answers, ApiError> {
+    let engine = server.open_engine()?.clone();
+    let submitted = Instant::now();
+    let count = job.requests.len() * job.choices;
+    let limit = server.admission.limit();
+    if count > limit {
+        return Err(ApiError::invalid("n", format!("cannot accept {count} answers at once: the limit is {limit}")));
+    }
+    let client = log.client();
+    let permit = server.admission.admit(client.index(), count).map_err(|wait| {
+        server.metrics.admission_rejections.with_label_values(&["queue"]).inc();
+        ApiError::overloaded("the queue is full", wait)
+    })?;
+    let (handle, mut requests, choices) = (engine.clone(), job.requests, job.choices);
+    server.metrics.request_choices.observe(choices as f64);
+    for limit in requests.iter().filter_map(|request| request.options.as_ref()?.max_tokens) {
+        server.metrics.request_max_tokens.observe(limit as f64);
+    }
+    for options in requests.iter_mut().filter_map(|request| request.options.as_mut()) {
+        options.tenant = client.index() as u64;
+        options.deterministic |= log.is_deterministic;
+        options.keeps_record = server.recorder.is_on();
+    }
+    let asks = requests.iter().any(|request| request.options.as_ref().is_some_and(|options| options.deterministic));
+    let is_deterministic = asks || engine.info().is_deterministic;
+    // Rendering and tokenizing take milliseconds of CPU time, so they must not run on a thread of the async runtime.
+    let submit = move || -> anyhow::Result<Vec<RequestStream>> {
+        let mut streams = Vec::new();
+        for request in requests {
+            streams.extend(handle.submit_n(request, choices)?);
+        }
+        Ok(streams)
+    };
+    let streams = match tokio::task::spawn_blocking(submit).await {
+        Ok(Ok(streams)) => streams,
+        Ok(Err(error)) if server.is_alive() => return Err(ApiError::from_submit(&error, job.prompt_field)),
+        Ok(Err(error)) => return Err(ApiError::from_stream(&error)),
+        Err(panic) => return Err(ApiError::internal(format!("cannot submit the request: {panic}"))),
+    };
+    let answer = |stream| {
+        let choice = Choice::new(job.can_call_in_parallel).with_named_call(job.must_call_named);
+        let choice = choice.with_all_tokens(job.keeps_all_tokens);
+        Answer { stream, choice, last_token: None, recorded: RecordedAnswer::default(), summary: None }
+    };
+    Ok(Answers {
+        answers: streams.into_iter().map(answer).collect(),
+        per_prompt: job.choices,
+        first: 0,
+        ending: Box::pin(server.ending()),
+        engine,
+        server: server.clone(),
+        log,
+        is_stream: job.is_stream,
+        is_deterministic,
+        submitted,
+        failure: None,
+        cancel: None,
+        is_canceled: false,
+        _permit: permit,
+    })
+}
+
+impl Answers {
+    /// Returns the number of answers.
+    pub fn len(&self) -> usize {
+        self.answers.len()
+    }
+
+    /// Ends the answers when `cancel` receives a message.
+    pub fn cancel_on(&mut self, cancel: oneshot::Receiver<()>) {
+        self.cancel = Some(cancel);
+    }
+
+    /// Returns whether another request canceled the answers.
+    pub fn is_canceled(&self) -> bool {
+        self.is_canceled
+    }
+
+    pub fn engine(&self) -> &EngineHandle {
+        &self.engine
+    }
+
+    /// Returns whether the answers are independent of other requests.
+    pub fn is_deterministic(&self) -> bool {
+        self.is_deterministic
+    }
+
+    /// Returns the time since the request was submitted.
+    pub fn elapsed(&self) -> Duration {
+        self.submitted.elapsed()
+    }
+
+    /// Returns the prompt of an answer with its log probabilities, if the request asked for them. The log probabilities
+    /// are complete once the first pieces of the answer have arrived.
+    pub fn scored_prompt(&self, index: usize) -> Option<&ScoredPrompt> {
+        self.answers.get(index)?.stream.scored_prompt()
+    }
+
+    /// Returns the stop string that ended an answer.
+    pub fn stop_string(&self, index: usize) -> Option<&str> {
+        self.answers.get(index)?.stream.stop_string()
+    }
+
+    /// Returns the summary of an answer that has ended.
+    pub fn summary(&self, index: usize) -> Option<&Summary> {
+        self.answers.get(index)?.summary.as_deref()
+    }
+
+    /// Waits for the next pieces of any answer. Returns the index of the answer and the pieces,
+    /// or `None` after all answers have ended.
+    pub async fn next(&mut self) -> Option<Result<(usize, Pieces), ApiError>> {
+        std::future::poll_fn(|context| self.poll_next(context)).await
+    }
+
+    /// Polls for the next pieces of any answer. Skips events without pieces.
+    pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<(usize, Pieces), ApiError>>> {
+        if self.failure.is_some() || self.answers.iter().all(|answer| answer.summary.is_some()) {
+            return Poll::Ready(None);
+        }
+        if self.ending.as_mut().poll(context).is_ready() {
+            return self.fail(&Error::Draining.into());
+        }
+        if let Some(cancel) = &mut self.cancel
+            && let Poll::Ready(message) = Pin::new(cancel).poll(context)
+        {
+            self.cancel = None;
+            if message.is_ok() {
+                self.is_canceled = true;
+                self.answers.iter_mut().for_each(|answer| answer.stream.cancel());
+            }
+        }
+        for offset in 0..self.answers.len() {
+            let index = (self.first + offset) % self.answers.len();
+            if self.answers[index].summary.is_some() {
+                continue;
+            }
+            while let Poll::Ready(event) = Pin::new(&mut self.answers[index].stream).poll_next(context) {
+                let event = match event {
+                    Some(Ok(event)) => event,
+                    Some(Err(error)) => return self.fail(&error),
+                    None => return self.fail(&anyhow::anyhow!("the answer ended without a summary")),
+                };
+                let pieces = self.push(index, event);
+                if !pieces.pieces.is_empty() || pieces.finish.is_some() {
+                    self.first = index + 1;
+                    return Poll::Ready(Some(Ok((index, pieces))));
+                }
+            }
+        }
+        Poll::Pending
+    }
+
+    fn fail(&mut self, error: &anyhow::Error) -> Poll<Option<Result<(usize, Pieces), ApiError>>> {
+        let api_error = match error.downcast_ref() {
+            Some(Error::WaitedTooLong) => {
+                let wait = self.server.admission.wait_to_start(self.engine.stats().waiting as usize);
+                ApiError::overloaded("the request waited in the queue for too long", wait)
+            }
+            _ => ApiError::from_stream(error),
+        };
+        self.failure = Some(api_error.message());
+        Poll::Ready(Some(Err(api_error)))
+    }
+
+    /// Updates the metrics for an event and turns the event into pieces.
+    fn push(&mut self, index: usize, event: Event) -> Pieces {
+        let answer = &mut self.answers[index];
+        let metrics = &self.server.metrics;
+        if let Some(token) = event.token() {
+            answer.record(token, event.logprobs().map(|logprobs| logprobs.chosen));
+            let now = Instant::now();
+            match answer.last_token.replace(now) {
+                None => metrics.first_token.observe((now - self.submitted).as_secs_f64()),
+                Some(last) => metrics.inter_token.observe((now - last).as_secs_f64()),
+            }
+        }
+        let summary = match &event {
+            Event::End { summary, .. } => Some(summary.clone()),
+            Event::Token { .. } => None,
+        };
+        let pieces = answer.choice.push(event, answer.stream.tool_calls(), self.engine.tokenizer());
+        if pieces.is_complete {
+            answer.stream.complete();
+        }
+        if let (Some(summary), Some(finish)) = (&summary, pieces.finish) {
+            let reason = finish.as_str();
+            metrics.requests.with_label_values(&[reason]).inc();
+            metrics.queue.observe(summary.queue_s);
+            metrics.prefill.observe((summary.ttft_s - summary.queue_s).max(0.0));
+            let decode_s = (self.submitted.elapsed().as_secs_f64() - summary.ttft_s).max(0.0);
+            metrics.decode.observe(decode_s);
+            metrics.inference.observe((self.submitted.elapsed().as_secs_f64() - summary.queue_s).max(0.0));
+            if summary.tok_per_s > 0.0 {
+                metrics.per_output_token.observe(summary.tok_per_s.recip());
+            }
+        }
+        answer.summary = summary;
+        pieces
+    }
+
+    /// Adds the answers to the server's record of requests.
+    fn record(&mut self) {
+        let options = &self.server.options;
+        let (id, model, revision) = (self.log.id.clone(), options.model.clone(), options.record.revision.clone());
+        let mut record = Record::new(id, model, revision, self.engine.info());
+        let (is_canceled, failure) = (self.is_canceled, self.failure.take());
+        for answers in self.answers.chunks_mut(self.per_prompt) {
+            let Some(request) = answers.first().and_then(|answer| answer.stream.record()).cloned() else { return };
+            let take = |answer: &mut Answer| {
+                let counts = answer.stream.counts();
+                let finish = finish_name(answer.summary.as_deref(), failure.is_some(), is_canceled);
+                let recorded = std::mem::take(&mut answer.recorded);
+                let (cached_tokens, ttft_s) = (counts.cached_tokens, counts.ttft_s);
+                RecordedAnswer { finish: finish.to_string(), cached_tokens, ttft_s, ..recorded }
+            };
+            let answers = answers.iter_mut().map(take).collect();
+            record.requests.push(RecordedRequest { request: Arc::unwrap_or_clone(request), answers });
+        }
+        record.error = failure;
+        self.server.recorder.add(self.log.client(), record);
+    }
+
+    /// Returns the token counts so far. The tokens of a prompt count once, not once per answer.
+    pub fn usage(&self) -> Usage {
+        let (mut prompt_tokens, mut cached_tokens, mut completion_tokens, mut reasoning_tokens) = (0, 0, 0, 0);
+        for (index, answer) in self.answers.iter().enumerate() {
+            let counts = answer.stream.counts();
+            if index % self.per_prompt == 0 {
+                prompt_tokens += counts.prompt_tokens;
+                cached_tokens += counts.cached_tokens;
+            }
+            completion_tokens += counts.completion_tokens;
+            reasoning_tokens += answer.choice.reasoning_tokens();
+        }
+        Usage::new(prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens)
+    }
+}
+
+/// Records the answers, no matter how they ended.
+impl Drop for Answers {
+    fn drop(&mut self) {
+        let metrics = &self.server.metrics;
+        metrics.end_to_end.observe(self.submitted.elapsed().as_secs_f64());
+        for (index, answer) in self.answers.iter().enumerate() {
+            let counts = answer.stream.counts();
+            if index % self.per_prompt == 0 {
+                metrics.count_prompt(counts.prompt_tokens, counts.cached_tokens);
+            }
+            metrics.request_generation_tokens.observe(counts.completion_tokens as f64);
+            metrics.count_violations(&answer.stream.violations());
+        }
+        let longest = self.answers.iter().map(|answer| answer.stream.counts().completion_tokens).max();
+        metrics.request_max_generation_tokens.observe(longest.unwrap_or(0) as f64);
+        let has_ended = self.answers.iter().all(|answer| answer.summary.is_some());
+        // The log has one line for all answers. Unless all have ended, it reports why the rest did not.
+        let summary = self.summary(0).filter(|_| has_ended && self.failure.is_none());
+        let finish = finish_name(summary, self.failure.is_some(), self.is_canceled);
+        self.record();
+        let usage = self.usage();
+        self.log.set_answer(AnswerLog {
+            choices: self.len(),
+            prompt_tokens: usage.prompt_tokens,
+            cached_tokens: usage.prompt_tokens_details.cached_tokens,
+            completion_tokens: usage.completion_tokens,
+            ttft_s: self.answers.first().map_or(0.0, |answer| answer.stream.counts().ttft_s),
+            is_stream: self.is_stream,
+            finish,
+        });
+    }
+}
+
+/// Returns how an answer finished, for the log and the records. `summary` is `None` if the answer has not ended.
+fn finish_name(summary: Option<&Summary>, has_failed: bool, is_canceled: bool) -> &'static str {
+    use crate::engine::FinishReason::*;
+    match summary.map(|summary| &summary.finish_reason) {
+        None if has_failed => "error",
+        None => "canceled",
+        Some(_) if is_canceled => "canceled",
+        Some(Stop | Canceled) => "stop",
+        Some(Length) => "length",
+        Some(ToolCalls) => "tool_calls",
+    }
+}

@@ -1,0 +1,358 @@
+//! Turns the events of one answer into pieces of reasoning, content and tool calls.
+//!
+//! Streamed and whole responses both consist of these pieces, so they cannot differ.
+
+use serde::Serialize;
+
+use crate::chat::{Channel, Delta, ToolCall};
+use crate::engine::{Event, FinishReason, Summary};
+use crate::runner::TokenLogprobs;
+use crate::server::ids;
+use crate::tokenizer::Tokenizer;
+
+/// A piece of an answer.
+#[derive(Clone, Debug)]
+pub enum Piece {
+    Reasoning(String),
+    /// Text of the answer, and its tokens if the request asked for log probabilities.
+    Content(String, Vec<ScoredToken>),
+    ToolStart {
+        index: usize,
+        id: String,
+        name: String,
+    },
+    ToolArguments {
+        index: usize,
+        text: String,
+    },
+}
+
+/// A token of the content with its log probabilities.
+#[derive(Clone, Debug)]
+pub struct ScoredToken {
+    pub id: u32,
+    pub logprobs: TokenLogprobs,
+}
+
+/// Returns a log probability that JSON can represent. JSON has no -inf, the log probability of an impossible token.
+pub fn finite_logprob(logprob: f32) -> f32 {
+    logprob.max(-9999.0)
+}
+
+/// Why an answer ended, as in OpenAI's API.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Finish {
+    Stop,
+    Length,
+    ToolCalls,
+}
+
+impl Finish {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Finish::Stop => "stop",
+            Finish::Length => "length",
+            Finish::ToolCalls => "tool_calls",
+        }
+    }
+}
+
+/// The pieces that one event adds to an answer.
+#[derive(Debug, Default)]
+pub struct Pieces {
+    pub pieces: Vec<Piece>,
+    /// Set by the last event.
+    pub finish: Option<Finish>,
+    /// Whether the answer is complete, although the model would continue.
+    pub is_complete: bool,
+}
+
+/// The state of one answer.
+pub struct Choice {
+    can_call_in_parallel: bool,
+    must_call_named: bool,
+    /// Whether tokens without text, such as stop tokens, are part of the content.
+    keeps_all_tokens: bool,
+    /// The tokens whose text has not been released yet.
+    pending: Vec<PendingToken>,
+    calls: Vec<SentCall>,
+    /// The number of tool calls that were sent.
+    sent_calls: usize,
+    reasoning_tokens: usize,
+    is_complete: bool,
+}
+
+/// A generated token whose text has not been released yet.
+struct PendingToken {
+    id: u32,
+    logprobs: Option<TokenLogprobs>,
+}
+
+/// The part of a tool call that was sent.
+#[derive(Clone, Copy, Default)]
+struct SentCall {
+    /// The index of the call in the response. `None` until the name is known.
+    index: Option<usize>,
+    argument_bytes: usize,
+}
+
+impl Choice {
+    /// Creates the state of an answer. Unless `can_call_in_parallel`, the answer ends after its first tool call.
+    pub fn new(can_call_in_parallel: bool) -> Self {
+        Self {
+            can_call_in_parallel,
+            must_call_named: false,
+            keeps_all_tokens: false,
+            pending: Vec::new(),
+            calls: Vec::new(),
+            sent_calls: 0,
+            reasoning_tokens: 0,
+            is_complete: false,
+        }
+    }
+
+    /// Sets whether the model must call one specific tool. Such an answer ends with `stop`, as in OpenAI's API.
+    pub fn with_named_call(self, must_call_named: bool) -> Self {
+        Self { must_call_named, ..self }
+    }
+
+    /// Sets whether the content includes tokens without text. Only an answer without a chat format may include them.
+    pub fn with_all_tokens(self, keeps_all_tokens: bool) -> Self {
+        Self { keeps_all_tokens, ..self }
+    }
+
+    /// Returns the number of reasoning tokens so far.
+    pub fn reasoning_tokens(&self) -> usize {
+        self.reasoning_tokens
+    }
+
+    /// Adds an event. `calls` are the tool calls of the answer so far.
+    pub fn push(&mut self, event: Event, calls: &[ToolCall], tokenizer: &Tokenizer) -> Pieces {
+        let mut out = Pieces::default();
+        let (deltas, summary) = match event {
+            Event::Token { id, deltas, logprobs } => {
+                // A control token without text ends a header. The tokens of a header belong to no channel.
+                if deltas.is_empty() && tokenizer.is_control(id) && !self.keeps_all_tokens {
+                    self.pending.clear();
+                } else {
+                    self.pending.push(PendingToken { id, logprobs });
+                }
+                (deltas, None)
+            }
+            Event::End { deltas, summary } => (deltas, Some(summary)),
+        };
+        for Delta { channel, text } in merged(deltas) {
+            match channel {
+                Channel::Reasoning => {
+                    self.reasoning_tokens += self.release(text.len(), tokenizer).len();
+                    out.pieces.push(Piece::Reasoning(text));
+                }
+                Channel::Answer => {
+                    let tokens = if self.keeps_all_tokens {
+                        std::mem::take(&mut self.pending)
+                    } else {
+                        self.release(text.len(), tokenizer)
+                    };
+                    out.pieces.push(Piece::Content(text, scored(tokens)));
+                }
+                Channel::ToolCall => self.pending.clear(),
+            }
+        }
+        if summary.is_some() && self.keeps_all_tokens {
+            let tokens = scored(std::mem::take(&mut self.pending));
+            if !tokens.is_empty() {
+                out.pieces.push(Piece::Content(String::new(), tokens));
+            }
+        }
+        self.send_calls(calls, summary.as_deref(), &mut out);
+        out.finish = summary.map(|summary| self.finish(summary.finish_reason));
+        out
+    }
+
+    /// Takes the last pending tokens, which cover `bytes` bytes of text. Drops all earlier pending
+    /// tokens, which belong to headers and tags.
+    fn release(&mut self, bytes: usize, tokenizer: &Tokenizer) -> Vec<PendingToken> {
+        let (mut start, mut covered) = (self.pending.len(), 0);
+        while start > 0 && covered < bytes {
+            start -= 1;
+            covered += tokenizer.table().bytes(self.pending[start].id).len();
+        }
+        let tokens = self.pending.split_off(start);
+        self.pending.clear();
+        tokens
+    }
+
+    /// Sends the new parts of the tool calls. At the end, `summary` is set, and calls without a name become content.
+    fn send_calls(&mut self, calls: &[ToolCall], summary: Option<&Summary>, out: &mut Pieces) {
+        self.calls.resize(calls.len().max(self.calls.len()), SentCall::default());
+        for (sent, call) in self.calls.iter_mut().zip(calls) {
+            if call.name.is_empty() {
+                if summary.is_some() && !call.arguments.is_empty() {
+                    out.pieces.push(Piece::Content(call.arguments.clone(), Vec::new()));
+                }
+                continue;
+            }
+            if sent.index.is_none() {
+                if self.sent_calls > 0 && !self.can_call_in_parallel {
+                    (out.is_complete, self.is_complete) = (true, true);
+                    continue;
+                }
+                let (index, id, name) = (self.sent_calls, ids::new("call_"), call.name.clone());
+                out.pieces.push(Piece::ToolStart { index, id, name });
+                sent.index = Some(index);
+                self.sent_calls += 1;
+            }
+            let Some(index) = sent.index else { continue };
+            let is_whole = summary.is_some_and(|summary| summary.finish_reason != FinishReason::Length);
+            let text = match &call.arguments[sent.argument_bytes..] {
+                // Clients parse the arguments, so send an empty object for a call without arguments.
+                "" if sent.argument_bytes == 0 && is_whole => "{}",
+                text => text,
+            };
+            if !text.is_empty() {
+                out.pieces.push(Piece::ToolArguments { index, text: text.to_string() });
+                sent.argument_bytes = call.arguments.len();
+            }
+        }
+    }
+
+    fn finish(&self, reason: FinishReason) -> Finish {
+        match reason {
+            FinishReason::Length if !self.is_complete => Finish::Length,
+            _ if self.sent_calls > 0 && !self.must_call_named => Finish::ToolCalls,
+            _ => Finish::Stop,
+        }
+    }
+}
+
+/// Returns the tokens that have log probabilities.
+fn scored(tokens: Vec<PendingToken>) -> Vec<ScoredToken> {
+    let scored = |PendingToken { id, logprobs }| Some(ScoredToken { id, logprobs: logprobs? });
+    tokens.into_iter().filter_map(scored).collect()
+}
+
+/// Joins consecutive texts of the same channel.
+fn merged(deltas: Vec<Delta>) -> Vec<Delta> {
+    let mut merged: Vec<Delta> = Vec::with_capacity(deltas.len());
+    for delta in deltas {
+        match merged.last_mut() {
+            Some(last) if last.channel == delta.channel => last.text.push_str(&delta.text),
+            _ => merged.push(delta),
+        }
+    }
+    merged
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runner::Executor;
+
+    fn end(finish_reason: FinishReason) -> Event {
+        let summary = Summary {
+            finish_reason,
+            prompt_tokens: 1,
+            cached_tokens: 0,
+            completion_tokens: 1,
+            queue_s: 0.0,
+            ttft_s: 0.0,
+            tok_per_s: 0.0,
+            context_used: 2,
+            context: 10,
+            executor: Executor::Eager,
+            tool_calls: Vec::new(),
+            format_violations: 0,
+        };
+        Event::End { deltas: Vec::new(), summary: Box::new(summary) }
+    }
+
+    fn token() -> Event {
+        let delta = Delta { channel: Channel::ToolCall, text: "x".to_string() };
+        Event::Token { id: 1, deltas: vec![delta], logprobs: None }
+    }
+
+    fn call(name: &str, arguments: &str) -> ToolCall {
+        ToolCall { id: None, name: name.to_string(), arguments: arguments.to_string() }
+    }
+
+    fn demo() -> Tokenizer {
+        Tokenizer::from_dir(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo")).unwrap()
+    }
+
+    fn text(pieces: &[Piece]) -> String {
+        let text = |piece: &Piece| match piece {
+            Piece::Reasoning(text) => format!("r:{text} "),
+            Piece::Content(text, _) => format!("c:{text} "),
+            Piece::ToolStart { index, name, .. } => format!("{index}={name} "),
+            Piece::ToolArguments { index, text } => format!("{index}+{text} "),
+        };
+        pieces.iter().map(text).collect()
+    }
+
+    /// The tokens of a harmony answer become pieces of reasoning, content and tool calls.
+    #[test]
+    fn harmony_becomes_reasoning_content_and_calls() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+        let language = crate::language::Language::load(&folder).unwrap();
+        let tokenizer = &language.tokenizer;
+        let answer = "<|channel|>analysis<|message|>Let me look 🦀.<|end|>\
+                      <|start|>assistant<|channel|>commentary<|message|>One moment.<|end|>\
+                      <|start|>assistant<|channel|>commentary to=functions.find <|constrain|>json<|message|>{\"q\": \"é\"}<|call|>";
+        let prompt = crate::chat::Rendered { ids: Vec::new(), text: String::new() };
+        let mut parser = language.chat_format().unwrap().parser(&prompt);
+        let (mut choice, mut all) = (Choice::new(true), Vec::new());
+        for id in tokenizer.encode(answer, crate::tokenizer::ControlTokens::Parse).unwrap() {
+            let deltas = parser.push(tokenizer, id).unwrap();
+            let event = Event::Token { id, deltas, logprobs: Some(TokenLogprobs { chosen: 0.0, top: Vec::new() }) };
+            all.extend(choice.push(event, parser.tool_calls(), tokenizer).pieces);
+        }
+        let last = choice.push(end(FinishReason::ToolCalls), parser.tool_calls(), tokenizer);
+        assert_eq!((last.pieces.len(), last.finish), (0, Some(Finish::ToolCalls)));
+        let of = |part: fn(&Piece) -> Option<&str>| all.iter().filter_map(part).collect::<String>();
+        assert_eq!(of(|piece| if let Piece::Reasoning(text) = piece { Some(text) } else { None }), "Let me look 🦀.");
+        assert_eq!(of(|piece| if let Piece::Content(text, _) = piece { Some(text) } else { None }), "One moment.");
+        assert_eq!(of(|piece| if let Piece::ToolStart { name, .. } = piece { Some(name) } else { None }), "find");
+        let arguments = of(|piece| if let Piece::ToolArguments { text, .. } = piece { Some(text) } else { None });
+        assert_eq!(arguments, "{\"q\": \"é\"}");
+        // Only tokens of the content are scored, not the tokens of headers.
+        let scored =
+            all.iter().filter_map(|piece| if let Piece::Content(_, tokens) = piece { Some(tokens) } else { None });
+        let bytes = scored.flatten().flat_map(|token| tokenizer.table().bytes(token.id)).collect();
+        assert_eq!(String::from_utf8(bytes).unwrap(), "One moment.");
+        let reasoning = tokenizer.encode("Let me look 🦀.", crate::tokenizer::ControlTokens::Text).unwrap();
+        assert_eq!(choice.reasoning_tokens(), reasoning.len());
+    }
+
+    #[test]
+    fn arguments_are_sent_as_they_grow() {
+        let (mut choice, tokenizer) = (Choice::new(true), demo());
+        let mut sent = |event, calls: &[ToolCall]| text(&choice.push(event, calls, &tokenizer).pieces);
+        assert_eq!(sent(token(), &[call("f", "")]), "0=f ");
+        assert_eq!(sent(token(), &[call("f", "{\"a")]), "0+{\"a ");
+        // In formats other than harmony, the name is known only at the end of a call.
+        assert_eq!(sent(token(), &[call("f", "{\"a\":1}"), call("", "{\"name")]), "0+\":1} ");
+        assert_eq!(sent(token(), &[call("f", "{\"a\":1}"), call("g", "")]), "1=g ");
+        let pieces = choice.push(end(FinishReason::ToolCalls), &[call("f", "{\"a\":1}"), call("g", "")], &tokenizer);
+        assert_eq!((text(&pieces.pieces).as_str(), pieces.finish), ("1+{} ", Some(Finish::ToolCalls)));
+    }
+
+    #[test]
+    fn malformed_and_cut_calls_lose_no_text() {
+        let tokenizer = demo();
+        let mut choice = Choice::new(true);
+        let pieces = choice.push(end(FinishReason::ToolCalls), &[call("", "nonsense")], &tokenizer);
+        assert_eq!((text(&pieces.pieces).as_str(), pieces.finish), ("c:nonsense ", Some(Finish::Stop)));
+        let pieces = Choice::new(true).push(end(FinishReason::Length), &[call("f", "{\"a")], &tokenizer);
+        assert_eq!((text(&pieces.pieces).as_str(), pieces.finish), ("0=f 0+{\"a ", Some(Finish::Length)));
+    }
+
+    #[test]
+    fn without_parallel_calls_the_answer_ends_after_the_first() {
+        let (mut choice, tokenizer) = (Choice::new(false), demo());
+        let pieces = choice.push(token(), &[call("f", "{}"), call("g", "{}")], &tokenizer);
+        assert_eq!((text(&pieces.pieces).as_str(), pieces.is_complete), ("0=f 0+{} ", true));
+        let pieces = choice.push(end(FinishReason::Canceled), &[call("f", "{}"), call("g", "{}")], &tokenizer);
+        assert_eq!((text(&pieces.pieces).as_str(), pieces.finish), ("", Some(Finish::ToolCalls)));
+    }
+}

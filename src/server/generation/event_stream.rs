@@ -1,0 +1,184 @@
+//! Streams of server-sent events.
+
+use std::convert::Infallible;
+use std::fmt::Write;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use axum::http::HeaderValue;
+use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
+use axum::response::Response;
+use futures_core::Stream;
+use serde::Serialize;
+use tokio::time::{Instant, Sleep};
+
+use super::answers::Answers;
+use super::choice::Pieces;
+use crate::server::http::error::ApiError;
+
+/// The number of bytes after which a batch of events is sent, even if more events are ready.
+const BATCH_BYTES: usize = 16 << 10;
+
+/// The content type of server-sent events.
+const EVENT_STREAM: &str = "text/event-stream; charset=utf-8";
+
+/// Writes the events of one API.
+pub trait EventWriter: Send + 'static {
+    /// Returns the content type of the stream.
+    fn content_type(&self) -> &'static str {
+        EVENT_STREAM
+    }
+
+    /// Writes the events that precede the first token.
+    fn begin(&mut self, _out: &mut EventBuffer) {}
+
+    /// Writes the pieces of one answer.
+    fn write(&mut self, index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer);
+
+    /// Writes the events that follow the end of all answers.
+    fn finish(&mut self, answers: &Answers, out: &mut EventBuffer);
+
+    /// Writes the error that ended the answers.
+    fn fail(&mut self, error: &ApiError, _answers: &Answers, out: &mut EventBuffer) {
+        out.push_text(&error.body());
+    }
+
+    /// Writes the marker that follows the last event or an error.
+    fn end(&mut self, out: &mut EventBuffer) {
+        out.push_text("[DONE]");
+    }
+
+    /// Shows that the stream is alive after a pause without events. By default, writes a comment, which clients ignore.
+    fn keep_alive(&mut self, out: &mut EventBuffer) {
+        out.0.push_str(": ping\n\n");
+    }
+}
+
+/// Events that were written but not yet sent.
+#[derive(Default)]
+pub struct EventBuffer(String);
+
+impl EventBuffer {
+    /// Adds an event. JSON has no line breaks, so the event is a single line.
+    pub fn push(&mut self, event: &impl Serialize) {
+        if let Some(json) = to_json(event) {
+            self.push_text(&json);
+        }
+    }
+
+    /// Adds an event with a name.
+    pub fn push_named(&mut self, name: &str, event: &impl Serialize) {
+        // Writing to a string cannot fail.
+        let _ = writeln!(self.0, "event: {name}");
+        self.push(event);
+    }
+
+    /// Adds an object on a line of its own, without the fields of an event.
+    pub fn push_line(&mut self, object: &impl Serialize) {
+        if let Some(json) = to_json(object) {
+            self.0.push_str(&json);
+            self.0.push('\n');
+        }
+    }
+
+    fn push_text(&mut self, text: &str) {
+        // Writing to a string cannot fail.
+        let _ = write!(self.0, "data: {text}\n\n");
+    }
+
+    fn take(&mut self) -> Bytes {
+        Bytes::from(std::mem::take(&mut self.0))
+    }
+}
+
+/// Returns an event as JSON, or logs why the event is left out of the stream.
+fn to_json(event: &impl Serialize) -> Option<String> {
+    serde_json::to_string(event)
+        .inspect_err(|error| tracing::error!("internal error: cannot write an event of a stream: {error}"))
+        .ok()
+}
+
+/// Creates a response that streams answers as they are generated.
+pub fn response(answers: Answers, mut writer: impl EventWriter, ping: Duration) -> Response {
+    let mut buffer = EventBuffer::default();
+    writer.begin(&mut buffer);
+    let content_type = writer.content_type();
+    let events = EventStream {
+        answers: Some(answers),
+        writer: Box::new(writer),
+        buffer,
+        ping,
+        next_ping: Box::pin(tokio::time::sleep(ping)),
+    };
+    let mut response = Response::new(Body::from_stream(events));
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    // Without this header, proxies such as nginx would buffer the events.
+    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+    response
+}
+
+/// The body of a streamed response.
+struct EventStream {
+    /// `None` after the last event.
+    answers: Option<Answers>,
+    writer: Box<dyn EventWriter>,
+    buffer: EventBuffer,
+    ping: Duration,
+    next_ping: Pin<Box<Sleep>>,
+}
+
+impl EventStream {
+    /// Ends the stream.
+    fn end(&mut self) {
+        self.writer.end(&mut self.buffer);
+        self.answers = None;
+    }
+
+    /// Writes all events that are ready, up to the size of a batch.
+    fn fill(&mut self, context: &mut Context<'_>) {
+        while let Some(answers) = &mut self.answers
+            && self.buffer.0.len() < BATCH_BYTES
+            && let Poll::Ready(pieces) = answers.poll_next(context)
+        {
+            match pieces {
+                Some(Ok((index, pieces))) => self.writer.write(index, pieces, answers, &mut self.buffer),
+                Some(Err(error)) => {
+                    self.writer.fail(&error, answers, &mut self.buffer);
+                    self.end();
+                }
+                None => {
+                    self.writer.finish(answers, &mut self.buffer);
+                    self.end();
+                }
+            }
+        }
+    }
+}
+
+impl Stream for EventStream {
+    type Item = Result<Bytes, Infallible>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.fill(context);
+        let deadline = Instant::now() + self.ping;
+        if !self.buffer.0.is_empty() {
+            self.next_ping.as_mut().reset(deadline);
+            return Poll::Ready(Some(Ok(self.buffer.take())));
+        }
+        if self.answers.is_none() {
+            return Poll::Ready(None);
+        }
+        // Clients and proxies close connections that seem idle, so show that the stream is alive.
+        if self.next_ping.as_mut().poll(context).is_ready() {
+            self.next_ping.as_mut().reset(deadline);
+            let Self { writer, buffer, .. } = &mut *self;
+            writer.keep_alive(buffer);
+            return Poll::Ready(Some(Ok(buffer.take())));
+        }
+        Poll::Pending
+    }
+}

@@ -1,0 +1,202 @@
+//! Reads the fields that all routes for generating text share: sampling, limits and stop conditions.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+
+use super::constraint;
+use super::usage::Usage;
+use crate::engine::sampling::SAMPLING_FIELDS;
+use crate::engine::{Constraint, EngineHandle, GenerateOptions};
+use crate::server::http::body::Fields;
+use crate::server::http::error::ApiError;
+use crate::server::ids;
+use crate::server::state::Server;
+
+/// The maximum number of answers to one prompt.
+pub const MAX_CHOICES: i64 = 8;
+
+/// The maximum number of stop strings or stop tokens, and the maximum size of a stop string in bytes.
+const MAX_STOPS: usize = 16;
+const MAX_STOP_BYTES: usize = 1024;
+
+/// The maximum size of a cache salt in bytes.
+const MAX_SALT_BYTES: usize = 1024;
+
+/// Unsupported fields that would change the output, each with the values that have no effect.
+const REFUSED: &[(&str, &[&str])] = &[
+    ("allowed_token_ids", &["[]"]),
+    ("bad_words", &["[]"]),
+    ("beam_width", &["1"]),
+    ("chat_template", &[]),
+    ("chat_template_kwargs", &["{}"]),
+    ("continue_final_message", &["false"]),
+    ("documents", &["[]"]),
+    ("guided_choice", &[]),
+    ("guided_decoding_backend", &[]),
+    ("guided_grammar", &[]),
+    ("guided_json", &[]),
+    ("guided_regex", &[]),
+    ("include_stop_str_in_output", &["false"]),
+    ("length_penalty", &["1", "1.0"]),
+    ("logits_processors", &["[]"]),
+    ("prompt_logprobs", &["0"]),
+    ("skip_special_tokens", &["true"]),
+    ("truncate_prompt_tokens", &[]),
+    ("use_beam_search", &["false"]),
+];
+
+/// Reads sampling parameters, stop conditions and priorities. Leaves `max_tokens` and log probabilities to the caller.
+pub fn read(fields: &mut Fields, server: &Server, engine: &EngineHandle) -> Result<GenerateOptions, ApiError> {
+    for (name, neutral) in REFUSED {
+        let neutral: Vec<Value> = neutral.iter().filter_map(|text| serde_json::from_str(text).ok()).collect();
+        fields.refuse(name, &neutral, "")?;
+    }
+    let mut options = GenerateOptions::new(engine.defaults().clone());
+    options.sampling.seed = ids::random_u32().into();
+    read_sampling(fields, &mut options)?;
+    options.stop = read_stop(fields)?;
+    options.stop_token_ids = read_token_ids(fields, "stop_token_ids", MAX_STOPS)?.unwrap_or_default();
+    options.logit_bias = read_logit_bias(fields)?;
+    let answer = constraint::read_structured_outputs(fields)?;
+    options.constraint = answer.map(|answer| Constraint { answer: Some(answer), ..Constraint::default() });
+    options.ignore_eos = fields.take_bool("ignore_eos")?.unwrap_or(false);
+    options.min_tokens = fields.take_integer("min_tokens", 0..=i64::from(u32::MAX))?.unwrap_or(0) as usize;
+    let priority = fields.take_integer("priority", i64::from(i32::MIN)..=i64::from(i32::MAX))?;
+    options.priority = priority.unwrap_or(0) as i32;
+    options.cache_salt = read_cache_salt(fields)?;
+    options.deterministic = fields.take_bool("deterministic")?.unwrap_or(false);
+    options.max_wait = Some(server.options.timeouts.queue);
+    let vocab_size = engine.info().vocab_size;
+    for (name, ids) in [
+        ("stop_token_ids", options.stop_token_ids.clone()),
+        ("logit_bias", options.logit_bias.keys().copied().collect()),
+    ] {
+        if let Some(id) = ids.into_iter().find(|&id| id as usize >= vocab_size) {
+            return Err(fields.invalid(name, format!("token id {id} is outside the vocabulary of {vocab_size} tokens")));
+        }
+    }
+    Ok(options)
+}
+
+/// Reads the sampling parameters that `SAMPLING_FIELDS` lists.
+fn read_sampling(fields: &mut Fields, options: &mut GenerateOptions) -> Result<(), ApiError> {
+    for field in SAMPLING_FIELDS {
+        let Some(value) = fields.take(field.name) else { continue };
+        let text = match (field.name, value.as_i64()) {
+            // vLLM's clients send -1 to keep all tokens.
+            ("top_k", Some(-1)) => "0".to_string(),
+            ("seed", Some(seed)) => (seed as u64).to_string(),
+            _ if value.is_number() => value.to_string(),
+            _ => return Err(fields.invalid(field.name, "expected a number")),
+        };
+        field.set(&mut options.sampling, &text).map_err(|expected| fields.invalid(field.name, expected))?;
+    }
+    Ok(())
+}
+
+fn read_cache_salt(fields: &mut Fields) -> Result<Option<String>, ApiError> {
+    match fields.take_string("cache_salt")? {
+        Some(salt) if salt.is_empty() || salt.len() > MAX_SALT_BYTES => {
+            Err(fields.invalid("cache_salt", format!("expected a string of 1 to {MAX_SALT_BYTES} bytes")))
+        }
+        salt => Ok(salt),
+    }
+}
+
+fn read_stop(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
+    let expected = || "expected a string or an array of strings";
+    let stops = match fields.take("stop") {
+        None => Vec::new(),
+        Some(Value::String(stop)) => vec![stop],
+        Some(Value::Array(stops)) => {
+            let stops = stops.into_iter().map(|stop| match stop {
+                Value::String(stop) => Ok(stop),
+                _ => Err(fields.invalid("stop", expected())),
+            });
+            stops.collect::<Result<_, _>>()?
+        }
+        Some(_) => return Err(fields.invalid("stop", expected())),
+    };
+    if stops.len() > MAX_STOPS || stops.iter().any(|stop| stop.len() > MAX_STOP_BYTES) {
+        let limit = format!("expected at most {MAX_STOPS} strings of at most {MAX_STOP_BYTES} bytes");
+        return Err(fields.invalid("stop", limit));
+    }
+    Ok(stops)
+}
+
+fn read_logit_bias(fields: &mut Fields) -> Result<BTreeMap<u32, f32>, ApiError> {
+    let Some(value) = fields.take("logit_bias") else { return Ok(BTreeMap::new()) };
+    let problem = || fields.invalid("logit_bias", "expected an object that maps token ids to numbers from -100 to 100");
+    let entries = value.as_object().ok_or_else(problem)?;
+    let entry = |(id, bias): (&String, &Value)| {
+        let bias = bias.as_f64().filter(|bias| (-100.0..=100.0).contains(bias));
+        Some((id.parse().ok()?, bias? as f32))
+    };
+    entries.iter().map(|pair| entry(pair).ok_or_else(problem)).collect()
+}
+
+/// Reads an array of token ids.
+pub fn read_token_ids(fields: &mut Fields, name: &str, limit: usize) -> Result<Option<Vec<u32>>, ApiError> {
+    let Some(items) = fields.take_array(name)? else { return Ok(None) };
+    if items.len() > limit {
+        return Err(fields.invalid(name, format!("expected at most {limit} token ids")));
+    }
+    token_ids(&items).map(Some).ok_or_else(|| fields.invalid(name, "expected token ids"))
+}
+
+/// Converts a JSON array to token ids. Returns `None` if an item is not a token id.
+pub fn token_ids(items: &[Value]) -> Option<Vec<u32>> {
+    items.iter().map(|item| u32::try_from(item.as_u64()?).ok()).collect()
+}
+
+/// Reads `model`. Fails if it names a model other than the server's. Without the field, the server uses its model.
+pub fn check_model(fields: &mut Fields, server: &Server) -> Result<(), ApiError> {
+    match fields.take_string("model")? {
+        Some(model) if model != server.options.model => {
+            let served = &server.options.model;
+            Err(ApiError::unknown_model(format!("the model '{model}' does not exist: this server serves '{served}'")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Reads `stream` and `stream_options`.
+pub fn read_stream(fields: &mut Fields) -> Result<StreamOptions, ApiError> {
+    let is_stream = fields.take_bool("stream")?.unwrap_or(false);
+    let Some(mut nested) = fields.take_object("stream_options")? else {
+        return Ok(StreamOptions { is_stream, ..StreamOptions::default() });
+    };
+    if !is_stream {
+        return Err(fields.invalid("stream_options", "expected 'stream' to be true"));
+    }
+    let has_usage = nested.take_bool("include_usage")?.unwrap_or(false);
+    let has_continuous_usage = nested.take_bool("continuous_usage_stats")?.unwrap_or(false);
+    nested.ignored().into_iter().for_each(|name| fields.ignore(name));
+    Ok(StreamOptions { is_stream, has_usage, has_continuous_usage: has_usage && has_continuous_usage })
+}
+
+/// How a response is sent.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StreamOptions {
+    pub is_stream: bool,
+    /// Whether the stream ends with a chunk that contains the usage.
+    pub has_usage: bool,
+    /// Whether every chunk contains the usage so far.
+    pub has_continuous_usage: bool,
+}
+
+impl StreamOptions {
+    /// Returns the field `usage` of a chunk. With `include_usage`, the field is null in all chunks but the last, unless
+    /// every chunk contains the usage.
+    pub fn chunk_usage(self, so_far: impl FnOnce() -> Usage) -> Option<Option<Usage>> {
+        self.has_usage.then(|| self.has_continuous_usage.then(so_far))
+    }
+}
+
+/// Reads `n`. Also accepts `best_of` if it equals `n`.
+pub fn read_choices(fields: &mut Fields) -> Result<usize, ApiError> {
+    let n = fields.take_integer("n", 1..=MAX_CHOICES)?.unwrap_or(1);
+    fields.refuse("best_of", &[json!(n)], "use 'n'")?;
+    Ok(n as usize)
+}

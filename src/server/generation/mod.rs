@@ -1,0 +1,17 @@
+//! Runs requests and turns their events into the parts of responses. Its modules are:
+//!
+//! - `generate_options`, `constraint`: read the request fields that all routes for answers share
+//! - `answers`: submits requests to the engine and merges the events of their answers
+//! - `choice`: turns the events of one answer into pieces of reasoning, content and tool calls
+//! - `event_stream`: sends pieces as they arrive
+//! - `reply`, `usage`: the parts of responses that several routes share
+
+mod answers;
+pub mod choice;
+pub mod constraint;
+pub mod event_stream;
+pub mod generate_options;
+pub mod reply;
+pub mod usage;
+
+pub use answers::{Answers, Job, submit};

@@ -1,0 +1,82 @@
+//! The parts of a response that all generating routes share.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use axum::http::{HeaderMap, HeaderName, HeaderValue};
+use axum::response::Response;
+
+use serde::Serialize;
+
+use super::answers::Answers;
+use crate::server::http::error::ApiError;
+use crate::server::ids;
+use crate::server::state::Server;
+
+/// The response header that lists the request fields that have no effect.
+const IGNORED: HeaderName = HeaderName::from_static("x-inferno-ignored");
+
+/// The request header that makes the server reject requests with fields that have no effect.
+const STRICT: &str = "x-inferno-strict";
+
+/// The request header that makes the answer independent of other requests, as the field `deterministic` does.
+const DETERMINISTIC: &str = "x-inferno-deterministic";
+
+/// The version and the commit of inferno that computed an answer.
+const FINGERPRINT: &str = concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", env!("INFERNO_COMMIT"));
+
+/// The fingerprint of an answer that does not depend on other requests.
+const DETERMINISTIC_FINGERPRINT: &str =
+    concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", env!("INFERNO_COMMIT"), "-deterministic");
+
+/// The first fields of a whole response, and of each event of a stream.
+#[derive(Serialize)]
+pub struct ReplyHeader {
+    id: String,
+    object: &'static str,
+    created: u64,
+    model: String,
+    system_fingerprint: &'static str,
+}
+
+impl ReplyHeader {
+    /// Creates the first fields of a response. The id of the response starts with `prefix`.
+    pub fn new(server: &Server, answers: &Answers, prefix: &str, object: &'static str) -> Self {
+        Self {
+            id: ids::new(prefix),
+            object,
+            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+            model: server.options.model.clone(),
+            system_fingerprint: if answers.is_deterministic() { DETERMINISTIC_FINGERPRINT } else { FINGERPRINT },
+        }
+    }
+}
+
+/// Fails if the client asked for strict handling and some fields have no effect.
+pub fn check_strict(headers: &HeaderMap, ignored: &[String]) -> Result<(), ApiError> {
+    let is_strict = headers.get(STRICT).is_some_and(|value| value == "1");
+    match ignored.first() {
+        Some(first) if is_strict => {
+            Err(ApiError::unsupported(first, "without the header x-inferno-strict, the server ignores the field"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Returns whether the headers of a request ask for an answer that does not depend on other requests.
+pub fn is_deterministic(headers: &HeaderMap) -> bool {
+    headers.get(DETERMINISTIC).is_some_and(|value| value == "1")
+}
+
+/// Lists the ignored fields in a header of the response.
+pub fn with_ignored(mut response: Response, ignored: &[String]) -> Response {
+    // Field names come from the client and can contain any character.
+    let is_safe = |c: char| c.is_ascii_graphic() && c != ',' || c == ' ';
+    let name = |name: &String| name.chars().take(64).map(|c| if is_safe(c) { c } else { '?' }).collect::<String>();
+    let names: Vec<String> = ignored.iter().take(32).map(name).collect();
+    if let Ok(value) = HeaderValue::from_str(&names.join(", "))
+        && !names.is_empty()
+    {
+        response.headers_mut().insert(IGNORED, value);
+    }
+    response
+}

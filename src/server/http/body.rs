@@ -1,0 +1,247 @@
+//! Reads request bodies, enforces limits on them, and takes typed fields from them.
+
+use axum::body::{Body, Bytes};
+use axum::extract::Request;
+use axum::http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
+use axum::http::{HeaderMap, StatusCode};
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+use serde_json::{Map, Value};
+
+use super::error::ApiError;
+use crate::files;
+use crate::server::options::Timeouts;
+
+/// The maximum size of a body in bytes.
+pub const MAX_BODY_BYTES: usize = 8 << 20;
+
+/// The maximum nesting depth of a body. It is limited because parsing and rendering are recursive.
+const MAX_DEPTH: usize = 64;
+
+/// The maximum number of JSON values in a body. A value takes much more memory than its text.
+const MAX_VALUES: usize = 500_000;
+
+/// Reads the JSON object in the body of a request.
+pub async fn read_json(request: Request, timeouts: &Timeouts) -> Result<Fields, ApiError> {
+    let (parts, body) = request.into_parts();
+    parse(&collect(&parts.headers, body, timeouts).await?)
+}
+
+/// Reads the bytes of a JSON body.
+pub async fn collect(headers: &HeaderMap, body: Body, timeouts: &Timeouts) -> Result<Bytes, ApiError> {
+    check_headers(headers)?;
+    match tokio::time::timeout(timeouts.body, Limited::new(body, MAX_BODY_BYTES).collect()).await {
+        Err(_) => {
+            let message = format!("the body did not arrive within {} s", timeouts.body.as_secs());
+            Err(ApiError::client(StatusCode::REQUEST_TIMEOUT, message))
+        }
+        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_large()),
+        Ok(Err(error)) => Err(ApiError::bad_request(format!("cannot read the body: {error}"))),
+        Ok(Ok(body)) => Ok(body.to_bytes()),
+    }
+}
+
+fn check_headers(headers: &HeaderMap) -> Result<(), ApiError> {
+    let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or_default());
+    // Before a web page of another site sends JSON, the browser asks the server for permission.
+    // Before the page sends plain text, the browser does not ask.
+    let media_type = text(CONTENT_TYPE).unwrap_or_default().split(';').next().unwrap_or_default().trim();
+    if !media_type.eq_ignore_ascii_case("application/json") {
+        let message = "cannot read the body: send JSON with the header 'Content-Type: application/json'";
+        return Err(ApiError::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
+    }
+    if let Some(encoding) = text(CONTENT_ENCODING).filter(|encoding| !encoding.eq_ignore_ascii_case("identity")) {
+        let message = format!("cannot read a body with the content encoding '{encoding}': send it without compression");
+        return Err(ApiError::client(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
+    }
+    match text(CONTENT_LENGTH).and_then(|length| length.parse::<u64>().ok()) {
+        Some(length) if length > MAX_BODY_BYTES as u64 => Err(too_large()),
+        _ => Ok(()),
+    }
+}
+
+fn too_large() -> ApiError {
+    let message = format!("the body is too large: the limit is {} MiB", MAX_BODY_BYTES >> 20);
+    ApiError::client(StatusCode::PAYLOAD_TOO_LARGE, message)
+}
+
+fn parse(bytes: &[u8]) -> Result<Fields, ApiError> {
+    if depth(bytes) > MAX_DEPTH {
+        return Err(ApiError::bad_request(format!("the body is nested too deeply: the limit is {MAX_DEPTH} levels")));
+    }
+    let value = files::parse_json_up_to(MAX_VALUES, bytes);
+    match value.map_err(|error| ApiError::bad_request(format!("cannot parse the body: {error:#}")))? {
+        Value::Object(map) => Ok(Fields::new(map)),
+        _ => Err(ApiError::bad_request("cannot parse the body: it is not a JSON object")),
+    }
+}
+
+/// Returns the nesting depth of JSON, without parsing it.
+fn depth(json: &[u8]) -> usize {
+    let (mut depth, mut deepest, mut bytes) = (0usize, 0, json.iter());
+    while let Some(byte) = bytes.next() {
+        match byte {
+            b'[' | b'{' => {
+                depth += 1;
+                deepest = deepest.max(depth);
+            }
+            b']' | b'}' => depth = depth.saturating_sub(1),
+            b'"' => loop {
+                match bytes.next() {
+                    Some(b'\\') => drop(bytes.next()),
+                    Some(b'"') | None => break,
+                    Some(_) => {}
+                }
+            },
+            _ => {}
+        }
+    }
+    deepest
+}
+
+/// The fields of a JSON object that have not been used yet. Null counts as absent.
+pub struct Fields {
+    map: Map<String, Value>,
+    /// The path of the object, such as `messages[0].`, or an empty string for the body.
+    path: String,
+    /// The names of fields that have no effect on the response, and notes about such fields.
+    ignored: Vec<String>,
+}
+
+impl Fields {
+    fn new(map: Map<String, Value>) -> Self {
+        Self { map, path: String::new(), ignored: Vec::new() }
+    }
+
+    /// Creates the fields of an object inside the body. `path` names the object, such as `messages[0]`.
+    pub fn nested(path: &str, value: Value) -> Result<Self, ApiError> {
+        match value {
+            Value::Object(map) => Ok(Self { map, path: format!("{path}."), ignored: Vec::new() }),
+            _ => Err(ApiError::invalid(path, "expected an object")),
+        }
+    }
+
+    /// Returns the full path of a field, for error messages.
+    pub fn path(&self, name: &str) -> String {
+        format!("{}{name}", self.path)
+    }
+
+    /// Returns the error for a field with an invalid value.
+    pub fn invalid(&self, name: &str, problem: impl std::fmt::Display) -> ApiError {
+        ApiError::invalid(self.path(name), problem)
+    }
+
+    /// Returns whether a field has not been used yet.
+    pub fn has(&self, name: &str) -> bool {
+        self.map.get(name).is_some_and(|value| !value.is_null())
+    }
+
+    /// Removes and returns a field.
+    pub fn take(&mut self, name: &str) -> Option<Value> {
+        self.map.remove(name).filter(|value| !value.is_null())
+    }
+
+    /// Adds or replaces a field.
+    pub fn put(&mut self, name: &str, value: Value) {
+        self.map.insert(name.to_string(), value);
+    }
+
+    pub fn take_bool(&mut self, name: &str) -> Result<Option<bool>, ApiError> {
+        let value = self.take(name);
+        value.map(|value| value.as_bool().ok_or_else(|| self.invalid(name, "expected true or false"))).transpose()
+    }
+
+    pub fn take_string(&mut self, name: &str) -> Result<Option<String>, ApiError> {
+        match self.take(name) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(_) => Err(self.invalid(name, "expected a string")),
+        }
+    }
+
+    /// Removes and returns a whole number in `range`. Also accepts numbers such as `5.0`.
+    pub fn take_integer(&mut self, name: &str, range: std::ops::RangeInclusive<i64>) -> Result<Option<i64>, ApiError> {
+        let Some(value) = self.take(name) else { return Ok(None) };
+        let whole = value.as_f64().filter(|number| number.fract() == 0.0 && number.abs() < 9e15);
+        let number = value.as_i64().or(whole.map(|number| number as i64)).filter(|number| range.contains(number));
+        let (start, end) = (range.start(), range.end());
+        number.map(Some).ok_or_else(|| self.invalid(name, format!("expected a whole number from {start} to {end}")))
+    }
+
+    pub fn take_array(&mut self, name: &str) -> Result<Option<Vec<Value>>, ApiError> {
+        match self.take(name) {
+            None => Ok(None),
+            Some(Value::Array(items)) => Ok(Some(items)),
+            Some(_) => Err(self.invalid(name, "expected an array")),
+        }
+    }
+
+    /// Removes a nested object and returns its fields.
+    pub fn take_object(&mut self, name: &str) -> Result<Option<Fields>, ApiError> {
+        let path = self.path(name);
+        self.take(name).map(|value| Fields::nested(&path, value)).transpose()
+    }
+
+    /// Removes a field that inferno does not support. Fails unless the field is absent or has one of the `neutral`
+    /// values, which have no effect.
+    pub fn refuse(&mut self, name: &str, neutral: &[Value], hint: &str) -> Result<(), ApiError> {
+        match self.take(name) {
+            Some(value) if !neutral.contains(&value) => Err(ApiError::unsupported(self.path(name), hint)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Records the name of a field that has no effect on the response, or a note about such a field.
+    pub fn ignore(&mut self, note: String) {
+        if !self.ignored.contains(&note) {
+            self.ignored.push(note);
+        }
+    }
+
+    /// Returns the recorded notes and the names of all unused fields, without array indexes: `messages[].x`.
+    pub fn ignored(self) -> Vec<String> {
+        let Self { map, path, mut ignored } = self;
+        let path = path.replace(|c: char| c.is_ascii_digit(), "");
+        let left = map.into_iter().filter(|(_, value)| !value.is_null()).map(|(name, _)| format!("{path}{name}"));
+        ignored.extend(left);
+        ignored
+    }
+}
+
+/// Creates a response with a JSON body.
+pub fn json_response(body: &impl serde::Serialize) -> Result<axum::response::Response, ApiError> {
+    let text =
+        serde_json::to_string(body).map_err(|error| ApiError::internal(format!("cannot write JSON: {error}")))?;
+    let mut response = axum::response::Response::new(Body::from(text));
+    let json = axum::http::HeaderValue::from_static("application/json");
+    response.headers_mut().insert(CONTENT_TYPE, json);
+    Ok(response)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn depth_is_that_of_brackets_outside_strings() {
+        assert_eq!(depth(br#"{"a": ["[[[\"[[", {"b": []}]}"#), 4);
+        assert_eq!(depth(b"]]]][["), 2);
+        assert!(parse("[".repeat(1_000_000).as_bytes()).is_err());
+        assert!(parse(br#"{"a": "\ud800"}"#).is_err() && parse(b"{\"a\": NaN}").is_err() && parse(b"\xff").is_err());
+    }
+
+    #[test]
+    fn fields_are_typed_and_unused_ones_are_named() {
+        let Value::Object(map) = json!({ "n": 2.0, "x": null, "s": 1, "user": "me", "f": 1.5 }) else { panic!() };
+        let mut fields = Fields::new(map);
+        assert_eq!(fields.take_integer("n", 1..=8).unwrap(), Some(2));
+        assert!(fields.take_integer("f", 1..=8).is_err());
+        assert!(fields.take_string("s").unwrap_err().body().contains("expected a string"));
+        assert_eq!(fields.take_bool("absent").unwrap(), None);
+        fields.ignore("note".to_string());
+        assert_eq!(fields.ignored(), ["note", "user"]);
+        let nested = Fields::nested("messages[12]", json!({ "a": 1 })).unwrap();
+        assert_eq!(nested.ignored(), ["messages[].a"]);
+    }
+}

@@ -1,0 +1,215 @@
+//! Errors in the shape of OpenAI's API.
+
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::http::header::{CONNECTION, CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
+use axum::http::{HeaderName, HeaderValue, StatusCode};
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+
+use crate::error::Error;
+use crate::text::error_message;
+
+/// The maximum length of an error message in characters. Messages can quote the request.
+const MAX_MESSAGE_CHARS: usize = 1000;
+
+/// An error response. Its body is `{"error": {"message", "type", "param", "code"}}`.
+#[derive(Clone, Debug)]
+pub struct ApiError {
+    pub status: StatusCode,
+    kind: &'static str,
+    /// The request field that caused the error, such as `messages[0].content`.
+    param: Option<String>,
+    pub code: Option<&'static str>,
+    message: String,
+    retry_after: Option<Duration>,
+}
+
+#[derive(Serialize)]
+struct WireError<'a> {
+    message: &'a str,
+    #[serde(rename = "type")]
+    kind: &'a str,
+    param: Option<&'a str>,
+    code: Option<&'a str>,
+}
+
+#[derive(Serialize)]
+struct WireBody<'a> {
+    error: WireError<'a>,
+}
+
+impl ApiError {
+    fn new(status: StatusCode, kind: &'static str, message: impl Into<String>) -> Self {
+        Self { status, kind, param: None, code: None, message: message.into(), retry_after: None }
+    }
+
+    /// Creates a 400 error about the request as a whole.
+    pub fn bad_request(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", message)
+    }
+
+    /// Creates a 400 error about one field of the request.
+    pub fn invalid(param: impl Into<String>, problem: impl std::fmt::Display) -> Self {
+        let param = param.into();
+        Self { message: format!("invalid '{param}': {problem}"), param: Some(param), ..Self::bad_request("") }
+    }
+
+    /// Creates a 400 error about a field that inferno does not support.
+    pub fn unsupported(param: impl Into<String>, hint: &str) -> Self {
+        let param = param.into();
+        let message = format!("'{param}' is not supported{}{hint}", if hint.is_empty() { "" } else { ": " });
+        Self { message, param: Some(param), code: Some("unsupported_parameter"), ..Self::bad_request("") }
+    }
+
+    /// Creates a 401 error for a missing or wrong API key.
+    pub fn unauthorized(message: &str) -> Self {
+        let code = Some("invalid_api_key");
+        Self { code, ..Self::new(StatusCode::UNAUTHORIZED, "authentication_error", message) }
+    }
+
+    /// Creates a 403 error for a request from a web page of another site.
+    pub fn forbidden(message: &str) -> Self {
+        Self::new(StatusCode::FORBIDDEN, "permission_error", message)
+    }
+
+    /// Creates a 404 error for an unknown route or id.
+    pub fn not_found(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::NOT_FOUND, "invalid_request_error", message)
+    }
+
+    /// Creates a 404 error for an id that a field of the request contains.
+    pub fn unknown_id(param: impl Into<String>, code: Option<&'static str>, message: String) -> Self {
+        Self { param: Some(param.into()), code, ..Self::not_found(message) }
+    }
+
+    /// Creates a 400 error for a prompt that does not fit in the context.
+    pub fn too_long(param: &str, message: String) -> Self {
+        Self { code: Some("context_length_exceeded"), param: Some(param.to_string()), ..Self::bad_request(message) }
+    }
+
+    /// Creates a 404 error for an unknown model.
+    pub fn unknown_model(message: String) -> Self {
+        Self { param: Some("model".to_string()), code: Some("model_not_found"), ..Self::not_found(message) }
+    }
+
+    /// Creates an error with a client error status that has no constructor of its own, such as 405 or 413.
+    pub fn client(status: StatusCode, message: impl Into<String>) -> Self {
+        Self::new(status, "invalid_request_error", message)
+    }
+
+    /// Creates a 429 error. `retry_after` is the expected time until the server has room.
+    pub fn overloaded(problem: &str, retry_after: Duration) -> Self {
+        // Some clients read the time from the message.
+        let message = format!("{problem}: please try again in {}s", whole_seconds(retry_after));
+        let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
+        Self { code: Some("rate_limit_exceeded"), retry_after: Some(retry_after), ..error }
+    }
+
+    /// Creates a 503 error, for example while the server is loading a model or draining.
+    pub fn unavailable(message: impl Into<String>, retry_after: Duration) -> Self {
+        let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message);
+        Self { code: Some("unavailable"), retry_after: Some(retry_after), ..error }
+    }
+
+    /// Creates a 500 error for a failure in the engine.
+    pub fn internal(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
+    }
+
+    /// Converts an error of [`submit`](crate::EngineHandle::submit).
+    /// An error without a type of its own becomes a 400 error.
+    pub fn from_submit(error: &anyhow::Error, param: &'static str) -> Self {
+        Self::from_engine(error, param).unwrap_or_else(|| Self::bad_request(error_message(error)))
+    }
+
+    /// Converts an error of a [`RequestStream`](crate::RequestStream).
+    /// An error without a type of its own becomes a 500 error.
+    pub fn from_stream(error: &anyhow::Error) -> Self {
+        Self::from_engine(error, "messages").unwrap_or_else(|| Self::internal(error_message(error)))
+    }
+
+    fn from_engine(error: &anyhow::Error, param: &'static str) -> Option<Self> {
+        let too_long = |message| Self::too_long(param, message);
+        match error.downcast_ref()? {
+            Error::ContextFull { prompt_tokens, context_tokens, .. } => Some(too_long(format!(
+                "the prompt has {prompt_tokens} tokens, but the maximum context length is {context_tokens} tokens: \
+                 shorten the prompt to at most {} tokens",
+                context_tokens - 1
+            ))),
+            Error::PromptTooLong { prompt_bytes, context_tokens } => Some(too_long(format!(
+                "the prompt has {prompt_bytes} bytes of text, but the maximum context length is {context_tokens} \
+                 tokens: shorten the prompt"
+            ))),
+            Error::InvalidConstraint { name, reason } => Some(Self::invalid(name, reason)),
+            Error::NotDeterministic { reason } => Some(Self::invalid("deterministic", reason)),
+            Error::CompilerBusy { wait_s } => Some(Self::unavailable(
+                format!("cannot compile the grammars of the request within {wait_s} s: the server is busy"),
+                Duration::from_secs(1),
+            )),
+            Error::Draining => Some(Self::unavailable("the server is shutting down", Duration::from_secs(5))),
+            _ => None,
+        }
+    }
+
+    /// Returns the message, shortened if it is very long.
+    pub fn message(&self) -> String {
+        match self.message.char_indices().nth(MAX_MESSAGE_CHARS) {
+            Some((end, _)) => format!("{}…", &self.message[..end]),
+            None => self.message.clone(),
+        }
+    }
+
+    /// Returns the JSON body.
+    pub fn body(&self) -> String {
+        let message = self.message();
+        let error = WireError { message: &message, kind: self.kind, param: self.param.as_deref(), code: self.code };
+        serde_json::to_string(&WireBody { error }).unwrap_or_default()
+    }
+}
+
+/// Returns a time in whole seconds, at least 1.
+fn whole_seconds(time: Duration) -> u64 {
+    time.as_secs_f64().ceil().max(1.0) as u64
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = Response::new(Body::from(self.body()));
+        // `dialect` rewrites the error on routes of other APIs.
+        response.extensions_mut().insert(self.clone());
+        *response.status_mut() = self.status;
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        match self.status {
+            StatusCode::UNAUTHORIZED => drop(headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"))),
+            // The rest of the body is not read, so the connection cannot carry another request.
+            StatusCode::PAYLOAD_TOO_LARGE | StatusCode::REQUEST_TIMEOUT => {
+                drop(headers.insert(CONNECTION, HeaderValue::from_static("close")));
+            }
+            _ => {}
+        }
+        if let Some(delay) = self.retry_after {
+            // `Retry-After` has whole seconds. OpenAI's clients also read the milliseconds.
+            headers.insert(RETRY_AFTER, HeaderValue::from(whole_seconds(delay)));
+            let milliseconds = HeaderValue::from(delay.as_millis().max(1) as u64);
+            headers.insert(HeaderName::from_static("retry-after-ms"), milliseconds);
+        }
+        response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_keys_are_present_and_long_messages_are_cut() {
+        let body = ApiError::invalid("stop", "é".repeat(5000)).body();
+        let json: serde_json::Value = serde_json::from_str(&body).unwrap();
+        assert!(body.len() < 4096, "{}", body.len());
+        assert_eq!(json["error"]["param"], "stop");
+        assert!(json["error"].as_object().unwrap().contains_key("code") && json["error"]["code"].is_null());
+    }
+}

@@ -1,0 +1,134 @@
+//! The request log: one line per request, without prompts and answers.
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Instant;
+
+use axum::http::{Method, StatusCode};
+
+use crate::server::client::Client;
+use crate::server::metrics::Metrics;
+
+/// The target of log entries in `tracing`.
+pub const TARGET: &str = "inferno::requests";
+
+/// The status in the log if the client closed the connection before the response was ready.
+const CLIENT_CLOSED: u16 = 499;
+
+/// The log entry of a request. It is written when its last owner, the handler or the response body, drops it.
+pub struct RequestLog {
+    pub id: String,
+    method: Method,
+    path: String,
+    traceparent: Option<String>,
+    /// Whether the answer must be independent of other requests.
+    pub is_deterministic: bool,
+    started: Instant,
+    metrics: Arc<Metrics>,
+    client: OnceLock<Client>,
+    outcome: Mutex<Outcome>,
+}
+
+/// The outcome of a request, known at its end.
+#[derive(Default)]
+struct Outcome {
+    status: Option<StatusCode>,
+    answer: Option<AnswerLog>,
+}
+
+/// What the log reports about a generated answer.
+#[derive(Clone, Debug, Default)]
+pub struct AnswerLog {
+    pub choices: usize,
+    pub prompt_tokens: usize,
+    pub cached_tokens: usize,
+    pub completion_tokens: usize,
+    pub ttft_s: f64,
+    pub is_stream: bool,
+    /// How the answer ended: a finish reason, `canceled` or `error`.
+    pub finish: &'static str,
+}
+
+impl RequestLog {
+    pub fn new(id: String, method: Method, path: String, traceparent: Option<String>, metrics: Arc<Metrics>) -> Self {
+        let (client, outcome) = (OnceLock::new(), Mutex::default());
+        let is_deterministic = false;
+        Self { id, method, path, traceparent, is_deterministic, started: Instant::now(), metrics, client, outcome }
+    }
+
+    /// Sets whether a header of the request asks for an answer that does not depend on other requests.
+    pub fn with_determinism(mut self, is_deterministic: bool) -> Self {
+        self.is_deterministic = is_deterministic;
+        self
+    }
+
+    /// Records who sent the request. Later calls have no effect.
+    pub fn set_client(&self, client: Client) {
+        let _ = self.client.set(client);
+    }
+
+    /// Returns who sent the request. All clients without an API key count as one client.
+    pub fn client(&self) -> Client {
+        self.client.get().copied().unwrap_or_default()
+    }
+
+    pub fn set_status(&self, status: StatusCode) {
+        self.lock().status = Some(status);
+    }
+
+    pub fn set_answer(&self, answer: AnswerLog) {
+        self.lock().answer = Some(answer);
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Outcome> {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns true if the request only checks the state of the server. Such requests can be frequent, so they are
+    /// logged only at the debug level.
+    fn is_check(&self) -> bool {
+        matches!(self.path.as_str(), "/health" | "/live" | "/metrics" | "/v1/loads")
+    }
+}
+
+impl Drop for RequestLog {
+    fn drop(&mut self) {
+        let Outcome { status, answer } = std::mem::take(&mut *self.lock());
+        let status = status.map_or(CLIENT_CLOSED, |status| status.as_u16());
+        self.metrics.http_responses.with_label_values(&[status.to_string().as_str()]).inc();
+        let (id, method, path) = (self.id.as_str(), self.method.as_str(), self.path.as_str());
+        let traceparent = self.traceparent.as_deref();
+        let duration_ms = milliseconds(self.started.elapsed().as_secs_f64());
+        match answer {
+            Some(answer) => tracing::info!(
+                target: TARGET,
+                id,
+                method,
+                path,
+                status,
+                duration_ms,
+                stream = answer.is_stream,
+                choices = answer.choices,
+                prompt_tokens = answer.prompt_tokens,
+                cached_tokens = answer.cached_tokens,
+                completion_tokens = answer.completion_tokens,
+                ttft_ms = milliseconds(answer.ttft_s),
+                finish = answer.finish,
+                traceparent,
+                "request"
+            ),
+            None if self.is_check() => {
+                tracing::debug!(target: TARGET, id, method, path, status, duration_ms, "request")
+            }
+            None => {
+                // A client can vanish while its request is being submitted.
+                let finish = (status == CLIENT_CLOSED).then_some("canceled");
+                tracing::info!(target: TARGET, id, method, path, status, duration_ms, finish, traceparent, "request")
+            }
+        }
+    }
+}
+
+/// Returns a time in milliseconds, rounded to microseconds.
+fn milliseconds(seconds: f64) -> f64 {
+    (seconds * 1e6).round() / 1e3
+}

@@ -1,0 +1,12 @@
+//! HTTP without the meaning of the routes. Its modules are:
+//!
+//! - `auth`: API keys, and protection against web pages of other sites
+//! - `body`: reads request bodies and their fields, and writes JSON responses
+//! - `error`: the errors of OpenAI's API; `dialect`: the same errors in the formats of Anthropic and ollama
+//! - `log`: the request log
+
+pub mod auth;
+pub mod body;
+pub mod dialect;
+pub mod error;
+pub mod log;

@@ -1,0 +1,196 @@
+//! Estimates when places become free, from the times at which sequences ended.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// The number of recent ends of sequences from which waits are estimated.
+const ENDS: usize = 64;
+
+/// The number of ends that show that the load has changed.
+const RECENT: usize = 8;
+
+/// If the mean of the older intervals is more than this multiple of the mean of the [`RECENT`] ones, the older
+/// intervals belong to an earlier load. Such a difference is rare among intervals of the same load.
+const MAX_RATIO: f64 = 4.0;
+
+/// Sequences that end within this time count as one end, because they were part of the same step.
+const SAME_STEP: Duration = Duration::from_millis(1);
+
+/// The most recent times at which sequences ended.
+pub struct FreeTimes {
+    last: Instant,
+    /// For each end, the time since the previous end and the number of sequences that ended.
+    ends: VecDeque<(Duration, usize)>,
+}
+
+impl FreeTimes {
+    pub fn new(now: Instant) -> Self {
+        Self { last: now, ends: VecDeque::new() }
+    }
+
+    /// Starts measuring the time to the next end at `now`, because no sequence was running before.
+    pub fn restart(&mut self, now: Instant) {
+        self.last = now;
+    }
+
+    /// Returns the time since a sequence last ended.
+    pub fn elapsed(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.last)
+    }
+
+    /// Records that `count` sequences have ended.
+    pub fn add(&mut self, now: Instant, count: usize) {
+        let interval = self.elapsed(now);
+        match self.ends.back_mut() {
+            Some((_, sequences)) if interval < SAME_STEP => *sequences += count,
+            _ => {
+                self.ends.push_back((interval, count));
+                self.last = now;
+            }
+        }
+        if self.ends.len() > ENDS {
+            self.ends.pop_front();
+        }
+        self.forget_earlier_load();
+    }
+
+    /// Removes the older intervals if they are much longer than the recent ones. Otherwise, a few long intervals would
+    /// determine the estimates, because they are longer than the time since the last end most often.
+    fn forget_earlier_load(&mut self) {
+        let Some(older) = self.ends.len().checked_sub(RECENT).filter(|older| *older > 0) else { return };
+        let sum_s =
+            |ends: &mut dyn Iterator<Item = &(Duration, usize)>| ends.map(|end| end.0.as_secs_f64()).sum::<f64>();
+        let older_mean_s = sum_s(&mut self.ends.iter().take(older)) / older as f64;
+        let recent_mean_s = sum_s(&mut self.ends.iter().skip(older)) / RECENT as f64;
+        if older_mean_s > MAX_RATIO * recent_mean_s {
+            self.ends.drain(..older);
+        }
+    }
+
+    /// Returns the expected time until `count` more sequences have ended. `None` before the first end.
+    ///
+    /// The estimate of the next end uses only the recorded intervals that were longer than the time since the last end,
+    /// and takes the mean of their remaining times. If no interval was longer, the wait is expected to double.
+    pub fn expected_wait(&self, now: Instant, count: usize) -> Option<Duration> {
+        let elapsed = self.elapsed(now);
+        let rests = self.ends.iter().filter_map(|(interval, _)| interval.checked_sub(elapsed));
+        let (sum, longer) = rests.fold((Duration::ZERO, 0), |(sum, longer), rest| (sum + rest, longer + 1));
+        let next = sum.checked_div(longer).unwrap_or(elapsed);
+        let total: Duration = self.ends.iter().map(|(interval, _)| interval).sum();
+        let sequences: usize = self.ends.iter().map(|(_, sequences)| sequences).sum();
+        // The next end is expected to free as many places as the recent ends did on average.
+        let per_end = sequences.checked_div(self.ends.len())?;
+        let others = count.saturating_sub(per_end.max(1)) as f64 * total.as_secs_f64() / sequences.max(1) as f64;
+        Duration::try_from_secs_f64(next.as_secs_f64() + others).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A linear congruential generator of numbers in (0, 1).
+    struct Uniform(u64);
+
+    impl Uniform {
+        fn next(&mut self) -> f64 {
+            self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            ((self.0 >> 33) as f64 + 0.5) / (1u64 << 31) as f64
+        }
+    }
+
+    /// Simulates a server where `per_end` sequences end after each interval. Samples the waits for `count` places at
+    /// evenly spaced times. Returns the mean suggested wait and the mean true wait.
+    fn waits(per_end: usize, count: usize, mut interval_s: impl FnMut(&mut Uniform) -> f64) -> (f64, f64) {
+        let (start, mut random) = (Instant::now(), Uniform(1));
+        let mut ends = vec![0.0];
+        while ends.len() < 2000 {
+            ends.push(ends[ends.len() - 1] + interval_s(&mut random));
+        }
+        let at = |seconds: f64| start + Duration::from_secs_f64(seconds);
+        let (mut times, mut known, mut suggested, mut real) = (FreeTimes::new(start), 0, 0.0, 0.0);
+        let samples = 5000;
+        for sample in 0..samples {
+            // Sample only after the first 100 ends and before the last 100 ends.
+            let now = ends[100] + (ends[1900] - ends[100]) * f64::from(sample) / f64::from(samples);
+            while ends[known + 1] <= now {
+                known += 1;
+                // The sequences of a step end one after the other.
+                (0..per_end).for_each(|index| times.add(at(ends[known] + index as f64 * 1e-6), 1));
+            }
+            suggested += times.expected_wait(at(now), count).unwrap().as_secs_f64();
+            real += ends[known + count.div_ceil(per_end)] - now;
+        }
+        (suggested / f64::from(samples), real / f64::from(samples))
+    }
+
+    #[test]
+    fn suggested_waits_are_close_to_the_truth() {
+        for scale_s in [0.006, 0.3, 20.0] {
+            let regular = |random: &mut Uniform| scale_s * (0.9 + 0.2 * random.next());
+            let random = |random: &mut Uniform| 0.002 + scale_s * -random.next().ln();
+            let rare = |random: &mut Uniform| if random.next() < 0.1 { 5.0 * scale_s } else { 0.3 * scale_s };
+            for (per_end, count) in [(1, 1), (1, 5), (16, 1), (16, 40)] {
+                for (name, (suggested, real)) in [
+                    ("regular", waits(per_end, count, regular)),
+                    ("random", waits(per_end, count, random)),
+                    ("rare", waits(per_end, count, rare)),
+                ] {
+                    let ratio = suggested / real;
+                    assert!(
+                        (0.7..1.5).contains(&ratio),
+                        "{name} ends, scale {scale_s} s, {per_end} sequences per end, {count} places: \
+                         suggested wait {suggested} s, true wait {real} s"
+                    );
+                }
+            }
+        }
+    }
+
+    /// Long answers end in a few steps, and then short answers follow, as in a burst before the usual load.
+    #[test]
+    fn long_intervals_of_an_earlier_load_do_not_count() {
+        let (start, mut random) = (Instant::now(), Uniform(1));
+        for scale_s in [0.03, 0.3, 3.0] {
+            let mut times = FreeTimes::new(start);
+            let mut now_s = 0.0;
+            let at = |seconds: f64| start + Duration::from_secs_f64(seconds);
+            for _ in 0..3 {
+                now_s += 12.0 * scale_s;
+                (0..4).for_each(|index| times.add(at(now_s + index as f64 * 1e-6), 1));
+            }
+            let (mut suggested_s, mut real_s) = (0.0, 0.0);
+            for end in 0..20 {
+                let interval_s = scale_s * (0.1 + 1.8 * random.next());
+                for part in 0..100 {
+                    let elapsed_s = interval_s * f64::from(part) / 100.0;
+                    // Sample evenly in time, once the new load has lasted for a few intervals.
+                    if end >= RECENT {
+                        suggested_s +=
+                            times.expected_wait(at(now_s + elapsed_s), 1).unwrap().as_secs_f64() * interval_s;
+                        real_s += (interval_s - elapsed_s) * interval_s;
+                    }
+                }
+                now_s += interval_s;
+                times.add(at(now_s), 1);
+            }
+            let ratio = suggested_s / real_s;
+            assert!((0.5..1.5).contains(&ratio), "scale {scale_s} s: suggested waits are {ratio} times the true waits");
+        }
+    }
+
+    #[test]
+    fn a_wait_longer_than_all_others_is_expected_to_double() {
+        let start = Instant::now();
+        let mut times = FreeTimes::new(start);
+        let at = |milliseconds| start + Duration::from_millis(milliseconds);
+        assert_eq!(times.expected_wait(at(70), 1), None);
+        times.restart(at(100));
+        times.add(at(110), 1);
+        times.add(at(120), 3);
+        assert_eq!(times.expected_wait(at(123), 1), Some(Duration::from_millis(7)));
+        assert_eq!(times.expected_wait(at(150), 1), Some(Duration::from_millis(30)));
+        times.restart(at(200));
+        assert_eq!(times.expected_wait(at(200), 2), Some(Duration::from_millis(10)));
+    }
+}

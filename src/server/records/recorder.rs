@@ -1,0 +1,155 @@
+//! Keeps records of the most recent requests, so that their answers can be reproduced.
+//!
+//! Records contain prompts and answers. The recorder keeps records in memory.
+//! If the options contain a folder, it also writes the records to this folder. A client can read only its own records.
+
+use std::collections::VecDeque;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, SyncSender, TrySendError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use anyhow::{Context, Result};
+
+use super::options::RecordOptions;
+use crate::engine::Record;
+use crate::files;
+use crate::server::client::Client;
+use crate::server::ids;
+
+/// The maximum number of records that wait to be written.
+const MAX_WAITING: usize = 256;
+
+/// Keeps the most recent records.
+pub struct Recorder {
+    /// The maximum memory for records, in bytes.
+    limit: usize,
+    ring: Mutex<Ring>,
+    /// Writes records to the folder. It is `None` if there is no folder, and after [`finish`](Self::finish).
+    writer: Mutex<Option<Writer>>,
+}
+
+/// The most recent records, oldest first.
+#[derive(Default)]
+struct Ring {
+    entries: VecDeque<Entry>,
+    bytes: usize,
+}
+
+struct Entry {
+    client: Client,
+    record: Arc<Record>,
+    bytes: usize,
+}
+
+struct Writer {
+    records: SyncSender<Arc<Record>>,
+    thread: JoinHandle<()>,
+}
+
+impl Recorder {
+    /// Creates a recorder. Creates the folder if it does not exist.
+    pub fn new(options: &RecordOptions) -> Result<Self> {
+        let writer = options.folder.as_ref().map(|folder| Writer::start(folder.clone())).transpose()?;
+        Ok(Self { limit: options.memory_bytes, ring: Mutex::default(), writer: Mutex::new(writer) })
+    }
+
+    /// Returns whether requests are recorded at all.
+    pub fn is_on(&self) -> bool {
+        self.limit > 0 || lock(&self.writer).is_some()
+    }
+
+    /// Adds a record. Drops the oldest records if the memory limit is exceeded.
+    pub fn add(&self, client: Client, record: Record) {
+        let record = Arc::new(record);
+        if let Some(writer) = &*lock(&self.writer)
+            && let Err(TrySendError::Full(record)) = writer.records.try_send(record.clone())
+        {
+            tracing::warn!(id = record.id, "cannot write the record of a request: the disk is too slow");
+        }
+        let tokens = record.requests.iter().flat_map(|request| &request.answers).map(|answer| answer.tokens.len());
+        let bytes = 8 * tokens.sum::<usize>() + record.requests.iter().map(|r| r.request.bytes()).sum::<usize>();
+        if bytes > self.limit {
+            return;
+        }
+        let mut ring = lock(&self.ring);
+        ring.bytes += bytes;
+        ring.entries.push_back(Entry { client, record, bytes });
+        while ring.bytes > self.limit {
+            let Some(oldest) = ring.entries.pop_front() else { return };
+            ring.bytes -= oldest.bytes;
+        }
+    }
+
+    /// Returns a client's newest record with the given request id.
+    pub fn get(&self, client: Client, id: &str) -> Option<Arc<Record>> {
+        let ring = lock(&self.ring);
+        let entry = ring.entries.iter().rev().find(|entry| entry.client == client && entry.record.id == id);
+        entry.map(|entry| entry.record.clone())
+    }
+
+    /// Writes all waiting records to the folder. Records that are added later are not written.
+    pub fn finish(&self) {
+        let writer = lock(&self.writer).take();
+        if let Some(Writer { records, thread }) = writer {
+            drop(records);
+            // If the thread panicked, the panic message is already printed.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Writer {
+    fn start(folder: PathBuf) -> Result<Self> {
+        let what = || format!("cannot record requests in {}", folder.display());
+        std::fs::create_dir_all(&folder).with_context(what)?;
+        let (records, receiver) = mpsc::sync_channel::<Arc<Record>>(MAX_WAITING);
+        let write = move || {
+            for record in receiver {
+                if let Err(error) = write(&folder, &record) {
+                    tracing::warn!(id = record.id, "cannot write the record of a request: {error:#}");
+                }
+            }
+        };
+        let thread = thread::Builder::new().name("inferno-record".into()).spawn(write);
+        Ok(Self { records, thread: thread.context("cannot start the thread that writes records")? })
+    }
+}
+
+/// Writes a record to a new file that only its owner can read.
+fn write(folder: &Path, record: &Record) -> Result<()> {
+    let json = serde_json::to_vec(record)?;
+    let name = file_name(&record.id);
+    let mut file = match files::create_private(&folder.join(format!("{name}.json"))) {
+        // A client may use the same request id twice.
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+            files::create_private(&folder.join(format!("{}.json", ids::new(&format!("{name}-")))))
+        }
+        file => file,
+    }?;
+    Ok(file.write_all(&json)?)
+}
+
+/// Returns a request id as a file name. Characters with a special meaning in file names become `_`.
+fn file_name(id: &str) -> String {
+    let is_safe = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    let name: String = id.chars().map(|c| if is_safe(c) { c } else { '_' }).collect();
+    if name.starts_with('.') { format!("_{name}") } else { name }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_names_stay_in_the_folder() {
+        for (id, name) in [("req-1", "req-1"), ("../x", "_.._x"), ("a/b\\c:d", "a_b_c_d"), (".", "_.")] {
+            assert_eq!(file_name(id), name);
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! `POST /v1/admission`: reports whether and when a chat completion request would start, without running the request.
+
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::extract::{Request, State};
+use axum::response::Response;
+use serde::Serialize;
+
+use crate::nn::kv_cache::BLOCK_TOKENS;
+use crate::server::chat::ChatRequest;
+use crate::server::client::Client;
+use crate::server::generation::reply;
+use crate::server::http::body::{json_response, read_json};
+use crate::server::http::error::ApiError;
+use crate::server::state::Server;
+
+#[derive(Serialize)]
+struct Admission {
+    object: &'static str,
+    /// Whether the prompt leaves room for an answer in the context.
+    fits: bool,
+    /// Whether the queue has room.
+    accepted: bool,
+    starts_now: bool,
+    /// Seconds until the request would start. If the request is not accepted, seconds until a new
+    /// attempt is worthwhile. Null if unknown.
+    expected_wait_s: Option<f64>,
+    requests_ahead: usize,
+    prompt_tokens: usize,
+    cached_tokens: usize,
+    max_tokens: usize,
+    kv_cache: KvCache,
+}
+
+/// The number of blocks in the KV cache, and the number of blocks that the request needs.
+#[derive(Serialize)]
+struct KvCache {
+    block_tokens: usize,
+    needed_blocks: usize,
+    longest_answer_blocks: usize,
+    free_blocks: usize,
+    total_blocks: usize,
+}
+
+/// The response if the prompt is too long.
+#[derive(Serialize)]
+struct Misfit {
+    object: &'static str,
+    fits: bool,
+    accepted: bool,
+    starts_now: bool,
+    reason: String,
+}
+
+/// The value of the field `object`.
+const OBJECT: &str = "admission";
+
+/// Reports what would happen to a chat completion request.
+pub async fn preview(
+    State(server): State<Arc<Server>>,
+    Extension(client): Extension<Client>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let engine = server.open_engine()?.clone();
+    let headers = request.headers().clone();
+    let fields = read_json(request, &server.options.timeouts).await?;
+    let ChatRequest { mut request, choices, ignored, .. } = ChatRequest::read(fields, &server, &engine)?;
+    reply::check_strict(&headers, &ignored)?;
+    if let Some(options) = &mut request.options {
+        options.tenant = client.index() as u64;
+        options.deterministic |= reply::is_deterministic(&headers);
+    }
+    // Use a thread that may block: rendering takes milliseconds of CPU time, and the engine answers only between two
+    // steps.
+    let worker = tokio::task::spawn_blocking(move || engine.preview(request, choices));
+    let found = match worker.await {
+        Ok(Ok(found)) => found,
+        Ok(Err(error)) => {
+            let error = ApiError::from_submit(&error, "messages");
+            if error.code != Some("context_length_exceeded") {
+                return Err(error);
+            }
+            let reason = error.message();
+            let misfit = Misfit { object: OBJECT, fits: false, accepted: false, starts_now: false, reason };
+            return Ok(reply::with_ignored(json_response(&misfit)?, &ignored));
+        }
+        Err(panic) => return Err(ApiError::internal(format!("cannot preview the request: {panic}"))),
+    };
+    let full = server.admission.wait(client.index(), choices);
+    let starts_now = found.preview.starts_now && full.is_none();
+    let expected_wait = match full {
+        Some(wait) => Some(wait),
+        None if starts_now => Some(std::time::Duration::ZERO),
+        None => server.admission.expected_start(found.preview.ahead),
+    };
+    let admission = Admission {
+        object: OBJECT,
+        fits: true,
+        accepted: full.is_none(),
+        starts_now,
+        expected_wait_s: expected_wait.map(|wait| wait.as_secs_f64()),
+        requests_ahead: found.preview.ahead,
+        prompt_tokens: found.prompt_tokens,
+        cached_tokens: found.preview.cached_tokens,
+        max_tokens: found.max_tokens,
+        kv_cache: KvCache {
+            block_tokens: BLOCK_TOKENS,
+            needed_blocks: found.preview.needed_blocks,
+            longest_answer_blocks: found.preview.longest_blocks,
+            free_blocks: found.preview.free_blocks,
+            total_blocks: found.preview.total_blocks,
+        },
+    };
+    Ok(reply::with_ignored(json_response(&admission)?, &ignored))
+}

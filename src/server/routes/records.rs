@@ -1,0 +1,33 @@
+//! `GET /v1/records/{id}`.
+
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::extract::{Path, State};
+use axum::response::Response;
+
+use crate::engine::Record;
+use crate::server::client::Client;
+use crate::server::http::body::json_response;
+use crate::server::http::error::ApiError;
+use crate::server::state::Server;
+
+/// Returns the record of a request. A client can read only the records of its own requests.
+pub async fn get(
+    State(server): State<Arc<Server>>,
+    Extension(client): Extension<Client>,
+    Path(id): Path<String>,
+) -> Result<Response, ApiError> {
+    json_response(&*find(&server, client, &id)?)
+}
+
+/// Returns the record of a request that `client` sent.
+pub fn find(server: &Server, client: Client, id: &str) -> Result<Arc<Record>, ApiError> {
+    if server.options.is_open {
+        // Without authentication, the server cannot tell clients apart.
+        // Each client could therefore read the prompts of all others.
+        return Err(ApiError::forbidden("a server with --no-auth returns no records: use --record FOLDER"));
+    }
+    let record = server.recorder.get(client, id);
+    record.ok_or_else(|| ApiError::not_found(format!("the server has no record of the request '{id}'")))
+}

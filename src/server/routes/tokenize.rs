@@ -1,0 +1,96 @@
+//! The routes `POST /tokenize` and `POST /detokenize`, with the same fields as in vLLM.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::response::Response;
+use serde::Serialize;
+
+use crate::chat::{ReasoningEffort, RenderOptions};
+use crate::engine::EngineHandle;
+use crate::server::chat;
+use crate::server::generation::generate_options::{check_model, read_token_ids};
+use crate::server::generation::reply;
+use crate::server::http::body::{Fields, json_response, read_json};
+use crate::server::http::error::ApiError;
+use crate::server::state::Server;
+use crate::tokenizer::ControlTokens;
+
+#[derive(Serialize)]
+struct Tokens {
+    count: usize,
+    max_model_len: usize,
+    tokens: Vec<u32>,
+    token_strs: Option<Vec<String>>,
+}
+
+#[derive(Serialize)]
+struct Text {
+    prompt: String,
+}
+
+/// Converts a text or a conversation to token ids.
+pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
+    let engine = server.loaded_engine()?.clone();
+    let headers = request.headers().clone();
+    let mut fields = read_json(request, &server.options.timeouts).await?;
+    check_model(&mut fields, &server)?;
+    let has_strings = fields.take_bool("return_token_strs")?.unwrap_or(false);
+    let encode = read_input(&mut fields)?;
+    let ignored = fields.ignored();
+    reply::check_strict(&headers, &ignored)?;
+    let max_model_len = engine.context();
+    let worker = tokio::task::spawn_blocking(move || -> anyhow::Result<Tokens> {
+        let tokens = encode(&engine)?;
+        let string = |&id: &u32| engine.tokenizer().token(id).unwrap_or_default().to_string();
+        let token_strs = has_strings.then(|| tokens.iter().map(string).collect());
+        Ok(Tokens { count: tokens.len(), max_model_len, tokens, token_strs })
+    });
+    let tokens = worker.await.map_err(|panic| ApiError::internal(format!("cannot tokenize: {panic}")))?;
+    let tokens = tokens.map_err(|error| ApiError::from_submit(&error, "prompt"))?;
+    Ok(reply::with_ignored(json_response(&tokens)?, &ignored))
+}
+
+/// A function that encodes the input of a request.
+type EncodeInput = Box<dyn FnOnce(&EngineHandle) -> anyhow::Result<Vec<u32>> + Send>;
+
+/// Reads `prompt`, or `messages` and `tools`.
+fn read_input(fields: &mut Fields) -> Result<EncodeInput, ApiError> {
+    if let Some(prompt) = fields.take_string("prompt")? {
+        let controls = if fields.take_bool("add_special_tokens")?.unwrap_or(true) {
+            ControlTokens::Default
+        } else {
+            ControlTokens::Parse
+        };
+        return Ok(Box::new(move |engine| engine.tokenizer().encode(&prompt, controls)));
+    }
+    let messages = chat::read_messages(fields)?;
+    let options = RenderOptions {
+        tools: chat::read_tools(fields)?.shown,
+        reasoning_effort: ReasoningEffort::default(),
+        date: jiff::Zoned::now().strftime("%Y-%m-%d").to_string(),
+        add_generation_prompt: fields.take_bool("add_generation_prompt")?.unwrap_or(true),
+    };
+    Ok(Box::new(move |engine| Ok(engine.render(&messages, &options)?.ids)))
+}
+
+/// Converts token ids to text.
+pub async fn detokenize(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
+    let engine = server.loaded_engine()?.clone();
+    let headers = request.headers().clone();
+    let mut fields = read_json(request, &server.options.timeouts).await?;
+    check_model(&mut fields, &server)?;
+    let tokens = read_token_ids(&mut fields, "tokens", usize::MAX)?;
+    let tokens = tokens.ok_or_else(|| fields.invalid("tokens", "expected token ids"))?;
+    let ignored = fields.ignored();
+    reply::check_strict(&headers, &ignored)?;
+    let vocab_size = engine.info().vocab_size;
+    if let Some(id) = tokens.iter().find(|&&id| id as usize >= vocab_size) {
+        let problem = format!("token id {id} is outside the vocabulary of {vocab_size} tokens");
+        return Err(ApiError::invalid("tokens", problem));
+    }
+    let worker = tokio::task::spawn_blocking(move || engine.tokenizer().decode(&tokens));
+    let prompt = worker.await.map_err(|panic| ApiError::internal(format!("cannot detokenize: {panic}")))?;
+    let prompt = prompt.map_err(|error| ApiError::from_submit(&error, "tokens"))?;
+    Ok(reply::with_ignored(json_response(&Text { prompt })?, &ignored))
+}

@@ -1,0 +1,146 @@
+//! Reads the bytes that several ranks need from the files only once.
+//!
+//! All ranks need whole tensors, such as embeddings and norms, and the rows of matrices that are divided by columns: each
+//! rank keeps only a short run of each row. Reading each run alone would cost a system call per row. So each rank reads
+//! some of the rows to host memory, and all ranks copy their columns from there. For N ranks, a rank then copies 2/N of
+//! the bytes of such a matrix on the host: once from the page cache, and once to a staging buffer. If each rank read the
+//! whole matrix, it would copy 1 + 1/N.
+
+use std::ops::Range;
+use std::panic::resume_unwind;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+use anyhow::{Context, Result, bail};
+
+use super::source::ByteRange;
+use crate::device::{World, share};
+
+/// The maximum number of bytes that all ranks together read at a time, unless a single row is longer.
+/// Each rank keeps two buffers for its part, so all ranks together hold twice as many bytes in host memory.
+const SEGMENT_BYTES: usize = 64 << 20;
+
+/// The smallest number of bytes that a thread reads.
+const MIN_THREAD_BYTES: usize = 1 << 20;
+
+/// The unit in which ranks divide a tensor that has no rows.
+pub(super) const PAGE_BYTES: usize = 4096;
+
+/// Reads tensors together with the other ranks. All ranks must read the same tensors in the same order.
+#[derive(Clone)]
+pub(super) struct SharedReads {
+    pub world: World,
+    /// The number of threads with which this rank reads.
+    pub threads: usize,
+    /// The buffers that this rank has used. They are reused, because the first use of memory is slower than reading.
+    pub buffers: Arc<Mutex<Vec<Arc<Vec<u8>>>>>,
+}
+
+/// The bytes that one rank has read.
+struct RankBytes {
+    tensor: String,
+    /// The buffer, which may be longer than the part.
+    buffer: Arc<Vec<u8>>,
+    length: usize,
+}
+
+impl RankBytes {
+    fn bytes(&self) -> &[u8] {
+        &self.buffer[..self.length]
+    }
+}
+
+impl SharedReads {
+    /// Reads a tensor together with the other ranks, and calls `each` for all its bytes, in order: with their range in
+    /// the tensor, and with the bytes. Each range consists of whole units of `unit` bytes, except at the end.
+    pub fn read(
+        &self,
+        name: &str,
+        tensor: &ByteRange,
+        unit: usize,
+        mut each: impl FnMut(Range<usize>, &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let unit = unit.clamp(1, tensor.bytes.max(1));
+        let segment_bytes = (SEGMENT_BYTES / unit).max(1) * unit;
+        for start in (0..tensor.bytes).step_by(segment_bytes) {
+            let length = segment_bytes.min(tensor.bytes - start);
+            let part = |rank: usize| share(length, unit, rank, self.world.size());
+            let own = part(self.world.rank());
+            let buffer = self.read_own(tensor, start + own.start..start + own.end)?;
+            let length = own.len();
+            let parts = self.world.all_gather(RankBytes { tensor: name.to_string(), buffer, length })?;
+            for (rank, bytes) in parts.iter().enumerate() {
+                let range = part(rank);
+                check(name, bytes, range.len())?;
+                if !range.is_empty() {
+                    each(start + range.start..start + range.end, bytes.bytes())?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads all bytes of a tensor together with the other ranks.
+    pub fn read_to_vec(&self, name: &str, tensor: &ByteRange) -> Result<Vec<u8>> {
+        let mut all = Vec::new();
+        all.try_reserve_exact(tensor.bytes).with_context(|| format!("cannot allocate {} bytes", tensor.bytes))?;
+        self.read(name, tensor, PAGE_BYTES, |_, bytes| {
+            all.extend_from_slice(bytes);
+            Ok(())
+        })?;
+        Ok(all)
+    }
+
+    /// Returns a buffer of at least `bytes` bytes that no rank is reading.
+    fn take_buffer(&self, bytes: usize) -> Result<Vec<u8>> {
+        let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        let unused = buffers.iter().position(|buffer| Arc::strong_count(buffer) == 1);
+        let unused = unused.and_then(|index| Arc::into_inner(buffers.swap_remove(index)));
+        let mut buffer = unused.unwrap_or_default();
+        if buffer.len() < bytes {
+            let more = bytes - buffer.len();
+            buffer.try_reserve_exact(more).with_context(|| format!("cannot allocate {bytes} bytes"))?;
+            buffer.resize(bytes, 0);
+        }
+        Ok(buffer)
+    }
+
+    /// Reads a range of bytes of a tensor with several threads. Returns a buffer that begins with these bytes.
+    fn read_own(&self, tensor: &ByteRange, range: Range<usize>) -> Result<Arc<Vec<u8>>> {
+        let mut buffer = self.take_buffer(range.len())?;
+        self.fill(tensor, range.clone(), &mut buffer[..range.len()])?;
+        let buffer = Arc::new(buffer);
+        // The next call can use the previous buffer again: the ranks have copied from it before they met for this one.
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner).push(buffer.clone());
+        Ok(buffer)
+    }
+
+    /// Reads a range of bytes of a tensor to `bytes`.
+    fn fill(&self, tensor: &ByteRange, range: Range<usize>, bytes: &mut [u8]) -> Result<()> {
+        let piece = range.len().div_ceil(self.threads.max(1)).max(MIN_THREAD_BYTES);
+        let read = |(index, piece_bytes): (usize, &mut [u8])| -> Result<()> {
+            let offset = tensor.start + (range.start + index * piece) as u64;
+            tensor.source.advise(offset, piece_bytes.len());
+            tensor.source.read(piece_bytes, offset)?;
+            self.world.tick();
+            Ok(())
+        };
+        if range.len() <= piece {
+            return read((0, bytes));
+        }
+        thread::scope(|scope| {
+            let pieces = bytes.chunks_mut(piece).enumerate();
+            let threads: Vec<_> = pieces.map(|piece| scope.spawn(|| read(piece))).collect();
+            let results = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
+            results.collect::<Vec<_>>().into_iter().collect::<Result<()>>()
+        })
+    }
+}
+
+/// Fails if another rank has read another tensor.
+fn check(name: &str, read: &Arc<RankBytes>, length: usize) -> Result<()> {
+    if read.tensor != name || read.length != length {
+        bail!("internal error: a rank has read tensor {} instead of {name}", read.tensor);
+    }
+    Ok(())
+}

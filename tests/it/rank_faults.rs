@@ -1,0 +1,173 @@
+//! Tests of ranks that fail: an error, a panic or a hang of one rank ends the engine with an error that names the rank.
+
+use std::process::Output;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use inferno::device::Split;
+use inferno::engine::{Engine, Fault, RankFault};
+use inferno::error::exit_code;
+use inferno::{Error, GenerateOptions};
+use tempfile::TempDir;
+
+use crate::cli::{inferno, text};
+use crate::queued_steps;
+use crate::support::engine::greedy;
+
+const FAULTS: [RankFault; 3] = [RankFault::Error, RankFault::Panic, RankFault::Hang];
+
+/// The number of ranks in these tests. With tensor parallelism, the third rank holds no KV heads of the demo model.
+const RANKS: usize = 3;
+
+/// What the engine does while a rank fails.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Work {
+    Idle,
+    Prefill,
+    Decode,
+    QueuedDecode,
+}
+
+fn load(work: Work, split: Split) -> Engine {
+    let devices = ["cpu"; RANKS].join(",").parse().unwrap();
+    let builder = queued_steps::demo().devices(devices).split(split).chunk(16);
+    builder.queue_on_cpu(work == Work::QueuedDecode).load().unwrap()
+}
+
+/// Returns the error message that clients must receive.
+fn expected(rank: usize, fault: RankFault) -> String {
+    let what = match fault {
+        RankFault::Error => "failed: injected fault of a rank",
+        RankFault::Panic => "failed: its thread panicked",
+        RankFault::Hang => "does not answer",
+    };
+    format!("GPU {} of {RANKS} {what}; the others were stopped", rank + 1)
+}
+
+/// The longest time from a fault to the error. A rank may take 5 s to answer. The engine checks idle ranks every second.
+fn limit(work: Work, fault: RankFault) -> Duration {
+    match (fault, work) {
+        (RankFault::Hang, Work::Idle) => Duration::from_secs(8),
+        (RankFault::Hang, _) => Duration::from_secs(6),
+        _ => Duration::from_secs(3),
+    }
+}
+
+fn check(rank: usize, fault: RankFault, work: Work, split: Split) {
+    let name = format!("{fault:?} of rank {rank} in {work:?} with {split:?}");
+    let engine = load(work, split);
+    let options = GenerateOptions { ignore_eos: true, max_tokens: Some(200), ..greedy() };
+    let prompt = engine.random_tokens(1, if work == Work::Prefill { 300 } else { 10 });
+    let options = if work == Work::Prefill { GenerateOptions { max_tokens: Some(1), ..options } } else { options };
+    let mut streams: Vec<_> = match work {
+        Work::Idle => Vec::new(),
+        // Both requests of the engine fail.
+        _ => (0..2).map(|_| engine.complete_ids(&prompt, options.clone()).unwrap()).collect(),
+    };
+    if matches!(work, Work::Decode | Work::QueuedDecode) {
+        for stream in &mut streams {
+            assert!((0..3).all(|_| stream.next_blocking().unwrap().unwrap().token().is_some()), "{name}");
+        }
+    }
+    let started = Instant::now();
+    engine.inject_fault(Fault::Rank { rank, fault }).unwrap();
+    for stream in &mut streams {
+        let error =
+            stream.into_iter().find_map(Result::err).unwrap_or_else(|| panic!("{name}: the request did not fail"));
+        assert_eq!((error.to_string(), exit_code(&error)), (expected(rank, fault), 7), "{name}");
+        assert!(stream.next_blocking().is_none());
+    }
+    while engine.failure().is_none() {
+        assert!(started.elapsed() < limit(work, fault), "{name}: the failure was not noticed");
+        thread::sleep(Duration::from_millis(10));
+    }
+    let noticed = started.elapsed();
+    assert!(noticed < limit(work, fault), "{name}: {noticed:?}");
+    assert!(fault != RankFault::Hang || noticed > Duration::from_millis(4900), "{name}: {noticed:?}");
+    assert_eq!(engine.failure().unwrap().to_string(), expected(rank, fault), "{name}");
+    assert!(engine.has_stopped() && !engine.is_responsive(Duration::from_secs(3600)), "{name}");
+    // No later call waits for the engine.
+    let gpu_failed = |error: anyhow::Error| matches!(error.downcast_ref(), Some(Error::GpuFailed(_)));
+    assert!(engine.with_runner(|_| ()).is_err_and(gpu_failed), "{name}");
+    match engine.complete_ids(&prompt, options) {
+        Ok(mut stream) => assert!(stream.next_blocking().unwrap().is_err_and(gpu_failed), "{name}"),
+        Err(error) => assert!(gpu_failed(error), "{name}"),
+    }
+    let dropped = Instant::now();
+    drop(engine);
+    assert!(dropped.elapsed() < Duration::from_secs(3), "{name}: {:?}", dropped.elapsed());
+}
+
+/// Runs all cases at the same time, because most of them only wait.
+#[test]
+fn a_rank_that_fails_ends_the_engine_with_an_error_that_names_the_rank() {
+    thread::scope(|scope| {
+        for fault in FAULTS {
+            for (work, split) in [
+                (Work::Idle, Split::Tensor),
+                (Work::Prefill, Split::Tensor),
+                (Work::Decode, Split::Tensor),
+                (Work::Decode, Split::Layers),
+                (Work::QueuedDecode, Split::Tensor),
+            ] {
+                // The first rank runs on the engine thread. While the engine is idle, this thread waits for requests.
+                for rank in usize::from(work == Work::Idle)..RANKS {
+                    scope.spawn(move || check(rank, fault, work, split));
+                }
+            }
+        }
+    });
+}
+
+/// A rank that takes longer than 5 s between two exchanges of data, but makes progress, does not fail.
+#[test]
+fn an_engine_that_is_idle_for_long_does_not_fail() {
+    let engine = load(Work::Idle, Split::Tensor);
+    thread::sleep(Duration::from_secs(8));
+    assert!(engine.failure().is_none() && !engine.has_stopped());
+    let options = GenerateOptions { max_tokens: Some(3), ignore_eos: true, ..greedy() };
+    assert_eq!(crate::engine::Answer::read(engine.complete_ids(&[1, 2, 3], options).unwrap()).tokens.len(), 3);
+}
+
+/// Runs the program on three ranks, one of which fails. Returns the output and the run time.
+fn run_with_fault(fault: &str, args: &[&str]) -> (Output, Duration) {
+    let started = Instant::now();
+    let mut command = inferno(&TempDir::new().unwrap());
+    command.args(args).args(["--device", "cpu,cpu,cpu", "--context", "640"]).env("INFERNO_FAULT", fault);
+    (command.output().unwrap(), started.elapsed())
+}
+
+#[test]
+fn commands_exit_with_code_7_and_name_the_rank_that_failed() {
+    let play = &["play", "demo", "--prompt", "Hello", "--max-tokens", "300"][..];
+    let bench = &["bench", "demo", "-p", "128", "-n", "64", "-r", "50"][..];
+    let serving = &["bench", "demo", "--concurrency", "4", "--input", "50", "--output", "300"][..];
+    thread::scope(|scope| {
+        for (args, fault, expected) in [
+            (play, "1:error:3", "GPU 2 of 3 failed: injected fault of a rank"),
+            (play, "2:panic:3", "GPU 3 of 3 failed: its thread panicked"),
+            (play, "1:hang:3", "GPU 2 of 3 does not answer"),
+            (play, "0:hang:3", "GPU 1 of 3 does not answer"),
+            (play, "0:panic:3", "GPU 1 of 3 failed: its thread panicked"),
+            (play, "1:panic:load", "GPU 2 of 3 failed: its thread panicked"),
+            (play, "0:panic:load", "GPU 1 of 3 failed: its thread panicked"),
+            (bench, "1:panic:0", "GPU 2 of 3 failed: its thread panicked"),
+            (bench, "2:hang:0", "GPU 3 of 3 does not answer"),
+            (bench, "0:hang:0", "GPU 1 of 3 does not answer"),
+            (serving, "1:error:9", "GPU 2 of 3 failed: injected fault of a rank"),
+            (serving, "1:hang:9", "GPU 2 of 3 does not answer"),
+        ] {
+            scope.spawn(move || {
+                let (output, time) = run_with_fault(fault, args);
+                let message = text(&output.stderr);
+                assert_eq!(output.status.code(), Some(7), "{args:?} with {fault}: {message}");
+                let errors: Vec<_> = message.lines().filter(|line| line.starts_with("error: ")).collect();
+                assert_eq!(errors, [format!("error: {expected}; the others were stopped")], "{args:?} with {fault}");
+                assert!(time < Duration::from_secs(40), "{args:?} with {fault}: {time:?}");
+            });
+        }
+    });
+    let (output, _) = run_with_fault("1:error:load", play);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("error: GPU 2 of 3: injected fault of a rank"), "{}", text(&output.stderr));
+}

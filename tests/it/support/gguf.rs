@@ -1,0 +1,6 @@
+//! Writes GGUF files and converts checkpoints and tokenizers to them.
+
+pub mod converter;
+pub mod models;
+pub mod vocabulary;
+pub mod writer;
