@@ -2,14 +2,14 @@
 //!
 //! - kernels and layers: `kernels`, `quantized`, `decode_graph`
 //! - models against transformers: `golden`, `families`, `gguf`, `compressed`, `tokenizer`, `chat`, `full_size`
-//! - several devices: `ranks`, `ranks_on_gpus`
+//! - several devices: `ranks`, `rank_mistakes`, `rank_faults`, `ranks_on_gpus`
 //! - engine: `engine`, `engine_options`, `queued_steps`, `deterministic`, `prompt_logprobs`, `prefix_file`, `constraint`;
 //!   its parts with a virtual clock or random operations: `scheduler`, `fairness`, `blocks`
 //! - weights and memory: `weights`, `memory`, `truncated`; the hub: `hub`, `show`
 //! - server: `serve`
 //! - command line and terminal: `cli`, `configuration`, `conversation`, `journal`, `terminal`, `terminal_variants`,
 //!   `render`, `signals`, `bench`, `doctor`, `examples`
-//! - untrusted input and faults: `hostile_files`, `hostile_language`, `full_disk`
+//! - untrusted input and faults: `hostile_files`, `hostile_language`, `fuzz_corpus`, `full_disk`
 //! - the repository itself: `docs`, `layers`
 //! - helpers: `harness`, `support`
 
