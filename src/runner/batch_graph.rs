@@ -12,6 +12,7 @@ use anyhow::{Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
+use super::limits::MAX_GRAPH_BATCH;
 use super::queue::QueueBuffers;
 use super::step_sequence::StepSequence;
 use crate::kernels::SumOrder;
@@ -24,9 +25,6 @@ use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BLOCK_TOKENS, KvCache};
 use crate::nn::pass::{LogitRows, Pass};
 
-/// The largest batch that runs as a graph.
-const MAX_BATCH: usize = 256;
-
 /// The graphs of a model, by batch size.
 pub struct BatchGraphs {
     device: CudaDevice,
@@ -34,7 +32,7 @@ pub struct BatchGraphs {
     table_blocks: usize,
     sum_order: SumOrder,
     graphs: BTreeMap<usize, BatchGraph>,
-    /// f32 `[MAX_BATCH, vocab]`, shared by all graphs. The first batch allocates it.
+    /// f32 `[MAX_GRAPH_BATCH, vocab]`, shared by all graphs. The first batch allocates it.
     logits: Option<Tensor>,
     /// The largest batch whose intermediate results fit in the arena, and the arena, which all graphs share.
     arena: Option<(usize, Arena)>,
@@ -73,11 +71,16 @@ impl BatchGraphs {
         }
     }
 
-    /// Returns whether a step can run as a graph. Steps with prompts or with more than `MAX_BATCH` sequences cannot.
-    /// With the backend `CandleFlashAttn`, or after a graph step has failed, no step can run as a graph.
+    /// Returns whether decode steps can run as graphs. They cannot with the backend `CandleFlashAttn`, or after a graph
+    /// step has failed.
+    pub fn can_run_model(&self, decoder: &Decoder) -> bool {
+        !self.has_failed && !decoder.reads_tables_on_host()
+    }
+
+    /// Returns whether a step can run as a graph. Steps with prompts or with more than `MAX_GRAPH_BATCH` sequences cannot.
     pub fn can_run(&self, decoder: &Decoder, sequences: &[StepSequence]) -> bool {
         let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
-        !self.has_failed && is_decode && sequences.len() <= MAX_BATCH && !decoder.reads_tables_on_host()
+        is_decode && sequences.len() <= MAX_GRAPH_BATCH && self.can_run_model(decoder)
     }
 
     /// Queues a decode step, like [`run`](Self::run), but returns `None` if the step cannot run as a graph.
@@ -120,7 +123,7 @@ impl BatchGraphs {
         let size = padded(sequences.len());
         let logits = match &self.logits {
             Some(logits) => logits.clone(),
-            None => Tensor::zeros((MAX_BATCH, decoder.vocab_size()), DType::F32, cache.device())?,
+            None => Tensor::zeros((MAX_GRAPH_BATCH, decoder.vocab_size()), DType::F32, cache.device())?,
         };
         let logits = self.logits.insert(logits).narrow(0, 0, size)?;
         if !self.graphs.contains_key(&size) {
@@ -283,6 +286,6 @@ mod tests {
     fn batches_are_padded_to_few_sizes() {
         let sizes: Vec<usize> = [2, 7, 8, 9, 16, 17, 64, 65, 128, 129, 250].into_iter().map(padded).collect();
         assert_eq!(sizes, [2, 7, 8, 16, 16, 24, 64, 80, 128, 144, 256]);
-        assert!((1..=MAX_BATCH).all(|size| padded(size) >= size && padded(size) <= MAX_BATCH));
+        assert!((1..=MAX_GRAPH_BATCH).all(|size| padded(size) >= size && padded(size) <= MAX_GRAPH_BATCH));
     }
 }

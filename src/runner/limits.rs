@@ -3,6 +3,12 @@
 use crate::kernels::SumOrder;
 use crate::nn::kv_cache::BLOCK_TOKENS;
 
+/// The maximum number of sequences in a decode step that runs as a batch graph.
+pub(super) const MAX_GRAPH_BATCH: usize = 256;
+
+/// The maximum number of sequences in a queued step.
+pub(super) const MAX_QUEUED_SEQUENCES: usize = 512;
+
 /// The maximum sizes of a sequence and of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RunnerLimits {

@@ -182,12 +182,15 @@ fn answers_with_edited_logits_are_the_same_on_a_gpu() {
     for name in ["mistral", "gpt_oss_graph"] {
         let model = GraphModel::new(name);
         let engine = model.builder().context(192).chunk(64).sequences(9).deterministic(true).load().unwrap();
+        let vocabulary = engine.with_runner(|runner| runner.vocab_size()).unwrap() as u32;
         // Returns the answers of `count` requests, and the number of steps that were queued ahead.
         let answers = |count: usize, logprobs: Option<usize>| {
             let before = engine.stats().steps_queued_ahead;
             let submit = |index: usize| {
                 let (prompt, mut options) = request(&engine, index);
                 edit_logits(index + count, &mut options);
+                let bias = options.logit_bias.into_iter().map(|(id, bias)| (id % vocabulary, bias));
+                options.logit_bias = bias.collect();
                 (options.logprobs, options.max_tokens) = (logprobs, Some(30));
                 engine.complete_ids(&prompt[..prompt.len().min(100)], options).unwrap()
             };

@@ -1,5 +1,6 @@
 //! The methods of [`Runner`](super::Runner) that run steps.
 //!
+//! - `route`: decides what runs a step, and whether the step can be queued
 //! - `run`: `Runner::step`, which waits for the tokens of the step
 //! - `run_on_gpu`: the parts of `Runner::step` that run only on a GPU: CUDA graphs, and sampling on the device
 //! - `queue`: `Runner::queue` and `Runner::take`, which let the host plan a step while the device runs the previous step
@@ -8,6 +9,37 @@
 mod queue;
 #[cfg(feature = "cuda")]
 mod queue_on_gpu;
+mod route;
 mod run;
 #[cfg(feature = "cuda")]
 mod run_on_gpu;
+
+use route::RunnerFacts;
+
+use super::Runner;
+#[cfg(feature = "cuda")]
+use super::decode::Decode;
+
+impl Runner {
+    /// Returns what decides how steps run.
+    fn facts(&self) -> RunnerFacts {
+        let facts = RunnerFacts {
+            has_decode_graph: false,
+            has_batch_graphs: false,
+            can_queue: self.options.queue_on_cpu,
+            has_ranks: self.has_ranks(),
+            is_deterministic: self.options.prompt_parts.is_some(),
+        };
+        #[cfg(feature = "cuda")]
+        if self.device.is_cuda() {
+            let batches = self.batches.as_ref();
+            return RunnerFacts {
+                has_decode_graph: matches!(self.decode, Decode::Graph(_)),
+                has_batch_graphs: batches.is_some_and(|batches| batches.can_run_model(&self.decoder)),
+                can_queue: self.followers.can_queue() && batches.is_some(),
+                ..facts
+            };
+        }
+        facts
+    }
+}

@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Result, anyhow};
 
+use super::route::{StepFacts, queued_route};
 #[cfg(feature = "cuda")]
 use crate::kernels::decode::sample::DeviceSampling;
 use crate::kernels::row_edits::RowEdits;
@@ -23,30 +24,18 @@ impl Runner {
     /// At most one earlier step may have tokens that were not taken. Sequences with
     /// [`awaits_input`](StepSequence::awaits_input) use the tokens of the earlier step as input.
     ///
-    /// Returns `None` and does nothing if the step cannot be queued and must run with [`step`](Self::step):
-    /// - No sequence needs a token, or a sampler [cannot choose](ChooseToken::can_queue) in a queued step.
-    /// - The step computes log probabilities of prompt tokens.
-    /// - Only some sequences have prompt parts, or the runner has prompt parts and the step contains prompt chunks.
-    /// - The decode graph of a single sequence runs the step and chooses the token, or the step has too many sequences for the queue.
-    /// - The ranks can exchange data only through the host.
-    /// - The model runs eagerly, or on a CPU without [`queue_on_cpu`](crate::runner::RunnerOptions::queue_on_cpu).
+    /// Returns `None` and does nothing if the step cannot be queued and must run with [`step`](Self::step), as
+    /// [`queued_route`] decides.
     pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
-        let mut samplers = sequences.iter().filter_map(|sequence| sequence.sampler.as_deref()).peekable();
-        if samplers.peek().is_none() || !samplers.all(|sampler| sampler.can_queue()) {
+        if queued_route(self.facts(), StepFacts::of(sequences)).is_none() {
             return Ok(None);
         }
-        // Sequences with prompt parts of their own run in separate passes, whose tokens do not stay on the device.
-        if self.options.prompt_parts.is_none() && sequences.iter().any(|sequence| sequence.prompt_parts.is_some()) {
-            return Ok(None);
-        }
-        if sequences.iter().any(|sequence| sequence.scores.is_some()) {
-            return Ok(None);
-        }
+        self.check_tokens(sequences)?;
         #[cfg(feature = "cuda")]
         if self.device.is_cuda() {
-            return self.queue_on_gpu(sequences);
+            return self.queue_on_gpu(sequences).map(Some);
         }
-        if self.options.queue_on_cpu { self.run_as_queued(sequences).map(Some) } else { Ok(None) }
+        self.run_as_queued(sequences).map(Some)
     }
 
     /// Waits for the tokens of a queued step. Steps must be taken in the order in which they were queued.

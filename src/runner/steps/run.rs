@@ -6,6 +6,9 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
 
+#[cfg(not(feature = "cuda"))]
+use super::route::Route;
+use super::route::{StepFacts, route};
 #[cfg(feature = "cuda")]
 use super::run_on_gpu::choose_on_device;
 use crate::kernels::SumOrder;
@@ -61,13 +64,24 @@ impl Runner {
     /// Runs one step of sequences whose results may depend on each other.
     fn step_together(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
         self.check_tokens(sequences)?;
+        self.run_pass(sequences, meanwhile, SumOrder::Fastest)
+    }
+
+    /// Runs one step as a CUDA graph, or else operation by operation. `sum_order` applies to the operations.
+    fn run_pass(
+        &mut self,
+        sequences: &mut [StepSequence],
+        meanwhile: &mut dyn FnMut(),
+        sum_order: SumOrder,
+    ) -> Result<Vec<Chosen>> {
+        let route = route(self.facts(), StepFacts::of(sequences));
         #[cfg(feature = "cuda")]
-        if !has_scores(sequences)
-            && let Some(chosen) = self.step_on_graph(sequences, meanwhile)?
-        {
+        if let Some(chosen) = self.run_graph(route, sequences, meanwhile)? {
             return Ok(chosen);
         }
-        let logits = self.forward(sequences, SumOrder::Fastest)?;
+        #[cfg(not(feature = "cuda"))]
+        debug_assert_eq!(route, Route::Operations);
+        let logits = self.forward(sequences, sum_order)?;
         meanwhile();
         self.choose(sequences, &logits)
     }
@@ -90,24 +104,9 @@ impl Runner {
                 meanwhile();
                 sequences.iter_mut().map(|sequence| self.step_chunk(sequence)).collect()
             } else {
-                self.step_rows(sequences, meanwhile)
+                self.run_pass(sequences, meanwhile, SumOrder::Fixed)
             }
         })
-    }
-
-    /// Runs one token of each sequence, with a fixed order of additions.
-    fn step_rows(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
-        // The graphs add in a fixed order only if the runner has prompt parts.
-        #[cfg(feature = "cuda")]
-        if self.options.prompt_parts.is_some()
-            && !has_scores(sequences)
-            && let Some(chosen) = self.step_on_graph(sequences, meanwhile)?
-        {
-            return Ok(chosen);
-        }
-        let logits = self.forward(sequences, SumOrder::Fixed)?;
-        meanwhile();
-        self.choose(sequences, &logits)
     }
 
     /// Runs a chunk of a prompt, divided into its parts.
@@ -185,7 +184,9 @@ impl Runner {
         if logits.device().is_cuda() {
             return match sequences {
                 // Sequences with prompt parts cannot use the decode graph, which computes its sums in the fastest order.
-                [sequence] if sequence.prompt_parts.is_none() => Ok(vec![self.first_graph_token(sequence, logits)?]),
+                [sequence] if sequence.prompt_parts.is_none() => {
+                    Ok(vec![self.choose_and_start_graph(sequence, logits)?])
+                }
                 _ => choose_on_device(sequences, logits),
             };
         }

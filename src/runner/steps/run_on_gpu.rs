@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 
-use anyhow::{Error, Result, anyhow};
+use anyhow::{Error, Result, anyhow, bail};
 use candle_core::Tensor;
 
+use super::route::Route;
 use crate::kernels::decode::{LogitEdit, RowLogprobs, edit_logits, mask_logits, sample_rows, top_logprobs};
 use crate::kernels::token_mask::TokenMask;
 use crate::runner::Runner;
@@ -120,63 +121,51 @@ fn allowed_tokens(sequences: &mut [StepSequence]) -> (Vec<(u32, TokenMask)>, Has
 }
 
 impl Runner {
-    /// Runs a decode step as a CUDA graph: the decode graph for one sequence, or a batch graph for several sequences.
-    /// Returns `None` if the step cannot run as a graph.
-    pub(super) fn step_on_graph(
+    /// Runs a step as the CUDA graph of its route. Returns `None` if the step must run operation by operation.
+    pub(super) fn run_graph(
+        &mut self,
+        route: Route,
+        sequences: &mut [StepSequence],
+        meanwhile: &mut dyn FnMut(),
+    ) -> Result<Option<Vec<Chosen>>> {
+        match (route, &mut *sequences) {
+            (Route::DecodeGraph, [sequence]) => {
+                let token = self.run_decode_graph(sequence, meanwhile)?;
+                Ok(Some(vec![Some(token.map(|id| ChosenToken { id, logprobs: None }))]))
+            }
+            (Route::DecodeGraph | Route::BatchGraph, sequences) => self.run_batch_graph(sequences, meanwhile),
+            (Route::Operations, _) => Ok(None),
+        }
+    }
+
+    /// Runs a decode step on the graph of its batch size. Returns `None` if the graph failed and the step must run
+    /// operation by operation.
+    fn run_batch_graph(
         &mut self,
         sequences: &mut [StepSequence],
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Option<Vec<Chosen>>> {
-        if let [sequence] = sequences
-            && let Some(token) = self.decode_graph_step(sequence, meanwhile)?
-        {
-            return Ok(Some(vec![Some(token.map(|id| ChosenToken { id, logprobs: None }))]));
-        }
         self.forget_solo_sequence();
-        // A single sequence runs on a batch graph only if its sampler needs logits, if the order of additions must be
-        // fixed, or if there are several ranks.
-        if let [sequence] = sequences
-            && !needs_logits(sequence)
-            && self.options.prompt_parts.is_none()
-            && self.followers.is_empty()
-        {
-            return Ok(None);
-        }
         let (Some(batches), Some(buffers)) = (&mut self.batches, &mut self.buffers) else { return Ok(None) };
         let logits = if self.followers.is_empty() {
             batches.try_run(&self.decoder, &self.cache, sequences, buffers)?
-        } else if batches.can_run(&self.decoder, sequences) {
+        } else {
             let run = || batches.run(&self.decoder, &self.cache, sequences, buffers);
             Some(self.followers.run_batch(&self.device, sequences, run)?)
-        } else {
-            None
         };
         buffers.skip();
-        match logits {
-            Some(logits) => {
-                meanwhile();
-                choose_on_device(sequences, &logits).map(Some)
-            }
-            None => Ok(None),
-        }
+        let Some(logits) = logits else { return Ok(None) };
+        meanwhile();
+        choose_on_device(sequences, &logits).map(Some)
     }
 
     /// Runs a decode step of one sequence on the decode graph.
-    /// Returns `None` if there is no decode graph, if the step has several tokens, if the sequence has no
-    /// sampler, or if the sampler needs logits.
-    fn decode_graph_step(
-        &mut self,
-        sequence: &mut StepSequence,
-        meanwhile: &mut dyn FnMut(),
-    ) -> Result<Option<Result<u32>>> {
+    fn run_decode_graph(&mut self, sequence: &mut StepSequence, meanwhile: &mut dyn FnMut()) -> Result<Result<u32>> {
         let (&[input], Some(sampler), Decode::Graph(graph)) =
             (sequence.ids, sequence.sampler.as_deref_mut(), &mut self.decode)
         else {
-            return Ok(None);
+            bail!("internal error: the decode graph cannot run this step");
         };
-        if sampler.needs_logits() {
-            return Ok(None);
-        }
         self.solo.cached.clear();
         // `input` can also be a prompt of one token, which the graph processes like a generated token.
         if !graph.continues(sequence.id, sequence.position) {
@@ -189,12 +178,12 @@ impl Runner {
         }
         // At this point, the GPU is already running queued steps, except before the first token.
         meanwhile();
-        Ok(Some(take_token(graph, &self.followers, sequence.limit, sampler)))
+        Ok(take_token(graph, &self.followers, sequence.limit, sampler))
     }
 
     /// Chooses the next token of one sequence from the logits of an eager step, such as the last prefill step.
     /// With a decode graph, the token also stays on the device as the input of the next step.
-    pub(super) fn first_graph_token(&mut self, sequence: &mut StepSequence, logits: &Tensor) -> Result<Chosen> {
+    pub(super) fn choose_and_start_graph(&mut self, sequence: &mut StepSequence, logits: &Tensor) -> Result<Chosen> {
         let graph = match &mut self.decode {
             Decode::Graph(graph) if !needs_logits(sequence) => graph,
             _ => return Ok(choose_on_device(std::slice::from_mut(sequence), logits)?.remove(0)),
@@ -211,7 +200,7 @@ impl Runner {
 }
 
 /// Returns whether the sampler of a sequence needs the whole row of logits.
-pub(super) fn needs_logits(sequence: &StepSequence) -> bool {
+fn needs_logits(sequence: &StepSequence) -> bool {
     sequence.sampler.as_deref().is_some_and(|sampler| sampler.needs_logits())
 }
 

@@ -1,0 +1,204 @@
+//! Decides what runs a step, and whether the step can be queued: pure functions of the runner and the step.
+//!
+//! The table in docs/architecture.md lists these decisions. A test compares the table with the functions.
+
+use crate::runner::limits::{MAX_GRAPH_BATCH, MAX_QUEUED_SEQUENCES};
+use crate::runner::step_sequence::StepSequence;
+
+/// What runs a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Route {
+    /// The CUDA graph of fused kernels for a single sequence. It chooses the token and queues its own steps.
+    DecodeGraph,
+    /// The CUDA graph of a batch size.
+    BatchGraph,
+    /// The decoder, one operation at a time.
+    Operations,
+}
+
+/// What the decisions depend on in a runner.
+#[derive(Clone, Copy, Debug)]
+pub struct RunnerFacts {
+    /// Whether the runner has a decode graph.
+    pub has_decode_graph: bool,
+    /// Whether the runner has batch graphs, and they can run its model.
+    pub has_batch_graphs: bool,
+    /// Whether steps can be queued. False on a CPU, except in tests, and for ranks that exchange data through the host.
+    pub can_queue: bool,
+    /// Whether several ranks run the model.
+    pub has_ranks: bool,
+    /// Whether no result may depend on other sequences: the option `prompt_parts` of the runner.
+    pub is_deterministic: bool,
+}
+
+/// What the decisions depend on in a step.
+#[derive(Clone, Copy, Debug)]
+pub struct StepFacts {
+    /// The number of sequences.
+    pub sequences: usize,
+    /// Whether every sequence has a single input token.
+    pub is_decode: bool,
+    /// Whether some sequence gets a token.
+    pub chooses_tokens: bool,
+    /// Whether a queued step can choose every token of the step.
+    pub can_queue: bool,
+    /// Whether the step has a single sequence whose sampler needs the whole row of logits.
+    pub needs_logits: bool,
+    /// Whether the step computes log probabilities of prompt tokens.
+    pub has_scores: bool,
+    /// Whether the results of some sequence may not depend on other sequences.
+    pub has_prompt_parts: bool,
+}
+
+impl StepFacts {
+    pub fn of(sequences: &[StepSequence]) -> Self {
+        let samplers = || sequences.iter().filter_map(|sequence| sequence.sampler.as_deref());
+        Self {
+            sequences: sequences.len(),
+            is_decode: sequences.iter().all(|sequence| sequence.ids.len() == 1),
+            chooses_tokens: samplers().next().is_some(),
+            can_queue: samplers().all(|sampler| sampler.can_queue()),
+            needs_logits: sequences.len() == 1 && samplers().any(|sampler| sampler.needs_logits()),
+            has_scores: sequences.iter().any(|sequence| sequence.scores.is_some()),
+            has_prompt_parts: sequences.iter().any(|sequence| sequence.prompt_parts.is_some()),
+        }
+    }
+}
+
+/// Decides what runs a step that is not queued.
+pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
+    // Batch graphs add in a fixed order only if the whole runner is deterministic.
+    let is_separate = step.has_prompt_parts && !runner.is_deterministic;
+    if !step.is_decode || step.has_scores || is_separate {
+        return Route::Operations;
+    }
+    if step.sequences == 1 && !step.needs_logits {
+        if runner.has_decode_graph && step.chooses_tokens {
+            return Route::DecodeGraph;
+        }
+        // The operations are the reference for the decode graph. A batch graph runs such a step only if the order of
+        // additions must be fixed, or if there are several ranks.
+        if !runner.is_deterministic && !runner.has_ranks {
+            return Route::Operations;
+        }
+    }
+    batch_route(runner, step)
+}
+
+/// Decides what runs a step that is queued before the tokens of the previous step are known. Returns `None` if the step
+/// cannot be queued.
+pub fn queued_route(runner: RunnerFacts, step: StepFacts) -> Option<Route> {
+    let can_choose = runner.can_queue && step.chooses_tokens && step.can_queue;
+    // Parts of prompts run in separate passes, whose tokens do not stay on the device.
+    let is_separate = if runner.is_deterministic { !step.is_decode } else { step.has_prompt_parts };
+    // The decode graph queues its own steps. It starts from the logits of the last part of the prompt.
+    let is_graph = runner.has_decode_graph && step.sequences == 1 && !step.needs_logits;
+    if !can_choose || step.has_scores || is_separate || is_graph || step.sequences > MAX_QUEUED_SEQUENCES {
+        return None;
+    }
+    Some(batch_route(runner, step))
+}
+
+fn batch_route(runner: RunnerFacts, step: StepFacts) -> Route {
+    let can_run = runner.has_batch_graphs && step.is_decode && step.sequences <= MAX_GRAPH_BATCH;
+    if can_run { Route::BatchGraph } else { Route::Operations }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A GPU with a model that the decode graph supports.
+    const GPU: RunnerFacts = RunnerFacts {
+        has_decode_graph: true,
+        has_batch_graphs: true,
+        can_queue: true,
+        has_ranks: false,
+        is_deterministic: false,
+    };
+    /// A GPU with a model that the decode graph does not support.
+    const NO_DECODE_GRAPH: RunnerFacts = RunnerFacts { has_decode_graph: false, ..GPU };
+    const DETERMINISTIC: RunnerFacts = RunnerFacts { is_deterministic: true, ..NO_DECODE_GRAPH };
+    const EAGER: RunnerFacts = RunnerFacts { has_batch_graphs: false, can_queue: false, ..NO_DECODE_GRAPH };
+    /// A decode step of one sequence.
+    const ONE: StepFacts = StepFacts {
+        sequences: 1,
+        is_decode: true,
+        chooses_tokens: true,
+        can_queue: true,
+        needs_logits: false,
+        has_scores: false,
+        has_prompt_parts: false,
+    };
+    const ONE_CONSTRAINED: StepFacts = StepFacts { can_queue: false, needs_logits: true, ..ONE };
+    const ONE_UNLIMITED: StepFacts = StepFacts { needs_logits: false, ..ONE_CONSTRAINED };
+    const MANY: StepFacts = StepFacts { sequences: 256, ..ONE };
+    const MANY_CONSTRAINED: StepFacts = StepFacts { can_queue: false, ..MANY };
+    const CHUNKS: StepFacts = StepFacts { is_decode: false, ..MANY };
+
+    /// The rows of the table in docs/architecture.md, each with the runners and steps that it describes.
+    #[rustfmt::skip]
+    const ROWS: &[(&str, &[RunnerFacts], &[StepFacts])] = &[
+        ("decode step of one sequence", &[GPU, RunnerFacts { has_ranks: true, ..GPU }], &[ONE]),
+        ("– with a logit bias, or a minimum length that is not reached yet", &[GPU], &[StepFacts { needs_logits: true, ..ONE }]),
+        ("– with a constraint, or with log probabilities", &[GPU], &[ONE_CONSTRAINED]),
+        ("– of a model that the decode graph does not support", &[NO_DECODE_GRAPH], &[ONE]),
+        ("– of such a model, with a constraint that does not limit the next token", &[NO_DECODE_GRAPH], &[ONE_UNLIMITED]),
+        ("– the same on several GPUs", &[RunnerFacts { has_ranks: true, ..NO_DECODE_GRAPH }], &[ONE_UNLIMITED]),
+        ("decode step of 2 to 256 sequences", &[GPU, NO_DECODE_GRAPH], &[StepFacts { sequences: 2, ..MANY }, MANY]),
+        ("– some with a constraint, or with log probabilities", &[GPU, NO_DECODE_GRAPH], &[MANY_CONSTRAINED]),
+        ("decode step of 257 to 512 sequences", &[GPU], &[StepFacts { sequences: 257, ..MANY }, StepFacts { sequences: 512, ..MANY }]),
+        ("step with chunks of prompts", &[GPU], &[CHUNKS]),
+        ("– if no sequence gets a token", &[GPU], &[StepFacts { chooses_tokens: false, ..CHUNKS }]),
+        ("– of one sequence, which the decode graph continues", &[GPU], &[StepFacts { sequences: 1, ..CHUNKS }]),
+        ("step that computes log probabilities of prompt tokens", &[GPU, DETERMINISTIC], &[StepFacts { has_scores: true, ..CHUNKS }]),
+        ("decode step with `--deterministic`", &[DETERMINISTIC], &[ONE, MANY]),
+        ("– some with a constraint, or with log probabilities, or both", &[DETERMINISTIC], &[ONE_CONSTRAINED, MANY_CONSTRAINED]),
+        ("step with chunks of prompts with `--deterministic`", &[DETERMINISTIC], &[CHUNKS]),
+        ("step with a deterministic request, without `--deterministic`", &[GPU], &[StepFacts { has_prompt_parts: true, ..ONE }, StepFacts { has_prompt_parts: true, ..MANY }]),
+        ("any step with `--eager`, or of GPUs that exchange data through the host", &[EAGER], &[ONE, MANY, CHUNKS]),
+    ];
+
+    #[test]
+    fn the_table_in_the_documentation_is_right() {
+        let page = include_str!("../../../docs/architecture.md");
+        let (_, table) = page.split_once("| step | runs as | queued ahead |\n").unwrap();
+        let table: Vec<Vec<&str>> = table
+            .lines()
+            .skip(1)
+            .take_while(|line| line.starts_with('|'))
+            .map(|line| line.trim_matches('|').split('|').map(str::trim).collect())
+            .collect();
+        let names: Vec<&str> = table.iter().map(|row| row[0]).collect();
+        assert_eq!(names, ROWS.iter().map(|(name, ..)| *name).collect::<Vec<_>>());
+        for (row, (name, runners, steps)) in table.iter().zip(ROWS) {
+            for &runner in *runners {
+                for &step in *steps {
+                    let queued = queued_route(runner, step);
+                    let runs_as = queued.unwrap_or_else(|| route(runner, step));
+                    let (runs_as, queued) = match (runs_as, queued) {
+                        (Route::DecodeGraph, None) => ("decode graph", "by the graph itself"),
+                        (Route::BatchGraph, Some(_)) => ("batch graph", "yes"),
+                        (Route::BatchGraph, None) => ("batch graph", "no"),
+                        (Route::Operations, Some(_)) => ("operation by operation", "yes"),
+                        (Route::Operations, None) => ("operation by operation", "no"),
+                        (Route::DecodeGraph, Some(_)) => panic!("{name}: the decode graph queues its own steps"),
+                    };
+                    assert_eq!([runs_as, queued], row[1..], "{name}: {runner:?}, {step:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_step_of_one_sequence_without_a_sampler_runs_operation_by_operation() {
+        let step = StepFacts { chooses_tokens: false, ..ONE };
+        assert_eq!((route(GPU, step), queued_route(GPU, step)), (Route::Operations, None));
+    }
+
+    #[test]
+    fn too_many_sequences_are_not_queued() {
+        let step = StepFacts { sequences: 513, ..MANY };
+        assert_eq!((route(GPU, step), queued_route(GPU, step)), (Route::Operations, None));
+    }
+}
