@@ -191,6 +191,7 @@ fn answers_with_edited_logits_are_the_same_on_a_gpu() {
                 edit_logits(index + count, &mut options);
                 let bias = options.logit_bias.into_iter().map(|(id, bias)| (id % vocabulary, bias));
                 options.logit_bias = bias.collect();
+                options.stop_token_ids.retain(|&id| id < vocabulary);
                 (options.logprobs, options.max_tokens) = (logprobs, Some(30));
                 engine.complete_ids(&prompt[..prompt.len().min(100)], options).unwrap()
             };
