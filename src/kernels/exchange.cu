@@ -18,6 +18,8 @@
 
 constexpr uint32_t EMPTY = 0xffffffffu;
 constexpr uint32_t OTHER_NAN = 0x7fffffffu;
+// The number of words that a thread loads before it uses the first one, so that the loads overlap.
+constexpr int BATCH = 4;
 // The number of polls for a value before a thread checks whether to give up. A normal exchange needs fewer polls.
 constexpr uint32_t CHECK_TURNS = 4096;
 
@@ -109,15 +111,40 @@ class Waiting {
 public:
     __device__ explicit Waiting(const Mailboxes& m) : control(m.control), timeout(m.timeout_seconds * 1000000000ull) {}
 
-    template <typename V> __device__ typename V::Word take(const uint32_t* from, int sender) {
-        typename V::Word v = V::load(from);
+    // Loads `v` from `from` again until it has arrived.
+    template <typename V> __device__ void complete(typename V::Word& v, const uint32_t* from, int sender) {
         for (uint32_t turn = 1; !V::has_arrived(v) && !has_ended; ++turn) {
             if (turn % CHECK_TURNS == 0) has_ended = gives_up(sender);
             v = V::load(from);
         }
-        return v;
     }
 };
+
+// The words of one thread, in batches: words `start`, `start` + `step` and so on, up to BATCH words before `end`.
+struct Batch {
+    int start, step, end;
+    // Calls `use(j, i)` with the index j in the batch and the position i of each word.
+    template <typename Use> __device__ __forceinline__ void each(Use use) const {
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+            const int i = start + j * step;
+            if (i < end) use(j, i);
+        }
+    }
+};
+
+// Calls `use(batch)` for each batch of a thread that handles the words `first`, `first` + `step` and so on.
+template <typename Use> __device__ __forceinline__ void each_batch(int first, int step, int end, Use use) {
+    for (int start = first; start < end; start += BATCH * step) use(Batch{start, step, end});
+}
+
+// Receives the words of a batch from the region of one rank.
+template <typename V>
+__device__ __forceinline__ void receive(const Batch& batch, const uint32_t* region, int sender, Waiting& waiting,
+                                        typename V::Word (&words)[BATCH]) {
+    batch.each([&](int j, int i) { words[j] = V::load(region + i); });
+    batch.each([&](int j, int i) { waiting.complete<V>(words[j], region + i, sender); });
+}
 
 // Performs one operation: sends `words` words, empties the slot of the previous operation, and calls
 // `take(slot, waiting, first, step)`.
@@ -131,15 +158,19 @@ __device__ void exchange(Own own_words, const Mailboxes& m, int words, int large
     pdl_launch_dependents();
     const int first = (blockIdx.x * blockDim.x + threadIdx.x) * V::SIZE, step = gridDim.x * blockDim.x * V::SIZE;
     // A small operation takes little longer than its loads, so load the first words together with the state.
-    typename V::Word v = first < words ? own_words(first) : V::zero();
+    typename V::Word v[BATCH];
+    const auto load = [&](const Batch& batch) { batch.each([&](int j, int i) { v[j] = own_words(i); }); };
+    load({first, step, words});
     const uint32_t op = Scalar::load(m.state), previous = Scalar::load(m.state + 1);
     const size_t slot = (size_t)(op % EXCHANGE_SLOTS) * m.ranks * m.region;
     const size_t last_slot = (size_t)((op + EXCHANGE_SLOTS - 1) % EXCHANGE_SLOTS) * m.ranks * m.region;
-    for (int i = first; i < words; i += step) {
-        if (i != first) v = own_words(i);
-        for (int rank = 0; rank < m.ranks; ++rank)
-            if (rank != m.rank) V::store(m.of[rank] + slot + (size_t)m.rank * m.region + i, v);
-    }
+    each_batch(first, step, words, [&](const Batch& batch) {
+        if (batch.start != first) load(batch);
+        for (int rank = 0; rank < m.ranks; ++rank) {
+            uint32_t* to = m.of[rank] + slot + (size_t)m.rank * m.region;
+            if (rank != m.rank) batch.each([&](int j, int i) { V::store(to + i, v[j]); });
+        }
+    });
     // The size of a region is a multiple of 4 words, so these stores stay within the region.
     uint32_t* own = m.of[m.rank];
     for (int i = first / V::SIZE * 4; i < previous; i += step / V::SIZE * 4)
@@ -161,16 +192,26 @@ template <typename V>
 __device__ void exchange_sum(uint32_t* x, uint32_t* out, const Mailboxes& m, int words, int clears_x) {
     const auto own_words = [&](int i) { return V::sendable(V::load(x + i)); };
     exchange<V>(own_words, m, words, words, [&](const uint32_t* slot, Waiting& waiting, int first, int step) {
-        for (int i = first; i < words; i += step) {
-            const auto own = own_words(i);
-            if (clears_x) V::store(x + i, V::zero());
-            const auto part = [&](int rank) {
-                return rank == m.rank ? own : waiting.take<V>(slot + (size_t)rank * m.region + i, rank);
-            };
-            auto sum = part(0);
-            for (int rank = 1; rank < m.ranks; ++rank) add_to(sum, part(rank));
-            V::store(out + i, sum);
-        }
+        each_batch(first, step, words, [&](const Batch& batch) {
+            typename V::Word own[BATCH], sum[BATCH], part[BATCH];
+            batch.each([&](int j, int i) { own[j] = own_words(i); });
+            for (int rank = 0; rank < m.ranks; ++rank) {
+                if (rank == m.rank)
+                    batch.each([&](int j, int) { part[j] = own[j]; });
+                else
+                    receive<V>(batch, slot + (size_t)rank * m.region, rank, waiting, part);
+                batch.each([&](int j, int) {
+                    if (rank == 0)
+                        sum[j] = part[j];
+                    else
+                        add_to(sum[j], part[j]);
+                });
+            }
+            batch.each([&](int j, int i) {
+                if (clears_x) V::store(x + i, V::zero());
+                V::store(out + i, sum[j]);
+            });
+        });
     });
 }
 
@@ -216,41 +257,65 @@ extern "C" __global__ void __launch_bounds__(512)
                           to_bf16_pair(b.z, b.w));
     };
     exchange<Quad>(own_words, m, words, words, [&](const uint32_t* slot, Waiting& waiting, int first, int step) {
-        for (int i = first; i < words; i += step) {
-            const uint4 own = own_words(i);
-            float sum[8] = {};
+        each_batch(first, step, words, [&](const Batch& batch) {
+            uint4 own[BATCH], part[BATCH];
+            float sum[BATCH][8] = {};
+            batch.each([&](int j, int i) { own[j] = own_words(i); });
             for (int rank = 0; rank < m.ranks; ++rank) {
-                const uint4 v = rank == m.rank ? own : waiting.take<Quad>(slot + (size_t)rank * m.region + i, rank);
-                add_bf16_pair(sum[0], sum[1], v.x), add_bf16_pair(sum[2], sum[3], v.y);
-                add_bf16_pair(sum[4], sum[5], v.z), add_bf16_pair(sum[6], sum[7], v.w);
+                if (rank == m.rank)
+                    batch.each([&](int j, int) { part[j] = own[j]; });
+                else
+                    receive<Quad>(batch, slot + (size_t)rank * m.region, rank, waiting, part);
+                batch.each([&](int j, int) {
+                    add_bf16_pair(sum[j][0], sum[j][1], part[j].x), add_bf16_pair(sum[j][2], sum[j][3], part[j].y);
+                    add_bf16_pair(sum[j][4], sum[j][5], part[j].z), add_bf16_pair(sum[j][6], sum[j][7], part[j].w);
+                });
             }
-            for (int half = 0; half < 8; half += 4)
-                Quad::store(out + 2 * (size_t)i + half,
-                            make_uint4(__float_as_uint(sum[half]), __float_as_uint(sum[half + 1]),
-                                       __float_as_uint(sum[half + 2]), __float_as_uint(sum[half + 3])));
-        }
+            batch.each([&](int j, int i) {
+#pragma unroll
+                for (int half = 0; half < 8; half += 4)
+                    Quad::store(out + 2 * (size_t)i + half,
+                                make_uint4(__float_as_uint(sum[j][half]), __float_as_uint(sum[j][half + 1]),
+                                           __float_as_uint(sum[j][half + 2]), __float_as_uint(sum[j][half + 3])));
+            });
+        });
     });
+}
+
+template <typename V>
+__device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailboxes& m, int rows, int largest) {
+    const int own = m.first_column[m.rank + 1] - m.first_column[m.rank], total = m.first_column[m.ranks];
+    const auto own_words = [&](int i) { return V::sendable(V::load(x + i)); };
+    const auto take = [&](const uint32_t* slot, Waiting& waiting, int first, int step) {
+        for (int rank = 0; rank < m.ranks; ++rank) {
+            const int start = m.first_column[rank], columns = m.first_column[rank + 1] - start;
+            each_batch(first, step, rows * columns, [&](const Batch& batch) {
+                typename V::Word part[BATCH];
+                if (rank == m.rank)
+                    batch.each([&](int j, int i) { part[j] = own_words(i); });
+                else
+                    receive<V>(batch, slot + (size_t)rank * m.region, rank, waiting, part);
+                batch.each([&](int j, int i) {
+                    V::store(out + (size_t)(i / columns) * total + start + i % columns, part[j]);
+                });
+            });
+        }
+    };
+    exchange<V>(own_words, m, rows * own, largest, take);
 }
 
 // Concatenates the columns of all ranks.
 //   x: f32 [rows, columns of this rank]
 //   out: f32 [rows, columns of all ranks]
 //   largest: rows · columns of the rank with the most columns
+//   exchange_columns_4 needs columns of every rank that are a multiple of 4
 //   grid, block: as for exchange_sum_4
 //   bytes moved: 4 · rows · (columns of this rank + columns of all ranks), and the values sent to other ranks
 extern "C" __global__ void __launch_bounds__(512)
-    exchange_columns(const uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int rows, int largest) {
-    const int own = m.first_column[m.rank + 1] - m.first_column[m.rank], total = m.first_column[m.ranks];
-    const auto own_words = [&](int i) { return Scalar::sendable(Scalar::load(x + i)); };
-    const auto take = [&](const uint32_t* slot, Waiting& waiting, int first, int step) {
-        for (int rank = 0; rank < m.ranks; ++rank) {
-            const int start = m.first_column[rank], columns = m.first_column[rank + 1] - start;
-            for (int i = first; i < rows * columns; i += step) {
-                const uint32_t v =
-                    rank == m.rank ? own_words(i) : waiting.take<Scalar>(slot + (size_t)rank * m.region + i, rank);
-                Scalar::store(out + (size_t)(i / columns) * total + start + i % columns, v);
-            }
-        }
-    };
-    exchange<Scalar>(own_words, m, rows * own, largest, take);
+    exchange_columns_4(const uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int rows, int largest) {
+    exchange_columns<Quad>(x, out, m, rows, largest);
+}
+extern "C" __global__ void __launch_bounds__(512)
+    exchange_columns_1(const uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int rows, int largest) {
+    exchange_columns<Scalar>(x, out, m, rows, largest);
 }

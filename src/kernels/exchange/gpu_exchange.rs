@@ -180,7 +180,7 @@ impl GpuExchange {
 
     /// Returns the launch shape for `items` items. Each thread handles one or more items.
     fn shape(&self, items: usize) -> LaunchShape {
-        // Spread few items over many blocks, because each thread sends only one item at a time.
+        // Spread few items over many blocks, so that threads rarely send more than one batch.
         let blocks = EXCHANGE_BLOCKS / self.mailboxes.len();
         let threads = if items <= blocks * 128 { 128 } else { 512 };
         LaunchShape::linear(items.div_ceil(threads).clamp(1, blocks), threads)
@@ -253,11 +253,17 @@ impl GpuExchange {
         if !is_valid || largest > self.region() {
             bail!("exchange_columns: cannot write x {:?} {:?} to columns of out {:?}", x.dtype(), x.dims(), out.dims());
         }
-        let arguments = Arguments::new();
         // An empty tensor has no address.
+        let x_address = if own > 0 { address(x)? } else { 0 };
+        let is_aligned = x_address.is_multiple_of(16)
+            && address(out)?.is_multiple_of(16)
+            && (0..ranks).all(|rank| share(columns, 1, rank, ranks).len().is_multiple_of(4));
+        let (kernel, items) =
+            if is_aligned { ("exchange_columns_4", largest / 4) } else { ("exchange_columns_1", largest) };
+        let arguments = Arguments::new();
         let arguments = if own > 0 { arguments.tensor(x)? } else { arguments.address(0) };
         let arguments = arguments.tensor(out)?.value(self.raw(columns), []).int(rows).int(largest);
-        Ok(Launch::new(module!("exchange"), "exchange_columns", self.shape(largest), arguments)
+        Ok(Launch::new(module!("exchange"), kernel, self.shape(items), arguments)
             .with_bytes_moved(4 * (rows * (own + columns)) as u64)
             .overlapping())
     }
@@ -268,7 +274,8 @@ impl GpuExchange {
         for (kernel, has_flag) in [
             ("exchange_sum_4", true),
             ("exchange_sum_1", true),
-            ("exchange_columns", true),
+            ("exchange_columns_4", true),
+            ("exchange_columns_1", true),
             ("exchange_sum_bf16", false),
         ] {
             let arguments = if has_flag { arguments().int(0) } else { arguments() };
