@@ -177,7 +177,7 @@ pub const EXPERT_NARROW_PAIRS: usize = 96;
 /// Stages of the ring buffer for narrow tiles.
 pub const EXPERT_NARROW_STAGES: usize = 5;
 /// The maximum number of pairs in a slim tile.
-pub const EXPERT_SLIM_PAIRS: usize = 48;
+pub const EXPERT_SLIM_PAIRS: usize = 32;
 /// Stages of the ring buffer for slim tiles.
 pub const EXPERT_SLIM_STAGES: usize = 4;
 
