@@ -6,6 +6,7 @@
 #include "headers/pdl.cuh"
 #include "headers/streaming_loads.cuh"
 #include "headers/tensor_core.cuh"
+#include "moe/e2m1.cuh"
 #include "moe/routing.cuh"
 
 // MXFP4 weights in the layout that `repack_mxfp4` (mxfp4_tiles.cu) produces. Tile counts are rounded up.
@@ -18,25 +19,39 @@ struct Mxfp4Tiles {
     int groups;  // the number of 64-column groups in a row
 };
 
-// Returns pair I of the eight E2M1 values in a word as f16x2. The results are the values times 2^-14: the two exponent
-// bits and the mantissa bit of E2M1 become the low two exponent bits and the high mantissa bit of f16, whose exponent
-// bias is larger by 14. Shifts move bits 11 - 3I to 9 - 3I of each half of the word (the magnitude) to bits 11 to 9,
-// and bit 15 - I (the sign) to bit 15. mxfp4_tiles.cuh describes the word.
-template <int I> __device__ __forceinline__ uint32_t e2m1_pair(uint32_t w) {
-    constexpr uint32_t SIGNS = 0x80008000u, MAGNITUDES = 0x0e000e00u;
-    if (I == 0) return w & (SIGNS | MAGNITUDES);
-    return ((w << (3 * I)) & MAGNITUDES) | ((w << I) & SIGNS);
-}
-
-// Multiplies 16 rows × 32 columns of weights by x. The results for rows g and g + 8 are in c[0] and c[2].
-// All eight columns of B contain x, so all eight columns of the product are equal.
+// Multiplies 16 rows × 32 columns of weights by x. The results are multiples of 2^-126.
+// Columns of B with even numbers hold the upper part of x, and columns with odd numbers hold the lower part (split_x).
+// The results for row g are c[0] (upper) and c[1] (lower); for row g + 8, they are c[2] and c[3].
 // An MMA always computes eight columns, so the redundant columns add no cost.
 __device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4 x, float (&c)[4]) {
     c[0] = c[1] = c[2] = c[3] = 0.0f;
-    const uint32_t first[4] = {e2m1_pair<0>(low), e2m1_pair<0>(high), e2m1_pair<1>(low), e2m1_pair<1>(high)};
-    multiply_add<__half>(c, first, x.x, x.y);
-    const uint32_t second[4] = {e2m1_pair<2>(low), e2m1_pair<2>(high), e2m1_pair<3>(low), e2m1_pair<3>(high)};
-    multiply_add<__half>(c, second, x.z, x.w);
+    uint32_t items[4];
+    e2m1_items<0>(low, high, items);
+    multiply_add<__nv_bfloat16>(c, items, x.x, x.y);
+    e2m1_items<1>(low, high, items);
+    multiply_add<__nv_bfloat16>(c, items, x.z, x.w);
+}
+
+// The factor of x. With it, products with weights times 2^-126 are normal f32 numbers.
+constexpr float X_FACTOR = 0x1p100f;
+
+// Multiplies segment `index` (eight f16 values) of a row by X_FACTOR, and splits each product into the sum of two bf16
+// values, its upper and lower part. A bf16 has 8 significant bits and an f16 has 11, so the sums are exact.
+//   to: bf16 [row columns / 32][upper, lower][32], so that lanes of even and odd g read different banks
+__device__ __forceinline__ void split_x(uint4 x, int index, uint4* to) {
+    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+    uint32_t uppers[4], lowers[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
+        const float2 scaled = make_float2(pair.x * X_FACTOR, pair.y * X_FACTOR);
+        uppers[i] = pack<__nv_bfloat16>(scaled.x, scaled.y);
+        const float2 rounded = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&uppers[i]));
+        lowers[i] = pack<__nv_bfloat16>(scaled.x - rounded.x, scaled.y - rounded.y);
+    }
+    to += index / 4 * 8 + index % 4;
+    to[0] = make_uint4(uppers[0], uppers[1], uppers[2], uppers[3]);
+    to[4] = make_uint4(lowers[0], lowers[1], lowers[2], lowers[3]);
 }
 
 // Returns 2^(s - 127), where s is byte `index` of a word of scales. Moves s to the exponent field, bits 30 to 23.
@@ -73,24 +88,24 @@ template <int STEP, int DEPTH> struct TileStream {
         const uint4 w = weights[d];
         const uint32_t s = exponents[d];
         float c[4];
-        block_product(w.x, w.y, x[d * STEP * 8], c);
-        low += scale_of(s, 0) * c[0], high += scale_of(s, 1) * c[2];
-        block_product(w.z, w.w, x[d * STEP * 8 + 4], c);
-        low += scale_of(s, 2) * c[0], high += scale_of(s, 3) * c[2];
+        block_product(w.x, w.y, x[d * STEP * 16], c);
+        low += scale_of(s, 0) * (c[0] + c[1]), high += scale_of(s, 1) * (c[2] + c[3]);
+        block_product(w.z, w.w, x[d * STEP * 16 + 8], c);
+        low += scale_of(s, 2) * (c[0] + c[1]), high += scale_of(s, 3) * (c[2] + c[3]);
     }
 
-    // Computes this warp's sums for rows g (`low`) and g + 8 (`high`). The caller multiplies them by 2^14.
-    //   x: f16 in shared memory, padded with zeros to a multiple of 64 columns
+    // Computes this warp's sums for rows g (`low`) and g + 8 (`high`). The caller multiplies them by E2M1_UNIT.
+    //   x: from split_x, in shared memory, padded with zeros to a multiple of 64 columns
     __device__ __forceinline__ void multiply(const uint4* x, int lane, float& low, float& high) {
         constexpr int ROUND = DEPTH * STEP;
         low = high = 0.0f;
-        x += first * 8 + lane % 4;
+        x += first * 16 + lane % 8;
         int base = first;
         // A round is DEPTH groups. While the next round is full, its loads need no bounds checks.
         for (; base + (2 * DEPTH - 1) * STEP < groups; base += ROUND) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) multiply_group(d, x, low, high), load(d, d + DEPTH);
-            blocks += ROUND * MXFP4_TILE_BYTES, scales += ROUND * MXFP4_TILE_SCALE_BYTES, x += ROUND * 8;
+            blocks += ROUND * MXFP4_TILE_BYTES, scales += ROUND * MXFP4_TILE_SCALE_BYTES, x += ROUND * 16;
         }
         // The last full round and the partial round after it need bounds checks.
         for (; base < groups; base += ROUND) {
@@ -99,13 +114,13 @@ template <int STEP, int DEPTH> struct TileStream {
                 if (base + d * STEP < groups) multiply_group(d, x, low, high);
                 if (base + (d + DEPTH) * STEP < groups) load(d, d + DEPTH);
             }
-            blocks += ROUND * MXFP4_TILE_BYTES, scales += ROUND * MXFP4_TILE_SCALE_BYTES, x += ROUND * 8;
+            blocks += ROUND * MXFP4_TILE_BYTES, scales += ROUND * MXFP4_TILE_SCALE_BYTES, x += ROUND * 16;
         }
     }
 };
 
-// Cancels the factor 2^-14 of e2m1_pair.
-constexpr float E2M1_UNIT = 16384.0f;
+// Cancels the factors of split_x and e2m1_items.
+constexpr float E2M1_UNIT = 0x1p26f;
 
 // The groups in flight per warp in the gate and up products, and in the down product.
 constexpr int UP_DEPTH = 3, DOWN_DEPTH = 5;
@@ -119,7 +134,7 @@ constexpr int UP_DEPTH = 3, DOWN_DEPTH = 5;
 //   h: f16 [chosen, intermediate]
 //   grid: (ceil(ceil(intermediate / 8) / DECODE_UP_TILES), chosen)
 //   block: DECODE_UP_THREADS; DECODE_UP_WARPS warps share the columns of a tile
-//   shared memory: f16 [columns rounded up to a multiple of 64]
+//   shared memory: bf16 [columns rounded up to a multiple of 64, 2]
 //   bytes moved: 17/32 · 2 · intermediate · columns per chosen expert
 __device__ void decode_gate_up_experts(const __half* normed, const float* normed_scale, const float* logits,
                                        Mxfp4Tiles weights, const float* bias, __half* h, int experts, int intermediate,
@@ -135,7 +150,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
     pdl_launch_dependents();
     if (threadIdx.x < 32) routing.choose(logits, experts, blockIdx.y + 1, 0, lane);
     for (int i = threadIdx.x; i < segments; i += DECODE_UP_THREADS)
-        x[i] = i < full_segments ? __ldcg(reinterpret_cast<const uint4*>(normed) + i) : make_uint4(0, 0, 0, 0);
+        split_x(i < full_segments ? __ldcg(reinterpret_cast<const uint4*>(normed) + i) : make_uint4(0, 0, 0, 0), i, x);
     const float unscale = E2M1_UNIT * __ldcg(normed_scale);
     __syncthreads();
     const uint32_t expert = routing.expert[blockIdx.y];
@@ -172,7 +187,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 //   bias: f32 [experts, rows]
 //   grid: ceil(rows / 16)
 //   block: 32 · chosen · DECODE_DOWN_SPLITS; DECODE_DOWN_SPLITS warps share the columns of an expert's tile
-//   shared memory: f16 [chosen, columns rounded up to a multiple of 64], then 16 floats per warp
+//   shared memory: bf16 [chosen, columns rounded up to a multiple of 64, 2], then 16 floats per warp
 //   bytes moved: 17/32 · rows · columns per chosen expert
 __device__ void decode_down_experts(float* x, const __half* h, const float* logits, Mxfp4Tiles weights,
                                     const float* bias, int experts, int chosen, int rows, int columns) {
@@ -180,7 +195,7 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
     __shared__ Routing routing;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x, tiles = gridDim.x;
     const int n = warp % chosen, split = warp / chosen, segments = weights.groups * 8, full_segments = columns / 8;
-    float* sums = reinterpret_cast<float*>(inputs + chosen * segments);
+    float* sums = reinterpret_cast<float*>(inputs + 2 * chosen * segments);
     // Reading the router logits before pdl_wait() is safe, because the router kernel has ended.
     // Only the previous kernel, which computes h, can still be running.
     if (warp == 0) routing.choose(logits, experts, chosen, chosen, lane);
@@ -196,12 +211,14 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
     if (writes_x) sum += __ldcg(x + row);
     for (int i = threadIdx.x; i < chosen * segments; i += blockDim.x) {
         const int row = i / segments, segment = i % segments;
-        inputs[i] = segment < full_segments ? __ldcg(reinterpret_cast<const uint4*>(h) + row * full_segments + segment)
-                                            : make_uint4(0, 0, 0, 0);
+        const uint4 value = segment < full_segments
+                                ? __ldcg(reinterpret_cast<const uint4*>(h) + row * full_segments + segment)
+                                : make_uint4(0, 0, 0, 0);
+        split_x(value, segment, inputs + row * 2 * segments);
     }
     __syncthreads();
     float low, high;
-    stream.multiply(inputs + n * segments, lane, low, high);
+    stream.multiply(inputs + n * 2 * segments, lane, low, high);
     if (lane % 4 == 0) sums[warp * 16 + lane / 4] = low, sums[warp * 16 + lane / 4 + 8] = high;
     __syncthreads();
     if (writes_x) {

@@ -15,7 +15,7 @@ pub use crate::kernels::constants::DECODE_DOWN_MAX_CHOSEN as MAX_CHOSEN_MXFP4;
 /// The maximum intermediate size of experts with MXFP4 weights.
 ///
 /// The inputs of the down projections of all chosen experts must fit in shared memory.
-pub const MAX_EXPERT_COLUMNS: usize = 24 << 10;
+pub const MAX_EXPERT_COLUMNS: usize = 12 << 10;
 
 /// The buffers for intermediate results of a layer with MXFP4 experts.
 pub struct ExpertBuffers {
@@ -71,7 +71,7 @@ pub fn add_mxfp4_gate_up(
         .float(ALPHA)
         .float(limit);
     let grid = (intermediate.div_ceil(8).div_ceil(DECODE_UP_TILES), chosen, 1);
-    let shape = LaunchShape::new(grid, DECODE_UP_THREADS).with_shared_bytes(columns.next_multiple_of(64) * 2);
+    let shape = LaunchShape::new(grid, DECODE_UP_THREADS).with_shared_bytes(columns.next_multiple_of(64) * 4);
     let launch = Launch::new(module!("mxfp4_experts"), "decode_gate_up_mxfp4", shape, arguments);
     let bytes = weights.bytes() / experts as u64 * chosen as u64;
     // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
@@ -105,7 +105,7 @@ pub fn add_mxfp4_down(
         .int(rows)
         .int(intermediate);
     let warps = chosen * DECODE_DOWN_SPLITS;
-    let (input_bytes, sum_bytes) = (chosen * intermediate.next_multiple_of(64) * 2, warps * 16 * size_of::<f32>());
+    let (input_bytes, sum_bytes) = (chosen * intermediate.next_multiple_of(64) * 4, warps * 16 * size_of::<f32>());
     let shape =
         LaunchShape::linear(rows.div_ceil(MXFP4_TILE_ROWS), 32 * warps).with_shared_bytes(input_bytes + sum_bytes);
     let launch = Launch::new(module!("mxfp4_experts"), "decode_down_mxfp4", shape, arguments);

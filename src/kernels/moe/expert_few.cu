@@ -64,14 +64,29 @@ template <int N> __device__ __forceinline__ void clear(Sums<N>& sums) {
     for (int i = 0; i < 2 * N * 4; ++i) sums[i / (4 * N)][i / 4 % N][i % 4] = 0.0f;
 }
 
+// With one column of MMAs (N = 1), fewer instructions are needed if the sums of each MXFP4 block are multiplied by its
+// scale, instead of the weights. The weights then keep the factor of convert_items, which is 2^-126 in bf16.
+// x and h are multiplied by X_FACTOR, so that their products with such weights are normal f32 numbers.
+// UNIT cancels these factors in the sums.
+template <typename T> struct Factors;
+template <> struct Factors<__nv_bfloat16> {
+    static constexpr float X_FACTOR = 0x1p100f, SCALED_UNIT = 0x1p-100f, UNSCALED_UNIT = 0x1p26f;
+};
+template <> struct Factors<__half> {
+    static constexpr float X_FACTOR = 1.0f, SCALED_UNIT = 1.0f, UNSCALED_UNIT = 0x1p14f;
+};
+template <typename T, int N> constexpr float UNIT = N == 1 ? Factors<T>::UNSCALED_UNIT : Factors<T>::SCALED_UNIT;
+
 // Multiplies the weights of one step by 8 · N rows of x in shared memory.
 // `x_low` and `x_high` are this lane's ldmatrix row addresses in the first and second block of 32 columns.
 template <typename T, int N>
 __device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2], const uint32_t (&scales)[2],
                                          uint32_t x_low, uint32_t x_high) {
     uint32_t factors[2][4];
-    scale_factors<T>(scales[0], factors[0]);
-    scale_factors<T>(scales[1], factors[1]);
+    if constexpr (N > 1) {
+        scale_factors<T>(scales[0], factors[0]);
+        scale_factors<T>(scales[1], factors[1]);
+    }
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
         uint32_t b[N][4];
@@ -80,15 +95,25 @@ __device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2],
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             const uint32_t low = block ? words[m].z : words[m].x, high = block ? words[m].w : words[m].y;
-            const uint32_t f = factors[m][2 * block], f8 = factors[m][2 * block + 1];
-            const uint32_t a[2][4] = {{unpack_pair<T, 0>(low, f), unpack_pair<T, 0>(high, f8),
-                                       unpack_pair<T, 1>(low, f), unpack_pair<T, 1>(high, f8)},
-                                      {unpack_pair<T, 2>(low, f), unpack_pair<T, 2>(high, f8),
-                                       unpack_pair<T, 3>(low, f), unpack_pair<T, 3>(high, f8)}};
+            uint32_t a[2][4];
+            if constexpr (N == 1) {
+                e2m1_items<0>(low, high, a[0]), convert_items<T>(a[0]);
+                e2m1_items<1>(low, high, a[1]), convert_items<T>(a[1]);
+                float part[4] = {};
+                multiply_add<T>(part, a[0], b[0][0], b[0][1]);
+                multiply_add<T>(part, a[1], b[0][2], b[0][3]);
+                const float scale = scale_of(scales[m], 2 * block), scale8 = scale_of(scales[m], 2 * block + 1);
+                sums[m][0][0] += scale * part[0], sums[m][0][1] += scale * part[1];
+                sums[m][0][2] += scale8 * part[2], sums[m][0][3] += scale8 * part[3];
+            } else {
+                const uint32_t f = factors[m][2 * block], f8 = factors[m][2 * block + 1];
+                unpack_items<T, 0>(low, high, f, f8, a[0]);
+                unpack_items<T, 1>(low, high, f, f8, a[1]);
 #pragma unroll
-            for (int k = 0; k < 2; ++k)
+                for (int k = 0; k < 2; ++k)
 #pragma unroll
-                for (int n = 0; n < N; ++n) multiply_add<T>(sums[m][n], a[k], b[n][2 * k], b[n][2 * k + 1]);
+                    for (int n = 0; n < N; ++n) multiply_add<T>(sums[m][n], a[k], b[n][2 * k], b[n][2 * k + 1]);
+            }
         }
     }
 }
@@ -96,7 +121,9 @@ __device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2],
 // Adds the biases, applies the clamped SwiGLU (gate_up only), and stores the results of a row pair.
 template <typename T, bool GATE_UP, int N>
 __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, const Tile& tile, int row_pair,
-                                               const Sums<N>& sums) {
+                                               Sums<N>& sums) {
+#pragma unroll
+    for (int i = 0; i < 2 * N * 4; ++i) sums[i / (4 * N)][i / 4 % N][i % 4] *= UNIT<T, N>;
     const float2 bias[2] = {row_bias<T, GATE_UP>(o, rows, tile.expert, 2 * row_pair),
                             row_bias<T, GATE_UP>(o, rows, tile.expert, 2 * row_pair + 1)};
 #pragma unroll
@@ -187,7 +214,7 @@ __device__ __forceinline__ void load_x(const float* x, const Output<T>& o, const
         const int token = __ldg(o.sorted + tile.first_pair + row) / chosen;
         const float2* from = reinterpret_cast<const float2*>(x + (size_t)token * columns);
         unsigned char* to = shared + (segment / 8 * padded_pairs + row) * 128 + (segment ^ row) % 8 * 16;
-        *reinterpret_cast<uint4*>(to) = fragment_segment<T>(from, segment, columns);
+        *reinterpret_cast<uint4*>(to) = fragment_segment<T>(from, segment, columns, Factors<T>::X_FACTOR);
     }
 }
 
@@ -271,8 +298,8 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
         expert_few_gate_up_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const float* x,       \
                                     const uint32_t* sorted, const uint32_t* offsets, T* h, int rows, int columns,      \
                                     int tiled_rows, int experts, int chosen, int max_pairs, float limit) {             \
-        multiply_experts<T, true>({blocks, scales, rows, columns}, {bias, sorted, h, tiled_rows, limit}, x, offsets,   \
-                                  experts, chosen, max_pairs);                                                         \
+        const Output<T> output = {bias, sorted, h, tiled_rows, limit, Factors<T>::X_FACTOR};                           \
+        multiply_experts<T, true>({blocks, scales, rows, columns}, output, x, offsets, experts, chosen, max_pairs);    \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(EXPERT_FEW_THREADS, 1)                                                \
         expert_few_down_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* h,              \

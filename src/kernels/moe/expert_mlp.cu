@@ -162,10 +162,8 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
                 for (int m = 0; m < MT; ++m) {
                     const uint32_t low = block ? words[m].z : words[m].x, high = block ? words[m].w : words[m].y;
                     const uint32_t f = factors[m][2 * block], f8 = factors[m][2 * block + 1];
-                    a[m][0][0] = unpack_pair<T, 0>(low, f), a[m][0][1] = unpack_pair<T, 0>(high, f8);
-                    a[m][0][2] = unpack_pair<T, 1>(low, f), a[m][0][3] = unpack_pair<T, 1>(high, f8);
-                    a[m][1][0] = unpack_pair<T, 2>(low, f), a[m][1][1] = unpack_pair<T, 2>(high, f8);
-                    a[m][1][2] = unpack_pair<T, 3>(low, f), a[m][1][3] = unpack_pair<T, 3>(high, f8);
+                    unpack_items<T, 0>(low, high, f, f8, a[m][0]);
+                    unpack_items<T, 1>(low, high, f, f8, a[m][1]);
                 }
                 const uint32_t segment = ((4 * block + lane / 8) ^ lane % 8) * 16;
 #pragma unroll
@@ -341,10 +339,8 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
             const uint32_t low = k / 2 ? words.z : words.x, high = k / 2 ? words.w : words.y;
             const uint32_t f = factors[k / 2 * 2], f8 = factors[k / 2 * 2 + 1];
             uint32_t (&to)[4] = a[k % 2];
-            to[0] = k % 2 ? unpack_pair<T, 2>(low, f) : unpack_pair<T, 0>(low, f);
-            to[1] = k % 2 ? unpack_pair<T, 2>(high, f8) : unpack_pair<T, 0>(high, f8);
-            to[2] = k % 2 ? unpack_pair<T, 3>(low, f) : unpack_pair<T, 1>(low, f);
-            to[3] = k % 2 ? unpack_pair<T, 3>(high, f8) : unpack_pair<T, 1>(high, f8);
+            if (k % 2 == 0) unpack_items<T, 0>(low, high, f, f8, to);
+            if (k % 2 == 1) unpack_items<T, 1>(low, high, f, f8, to);
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
             wgmma<T>(sum, to, b + 2 * k);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

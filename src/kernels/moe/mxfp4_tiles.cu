@@ -19,21 +19,17 @@ extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* sc
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int j = tile % column_tiles, first_row = tile / column_tiles % row_tiles * 16;
     const size_t expert = tile / column_tiles / row_tiles;
-    uint32_t words[4];
+    uint32_t words[2][2] = {};  // of each block: rows g and g + 8
     for (int i = 0; i < 4; ++i) {
         const int row = first_row + (paired ? 2 * g + i % 2 : g + 8 * (i % 2)), group = 2 * j + i / 2;
         const bool valid = row < rows && group < groups;
         const size_t block = (expert * rows + row) * groups + group;
         const uint32_t nibbles = valid ? *reinterpret_cast<const uint32_t*>(blocks + block * 16 + t * 4) : 0;
-        uint32_t word = 0;
-        for (int k = 0; k < 8; ++k) {
-            const uint32_t nibble = nibbles >> (4 * k) & 15;
-            word |= ((nibble & 7) << (9 - 3 * (k / 2)) | (nibble >> 3) << (15 - k / 2)) << (16 * (k % 2));
-        }
-        words[i] = word;
+        for (int k = 0; k < 8; ++k) place_e2m1(words[i / 2], i % 2, k / 2, k % 2, nibbles >> (4 * k) & 15);
         const uint8_t scale = valid ? scales[block] : 127;
         if (t == i) tile_scales[tile * 32 + g * 4 + i] = scale;
         if (scale > 128) *has_large_scale = 1;
     }
-    reinterpret_cast<uint4*>(tile_blocks)[tile * 32 + lane] = make_uint4(words[0], words[1], words[2], words[3]);
+    const uint4 all_words = make_uint4(words[0][0], words[0][1], words[1][0], words[1][1]);
+    reinterpret_cast<uint4*>(tile_blocks)[tile * 32 + lane] = all_words;
 }

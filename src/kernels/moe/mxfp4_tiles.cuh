@@ -6,9 +6,7 @@
 //     (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
 //   scales: [experts][ceil(rows / 16)][ceil(columns / 64)][g][4 bytes]
 //     The four bytes are the scales of the four blocks listed above.
-//   A word holds the values 8t .. 8t + 7 of a block: even columns in the low half, odd columns in the high half.
-//   In each half, the magnitudes of the four values are in bits 11..9, 8..6, 5..3 and 2..0.
-//   The signs of the four values are in bits 15, 14, 13 and 12.
+//   A word holds the values 8t .. 8t + 7 of a block, except for the last two, which two words share (see e2m1.cuh).
 // A lane's 16 bytes are its A fragments for four MMAs with K = 16, so weights never move between lanes.
 //
 // Columns of x, h and y are in *fragment order*.
@@ -26,6 +24,7 @@
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include "headers/tensor_core.cuh"
+#include "moe/e2m1.cuh"
 #include "moe/work_items.cuh"
 
 // Columns per step: the width of a weight tile. A row of x has 128 bytes per step.
@@ -47,12 +46,15 @@ template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word) {
 // ---- fragment order ----
 
 // Returns segment `index` (8 columns in fragment order) of a row, rounded to T. Padding columns are zeros.
-template <typename T> __device__ __forceinline__ uint4 fragment_segment(const float2* row, int index, int columns) {
+// Multiplies each value by `factor`, a power of two.
+template <typename T>
+__device__ __forceinline__ uint4 fragment_segment(const float2* row, int index, int columns, float factor = 1.0f) {
     if (index >= columns / 8) return make_uint4(0, 0, 0, 0);
     // Fragment order stores the column pairs p, 4 + p, 8 + p and 12 + p at positions 4p .. 4p + 3.
     const float2* pair = row + index / 4 * 16 + index % 4;
+    const auto packed = [&](float2 value) { return pack<T>(value.x * factor, value.y * factor); };
     const float2 a = pair[0], b = pair[4], c = pair[8], d = pair[12];
-    return make_uint4(pack<T>(a.x, a.y), pack<T>(b.x, b.y), pack<T>(c.x, c.y), pack<T>(d.x, d.y));
+    return make_uint4(packed(a), packed(b), packed(c), packed(d));
 }
 
 // ---- unpacking ----
@@ -66,8 +68,7 @@ template <typename T> __device__ __forceinline__ void scale_factors(uint32_t sca
 // The exponent field starts at bit 7 and has a bias of 127, so the factor has the bits (s + 126) << 7.
 template <> __device__ __forceinline__ void scale_factors<__nv_bfloat16>(uint32_t scales, uint32_t (&factors)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        factors[i] = __byte_perm(scales, 0, 0x4040 + 0x0101 * i) * 128u + (126u << 7) * 0x00010001u;
+    for (int i = 0; i < 4; ++i) factors[i] = __byte_perm(scales, 0, 0x4440 + i) * 0x00800080u + 0x3F003F00u;
 }
 // f16: unpacked values are E2M1 · 2^-14, so the factor is 2^(s - 113), which is a normal number for s >= 99.
 // The exponent field starts at bit 10 and has a bias of 15, so the factor has the bits (s - 98) << 10.
@@ -79,22 +80,34 @@ template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scale
         factors[i] = (__vmaxs2(__byte_perm(scales, 0, 0x4040 + 0x0101 * i), TWICE_98) - TWICE_98) << 10;
     }
 }
-// Returns pair P of the eight values in a word, multiplied by their scale.
-// Shifts move the three bits of each magnitude to the lowest two bits of the exponent and the highest bit of the
-// mantissa. In f16, these are bits 11 to 9; in bf16, bits 8 to 6. Pair 0 is already in bits 11 to 9.
-template <typename T, int P> __device__ __forceinline__ uint32_t unpack_pair(uint32_t word, uint32_t factor) {
-    using T2 = typename Pair<T>::type;
-    constexpr bool HALF = __is_same(T, __half);
-    uint32_t magnitude;
-    if constexpr (HALF) {
-        magnitude = word << (3 * P) & 0x0E000E00u;
-    } else {
-        // The second condition only keeps the compiler from warning about a negative shift if P is 0.
-        magnitude = (P == 0 ? word >> 3 : word << (3 * (P > 0 ? P - 1 : 0))) & 0x01C001C0u;
+
+// Returns 2^(s - 127), where s is byte `index` of a word of scales, or 0 if s is 0.
+__device__ __forceinline__ float scale_of(uint32_t scales, int index) {
+    return __uint_as_float((index == 3 ? scales >> 1 : scales << (23 - 8 * index)) & 0x7f800000u);
+}
+
+// Converts items of e2m1_items to T. They are the values times 2^-126 (bf16) or 2^-14 (f16).
+template <typename T> __device__ __forceinline__ void convert_items(uint32_t (&items)[4]) {
+    // Magnitudes start at bit 9 in f16, and at bit 6 in bf16.
+    if constexpr (__is_same(T, __half)) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) items[i] = (items[i] & 0x01C001C0u) << 3 | (items[i] & 0x80008000u);
     }
-    uint32_t bits = magnitude | (word << P & 0x80008000u);
-    const T2 product = __hmul2(*reinterpret_cast<T2*>(&bits), *reinterpret_cast<T2*>(&factor));
-    return *reinterpret_cast<const uint32_t*>(&product);
+}
+
+// Unpacks items 2·PART and 2·PART + 1 of two rows (see e2m1_items), and multiplies them by the factors of their rows.
+template <typename T, int PART>
+__device__ __forceinline__ void unpack_items(uint32_t low, uint32_t high, uint32_t low_factor, uint32_t high_factor,
+                                             uint32_t (&items)[4]) {
+    using T2 = typename Pair<T>::type;
+    e2m1_items<PART>(low, high, items);
+    convert_items<T>(items);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t factor = i % 2 ? high_factor : low_factor;
+        const T2 product = __hmul2(*reinterpret_cast<T2*>(&items[i]), *reinterpret_cast<const T2*>(&factor));
+        items[i] = *reinterpret_cast<const uint32_t*>(&product);
+    }
 }
 
 // ---- tiles ----
@@ -134,6 +147,7 @@ template <typename T> struct Output {
     T* out;  // gate_up: h [pairs, rows / 2], tiled; down: y [pairs, rows]
     int tiled_rows;
     float limit;
+    float h_factor = 1.0f;  // by which h is multiplied, a power of two
 };
 
 // Returns the biases of rows g and g + 8 of a weight tile, where g = lane / 4.
@@ -176,7 +190,7 @@ __device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& 
         for (int i = 0; i < TILES; ++i) {
             const float first = clamped_swiglu(sums[i][0] + bias[i].x, sums[i][2] + bias[i].y, o.limit);
             const float second = clamped_swiglu(sums[i][1] + bias[i].x, sums[i][3] + bias[i].y, o.limit);
-            words[i] = transposed<T>(first, second);
+            words[i] = transposed<T>(first * o.h_factor, second * o.h_factor);
             if (row_tile * 16 >= rows) words[i] = 0;  // padding columns of h
         }
         // Word row_tile % 4 of a segment holds columns 8·row_tile + 2t and 8·row_tile + 2t + 1 of h.

@@ -1,0 +1,49 @@
+// E2M1 values of two weight rows in two words, placed so that tensor cores can use them after few instructions.
+//
+// A lane of an MMA with 16 rows holds values of rows g and g + 8, where g is lane / 4 and t is lane % 4.
+// The words `low` (row g) and `high` (row g + 8) hold the values 8t .. 8t + 7 of one block of each row.
+// An *item* is two neighboring values of a row: even columns in the low half of a word, odd columns in the high half.
+// In each half of an unpacked item, the sign is in bit 15 and the magnitude is in bits 8..6: a bf16 that is the value
+// times 2^-126. These four bits of both halves are the mask E2M1_BITS.
+//
+// Item p of a row (values 8t + 2p and 8t + 2p + 1) is a word rotated to the left, and masked with E2M1_BITS:
+//                p = 0     p = 1     p = 2      p = 3
+//   row g        low, 0    low, 4    low, 10    merged, 8
+//   row g + 8    high, 2   high, 6   high, 12   merged, 14
+// No rotation lets a fourth item fit between the bits of three others. Item 3 of both rows therefore shares the bits
+// that the other items leave free. `merged` has the bits E2M1_FREE_LOW of `low`, and all other bits of `high`.
+// Unpacking two words takes 16 integer instructions: 8 masks, 7 rotations and 1 merge.
+#pragma once
+#include <stdint.h>
+
+constexpr uint32_t E2M1_BITS = 0x81C081C0u, E2M1_FREE_LOW = 0x06030603u;
+
+// Returns by how much item `p` of row g (`row` 0) or row g + 8 (`row` 1) is rotated.
+__host__ __device__ constexpr int e2m1_rotation(int row, int p) {
+    return row == 0 ? (p == 0 ? 0 : p == 1 ? 4 : p == 2 ? 10 : 8) : (p == 0 ? 2 : p == 1 ? 6 : p == 2 ? 12 : 14);
+}
+
+// Places an E2M1 value of item `p` of a row in the words. The words are zero at first.
+//   half: 0 for the value with an even column, 1 for the value with an odd column
+__host__ __device__ __forceinline__ void place_e2m1(uint32_t (&words)[2], int row, int p, int half, uint32_t value) {
+    for (int i = 0; i < 4; ++i) {
+        const int bit = 16 * half + (i == 3 ? 15 : 6 + i), from = (bit - e2m1_rotation(row, p)) & 31;
+        const int word = p < 3 ? row : E2M1_FREE_LOW >> from & 1 ? 0 : 1;
+        words[word] |= (value >> i & 1) << from;
+    }
+}
+
+// Returns items 2·PART and 2·PART + 1 of rows g and g + 8, in the order of an A fragment of m16n8k16:
+// first item of row g, first item of row g + 8, second item of row g, second item of row g + 8.
+template <int PART> __device__ __forceinline__ void e2m1_items(uint32_t low, uint32_t high, uint32_t (&items)[4]) {
+    if constexpr (PART == 0) {
+        // Shifts are enough, because no masked bit comes from the end of the word.
+        items[0] = low & E2M1_BITS, items[1] = high << 2 & E2M1_BITS;
+        items[2] = low << 4 & E2M1_BITS, items[3] = high << 6 & E2M1_BITS;
+    } else {
+        const uint32_t merged = (low & E2M1_FREE_LOW) | (high & ~E2M1_FREE_LOW);
+        items[0] = __funnelshift_l(low, low, 10) & E2M1_BITS, items[1] = __funnelshift_l(high, high, 12) & E2M1_BITS;
+        items[2] = __funnelshift_l(merged, merged, 8) & E2M1_BITS;
+        items[3] = __funnelshift_l(merged, merged, 14) & E2M1_BITS;
+    }
+}
