@@ -181,7 +181,7 @@ fn choices_with_a_token_in_flight_match_the_sampler_that_knows_the_token() {
 fn answers_with_edited_logits_are_the_same_on_a_gpu() {
     for name in ["mistral", "gpt_oss_graph"] {
         let model = GraphModel::new(name);
-        let engine = model.builder().context(192).chunk(64).sequences(9).deterministic(true).load().unwrap();
+        let engine = model.builder().context(128).chunk(64).sequences(9).deterministic(true).load().unwrap();
         let vocabulary = engine.with_runner(|runner| runner.vocab_size()).unwrap() as u32;
         // Returns the answers of `count` requests, and the number of steps that were queued ahead.
         let answers = |count: usize, logprobs: Option<usize>| {
@@ -193,7 +193,7 @@ fn answers_with_edited_logits_are_the_same_on_a_gpu() {
                 options.logit_bias = bias.collect();
                 options.stop_token_ids.retain(|&id| id < vocabulary);
                 (options.logprobs, options.max_tokens) = (logprobs, Some(30));
-                engine.complete_ids(&prompt[..prompt.len().min(100)], options).unwrap()
+                engine.complete_ids(&prompt[..prompt.len().min(90)], options).unwrap()
             };
             let streams: Vec<_> = (0..count).map(submit).collect();
             let tokens: Vec<Vec<u32>> = streams.into_iter().map(|stream| Answer::read(stream).tokens).collect();
