@@ -61,11 +61,10 @@ __device__ __forceinline__ uint4 fragment_segment(const float2* row, int index, 
 
 // Converts four scale bytes to factors for the unpacked values. Each word of `factors` holds one factor twice.
 // `Mxfp4Tiles::repack` rejects bytes above 128.
-// The selector 0x4040 copies byte 0 of `scales` into both halves of a word, with zero bytes (byte 4) above it.
-// Adding 0x0101 · i to the selector takes byte i instead.
 template <typename T> __device__ __forceinline__ void scale_factors(uint32_t scales, uint32_t (&factors)[4]);
 // bf16: unpacked values are E2M1 · 2^-126, so the factor for a scale of 2^(s - 127) is 2^(s - 1), exact even for s = 0.
 // The exponent field starts at bit 7 and has a bias of 127, so the factor has the bits (s + 126) << 7.
+// The selector 0x4440 + i takes byte i of `scales` and zeros. Multiplying by 0x00800080 shifts it into both halves.
 template <> __device__ __forceinline__ void scale_factors<__nv_bfloat16>(uint32_t scales, uint32_t (&factors)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) factors[i] = __byte_perm(scales, 0, 0x4440 + i) * 0x00800080u + 0x3F003F00u;
@@ -73,6 +72,7 @@ template <> __device__ __forceinline__ void scale_factors<__nv_bfloat16>(uint32_
 // f16: unpacked values are E2M1 · 2^-14, so the factor is 2^(s - 113), which is a normal number for s >= 99.
 // The exponent field starts at bit 10 and has a bias of 15, so the factor has the bits (s - 98) << 10.
 // For s <= 98, the factor is 0, because all products would round to zero.
+// The selector 0x4040 + 0x0101 · i copies byte i of `scales` into both halves of a word, with zeros above it.
 template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scales, uint32_t (&factors)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -24,8 +24,8 @@ impl Runner {
     /// At most one earlier step may have tokens that were not taken. Sequences with
     /// [`awaits_input`](StepSequence::awaits_input) use the tokens of the earlier step as input.
     ///
-    /// Returns `None` and does nothing if the step cannot be queued and must run with [`step`](Self::step), as
-    /// [`queued_route`] decides.
+    /// Returns `None` and does nothing if the step cannot be queued and must run with [`step`](Self::step). `route.rs`
+    /// decides this.
     pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
         if queued_route(self.facts(), StepFacts::of(sequences)).is_none() {
             return Ok(None);
