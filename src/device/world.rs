@@ -491,17 +491,19 @@ mod tests {
                 }
                 meeting.exchange(1, value(), limit).unwrap();
                 std::thread::sleep(limit * 3);
-                return meeting.exchange(1, value(), limit).unwrap_err().to_string();
+                let error = meeting.exchange(1, value(), limit).unwrap_err().to_string();
+                return (error, Duration::ZERO);
             }
             meeting.exchange(world.rank(), value(), limit).unwrap();
             let started = Instant::now();
             let error = meeting.exchange(world.rank(), value(), limit).unwrap_err().to_string();
-            assert!(started.elapsed() >= limit, "{:?}", started.elapsed());
-            error
+            (error, started.elapsed())
         });
         let expected = "GPU 2 of 3 does not answer; the others were stopped";
         // With RUST_BACKTRACE, errors of candle also contain a backtrace.
-        assert!(ends.iter().all(|error| error.lines().next() == Some(expected)), "{ends:?}");
+        assert!(ends.iter().all(|(error, _)| error.lines().next() == Some(expected)), "{ends:?}");
+        // The rank that started to wait first ends the world. The other rank may have waited a little less.
+        assert!(ends.iter().any(|(_, waited)| *waited >= limit), "{ends:?}");
     }
 
     #[test]
