@@ -138,12 +138,18 @@ template <typename Use> __device__ __forceinline__ void each_batch(int first, in
     for (int start = first; start < end; start += BATCH * step) use(Batch{start, step, end});
 }
 
-// Receives the words of a batch from the region of one rank.
-template <typename V>
-__device__ __forceinline__ void receive(const Batch& batch, const uint32_t* region, int sender, Waiting& waiting,
-                                        typename V::Word (&words)[BATCH]) {
-    batch.each([&](int j, int i) { words[j] = V::load(region + i); });
-    batch.each([&](int j, int i) { waiting.complete<V>(words[j], region + i, sender); });
+// Returns in `part` the words of a batch of one rank. `own(j, i)` returns this rank's word j, at position i.
+//   slot: the regions of all ranks
+template <typename V, typename Own>
+__device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, const uint32_t* slot, int rank,
+                                        Waiting& waiting, Own own, typename V::Word (&part)[BATCH]) {
+    const uint32_t* region = slot + (size_t)rank * m.region;
+    if (rank == m.rank) {
+        batch.each([&](int j, int i) { part[j] = own(j, i); });
+        return;
+    }
+    batch.each([&](int j, int i) { part[j] = V::load(region + i); });
+    batch.each([&](int j, int i) { waiting.complete<V>(part[j], region + i, rank); });
 }
 
 // Performs one operation: sends `words` words, empties the slot of the previous operation, and calls
@@ -196,10 +202,7 @@ __device__ void exchange_sum(uint32_t* x, uint32_t* out, const Mailboxes& m, int
             typename V::Word own[BATCH], sum[BATCH], part[BATCH];
             batch.each([&](int j, int i) { own[j] = own_words(i); });
             for (int rank = 0; rank < m.ranks; ++rank) {
-                if (rank == m.rank)
-                    batch.each([&](int j, int) { part[j] = own[j]; });
-                else
-                    receive<V>(batch, slot + (size_t)rank * m.region, rank, waiting, part);
+                receive<V>(batch, m, slot, rank, waiting, [&](int j, int) { return own[j]; }, part);
                 batch.each([&](int j, int) {
                     if (rank == 0)
                         sum[j] = part[j];
@@ -262,10 +265,7 @@ extern "C" __global__ void __launch_bounds__(512)
             float sum[BATCH][8] = {};
             batch.each([&](int j, int i) { own[j] = own_words(i); });
             for (int rank = 0; rank < m.ranks; ++rank) {
-                if (rank == m.rank)
-                    batch.each([&](int j, int) { part[j] = own[j]; });
-                else
-                    receive<Quad>(batch, slot + (size_t)rank * m.region, rank, waiting, part);
+                receive<Quad>(batch, m, slot, rank, waiting, [&](int j, int) { return own[j]; }, part);
                 batch.each([&](int j, int) {
                     add_bf16_pair(sum[j][0], sum[j][1], part[j].x), add_bf16_pair(sum[j][2], sum[j][3], part[j].y);
                     add_bf16_pair(sum[j][4], sum[j][5], part[j].z), add_bf16_pair(sum[j][6], sum[j][7], part[j].w);
@@ -291,10 +291,7 @@ __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailbox
             const int start = m.first_column[rank], columns = m.first_column[rank + 1] - start;
             each_batch(first, step, rows * columns, [&](const Batch& batch) {
                 typename V::Word part[BATCH];
-                if (rank == m.rank)
-                    batch.each([&](int j, int i) { part[j] = own_words(i); });
-                else
-                    receive<V>(batch, slot + (size_t)rank * m.region, rank, waiting, part);
+                receive<V>(batch, m, slot, rank, waiting, [&](int, int i) { return own_words(i); }, part);
                 batch.each([&](int j, int i) {
                     V::store(out + (size_t)(i / columns) * total + start + i % columns, part[j]);
                 });

@@ -32,11 +32,8 @@ __device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4
     multiply_add<__nv_bfloat16>(c, items, x.z, x.w);
 }
 
-// The factor of x. With it, products with weights times 2^-126 are normal f32 numbers.
-constexpr float X_FACTOR = 0x1p100f;
-
-// Multiplies segment `index` (eight f16 values) of a row by X_FACTOR, and splits each product into the sum of two bf16
-// values, its upper and lower part. A bf16 has 8 significant bits and an f16 has 11, so the sums are exact.
+// Multiplies segment `index` (eight f16 values) of a row by E2M1_X_FACTOR, and splits each product into the sum of two
+// bf16 values, its upper and lower part. A bf16 has 8 significant bits and an f16 has 11, so the sums are exact.
 //   to: bf16 [row columns / 32][upper, lower][32], so that lanes of even and odd g read different banks
 __device__ __forceinline__ void split_x(uint4 x, int index, uint4* to) {
     const uint32_t words[4] = {x.x, x.y, x.z, x.w};
@@ -44,7 +41,7 @@ __device__ __forceinline__ void split_x(uint4 x, int index, uint4* to) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
-        const float2 scaled = make_float2(pair.x * X_FACTOR, pair.y * X_FACTOR);
+        const float2 scaled = make_float2(pair.x * E2M1_X_FACTOR, pair.y * E2M1_X_FACTOR);
         uppers[i] = pack<__nv_bfloat16>(scaled.x, scaled.y);
         const float2 rounded = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&uppers[i]));
         lowers[i] = pack<__nv_bfloat16>(scaled.x - rounded.x, scaled.y - rounded.y);
@@ -52,13 +49,6 @@ __device__ __forceinline__ void split_x(uint4 x, int index, uint4* to) {
     to += index / 4 * 8 + index % 4;
     to[0] = make_uint4(uppers[0], uppers[1], uppers[2], uppers[3]);
     to[4] = make_uint4(lowers[0], lowers[1], lowers[2], lowers[3]);
-}
-
-// Returns 2^(s - 127), where s is byte `index` of a word of scales. Moves s to the exponent field, bits 30 to 23.
-// If s is 0, returns 0 instead of 2^-127, which is too small to matter in an f32 sum.
-// If s were 255 (NaN), the result would be infinity, but `Mxfp4Tiles::repack` rejects NaN scales.
-__device__ __forceinline__ float scale_of(uint32_t word, int index) {
-    return __uint_as_float((index == 3 ? word >> 1 : word << (23 - 8 * index)) & F32_INFINITY);
 }
 
 // Computes one warp's share of the product of x and one row of tiles.
@@ -118,9 +108,6 @@ template <int STEP, int DEPTH> struct TileStream {
         }
     }
 };
-
-// Cancels the factors of split_x and e2m1_items.
-constexpr float E2M1_UNIT = 0x1p26f;
 
 // The groups in flight per warp in the gate and up products, and in the down product.
 constexpr int UP_DEPTH = 3, DOWN_DEPTH = 5;

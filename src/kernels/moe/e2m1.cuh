@@ -14,7 +14,7 @@
 // that the other items leave free. `merged` has the bits E2M1_FREE_LOW of `low`, and all other bits of `high`.
 // Unpacking two words takes 16 integer instructions: 8 masks, 7 rotations and 1 merge.
 #pragma once
-#include <stdint.h>
+#include "headers/common.cuh"
 
 constexpr uint32_t E2M1_BITS = 0x81C081C0u, E2M1_FREE_LOW = 0x06030603u;
 
@@ -46,4 +46,15 @@ template <int PART> __device__ __forceinline__ void e2m1_items(uint32_t low, uin
         items[2] = __funnelshift_l(merged, merged, 8) & E2M1_BITS;
         items[3] = __funnelshift_l(merged, merged, 14) & E2M1_BITS;
     }
+}
+
+// The factor of x if the items are multiplied as they are. With it, products with weights times 2^-126 are normal f32
+// numbers. E2M1_UNIT cancels both factors in the sums.
+constexpr float E2M1_X_FACTOR = 0x1p100f, E2M1_UNIT = 0x1p26f;
+
+// Returns 2^(s - 127), where s is byte `index` of a word of scales. Moves s to the exponent field, bits 30 to 23.
+// If s is 0, returns 0 instead of 2^-127, which is too small to matter in an f32 sum.
+// If s were 255 (NaN), the result would be infinity, but `Mxfp4Tiles::repack` rejects NaN scales.
+__device__ __forceinline__ float scale_of(uint32_t scales, int index) {
+    return __uint_as_float((index == 3 ? scales >> 1 : scales << (23 - 8 * index)) & F32_INFINITY);
 }

@@ -70,7 +70,7 @@ template <int N> __device__ __forceinline__ void clear(Sums<N>& sums) {
 // UNIT cancels these factors in the sums.
 template <typename T> struct Factors;
 template <> struct Factors<__nv_bfloat16> {
-    static constexpr float X_FACTOR = 0x1p100f, SCALED_UNIT = 0x1p-100f, UNSCALED_UNIT = 0x1p26f;
+    static constexpr float X_FACTOR = E2M1_X_FACTOR, SCALED_UNIT = 1.0f / X_FACTOR, UNSCALED_UNIT = E2M1_UNIT;
 };
 template <> struct Factors<__half> {
     static constexpr float X_FACTOR = 1.0f, SCALED_UNIT = 1.0f, UNSCALED_UNIT = 0x1p14f;

@@ -81,11 +81,6 @@ template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scale
     }
 }
 
-// Returns 2^(s - 127), where s is byte `index` of a word of scales, or 0 if s is 0.
-__device__ __forceinline__ float scale_of(uint32_t scales, int index) {
-    return __uint_as_float((index == 3 ? scales >> 1 : scales << (23 - 8 * index)) & 0x7f800000u);
-}
-
 // Converts items of e2m1_items to T. They are the values times 2^-126 (bf16) or 2^-14 (f16).
 template <typename T> __device__ __forceinline__ void convert_items(uint32_t (&items)[4]) {
     // Magnitudes start at bit 9 in f16, and at bit 6 in bf16.
