@@ -12,9 +12,9 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::shared::logging::LogFormat;
 use super::shared::{LoadArgs, api_keys, log_writer, note, seconds};
-use crate::engine::memory::MAX_LOGIT_ROWS;
 use crate::error::Error;
 use crate::hub::{self, Hub, Snapshot, demo};
+use crate::runner::MAX_SEQUENCES;
 use crate::server::{self, ReceiptKey, RecordOptions, Server, ServerOptions, Timeouts};
 use crate::terminal;
 use crate::text::printable;
@@ -23,8 +23,8 @@ use crate::text::printable;
 const MAX_THREADS: usize = 4;
 
 /// The default value of `--max-sequences`, and its limit.
-const MAX_SEQUENCES: u16 = MAX_LOGIT_ROWS as u16;
-const _: () = assert!(MAX_LOGIT_ROWS == 256, "the help of --max-sequences and docs/tuning.md give this limit");
+const SEQUENCE_LIMIT: u16 = MAX_SEQUENCES as u16;
+const _: () = assert!(MAX_SEQUENCES == 256, "the help of --max-sequences and docs/tuning.md give this limit");
 
 /// The number of open files for other purposes than connections: the model, records, and connections above the limit.
 #[cfg(unix)]
@@ -62,9 +62,9 @@ pub struct Args {
     /// Maximum number of answers to generate at once, up to 256; all others wait
     #[arg(
         long,
-        default_value_t = MAX_SEQUENCES,
+        default_value_t = SEQUENCE_LIMIT,
         value_name = "N",
-        value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_SEQUENCES))
+        value_parser = clap::value_parser!(u16).range(1..=i64::from(SEQUENCE_LIMIT))
     )]
     max_sequences: u16,
     /// Maximum number of answers that may wait to start; further requests are rejected with status 429

@@ -12,7 +12,7 @@ use anyhow::{Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
-use super::limits::MAX_GRAPH_BATCH;
+use super::limits::MAX_SEQUENCES;
 use super::queue::QueueBuffers;
 use super::step_sequence::StepSequence;
 use crate::kernels::SumOrder;
@@ -32,7 +32,7 @@ pub struct BatchGraphs {
     table_blocks: usize,
     sum_order: SumOrder,
     graphs: BTreeMap<usize, BatchGraph>,
-    /// f32 `[MAX_GRAPH_BATCH, vocab]`, shared by all graphs. The first batch allocates it.
+    /// f32 `[MAX_SEQUENCES, vocab]`, shared by all graphs. The first batch allocates it.
     logits: Option<Tensor>,
     /// The largest batch whose intermediate results fit in the arena, and the arena, which all graphs share.
     arena: Option<(usize, Arena)>,
@@ -77,13 +77,8 @@ impl BatchGraphs {
         !self.has_failed && !decoder.reads_tables_on_host()
     }
 
-    /// Returns whether a step can run as a graph. Steps with prompts or with more than `MAX_GRAPH_BATCH` sequences cannot.
-    pub fn can_run(&self, decoder: &Decoder, sequences: &[StepSequence]) -> bool {
-        let is_decode = sequences.iter().all(|sequence| sequence.ids.len() == 1);
-        is_decode && sequences.len() <= MAX_GRAPH_BATCH && self.can_run_model(decoder)
-    }
-
-    /// Queues a decode step, like [`run`](Self::run), but returns `None` if the step cannot run as a graph.
+    /// Queues a decode step, like [`run`](Self::run), but returns `None` if the graph fails on a single GPU. From then on,
+    /// [`can_run_model`](Self::can_run_model) is false, and all steps must run operation by operation.
     pub fn try_run(
         &mut self,
         decoder: &Decoder,
@@ -91,9 +86,6 @@ impl BatchGraphs {
         sequences: &[StepSequence],
         buffers: &mut QueueBuffers,
     ) -> Result<Option<Tensor>> {
-        if !self.can_run(decoder, sequences) {
-            return Ok(None);
-        }
         match self.run(decoder, cache, sequences, buffers) {
             Ok(logits) => Ok(Some(logits)),
             // The other ranks do not know that the step failed on this rank, so they would not run it eagerly.
@@ -110,7 +102,7 @@ impl BatchGraphs {
         }
     }
 
-    /// Queues a decode step of all sequences. [`can_run`](Self::can_run) must have returned true for the step.
+    /// Queues a decode step of at most `MAX_SEQUENCES` sequences. [`can_run_model`](Self::can_run_model) must be true.
     /// Returns the logits, f32 `[sequences, vocab]`. The next step overwrites the logits.
     /// `buffers` copies the inputs to the device.
     pub fn run(
@@ -123,7 +115,7 @@ impl BatchGraphs {
         let size = padded(sequences.len());
         let logits = match &self.logits {
             Some(logits) => logits.clone(),
-            None => Tensor::zeros((MAX_GRAPH_BATCH, decoder.vocab_size()), DType::F32, cache.device())?,
+            None => Tensor::zeros((MAX_SEQUENCES, decoder.vocab_size()), DType::F32, cache.device())?,
         };
         let logits = self.logits.insert(logits).narrow(0, 0, size)?;
         if !self.graphs.contains_key(&size) {
@@ -286,6 +278,6 @@ mod tests {
     fn batches_are_padded_to_few_sizes() {
         let sizes: Vec<usize> = [2, 7, 8, 9, 16, 17, 64, 65, 128, 129, 250].into_iter().map(padded).collect();
         assert_eq!(sizes, [2, 7, 8, 16, 16, 24, 64, 80, 128, 144, 256]);
-        assert!((1..=MAX_GRAPH_BATCH).all(|size| padded(size) >= size && padded(size) <= MAX_GRAPH_BATCH));
+        assert!((1..=MAX_SEQUENCES).all(|size| padded(size) >= size && padded(size) <= MAX_SEQUENCES));
     }
 }

@@ -3,11 +3,8 @@
 use crate::kernels::SumOrder;
 use crate::nn::kv_cache::BLOCK_TOKENS;
 
-/// The maximum number of sequences in a decode step that runs as a batch graph.
-pub(super) const MAX_GRAPH_BATCH: usize = 256;
-
-/// The maximum number of sequences in a queued step.
-pub(super) const MAX_QUEUED_SEQUENCES: usize = 512;
+/// The maximum number of sequences in a step. Each sequence has one row of logits.
+pub const MAX_SEQUENCES: usize = 256;
 
 /// The maximum sizes of a sequence and of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,6 +5,7 @@
 //! Its callers handle requests, text and sampling parameters. The modules are:
 //!
 //! - `steps/`: `Runner::step`, `Runner::queue` and `Runner::take`, which run the steps of many sequences
+//! - `route`: decides what runs a step, and whether the step can be queued
 //! - `scored_pass`: a forward pass that also returns the logits of prompt tokens
 //! - `solo`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
 //! - `bench`: prefill, decode steps and measurements for `inferno bench` and tests; runs a solo sequence
@@ -32,6 +33,7 @@ mod limits;
 mod logprobs;
 mod queue;
 mod ranks;
+mod route;
 mod scored_pass;
 mod solo;
 mod solo_sequence;
@@ -61,7 +63,7 @@ use step_times::StepTimes;
 pub use choose_token::ChooseToken;
 pub use decode::Executor;
 pub use eager_reason::EagerReason;
-pub use limits::{PromptParts, RunnerLimits, RunnerOptions};
+pub use limits::{MAX_SEQUENCES, PromptParts, RunnerLimits, RunnerOptions};
 pub use logprobs::TokenLogprobs;
 pub use queue::QueuedStep;
 pub use ranks::{PANIC, RankCache, RankFault, RankParts, failure};

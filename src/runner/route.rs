@@ -2,8 +2,8 @@
 //!
 //! The table in docs/architecture.md lists these decisions. A test compares the table with the functions.
 
-use crate::runner::limits::{MAX_GRAPH_BATCH, MAX_QUEUED_SEQUENCES};
-use crate::runner::step_sequence::StepSequence;
+use super::limits::MAX_SEQUENCES;
+use super::step_sequence::StepSequence;
 
 /// What runs a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,8 +76,8 @@ pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
         if runner.has_decode_graph && step.chooses_tokens {
             return Route::DecodeGraph;
         }
-        // The operations are the reference for the decode graph. A batch graph runs such a step only if the order of
-        // additions must be fixed, or if there are several ranks.
+        // Such a step is rare: `queued_route` and the decode graph run almost all steps of one sequence. A batch graph
+        // runs it only if the order of additions must be fixed, or if there are several ranks.
         if !runner.is_deterministic && !runner.has_ranks {
             return Route::Operations;
         }
@@ -93,14 +93,14 @@ pub fn queued_route(runner: RunnerFacts, step: StepFacts) -> Option<Route> {
     let is_separate = if runner.is_deterministic { !step.is_decode } else { step.has_prompt_parts };
     // The decode graph queues its own steps. It starts from the logits of the last part of the prompt.
     let is_graph = runner.has_decode_graph && step.sequences == 1 && !step.needs_logits;
-    if !can_choose || step.has_scores || is_separate || is_graph || step.sequences > MAX_QUEUED_SEQUENCES {
+    if !can_choose || step.has_scores || is_separate || is_graph || step.sequences > MAX_SEQUENCES {
         return None;
     }
     Some(batch_route(runner, step))
 }
 
 fn batch_route(runner: RunnerFacts, step: StepFacts) -> Route {
-    let can_run = runner.has_batch_graphs && step.is_decode && step.sequences <= MAX_GRAPH_BATCH;
+    let can_run = runner.has_batch_graphs && step.is_decode && step.sequences <= MAX_SEQUENCES;
     if can_run { Route::BatchGraph } else { Route::Operations }
 }
 
@@ -132,7 +132,7 @@ mod tests {
     };
     const ONE_CONSTRAINED: StepFacts = StepFacts { can_queue: false, needs_logits: true, ..ONE };
     const ONE_UNLIMITED: StepFacts = StepFacts { needs_logits: false, ..ONE_CONSTRAINED };
-    const MANY: StepFacts = StepFacts { sequences: 256, ..ONE };
+    const MANY: StepFacts = StepFacts { sequences: MAX_SEQUENCES, ..ONE };
     const MANY_CONSTRAINED: StepFacts = StepFacts { can_queue: false, ..MANY };
     const CHUNKS: StepFacts = StepFacts { is_decode: false, ..MANY };
 
@@ -147,7 +147,6 @@ mod tests {
         ("– the same on several GPUs", &[RunnerFacts { has_ranks: true, ..NO_DECODE_GRAPH }], &[ONE_UNLIMITED]),
         ("decode step of 2 to 256 sequences", &[GPU, NO_DECODE_GRAPH], &[StepFacts { sequences: 2, ..MANY }, MANY]),
         ("– some with a constraint, or with log probabilities", &[GPU, NO_DECODE_GRAPH], &[MANY_CONSTRAINED]),
-        ("decode step of 257 to 512 sequences", &[GPU], &[StepFacts { sequences: 257, ..MANY }, StepFacts { sequences: 512, ..MANY }]),
         ("step with chunks of prompts", &[GPU], &[CHUNKS]),
         ("– if no sequence gets a token", &[GPU], &[StepFacts { chooses_tokens: false, ..CHUNKS }]),
         ("– of one sequence, which the decode graph continues", &[GPU], &[StepFacts { sequences: 1, ..CHUNKS }]),
@@ -161,7 +160,7 @@ mod tests {
 
     #[test]
     fn the_table_in_the_documentation_is_right() {
-        let page = include_str!("../../../docs/architecture.md");
+        let page = include_str!("../../docs/architecture.md");
         let (_, table) = page.split_once("| step | runs as | queued ahead |\n").unwrap();
         let table: Vec<Vec<&str>> = table
             .lines()
@@ -198,7 +197,7 @@ mod tests {
 
     #[test]
     fn too_many_sequences_are_not_queued() {
-        let step = StepFacts { sequences: 513, ..MANY };
+        let step = StepFacts { sequences: MAX_SEQUENCES + 1, ..MANY };
         assert_eq!((route(GPU, step), queued_route(GPU, step)), (Route::Operations, None));
     }
 }

@@ -1,6 +1,6 @@
 //! Tests of queued steps on the CPU. A queued step is planned before the tokens of the previous step are known.
 //!
-//! On a GPU, batches always run with queued steps, so the batch tests in `engine.rs` also cover queued steps.
+//! On a GPU, most steps are queued (see docs/architecture.md), so the batch tests in `engine.rs` also cover queued steps.
 
 use std::collections::BTreeMap;
 

@@ -11,7 +11,7 @@ use candle_core::{DType, Device};
 
 use super::info::{LoadTimes, ModelInfo};
 use super::load_ranks::{LoadedRanks, RankLoader};
-use super::memory::{Capacity, DeviceKind, MAX_LOGIT_ROWS, MemoryPlan};
+use super::memory::{Capacity, DeviceKind, MemoryPlan};
 use super::memory_limit::MemoryLimit;
 use super::rank_memory::RankMemory;
 use crate::device::{self, DeviceChoice, DeviceInfo, Devices, Split};
@@ -21,7 +21,7 @@ use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
 use crate::models::{self, ModelConfig};
 use crate::nn::kv_cache::BLOCK_TOKENS;
-use crate::runner::{PromptParts, Runner, RunnerLimits, RunnerOptions};
+use crate::runner::{MAX_SEQUENCES, PromptParts, Runner, RunnerLimits, RunnerOptions};
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, Inventory, LoadProgress};
 use crate::worker;
@@ -152,8 +152,8 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
         cache_sequences,
         max_sequences: options
             .max_sequences
-            .unwrap_or(MAX_LOGIT_ROWS)
-            .clamp(1, MAX_LOGIT_ROWS.min(runner.limits().chunk)),
+            .unwrap_or(MAX_SEQUENCES)
+            .clamp(1, MAX_SEQUENCES.min(runner.limits().chunk)),
         load: times,
     };
     let defaults = SamplingParams::from_generation_config(&language.generation_config);

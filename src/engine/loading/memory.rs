@@ -14,6 +14,7 @@ use crate::kernels::exchange::MAILBOX_BYTES;
 use crate::kernels::scratch::MAX_ARENA_BYTES;
 use crate::models::Architecture;
 use crate::nn::kv_cache::{BLOCK_TOKENS, CacheLayout, LayerSpec, peak_blocks};
+use crate::runner::MAX_SEQUENCES;
 use crate::weights::Inventory;
 use crate::weights::division::RankPart;
 use crate::weights::inventory::PartBytes;
@@ -31,9 +32,6 @@ const WORKSPACE_BYTES: u64 = 192 << 20;
 const ARENA_BYTES: u64 = 2 * MAX_ARENA_BYTES as u64;
 /// The smallest value of [`workspace_bytes_per_token`]. Models with wide MLPs need more.
 const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
-
-/// The maximum number of sequences in a step. Each sequence has one row of logits.
-pub const MAX_LOGIT_ROWS: usize = 256;
 
 /// The maximum chunk size in tokens.
 ///
@@ -365,7 +363,7 @@ impl MemoryPlan {
     /// Includes a buffer that all batch graphs share, the logits of a step, a copy of the rows to sample from,
     /// and another copy for log probabilities.
     fn logit_bytes(&self, chunk: usize) -> u64 {
-        ((MAX_LOGIT_ROWS + 3 * MAX_LOGIT_ROWS.min(chunk)) as u64).saturating_mul(self.logits_row_bytes)
+        ((MAX_SEQUENCES + 3 * MAX_SEQUENCES.min(chunk)) as u64).saturating_mul(self.logits_row_bytes)
     }
 
     /// Returns `(full, sliding)`: KV cache sizes in bytes.

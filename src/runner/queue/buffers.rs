@@ -14,7 +14,7 @@ use crate::kernels::launch::{HostWords, Mailbox};
 use crate::kernels::row_edits::{EditedRow, edit_rows};
 use crate::kernels::step_inputs::StepInputs;
 use crate::runner::choose_token::NoToken;
-use crate::runner::limits::MAX_QUEUED_SEQUENCES;
+use crate::runner::limits::MAX_SEQUENCES;
 use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
 
 /// The maximum number of steps whose tokens the host has not taken: a running step, and a step that waits for it.
@@ -28,7 +28,7 @@ const SLOTS: usize = 2 * DEPTH;
 const INPUT_WORDS: usize = 1 << 17;
 
 /// The number of words in host memory for the sampling parameters of a step's rows.
-const PARAM_WORDS: usize = MAX_QUEUED_SEQUENCES * SAMPLE_PARAM_WORDS;
+const PARAM_WORDS: usize = MAX_SEQUENCES * SAMPLE_PARAM_WORDS;
 
 /// The number of words in host memory for the edits of a step's logits. A token with a penalty needs two words.
 const EDIT_WORDS: usize = 1 << 18;
@@ -38,9 +38,9 @@ const SLOT_WORDS: usize = INPUT_WORDS + PARAM_WORDS + EDIT_WORDS;
 
 /// The buffers of queued steps.
 pub struct QueueBuffers {
-    /// The tokens of the last queued step, u32 `[MAX_QUEUED_SEQUENCES]`.
+    /// The tokens of the last queued step, u32 `[MAX_SEQUENCES]`.
     tokens: Tensor,
-    /// `MAX_QUEUED_SEQUENCES` slots for each of `DEPTH` steps.
+    /// `MAX_SEQUENCES` slots for each of `DEPTH` steps.
     mailbox: Arc<Mailbox>,
     /// `SLOT_WORDS` words for each of `SLOTS` steps.
     host: Arc<HostWords>,
@@ -53,8 +53,8 @@ pub struct QueueBuffers {
 impl QueueBuffers {
     pub fn new(device: &CudaDevice) -> Result<Self> {
         Ok(Self {
-            tokens: Tensor::zeros(MAX_QUEUED_SEQUENCES, DType::U32, &Device::Cuda(device.clone()))?,
-            mailbox: Mailbox::new(device, MAX_QUEUED_SEQUENCES * DEPTH)?,
+            tokens: Tensor::zeros(MAX_SEQUENCES, DType::U32, &Device::Cuda(device.clone()))?,
+            mailbox: Mailbox::new(device, MAX_SEQUENCES * DEPTH)?,
             host: HostWords::new(device, SLOT_WORDS * SLOTS)?,
             steps: 0,
             rows: HashMap::new(),
@@ -93,7 +93,7 @@ impl QueueBuffers {
         let params: Vec<_> = samplings.iter().map(|row| row.params).collect();
         let rows = (0..).zip(samplings).map(|(row, sampling)| (sampling.id, row)).collect();
         let index = self.steps;
-        let (slot, word) = (index % DEPTH * MAX_QUEUED_SEQUENCES, index % SLOTS * SLOT_WORDS + INPUT_WORDS);
+        let (slot, word) = (index % DEPTH * MAX_SEQUENCES, index % SLOTS * SLOT_WORDS + INPUT_WORDS);
         let mut edited = Vec::new();
         for (row, sampling) in samplings.iter().enumerate().filter(|(_, sampling)| !sampling.edits.is_empty()) {
             let in_flight = self.token_index(sampling.id, sampling.awaits_input)?;
@@ -110,7 +110,7 @@ impl QueueBuffers {
     /// Waits for the tokens of step `index`, one for each sequence that needs a token. Calls `record` with the index of
     /// each sequence and its token.
     pub fn wait(&self, index: usize, needs_token: &[bool], record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
-        let mut slots = index % DEPTH * MAX_QUEUED_SEQUENCES..;
+        let mut slots = index % DEPTH * MAX_SEQUENCES..;
         let wait = |(sequence, &needs_token): (usize, &bool)| {
             let slot = if needs_token { slots.next() } else { None };
             let Some(slot) = slot else { return Ok(None) };

@@ -19,6 +19,8 @@ use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 use crate::runner::decode_graph::DecodeGraph;
 #[cfg(feature = "cuda")]
 use crate::runner::queue::RowSampling;
+#[cfg(feature = "cuda")]
+use crate::runner::route::Route;
 use crate::runner::scored_pass::forward_scored;
 #[cfg(feature = "cuda")]
 use crate::runner::step_sequence::StepSequence;
@@ -33,9 +35,9 @@ pub enum RankCommand {
     /// Runs a decode step as a CUDA graph.
     #[cfg(feature = "cuda")]
     Batch(Arc<OwnedStep>),
-    /// Queues a step whose tokens stay on the GPU.
+    /// Queues a step whose tokens stay on the GPU. It runs as the route says.
     #[cfg(feature = "cuda")]
-    Queue(Arc<OwnedStep>, Arc<[RowSampling]>),
+    Queue(Route, Arc<OwnedStep>, Arc<[RowSampling]>),
     /// Runs a command on the decode graph.
     #[cfg(feature = "cuda")]
     Graph(GraphCommand),

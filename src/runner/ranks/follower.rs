@@ -121,12 +121,13 @@ impl Follower {
                 buffers.skip();
             }
             #[cfg(feature = "cuda")]
-            RankCommand::Queue(step, samplings) => {
+            RankCommand::Queue(route, step, samplings) => {
                 let Some((batches, buffers)) = &mut self.batches else {
                     bail!("internal error: a queue without a GPU")
                 };
                 let (decoder, cache, sum_order) = (&self.decoder, &self.cache, self.sum_order);
-                RankQueue { decoder, cache, batches, buffers, sum_order }.queue(&step.sequences(), samplings)?;
+                let queue = RankQueue { decoder, cache, batches, buffers, sum_order };
+                queue.queue(*route, &step.sequences(), samplings)?;
             }
             #[cfg(feature = "cuda")]
             RankCommand::Graph(command) => {

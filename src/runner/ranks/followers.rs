@@ -35,6 +35,8 @@ use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
 #[cfg(feature = "cuda")]
 use crate::runner::queue::RowSampling;
+#[cfg(feature = "cuda")]
+use crate::runner::route::Route;
 use crate::runner::scored_pass::forward_scored;
 #[cfg(feature = "cuda")]
 use crate::runner::step_sequence::StepSequence;
@@ -218,6 +220,7 @@ impl Followers {
     #[cfg(feature = "cuda")]
     pub fn queue<T>(
         &self,
+        route: Route,
         sequences: &[StepSequence],
         samplings: &[RowSampling],
         run: impl FnOnce() -> Result<T>,
@@ -225,7 +228,7 @@ impl Followers {
         if self.is_empty() {
             return run();
         }
-        self.together(RankCommand::Queue(Arc::new(OwnedStep::new(sequences)), samplings.into()), run)
+        self.together(RankCommand::Queue(route, Arc::new(OwnedStep::new(sequences)), samplings.into()), run)
     }
 
     /// Runs a decode step as a CUDA graph on all followers, while `run` runs the step on the first rank.

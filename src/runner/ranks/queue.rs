@@ -10,6 +10,7 @@ use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 use crate::runner::batch_graph::BatchGraphs;
 use crate::runner::queue::{QueueBuffers, RowSampling};
+use crate::runner::route::Route;
 use crate::runner::step_sequence::StepSequence;
 
 /// What a rank needs to queue a step on its GPU.
@@ -24,24 +25,14 @@ pub struct RankQueue<'r> {
 impl RankQueue<'_> {
     /// Queues the forward pass of all sequences and the choice of their next tokens. All ranks have the same logits and
     /// parameters, so their GPUs choose the same tokens. Returns the index of the step.
-    pub fn queue(self, sequences: &[StepSequence], samplings: &[RowSampling]) -> Result<usize> {
-        let Self { decoder, cache, batches, buffers, sum_order } = self;
-        let logits = match batches.try_run(decoder, cache, sequences, buffers)? {
+    pub fn queue(mut self, route: Route, sequences: &[StepSequence], samplings: &[RowSampling]) -> Result<usize> {
+        let on_graph = match route {
+            Route::BatchGraph => self.batches.try_run(self.decoder, self.cache, sequences, self.buffers)?,
+            Route::DecodeGraph | Route::Operations => None,
+        };
+        let logits = match on_graph {
             Some(logits) => logits,
-            None => {
-                let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
-                let mut sources = Vec::with_capacity(ids.len());
-                for sequence in sequences {
-                    sources.push(buffers.source(sequence)?);
-                    sources.resize(sources.len() + sequence.ids.len() - 1, None);
-                }
-                let on_device = Tensor::zeros(ids.len(), DType::U32, cache.device())?;
-                let inputs = StepInputs { ids: ids.clone(), sources, ..StepInputs::default() };
-                buffers.write_inputs(&inputs, &on_device)?;
-                let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
-                let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order };
-                decoder.forward_on_device(&on_device, &batch, cache)?
-            }
+            None => self.forward(sequences)?,
         };
         let logits = if samplings.len() == sequences.len() {
             logits
@@ -49,6 +40,22 @@ impl RankQueue<'_> {
             let rows: Vec<u32> = samplings.iter().map(|sampling| sampling.index as u32).collect();
             logits.index_select(&Tensor::new(rows, logits.device())?, 0)?
         };
-        buffers.choose(samplings, &logits)
+        self.buffers.choose(samplings, &logits)
+    }
+
+    /// Queues the forward pass of all sequences, operation by operation.
+    fn forward(&mut self, sequences: &[StepSequence]) -> Result<Tensor> {
+        let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
+        let mut sources = Vec::with_capacity(ids.len());
+        for sequence in sequences {
+            sources.push(self.buffers.source(sequence)?);
+            sources.resize(sources.len() + sequence.ids.len() - 1, None);
+        }
+        let on_device = Tensor::zeros(ids.len(), DType::U32, self.cache.device())?;
+        let inputs = StepInputs { ids: ids.clone(), sources, ..StepInputs::default() };
+        self.buffers.write_inputs(&inputs, &on_device)?;
+        let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
+        let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order: self.sum_order };
+        self.decoder.forward_on_device(&on_device, &batch, self.cache)
     }
 }

@@ -1,6 +1,5 @@
 //! The methods of [`Runner`](super::Runner) that run steps.
 //!
-//! - `route`: decides what runs a step, and whether the step can be queued
 //! - `run`: `Runner::step`, which waits for the tokens of the step
 //! - `run_on_gpu`: the parts of `Runner::step` that run only on a GPU: CUDA graphs, and sampling on the device
 //! - `queue`: `Runner::queue` and `Runner::take`, which let the host plan a step while the device runs the previous step
@@ -9,16 +8,14 @@
 mod queue;
 #[cfg(feature = "cuda")]
 mod queue_on_gpu;
-mod route;
 mod run;
 #[cfg(feature = "cuda")]
 mod run_on_gpu;
 
-use route::RunnerFacts;
-
 use super::Runner;
 #[cfg(feature = "cuda")]
 use super::decode::Decode;
+use super::route::RunnerFacts;
 
 impl Runner {
     /// Returns what decides how steps run.

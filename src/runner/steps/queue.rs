@@ -8,13 +8,13 @@ use std::time::Instant;
 
 use anyhow::{Result, anyhow};
 
-use super::route::{StepFacts, queued_route};
 #[cfg(feature = "cuda")]
 use crate::kernels::decode::sample::DeviceSampling;
 use crate::kernels::row_edits::RowEdits;
 use crate::runner::Runner;
 use crate::runner::choose_token::ChooseToken;
 use crate::runner::queue::{QueuedStep, QueuedTokens};
+use crate::runner::route::{Route, StepFacts, queued_route};
 use crate::runner::step_sequence::{Chosen, StepSequence};
 use crate::runner::step_times::StepKind;
 
@@ -24,17 +24,16 @@ impl Runner {
     /// At most one earlier step may have tokens that were not taken. Sequences with
     /// [`awaits_input`](StepSequence::awaits_input) use the tokens of the earlier step as input.
     ///
-    /// Returns `None` and does nothing if the step cannot be queued and must run with [`step`](Self::step). `route.rs`
+    /// Returns `None` and does nothing if the step cannot be queued and must run with [`step`](Self::step). `runner/route.rs`
     /// decides this.
     pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
-        if queued_route(self.facts(), StepFacts::of(sequences)).is_none() {
-            return Ok(None);
-        }
+        let Some(route) = queued_route(self.facts(), StepFacts::of(sequences)) else { return Ok(None) };
         self.check_tokens(sequences)?;
         #[cfg(feature = "cuda")]
         if self.device.is_cuda() {
-            return self.queue_on_gpu(sequences).map(Some);
+            return self.queue_on_gpu(route, sequences).map(Some);
         }
+        debug_assert_eq!(route, Route::Operations);
         self.run_as_queued(sequences).map(Some)
     }
 

@@ -6,9 +6,6 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
 
-#[cfg(not(feature = "cuda"))]
-use super::route::Route;
-use super::route::{StepFacts, route};
 #[cfg(feature = "cuda")]
 use super::run_on_gpu::choose_on_device;
 use crate::kernels::SumOrder;
@@ -21,6 +18,9 @@ use crate::runner::choose_token::ChooseToken;
 use crate::runner::decode::Decode;
 use crate::runner::host_choice::choose;
 use crate::runner::logprobs::TokenLogprobs;
+#[cfg(not(feature = "cuda"))]
+use crate::runner::route::Route;
+use crate::runner::route::{StepFacts, route};
 use crate::runner::step_sequence::{Chosen, ScoreTokens, StepSequence};
 use crate::runner::step_times::StepKind;
 

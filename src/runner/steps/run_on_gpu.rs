@@ -5,7 +5,6 @@ use std::collections::HashMap;
 use anyhow::{Error, Result, anyhow, bail};
 use candle_core::Tensor;
 
-use super::route::Route;
 use crate::kernels::decode::{LogitEdit, RowLogprobs, edit_logits, mask_logits, sample_rows, top_logprobs};
 use crate::kernels::token_mask::TokenMask;
 use crate::runner::Runner;
@@ -14,6 +13,7 @@ use crate::runner::decode::Decode;
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::logprobs::TokenLogprobs;
 use crate::runner::ranks::{Followers, GraphCommand};
+use crate::runner::route::Route;
 use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
 
 /// Chooses the next token of each sequence on the GPU, which avoids copying the logits to the host.
