@@ -16,18 +16,20 @@
 // Copies the input row of each pair's token to `out`, in fragment order.
 //   x: f32 [tokens, columns]
 //   out: T, tiled [ceil(columns / 64)][rows][64]
-//   grid: ceil(pairs / 8); block: 256, one warp per pair
+//   grid: (ceil(pairs / 8), n), so that n warps divide the columns of a pair; block: 256
 //   bytes moved: 4 · tokens · columns + 2 · pairs · columns
 template <typename T>
 __device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint32_t* offsets, T* out, int columns,
                               int rows, int chosen, int experts) {
     const int position = blockIdx.x * 8 + threadIdx.x / 32;
+    pdl_wait();
+    pdl_launch_dependents();
     WorkItem item;
     if (!find_work_item(offsets, experts, 1, 1, position, item)) return;
     const float2* from = reinterpret_cast<const float2*>(x) + (size_t)(sorted[position] / chosen) * (columns / 2);
     const int row = item.row + item.index;
 #pragma unroll 4
-    for (int i = threadIdx.x % 32; i < (columns + 63) / 64 * 8; i += 32) {
+    for (int i = blockIdx.y * 32 + threadIdx.x % 32; i < (columns + 63) / 64 * 8; i += 32 * gridDim.y) {
         const uint4 value = fragment_segment<T>(from, i, columns);
         reinterpret_cast<uint4*>(out)[((size_t)(i / 8) * rows + row) * 8 + (i ^ row) % 8] = value;
     }
@@ -102,6 +104,8 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
     const int my_tile = warp / COLUMN_WARPS * MT, my_column = warp % COLUMN_WARPS;
     const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
+    pdl_wait();
+    pdl_launch_dependents();
 
     Tile tile;
     const auto next_tile = [&](int number) {
@@ -401,6 +405,7 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
                                      int experts) {
     constexpr int STAGES = S::STAGES, ROW_TILES = EXPERT_WGMMA_ROW_TILES;
     constexpr int MULTIPLYING = EXPERT_WGMMA_THREADS / 4 * 3;  // threads
+    constexpr int LANES = ROW_TILES / 3;                       // weight tiles per copying warp
     extern __shared__ __align__(1024) unsigned char shared[];
     Ring<S> ring;
     ring.address = (__cvta_generic_to_shared(shared) + 1023) / 1024 * 1024;
@@ -419,14 +424,21 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
         // Each thread starts with 128 / BLOCKS registers.
         // The copying warpgroup releases most of its registers, so that the multiplying warpgroups can use them.
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::COPY_REGISTERS));
-        // In each warp, three lanes copy the blocks of one weight tile each, and three other lanes copy the scales.
-        // A warp issues its copies one by one, so the copies are spread over the warps.
-        const int lane = threadIdx.x % 32, row_tile = threadIdx.x / 32 % 4 * (ROW_TILES / 4) + lane % (ROW_TILES / 4);
-        const bool blocks = lane < ROW_TILES / 4;
+        // Warp 0 copies x, after the previous kernel has ended. The other warps copy weights, and do not wait.
+        // They already read `offsets`, which is complete: the previous kernel, `gather_tokens` or gate_up, lets this
+        // kernel start only after the kernel before it has ended.
+        // In each of these warps, four lanes copy the blocks of one weight tile each, and four other lanes copy the
+        // scales. A warp issues its copies one by one, so the copies are spread over the warps.
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row_tile = (warp - 1) * LANES + lane % LANES;
         const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
+        if (warp == 0) {
+            pdl_wait();
+            pdl_launch_dependents();
+        }
         for (int number = blockIdx.x; next(number); number += gridDim.x) {
             const size_t first_tile = ((size_t)tile.expert * row_tiles + tile.row_tile + row_tile) * steps;
             const int tiles = min(row_tiles - tile.row_tile, ROW_TILES), x_bytes = (tile.pairs + 7) / 8 * 1024;
+            const bool blocks = lane < LANES;
             const int size = blocks ? MXFP4_TILE_BYTES : MXFP4_TILE_SCALE_BYTES;
             const int to = blocks ? row_tile * STAGE_TILE_BYTES : S::WEIGHT_BYTES + row_tile * STAGE_SCALE_BYTES;
             const uint8_t* from = (blocks ? w.blocks : w.scales) + first_tile * size;
@@ -442,7 +454,7 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
                     copy_bulk(ring.x(position.stage), x_from, x_bytes, full);
                     if (count == 2) copy_bulk(ring.x(position.stage) + S::HALF_X, x_from + x_pitch, x_bytes, full);
                 }
-                if (lane < ROW_TILES / 2 && row_tile < tiles)
+                if (warp > 0 && lane < 2 * LANES && row_tile < tiles)
                     copy_bulk(ring.weights(position.stage) + to, from, size * count, full);
                 from += size * 2, x_from += x_pitch * 2;
                 position.next();

@@ -15,6 +15,10 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, modul
 use crate::kernels::scratch;
 use crate::kernels::unsupported;
 
+/// The maximum number of pairs whose rows of x several warps gather together.
+/// With few pairs, one warp per pair would leave most of the GPU idle.
+const GATHER_FEW_PAIRS: usize = 4096;
+
 /// The weights and biases of one linear layer, for all experts.
 #[derive(Clone, Copy)]
 pub struct ExpertLinear<'t> {
@@ -123,10 +127,11 @@ fn gather_tokens(
         .int(tiled_rows)
         .int(pairs / tokens.max(1))
         .int(experts);
-    let (kernel, shape) =
-        (format!("gather_tokens_{}", dtype_suffix(dtype)?), LaunchShape::linear(pairs.div_ceil(8), 256));
+    let kernel = format!("gather_tokens_{}", dtype_suffix(dtype)?);
+    let warps_per_pair = if pairs <= GATHER_FEW_PAIRS { 6 } else { 1 };
+    let shape = LaunchShape::new((pairs.div_ceil(8), warps_per_pair, 1), 256);
     // SAFETY: the grid covers all pairs, and `expert_mlp` has checked all shapes.
-    unsafe { Launch::new(module!("expert_mlp"), kernel, shape, arguments).enqueue(device)? };
+    unsafe { Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping().enqueue(device)? };
     Ok(gathered)
 }
 

@@ -76,7 +76,8 @@ impl ProductKernel {
         match self {
             Self::Few(tile) => tile.launch(product, dtype, arguments),
             Self::Many { name, shape } => {
-                Launch::new(module!("expert_mlp"), format!("expert_{product}_{dtype}_{name}"), shape, arguments)
+                let kernel = format!("expert_{product}_{dtype}_{name}");
+                Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping()
             }
         }
     }

@@ -20,7 +20,7 @@
 #include "headers/pdl.cuh"
 #include "moe/routing.cuh"
 
-constexpr int TOKENS = 8, THREADS = 32 * TOKENS, QUADS = ROUTE_COLUMNS / 4;
+constexpr int TOKENS = 8, THREADS = 32 * TOKENS, WARPS = THREADS / 32, QUADS = ROUTE_COLUMNS / 4;
 
 // Counters of finished blocks: one counter per 8 tokens, and one counter for the blocks that have chosen experts.
 // All counters are zero between launches. Each device has its own counters and runs its kernels in order,
@@ -30,33 +30,44 @@ __device__ uint32_t finished[ROUTE_TOKENS / TOKENS + 1];
 // Sorts all pairs by expert, like sort_by_expert, and the pairs of each expert in ascending order. The order decides
 // which pairs share a tile in later kernels. A fixed order makes results reproducible bit for bit.
 // Adds the number of experts that have pairs to usage[1], and 1 to usage[0].
-//   experts_of: shared memory for the expert of each pair
+//   next, experts_of: shared memory
 __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* usage,
-                                           uint16_t* experts_of, int pairs, int experts) {
-    __shared__ uint32_t next[ROUTE_EXPERTS];
+                                           uint32_t (*next)[ROUTE_EXPERTS], uint16_t* experts_of, int pairs,
+                                           int experts) {
+    // Each warp sorts `share` consecutive pairs.
+    // next[w][e] is first the number of pairs of expert e in the share of warp w, and then the position in `sorted` of
+    // the next such pair. experts_of[p] is the expert of pair p.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int e = threadIdx.x; e < experts; e += THREADS) next[e] = 0;
-    __syncthreads();
-    for (int p = threadIdx.x; p < pairs; p += THREADS) {
+    const int share = (pairs + THREADS - 1) / THREADS * 32, first = warp * share, end = min(first + share, pairs);
+    for (int e = lane; e < experts; e += 32) next[warp][e] = 0;
+    __syncwarp();
+    for (int p = first + lane; p < end; p += 32) {
         const uint32_t expert = __ldcg(ids + p);
         experts_of[p] = expert;
-        atomicAdd(&next[expert], 1u);
+        atomicAdd(&next[warp][expert], 1u);
     }
     __syncthreads();
     if (warp == 0) {
         uint32_t before = 0, used = 0;
         for (int base = 0; base < experts; base += 32) {
             const int e = base + lane;
-            const uint32_t count = e < experts ? next[e] : 0;
-            uint32_t end = count;
+            uint32_t count = 0;
+            for (int w = 0; w < WARPS && e < experts; ++w) count += next[w][e];
+            uint32_t last = count;
             used += __popc(__ballot_sync(0xffffffffu, count > 0));
 #pragma unroll
             for (int offset = 1; offset < 32; offset *= 2) {
-                const uint32_t other = __shfl_up_sync(0xffffffffu, end, offset);
-                if (lane >= offset) end += other;
+                const uint32_t other = __shfl_up_sync(0xffffffffu, last, offset);
+                if (lane >= offset) last += other;
             }
-            if (e < experts) offsets[e] = next[e] = before + end - count;
-            before += __shfl_sync(0xffffffffu, end, 31);
+            uint32_t position = before + last - count;
+            if (e < experts) offsets[e] = position;
+            for (int w = 0; w < WARPS && e < experts; ++w) {
+                const uint32_t own = next[w][e];
+                next[w][e] = position;
+                position += own;
+            }
+            before += __shfl_sync(0xffffffffu, last, 31);
         }
         if (lane == 0) {
             offsets[experts] = before;
@@ -64,15 +75,13 @@ __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted
         }
     }
     __syncthreads();
-    for (int e = warp; e < experts; e += THREADS / 32) {
-        uint32_t to = next[e];
-        const uint32_t end = e + 1 < experts ? next[e + 1] : pairs;
-        for (int base = 0; to < end; base += 32) {
-            const bool matches = base + lane < pairs && experts_of[base + lane] == e;
-            const uint32_t mask = __ballot_sync(0xffffffffu, matches);
-            if (matches) sorted[to + __popc(mask & ((1u << lane) - 1))] = base + lane;
-            to += __popc(mask);
-        }
+    for (int p = first + lane; p - lane < end; p += 32) {
+        const uint32_t expert = p < end ? experts_of[p] : NO_EXPERT;
+        const uint32_t same = __match_any_sync(0xffffffffu, expert), earlier = __popc(same & ((1u << lane) - 1));
+        if (p < end) sorted[next[warp][expert] + earlier] = p;
+        __syncwarp();
+        if (p < end && earlier == 0) next[warp][expert] += __popc(same);
+        __syncwarp();
     }
 }
 
@@ -136,8 +145,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
 
-    // 3. Sort the pairs of all tokens. The weights are no longer needed.
+    // 3. Sort the pairs of all tokens. The logits and the weights are no longer needed. With more shared memory of its
+    // own, a block would keep a block of the next kernel from starting early on the same multiprocessor.
+    static_assert(sizeof(logits) == WARPS * ROUTE_EXPERTS * sizeof(uint32_t));
     static_assert(sizeof(weights) >= ROUTE_TOKENS * MAX_CHOSEN_EXPERTS * sizeof(uint16_t));
     if (is_last_block(finished + ROUTE_TOKENS / TOKENS, gridDim.x))
-        sort_pairs(ids, sorted, offsets, usage, reinterpret_cast<uint16_t*>(weights), tokens * chosen, experts);
+        sort_pairs(ids, sorted, offsets, usage, reinterpret_cast<uint32_t (*)[ROUTE_EXPERTS]>(logits),
+                   reinterpret_cast<uint16_t*>(weights), tokens * chosen, experts);
 }
