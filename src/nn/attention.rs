@@ -11,7 +11,7 @@ use candle_core::{DType, Tensor};
 use super::kv_cache::{KvCache, LayerSpec};
 use super::linear::{Bias, Linear};
 use super::norm::{Norm, NormConfig};
-use super::pass::Pass;
+use super::pass::{LogitRows, Pass};
 use super::rope::RotaryEmbedding;
 use crate::device::World;
 use crate::kernels::{
@@ -198,20 +198,34 @@ impl Attention {
     }
 
     /// Computes attention for the tokens of all sequences, and writes the new keys and values to the cache.
-    /// Maps x `[tokens, hidden]` to f32 `[tokens, hidden]`, summed over the heads of all ranks.
+    /// Maps x `[tokens, hidden]` to the needed rows of f32 `[tokens, hidden]`, summed over the heads of all ranks.
     ///
     /// The result does not include the bias of `o_proj`, which is returned separately, so that
     /// the next norm can add it.
-    pub fn forward(&self, x: &Tensor, layer: usize, pass: &Pass, cache: &KvCache) -> Result<(Tensor, Option<&Tensor>)> {
+    pub fn forward(
+        &self,
+        x: &Tensor,
+        layer: usize,
+        pass: &Pass,
+        cache: &KvCache,
+        needed: LogitRows,
+    ) -> Result<(Tensor, Option<&Tensor>)> {
         let y = match self.config.heads {
-            0 => Tensor::zeros((x.dim(0)?, self.config.hidden_size), DType::F32, x.device())?,
-            _ => self.forward_heads(x, layer, pass, cache)?,
+            0 => Tensor::zeros((pass.row_count(needed), self.config.hidden_size), DType::F32, x.device())?,
+            _ => self.forward_heads(x, layer, pass, cache, needed)?,
         };
         Ok((self.world.sum_partials(&y)?, self.o_proj.bias.as_ref()))
     }
 
     /// Computes [`forward`](Self::forward) for the heads of this rank, which must hold at least one head.
-    fn forward_heads(&self, x: &Tensor, layer: usize, pass: &Pass, cache: &KvCache) -> Result<Tensor> {
+    fn forward_heads(
+        &self,
+        x: &Tensor,
+        layer: usize,
+        pass: &Pass,
+        cache: &KvCache,
+        needed: LogitRows,
+    ) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
         let AttentionConfig { heads, spec, scale, softcap, .. } = self.config;
         let LayerSpec { kv_heads, head_dim, window } = spec;
@@ -231,8 +245,8 @@ impl Attention {
         let inputs = AttentionInputs { q: &q, layer: cached, queries, blocks, sinks, mask, sum_order };
         let y = attention(inputs, pass.backend())?;
 
-        // 3. project back
-        let y = y.reshape((tokens, heads * head_dim))?;
+        // 3. project the needed rows back
+        let y = pass.select(needed, &y.reshape((tokens, heads * head_dim))?)?;
         self.o_proj.matmul(&y, sum_order)
     }
 }

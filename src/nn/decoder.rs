@@ -28,6 +28,7 @@ use crate::kernels::{
 use crate::weights::Weights;
 
 /// A callback that receives the index of each layer and the residual stream after the layer, f32 `[tokens, hidden]`.
+/// The last layer computes only the rows that `StepBatch::logits` selects.
 pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
 
 /// A whole model, or a rank's part of it: embedding, layers, final norm and output head.
@@ -40,6 +41,8 @@ pub struct Decoder {
     layers: Vec<DecoderLayer>,
     /// The index of the first of these layers in the model.
     first_layer: usize,
+    /// The number of layers of the model.
+    layer_count: usize,
     pub(crate) norm: Norm,
     /// The output head, with the rows of the vocabulary that this rank computes.
     pub(crate) lm_head: Linear,
@@ -88,6 +91,7 @@ impl Decoder {
             cache_layers,
             layers: decoder_layers,
             first_layer: own.start,
+            layer_count,
             norm: Norm::load(&root.at(names.norm), hidden_size, config.norm)?,
             lm_head: load_head(weights, &embed_tokens, (vocab_size, hidden_size), tie_word_embeddings)?,
             embed_positions: config.learned_positions.map(load_positions).transpose()?,
@@ -187,7 +191,9 @@ impl Decoder {
             for (index, layer) in self.own_layers().filter(|_| is_own) {
                 self.world.tick();
                 scratch::begin_layer();
-                let (sum, output) = layer.forward(&x, y.as_ref(), index, pass, cache)?;
+                // Later layers need the keys and values of every token. After the last layer, only logits follow.
+                let needed = if index + 1 == self.layer_count { rows } else { LogitRows::All };
+                let (sum, output) = layer.forward(&x, y.as_ref(), index, pass, cache, needed)?;
                 if let Some(tap) = &mut tap {
                     tap(index, &(&sum + &output)?)?;
                 }
@@ -199,7 +205,10 @@ impl Decoder {
                 let result = match (is_own, &y) {
                     (true, Some(y)) => (&x + y)?,
                     (true, None) => x.clone(),
-                    (false, _) => x.zeros_like()?,
+                    (false, _) => {
+                        let needed = if stage + 1 == self.stages() { rows } else { LogitRows::All };
+                        Tensor::zeros((pass.row_count(needed), x.dim(1)?), x.dtype(), x.device())?
+                    }
                 };
                 (x, y) = (self.world.sum(&result)?, None);
             }
@@ -207,9 +216,6 @@ impl Decoder {
 
         // 3. norm
         scratch::begin_layer();
-        if rows == LogitRows::Last {
-            (x, y) = (last_rows(&x, pass)?, y.map(|y| last_rows(&y, pass)).transpose()?);
-        }
         let (_, normed) = self.norm.add_norm(&x, y.as_ref().map(Addend::from), self.dtype)?;
         scratch::end_layers();
         Ok(normed)
@@ -388,17 +394,4 @@ fn load_head(
         1 => Ok(Linear::tied(embedding.clone())),
         _ => Ok(Linear::tied(embedding.rows(share.start, share.len())?)),
     }
-}
-
-/// Returns the last row of each sequence.
-fn last_rows(rows: &Tensor, pass: &Pass) -> Result<Tensor> {
-    let spans = pass.queries().spans();
-    if let [span] = spans {
-        return Ok(rows.narrow(0, span.tokens - 1, 1)?.contiguous()?);
-    }
-    if spans.len() == rows.dim(0)? {
-        return Ok(rows.clone());
-    }
-    let last: Vec<u32> = spans.iter().map(|span| (span.first + span.tokens - 1) as u32).collect();
-    Ok(rows.index_select(&Tensor::new(last, rows.device())?, 0)?)
 }

@@ -7,7 +7,7 @@ use super::attention::Attention;
 use super::kv_cache::KvCache;
 use super::mlp::Mlp;
 use super::norm::Norm;
-use super::pass::Pass;
+use super::pass::{LogitRows, Pass};
 use crate::kernels::{norm::Addend, rows::add_bias};
 
 /// A decoder layer. It computes x + attention(norm(x)), then x + mlp(norm(x)).
@@ -28,7 +28,8 @@ pub(crate) struct DecoderLayer {
 impl DecoderLayer {
     /// Runs the layer on the residual stream x and the output y of the previous layer, both f32 `[tokens, hidden]`.
     ///
-    /// Returns x and y for the next layer. y is not yet added to x: the next norm kernel performs the addition.
+    /// Returns the rows of x and y that are needed after this layer. y is not yet added to x: the next norm kernel
+    /// performs the addition.
     pub(super) fn forward(
         &self,
         x: &Tensor,
@@ -36,9 +37,11 @@ impl DecoderLayer {
         index: usize,
         pass: &Pass,
         cache: &KvCache,
+        needed: LogitRows,
     ) -> Result<(Tensor, Tensor)> {
         let (x, normed) = self.attention_norm.add_norm(x, y.map(Addend::from), self.self_attn.dtype())?;
-        let (y, bias) = self.self_attn.forward(&normed, index, pass, cache)?;
+        let (y, bias) = self.self_attn.forward(&normed, index, pass, cache, needed)?;
+        let x = pass.select(needed, &x)?;
         let (x, normed) = match &self.attention_post_norm {
             None => self.mlp_norm.add_norm(&x, Some(Addend { rows: &y, bias }), self.mlp.dtype())?,
             Some(post_norm) => {

@@ -1,7 +1,9 @@
 //! One forward pass: its tokens and the data that all layers share.
 
+use std::cell::OnceCell;
+
 use anyhow::{Result, bail};
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 
 use super::kv_cache::{BlockTables, KvCache};
 use crate::kernels::SumOrder;
@@ -45,6 +47,8 @@ pub struct Pass {
     blocks: Vec<PassBlocks>,
     backend: AttentionBackend,
     sum_order: SumOrder,
+    /// The index of the last token of each sequence, u32 `[sequences]`, once a layer has asked for it.
+    last_tokens: OnceCell<Tensor>,
 }
 
 impl Pass {
@@ -71,7 +75,7 @@ impl Pass {
             PassBlocks::new(&queries, &tables, cache.blocks(), device)
         });
         let blocks = blocks.collect::<candle_core::Result<_>>()?;
-        Ok(Self { queries, blocks, backend, sum_order })
+        Ok(Self { queries, blocks, backend, sum_order, last_tokens: OnceCell::new() })
     }
 
     /// Creates a pass from positions and block tables that are already on the device.
@@ -82,7 +86,7 @@ impl Pass {
         backend: AttentionBackend,
         sum_order: SumOrder,
     ) -> Self {
-        Self { queries, blocks, backend, sum_order }
+        Self { queries, blocks, backend, sum_order, last_tokens: OnceCell::new() }
     }
 
     /// Returns the position and the sequence of each token.
@@ -93,6 +97,35 @@ impl Pass {
     /// Returns the block tables of a group of layers, and the cache rows of the new tokens.
     pub fn blocks(&self, group: usize) -> &PassBlocks {
         &self.blocks[group]
+    }
+
+    /// Returns the number of rows that [`select`](Self::select) returns.
+    pub(super) fn row_count(&self, rows: LogitRows) -> usize {
+        let spans = self.queries.spans();
+        match rows {
+            LogitRows::Last => spans.len(),
+            LogitRows::All => spans.iter().map(|span| span.tokens).sum(),
+        }
+    }
+
+    /// Returns the selected rows of x, which has one row per token.
+    pub(super) fn select(&self, rows: LogitRows, x: &Tensor) -> Result<Tensor> {
+        let spans = self.queries.spans();
+        if self.row_count(rows) == x.dim(0)? {
+            return Ok(x.clone());
+        }
+        if let [span] = spans {
+            return Ok(x.narrow(0, span.tokens - 1, 1)?.contiguous()?);
+        }
+        let last_tokens = match self.last_tokens.get() {
+            Some(last_tokens) => last_tokens,
+            None => {
+                let last: Vec<u32> = spans.iter().map(|span| (span.first + span.tokens - 1) as u32).collect();
+                let last = Tensor::new(last, x.device())?;
+                self.last_tokens.get_or_init(|| last)
+            }
+        };
+        Ok(x.index_select(last_tokens, 0)?)
     }
 
     /// Returns the order of additions in matrix products and attention.
