@@ -19,7 +19,7 @@ use super::route::RunnerFacts;
 
 impl Runner {
     /// Returns what decides how steps run.
-    fn facts(&self) -> RunnerFacts {
+    pub(super) fn facts(&self) -> RunnerFacts {
         let facts = RunnerFacts {
             has_decode_graph: false,
             has_batch_graphs: false,

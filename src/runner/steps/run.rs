@@ -17,6 +17,7 @@ use crate::runner::choose_token::ChooseToken;
 #[cfg(feature = "cuda")]
 use crate::runner::decode::Decode;
 use crate::runner::host_choice::choose;
+use crate::runner::limits::PromptParts;
 use crate::runner::logprobs::TokenLogprobs;
 #[cfg(not(feature = "cuda"))]
 use crate::runner::route::Route;
@@ -27,6 +28,28 @@ use crate::runner::step_times::StepKind;
 /// The maximum number of prompt tokens whose logits are in memory at once.
 /// The memory plan has room for several copies of these logits.
 const SCORED_ROWS: usize = 64;
+
+/// The pass of a step that a sequence belongs to, in the order in which the passes run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum PassKind {
+    /// One pass of sequences whose results may depend on each other.
+    Together,
+    /// One pass of single tokens, whose results do not depend on each other.
+    SingleTokens,
+    /// A pass for each part of a prompt, so that the results do not depend on other sequences.
+    PromptParts,
+}
+
+impl PassKind {
+    /// `parts_of_all` are the prompt parts of sequences that have none of their own.
+    fn of(sequence: &StepSequence, parts_of_all: Option<PromptParts>) -> Self {
+        match sequence.prompt_parts.or(parts_of_all) {
+            None => Self::Together,
+            Some(_) if sequence.ids.len() > 1 => Self::PromptParts,
+            Some(_) => Self::SingleTokens,
+        }
+    }
+}
 
 impl Runner {
     /// Runs one step. Returns the chosen token of each sequence.
@@ -40,34 +63,48 @@ impl Runner {
         if !self.device.is_cuda() {
             meanwhile();
         }
-        let chosen = self.run_step(sequences, meanwhile)?;
+        let chosen = self.run_passes(sequences, meanwhile)?;
         self.followers.check()?;
         self.times.add(kind, started.elapsed());
         Ok(chosen)
     }
 
-    pub(super) fn run_step(
+    /// Runs the passes of a step one after the other.
+    pub(super) fn run_passes(
         &mut self,
         sequences: &mut [StepSequence],
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Vec<Chosen>> {
-        if self.options.prompt_parts.is_some() {
-            return self.step_in_parts(sequences, meanwhile);
+        let parts_of_all = self.options.prompt_parts;
+        let kind = |sequence: &StepSequence| PassKind::of(sequence, parts_of_all);
+        // Both sorts are stable, so sequence i of the sorted slice was at `order[i]`.
+        let mut order: Vec<usize> = (0..sequences.len()).collect();
+        order.sort_by_key(|&index| kind(&sequences[index]));
+        sequences.sort_by_key(kind);
+        let mut results = Vec::with_capacity(sequences.len());
+        for group in sequences.chunk_by_mut(|a, b| kind(a) == kind(b)) {
+            match kind(&group[0]) {
+                PassKind::Together => {
+                    self.check_tokens(group)?;
+                    results.extend(self.run_pass(group, meanwhile, SumOrder::Fastest)?);
+                }
+                PassKind::SingleTokens => results.extend(self.run_pass(group, meanwhile, SumOrder::Fixed)?),
+                PassKind::PromptParts => {
+                    meanwhile();
+                    for sequence in group {
+                        results.push(self.run_prompt_parts(sequence)?);
+                    }
+                }
+            }
         }
-        // Sequences with prompt parts of their own run in separate passes.
-        let has_parts = |sequence: &StepSequence| sequence.prompt_parts.is_some();
-        in_two_groups(sequences, has_parts, |sequences, has_parts| {
-            if has_parts { self.step_in_parts(sequences, meanwhile) } else { self.step_together(sequences, meanwhile) }
-        })
+        let mut chosen: Vec<Chosen> = results.iter().map(|_| None).collect();
+        for (index, result) in order.into_iter().zip(results) {
+            chosen[index] = result;
+        }
+        Ok(chosen)
     }
 
-    /// Runs one step of sequences whose results may depend on each other.
-    fn step_together(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
-        self.check_tokens(sequences)?;
-        self.run_pass(sequences, meanwhile, SumOrder::Fastest)
-    }
-
-    /// Runs one step as a CUDA graph, or else operation by operation. `sum_order` applies to the operations.
+    /// Runs one pass as a CUDA graph, or else operation by operation. `sum_order` applies to the operations.
     fn run_pass(
         &mut self,
         sequences: &mut [StepSequence],
@@ -95,23 +132,9 @@ impl Runner {
         Ok(())
     }
 
-    /// Runs one step whose results do not depend on which sequences it contains: the single tokens in one pass, and
-    /// each part of a prompt in a pass of its own.
-    fn step_in_parts(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
-        let is_chunk = |sequence: &StepSequence| sequence.ids.len() > 1;
-        in_two_groups(sequences, is_chunk, |sequences, is_chunk| {
-            if is_chunk {
-                meanwhile();
-                sequences.iter_mut().map(|sequence| self.step_chunk(sequence)).collect()
-            } else {
-                self.run_pass(sequences, meanwhile, SumOrder::Fixed)
-            }
-        })
-    }
-
-    /// Runs a chunk of a prompt, divided into its parts.
+    /// Runs a chunk of a prompt: one pass for each of its parts.
     /// A part with only one token uses the fixed order of additions of decode steps.
-    fn step_chunk(&mut self, sequence: &mut StepSequence) -> Result<Chosen> {
+    fn run_prompt_parts(&mut self, sequence: &mut StepSequence) -> Result<Chosen> {
         let StepSequence { ids, position, prompt_parts, .. } = *sequence;
         let parts = prompt_parts.or(self.options.prompt_parts);
         let parts = parts.context("internal error: a sequence has no prompt parts")?;
@@ -217,27 +240,4 @@ fn score(logits: &Tensor, range: Range<usize>, scores: &mut ScoreTokens) -> Resu
         scores.logprobs.push(TokenLogprobs::from_logits(&logits, token, scores.top));
     }
     Ok(())
-}
-
-/// Calls `run` with the sequences for which `is_second` is false, and then with the other sequences.
-/// Skips a call if it would have no sequences. Reorders `sequences`, but returns the results in the original order.
-fn in_two_groups(
-    sequences: &mut [StepSequence],
-    is_second: impl Fn(&StepSequence) -> bool,
-    mut run: impl FnMut(&mut [StepSequence], bool) -> Result<Vec<Chosen>>,
-) -> Result<Vec<Chosen>> {
-    let mut order: Vec<usize> = (0..sequences.len()).collect();
-    order.sort_by_key(|&index| is_second(&sequences[index]));
-    // Both sorts are stable, so sequence i of the sorted slice was at `order[i]`.
-    sequences.sort_by_key(&is_second);
-    let (first, second) = sequences.split_at_mut(sequences.partition_point(|sequence| !is_second(sequence)));
-    let mut results = if first.is_empty() { Vec::new() } else { run(first, false)? };
-    if !second.is_empty() {
-        results.extend(run(second, true)?);
-    }
-    let mut chosen: Vec<Chosen> = results.iter().map(|_| None).collect();
-    for (index, result) in order.into_iter().zip(results) {
-        chosen[index] = result;
-    }
-    Ok(chosen)
 }
