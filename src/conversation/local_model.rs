@@ -51,9 +51,9 @@ impl Backend for LocalModel {
 
     fn stats(&self) -> Vec<(&'static str, String)> {
         let (engine, info) = (&self.0, self.0.info());
-        let executor = match engine.eager_reason() {
+        let executor = match engine.no_decode_graph() {
             None => engine.executor().to_string(),
-            Some(reason) => format!("{}, because {reason}", engine.executor()),
+            Some(reason) => format!("{}, without the decode graph: {reason}", engine.executor()),
         };
         let chat_format = engine.language().chat.as_ref().map_or("none", |chat| chat.name());
         vec![

@@ -79,7 +79,7 @@ fn info(vocab_size: usize) -> ModelInfo {
         dtype: DType::F32,
         attention: AttentionBackend::Auto,
         executor: Executor::Eager,
-        eager_reason: None,
+        no_decode_graph: None,
         is_deterministic: true,
         request_parts: None,
         device: DeviceInfo::cpu(),

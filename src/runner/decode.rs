@@ -1,4 +1,4 @@
-//! Chooses how the decode steps of a single sequence run.
+//! Plans the decode graph, which runs the decode steps of a single sequence.
 
 use std::fmt;
 
@@ -7,16 +7,16 @@ use serde::Serialize;
 
 #[cfg(feature = "cuda")]
 use super::decode_graph::{DecodeGraph, DecodePlan};
-use super::eager_reason::EagerReason;
 use super::limits::{RunnerLimits, RunnerOptions};
+use super::no_decode_graph::NoDecodeGraph;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 
-/// How the decode steps of a single sequence run.
+/// How the decode steps of a request run while it is the only one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Executor {
-    /// A CUDA graph: the decode graph, or with `--deterministic` a batch graph of one sequence.
+    /// A CUDA graph: the decode graph, or else a batch graph of one sequence.
     Graph,
     /// One operation at a time, without a graph.
     Eager,
@@ -31,20 +31,18 @@ impl fmt::Display for Executor {
     }
 }
 
-/// Runs the decode steps of a single sequence. `BatchGraphs` runs steps of several sequences.
+/// The decode graph, which runs the decode steps of a single sequence, if there is one.
 pub(super) enum Decode {
-    /// Runs the decoder one operation at a time. The reason says why there is no decode graph.
-    Eager(EagerReason),
-    /// Runs the steps as batches of one sequence, because the decode graph adds in another order than larger batches.
-    /// `BatchGraphs` has the graphs.
-    #[cfg(feature = "cuda")]
-    BatchGraph,
     #[cfg(feature = "cuda")]
     Graph(Box<DecodeGraph>),
+    /// With `--deterministic`, no decode graph is planned, because it would add in another order than batch graphs.
+    #[cfg(feature = "cuda")]
+    Deterministic,
+    NoGraph(NoDecodeGraph),
 }
 
 impl Decode {
-    /// Chooses how the decode steps run. Every rank must call this function, so that all ranks make the same choice.
+    /// Plans the decode graph. Every rank must call this function, so that either all ranks have a graph or none.
     pub fn plan_together(
         decoder: &Decoder,
         cache: &KvCache,
@@ -52,33 +50,33 @@ impl Decode {
         options: RunnerOptions,
     ) -> Result<Self> {
         let planned = match options {
-            RunnerOptions { eager: true, .. } => Ok(Decode::Eager(EagerReason::Requested)),
+            RunnerOptions { eager: true, .. } => Ok(Decode::NoGraph(NoDecodeGraph::Requested)),
             #[cfg(feature = "cuda")]
-            RunnerOptions { prompt_parts: Some(_), .. } if decoder.is_on_gpu() => Ok(Decode::BatchGraph),
+            RunnerOptions { prompt_parts: Some(_), .. } if decoder.is_on_gpu() => Ok(Decode::Deterministic),
             _ => Decode::plan(decoder, cache, limits.context),
         };
-        let is_eager = matches!(planned, Err(_) | Ok(Decode::Eager(_)));
-        let are_eager = decoder.world().all_gather(is_eager)?;
-        if !is_eager && are_eager.iter().any(|is_eager| **is_eager) {
-            return Ok(Decode::Eager(EagerReason::SeveralDevices));
+        let has_none = matches!(planned, Err(_) | Ok(Decode::NoGraph(_)));
+        let have_none = decoder.world().all_gather(has_none)?;
+        if !has_none && have_none.iter().any(|has_none| **has_none) {
+            return Ok(Decode::NoGraph(NoDecodeGraph::SeveralDevices));
         }
         planned
     }
 
-    /// Plans the decode graph, or returns `Eager` with the reason if the decoder is not supported.
+    /// Plans the decode graph, or returns `NoGraph` with the reason if the decoder is not supported.
     fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<Self> {
         #[cfg(feature = "cuda")]
         if decoder.is_on_gpu() {
             return match DecodeGraph::plan(decoder, cache, context) {
                 Ok(DecodePlan::Graph(graph)) => Ok(Decode::Graph(graph)),
-                Ok(DecodePlan::Unsupported(reason)) => Ok(Decode::Eager(reason)),
+                Ok(DecodePlan::Unsupported(reason)) => Ok(Decode::NoGraph(reason)),
                 Err(error) if crate::device::is_out_of_memory(&error) => Err(error),
                 // Debug builds fail here, so that tests find the bug. Release builds warn and decode without a graph.
                 Err(error) if cfg!(debug_assertions) => Err(error.context("cannot plan the decode graph")),
-                Err(error) => Ok(Decode::Eager(EagerReason::PlanFailed(crate::text::error_message(&error)))),
+                Err(error) => Ok(Decode::NoGraph(NoDecodeGraph::PlanFailed(crate::text::error_message(&error)))),
             };
         }
         let _ = (decoder, cache, context);
-        Ok(Decode::Eager(EagerReason::NotOnGpu))
+        Ok(Decode::NoGraph(NoDecodeGraph::NotOnGpu))
     }
 }

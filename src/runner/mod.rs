@@ -9,7 +9,7 @@
 //! - `scored_pass`: a forward pass that also returns the logits of prompt tokens
 //! - `solo`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
 //! - `bench`: prefill, decode steps and measurements for `inferno bench` and tests; runs a solo sequence
-//! - `decode`: chooses how the decode steps of a single sequence run; `eager_reason`: why they run without a graph
+//! - `decode`: chooses how the decode steps of a single sequence run; `no_decode_graph`: why they run without a graph
 //! - `decode_graph/`: the CUDA graph of fused kernels for a single sequence
 //! - `batch_graph`: the CUDA graphs of decode steps of several sequences, one for each batch size
 //! - `queue/`: what queued steps need: their buffers on a GPU, and the step whose tokens the host does not know yet
@@ -27,10 +27,10 @@ mod choose_token;
 mod decode;
 #[cfg(feature = "cuda")]
 pub mod decode_graph;
-mod eager_reason;
 mod host_choice;
 mod limits;
 mod logprobs;
+mod no_decode_graph;
 mod queue;
 mod ranks;
 mod route;
@@ -57,14 +57,15 @@ use decode::Decode;
 #[cfg(feature = "cuda")]
 use queue::QueueBuffers;
 use ranks::Followers;
+use route::{Route, StepFacts, queued_route, route};
 use solo_sequence::SoloSequence;
 use step_times::StepTimes;
 
 pub use choose_token::ChooseToken;
 pub use decode::Executor;
-pub use eager_reason::EagerReason;
 pub use limits::{MAX_SEQUENCES, PromptParts, RunnerLimits, RunnerOptions};
 pub use logprobs::TokenLogprobs;
+pub use no_decode_graph::NoDecodeGraph;
 pub use queue::QueuedStep;
 pub use ranks::{PANIC, RankCache, RankFault, RankParts, failure};
 pub use step_cost::{KernelTime, LaunchCounts, StepBytes};
@@ -220,21 +221,21 @@ impl Runner {
         &self.device
     }
 
-    /// Returns how the decode steps of a single sequence run.
+    /// Returns how the decode steps of a request run while it is the only one.
     pub fn executor(&self) -> Executor {
-        match self.decode {
-            Decode::Eager(_) => Executor::Eager,
-            #[cfg(feature = "cuda")]
-            Decode::BatchGraph | Decode::Graph(_) => Executor::Graph,
+        let (facts, step) = (self.facts(), StepFacts::ONE_TOKEN);
+        match queued_route(facts, step).unwrap_or_else(|| route(facts, step)) {
+            Route::Operations => Executor::Eager,
+            Route::DecodeGraph | Route::BatchGraph => Executor::Graph,
         }
     }
 
-    /// Returns why the decode steps of a single sequence run without a graph, or `None` if they run as a graph.
-    pub fn eager_reason(&self) -> Option<&EagerReason> {
+    /// Returns why there is no decode graph. Returns `None` if there is one, or with `--deterministic`, which needs none.
+    pub fn no_decode_graph(&self) -> Option<&NoDecodeGraph> {
         match &self.decode {
-            Decode::Eager(reason) => Some(reason),
+            Decode::NoGraph(reason) => Some(reason),
             #[cfg(feature = "cuda")]
-            Decode::BatchGraph | Decode::Graph(_) => None,
+            Decode::Graph(_) | Decode::Deterministic => None,
         }
     }
 }

@@ -51,6 +51,17 @@ pub struct StepFacts {
 }
 
 impl StepFacts {
+    /// A decode step of one sequence, whose token needs no constraint and no logits on the host.
+    pub const ONE_TOKEN: Self = Self {
+        sequences: 1,
+        is_decode: true,
+        chooses_tokens: true,
+        can_queue: true,
+        needs_logits: false,
+        has_scores: false,
+        has_prompt_parts: false,
+    };
+
     pub fn of(sequences: &[StepSequence]) -> Self {
         let samplers = || sequences.iter().filter_map(|sequence| sequence.sampler.as_deref());
         Self {
@@ -120,16 +131,7 @@ mod tests {
     const NO_DECODE_GRAPH: RunnerFacts = RunnerFacts { has_decode_graph: false, ..GPU };
     const DETERMINISTIC: RunnerFacts = RunnerFacts { is_deterministic: true, ..NO_DECODE_GRAPH };
     const EAGER: RunnerFacts = RunnerFacts { has_batch_graphs: false, can_queue: false, ..NO_DECODE_GRAPH };
-    /// A decode step of one sequence.
-    const ONE: StepFacts = StepFacts {
-        sequences: 1,
-        is_decode: true,
-        chooses_tokens: true,
-        can_queue: true,
-        needs_logits: false,
-        has_scores: false,
-        has_prompt_parts: false,
-    };
+    const ONE: StepFacts = StepFacts::ONE_TOKEN;
     const ONE_CONSTRAINED: StepFacts = StepFacts { can_queue: false, needs_logits: true, ..ONE };
     const ONE_UNLIMITED: StepFacts = StepFacts { needs_logits: false, ..ONE_CONSTRAINED };
     const MANY: StepFacts = StepFacts { sequences: MAX_SEQUENCES, ..ONE };

@@ -204,7 +204,7 @@ impl LoadArgs {
         );
         bar.finish_and_clear();
         let engine = engine?;
-        if let Some(reason) = engine.eager_reason().filter(|reason| reason.is_unexpected()) {
+        if let Some(reason) = engine.no_decode_graph().filter(|reason| reason.is_unexpected()) {
             terminal::print(&format!("warning: {reason}\n  answers are slower; please report this"));
         }
         Ok(engine)

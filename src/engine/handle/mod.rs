@@ -30,7 +30,7 @@ use crate::chat::{Message, RenderOptions, Rendered};
 use crate::error::Error;
 use crate::files;
 use crate::language::Language;
-use crate::runner::{EagerReason, Executor, PromptParts, Runner};
+use crate::runner::{Executor, NoDecodeGraph, PromptParts, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
 pub use preview::RequestPreview;
@@ -330,14 +330,14 @@ impl EngineHandle {
         &self.shared.device
     }
 
-    /// Returns how decode steps of a single request run: as a CUDA graph, or one operation at a time.
+    /// Returns how the decode steps of a request run while it is the only one: as a CUDA graph, or one operation at a time.
     pub fn executor(&self) -> Executor {
         self.shared.info.executor
     }
 
-    /// Returns why the decode steps of a single request do not run as a CUDA graph, or `None` if they run as one.
-    pub fn eager_reason(&self) -> Option<&EagerReason> {
-        self.shared.info.eager_reason.as_ref()
+    /// Returns why there is no decode graph, the fastest executor. Returns `None` if there is one, or with `--deterministic`.
+    pub fn no_decode_graph(&self) -> Option<&NoDecodeGraph> {
+        self.shared.info.no_decode_graph.as_ref()
     }
 
     /// Returns the current counters of the engine.

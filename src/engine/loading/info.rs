@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::device::DeviceInfo;
 use crate::kernels::attention::AttentionBackend;
-use crate::runner::{EagerReason, Executor, PromptParts};
+use crate::runner::{Executor, NoDecodeGraph, PromptParts};
 
 /// Properties of a loaded model.
 #[derive(Clone, Debug)]
@@ -28,10 +28,11 @@ pub struct ModelInfo {
     pub dtype: DType,
     /// The attention kernel for all steps outside the decode graph. The graph uses its own kernel.
     pub attention: AttentionBackend,
-    /// How the decode steps of a single sequence run: `graph` (a CUDA graph) or `eager` (one operation at a time).
+    /// How the decode steps of a request run while it is the only one: `graph` (a CUDA graph) or `eager` (one operation
+    /// at a time).
     pub executor: Executor,
-    /// Why the decode steps of a single sequence do not run as a CUDA graph. `None` if they run as a graph.
-    pub eager_reason: Option<EagerReason>,
+    /// Why there is no decode graph, the fastest executor. `None` if there is one, or with `--deterministic`.
+    pub no_decode_graph: Option<NoDecodeGraph>,
     /// Whether answers are independent of other requests.
     pub is_deterministic: bool,
     /// How prompts are divided for requests with [`deterministic`](crate::GenerateOptions::deterministic).

@@ -141,7 +141,7 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
         dtype: runner.dtype(),
         attention,
         executor: runner.executor(),
-        eager_reason: runner.eager_reason().cloned(),
+        no_decode_graph: runner.no_decode_graph().cloned(),
         is_deterministic: runner.prompt_parts().is_some(),
         request_parts: deterministic_parts(runner.limits().chunk, attention).ok(),
         device: device_info,
@@ -210,10 +210,8 @@ fn log(info: &ModelInfo) {
         seconds = info.load.total_s,
         "loaded"
     );
-    match &info.eager_reason {
-        Some(reason) => tracing::info!(attention = %info.attention, %reason, "executor eager"),
-        None => tracing::info!(attention = %info.attention, "executor graph"),
-    }
+    let no_decode_graph = info.no_decode_graph.as_ref().map(tracing::field::display);
+    tracing::info!(attention = %info.attention, no_decode_graph, "executor {}", info.executor);
 }
 
 /// The parts of a model that are on the device.

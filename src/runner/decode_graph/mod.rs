@@ -16,7 +16,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
 use super::choose_token::NoToken;
-use super::{EagerReason, KernelTime};
+use super::{KernelTime, NoDecodeGraph};
 use crate::kernels::decode::sample::{self, DeviceSampling, SamplingBuffers, SamplingKernelParams};
 use crate::kernels::decode::{self, Embedding, StepBuffers};
 use crate::kernels::exchange::add_sum;
@@ -38,7 +38,7 @@ const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
 pub enum DecodePlan {
     Graph(Box<DecodeGraph>),
     /// The reason why the graph does not support the decoder.
-    Unsupported(EagerReason),
+    Unsupported(NoDecodeGraph),
 }
 
 /// A captured decode step for one sequence.
@@ -78,7 +78,7 @@ impl DecodeGraph {
     /// The sequence may have up to `context` positions.
     pub fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<DecodePlan> {
         let Device::Cuda(device) = decoder.embed_tokens.device() else {
-            return Ok(DecodePlan::Unsupported(EagerReason::NotOnGpu));
+            return Ok(DecodePlan::Unsupported(NoDecodeGraph::NotOnGpu));
         };
         if let Some(reason) = unsupported_reason(decoder, device)? {
             return Ok(DecodePlan::Unsupported(reason));
@@ -87,7 +87,7 @@ impl DecodeGraph {
         let (vocab_size, hidden_size) = decoder.embed_tokens.dims();
         let buffers = StepBuffers::new(device, hidden_size, vocab_size, decoder.world())?;
         if !sample::can_sample(&buffers) {
-            return Ok(DecodePlan::Unsupported(EagerReason::VocabularySize(vocab_size)));
+            return Ok(DecodePlan::Unsupported(NoDecodeGraph::VocabularySize(vocab_size)));
         }
         let mailbox = Mailbox::new(device, MAILBOX_SLOTS)?;
         let mut launches = LaunchList::new(device)?;

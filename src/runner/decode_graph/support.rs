@@ -12,22 +12,22 @@ use crate::nn::decoder::Decoder;
 use crate::nn::layer::DecoderLayer;
 use crate::nn::mlp::Mlp;
 use crate::nn::moe::ClampedMoe;
-use crate::runner::EagerReason;
+use crate::runner::NoDecodeGraph;
 
 /// Returns why the decode graph cannot run this decoder, or `None` if it supports the decoder.
-pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Result<Option<EagerReason>> {
+pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Result<Option<NoDecodeGraph>> {
     let dtype = decoder.dtype();
     if !matches!(dtype, DType::BF16 | DType::F16) {
-        return Ok(Some(EagerReason::Dtype(dtype)));
+        return Ok(Some(NoDecodeGraph::Dtype(dtype)));
     }
     if decoder.world().size() > 1 && (decoder.world().exchange().is_none() || holds_nothing(decoder)) {
-        return Ok(Some(EagerReason::SeveralDevices));
+        return Ok(Some(NoDecodeGraph::SeveralDevices));
     }
     if decoder.norm.bias.is_some() || decoder.own_layers().any(|(_, layer)| has_layer_norm(layer)) {
-        return Ok(Some(EagerReason::Layer("LayerNorm")));
+        return Ok(Some(NoDecodeGraph::Layer("LayerNorm")));
     }
     if decoder.embed_positions.is_some() {
-        return Ok(Some(EagerReason::Layer("learned positions")));
+        return Ok(Some(NoDecodeGraph::Layer("learned positions")));
     }
     for (_, layer) in decoder.own_layers() {
         if let Some(reason) = unsupported_layer(layer, device)? {
@@ -56,16 +56,16 @@ fn has_layer_norm(layer: &DecoderLayer) -> bool {
 }
 
 /// Returns why the decode graph cannot run this layer, or `None` if it supports the layer.
-fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option<EagerReason>> {
+fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option<NoDecodeGraph>> {
     let head_dim = layer.self_attn.config.spec.head_dim;
     if !FLASH_HEAD_DIMS.contains(&head_dim) {
-        return Ok(Some(EagerReason::HeadDim(head_dim)));
+        return Ok(Some(NoDecodeGraph::HeadDim(head_dim)));
     }
     if let Some(reason) = unsupported_mlp(&layer.mlp)? {
         return Ok(Some(reason));
     }
     if layer.mlp_post_norm.is_some() && !matches!(layer.mlp, Mlp::Gated(_)) {
-        return Ok(Some(EagerReason::Layer("a norm after the experts")));
+        return Ok(Some(NoDecodeGraph::Layer("a norm after the experts")));
     }
     let attention = [&layer.self_attn.qkv_proj.weight, &layer.self_attn.o_proj.weight];
     let mut products: Vec<Product> = attention.map(|weight| (weight.clone(), 1)).into();
@@ -73,8 +73,8 @@ fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option
     for (weight, inputs) in products {
         if !decode::has_decode_kernel(device, &weight, inputs)? {
             return Ok(Some(match weight {
-                Matrix::Concatenated(_) => EagerReason::IncompatibleQkv,
-                _ => EagerReason::RowLength(weight.dims().1),
+                Matrix::Concatenated(_) => NoDecodeGraph::IncompatibleQkv,
+                _ => NoDecodeGraph::RowLength(weight.dims().1),
             }));
         }
     }
@@ -86,26 +86,26 @@ type Product = (Matrix, usize);
 
 /// Returns why the decode graph cannot run this MLP, or `None` if it supports the MLP.
 /// `unsupported_layer` checks separately whether the matrices have decode kernels.
-fn unsupported_mlp(mlp: &Mlp) -> Result<Option<EagerReason>> {
+fn unsupported_mlp(mlp: &Mlp) -> Result<Option<NoDecodeGraph>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {
             let [gate, up] = mlp.gate_and_up()?.map(|layer| layer.weight);
             let is_mixed = gate.format() != up.format() || gate.input_rounding() != up.input_rounding();
-            is_mixed.then_some(EagerReason::MixedGateUp)
+            is_mixed.then_some(NoDecodeGraph::MixedGateUp)
         }
         Mlp::ClampedMoe(mlp) => {
             let ClampedMoe { gate_up_proj, down_proj, config, .. } = mlp;
             let (chosen, experts) = (config.experts_per_token, config.experts);
             let (_, _, columns) = down_proj.dims()?;
             if !matches!(mlp.router.weight, Matrix::Dense(_)) {
-                Some(EagerReason::Layer("a quantized router"))
+                Some(NoDecodeGraph::Layer("a quantized router"))
             } else if !matches!((gate_up_proj, down_proj), (ExpertWeights::Mxfp4Tiles(_), ExpertWeights::Mxfp4Tiles(_)))
             {
-                Some(EagerReason::ExpertFormat)
+                Some(NoDecodeGraph::ExpertFormat)
             } else if chosen > decode::MAX_CHOSEN_MXFP4 || experts > moe::MAX_EXPERTS {
-                Some(EagerReason::ExpertCount { chosen, experts })
+                Some(NoDecodeGraph::ExpertCount { chosen, experts })
             } else if columns % 8 != 0 || columns > decode::MAX_EXPERT_COLUMNS {
-                Some(EagerReason::RowLength(columns))
+                Some(NoDecodeGraph::RowLength(columns))
             } else {
                 None
             }
@@ -113,16 +113,16 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<EagerReason>> {
         Mlp::GatedMoe(mlp) => {
             let (chosen, experts) = (mlp.config.experts_per_token, mlp.config.experts);
             if !matches!(mlp.router.weight, Matrix::Dense(_)) {
-                Some(EagerReason::Layer("a quantized router"))
+                Some(NoDecodeGraph::Layer("a quantized router"))
             } else if chosen > moe::MAX_CHOSEN_EXPERTS || experts > moe::MAX_EXPERTS {
-                Some(EagerReason::ExpertCount { chosen, experts })
+                Some(NoDecodeGraph::ExpertCount { chosen, experts })
             } else if mlp.gate_up_proj.as_matrix()?.is_none() || mlp.down_proj.as_matrix()?.is_none() {
-                Some(EagerReason::Layer("experts in this format"))
+                Some(NoDecodeGraph::Layer("experts in this format"))
             } else {
                 None
             }
         }
-        Mlp::Plain(_) => Some(EagerReason::Layer("an MLP without a gate")),
+        Mlp::Plain(_) => Some(NoDecodeGraph::Layer("an MLP without a gate")),
     })
 }
 

@@ -82,7 +82,7 @@ impl GraphModel {
     pub fn load(&self, context: usize, executor: Executor) -> Engine {
         let builder = self.builder().dtype(DType::F16);
         let engine = builder.context(context).chunk(16).eager(executor == Executor::Eager).load().unwrap();
-        assert_eq!(engine.executor(), executor, "{:?}", engine.eager_reason());
+        assert_eq!(engine.executor(), executor, "{:?}", engine.no_decode_graph());
         engine
     }
 

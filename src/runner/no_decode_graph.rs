@@ -1,12 +1,13 @@
-//! [`EagerReason`]: why the decode steps of a single sequence run without a CUDA graph.
+//! [`NoDecodeGraph`]: why a runner has no decode graph.
 
 use std::fmt;
 
 use candle_core::DType;
 
-/// Why the decode steps of a single sequence do not run as a CUDA graph.
+/// Why a runner has no decode graph. On a GPU, batch graphs then run the decode steps of a single sequence, unless
+/// `--eager` was given or the ranks cannot run graphs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum EagerReason {
+pub enum NoDecodeGraph {
     /// The user passed `--eager`.
     Requested,
     NotOnGpu,
@@ -40,37 +41,37 @@ pub enum EagerReason {
     PlanFailed(String),
 }
 
-impl EagerReason {
+impl NoDecodeGraph {
     /// Returns whether the reason is a bug in inferno that the user should report.
     pub fn is_unexpected(&self) -> bool {
-        matches!(self, EagerReason::PlanFailed(_))
+        matches!(self, NoDecodeGraph::PlanFailed(_))
     }
 }
 
-impl fmt::Display for EagerReason {
+impl fmt::Display for NoDecodeGraph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            EagerReason::Requested => f.write_str("--eager was given"),
-            EagerReason::NotOnGpu => f.write_str("the model is not on a GPU"),
-            EagerReason::SeveralDevices => {
+            NoDecodeGraph::Requested => f.write_str("--eager was given"),
+            NoDecodeGraph::NotOnGpu => f.write_str("the model is not on a GPU"),
+            NoDecodeGraph::SeveralDevices => {
                 f.write_str("the GPUs cannot exchange data directly, or one GPU holds no part of a layer")
             }
-            EagerReason::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
-            EagerReason::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),
-            EagerReason::Layer(what) => write!(f, "the graph has no kernel for {what}"),
-            EagerReason::MixedGateUp => f.write_str("gate_proj and up_proj are quantized differently"),
-            EagerReason::IncompatibleQkv => {
+            NoDecodeGraph::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
+            NoDecodeGraph::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),
+            NoDecodeGraph::Layer(what) => write!(f, "the graph has no kernel for {what}"),
+            NoDecodeGraph::MixedGateUp => f.write_str("gate_proj and up_proj are quantized differently"),
+            NoDecodeGraph::IncompatibleQkv => {
                 f.write_str("the graph has no kernel for this combination of q_proj, k_proj and v_proj formats")
             }
-            EagerReason::ExpertFormat => f.write_str("the graph supports only MXFP4 experts with scales up to 2"),
-            EagerReason::ExpertCount { chosen, experts } => {
+            NoDecodeGraph::ExpertFormat => f.write_str("the graph supports only MXFP4 experts with scales up to 2"),
+            NoDecodeGraph::ExpertCount { chosen, experts } => {
                 write!(f, "the graph does not support choosing {chosen} of {experts} experts")
             }
-            EagerReason::RowLength(columns) => write!(f, "no decode kernel supports matrices with {columns} columns"),
-            EagerReason::VocabularySize(tokens) => {
+            NoDecodeGraph::RowLength(columns) => write!(f, "no decode kernel supports matrices with {columns} columns"),
+            NoDecodeGraph::VocabularySize(tokens) => {
                 write!(f, "the graph cannot sample from a vocabulary of {tokens} tokens on this GPU")
             }
-            EagerReason::PlanFailed(error) => write!(f, "planning the decode graph failed: {error}"),
+            NoDecodeGraph::PlanFailed(error) => write!(f, "planning the decode graph failed: {error}"),
         }
     }
 }
