@@ -276,7 +276,8 @@ fn numbers(text: &str) -> BTreeSet<&str> {
 
 #[test]
 fn figures_on_the_tuning_page_are_those_of_the_benchmarks() {
-    let known = ["docs/benchmarks.md", "docs/serving.md", "docs/cli.md"].map(page).concat();
+    let known =
+        ["docs/benchmarks.md", "docs/benchmark-history.md", "docs/serving.md", "docs/cli.md"].map(page).concat();
     let known = numbers(&known);
     let tuning = page("docs/tuning.md");
     // Code contains addresses and lengths that are not figures. After a split at backticks, every second part is code.

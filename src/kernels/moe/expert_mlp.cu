@@ -127,13 +127,14 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
             }
 #pragma unroll
             for (int i = 0; i < ROW_TILES / WARPS; ++i) {
-                const int tile = warp + i * WARPS;
-                const uint8_t* from = w.blocks + (first_tile + tile * steps + step) * MXFP4_TILE_BYTES;
-                if (tile < tiles) copy_async(to_w + tile * MXFP4_TILE_BYTES + lane * 16, from + lane * 16);
+                const int row_tile = warp + i * WARPS;
+                const uint8_t* from = w.blocks + (first_tile + row_tile * steps + step) * MXFP4_TILE_BYTES;
+                if (row_tile < tiles) copy_async(to_w + row_tile * MXFP4_TILE_BYTES + lane * 16, from + lane * 16);
             }
-            const int tile = threadIdx.x / 2, half = threadIdx.x % 2 * 16;
-            const uint8_t* from = w.scales + (first_tile + tile * steps + step) * MXFP4_TILE_SCALE_BYTES;
-            if (tile < tiles) copy_async(to_w + WEIGHT_BYTES + tile * MXFP4_TILE_SCALE_BYTES + half, from + half);
+            const int row_tile = threadIdx.x / 2, half = threadIdx.x % 2 * 16;
+            const uint8_t* from = w.scales + (first_tile + row_tile * steps + step) * MXFP4_TILE_SCALE_BYTES;
+            if (row_tile < tiles)
+                copy_async(to_w + WEIGHT_BYTES + row_tile * MXFP4_TILE_SCALE_BYTES + half, from + half);
         };
         for (int s = 0; s < STAGES - 1; ++s) {
             if (s < steps) load(s);

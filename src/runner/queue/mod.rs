@@ -1,6 +1,6 @@
 //! What queued steps need: the buffers on a GPU, and the step that the host holds until it knows the tokens.
 //!
-//! `steps/queue.rs` and `steps/queue_on_gpu.rs` queue the steps.
+//! `steps/queue.rs`, `steps/queue_on_gpu.rs` and `steps/queue_on_cpu.rs` queue the steps.
 
 #[cfg(feature = "cuda")]
 mod buffers;

@@ -3,9 +3,10 @@
 //! - `run`: `Runner::step`, which waits for the tokens of the step
 //! - `run_on_gpu`: the parts of `Runner::step` that run only on a GPU: CUDA graphs, and sampling on the device
 //! - `queue`: `Runner::queue` and `Runner::take`, which let the host plan a step while the device runs the previous step
-//! - `queue_on_gpu`: `Runner::queue` on a GPU
+//! - `queue_on_gpu`, `queue_on_cpu`: `Runner::queue` on each device
 
 mod queue;
+mod queue_on_cpu;
 #[cfg(feature = "cuda")]
 mod queue_on_gpu;
 mod run;

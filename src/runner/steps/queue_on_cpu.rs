@@ -1,0 +1,85 @@
+//! Queues steps on a CPU, which tests use to check queued steps without a GPU.
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use anyhow::{Result, anyhow};
+
+#[cfg(feature = "cuda")]
+use crate::kernels::decode::sample::DeviceSampling;
+use crate::kernels::row_edits::RowEdits;
+use crate::runner::Runner;
+use crate::runner::choose_token::ChooseToken;
+use crate::runner::queue::{QueuedStep, QueuedTokens};
+use crate::runner::step_sequence::StepSequence;
+use crate::runner::step_times::StepKind;
+
+impl Runner {
+    /// Implements [`queue`](Self::queue) for a CPU: runs the step immediately, and keeps its tokens as the input of the
+    /// next step. As on a GPU, the samplers do not know the tokens before [`take`](Self::take) records them.
+    pub(super) fn queue_on_cpu(&mut self, sequences: &mut [StepSequence]) -> Result<QueuedStep> {
+        let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
+        let inputs =
+            sequences.iter().map(|sequence| match (sequence.awaits_input, self.queued_tokens.get(&sequence.id)) {
+                (false, _) => Ok(None),
+                (true, Some(&token)) => Ok(Some([token])),
+                (true, None) => Err(anyhow!("internal error: no queued step chooses the input of a sequence")),
+            });
+        let inputs = inputs.collect::<Result<Vec<_>>>()?;
+        let mut samplers: Vec<Option<QueuedSampler>> = Vec::with_capacity(sequences.len());
+        for (sequence, input) in sequences.iter_mut().zip(&inputs) {
+            let sampler = sequence.sampler.take();
+            samplers.push(sampler.map(|sampler| QueuedSampler::new(sampler, input.map(|[token]| token))));
+        }
+        let mut known: Vec<StepSequence> = Vec::with_capacity(sequences.len());
+        for ((sequence, input), sampler) in sequences.iter().zip(&inputs).zip(&mut samplers) {
+            let ids = input.as_ref().map_or(sequence.ids, |input| input.as_slice());
+            let sampler = sampler.as_mut().map(|sampler| sampler as &mut dyn ChooseToken);
+            known.push(StepSequence { sampler, ..sequence.with_input(ids, sequence.position) });
+        }
+        let chosen = self.run_passes(&mut known, &mut || ())?;
+        let tokens = known.iter().zip(&chosen).filter_map(|(sequence, chosen)| {
+            // A sequence for which no token could be chosen ends with an error. Any token can be its next input.
+            Some((sequence.id, chosen.as_ref()?.as_ref().map_or(0, |chosen| chosen.id)))
+        });
+        self.queued_tokens = tokens.collect::<HashMap<_, _>>();
+        Ok(QueuedStep { kind, queued_at, tokens: QueuedTokens::Known(chosen) })
+    }
+}
+
+/// Chooses a token on the CPU like a queued step on a GPU: from what the sampler knew when the step was queued, and from
+/// the token in flight, which the sampler does not know.
+struct QueuedSampler<'s> {
+    sampler: &'s dyn ChooseToken,
+    edits: RowEdits,
+    in_flight: Option<u32>,
+}
+
+impl<'s> QueuedSampler<'s> {
+    fn new(sampler: &'s dyn ChooseToken, in_flight: Option<u32>) -> Self {
+        Self { sampler, edits: sampler.queued_edits(u32::from(in_flight.is_some())), in_flight }
+    }
+}
+
+impl ChooseToken for QueuedSampler<'_> {
+    fn choose(&mut self, logits: &mut [f32]) -> u32 {
+        self.edits.penalize(logits, self.in_flight);
+        self.choose_queued(logits, u32::from(self.in_flight.is_some()))
+    }
+
+    fn logit_edits(&self) -> Vec<(u32, f32)> {
+        self.edits.values.clone()
+    }
+
+    fn choose_queued(&self, logits: &[f32], in_flight: u32) -> u32 {
+        self.sampler.choose_queued(logits, in_flight)
+    }
+
+    /// Does nothing: [`Runner::take`] records the token.
+    fn record(&mut self, _: u32) {}
+
+    #[cfg(feature = "cuda")]
+    fn on_device(&self) -> Option<DeviceSampling> {
+        self.sampler.on_device()
+    }
+}
