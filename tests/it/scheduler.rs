@@ -322,24 +322,52 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Checks that a plan keeps every guarantee of the scheduler.
+    /// Checks that a plan keeps every guarantee of the scheduler, and updates the simulator.
     fn check(&mut self, plan: &StepPlan) {
-        let SchedulerConfig { token_budget, max_sequences, .. } = self.scenario.config;
         self.steps += 1;
+        self.check_expired(plan);
+        let forked = self.summary.forked;
+        self.update_forks(plan);
+        let has_forked = self.summary.forked > forked;
+        self.displaced.clear();
+        if has_forked {
+            self.displaced.extend(&plan.preempted);
+        }
+        let decoding = self.decoding();
+        self.check_preempted(plan);
+        self.check_order(plan, &decoding);
+        let mut ids = BTreeSet::new();
+        for work in &plan.work {
+            assert!(ids.insert(work.id), "sequence {} is in the plan twice", work.id);
+            assert!(!plan.preempted.contains(&work.id), "the plan runs and preempts sequence {}", work.id);
+            self.check_work(work);
+        }
+        self.check_stats();
+        let undone = self.undone(plan, &decoding);
+        self.check_chunks(plan, &undone);
+        self.check_budget(plan, &undone, has_forked);
+        for &(.., id) in &self.waiting {
+            self.tracked[id as usize].waited += 1;
+        }
+        for SequenceWork { id, range, is_last } in &plan.work {
+            for value in [*id, range.start as u64, range.end as u64, u64::from(*is_last)] {
+                self.summary.plans = digest(self.summary.plans, value);
+            }
+        }
+    }
+
+    /// A sequence expires only after its deadline and before its start.
+    fn check_expired(&mut self, plan: &StepPlan) {
         for &id in &plan.expired {
             let deadline = self.scenario.requests[id as usize].deadline;
             assert!(deadline.is_some_and(|deadline| deadline <= self.now), "sequence {id} expired before its deadline");
             assert!(self.tracked[id as usize].started.is_none(), "sequence {id} expired after its start");
             self.end(id, Outcome::Expired);
         }
-        let forked = self.summary.forked;
-        self.update_forks(plan);
-        self.displaced.clear();
-        let has_forked = self.summary.forked > forked;
-        if has_forked {
-            self.displaced.extend(&plan.preempted);
-        }
-        let decoding = self.decoding();
+    }
+
+    /// A sequence is preempted only if blocks are missing, and at most twice.
+    fn check_preempted(&mut self, plan: &StepPlan) {
         for &id in &plan.preempted {
             assert!(!self.has_ample_blocks, "sequence {id} was preempted although there are blocks for all sequences");
             let tracked = &mut self.tracked[id as usize];
@@ -352,41 +380,34 @@ impl<'a> Simulator<'a> {
             self.summary.protected += usize::from(tracked.preemptions == 2);
             self.waiting.insert(self.rank(id));
         }
-        let tokens: usize = plan.work.iter().map(|work| work.range.len()).sum();
-        let prompt_parts = self
-            .scenario
-            .requests
-            .iter()
-            .find_map(|request| request.prompt_parts)
-            .or(self.scenario.config.prompt_parts);
-        let part = prompt_parts.map_or(1, PromptParts::tokens);
-        assert!(tokens < token_budget + part, "{tokens} tokens exceed a budget of {token_budget}");
+    }
+
+    /// A plan starts with one decode for each sequence in `decoding` that it does not preempt.
+    /// It is empty only if no sequence is left, or if a queued step runs.
+    fn check_order(&self, plan: &StepPlan, decoding: &BTreeSet<SequenceId>) {
+        let is_decode = |work: &SequenceWork| decoding.contains(&work.id);
+        assert!(plan.work.is_sorted_by_key(|work| !is_decode(work)), "a prefill comes before a decode");
+        let preempted = decoding.iter().filter(|id| plan.preempted.contains(id)).count();
+        assert_eq!(plan.work.iter().filter(|work| is_decode(work)).count(), decoding.len() - preempted);
         assert!(
             !plan.work.is_empty() || self.unfinished.is_empty() || self.queued.is_some(),
             "the plan is empty, but sequences {:?} are unfinished",
             self.unfinished
         );
+    }
 
-        // The plan starts with one decode for each decoding sequence that it does not preempt.
-        let is_decode = |work: &SequenceWork| decoding.contains(&work.id);
-        assert!(plan.work.is_sorted_by_key(|work| !is_decode(work)), "a prefill comes before a decode");
-        let preempted = decoding.iter().filter(|id| plan.preempted.contains(id)).count();
-        assert_eq!(plan.work.iter().filter(|work| is_decode(work)).count(), decoding.len() - preempted);
-
-        let mut ids = BTreeSet::new();
-        for work in &plan.work {
-            assert!(ids.insert(work.id), "sequence {} is in the plan twice", work.id);
-            assert!(!plan.preempted.contains(&work.id), "the plan runs and preempts sequence {}", work.id);
-            self.check_work(work);
-        }
-        let running = self.tracked_running();
-        assert!(running.len() <= max_sequences);
+    /// The statistics of the scheduler agree with the simulator, and no deadline was missed.
+    fn check_stats(&self) {
+        let running = self.tracked_running().len();
+        assert!(running <= self.scenario.config.max_sequences);
         let stats = self.scheduler.stats();
-        assert_eq!((stats.running, stats.waiting), (running.len(), self.unfinished.len() - running.len()));
+        assert_eq!((stats.running, stats.waiting), (running, self.unfinished.len() - running));
         assert_eq!(stats.preemptions as usize, self.summary.preemptions);
         assert!(self.deadlines.first().is_none_or(|&(deadline, _)| deadline > self.now), "a deadline was missed");
+    }
 
-        // A chunk exceeds half of the token budget only if the step completes all other running prompts.
+    /// Returns the running sequences whose prompts the plan leaves unfinished.
+    fn undone(&self, plan: &StepPlan, decoding: &BTreeSet<SequenceId>) -> BTreeSet<SequenceId> {
         // A sequence with pending forks leaves its last prompt token to the next step. With prompt parts, every sequence
         // leaves its last prompt token to the next step, and then computes one token per step.
         let parents: BTreeSet<_> = self.pending.iter().filter_map(|&fork| self.scheduler.parent(fork)).collect();
@@ -402,36 +423,41 @@ impl<'a> Simulator<'a> {
         // With several tenants, a plan may leave out a running sequence. This happens if the only way to free blocks
         // for it would be to preempt a newly started sequence of another tenant.
         let has_work = |id: &SequenceId| !self.has_tenants || plan.work.iter().any(|work| work.id == *id);
-        let undone = running.iter().filter(|id| has_work(id) && !is_done(id)).count();
+        self.tracked_running().into_iter().filter(|id| has_work(id) && !is_done(id)).collect()
+    }
+
+    /// A chunk exceeds half of the token budget only if the step completes all other running prompts.
+    fn check_chunks(&mut self, plan: &StepPlan, undone: &BTreeSet<SequenceId>) {
         // With prompt parts, a step rounds its remaining budget up to whole parts, so a chunk can be almost one part
         // longer.
-        let longest = token_budget.div_ceil(2).max(part) + prompt_parts.map_or(0, PromptParts::tokens);
-        let mut long_chunks = 0;
-        for work in plan.work.iter().filter(|work| work.range.len() > longest) {
-            long_chunks += 1;
-            assert!(
-                undone == 0 || undone == 1 && !is_done(&work.id),
-                "sequence {} used the budget of other sequences",
-                work.id
-            );
+        let part = self.part_tokens();
+        let longest = self.scenario.config.token_budget.div_ceil(2).max(part.unwrap_or(1)) + part.unwrap_or(0);
+        for SequenceWork { id, .. } in plan.work.iter().filter(|work| work.range.len() > longest) {
+            self.summary.long_chunks += 1;
+            assert!(undone.iter().all(|other| other == id), "sequence {id} used the budget of other sequences");
         }
-        self.summary.long_chunks += long_chunks;
-        // With ample blocks, only the token budget and `max_sequences` limit a step.
+    }
+
+    /// A step stays within its token budget. With ample blocks, only this budget and `max_sequences` limit a step.
+    fn check_budget(&self, plan: &StepPlan, undone: &BTreeSet<SequenceId>, has_forked: bool) {
+        let SchedulerConfig { token_budget, max_sequences, .. } = self.scenario.config;
+        let tokens: usize = plan.work.iter().map(|work| work.range.len()).sum();
+        assert!(
+            tokens < token_budget + self.part_tokens().unwrap_or(1),
+            "{tokens} tokens exceed a budget of {token_budget}"
+        );
         if self.has_ample_blocks && tokens < token_budget {
-            assert_eq!(undone, 0, "{} tokens of the budget are unused", token_budget - tokens);
+            assert_eq!(undone.len(), 0, "{} tokens of the budget are unused", token_budget - tokens);
             // Until forks have copied their shared block, the scheduler counts one block too many for the forks.
-            let is_full = running.len() == max_sequences || has_forked;
+            let is_full = self.tracked_running().len() == max_sequences || has_forked;
             assert!(is_full || self.waiting.is_empty(), "a waiting sequence could have started");
         }
-        for &(.., id) in &self.waiting {
-            self.tracked[id as usize].waited += 1;
-        }
-        for work in &plan.work {
-            let SequenceWork { id, ref range, is_last } = *work;
-            for value in [id, range.start as u64, range.end as u64, u64::from(is_last)] {
-                self.summary.plans = digest(self.summary.plans, value);
-            }
-        }
+    }
+
+    /// Returns the number of tokens in a prompt part, or `None` if no prompt is divided into parts.
+    fn part_tokens(&self) -> Option<usize> {
+        let own = self.scenario.requests.iter().find_map(|request| request.prompt_parts);
+        own.or(self.scenario.config.prompt_parts).map(PromptParts::tokens)
     }
 
     /// Returns the decoding sequences: running sequences with only their last sampled token left to compute.
