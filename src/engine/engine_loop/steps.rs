@@ -6,9 +6,9 @@ use std::sync::atomic::Ordering;
 
 use anyhow::{Result, anyhow, bail};
 
-use super::stats::{self, Counters};
+use super::stats;
 use super::{EngineLoop, Fault, QueuedWork};
-use crate::engine::requests::{FinishReason, Outbox, PromptScores, Sequence};
+use crate::engine::requests::{FinishReason, PromptScores, Sequence};
 use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
 use crate::runner::{ChooseToken, Chosen, QueuedStep, StepSequence};
 
@@ -22,7 +22,7 @@ impl EngineLoop {
             self.is_device_broken |= fault == Fault::Device;
             return;
         }
-        let queued = match self.try_queue(&plan) {
+        let queued = match self.prepare(&plan).and_then(|()| self.queue(&plan)) {
             Ok(queued) => queued,
             Err(error) => {
                 self.deliver_queued();
@@ -79,20 +79,31 @@ impl EngineLoop {
         self.queued_step = Some(queued);
     }
 
-    /// Queues a planned step. Returns `None` if the step must wait for the tokens of the previous step.
-    fn try_queue(&mut self, plan: &StepPlan) -> Result<Option<QueuedStep>> {
+    /// Copies the blocks of a plan, and sends a start event to the clients of its new sequences.
+    fn prepare(&mut self, plan: &StepPlan) -> Result<()> {
         for copy in &plan.copies {
             self.runner.copy_block(copy.from, copy.to)?;
         }
-        let Self { runner, scheduler, sequences, counters, outbox, .. } = self;
-        runner.queue(&mut inputs(plan, scheduler, sequences, counters, outbox)?)
+        for SequenceWork { id, range, .. } in &plan.work {
+            if let Some(sequence) = self.sequences.get_mut(id).filter(|sequence| !sequence.has_started()) {
+                stats::subtract_one(&self.counters.waiting);
+                stats::add(&self.counters.running, 1);
+                sequence.start(range.start, &mut self.outbox);
+            }
+        }
+        Ok(())
     }
 
-    /// Runs a planned step after its block copies. Returns the chosen token of each sequence in the plan.
+    /// Queues a prepared step. Returns `None` if the step must wait for the tokens of the previous step.
+    fn queue(&mut self, plan: &StepPlan) -> Result<Option<QueuedStep>> {
+        let Self { runner, scheduler, sequences, .. } = self;
+        runner.queue(&mut inputs(plan, scheduler, sequences)?)
+    }
+
+    /// Runs a prepared step. Returns the chosen token of each sequence in the plan.
     fn step(&mut self, plan: &StepPlan) -> Result<Vec<Chosen>> {
-        let Self { runner, scheduler, sequences, counters, outbox, .. } = self;
-        let mut inputs = inputs(plan, scheduler, sequences, counters, outbox)?;
-        runner.step(&mut inputs, &mut || outbox.flush())
+        let Self { runner, scheduler, sequences, outbox, .. } = self;
+        runner.step(&mut inputs(plan, scheduler, sequences)?, &mut || outbox.flush())
     }
 
     /// Ends the sequences of a failed step. The step may have written only some of its keys and values.
@@ -183,13 +194,11 @@ impl EngineLoop {
     }
 }
 
-/// Returns the step input of each sequence in a plan. Sends a start event to the clients of new sequences.
+/// Returns the step input of each sequence in a plan.
 fn inputs<'s>(
     plan: &StepPlan,
     scheduler: &'s Scheduler,
     sequences: &'s mut HashMap<SequenceId, Sequence>,
-    counters: &Counters,
-    outbox: &mut Outbox,
 ) -> Result<Vec<StepSequence<'s>>> {
     let mut inputs = Vec::with_capacity(plan.work.len());
     let mut borrowed: HashMap<SequenceId, &mut Sequence> =
@@ -198,11 +207,6 @@ fn inputs<'s>(
         let (Some(sequence), Some(tables)) = (borrowed.remove(id), scheduler.tables(*id)) else {
             bail!("internal error: the scheduler planned the unknown request {id}");
         };
-        if !sequence.has_started() {
-            stats::subtract_one(&counters.waiting);
-            stats::add(&counters.running, 1);
-            sequence.start(range.start, outbox);
-        }
         let limit = sequence.remaining();
         let samples = *is_last && !sequence.is_prefill_only();
         let tokens = scheduler.tokens(*id);
