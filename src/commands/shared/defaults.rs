@@ -29,84 +29,50 @@ use crate::error::Error;
 use crate::files;
 use crate::hub::Hub;
 
-/// The flags of `play`, other than the sampling flags, that can be set outside the command line.
-const OTHER_FLAGS: [&str; 18] = [
-    "attention",
-    "chunk",
-    "context",
-    "deterministic",
-    "device",
-    "dtype",
-    "eager",
-    "hide-reasoning",
-    "max-tokens",
-    "overflow",
-    "plain",
-    "quantize",
-    "reasoning",
-    "revision",
-    "split",
-    "stop",
-    "system",
-    "url",
-];
+/// The flags that select and load a model, which `play` and `serve` share.
+const MODEL_FLAGS: [&str; 10] =
+    ["attention", "chunk", "context", "deterministic", "device", "dtype", "eager", "quantize", "revision", "split"];
 
 /// All flags of `play` that can be set outside the command line, sorted by name.
 static PLAY_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
-    let sampling = SAMPLING_FIELDS.iter().map(|field| field.flag);
-    let mut flags: Vec<&str> = OTHER_FLAGS.into_iter().chain(sampling).collect();
-    flags.sort_unstable();
-    flags
+    let own = ["hide-reasoning", "max-tokens", "overflow", "plain", "reasoning", "stop", "system", "url"];
+    let sampling: Vec<&str> = SAMPLING_FIELDS.iter().map(|field| field.flag).collect();
+    sorted(&[&MODEL_FLAGS, &own, &sampling])
 });
 
-/// The flags of `serve` that can be set outside the command line.
-const SERVE_FLAGS: [&str; 23] = [
-    "api-key",
-    "attention",
-    "chunk",
-    "context",
-    "cors-origin",
-    "deterministic",
-    "device",
-    "drain-delay",
-    "drain-timeout",
-    "dtype",
-    "eager",
-    "gpu-memory",
-    "host",
-    "max-connections",
-    "max-sequences",
-    "no-auth",
-    "port",
-    "quantize",
-    "queue",
-    "revision",
-    "split",
-    "tls-cert",
-    "tls-key",
-];
+/// The flags of `serve` that can be set outside the command line, sorted by name.
+static SERVE_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
+    let own = [
+        "api-key",
+        "cors-origin",
+        "drain-delay",
+        "drain-timeout",
+        "gpu-memory",
+        "host",
+        "max-connections",
+        "max-sequences",
+        "no-auth",
+        "port",
+        "queue",
+        "tls-cert",
+        "tls-key",
+    ];
+    sorted(&[&MODEL_FLAGS, &own])
+});
 
 /// The keys of the configuration file, sorted by name.
-static CONFIGURATION_KEYS: LazyLock<Vec<&str>> = LazyLock::new(|| {
-    let mut keys = [&PLAY_FLAGS[..], &SERVE_FLAGS[..]].concat();
-    keys.sort_unstable();
-    keys.dedup();
-    keys
-});
+static CONFIGURATION_KEYS: LazyLock<Vec<&str>> = LazyLock::new(|| sorted(&[&PLAY_FLAGS, &SERVE_FLAGS]));
 
 /// Flags that cannot be set in the environment.
 ///
 /// Kubernetes sets `INFERNO_PORT` to a URL if a service is named `inferno`.
 const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
 
-/// Flags that take no value on the command line. Other sources set them to true or false.
-const SWITCHES: [&str; 5] = ["deterministic", "eager", "hide-reasoning", "no-auth", "plain"];
-
 /// The flags of `health` that can be set outside the command line. `serve` reads the same settings for these flags.
 const HEALTH_FLAGS: [&str; 3] = ["host", "port", "tls-cert"];
 
 /// The flags of `bench`, `perplexity` and `replay` that can be set outside the command line.
-const DEVICE: [&str; 2] = ["device", "split"];
+const DEVICE_FLAGS: [&str; 2] = ["device", "split"];
 
 /// The parsed command line, with values from the environment, the resumed conversation and the configuration file.
 pub struct ParsedCommandLine {
@@ -288,12 +254,16 @@ impl Parser<'_> {
     }
 }
 
-/// Lets sources other than the command line set the switches of a subcommand to true or false.
+/// Lets sources other than the command line set switches to true or false. A switch is a flag that takes no value on the
+/// command line.
 fn with_switch_values(command: Command, subcommand: &str, flags: &[&str]) -> Command {
     command.mut_subcommand(subcommand, |command| {
-        let switches = SWITCHES.into_iter().filter(|flag| flags.contains(flag));
-        switches
-            .fold(command, |command, flag| command.mut_arg(id(flag), |arg| arg.value_parser(BoolishValueParser::new())))
+        flags.iter().fold(command, |command, flag| {
+            command.mut_arg(id(flag), |arg| match arg.get_action() {
+                ArgAction::SetTrue => arg.value_parser(BoolishValueParser::new()),
+                _ => arg,
+            })
+        })
     })
 }
 
@@ -318,9 +288,17 @@ fn flags_of(subcommand: &str) -> &'static [&'static str] {
         "play" => &PLAY_FLAGS,
         "serve" => &SERVE_FLAGS,
         "health" => &HEALTH_FLAGS,
-        "bench" | "perplexity" | "replay" => &DEVICE,
+        "bench" | "perplexity" | "replay" => &DEVICE_FLAGS,
         _ => &[],
     }
+}
+
+/// Returns the flags of all lists, sorted by name and without duplicates.
+fn sorted<'f>(lists: &[&[&'f str]]) -> Vec<&'f str> {
+    let mut flags = lists.concat();
+    flags.sort_unstable();
+    flags.dedup();
+    flags
 }
 
 /// Returns clap's ID for a flag: the name of its field in `Args`.
