@@ -8,6 +8,9 @@ use crate::support::Random;
 #[path = "../../fuzz/src/lib.rs"]
 mod bodies;
 
+/// The time limit for one input.
+const SLOWEST: Duration = Duration::from_secs(5);
+
 /// Returns the number of mutations per corpus file: `INFERNO_MUTATIONS`, or 100 by default.
 fn mutations() -> u64 {
     std::env::var("INFERNO_MUTATIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(100)
@@ -59,18 +62,21 @@ fn run(corpus: &str, body: fn(&[u8])) {
             mutate(&mut bytes, &mut random);
             let begin = Instant::now();
             let outcome = std::panic::catch_unwind(|| body(&bytes));
-            slowest = slowest.max(begin.elapsed());
-            if let Err(panic) = outcome {
+            let took = begin.elapsed();
+            slowest = slowest.max(took);
+            if outcome.is_err() || took > SLOWEST {
                 let saved = std::env::temp_dir().join(format!("inferno-{corpus}-{number}"));
                 std::fs::write(&saved, &bytes).unwrap();
-                println!("mutation {number} of {} was saved as {}", file.display(), saved.display());
+                println!("mutation {number} of {} took {took:?}, saved as {}", file.display(), saved.display());
+            }
+            if let Err(panic) = outcome {
                 std::panic::resume_unwind(panic);
             }
             ran += 1;
         }
     }
     println!("{corpus}: {ran} mutations, the slowest took {slowest:?}");
-    assert!(slowest < Duration::from_secs(5), "{corpus}: one input took {slowest:?}");
+    assert!(slowest < SLOWEST, "{corpus}: one input took {slowest:?}");
 }
 
 #[test]
