@@ -6,6 +6,7 @@ use super::backend::{Backend, BackendAnswer, OnDelta, TurnPrompt, TurnRequest};
 use super::turn::TurnSummary;
 use crate::chat::{Message, RenderOptions};
 use crate::engine::{Engine, SamplingParams};
+use crate::runner::Executor;
 use crate::text;
 use crate::tokenizer::ControlTokens;
 
@@ -51,9 +52,10 @@ impl Backend for LocalModel {
 
     fn stats(&self) -> Vec<(&'static str, String)> {
         let (engine, info) = (&self.0, self.0.info());
-        let executor = match engine.no_decode_graph() {
-            None => engine.executor().to_string(),
-            Some(reason) => format!("{}, without the decode graph: {reason}", engine.executor()),
+        let executor = match (engine.executor(), engine.no_decode_graph()) {
+            (executor, None) => executor.to_string(),
+            (Executor::Graph, Some(reason)) => format!("graph, but not the decode graph, because {reason}"),
+            (Executor::Eager, Some(reason)) => format!("eager, because {reason}"),
         };
         let chat_format = engine.language().chat.as_ref().map_or("none", |chat| chat.name());
         vec![

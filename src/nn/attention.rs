@@ -212,20 +212,17 @@ impl Attention {
     ) -> Result<(Tensor, Option<&Tensor>)> {
         let y = match self.config.heads {
             0 => Tensor::zeros((pass.row_count(needed), self.config.hidden_size), DType::F32, x.device())?,
-            _ => self.forward_heads(x, layer, pass, cache, needed)?,
+            _ => {
+                let y = pass.select(needed, &self.attend(x, layer, pass, cache)?)?;
+                self.o_proj.matmul(&y, pass.sum_order())?
+            }
         };
         Ok((self.world.sum_partials(&y)?, self.o_proj.bias.as_ref()))
     }
 
-    /// Computes [`forward`](Self::forward) for the heads of this rank, which must hold at least one head.
-    fn forward_heads(
-        &self,
-        x: &Tensor,
-        layer: usize,
-        pass: &Pass,
-        cache: &KvCache,
-        needed: LogitRows,
-    ) -> Result<Tensor> {
+    /// Returns the attention output of the heads of this rank, `[tokens, heads * head_dim]`. The rank must hold at least
+    /// one head.
+    fn attend(&self, x: &Tensor, layer: usize, pass: &Pass, cache: &KvCache) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
         let AttentionConfig { heads, spec, scale, softcap, .. } = self.config;
         let LayerSpec { kv_heads, head_dim, window } = spec;
@@ -243,10 +240,6 @@ impl Attention {
         let (queries, sinks) = (pass.queries(), self.sinks.as_ref());
         let sum_order = pass.sum_order();
         let inputs = AttentionInputs { q: &q, layer: cached, queries, blocks, sinks, mask, sum_order };
-        let y = attention(inputs, pass.backend())?;
-
-        // 3. project the needed rows back
-        let y = pass.select(needed, &y.reshape((tokens, heads * head_dim))?)?;
-        self.o_proj.matmul(&y, sum_order)
+        Ok(attention(inputs, pass.backend())?.reshape((tokens, heads * head_dim))?)
     }
 }

@@ -9,7 +9,7 @@
 //! - `scored_pass`: a forward pass that also returns the logits of prompt tokens
 //! - `solo`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
 //! - `bench`: prefill, decode steps and measurements for `inferno bench` and tests; runs a solo sequence
-//! - `decode`: chooses how the decode steps of a single sequence run; `no_decode_graph`: why they run without a graph
+//! - `decode`: plans the decode graph; `no_decode_graph`: why there is none
 //! - `decode_graph/`: the CUDA graph of fused kernels for a single sequence
 //! - `batch_graph`: the CUDA graphs of decode steps of several sequences, one for each batch size
 //! - `queue/`: what queued steps need: their buffers on a GPU, and the step whose tokens the host does not know yet

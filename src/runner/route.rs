@@ -41,7 +41,7 @@ pub struct StepFacts {
     /// Whether some sequence gets a token.
     pub chooses_tokens: bool,
     /// Whether a queued step can choose every token of the step.
-    pub can_queue: bool,
+    pub samplers_can_queue: bool,
     /// Whether the step has a single sequence whose sampler needs the whole row of logits.
     pub needs_logits: bool,
     /// Whether the step computes log probabilities of prompt tokens.
@@ -56,7 +56,7 @@ impl StepFacts {
         sequences: 1,
         is_decode: true,
         chooses_tokens: true,
-        can_queue: true,
+        samplers_can_queue: true,
         needs_logits: false,
         has_scores: false,
         has_prompt_parts: false,
@@ -68,7 +68,7 @@ impl StepFacts {
             sequences: sequences.len(),
             is_decode: sequences.iter().all(|sequence| sequence.ids.len() == 1),
             chooses_tokens: samplers().next().is_some(),
-            can_queue: samplers().all(|sampler| sampler.can_queue()),
+            samplers_can_queue: samplers().all(|sampler| sampler.can_queue()),
             needs_logits: sequences.len() == 1 && samplers().any(|sampler| sampler.needs_logits()),
             has_scores: sequences.iter().any(|sequence| sequence.scores.is_some()),
             has_prompt_parts: sequences.iter().any(|sequence| sequence.prompt_parts.is_some()),
@@ -99,7 +99,7 @@ pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
 /// Decides what runs a step that is queued before the tokens of the previous step are known. Returns `None` if the step
 /// cannot be queued.
 pub fn queued_route(runner: RunnerFacts, step: StepFacts) -> Option<Route> {
-    let can_choose = runner.can_queue && step.chooses_tokens && step.can_queue;
+    let can_choose = runner.can_queue && step.chooses_tokens && step.samplers_can_queue;
     // Parts of prompts run in separate passes, whose tokens do not stay on the device.
     let is_separate = if runner.is_deterministic { !step.is_decode } else { step.has_prompt_parts };
     // The decode graph queues its own steps. It starts from the logits of the last part of the prompt.
@@ -132,10 +132,10 @@ mod tests {
     const DETERMINISTIC: RunnerFacts = RunnerFacts { is_deterministic: true, ..NO_DECODE_GRAPH };
     const EAGER: RunnerFacts = RunnerFacts { has_batch_graphs: false, can_queue: false, ..NO_DECODE_GRAPH };
     const ONE: StepFacts = StepFacts::ONE_TOKEN;
-    const ONE_CONSTRAINED: StepFacts = StepFacts { can_queue: false, needs_logits: true, ..ONE };
+    const ONE_CONSTRAINED: StepFacts = StepFacts { samplers_can_queue: false, needs_logits: true, ..ONE };
     const ONE_UNLIMITED: StepFacts = StepFacts { needs_logits: false, ..ONE_CONSTRAINED };
     const MANY: StepFacts = StepFacts { sequences: MAX_SEQUENCES, ..ONE };
-    const MANY_CONSTRAINED: StepFacts = StepFacts { can_queue: false, ..MANY };
+    const MANY_CONSTRAINED: StepFacts = StepFacts { samplers_can_queue: false, ..MANY };
     const CHUNKS: StepFacts = StepFacts { is_decode: false, ..MANY };
 
     /// The rows of the table in docs/architecture.md, each with the runners and steps that it describes.

@@ -103,7 +103,7 @@ impl EngineLoop {
     /// Runs a prepared step. Returns the chosen token of each sequence in the plan.
     fn step(&mut self, plan: &StepPlan) -> Result<Vec<Chosen>> {
         let Self { runner, scheduler, sequences, outbox, .. } = self;
-        runner.step(&mut inputs(plan, scheduler, sequences)?, &mut || outbox.flush())
+        runner.step(inputs(plan, scheduler, sequences)?, &mut || outbox.flush())
     }
 
     /// Ends the sequences of a failed step. The step may have written only some of its keys and values.

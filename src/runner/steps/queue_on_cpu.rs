@@ -37,8 +37,8 @@ impl Runner {
             let sampler = sampler.as_mut().map(|sampler| sampler as &mut dyn ChooseToken);
             known.push(StepSequence { sampler, ..sequence.with_input(ids, sequence.position) });
         }
-        let chosen = self.run_passes(&mut known, &mut || ())?;
-        let tokens = known.iter().zip(&chosen).filter_map(|(sequence, chosen)| {
+        let chosen = self.run_passes(known, &mut || ())?;
+        let tokens = sequences.iter().zip(&chosen).filter_map(|(sequence, chosen)| {
             // A sequence for which no token could be chosen ends with an error. Any token can be its next input.
             Some((sequence.id, chosen.as_ref()?.as_ref().map_or(0, |chosen| chosen.id)))
         });

@@ -58,8 +58,8 @@ impl Runner {
     ///
     /// Returns an error if the whole step failed. The cache may then hold some of the step's keys and values.
     /// If no token can be chosen for one sequence, only its [`Chosen`] is an error.
-    pub fn step(&mut self, sequences: &mut [StepSequence], meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
-        let (kind, started) = (StepKind::of(sequences), Instant::now());
+    pub fn step(&mut self, sequences: Vec<StepSequence>, meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
+        let (kind, started) = (StepKind::of(&sequences), Instant::now());
         if !self.device.is_cuda() {
             meanwhile();
         }
@@ -69,10 +69,10 @@ impl Runner {
         Ok(chosen)
     }
 
-    /// Runs the passes of a step one after the other.
+    /// Runs the passes of a step one after the other. Returns the chosen tokens in the order of `sequences`.
     pub(super) fn run_passes(
         &mut self,
-        sequences: &mut [StepSequence],
+        mut sequences: Vec<StepSequence>,
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Vec<Chosen>> {
         let parts_of_all = self.options.prompt_parts;
