@@ -199,7 +199,8 @@ fn speeds_and_memory_agree_with_the_stored_results() {
 }
 
 /// The pages about the server.
-const SERVER_PAGES: [&str; 4] = ["docs/tuning.md", "docs/serving.md", "docs/troubleshooting.md", "docs/deploy.md"];
+const SERVER_PAGES: [&str; 5] =
+    ["docs/tuning.md", "docs/serving.md", "docs/reliability.md", "docs/troubleshooting.md", "docs/deploy.md"];
 
 /// Returns all words of a text that start with a prefix and contain only lower-case letters, digits and `others`.
 fn words<'t>(text: &'t str, prefix: &str, others: &[char]) -> BTreeSet<&'t str> {
@@ -276,8 +277,8 @@ fn numbers(text: &str) -> BTreeSet<&str> {
 
 #[test]
 fn figures_on_the_tuning_page_are_those_of_the_benchmarks() {
-    let known =
-        ["docs/benchmarks.md", "docs/benchmark-history.md", "docs/serving.md", "docs/cli.md"].map(page).concat();
+    let pages = ["benchmarks", "benchmark-history", "reliability", "serving", "cli"];
+    let known = pages.map(|name| page(&format!("docs/{name}.md"))).concat();
     let known = numbers(&known);
     let tuning = page("docs/tuning.md");
     // Code contains addresses and lengths that are not figures. After a split at backticks, every second part is code.
