@@ -10,6 +10,7 @@ use candle_core::{Device, Tensor, safetensors};
 use inferno::device::{self, DeviceChoice};
 use inferno::{Engine, Event, GenerateOptions, LoadOptions, RequestStream, SamplingParams};
 
+use crate::support::engine::two_gpus;
 use crate::support::values;
 
 fn model() -> PathBuf {
@@ -156,6 +157,85 @@ fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (
     }
     let mean = total / tokens.len() as f64;
     (tokens, mean)
+}
+
+/// A prompt, the log probabilities of its tokens, and the events of its greedy answer.
+struct ScoredAnswer {
+    prompt: Vec<u32>,
+    prompt_logprobs: Vec<f64>,
+    events: Vec<Event>,
+}
+
+/// Answers 16 prompts of 40 to 640 tokens concurrently, with 64 tokens each.
+fn scored_answers(engine: &Engine) -> Vec<ScoredAnswer> {
+    let options = || GenerateOptions {
+        ignore_eos: true,
+        max_tokens: Some(64),
+        logprobs: Some(20),
+        prompt_logprobs: Some(0),
+        ..GenerateOptions::new(SamplingParams::greedy())
+    };
+    let prompts: Vec<_> = (1..=16).map(|seed| engine.random_tokens(seed, 40 * seed as usize)).collect();
+    let streams: Vec<_> = prompts.iter().map(|ids| engine.complete_ids(ids, options()).unwrap()).collect();
+    let read = |(prompt, mut stream): (Vec<u32>, RequestStream)| {
+        let events = (&mut stream).into_iter().map(|event| event.unwrap()).collect();
+        let prompt_logprobs =
+            stream.scored_prompt().unwrap().logprobs.iter().map(|token| token.chosen.into()).collect();
+        ScoredAnswer { prompt, prompt_logprobs, events }
+    };
+    prompts.into_iter().zip(streams).map(read).collect()
+}
+
+/// Returns the mean difference between the log probabilities of the prompt's tokens and those of a prefill.
+fn prompt_difference(engine: &Engine, answer: &ScoredAnswer) -> f64 {
+    let rows = engine.logits(&answer.prompt).unwrap().to_vec2::<f32>().unwrap();
+    let differences = rows.iter().zip(&answer.prompt[1..]).zip(&answer.prompt_logprobs).map(|((row, &next), got)| {
+        let largest = row.iter().copied().fold(f32::MIN, f32::max);
+        let sum: f64 = row.iter().map(|&logit| f64::from(logit - largest).exp()).sum();
+        (got - (f64::from(row[next as usize] - largest) - sum.ln())).abs()
+    });
+    differences.sum::<f64>() / answer.prompt_logprobs.len() as f64
+}
+
+/// Two GPUs may differ from one only by rounding errors, in prefill, in decode steps and in the log probabilities of
+/// prompts. The limits come from how much the ways in which one GPU computes the same values differ.
+#[test(full_size)]
+fn full_size_two_gpus_agree_with_one() {
+    let builder = || Engine::builder(model()).context(1024).sequences(16);
+    // Only one engine exists at a time: a GPU that waits for another GPU cannot load the kernels of a second engine.
+    let two = builder().devices(two_gpus()).load().unwrap();
+    let ids = two.random_tokens(99, 512);
+    let prefill_of_two = two.logits(&ids).unwrap().to_device(&Device::Cpu).unwrap();
+    let answers_of_two = scored_answers(&two);
+    drop(two);
+
+    let one = builder().load().unwrap();
+    let prefill = one.logits(&ids).unwrap().to_device(&Device::Cpu).unwrap();
+    let steps = one.with_runner(move |runner| runner.step_logits(&ids)).unwrap().unwrap();
+    let (kl, top1) = compare(&prefill_of_two, &prefill);
+    let (rounding, rounding_top1) = compare(&steps.to_device(&Device::Cpu).unwrap(), &prefill);
+    println!("prefill, two GPUs against one: mean KL {kl:.3e}, top-1 agreement {:.1} %", 100.0 * top1);
+    println!("one GPU, steps against prefill: mean KL {rounding:.3e}, top-1 agreement {:.1} %", 100.0 * rounding_top1);
+    assert!(kl <= 1.5 * rounding && top1 >= rounding_top1 - 0.03);
+
+    let answers = [answers_of_two, scored_answers(&one)];
+    let compared = answers.each_ref().map(|answers| {
+        let count = answers.len() as f64;
+        let of_prompts = answers.iter().map(|answer| prompt_difference(&one, answer)).sum::<f64>() / count;
+        let (tokens, divergences): (Vec<_>, Vec<_>) =
+            answers.iter().map(|answer| tokens_and_divergence(&one, &answer.prompt, &answer.events)).unzip();
+        (tokens, divergences.iter().sum::<f64>() / count, of_prompts)
+    });
+    let [(tokens_of_two, kl_of_two, prompts_of_two), (tokens, kl, prompts)] = compared;
+    let same = tokens_of_two.iter().zip(&tokens).filter(|(two, one)| two == one).count();
+    println!("answers against a prefill on one GPU: mean KL {kl_of_two:.3e} on two GPUs, {kl:.3e} on one");
+    println!("{same} of {} greedy answers are the same", tokens.len());
+    println!("log probabilities of prompts: mean difference {prompts_of_two:.2e} on two GPUs, {prompts:.2e} on one");
+    assert!(kl_of_two <= 1.5 * kl, "mean KL is {kl_of_two:e} on two GPUs, but {kl:e} on one");
+    assert!(
+        prompts_of_two <= 1.5 * prompts.max(1e-3),
+        "the difference is {prompts_of_two:e} on two GPUs, {prompts:e} on one"
+    );
 }
 
 /// With `deterministic`, 64 requests generate the same tokens whether they run concurrently or one at a time.

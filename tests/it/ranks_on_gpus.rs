@@ -17,7 +17,7 @@ use inferno::{GenerateOptions, SamplingParams};
 
 use crate::queued_steps;
 use crate::ranks::{CONTEXT, assert_ranks_agree, expected, logits_on, on_ranks, split_world};
-use crate::support::engine::{Answer, GraphModel, assert_greedy, generate, generate_at_once};
+use crate::support::engine::{Answer, GraphModel, assert_greedy, generate, generate_at_once, two_gpus};
 use crate::support::{GoldenKind, golden, golden_models, logits_of};
 
 /// Lets only one of these tests run at a time. While a GPU waits for another GPU, no program may load kernels or
@@ -300,11 +300,6 @@ fn engines_of_several_gpus_answer_many_requests() {
         println!("{split:?}: {same} of 12 answers are the same as on one GPU");
         assert!(same >= 10, "{split:?}: only {same} of 12 answers are the same as on one GPU");
     }
-}
-
-/// Returns the devices of two ranks: two GPUs, or the same GPU twice if there is only one.
-fn two_gpus() -> Devices {
-    if device::gpu_count() > 1 { "cuda:0,1" } else { "cuda:0,0" }.parse().unwrap()
 }
 
 /// A single sequence runs on decode graphs, and several sequences run on batch graphs.

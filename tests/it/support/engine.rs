@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use candle_core::{DType, Device, safetensors};
-use inferno::device::DeviceChoice;
+use inferno::device::{self, DeviceChoice, Devices};
 use inferno::engine::{EngineBuilder, Summary};
 use inferno::runner::Executor;
 use inferno::{Engine, EngineHandle, Event, GenerateOptions, RequestStream, SamplingParams};
@@ -121,4 +121,9 @@ pub fn generate_at_once(
         || GenerateOptions { ignore_eos: true, max_tokens: Some(count), ..GenerateOptions::new(sampling.clone()) };
     let streams: Vec<_> = prompts.iter().map(|prompt| engine.complete_ids(prompt, options()).unwrap()).collect();
     streams.into_iter().map(Answer::read).collect()
+}
+
+/// Returns the devices of two ranks: two GPUs, or the same GPU twice if there is only one.
+pub fn two_gpus() -> Devices {
+    if device::gpu_count() > 1 { "cuda:0,1" } else { "cuda:0,0" }.parse().unwrap()
 }
