@@ -12,7 +12,7 @@
 //   row g + 8    high, 2   high, 6   high, 12   merged, 14
 // No rotation lets a fourth item fit between the bits of three others. Item 3 of both rows therefore shares the bits
 // that the other items leave free. `merged` has the bits E2M1_FREE_LOW of `low`, and all other bits of `high`.
-// Unpacking two words takes 16 integer instructions: 8 masks, 7 rotations and 1 merge.
+// Unpacking two words takes 16 integer instructions: 8 masks, 7 shifts or rotations, and 1 merge.
 #pragma once
 #include "headers/common.cuh"
 
@@ -41,7 +41,8 @@ template <int PART> __device__ __forceinline__ void e2m1_items(uint32_t low, uin
         items[0] = low & E2M1_BITS, items[1] = high << 2 & E2M1_BITS;
         items[2] = low << 4 & E2M1_BITS, items[3] = high << 6 & E2M1_BITS;
     } else {
-        const uint32_t merged = (low & E2M1_FREE_LOW) | (high & ~E2M1_FREE_LOW);
+        // The same as (low & E2M1_FREE_LOW) | (high & ~E2M1_FREE_LOW), in a form that compiles to one instruction.
+        const uint32_t merged = ((low ^ high) & E2M1_FREE_LOW) ^ high;
         items[0] = __funnelshift_l(low, low, 10) & E2M1_BITS, items[1] = __funnelshift_l(high, high, 12) & E2M1_BITS;
         items[2] = __funnelshift_l(merged, merged, 8) & E2M1_BITS;
         items[3] = __funnelshift_l(merged, merged, 14) & E2M1_BITS;
