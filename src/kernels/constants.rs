@@ -119,6 +119,8 @@ pub const ADD_NORM_THREADS: usize = 512;
 pub const ROUTE_TOKENS: usize = 256;
 /// The maximum number of experts.
 pub const ROUTE_EXPERTS: usize = 256;
+/// Tokens per thread block, one per warp.
+pub const ROUTE_BLOCK_TOKENS: usize = 8;
 /// Columns per slice: the part of each row of the router weight that one thread block multiplies.
 pub const ROUTE_COLUMNS: usize = 128;
 

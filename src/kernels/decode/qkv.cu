@@ -123,13 +123,13 @@ __device__ void quantized_qkv(const float* x, const float* norm, const Quantized
 //   raw: f32 [heads + kv_heads, head_dim]
 //   q_norm, k_norm: f32 [head_dim]
 //   cos, sin, state, q, k: see the top of this file
-//   grid: ceil((heads + kv_heads) / 8); block: 256, one warp per head
+//   grid and block: one warp per head
 //   bytes moved: (4 + sizeof(T)) · (heads + kv_heads) · head_dim
 template <typename T>
 __device__ void decode_qk_norm(const float* raw, const float* q_norm, const float* k_norm, const float* cos,
                                const float* sin, const uint32_t* state, T* q, T* k, const uint32_t* table, int heads,
                                int kv_heads, int head_dim, int rotated, float eps) {
-    const int head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, half = rotated / 2;
+    const int head = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32, half = rotated / 2;
     pdl_wait();
     pdl_launch_dependents();
     if (head >= heads + kv_heads) return;

@@ -112,7 +112,7 @@ pub fn add_qkv(
         .int(head_dim)
         .int(2 * half_rotated)
         .float(norms.eps);
-    let shape = LaunchShape::linear((heads + kv_heads).div_ceil(8), 256);
+    let shape = LaunchShape::one_warp_each(heads + kv_heads);
     let kernel = format!("decode_qk_norm_{}", dtype_suffix(dtype)?);
     // SAFETY: see the first launch. The scratch buffer and the QK norm weights are also checked above.
     unsafe { launches.add(Launch::new(module!("qkv"), kernel, shape, arguments)) }

@@ -2,6 +2,7 @@
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"
+#include "headers/sort_key.cuh"
 
 // The probability mass of the most likely token. Masses are integers, so their sum is exact in any order.
 constexpr float UNIT = 1099511627776.0f;  // 2^40
@@ -14,19 +15,6 @@ struct SamplingKernelParams {
 
 static_assert(sizeof(SamplingKernelParams) == 4 * SAMPLE_PARAM_WORDS,
               "SAMPLE_PARAM_WORDS must match SamplingKernelParams");
-
-// Maps floats to integers that sort in the same order. The bits of positive floats already do, so setting the sign bit
-// only moves them above all negative floats. The bits of negative floats sort in the opposite order, so all are
-// flipped.
-__device__ __forceinline__ uint32_t sort_key(float value) {
-    const uint32_t bits = __float_as_uint(value);
-    return bits & F32_SIGN ? ~bits : bits | F32_SIGN;
-}
-
-// Returns the float whose sort_key is `key`.
-__device__ __forceinline__ float from_sort_key(uint32_t key) {
-    return __uint_as_float(key & F32_SIGN ? key & F32_MAGNITUDE : ~key);
-}
 
 // Returns the new logit of a token that was generated `generated` times. If 0, only the prompt contains the token.
 __device__ __forceinline__ float penalize(float logit, uint32_t generated, float repetition, float frequency,

@@ -41,6 +41,16 @@ impl LaunchShape {
         Self::linear(count.div_ceil(256), 256)
     }
 
+    /// Creates a shape with at least `count` warps, in blocks of 8 warps.
+    pub fn one_warp_each(count: usize) -> Self {
+        Self::linear(count.div_ceil(8), 256)
+    }
+
+    /// Repeats the grid `rows` times in y.
+    pub fn with_grid_y(self, rows: usize) -> Self {
+        Self { grid: (self.grid.0, rows, self.grid.2), ..self }
+    }
+
     pub fn with_shared_bytes(self, shared_bytes: usize) -> Self {
         Self { shared_bytes, ..self }
     }

@@ -9,19 +9,20 @@
 #include "headers/async_copy.cuh"
 #include "headers/barrier.cuh"
 #include "headers/pdl.cuh"
+#include "headers/wgmma.cuh"
 #include "moe/mxfp4_tiles.cuh"
 
 // ---- reordering ----
 
 // Copies the input row of each pair's token to `out`, in fragment order.
 //   x: f32 [tokens, columns]
-//   out: T, tiled [ceil(columns / 64)][rows][64]
-//   grid: (ceil(pairs / 8), n), so that n warps divide the columns of a pair; block: 256
+//   out: T, tiled [ceil(columns / 64)][tiled_rows][64]
+//   grid and block: one warp per pair in x; n in y, so that n warps divide the columns of a pair
 //   bytes moved: 4 · tokens · columns + 2 · pairs · columns
 template <typename T>
 __device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint32_t* offsets, T* out, int columns,
-                              int rows, int chosen, int experts) {
-    const int position = blockIdx.x * 8 + threadIdx.x / 32;
+                              int tiled_rows, int chosen, int experts) {
+    const int position = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
     pdl_wait();
     pdl_launch_dependents();
     WorkItem item;
@@ -31,7 +32,7 @@ __device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint
 #pragma unroll 4
     for (int i = blockIdx.y * 32 + threadIdx.x % 32; i < (columns + 63) / 64 * 8; i += 32 * gridDim.y) {
         const uint4 value = fragment_segment<T>(from, i, columns);
-        reinterpret_cast<uint4*>(out)[((size_t)(i / 8) * rows + row) * 8 + (i ^ row) % 8] = value;
+        reinterpret_cast<uint4*>(out)[((size_t)(i / 8) * tiled_rows + row) * 8 + (i ^ row) % 8] = value;
     }
 }
 
@@ -88,120 +89,154 @@ __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, 
 
 // ---- matrix multiplication with mma.sync ----
 
-// A tile covers TOKENS pairs × 256 rows.
-// Each of the eight warps computes TOKENS × 32 results, or 64 × 64 if TOKENS is 128.
+// The tile of a block: at most PAIRS pairs × 256 rows.
+// Each of the eight warps computes PAIRS × 32 results, or 64 × 64 if PAIRS is 128: ROW_TILES weight tiles × COLUMNS
+// columns of 8 pairs.
+template <int PAIRS_> struct MmaShape {
+    static constexpr int PAIRS = PAIRS_, BLOCK_ROW_TILES = EXPERT_MMA_ROW_TILES, STAGES = EXPERT_MMA_STAGES;
+    static constexpr int WARPS = EXPERT_MMA_THREADS / 32, COLUMN_WARPS = PAIRS == 128 ? 2 : 1;
+    static constexpr int ROW_TILES = 2 * COLUMN_WARPS, COLUMNS = PAIRS / 8 / COLUMN_WARPS;
+    static constexpr int WEIGHT_BYTES = BLOCK_ROW_TILES * MXFP4_TILE_BYTES;
+    static constexpr int SCALE_BYTES = BLOCK_ROW_TILES * MXFP4_TILE_SCALE_BYTES;
+    static constexpr int X_BYTES = PAIRS * 128, W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
+};
+
+// One stage of the pipeline in shared memory: one step of x, and then of the weights and their scales.
+template <typename S> struct MmaStages {
+    unsigned char* base;
+    uint32_t address;
+    __device__ __forceinline__ uint32_t x(int step) const { return address + step % S::STAGES * S::X_BYTES; }
+    __device__ __forceinline__ int weights_offset(int step) const {
+        return S::STAGES * S::X_BYTES + step % S::STAGES * S::W_BYTES;
+    }
+    __device__ __forceinline__ uint32_t weights(int step) const { return address + weights_offset(step); }
+    __device__ __forceinline__ const unsigned char* weight_bytes(int step) const { return base + weights_offset(step); }
+};
+
+// Starts copying one step of a tile: 64 columns of x and of the weights.
+// Rows of shared memory past the last pair or weight tile keep old data.
+// The old data affects only results that are not stored.
+template <typename S, typename T>
+__device__ __forceinline__ void load_step(const MmaStages<S>& stages, const Weights& w, const Output<T>& o, const T* x,
+                                          const Tile& tile, int step) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
+    const int segments = tile.pairs * 8, tiles = min(row_tiles - tile.row_tile, S::BLOCK_ROW_TILES);
+    const uint4* x_from = reinterpret_cast<const uint4*>(x) + ((size_t)step * o.tiled_rows + tile.row) * 8;
+    const size_t first_tile = ((size_t)tile.expert * row_tiles + tile.row_tile) * steps + step;
+    const uint32_t to_x = stages.x(step), to_w = stages.weights(step);
+#pragma unroll
+    for (int i = 0; i < S::X_BYTES / 16 / EXPERT_MMA_THREADS; ++i) {
+        const int segment = threadIdx.x + i * EXPERT_MMA_THREADS;
+        if (segment < segments) copy_async(to_x + segment * 16, x_from + segment);
+    }
+#pragma unroll
+    for (int i = 0; i < S::BLOCK_ROW_TILES / S::WARPS; ++i) {
+        const int row_tile = warp + i * S::WARPS;
+        const uint8_t* from = w.blocks + (first_tile + row_tile * steps) * MXFP4_TILE_BYTES;
+        if (row_tile < tiles) copy_async(to_w + row_tile * MXFP4_TILE_BYTES + lane * 16, from + lane * 16);
+    }
+    const int row_tile = threadIdx.x / 2, half = threadIdx.x % 2 * 16;
+    const uint8_t* from = w.scales + (first_tile + row_tile * steps) * MXFP4_TILE_SCALE_BYTES;
+    if (row_tile < tiles) copy_async(to_w + S::WEIGHT_BYTES + row_tile * MXFP4_TILE_SCALE_BYTES + half, from + half);
+}
+
+// Multiplies one step of this warp's rows by its pairs.
+template <typename S, typename T>
+__device__ __forceinline__ void multiply_step(float (&sum)[S::ROW_TILES][S::COLUMNS][4], const MmaStages<S>& stages,
+                                              const Tile& tile, int step) {
+    constexpr int ROW_TILES = S::ROW_TILES, COLUMN_WARPS = S::COLUMN_WARPS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
+    const unsigned char* weights = stages.weight_bytes(step);
+    const uint32_t x = stages.x(step) + lane % 8 * 128;
+    uint4 words[ROW_TILES];
+    uint32_t factors[ROW_TILES][4];
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) {
+        const int weight_tile = warp / COLUMN_WARPS * ROW_TILES + m;
+        words[m] = *reinterpret_cast<const uint4*>(weights + weight_tile * MXFP4_TILE_BYTES + lane * 16);
+        const unsigned char* from = weights + S::WEIGHT_BYTES + weight_tile * MXFP4_TILE_SCALE_BYTES + g * 4;
+        const uint32_t scales = *reinterpret_cast<const uint32_t*>(from);
+        scale_factors<T>(scales, factors[m]);
+    }
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+        uint32_t a[ROW_TILES][2][4];
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m) {
+            const uint32_t low = block ? words[m].z : words[m].x, high = block ? words[m].w : words[m].y;
+            const uint32_t f = factors[m][2 * block], f8 = factors[m][2 * block + 1];
+            unpack_items<T, 0>(low, high, f, f8, a[m][0]);
+            unpack_items<T, 1>(low, high, f, f8, a[m][1]);
+        }
+        const uint32_t segment = ((4 * block + lane / 8) ^ lane % 8) * 16;
+#pragma unroll
+        for (int n = 0; n < S::COLUMNS; n += 2) {
+            const int pair = (n * COLUMN_WARPS + warp % COLUMN_WARPS) * 8;
+            if (pair >= tile.pairs) continue;
+            uint32_t b[2][4];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) load_matrices(b[i], x + (pair + i * COLUMN_WARPS * 8) * 128 + segment);
+            // MMAs that add to the same sum are spread out, because each waits for the previous one to finish.
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+#pragma unroll
+                for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) multiply_add<T>(sum[m][n + i], a[m][k], b[i][2 * k], b[i][2 * k + 1]);
+        }
+    }
+}
+
+// Stores this warp's results of a tile.
+template <typename S, typename T, bool GATE_UP>
+__device__ __forceinline__ void store_tile(float (&sum)[S::ROW_TILES][S::COLUMNS][4], const Weights& w,
+                                           const Output<T>& o, const Tile& tile) {
+    const int warp = threadIdx.x / 32;
+#pragma unroll
+    for (int m = 0; m < S::ROW_TILES; m += 2) {
+        const int row_tile = tile.row_tile + warp / S::COLUMN_WARPS * S::ROW_TILES + m;
+        const float2 bias[2] = {row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile),
+                                row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile + 1)};
+#pragma unroll
+        for (int n = 0; n < S::COLUMNS; ++n) {
+            const int pair = (n * S::COLUMN_WARPS + warp % S::COLUMN_WARPS) * 8;
+            if (pair < tile.pairs)
+                store<T, GATE_UP, 2>(o, w.rows, tile, row_tile, pair, {sum[m][n], sum[m + 1][n]}, bias);
+        }
+    }
+}
+
 //   grid: any number of blocks; each block processes every gridDim.x-th tile
 //   block: EXPERT_MMA_THREADS
 //   shared memory: STAGES · (X_BYTES + W_BYTES)
-template <typename T, int TOKENS, bool GATE_UP>
+//   bytes moved: the weights of each expert once per PAIRS pairs; x once per 256 rows, mostly from L2; the output once
+template <typename S, typename T, bool GATE_UP>
 __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets, int experts) {
-    constexpr int ROW_TILES = EXPERT_MMA_ROW_TILES, STAGES = EXPERT_MMA_STAGES, WARPS = EXPERT_MMA_THREADS / 32;
-    constexpr int WEIGHT_BYTES = ROW_TILES * MXFP4_TILE_BYTES, SCALE_BYTES = ROW_TILES * MXFP4_TILE_SCALE_BYTES;
-    constexpr int X_BYTES = TOKENS * 128, W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
-    constexpr int COLUMN_WARPS = TOKENS == 128 ? 2 : 1, MT = 2 * COLUMN_WARPS, NT = TOKENS / 8 / COLUMN_WARPS;
     extern __shared__ __align__(1024) unsigned char shared[];
-    const uint32_t xs = __cvta_generic_to_shared(shared), ws = xs + STAGES * X_BYTES;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
-    const int my_tile = warp / COLUMN_WARPS * MT, my_column = warp % COLUMN_WARPS;
-    const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
+    const MmaStages<S> stages = {shared, shared_address(shared)};
+    const int steps = (w.columns + STEP - 1) / STEP;
     pdl_wait();
     pdl_launch_dependents();
 
     Tile tile;
     const auto next_tile = [&](int number) {
-        return find_tile<ROW_TILES, GATE_UP>(offsets, experts, w.rows, TOKENS, number, tile);
+        return find_tile<S::BLOCK_ROW_TILES, GATE_UP>(offsets, experts, w.rows, S::PAIRS, number, tile);
     };
     for (int number = blockIdx.x; next_tile(number); number += gridDim.x) {
-        const uint4* x_from = reinterpret_cast<const uint4*>(x) + (size_t)tile.row * 8;
-        const size_t first_tile = ((size_t)tile.expert * row_tiles + tile.row_tile) * steps;
-        const int segments = tile.pairs * 8, tiles = min(row_tiles - tile.row_tile, ROW_TILES);
-        // Rows of shared memory past the last pair or weight tile keep old data.
-        // The old data affects only results that are not stored.
         const auto load = [&](int step) {
-            const uint32_t to_x = xs + step % STAGES * X_BYTES, to_w = ws + step % STAGES * W_BYTES;
-#pragma unroll
-            for (int i = 0; i < X_BYTES / 16 / EXPERT_MMA_THREADS; ++i) {
-                const int segment = threadIdx.x + i * EXPERT_MMA_THREADS;
-                if (segment < segments)
-                    copy_async(to_x + segment * 16, x_from + (size_t)step * o.tiled_rows * 8 + segment);
-            }
-#pragma unroll
-            for (int i = 0; i < ROW_TILES / WARPS; ++i) {
-                const int row_tile = warp + i * WARPS;
-                const uint8_t* from = w.blocks + (first_tile + row_tile * steps + step) * MXFP4_TILE_BYTES;
-                if (row_tile < tiles) copy_async(to_w + row_tile * MXFP4_TILE_BYTES + lane * 16, from + lane * 16);
-            }
-            const int row_tile = threadIdx.x / 2, half = threadIdx.x % 2 * 16;
-            const uint8_t* from = w.scales + (first_tile + row_tile * steps + step) * MXFP4_TILE_SCALE_BYTES;
-            if (row_tile < tiles)
-                copy_async(to_w + WEIGHT_BYTES + row_tile * MXFP4_TILE_SCALE_BYTES + half, from + half);
+            if (step < steps) load_step<S, T>(stages, w, o, x, tile, step);
+            commit_copies();
         };
-        for (int s = 0; s < STAGES - 1; ++s) {
-            if (s < steps) load(s);
-            commit_copies();
-        }
-        float sum[MT][NT][4] = {};
+        for (int s = 0; s < S::STAGES - 1; ++s) load(s);
+        float sum[S::ROW_TILES][S::COLUMNS][4] = {};
         for (int step = 0; step < steps; ++step) {
-            wait_for_copies<STAGES - 2>();
+            wait_for_copies<S::STAGES - 2>();
             __syncthreads();
-            const int next = step + STAGES - 1;
-            if (next < steps) load(next);
-            commit_copies();
-
-            const unsigned char* weights = shared + STAGES * X_BYTES + step % STAGES * W_BYTES;
-            const uint32_t x_stage = xs + step % STAGES * X_BYTES + lane % 8 * 128;
-            uint4 words[MT];
-            uint32_t factors[MT][4];
-#pragma unroll
-            for (int m = 0; m < MT; ++m) {
-                const int weight_tile = my_tile + m;
-                words[m] = *reinterpret_cast<const uint4*>(weights + weight_tile * MXFP4_TILE_BYTES + lane * 16);
-                const unsigned char* from = weights + WEIGHT_BYTES + weight_tile * MXFP4_TILE_SCALE_BYTES + g * 4;
-                const uint32_t scales = *reinterpret_cast<const uint32_t*>(from);
-                scale_factors<T>(scales, factors[m]);
-            }
-#pragma unroll
-            for (int block = 0; block < 2; ++block) {
-                uint32_t a[MT][2][4];
-#pragma unroll
-                for (int m = 0; m < MT; ++m) {
-                    const uint32_t low = block ? words[m].z : words[m].x, high = block ? words[m].w : words[m].y;
-                    const uint32_t f = factors[m][2 * block], f8 = factors[m][2 * block + 1];
-                    unpack_items<T, 0>(low, high, f, f8, a[m][0]);
-                    unpack_items<T, 1>(low, high, f, f8, a[m][1]);
-                }
-                const uint32_t segment = ((4 * block + lane / 8) ^ lane % 8) * 16;
-#pragma unroll
-                for (int n = 0; n < NT; n += 2) {
-                    const int token = (n * COLUMN_WARPS + my_column) * 8;
-                    if (token >= tile.pairs) continue;
-                    uint32_t b[2][4];
-#pragma unroll
-                    for (int i = 0; i < 2; ++i)
-                        load_matrices(b[i], x_stage + (token + i * COLUMN_WARPS * 8) * 128 + segment);
-                    // MMAs that add to the same sum are spread out, because each waits for the previous one to finish.
-#pragma unroll
-                    for (int k = 0; k < 2; ++k)
-#pragma unroll
-                        for (int m = 0; m < MT; ++m)
-#pragma unroll
-                            for (int i = 0; i < 2; ++i)
-                                multiply_add<T>(sum[m][n + i], a[m][k], b[i][2 * k], b[i][2 * k + 1]);
-                }
-            }
+            load(step + S::STAGES - 1);
+            multiply_step<S, T>(sum, stages, tile, step);
         }
-#pragma unroll
-        for (int m = 0; m < MT; m += 2) {
-            const int row_tile = tile.row_tile + my_tile + m;
-            const float2 bias[2] = {row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile),
-                                    row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile + 1)};
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                const int token = (n * COLUMN_WARPS + my_column) * 8;
-                if (token < tile.pairs)
-                    store<T, GATE_UP, 2>(o, w.rows, tile, row_tile, token, {sum[m][n], sum[m + 1][n]}, bias);
-            }
-        }
+        store_tile<S, T, GATE_UP>(sum, w, o, tile);
         __syncthreads();  // the next tile overwrites data that slower warps may still read
     }
 }
@@ -237,65 +272,6 @@ using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES,
 // In builds for targets other than sm_90a, the wgmma kernels (slim, narrow and wide) are empty.
 // Empty kernels must not be launched.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-// sum [64, N] += a [64, 16] · b [16, N]: a in registers, b in shared memory (swizzled rows of 128 bytes).
-#define SUM4(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
-#define SUM8(i) SUM4(i), SUM4(i + 4)
-#define SUMS16 SUM8(0)
-#define SUMS32 SUMS16, SUM8(8)
-#define SUMS48 SUMS32, SUM8(16)
-#define SUMS64 SUMS48, SUM8(24)
-#define SUMS80 SUMS64, SUM8(32)
-#define SUMS96 SUMS80, SUM8(40)
-#define SUMS112 SUMS96, SUM8(48)
-#define SUMS128 SUMS112, SUM8(56)
-#define SUMS144 SUMS128, SUM8(64)
-#define SUMS160 SUMS144, SUM8(72)
-#define NAMES16 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define NAMES32 NAMES16 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define NAMES48 NAMES32 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define NAMES64 NAMES48 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES80 NAMES64 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define NAMES96 NAMES80 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define NAMES112 NAMES96 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define NAMES128 NAMES112 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES144 NAMES128 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define NAMES160 NAMES144 ", %72, %73, %74, %75, %76, %77, %78, %79"
-// clang-format off: it would put line breaks between the parts of the string
-#define WGMMA(N, TYPE, A, B)                                                                                           \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES##N "}, {" A "}, " B ", "   \
-                 "1, 1, 1, 0;"                                                                                         \
-                 : SUMS##N                                                                                             \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-// clang-format on
-#define DEFINE_WGMMA(N, A, B)                                                                                          \
-    template <typename T>                                                                                              \
-    __device__ __forceinline__ void wgmma(float (&sum)[N / 2], const uint32_t (&a)[4], uint64_t b) {                   \
-        if constexpr (__is_same(T, __half))                                                                            \
-            WGMMA(N, "f16", A, B);                                                                                     \
-        else                                                                                                           \
-            WGMMA(N, "bf16", A, B);                                                                                    \
-    }
-DEFINE_WGMMA(16, "%8, %9, %10, %11", "%12")
-DEFINE_WGMMA(32, "%16, %17, %18, %19", "%20")
-DEFINE_WGMMA(48, "%24, %25, %26, %27", "%28")
-DEFINE_WGMMA(64, "%32, %33, %34, %35", "%36")
-DEFINE_WGMMA(80, "%40, %41, %42, %43", "%44")
-DEFINE_WGMMA(96, "%48, %49, %50, %51", "%52")
-DEFINE_WGMMA(112, "%56, %57, %58, %59", "%60")
-DEFINE_WGMMA(128, "%64, %65, %66, %67", "%68")
-DEFINE_WGMMA(144, "%72, %73, %74, %75", "%76")
-DEFINE_WGMMA(160, "%80, %81, %82, %83", "%84")
-
-// Returns the descriptor of b at a shared memory address: swizzled rows of 128 bytes, in groups of eight that are 1024
-// bytes apart. Addresses and distances in a descriptor are in units of 16 bytes.
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
-    constexpr uint64_t SWIZZLE_128_BYTES = (uint64_t)1 << 62;
-    constexpr uint64_t GROUP_DISTANCE = (uint64_t)(1024 / 16) << 32;
-    constexpr uint64_t LEADING_DISTANCE = (uint64_t)1 << 16;  // ignored, because rows are swizzled
-    constexpr uint32_t ADDRESS_MASK = 0x3FFF;
-    return SWIZZLE_128_BYTES | GROUP_DISTANCE | LEADING_DISTANCE | (address >> 4 & ADDRESS_MASK);
-}
 
 // The ring buffer of stages. The barrier `full` counts copied bytes; `empty` counts warps that have finished reading.
 template <typename S> struct Ring {
@@ -346,10 +322,10 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
             uint32_t (&to)[4] = a[k % 2];
             if (k % 2 == 0) unpack_items<T, 0>(low, high, f, f8, to);
             if (k % 2 == 1) unpack_items<T, 1>(low, high, f, f8, to);
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            wgmma_fence();
             wgmma<T>(sum, to, b + 2 * k);
-            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+            wgmma_commit();
+            wgmma_wait<1>();
             // At this point, all products of the previous stage have finished.
             if (k == 0 && half == 0 && previous >= 0 && lane == 0) barrier_arrive(ring.empty(previous));
         }
@@ -374,7 +350,7 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
             position.next();
         }
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");
     if (lane == 0) barrier_arrive(ring.empty(previous));
@@ -401,6 +377,7 @@ __device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::S
 //   grid: any number of blocks; BLOCKS blocks fit on a multiprocessor
 //   block: EXPERT_WGMMA_THREADS
 //   shared memory: see `wgmma_shared_bytes` in product_kernel.rs
+//   bytes moved: the weights of each expert once per PAIRS pairs; x once per 192 rows, mostly from L2; the output once
 template <typename S, typename T, bool GATE_UP>
 __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets,
                                      int experts) {
@@ -502,9 +479,9 @@ __device__ void expert_product_wgmma(const Weights&, const Output<T>&, const T*,
                                                        int chosen) {                                                   \
         expert_combine<T>(y, weights, x, n, columns, chosen);                                                          \
     }                                                                                                                  \
-    DEFINE_PRODUCT(T, SUFFIX##_t32, EXPERT_MMA_THREADS, 1, expert_product, T, 32)                                      \
-    DEFINE_PRODUCT(T, SUFFIX##_t64, EXPERT_MMA_THREADS, 1, expert_product, T, 64)                                      \
-    DEFINE_PRODUCT(T, SUFFIX##_t128, EXPERT_MMA_THREADS, 1, expert_product, T, 128)                                    \
+    DEFINE_PRODUCT(T, SUFFIX##_t32, EXPERT_MMA_THREADS, 1, expert_product, MmaShape<32>, T)                            \
+    DEFINE_PRODUCT(T, SUFFIX##_t64, EXPERT_MMA_THREADS, 1, expert_product, MmaShape<64>, T)                            \
+    DEFINE_PRODUCT(T, SUFFIX##_t128, EXPERT_MMA_THREADS, 1, expert_product, MmaShape<128>, T)                          \
     DEFINE_PRODUCT(T, SUFFIX##_slim, EXPERT_WGMMA_THREADS, 2, expert_product_wgmma, Slim, T)                           \
     DEFINE_PRODUCT(T, SUFFIX##_narrow, EXPERT_WGMMA_THREADS, 1, expert_product_wgmma, Narrow, T)                       \
     DEFINE_PRODUCT(T, SUFFIX##_wide, EXPERT_WGMMA_THREADS, 1, expert_product_wgmma, Wide, T)

@@ -129,7 +129,7 @@ fn gather_tokens(
         .int(experts);
     let kernel = format!("gather_tokens_{}", dtype_suffix(dtype)?);
     let warps_per_pair = if pairs <= GATHER_FEW_PAIRS { 6 } else { 1 };
-    let shape = LaunchShape::new((pairs.div_ceil(8), warps_per_pair, 1), 256);
+    let shape = LaunchShape::one_warp_each(pairs).with_grid_y(warps_per_pair);
     // SAFETY: the grid covers all pairs, and `expert_mlp` has checked all shapes.
     unsafe { Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping().enqueue(device)? };
     Ok(gathered)

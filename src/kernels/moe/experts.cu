@@ -58,12 +58,12 @@ template <typename T> __device__ float lane_dot(const Dense<T>& w, size_t row, c
 }
 
 // One warp computes one output element.
-//   grid: (ceil(rows / 8), pairs); block: 256
+//   grid and block: one warp per row in x; pairs in y
 //   bytes moved: one expert's weights for each pair
 template <typename W, typename T>
 __device__ void expert_gemv(W w, const T* bias, const T* x, const uint32_t* ids, T* out, int rows, int columns,
                             int pairs_per_x) {
-    const int pair = blockIdx.y, row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int pair = blockIdx.y, row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     const size_t expert_row = (size_t)ids[pair] * rows + row;
     float sum = warp_sum(lane_dot(w, expert_row, x + (size_t)(pair / pairs_per_x) * columns, columns, lane));

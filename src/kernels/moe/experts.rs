@@ -225,7 +225,7 @@ mod cuda {
         let arguments =
             weights.optional(bias)?.tensor(x)?.tensor(ids)?.tensor(out)?.int(rows).int(columns).int(pairs_per_x);
         let kernel = format!("expert_gemv_{kind}_{}", dtype_suffix(x.dtype())?);
-        let shape = LaunchShape::new((rows.div_ceil(8), ids.elem_count(), 1), 256);
+        let shape = LaunchShape::one_warp_each(rows).with_grid_y(ids.elem_count());
         // SAFETY: `super::expert_matmul` checked shapes and dtypes; its caller guarantees valid ids.
         unsafe { Launch::new(module!("experts"), kernel, shape, arguments).enqueue(device) }
     }

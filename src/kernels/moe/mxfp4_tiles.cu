@@ -8,13 +8,13 @@
 // scale_factors would overflow for these scales, so the caller must use other kernels.
 //   blocks: u8 [experts, rows, columns / 32, 16]
 //   scales: u8 [experts, rows, columns / 32]
-//   grid: ceil(experts · ceil(rows / 16) · ceil(columns / 64) / 8); block: 256, one warp per tile
+//   grid and block: one warp per tile, experts · ceil(rows / 16) · ceil(columns / 64) in all
 //   bytes moved: 2 · 17/32 · experts · rows · columns
 extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* scales, uint8_t* tile_blocks,
                                         uint8_t* tile_scales, uint32_t* has_large_scale, int experts, int rows,
                                         int columns, int paired) {
     const int row_tiles = (rows + 15) / 16, column_tiles = (columns + 63) / 64, groups = columns / 32;
-    const size_t tile = (size_t)blockIdx.x * 8 + threadIdx.x / 32;
+    const size_t tile = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / 32;
     if (tile >= (size_t)experts * row_tiles * column_tiles) return;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int j = tile % column_tiles, first_row = tile / column_tiles % row_tiles * 16;

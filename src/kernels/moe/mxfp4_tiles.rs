@@ -52,7 +52,7 @@ impl Mxfp4Tiles {
             .int(rows)
             .int(columns)
             .flag(order == RowOrder::Paired);
-        let shape = LaunchShape::linear((experts * row_tiles * column_tiles).div_ceil(8), 256);
+        let shape = LaunchShape::one_warp_each(experts * row_tiles * column_tiles);
         // SAFETY: `mxfp4_dims` checked blocks and scales; the tiles have the sizes that the kernel expects.
         unsafe { Launch::new(module!("mxfp4_tiles"), "repack_mxfp4", shape, arguments).enqueue(device)? };
         Ok((has_large_scale.to_vec1::<u32>()?[0] == 0).then_some(tiles))

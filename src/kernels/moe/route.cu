@@ -8,10 +8,10 @@
 //   sorted, offsets: see sort_by_expert
 //   usage: u32 [2] or null: the number of launches and the number of experts with pairs; each launch adds to both
 //   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS
-//   grid: (ceil(tokens / 8), slices, ceil(experts / 32)) with slices = ceil(columns / ROUTE_COLUMNS)
-//   block: 256, one warp per token and one lane per expert
+//   grid: (ceil(tokens / ROUTE_BLOCK_TOKENS), slices, ceil(experts / 32)) with slices = ceil(columns / ROUTE_COLUMNS)
+//   block: 32 · ROUTE_BLOCK_TOKENS, one warp per token and one lane per expert
 //   bytes moved: 4 · (tokens + experts) · columns
-// For every 8 tokens, the last block to finish adds the partial sums and chooses the experts.
+// For every ROUTE_BLOCK_TOKENS tokens, the last block to finish adds the partial sums and chooses the experts.
 // The last of these blocks sorts all pairs.
 // A token's partial sums are always added in the same order, so its logits do not depend on the other tokens.
 #include "constants.cuh"
@@ -20,9 +20,9 @@
 #include "headers/pdl.cuh"
 #include "moe/routing.cuh"
 
-constexpr int TOKENS = 8, THREADS = 32 * TOKENS, WARPS = THREADS / 32, QUADS = ROUTE_COLUMNS / 4;
+constexpr int TOKENS = ROUTE_BLOCK_TOKENS, THREADS = 32 * TOKENS, WARPS = THREADS / 32, QUADS = ROUTE_COLUMNS / 4;
 
-// Counters of finished blocks: one counter per 8 tokens, and one counter for the blocks that have chosen experts.
+// Counters of finished blocks: one counter per TOKENS tokens, and one counter for the blocks that have chosen experts.
 // All counters are zero between launches. Each device has its own counters and runs its kernels in order,
 // so two launches never use the same counters at the same time.
 __device__ uint32_t finished[ROUTE_TOKENS / TOKENS + 1];
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.x * TOKENS + warp;
     const int first_expert = blockIdx.z * 32, first_column = blockIdx.y * ROUTE_COLUMNS;
 
-    // 1. Multiply one slice of columns for 8 tokens and 32 experts.
+    // 1. Multiply one slice of columns for TOKENS tokens and 32 experts.
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const auto load = [&](const float* matrix, int row, int rows, int quad) {
         const bool valid = row < rows && first_column + 4 * quad < columns;
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             (sums.x + sums.y) + (sums.z + sums.w);
     if (!is_last_block(finished + blockIdx.x, gridDim.y * gridDim.z)) return;
 
-    // 2. Add the sums of all slices and choose the experts of 8 tokens.
+    // 2. Add the sums of all slices and choose the experts of TOKENS tokens.
     if (token < tokens) {
         for (int e = lane; e < experts; e += 32) {
             float sum = bias ? bias[e] : 0.0f;

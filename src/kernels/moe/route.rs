@@ -7,7 +7,9 @@ use super::expert_usage::ExpertUsage;
 use super::sort_by_expert::{SortedPairs, sort_by_expert};
 use super::topk::{Softmax, topk_softmax};
 use crate::kernels::SumOrder;
-use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS, ROUTE_COLUMNS, ROUTE_EXPERTS, ROUTE_TOKENS};
+use crate::kernels::constants::{
+    MAX_CHOSEN_EXPERTS, MAX_EXPERTS, ROUTE_BLOCK_TOKENS, ROUTE_COLUMNS, ROUTE_EXPERTS, ROUTE_TOKENS,
+};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
 use crate::kernels::matmul::matmul_f32;
 use crate::kernels::rows::add_bias;
@@ -114,7 +116,8 @@ impl RoutedPairs {
             .int(columns)
             .int(experts)
             .int(chosen);
-        let shape = LaunchShape::new((tokens.div_ceil(8), slices, experts.div_ceil(32)), 256);
+        let grid = (tokens.div_ceil(ROUTE_BLOCK_TOKENS), slices, experts.div_ceil(32));
+        let shape = LaunchShape::new(grid, 32 * ROUTE_BLOCK_TOKENS);
         // SAFETY: `route` has checked all shapes and dtypes, and the grid covers all tokens and experts.
         unsafe { Launch::new(module!("route"), "route_f32", shape, arguments).overlapping().enqueue(device)? };
         Ok(routed)

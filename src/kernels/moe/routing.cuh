@@ -3,6 +3,7 @@
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"
+#include "headers/sort_key.cuh"
 
 // Larger than every expert id, so that any expert wins a tie against it.
 constexpr uint32_t NO_EXPERT = 0xffffffffu;
@@ -25,15 +26,10 @@ struct Routing {
 #pragma unroll
         for (int i = 0; i < HELD; ++i) held[i] = lane + 32 * i < experts ? logit_of(lane + 32 * i) : -INFINITY;
         for (int n = 0; n < count; ++n) {
-            // Keys sort in the same order as logits (see sort_key in decode/sampling.cuh). Key 0 marks an expert that
-            // was already chosen; key 1 marks NaN.
+            // Key 0 marks an expert that was already chosen; key 1 marks NaN. Both are below the keys of all logits.
             uint32_t best = 0, id = NO_EXPERT;
             const auto offer = [&](int i, float logit) {
-                const uint32_t bits = __float_as_uint(logit);
-                const uint32_t key = taken >> i & 1    ? 0u
-                                     : isnan(logit)    ? 1u
-                                     : bits & F32_SIGN ? ~bits
-                                                       : bits | F32_SIGN;
+                const uint32_t key = taken >> i & 1 ? 0u : isnan(logit) ? 1u : sort_key(logit);
                 if (key > best) best = key, id = lane + 32 * i;
             };
             if (lane < experts) offer(0, held[0]);
@@ -46,8 +42,7 @@ struct Routing {
             const uint32_t largest = __reduce_max_sync(0xffffffffu, best);
             id = __reduce_min_sync(0xffffffffu, best == largest ? id : NO_EXPERT);
             if (id % 32 == lane) taken |= 1u << (id / 32);
-            const float logit =
-                largest <= 1 ? -INFINITY : __uint_as_float(largest & F32_SIGN ? largest & F32_MAGNITUDE : ~largest);
+            const float logit = largest <= 1 ? -INFINITY : from_sort_key(largest);
             if (n == 0) top = logit;
             if (n == lane) own = logit, expert[n] = id;
         }
