@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Result, bail};
 use candle_core::cuda_backend::CudaDevice;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 
 use super::limits::MAX_SEQUENCES;
 use super::queue::QueueBuffers;
@@ -261,14 +261,6 @@ const _: fn() = || {
     fn is_send<T: Send>() {}
     is_send::<BatchGraphs>();
 };
-
-/// Returns the CUDA device in `device`, or `None` for other devices.
-pub fn gpu(device: &Device) -> Option<&CudaDevice> {
-    match device {
-        Device::Cuda(device) => Some(device),
-        _ => None,
-    }
-}
 
 #[cfg(test)]
 mod tests {

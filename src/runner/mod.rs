@@ -12,6 +12,7 @@
 //! - `decode`: plans the decode graph; `no_decode_graph`: why there is none
 //! - `decode_graph/`: the CUDA graph of fused kernels for a single sequence
 //! - `batch_graph`: the CUDA graphs of decode steps of several sequences, one for each batch size
+//! - `step_launcher`: launches steps on the GPU of one rank: batch graphs and queued steps
 //! - `queue/`: what queued steps need: their buffers on a GPU, and the step whose tokens the host does not know yet
 //! - `ranks/`: the other ranks of a model that several devices run together, and their commands
 //! - `step_sequence`: the input and the result of one sequence in a step
@@ -38,6 +39,8 @@ mod scored_pass;
 mod solo;
 mod solo_sequence;
 mod step_cost;
+#[cfg(feature = "cuda")]
+mod step_launcher;
 mod step_sequence;
 mod step_times;
 mod steps;
@@ -51,14 +54,12 @@ use candle_core::{DType, Device};
 use crate::device::World;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-#[cfg(feature = "cuda")]
-use batch_graph::BatchGraphs;
 use decode::Decode;
-#[cfg(feature = "cuda")]
-use queue::QueueBuffers;
 use ranks::Followers;
 use route::{Route, StepFacts, queued_route, route};
 use solo_sequence::SoloSequence;
+#[cfg(feature = "cuda")]
+use step_launcher::StepLauncher;
 use step_times::StepTimes;
 
 pub use choose_token::ChooseToken;
@@ -74,13 +75,10 @@ pub use step_times::StepTime;
 
 /// A decoder on its device, with the KV cache of all sequences.
 pub struct Runner {
+    /// Launches batch graphs and queued steps. `None` on a CPU, with `--eager`, or if the ranks cannot run graphs.
     /// Declared first, so that the graphs are dropped before the decoder and the cache, whose memory they use.
     #[cfg(feature = "cuda")]
-    batches: Option<BatchGraphs>,
-    /// The inputs and tokens of graphs and queued steps. `None` on a CPU, with `--eager`, or if the ranks cannot run
-    /// graphs.
-    #[cfg(feature = "cuda")]
-    buffers: Option<QueueBuffers>,
+    launcher: Option<StepLauncher>,
     /// The other ranks, which run every pass together with `decoder`.
     followers: Followers,
     decoder: Decoder,
@@ -130,12 +128,10 @@ impl Runner {
         let decode = Decode::plan_together(&decoder, &cache, limits, options)?;
         let solo = SoloSequence::new(cache.layout(), limits);
         #[cfg(feature = "cuda")]
-        let gpu = batch_graph::gpu(&device).filter(|_| !options.eager && followers.support_graphs());
+        let can_launch = !options.eager && followers.support_graphs();
         Ok(Self {
             #[cfg(feature = "cuda")]
-            batches: gpu.map(|gpu| BatchGraphs::new(gpu, limits.context, options.sum_order())),
-            #[cfg(feature = "cuda")]
-            buffers: gpu.map(QueueBuffers::new).transpose()?,
+            launcher: if can_launch { StepLauncher::new(&device, limits, options)? } else { None },
             followers,
             decoder,
             cache,

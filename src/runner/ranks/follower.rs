@@ -11,21 +11,15 @@ use candle_core::Tensor;
 
 use super::command::{RankCache, RankCommand};
 use super::parts::RankParts;
-#[cfg(feature = "cuda")]
-use super::queue::RankQueue;
 use crate::device::World;
-#[cfg(feature = "cuda")]
-use crate::kernels::SumOrder;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-#[cfg(feature = "cuda")]
-use crate::runner::batch_graph::{BatchGraphs, gpu};
 #[cfg(feature = "cuda")]
 use crate::runner::choose_token::NoToken;
 use crate::runner::decode::Decode;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
 #[cfg(feature = "cuda")]
-use crate::runner::queue::QueueBuffers;
+use crate::runner::step_launcher::StepLauncher;
 use crate::text::error_message;
 
 /// Runs the commands of the first rank until the first rank stops or a command fails.
@@ -71,12 +65,10 @@ struct Follower {
     #[cfg_attr(not(feature = "cuda"), expect(dead_code))]
     decode: Decode,
     #[cfg(feature = "cuda")]
-    batches: Option<(BatchGraphs, QueueBuffers)>,
+    launcher: Option<StepLauncher>,
     decoder: Decoder,
     cache: KvCache,
     world: World,
-    #[cfg(feature = "cuda")]
-    sum_order: SumOrder,
     /// The logits of the last pass, f32 `[1, vocab]`, if the pass returned a single row.
     logits: Option<Tensor>,
 }
@@ -84,20 +76,13 @@ struct Follower {
 impl Follower {
     fn new(world: World, parts: RankParts, limits: RunnerLimits, options: RunnerOptions) -> Result<Self> {
         let RankParts { decoder, cache } = parts;
-        #[cfg(feature = "cuda")]
-        let batches = match gpu(cache.device()) {
-            Some(gpu) => Some((BatchGraphs::new(gpu, limits.context, options.sum_order()), QueueBuffers::new(gpu)?)),
-            None => None,
-        };
         Ok(Self {
             decode: Decode::plan_together(&decoder, &cache, limits, options)?,
             #[cfg(feature = "cuda")]
-            batches,
+            launcher: StepLauncher::new(cache.device(), limits, options)?,
             decoder,
             cache,
             world,
-            #[cfg(feature = "cuda")]
-            sum_order: options.sum_order(),
             logits: None,
         })
     }
@@ -114,20 +99,13 @@ impl Follower {
             }
             #[cfg(feature = "cuda")]
             RankCommand::Batch(step) => {
-                let Some((batches, buffers)) = &mut self.batches else {
-                    bail!("internal error: a graph without a GPU")
-                };
-                batches.run(&self.decoder, &self.cache, &step.sequences(), buffers)?;
-                buffers.skip();
+                let Some(launcher) = &mut self.launcher else { bail!("internal error: a graph without a GPU") };
+                launcher.run(&self.decoder, &self.cache, &step.sequences())?;
             }
             #[cfg(feature = "cuda")]
             RankCommand::Queue(route, step, samplings) => {
-                let Some((batches, buffers)) = &mut self.batches else {
-                    bail!("internal error: a queue without a GPU")
-                };
-                let (decoder, cache, sum_order) = (&self.decoder, &self.cache, self.sum_order);
-                let queue = RankQueue { decoder, cache, batches, buffers, sum_order };
-                queue.queue(*route, &step.sequences(), samplings)?;
+                let Some(launcher) = &mut self.launcher else { bail!("internal error: a queue without a GPU") };
+                launcher.queue(&self.decoder, &self.cache, *route, &step.sequences(), samplings)?;
             }
             #[cfg(feature = "cuda")]
             RankCommand::Graph(command) => {

@@ -4,7 +4,6 @@
 //! - `follower`: the thread of one such rank
 //! - `command`: the commands that the first rank sends
 //! - `fault`: faults that tests inject into a rank
-//! - `queue`: queues a step on the GPU of one rank
 //! - `parts`: the decoder and the KV cache of one rank
 
 mod command;
@@ -12,8 +11,6 @@ mod fault;
 mod follower;
 mod followers;
 mod parts;
-#[cfg(feature = "cuda")]
-mod queue;
 
 #[cfg(feature = "cuda")]
 pub use command::GraphCommand;
@@ -22,5 +19,3 @@ pub use fault::RankFault;
 pub use follower::{PANIC, failure};
 pub use followers::Followers;
 pub use parts::RankParts;
-#[cfg(feature = "cuda")]
-pub use queue::RankQueue;

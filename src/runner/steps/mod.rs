@@ -30,11 +30,11 @@ impl Runner {
         };
         #[cfg(feature = "cuda")]
         if self.device.is_cuda() {
-            let batches = self.batches.as_ref();
+            let launcher = self.launcher.as_ref();
             return RunnerFacts {
                 has_decode_graph: matches!(self.decode, Decode::Graph(_)),
-                has_batch_graphs: batches.is_some_and(|batches| batches.can_run_model(&self.decoder)),
-                can_queue: self.followers.can_queue() && batches.is_some(),
+                has_batch_graphs: launcher.is_some_and(|launcher| launcher.can_run_model(&self.decoder)),
+                can_queue: self.followers.can_queue() && launcher.is_some(),
                 ..facts
             };
         }

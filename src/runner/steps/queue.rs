@@ -39,9 +39,9 @@ impl Runner {
         #[cfg(feature = "cuda")]
         let chosen = match tokens {
             QueuedTokens::Known(chosen) => record_known(chosen, record),
-            QueuedTokens::Sent { index, needs_token } => match &self.buffers {
-                Some(buffers) => {
-                    let chosen = buffers.wait(index, &needs_token, record)?;
+            QueuedTokens::Sent { index, needs_token } => match &self.launcher {
+                Some(launcher) => {
+                    let chosen = launcher.wait(index, &needs_token, record)?;
                     self.followers.check()?;
                     chosen
                 }

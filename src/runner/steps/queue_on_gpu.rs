@@ -6,7 +6,6 @@ use anyhow::{Result, bail};
 
 use crate::runner::Runner;
 use crate::runner::queue::{QueuedStep, QueuedTokens, RowSampling};
-use crate::runner::ranks::RankQueue;
 use crate::runner::route::Route;
 use crate::runner::step_sequence::StepSequence;
 use crate::runner::step_times::StepKind;
@@ -15,14 +14,11 @@ impl Runner {
     /// Implements [`queue`](Self::queue) for a GPU.
     pub(super) fn queue_on_gpu(&mut self, route: Route, sequences: &mut [StepSequence]) -> Result<QueuedStep> {
         self.forget_solo_sequence();
-        let (Some(buffers), Some(batches)) = (&mut self.buffers, &mut self.batches) else {
-            bail!("internal error: the runner has no queue")
-        };
+        let Some(launcher) = &mut self.launcher else { bail!("internal error: the runner has no queue") };
         let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
-        let (samplings, sum_order) = (RowSampling::of_sequences(sequences), self.options.sum_order());
+        let samplings = RowSampling::of_sequences(sequences);
         let index = self.followers.queue(route, sequences, &samplings, || {
-            RankQueue { decoder: &self.decoder, cache: &self.cache, batches, buffers, sum_order }
-                .queue(route, sequences, &samplings)
+            launcher.queue(&self.decoder, &self.cache, route, sequences, &samplings)
         })?;
         let needs_token = sequences.iter().map(|sequence| sequence.sampler.is_some()).collect();
         Ok(QueuedStep { kind, queued_at, tokens: QueuedTokens::Sent { index, needs_token } })

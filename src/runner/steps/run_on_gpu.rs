@@ -146,14 +146,13 @@ impl Runner {
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Option<Vec<Chosen>>> {
         self.forget_solo_sequence();
-        let (Some(batches), Some(buffers)) = (&mut self.batches, &mut self.buffers) else { return Ok(None) };
+        let Some(launcher) = &mut self.launcher else { return Ok(None) };
         let logits = if self.followers.is_empty() {
-            batches.try_run(&self.decoder, &self.cache, sequences, buffers)?
+            launcher.try_run(&self.decoder, &self.cache, sequences)?
         } else {
-            let run = || batches.run(&self.decoder, &self.cache, sequences, buffers);
+            let run = || launcher.run(&self.decoder, &self.cache, sequences);
             Some(self.followers.run_batch(&self.device, sequences, run)?)
         };
-        buffers.skip();
         let Some(logits) = logits else { return Ok(None) };
         meanwhile();
         choose_on_device(sequences, &logits).map(Some)

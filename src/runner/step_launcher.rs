@@ -1,0 +1,106 @@
+//! Launches steps on the GPU of one rank: as batch graphs, and before the host knows their input tokens.
+
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+
+use super::batch_graph::BatchGraphs;
+use super::limits::{RunnerLimits, RunnerOptions};
+use super::queue::{QueueBuffers, RowSampling};
+use super::route::Route;
+use super::step_sequence::{Chosen, StepSequence};
+use crate::kernels::SumOrder;
+use crate::kernels::step_inputs::StepInputs;
+use crate::nn::decoder::Decoder;
+use crate::nn::kv_cache::KvCache;
+use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
+
+/// The batch graphs of a rank, and the buffers of graphs and queued steps.
+pub struct StepLauncher {
+    batches: BatchGraphs,
+    buffers: QueueBuffers,
+    sum_order: SumOrder,
+}
+
+impl StepLauncher {
+    /// Creates a launcher without graphs. The first step of each batch size captures a graph.
+    /// Returns `None` if the device is not a GPU.
+    pub fn new(device: &Device, limits: RunnerLimits, options: RunnerOptions) -> Result<Option<Self>> {
+        let Device::Cuda(gpu) = device else { return Ok(None) };
+        let sum_order = options.sum_order();
+        let batches = BatchGraphs::new(gpu, limits.context, sum_order);
+        Ok(Some(Self { batches, buffers: QueueBuffers::new(gpu)?, sum_order }))
+    }
+
+    /// Returns whether batch graphs can run the decode steps of the model. See [`BatchGraphs::can_run_model`].
+    pub fn can_run_model(&self, decoder: &Decoder) -> bool {
+        self.batches.can_run_model(decoder)
+    }
+
+    /// Runs a decode step as a batch graph. Returns the logits, f32 `[sequences, vocab]`, which the next step overwrites.
+    pub fn run(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
+        let logits = self.batches.run(decoder, cache, sequences, &mut self.buffers)?;
+        self.buffers.skip();
+        Ok(logits)
+    }
+
+    /// Runs a decode step like [`run`](Self::run), but returns `None` if the graph fails on a single GPU. The step must
+    /// then run operation by operation.
+    pub fn try_run(
+        &mut self,
+        decoder: &Decoder,
+        cache: &KvCache,
+        sequences: &[StepSequence],
+    ) -> Result<Option<Tensor>> {
+        let logits = self.batches.try_run(decoder, cache, sequences, &mut self.buffers)?;
+        self.buffers.skip();
+        Ok(logits)
+    }
+
+    /// Queues the forward pass of all sequences and the choice of their next tokens. All ranks have the same logits and
+    /// parameters, so their GPUs choose the same tokens. Returns the index of the step.
+    pub fn queue(
+        &mut self,
+        decoder: &Decoder,
+        cache: &KvCache,
+        route: Route,
+        sequences: &[StepSequence],
+        samplings: &[RowSampling],
+    ) -> Result<usize> {
+        let on_graph = match route {
+            Route::BatchGraph => self.batches.try_run(decoder, cache, sequences, &mut self.buffers)?,
+            Route::DecodeGraph | Route::Operations => None,
+        };
+        let logits = match on_graph {
+            Some(logits) => logits,
+            None => self.queue_operations(decoder, cache, sequences)?,
+        };
+        let logits = if samplings.len() == sequences.len() {
+            logits
+        } else {
+            let rows: Vec<u32> = samplings.iter().map(|sampling| sampling.index as u32).collect();
+            logits.index_select(&Tensor::new(rows, logits.device())?, 0)?
+        };
+        self.buffers.choose(samplings, &logits)
+    }
+
+    /// Queues the forward pass of all sequences, operation by operation.
+    fn queue_operations(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
+        let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
+        let mut sources = Vec::with_capacity(ids.len());
+        for sequence in sequences {
+            sources.push(self.buffers.source(sequence)?);
+            sources.resize(sources.len() + sequence.ids.len() - 1, None);
+        }
+        let on_device = Tensor::zeros(ids.len(), DType::U32, cache.device())?;
+        let inputs = StepInputs { ids: ids.clone(), sources, ..StepInputs::default() };
+        self.buffers.write_inputs(&inputs, &on_device)?;
+        let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
+        let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order: self.sum_order };
+        decoder.forward_on_device(&on_device, &batch, cache)
+    }
+
+    /// Waits for the tokens of a queued step. See [`QueueBuffers::wait`].
+    pub fn wait(&self, index: usize, needs_token: &[bool], record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
+        self.buffers.wait(index, needs_token, record)
+    }
+}
