@@ -35,9 +35,6 @@ impl fmt::Display for Executor {
 pub(super) enum Decode {
     #[cfg(feature = "cuda")]
     Graph(Box<DecodeGraph>),
-    /// With `--deterministic`, no decode graph is planned, because it would add in another order than batch graphs.
-    #[cfg(feature = "cuda")]
-    Deterministic,
     NoGraph(NoDecodeGraph),
 }
 
@@ -51,8 +48,9 @@ impl Decode {
     ) -> Result<Self> {
         let planned = match options {
             RunnerOptions { eager: true, .. } => Ok(Decode::NoGraph(NoDecodeGraph::Requested)),
-            #[cfg(feature = "cuda")]
-            RunnerOptions { prompt_parts: Some(_), .. } if decoder.is_on_gpu() => Ok(Decode::Deterministic),
+            RunnerOptions { prompt_parts: Some(_), .. } if decoder.is_on_gpu() => {
+                Ok(Decode::NoGraph(NoDecodeGraph::Deterministic))
+            }
             _ => Decode::plan(decoder, cache, limits.context),
         };
         let has_none = matches!(planned, Err(_) | Ok(Decode::NoGraph(_)));

@@ -229,9 +229,10 @@ impl Runner {
     /// Returns why there is no decode graph. Returns `None` if there is one, or with `--deterministic`, which needs none.
     pub fn no_decode_graph(&self) -> Option<&NoDecodeGraph> {
         match &self.decode {
+            Decode::NoGraph(NoDecodeGraph::Deterministic) => None,
             Decode::NoGraph(reason) => Some(reason),
             #[cfg(feature = "cuda")]
-            Decode::Graph(_) | Decode::Deterministic => None,
+            Decode::Graph(_) => None,
         }
     }
 }

@@ -10,6 +10,8 @@ use candle_core::DType;
 pub enum NoDecodeGraph {
     /// The user passed `--eager`.
     Requested,
+    /// The user passed `--deterministic`. The decode graph adds in another order than batch graphs.
+    Deterministic,
     NotOnGpu,
     /// Several devices run the model together. They exchange data through the host, or one device
     /// holds no part of a layer.
@@ -52,6 +54,7 @@ impl fmt::Display for NoDecodeGraph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             NoDecodeGraph::Requested => f.write_str("--eager was given"),
+            NoDecodeGraph::Deterministic => f.write_str("--deterministic was given"),
             NoDecodeGraph::NotOnGpu => f.write_str("the model is not on a GPU"),
             NoDecodeGraph::SeveralDevices => {
                 f.write_str("the GPUs cannot exchange data directly, or one GPU holds no part of a layer")
