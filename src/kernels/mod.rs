@@ -9,8 +9,8 @@
 //! Tests compare the fused kernels with the operations that they replace.
 //!
 //! `launch` launches kernels, `scratch` allocates their outputs, `upload` copies weights to a device, and `bandwidth`
-//! measures GPU memory bandwidth. `exchange` combines the tensors of several GPUs.
-//! `selftest` compares kernels with their references on the current GPU.
+//! measures GPU memory bandwidth. `exchange` combines the tensors of several GPUs. `sampling` has the parameters of the
+//! kernels that choose tokens. `selftest` compares kernels with their references on the current GPU.
 
 pub mod activation;
 pub mod attention;
@@ -28,6 +28,7 @@ pub mod norm;
 pub mod quantized;
 pub mod row_edits;
 pub mod rows;
+pub mod sampling;
 pub mod scratch;
 pub mod selftest;
 #[cfg(feature = "cuda")]

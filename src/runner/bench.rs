@@ -5,16 +5,13 @@
 use anyhow::{Context, Result, bail};
 use candle_core::{D, Tensor};
 
-#[cfg(feature = "cuda")]
 use super::decode::Decode;
-#[cfg(feature = "cuda")]
 use super::ranks::GraphCommand;
 use super::{KernelTime, LaunchCounts, Runner, StepBytes, StepTime};
 use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
 use crate::nn::pass::LogitRows;
 
 /// The sequence id that the functions in this file pass to the decode graph.
-#[cfg(feature = "cuda")]
 const SOLO: u64 = u64::MAX;
 
 impl Runner {
@@ -33,7 +30,6 @@ impl Runner {
         let mut chosen = Vec::with_capacity(count);
         let mut token = first;
         if self.start_graph(first)? {
-            #[cfg(feature = "cuda")]
             for left in (1..=count).rev() {
                 token = self.solo_graph_step(token, left)?;
                 chosen.push(token);
@@ -54,7 +50,6 @@ impl Runner {
     /// Runs `count` greedy steps as individual launches, for comparison with the graph.
     ///
     /// Empties the cache afterwards. Fails if there is no graph.
-    #[cfg(feature = "cuda")]
     pub fn decode_steps_ungraphed(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
         if !self.followers.is_empty() {
             bail!("models on several GPUs run decode steps only as graphs");
@@ -85,32 +80,23 @@ impl Runner {
         if !self.start_graph(id)? {
             return self.forward_solo(&[id], LogitRows::Last);
         }
-        #[cfg(feature = "cuda")]
         self.solo_graph_step(id, 1)?;
-        #[cfg(feature = "cuda")]
-        if let Decode::Graph(graph) = &self.decode {
-            // Copy the logits, because the next step overwrites them.
-            return Ok(graph.logits().unsqueeze(0)?.force_contiguous()?);
-        }
-        bail!("no decode graph was planned")
+        let Decode::Graph(graph) = &self.decode else { bail!("no decode graph was planned") };
+        // Copy the logits, because the next step overwrites them.
+        Ok(graph.logits().unsqueeze(0)?.force_contiguous()?)
     }
 
     /// Starts the graph after the cached tokens, with `token` as its first input. Returns false if there is no graph.
     fn start_graph(&mut self, token: u32) -> Result<bool> {
-        #[cfg(feature = "cuda")]
-        if let Decode::Graph(graph) = &mut self.decode {
-            let (position, tables) = (self.solo.cached.len(), self.solo.tables.clone());
-            let start = GraphCommand::Start { sequence: SOLO, position, token, sampling: None, tables };
-            self.followers.run_graph(graph, start, None)?;
-            return Ok(true);
-        }
-        let _ = token;
-        Ok(false)
+        let Decode::Graph(graph) = &mut self.decode else { return Ok(false) };
+        let (position, tables) = (self.solo.cached.len(), self.solo.tables.clone());
+        let start = GraphCommand::Start { sequence: SOLO, position, token, sampling: None, tables };
+        self.followers.run_graph(graph, start, None)?;
+        Ok(true)
     }
 
     /// Waits for the next token of the graph, and records the step's input token `input` as cached.
     /// `limit` is the maximum number of tokens still to generate.
-    #[cfg(feature = "cuda")]
     fn solo_graph_step(&mut self, input: u32, limit: usize) -> Result<u32> {
         let Decode::Graph(graph) = &mut self.decode else { bail!("no decode graph was planned") };
         let token = self.followers.next_token(graph, limit)?;
@@ -176,31 +162,27 @@ impl Runner {
     /// Times each kernel of a decode step after the cached tokens. Returns `None` if there is no graph, or if
     /// several ranks run the model.
     pub fn kernel_times(&mut self) -> Result<Option<Vec<KernelTime>>> {
-        #[cfg(feature = "cuda")]
-        if self.followers.is_empty() && self.solo.cached.len() < self.limits.context && self.start_graph(0)? {
-            let dtype = self.dtype();
-            let Decode::Graph(graph) = &mut self.decode else { return Ok(None) };
-            let mut times = graph.kernel_times()?;
-            let cache = kv_cache::step_bytes(self.decoder.cache_layers(), self.solo.cached.len(), dtype);
-            // The bytes that attention reads depend on the number of cached tokens.
-            // Report them only if all layers use the same attention kernel.
-            let mut attention = times.iter_mut().filter(|time| time.name.starts_with("flash_attention"));
-            if let (Some(time), None) = (attention.next(), attention.next()) {
-                time.bytes = cache;
-            }
-            self.solo.written = self.solo.written.max(self.solo.cached.len() + 1);
-            return Ok(Some(times));
+        if !self.followers.is_empty() || self.solo.cached.len() >= self.limits.context || !self.start_graph(0)? {
+            return Ok(None);
         }
-        Ok(None)
+        let dtype = self.dtype();
+        let Decode::Graph(graph) = &mut self.decode else { return Ok(None) };
+        let mut times = graph.kernel_times()?;
+        let cache = kv_cache::step_bytes(self.decoder.cache_layers(), self.solo.cached.len(), dtype);
+        // The bytes that attention reads depend on the number of cached tokens.
+        // Report them only if all layers use the same attention kernel.
+        let mut attention = times.iter_mut().filter(|time| time.name.starts_with("flash_attention"));
+        if let (Some(time), None) = (attention.next(), attention.next()) {
+            time.bytes = cache;
+        }
+        self.solo.written = self.solo.written.max(self.solo.cached.len() + 1);
+        Ok(Some(times))
     }
 
     /// Counts the launches of a decode step. Returns `None` if there is no graph.
     pub fn launch_counts(&self) -> Result<Option<LaunchCounts>> {
-        #[cfg(feature = "cuda")]
-        if let Decode::Graph(graph) = &self.decode {
-            let (kernels, graph_nodes) = (graph.launches(), graph.nodes()?);
-            return Ok(Some(LaunchCounts { kernels, graph_nodes, copies: graph_nodes - kernels }));
-        }
-        Ok(None)
+        let Decode::Graph(graph) = &self.decode else { return Ok(None) };
+        let (kernels, graph_nodes) = (graph.launches(), graph.nodes()?);
+        Ok(Some(LaunchCounts { kernels, graph_nodes, copies: graph_nodes - kernels }))
     }
 }

@@ -2,9 +2,8 @@
 
 use anyhow::Result;
 
-#[cfg(feature = "cuda")]
-use crate::kernels::decode::sample::DeviceSampling;
 use crate::kernels::row_edits::RowEdits;
+use crate::kernels::sampling::DeviceSampling;
 use crate::kernels::token_mask::TokenMask;
 
 /// The error of a decode step in which every logit is NaN or -inf.
@@ -78,6 +77,5 @@ pub trait ChooseToken {
 
     /// Returns the parameters and token counts for the sampling kernel, or `None` for greedy sampling.
     /// The kernel chooses the same tokens as `choose`, except for the rare differences that `sample.cu` lists.
-    #[cfg(feature = "cuda")]
     fn on_device(&self) -> Option<DeviceSampling>;
 }

@@ -5,7 +5,6 @@ use std::fmt;
 use anyhow::Result;
 use serde::Serialize;
 
-#[cfg(feature = "cuda")]
 use super::decode_graph::{DecodeGraph, DecodePlan};
 use super::limits::{RunnerLimits, RunnerOptions};
 use super::no_decode_graph::NoDecodeGraph;
@@ -33,7 +32,6 @@ impl fmt::Display for Executor {
 
 /// The decode graph, which runs the decode steps of a single sequence, if there is one.
 pub(super) enum Decode {
-    #[cfg(feature = "cuda")]
     Graph(Box<DecodeGraph>),
     NoGraph(NoDecodeGraph),
 }
@@ -63,18 +61,16 @@ impl Decode {
 
     /// Plans the decode graph, or returns `NoGraph` with the reason if the decoder is not supported.
     fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<Self> {
-        #[cfg(feature = "cuda")]
-        if decoder.is_on_gpu() {
-            return match DecodeGraph::plan(decoder, cache, context) {
-                Ok(DecodePlan::Graph(graph)) => Ok(Decode::Graph(graph)),
-                Ok(DecodePlan::Unsupported(reason)) => Ok(Decode::NoGraph(reason)),
-                Err(error) if crate::device::is_out_of_memory(&error) => Err(error),
-                // Debug builds fail here, so that tests find the bug. Release builds warn and decode without a graph.
-                Err(error) if cfg!(debug_assertions) => Err(error.context("cannot plan the decode graph")),
-                Err(error) => Ok(Decode::NoGraph(NoDecodeGraph::PlanFailed(crate::text::error_message(&error)))),
-            };
+        if !decoder.is_on_gpu() {
+            return Ok(Decode::NoGraph(NoDecodeGraph::NotOnGpu));
         }
-        let _ = (decoder, cache, context);
-        Ok(Decode::NoGraph(NoDecodeGraph::NotOnGpu))
+        match DecodeGraph::plan(decoder, cache, context) {
+            Ok(DecodePlan::Graph(graph)) => Ok(Decode::Graph(graph)),
+            Ok(DecodePlan::Unsupported(reason)) => Ok(Decode::NoGraph(reason)),
+            Err(error) if crate::device::is_out_of_memory(&error) => Err(error),
+            // Debug builds fail here, so that tests find the bug. Release builds warn and decode without a graph.
+            Err(error) if cfg!(debug_assertions) => Err(error.context("cannot plan the decode graph")),
+            Err(error) => Ok(Decode::NoGraph(NoDecodeGraph::PlanFailed(crate::text::error_message(&error)))),
+        }
     }
 }

@@ -45,8 +45,7 @@ mod tests {
 
         fn record(&mut self, _: u32) {}
 
-        #[cfg(feature = "cuda")]
-        fn on_device(&self) -> Option<crate::kernels::decode::sample::DeviceSampling> {
+        fn on_device(&self) -> Option<crate::kernels::sampling::DeviceSampling> {
             None
         }
     }

@@ -15,8 +15,9 @@
 //! - `step_launcher`: launches steps on the GPU of one rank: batch graphs and queued steps
 //! - `queue/`: what queued steps need: their buffers on a GPU, and the step whose tokens the host does not know yet
 //! - `ranks/`: the other ranks of a model that several devices run together, and their commands
+//! - `no_cuda`: takes the place of `decode_graph`, `step_launcher` and `device_choice` in builds without CUDA
 //! - `step_sequence`: the input and the result of one sequence in a step
-//! - `choose_token`: the interface of samplers; `host_choice`: chooses tokens on the host
+//! - `choose_token`: the interface of samplers; `host_choice`, `device_choice`: choose tokens on the host and on a GPU
 //! - `logprobs`: the log probabilities of a token
 //! - `limits`: the settings of a runner, and how prompts are divided for deterministic answers
 //! - `step_cost`: the bytes, launches and kernel times of a decode step; `step_times`: the durations of all steps
@@ -28,9 +29,13 @@ mod choose_token;
 mod decode;
 #[cfg(feature = "cuda")]
 pub mod decode_graph;
+#[cfg(feature = "cuda")]
+mod device_choice;
 mod host_choice;
 mod limits;
 mod logprobs;
+#[cfg(not(feature = "cuda"))]
+mod no_cuda;
 mod no_decode_graph;
 mod queue;
 mod ranks;
@@ -55,10 +60,11 @@ use crate::device::World;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use decode::Decode;
+#[cfg(not(feature = "cuda"))]
+use no_cuda::{self as decode_graph, self as device_choice, self as step_launcher};
 use ranks::Followers;
 use route::{Route, StepFacts, queued_route, route};
 use solo_sequence::SoloSequence;
-#[cfg(feature = "cuda")]
 use step_launcher::StepLauncher;
 use step_times::StepTimes;
 
@@ -77,7 +83,6 @@ pub use step_times::StepTime;
 pub struct Runner {
     /// Launches batch graphs and queued steps. `None` on a CPU, with `--eager`, or if the ranks cannot run graphs.
     /// Declared first, so that the graphs are dropped before the decoder and the cache, whose memory they use.
-    #[cfg(feature = "cuda")]
     launcher: Option<StepLauncher>,
     /// The other ranks, which run every pass together with `decoder`.
     followers: Followers,
@@ -127,10 +132,8 @@ impl Runner {
         let followers = Followers::start(world, others, limits, options)?;
         let decode = Decode::plan_together(&decoder, &cache, limits, options)?;
         let solo = SoloSequence::new(cache.layout(), limits);
-        #[cfg(feature = "cuda")]
         let can_launch = !options.eager && followers.support_graphs();
         Ok(Self {
-            #[cfg(feature = "cuda")]
             launcher: if can_launch { StepLauncher::new(&device, limits, options)? } else { None },
             followers,
             decoder,
@@ -231,7 +234,6 @@ impl Runner {
         match &self.decode {
             Decode::NoGraph(NoDecodeGraph::Deterministic) => None,
             Decode::NoGraph(reason) => Some(reason),
-            #[cfg(feature = "cuda")]
             Decode::Graph(_) => None,
         }
     }

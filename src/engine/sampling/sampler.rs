@@ -12,9 +12,8 @@ use anyhow::Result;
 use super::params::SamplingParams;
 use super::token_counts::TokenCounts;
 use crate::engine::constraint::ConstraintState;
-#[cfg(feature = "cuda")]
-use crate::kernels::decode::sample::{DeviceSampling, SamplingKernelParams};
 use crate::kernels::row_edits::{Penalties, RowEdits};
+use crate::kernels::sampling::{DeviceSampling, SamplingKernelParams};
 use crate::kernels::token_mask::TokenMask;
 use crate::runner::ChooseToken;
 
@@ -179,7 +178,6 @@ impl ChooseToken for Sampler {
         self.count(token);
     }
 
-    #[cfg(feature = "cuda")]
     fn on_device(&self) -> Option<DeviceSampling> {
         // Do not use `..` here: a new parameter must cause a compile error until it is passed to the kernel.
         let SamplingParams {

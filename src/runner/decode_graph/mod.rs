@@ -17,11 +17,12 @@ use candle_core::{DType, Device, Tensor};
 
 use super::choose_token::NoToken;
 use super::{KernelTime, NoDecodeGraph};
-use crate::kernels::decode::sample::{self, DeviceSampling, SamplingBuffers, SamplingKernelParams};
+use crate::kernels::decode::sample::{self, SamplingBuffers};
 use crate::kernels::decode::{self, Embedding, StepBuffers};
 use crate::kernels::exchange::add_sum;
 use crate::kernels::launch::{LaunchGraph, LaunchList, Mailbox};
 use crate::kernels::rows::copy_rows;
+use crate::kernels::sampling::{DeviceSampling, SamplingKernelParams};
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
 use crate::nn::mlp::Mlp;

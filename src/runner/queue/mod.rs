@@ -5,12 +5,11 @@
 #[cfg(feature = "cuda")]
 mod buffers;
 mod queued_step;
-#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only GPUs choose tokens of queued steps"))]
 mod row_sampling;
 
 #[cfg(feature = "cuda")]
 pub use buffers::QueueBuffers;
 pub use queued_step::QueuedStep;
 pub(super) use queued_step::QueuedTokens;
-#[cfg(feature = "cuda")]
 pub use row_sampling::RowSampling;

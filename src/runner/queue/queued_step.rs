@@ -17,6 +17,5 @@ pub(in crate::runner) enum QueuedTokens {
     /// The step ran when it was queued.
     Known(Vec<Chosen>),
     /// The device sends the tokens of step `index`: one token for each sequence that needs one.
-    #[cfg(feature = "cuda")]
     Sent { index: usize, needs_token: Vec<bool> },
 }

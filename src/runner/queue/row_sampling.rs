@@ -1,7 +1,7 @@
 //! [`RowSampling`]: the sampling parameters of a sequence in a queued step.
 
-use crate::kernels::decode::sample::SamplingKernelParams;
 use crate::kernels::row_edits::RowEdits;
+use crate::kernels::sampling::SamplingKernelParams;
 use crate::runner::step_sequence::StepSequence;
 
 /// How the device chooses the next token of a sequence in a queued step.

@@ -3,26 +3,20 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-#[cfg(feature = "cuda")]
 use anyhow::Context;
 use anyhow::Result;
 use candle_core::Tensor;
 
 use super::fault::RankFault;
 use crate::kernels::SumOrder;
-#[cfg(feature = "cuda")]
-use crate::kernels::decode::sample::DeviceSampling;
+use crate::kernels::sampling::DeviceSampling;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BlockTables, KvCache};
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
-#[cfg(feature = "cuda")]
 use crate::runner::decode_graph::DecodeGraph;
-#[cfg(feature = "cuda")]
 use crate::runner::queue::RowSampling;
-#[cfg(feature = "cuda")]
 use crate::runner::route::Route;
 use crate::runner::scored_pass::forward_scored;
-#[cfg(feature = "cuda")]
 use crate::runner::step_sequence::StepSequence;
 
 /// A command for a follower.
@@ -33,13 +27,10 @@ pub enum RankCommand {
     /// Runs a batch one operation at a time, and computes the logits of parts of its tokens. See [`forward_scored`].
     Score(Arc<OwnedBatch>, Arc<[Range<usize>]>),
     /// Runs a decode step as a CUDA graph.
-    #[cfg(feature = "cuda")]
     Batch(Arc<OwnedStep>),
     /// Queues a step whose tokens stay on the GPU. It runs as the route says.
-    #[cfg(feature = "cuda")]
     Queue(Route, Arc<OwnedStep>, Arc<[RowSampling]>),
     /// Runs a command on the decode graph.
-    #[cfg(feature = "cuda")]
     Graph(GraphCommand),
     /// Copies a block of the KV cache.
     CopyBlock { from: u32, to: u32 },
@@ -61,7 +52,6 @@ pub struct RankCache<'c> {
 pub type CacheCall = Arc<dyn Fn(RankCache) + Send + Sync>;
 
 /// A command for the decode graphs of all ranks.
-#[cfg(feature = "cuda")]
 #[derive(Clone)]
 pub enum GraphCommand {
     /// See [`DecodeGraph::start`].
@@ -74,7 +64,6 @@ pub enum GraphCommand {
     Next { limit: usize },
 }
 
-#[cfg(feature = "cuda")]
 impl GraphCommand {
     /// Runs the command on the graph of a rank. `logits` are the logits of the rank's last pass, f32 `[1, vocab]`.
     /// Returns the token of `Next`.
@@ -146,11 +135,9 @@ impl OwnedSpan {
 }
 
 /// A copy of the sequences of a step for the threads of the followers.
-#[cfg(feature = "cuda")]
 pub struct OwnedStep(Vec<OwnedSequence>);
 
 /// A copy of a [`StepSequence`] without its sampler. Followers choose no tokens on the host.
-#[cfg(feature = "cuda")]
 struct OwnedSequence {
     id: u64,
     ids: Vec<u32>,
@@ -159,7 +146,6 @@ struct OwnedSequence {
     tables: BlockTables,
 }
 
-#[cfg(feature = "cuda")]
 impl OwnedStep {
     pub fn new(sequences: &[StepSequence]) -> Self {
         let owned = |sequence: &StepSequence| {
@@ -175,7 +161,6 @@ impl OwnedStep {
     }
 }
 
-#[cfg(feature = "cuda")]
 impl OwnedSequence {
     fn as_step_sequence(&self) -> StepSequence<'_> {
         let Self { id, ids, awaits_input, position, tables } = self;

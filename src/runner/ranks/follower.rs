@@ -5,7 +5,6 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
 use anyhow::Result;
-#[cfg(feature = "cuda")]
 use anyhow::bail;
 use candle_core::Tensor;
 
@@ -14,11 +13,9 @@ use super::parts::RankParts;
 use crate::device::World;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-#[cfg(feature = "cuda")]
 use crate::runner::choose_token::NoToken;
 use crate::runner::decode::Decode;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
-#[cfg(feature = "cuda")]
 use crate::runner::step_launcher::StepLauncher;
 use crate::text::error_message;
 
@@ -62,9 +59,7 @@ pub const PANIC: &str = "its thread panicked";
 /// The state of a follower's thread.
 struct Follower {
     /// Declared first, so that the graphs are dropped before the decoder and the cache, whose memory they use.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code))]
     decode: Decode,
-    #[cfg(feature = "cuda")]
     launcher: Option<StepLauncher>,
     decoder: Decoder,
     cache: KvCache,
@@ -78,7 +73,6 @@ impl Follower {
         let RankParts { decoder, cache } = parts;
         Ok(Self {
             decode: Decode::plan_together(&decoder, &cache, limits, options)?,
-            #[cfg(feature = "cuda")]
             launcher: StepLauncher::new(cache.device(), limits, options)?,
             decoder,
             cache,
@@ -97,17 +91,14 @@ impl Follower {
                 let logits = batch.forward_scored(&self.decoder, &self.cache, parts)?;
                 self.keep(logits)?;
             }
-            #[cfg(feature = "cuda")]
             RankCommand::Batch(step) => {
                 let Some(launcher) = &mut self.launcher else { bail!("internal error: a graph without a GPU") };
                 launcher.run(&self.decoder, &self.cache, &step.sequences())?;
             }
-            #[cfg(feature = "cuda")]
             RankCommand::Queue(route, step, samplings) => {
                 let Some(launcher) = &mut self.launcher else { bail!("internal error: a queue without a GPU") };
                 launcher.queue(&self.decoder, &self.cache, *route, &step.sequences(), samplings)?;
             }
-            #[cfg(feature = "cuda")]
             RankCommand::Graph(command) => {
                 let Decode::Graph(graph) = &mut self.decode else { bail!("internal error: a rank has no graph") };
                 match command.run(graph, self.logits.as_ref()) {

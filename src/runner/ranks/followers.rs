@@ -13,11 +13,9 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-#[cfg(feature = "cuda")]
 use candle_core::Device;
 use candle_core::Tensor;
 
-#[cfg(feature = "cuda")]
 use super::command::{GraphCommand, OwnedStep};
 use super::command::{RankCache, RankCommand};
 use super::fault::RankFault;
@@ -28,17 +26,12 @@ use crate::error::Error;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::StepBatch;
-#[cfg(feature = "cuda")]
 use crate::runner::choose_token::NoToken;
-#[cfg(feature = "cuda")]
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
-#[cfg(feature = "cuda")]
 use crate::runner::queue::RowSampling;
-#[cfg(feature = "cuda")]
 use crate::runner::route::Route;
 use crate::runner::scored_pass::forward_scored;
-#[cfg(feature = "cuda")]
 use crate::runner::step_sequence::StepSequence;
 use crate::text::error_message;
 
@@ -98,7 +91,6 @@ impl Followers {
 
     /// Returns whether CUDA graphs can contain the exchange of data between ranks. This requires an exchange that does
     /// not go through the host.
-    #[cfg(feature = "cuda")]
     pub fn support_graphs(&self) -> bool {
         self.is_empty() || self.world.exchange().is_some()
     }
@@ -211,13 +203,11 @@ impl Followers {
     }
 
     /// Returns whether all ranks can queue steps before the host knows the tokens of the previous step.
-    #[cfg(feature = "cuda")]
     pub fn can_queue(&self) -> bool {
         self.is_empty() || self.world.exchange().is_some_and(|exchange| exchange.can_queue())
     }
 
     /// Queues a step on all followers, together with `run`, which queues the step on the first rank.
-    #[cfg(feature = "cuda")]
     pub fn queue<T>(
         &self,
         route: Route,
@@ -232,7 +222,6 @@ impl Followers {
     }
 
     /// Runs a decode step as a CUDA graph on all followers, while `run` runs the step on the first rank.
-    #[cfg(feature = "cuda")]
     pub fn run_batch<T>(
         &self,
         device: &Device,
@@ -250,7 +239,6 @@ impl Followers {
 
     /// Runs a command on the decode graphs of all ranks. `graph` is the first rank's graph, and `logits` are the logits
     /// of the first rank's last pass. Returns the token of [`GraphCommand::Next`].
-    #[cfg(feature = "cuda")]
     pub fn run_graph(
         &self,
         graph: &mut DecodeGraph,
@@ -278,7 +266,6 @@ impl Followers {
     }
 
     /// Returns the next token of the decode graphs of all ranks. See [`DecodeGraph::next`].
-    #[cfg(feature = "cuda")]
     pub fn next_token(&self, graph: &mut DecodeGraph, limit: usize) -> Result<u32> {
         let token = self.run_graph(graph, GraphCommand::Next { limit }, None)?;
         token.context("internal error: a step has no token")

@@ -12,7 +12,6 @@ mod follower;
 mod followers;
 mod parts;
 
-#[cfg(feature = "cuda")]
 pub use command::GraphCommand;
 pub use command::RankCache;
 pub use fault::RankFault;

@@ -1,43 +1,33 @@
 //! The methods of [`Runner`](super::Runner) that run steps.
 //!
 //! - `run`: `Runner::step`, which waits for the tokens of the step
-//! - `run_on_gpu`: the parts of `Runner::step` that run only on a GPU: CUDA graphs, and sampling on the device
+//! - `run_on_gpu`: the parts of `Runner::step` that run only on a GPU, as CUDA graphs
 //! - `queue`: `Runner::queue` and `Runner::take`, which let the host plan a step while the device runs the previous step
 //! - `queue_on_gpu`, `queue_on_cpu`: `Runner::queue` on each device
 
 mod queue;
 mod queue_on_cpu;
-#[cfg(feature = "cuda")]
 mod queue_on_gpu;
 mod run;
-#[cfg(feature = "cuda")]
 mod run_on_gpu;
 
 use super::Runner;
-#[cfg(feature = "cuda")]
 use super::decode::Decode;
 use super::route::RunnerFacts;
 
 impl Runner {
     /// Returns what decides how steps run.
     pub(super) fn facts(&self) -> RunnerFacts {
-        let facts = RunnerFacts {
-            has_decode_graph: false,
-            has_batch_graphs: false,
-            can_queue: self.options.queue_on_cpu,
+        let launcher = self.launcher.as_ref();
+        RunnerFacts {
+            has_decode_graph: matches!(self.decode, Decode::Graph(_)),
+            has_batch_graphs: launcher.is_some_and(|launcher| launcher.can_run_model(&self.decoder)),
+            can_queue: match launcher {
+                Some(_) => self.followers.can_queue(),
+                None => self.options.queue_on_cpu && self.device.is_cpu(),
+            },
             has_ranks: self.has_ranks(),
             is_deterministic: self.options.prompt_parts.is_some(),
-        };
-        #[cfg(feature = "cuda")]
-        if self.device.is_cuda() {
-            let launcher = self.launcher.as_ref();
-            return RunnerFacts {
-                has_decode_graph: matches!(self.decode, Decode::Graph(_)),
-                has_batch_graphs: launcher.is_some_and(|launcher| launcher.can_run_model(&self.decoder)),
-                can_queue: self.followers.can_queue() && launcher.is_some(),
-                ..facts
-            };
         }
-        facts
     }
 }

@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use crate::runner::Runner;
 use crate::runner::queue::{QueuedStep, QueuedTokens};
@@ -23,7 +23,6 @@ impl Runner {
     pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
         let Some(route) = queued_route(self.facts(), StepFacts::of(sequences)) else { return Ok(None) };
         self.check_tokens(sequences)?;
-        #[cfg(feature = "cuda")]
         if self.device.is_cuda() {
             return self.queue_on_gpu(route, sequences).map(Some);
         }
@@ -36,22 +35,15 @@ impl Runner {
     /// Calls `record` with the index and the token of each sequence whose token the step chose.
     pub fn take(&mut self, step: QueuedStep, record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
         let QueuedStep { kind, queued_at, tokens } = step;
-        #[cfg(feature = "cuda")]
         let chosen = match tokens {
             QueuedTokens::Known(chosen) => record_known(chosen, record),
-            QueuedTokens::Sent { index, needs_token } => match &self.launcher {
-                Some(launcher) => {
-                    let chosen = launcher.wait(index, &needs_token, record)?;
-                    self.followers.check()?;
-                    chosen
-                }
-                None => Vec::new(),
-            },
+            QueuedTokens::Sent { index, needs_token } => {
+                let launcher = self.launcher.as_ref().context("internal error: the runner has no queue")?;
+                let chosen = launcher.wait(index, &needs_token, record)?;
+                self.followers.check()?;
+                chosen
+            }
         };
-        #[cfg(not(feature = "cuda"))]
-        let QueuedTokens::Known(chosen) = tokens;
-        #[cfg(not(feature = "cuda"))]
-        let chosen = record_known(chosen, record);
         let now = Instant::now();
         let started = queued_at.max(std::mem::replace(&mut self.last_taken, now));
         self.times.add(kind, now - started);

@@ -5,9 +5,8 @@ use std::time::Instant;
 
 use anyhow::{Result, anyhow};
 
-#[cfg(feature = "cuda")]
-use crate::kernels::decode::sample::DeviceSampling;
 use crate::kernels::row_edits::RowEdits;
+use crate::kernels::sampling::DeviceSampling;
 use crate::runner::Runner;
 use crate::runner::choose_token::ChooseToken;
 use crate::runner::queue::{QueuedStep, QueuedTokens};
@@ -78,7 +77,6 @@ impl ChooseToken for QueuedSampler<'_> {
     /// Does nothing: [`Runner::take`] records the token.
     fn record(&mut self, _: u32) {}
 
-    #[cfg(feature = "cuda")]
     fn on_device(&self) -> Option<DeviceSampling> {
         self.sampler.on_device()
     }

@@ -6,21 +6,15 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
 
-#[cfg(feature = "cuda")]
-use super::run_on_gpu::choose_on_device;
 use crate::kernels::SumOrder;
-#[cfg(feature = "cuda")]
-use crate::kernels::decode::{RowLogprobs, top_logprobs};
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 use crate::runner::Runner;
 use crate::runner::choose_token::ChooseToken;
-#[cfg(feature = "cuda")]
 use crate::runner::decode::Decode;
+use crate::runner::device_choice::{choose_on_device, logprobs_on_device};
 use crate::runner::host_choice::choose;
 use crate::runner::limits::PromptParts;
 use crate::runner::logprobs::TokenLogprobs;
-#[cfg(not(feature = "cuda"))]
-use crate::runner::route::Route;
 use crate::runner::route::{StepFacts, route};
 use crate::runner::step_sequence::{Chosen, ScoreTokens, StepSequence};
 use crate::runner::step_times::StepKind;
@@ -112,12 +106,9 @@ impl Runner {
         sum_order: SumOrder,
     ) -> Result<Vec<Chosen>> {
         let route = route(self.facts(), StepFacts::of(sequences));
-        #[cfg(feature = "cuda")]
         if let Some(chosen) = self.run_graph(route, sequences, meanwhile)? {
             return Ok(chosen);
         }
-        #[cfg(not(feature = "cuda"))]
-        debug_assert_eq!(route, Route::Operations);
         let logits = self.forward(sequences, sum_order)?;
         meanwhile();
         self.choose(sequences, &logits)
@@ -195,7 +186,6 @@ impl Runner {
 
     /// Stops the decode graph, because another pass may overwrite the blocks of its sequence.
     pub(in crate::runner) fn stop_graph(&mut self) {
-        #[cfg(feature = "cuda")]
         if let Decode::Graph(graph) = &mut self.decode {
             graph.stop();
         }
@@ -203,7 +193,6 @@ impl Runner {
 
     /// Chooses the next token of each sequence that has a sampler, from the rows of `logits`.
     fn choose(&mut self, sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
-        #[cfg(feature = "cuda")]
         if logits.device().is_cuda() {
             return match sequences {
                 // Sequences with prompt parts cannot use the decode graph, which computes its sums in the fastest order.
@@ -229,10 +218,8 @@ fn has_scores(sequences: &[StepSequence]) -> bool {
 /// Computes the log probabilities of the tokens `scores.tokens[range]` from their logits, f32 `[tokens, vocab]`.
 fn score(logits: &Tensor, range: Range<usize>, scores: &mut ScoreTokens) -> Result<()> {
     let tokens = &scores.tokens[range];
-    #[cfg(feature = "cuda")]
     if logits.device().is_cuda() {
-        let rows = top_logprobs(logits, tokens, scores.top)?.into_iter();
-        scores.logprobs.extend(rows.map(|RowLogprobs { chosen, top }| TokenLogprobs { chosen, top }));
+        scores.logprobs.extend(logprobs_on_device(logits, tokens, scores.top)?);
         return Ok(());
     }
     for (row, &token) in tokens.iter().enumerate() {

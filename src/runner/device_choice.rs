@@ -1,0 +1,123 @@
+//! Chooses tokens on the GPU, and computes log probabilities there.
+
+use std::collections::HashMap;
+
+use anyhow::{Error, Result, anyhow};
+use candle_core::Tensor;
+
+use super::choose_token::{ChooseToken, NO_ALLOWED_TOKEN, NoToken};
+use super::logprobs::TokenLogprobs;
+use super::step_sequence::{Chosen, ChosenToken, StepSequence};
+use crate::kernels::decode::{LogitEdit, RowLogprobs, edit_logits, mask_logits, sample_rows, top_logprobs};
+use crate::kernels::token_mask::TokenMask;
+
+/// Chooses the next token of each sequence on the GPU, which avoids copying the logits to the host.
+pub fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
+    if sequences.iter().all(|sequence| sequence.sampler.is_none()) {
+        return Ok(sequences.iter().map(|_| None).collect());
+    }
+    let logits = sampled_rows(sequences, logits)?;
+    let (masks, mut problems) = allowed_tokens(sequences);
+    let scored = ScoredRows::copy(sequences, &logits)?;
+    let edits = (0..).zip(samplers(sequences)).flat_map(|(row, sampler)| {
+        sampler.logit_edits().into_iter().map(move |(token, value)| LogitEdit { row, token, value })
+    });
+    edit_logits(&logits, &edits.collect::<Vec<_>>())?;
+    mask_logits(&logits, &masks)?;
+    let parameters: Vec<_> = samplers(sequences).map(|sampler| sampler.on_device()).collect();
+    let tokens = sample_rows(&logits, &parameters)?;
+    let logprobs = match scored {
+        Some(scored) => scored.logprobs(&tokens)?,
+        None => vec![None; tokens.len()],
+    };
+    let mut choices = (0..).zip(tokens.into_iter().zip(logprobs));
+    let chosen = sequences.iter_mut().map(|sequence| {
+        let sampler = sequence.sampler.as_deref_mut()?;
+        Some(match choices.next() {
+            Some((row, (id, logprobs))) => match (problems.remove(&row), id) {
+                (Some(problem), _) => Err(problem),
+                (None, Some(id)) => {
+                    sampler.record(id);
+                    Ok(ChosenToken { id, logprobs })
+                }
+                (None, None) if masks.iter().any(|(masked, _)| *masked == row) => Err(anyhow!(NO_ALLOWED_TOKEN)),
+                (None, None) => Err(NoToken.into()),
+            },
+            None => Err(NoToken.into()),
+        })
+    });
+    Ok(chosen.collect())
+}
+
+/// Returns the samplers of the sequences that have one, in order.
+fn samplers<'a>(sequences: &'a [StepSequence<'_>]) -> impl Iterator<Item = &'a dyn ChooseToken> {
+    sequences.iter().filter_map(|sequence| sequence.sampler.as_deref())
+}
+
+/// The rows of logits whose log probabilities are needed. Row i belongs to the sequence with the i-th sampler.
+struct ScoredRows {
+    /// Each row, and how many of the most likely tokens to report.
+    rows: Vec<(u32, usize)>,
+    /// f32 `[rows, vocab]`, a copy, because edits and penalties change the logits in place.
+    logits: Tensor,
+}
+
+impl ScoredRows {
+    /// Copies the rows of `logits`, f32 `[samplers, vocab]`. Returns `None` if no log probabilities are needed.
+    fn copy(sequences: &[StepSequence], logits: &Tensor) -> Result<Option<Self>> {
+        let rows = (0..).zip(samplers(sequences));
+        let rows: Vec<(u32, usize)> = rows.filter_map(|(row, sampler)| Some((row, sampler.top_logprobs()?))).collect();
+        if rows.is_empty() {
+            return Ok(None);
+        }
+        let indices: Vec<u32> = rows.iter().map(|&(row, _)| row).collect();
+        let logits = logits.index_select(&Tensor::new(indices, logits.device())?, 0)?;
+        Ok(Some(Self { rows, logits }))
+    }
+
+    /// Returns the log probabilities of `tokens`, the token that each sampler chose. The entry of a row that is not
+    /// scored is `None`.
+    fn logprobs(&self, tokens: &[Option<u32>]) -> Result<Vec<Option<TokenLogprobs>>> {
+        let mut logprobs = vec![None; tokens.len()];
+        let chosen: Vec<u32> = self.rows.iter().map(|&(row, _)| tokens[row as usize].unwrap_or(0)).collect();
+        let most = self.rows.iter().map(|&(_, count)| count).max().unwrap_or(0);
+        let scores = top_logprobs(&self.logits, &chosen, most)?;
+        for (&(row, count), RowLogprobs { chosen, mut top }) in self.rows.iter().zip(scores) {
+            top.truncate(count);
+            logprobs[row as usize] = Some(TokenLogprobs { chosen, top });
+        }
+        Ok(logprobs)
+    }
+}
+
+/// Returns the rows of `logits`, f32 `[sequences, vocab]`, that belong to sequences with samplers.
+fn sampled_rows(sequences: &[StepSequence], logits: &Tensor) -> Result<Tensor> {
+    let rows: Vec<u32> = (0..).zip(sequences).filter(|(_, s)| s.sampler.is_some()).map(|(row, _)| row).collect();
+    Ok(if rows.len() == sequences.len() {
+        logits.clone()
+    } else {
+        logits.index_select(&Tensor::new(rows, logits.device())?, 0)?
+    })
+}
+
+/// Returns a mask for each row of logits whose sampler allows only some tokens, and an error for each row whose mask
+/// could not be computed. Row i belongs to the sequence with the i-th sampler.
+fn allowed_tokens(sequences: &mut [StepSequence]) -> (Vec<(u32, TokenMask)>, HashMap<u32, Error>) {
+    let (mut masks, mut problems) = (Vec::new(), HashMap::new());
+    let samplers = sequences.iter_mut().filter_map(|sequence| sequence.sampler.as_deref_mut());
+    for (row, sampler) in (0..).zip(samplers) {
+        match sampler.allowed_tokens() {
+            Ok(Some(mask)) => masks.push((row, mask)),
+            Ok(None) => {}
+            Err(problem) => drop(problems.insert(row, problem)),
+        }
+    }
+    (masks, problems)
+}
+
+/// Returns the log probabilities of `tokens`, one for each row of `logits`, f32 `[tokens, vocab]`, and of the `top` most
+/// likely tokens of each row.
+pub fn logprobs_on_device(logits: &Tensor, tokens: &[u32], top: usize) -> Result<Vec<TokenLogprobs>> {
+    let rows = top_logprobs(logits, tokens, top)?.into_iter();
+    Ok(rows.map(|RowLogprobs { chosen, top }| TokenLogprobs { chosen, top }).collect())
+}
