@@ -15,6 +15,7 @@
 //! By then, most of these blocks are usually still cached.
 
 mod fair_queue;
+mod ledger;
 mod order;
 mod plan;
 
@@ -27,9 +28,10 @@ use super::blocks::{BlockCopy, BlockHashes, BlockManager, SequenceBlocks};
 use crate::nn::kv_cache::BlockTables;
 use crate::runner::PromptParts;
 use fair_queue::FairQueue;
+use ledger::TenantLedger;
 use order::Seniority;
 
-pub use fair_queue::TenantId;
+pub use ledger::TenantId;
 pub use order::SequenceId;
 
 /// A sequence is admitted only if there are enough free blocks for this many decode steps of all running sequences.
@@ -130,11 +132,13 @@ pub struct Preview {
     pub total_blocks: usize,
 }
 
-/// The queues of waiting and running sequences, and their blocks.
+/// The waiting and running sequences, and their blocks.
 pub struct Scheduler {
     config: SchedulerConfig,
     blocks: BlockManager,
     sequences: BTreeMap<SequenceId, ScheduledSequence>,
+    /// The tokens served to each tenant, which decide the ranks of sequences.
+    ledger: TenantLedger,
     /// The sequences without blocks.
     waiting: FairQueue,
     /// The sequences with blocks, the most senior first.
@@ -244,9 +248,16 @@ impl Scheduler {
             "a part of a prompt must fit in a step"
         );
         assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "the blocks must hold {context} tokens");
-        let (waiting, running) = (FairQueue::default(), BTreeSet::new());
-        let (sequences, admitted) = (BTreeMap::new(), Vec::new());
-        Self { config, blocks, sequences, waiting, running, admitted, preemptions: 0 }
+        Self {
+            config,
+            blocks,
+            sequences: BTreeMap::new(),
+            ledger: TenantLedger::default(),
+            waiting: FairQueue::default(),
+            running: BTreeSet::new(),
+            admitted: Vec::new(),
+            preemptions: 0,
+        }
     }
 
     /// Adds a sequence and its forks to the waiting queue.
@@ -281,8 +292,8 @@ impl Scheduler {
         for (id, sequence) in all {
             assert!(self.sequences.insert(id, sequence).is_none(), "sequence {id} was submitted twice");
         }
-        self.waiting.join(tenant, 1 + forks.len());
-        self.waiting.insert(tenant, self.sequences[&id].seniority);
+        self.ledger.join(tenant, 1 + forks.len());
+        self.waiting.insert(tenant, self.sequences[&id].seniority, &mut self.ledger);
     }
 
     /// Predicts when a sequence and its forks would start if they were submitted now.
@@ -304,7 +315,8 @@ impl Scheduler {
         let longest_blocks = self.blocks.demand(&blocks, longest, chunk);
         let free_blocks = self.blocks.free().saturating_sub(running);
         self.blocks.abandon(blocks);
-        let ahead = self.waiting.ahead(tenant, Seniority::new(new.priority, new.arrival, new.id));
+        let seniority = Seniority::new(new.priority, new.arrival, new.id);
+        let ahead = self.waiting.ahead(tenant, seniority, &self.ledger);
         let has_slot = self.running.len() + forks.len() < max_sequences;
         Preview {
             starts_now: ahead == 0 && has_slot && needed_blocks <= free_blocks,
@@ -418,7 +430,7 @@ impl Scheduler {
         let Some(sequence) = self.sequences.remove(&id) else { return };
         let has_started = sequence.has_started();
         self.waiting.remove(sequence.tenant, &sequence.seniority);
-        self.waiting.leave(sequence.tenant);
+        self.ledger.leave(sequence.tenant);
         self.running.remove(&sequence.seniority);
         if let Some(blocks) = sequence.blocks {
             self.blocks.release(blocks);
@@ -438,7 +450,7 @@ impl Scheduler {
         }
         if let Some(successor) = self.sequences.get_mut(&first) {
             (successor.parent, successor.forks) = (None, forks);
-            self.waiting.insert(successor.tenant, successor.seniority);
+            self.waiting.insert(successor.tenant, successor.seniority, &mut self.ledger);
         }
     }
 

@@ -44,6 +44,23 @@ impl Seniority {
     }
 }
 
+/// The rank of a sequence among the sequences of all tenants. The smallest rank gets tokens and blocks first.
+///
+/// Ranks are compared by their fields, from first to last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Rank {
+    is_protected: Reverse<bool>,
+    /// The number of tokens that were served to the tenant of the sequence.
+    served: u64,
+    seniority: Seniority,
+}
+
+impl Rank {
+    pub fn new(served: u64, seniority: Seniority) -> Self {
+        Self { is_protected: seniority.is_protected, served, seniority }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,9 +4,16 @@ use std::collections::BTreeSet;
 use std::mem;
 use std::time::Duration;
 
-use super::fair_queue::Rank;
-use super::order::{Seniority, SequenceId};
+use super::order::{Rank, Seniority, SequenceId};
 use super::{GROWTH_STEPS, MAX_PREEMPTIONS, ScheduledSequence, Scheduler, SequenceWork, StepPlan};
+
+/// The sequences that may compute chunks of their prompts in a step.
+struct PrefillCandidates {
+    /// The running sequences that have no chunk in the plan yet.
+    running: BTreeSet<Seniority>,
+    /// Whether waiting sequences may start.
+    can_admit: bool,
+}
 
 impl Scheduler {
     /// Starts the forks of a running sequence once all prompt tokens but the last are computed.
@@ -30,7 +37,7 @@ impl Scheduler {
                 self.running.insert(fork.seniority);
                 started.push(fork.seniority);
             } else {
-                self.waiting.insert(fork.tenant, fork.seniority);
+                self.waiting.insert(fork.tenant, fork.seniority, &mut self.ledger);
             }
         }
         started
@@ -68,7 +75,23 @@ impl Scheduler {
 
     /// Returns the rank of a sequence. The smallest rank gets tokens and blocks first.
     fn rank(&self, seniority: Seniority) -> Rank {
-        self.waiting.rank(self.sequences[&seniority.id()].tenant, seniority)
+        self.ledger.rank(self.sequences[&seniority.id()].tenant, seniority)
+    }
+
+    /// Returns the sequence with the first rank.
+    fn first_by_rank(&self, sequences: &BTreeSet<Seniority>) -> Option<Seniority> {
+        if self.ledger.has_one_tenant() {
+            return sequences.first().copied();
+        }
+        sequences.iter().copied().min_by_key(|&sequence| self.rank(sequence))
+    }
+
+    /// Returns the running sequence with the last rank.
+    fn last_by_rank(&self) -> Option<Seniority> {
+        if self.ledger.has_one_tenant() {
+            return self.running.last().copied();
+        }
+        self.running.iter().copied().max_by_key(|&sequence| self.rank(sequence))
     }
 
     /// Counts the tokens from `start` to `end` for the tenant of a sequence, except tokens that were already counted.
@@ -77,14 +100,14 @@ impl Scheduler {
         let start = start.max(sequence.served);
         if start < end {
             sequence.served = end;
-            self.waiting.serve(sequence.tenant, start..end, sequence.prompt_tokens);
+            self.ledger.serve(sequence.tenant, start..end, sequence.prompt_tokens);
         }
     }
 
     /// Plans one token of every sequence that decodes. Preempts the sequences with the last ranks if blocks run out.
     fn plan_decodes(&mut self, budget: &mut usize, plan: &mut StepPlan) {
         let mut running: Vec<_> = self.running.iter().copied().collect();
-        if !self.waiting.has_one_tenant() {
+        if !self.ledger.has_one_tenant() {
             running.sort_by_key(|&sequence| self.rank(sequence));
         }
         for id in running.iter().map(Seniority::id) {
@@ -112,48 +135,61 @@ impl Scheduler {
 
     /// Plans prompt chunks of running sequences, and admits waiting sequences.
     fn plan_prefills(&mut self, budget: &mut usize, plan: &mut StepPlan) {
-        let mut running: BTreeSet<_> =
-            self.running.iter().copied().filter(|other| self.sequences[&other.id()].needs_prefill()).collect();
+        let running = self.running.iter().copied().filter(|other| self.sequences[&other.id()].needs_prefill());
+        let mut candidates = PrefillCandidates { running: running.collect(), can_admit: true };
         let first_chunk = plan.work.len();
-        let mut can_admit = true;
-        while *budget > 0 {
-            // Admit no sequence after a preemption: the preempted sequence needs the free blocks to run again.
-            can_admit &= plan.preempted.is_empty() && self.running.len() < self.config.max_sequences;
-            let candidate = self.waiting.first().map(|(_, candidate)| candidate).filter(|_| can_admit);
-            let next = if self.waiting.has_one_tenant() {
-                running.first().copied()
-            } else {
-                running.iter().copied().min_by_key(|&sequence| self.rank(sequence))
-            };
-            let id = match (candidate, next) {
-                (Some(candidate), next) if next.is_none_or(|next| self.rank(candidate) < self.rank(next)) => {
-                    // If the first waiting sequence cannot start, no other sequence may start before it.
-                    can_admit = self.try_admit(candidate.id());
-                    running.extend(self.start_forks(candidate.id()));
-                    candidate.id()
-                }
-                (_, Some(next)) => {
-                    running.remove(&next);
-                    next.id()
-                }
-                (_, None) => break,
-            };
-            let sequence = &self.sequences[&id];
-            if !sequence.is_running() {
-                continue;
-            }
-            let start = sequence.computed();
-            // A prompt first gets at most half of the token budget, so that other prompts can use the other half.
-            let tokens = (*budget).min(self.config.token_budget.div_ceil(2));
-            let end = sequence.chunk_end(start, tokens);
-            let is_last = end == sequence.tokens.len();
-            if self.give_blocks(id, end, plan) {
-                plan.work.push(SequenceWork { id, range: start..end, is_last });
-                self.serve(id, start, end);
-                *budget = budget.saturating_sub(end - start);
+        while *budget > 0
+            && let Some(id) = self.next_prefill(&mut candidates, plan)
+        {
+            self.plan_chunk(id, budget, plan);
+        }
+        self.give_rest_of_budget(first_chunk, budget, plan);
+    }
+
+    /// Returns the next sequence to compute a chunk of its prompt, which has the first rank: a running sequence, or a
+    /// waiting sequence, which this function starts. Returns `None` if no sequence is left.
+    fn next_prefill(&mut self, candidates: &mut PrefillCandidates, plan: &StepPlan) -> Option<SequenceId> {
+        let PrefillCandidates { running, can_admit } = candidates;
+        // Admit no sequence after a preemption: the preempted sequence needs the free blocks to run again.
+        *can_admit &= plan.preempted.is_empty() && self.running.len() < self.config.max_sequences;
+        let next = self.first_by_rank(running);
+        if *can_admit
+            && let Some((_, waiting)) = self.waiting.first(&self.ledger)
+            && next.is_none_or(|next| self.rank(waiting) < self.rank(next))
+        {
+            // If the first waiting sequence cannot start, no other sequence may start before it.
+            *can_admit = self.try_admit(waiting.id());
+            if *can_admit {
+                running.extend(self.start_forks(waiting.id()));
+                return Some(waiting.id());
             }
         }
-        // Give the remaining budget to prompts that the loop above limited to half of the budget.
+        let next = next?;
+        running.remove(&next);
+        Some(next.id())
+    }
+
+    /// Plans a chunk of a sequence's prompt, unless the sequence was preempted after it became a candidate.
+    fn plan_chunk(&mut self, id: SequenceId, budget: &mut usize, plan: &mut StepPlan) {
+        let sequence = &self.sequences[&id];
+        if !sequence.is_running() {
+            return;
+        }
+        let start = sequence.computed();
+        // A prompt first gets at most half of the token budget, so that other prompts can use the other half.
+        let tokens = (*budget).min(self.config.token_budget.div_ceil(2));
+        let end = sequence.chunk_end(start, tokens);
+        let is_last = end == sequence.tokens.len();
+        if self.give_blocks(id, end, plan) {
+            plan.work.push(SequenceWork { id, range: start..end, is_last });
+            self.serve(id, start, end);
+            *budget = budget.saturating_sub(end - start);
+        }
+    }
+
+    /// Gives the remaining budget to prompts that [`plan_chunk`](Self::plan_chunk) limited to half of the budget.
+    /// The work of the plan from index `first_chunk` on are the chunks of prompts.
+    fn give_rest_of_budget(&mut self, first_chunk: usize, budget: &mut usize, plan: &mut StepPlan) {
         for index in first_chunk..plan.work.len() {
             let SequenceWork { id, range, .. } = plan.work[index].clone();
             let sequence = &self.sequences[&id];
@@ -218,13 +254,9 @@ impl Scheduler {
     fn give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         while !self.try_give_blocks(id, end, plan) {
             // The sequence with the last rank can be the sequence that needs the blocks.
-            let last = if self.waiting.has_one_tenant() {
-                self.running.last()
-            } else {
-                self.running.iter().max_by_key(|&&sequence| self.rank(sequence))
-            };
-            let victim = last.filter(|victim| !victim.is_protected()).map(Seniority::id);
-            let Some(victim) = victim.filter(|victim| !self.admitted.contains(victim)) else { return false };
+            let victim = self.last_by_rank().filter(|victim| !victim.is_protected());
+            let victim = victim.map(|victim| victim.id()).filter(|victim| !self.admitted.contains(victim));
+            let Some(victim) = victim else { return false };
             self.preempt(victim, plan);
             if victim == id {
                 return false;
@@ -250,7 +282,7 @@ impl Scheduler {
         if sequence.preemptions >= MAX_PREEMPTIONS {
             sequence.seniority = sequence.seniority.protected();
         }
-        self.waiting.insert(sequence.tenant, sequence.seniority);
+        self.waiting.insert(sequence.tenant, sequence.seniority, &mut self.ledger);
         self.preemptions += 1;
         plan.preempted.push(id);
     }
