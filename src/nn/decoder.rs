@@ -127,13 +127,13 @@ impl Decoder {
     /// Runs a batch like `forward`, with token ids that are already on the device: `ids`, u32 `[tokens]`. The caller
     /// guarantees that these ids are in the vocabulary. `batch.ids` are placeholders.
     #[cfg(feature = "cuda")]
-    pub(crate) fn forward_on_device(&self, ids: &Tensor, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
+    pub(crate) fn forward_device_ids(&self, ids: &Tensor, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
         self.validate(batch)?;
         let pass = Pass::new(batch, cache, self.embed_tokens.device(), self.backend)?;
         self.forward_pass(ids, &pass, cache, batch.logits, None)
     }
 
-    /// Runs a pass whose inputs are already on the device. `ids` are u32 `[tokens]`.
+    /// Runs a prepared pass, whose inputs are already on the device. `ids` are u32 `[tokens]`.
     ///
     /// With one token per sequence, the pass copies nothing between the host and the GPU, unless the attention backend
     /// is `CandleFlashAttn`. A CUDA graph can therefore capture the pass.
@@ -146,18 +146,18 @@ impl Decoder {
         logits: LogitRows,
         tap: Option<Tap>,
     ) -> Result<Tensor> {
-        let hidden = self.hidden_pass(ids, pass, cache, logits, tap)?;
+        let hidden = self.hidden_states_of_pass(ids, pass, cache, logits, tap)?;
         self.logits(&hidden, pass.sum_order())
     }
 
     /// Runs a batch like `forward` with `LogitRows::All`, but returns the normalized hidden states of all tokens,
     /// `[tokens, hidden]`. [`logits`](Self::logits) turns rows of hidden states into logits.
     /// Logits take far more memory than hidden states.
-    pub fn forward_hidden(&self, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
+    pub fn hidden_states(&self, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
         self.validate(batch)?;
         let device = self.embed_tokens.device();
         let pass = Pass::new(batch, cache, device, self.backend)?;
-        self.hidden_pass(&Tensor::new(batch.ids, device)?, &pass, cache, LogitRows::All, None)
+        self.hidden_states_of_pass(&Tensor::new(batch.ids, device)?, &pass, cache, LogitRows::All, None)
     }
 
     /// Returns the logits of hidden states, f32 `[rows, vocab]`.
@@ -171,7 +171,7 @@ impl Decoder {
 
     /// Runs a pass like `forward_pass`, but without the output head. Returns the normalized hidden states of the tokens
     /// that `rows` selects, `[rows, hidden]`.
-    fn hidden_pass(
+    fn hidden_states_of_pass(
         &self,
         ids: &Tensor,
         pass: &Pass,
@@ -200,17 +200,8 @@ impl Decoder {
                 (x, y) = (sum, Some(output));
             }
             if self.stages() > 1 {
-                // All other ranks add zeros, so every rank gets the result of the rank that ran the stage.
-                scratch::begin_layer();
-                let result = match (is_own, &y) {
-                    (true, Some(y)) => (&x + y)?,
-                    (true, None) => x.clone(),
-                    (false, _) => {
-                        let needed = if stage + 1 == self.stages() { rows } else { LogitRows::All };
-                        Tensor::zeros((pass.row_count(needed), x.dim(1)?), x.dtype(), x.device())?
-                    }
-                };
-                (x, y) = (self.world.sum(&result)?, None);
+                let needed = if stage + 1 == self.stages() { rows } else { LogitRows::All };
+                (x, y) = (self.exchange_stage(is_own, &x, y.as_ref(), pass.row_count(needed))?, None);
             }
         }
 
@@ -219,6 +210,19 @@ impl Decoder {
         let (_, normed) = self.norm.add_norm(&x, y.as_ref().map(Addend::from), self.dtype)?;
         scratch::end_layers();
         Ok(normed)
+    }
+
+    /// Gives the residual stream after a stage to all ranks. On the rank that ran the stage (`is_own`), x is the residual
+    /// stream and y is not yet added to it. Returns their sum, f32 `[rows, hidden]`.
+    fn exchange_stage(&self, is_own: bool, x: &Tensor, y: Option<&Tensor>, rows: usize) -> Result<Tensor> {
+        scratch::begin_layer();
+        // All other ranks add zeros, so every rank gets the result of the rank that ran the stage.
+        let result = match (is_own, y) {
+            (true, Some(y)) => (x + y)?,
+            (true, None) => x.clone(),
+            (false, _) => Tensor::zeros((rows, x.dim(1)?), x.dtype(), x.device())?,
+        };
+        Ok(self.world.sum(&result)?)
     }
 
     /// Fails if a token id is outside the vocabulary, or if a position is beyond the loaded context.

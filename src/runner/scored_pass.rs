@@ -22,7 +22,7 @@ pub fn forward_scored(
     parts: &[Range<usize>],
     mut on_logits: impl FnMut(usize, &Tensor) -> Result<()>,
 ) -> Result<Tensor> {
-    let hidden = decoder.forward_hidden(batch, cache)?;
+    let hidden = decoder.hidden_states(batch, cache)?;
     for (index, part) in parts.iter().enumerate() {
         let logits = decoder.logits(&hidden.narrow(0, part.start, part.len())?, batch.sum_order)?;
         on_logits(index, &logits)?;

@@ -96,7 +96,7 @@ impl StepLauncher {
         self.buffers.write_inputs(&inputs, &on_device)?;
         let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
         let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order: self.sum_order };
-        decoder.forward_on_device(&on_device, &batch, cache)
+        decoder.forward_device_ids(&on_device, &batch, cache)
     }
 
     /// Waits for the tokens of a queued step. See [`QueueBuffers::wait`].
