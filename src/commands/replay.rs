@@ -12,7 +12,7 @@ use crate::client::{Connection, ServerUrl};
 use crate::engine::{Divergence, EngineHandle, EngineRecord, Record, ReplayedToken};
 use crate::error::Error;
 use crate::files;
-use crate::hub::{Hub, Snapshot, demo};
+use crate::hub::{Hub, Snapshot};
 use crate::text::{printable, quote};
 
 /// The maximum size of a record in bytes.
@@ -88,7 +88,7 @@ fn read(args: &Args) -> Result<Record> {
 fn find(hub: &Hub, args: &Args, record: &Record) -> Result<Snapshot> {
     let (model, revision) = (args.model.as_deref().unwrap_or(&record.model), args.load.revision());
     let found = hub.find(model, revision)?;
-    let has_choice = args.model.is_some() || revision.is_some() || demo::notice(&found, true).is_some();
+    let has_choice = args.model.is_some() || revision.is_some() || found.is_demo();
     match (&record.revision, &found.revision) {
         (Some(recorded), Some(other)) if recorded != other && !has_choice => {
             Ok(hub.find(model, Some(recorded)).unwrap_or(found))

@@ -50,7 +50,7 @@ pub fn notice(snapshot: &Snapshot, has_tools: bool) -> Option<&'static str> {
     } else {
         "demo model: answers questions about inferno only"
     };
-    (snapshot.source == Source::BuiltIn).then_some(text)
+    snapshot.is_demo().then_some(text)
 }
 
 /// Returns true if `model` names the demo. Fails if a revision is given too, because the demo has no revisions.

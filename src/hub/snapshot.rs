@@ -17,6 +17,11 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
+    /// Returns whether this is the demo model, which is built into the binary.
+    pub fn is_demo(&self) -> bool {
+        self.source == Source::BuiltIn
+    }
+
     /// Returns one snapshot for each complete GGUF model, or the snapshot itself if it has no GGUF models.
     pub fn models(&self) -> Vec<Self> {
         let named = gguf::named_models(&self.name, &self.path);

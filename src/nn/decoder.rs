@@ -11,7 +11,7 @@ use super::decoder_config::{DecoderConfig, LayerInfo};
 use super::kv_cache::{CacheLayout, KvCache, LayerSpec};
 use super::layer::DecoderLayer;
 use super::linear::{Bias, Linear};
-use super::mlp::Mlp;
+use super::mlp::{ExpertCost, Mlp};
 use super::norm::Norm;
 use super::pass::{LogitRows, Pass, StepBatch};
 use super::rope::RotaryEmbedding;
@@ -305,11 +305,13 @@ impl Decoder {
         row + self.layers.iter().map(DecoderLayer::step_bytes).sum::<u64>() + self.norm.bytes() + self.lm_head.bytes()
     }
 
-    /// Returns the number of experts per token, and the total size in bytes of one expert from every layer.
-    /// Returns zeros if the model has no experts.
-    pub fn expert_bytes(&self) -> (usize, u64) {
-        let experts = || self.layers.iter().filter_map(|layer| layer.mlp.expert());
-        (experts().map(|(chosen, _)| chosen).max().unwrap_or(0), experts().map(|(_, bytes)| bytes).sum())
+    /// Returns what the experts of all layers cost: zeros if the model has no experts.
+    pub fn expert_cost(&self) -> ExpertCost {
+        let layers = self.layers.iter().filter_map(|layer| layer.mlp.expert_cost());
+        layers.fold(ExpertCost::default(), |sum, layer| ExpertCost {
+            per_token: sum.per_token.max(layer.per_token),
+            bytes: sum.bytes + layer.bytes,
+        })
     }
 
     /// Returns the mean number of distinct experts used per layer and decode step since the last call.

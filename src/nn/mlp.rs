@@ -21,6 +21,15 @@ pub enum Mlp {
     ClampedMoe(ClampedMoe),
 }
 
+/// What the experts of a layer cost, or those of a whole model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExpertCost {
+    /// The number of experts that each token uses per layer.
+    pub per_token: usize,
+    /// The size of one expert in bytes, in all layers together.
+    pub bytes: u64,
+}
+
 impl Mlp {
     /// Returns the dtype that inputs must have. MoE layers take f32 because their router runs in f32.
     pub fn dtype(&self) -> DType {
@@ -41,13 +50,14 @@ impl Mlp {
         }
     }
 
-    /// Returns the number of experts per token, and the size of an expert in bytes. Returns `None` for a dense MLP.
-    pub fn expert(&self) -> Option<(usize, u64)> {
-        match self {
-            Mlp::Gated(_) | Mlp::Plain(_) => None,
-            Mlp::GatedMoe(moe) => Some((moe.config.experts_per_token, moe.expert_bytes())),
-            Mlp::ClampedMoe(moe) => Some((moe.config.experts_per_token, moe.expert_bytes())),
-        }
+    /// Returns what the experts of the layer cost. Returns `None` for a dense MLP.
+    pub fn expert_cost(&self) -> Option<ExpertCost> {
+        let (per_token, bytes) = match self {
+            Mlp::Gated(_) | Mlp::Plain(_) => return None,
+            Mlp::GatedMoe(moe) => (moe.config.experts_per_token, moe.expert_bytes()),
+            Mlp::ClampedMoe(moe) => (moe.config.experts_per_token, moe.expert_bytes()),
+        };
+        Some(ExpertCost { per_token, bytes })
     }
 
     /// Returns the counter of used experts, or `None` if the layer has no counter.

@@ -9,6 +9,7 @@ use super::decode::Decode;
 use super::ranks::GraphCommand;
 use super::{KernelTime, LaunchCounts, Runner, StepBytes, StepTime};
 use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
+use crate::nn::mlp::ExpertCost;
 use crate::nn::pass::LogitRows;
 
 /// The sequence id that the functions in this file pass to the decode graph.
@@ -138,14 +139,14 @@ impl Runner {
     /// `experts` is the number of distinct experts that the step uses per layer.
     pub fn batch_bytes(&self, sequences: usize, depth: usize, experts: f64) -> StepBytes {
         let one = self.step_bytes(depth);
-        let (chosen, expert_bytes) = self.decoder.expert_bytes();
-        let extra = (experts - chosen as f64).max(0.0) * expert_bytes as f64;
+        let ExpertCost { per_token, bytes } = self.decoder.expert_cost();
+        let extra = (experts - per_token as f64).max(0.0) * bytes as f64;
         StepBytes { weights: one.weights + extra as u64, cache: one.cache * sequences as u64 }
     }
 
     /// Returns the number of experts that each token uses per layer, or 0 if the model has none.
     pub fn chosen_experts(&self) -> usize {
-        self.decoder.expert_bytes().0
+        self.decoder.expert_cost().per_token
     }
 
     /// Returns the mean number of distinct experts used per layer and decode step since the last call, or since the

@@ -102,7 +102,7 @@ impl Source {
         let readme = head(&dir.join("README.md")).and_then(|readme| front_matter_license(&readme));
         let title = |name: &str| head(&dir.join(name)).and_then(|text| license_title(&text, name));
         // The demo's weights are part of this crate and have its license.
-        let built_in_license = (snapshot.source == hub::Source::BuiltIn).then(|| env!("CARGO_PKG_LICENSE").to_string());
+        let built_in_license = snapshot.is_demo().then(|| env!("CARGO_PKG_LICENSE").to_string());
         let metadata = match &gguf {
             Some(file) => Metadata::from_gguf(GgufCheckpoint::open(file)),
             None => Metadata {
