@@ -7,7 +7,7 @@ use super::logprobs::TokenLogprobs;
 use super::step_sequence::ChosenToken;
 
 /// Chooses a token on the host. Like the kernels in `head.cu` and `sample.cu`, fails if every logit is NaN or -inf.
-pub(super) fn choose(logits: &mut [f32], sampler: &mut dyn ChooseToken) -> Result<ChosenToken> {
+pub(super) fn choose_on_host(logits: &mut [f32], sampler: &mut dyn ChooseToken) -> Result<ChosenToken> {
     let allowed = sampler.allowed_tokens()?;
     let unedited = sampler.top_logprobs().map(|count| (logits.to_vec(), count));
     for (id, value) in sampler.logit_edits() {
@@ -54,11 +54,11 @@ mod tests {
     fn step_fails_if_no_token_can_be_chosen() {
         const INF: f32 = f32::INFINITY;
         for logits in [[f32::NAN; 3], [-INF; 3], [f32::NAN, -INF, f32::NAN]] {
-            let error = choose(&mut logits.clone(), &mut Last).unwrap_err();
+            let error = choose_on_host(&mut logits.clone(), &mut Last).unwrap_err();
             // A world of ranks ends unless the error has this type.
             assert!(error.is::<NoToken>(), "{error}");
         }
-        assert_eq!(choose(&mut [f32::NAN, -1.0, -INF], &mut Last).unwrap().id, 1);
-        assert_eq!(choose(&mut [INF, f32::NAN, -INF], &mut Last).unwrap().id, 0);
+        assert_eq!(choose_on_host(&mut [f32::NAN, -1.0, -INF], &mut Last).unwrap().id, 1);
+        assert_eq!(choose_on_host(&mut [INF, f32::NAN, -INF], &mut Last).unwrap().id, 0);
     }
 }

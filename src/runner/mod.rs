@@ -164,9 +164,9 @@ impl Runner {
         &self.cache
     }
 
-    /// Returns whether no rank has failed. After a failure of one rank, every step fails.
-    pub fn is_whole(&self) -> bool {
-        self.followers.are_running()
+    /// Returns whether a rank has failed. If so, every later step fails.
+    pub fn has_failed_rank(&self) -> bool {
+        self.followers.has_failed_rank()
     }
 
     /// Returns the world of the first rank.
@@ -175,12 +175,12 @@ impl Runner {
     }
 
     /// Returns whether several ranks run the model.
-    pub fn has_ranks(&self) -> bool {
+    pub fn has_several_ranks(&self) -> bool {
         !self.followers.is_empty()
     }
 
     /// Checks, while the engine is idle, that all ranks still answer. After a rank did not answer for 5 s,
-    /// [`is_whole`](Self::is_whole) is false. Call this with `is_first` before the engine waits for requests, and then
+    /// [`has_failed_rank`](Self::has_failed_rank) is true. Call this with `is_first` before the engine waits for requests, and then
     /// every second without it.
     pub fn ping_ranks(&self, is_first: bool) {
         self.followers.ping(is_first);

@@ -26,7 +26,7 @@ pub struct RunnerFacts {
     /// Whether steps can be queued. False on a CPU, except in tests, and for ranks that exchange data through the host.
     pub can_queue: bool,
     /// Whether several ranks run the model.
-    pub has_ranks: bool,
+    pub has_several_ranks: bool,
     /// Whether no result may depend on other sequences: the option `prompt_parts` of the runner.
     pub is_deterministic: bool,
 }
@@ -89,7 +89,7 @@ pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
         }
         // Such a step is rare: `queued_route` and the decode graph run almost all steps of one sequence. A batch graph
         // runs it only if the order of additions must be fixed, or if there are several ranks.
-        if !runner.is_deterministic && !runner.has_ranks {
+        if !runner.is_deterministic && !runner.has_several_ranks {
             return Route::Operations;
         }
     }
@@ -124,7 +124,7 @@ mod tests {
         has_decode_graph: true,
         has_batch_graphs: true,
         can_queue: true,
-        has_ranks: false,
+        has_several_ranks: false,
         is_deterministic: false,
     };
     /// A GPU with a model that the decode graph does not support.
@@ -141,12 +141,12 @@ mod tests {
     /// The rows of the table in docs/architecture.md, each with the runners and steps that it describes.
     #[rustfmt::skip]
     const ROWS: &[(&str, &[RunnerFacts], &[StepFacts])] = &[
-        ("decode step of one sequence", &[GPU, RunnerFacts { has_ranks: true, ..GPU }], &[ONE]),
+        ("decode step of one sequence", &[GPU, RunnerFacts { has_several_ranks: true, ..GPU }], &[ONE]),
         ("– with a logit bias, or a minimum length that is not reached yet", &[GPU], &[StepFacts { needs_logits: true, ..ONE }]),
         ("– with a constraint, or with log probabilities", &[GPU], &[ONE_CONSTRAINED]),
         ("– of a model that the decode graph does not support", &[NO_DECODE_GRAPH], &[ONE]),
         ("– of such a model, with a constraint that does not limit the next token", &[NO_DECODE_GRAPH], &[ONE_UNLIMITED]),
-        ("– the same on several GPUs", &[RunnerFacts { has_ranks: true, ..NO_DECODE_GRAPH }], &[ONE_UNLIMITED]),
+        ("– the same on several GPUs", &[RunnerFacts { has_several_ranks: true, ..NO_DECODE_GRAPH }], &[ONE_UNLIMITED]),
         ("decode step of 2 to 256 sequences", &[GPU, NO_DECODE_GRAPH], &[StepFacts { sequences: 2, ..MANY }, MANY]),
         ("– some with a constraint, or with log probabilities", &[GPU, NO_DECODE_GRAPH], &[MANY_CONSTRAINED]),
         ("step with chunks of prompts", &[GPU], &[CHUNKS]),

@@ -359,14 +359,14 @@ fn if_a_rank_fails_all_passes_fail_with_its_error() {
     let (world, parts) = ranks.remove(0);
     let limits = RunnerLimits { context: CONTEXT, chunk: 64 };
     let mut runner = Runner::with_ranks(world, parts, ranks, limits, Device::Cpu, RunnerOptions::default()).unwrap();
-    assert!(runner.is_whole());
+    assert!(!runner.has_failed_rank());
     for _ in 0..3 {
         let error = runner.logits(&[1, 2, 3]).unwrap_err();
         assert_eq!(error.downcast_ref::<inferno::Error>().map(inferno::Error::exit_code), Some(7));
         let error = format!("{error:#}");
         assert!(error.contains("GPU 2 of 2 failed: ") && error.contains("the others were stopped"), "{error}");
     }
-    assert!(!runner.is_whole());
+    assert!(runner.has_failed_rank());
     drop(runner); // waits for the thread of the second rank
 }
 

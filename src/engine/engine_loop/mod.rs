@@ -146,7 +146,7 @@ impl EngineLoop {
     pub fn run(mut self) {
         self.strike_planned_fault(0);
         // A rank may fail while the loop waits for commands.
-        while self.runner.is_whole() && !self.is_device_broken && self.receive_commands() && self.runner.is_whole() {
+        while !self.has_failed() && self.receive_commands() && !self.has_failed() {
             self.counters.heartbeat.begin_step();
             // Before the plan, so that the plan can use the blocks of canceled requests.
             self.end_canceled();
@@ -215,7 +215,7 @@ impl EngineLoop {
 
     /// Waits for the next command while the engine is idle. Returns [`TryRecvError::Empty`] if a rank fails meanwhile.
     fn wait_for_command(&self) -> Result<Command, TryRecvError> {
-        if !self.runner.has_ranks() {
+        if !self.runner.has_several_ranks() {
             return self.commands.recv().map_err(|_| TryRecvError::Disconnected);
         }
         self.runner.ping_ranks(true);
@@ -225,10 +225,15 @@ impl EngineLoop {
                 Err(RecvTimeoutError::Disconnected) => return Err(TryRecvError::Disconnected),
                 Err(RecvTimeoutError::Timeout) => self.runner.ping_ranks(false),
             }
-            if !self.runner.is_whole() {
+            if self.runner.has_failed_rank() {
                 return Err(TryRecvError::Empty);
             }
         }
+    }
+
+    /// Returns whether a device or a rank has failed, so that no step can run.
+    fn has_failed(&self) -> bool {
+        self.is_device_broken || self.runner.has_failed_rank()
     }
 
     /// Lets a rank fail if a fault is planned for step `step`.

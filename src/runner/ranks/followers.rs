@@ -84,9 +84,9 @@ impl Followers {
         self.threads.is_empty()
     }
 
-    /// Returns whether no rank has failed.
-    pub fn are_running(&self) -> bool {
-        self.world.end_reason().is_none()
+    /// Returns whether a rank has failed.
+    pub fn has_failed_rank(&self) -> bool {
+        self.world.end_reason().is_some()
     }
 
     /// Returns whether CUDA graphs can contain the exchange of data between ranks. This requires an exchange that does
@@ -314,7 +314,7 @@ impl Followers {
 
 impl Drop for Followers {
     fn drop(&mut self) {
-        let has_failed = !self.are_running();
+        let has_failed = self.has_failed_rank();
         self.world.close();
         let (senders, threads): (Vec<_>, Vec<_>) = self.threads.drain(..).unzip();
         drop(senders);

@@ -26,7 +26,7 @@ impl Runner {
                 Some(_) => self.followers.can_queue(),
                 None => self.options.queue_on_cpu && self.device.is_cpu(),
             },
-            has_ranks: self.has_ranks(),
+            has_several_ranks: self.has_several_ranks(),
             is_deterministic: self.options.prompt_parts.is_some(),
         }
     }

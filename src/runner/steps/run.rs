@@ -12,7 +12,7 @@ use crate::runner::Runner;
 use crate::runner::choose_token::ChooseToken;
 use crate::runner::decode::Decode;
 use crate::runner::device_choice::{choose_on_device, logprobs_on_device};
-use crate::runner::host_choice::choose;
+use crate::runner::host_choice::choose_on_host;
 use crate::runner::limits::PromptParts;
 use crate::runner::logprobs::TokenLogprobs;
 use crate::runner::route::{StepFacts, route};
@@ -111,7 +111,7 @@ impl Runner {
         }
         let logits = self.forward(sequences, sum_order)?;
         meanwhile();
-        self.choose(sequences, &logits)
+        self.choose_tokens(sequences, &logits)
     }
 
     /// Fails if a step has too many tokens.
@@ -142,7 +142,7 @@ impl Runner {
             let order = if ids.len() == 1 { SumOrder::Fixed } else { SumOrder::Fastest };
             let logits = self.forward(&mut part, order)?;
             if is_last {
-                return Ok(self.choose(&mut part, &logits)?.remove(0));
+                return Ok(self.choose_tokens(&mut part, &logits)?.remove(0));
             }
             start = part_end;
         }
@@ -191,8 +191,8 @@ impl Runner {
         }
     }
 
-    /// Chooses the next token of each sequence that has a sampler, from the rows of `logits`.
-    fn choose(&mut self, sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
+    /// Chooses the next token of each sequence that has a sampler, from the rows of `logits`, on the device of `logits`.
+    fn choose_tokens(&mut self, sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
         if logits.device().is_cuda() {
             return match sequences {
                 // Sequences with prompt parts cannot use the decode graph, which computes its sums in the fastest order.
@@ -205,7 +205,7 @@ impl Runner {
         let rows = sequences.iter_mut().enumerate();
         rows.map(|(row, sequence)| match &mut sequence.sampler {
             None => Ok(None),
-            Some(sampler) => Ok(Some(choose(&mut logits.get(row)?.to_vec1::<f32>()?, *sampler))),
+            Some(sampler) => Ok(Some(choose_on_host(&mut logits.get(row)?.to_vec1::<f32>()?, *sampler))),
         })
         .collect()
     }
