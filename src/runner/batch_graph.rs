@@ -178,7 +178,7 @@ impl BatchGraph {
         buffers: &QueueBuffers,
         table_blocks: usize,
     ) -> Result<StepInputs> {
-        let (groups, size, blocks) = (cache.layout().groups(), self.ids.dims1()?, cache.blocks());
+        let (groups, size) = (cache.layout().groups(), self.ids.dims1()?);
         let Some(last) = sequences.last() else { bail!("a batch needs at least one sequence") };
         let rows = || sequences.iter().chain(std::iter::repeat_n(last, size - sequences.len()));
         let ids: Vec<u32> = rows().map(|sequence| sequence.ids[0]).collect();
@@ -202,8 +202,8 @@ impl BatchGraph {
                     if *known == block {
                         continue;
                     }
-                    if block as usize >= blocks {
-                        bail!("block {block} is not one of the {blocks} blocks of the KV cache");
+                    if block as usize >= cache.blocks() {
+                        bail!("block {block} is not one of the {} blocks of the KV cache", cache.blocks());
                     }
                     *known = block;
                     changes.push(((first + index) as u32, block));

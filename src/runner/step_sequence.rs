@@ -37,8 +37,17 @@ pub struct StepSequence<'s> {
 impl<'s> StepSequence<'s> {
     /// Returns a sequence without a sampler, whose input tokens the host knows.
     pub(super) fn new(id: u64, ids: &'s [u32], position: usize, tables: &'s BlockTables) -> Self {
-        let (awaits_input, sampler, limit, prompt_parts, scores) = (false, None, 0, None, None);
-        Self { id, ids, awaits_input, position, tables, sampler, limit, prompt_parts, scores }
+        Self {
+            id,
+            ids,
+            awaits_input: false,
+            position,
+            tables,
+            sampler: None,
+            limit: 0,
+            prompt_parts: None,
+            scores: None,
+        }
     }
 
     /// Returns this sequence with other input tokens, which the host knows, and without its sampler and its scores.

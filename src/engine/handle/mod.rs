@@ -393,7 +393,9 @@ impl EngineHandle {
     /// [`load_prefix`](Self::load_prefix) reads the file.
     /// If nothing is cached, writes no file and returns 0.
     pub fn save_prefix(&self, ids: &[u32], path: &Path) -> Result<usize> {
-        let (ids, path, fingerprint) = (ids.to_vec(), path.to_path_buf(), self.shared.fingerprint.clone());
+        let ids = ids.to_vec();
+        let path = path.to_path_buf();
+        let fingerprint = self.shared.fingerprint.clone();
         self.with_cache(move |runner, blocks| prefix_file::save(&path, &ids, &fingerprint, runner, blocks))?
     }
 

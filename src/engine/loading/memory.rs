@@ -61,8 +61,9 @@ const MAX_STAGE_CHUNK: usize = 2048;
 /// For example, a token of Llama 3 70B in bf16 needs 504 KiB, and this bound is 624 KiB.
 /// Attention and the experts of all supported families need less memory.
 fn workspace_bytes_per_token(hidden_size: usize, intermediate_size: usize, dtype: DType) -> u64 {
-    let (hidden, intermediate, bytes) = (hidden_size as u64, intermediate_size as u64, dtype.size_in_bytes() as u64);
-    let needed = intermediate.saturating_mul(8 + 2 * bytes).saturating_add(hidden.saturating_mul(32 + 2 * bytes));
+    let bytes = dtype.size_in_bytes() as u64;
+    let intermediate = (intermediate_size as u64).saturating_mul(8 + 2 * bytes);
+    let needed = intermediate.saturating_add((hidden_size as u64).saturating_mul(32 + 2 * bytes));
     needed.max(MIN_WORKSPACE_BYTES_PER_TOKEN)
 }
 
@@ -198,7 +199,11 @@ impl MemoryPlan {
         let room = |free: &u64| u128::from(free.saturating_sub(fixed_bytes).max(1));
         let total_room: u128 = free_bytes.iter().map(room).sum();
         let total: u128 = self.parts.layers.iter().map(|&bytes| u128::from(bytes)).sum();
-        let (mut stages, mut start, mut bytes, mut room_so_far) = (Vec::new(), 0, 0, 0);
+        let mut stages = Vec::with_capacity(ranks);
+        let mut start = 0;
+        // The bytes of the layers before `end`, and the room on all ranks up to this one.
+        let mut bytes = 0;
+        let mut room_so_far = 0;
         for (rank, free) in free_bytes.iter().enumerate() {
             room_so_far += room(free);
             // Leave one layer for each of the following ranks.

@@ -210,12 +210,11 @@ impl Scheduler {
     fn try_admit(&mut self, id: SequenceId) -> bool {
         let Some(sequence) = self.sequences.get_mut(&id) else { return false };
         // Take the blocks of a cached prefix now, so that they do not count as free blocks below.
-        let (tokens, prompt_tokens, hashes) =
-            (&sequence.tokens, sequence.prompt_tokens, mem::take(&mut sequence.hashes));
+        let hashes = mem::take(&mut sequence.hashes);
         sequence.blocks = Some(if sequence.computes_whole_prompt {
-            self.blocks.start_uncached(tokens, prompt_tokens, hashes)
+            self.blocks.start_uncached(&sequence.tokens, sequence.prompt_tokens, hashes)
         } else {
-            self.blocks.start(tokens, prompt_tokens, hashes)
+            self.blocks.start(&sequence.tokens, sequence.prompt_tokens, hashes)
         });
         let (tenant, seniority) = (sequence.tenant, sequence.seniority);
         let demand: usize = self.running.iter().chain([&seniority]).map(|other| self.demand(other)).sum();

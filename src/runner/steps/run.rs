@@ -158,8 +158,11 @@ impl Runner {
         if !has_scores(sequences) {
             return self.followers.forward(&self.decoder, &batch, &self.cache);
         }
-        // The tokens of the batch whose logits are needed. For each part, its sequence and the range of its scored tokens.
-        let (mut parts, mut scored, mut start) = (Vec::new(), Vec::new(), 0);
+        // The tokens of the batch whose logits are needed, in parts.
+        let mut parts = Vec::new();
+        // For each part, its sequence and the range of its scored tokens.
+        let mut scored = Vec::new();
+        let mut start = 0;
         for (index, sequence) in sequences.iter().enumerate() {
             if let Some(scores) = &sequence.scores {
                 let first = start + scores.first;
