@@ -110,18 +110,28 @@ impl QueueBuffers {
     /// Waits for the tokens of step `index`, one for each sequence that needs a token. Calls `record` with the index of
     /// each sequence and its token.
     pub fn wait(&self, index: usize, needs_token: &[bool], record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
-        let mut slots = index % DEPTH * MAX_SEQUENCES..;
-        let wait = |(sequence, &needs_token): (usize, &bool)| {
-            let slot = if needs_token { slots.next() } else { None };
-            let Some(slot) = slot else { return Ok(None) };
-            Ok(Some(match self.mailbox.wait(slot)? {
-                MAILBOX_NO_TOKEN => Err(NoToken.into()),
-                word => {
-                    record(sequence, word - 1);
-                    Ok(ChosenToken { id: word - 1, logprobs: None })
-                }
-            }))
-        };
-        needs_token.iter().enumerate().map(wait).collect()
+        let mut slot = index % DEPTH * MAX_SEQUENCES;
+        let mut chosen = Vec::with_capacity(needs_token.len());
+        for (sequence, &needs_token) in needs_token.iter().enumerate() {
+            if !needs_token {
+                chosen.push(None);
+                continue;
+            }
+            let token = decode_token(self.mailbox.wait(slot)?);
+            slot += 1;
+            if let Ok(token) = &token {
+                record(sequence, token.id);
+            }
+            chosen.push(Some(token));
+        }
+        Ok(chosen)
+    }
+}
+
+/// Returns the token that a word of the mailbox stands for, or [`NoToken`].
+fn decode_token(word: u32) -> Result<ChosenToken> {
+    match word {
+        MAILBOX_NO_TOKEN => Err(NoToken.into()),
+        word => Ok(ChosenToken { id: word - 1, logprobs: None }),
     }
 }
