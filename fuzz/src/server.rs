@@ -76,7 +76,7 @@ impl Harness {
             cors_origins: Vec::new(),
             is_open: true,
             max_sequences: 256,
-            queue: 0,
+            max_waiting: 0,
             max_connections: 100,
             timeouts: Timeouts::default(),
             tls: None,

@@ -195,7 +195,7 @@ fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOpt
         cors_origins: args.cors_origin.clone(),
         is_open: args.no_auth,
         max_sequences: args.max_sequences.into(),
-        queue: args.queue,
+        max_waiting: args.queue,
         max_connections: args.max_connections as usize,
         timeouts: Timeouts {
             header: Duration::from_secs_f64(limits.header_timeout),

@@ -13,7 +13,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Tensor};
 
 use super::limits::MAX_SEQUENCES;
-use super::queue::QueueBuffers;
+use super::queued_steps::QueuedStepBuffers;
 use super::step_sequence::StepSequence;
 use crate::kernels::SumOrder;
 use crate::kernels::attention::{PassBlocks, Queries, slot};
@@ -84,7 +84,7 @@ impl BatchGraphs {
         decoder: &Decoder,
         cache: &KvCache,
         sequences: &[StepSequence],
-        buffers: &mut QueueBuffers,
+        buffers: &mut QueuedStepBuffers,
     ) -> Result<Option<Tensor>> {
         match self.run(decoder, cache, sequences, buffers) {
             Ok(logits) => Ok(Some(logits)),
@@ -110,7 +110,7 @@ impl BatchGraphs {
         decoder: &Decoder,
         cache: &KvCache,
         sequences: &[StepSequence],
-        buffers: &mut QueueBuffers,
+        buffers: &mut QueuedStepBuffers,
     ) -> Result<Tensor> {
         let size = padded(sequences.len());
         let logits = match &self.logits {
@@ -175,7 +175,7 @@ impl BatchGraph {
         decoder: &Decoder,
         cache: &KvCache,
         sequences: &[StepSequence],
-        buffers: &QueueBuffers,
+        buffers: &QueuedStepBuffers,
         table_blocks: usize,
     ) -> Result<StepInputs> {
         let (groups, size) = (cache.layout().groups(), self.ids.dims1()?);

@@ -13,7 +13,7 @@
 //! - `decode_graph/`: the CUDA graph of fused kernels for a single sequence
 //! - `batch_graph`: the CUDA graphs of decode steps of several sequences, one for each batch size
 //! - `step_launcher`: launches steps on the GPU of one rank: batch graphs and queued steps
-//! - `queue/`: what queued steps need: their buffers on a GPU, and the step whose tokens the host does not know yet
+//! - `queued_steps/`: what queued steps need: buffers on a GPU, and the step whose tokens the host does not know yet
 //! - `ranks/`: the other ranks of a model that several devices run together, and their commands
 //! - `no_cuda`: takes the place of `decode_graph`, `step_launcher` and `device_choice` in builds without CUDA
 //! - `step_sequence`: the input and the result of one sequence in a step
@@ -37,7 +37,7 @@ mod logprobs;
 #[cfg(not(feature = "cuda"))]
 mod no_cuda;
 mod no_decode_graph;
-mod queue;
+mod queued_steps;
 mod ranks;
 mod route;
 mod scored_pass;
@@ -73,7 +73,7 @@ pub use decode::Executor;
 pub use limits::{MAX_SEQUENCES, PromptParts, RunnerLimits, RunnerOptions};
 pub use logprobs::TokenLogprobs;
 pub use no_decode_graph::NoDecodeGraph;
-pub use queue::QueuedStep;
+pub use queued_steps::QueuedStep;
 pub use ranks::{PANIC, RankCache, RankFault, RankParts, failure};
 pub use step_cost::{KernelTime, LaunchCounts, StepBytes};
 pub use step_sequence::{Chosen, ChosenToken, ScoreTokens, StepSequence};

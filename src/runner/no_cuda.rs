@@ -10,7 +10,7 @@ use candle_core::{Device, Tensor};
 use super::limits::{RunnerLimits, RunnerOptions};
 use super::logprobs::TokenLogprobs;
 use super::no_decode_graph::NoDecodeGraph;
-use super::queue::RowSampling;
+use super::queued_steps::RowSampling;
 use super::route::Route;
 use super::step_cost::KernelTime;
 use super::step_sequence::{Chosen, StepSequence};

@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::batch_graph::BatchGraphs;
 use super::limits::{RunnerLimits, RunnerOptions};
-use super::queue::{QueueBuffers, RowSampling};
+use super::queued_steps::{QueuedStepBuffers, RowSampling};
 use super::route::Route;
 use super::step_sequence::{Chosen, StepSequence};
 use crate::kernels::SumOrder;
@@ -17,7 +17,7 @@ use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 /// The batch graphs of a rank, and the buffers of graphs and queued steps.
 pub struct StepLauncher {
     batches: BatchGraphs,
-    buffers: QueueBuffers,
+    buffers: QueuedStepBuffers,
     sum_order: SumOrder,
 }
 
@@ -28,7 +28,7 @@ impl StepLauncher {
         let Device::Cuda(gpu) = device else { return Ok(None) };
         let sum_order = options.sum_order();
         let batches = BatchGraphs::new(gpu, limits.context, sum_order);
-        Ok(Some(Self { batches, buffers: QueueBuffers::new(gpu)?, sum_order }))
+        Ok(Some(Self { batches, buffers: QueuedStepBuffers::new(gpu)?, sum_order }))
     }
 
     /// Returns whether batch graphs can run the decode steps of the model. See [`BatchGraphs::can_run_model`].
@@ -99,7 +99,7 @@ impl StepLauncher {
         decoder.forward_device_ids(&on_device, &batch, cache)
     }
 
-    /// Waits for the tokens of a queued step. See [`QueueBuffers::wait`].
+    /// Waits for the tokens of a queued step. See [`QueuedStepBuffers::wait`].
     pub fn wait(&self, index: usize, needs_token: &[bool], record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
         self.buffers.wait(index, needs_token, record)
     }

@@ -22,7 +22,7 @@ pub struct ServerOptions {
     /// The maximum number of sequences that run at once.
     pub max_sequences: usize,
     /// The maximum number of sequences that wait while `max_sequences` run.
-    pub queue: usize,
+    pub max_waiting: usize,
     /// The maximum number of open connections.
     pub max_connections: usize,
     pub timeouts: Timeouts,

@@ -53,7 +53,7 @@ enum Phase {
 impl Server {
     /// Creates a server whose model is not loaded yet.
     pub fn new(options: ServerOptions) -> Result<Arc<Self>> {
-        let limit = options.max_sequences.saturating_add(options.queue);
+        let limit = options.max_sequences.saturating_add(options.max_waiting);
         Ok(Arc::new(Self {
             admission: Arc::new(Admission::new(limit, options.api_keys.len())),
             metrics: Arc::new(Metrics::new(&options.model, options.has_vllm_metrics)?),

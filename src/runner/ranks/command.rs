@@ -14,7 +14,7 @@ use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BlockTables, KvCache};
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 use crate::runner::decode_graph::DecodeGraph;
-use crate::runner::queue::RowSampling;
+use crate::runner::queued_steps::RowSampling;
 use crate::runner::route::Route;
 use crate::runner::scored_pass::forward_scored;
 use crate::runner::step_sequence::StepSequence;

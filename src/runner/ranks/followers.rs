@@ -29,7 +29,7 @@ use crate::nn::pass::StepBatch;
 use crate::runner::choose_token::NoToken;
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
-use crate::runner::queue::RowSampling;
+use crate::runner::queued_steps::RowSampling;
 use crate::runner::route::Route;
 use crate::runner::scored_pass::forward_scored;
 use crate::runner::step_sequence::StepSequence;

@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 
 use crate::runner::Runner;
-use crate::runner::queue::{QueuedStep, QueuedTokens};
+use crate::runner::queued_steps::{QueuedStep, QueuedTokens};
 use crate::runner::route::{Route, StepFacts, queued_route};
 use crate::runner::step_sequence::{Chosen, StepSequence};
 

@@ -9,7 +9,7 @@ use crate::kernels::row_edits::RowEdits;
 use crate::kernels::sampling::DeviceSampling;
 use crate::runner::Runner;
 use crate::runner::choose_token::ChooseToken;
-use crate::runner::queue::{QueuedStep, QueuedTokens};
+use crate::runner::queued_steps::{QueuedStep, QueuedTokens};
 use crate::runner::step_sequence::StepSequence;
 use crate::runner::step_times::StepKind;
 

@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, bail};
 
 use crate::runner::Runner;
-use crate::runner::queue::{QueuedStep, QueuedTokens, RowSampling};
+use crate::runner::queued_steps::{QueuedStep, QueuedTokens, RowSampling};
 use crate::runner::route::Route;
 use crate::runner::step_sequence::StepSequence;
 use crate::runner::step_times::StepKind;

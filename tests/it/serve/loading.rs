@@ -19,7 +19,7 @@ pub fn options() -> ServerOptions {
         cors_origins: Vec::new(),
         is_open: false,
         max_sequences: 4,
-        queue: 4,
+        max_waiting: 4,
         max_connections: 100,
         timeouts: Timeouts::default(),
         tls: None,

@@ -9,7 +9,7 @@ mod queued_step;
 mod row_sampling;
 
 #[cfg(feature = "cuda")]
-pub use buffers::QueueBuffers;
+pub use buffers::QueuedStepBuffers;
 pub use queued_step::QueuedStep;
 pub(super) use queued_step::QueuedTokens;
 pub use row_sampling::RowSampling;

@@ -37,7 +37,7 @@ const EDIT_WORDS: usize = 1 << 18;
 const SLOT_WORDS: usize = INPUT_WORDS + PARAM_WORDS + EDIT_WORDS;
 
 /// The buffers of queued steps.
-pub struct QueueBuffers {
+pub struct QueuedStepBuffers {
     /// The tokens of the last queued step, u32 `[MAX_SEQUENCES]`.
     tokens: Tensor,
     /// `MAX_SEQUENCES` slots for each of `DEPTH` steps.
@@ -50,7 +50,7 @@ pub struct QueueBuffers {
     rows: HashMap<u64, u32>,
 }
 
-impl QueueBuffers {
+impl QueuedStepBuffers {
     pub fn new(device: &CudaDevice) -> Result<Self> {
         Ok(Self {
             tokens: Tensor::zeros(MAX_SEQUENCES, DType::U32, &Device::Cuda(device.clone()))?,
