@@ -52,7 +52,7 @@ impl Runner {
     ///
     /// Empties the cache afterwards. Fails if there is no graph.
     pub fn decode_steps_ungraphed(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
-        if !self.followers.is_empty() {
+        if !self.ranks.is_single() {
             bail!("models on several GPUs run decode steps only as graphs");
         }
         if count > self.limits.context - self.solo.cached.len() || !self.start_graph(first)? {
@@ -92,7 +92,7 @@ impl Runner {
         let Decode::Graph(graph) = &mut self.decode else { return Ok(false) };
         let (position, tables) = (self.solo.cached.len(), self.solo.tables.clone());
         let start = GraphCommand::Start { sequence: SOLO, position, token, sampling: None, tables };
-        self.followers.run_graph(graph, start, None)?;
+        self.ranks.run_graph(graph, start, None)?;
         Ok(true)
     }
 
@@ -100,7 +100,7 @@ impl Runner {
     /// `limit` is the maximum number of tokens still to generate.
     fn solo_graph_step(&mut self, input: u32, limit: usize) -> Result<u32> {
         let Decode::Graph(graph) = &mut self.decode else { bail!("no decode graph was planned") };
-        let token = self.followers.next_token(graph, limit)?;
+        let token = self.ranks.next_token(graph, limit)?;
         self.solo.cached.push(input);
         // Steps that are already queued write to the positions after this token.
         self.solo.written = self.solo.written.max(self.solo.cached.len() + graph.queued_steps());
@@ -163,7 +163,7 @@ impl Runner {
     /// Times each kernel of a decode step after the cached tokens. Returns `None` if there is no graph, or if
     /// several ranks run the model.
     pub fn kernel_times(&mut self) -> Result<Option<Vec<KernelTime>>> {
-        if !self.followers.is_empty() || self.solo.cached.len() >= self.limits.context || !self.start_graph(0)? {
+        if !self.ranks.is_single() || self.solo.cached.len() >= self.limits.context || !self.start_graph(0)? {
             return Ok(None);
         }
         let dtype = self.dtype();

@@ -62,7 +62,7 @@ use crate::nn::kv_cache::KvCache;
 use decode::Decode;
 #[cfg(not(feature = "cuda"))]
 use no_cuda::{self as decode_graph, self as device_choice, self as step_launcher};
-use ranks::Followers;
+use ranks::RankGroup;
 use route::{Route, StepFacts, queued_route, route};
 use solo_sequence::SoloSequence;
 use step_launcher::StepLauncher;
@@ -84,8 +84,8 @@ pub struct Runner {
     /// Launches batch graphs and queued steps. `None` on a CPU, with `--eager`, or if the ranks cannot run graphs.
     /// Declared first, so that the graphs are dropped before the decoder and the cache, whose memory they use.
     launcher: Option<StepLauncher>,
-    /// The other ranks, which run every pass together with `decoder`.
-    followers: Followers,
+    /// All ranks, which run every pass together. `decoder` and `cache` are the part of the first rank.
+    ranks: RankGroup,
     decoder: Decoder,
     cache: KvCache,
     limits: RunnerLimits,
@@ -129,13 +129,13 @@ impl Runner {
         options: RunnerOptions,
     ) -> Result<Self> {
         let RankParts { decoder, cache } = parts;
-        let followers = Followers::start(world, others, limits, options)?;
+        let ranks = RankGroup::start(world, others, limits, options)?;
         let decode = Decode::plan_together(&decoder, &cache, limits, options)?;
         let solo = SoloSequence::new(cache.layout(), limits);
-        let can_launch = !options.eager && followers.support_graphs();
+        let can_launch = !options.eager && ranks.supports_graphs();
         Ok(Self {
             launcher: if can_launch { StepLauncher::new(&device, limits, options)? } else { None },
-            followers,
+            ranks,
             decoder,
             cache,
             limits,
@@ -166,29 +166,29 @@ impl Runner {
 
     /// Returns whether a rank has failed. If so, every later step fails.
     pub fn has_failed_rank(&self) -> bool {
-        self.followers.has_failed_rank()
+        self.ranks.has_failed_rank()
     }
 
     /// Returns the world of the first rank.
     pub fn world(&self) -> &World {
-        self.followers.world()
+        self.ranks.world()
     }
 
     /// Returns whether several ranks run the model.
     pub fn has_several_ranks(&self) -> bool {
-        !self.followers.is_empty()
+        !self.ranks.is_single()
     }
 
     /// Checks, while the engine is idle, that all ranks still answer. After a rank did not answer for 5 s,
     /// [`has_failed_rank`](Self::has_failed_rank) is true. Call this with `is_first` before the engine waits for requests, and then
     /// every second without it.
     pub fn ping_ranks(&self, is_first: bool) {
-        self.followers.ping(is_first);
+        self.ranks.ping(is_first);
     }
 
     /// Lets a rank fail: the first rank in its next pass, and any other rank at once. For tests.
     pub fn inject(&self, rank: usize, fault: RankFault) {
-        self.followers.inject(rank, fault);
+        self.ranks.inject(rank, fault);
     }
 
     /// Calls a function with the KV cache of every rank. Returns the results in rank order.
@@ -196,12 +196,12 @@ impl Runner {
         &self,
         call: impl Fn(RankCache) -> Result<T> + Send + Sync + 'static,
     ) -> Result<Vec<T>> {
-        self.followers.with_caches(&self.cache, call)
+        self.ranks.with_caches(&self.cache, call)
     }
 
     /// Copies the keys and values in block `from` of the cache to block `to`.
     pub fn copy_block(&self, from: u32, to: u32) -> Result<()> {
-        self.followers.copy_block(from, to)?;
+        self.ranks.copy_block(from, to)?;
         self.cache.copy_block(from, to)
     }
 

@@ -34,7 +34,7 @@ impl Runner {
         self.stop_graph();
         let span = SequenceSpan { tokens: ids.len(), position, tables: &self.solo.tables };
         let batch = StepBatch { ids, sequences: &[span], logits, sum_order: SumOrder::Fastest };
-        let logits = self.followers.forward(&self.decoder, &batch, &self.cache)?;
+        let logits = self.ranks.forward(&self.decoder, &batch, &self.cache)?;
         self.solo.cached.extend(ids);
         self.solo.written = self.solo.written.max(self.solo.cached.len());
         Ok(logits)

@@ -40,7 +40,7 @@ impl Runner {
             QueuedTokens::Sent { index, needs_token } => {
                 let launcher = self.launcher.as_ref().context("internal error: the runner has no queue")?;
                 let chosen = launcher.wait(index, &needs_token, record)?;
-                self.followers.check()?;
+                self.ranks.check()?;
                 chosen
             }
         };

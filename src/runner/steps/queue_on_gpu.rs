@@ -17,7 +17,7 @@ impl Runner {
         let Some(launcher) = &mut self.launcher else { bail!("internal error: the runner has no queue") };
         let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
         let samplings = RowSampling::of_sequences(sequences);
-        let index = self.followers.queue(route, sequences, &samplings, || {
+        let index = self.ranks.queue(route, sequences, &samplings, || {
             launcher.queue(&self.decoder, &self.cache, route, sequences, &samplings)
         })?;
         let needs_token = sequences.iter().map(|sequence| sequence.sampler.is_some()).collect();

@@ -58,7 +58,7 @@ impl Runner {
             meanwhile();
         }
         let chosen = self.run_passes(sequences, meanwhile)?;
-        self.followers.check()?;
+        self.ranks.check()?;
         self.times.add(kind, started.elapsed());
         Ok(chosen)
     }
@@ -156,7 +156,7 @@ impl Runner {
         self.forget_solo_sequence();
         let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order };
         if !has_scores(sequences) {
-            return self.followers.forward(&self.decoder, &batch, &self.cache);
+            return self.ranks.forward(&self.decoder, &batch, &self.cache);
         }
         // The tokens of the batch whose logits are needed, in parts.
         let mut parts = Vec::new();
@@ -178,7 +178,7 @@ impl Runner {
             let (index, tokens) = &scored[part];
             sequences[*index].scores.as_mut().map_or(Ok(()), |scores| score(logits, tokens.clone(), scores))
         };
-        self.followers.forward_scored(&self.decoder, &batch, &self.cache, &parts, on_logits)
+        self.ranks.forward_scored(&self.decoder, &batch, &self.cache, &parts, on_logits)
     }
 
     /// Stops the decode graph and clears the solo sequence, because the next pass may overwrite their blocks.

@@ -8,7 +8,7 @@ use crate::runner::choose_token::ChooseToken;
 use crate::runner::decode::Decode;
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::device_choice::choose_on_device;
-use crate::runner::ranks::{Followers, GraphCommand};
+use crate::runner::ranks::{GraphCommand, RankGroup};
 use crate::runner::route::Route;
 use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
 
@@ -39,11 +39,11 @@ impl Runner {
     ) -> Result<Option<Vec<Chosen>>> {
         self.forget_solo_sequence();
         let Some(launcher) = &mut self.launcher else { return Ok(None) };
-        let logits = if self.followers.is_empty() {
+        let logits = if self.ranks.is_single() {
             launcher.try_run(&self.decoder, &self.cache, sequences)?
         } else {
             let run = || launcher.run(&self.decoder, &self.cache, sequences);
-            Some(self.followers.run_batch(&self.device, sequences, run)?)
+            Some(self.ranks.run_batch(&self.device, sequences, run)?)
         };
         let Some(logits) = logits else { return Ok(None) };
         meanwhile();
@@ -63,13 +63,13 @@ impl Runner {
             let (sampling, tables) = (sampler.on_device(), sequence.tables.clone());
             let (sequence, position) = (sequence.id, sequence.position);
             let start = GraphCommand::Start { sequence, position, token: input, sampling, tables };
-            self.followers.run_graph(graph, start, None)?;
+            self.ranks.run_graph(graph, start, None)?;
         } else if graph.needs_tables(sequence.tables) {
-            self.followers.run_graph(graph, GraphCommand::SetTables(sequence.tables.clone()), None)?;
+            self.ranks.run_graph(graph, GraphCommand::SetTables(sequence.tables.clone()), None)?;
         }
         // At this point, the GPU is already running queued steps, except before the first token.
         meanwhile();
-        Ok(take_token(graph, &self.followers, sequence.limit, sampler))
+        Ok(take_token(graph, &self.ranks, sequence.limit, sampler))
     }
 
     /// Chooses the next token of one sequence from the logits of an eager step, such as the last prefill step.
@@ -83,10 +83,8 @@ impl Runner {
         let end = sequence.position + sequence.ids.len();
         let (sampling, tables) = (sampler.on_device(), sequence.tables.clone());
         let start = GraphCommand::StartFrom { sequence: sequence.id, tokens: end, sampling, tables };
-        self.followers.run_graph(graph, start, Some(logits))?;
-        Ok(Some(
-            take_token(graph, &self.followers, sequence.limit, sampler).map(|id| ChosenToken { id, logprobs: None }),
-        ))
+        self.ranks.run_graph(graph, start, Some(logits))?;
+        Ok(Some(take_token(graph, &self.ranks, sequence.limit, sampler).map(|id| ChosenToken { id, logprobs: None })))
     }
 }
 
@@ -96,13 +94,8 @@ fn needs_logits(sequence: &StepSequence) -> bool {
 }
 
 /// Waits for the graph's next token and records it in the sampler. Stops the graph after an error.
-fn take_token(
-    graph: &mut DecodeGraph,
-    followers: &Followers,
-    limit: usize,
-    sampler: &mut dyn ChooseToken,
-) -> Result<u32> {
-    let token = followers.next_token(graph, limit);
+fn take_token(graph: &mut DecodeGraph, ranks: &RankGroup, limit: usize, sampler: &mut dyn ChooseToken) -> Result<u32> {
+    let token = ranks.next_token(graph, limit);
     match token {
         Ok(token) => sampler.record(token),
         Err(_) => graph.stop(),

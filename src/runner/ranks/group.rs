@@ -1,4 +1,4 @@
-//! All ranks except the first of a model that several devices run together.
+//! The ranks that run a model, as the first rank sees them: one, or several if several devices run the model together.
 //!
 //! The runner is the first rank. Every other rank is a follower: a thread with its own part of the weights and
 //! of the KV cache. Followers run the same passes as the runner at the same time. Within a pass, the ranks
@@ -44,22 +44,23 @@ const CACHE_CALL_TIME: Duration = Duration::from_secs(60);
 /// The time between two checks whether a rank has failed or its thread has ended.
 const POLL: Duration = Duration::from_millis(20);
 
-/// The threads of all ranks but the first. There are none if a model runs on a single device.
-pub struct Followers {
+/// The ranks that run a model. If the model runs on a single device, the only rank is the runner itself.
+pub struct RankGroup {
     /// The world of the first rank.
     world: World,
+    /// The threads of the followers.
     threads: Vec<(Sender<RankCommand>, JoinHandle<()>)>,
     /// The fault that a test injected into the next pass of the first rank.
     fault: Cell<Option<RankFault>>,
-    /// For each follower, its progress, and the time at which the engine noticed it. See [`Followers::ping`].
+    /// For each follower, its progress, and the time at which the engine noticed it. See [`RankGroup::ping`].
     answers: RefCell<Vec<(u64, Instant)>>,
 }
 
-impl Followers {
-    /// Starts a thread for each rank in `ranks`. These are all ranks of `world` except the first.
+impl RankGroup {
+    /// Starts a thread for each rank in `others`. These are all ranks of `world` except the first.
     pub fn start(
         world: World,
-        ranks: Vec<(World, RankParts)>,
+        others: Vec<(World, RankParts)>,
         limits: RunnerLimits,
         options: RunnerOptions,
     ) -> Result<Self> {
@@ -70,7 +71,7 @@ impl Followers {
             let thread = thread.spawn(follow).context("cannot start a thread")?;
             Ok((sender, thread))
         };
-        let threads = ranks.into_iter().map(start).collect::<Result<_>>()?;
+        let threads = others.into_iter().map(start).collect::<Result<_>>()?;
         Ok(Self { world, threads, fault: Cell::new(None), answers: RefCell::default() })
     }
 
@@ -80,7 +81,7 @@ impl Followers {
     }
 
     /// Returns whether the model runs on a single device.
-    pub fn is_empty(&self) -> bool {
+    pub fn is_single(&self) -> bool {
         self.threads.is_empty()
     }
 
@@ -91,8 +92,8 @@ impl Followers {
 
     /// Returns whether CUDA graphs can contain the exchange of data between ranks. This requires an exchange that does
     /// not go through the host.
-    pub fn support_graphs(&self) -> bool {
-        self.is_empty() || self.world.exchange().is_some()
+    pub fn supports_graphs(&self) -> bool {
+        self.is_single() || self.world.exchange().is_some()
     }
 
     /// Returns an error if a rank has failed. Call this after the host has received the results of a step: if a rank
@@ -171,7 +172,7 @@ impl Followers {
     /// If a rank fails, this pass and all later passes fail on every rank with the error of the failed rank, because
     /// the keys and values of the ranks may no longer match.
     pub fn forward(&self, decoder: &Decoder, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
-        if self.is_empty() {
+        if self.is_single() {
             return decoder.forward(batch, cache);
         }
         // If the ranks rejected an invalid batch, all later passes would fail. Reject the batch before the ranks start.
@@ -191,7 +192,7 @@ impl Followers {
         parts: &[Range<usize>],
         on_logits: impl FnMut(usize, &Tensor) -> Result<()>,
     ) -> Result<Tensor> {
-        if self.is_empty() {
+        if self.is_single() {
             return forward_scored(decoder, batch, cache, parts, on_logits);
         }
         decoder.validate(batch)?;
@@ -204,7 +205,7 @@ impl Followers {
 
     /// Returns whether all ranks can queue steps before the host knows the tokens of the previous step.
     pub fn can_queue(&self) -> bool {
-        self.is_empty() || self.world.exchange().is_some_and(|exchange| exchange.can_queue())
+        self.is_single() || self.world.exchange().is_some_and(|exchange| exchange.can_queue())
     }
 
     /// Queues a step on all followers, together with `run`, which queues the step on the first rank.
@@ -215,7 +216,7 @@ impl Followers {
         samplings: &[RowSampling],
         run: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        if self.is_empty() {
+        if self.is_single() {
             return run();
         }
         self.together(RankCommand::Queue(route, Arc::new(OwnedStep::new(sequences)), samplings.into()), run)
@@ -245,7 +246,7 @@ impl Followers {
         command: GraphCommand,
         logits: Option<&Tensor>,
     ) -> Result<Option<u32>> {
-        if self.is_empty() {
+        if self.is_single() {
             return command.run(graph, logits);
         }
         // Fail here if no step is left. If the ranks failed instead, the world would end.
@@ -312,7 +313,7 @@ impl Followers {
     }
 }
 
-impl Drop for Followers {
+impl Drop for RankGroup {
     fn drop(&mut self) {
         let has_failed = self.has_failed_rank();
         self.world.close();
