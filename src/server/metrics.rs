@@ -82,13 +82,26 @@ pub struct Metrics {
     registry: Registry,
     has_vllm_names: bool,
     pub requests: IntCounterVec,
-    pub http_responses: IntCounterVec,
     pub admission_rejections: IntCounterVec,
-    prompt_tokens: IntCounter,
-    prompt_tokens_cached: IntCounter,
-    prompt_tokens_by_source: IntCounterVec,
-    format_violations: IntCounterVec,
     pub joined_retries: IntCounter,
+    pub http: HttpMetrics,
+    pub times: RequestTimes,
+    pub sizes: RequestSizes,
+    prompts: PromptMetrics,
+    format_violations: IntCounterVec,
+    is_alive: IntGauge,
+    engine: EngineMetrics,
+}
+
+/// The connections and the HTTP responses of a server.
+pub struct HttpMetrics {
+    pub responses: IntCounterVec,
+    pub connections: IntGauge,
+    pub refused_connections: IntCounter,
+}
+
+/// The durations of the parts of a request.
+pub struct RequestTimes {
     pub first_token: Histogram,
     pub inter_token: Histogram,
     pub per_output_token: Histogram,
@@ -97,16 +110,23 @@ pub struct Metrics {
     pub prefill: Histogram,
     pub decode: Histogram,
     pub inference: Histogram,
-    request_prompt_tokens: Histogram,
-    request_computed_tokens: Histogram,
-    pub request_generation_tokens: Histogram,
-    pub request_max_generation_tokens: Histogram,
-    pub request_choices: Histogram,
-    pub request_max_tokens: Histogram,
-    is_alive: IntGauge,
-    pub connections: IntGauge,
-    pub refused_connections: IntCounter,
-    engine: EngineMetrics,
+}
+
+/// The numbers of tokens and of answers that requests ask for and get.
+pub struct RequestSizes {
+    prompt_tokens: Histogram,
+    computed_tokens: Histogram,
+    pub generation_tokens: Histogram,
+    pub max_generation_tokens: Histogram,
+    pub choices: Histogram,
+    pub max_tokens: Histogram,
+}
+
+/// The prompt tokens of all requests.
+struct PromptMetrics {
+    tokens: IntCounter,
+    cached: IntCounter,
+    by_source: IntCounterVec,
 }
 
 /// A function that returns one of the engine's counters.
@@ -136,136 +156,30 @@ impl Metrics {
             HashMap::from([("model_name".to_string(), model.to_string()), ("engine".into(), "0".into())]);
         let registry = Registry::new();
         let make = Maker { registry: &registry, labels };
-        let total = |name, help, read: ReadTotal| Ok((make.counter(name, help)?, read));
-        let engine = EngineMetrics {
-            running: make.gauge("num_requests_running", "Running sequences.")?,
-            waiting: make.gauge("num_requests_waiting", "Waiting sequences.")?,
-            waiting_by_reason: {
-                let opts = make.opts("num_requests_waiting_by_reason", "Waiting sequences by reason.");
-                make.register(IntGaugeVec::new(opts, &["reason"])?)?
-            },
-            lora_info: {
-                let help = "inferno serves no LoRA adapters. Routers for vLLM require this metric.";
-                let labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"];
-                make.register(IntGaugeVec::new(make.opts("lora_requests_info", help), &labels)?)?
-            },
-            sleep_state: {
-                let help = "1 for the state of the engine. inferno's engine never sleeps. Dashboards for vLLM use this metric.";
-                make.register(IntGaugeVec::new(make.opts("engine_sleep_state", help), &["sleep_state"])?)?
-            },
-            labels: make.labels.clone(),
-            cancel_latency: make.histogram(
-                "cancel_latency_seconds",
-                "Time from the cancellation of a sequence by its client to its end.",
-                CANCEL_SECONDS,
-            )?,
-            cache_usage: {
-                let help = "Share of the KV cache's blocks in use, from 0 to 1.";
-                make.register(Gauge::with_opts(make.opts("kv_cache_usage_perc", help))?)?
-            },
-            cache_config: {
-                let opts = make
-                    .opts("cache_config_info", "The labels contain the size of the KV cache. The value is always 1.");
-                make.register(IntGaugeVec::new(opts, &["block_size", "num_gpu_blocks"])?)?
-            },
-            totals: [
-                total("generation_tokens_total", "Generated tokens.", |stats| stats.generated_tokens),
-                total("num_preemptions_total", "Preempted sequences.", |stats| stats.preemptions),
-                total("prefix_cache_queries_total", "Tokens looked up in the prefix cache.", |s| s.queried_tokens),
-                total("prefix_cache_hits_total", "Tokens found in the prefix cache.", |stats| stats.hit_tokens),
-                total("engine_steps_total", "Steps of the engine.", |stats| stats.steps),
-                total("canceled_sequences_total", "Sequences that clients canceled.", |stats| stats.canceled),
-                total("failed_sequences_total", "Sequences that ended with an error.", |stats| stats.failed),
-                total(
-                    "tokens_after_cancel_total",
-                    "Tokens whose request had already been completed or canceled when their step began.",
-                    |stats| stats.tokens_after_cancel,
-                ),
-            ]
-            .into_iter()
-            .collect::<Result<_>>()?,
-            updating: Mutex::new(()),
-        };
         Ok(Self {
             has_vllm_names,
             requests: make.counters("request_success_total", "Finished answers.", "finished_reason", FINISH_REASONS)?,
-            http_responses: make.counters("http_responses_total", "HTTP responses.", "code", STATUS_CODES)?,
             admission_rejections: make.counters(
                 "admission_rejections_total",
                 "Rejected requests.",
                 "reason",
                 REJECTION_REASONS,
             )?,
-            prompt_tokens: make.counter("prompt_tokens_total", "Prompt tokens, including cached ones.")?,
-            prompt_tokens_cached: make.counter("prompt_tokens_cached_total", "Prompt tokens found in the KV cache.")?,
-            prompt_tokens_by_source: make.counters(
-                "prompt_tokens_by_source_total",
-                "Prompt tokens that were computed or found in the KV cache.",
-                "source",
-                &[COMPUTED, CACHED],
-            )?,
+            joined_retries: make
+                .counter("joined_retries_total", "Retries that received the answer to an earlier attempt.")?,
+            http: HttpMetrics::new(&make)?,
+            times: RequestTimes::new(&make)?,
+            sizes: RequestSizes::new(&make)?,
+            prompts: PromptMetrics::new(&make)?,
             format_violations: make.counters(
                 "harmony_repairs_total",
                 "Violations of the chat format by the model.",
                 "kind",
                 &FormatViolation::ALL.map(FormatViolation::name),
             )?,
-            joined_retries: make
-                .counter("joined_retries_total", "Retries that received the answer to an earlier attempt.")?,
-            first_token: make.histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_SECONDS)?,
-            inter_token: make.histogram("inter_token_latency_seconds", "Time between tokens.", TOKEN_SECONDS)?,
-            per_output_token: make.histogram(
-                "request_time_per_output_token_seconds",
-                "Mean time between the tokens of an answer.",
-                TOKEN_SECONDS,
-            )?,
-            end_to_end: make.histogram("e2e_request_latency_seconds", "Total time of a request.", REQUEST_SECONDS)?,
-            queue: make.histogram(
-                "request_queue_time_seconds",
-                "Waiting time before the prefill.",
-                FIRST_TOKEN_SECONDS,
-            )?,
-            prefill: make.histogram("request_prefill_time_seconds", "Duration of the prefill.", FIRST_TOKEN_SECONDS)?,
-            decode: make.histogram(
-                "request_decode_time_seconds",
-                "Time from the first token to the last.",
-                REQUEST_SECONDS,
-            )?,
-            inference: make.histogram(
-                "request_inference_time_seconds",
-                "Time from the start of the prefill to the last token.",
-                REQUEST_SECONDS,
-            )?,
-            request_prompt_tokens: make.histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)?,
-            request_computed_tokens: make.histogram(
-                "request_prefill_kv_computed_tokens",
-                "Prompt tokens of a request that were not found in the KV cache.",
-                TOKENS,
-            )?,
-            request_max_generation_tokens: make.histogram(
-                "request_max_num_generation_tokens",
-                "Generated tokens of the longest answer to a request.",
-                TOKENS,
-            )?,
-            request_choices: make.histogram("request_params_n", "Answers that a request asked for.", CHOICES)?,
-            request_max_tokens: make.histogram(
-                "request_params_max_tokens",
-                "The token limit of a request, if it has one.",
-                TOKENS,
-            )?,
-            request_generation_tokens: make.histogram(
-                "request_generation_tokens",
-                "Generated tokens of a request.",
-                TOKENS,
-            )?,
             is_alive: make
                 .gauge("engine_alive", "1 if the engine makes progress or is loading its model, 0 if not.")?,
-            connections: make.gauge("open_connections", "Open connections.")?,
-            refused_connections: make.counter(
-                "refused_connections_total",
-                "Connections that the server refused because too many were open.",
-            )?,
-            engine,
+            engine: EngineMetrics::new(&make)?,
             registry,
         })
     }
@@ -273,12 +187,12 @@ impl Metrics {
     /// Counts the tokens of a prompt.
     pub fn count_prompt(&self, tokens: usize, cached: usize) {
         let computed = tokens.saturating_sub(cached);
-        self.prompt_tokens.inc_by(tokens as u64);
-        self.prompt_tokens_cached.inc_by(cached as u64);
-        self.prompt_tokens_by_source.with_label_values(&[COMPUTED]).inc_by(computed as u64);
-        self.prompt_tokens_by_source.with_label_values(&[CACHED]).inc_by(cached as u64);
-        self.request_prompt_tokens.observe(tokens as f64);
-        self.request_computed_tokens.observe(computed as f64);
+        self.prompts.tokens.inc_by(tokens as u64);
+        self.prompts.cached.inc_by(cached as u64);
+        self.prompts.by_source.with_label_values(&[COMPUTED]).inc_by(computed as u64);
+        self.prompts.by_source.with_label_values(&[CACHED]).inc_by(cached as u64);
+        self.sizes.prompt_tokens.observe(tokens as f64);
+        self.sizes.computed_tokens.observe(computed as f64);
     }
 
     /// Counts the violations of the chat format in an answer.
@@ -317,7 +231,149 @@ impl Metrics {
     }
 }
 
+impl HttpMetrics {
+    fn new(make: &Maker) -> Result<Self> {
+        Ok(Self {
+            responses: make.counters("http_responses_total", "HTTP responses.", "code", STATUS_CODES)?,
+            connections: make.gauge("open_connections", "Open connections.")?,
+            refused_connections: make.counter(
+                "refused_connections_total",
+                "Connections that the server refused because too many were open.",
+            )?,
+        })
+    }
+}
+
+impl RequestTimes {
+    fn new(make: &Maker) -> Result<Self> {
+        Ok(Self {
+            first_token: make.histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_SECONDS)?,
+            inter_token: make.histogram("inter_token_latency_seconds", "Time between tokens.", TOKEN_SECONDS)?,
+            per_output_token: make.histogram(
+                "request_time_per_output_token_seconds",
+                "Mean time between the tokens of an answer.",
+                TOKEN_SECONDS,
+            )?,
+            end_to_end: make.histogram("e2e_request_latency_seconds", "Total time of a request.", REQUEST_SECONDS)?,
+            queue: make.histogram(
+                "request_queue_time_seconds",
+                "Waiting time before the prefill.",
+                FIRST_TOKEN_SECONDS,
+            )?,
+            prefill: make.histogram("request_prefill_time_seconds", "Duration of the prefill.", FIRST_TOKEN_SECONDS)?,
+            decode: make.histogram(
+                "request_decode_time_seconds",
+                "Time from the first token to the last.",
+                REQUEST_SECONDS,
+            )?,
+            inference: make.histogram(
+                "request_inference_time_seconds",
+                "Time from the start of the prefill to the last token.",
+                REQUEST_SECONDS,
+            )?,
+        })
+    }
+}
+
+impl RequestSizes {
+    fn new(make: &Maker) -> Result<Self> {
+        Ok(Self {
+            prompt_tokens: make.histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)?,
+            computed_tokens: make.histogram(
+                "request_prefill_kv_computed_tokens",
+                "Prompt tokens of a request that were not found in the KV cache.",
+                TOKENS,
+            )?,
+            generation_tokens: make.histogram("request_generation_tokens", "Generated tokens of a request.", TOKENS)?,
+            max_generation_tokens: make.histogram(
+                "request_max_num_generation_tokens",
+                "Generated tokens of the longest answer to a request.",
+                TOKENS,
+            )?,
+            choices: make.histogram("request_params_n", "Answers that a request asked for.", CHOICES)?,
+            max_tokens: make.histogram(
+                "request_params_max_tokens",
+                "The token limit of a request, if it has one.",
+                TOKENS,
+            )?,
+        })
+    }
+}
+
+impl PromptMetrics {
+    fn new(make: &Maker) -> Result<Self> {
+        Ok(Self {
+            tokens: make.counter("prompt_tokens_total", "Prompt tokens, including cached ones.")?,
+            cached: make.counter("prompt_tokens_cached_total", "Prompt tokens found in the KV cache.")?,
+            by_source: make.counters(
+                "prompt_tokens_by_source_total",
+                "Prompt tokens that were computed or found in the KV cache.",
+                "source",
+                &[COMPUTED, CACHED],
+            )?,
+        })
+    }
+}
+
 impl EngineMetrics {
+    fn new(make: &Maker) -> Result<Self> {
+        Ok(Self {
+            running: make.gauge("num_requests_running", "Running sequences.")?,
+            waiting: make.gauge("num_requests_waiting", "Waiting sequences.")?,
+            waiting_by_reason: {
+                let opts = make.opts("num_requests_waiting_by_reason", "Waiting sequences by reason.");
+                make.register(IntGaugeVec::new(opts, &["reason"])?)?
+            },
+            lora_info: {
+                let help = "inferno serves no LoRA adapters. Routers for vLLM require this metric.";
+                let labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"];
+                make.register(IntGaugeVec::new(make.opts("lora_requests_info", help), &labels)?)?
+            },
+            sleep_state: {
+                let help = "1 for the state of the engine. inferno's engine never sleeps. Dashboards for vLLM use this metric.";
+                make.register(IntGaugeVec::new(make.opts("engine_sleep_state", help), &["sleep_state"])?)?
+            },
+            labels: make.labels.clone(),
+            cancel_latency: make.histogram(
+                "cancel_latency_seconds",
+                "Time from the cancellation of a sequence by its client to its end.",
+                CANCEL_SECONDS,
+            )?,
+            cache_usage: {
+                let help = "Share of the KV cache's blocks in use, from 0 to 1.";
+                make.register(Gauge::with_opts(make.opts("kv_cache_usage_perc", help))?)?
+            },
+            cache_config: {
+                let opts = make
+                    .opts("cache_config_info", "The labels contain the size of the KV cache. The value is always 1.");
+                make.register(IntGaugeVec::new(opts, &["block_size", "num_gpu_blocks"])?)?
+            },
+            totals: Self::totals(make)?,
+            updating: Mutex::new(()),
+        })
+    }
+
+    /// Creates the copies of the engine's counters.
+    fn totals(make: &Maker) -> Result<Vec<(IntCounter, ReadTotal)>> {
+        let total = |name, help, read: ReadTotal| Ok((make.counter(name, help)?, read));
+        [
+            total("generation_tokens_total", "Generated tokens.", |stats| stats.generated_tokens),
+            total("num_preemptions_total", "Preempted sequences.", |stats| stats.preemptions),
+            total("prefix_cache_queries_total", "Tokens looked up in the prefix cache.", |s| s.queried_tokens),
+            total("prefix_cache_hits_total", "Tokens found in the prefix cache.", |stats| stats.hit_tokens),
+            total("engine_steps_total", "Steps of the engine.", |stats| stats.steps),
+            total("canceled_sequences_total", "Sequences that clients canceled.", |stats| stats.canceled),
+            total("failed_sequences_total", "Sequences that ended with an error.", |stats| stats.failed),
+            total(
+                "tokens_after_cancel_total",
+                "Tokens whose request had already been completed or canceled when their step began.",
+                |stats| stats.tokens_after_cancel,
+            ),
+        ]
+        .into_iter()
+        .collect()
+    }
+
     /// Returns the histograms that the engine keeps.
     fn histograms(&self, engine: &EngineHandle) -> [MetricFamily; 2] {
         let EngineHistograms { step_tokens, preemptions } = engine.histograms();

@@ -109,9 +109,9 @@ async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<Gra
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
-                let place = OpenConnection::new(&metrics.connections, server.options.max_connections);
+                let place = OpenConnection::new(&metrics.http.connections, server.options.max_connections);
                 if place.as_ref().is_none_or(|place| place.is_spare) {
-                    metrics.refused_connections.inc();
+                    metrics.http.refused_connections.inc();
                 }
                 let Some(place) = place else { continue };
                 let router = if place.is_spare { &spare_router } else { &router };

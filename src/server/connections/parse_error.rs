@@ -53,7 +53,7 @@ impl<S> ParseErrorBody<S> {
             return true;
         }
         let Some((_, status, message)) = HEADS.iter().find(|(head, ..)| bytes.starts_with(head)) else { return false };
-        self.metrics.http_responses.with_label_values(&[status.as_str()]).inc();
+        self.metrics.http.responses.with_label_values(&[status.as_str()]).inc();
         let body = ApiError::client(*status, *message).body();
         let head = format!(
             "HTTP/1.1 {status}\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",

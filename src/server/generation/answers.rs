@@ -93,9 +93,9 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
         ApiError::overloaded("the queue is full", wait)
     })?;
     let (handle, mut requests, choices) = (engine.clone(), job.requests, job.choices);
-    server.metrics.request_choices.observe(choices as f64);
+    server.metrics.sizes.choices.observe(choices as f64);
     for limit in requests.iter().filter_map(|request| request.options.as_ref()?.max_tokens) {
-        server.metrics.request_max_tokens.observe(limit as f64);
+        server.metrics.sizes.max_tokens.observe(limit as f64);
     }
     for options in requests.iter_mut().filter_map(|request| request.options.as_mut()) {
         options.tenant = client.index() as u64;
@@ -251,8 +251,8 @@ impl Answers {
             answer.record(token, event.logprobs().map(|logprobs| logprobs.chosen));
             let now = Instant::now();
             match answer.last_token.replace(now) {
-                None => metrics.first_token.observe((now - self.submitted).as_secs_f64()),
-                Some(last) => metrics.inter_token.observe((now - last).as_secs_f64()),
+                None => metrics.times.first_token.observe((now - self.submitted).as_secs_f64()),
+                Some(last) => metrics.times.inter_token.observe((now - last).as_secs_f64()),
             }
         }
         let summary = match &event {
@@ -266,13 +266,13 @@ impl Answers {
         if let (Some(summary), Some(finish)) = (&summary, pieces.finish) {
             let reason = finish.as_str();
             metrics.requests.with_label_values(&[reason]).inc();
-            metrics.queue.observe(summary.queue_s);
-            metrics.prefill.observe((summary.ttft_s - summary.queue_s).max(0.0));
+            metrics.times.queue.observe(summary.queue_s);
+            metrics.times.prefill.observe((summary.ttft_s - summary.queue_s).max(0.0));
             let decode_s = (self.submitted.elapsed().as_secs_f64() - summary.ttft_s).max(0.0);
-            metrics.decode.observe(decode_s);
-            metrics.inference.observe((self.submitted.elapsed().as_secs_f64() - summary.queue_s).max(0.0));
+            metrics.times.decode.observe(decode_s);
+            metrics.times.inference.observe((self.submitted.elapsed().as_secs_f64() - summary.queue_s).max(0.0));
             if summary.tok_per_s > 0.0 {
-                metrics.per_output_token.observe(summary.tok_per_s.recip());
+                metrics.times.per_output_token.observe(summary.tok_per_s.recip());
             }
         }
         answer.summary = summary;
@@ -321,17 +321,17 @@ impl Answers {
 impl Drop for Answers {
     fn drop(&mut self) {
         let metrics = &self.server.metrics;
-        metrics.end_to_end.observe(self.submitted.elapsed().as_secs_f64());
+        metrics.times.end_to_end.observe(self.submitted.elapsed().as_secs_f64());
         for (index, answer) in self.answers.iter().enumerate() {
             let counts = answer.stream.counts();
             if index % self.per_prompt == 0 {
                 metrics.count_prompt(counts.prompt_tokens, counts.cached_tokens);
             }
-            metrics.request_generation_tokens.observe(counts.completion_tokens as f64);
+            metrics.sizes.generation_tokens.observe(counts.completion_tokens as f64);
             metrics.count_violations(&answer.stream.violations());
         }
         let longest = self.answers.iter().map(|answer| answer.stream.counts().completion_tokens).max();
-        metrics.request_max_generation_tokens.observe(longest.unwrap_or(0) as f64);
+        metrics.sizes.max_generation_tokens.observe(longest.unwrap_or(0) as f64);
         let has_ended = self.answers.iter().all(|answer| answer.summary.is_some());
         // The log has one line for all answers. Unless all have ended, it reports why the rest did not.
         let summary = self.summary(0).filter(|_| has_ended && self.failure.is_none());

@@ -94,7 +94,7 @@ impl Drop for RequestLog {
     fn drop(&mut self) {
         let Outcome { status, answer } = std::mem::take(&mut *self.lock());
         let status = status.map_or(CLIENT_CLOSED, |status| status.as_u16());
-        self.metrics.http_responses.with_label_values(&[status.to_string().as_str()]).inc();
+        self.metrics.http.responses.with_label_values(&[status.to_string().as_str()]).inc();
         let (id, method, path) = (self.id.as_str(), self.method.as_str(), self.path.as_str());
         let traceparent = self.traceparent.as_deref();
         let duration_ms = milliseconds(self.started.elapsed().as_secs_f64());
