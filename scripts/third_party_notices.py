@@ -75,9 +75,22 @@ def license_text(package, license):
     return None
 
 
-def main():
+def split_copyrights(text, license):
+    """Splits a license text into its copyright lines and the rest."""
+    # MIT license texts start with copyright lines. The Apache license text is the same in every crate.
+    is_copyright = re.compile(r"(?i)^\W*(copyright (\(c\)|©|\d{4}|the|by)|©)").match
+    # Some crates put the year on one line and the name on the next.
+    text = re.sub(r"(?im)^(\W*copyright \(c\) [\d\-, ]+)\n+(?!Permission)", r"\1 ", text)
+    lines = [line.strip() for line in text.split("\n")]
+    copyrights = [line for line in lines if is_copyright(line)] if license != "Apache-2.0" else []
+    body = "\n".join(line.rstrip() for line in text.split("\n") if line.strip() not in copyrights).strip("\n")
+    return copyrights, body
+
+
+def group_crates(packages):
+    """Groups crates with the same license text. Returns the license, the text and the crates of each group."""
     groups = {}
-    for package in linked_crates():
+    for package in packages:
         crate = f"{package['name']} {package['version']}"
         for license in chosen_licenses(package):
             text = license_text(package, license)
@@ -86,13 +99,7 @@ def main():
                 text = f"Copyright (c) {', '.join(package['authors']) or 'the authors of ' + package['name']}\n"
             elif text is None:
                 sys.exit(f"cannot find the text of license {license} in {crate}")
-            # MIT license texts start with copyright lines. The Apache license text is the same in every crate.
-            is_copyright = re.compile(r"(?i)^\W*(copyright (\(c\)|©|\d{4}|the|by)|©)").match
-            # Some crates put the year on one line and the name on the next.
-            text = re.sub(r"(?im)^(\W*copyright \(c\) [\d\-, ]+)\n+(?!Permission)", r"\1 ", text)
-            lines = [line.strip() for line in text.split("\n")]
-            copyrights = [line for line in lines if is_copyright(line)] if license != "Apache-2.0" else []
-            body = "\n".join(line.rstrip() for line in text.split("\n") if line.strip() not in copyrights).strip("\n")
+            copyrights, body = split_copyrights(text, license)
             if license in ("MIT", "Apache-2.0"):
                 key = license  # all crates share one text
             else:
@@ -103,8 +110,13 @@ def main():
                 group["body"] = body
             group["body"] = group["body"] or body
             group["crates"].append((crate, copyrights))
+    return sorted(groups.values(), key=lambda group: (PREFERRED.index(group["license"]), group["crates"]))
+
+
+def notices(groups):
+    """Returns the text of the file."""
     out = [HEADER]
-    for group in sorted(groups.values(), key=lambda group: (PREFERRED.index(group["license"]), group["crates"])):
+    for group in groups:
         out.append("=" * 100)
         out.append(group["license"] + "\n")
         if group["license"] == "MPL-2.0":
@@ -113,7 +125,11 @@ def main():
             out.append(crate)
             out.extend(f"    {line}" for line in copyrights)
         out.append("\n" + group["body"] + "\n")
-    text = "\n".join(out)
+    return "\n".join(out)
+
+
+def main():
+    text = notices(group_crates(linked_crates()))
     if "--check" not in sys.argv:
         NOTICES.write_text(text, encoding="utf-8")
     elif not NOTICES.exists() or NOTICES.read_text(encoding="utf-8") != text:
