@@ -201,12 +201,9 @@ fn perplexity_reports_every_token() {
     assert_fails(&run(&["perplexity", "demo", "--device", "cpu", "--file", file, "--kl"]), 2, &["--quantize"]);
 }
 
-#[test]
+#[test(no_driver)]
 fn missing_gpu_is_an_error_that_names_the_next_command() {
     let home = TempDir::new().unwrap();
-    if !libraries_are_loaded_on_demand() {
-        return println!("skipped: this build does not start without an NVIDIA driver");
-    }
     let run = |device: &str| without_driver(&home).args(["play", "demo", "-p", "hello", "--device", device]).output();
     let reason = if cfg!(feature = "cuda") { "libcuda.so.1" } else { "--features cuda" };
     for device in ["cuda", "cuda:1"] {

@@ -8,7 +8,7 @@ use tempfile::TempDir;
 
 use crate::support::demo_dir;
 use crate::support::fake_hub::{COMMIT, FakeHub};
-use crate::support::program::{inferno, libraries_are_loaded_on_demand, text, without_driver};
+use crate::support::program::{inferno, text, without_driver};
 
 /// Runs `inferno doctor --json`.
 /// Returns the report, and a function that returns the status and text of the worst finding with a given name.
@@ -39,11 +39,8 @@ fn expect(found: (String, String), status: &str, words: &[&str]) {
     }
 }
 
-#[test]
+#[test(no_driver)]
 fn machine_without_a_gpu_fails_with_the_next_command() {
-    if !libraries_are_loaded_on_demand() {
-        return println!("skipped: this build does not start without an NVIDIA driver");
-    }
     let home = TempDir::new().unwrap();
     let (report, find) = diagnose(&mut without_driver(&home));
     expect(find("build"), "PASS", &[env!("CARGO_PKG_VERSION")]);

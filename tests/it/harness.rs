@@ -1,7 +1,7 @@
 //! Runs the tests in this binary in place of libtest.
 //!
 //! libtest can ignore a test only at compile time. This harness decides at run time which tests to ignore.
-//! A test is reported as ignored if the GPU, model or fixtures that it needs are missing.
+//! A test is reported as ignored if the GPU, the model or whatever else it needs is missing.
 //! The last lines of output explain how to run the ignored tests.
 //!
 //! libtest's options work as usual: `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture`.
@@ -17,6 +17,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use clap::Parser;
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
+
+use crate::support::program::{can_mount, libraries_are_loaded_on_demand};
 
 /// A test registered by `#[test]`.
 #[derive(Clone)]
@@ -36,16 +38,20 @@ impl Test {
     }
 }
 
-/// A requirement of a test: a GPU, the fixtures or a full-size model.
+/// A requirement of a test.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Need {
     Gpu,
     Fixtures,
     FullSize,
+    /// A program that starts without an NVIDIA driver.
+    NoDriver,
+    /// The right to mount filesystems.
+    Mount,
 }
 
 impl Need {
-    const ALL: [Need; 3] = [Need::Gpu, Need::Fixtures, Need::FullSize];
+    const ALL: [Need; 5] = [Need::Gpu, Need::Fixtures, Need::FullSize, Need::NoDriver, Need::Mount];
 
     /// Returns true if this machine meets the requirement.
     /// With `INFERNO_REQUIRE_GPU=1`, GPU tests run even without a GPU, and fail.
@@ -54,6 +60,8 @@ impl Need {
             Need::Gpu => is_gpu_expected(),
             Need::Fixtures => std::env::var_os("INFERNO_FIXTURES").is_some(),
             Need::FullSize => std::env::var_os("INFERNO_FULL_SIZE").is_some(),
+            Need::NoDriver => libraries_are_loaded_on_demand(),
+            Need::Mount => can_mount(),
         }
     }
 
@@ -62,6 +70,8 @@ impl Need {
             Need::Gpu => "an NVIDIA GPU",
             Need::Fixtures => "the fixtures in INFERNO_FIXTURES",
             Need::FullSize => "a GPU and the model in INFERNO_FULL_SIZE",
+            Need::NoDriver => "a build that starts without an NVIDIA driver",
+            Need::Mount => "the right to mount filesystems",
         }
     }
 
@@ -70,6 +80,8 @@ impl Need {
             Need::Gpu => "INFERNO_REQUIRE_GPU=1 cargo test --features cuda",
             Need::Fixtures => "INFERNO_FIXTURES=DIR cargo test",
             Need::FullSize => "INFERNO_FULL_SIZE=DIR cargo test --release --features cuda full_size",
+            Need::NoDriver => "cargo test --release --features cuda",
+            Need::Mount => "cargo test, as a user for whom `unshare -Urm` succeeds",
         }
     }
 }
@@ -144,7 +156,7 @@ pub fn main() -> ExitCode {
         let is_selected = |name: &str| filters.iter().any(|f| if common.exact { name == f } else { name.contains(f) });
         tests.retain(|test| is_selected(test.name()));
     }
-    let skipped: Arc<[AtomicUsize; 3]> = Arc::default();
+    let skipped: Arc<[AtomicUsize; Need::ALL.len()]> = Arc::default();
     let runs_ignored = common.ignored || common.include_ignored;
     let trials = tests.into_iter().map(|test| {
         let (skipped, need) = (skipped.clone(), test.need);

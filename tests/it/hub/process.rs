@@ -10,6 +10,8 @@ use rexpect::session::spawn_command;
 use tempfile::TempDir;
 
 use crate::support::fake_hub::{COMMIT, FakeHub, REPO, etag, pattern};
+#[cfg(target_os = "linux")]
+use crate::support::program::MOUNTING;
 use crate::support::program::{assert_fails, inferno, text};
 use crate::support::{Random, demo_dir};
 
@@ -240,27 +242,10 @@ fn download_resumes_after_a_full_disk() {
     assert!(again < 2_500_000, "the second run fetched {again} bytes");
 }
 
-/// A shell that can mount filesystems in its own mount namespace.
-#[cfg(target_os = "linux")]
-const MOUNTING: [&str; 3] = ["unshare", "-Urm", "sh"];
-
-#[cfg(target_os = "linux")]
-fn can_mount() -> bool {
-    let output = Command::new(MOUNTING[0]).args(&MOUNTING[1..]).args(["-c", "mount -t tmpfs tmpfs /mnt"]).output();
-    let can_mount = output.is_ok_and(|output| output.status.success());
-    if !can_mount {
-        println!("skipped: this machine cannot mount a disk");
-    }
-    can_mount
-}
-
 /// Fills the disk from another process during a download, after inferno has checked the free space.
 #[cfg(target_os = "linux")]
-#[test]
+#[test(mount)]
 fn download_resumes_after_another_process_filled_the_disk() {
-    if !can_mount() {
-        return;
-    }
     let (fake, _) = large(3_000_000);
     fake.change(|state| state.pace = Some((50_000, Duration::from_millis(20))));
     let home = TempDir::new().unwrap();
@@ -290,11 +275,8 @@ const READ_ONLY: &str = r#"mount --bind "$0" "$0" && mount -o remount,bind,ro "$
 
 /// Commands can use models on a read-only disk. Commands that change the cache fail.
 #[cfg(target_os = "linux")]
-#[test]
+#[test(mount)]
 fn read_only_cache_is_usable() {
-    if !can_mount() {
-        return;
-    }
     let fake = demo_hub();
     let home = TempDir::new().unwrap();
     let output = command(&home, &fake, &["download", REPO, "-q"]).output().unwrap();

@@ -66,6 +66,15 @@ pub fn libraries_are_loaded_on_demand() -> bool {
     !["libcuda.so", "libcublas", "libcurand", "libnvrtc"].iter().any(|library| loaded.contains(library))
 }
 
+/// A shell that can mount filesystems in its own mount namespace.
+pub const MOUNTING: [&str; 3] = ["unshare", "-Urm", "sh"];
+
+/// Returns true if this user can mount filesystems.
+pub fn can_mount() -> bool {
+    let output = Command::new(MOUNTING[0]).args(&MOUNTING[1..]).args(["-c", "mount -t tmpfs tmpfs /mnt"]).output();
+    output.is_ok_and(|output| output.status.success())
+}
+
 /// Returns a command that runs inferno with a broken NVIDIA driver library, whether or not the machine has a driver.
 pub fn without_driver(home: &TempDir) -> Command {
     let broken = home.path().join("driver");

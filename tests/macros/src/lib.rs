@@ -13,6 +13,8 @@ use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 /// - `#[test(gpu)]` needs an NVIDIA GPU.
 /// - `#[test(fixtures)]` needs the folder that `INFERNO_FIXTURES` names.
 /// - `#[test(full_size)]` needs a GPU and the model that `INFERNO_FULL_SIZE` names.
+/// - `#[test(no_driver)]` needs a program that starts without an NVIDIA driver.
+/// - `#[test(mount)]` needs the right to mount filesystems.
 ///
 /// A test whose requirement is not met is reported as ignored.
 /// A `#[cfg]` below `#[test(gpu)]` removes only the body of the test, so builds without CUDA still list it.
@@ -23,7 +25,11 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
         "gpu" => "Some(crate::harness::Need::Gpu)",
         "fixtures" => "Some(crate::harness::Need::Fixtures)",
         "full_size" => "Some(crate::harness::Need::FullSize)",
-        other => return error(&format!("unknown #[test] argument '{other}'; use gpu, fixtures or full_size")),
+        "no_driver" => "Some(crate::harness::Need::NoDriver)",
+        "mount" => "Some(crate::harness::Need::Mount)",
+        other => {
+            return error(&format!("unknown #[test] argument '{other}'; use gpu, fixtures, full_size, no_driver or mount"));
+        }
     };
     let tokens: Vec<TokenTree> = function.clone().into_iter().collect();
     let Some(fn_position) = tokens.iter().position(|token| token.to_string() == "fn") else {
@@ -37,7 +43,7 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
         })
     };
     if attributes().any(|attribute| attribute_name(attribute) == "ignore") {
-        return error("write #[test(gpu)], #[test(fixtures)] or #[test(full_size)] instead of #[ignore]");
+        return error("write #[test(NEED)], such as #[test(gpu)], instead of #[ignore]");
     }
     let conditions: Vec<String> = attributes()
         .filter(|attribute| attribute_name(attribute) == "cfg")
