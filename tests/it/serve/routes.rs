@@ -148,9 +148,7 @@ fn metrics_count_requests_and_tokens() {
     let server = Server::start(&["--metrics-compat", "vllm"]);
     let usage = server.chat(json!({ "n": 2 })).ok()["usage"].clone();
     server.wait_until_idle();
-    let response = server.get("/metrics");
-    assert_eq!(response.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
-    let text = response.text();
+    let text = server.get("/metrics").text();
     for (name, value) in [
         ("inferno_prompt_tokens_total", &usage["prompt_tokens"]),
         ("inferno_generation_tokens_total", &usage["completion_tokens"]),
@@ -166,6 +164,16 @@ fn metrics_count_requests_and_tokens() {
         let line = format!("{name}{{engine=\"0\",model_name=\"demo\"}} {value}\n");
         assert!(text.contains(&line), "{line}{text}");
     }
+    let part = "vllm:request_num_preemptions_bucket{engine=\"0\",model_name=\"demo\",le=\"0\"} 2";
+    assert!(text.contains(part), "{part}: {text}");
+}
+
+#[test]
+fn metrics_have_the_names_and_labels_that_dashboards_read() {
+    let server = Server::start(&["--metrics-compat", "vllm"]);
+    server.chat(json!({ "max_tokens": 2 })).ok();
+    server.wait_until_idle();
+    let text = server.get("/metrics").text();
     for part in [
         "inferno_cache_config_info{block_size=\"64\",engine=\"0\",model_name=\"demo\",num_gpu_blocks=\"271\"} 1",
         "inferno_request_success_total{engine=\"0\",finished_reason=\"stop\"",
@@ -174,25 +182,36 @@ fn metrics_count_requests_and_tokens() {
         "vllm:num_requests_waiting_by_reason{engine=\"0\",model_name=\"demo\",reason=\"capacity\"} 0",
         "vllm:engine_sleep_state{engine=\"0\",model_name=\"demo\",sleep_state=\"awake\"} 1",
         "vllm:iteration_tokens_total_bucket{engine=\"0\",model_name=\"demo\",le=\"+Inf\"}",
-        "vllm:request_num_preemptions_bucket{engine=\"0\",model_name=\"demo\",le=\"0\"} 2",
         "vllm:lora_requests_info{engine=\"0\",max_lora=\"0\",model_name=\"demo\",running_lora_adapters=\"\"",
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
-    // Each metric has exactly one TYPE line.
-    let mut types: Vec<&str> = text.lines().filter(|line| line.starts_with("# TYPE")).collect();
-    let count = types.len();
-    types.sort_unstable();
-    types.dedup();
-    assert_eq!(types.len(), count);
     assert!(!Server::start(&[]).get("/metrics").text().contains("vllm:"));
-    // docs/serving.md lists exactly these metrics, plus one metric that appears only after a rejection.
-    let page = include_str!("../../../docs/serving.md");
-    let documented: BTreeSet<&str> =
-        page.split('`').skip(1).step_by(2).filter(|name| name.starts_with("inferno_")).collect();
-    let mut published: BTreeSet<&str> =
-        types.iter().filter_map(|line| line.split(' ').nth(2)).filter(|name| name.starts_with("inferno_")).collect();
-    published.insert("inferno_admission_rejections_total");
-    assert_eq!(documented, published);
+}
+
+#[test]
+fn metrics_have_the_format_of_prometheus() {
+    let server = Server::start(&["--metrics-compat", "vllm"]);
+    let response = server.get("/metrics");
+    assert_eq!(response.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
+    let text = response.text();
+    let types: Vec<&str> = text.lines().filter(|line| line.starts_with("# TYPE")).collect();
+    let distinct: BTreeSet<&str> = types.iter().copied().collect();
+    assert_eq!(types.len(), distinct.len(), "a metric has several TYPE lines");
     server.send("POST", "/metrics", &[JSON], b"{}").error(405);
+}
+
+#[test]
+fn serving_page_lists_exactly_the_metrics() {
+    let server = Server::start(&[]);
+    server.chat(json!({ "max_tokens": 2 })).ok();
+    let text = server.get("/metrics").text();
+    let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
+    let mut published: BTreeSet<&str> = types.filter(|name| name.starts_with("inferno_")).collect();
+    // This metric appears only after a rejection.
+    published.insert("inferno_admission_rejections_total");
+    let page = include_str!("../../../docs/serving.md");
+    let names = page.split('`').skip(1).step_by(2);
+    let documented: BTreeSet<&str> = names.filter(|name| name.starts_with("inferno_")).collect();
+    assert_eq!(documented, published);
 }
