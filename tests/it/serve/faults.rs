@@ -110,29 +110,20 @@ fn a_server_with_a_broken_engine_ends_so_that_it_can_restart() {
     for fault in [Fault::Device, Fault::Panic] {
         let local = Local::start(0);
         let [stream, whole, waiting] = local.load();
-        let started = Instant::now();
         local.engine.inject_fault(fault).unwrap();
-        let messages = [stream_error(stream), whole_error(whole), whole_error(waiting)];
-        let failed = started.elapsed();
-        for message in messages {
+        for message in [stream_error(stream), whole_error(whole), whole_error(waiting)] {
             assert!(
                 message.contains("injected fault of the device") || message.contains("the engine stopped"),
                 "{message}"
             );
         }
         let Local { runtime, engine, address, serving } = local;
-        let served = runtime.block_on(serving).unwrap();
+        let served = runtime.block_on(async { tokio::time::timeout(HANG, serving).await });
+        let served = served.expect("timed out: the server did not end").unwrap();
         assert!(served.unwrap_err().to_string().contains("the engine stopped"));
-        let ended = started.elapsed();
         assert!(engine.has_stopped());
         let next = Local::start(address.port());
         assert_eq!(Response::read(&mut next.begin("GET", "/health", &json!({}))).status, 200);
-        let restarted = started.elapsed();
-        println!(
-            "{fault:?}: requests failed after {failed:?}, the server ended after {ended:?}, restarted after {restarted:?}"
-        );
-        // The case `restart` of scripts/serve/reliability.py requires 2 s. Other tests use the machine here.
-        assert!(restarted < Duration::from_secs(20), "{restarted:?}");
         Response::read(&mut next.chat(&chat(json!({ "max_tokens": 2 })))).ok();
     }
 }
@@ -146,19 +137,22 @@ fn a_rank_that_fails_under_load_ends_all_requests_and_the_process() {
         let errors = std::thread::scope(|scope| {
             let clients: Vec<_> = (0..8)
                 .map(|index| {
-                    let body = chat(json!({ "stream": index % 2 == 0, "ignore_eos": true, "max_tokens": 400 }));
-                    let stream = BufReader::new(server.begin("/v1/chat/completions", &body));
-                    scope.spawn(move || failed_answer(stream, index % 2 == 0))
+                    let is_stream = index % 2 == 0;
+                    let body = chat(json!({ "stream": is_stream, "ignore_eos": true, "max_tokens": 400 }));
+                    let mut response = BufReader::new(server.begin("/v1/chat/completions", &body));
+                    scope.spawn(move || {
+                        if !is_stream {
+                            return whole_error(response);
+                        }
+                        assert_eq!(Response::read_head(&mut response).status, 200);
+                        stream_error(response)
+                    })
                 })
                 .collect();
             clients.into_iter().map(|client| client.join().unwrap()).collect::<Vec<_>>()
         });
-        // The streams show when the last step ended, shortly before the fault.
-        let last_token = errors.iter().filter_map(|error| error.last_token).max().unwrap();
-        for Failed { message, at, .. } in &errors {
-            let time = at.duration_since(last_token);
+        for message in errors {
             assert!(message.contains(reason) && message.contains("the others were stopped"), "{message}");
-            assert!(time < Duration::from_secs(6), "{fault}: a request ended after {time:?}");
         }
         // The server rejects all later requests until it exits.
         if let Ok(mut stream) = TcpStream::connect(&server.address) {
@@ -168,34 +162,5 @@ fn a_rank_that_fails_under_load_ends_all_requests_and_the_process() {
             assert!(status.is_empty() || status.contains(" 503 "), "{status}");
         }
         assert_eq!(server.exit_code(), Some(7));
-        let ended = last_token.elapsed();
-        println!("{fault}: the process exited {ended:?} after the last token");
-        assert!(ended < Duration::from_secs(9), "{ended:?}");
     }
-}
-
-/// A request that failed.
-struct Failed {
-    message: String,
-    at: Instant,
-    last_token: Option<Instant>,
-}
-
-/// Reads a response that must end with an error.
-fn failed_answer(mut stream: BufReader<TcpStream>, is_stream: bool) -> Failed {
-    if !is_stream {
-        let message = Response::read(&mut stream).error(500)["message"].as_str().unwrap().to_string();
-        return Failed { message, at: Instant::now(), last_token: None };
-    }
-    assert_eq!(Response::read_head(&mut stream).status, 200);
-    let (mut text, mut last_token) = (String::new(), None);
-    while let Some(chunk) = read_chunk(&mut stream) {
-        text.push_str(&String::from_utf8_lossy(&chunk));
-        if !text.contains("\"error\"") {
-            last_token = Some(Instant::now());
-        }
-    }
-    let error = text.split("\n\n").find(|event| event.contains("\"error\"")).unwrap_or_else(|| panic!("{text}"));
-    let json: Value = serde_json::from_str(error.strip_prefix("data: ").unwrap()).unwrap();
-    Failed { message: json["error"]["message"].as_str().unwrap().to_string(), at: Instant::now(), last_token }
 }
