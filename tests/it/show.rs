@@ -141,11 +141,16 @@ fn unsupported_model_is_shown_with_the_reason() {
     assert!(model["reason"].as_str().unwrap().contains("'mamba9' is not supported"));
     assert_eq!((&model["layers"], &model["vocab_size"]), (&json!(6), &json!(2000)));
     assert_eq!(model["needs"]["estimated"], true);
+}
 
+#[test]
+fn invalid_config_is_shown_with_the_field() {
     let (_folder, path) = demo_with_config(|config| config["num_attention_heads"] = 0.into());
     assert!(show(&[path.to_str().unwrap()])["reason"].as_str().unwrap().contains("num_attention_heads"));
+}
 
-    // If config.json and the weights are broken, the report names both problems and still shows the license.
+#[test]
+fn broken_files_are_named_and_the_license_is_still_shown() {
     let (_folder, path) = copy_of_demo();
     fs::write(path.join("config.json"), "{").unwrap();
     fs::write(path.join("model.safetensors"), "short").unwrap();
@@ -163,8 +168,16 @@ fn missing_model_error_suggests_remote() {
     let output = run(&["show", "./nowhere"]);
     assert_fails(&output, 3, &["./nowhere"]);
     assert!(!text(&output.stderr).contains("--remote"));
+}
+
+#[test]
+fn remote_needs_the_name_of_a_repository() {
     assert_fails(&run(&["show", "demo", "--remote"]), 2, &["inferno show demo"]);
     assert_fails(&run(&["show", "a/b/c", "--remote"]), 2, &["org/name"]);
+}
+
+#[test]
+fn remote_fails_without_a_hub() {
     // No server listens on this port.
     assert_fails(&run(&["show", "org/name", "--remote"]), 5, &["127.0.0.1:1"]);
     let home = TempDir::new().unwrap();
