@@ -1,4 +1,4 @@
-//! The input for the plan of an answer: the constraint, the compiler, the chat format and the stop tokens.
+//! A constrained request: the constraint, the compiler of its grammars, the chat format and the stop tokens.
 
 use std::sync::Arc;
 
