@@ -198,47 +198,62 @@ impl Llama {
             "attention_bias": bias, "mlp_bias": bias, "tie_word_embeddings": tied,
         });
         std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
-        let mut numbers = Random(1);
-        let mut random = |shape: &[usize], scale: f32, around: f32| {
-            let mut next = || (numbers.unit() - 0.5) * 3.4 * scale + around;
-            let values: Vec<f32> = (0..shape.iter().product()).map(|_| next()).collect();
-            Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap()
-        };
-        let mut tensors = HashMap::new();
-        let mut linear =
-            |name: String, rows: usize, columns: usize, bias: bool, tensors: &mut HashMap<String, Tensor>| {
-                tensors.insert(format!("{name}.weight"), random(&[rows, columns], (columns as f32).powf(-0.5), 0.0));
-                if bias {
-                    tensors.insert(format!("{name}.bias"), random(&[rows], 0.2, 0.0));
-                }
-                if name.ends_with("_proj") {
-                    tensors.insert(format!("{name}.norm"), random(&[hidden_size], 0.1, 1.0));
-                }
-            };
+        let mut tensors = RandomTensors::new(1);
         for layer in 0..3 {
             let at = |name: &str| format!("model.layers.{layer}.{name}");
-            for (name, rows) in
-                [("q_proj", heads * head_dim), ("k_proj", kv_heads * head_dim), ("v_proj", kv_heads * head_dim)]
-            {
-                linear(at(&format!("self_attn.{name}")), rows, hidden_size, bias, &mut tensors);
-            }
-            linear(at("self_attn.o_proj"), hidden_size, heads * head_dim, bias, &mut tensors);
-            linear(at("mlp.gate_proj"), intermediate_size, hidden_size, bias, &mut tensors);
-            linear(at("mlp.up_proj"), intermediate_size, hidden_size, bias, &mut tensors);
-            linear(at("mlp.down_proj"), hidden_size, intermediate_size, bias, &mut tensors);
-            let first = tensors.remove(&at("self_attn.q_proj.norm")).unwrap();
-            let second = tensors.remove(&at("mlp.gate_proj.norm")).unwrap();
-            tensors.insert(at("input_layernorm.weight"), first);
-            tensors.insert(at("post_attention_layernorm.weight"), second);
+            tensors.norm(&at("input_layernorm"), hidden_size);
+            tensors.linear(&at("self_attn.q_proj"), heads * head_dim, hidden_size, bias);
+            tensors.linear(&at("self_attn.k_proj"), kv_heads * head_dim, hidden_size, bias);
+            tensors.linear(&at("self_attn.v_proj"), kv_heads * head_dim, hidden_size, bias);
+            tensors.linear(&at("self_attn.o_proj"), hidden_size, heads * head_dim, bias);
+            tensors.norm(&at("post_attention_layernorm"), hidden_size);
+            tensors.linear(&at("mlp.gate_proj"), intermediate_size, hidden_size, bias);
+            tensors.linear(&at("mlp.up_proj"), intermediate_size, hidden_size, bias);
+            tensors.linear(&at("mlp.down_proj"), hidden_size, intermediate_size, bias);
         }
-        linear("model.embed_tokens".into(), vocab_size, hidden_size, false, &mut tensors);
+        tensors.norm("model.norm", hidden_size);
+        tensors.linear("model.embed_tokens", vocab_size, hidden_size, false);
         if !tied {
-            linear("lm_head".into(), vocab_size, hidden_size, false, &mut tensors);
+            tensors.linear("lm_head", vocab_size, hidden_size, false);
         }
-        let norm = tensors["model.layers.0.input_layernorm.weight"].clone();
-        tensors.retain(|name, _| !name.ends_with(".norm"));
-        tensors.insert("model.norm.weight".into(), norm);
-        safetensors::save(&tensors, dir.join("model.safetensors")).unwrap();
+        tensors.save(dir);
+    }
+}
+
+/// Random weights in bf16 for a checkpoint.
+struct RandomTensors {
+    numbers: Random,
+    tensors: HashMap<String, Tensor>,
+}
+
+impl RandomTensors {
+    fn new(seed: u64) -> Self {
+        Self { numbers: Random(seed), tensors: HashMap::new() }
+    }
+
+    /// Adds a tensor with values between `center` - 1.7 · `scale` and `center` + 1.7 · `scale`.
+    fn add(&mut self, name: String, shape: &[usize], scale: f32, center: f32) {
+        let mut next = || (self.numbers.unit() - 0.5) * 3.4 * scale + center;
+        let values: Vec<f32> = (0..shape.iter().product()).map(|_| next()).collect();
+        let tensor = Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
+        self.tensors.insert(name, tensor);
+    }
+
+    /// Adds the weight of a norm.
+    fn norm(&mut self, name: &str, size: usize) {
+        self.add(format!("{name}.weight"), &[size], 0.1, 1.0);
+    }
+
+    /// Adds a matrix `[rows, columns]`, and a bias if `has_bias`. The products have about the scale of the inputs.
+    fn linear(&mut self, name: &str, rows: usize, columns: usize, has_bias: bool) {
+        self.add(format!("{name}.weight"), &[rows, columns], (columns as f32).powf(-0.5), 0.0);
+        if has_bias {
+            self.add(format!("{name}.bias"), &[rows], 0.2, 0.0);
+        }
+    }
+
+    fn save(&self, dir: &Path) {
+        safetensors::save(&self.tensors, dir.join("model.safetensors")).unwrap();
     }
 }
 
@@ -297,38 +312,28 @@ fn write_qwen3_moe(dir: &Path) {
         "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
     });
     std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
-    let mut numbers = Random(7);
-    let mut tensors = HashMap::new();
-    let mut add = |name: String, shape: &[usize]| {
-        let mut next = || (numbers.unit() - 0.5) * 3.4;
-        let values: Vec<f32> = match shape {
-            [size] => (0..*size).map(|_| 1.0 + 0.1 * next()).collect(),
-            _ => (0..shape.iter().product()).map(|_| next() * (shape[1] as f32).powf(-0.5)).collect(),
-        };
-        let tensor = Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
-        tensors.insert(format!("{name}.weight"), tensor);
-    };
-    add("model.embed_tokens".into(), &[vocab, hidden]);
-    add("lm_head".into(), &[vocab, hidden]);
-    add("model.norm".into(), &[hidden]);
+    let mut tensors = RandomTensors::new(7);
+    tensors.linear("model.embed_tokens", vocab, hidden, false);
+    tensors.linear("lm_head", vocab, hidden, false);
+    tensors.norm("model.norm", hidden);
     for layer in 0..2 {
         let at = |name: &str| format!("model.layers.{layer}.{name}");
-        add(at("input_layernorm"), &[hidden]);
-        add(at("post_attention_layernorm"), &[hidden]);
-        add(at("self_attn.q_norm"), &[head_dim]);
-        add(at("self_attn.k_norm"), &[head_dim]);
-        add(at("self_attn.q_proj"), &[heads * head_dim, hidden]);
-        add(at("self_attn.k_proj"), &[kv_heads * head_dim, hidden]);
-        add(at("self_attn.v_proj"), &[kv_heads * head_dim, hidden]);
-        add(at("self_attn.o_proj"), &[hidden, heads * head_dim]);
-        add(at("mlp.gate"), &[experts, hidden]);
+        tensors.norm(&at("input_layernorm"), hidden);
+        tensors.norm(&at("post_attention_layernorm"), hidden);
+        tensors.norm(&at("self_attn.q_norm"), head_dim);
+        tensors.norm(&at("self_attn.k_norm"), head_dim);
+        tensors.linear(&at("self_attn.q_proj"), heads * head_dim, hidden, false);
+        tensors.linear(&at("self_attn.k_proj"), kv_heads * head_dim, hidden, false);
+        tensors.linear(&at("self_attn.v_proj"), kv_heads * head_dim, hidden, false);
+        tensors.linear(&at("self_attn.o_proj"), hidden, heads * head_dim, false);
+        tensors.linear(&at("mlp.gate"), experts, hidden, false);
         for expert in 0..experts {
-            add(at(&format!("mlp.experts.{expert}.gate_proj")), &[width, hidden]);
-            add(at(&format!("mlp.experts.{expert}.up_proj")), &[width, hidden]);
-            add(at(&format!("mlp.experts.{expert}.down_proj")), &[hidden, width]);
+            tensors.linear(&at(&format!("mlp.experts.{expert}.gate_proj")), width, hidden, false);
+            tensors.linear(&at(&format!("mlp.experts.{expert}.up_proj")), width, hidden, false);
+            tensors.linear(&at(&format!("mlp.experts.{expert}.down_proj")), hidden, width, false);
         }
     }
-    safetensors::save(&tensors, dir.join("model.safetensors")).unwrap();
+    tensors.save(dir);
 }
 
 fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
