@@ -52,9 +52,9 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// A running kernel of another rank may itself be waiting for the loading rank, which would be a deadlock.
     fn can_queue(&self) -> bool;
 
-    /// Calls `launch`, which launches an operation, or a CUDA graph that contains operations, at the same time as the
-    /// other ranks: waits until every rank is ready to launch, launches, and waits until every rank has launched.
-    /// `sum` and `concat_columns` call this themselves.
+    /// Calls `launch`, which launches a CUDA graph that contains operations, at the same time as the other ranks: waits
+    /// until every rank is ready to launch, launches, and waits until every rank has launched. `sum` and
+    /// `concat_columns` launch their operations in the same way.
     ///
     /// While a GPU waits for another GPU, the host of neither may call the driver for anything that waits for a GPU, such
     /// as loading a kernel or allocating memory. Such a call would hold a lock that a rank needs to launch its operation.

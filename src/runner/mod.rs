@@ -229,10 +229,9 @@ impl Runner {
         }
     }
 
-    /// Returns why there is no decode graph. Returns `None` if there is one, or with `--deterministic`, which needs none.
+    /// Returns why there is no decode graph, or `None` if there is one.
     pub fn no_decode_graph(&self) -> Option<&NoDecodeGraph> {
         match &self.decode {
-            Decode::NoGraph(NoDecodeGraph::Deterministic) => None,
             Decode::NoGraph(reason) => Some(reason),
             Decode::Graph(_) => None,
         }

@@ -185,6 +185,24 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
     assert!(errors.iter().all(|error| error.contains("GPU 2 of 2 does not answer")), "{errors:?}");
 }
 
+/// Between launches of graphs, no host loads kernels. A host that hangs there is noticed as soon as a GPU that hangs.
+#[test(gpu)]
+fn a_host_that_does_not_launch_its_graph_ends_the_world() {
+    let _guard = one_at_a_time();
+    let errors = on_gpus(2, |world, device, exchange| {
+        on_host(&exchange.sum(&Tensor::new(&[1f32], device).unwrap()).unwrap());
+        exchange.launch_together(&mut || Ok(())).unwrap();
+        if world.is_first() {
+            // Returns once the time limit is over, because the second rank launches no second graph.
+            exchange.launch_together(&mut || Ok(())).unwrap();
+        } else {
+            std::thread::sleep(std::time::Duration::from_secs(7));
+        }
+        world.check().unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("GPU 2 of 2 does not answer")), "{errors:?}");
+}
+
 /// Runs each golden model token by token on the decode graphs of two ranks.
 /// Only models that are split over both ranks have decode graphs.
 #[test(gpu)]

@@ -335,7 +335,7 @@ impl EngineHandle {
         self.shared.info.executor
     }
 
-    /// Returns why there is no decode graph, the fastest executor. Returns `None` if there is one, or with `--deterministic`.
+    /// Returns why there is no decode graph, the fastest executor, or `None` if there is one.
     pub fn no_decode_graph(&self) -> Option<&NoDecodeGraph> {
         self.shared.info.no_decode_graph.as_ref()
     }

@@ -2,7 +2,7 @@
 
 use std::any::Any;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use std::{fmt, hint, thread};
 
@@ -12,16 +12,17 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::mailbox::RankMailbox;
 use super::sizes::MAILBOX_BYTES;
-use crate::device::{Exchange, World, share};
+use crate::device::{ANSWER_TIME, Exchange, World, share};
 use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_MAX_RANKS, EXCHANGE_SLOTS};
 use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchList, LaunchShape, address, module};
 use crate::kernels::scratch;
 
 /// The maximum time that a GPU waits for the data of another rank.
 const TIMEOUT_SECONDS: i32 = 5;
-/// The maximum time that the host of a rank waits until the other ranks are ready or have launched. No GPU waits meanwhile,
-/// and a host may take seconds to read the kernels of cuBLAS from a disk.
-const HOST_TIMEOUT: Duration = Duration::from_secs(60);
+/// The maximum time that the host of a rank waits until the other ranks are ready or have launched, if their hosts may be
+/// loading kernels: a host may take seconds to read the kernels of cuBLAS from a disk. No GPU waits meanwhile.
+/// Between the launches of two graphs, no host loads kernels, and [`ANSWER_TIME`] is the limit.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// The value of the control word after the host has ended the exchange.
 /// Other nonzero values are 1 + the rank that did not answer.
 const ENDED: u32 = u32::MAX;
@@ -84,6 +85,9 @@ pub(super) struct GpuExchange {
     pub mailboxes: Vec<Arc<RankMailbox>>,
     /// True if another rank uses the same GPU.
     shares_gpu: bool,
+    /// True if this rank has launched or captured single operations since it last launched a graph. All ranks do the same,
+    /// so their hosts may be loading kernels.
+    may_load: AtomicBool,
 }
 
 impl fmt::Debug for GpuExchange {
@@ -96,7 +100,7 @@ impl GpuExchange {
     pub fn new(rank: usize, device: &CudaDevice, mailboxes: Vec<Arc<RankMailbox>>) -> Self {
         let gpu = |mailbox: &Arc<RankMailbox>| mailbox.context.cu_device();
         let shares_gpu = mailboxes.iter().filter(|mailbox| gpu(mailbox) == gpu(&mailboxes[rank])).count() > 1;
-        Self { rank, device: device.clone(), mailboxes, shares_gpu }
+        Self { rank, device: device.clone(), mailboxes, shares_gpu, may_load: AtomicBool::new(true) }
     }
 
     pub fn own(&self) -> &RankMailbox {
@@ -119,11 +123,21 @@ impl GpuExchange {
             Some(launch) => unsafe { launch.enqueue(&self.device) },
             None => Ok(()),
         };
-        if self.is_capturing() { enqueue() } else { self.launch_together(&mut enqueue) }
+        self.may_load.store(true, Ordering::Relaxed);
+        if self.is_capturing() { enqueue() } else { self.launch_within(LOAD_TIMEOUT, &mut enqueue) }
+    }
+
+    /// Calls `launch` once every rank is ready, and waits until every rank has launched. Ends the exchange if that takes
+    /// longer than `limit`.
+    fn launch_within(&self, limit: Duration, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        self.meet(limit, |mailbox| &mailbox.ready);
+        let result = launch();
+        self.meet(limit, |mailbox| &mailbox.launched);
+        result
     }
 
     /// Adds 1 to this rank's `counter`, and waits until the counters of all ranks have this value.
-    fn meet(&self, counter: impl Fn(&RankMailbox) -> &AtomicU64) {
+    fn meet(&self, limit: Duration, counter: impl Fn(&RankMailbox) -> &AtomicU64) {
         let own = counter(self.own()).fetch_add(1, Ordering::Release) + 1;
         let missing = || self.mailboxes.iter().position(|rank| counter(rank).load(Ordering::Acquire) < own);
         let has_ended = || self.control().words()[0].load(Ordering::Relaxed) != 0;
@@ -138,7 +152,7 @@ impl GpuExchange {
             }
             thread::yield_now();
             let started: &Instant = started.get_or_insert_with(Instant::now);
-            if started.elapsed() > HOST_TIMEOUT {
+            if started.elapsed() > limit {
                 self.report_missing(rank);
             }
         }
@@ -313,10 +327,8 @@ impl Exchange for GpuExchange {
     }
 
     fn launch_together(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
-        self.meet(|mailbox| &mailbox.ready);
-        let result = launch();
-        self.meet(|mailbox| &mailbox.launched);
-        result
+        let may_load = self.may_load.swap(false, Ordering::Relaxed);
+        self.launch_within(if may_load { LOAD_TIMEOUT } else { ANSWER_TIME }, launch)
     }
 
     fn sum(&self, x: &Tensor) -> Result<Tensor> {
