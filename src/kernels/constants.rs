@@ -240,7 +240,7 @@ pub const DECODE_DOWN_SPLITS: usize = 3;
 /// The maximum number of experts per token in `decode_down_mxfp4`.
 pub const DECODE_DOWN_MAX_CHOSEN: usize = 4;
 
-// Sampling one token from each of many rows of logits (`decode/sample_rows.cu`, `step_inputs.cu`).
+// Sampling one token from each of many rows of logits (`sampling/sample_rows.cu`, `step_inputs.cu`).
 
 /// The placeholder token id of a row in which every logit is NaN or -inf.
 pub const NO_TOKEN: u32 = 0xffffffff;
@@ -252,7 +252,7 @@ pub const ROW_EDITS_THREADS: usize = 256;
 /// The words that describe a row to the kernel, without its values and its counts.
 pub const ROW_EDITS_WORDS: usize = 8;
 
-// The mailbox (`decode/head.cu`, `decode/sample.cu`, `decode/sample_rows.cu`, `runner`).
+// The mailbox (`decode/head.cu`, `decode/sample.cu`, `sampling/sample_rows.cu`, `runner`).
 
 /// The mailbox word of a failed step, in which every logit is NaN or -inf. Other steps write token + 1.
 pub const MAILBOX_NO_TOKEN: u32 = 0xffffffff;

@@ -1,5 +1,5 @@
 // Edits rows of logits before tokens are chosen. `RowEdits::apply` in row_edits.rs is the reference.
-#include "decode/sampling.cuh"
+#include "sampling/sampling.cuh"
 
 // Adds values to the logits of a row, then applies its penalties. The host may not know the last token of the row yet,
 // because the previous step chooses it. The counts leave out this token, and the kernel adds it.

@@ -8,7 +8,7 @@ use candle_core::Tensor;
 use super::choose_token::{ChooseToken, NO_ALLOWED_TOKEN, NoToken};
 use super::logprobs::TokenLogprobs;
 use super::step_sequence::{Chosen, ChosenToken, StepSequence};
-use crate::kernels::decode::{LogitEdit, RowLogprobs, edit_logits, mask_logits, sample_rows, top_logprobs};
+use crate::kernels::sampling::{LogitEdit, RowLogprobs, edit_logits, mask_logits, sample_rows, top_logprobs};
 use crate::kernels::token_mask::TokenMask;
 
 /// Chooses the next token of each sequence on the GPU, which avoids copying the logits to the host.

@@ -144,7 +144,7 @@ struct Results(Vec<Value>);
 
 impl Results {
     fn read(names: &[&str]) -> Self {
-        let path = |name: &&str| format!("benches/results/2026-11-22-nvidia-h200-{name}.json");
+        let path = |name: &&str| format!("benches/results/{name}.json");
         Self(names.iter().map(|name| serde_json::from_str(&page(&path(name))).unwrap()).collect())
     }
 
@@ -161,16 +161,37 @@ impl Results {
         if rounded < 1000 { rounded.to_string() } else { format!("{},{:03}", rounded / 1000, rounded % 1000) }
     }
 
+    /// Returns the generated tokens per second of so many requests at once, formatted as in the docs.
+    fn speed_at_once(&self, requests: u64) -> String {
+        let is_wanted = |load: &&Value| load["concurrency"] == requests;
+        let load = |run: &Value| run["serving"].as_array().unwrap().iter().find(is_wanted).unwrap().clone();
+        let speed = self.mean(|run| load(run)["output_tok_per_s"].as_f64().unwrap()).round() as u64;
+        format!("{},{:03}", speed / 1000, speed % 1000)
+    }
+
     fn gigabytes(&self, when: &str) -> String {
         format!("{:.1}", self.mean(|run| run["memory"][when].as_f64().unwrap()) / 1e9)
     }
 }
 
+/// Two runs of the same commit.
+const H200_SERVING: [&str; 2] =
+    ["2026-11-25-nvidia-h200-gpt-oss-20b-serving-3", "2026-11-25-nvidia-h200-gpt-oss-20b-serving-4"];
+
 #[test]
 fn speeds_and_memory_agree_with_the_stored_results() {
-    let oss = Results::read(&["gpt-oss-20b-1", "gpt-oss-20b-2"]);
-    let (llama, small) = (Results::read(&["llama-3.1-8b"]), Results::read(&["llama-3.2-1b"]));
-    let (qwen, qwen_q8) = (Results::read(&["qwen3-30b-a3b"]), Results::read(&["qwen3-30b-a3b-q8_0"]));
+    let read = |name: &str| Results::read(&[name]);
+    let oss = Results::read(&["2026-11-22-nvidia-h200-gpt-oss-20b-1", "2026-11-22-nvidia-h200-gpt-oss-20b-2"]);
+    let (llama, small) = (read("2026-11-22-nvidia-h200-llama-3.1-8b"), read("2026-11-22-nvidia-h200-llama-3.2-1b"));
+    let qwen = read("2026-11-22-nvidia-h200-qwen3-30b-a3b");
+    let qwen_q8 = read("2026-11-22-nvidia-h200-qwen3-30b-a3b-q8_0");
+    // Single sequences and requests at once, on one H200, one H100 and two H100s.
+    let newest = [
+        (&["2026-11-25-nvidia-h200-gpt-oss-20b-prefill"][..], &H200_SERVING[..]),
+        (&["2026-11-27-nvidia-h100-gpt-oss-20b"], &["2026-11-27-nvidia-h100-gpt-oss-20b-serving"]),
+        (&["2026-11-27-nvidia-h100-x2-gpt-oss-20b"], &["2026-11-27-nvidia-h100-x2-gpt-oss-20b-serving"]),
+    ]
+    .map(|(single, serving)| (Results::read(single), Results::read(serving)));
     let decode = |results: &Results| format!("{} / {}", results.speed("tg", 128, 0), results.speed("tg", 128, 8192));
     let prefill = |results: &Results| format!("{} / {}", results.speed("pp", 512, 0), results.speed("pp", 2048, 0));
     let each = |kind, tokens| [&oss, &llama, &small].map(|results| results.speed(kind, tokens, 0)).join(" | ");
@@ -181,8 +202,13 @@ fn speeds_and_memory_agree_with_the_stored_results() {
         .map(|results| format!("{} / {} GB", results.gigabytes(loaded), results.gigabytes(end)))
         .join(" | ");
 
+    let singles = |speeds: &dyn Fn(&Results) -> String| newest.each_ref().map(|(single, _)| speeds(single)).join(" | ");
+    let at_once = |requests| newest.each_ref().map(|(_, serving)| serving.speed_at_once(requests)).join(" | ");
     let rows = [
-        ("README.md", format!("gpt-oss-20b (MXFP4) | {}", overview(&oss))),
+        ("README.md", format!("decode | {}", singles(&|results| results.speed("tg", 128, 0)))),
+        ("README.md", format!("prefill of 512 / 2,048 tokens | {}", singles(&prefill))),
+        ("README.md", format!("8 requests at once (512 prompt tokens, 128 generated) | {}", at_once(8))),
+        ("README.md", format!("128 such requests | {}", at_once(128))),
         ("README.md", format!("Qwen3-30B-A3B | {}", overview(&qwen))),
         ("docs/benchmarks.md", format!("decode, empty context | {}", each("tg", 128))),
         ("docs/benchmarks.md", format!("decode after 8,192 tokens | {}", oss.speed("tg", 128, 8192))),

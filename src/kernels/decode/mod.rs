@@ -1,8 +1,4 @@
-//! Fused CUDA kernels for the decode steps of a single sequence, and kernels that choose the tokens of any step.
-//!
-//! The kernels of `sample_rows` and `logits` work on the rows of a batch: they sample, edit and mask logits, and compute
-//! log probabilities. Their functions launch them directly. All other kernels belong to the decode graph, whose steps
-//! compute one token of one sequence in static buffers. The rest of this page describes the decode graph.
+//! The fused CUDA kernels of the decode graph, whose steps compute one token of one sequence in static buffers.
 //!
 //! Each `add_*` function checks shapes and adds one or more launches to a `LaunchList`.
 //! The list is captured as a CUDA graph, which replays each launch with the same arguments.
@@ -23,7 +19,6 @@
 mod buffers;
 mod gate_up;
 mod head;
-mod logits;
 mod matvec;
 mod mxfp4_experts;
 mod qkv;
@@ -31,17 +26,14 @@ mod residual;
 mod routed_experts;
 mod router;
 pub mod sample;
-mod sample_rows;
 
-pub use crate::kernels::constants::{MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS};
+pub use crate::kernels::constants::MAILBOX_NO_TOKEN;
 pub use buffers::{RmsNormParams, StepBuffers};
 pub use gate_up::{Projection, add_gate_up};
 pub use head::{Embedding, add_greedy_sampling, add_head};
-pub use logits::{LogitEdit, RowLogprobs, edit_logits, mask_logits, top_logprobs};
 pub use matvec::has_decode_kernel;
 pub use mxfp4_experts::{ExpertBuffers, MAX_CHOSEN_MXFP4, MAX_EXPERT_COLUMNS, add_mxfp4_down, add_mxfp4_gate_up};
 pub use qkv::{QkNormBuffers, QkvProjection, add_qkv};
 pub use residual::{PostNorm, add_residual};
 pub use routed_experts::{add_routed_down, add_routed_gate_up};
 pub use router::add_router;
-pub use sample_rows::{queue_rows, sample_rows};

@@ -28,7 +28,7 @@
 //   grid: ceil(vocab / 1024), but at most one block per multiprocessor; block: 1024
 //   bytes moved: 4 · vocab, or 8 · vocab with penalties
 // A launch has 2 to 10 grid-wide barriers.
-#include "decode/sampling.cuh"
+#include "sampling/sampling.cuh"
 #include "headers/pdl.cuh"
 
 struct Scratch {

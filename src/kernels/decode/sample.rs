@@ -13,42 +13,7 @@ use crate::kernels::bytes;
 use crate::kernels::constants::{SAMPLE_IDS_PER_THREAD, SAMPLE_PARAM_WORDS, SAMPLE_SCRATCH_WORDS, SAMPLE_THREADS};
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, Mailbox, module};
 use crate::kernels::rows::copy_rows;
-use crate::kernels::sampling::{DeviceSampling, SamplingKernelParams};
-
-impl SamplingKernelParams {
-    /// Returns whether any penalty is set. Without penalties, the kernel does not use `seen`.
-    pub(super) fn has_penalties(&self) -> bool {
-        self.repetition_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
-    }
-
-    /// Returns the parameters as u32 words, in the order of `SamplingKernelParams` in `sampling.cuh`.
-    pub(super) fn words(&self) -> [u32; SAMPLE_PARAM_WORDS] {
-        // Do not use `..` here, so that a parameter that is not passed to the kernel causes a compile error.
-        let &Self {
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            repetition_penalty,
-            frequency_penalty,
-            presence_penalty,
-            seed,
-            sampled_before,
-        } = self;
-        [
-            temperature.to_bits(),
-            top_p.to_bits(),
-            min_p.to_bits(),
-            repetition_penalty.to_bits(),
-            frequency_penalty.to_bits(),
-            presence_penalty.to_bits(),
-            top_k,
-            sampled_before,
-            seed as u32,
-            (seed >> 32) as u32,
-        ]
-    }
-}
+use crate::kernels::sampling::DeviceSampling;
 
 /// The device buffers of the sampling kernel.
 pub struct SamplingBuffers {

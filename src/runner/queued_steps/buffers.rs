@@ -9,9 +9,9 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
 use super::row_sampling::RowSampling;
-use crate::kernels::decode::{MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS, queue_rows};
 use crate::kernels::launch::{HostWords, Mailbox};
 use crate::kernels::row_edits::{EditedRow, edit_rows};
+use crate::kernels::sampling::{MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS, queue_rows};
 use crate::kernels::step_inputs::StepInputs;
 use crate::runner::choose_token::NoToken;
 use crate::runner::limits::MAX_SEQUENCES;

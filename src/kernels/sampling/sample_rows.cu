@@ -7,7 +7,7 @@
 //   mailbox: null, or u32 [rows] in host memory: the chosen tokens + 1, or MAILBOX_NO_TOKEN
 //   grid: rows; block: SAMPLE_THREADS
 //   bytes moved: 4 · vocab per row for each pass: 2 passes, 4 more with top-k, 4 more with top-p; later passes hit L2
-#include "decode/sampling.cuh"
+#include "sampling/sampling.cuh"
 
 // One row of logits and its temperature.
 struct Row {

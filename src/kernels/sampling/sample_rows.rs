@@ -5,9 +5,9 @@ use std::sync::Arc;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::{DeviceSampling, SamplingKernelParams};
 use crate::kernels::constants::{NO_TOKEN, SAMPLE_PARAM_WORDS, SAMPLE_THREADS};
 use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchShape, Mailbox, module};
-use crate::kernels::sampling::{DeviceSampling, SamplingKernelParams};
 
 /// Samples a token from each row of `logits`, f32 `[rows, vocab]`. Applies penalties to `logits` in place.
 ///

@@ -1,5 +1,5 @@
 // Edits and masks logits before a token is chosen, and computes log probabilities.
-#include "decode/sampling.cuh"
+#include "sampling/sampling.cuh"
 
 // Adds values to logits: logits[row, token] += value.
 //   logits: f32 [rows, vocab]

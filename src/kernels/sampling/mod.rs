@@ -1,0 +1,95 @@
+//! Kernels that choose a token from each of many rows of logits, and what they take over from the sampler on the host.
+//!
+//! - `sample_rows`: samples a token from each row
+//! - `logits`: edits and masks logits, and computes log probabilities
+//!
+//! The decode graph has a sampling kernel of its own (`decode/sample.cu`), with the same parameters.
+
+#[cfg(feature = "cuda")]
+mod logits;
+#[cfg(feature = "cuda")]
+mod sample_rows;
+
+#[cfg(feature = "cuda")]
+pub use logits::{LogitEdit, RowLogprobs, edit_logits, mask_logits, top_logprobs};
+#[cfg(feature = "cuda")]
+pub use sample_rows::{queue_rows, sample_rows};
+
+#[cfg(feature = "cuda")]
+pub use crate::kernels::constants::{MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS};
+
+/// The parameters of the sampling kernel (the struct of the same name in `sampling.cuh`).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SamplingKernelParams {
+    pub temperature: f32,
+    pub top_k: u32,
+    pub top_p: f32,
+    pub min_p: f32,
+    pub repetition_penalty: f32,
+    pub frequency_penalty: f32,
+    pub presence_penalty: f32,
+    pub seed: u64,
+    /// The number of random draws that the host sampler made before the first step of the kernel.
+    /// Each random number depends only on the seed and the number of earlier draws.
+    pub sampled_before: u32,
+}
+
+impl SamplingKernelParams {
+    /// Returns parameters for greedy sampling without penalties.
+    pub fn greedy() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            seed: 0,
+            sampled_before: 0,
+        }
+    }
+
+    /// Returns whether any penalty is set. Without penalties, the kernel does not use `seen`.
+    #[cfg(feature = "cuda")]
+    pub(in crate::kernels) fn has_penalties(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
+    }
+
+    /// Returns the parameters as u32 words, in the order of `SamplingKernelParams` in `sampling.cuh`.
+    #[cfg(feature = "cuda")]
+    pub(in crate::kernels) fn words(&self) -> [u32; SAMPLE_PARAM_WORDS] {
+        // Do not use `..` here, so that a parameter that is not passed to the kernel causes a compile error.
+        let &Self {
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            frequency_penalty,
+            presence_penalty,
+            seed,
+            sampled_before,
+        } = self;
+        [
+            temperature.to_bits(),
+            top_p.to_bits(),
+            min_p.to_bits(),
+            repetition_penalty.to_bits(),
+            frequency_penalty.to_bits(),
+            presence_penalty.to_bits(),
+            top_k,
+            sampled_before,
+            seed as u32,
+            (seed >> 32) as u32,
+        ]
+    }
+}
+
+/// The parameters and token counts that the sampling kernel takes over from the sampler on the host.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceSampling {
+    pub params: SamplingKernelParams,
+    /// The tokens that have appeared, each with 1 + the number of times it was generated. Empty without penalties.
+    pub seen: Vec<(u32, u32)>,
+}
