@@ -167,6 +167,12 @@ pub fn built_compute_capability() -> Option<(u32, u32)> {
     Some((number / 10, number % 10))
 }
 
+/// Returns whether this build contains machine code for GPUs of this compute capability.
+pub fn has_machine_code((major, minor): (u32, u32)) -> bool {
+    let built = option_env!("INFERNO_NATIVE_CAPS").unwrap_or_default();
+    built.split(',').any(|capability| capability == format!("{major}{minor}"))
+}
+
 /// Returns the number of visible GPUs.
 #[cfg(not(feature = "cuda"))]
 pub fn gpu_count() -> usize {

@@ -177,7 +177,7 @@ impl<'a> Remote<'a> {
     /// Fetches the size and etag of one file, for hubs whose listing does not include them.
     pub fn head(&self, commit: &str, name: &str) -> Result<RemoteFile> {
         let mut url = self.file_url(commit, name);
-        for _ in 0..MAX_REDIRECTS {
+        for _ in 0..=MAX_REDIRECTS {
             // Use the first response that has the file's hash, not the response of the storage host.
             let request = || self.call(self.prepare(self.agent.head(&url), &url, Purpose::Metadata, true));
             let response = self.with_retries(name, request)?;

@@ -90,7 +90,7 @@ pub const FLASH_REGISTER_ELEMENTS: usize = 160;
 
 /// The maximum number of tokens.
 pub const DENSE_FEW_TOKENS: usize = 8;
-/// Weight rows per unit. Each warp multiplies one unit.
+/// Weight rows per unit. One warp multiplies a unit, or several warps multiply parts of its columns.
 pub const DENSE_FEW_ROWS: usize = 16;
 /// Columns per chunk: 128 bytes of each row.
 pub const DENSE_FEW_COLUMNS: usize = 64;

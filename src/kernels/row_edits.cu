@@ -1,8 +1,9 @@
 // Edits rows of logits before tokens are chosen. `RowEdits::apply` in row_edits.rs is the reference.
 #include "sampling/sampling.cuh"
 
-// Adds values to the logits of a row, then applies its penalties. The host may not know the last token of the row yet,
-// because the previous step chooses it. The counts leave out this token, and the kernel adds it.
+// Adds values to the logits of a row (logit biases, and -inf for tokens that are ruled out), then applies its
+// penalties. The host may not know the last token of the row yet, because the previous step chooses it. The counts
+// leave out this token, and the kernel adds it.
 //   logits: f32 [rows, vocab]
 //   tokens: u32, the tokens that the previous step chose, or NO_TOKEN
 //   description: u32, in host memory or on the device:

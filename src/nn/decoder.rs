@@ -188,16 +188,18 @@ impl Decoder {
         // 2. layers
         for stage in 0..self.stages() {
             let is_own = self.is_own(stage);
-            for (index, layer) in self.own_layers().filter(|_| is_own) {
-                self.world.tick();
-                scratch::begin_layer();
-                // Later layers need the keys and values of every token. After the last layer, only logits follow.
-                let needed = if index + 1 == self.layer_count { rows } else { LogitRows::All };
-                let (sum, output) = layer.forward(&x, y.as_ref(), index, pass, cache, needed)?;
-                if let Some(tap) = &mut tap {
-                    tap(index, &(&sum + &output)?)?;
+            if is_own {
+                for (index, layer) in self.own_layers() {
+                    self.world.tick();
+                    scratch::begin_layer();
+                    // Later layers need the keys and values of every token. After the last layer, only logits follow.
+                    let needed = if index + 1 == self.layer_count { rows } else { LogitRows::All };
+                    let (sum, output) = layer.forward(&x, y.as_ref(), index, pass, cache, needed)?;
+                    if let Some(tap) = &mut tap {
+                        tap(index, &(&sum + &output)?)?;
+                    }
+                    (x, y) = (sum, Some(output));
                 }
-                (x, y) = (sum, Some(output));
             }
             if self.stages() > 1 {
                 let needed = if stage + 1 == self.stages() { rows } else { LogitRows::All };

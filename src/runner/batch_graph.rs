@@ -135,7 +135,8 @@ impl BatchGraphs {
     }
 }
 
-/// Returns the size to which a batch is padded. Adds at most 7 rows for up to 64 sequences, and at most 15 for more.
+/// Returns the number of rows of the graph that runs this many sequences. Each number of rows has a graph of its own, so
+/// larger numbers are rounded up more, to capture fewer graphs.
 fn padded(sequences: usize) -> usize {
     match sequences {
         ..=8 => sequences,

@@ -8,7 +8,7 @@
 //! - `route`: decides what runs a step, and whether the step can be queued
 //! - `scored_pass`: a forward pass that also returns the logits of prompt tokens
 //! - `solo`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
-//! - `bench`: prefill, decode steps and measurements for `inferno bench` and tests; runs a solo sequence
+//! - `bench`: runs a solo sequence for `inferno bench` and tests: prefill, decode steps and measurements
 //! - `decode`: plans the decode graph; `no_decode_graph`: why there is none
 //! - `decode_graph/`: the CUDA graph of fused kernels for a single sequence
 //! - `batch_graph`: the CUDA graphs of decode steps of several sequences, one for each batch size
@@ -224,7 +224,7 @@ impl Runner {
     pub fn executor(&self) -> Executor {
         let (facts, step) = (self.facts(), StepFacts::ONE_TOKEN);
         match queued_route(facts, step).unwrap_or_else(|| route(facts, step)) {
-            Route::Operations => Executor::Eager,
+            Route::Eager => Executor::Eager,
             Route::DecodeGraph | Route::BatchGraph => Executor::Graph,
         }
     }

@@ -13,7 +13,7 @@ pub enum Route {
     /// The CUDA graph of a batch size.
     BatchGraph,
     /// The decoder, one operation at a time.
-    Operations,
+    Eager,
 }
 
 /// What the decisions depend on in a runner.
@@ -27,7 +27,7 @@ pub struct RunnerFacts {
     pub can_queue: bool,
     /// Whether several ranks run the model.
     pub has_several_ranks: bool,
-    /// Whether no result may depend on other sequences: the option `prompt_parts` of the runner.
+    /// Whether the results of each sequence must not depend on the others: the option `prompt_parts` of the runner.
     pub is_deterministic: bool,
 }
 
@@ -46,8 +46,8 @@ pub struct StepFacts {
     pub needs_logits: bool,
     /// Whether the step computes log probabilities of prompt tokens.
     pub has_scores: bool,
-    /// Whether the results of some sequence may not depend on other sequences.
-    pub has_prompt_parts: bool,
+    /// Whether the results of some sequence must not depend on other sequences.
+    pub has_deterministic_sequence: bool,
 }
 
 impl StepFacts {
@@ -59,7 +59,7 @@ impl StepFacts {
         samplers_can_queue: true,
         needs_logits: false,
         has_scores: false,
-        has_prompt_parts: false,
+        has_deterministic_sequence: false,
     };
 
     pub fn of(sequences: &[StepSequence]) -> Self {
@@ -71,7 +71,7 @@ impl StepFacts {
             samplers_can_queue: samplers().all(|sampler| sampler.can_queue()),
             needs_logits: sequences.len() == 1 && samplers().any(|sampler| sampler.needs_logits()),
             has_scores: sequences.iter().any(|sequence| sequence.scores.is_some()),
-            has_prompt_parts: sequences.iter().any(|sequence| sequence.prompt_parts.is_some()),
+            has_deterministic_sequence: sequences.iter().any(|sequence| sequence.prompt_parts.is_some()),
         }
     }
 }
@@ -79,9 +79,9 @@ impl StepFacts {
 /// Decides what runs a step that is not queued.
 pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
     // Batch graphs add in a fixed order only if the whole runner is deterministic.
-    let is_separate = step.has_prompt_parts && !runner.is_deterministic;
+    let is_separate = step.has_deterministic_sequence && !runner.is_deterministic;
     if !step.is_decode || step.has_scores || is_separate {
-        return Route::Operations;
+        return Route::Eager;
     }
     if step.sequences == 1 && !step.needs_logits {
         if runner.has_decode_graph && step.chooses_tokens {
@@ -90,7 +90,7 @@ pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
         // Such a step is rare: `queued_route` and the decode graph run almost all steps of one sequence. A batch graph
         // runs it only if the order of additions must be fixed, or if there are several ranks.
         if !runner.is_deterministic && !runner.has_several_ranks {
-            return Route::Operations;
+            return Route::Eager;
         }
     }
     batch_route(runner, step)
@@ -101,7 +101,7 @@ pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
 pub fn queued_route(runner: RunnerFacts, step: StepFacts) -> Option<Route> {
     let can_choose = runner.can_queue && step.chooses_tokens && step.samplers_can_queue;
     // Parts of prompts run in separate passes, whose tokens do not stay on the device.
-    let is_separate = if runner.is_deterministic { !step.is_decode } else { step.has_prompt_parts };
+    let is_separate = if runner.is_deterministic { !step.is_decode } else { step.has_deterministic_sequence };
     // The decode graph queues its own steps. It starts from the logits of the last part of the prompt.
     let is_graph = runner.has_decode_graph && step.sequences == 1 && !step.needs_logits;
     if !can_choose || step.has_scores || is_separate || is_graph || step.sequences > MAX_SEQUENCES {
@@ -112,7 +112,7 @@ pub fn queued_route(runner: RunnerFacts, step: StepFacts) -> Option<Route> {
 
 fn batch_route(runner: RunnerFacts, step: StepFacts) -> Route {
     let can_run = runner.has_batch_graphs && step.is_decode && step.sequences <= MAX_SEQUENCES;
-    if can_run { Route::BatchGraph } else { Route::Operations }
+    if can_run { Route::BatchGraph } else { Route::Eager }
 }
 
 #[cfg(test)]
@@ -156,7 +156,7 @@ mod tests {
         ("decode step with `--deterministic`", &[DETERMINISTIC], &[ONE, MANY]),
         ("– some with a constraint, or with log probabilities, or both", &[DETERMINISTIC], &[ONE_CONSTRAINED, MANY_CONSTRAINED]),
         ("step with chunks of prompts with `--deterministic`", &[DETERMINISTIC], &[CHUNKS]),
-        ("step with a deterministic request, without `--deterministic`", &[GPU], &[StepFacts { has_prompt_parts: true, ..ONE }, StepFacts { has_prompt_parts: true, ..MANY }]),
+        ("step with a deterministic request, without `--deterministic`", &[GPU], &[StepFacts { has_deterministic_sequence: true, ..ONE }, StepFacts { has_deterministic_sequence: true, ..MANY }]),
         ("any step with `--eager`, or of GPUs that exchange data through the host", &[EAGER], &[ONE, MANY, CHUNKS]),
     ];
 
@@ -181,8 +181,8 @@ mod tests {
                         (Route::DecodeGraph, None) => ("decode graph", "by the graph itself"),
                         (Route::BatchGraph, Some(_)) => ("batch graph", "yes"),
                         (Route::BatchGraph, None) => ("batch graph", "no"),
-                        (Route::Operations, Some(_)) => ("operation by operation", "yes"),
-                        (Route::Operations, None) => ("operation by operation", "no"),
+                        (Route::Eager, Some(_)) => ("operation by operation", "yes"),
+                        (Route::Eager, None) => ("operation by operation", "no"),
                         (Route::DecodeGraph, Some(_)) => panic!("{name}: the decode graph queues its own steps"),
                     };
                     assert_eq!([runs_as, queued], row[1..], "{name}: {runner:?}, {step:?}");
@@ -194,12 +194,12 @@ mod tests {
     #[test]
     fn a_step_of_one_sequence_without_a_sampler_runs_operation_by_operation() {
         let step = StepFacts { chooses_tokens: false, ..ONE };
-        assert_eq!((route(GPU, step), queued_route(GPU, step)), (Route::Operations, None));
+        assert_eq!((route(GPU, step), queued_route(GPU, step)), (Route::Eager, None));
     }
 
     #[test]
     fn too_many_sequences_are_not_queued() {
         let step = StepFacts { sequences: MAX_SEQUENCES + 1, ..MANY };
-        assert_eq!((route(GPU, step), queued_route(GPU, step)), (Route::Operations, None));
+        assert_eq!((route(GPU, step), queued_route(GPU, step)), (Route::Eager, None));
     }
 }

@@ -68,7 +68,7 @@ impl StepLauncher {
     ) -> Result<usize> {
         let on_graph = match route {
             Route::BatchGraph => self.batches.try_run(decoder, cache, sequences, &mut self.buffers)?,
-            Route::DecodeGraph | Route::Operations => None,
+            Route::DecodeGraph | Route::Eager => None,
         };
         let logits = match on_graph {
             Some(logits) => logits,

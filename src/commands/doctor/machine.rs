@@ -76,7 +76,13 @@ fn reach(hub: &Hub) -> Finding {
 }
 
 fn models(hub: &Hub, findings: &mut Vec<Finding>) {
-    let snapshots = hub.list().unwrap_or_default();
+    let snapshots = match hub.list() {
+        Ok(snapshots) => snapshots,
+        Err(error) => {
+            findings.push(Finding::warn("models", one_line(&error), "inferno list"));
+            return;
+        }
+    };
     let before = findings.len();
     for (name, missing) in hub.incomplete() {
         let what = format!("{name} is incomplete: {missing} is missing");

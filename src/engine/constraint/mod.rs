@@ -39,7 +39,7 @@ pub struct Constraint {
     pub can_call_in_parallel: bool,
 }
 
-/// A tool that may be called.
+/// A tool that the answer may call, and what its arguments must match.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ToolGrammar {
     pub name: String,

@@ -139,7 +139,7 @@ impl EngineLoop {
             let outcome = self.outcome_of(work, chosen);
             // The keys and values of a failed sequence must not be reused.
             let has_failed = matches!(outcome, Some(Err(_)));
-            self.record_computed(work.id, if has_failed { 0 } else { work.range.end }, was_queued);
+            self.record_computed(work.id, (!has_failed).then_some(work.range.end), was_queued);
             if let Some(outcome) = outcome {
                 self.end(work.id, outcome);
             }
@@ -180,17 +180,17 @@ impl EngineLoop {
         }
     }
 
-    /// Records that the first `cached` tokens of a sequence are in the KV cache. If `cached` is 0, the step failed.
-    fn record_computed(&mut self, id: SequenceId, cached: usize, was_queued: bool) {
-        if !was_queued && cached > 0 {
-            self.scheduler.advance(id, cached);
-        } else if was_queued && cached == 0 {
+    /// Records that the first `cached` tokens of a sequence are in the KV cache, or `None` if the step failed.
+    fn record_computed(&mut self, id: SequenceId, cached: Option<usize>, was_queued: bool) {
+        match cached {
+            Some(cached) if !was_queued => self.scheduler.advance(id, cached),
             // `record_queued` has already advanced the scheduler, so the tokens of the failed step count as cached.
-            self.scheduler.forget_prefixes();
+            None if was_queued => self.scheduler.forget_prefixes(),
+            _ => {}
         }
         // The counter is about the latest request. After a step of several sequences, it is about the last one in the
         // step: with requests in parallel, only the counters of the prefix cache describe what can be reused.
-        self.counters.cached_tokens.store(cached as u64, Ordering::Relaxed);
+        self.counters.cached_tokens.store(cached.unwrap_or(0) as u64, Ordering::Relaxed);
     }
 }
 

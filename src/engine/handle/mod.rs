@@ -99,9 +99,7 @@ impl EngineHandle {
     pub fn submit_n(&self, request: Request, n: usize) -> Result<Vec<RequestStream>> {
         let submitted = Instant::now();
         let language = &self.shared.language;
-        if !(1..=MAX_ANSWERS).contains(&n) {
-            bail!("n is {n}: expected a number from 1 to {MAX_ANSWERS}");
-        }
+        check_answer_count(n)?;
         let options = request.options.unwrap_or_else(|| GenerateOptions::new(self.shared.defaults.clone()));
         let mut chat = None;
         let (ids, outputs): (Vec<u32>, Vec<Output>) = match request.prompt {
@@ -461,4 +459,12 @@ impl EngineHandle {
         let stopped = |_| self.failure().map_or_else(|| anyhow!("the engine has stopped"), anyhow::Error::from);
         self.commands.send(command).map_err(stopped)
     }
+}
+
+/// Fails if a request for `n` answers is invalid.
+fn check_answer_count(n: usize) -> Result<()> {
+    if !(1..=MAX_ANSWERS).contains(&n) {
+        bail!("n is {n}: expected a number from 1 to {MAX_ANSWERS}");
+    }
+    Ok(())
 }

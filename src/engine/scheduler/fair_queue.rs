@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::ledger::{TenantId, TenantLedger};
-use super::order::{Rank, Seniority};
+use super::order::{Seniority, Turn};
 
 /// The waiting sequences of all tenants.
 #[derive(Default)]
@@ -44,7 +44,7 @@ impl FairQueue {
     /// Returns the waiting sequence that starts next, and its tenant.
     pub fn first(&self, ledger: &TenantLedger) -> Option<(TenantId, Seniority)> {
         let firsts = self.waiting.iter().filter_map(|(&id, waiting)| Some((id, *waiting.first()?)));
-        firsts.min_by_key(|&(id, seniority)| ledger.rank(id, seniority))
+        firsts.min_by_key(|&(id, seniority)| ledger.turn(id, seniority))
     }
 
     /// Estimates the number of waiting sequences that would start before a new sequence.
@@ -53,10 +53,10 @@ impl FairQueue {
     /// because tenants take turns. The exact number depends on the lengths of answers.
     pub fn ahead(&self, tenant: TenantId, seniority: Seniority, ledger: &TenantLedger) -> usize {
         let own = self.waiting.get(&tenant).map_or(0, |waiting| waiting.range(..seniority).count());
-        let rank = Rank::new(self.served_if_waiting(tenant, ledger), seniority);
+        let turn = Turn::new(self.served_if_waiting(tenant, ledger), seniority);
         let others = self.waiting.iter().filter(|&(&id, _)| id != tenant);
         let of_other = |(&id, waiting): (&TenantId, &BTreeSet<Seniority>)| {
-            let is_first = waiting.first().is_some_and(|&first| ledger.rank(id, first) < rank);
+            let is_first = waiting.first().is_some_and(|&first| ledger.turn(id, first) < turn);
             waiting.len().min(own + usize::from(is_first))
         };
         own + others.map(of_other).sum::<usize>()

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::order::{Rank, Seniority};
+use super::order::{Seniority, Turn};
 
 /// Identifies the owner of a sequence, such as a client with its own API key.
 pub type TenantId = u64;
@@ -68,12 +68,12 @@ impl TenantLedger {
         self.accounts.retain(|_, account| account.sequences > 0 || account.served > served);
     }
 
-    /// Returns the rank of a sequence.
-    pub fn rank(&self, tenant: TenantId, seniority: Seniority) -> Rank {
-        Rank::new(self.served(tenant), seniority)
+    /// Returns the turn of a sequence.
+    pub fn turn(&self, tenant: TenantId, seniority: Seniority) -> Turn {
+        Turn::new(self.served(tenant), seniority)
     }
 
-    /// Returns whether all sequences belong to the same tenant. If so, the order of ranks is the order of seniority.
+    /// Returns whether all sequences belong to the same tenant. If so, the order of turns is the order of seniority.
     pub fn has_one_tenant(&self) -> bool {
         self.accounts.values().filter(|account| account.sequences > 0).nth(1).is_none()
     }

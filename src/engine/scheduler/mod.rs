@@ -10,7 +10,7 @@
 //! Sequences belong to tenants. Waiting tenants get equal numbers of tokens, as `fair_queue.rs` explains.
 //! The sequences of one tenant are ordered by seniority, which depends on priority and arrival.
 //!
-//! If the KV cache runs out of blocks, the sequence with the last rank is preempted.
+//! If the KV cache runs out of blocks, the sequence with the last turn is preempted.
 //! A preempted sequence gives up its blocks and recomputes its tokens later.
 //! By then, most of these blocks are usually still cached.
 
@@ -137,14 +137,14 @@ pub struct Scheduler {
     config: SchedulerConfig,
     blocks: BlockManager,
     sequences: BTreeMap<SequenceId, ScheduledSequence>,
-    /// The tokens served to each tenant, which decide the ranks of sequences.
+    /// The tokens served to each tenant, which decide the turns of sequences.
     ledger: TenantLedger,
     /// The sequences without blocks.
     waiting: FairQueue,
     /// The sequences with blocks, the most senior first.
     running: BTreeSet<Seniority>,
     /// The sequences that the current plan admitted. The plan does not preempt these sequences,
-    /// even if their ranks have changed because the plan counted tokens for their tenants.
+    /// even if their turns have changed because the plan counted tokens for their tenants.
     admitted: Vec<SequenceId>,
     preemptions: u64,
 }

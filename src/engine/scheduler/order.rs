@@ -44,18 +44,19 @@ impl Seniority {
     }
 }
 
-/// The rank of a sequence among the sequences of all tenants. The smallest rank gets tokens and blocks first.
+/// The turn of a sequence among the sequences of all tenants. The smallest turn comes first: its sequence gets tokens and
+/// blocks before the others.
 ///
-/// Ranks are compared by their fields, from first to last.
+/// Turns are compared by their fields, from first to last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Rank {
+pub struct Turn {
     is_protected: Reverse<bool>,
     /// The number of tokens that were served to the tenant of the sequence.
     served: u64,
     seniority: Seniority,
 }
 
-impl Rank {
+impl Turn {
     pub fn new(served: u64, seniority: Seniority) -> Self {
         Self { is_protected: seniority.is_protected, served, seniority }
     }
@@ -65,25 +66,25 @@ impl Rank {
 mod tests {
     use super::*;
 
-    fn rank(priority: i32, arrival_s: u64) -> Seniority {
+    fn seniority(priority: i32, arrival_s: u64) -> Seniority {
         Seniority::new(priority, Duration::from_secs(arrival_s), arrival_s)
     }
 
     #[test]
     fn earlier_sequences_come_first_within_a_priority() {
-        assert!(rank(0, 1) < rank(0, 2));
-        assert!(rank(-1, 3) < rank(0, 2), "one second does not outweigh a level of priority");
+        assert!(seniority(0, 1) < seniority(0, 2));
+        assert!(seniority(-1, 3) < seniority(0, 2), "one second does not outweigh a level of priority");
     }
 
     #[test]
     fn waiting_outweighs_priority() {
-        assert!(rank(5, 0) > rank(0, 9));
-        assert!(rank(5, 0) < rank(0, 10));
-        assert!(rank(i32::MAX, 0) > rank(i32::MIN, 9));
+        assert!(seniority(5, 0) > seniority(0, 9));
+        assert!(seniority(5, 0) < seniority(0, 10));
+        assert!(seniority(i32::MAX, 0) > seniority(i32::MIN, 9));
     }
 
     #[test]
     fn protected_sequences_come_first() {
-        assert!(rank(9, 9).protected() < rank(-5, 0));
+        assert!(seniority(9, 9).protected() < seniority(-5, 0));
     }
 }

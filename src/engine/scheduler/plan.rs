@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::mem;
 use std::time::Duration;
 
-use super::order::{Rank, Seniority, SequenceId};
+use super::order::{Seniority, SequenceId, Turn};
 use super::{GROWTH_STEPS, MAX_PREEMPTIONS, ScheduledSequence, Scheduler, SequenceWork, StepPlan};
 
 /// The sequences that may compute chunks of their prompts in a step.
@@ -73,25 +73,25 @@ impl Scheduler {
         expired
     }
 
-    /// Returns the rank of a sequence. The smallest rank gets tokens and blocks first.
-    fn rank(&self, seniority: Seniority) -> Rank {
-        self.ledger.rank(self.sequences[&seniority.id()].tenant, seniority)
+    /// Returns the turn of a sequence. The earliest turn gets tokens and blocks first.
+    fn turn(&self, seniority: Seniority) -> Turn {
+        self.ledger.turn(self.sequences[&seniority.id()].tenant, seniority)
     }
 
-    /// Returns the sequence with the first rank.
-    fn first_by_rank(&self, sequences: &BTreeSet<Seniority>) -> Option<Seniority> {
+    /// Returns the sequence with the first turn.
+    fn first_in_turn(&self, sequences: &BTreeSet<Seniority>) -> Option<Seniority> {
         if self.ledger.has_one_tenant() {
             return sequences.first().copied();
         }
-        sequences.iter().copied().min_by_key(|&sequence| self.rank(sequence))
+        sequences.iter().copied().min_by_key(|&sequence| self.turn(sequence))
     }
 
-    /// Returns the running sequence with the last rank.
-    fn last_by_rank(&self) -> Option<Seniority> {
+    /// Returns the running sequence with the last turn.
+    fn last_in_turn(&self) -> Option<Seniority> {
         if self.ledger.has_one_tenant() {
             return self.running.last().copied();
         }
-        self.running.iter().copied().max_by_key(|&sequence| self.rank(sequence))
+        self.running.iter().copied().max_by_key(|&sequence| self.turn(sequence))
     }
 
     /// Counts the tokens from `start` to `end` for the tenant of a sequence, except tokens that were already counted.
@@ -104,11 +104,11 @@ impl Scheduler {
         }
     }
 
-    /// Plans one token of every sequence that decodes. Preempts the sequences with the last ranks if blocks run out.
+    /// Plans one token of every sequence that decodes. Preempts the sequences with the last turns if blocks run out.
     fn plan_decodes(&mut self, budget: &mut usize, plan: &mut StepPlan) {
         let mut running: Vec<_> = self.running.iter().copied().collect();
         if !self.ledger.has_one_tenant() {
-            running.sort_by_key(|&sequence| self.rank(sequence));
+            running.sort_by_key(|&sequence| self.turn(sequence));
         }
         for id in running.iter().map(Seniority::id) {
             let sequence = &self.sequences[&id];
@@ -146,16 +146,16 @@ impl Scheduler {
         self.give_rest_of_budget(first_chunk, budget, plan);
     }
 
-    /// Returns the next sequence to compute a chunk of its prompt, which has the first rank: a running sequence, or a
+    /// Returns the next sequence to compute a chunk of its prompt, which has the first turn: a running sequence, or a
     /// waiting sequence, which this function starts. Returns `None` if no sequence is left.
     fn next_prefill(&mut self, candidates: &mut PrefillCandidates, plan: &StepPlan) -> Option<SequenceId> {
         let PrefillCandidates { running, can_admit } = candidates;
         // Admit no sequence after a preemption: the preempted sequence needs the free blocks to run again.
         *can_admit &= plan.preempted.is_empty() && self.running.len() < self.config.max_sequences;
-        let next = self.first_by_rank(running);
+        let next = self.first_in_turn(running);
         if *can_admit
             && let Some((_, waiting)) = self.waiting.first(&self.ledger)
-            && next.is_none_or(|next| self.rank(waiting) < self.rank(next))
+            && next.is_none_or(|next| self.turn(waiting) < self.turn(next))
         {
             // If the first waiting sequence cannot start, no other sequence may start before it.
             *can_admit = self.try_admit(waiting.id());
@@ -245,15 +245,15 @@ impl Scheduler {
 
     /// Allocates blocks to a sequence for all positions below `end`.
     ///
-    /// While there are too few free blocks, preempts the sequence with the last rank.
-    /// Returns false if the last rank belongs to the sequence itself or to a sequence that this plan has admitted.
+    /// While there are too few free blocks, preempts the sequence with the last turn.
+    /// Returns false if the last turn belongs to the sequence itself or to a sequence that this plan has admitted.
     ///
     /// A protected sequence is never preempted and never lacks blocks: it can preempt all unprotected sequences.
     /// [`try_admit`](Self::try_admit) starts a sequence only if there are enough blocks for all protected sequences.
     fn give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         while !self.try_give_blocks(id, end, plan) {
-            // The sequence with the last rank can be the sequence that needs the blocks.
-            let victim = self.last_by_rank().filter(|victim| !victim.is_protected());
+            // The sequence with the last turn can be the sequence that needs the blocks.
+            let victim = self.last_in_turn().filter(|victim| !victim.is_protected());
             let victim = victim.map(|victim| victim.id()).filter(|victim| !self.admitted.contains(victim));
             let Some(victim) = victim else { return false };
             self.preempt(victim, plan);

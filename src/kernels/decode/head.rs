@@ -117,7 +117,9 @@ pub(super) fn check_embedding(buffers: &StepBuffers, embedding: &Matrix) -> Resu
 pub(super) fn dense_table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str)> {
     match embedding {
         Matrix::Dense(table) => Ok((Some(table), dtype_suffix(table.dtype())?)),
-        _ => Ok((None, "bf16")),
+        // The kernels read no table. Any suffix names a kernel that exists.
+        Matrix::Quantized(_) => Ok((None, "bf16")),
+        Matrix::Concatenated(_) => bail!("internal error: an embedding of several matrices"),
     }
 }
 

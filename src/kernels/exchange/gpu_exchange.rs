@@ -18,7 +18,7 @@ use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchList, LaunchSha
 use crate::kernels::scratch;
 
 /// The maximum time that a GPU waits for the data of another rank.
-const TIMEOUT_SECONDS: i32 = 5;
+const TIMEOUT_SECONDS: i32 = ANSWER_TIME.as_secs() as i32;
 /// The maximum time that the host of a rank waits until the other ranks are ready or have launched, if their hosts may be
 /// loading kernels: a host may take seconds to read the kernels of cuBLAS from a disk. No GPU waits meanwhile.
 /// Between the launches of two graphs, no host loads kernels, and [`ANSWER_TIME`] is the limit.

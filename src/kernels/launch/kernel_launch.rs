@@ -7,6 +7,7 @@ use candle_core::{Result, bail};
 
 use super::arguments::Arguments;
 use super::module::Module;
+use crate::device::has_machine_code;
 
 /// The bytes of dynamic shared memory that every kernel may use without raising its limit.
 /// The default limit of 48 KiB includes static shared memory, for which 16 KiB is reserved here.
@@ -155,7 +156,11 @@ impl Overlap {
     pub fn of_device(device: &CudaDevice) -> Result<Self> {
         let (major, minor) = device.cuda_stream().context().compute_capability().w()?;
         let is_target_new = env!("INFERNO_COMPUTE_CAP").parse::<u32>().is_ok_and(|capability| capability >= 90);
-        Ok(if major >= 9 && (is_target_new || has_machine_code(major, minor)) { Self::Yes } else { Self::No })
+        Ok(if major >= 9 && (is_target_new || has_machine_code((major as u32, minor as u32))) {
+            Self::Yes
+        } else {
+            Self::No
+        })
     }
 }
 
@@ -200,9 +205,4 @@ impl PreparedLaunch {
         .result()
         .w()
     }
-}
-
-/// Returns whether the build contains machine code for GPUs of this compute capability.
-pub(in crate::kernels) fn has_machine_code(major: i32, minor: i32) -> bool {
-    env!("INFERNO_NATIVE_CAPS").split(',').any(|capability| *capability == format!("{major}{minor}"))
 }

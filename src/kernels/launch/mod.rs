@@ -20,7 +20,6 @@ pub use arguments::{Arg, Arguments, address};
 pub use device::{attribute, dtype_suffix, is_idle, max_shared_bytes, multiprocessors};
 pub use graph::LaunchGraph;
 pub use host_words::HostWords;
-pub(in crate::kernels) use kernel_launch::has_machine_code;
 pub use kernel_launch::{Launch, LaunchShape};
 pub use list::{LaunchList, TimedLaunch};
 pub use mailbox::Mailbox;

@@ -8,7 +8,7 @@
 //   bytes moved: rows · columns · sizeof(T)
 //
 // Each warp multiplies every `parts`-th chunk of one unit by x. A chunk has DENSE_FEW_COLUMNS columns.
-// Each lane multiplies the same 16-byte pieces of W that it copied, so the copies of W need no barrier.
+// Each lane multiplies the same 16-byte pieces of W that it next_chunk, so the copies of W need no barrier.
 // A piece has eight adjacent columns. mma.sync expects different columns in each lane, but adds up all their products.
 // The columns may therefore be in any order, as long as W and x have the same order.
 #include "constants.cuh"
@@ -47,18 +47,18 @@ __device__ void dense_few(const T* w, const T* x, float* y, int rows, int column
     }
 
     // 1. Copy the first weights. No running kernel writes them.
-    int copied = part;
+    int next_chunk = part;
     const auto copy_weights = [&](int stage) {
-        if (has_rows && copied < chunks) {
+        if (has_rows && next_chunk < chunks) {
 #pragma unroll
             for (int i = 0; i < LANE_PIECES; ++i) {
                 // Pieces 0 and 1 are the pieces from the two halves of the chunk in row `quad`.
                 // Pieces 2 and 3 are the same pieces in row `quad` + 8.
-                const T* from = lane_row + (size_t)(i / 2 * 8) * columns + copied * COLUMNS + i % 2 * (COLUMNS / 2);
+                const T* from = lane_row + (size_t)(i / 2 * 8) * columns + next_chunk * COLUMNS + i % 2 * (COLUMNS / 2);
                 copy_async_or_zero(shared_address(weights + stage * STAGE_PIECES + i * 32), from, true);
             }
         }
-        copied += parts;
+        next_chunk += parts;
         commit_copies();
     };
 #pragma unroll
@@ -67,7 +67,7 @@ __device__ void dense_few(const T* w, const T* x, float* y, int rows, int column
     pdl_wait();
     pdl_launch_dependents();
 
-    // 2. Multiply, while the inputs of the next chunks are being copied.
+    // 2. Multiply, while the inputs of the next chunks are being next_chunk.
     const auto copy_inputs = [&](int first, int buffer) {
         for (int i = threadIdx.x; i < INPUT_PIECES; i += blockDim.x) {
             const int token = i % 32 / 4, column = first * COLUMNS + (i / 32 * 4 + i % 4) * PIECE_COLUMNS;

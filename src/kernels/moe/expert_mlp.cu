@@ -90,8 +90,8 @@ __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, 
 // ---- matrix multiplication with mma.sync ----
 
 // The tile of a block: at most PAIRS pairs × 256 rows.
-// Each of the eight warps computes PAIRS × 32 results, or 64 × 64 if PAIRS is 128: ROW_TILES weight tiles × COLUMNS
-// columns of 8 pairs.
+// Each of the eight warps computes COLUMNS · 8 pairs × ROW_TILES · 16 rows: all PAIRS pairs × 32 rows, or 64 pairs × 64
+// rows if PAIRS is 128.
 template <int PAIRS_> struct MmaShape {
     static constexpr int PAIRS = PAIRS_, BLOCK_ROW_TILES = EXPERT_MMA_ROW_TILES, STAGES = EXPERT_MMA_STAGES;
     static constexpr int WARPS = EXPERT_MMA_THREADS / 32, COLUMN_WARPS = PAIRS == 128 ? 2 : 1;
@@ -101,7 +101,7 @@ template <int PAIRS_> struct MmaShape {
     static constexpr int X_BYTES = PAIRS * 128, W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
 };
 
-// One stage of the pipeline in shared memory: one step of x, and then of the weights and their scales.
+// The stages of the pipeline in shared memory. A stage holds one step of x, and one step of weights with their scales.
 template <typename S> struct MmaStages {
     unsigned char* base;
     uint32_t address;
@@ -286,6 +286,7 @@ template <typename S> struct Ring {
     __device__ __forceinline__ uint32_t full(int stage) const { return address + BARRIERS + stage * 16; }
     __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
 };
+// The stage that is copied or multiplied next, and how often the ring was completed: the parity of its barriers.
 template <int STAGES> struct Position {
     int stage = 0;
     uint32_t round = 0;
@@ -351,6 +352,7 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
         }
     }
     wgmma_wait<0>();
+    // Keeps the compiler from reading the sums before the wait: it does not know that wgmma writes them later.
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");
     if (lane == 0) barrier_arrive(ring.empty(previous));

@@ -4,13 +4,14 @@ use candle_core::Result;
 use candle_core::cuda_backend::CudaDevice;
 
 use super::expert_few::FewTile;
+use crate::device::has_machine_code;
 use crate::kernels::SumOrder;
 use crate::kernels::constants::{
     EXPERT_MMA_ROW_TILES, EXPERT_MMA_STAGES, EXPERT_MMA_THREADS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES,
     EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_WGMMA_ROW_TILES, EXPERT_WGMMA_THREADS, EXPERT_WIDE_PAIRS,
     EXPERT_WIDE_STAGES, MXFP4_TILE_BYTES, MXFP4_TILE_SCALE_BYTES,
 };
-use crate::kernels::launch::{Arguments, Launch, LaunchShape, has_machine_code, module, multiprocessors};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors};
 
 /// The largest average number of pairs per expert at which `expert_few.cu` is faster than `expert_mlp.cu`.
 const FEW_PAIRS_PER_EXPERT: usize = 12;
@@ -44,7 +45,7 @@ impl ProductKernel {
         }
         let capability = device.cuda_stream().context().compute_capability();
         // Only the machine code for compute capability 9.0 contains wgmma instructions. Other GPUs cannot run it.
-        let has_wgmma = matches!(capability, Ok((9, 0))) && has_machine_code(9, 0);
+        let has_wgmma = matches!(capability, Ok((9, 0))) && has_machine_code((9, 0));
         let wgmma = |name, pairs, stages, blocks| Self::Many {
             name,
             shape: LaunchShape::linear(blocks * multiprocessors, EXPERT_WGMMA_THREADS)

@@ -157,10 +157,9 @@ impl RankGroup {
         while let Some(missing) = all.iter().position(Option::is_none) {
             match receiver.recv_timeout(POLL) {
                 Ok((rank, result)) => all[rank] = Some(result),
-                Err(RecvTimeoutError::Timeout) if started.elapsed() > CACHE_CALL_TIME => {
-                    self.world.end_without_answer(missing);
-                }
-                Err(_) => {}
+                Err(RecvTimeoutError::Timeout) if started.elapsed() <= CACHE_CALL_TIME => {}
+                // If all followers have dropped the call, no answer will come.
+                Err(_) => self.world.end_without_answer(missing),
             }
             self.check()?;
         }

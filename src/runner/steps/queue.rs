@@ -26,7 +26,7 @@ impl Runner {
         if self.device.is_cuda() {
             return self.queue_on_gpu(route, sequences).map(Some);
         }
-        debug_assert_eq!(route, Route::Operations);
+        debug_assert_eq!(route, Route::Eager);
         self.queue_on_cpu(sequences).map(Some)
     }
 

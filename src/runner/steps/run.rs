@@ -195,6 +195,7 @@ impl Runner {
     }
 
     /// Chooses the next token of each sequence that has a sampler, from the rows of `logits`, on the device of `logits`.
+    /// On a GPU, also starts the decode graph for a single sequence that it can continue.
     fn choose_tokens(&mut self, sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
         if logits.device().is_cuda() {
             return match sequences {

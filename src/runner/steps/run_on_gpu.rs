@@ -26,7 +26,7 @@ impl Runner {
                 Ok(Some(vec![Some(token.map(|id| ChosenToken { id, logprobs: None }))]))
             }
             (Route::DecodeGraph | Route::BatchGraph, sequences) => self.run_batch_graph(sequences, meanwhile),
-            (Route::Operations, _) => Ok(None),
+            (Route::Eager, _) => Ok(None),
         }
     }
 
