@@ -6,7 +6,7 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde::Serialize;
 
-use crate::chat::{ReasoningEffort, RenderOptions};
+use crate::chat::{ReasoningEffort, RenderOptions, today};
 use crate::engine::EngineHandle;
 use crate::server::chat;
 use crate::server::generation::generate_options::{check_model, read_token_ids};
@@ -68,7 +68,7 @@ fn read_input(fields: &mut Fields) -> Result<EncodeInput, ApiError> {
     let options = RenderOptions {
         tools: chat::read_tools(fields)?.shown,
         reasoning_effort: ReasoningEffort::default(),
-        date: jiff::Zoned::now().strftime("%Y-%m-%d").to_string(),
+        date: today(),
         add_generation_prompt: fields.take_bool("add_generation_prompt")?.unwrap_or(true),
     };
     Ok(Box::new(move |engine| Ok(engine.render(&messages, &options)?.ids)))
