@@ -35,7 +35,7 @@ pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Re
     let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;
     check_model(&mut fields, &server)?;
-    let has_strings = fields.take_bool("return_token_strs")?.unwrap_or(false);
+    let wants_strings = fields.take_bool("return_token_strs")?.unwrap_or(false);
     let encode = read_input(&mut fields)?;
     let ignored = fields.ignored();
     reply::check_strict(&headers, &ignored)?;
@@ -43,7 +43,7 @@ pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Re
     let worker = tokio::task::spawn_blocking(move || -> anyhow::Result<Tokens> {
         let tokens = encode(&engine)?;
         let string = |&id: &u32| engine.tokenizer().token(id).unwrap_or_default().to_string();
-        let token_strs = has_strings.then(|| tokens.iter().map(string).collect());
+        let token_strs = wants_strings.then(|| tokens.iter().map(string).collect());
         Ok(Tokens { count: tokens.len(), max_model_len, tokens, token_strs })
     });
     let tokens = worker.await.map_err(|panic| ApiError::internal(format!("cannot tokenize: {panic}")))?;
