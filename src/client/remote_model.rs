@@ -154,12 +154,8 @@ impl Backend for RemoteModel {
         self.model.context
     }
 
-    fn defaults(&self) -> SamplingParams {
-        SamplingParams::greedy()
-    }
-
-    fn has_known_defaults(&self) -> bool {
-        false
+    fn defaults(&self) -> Option<SamplingParams> {
+        None
     }
 
     fn stats(&self) -> Vec<(&'static str, String)> {
