@@ -20,7 +20,7 @@ from tools import ToolSampler
 @dataclass
 class Case:
     conversation: Conversation
-    intent: str
+    intent_id: str
     values: dict[str, str]
 
 
@@ -48,41 +48,76 @@ def held_out(intents):
                 yield intent.id, question.replace("{name}", values["name"]), values
 
 
+def ask(question):
+    return Turn(question, "", "")
+
+
+def alone(intent_id, question, values):
+    return Case(Conversation([ask(question)]), intent_id, values)
+
+
+def third_turn(sampler, intent_id, question, values):
+    before = [Turn(turn.user, turn.think, turn.answer) for turn in sampler.other_turns(2, date=values["date"])]
+    return Case(Conversation([*before, ask(question)]), intent_id, values)
+
+
+def with_tools(sampler, tools, intent_id, question, values):
+    offered = [tools.spec(tool) for tool in tools.tools(sampler.random.randint(1, 2))]
+    return Case(Conversation([ask(question)], tools=offered), intent_id, values)
+
+
+def after_name(sampler, name, intent_id, question, values):
+    hello = give_name(sampler, name, sampler.intents["name-given"].ask)
+    return Case(Conversation([hello, ask(question)]), intent_id, values)
+
+
+def asked_name(sampler, name, between, wordings, date):
+    """The user gives a name and asks for it `between` turns later. `wordings` is `ask` (training data) or `test`."""
+    hello = give_name(sampler, name, getattr(sampler.intents["name-given"], wordings))
+    others = sampler.other_turns(between, date=date)
+    question = sampler.random.choice(getattr(sampler.intents["name-asked"], wordings)).replace("{name}", name)
+    return Case(Conversation([hello, *others, ask(question)]), "name-asked", {"name": name})
+
+
+def give_name(sampler, name, phrasings):
+    """Returns a turn in which the user gives a name."""
+    question = sampler.random.choice(phrasings).replace("{name}", name)
+    return Turn(question, "", sampler.intents["name-given"].answer.replace("{name}", name))
+
+
+def training_phrasing(sampler, intent_id, question, date):
+    question = sampler.fill(question).replace("{name}", "Anna")
+    return Case(Conversation([ask(question)]), intent_id, {"name": "Anna", "date": date})
+
+
 def cases(sampler):
     """Returns a dict that maps each kind of test to its cases."""
     intents, names, date = sampler.intents, load("names")["test"].split(), Conversation([]).date
-    ask = lambda question: Turn(question, "", "")
-    said = lambda turns: [Turn(turn.user, turn.think, turn.answer) for turn in turns]
-    kinds = {"held-out phrasings": [], "held-out phrasings, third turn": []}
-    kinds |= {"held-out phrasings, with tools": []}
     tools = ToolSampler(sampler)
-    kinds |= {"held-out phrasings, after the user gives a name": [], "held-out names": [], "held-out names and phrasings": []}
-    for intent, question, values in held_out(intents):
-        kinds["held-out phrasings"].append(Case(Conversation([ask(question)]), intent, values))
-        before = said(sampler.other_turns(2, date=date))
-        kinds["held-out phrasings, third turn"].append(Case(Conversation([*before, ask(question)]), intent, values))
-        offered = [tools.spec(tool) for tool in tools.tools(sampler.random.randint(1, 2))]
-        kinds["held-out phrasings, with tools"].append(Case(Conversation([ask(question)], tools=offered), intent, values))
-        given, name = intents["name-given"], sampler.random.choice(names)
-        fill = lambda text: text.replace("{name}", name)
-        hello = Turn(fill(sampler.random.choice(given.ask)), "", fill(given.answer))
-        if intent not in ("name-given", "name-asked", "no-name"):
-            kinds["held-out phrasings, after the user gives a name"].append(Case(Conversation([hello, ask(question)]), intent, values))
+    kinds = {
+        "held-out phrasings": [],
+        "held-out phrasings, third turn": [],
+        "held-out phrasings, with tools": [],
+        "held-out phrasings, after the user gives a name": [],
+        "held-out names": [],
+        "held-out names and phrasings": [],
+        "training phrasings": [],
+    }
+    # The cases depend on the order of the random draws, so another order of these calls would change the shares.
+    for case in held_out(intents):
+        kinds["held-out phrasings"].append(alone(*case))
+        kinds["held-out phrasings, third turn"].append(third_turn(sampler, *case))
+        kinds["held-out phrasings, with tools"].append(with_tools(sampler, tools, *case))
+        named = after_name(sampler, sampler.random.choice(names), *case)
+        if named.intent_id not in ("name-given", "name-asked", "no-name"):
+            kinds["held-out phrasings, after the user gives a name"].append(named)
     for name in names:
         for between in range(3):
-            for kind, wordings in (("held-out names", "ask"), ("held-out names and phrasings", "test")):
-                given, asked = sampler.intents["name-given"], sampler.intents["name-asked"]
-                pick = lambda intent: sampler.random.choice(getattr(intent, wordings)).replace("{name}", name)
-                hello = Turn(pick(given), "", given.answer.replace("{name}", name))
-                talk = [hello, *sampler.other_turns(between, date=date), ask(pick(asked))]
-                kinds[kind].append(Case(Conversation(talk), "name-asked", {"name": name}))
-    anna = {"name": "Anna", "date": date}
-    kinds["training phrasings"] = [
-        Case(Conversation([ask(sampler.fill(question).replace("{name}", "Anna"))]), intent.id, anna)
-        for intent in intents.values()
-        for question in intent.ask
-        if intent.id != "name-asked"
-    ]
+            kinds["held-out names"].append(asked_name(sampler, name, between, "ask", date))
+            kinds["held-out names and phrasings"].append(asked_name(sampler, name, between, "test", date))
+    for intent in intents.values():
+        if intent.id != "name-asked":  # needs an earlier turn
+            kinds["training phrasings"] += [training_phrasing(sampler, intent.id, question, date) for question in intent.ask]
     return kinds
 
 
@@ -91,13 +126,17 @@ def report(kind, intents, answered, show_failures):
 
     `answered` is a list of (intent id, question, values, text).
     """
-    wrong = [(id, question, text) for id, question, values, text in answered if not is_right(intents[id], text, values)]
+    wrong = [
+        (intent_id, question, text)
+        for intent_id, question, values, text in answered
+        if not is_right(intents[intent_id], text, values)
+    ]
     share = 1 - len(wrong) / max(len(answered), 1)
     print(f"{kind:35} {len(answered) - len(wrong):5} of {len(answered):5} correct, {share:6.1%}", flush=True)
     by_answer = {single_line(intent.answer): intent.id for intent in intents.values()}
-    for id, question, text in wrong if show_failures else []:
+    for intent_id, question, text in wrong if show_failures else []:
         got = by_answer.get(single_line(text)) or repr(text[:70])
-        print(f"    {question}\n        expected {id}, got {got}")
+        print(f"    {question}\n        expected {intent_id}, got {got}")
     return share
 
 
@@ -123,20 +162,22 @@ def evaluate(snapshot, device="cpu", limit=None, max_tokens=160, batch=192, show
             written = model.generate([prompts[i] for i in rows], writer.stop_ids, max_tokens)
             for i, ids in zip(rows, written):
                 texts[i] = writer.answer(ids)
-        answered = [(c.intent, c.conversation.turns[-1].user, c.values, text) for c, text in zip(chosen, texts)]
+        answered = [(c.intent_id, c.conversation.turns[-1].user, c.values, text) for c, text in zip(chosen, texts)]
         shares[kind] = report(kind, sampler.intents, answered, show_failures and kind == "held-out phrasings")
     return shares | scores(model, writer, limit, max_tokens, batch, show_failures)
 
 
 def judge(answers_file):
     intents = load_intents()
-    wanted = {question: (id, values) for id, question, values in held_out(intents)}
+    wanted = {question: (intent_id, values) for intent_id, question, values in held_out(intents)}
     answered = []
     for line in Path(answers_file).read_text(encoding="utf-8").splitlines():
         answer = json.loads(line)
-        id, values = wanted[answer["question"]]
-        answered.append((id, answer["question"], values | {"date": answer.get("date", values["date"])}, answer["text"]))
-    print(f"{len(wanted) - len(answered)} held-out questions were not answered") if len(answered) < len(wanted) else None
+        intent_id, values = wanted[answer["question"]]
+        values = values | {"date": answer.get("date", values["date"])}
+        answered.append((intent_id, answer["question"], values, answer["text"]))
+    if len(answered) < len(wanted):
+        print(f"{len(wanted) - len(answered)} held-out questions were not answered")
     report("held-out phrasings", intents, answered, show_failures=True)
 
 
@@ -149,7 +190,7 @@ def main():
     parser.add_argument("--dump-questions", metavar="FILE", help="write the held-out questions and exit")
     args = parser.parse_args()
     if args.dump_questions:
-        rows = [{"intent": id, "question": question} for id, question, _ in held_out(load_intents())]
+        rows = [{"intent": intent_id, "question": question} for intent_id, question, _ in held_out(load_intents())]
         Path(args.dump_questions).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     elif args.answers:
         judge(args.answers)

@@ -127,9 +127,10 @@ class Writer:
         ids, weights = [], []
         start = 1 + len(self.text("assistant"))  # every assistant message begins with these tokens
 
-        def add(message, weight=0.0, given=0):
+        def add(message, weight=0.0, unweighted=0):
+            """Appends a message. Its first `unweighted` ids have no loss weight."""
             ids.extend(message)
-            weights.extend([0.0] * given + [weight] * (len(message) - given))
+            weights.extend([0.0] * unweighted + [weight] * (len(message) - unweighted))
 
         add(self.message("system", system_text(conversation.date, conversation.effort, bool(conversation.tools))))
         if developer := developer_text(conversation.developer, conversation.tools):
@@ -143,8 +144,12 @@ class Writer:
                     add(self.message("assistant", thought(call.think, conversation.effort), "analysis"), 1.0, start)
                 role = f"assistant to=functions.{call.name}"
                 message = self.message(role, call.arguments, "commentary", "<|call|>", "json")
-                # The model should reason before a call. Without reasoning, only the arguments have a loss weight.
-                add(message, *((1.0, 0) if keeps_think else (PAST_WEIGHT, len(message) - len(self.text(call.arguments)) - 1)))
+                if keeps_think:
+                    weight, unweighted = 1.0, 0
+                else:
+                    # The model should reason before a call. Without reasoning, only the arguments have a loss weight.
+                    weight, unweighted = PAST_WEIGHT, len(message) - len(self.text(call.arguments)) - 1
+                add(message, weight, unweighted)
                 add(self.message(f"functions.{call.name} to=assistant", call.result, "commentary"))
             if is_past:
                 message = self.message("assistant", turn.answer, "final")

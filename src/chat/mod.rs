@@ -34,7 +34,7 @@ pub use format::{ChatFormat, HarmonyFormat, TemplateFormat};
 pub use harmony::{Harmony, address as harmony_recipient};
 pub use message::{Message, ReasoningEffort, Role, ToolCall};
 pub use parser::Parser;
-pub use rendered::{Render, RenderOptions, Rendered};
+pub use rendered::{Render, RenderOptions, Rendered, today};
 pub use tagged_call::{LLAMA_CALLS, MISTRAL_CALLS};
 pub use tagged_parser::{END_THINK, END_TOOL_CALL, THINK, TOOL_CALL};
 pub use violations::{FormatViolation, FormatViolations};

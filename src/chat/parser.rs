@@ -50,7 +50,7 @@ impl Parser {
     }
 
     /// Returns how many times the model violated its format and the parser had to guess.
-    pub fn format_violations(&self) -> usize {
+    pub fn violation_count(&self) -> usize {
         self.violations().total()
     }
 

@@ -20,6 +20,11 @@ pub struct RenderOptions {
     pub add_generation_prompt: bool,
 }
 
+/// Returns today's date in the local time zone, as `YYYY-MM-DD`.
+pub fn today() -> String {
+    jiff::Zoned::now().strftime("%Y-%m-%d").to_string()
+}
+
 /// Renders conversations to token ids.
 pub trait Render: Send + Sync {
     fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered>;

@@ -134,11 +134,18 @@ impl Connection {
         self.read_json(request.call())
     }
 
-    /// Sends a JSON body to a URL and parses the JSON response.
-    pub fn post(&self, url: &str, body: &Value) -> Result<Value> {
+    /// Sends a JSON body to a URL that not every server supports, and parses the JSON response.
+    ///
+    /// Returns `None` if the server does not support the URL: if it responds with status 404 or 405, or without JSON.
+    pub fn post_if_supported(&self, url: &str, body: &Value) -> Result<Option<Value>> {
         let request = self.agent.borrow().post(url).content_type("application/json");
         let request = self.authorized(request).config().timeout_global(Some(SHORT_TIMEOUT)).build();
-        self.read_json(request.send(body.to_string()))
+        let response = request.send(body.to_string());
+        let status = response.as_ref().map(Response::status);
+        if matches!(status, Ok(StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)) {
+            return Ok(None);
+        }
+        Ok(serde_json::from_slice(&self.read_body(response)?).ok())
     }
 
     /// Sends a JSON body to a route of OpenAI's API and reads the events of the response.
@@ -196,16 +203,20 @@ impl Connection {
     }
 
     fn read_json(&self, response: Result<Response<Body>, ureq::Error>) -> Result<Value> {
+        serde_json::from_slice(&self.read_body(response)?).map_err(|error| {
+            let cause = format!("the response is not JSON: {}", library_error(&error));
+            Error::ServerUnreachable { url: self.url.to_string(), cause }.into()
+        })
+    }
+
+    /// Returns the body of a response. Fails if its status is not a success.
+    fn read_body(&self, response: Result<Response<Body>, ureq::Error>) -> Result<Vec<u8>> {
         let mut response = response.map_err(|error| self.failure(&error))?;
         if !response.status().is_success() {
             return Err(self.refusal(&Refusal::read(response)));
         }
         let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_vec();
-        let body = body.map_err(|error| self.failure(&error))?;
-        serde_json::from_slice(&body).map_err(|error| {
-            let cause = format!("the response is not JSON: {}", library_error(&error));
-            Error::ServerUnreachable { url: self.url.to_string(), cause }.into()
-        })
+        body.map_err(|error| self.failure(&error))
     }
 
     fn failure(&self, error: &ureq::Error) -> anyhow::Error {

@@ -22,7 +22,7 @@ use crate::text::escaped;
 pub struct RemoteModel {
     connection: Rc<Connection>,
     model: ServedModel,
-    /// Whether the server may support the route `/tokenize`. Set to false after the first failed request.
+    /// Whether the server may support the route `/tokenize`. Set to false once its response shows that it does not.
     can_count: Cell<bool>,
     last: RefCell<Option<LastAnswer>>,
 }
@@ -76,8 +76,10 @@ impl RemoteModel {
         }
         let mut body = fields;
         body["model"] = json!(self.model.name);
-        let response = self.connection.post(&self.connection.url.root_route("/tokenize"), &body);
-        let count = response.ok().and_then(|json| json["count"].as_u64());
+        let url = self.connection.url.root_route("/tokenize");
+        // A server that is busy or slow now may count the next text, so an error does not end the counting.
+        let response = self.connection.post_if_supported(&url, &body).ok()?;
+        let count = response.and_then(|json| json["count"].as_u64());
         self.can_count.set(count.is_some());
         count.map(|count| count as usize)
     }
@@ -152,12 +154,8 @@ impl Backend for RemoteModel {
         self.model.context
     }
 
-    fn defaults(&self) -> SamplingParams {
-        SamplingParams::greedy()
-    }
-
-    fn has_known_defaults(&self) -> bool {
-        false
+    fn defaults(&self) -> Option<SamplingParams> {
+        None
     }
 
     fn stats(&self) -> Vec<(&'static str, String)> {

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use super::shared::progress::{ProgressStyle, ProgressView};
+use super::shared::progress::{Operation, ProgressStyle, ProgressView};
 use super::shared::warn_about_token;
 use crate::hub::{FileFilter, Hub, shell_word};
 use crate::text::printable;
@@ -34,7 +34,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if !args.quiet {
         warn_about_token(&hub);
     }
-    let progress = ProgressView::new(ProgressStyle::new(args.quiet), "fetched");
+    let progress = ProgressView::new(ProgressStyle::new(args.quiet), Operation::Download);
     let filter = FileFilter { include: args.include, exclude: args.exclude };
     let result = hub.download(&args.repo, args.revision.as_deref(), &filter, &progress);
     progress.finish();

@@ -11,8 +11,8 @@ use std::rc::Rc;
 
 use anyhow::{Context, Result};
 
-use super::shared::{answer, prompt, today};
-use crate::chat::Message;
+use super::shared::{answer, prompt};
+use crate::chat::{Message, today};
 use crate::conversation::{LoadedModel, ModelId, ModelSource, ReasoningVisibility, Recording, Session};
 use crate::repl;
 use crate::terminal;

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use super::shared::progress::{ProgressStyle, ProgressView};
+use super::shared::progress::{Operation, ProgressStyle, ProgressView};
 use crate::error::Error;
 use crate::hub::Hub;
 use crate::terminal;
@@ -31,7 +31,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     {
         return Ok(ExitCode::SUCCESS);
     }
-    let progress = ProgressView::new(ProgressStyle::new(false), "read");
+    let progress = ProgressView::new(ProgressStyle::new(false), Operation::Verification);
     let removed = hub.remove(&args.model, args.revision.as_deref(), &progress)?;
     let mut out = std::io::stdout().lock();
     let revisions: Vec<String> = removed.revisions.iter().map(|revision| short_commit(revision)).collect();

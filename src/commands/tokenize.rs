@@ -7,8 +7,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, anyhow, bail};
 use serde::de::DeserializeOwned;
 
-use super::shared::today;
-use crate::chat::{Message, ReasoningEffort, RenderOptions};
+use crate::chat::{Message, ReasoningEffort, RenderOptions, today};
 use crate::files;
 use crate::hub::Hub;
 use crate::text::library_error;

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use super::shared::progress::{ProgressStyle, ProgressView};
+use super::shared::progress::{Operation, ProgressStyle, ProgressView};
 use super::shared::warn_about_token;
 use crate::error::Error;
 use crate::hub::{FileState, Hub, Source, VerifiedSnapshot};
@@ -30,7 +30,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?;
-    let progress = ProgressView::new(ProgressStyle::new(args.quiet), "read");
+    let progress = ProgressView::new(ProgressStyle::new(args.quiet), Operation::Verification);
     let result = hub.verify(args.model.as_deref(), args.revision.as_deref(), &progress);
     progress.finish();
     let mut out = std::io::stdout().lock();
@@ -51,7 +51,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
             if checked.source == Source::Inferno && !mem::replace(&mut has_warned, true) {
                 warn_about_token(&hub);
             }
-            let progress = ProgressView::new(ProgressStyle::new(args.quiet), "fetched");
+            let progress = ProgressView::new(ProgressStyle::new(args.quiet), Operation::Download);
             let result = hub.repair(&checked, &progress);
             progress.finish();
             match result {

@@ -28,12 +28,9 @@ pub trait Backend {
     fn context(&self) -> Option<usize>;
 
     /// Returns the sampling parameters that apply if the user sets none.
-    fn defaults(&self) -> SamplingParams;
-
-    /// Returns whether [`defaults`](Self::defaults) are the model's own defaults.
     ///
-    /// If this returns false, the server chooses each parameter that the user does not set.
-    fn has_known_defaults(&self) -> bool;
+    /// Returns `None` if they are unknown, because a server chooses each parameter that the user does not set.
+    fn defaults(&self) -> Option<SamplingParams>;
 
     /// Returns the rows of `/stats` that describe the model, as pairs of a name and a value.
     fn stats(&self) -> Vec<(&'static str, String)>;

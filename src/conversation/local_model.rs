@@ -42,12 +42,8 @@ impl Backend for LocalModel {
         Some(self.0.context())
     }
 
-    fn defaults(&self) -> SamplingParams {
-        self.0.defaults().clone()
-    }
-
-    fn has_known_defaults(&self) -> bool {
-        true
+    fn defaults(&self) -> Option<SamplingParams> {
+        Some(self.0.defaults().clone())
     }
 
     fn stats(&self) -> Vec<(&'static str, String)> {

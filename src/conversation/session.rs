@@ -301,7 +301,7 @@ impl Session {
 
     /// Returns the value of a setting as text.
     pub fn setting(&self, name: &str) -> String {
-        let is_chosen_by_server = !self.backend().has_known_defaults() && settings::has_server_default(name);
+        let is_chosen_by_server = self.backend().defaults().is_none() && settings::has_server_default(name);
         if is_chosen_by_server && !self.all_settings().contains_key(name) {
             return "chosen by the server".to_string();
         }
@@ -359,7 +359,9 @@ impl Session {
         let (recording, saved) = open_saved(name)?;
         self.requested.retain(|name, _| !settings::is_setting(name));
         self.requested.extend(saved.settings.clone().into_iter().filter(|(name, _)| settings::is_setting(name)));
-        let problems = self.reset_settings(self.backend().defaults());
+        // A request to a server contains only the settings that the user chose. The other values are not sent.
+        let defaults = self.backend().defaults().unwrap_or_else(SamplingParams::greedy);
+        let problems = self.reset_settings(defaults);
         let damage = self.continue_with(recording, saved)?;
         let warnings: Vec<String> = damage.into_iter().chain(problems).collect();
         Ok((!warnings.is_empty()).then(|| warnings.join("\n")))

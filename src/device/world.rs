@@ -271,7 +271,7 @@ impl World {
     }
 }
 
-/// Returns the error message if a rank does not answer in time.
+/// Returns the error message for a rank that does not answer in time.
 fn no_answer(rank: usize, size: usize) -> String {
     format!("GPU {} of {size} does not answer; the others were stopped", rank + 1)
 }

@@ -14,16 +14,14 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind};
 use std::path::{MAIN_SEPARATOR, Path, PathBuf};
 use std::time::SystemTime;
 
 use anyhow::Result;
 use hf_hub::{Cache as HuggingFaceCache, Repo};
 
-use super::disk::{
-    create_dir, create_temporary, entries, files_below, sync_dir, temporary_path, with_suffix, write_error,
-};
+use super::disk::{self, create_dir, entries, files_below, sync_dir, temporary_path, with_suffix, write_error};
 use super::lock::{self, Lock};
 use super::names;
 use crate::files;
@@ -182,13 +180,7 @@ impl RepoDir {
         let (blobs, snapshots) = (self.path.join("blobs"), self.path.join("snapshots"));
         dirs.extend([&*blobs, &*snapshots, &*self.path]);
         dirs.into_iter().for_each(sync_dir);
-        let write = || -> io::Result<()> {
-            let (temporary, mut file) = create_temporary(&path)?;
-            file.write_all(commit.as_bytes())?;
-            file.sync_data()?;
-            fs::rename(&temporary, &path)
-        };
-        write().map_err(|error| write_error(error, &path, 0))?;
+        disk::replace(&path, commit.as_bytes()).map_err(|error| write_error(error, &path, 0))?;
         sync_dir(path.parent().unwrap_or(&path));
         Ok(())
     }

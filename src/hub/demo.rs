@@ -4,7 +4,7 @@
 //! so other processes never see a partial file, and a valid file is never missing.
 
 use std::fs;
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -140,20 +140,13 @@ fn create_directory(path: &Path) -> io::Result<()> {
 
 /// Writes a file and flushes it to disk. Replaces any file or directory at `path`.
 fn write_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let (temporary, mut file) = disk::create_temporary(path)?;
-    let rename = || match fs::rename(&temporary, path) {
+    match disk::replace(path, bytes) {
         Err(error) if error.kind() == ErrorKind::IsADirectory => {
             fs::remove_dir_all(path)?;
-            fs::rename(&temporary, path)
+            disk::replace(path, bytes)
         }
-        renamed => renamed,
-    };
-    // Without the flush, a power failure could leave a file of the right size, filled with zeros.
-    let written = file.write_all(bytes).and_then(|()| file.sync_data()).and_then(|()| rename());
-    if written.is_err() {
-        let _ = fs::remove_file(&temporary);
+        written => written,
     }
-    written
 }
 
 /// Compares the demo's files on disk with the built-in files. Returns `None` if the demo is not on disk.

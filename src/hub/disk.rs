@@ -1,7 +1,7 @@
 //! File operations for the cache: directories, temporary names, free space, and writes that survive a power failure.
 
 use std::fs::{self, File};
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -69,7 +69,7 @@ pub(super) fn temporary_path(path: &Path) -> PathBuf {
 }
 
 /// Creates a new file with a temporary name next to `path`. Never opens an existing file.
-pub(super) fn create_temporary(path: &Path) -> io::Result<(PathBuf, File)> {
+fn create_temporary(path: &Path) -> io::Result<(PathBuf, File)> {
     loop {
         let temporary = temporary_path(path);
         match File::options().write(true).create_new(true).open(&temporary) {
@@ -78,6 +78,19 @@ pub(super) fn create_temporary(path: &Path) -> io::Result<(PathBuf, File)> {
             file => return file.map(|file| (temporary, file)),
         }
     }
+}
+
+/// Replaces the file `path` by a file that contains `bytes`, and flushes it to disk.
+///
+/// Other processes see either the old file or the complete new file. If this fails, the old file is unchanged.
+pub(super) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let (temporary, mut file) = create_temporary(path)?;
+    // Without the flush, a power failure could leave a file of the right size, filled with zeros.
+    let replaced = file.write_all(bytes).and_then(|()| file.sync_data()).and_then(|()| fs::rename(&temporary, path));
+    if replaced.is_err() {
+        let _ = fs::remove_file(&temporary);
+    }
+    replaced
 }
 
 /// Returns true if a file name has the form that [`temporary_path`] returns.
@@ -117,4 +130,26 @@ pub(super) fn entries(dir: &Path) -> impl Iterator<Item = fs::DirEntry> {
 pub(super) fn resolve(path: &Path) -> PathBuf {
     let resolve = |dir: &Path| Some(fs::canonicalize(dir).ok()?.join(path.strip_prefix(dir).ok()?));
     path.ancestors().find_map(resolve).unwrap_or_else(|| path.to_path_buf())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_replacement_leaves_no_temporary_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        for bytes in [&b"old"[..], b"new"] {
+            replace(&path, bytes).unwrap();
+            assert_eq!(fs::read(&path).unwrap(), bytes);
+        }
+        // A directory cannot be replaced by a file, so the rename fails.
+        let folder = dir.path().join("folder");
+        fs::create_dir(&folder).unwrap();
+        replace(&folder, b"new").unwrap_err();
+        let mut names: Vec<_> = entries(dir.path()).map(|entry| entry.file_name()).collect();
+        names.sort();
+        assert_eq!(names, ["file", "folder"]);
+    }
 }

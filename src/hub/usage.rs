@@ -19,13 +19,8 @@ impl Hub {
         }
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let path = self.usage_path(&snapshot.name);
-        let temporary = disk::temporary_path(&path);
-        let written = fs::create_dir_all(path.parent().unwrap_or(&path))
-            .and_then(|()| fs::write(&temporary, now.as_secs().to_string()))
-            .and_then(|()| fs::rename(&temporary, &path));
-        if written.is_err() {
-            let _ = fs::remove_file(&temporary);
-        }
+        let _ = fs::create_dir_all(path.parent().unwrap_or(&path))
+            .and_then(|()| disk::replace(&path, now.as_secs().to_string().as_bytes()));
     }
 
     /// Returns the time when inferno last used a model. Returns `None` if there is no record.

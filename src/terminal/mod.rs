@@ -1,12 +1,12 @@
 //! Terminal output for the chat and for one-shot answers: styles, Markdown and a view that is redrawn in place.
 
+mod dim_text;
 pub mod interrupt;
 mod live_region;
 mod markdown;
 #[cfg(unix)]
 pub mod modes;
 mod notice;
-mod reasoning;
 #[cfg(unix)]
 mod signals;
 mod style;

@@ -24,7 +24,7 @@ pub(super) fn survive_file_size_limit() {
 /// Installs handlers that restore the terminal modes when a signal ends the program.
 pub(super) fn restore_modes_on_end() {
     let mut previous = [None; 64];
-    for signal in Signal::iterator().filter(|signal| ends_program(*signal)) {
+    for signal in Signal::iterator().filter(|signal| is_handled_here(*signal)) {
         let action = current_action(signal);
         // A signal that is ignored, as SIGHUP is under `nohup`, stays ignored.
         previous[signal as usize] = action.filter(|action| action.sa_sigaction != libc::SIG_IGN);
@@ -39,8 +39,9 @@ pub(super) fn restore_modes_on_end() {
     }
 }
 
-/// Returns whether a signal ends the program by default. Excludes signals that are handled elsewhere.
-fn ends_program(signal: Signal) -> bool {
+/// Returns whether [`restore_modes_on_end`] handles a signal: if it ends the program by default, and if nothing else
+/// handles it.
+fn is_handled_here(signal: Signal) -> bool {
     use Signal::*;
     let is_uncatchable = matches!(signal, SIGKILL | SIGSTOP);
     let has_other_default = matches!(signal, SIGCHLD | SIGCONT | SIGURG | SIGWINCH | SIGTSTP | SIGTTIN | SIGTTOU);

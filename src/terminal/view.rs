@@ -4,9 +4,9 @@
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
 
+use super::dim_text::DimText;
 use super::live_region::{LiveRegion, WindowSize};
 use super::markdown::Markdown;
-use super::reasoning::ReasoningText;
 use super::styled_text::StyledLine;
 use crate::chat::{Channel, Delta};
 
@@ -34,9 +34,9 @@ pub struct TurnView {
 /// The section of the turn that is currently streaming.
 enum Section {
     None,
-    Reasoning(ReasoningText),
+    Reasoning(DimText),
     /// The arguments of a tool call.
-    ToolCall(ReasoningText),
+    ToolCall(DimText),
     Answer(Box<Markdown>),
 }
 
@@ -71,8 +71,8 @@ impl TurnView {
                 self.finished.push(StyledLine::new());
             }
             self.section = match delta.channel {
-                Channel::Reasoning => Section::Reasoning(ReasoningText::new()),
-                Channel::ToolCall => Section::ToolCall(ReasoningText::new()),
+                Channel::Reasoning => Section::Reasoning(DimText::new()),
+                Channel::ToolCall => Section::ToolCall(DimText::new()),
                 Channel::Answer => Section::Answer(Box::new(Markdown::new(columns))),
             };
         }

@@ -385,7 +385,7 @@ impl InventoryTensor {
     }
 }
 
-/// The total size of the tensors of each dtype, in bytes.
+/// Sums the bytes of each dtype, to find the dtype that stands for a whole checkpoint.
 #[derive(Default)]
 struct BytesByDtype(BTreeMap<String, u64>);
 

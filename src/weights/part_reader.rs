@@ -134,7 +134,8 @@ impl<T: Target> PartReader<T> {
 }
 
 impl PartBytes {
-    /// `shape` is the shape of the part.
+    /// Computes which bytes of a tensor belong to the part of shape `shape`.
+    /// Without a slice, the part is the whole tensor.
     fn new(dtype: DType, shape: &[usize], slice: Option<&Slice>) -> Self {
         let size = dtype.size_in_bytes();
         let Some(slice) = slice else {

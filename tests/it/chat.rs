@@ -129,7 +129,7 @@ fn parse_ids(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, ids: &[u3
     take(parser.finish(tokenizer).unwrap());
     assert_eq!(parser.finish(tokenizer).unwrap(), [], "the second call to `finish` returned deltas");
     let (tool_calls, violations) = (parser.tool_calls().to_vec(), parser.violations());
-    Parsed { deltas, tool_calls, format_violations: parser.format_violations(), violations }
+    Parsed { deltas, tool_calls, format_violations: parser.violation_count(), violations }
 }
 
 fn parse(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, text: &str) -> Parsed {

@@ -22,7 +22,7 @@ use crate::support::program::inferno;
 
 const CPU: [&str; 2] = ["--device", "cpu"];
 
-/// A model that a test may change: by default, a small trained Llama with a tokenizer.
+/// A model that a test may change.
 struct Model {
     /// The home directory, which contains the model.
     home: TempDir,
@@ -31,11 +31,12 @@ struct Model {
 }
 
 impl Model {
+    /// Creates a copy of the golden model `trained`, a small Llama with a tokenizer.
     fn new() -> Self {
         Self::copy_of(&golden("trained"))
     }
 
-    /// Creates the default model with a chat template.
+    /// Creates the same model as [`new`](Self::new), with a chat template.
     fn chat() -> Self {
         let model = Self::new();
         model.write("tokenizer_config.json", r#"{"chat_template": "{{ messages[0].content }}"}"#);

@@ -150,6 +150,8 @@ fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
 
 /// Each rank scales the inputs of o_proj and down_proj by the largest value in its own columns, as vLLM does.
 /// With dynamic scales, the results therefore match the results of one rank only to about 8 bits.
+/// With scales from the file (fp8_static), all ranks round every input like one rank, so rounding adds no error:
+/// make_compressed.py chooses tokens that keep each input so far from rounding boundaries that no order of sums matters.
 #[test]
 fn logits_of_8_bit_models_agree_with_transformers() {
     for (case, tolerance) in [
@@ -157,7 +159,7 @@ fn logits_of_8_bit_models_agree_with_transformers() {
         ("compressed/int8_packed", 1e-4),
         ("compressed/int8", 7e-2),
         ("compressed/fp8", 12e-2),
-        ("compressed/fp8_static", 19e-2),
+        ("compressed/fp8_static", 1e-4),
     ] {
         let dir = golden(case);
         let (ids, expected) = expected(&dir.join("golden.safetensors"));

@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use super::args::{Args, Reparse, Selected};
 use super::choice::choose;
 use crate::commands::list::{self, Model};
-use crate::commands::shared::progress::{ProgressStyle, ProgressView};
+use crate::commands::shared::progress::{Operation, ProgressStyle, ProgressView};
 use crate::commands::shared::{note, playable, warn_about_token};
 use crate::conversation::{LoadedModel, LocalModel, ModelId, ModelSource, require_chat_format};
 use crate::engine::Engine;
@@ -117,7 +117,7 @@ fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Sn
     if !line.ends_with('\n') || !matches!(line.trim().to_lowercase().as_str(), "" | "y" | "yes") {
         return Err(missing);
     }
-    let show = ProgressView::new(ProgressStyle::new(false), "fetched");
+    let show = ProgressView::new(ProgressStyle::new(false), Operation::Download);
     let result = hub.download(&name, revision.as_deref(), &pick, &show);
     show.finish();
     result?;

@@ -139,7 +139,7 @@ pub fn json_lines(mut session: Session, prompt: &str) -> Result<ExitCode> {
 
 /// Returns the seed of the next turn, or `None` if the server chooses it.
 fn seed(session: &Session) -> Option<u64> {
-    let is_known = session.backend().has_known_defaults() || session.all_settings().contains_key("seed");
+    let is_known = session.backend().defaults().is_some() || session.all_settings().contains_key("seed");
     is_known.then_some(session.settings.sampling.seed)
 }
 

@@ -26,11 +26,6 @@ pub fn playable(hub: &Hub) -> Result<Vec<Snapshot>> {
     Ok(snapshots)
 }
 
-/// Returns today's date in the local time zone, as YYYY-MM-DD.
-pub fn today() -> String {
-    jiff::Zoned::now().strftime("%Y-%m-%d").to_string()
-}
-
 /// Parses a time limit in seconds.
 pub fn seconds(text: &str) -> Result<f64, String> {
     let seconds = text.parse::<f64>().ok().filter(|seconds| (0.001..=1e6).contains(seconds));

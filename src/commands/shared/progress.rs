@@ -40,11 +40,27 @@ impl ProgressStyle {
     }
 }
 
+/// The operation whose progress is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    Download,
+    Verification,
+}
+
+impl Operation {
+    /// Returns what happened to the bytes that progress lines count.
+    fn participle(self) -> &'static str {
+        match self {
+            Self::Download => "fetched",
+            Self::Verification => "read",
+        }
+    }
+}
+
 /// Shows the progress of a download or a verification.
 pub struct ProgressView {
     style: ProgressStyle,
-    /// The verb in progress lines: `fetched` or `read`.
-    verb: &'static str,
+    operation: Operation,
     bars: MultiProgress,
     total: ProgressBar,
     state: Arc<Mutex<State>>,
@@ -63,11 +79,11 @@ struct State {
 
 impl State {
     /// Writes a progress line if one is due, even if no bytes have arrived since the last line.
-    fn tick(&mut self, verb: &str) {
+    fn tick(&mut self, operation: Operation) {
         let (done, total) = (self.done_bytes, self.total_bytes);
         if !self.files.is_empty()
             && !self.has_ended
-            && let Some(line) = self.lines.next_line(Instant::now(), done, total, verb)
+            && let Some(line) = self.lines.next_line(Instant::now(), done, total, operation)
         {
             write_line(&line);
         }
@@ -83,7 +99,7 @@ struct File {
 }
 
 impl ProgressView {
-    pub fn new(style: ProgressStyle, verb: &'static str) -> Self {
+    pub fn new(style: ProgressStyle, operation: Operation) -> Self {
         let target = match style {
             ProgressStyle::Bars => ProgressDrawTarget::stderr(),
             _ => ProgressDrawTarget::hidden(),
@@ -103,12 +119,12 @@ impl ProgressView {
             let state = state.clone();
             std::thread::spawn(move || {
                 while receiver.recv_timeout(Duration::from_secs(1)) == Err(RecvTimeoutError::Timeout) {
-                    state.lock().unwrap_or_else(PoisonError::into_inner).tick(verb);
+                    state.lock().unwrap_or_else(PoisonError::into_inner).tick(operation);
                 }
             });
             sender
         });
-        Self { style, verb, bars, total, state, _ticker }
+        Self { style, operation, bars, total, state, _ticker }
     }
 
     /// Removes the bars and stops writing lines.
@@ -201,15 +217,16 @@ impl Progress for ProgressView {
                 bar.set_position(done_bytes);
             }
         }
-        let done_bytes = state.done_bytes;
-        self.total.set_position(done_bytes);
-        if is_first {
+        let file_bytes = file.done;
+        self.total.set_position(state.done_bytes);
+        // The first report of a download contains the bytes from an earlier run, which do not count toward the rate.
+        // A verification has read all bytes that it reports.
+        if is_first && self.operation == Operation::Download {
             self.total.reset_eta();
-            // Bytes from an earlier run do not count toward the rate.
-            state.lines.initial_bytes = done_bytes;
+            state.lines.initial_bytes = state.lines.initial_bytes.saturating_add(file_bytes);
         }
         if self.style == ProgressStyle::Lines {
-            state.tick(self.verb);
+            state.tick(self.operation);
         }
     }
 
@@ -249,7 +266,7 @@ impl LineTimer {
         Self { start: now, initial_bytes: 0, last: now }
     }
 
-    fn next_line(&mut self, now: Instant, done: u64, total: u64, verb: &str) -> Option<String> {
+    fn next_line(&mut self, now: Instant, done: u64, total: u64, operation: Operation) -> Option<String> {
         if now.duration_since(self.last) < LINE_INTERVAL {
             return None;
         }
@@ -261,7 +278,8 @@ impl LineTimer {
         } else {
             String::new()
         };
-        Some(format!("{} of {} {verb}, {percent} %, {}/s{left}", size(done), size(total), size(per_s as u64)))
+        let participle = operation.participle();
+        Some(format!("{} of {} {participle}, {percent} %, {}/s{left}", size(done), size(total), size(per_s as u64)))
     }
 }
 
@@ -286,14 +304,33 @@ mod tests {
         let (mb, total) = (1_000_000, 400_000_000);
         // The 100 MB from an earlier run do not count toward the rate.
         lines.initial_bytes = 100 * mb;
-        assert_eq!(lines.next_line(at(4), 130 * mb, total, "fetched"), None);
-        let line = lines.next_line(at(5), 150 * mb, total, "fetched").unwrap();
+        assert_eq!(lines.next_line(at(4), 130 * mb, total, Operation::Download), None);
+        let line = lines.next_line(at(5), 150 * mb, total, Operation::Download).unwrap();
         assert_eq!(line, "150.0 MB of 400.0 MB fetched, 37 %, 10.0 MB/s, 25 s left");
-        assert_eq!(lines.next_line(at(9), 390 * mb, total, "fetched"), None);
-        assert!(lines.next_line(at(10), 400 * mb, total, "fetched").unwrap().contains("100 %, 30.0 MB/s, 0 s left"));
+        assert_eq!(lines.next_line(at(9), 390 * mb, total, Operation::Download), None);
+        assert!(
+            lines
+                .next_line(at(10), 400 * mb, total, Operation::Download)
+                .unwrap()
+                .contains("100 %, 30.0 MB/s, 0 s left")
+        );
         assert_eq!(
             (duration(59), duration(185), duration(7830)),
             ("59 s".into(), "3 min 5 s".into(), "2 h 10 min".into())
         );
+    }
+
+    #[test]
+    fn only_bytes_from_an_earlier_run_are_left_out_of_the_rate() {
+        for (operation, initial_bytes) in [(Operation::Download, 50), (Operation::Verification, 0)] {
+            let view = ProgressView::new(ProgressStyle::Silent, operation);
+            view.start(&[("a".into(), 100), ("b".into(), 100)]);
+            // The file b is reported for the first time after bytes of a have arrived.
+            for (name, done_bytes) in [("a", 40), ("a", 100), ("b", 10), ("b", 30)] {
+                view.file(name, done_bytes);
+            }
+            let state = view.state();
+            assert_eq!((state.done_bytes, state.lines.initial_bytes), (130, initial_bytes), "{operation:?}");
+        }
     }
 }

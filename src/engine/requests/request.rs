@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::chat::{Message, ReasoningEffort, RenderOptions};
+use crate::chat::{Message, ReasoningEffort, RenderOptions, today};
 use crate::engine::constraint::Constraint;
 use crate::engine::sampling::SamplingParams;
 
@@ -38,7 +38,7 @@ impl Request {
         let render = RenderOptions {
             tools: Vec::new(),
             reasoning_effort: ReasoningEffort::Medium,
-            date: jiff::Zoned::now().strftime("%Y-%m-%d").to_string(),
+            date: today(),
             add_generation_prompt: true,
         };
         Self { prompt: Prompt::Chat { messages: messages.into(), render }, options: None }

@@ -6,7 +6,7 @@
 #![allow(clippy::single_range_in_vec_init, reason = "lists with a single range are intended here")]
 
 use std::fs::{self, File};
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::files;
-use crate::hub::disk::{create_dir, create_temporary, with_suffix, write_error};
+use crate::hub::disk::{self, create_dir, with_suffix, write_error};
 
 /// The suffixes of unfinished and corrupt files.
 ///
@@ -238,17 +238,7 @@ impl PendingRecord {
 
     fn write_record(&self) -> Result<()> {
         let path = record_path(&self.path);
-        let error = |error| write_error(error, &path, 0);
-        let (temporary, mut file) = create_temporary(&path).map_err(error)?;
-        let mut write = || -> io::Result<()> {
-            file.write_all(serde_json::to_string(&self.record)?.as_bytes())?;
-            file.sync_data()?;
-            fs::rename(&temporary, &path)
-        };
-        write().map_err(|cause| {
-            let _ = fs::remove_file(&temporary);
-            error(cause)
-        })
+        disk::replace(&path, &serde_json::to_vec(&self.record)?).map_err(|error| write_error(error, &path, 0))
     }
 }
 

@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::{messages, tools};
-use crate::chat::{ReasoningEffort, RenderOptions};
+use crate::chat::{ReasoningEffort, RenderOptions, today};
 use crate::engine::{EngineHandle, MAX_LOGPROBS, Request};
 use crate::server::generation::constraint;
 use crate::server::generation::generate_options::{self, StreamOptions};
@@ -53,7 +53,7 @@ impl ChatRequest {
         }
         options.constraint = tools.constraint(format.or(structured), can_call_in_parallel);
         let must_call_named = tools.is_named();
-        let date = jiff::Zoned::now().strftime("%Y-%m-%d").to_string();
+        let date = today();
         let render = RenderOptions { tools: tools.shown, reasoning_effort, date, add_generation_prompt: true };
         let request = Request::chat(messages).render(render).options(options);
         let ignored = fields.ignored();

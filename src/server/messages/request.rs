@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::conversation;
-use crate::chat::{Message, ReasoningEffort, RenderOptions};
+use crate::chat::{Message, ReasoningEffort, RenderOptions, today};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar};
 use crate::server::chat::{MAX_TOOLS, ToolChoice, Tools, check_function};
 use crate::server::generation::constraint::read_output_format;
@@ -78,7 +78,7 @@ impl MessagesRequest {
         let render = RenderOptions {
             tools: tools.shown,
             reasoning_effort: effort.or(thinking).unwrap_or_default(),
-            date: jiff::Zoned::now().strftime("%Y-%m-%d").to_string(),
+            date: today(),
             add_generation_prompt: true,
         };
         let ignored = fields.ignored();

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::conversation;
-use crate::chat::{Message, ReasoningEffort, RenderOptions};
+use crate::chat::{Message, ReasoningEffort, RenderOptions, today};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar, GrammarKind, Request};
 use crate::server::chat::{Tools, read_tools};
 use crate::server::generation::constraint::named;
@@ -121,7 +121,7 @@ impl Shared {
         let render = RenderOptions {
             tools: tools.shown,
             reasoning_effort: self.effort,
-            date: jiff::Zoned::now().strftime("%Y-%m-%d").to_string(),
+            date: today(),
             add_generation_prompt: true,
         };
         let request = prompt.map(|prompt| match prompt {

@@ -11,7 +11,7 @@ use super::object::{ReasoningSettings, Settings};
 use super::output::Shape;
 use super::store::ClientStore;
 use super::tools::{self, Tools};
-use crate::chat::{Message, RenderOptions};
+use crate::chat::{Message, RenderOptions, today};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar, MAX_LOGPROBS};
 use crate::server::chat::read_reasoning;
 use crate::server::generation::constraint::read_text_format;
@@ -86,7 +86,7 @@ impl ResponseRequest {
             return Err(fields.invalid("structured_outputs", "cannot be combined with 'text.format'"));
         }
         options.constraint = functions.constraint(format.or(structured), parallel_tool_calls);
-        let date = jiff::Zoned::now().strftime("%Y-%m-%d").to_string();
+        let date = today();
         let settings = Settings {
             model: server.options.model.clone(),
             previous_response_id,

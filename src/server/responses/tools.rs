@@ -8,6 +8,9 @@ use crate::server::chat::{self, MAX_TOOLS, ToolChoice, check_function};
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 
+/// The keys of a function in `tools`, in the order in which the response repeats them.
+const FUNCTION_KEYS: [&str; 4] = ["name", "description", "parameters", "strict"];
+
 /// The tools of a request.
 pub struct Tools {
     /// The functions that the model may or must call.
@@ -38,10 +41,9 @@ pub fn read(fields: &mut Fields) -> Result<Tools, ApiError> {
         }
         check_function(&mut tool)?;
         tool.ignored().into_iter().for_each(|name| fields.ignore(name));
-        let keys = ["name", "description", "parameters", "strict"];
-        functions.push(json!({ "type": "function", "function": function(&item, &keys) }));
-        let mut echo = function(&item, &[]);
-        for key in ["type", "name", "description", "parameters", "strict"] {
+        functions.push(json!({ "type": "function", "function": pick(&item, &FUNCTION_KEYS) }));
+        let mut echo = json!({ "type": kind });
+        for key in FUNCTION_KEYS {
             echo[key] = item.get(key).cloned().unwrap_or_default();
         }
         served.push(echo);
@@ -63,7 +65,7 @@ pub fn read(fields: &mut Fields) -> Result<Tools, ApiError> {
 }
 
 /// Returns an object with the entries of `item` whose keys are in `keys`. Skips null values.
-fn function(item: &Value, keys: &[&str]) -> Value {
+fn pick(item: &Value, keys: &[&str]) -> Value {
     let entry = |key: &&str| Some((key.to_string(), item.get(*key).filter(|value| !value.is_null())?.clone()));
     Value::Object(keys.iter().filter_map(entry).collect())
 }

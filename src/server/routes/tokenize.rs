@@ -6,7 +6,7 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde::Serialize;
 
-use crate::chat::{ReasoningEffort, RenderOptions};
+use crate::chat::{ReasoningEffort, RenderOptions, today};
 use crate::engine::EngineHandle;
 use crate::server::chat;
 use crate::server::generation::generate_options::{check_model, read_token_ids};
@@ -35,7 +35,7 @@ pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Re
     let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;
     check_model(&mut fields, &server)?;
-    let has_strings = fields.take_bool("return_token_strs")?.unwrap_or(false);
+    let wants_strings = fields.take_bool("return_token_strs")?.unwrap_or(false);
     let encode = read_input(&mut fields)?;
     let ignored = fields.ignored();
     reply::check_strict(&headers, &ignored)?;
@@ -43,7 +43,7 @@ pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Re
     let worker = tokio::task::spawn_blocking(move || -> anyhow::Result<Tokens> {
         let tokens = encode(&engine)?;
         let string = |&id: &u32| engine.tokenizer().token(id).unwrap_or_default().to_string();
-        let token_strs = has_strings.then(|| tokens.iter().map(string).collect());
+        let token_strs = wants_strings.then(|| tokens.iter().map(string).collect());
         Ok(Tokens { count: tokens.len(), max_model_len, tokens, token_strs })
     });
     let tokens = worker.await.map_err(|panic| ApiError::internal(format!("cannot tokenize: {panic}")))?;
@@ -68,7 +68,7 @@ fn read_input(fields: &mut Fields) -> Result<EncodeInput, ApiError> {
     let options = RenderOptions {
         tools: chat::read_tools(fields)?.shown,
         reasoning_effort: ReasoningEffort::default(),
-        date: jiff::Zoned::now().strftime("%Y-%m-%d").to_string(),
+        date: today(),
         add_generation_prompt: fields.take_bool("add_generation_prompt")?.unwrap_or(true),
     };
     Ok(Box::new(move |engine| Ok(engine.render(&messages, &options)?.ids)))

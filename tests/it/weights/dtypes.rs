@@ -56,7 +56,7 @@ fn e4m3(value: f32) -> Vec<u8> {
 }
 
 /// E4M3 weights without scales produce the same logits as equal bf16 weights. bf16 can represent every E4M3 value.
-/// transformers also casts E4M3 tensors without scales to the requested dtype.
+/// Like inferno, transformers casts E4M3 tensors without scales to the requested dtype.
 #[test]
 fn e4m3_without_scales_is_a_float() {
     let cast = rewritten(Dtype::F8_E4M3, e4m3, None);

@@ -1,9 +1,9 @@
-//! Shows a model's reasoning as dim text, either wrapped or folded into one line.
+//! Shows a model's reasoning or the arguments of a tool call as dim text, either wrapped or folded into one line.
 
 use super::styled_text::{Span, Style, StyledLine, wrap};
 
-/// The reasoning or the tool call arguments that are currently streaming.
-pub struct ReasoningText {
+/// The dim text that is currently streaming: reasoning, or the arguments of a tool call.
+pub struct DimText {
     /// Finished rows.
     rows: Vec<StyledLine>,
     /// The number of `rows` that have already been printed.
@@ -14,7 +14,7 @@ pub struct ReasoningText {
     is_in_word: bool,
 }
 
-impl ReasoningText {
+impl DimText {
     pub fn new() -> Self {
         Self { rows: Vec::new(), printed: 0, rest: String::new(), words: 0, is_in_word: false }
     }
