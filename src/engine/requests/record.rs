@@ -16,6 +16,9 @@ const VERSION: u32 = 1;
 /// The version and the commit of this build.
 const BUILD: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("INFERNO_COMMIT"), ")");
 
+/// The memory that an allocation takes besides its contents, in bytes.
+const ALLOCATION_BYTES: usize = 16;
+
 /// A record of all answers to one client request.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Record {
@@ -93,12 +96,34 @@ impl Record {
         Self { version: VERSION, id, created, model, revision, engine, requests: Vec::new(), error: None }
     }
 
+    /// Returns the approximate size in memory, in bytes.
+    pub fn bytes(&self) -> usize {
+        let texts =
+            [Some(&self.id), Some(&self.created), Some(&self.model), self.revision.as_ref(), self.error.as_ref()];
+        let texts = texts.into_iter().flatten().map(|text| ALLOCATION_BYTES + text.capacity()).sum::<usize>();
+        let requests = self.requests.iter().map(RecordedRequest::heap_bytes).sum::<usize>();
+        let spare = self.requests.capacity() * size_of::<RecordedRequest>();
+        size_of::<Self>() + texts + self.engine.heap_bytes() + spare + requests
+    }
+
     /// Fails if this build cannot read the version of the record.
     pub fn check_version(&self) -> Result<()> {
         match self.version {
             VERSION => Ok(()),
             other => bail!("the record has version {other}, but this build reads version {VERSION}"),
         }
+    }
+}
+
+impl RecordedRequest {
+    /// Returns the approximate size of everything that this entry points to, in bytes.
+    fn heap_bytes(&self) -> usize {
+        let of_answer = |answer: &RecordedAnswer| {
+            let (tokens, logprobs) = (4 * answer.tokens.capacity(), 4 * answer.logprobs.capacity());
+            3 * ALLOCATION_BYTES + tokens + logprobs + answer.finish.capacity()
+        };
+        let answers = self.answers.iter().map(of_answer).sum::<usize>();
+        self.request.heap_bytes() + ALLOCATION_BYTES + self.answers.capacity() * size_of::<RecordedAnswer>() + answers
     }
 }
 
@@ -115,6 +140,12 @@ impl EngineRecord {
             chunk: info.chunk,
             deterministic: info.is_deterministic,
         }
+    }
+
+    fn heap_bytes(&self) -> usize {
+        let Self { build, device, dtype, quantization, attention, executor, .. } = self;
+        let texts = [Some(build), Some(device), Some(dtype), quantization.as_ref(), Some(attention), Some(executor)];
+        texts.into_iter().flatten().map(|text| ALLOCATION_BYTES + text.capacity()).sum()
     }
 
     /// Describes each setting that differs from `now` and can affect the tokens.
@@ -156,12 +187,48 @@ impl RequestRecord {
         }
     }
 
-    /// Returns the approximate size in memory, in bytes.
-    pub fn bytes(&self) -> usize {
+    /// Returns the approximate size of everything that the record points to, in bytes.
+    fn heap_bytes(&self) -> usize {
         let constraint = self.constraint.as_ref().and_then(|constraint| serde_json::to_string(constraint).ok());
         // In memory, a JSON value takes several times the size of its text.
         let constraint = constraint.map_or(0, |text| 8 * text.len());
         let chat = self.chat.as_ref().map_or(0, |chat| chat.text.len());
-        size_of::<Self>() + 4 * self.prompt.len() + chat + constraint
+        let stop_and_bias = 4 * self.stop_token_ids.capacity() + 16 * self.logit_bias.len();
+        3 * ALLOCATION_BYTES + 4 * self.prompt.capacity() + stop_and_bias + chat + constraint
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Records of short requests take far more memory than their tokens.
+    #[test]
+    fn the_size_of_a_record_includes_all_its_parts() {
+        let request = RequestRecord::new(&[1, 2, 3], None, &GenerateOptions::new(SamplingParams::greedy()));
+        let answer = RecordedAnswer { tokens: vec![7; 1000], logprobs: vec![0.0; 500], ..RecordedAnswer::default() };
+        let with = |answers: Vec<RecordedAnswer>| Record {
+            version: VERSION,
+            id: "x".repeat(100),
+            created: String::new(),
+            model: "m".repeat(100),
+            revision: None,
+            engine: EngineRecord {
+                build: BUILD.into(),
+                device: "d".repeat(100),
+                dtype: String::new(),
+                quantization: None,
+                attention: String::new(),
+                executor: String::new(),
+                context: 0,
+                chunk: 0,
+                deterministic: false,
+            },
+            requests: vec![RecordedRequest { request: request.clone(), answers }],
+            error: None,
+        };
+        let (empty, full) = (with(Vec::new()).bytes(), with(vec![answer]).bytes());
+        assert!(empty >= size_of::<Record>() + size_of::<RecordedRequest>() + 312, "{empty}");
+        assert!(full - empty >= 6000 + size_of::<RecordedAnswer>(), "{full} and {empty}");
     }
 }

@@ -284,6 +284,7 @@ impl Answers {
         let options = &self.server.options;
         let (id, model, revision) = (self.log.id.clone(), options.model.clone(), options.record.revision.clone());
         let mut record = Record::new(id, model, revision, self.engine.info());
+        record.requests.reserve_exact(self.answers.len() / self.per_prompt);
         let (is_canceled, failure) = (self.is_canceled, self.failure.take());
         for answers in self.answers.chunks_mut(self.per_prompt) {
             let Some(request) = answers.first().and_then(|answer| answer.stream.record()).cloned() else { return };

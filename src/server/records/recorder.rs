@@ -68,8 +68,7 @@ impl Recorder {
         {
             tracing::warn!(id = record.id, "cannot write the record of a request: the disk is too slow");
         }
-        let tokens = record.requests.iter().flat_map(|request| &request.answers).map(|answer| answer.tokens.len());
-        let bytes = 8 * tokens.sum::<usize>() + record.requests.iter().map(|r| r.request.bytes()).sum::<usize>();
+        let bytes = size_of::<Entry>() + record.bytes();
         if bytes > self.limit {
             return;
         }
