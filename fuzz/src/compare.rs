@@ -14,14 +14,14 @@ pub fn compare(path: &str, whole: &Value, events: &[Value]) {
     assert_eq!(expected, found, "{path}: the stream differs from the whole answer");
 }
 
-/// Appends the string in `from` to the string in `to`.
+/// Appends the string in `from` to the string in `to`. Does nothing if `from` is not a string.
 fn append(to: &mut Value, from: &Value) {
     if let Some(text) = from.as_str() {
         *to = json!(format!("{}{text}", to.as_str().unwrap_or_default()));
     }
 }
 
-/// Appends the array in `from` to the array in `to`.
+/// Appends the array in `from` to the array in `to`. Does nothing if `from` is not an array.
 fn extend(to: &mut Value, from: &Value) {
     if let Some(items) = from.as_array() {
         let mut all = to.as_array().cloned().unwrap_or_default();
@@ -174,7 +174,7 @@ fn streamed_message(events: &[Value]) -> Value {
             "content_block_stop" => {
                 let block = blocks.last_mut().unwrap();
                 if block["type"] == "tool_use" {
-                    // Arguments that are no object become its only field, as in the whole answer.
+                    // As in a whole answer, text that is not a JSON object becomes the field `arguments` of the input.
                     let text = std::mem::take(&mut input);
                     block["input"] = match serde_json::from_str(&text) {
                         Ok(Value::Object(map)) => Value::Object(map),

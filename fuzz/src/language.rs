@@ -14,7 +14,7 @@ use super::MAX_BYTES;
 const TOKENIZER: &str = include_str!("../../assets/demo/tokenizer.json");
 const TOKENIZER_CONFIG: &str = include_str!("../../assets/demo/tokenizer_config.json");
 
-/// The longest template to compile in this process. The compiler is recursive, so it may overflow the stack.
+/// The longest template to compile in this process. The compiler is recursive, so longer ones could overflow the stack.
 const MAX_COMPILED_BYTES: usize = 4096;
 
 /// The conversation that templates render.
@@ -56,7 +56,7 @@ pub fn tokenizer_json(data: &[u8]) {
     let Ok(tokenizer) = Tokenizer::from_bytes(data) else { return };
     let added = tokenizer.controls().flat_map(|(text, _)| [text.to_string(), format!("a{text}b {text}")]).take(8);
     let texts = ["", "Hello wörld, 123\n\n <s> </s>", "＜|ＥＮＤ|＞ <|end|> é\u{300}", "\u{200B}世界 🦀\t\u{FDD0}"];
-    // The unknown token is harmless, even if it is a control token.
+    // Text without a token, such as U+FDD0, becomes the unknown token. This is allowed even if it is a control token.
     let unknown = tokenizer.encode("\u{FDD0}", ControlTokens::Text).unwrap_or_default();
     for text in texts.into_iter().map(str::to_string).chain(added) {
         for controls in [ControlTokens::Default, ControlTokens::Parse, ControlTokens::Text] {
@@ -119,7 +119,7 @@ pub fn to_ids(data: &[u8]) -> Vec<u32> {
         } else if let Some(text) = HEADERS.get(byte - controls.len()) {
             ids.extend(tokenizer.encode(text, ControlTokens::Text).unwrap());
         } else {
-            // Some of these ids have no token.
+            // The ids go beyond the end of the vocabulary, so some of them have no token.
             let id = (byte << 8 | bytes.next().unwrap_or(0)) % (tokenizer.vocab_size() + 32);
             ids.push(id as u32);
         }

@@ -34,7 +34,7 @@ pub const MODEL: &str = "demo";
 /// The most bytes of an error response.
 const MAX_ERROR_BYTES: usize = 8 << 10;
 
-/// A server, the engine behind it and the runtime that runs it.
+/// The router of a server, its scripted engine, and the tokio runtime on which requests run.
 pub struct Harness {
     runtime: Runtime,
     router: TowerToHyperService<axum::Router>,
@@ -42,7 +42,6 @@ pub struct Harness {
     _server: std::sync::Arc<Server>,
 }
 
-/// A response.
 pub struct Response {
     pub status: u16,
     pub content_type: String,
@@ -50,7 +49,7 @@ pub struct Response {
 }
 
 impl Harness {
-    /// Calls a function with the harness. Only one call runs at a time, because they share the script.
+    /// Calls a function with the harness. Only one call runs at a time, because all share the script of the engine.
     pub fn with<T>(call: impl FnOnce(&Harness) -> T) -> T {
         static HARNESS: OnceLock<Mutex<Harness>> = OnceLock::new();
         let harness = HARNESS.get_or_init(|| Mutex::new(Self::start()));
@@ -109,8 +108,8 @@ impl Harness {
     }
 }
 
-/// Sends a body to a route. The first byte selects the route. A response must be valid, and no body may be a fault of the
-/// server.
+/// Sends a body to the route that the first byte selects. Checks that the response is valid, and that its status is
+/// 200, 400 or 404: no body may cause a server error.
 pub fn request_body(data: &[u8]) {
     let Some((&route, body)) = data.split_first() else { return };
     if body.len() > MAX_BYTES {

@@ -239,7 +239,7 @@ impl RandomTensors {
         self.tensors.insert(name, tensor);
     }
 
-    /// Adds the weight of a norm.
+    /// Adds the weight of a norm, with values near 1.
     fn norm(&mut self, name: &str, size: usize) {
         self.add(format!("{name}.weight"), &[size], 0.1, 1.0);
     }
@@ -560,7 +560,8 @@ fn sampled_rows_match_host_sampling() {
     }
 }
 
-/// The kernel edits only the rows that it is given, like its reference, whether the token in flight is counted or not.
+/// The kernel edits rows of logits like the reference, `RowEdits::apply`, and leaves all other rows unchanged.
+/// The token in flight may or may not be among the tokens that are already counted.
 #[test(gpu)]
 fn edited_rows_match_the_reference() {
     const NO_TOKEN: u32 = u32::MAX;
@@ -607,7 +608,7 @@ fn edited_rows_match_the_reference() {
             let in_flight = in_flight.map(|source| tokens[source as usize]).filter(|&token| token != NO_TOKEN);
             edits.apply(&mut want[*row], in_flight);
         }
-        // Without space in host memory, the description is copied to the device.
+        // If the range in host memory is empty, the description of the edits is copied to the device instead.
         for range in [3..WORDS, 0..0] {
             let edited = logits.to_device(&device).unwrap();
             for rows in rows.chunks(2) {
@@ -616,7 +617,7 @@ fn edited_rows_match_the_reference() {
             }
             for (row, (got, want)) in edited.to_vec2::<f32>().unwrap().iter().zip(&want).enumerate() {
                 for (token, (&got, &want)) in got.iter().zip(want).enumerate() {
-                    // The GPU multiplies and adds with a single rounding.
+                    // The GPU rounds once per multiply-add (FMA), but the host rounds twice, so last bits may differ.
                     let error = (got - want).abs();
                     assert!(
                         error <= 1e-6 * want.abs().max(1.0),

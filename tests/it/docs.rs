@@ -139,7 +139,7 @@ fn readme_is_short() {
     assert!(page("README.md").lines().count() <= 250);
 }
 
-/// Results of `inferno bench --json` in benches/results. If a model has several runs, their values are averaged.
+/// The results of one or more runs of `inferno bench --json`, from benches/results. Figures are means over the runs.
 struct Results(Vec<Value>);
 
 impl Results {
@@ -161,7 +161,7 @@ impl Results {
         if rounded < 1000 { rounded.to_string() } else { format!("{},{:03}", rounded / 1000, rounded % 1000) }
     }
 
-    /// Returns the generated tokens per second of so many requests at once, formatted as in the docs.
+    /// Returns the generated tokens per second with this many concurrent requests, formatted as in the docs: "1,353".
     fn speed_at_once(&self, requests: u64) -> String {
         let is_wanted = |load: &&Value| load["concurrency"] == requests;
         let load = |run: &Value| run["serving"].as_array().unwrap().iter().find(is_wanted).unwrap().clone();
@@ -174,7 +174,7 @@ impl Results {
     }
 }
 
-/// Two runs of the same commit.
+/// The serving results of gpt-oss-20b on an H200: two runs of the same commit.
 const H200_SERVING: [&str; 2] =
     ["2026-11-25-nvidia-h200-gpt-oss-20b-serving-3", "2026-11-25-nvidia-h200-gpt-oss-20b-serving-4"];
 
@@ -185,7 +185,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     let (llama, small) = (read("2026-11-22-nvidia-h200-llama-3.1-8b"), read("2026-11-22-nvidia-h200-llama-3.2-1b"));
     let qwen = read("2026-11-22-nvidia-h200-qwen3-30b-a3b");
     let qwen_q8 = read("2026-11-22-nvidia-h200-qwen3-30b-a3b-q8_0");
-    // Single sequences and requests at once, on one H200, one H100 and two H100s.
+    // The results of a single sequence and of concurrent requests, for one H200, one H100 and two H100s.
     let newest = [
         (&["2026-11-25-nvidia-h200-gpt-oss-20b-prefill"][..], &H200_SERVING[..]),
         (&["2026-11-27-nvidia-h100-gpt-oss-20b"], &["2026-11-27-nvidia-h100-gpt-oss-20b-serving"]),
@@ -385,9 +385,9 @@ fn defined_function(line: &str) -> Option<&str> {
     (before.is_empty() || before.ends_with([' ', '('])).then_some(name).filter(|name| !name.is_empty())
 }
 
-/// Returns where a file has `unsafe` code: the names of functions, and implementations such as `Send for Pinned`.
+/// Returns the functions and the implementations (such as `Send for Pinned`) that contain `unsafe` code in a file.
 fn unsafe_items(code: &str) -> BTreeSet<String> {
-    // Keep neither comments nor strings.
+    // Remove comments and the contents of strings.
     let line = |line: &str| {
         if line.trim_start().starts_with("//") {
             String::new()

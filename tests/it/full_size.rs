@@ -186,7 +186,7 @@ fn scored_answers(engine: &Engine) -> Vec<ScoredAnswer> {
     prompts.into_iter().zip(streams).map(read).collect()
 }
 
-/// Returns the mean difference between the log probabilities of the prompt's tokens and those of a prefill.
+/// Returns the mean absolute difference between the log probabilities of the prompt in `answer` and in a prefill.
 fn prompt_difference(engine: &Engine, answer: &ScoredAnswer) -> f64 {
     let rows = engine.logits(&answer.prompt).unwrap().to_vec2::<f32>().unwrap();
     let differences = rows.iter().zip(&answer.prompt[1..]).zip(&answer.prompt_logprobs).map(|((row, &next), got)| {
@@ -198,7 +198,8 @@ fn prompt_difference(engine: &Engine, answer: &ScoredAnswer) -> f64 {
 }
 
 /// Two GPUs may differ from one only by rounding errors, in prefill, in decode steps and in the log probabilities of
-/// prompts. The limits come from how much the ways in which one GPU computes the same values differ.
+/// prompts. Each limit is about 1.5 times the difference between two ways to compute the same values on one GPU, such
+/// as decode steps and a prefill.
 #[test(full_size)]
 fn full_size_two_gpus_agree_with_one() {
     let builder = || Engine::builder(model()).context(1024).sequences(16);

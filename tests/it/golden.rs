@@ -58,7 +58,7 @@ struct SharedCache<'c> {
     case: &'c Case,
     cache: KvCache,
     blocks: BlockManager,
-    /// Whether each step is repeated for the logits of each sequence's last token only, and compared.
+    /// Whether `step` repeats each pass for only the last token's logits of each sequence, and compares these logits.
     compares_last_rows: bool,
 }
 

@@ -622,8 +622,9 @@ fn products_of_few_tokens_match_their_reference() {
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
-    // The cases: several warps per row, one warp per row, an uneven last block, fewer parts of a row than warps, and
-    // more inputs than two buffers hold. The last two row counts are unsupported: not a multiple of 16, or too large.
+    // Each case is (rows, columns). The cases cover several warps per row, one warp per row, an uneven last block,
+    // fewer parts of a row than warps, and more inputs than two buffers hold. The last two cases are unsupported: 40
+    // rows are not a multiple of 16, and 65,536 rows are too many.
     let cases =
         [(16, 64), (5120, 2880), (2880, 4096), (4112, 64), (28_672, 192), (4096, 14_336), (40, 64), (65_536, 64)];
     for (rows, columns) in cases {

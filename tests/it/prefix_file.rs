@@ -25,7 +25,7 @@ fn check_round_trip(load: &dyn Fn() -> Engine, folder: &Path, length: usize) {
     let prompt = first.random_tokens(length as u64, length);
     let generated = answer(&first, &prompt).tokens;
     let blocks = length / BLOCK_TOKENS * BLOCK_TOKENS;
-    // The answer can complete one more block.
+    // With the generated tokens, the saved text may have one more full block than the prompt.
     let all = [&prompt[..], &generated[..7]].concat();
     let saved = first.save_prefix(&all, &path).unwrap();
     assert!(saved >= blocks && saved <= all.len(), "{saved}");
@@ -159,7 +159,7 @@ fn several_ranks_ignore_the_prefix_of_another_model_and_reject_a_damaged_one() {
         assert!(!path.exists());
         let expected = answer(&engine, &prompt).tokens;
         assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 192);
-        // Too few free blocks.
+        // With a context of 64 tokens, the cache has too few free blocks for the prefix.
         assert_eq!(demo_on(ranks, split, 64).load_prefix(&path).unwrap(), 0);
         let devices = vec!["cpu"; ranks].join(",").parse().unwrap();
         let other = Engine::builder(demo_dir()).devices(devices).split(split).context(512);

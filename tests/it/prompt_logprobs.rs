@@ -15,8 +15,8 @@ fn options(max_tokens: usize) -> GenerateOptions {
     GenerateOptions { ignore_eos: true, max_tokens: Some(max_tokens), prompt_logprobs: Some(TOP), ..greedy() }
 }
 
-/// Returns the log probabilities of the prompt and the generated tokens.
-/// When the first event arrives, the log probabilities of the prompt must be complete.
+/// Returns the log probabilities of the prompt tokens, and the ids of the generated tokens.
+/// Checks that the log probabilities are complete when the first event arrives.
 pub fn read(mut stream: RequestStream) -> (Vec<TokenLogprobs>, Vec<u32>) {
     let first = stream.next_blocking().unwrap().unwrap();
     let prompt = stream.scored_prompt().unwrap().logprobs.clone();
@@ -48,7 +48,7 @@ fn assert_close(engine: &EngineHandle, prompt: &[u32], got: &[TokenLogprobs], to
         for (&(id, logprob_got), largest) in got.top.iter().zip(largest) {
             assert!(is_close(logprob_got, largest) && is_close(logprob_got, logprob(id as usize)), "token {index}");
         }
-        // Clients compare these log probabilities to see whether the prompt token is the most likely one.
+        // Clients test these values for equality to see whether the prompt token is the most likely one.
         for (_, logprob) in got.top.iter().filter(|(id, _)| *id == prompt[index + 1]) {
             assert_eq!(*logprob, got.chosen);
         }

@@ -61,7 +61,7 @@ fn check(rank: usize, fault: RankFault, work: Work, split: Split) {
     let options = if work == Work::Prefill { GenerateOptions { max_tokens: Some(1), ..options } } else { options };
     let mut streams: Vec<_> = match work {
         Work::Idle => Vec::new(),
-        // Both requests of the engine fail.
+        // Submit two requests, because the fault must end all requests of the engine.
         _ => (0..2).map(|_| engine.complete_ids(&prompt, options.clone()).unwrap()).collect(),
     };
     if matches!(work, Work::Decode | Work::QueuedDecode) {
@@ -86,7 +86,7 @@ fn check(rank: usize, fault: RankFault, work: Work, split: Split) {
     assert!(fault != RankFault::Hang || noticed > Duration::from_millis(4900), "{name}: {noticed:?}");
     assert_eq!(engine.failure().unwrap().to_string(), expected(rank, fault), "{name}");
     assert!(engine.has_stopped() && !engine.is_responsive(Duration::from_secs(3600)), "{name}");
-    // No later call waits for the engine.
+    // Later calls return the same kind of error instead of waiting for the engine.
     let gpu_failed = |error: anyhow::Error| matches!(error.downcast_ref(), Some(Error::GpuFailed(_)));
     assert!(engine.with_runner(|_| ()).is_err_and(gpu_failed), "{name}");
     match engine.complete_ids(&prompt, options) {
@@ -119,7 +119,7 @@ fn a_rank_that_fails_ends_the_engine_with_an_error_that_names_the_rank() {
     });
 }
 
-/// A rank that takes longer than 5 s between two exchanges of data, but makes progress, does not fail.
+/// The ranks of an idle engine may wait for longer than the 5 s in which a rank must answer.
 #[test]
 fn an_engine_that_is_idle_for_long_does_not_fail() {
     let engine = load(Work::Idle, Split::Tensor);

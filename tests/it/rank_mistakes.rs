@@ -1,8 +1,8 @@
 //! Classic mistakes of tensor parallelism, each of which must change the logits.
 //!
-//! The tests of ranks compare logits with those of transformers. These tests show that the comparison finds mistakes:
-//! each rank loads its part from a copy of the checkpoint that is changed so that the rank gets exactly the values that
-//! it would get if the code made the mistake.
+//! The tests in `ranks` compare logits with those of transformers. These tests show that the comparison finds mistakes.
+//! To imitate a mistake, each rank loads its part from its own copy of the checkpoint. The copies are edited so that
+//! the ranks get the values that they would get if the code made the mistake.
 
 use std::fs;
 use std::path::Path;
@@ -46,7 +46,7 @@ impl Stored<'_> {
         }
     }
 
-    /// Replaces row i of dimension `dim` by the previous row `source(i)`.
+    /// Replaces each row i of dimension `dim` by the original row `source(i)`.
     fn move_rows(&mut self, dim: usize, source: impl Fn(usize) -> usize) {
         let (outer, rows) = (self.shape[..dim].iter().product::<usize>(), self.shape[dim]);
         let row_bytes = self.data.len() / (outer * rows);
@@ -86,7 +86,7 @@ fn altered(case: &str, edit: &dyn Fn(&mut Stored)) -> (TempDir, bool) {
     (folder, has_changed)
 }
 
-/// Returns the error of the logits of two ranks. Rank i loads its part from `folders[i]`.
+/// Returns the relative error of the logits, compared with transformers. Rank i loads its part from `folders[i]`.
 fn logits_error(case: &str, folders: &[&Path]) -> f32 {
     let (ids, expected) = expected(&golden(case).join("golden.safetensors"));
     let logits = on_ranks(RANKS, |world| {
@@ -100,7 +100,8 @@ fn logits_error(case: &str, folders: &[&Path]) -> f32 {
     relative_error(&logits[0], &expected)
 }
 
-/// Asserts that a mistake changes the logits far more than rounding does. `edit` gives a rank the values of the mistake.
+/// Asserts that a mistake changes the logits by more than the tests in `ranks` allow.
+/// `edit(rank, tensor)` edits the tensor in the copy of a rank to imitate the mistake.
 fn assert_found(mistake: &str, case: &str, edit: impl Fn(usize, &mut Stored)) {
     let unchanged: Vec<_> = (0..RANKS).map(|_| altered(case, &|_| ())).collect();
     let folders = |copies: &[(TempDir, bool)]| logits_error(case, &[copies[0].0.path(), copies[1].0.path()]);
@@ -109,11 +110,12 @@ fn assert_found(mistake: &str, case: &str, edit: impl Fn(usize, &mut Stored)) {
     assert!(changed.iter().any(|(_, has_changed)| *has_changed), "{mistake} in {case}: no tensor was changed");
     let error = folders(&changed);
     println!("{mistake} in {case}: the logits are off by {error:e}");
-    // The tests of ranks allow 1e-4.
+    // The tests in `ranks` allow an error of 1e-4.
     assert!(error > 2e-4, "{mistake} in {case}: the logits are off by only {error:e}");
 }
 
-/// Returns the rows that the second rank would hold if it did not add the start of its part to row numbers.
+/// Returns a `source` for [`Stored::move_rows`] that puts the first rows where the part of the second rank starts, as
+/// if that rank did not add the start of its part to row numbers.
 fn unsliced(rows: usize, unit: usize) -> impl Fn(usize) -> usize {
     let start = share(rows, unit, 1, RANKS).start;
     move |row| row.checked_sub(start).unwrap_or(row)
@@ -128,7 +130,7 @@ fn a_bias_that_both_ranks_add_is_found() {
     ] {
         for bias in biases {
             assert_found(&format!("{bias} added twice"), case, |rank, stored| {
-                // The first rank adds twice the bias, and the second rank adds none.
+                // Only the first rank adds the bias. A doubled bias has the same effect as if both ranks added it.
                 if rank == 0 && stored.is(bias) {
                     stored.double();
                 }

@@ -57,7 +57,7 @@ fn cpus(size: usize) -> Devices {
     vec!["cpu"; size].join(",").parse().unwrap()
 }
 
-/// Returns the world of a rank, with about as many layers on each rank if `split` divides the layers.
+/// Returns `world` with the given split. `Split::Layers` gives each rank about the same number of layers.
 pub fn split_world(world: &World, split: Split, layers: usize) -> World {
     let stages = |size| (0..size).map(|rank| share(layers, 1, rank, size)).collect::<Vec<_>>();
     match split {
@@ -151,7 +151,7 @@ fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
 /// Each rank scales the inputs of o_proj and down_proj by the largest value in its own columns, as vLLM does.
 /// With dynamic scales, the results therefore match the results of one rank only to about 8 bits.
 /// With scales from the file (fp8_static), all ranks round every input like one rank, so rounding adds no error:
-/// make_compressed.py chooses tokens that keep each input so far from rounding boundaries that no order of sums matters.
+/// make_compressed.py chooses tokens for which the order of summation never moves an input across a rounding boundary.
 #[test]
 fn logits_of_8_bit_models_agree_with_transformers() {
     for (case, tolerance) in [
@@ -182,7 +182,7 @@ fn logits_of_quantized_gguf_files_agree_with_transformers() {
     }
 }
 
-/// `gguf::models` compares the logits of one rank with those of transformers.
+/// Compares several ranks only with one rank, because `gguf::models` compares one rank with transformers.
 #[test]
 fn gguf_files_with_floats_give_the_same_logits_as_one_rank() {
     for case in golden_models(|model| model.has_gguf) {
@@ -310,7 +310,7 @@ fn several_answers_to_one_prompt_share_its_blocks_on_all_ranks() {
     assert_eq!(answers(queued_steps::demo().devices(devices)), answers(queued_steps::demo()));
 }
 
-/// Scores two prompts at once: one in several chunks, and one whose answer continues on the same ranks.
+/// Scores two prompts at once and generates a few tokens after each. Only the longer prompt takes several chunks.
 #[test]
 fn several_ranks_score_prompts_like_one_rank() {
     let logprobs = |builder: EngineBuilder| {

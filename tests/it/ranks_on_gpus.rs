@@ -62,7 +62,7 @@ fn gpus_exchange_tensors_of_all_sizes() {
                         sum.iter().enumerate().all(|(i, &sum)| sum == expected(i)),
                         "{count} elements in round {round}"
                     );
-                    // Few elements, and a number of elements that is not a multiple of 8, are summed without rounding.
+                    // Small tensors, and tensors whose length is not a multiple of 8, are summed without rounding.
                     let sum = on_host(&exchange.sum_rounded(&x).unwrap());
                     let is_rounded = count == 5_000_000;
                     let part = |rank, i| match value(rank, i + round) {
@@ -185,7 +185,8 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
     assert!(errors.iter().all(|error| error.contains("GPU 2 of 2 does not answer")), "{errors:?}");
 }
 
-/// Between launches of graphs, no host loads kernels. A host that hangs there is noticed as soon as a GPU that hangs.
+/// A first launch may take long, because hosts load kernels before it. Between two launches of graphs, they load none,
+/// so a host that hangs there is noticed within the short time limit for a GPU.
 #[test(gpu)]
 fn a_host_that_does_not_launch_its_graph_ends_the_world() {
     let _guard = one_at_a_time();

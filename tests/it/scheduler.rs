@@ -76,7 +76,7 @@ struct Tracked {
     ahead: usize,
 }
 
-/// The rank of a waiting sequence. The smallest rank starts first. Sequences that were preempted twice come first.
+/// The sort key of a waiting sequence. The smallest key starts first. Sequences that were preempted twice come first.
 /// Then the order is by arrival plus 2 seconds per priority level (in nanoseconds), by arrival, and by id.
 type Rank = (bool, i128, Duration, SequenceId);
 
@@ -356,7 +356,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// A sequence expires only after its deadline and before its start.
+    /// Checks that sequences expire only after their deadline and before their start.
     fn check_expired(&mut self, plan: &StepPlan) {
         for &id in &plan.expired {
             let deadline = self.scenario.requests[id as usize].deadline;
@@ -366,7 +366,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// A sequence is preempted only if blocks are missing, and at most twice.
+    /// Checks that running sequences are preempted only if blocks can run out, and each at most twice.
     fn check_preempted(&mut self, plan: &StepPlan) {
         for &id in &plan.preempted {
             assert!(!self.has_ample_blocks, "sequence {id} was preempted although there are blocks for all sequences");
@@ -382,8 +382,8 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// A plan starts with one decode for each sequence in `decoding` that it does not preempt.
-    /// It is empty only if no sequence is left, or if a queued step runs.
+    /// Checks that the plan starts with one decode for each sequence in `decoding` that the plan does not preempt.
+    /// Also checks that the plan is empty only if no sequence is left, or if a queued step runs.
     fn check_order(&self, plan: &StepPlan, decoding: &BTreeSet<SequenceId>) {
         let is_decode = |work: &SequenceWork| decoding.contains(&work.id);
         assert!(plan.work.is_sorted_by_key(|work| !is_decode(work)), "a prefill comes before a decode");
@@ -396,7 +396,7 @@ impl<'a> Simulator<'a> {
         );
     }
 
-    /// The statistics of the scheduler agree with the simulator, and no deadline was missed.
+    /// Checks that the statistics of the scheduler agree with the simulator, and that no deadline was missed.
     fn check_stats(&self) {
         let running = self.tracked_running().len();
         assert!(running <= self.scenario.config.max_sequences);
@@ -426,7 +426,7 @@ impl<'a> Simulator<'a> {
         self.tracked_running().into_iter().filter(|id| has_work(id) && !is_done(id)).collect()
     }
 
-    /// A chunk exceeds half of the token budget only if the step completes all other running prompts.
+    /// Checks that a chunk exceeds half of the token budget only if the step completes all other running prompts.
     fn check_chunks(&mut self, plan: &StepPlan, undone: &BTreeSet<SequenceId>) {
         // With prompt parts, a step rounds its remaining budget up to whole parts, so a chunk can be almost one part
         // longer.
@@ -438,7 +438,8 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// A step stays within its token budget. With ample blocks, only this budget and `max_sequences` limit a step.
+    /// Checks that the step exceeds its token budget by less than one prompt part, or not at all without prompt parts.
+    /// With ample blocks, also checks that only the budget and `max_sequences` limit the step.
     fn check_budget(&self, plan: &StepPlan, undone: &BTreeSet<SequenceId>, has_forked: bool) {
         let SchedulerConfig { token_budget, max_sequences, .. } = self.scenario.config;
         let tokens: usize = plan.work.iter().map(|work| work.range.len()).sum();

@@ -32,7 +32,7 @@ fn command(home: &TempDir, fake: &FakeHub) -> Command {
     command
 }
 
-/// Returns a safetensors file whose tensors are all zero.
+/// Returns a safetensors file whose tensors are all zero. A tensor is given as (name, dtype, shape, bytes of data).
 fn file(tensors: &[(&str, &str, &[u64], usize)]) -> Vec<u8> {
     let (mut header, mut end) = (serde_json::Map::new(), 0);
     for (name, dtype, shape, bytes) in tensors {

@@ -47,7 +47,7 @@ fn ctrl_c_stops_the_answer_and_a_second_one_leaves() {
     chat.send_control('c').unwrap();
     expect(&mut chat, "stopped");
     expect(&mut chat, ">>> ");
-    // The chat continues.
+    // After Ctrl-C, the chat still accepts commands.
     chat.send_line("/set temperature 0.5").unwrap();
     expect(&mut chat, "temperature is 0.5");
     expect(&mut chat, ">>> ");

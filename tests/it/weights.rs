@@ -319,7 +319,7 @@ fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
                     Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone()).unwrap();
                 let weights = target.map_or(weights.clone(), |target| weights.quantized_to(target.parse().unwrap()));
                 let weights = if is_shared { weights.sharing_reads() } else { weights };
-                // Q4_K divides columns at multiples of 256. The ranks divide 256 · 8 columns, so some ranks may have none.
+                // Q4_K divides columns at multiples of 256. The ranks divide 8 · 256 columns, so one of 9 has none.
                 let kept = world.share(2048, 256);
                 let parts = [(weights.at(module).columns(kept.clone(), columns), rows)];
                 match Weights::matrix(&parts, "weight", kept.len()).unwrap() {
@@ -357,7 +357,8 @@ fn eight_bit_matrix(rows: usize, columns: usize) -> TempDir {
     folder
 }
 
-/// Tensors of GGUF files that are loaded as floats, in rows of at least 64 KB.
+/// Loads a quantized GGUF tensor as floats. Its rows have at least 64 KB, so that no thread reads more bytes than it
+/// dequantizes.
 #[test]
 fn ranks_that_dequantize_rows_together_read_every_byte_once() {
     let (rows, columns) = (33, 65_536);
@@ -383,7 +384,7 @@ fn ranks_that_dequantize_rows_together_read_every_byte_once() {
     }
 }
 
-/// The pieces end inside rows and inside runs of columns.
+/// The tensors are read in pieces that end inside rows and inside runs of columns.
 #[test]
 fn parts_read_by_several_threads_equal_parts_read_at_once() {
     let matrix = random(1000 * 700, DType::F32).reshape((1000, 700)).unwrap();

@@ -94,7 +94,7 @@ fn tool_calls_of_mistral_and_llama_are_parsed() {
         ("", "<|python_tag|>import os", &[("", "import os")], 1),
         ("", "[TOOL_CALLS][]", &[("", "[]")], 1),
         ("", "[TOOL_CALLS]f[ARGS]{\"x\": [1", &[("", "f[ARGS]{\"x\": [1")], 1),
-        // Without the token, the same text is an answer.
+        // Without `<|python_tag|>`, JSON objects separated by a semicolon are an answer.
         ("{\"name\": \"f\"}; [1]", "{\"name\": \"f\"}; [1]", &[], 0),
     ] {
         let parsed = parse(&format(&tokenizer), &tokenizer, "", text);

@@ -102,7 +102,7 @@ impl Server {
         line.rsplit(' ').next().unwrap().parse().unwrap()
     }
 
-    /// Waits until a condition holds.
+    /// Waits until a condition holds. `what` describes the condition in the error message of a timeout.
     pub fn wait(&self, what: &str, condition: impl Fn(&Self) -> bool) {
         let started = Instant::now();
         while !condition(self) {
@@ -179,7 +179,6 @@ pub fn request(method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) 
     bytes
 }
 
-/// An HTTP response.
 pub struct Response {
     pub status: u16,
     headers: Vec<(String, String)>,

@@ -29,7 +29,7 @@ fn connections_above_the_limit_only_answer_health_checks() {
     let (first, second) = (open(&server), open(&server));
     let refused = server.metric("inferno_refused_connections_total");
 
-    // The body is not read, so it must not matter.
+    // The server refuses these requests without reading their bodies, so invalid bodies get the same error.
     for (method, path, body) in
         [("GET", "/v1/models", json!(null)), ("POST", "/v1/chat/completions", json!({ "messages": [] }))]
     {
@@ -49,7 +49,7 @@ fn connections_above_the_limit_only_answer_health_checks() {
     drop(first);
     server.wait("a place is free", |server| server.get("/v1/models").status == 200);
     drop(second);
-    // Spare connections are closed at shutdown like others.
+    // Connections above the limit must not delay the shutdown.
     server.signal(Signal::SIGTERM);
     assert_eq!(server.exit_code(), Some(0));
 }

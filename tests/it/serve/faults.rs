@@ -49,7 +49,7 @@ impl Local {
         self.begin("POST", "/v1/chat/completions", body)
     }
 
-    /// Waits until a number of requests run and wait.
+    /// Waits until exactly `running` requests are running and `waiting` requests are waiting.
     fn wait(&self, running: u64, waiting: u64) {
         let started = Instant::now();
         while (self.engine.stats().running, self.engine.stats().waiting) != (running, waiting) {
@@ -58,7 +58,7 @@ impl Local {
         }
     }
 
-    /// Starts a stream, a whole answer, and a request that waits for one of them. Returns after both run.
+    /// Starts a stream and a whole answer, and sends a third request, which waits for one of them to end.
     fn load(&self) -> [BufReader<TcpStream>; 3] {
         let mut stream = self.chat(&endless(true));
         assert_eq!(Response::read_head(&mut stream).status, 200);

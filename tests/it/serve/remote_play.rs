@@ -118,7 +118,7 @@ fn ctrl_c_closes_the_connection_and_frees_the_server() {
     expect(&mut chat, ">>> ");
     server.wait_until_idle();
     assert_eq!(server.metric("inferno_tokens_after_cancel_total"), 0.0);
-    // The chat continues.
+    // After Ctrl-C, the chat still accepts commands and questions.
     chat.send_line("/set max-tokens 5").unwrap();
     expect(&mut chat, "max-tokens is 5");
     expect(&mut chat, ">>> ");

@@ -105,7 +105,7 @@ fn loads_have_the_fields_that_routers_read() {
     }
     assert_eq!((&load["max_running_requests"], &load["max_total_num_tokens"]), (&json!(7), &json!(4 * 4096)));
     assert_eq!(load["dp_rank"], 0);
-    // SMG would send all requests to the replica with the highest throughput.
+    // If this field existed, SMG would send all requests to the replica with the highest throughput.
     assert!(load.get("gen_throughput").is_none());
 
     // /v1/loads and /metrics report the same load.

@@ -57,7 +57,7 @@ pub struct HubState {
 /// A fault that the fake hub injects into a response.
 #[derive(Clone, Copy, Debug)]
 pub enum Fault {
-    /// No fault.
+    /// No fault. The request gets a correct response, so that a fault can apply to a later request.
     None,
     /// The server closes the connection after this many bytes of the body.
     Cut(usize),

@@ -22,7 +22,7 @@ pub fn run(args: &[&str]) -> Output {
     inferno(&TempDir::new().unwrap()).args(args).output().unwrap()
 }
 
-/// Returns printed bytes as text.
+/// Returns the output of a program as text. Panics if it is not UTF-8.
 pub fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }

@@ -242,7 +242,7 @@ fn permuted(values: &[f32], heads: usize, columns: usize) -> Vec<f32> {
     out
 }
 
-/// Transposes a matrix.
+/// Transposes a row-major matrix `[rows, columns]`.
 fn transposed(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
     (0..columns).flat_map(|column| (0..rows).map(move |row| values[row * columns + column])).collect()
 }
