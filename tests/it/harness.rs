@@ -38,7 +38,7 @@ impl Test {
     }
 }
 
-/// A requirement of a test.
+/// What a test needs to run. If it is missing, the test is reported as ignored.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Need {
     Gpu,

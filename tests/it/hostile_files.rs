@@ -22,7 +22,7 @@ use crate::support::program::inferno;
 
 const CPU: [&str; 2] = ["--device", "cpu"];
 
-/// A model that a test may change.
+/// A model in a temporary home directory. Tests can edit its files.
 struct Model {
     /// The home directory, which contains the model.
     home: TempDir,

@@ -170,7 +170,7 @@ fn several_ranks_ignore_the_prefix_of_another_model_and_reject_a_damaged_one() {
         let shape = b"\"shape\":[192,2,40]";
         let mut damaged = bytes.clone();
         let mut changed = 0;
-        // The same number of elements, but other dimensions: only the check of the shape can notice it.
+        // Change the shape in the header but keep the number of elements, so only the check of the shape detects it.
         for start in 0..damaged.len() - shape.len() {
             if damaged[start..].starts_with(shape) {
                 damaged[start..start + shape.len()].copy_from_slice(b"\"shape\":[192,1,80]");

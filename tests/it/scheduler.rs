@@ -100,7 +100,7 @@ struct Simulator<'a> {
     deadlines: BTreeSet<(Duration, SequenceId)>,
     /// The last digest written to each position of each block. `Simulator::digest` computes the digests.
     contents: Vec<u64>,
-    /// The last step that wrote each block.
+    /// For each block, the number of the last step that wrote the block.
     written: Vec<usize>,
     steps: usize,
     /// Whether there are enough blocks for `max_sequences` sequences of full length.

@@ -59,7 +59,7 @@ pub enum GoldenKind {
     Compressed,
 }
 
-/// All golden models.
+/// All golden models. Tests select some of them with [`golden_models`].
 const GOLDEN_MODELS: &[GoldenModel] = &[
     GoldenModel { name: "gpt_oss", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
     GoldenModel { name: "gpt_oss_new", kind: GoldenKind::Variant, has_gguf: false, has_graph: false },

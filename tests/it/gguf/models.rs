@@ -31,7 +31,7 @@ fn error(writer: &Writer) -> String {
     format!("{:#}", logits(&path, &[1, 2, 3]).expect_err("an error"))
 }
 
-/// If `INFERNO_GGUF_OUT` is set, copies the GGUF files to that folder for `tests/golden/check_gguf.py`.
+/// If `INFERNO_GGUF_OUT` is set, also copies the GGUF files to that folder for `tests/golden/check_gguf.py`.
 #[test]
 fn logits_agree_with_transformers() {
     for case in golden_models(|model| model.has_gguf) {

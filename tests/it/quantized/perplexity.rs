@@ -20,7 +20,7 @@ struct Subject {
     ids: Vec<u32>,
 }
 
-/// The output of a model for a text.
+/// What a model computes for the text of a [`Subject`], and the size of its weights.
 struct Run {
     /// The log probabilities, `[tokens, vocab_size]`.
     rows: Vec<f32>,

@@ -100,7 +100,7 @@ fn requests_that_are_not_http_get_an_error_with_a_body() {
         (b"GET / HTTP/1.1\r\nno colon\r\n\r\n".to_vec(), 400),
         (b"GET / HTTP/3.7\r\n\r\n".to_vec(), 400),
         (b"\0\0\0\0\r\n\r\n".to_vec(), 400),
-        // The start of a TLS connection.
+        // A TLS ClientHello on a port without TLS.
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".to_vec(), 400),
         (b"POST /tokenize HTTP/1.1\r\nContent-Length: -5\r\n\r\n".to_vec(), 400),
         (b"POST /tokenize HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n".to_vec(), 400),
@@ -108,7 +108,7 @@ fn requests_that_are_not_http_get_an_error_with_a_body() {
         (format!("GET / HTTP/1.1\r\nx: {large}\r\n\r\n").into_bytes(), 431),
         (format!("GET /{long} HTTP/1.1\r\n\r\n").into_bytes(), 414),
         (format!("GET /{longer} HTTP/1.1\r\n\r\n").into_bytes(), 414),
-        // An error after a response on the same connection.
+        // An invalid request after a valid one on the same connection.
         ([&valid[..], b"\x00\x01\r\n\r\n"].concat(), 400),
     ];
     for (bytes, status) in &requests {

@@ -55,7 +55,7 @@ fn requests_do_not_wait_forever() {
     assert_eq!(error["code"], "rate_limit_exceeded");
     let seconds = response.header("retry-after").unwrap();
     assert!(error["message"].as_str().unwrap().ends_with(&format!("please try again in {seconds}s")), "{error}");
-    // Before the first answer has ended, the server suggests waiting as long as it has gone without an end so far.
+    // No answer has ended yet, so the server suggests the time for which the first request has been running.
     let milliseconds: u64 = response.header("retry-after-ms").unwrap().parse().unwrap();
     assert!((200..=60_000).contains(&milliseconds) && milliseconds != 5000, "{milliseconds}");
     let events = server.chat(json!({ "stream": true })).events();

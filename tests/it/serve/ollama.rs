@@ -24,7 +24,7 @@ fn error(response: &Response, status: u16) -> String {
     json["error"].as_str().unwrap().to_string()
 }
 
-/// Returns the lines of a stream.
+/// Returns the JSON values of a stream, which has one value per line.
 fn lines(response: &Response) -> Vec<Value> {
     assert_eq!(response.status, 200, "{}", response.text());
     assert_eq!(response.header("content-type"), Some("application/x-ndjson"));

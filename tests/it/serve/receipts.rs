@@ -14,7 +14,7 @@ fn sha256(bytes: &[u8]) -> String {
     digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Writes the receipt, the record and the public key of a request to files.
+/// Saves the receipt and the record of a request, and the server's public key. Returns the paths of the three files.
 fn save(server: &Server, id: &str, folder: &Path) -> [String; 3] {
     let paths = [format!("/v1/receipts/{id}"), format!("/v1/records/{id}"), "/v1/receipts/key".to_string()];
     let files = ["receipt", "record.json", "key.json"].map(|name| folder.join(name).to_str().unwrap().to_string());
