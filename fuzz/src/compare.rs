@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-/// Compares a whole answer with the events of a stream.
+/// Asserts that the events of a stream add up to the whole answer.
 pub fn compare(path: &str, whole: &Value, events: &[Value]) {
     let (expected, found) = match path {
         "/v1/chat/completions" => (whole_chat(whole), streamed_chat(events)),

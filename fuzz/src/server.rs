@@ -133,7 +133,7 @@ pub fn request_body(data: &[u8]) {
     });
 }
 
-/// Checks that an error has the fields of its API.
+/// Checks that the body of an error has the form that the API of `path` defines, and a message that is not empty.
 pub fn check_error(path: &str, body: &Value) {
     let keys = |value: &Value| value.as_object().map(|map| map.keys().cloned().collect::<Vec<_>>()).unwrap_or_default();
     let error = &body["error"];

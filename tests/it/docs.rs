@@ -224,7 +224,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     }
 }
 
-/// The pages about the server.
+/// The pages about the server. The tests check the flags and metrics that these pages name.
 const SERVER_PAGES: [&str; 5] =
     ["docs/tuning.md", "docs/serving.md", "docs/reliability.md", "docs/troubleshooting.md", "docs/deploy.md"];
 
@@ -253,7 +253,7 @@ fn flags_on_the_pages_about_the_server_exist() {
     }
 }
 
-/// A test of `/metrics` compares docs/serving.md with the server.
+/// Compares these pages only with docs/serving.md, because a test of `/metrics` compares that page with the server.
 #[test]
 fn metrics_on_the_pages_about_the_server_exist() {
     let serving = page("docs/serving.md");

@@ -22,7 +22,7 @@ fn read(config: &Value) -> anyhow::Result<models::ModelConfig> {
     models::read_config(dir.path())
 }
 
-/// Returns the sliding window of each layer.
+/// Returns the sliding window of each layer in tokens, or `None` for full attention.
 fn windows(config: &Value) -> Vec<Option<usize>> {
     read(config).unwrap().architecture.cache_layers().into_iter().map(|layer| layer.window).collect()
 }

@@ -99,7 +99,7 @@ impl Case {
         ids.chunks(chunk).flat_map(|part| self.append(&mut sequence, part)).collect()
     }
 
-    /// Returns random token ids.
+    /// Returns `count` random token ids from the model's vocabulary.
     fn random_ids(&self, random: &mut Random, count: usize) -> Vec<u32> {
         let vocab = self.golden["logits"].dim(1).unwrap();
         (0..count).map(|_| random.below(vocab) as u32).collect()

@@ -103,7 +103,6 @@ fn add_norm_matches_its_reference() {
         columns: usize,
         /// Whether the kernel adds y to x before the norm.
         has_y: bool,
-        /// Whether the norm has a bias.
         has_bias: bool,
     }
     for (device, dtype) in gpu_with_dtypes() {
@@ -459,7 +458,7 @@ fn expert_mlp_matches_separate_products() {
     struct Case {
         tokens: usize,
         experts: usize,
-        /// Experts per token.
+        /// The number of experts that the router chooses for each token.
         chosen: usize,
         hidden: usize,
         intermediate: usize,
@@ -694,7 +693,7 @@ fn routed_pairs_match_separate_operations() {
     struct Case {
         tokens: usize,
         experts: usize,
-        /// Experts per token.
+        /// The number of experts that the router chooses for each token.
         chosen: usize,
         hidden: usize,
     }
@@ -745,7 +744,7 @@ fn expert_matmul_matches_its_reference() {
     #[derive(Clone, Copy)]
     struct Case {
         tokens: usize,
-        /// Experts per token.
+        /// The number of experts that the router chooses for each token.
         chosen: usize,
         experts: usize,
         rows: usize,

@@ -96,7 +96,7 @@ struct Reference {
     to: ModulePath,
 }
 
-/// One `.rs` file.
+/// The names and paths in one `.rs` file.
 #[derive(Default)]
 struct Source {
     file: PathBuf,

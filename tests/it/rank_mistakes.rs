@@ -20,7 +20,7 @@ use crate::support::{golden, logits_of, relative_error, values};
 
 const RANKS: usize = 2;
 
-/// A tensor in a copy of a checkpoint.
+/// A tensor in a copy of a checkpoint. Tests edit its values in place.
 struct Stored<'t> {
     name: &'t str,
     dtype: &'t str,
@@ -33,7 +33,6 @@ impl Stored<'_> {
         self.name.ends_with(end)
     }
 
-    /// Doubles all values.
     fn double(&mut self) {
         match self.dtype {
             "F32" => self.data.as_chunks_mut().0.iter_mut().for_each(|bytes| {

@@ -66,7 +66,7 @@ pub fn split_world(world: &World, split: Split, layers: usize) -> World {
     }
 }
 
-/// Returns the logits of all `ids` on each rank.
+/// Returns the logits of all `ids`, as computed by each rank, in the order of the ranks.
 pub fn logits_on(
     devices: &Devices,
     split: Split,

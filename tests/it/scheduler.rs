@@ -111,16 +111,16 @@ struct Simulator<'a> {
     summary: Summary,
 }
 
-/// The results of a simulation.
+/// What happened in a simulation. Two simulations of the same scenario must have equal summaries.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Summary {
-    /// A digest of all plans.
+    /// A digest of the work in all plans.
     plans: u64,
     finished: usize,
     canceled: usize,
     expired: usize,
     preemptions: usize,
-    /// The number of sequences that were preempted twice.
+    /// The number of sequences that were preempted twice, and are therefore never preempted again.
     protected: usize,
     /// The number of forks that started with the blocks of another sequence.
     forked: usize,
@@ -168,7 +168,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Runs all requests to their end.
+    /// Simulates steps until all requests have ended.
     fn run(&mut self) -> Summary {
         let requests = &self.scenario.requests;
         let mut arrivals = (0..).zip(requests).peekable();

@@ -88,7 +88,6 @@ fn crash() {
     };
 }
 
-/// Overflows the stack.
 #[expect(unconditional_recursion, reason = "the stack must overflow")]
 fn overflow(depth: u64) -> u64 {
     std::hint::black_box([depth; 100])[0] + overflow(depth + 1)

@@ -505,7 +505,7 @@ fn take_some<T: Target>(target: T, checkpoint: &Checkpoint, names: &[String]) {
     }
 }
 
-/// Tests a 1 TiB tensor in a sparse file.
+/// Loads a tensor of 1 TiB. The file is sparse, so it takes almost no disk space.
 #[test(gpu)]
 fn tensor_larger_than_gpu_memory_is_an_error() {
     let gpu = gpu();

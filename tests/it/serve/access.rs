@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use super::client::{JSON, Server, chat};
 use crate::support::program::{assert_fails, inferno, run};
 
-/// Every route, with its method.
+/// Requests that need an API key, as (method, path): at least one for each route except `/health` and `/live`.
 const ROUTES: &[(&str, &str)] = &[
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),

@@ -27,12 +27,12 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts a server and waits until it is ready.
+    /// Starts `inferno serve demo` and waits until it is ready. Runs it on the CPU unless `args` choose a device.
     pub fn start(args: &[&str]) -> Self {
         Self::start_with(args, &[])
     }
 
-    /// Starts a server with environment variables.
+    /// Like [`start`](Self::start), with additional environment variables.
     pub fn start_with(args: &[&str], variables: &[(&str, &str)]) -> Self {
         let home = TempDir::new().unwrap();
         let mut command = inferno(&home);
@@ -186,7 +186,7 @@ pub struct Response {
 }
 
 impl Response {
-    /// Reads a whole response.
+    /// Reads a response with its body, which is either chunked or has a `content-length`.
     pub fn read(stream: &mut impl BufRead) -> Self {
         let mut response = Self::read_head(stream);
         if response.header("transfer-encoding") == Some("chunked") {
@@ -200,7 +200,7 @@ impl Response {
         response
     }
 
-    /// Reads the status and the headers.
+    /// Reads the status and the headers. The returned response has no body yet.
     pub fn read_head(stream: &mut impl BufRead) -> Self {
         let mut line = String::new();
         stream.read_line(&mut line).unwrap();

@@ -14,7 +14,7 @@ fn file(length: Option<u64>, header: &str, data: usize) -> Vec<u8> {
     [&length.to_le_bytes()[..], header.as_bytes(), &vec![0; data]].concat()
 }
 
-/// Opens a checkpoint. Returns the error, or `no error`.
+/// Returns the error from opening the checkpoint in `dir`, or `no error`.
 fn error(dir: &Path) -> String {
     let begin = Instant::now();
     let error = Checkpoint::open(dir).err().map_or("no error".into(), |error| format!("{error:#}"));
@@ -22,7 +22,7 @@ fn error(dir: &Path) -> String {
     error
 }
 
-/// Opens a checkpoint whose single file has these bytes. Returns the error, or `no error`.
+/// Returns the error from opening a checkpoint whose single file has these bytes, or `no error`.
 fn error_for_file(bytes: &[u8]) -> String {
     let folder = TempDir::new().unwrap();
     std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();

@@ -18,7 +18,7 @@ pub fn saved(writer: &Writer) -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// Returns random blocks whose scales keep activations finite.
+/// Returns blocks of random bytes with scales that are small enough to keep activations finite.
 fn random_blocks(ggml_type: GgmlType, elements: usize, random: &mut Random) -> Vec<u8> {
     let mut bytes = vec![0; elements / ggml_type.block_length() * ggml_type.block_bytes()];
     bytes.fill_with(|| random.next() as u8);

@@ -23,7 +23,7 @@ pub struct Converted {
     pub merges: Vec<String>,
 }
 
-/// Converts the tokenizer.json in `folder`.
+/// Converts the tokenizer.json in `folder` as llama.cpp does.
 pub fn converted(folder: &Path) -> Converted {
     let json: Value = serde_json::from_slice(&fs::read(folder.join("tokenizer.json")).unwrap()).unwrap();
     let mut by_id: BTreeMap<u64, (String, i32)> = BTreeMap::new();
