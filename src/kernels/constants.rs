@@ -88,7 +88,7 @@ pub const FLASH_REGISTER_ELEMENTS: usize = 160;
 
 // Products of dense matrices with few tokens (`matmul/dense_few.rs`, `matmul/dense_few.cu`).
 
-/// The maximum number of tokens.
+/// The maximum number of tokens. cuBLAS multiplies the inputs of more tokens.
 pub const DENSE_FEW_TOKENS: usize = 8;
 /// Weight rows per unit. One warp multiplies a unit, or several warps multiply parts of its columns.
 pub const DENSE_FEW_ROWS: usize = 16;
@@ -170,15 +170,15 @@ pub const EXPERT_MMA_THREADS: usize = 256;
 pub const EXPERT_WGMMA_ROW_TILES: usize = 12;
 /// Threads per block in the wgmma kernels.
 pub const EXPERT_WGMMA_THREADS: usize = 512;
-/// The maximum number of pairs in a wide tile.
+/// The maximum number of (token, expert) pairs in a wide tile.
 pub const EXPERT_WIDE_PAIRS: usize = 160;
 /// Stages of the ring buffer for wide tiles.
 pub const EXPERT_WIDE_STAGES: usize = 4;
-/// The maximum number of pairs in a narrow tile.
+/// The maximum number of (token, expert) pairs in a narrow tile.
 pub const EXPERT_NARROW_PAIRS: usize = 96;
 /// Stages of the ring buffer for narrow tiles.
 pub const EXPERT_NARROW_STAGES: usize = 5;
-/// The maximum number of pairs in a slim tile.
+/// The maximum number of (token, expert) pairs in a slim tile.
 pub const EXPERT_SLIM_PAIRS: usize = 32;
 /// Stages of the ring buffer for slim tiles.
 pub const EXPERT_SLIM_STAGES: usize = 4;
@@ -202,7 +202,7 @@ pub const QUANTIZED_FEW_THREADS: usize = 256;
 pub const QUANTIZED_FEW_COLUMNS: usize = 128;
 /// Pipeline stages in products with few tokens: the number of steps whose inputs are in shared memory at once.
 pub const QUANTIZED_FEW_STAGES: usize = 4;
-/// The maximum number of thread blocks in products with few tokens.
+/// The number of counters of finished blocks, which limits the thread blocks of a product with few tokens.
 pub const QUANTIZED_FEW_COUNTERS: usize = 8192;
 /// The format codes that kernels take as arguments.
 pub const FORMAT_Q4_0: usize = 0;
@@ -249,7 +249,7 @@ pub const NO_TOKEN: u32 = 0xffffffff;
 
 /// Threads per block. A block edits one row.
 pub const ROW_EDITS_THREADS: usize = 256;
-/// The words that describe a row to the kernel, without its values and its counts.
+/// Words per row in the description that the kernel reads, without the row's values and counts.
 pub const ROW_EDITS_WORDS: usize = 8;
 
 // The mailbox (`decode/head.cu`, `decode/sample.cu`, `sampling/sample_rows.cu`, `runner`).

@@ -68,13 +68,13 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
     return SWIZZLE_128_BYTES | GROUP_DISTANCE | LEADING_DISTANCE | (address >> 4 & ADDRESS_MASK);
 }
 
-// Must come before the first wgmma that reads registers that were written since the last one.
+// Required before a wgmma if its registers were written since the previous wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Makes all earlier wgmmas that belong to no group a group.
+// Commits all uncommitted wgmmas of this warpgroup as one group.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most LEFT groups have not ended.
+// Waits until at most LEFT groups of wgmmas are unfinished.
 template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }

@@ -1,7 +1,7 @@
 // Edits and masks logits before a token is chosen, and computes log probabilities.
 #include "sampling/sampling.cuh"
 
-// Adds values to logits: logits[row, token] += value.
+// Adds values such as logit biases to logits: logits[row, token] += value.
 //   logits: f32 [rows, vocab]
 //   edits: u32 [count, 3]: row, token, the bits of the f32 value; each token at most once per row
 //   grid: ceil(count / 256); block: 256
