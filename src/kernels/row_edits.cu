@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(ROW_EDITS_THREADS)
         logits[token] = penalize(logits[token], generated, repetition, frequency, presence);
     }
     __syncthreads();
-    // NO_TOKEN is not below the size of the vocabulary.
+    // If no token is in flight, `last` is NO_TOKEN, which is larger than every token id.
     if (threadIdx.x == 0 && !is_counted && last < (uint32_t)vocab)
         logits[last] = penalize(logits[last], 1, repetition, frequency, presence);
 }

@@ -34,7 +34,7 @@ impl Penalties {
     /// The penalties that change nothing.
     pub const NONE: Self = Self { repetition: 1.0, frequency: 0.0, presence: 0.0 };
 
-    /// Returns the new logit of a token that was generated `generated` times, or is only in the prompt if this is 0.
+    /// Returns the new logit of a token that was generated `generated` times. 0 means that only the prompt contains it.
     pub fn apply(&self, logit: f32, generated: u32) -> f32 {
         let logit = if logit > 0.0 { logit / self.repetition } else { logit * self.repetition };
         match generated {

@@ -127,8 +127,8 @@ impl GpuExchange {
         if self.is_capturing() { enqueue() } else { self.launch_within(LOAD_TIMEOUT, &mut enqueue) }
     }
 
-    /// Calls `launch` once every rank is ready, and waits until every rank has launched. Ends the exchange if that takes
-    /// longer than `limit`.
+    /// Calls `launch` once every rank is ready, and waits until every rank has launched. Ends the exchange if another rank
+    /// takes longer than `limit` for either.
     fn launch_within(&self, limit: Duration, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         self.meet(limit, |mailbox| &mailbox.ready);
         let result = launch();
@@ -236,7 +236,7 @@ impl GpuExchange {
             .overlapping())
     }
 
-    /// Returns the sum of `x` over all ranks. Each launch sums a part of at most `most` elements, which fits in a region.
+    /// Returns the sum of `x` over all ranks. Each launch sums at most `most` elements, which fit in a region.
     /// `launch(x, out)` returns the launch for a part of `x` and the same part of the result.
     fn sum_parts(
         &self,

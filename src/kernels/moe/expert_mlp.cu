@@ -262,7 +262,7 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int BLOCKS_> struct TileSh
     static constexpr int SCALE_BYTES = EXPERT_WGMMA_ROW_TILES * STAGE_SCALE_BYTES;
     static constexpr int W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
 };
-// For many pairs per expert. Wide tiles need fewer passes over the weights.
+// For many pairs per expert. With wide tiles, the weights are read fewer times.
 using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, 1>;
 // For few pairs per expert. Narrow tiles have more pipeline stages and an unrolled loop over columns.
 using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, 1>;
@@ -286,8 +286,8 @@ template <typename S> struct Ring {
     __device__ __forceinline__ uint32_t full(int stage) const { return address + BARRIERS + stage * 16; }
     __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
 };
-// The stage that is copied or multiplied next, and the number of completed rounds. The parity of `round` is the parity of
-// the barriers.
+// The stage that is copied or multiplied next, and the number of completed rounds of the ring. The parity of
+// `round` is the parity for which a reader waits at the barriers.
 template <int STAGES> struct Position {
     int stage = 0;
     uint32_t round = 0;

@@ -59,7 +59,7 @@ pub fn topk_softmax(logits: &Tensor, chosen: usize, softmax: Softmax) -> Result<
     }
 }
 
-/// Computes [`topk_softmax`] in plain Rust. NaN logits rank last.
+/// Computes [`topk_softmax`] in plain Rust. NaN logits come last.
 pub fn reference(logits: &[f32], experts: usize, chosen: usize, softmax: Softmax) -> (Vec<u32>, Vec<f32>) {
     let (mut ids, mut weights) = (Vec::new(), Vec::new());
     for row in logits.chunks_exact(experts) {
