@@ -127,8 +127,8 @@ impl GpuExchange {
         if self.is_capturing() { enqueue() } else { self.launch_within(LOAD_TIMEOUT, &mut enqueue) }
     }
 
-    /// Calls `launch` once every rank is ready, and waits until every rank has launched. Ends the exchange if another rank
-    /// takes longer than `limit` for either.
+    /// Calls `launch` once every rank is ready, and waits until every rank has launched. Ends the exchange if one of
+    /// these waits takes longer than `limit`.
     fn launch_within(&self, limit: Duration, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         self.meet(limit, |mailbox| &mailbox.ready);
         let result = launch();
@@ -136,7 +136,7 @@ impl GpuExchange {
         result
     }
 
-    /// Adds 1 to this rank's `counter`, and waits until the counters of all ranks have this value.
+    /// Adds 1 to this rank's `counter`, and waits until the counters of all ranks have reached this value.
     fn meet(&self, limit: Duration, counter: impl Fn(&RankMailbox) -> &AtomicU64) {
         let own = counter(self.own()).fetch_add(1, Ordering::Release) + 1;
         let missing = || self.mailboxes.iter().position(|rank| counter(rank).load(Ordering::Acquire) < own);
