@@ -58,8 +58,8 @@ DEFINE_WGMMA(128, "%64, %65, %66, %67", "%68")
 DEFINE_WGMMA(144, "%72, %73, %74, %75", "%76")
 DEFINE_WGMMA(160, "%80, %81, %82, %83", "%84")
 
-// Returns the descriptor of b at a shared memory address. b has swizzled rows of 128 bytes, and groups of eight rows are
-// 1024 bytes apart. Addresses and distances in a descriptor are in units of 16 bytes.
+// Returns the descriptor of b at a shared memory address. b has swizzled rows of 128 bytes, in groups of eight. Groups
+// are 1024 bytes apart. Addresses and distances in a descriptor are in units of 16 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
     constexpr uint64_t SWIZZLE_128_BYTES = (uint64_t)1 << 62;
     constexpr uint64_t GROUP_DISTANCE = (uint64_t)(1024 / 16) << 32;
