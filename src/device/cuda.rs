@@ -68,7 +68,7 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     Ok(())
 }
 
-/// Releases this process's unused GPU memory to the driver, then returns [`info`].
+/// Releases the unused memory of this process's pool to the driver, so that it counts as free, and returns [`info`].
 pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
     if let Device::Cuda(cuda) = device {
         let stream = cuda.cuda_stream();

@@ -1,15 +1,15 @@
-//! A device's name and memory, shown at startup.
+//! A device's name, compute capability and memory, shown at startup.
 
 use std::fmt;
 
-/// The name and memory of a device.
+/// What [`info`](super::info()) returns about a device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceInfo {
     pub name: String,
     /// Compute capability as (major, minor). `None` for a CPU.
     pub compute_capability: Option<(u32, u32)>,
     pub free_bytes: u64,
-    /// 0 if unknown.
+    /// All memory of the device, used and free. 0 if unknown.
     pub total_bytes: u64,
 }
 

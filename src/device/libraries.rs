@@ -33,7 +33,7 @@ type LibraryTable = (&'static str, &'static [(&'static str, &'static Address)]);
 pub struct LoadError {
     /// One line that starts with the library's name.
     pub reason: String,
-    /// The next step.
+    /// What to do about it, such as a command to run.
     pub hint: &'static str,
 }
 

@@ -22,7 +22,7 @@ pub use facts::{GpuFacts, GpuState, nvidia_smi_gpus};
 pub use info::DeviceInfo;
 pub use world::{ANSWER_TIME, Exchange, World, share};
 
-/// A device to open.
+/// A CPU or GPU to open, such as one device of `--device`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
     Cpu,
@@ -51,10 +51,11 @@ impl FromStr for DeviceChoice {
 /// How several devices divide a model. The value of `--split`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Split {
-    /// Every device holds a part of each large matrix: faster, and needs a fast connection between the devices.
+    /// Every device holds a part of each large matrix. This is the faster split if the devices have a fast connection.
     #[default]
     Tensor,
-    /// Every device holds whole layers: not faster than one device, for devices with slow connections or of unlike sizes.
+    /// Every device holds whole layers. The devices run one after another, so a step is not faster than on one device.
+    /// Suits devices with slow connections or with different amounts of memory.
     Layers,
 }
 
@@ -173,19 +174,19 @@ pub fn has_machine_code((major, minor): (u32, u32)) -> bool {
     built.split(',').any(|capability| capability == format!("{major}{minor}"))
 }
 
-/// Returns the number of visible GPUs.
+/// Returns 0, because a build without the feature `cuda` cannot use GPUs.
 #[cfg(not(feature = "cuda"))]
 pub fn gpu_count() -> usize {
     0
 }
 
-/// Returns the name, compute capability and memory of a device.
+/// Describes the CPU, the only device of a build without the feature `cuda`.
 #[cfg(not(feature = "cuda"))]
 pub fn info(_: &Device) -> Result<DeviceInfo> {
     Ok(DeviceInfo::cpu())
 }
 
-/// Releases this process's unused GPU memory to the driver, then returns [`info`].
+/// Returns [`info`]. A build without the feature `cuda` has no GPU memory to release.
 #[cfg(not(feature = "cuda"))]
 pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
     info(device)

@@ -17,14 +17,14 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Result, Tensor, bail};
 
-/// The maximum time without progress of a rank on a CPU while another rank waits for it.
+/// How long a rank waits for a rank that makes no progress, if the ranks are on CPUs or exchange data directly.
 pub const ANSWER_TIME: Duration = Duration::from_secs(5);
 
-/// The same time if the ranks are on GPUs that exchange data through the host, and while the ranks connect.
+/// Replaces [`ANSWER_TIME`] if GPUs exchange data through the host, and while the ranks connect or load weights.
 /// Opening a GPU and loading kernels from a disk can take seconds.
 const HOST_ANSWER_TIME: Duration = Duration::from_secs(60);
 
-/// The time after which a waiting rank checks the progress of the other ranks again.
+/// How often a waiting rank checks the progress of the other ranks.
 const PROGRESS_POLL: Duration = Duration::from_millis(100);
 
 /// One rank of a model and its connection to the other ranks. A model on a single device is a world of one rank.
@@ -172,7 +172,7 @@ impl World {
         }
     }
 
-    /// Returns the tensors of all ranks, copied to the device of x.
+    /// Returns the x of every rank, in rank order, copied to this rank's device.
     /// If possible, the driver copies directly from GPU to GPU, without using host memory.
     fn parts(&self, meeting: &Meeting, x: &Tensor) -> Result<Vec<Tensor>> {
         let device = x.device();
@@ -257,8 +257,8 @@ impl World {
         self.end("the engine has stopped");
     }
 
-    /// Records that this rank is working. A rank that works for longer than the time limit of the other ranks, such as a
-    /// rank that runs many layers, must call this function often enough.
+    /// Records that this rank makes progress. During work that takes longer than the other ranks wait, such as running
+    /// many layers, a rank must call this function at least once per time limit.
     pub fn tick(&self) {
         if let Some(meeting) = &self.meeting {
             meeting.progress[self.rank].fetch_add(1, Ordering::Relaxed);
@@ -276,7 +276,7 @@ fn no_answer(rank: usize, size: usize) -> String {
     format!("GPU {} of {size} does not answer; the others were stopped", rank + 1)
 }
 
-/// Returns the part of `total` items that a rank holds.
+/// Returns the range of items that a rank holds if `size` ranks divide `total` items.
 ///
 /// Items are divided into units of `unit` items, such as blocks of a quantized matrix. The last unit may be smaller.
 /// If the units cannot be divided evenly, the first ranks hold one unit more than the other ranks.
@@ -313,7 +313,7 @@ struct MeetingState {
     on_failure: Option<FailureCall>,
 }
 
-/// The function of [`World::on_failure`].
+/// The function that [`World::on_failure`] sets.
 struct FailureCall(Box<dyn FnOnce(&str) + Send>);
 
 impl fmt::Debug for FailureCall {

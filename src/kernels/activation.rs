@@ -47,7 +47,7 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// Applies the activation function to `x`.
+    /// Returns the activation of one gate value, on the CPU.
     pub fn apply(self, x: f32) -> f32 {
         const SQRT_2_OVER_PI: f32 = 0.797_884_6;
         match self {

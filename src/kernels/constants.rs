@@ -44,7 +44,7 @@ pub const BLOCK_TOKENS: usize = 64;
 
 // Attention without tensor cores (`attention/eager_attention.rs`, `attention/eager_attention.cu`).
 
-/// The largest supported head size.
+/// The largest supported head size. Each lane of a warp keeps a 32nd of a head in registers.
 pub const EAGER_MAX_HEAD_DIM: usize = 256;
 
 // Attention on tensor cores (`attention/flash_attention.rs`, `attention/flash_attention.cu`).
@@ -88,7 +88,7 @@ pub const FLASH_REGISTER_ELEMENTS: usize = 160;
 
 // Products of dense matrices with few tokens (`matmul/dense_few.rs`, `matmul/dense_few.cu`).
 
-/// The maximum number of tokens.
+/// The maximum number of tokens. cuBLAS multiplies the inputs of more tokens.
 pub const DENSE_FEW_TOKENS: usize = 8;
 /// Weight rows per unit. One warp multiplies a unit, or several warps multiply parts of its columns.
 pub const DENSE_FEW_ROWS: usize = 16;
@@ -110,14 +110,14 @@ pub const MAX_CHOSEN_EXPERTS: usize = 32;
 
 // Residual addition and norm (`norm.rs`, `norm.cu`).
 
-/// Threads per block.
+/// Threads per block. A block normalizes one row.
 pub const ADD_NORM_THREADS: usize = 512;
 
 // Routing of few tokens (`moe/route.rs`, `moe/route.cu`).
 
 /// The maximum number of tokens in one launch.
 pub const ROUTE_TOKENS: usize = 256;
-/// The maximum number of experts.
+/// The maximum number of experts. A block keeps the logits of all experts in shared memory.
 pub const ROUTE_EXPERTS: usize = 256;
 /// Tokens per thread block, one per warp.
 pub const ROUTE_BLOCK_TOKENS: usize = 8;
@@ -141,7 +141,7 @@ pub const MXFP4_TILE_SCALE_BYTES: usize = 32;
 pub const EXPERT_GEMM_ROWS: usize = 64;
 /// (token, expert) pairs in each thread block's tile.
 pub const EXPERT_GEMM_PAIRS: usize = 64;
-/// Threads per block.
+/// Threads per block: four warps, each with a quarter of the tile.
 pub const EXPERT_GEMM_THREADS: usize = 128;
 
 // Matrix products of routed experts with float weights (`moe/grouped_gemm.rs`, `moe/grouped_gemm.cu`).
@@ -152,7 +152,7 @@ pub const GROUPED_GEMM_ROWS: usize = 128;
 pub const GROUPED_GEMM_COLUMNS: usize = 64;
 /// Pipeline stages: the number of steps whose tiles are in shared memory at once.
 pub const GROUPED_GEMM_STAGES: usize = 3;
-/// Threads per block.
+/// Threads per block: eight warps that divide the tile.
 pub const GROUPED_GEMM_THREADS: usize = 256;
 
 // Matrix products of routed experts with MXFP4 tiles (`moe/product_kernel.rs`, `moe/expert_mlp.cu`).
@@ -170,22 +170,22 @@ pub const EXPERT_MMA_THREADS: usize = 256;
 pub const EXPERT_WGMMA_ROW_TILES: usize = 12;
 /// Threads per block in the wgmma kernels.
 pub const EXPERT_WGMMA_THREADS: usize = 512;
-/// The maximum number of pairs in a wide tile.
+/// The maximum number of (token, expert) pairs in a wide tile.
 pub const EXPERT_WIDE_PAIRS: usize = 160;
 /// Stages of the ring buffer for wide tiles.
 pub const EXPERT_WIDE_STAGES: usize = 4;
-/// The maximum number of pairs in a narrow tile.
+/// The maximum number of (token, expert) pairs in a narrow tile.
 pub const EXPERT_NARROW_PAIRS: usize = 96;
 /// Stages of the ring buffer for narrow tiles.
 pub const EXPERT_NARROW_STAGES: usize = 5;
-/// The maximum number of pairs in a slim tile.
+/// The maximum number of (token, expert) pairs in a slim tile.
 pub const EXPERT_SLIM_PAIRS: usize = 32;
 /// Stages of the ring buffer for slim tiles.
 pub const EXPERT_SLIM_STAGES: usize = 4;
 
 // Matrix products with MXFP4 tiles for few pairs per expert (`moe/product_kernel.rs`, `moe/expert_few.cu`).
 
-/// Threads per block.
+/// Threads per block. Each multiprocessor runs one block.
 pub const EXPERT_FEW_THREADS: usize = 512;
 /// Column tiles that are loaded together. A gpt-oss matrix has 2880 columns: 45 column tiles, a multiple of 3.
 pub const EXPERT_FEW_STEPS: usize = 3;
@@ -202,7 +202,7 @@ pub const QUANTIZED_FEW_THREADS: usize = 256;
 pub const QUANTIZED_FEW_COLUMNS: usize = 128;
 /// Pipeline stages in products with few tokens: the number of steps whose inputs are in shared memory at once.
 pub const QUANTIZED_FEW_STAGES: usize = 4;
-/// The maximum number of thread blocks in products with few tokens.
+/// The number of counters of finished blocks, which limits the thread blocks of a product with few tokens.
 pub const QUANTIZED_FEW_COUNTERS: usize = 8192;
 /// The format codes that kernels take as arguments.
 pub const FORMAT_Q4_0: usize = 0;
@@ -249,7 +249,7 @@ pub const NO_TOKEN: u32 = 0xffffffff;
 
 /// Threads per block. A block edits one row.
 pub const ROW_EDITS_THREADS: usize = 256;
-/// The words that describe a row to the kernel, without its values and its counts.
+/// Words per row in the description that the kernel reads, without the row's values and counts.
 pub const ROW_EDITS_WORDS: usize = 8;
 
 // The mailbox (`decode/head.cu`, `decode/sample.cu`, `sampling/sample_rows.cu`, `runner`).
@@ -259,7 +259,7 @@ pub const MAILBOX_NO_TOKEN: u32 = 0xffffffff;
 
 // Sampling on the GPU (`decode/sample.rs`, `decode/sample.cu`).
 
-/// Threads per block.
+/// Threads per block: the most that a GPU supports.
 pub const SAMPLE_THREADS: usize = 1024;
 /// The maximum number of logits per thread.
 pub const SAMPLE_IDS_PER_THREAD: usize = 8;

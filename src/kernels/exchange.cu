@@ -120,10 +120,10 @@ public:
     }
 };
 
-// The words of one thread, in batches: words `start`, `start` + `step` and so on, up to BATCH words before `end`.
+// A batch of one thread's words: `start`, `start` + `step` and so on, at most BATCH words, and none at or after `end`.
 struct Batch {
     int start, step, end;
-    // Calls `use(j, i)` with the index j in the batch and the position i of each word.
+    // Calls `use(j, i)` for each word: j is its index in the batch, and i is its position in the region.
     template <typename Use> __device__ __forceinline__ void each(Use use) const {
 #pragma unroll
         for (int j = 0; j < BATCH; ++j) {
@@ -138,7 +138,8 @@ template <typename Use> __device__ __forceinline__ void each_batch(int first, in
     for (int start = first; start < end; start += BATCH * step) use(Batch{start, step, end});
 }
 
-// Returns in `part` the words of a batch of one rank. `own(j, i)` returns this rank's word j, at position i.
+// Stores in `part` the words of a batch that `rank` has sent, and waits for them if necessary.
+// If `rank` is this rank, word j of the batch, at position i, is `own(j, i)`, because a rank sends nothing to itself.
 //   slot: the regions of all ranks
 template <typename V, typename Own>
 __device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, const uint32_t* slot, int rank,
@@ -152,8 +153,8 @@ __device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, 
     batch.each([&](int j, int i) { waiting.complete<V>(part[j], region + i, rank); });
 }
 
-// Performs one operation: sends `words` words, empties the slot of the previous operation, and calls
-// `take(slot, waiting, first, step)`.
+// Performs one operation: sends `words` words to all other ranks, empties the slot of the previous operation, and calls
+// `take(slot, waiting, first, step)`, which receives the words of the other ranks.
 // `own_words(i)` returns the words to send that start at word i. None of them is EMPTY.
 // `slot` is the current slot of this rank's mailbox. It starts with the region of rank 0.
 // A thread handles the words that start at `first`, `first` + `step`, and so on.

@@ -46,7 +46,7 @@ const _: () = assert!(
     "all devices that run one model must be able to exchange data"
 );
 
-/// Returns the tensor as contiguous f32, and copies only if needed. `reference` functions need inputs in this form.
+/// Returns the tensor as contiguous f32, the form that `reference` functions need. Copies only if necessary.
 pub(crate) fn to_f32(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_dtype(DType::F32)?.contiguous()
 }
@@ -64,7 +64,7 @@ pub(crate) fn elements<'s, T: WithDType>(storage: &'s Storage, layout: &Layout) 
     }
 }
 
-/// Returns the error for an operation `op` that does not support the device of `tensor`.
+/// Always fails, because the operation `op` does not support the device of `tensor`.
 #[cfg_attr(feature = "cuda", allow(dead_code))]
 pub(crate) fn unsupported<T>(op: &str, tensor: &Tensor) -> Result<T> {
     bail!("{op} has no implementation for {:?}", tensor.device().location())

@@ -27,7 +27,7 @@ __device__ float block_sum(float value, float* scratch) {
 // A thread keeps HELD · WIDTH elements of a row in registers. It reloads all other elements when it needs them.
 constexpr int THREADS = ADD_NORM_THREADS, HELD = 2;
 
-// WIDTH adjacent elements.
+// WIDTH adjacent elements of a row, which one instruction loads or stores.
 template <int WIDTH> struct alignas(4 * WIDTH) Elements {
     float v[WIDTH];
 };

@@ -8,7 +8,7 @@ use crate::kernels::{elements, to_f32};
 /// The addend y of [`add_norm`], such as the output of attention.
 #[derive(Clone, Copy)]
 pub struct Addend<'t> {
-    /// f32 `[tokens, hidden]`
+    /// The rows of y: f32 `[tokens, hidden]`.
     pub rows: &'t Tensor,
     /// A bias to add to every row, such as the bias of `o_proj`: f32 `[hidden]`.
     pub bias: Option<&'t Tensor>,
@@ -69,7 +69,7 @@ pub fn add_norm(
             // SAFETY: the kernel writes every element of both outputs.
             let normed = unsafe { crate::kernels::scratch::empty((tokens, columns), dtype, x.device())? };
             let sum = match y {
-                // SAFETY: as above.
+                // SAFETY: the kernel writes every element of `sum`.
                 Some(_) => unsafe { crate::kernels::scratch::empty((tokens, columns), DType::F32, x.device())? },
                 None => x.clone(),
             };

@@ -1,15 +1,17 @@
 // Edits rows of logits before tokens are chosen. `RowEdits::apply` in row_edits.rs is the reference.
 #include "sampling/sampling.cuh"
 
-// Adds values to the logits of a row (logit biases, and -inf for tokens that are ruled out), then applies its
-// penalties. The host may not know the last token of the row yet, because the previous step chooses it. The counts
-// leave out this token, and the kernel adds it.
+// Edits the logits of a row: adds logit biases, or -inf for forbidden tokens, and then applies the row's penalties.
+// The previous step may still be choosing the last token of the row when the host writes the description. The counts in
+// the description therefore leave out this token, and the kernel counts it.
 //   logits: f32 [rows, vocab]
 //   tokens: u32, the tokens that the previous step chose, or NO_TOKEN
 //   description: u32, in host memory or on the device:
-//     rows [grid, ROW_EDITS_WORDS]: row, 0 or 1 + the index of the row's last token in `tokens`, the indices in
-//       `description` of the row's first value, of its first count and after its last count, and the bits of the
-//       repetition, frequency and presence penalty. Each row of logits occurs at most once.
+//     rows [grid, ROW_EDITS_WORDS]:
+//       word 0: the row of logits; each row occurs at most once
+//       word 1: 0, or 1 + the index of the row's last token in `tokens`
+//       words 2 to 4: indices in `description`: of the row's first value, of its first count, after its last count
+//       words 5 to 7: the bits of the repetition, frequency and presence penalty
 //     values [values, 2]: token, the bits of the f32 value; each token at most once per row
 //     counts [counts, 2]: token, the number of times that it was generated; each token at most once per row
 //   grid: edited rows; block: ROW_EDITS_THREADS
@@ -34,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(ROW_EDITS_THREADS)
         logits[token] = penalize(logits[token], generated, repetition, frequency, presence);
     }
     __syncthreads();
-    // NO_TOKEN is not below the size of the vocabulary.
+    // If no token is in flight, `last` is NO_TOKEN, which is larger than every token id.
     if (threadIdx.x == 0 && !is_counted && last < (uint32_t)vocab)
         logits[last] = penalize(logits[last], 1, repetition, frequency, presence);
 }

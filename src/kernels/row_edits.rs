@@ -1,7 +1,8 @@
-//! Edits rows of logits before tokens are chosen: adds values, then applies penalties (`row_edits.cu`).
+//! Edits rows of logits before tokens are chosen: adds values such as logit biases, then applies penalties
+//! (`row_edits.cu`).
 //!
-//! A queued step is prepared before the host knows the tokens of the previous step. Such a token is *in flight*.
-//! The counts of a row leave it out, and the kernel adds it.
+//! A queued step is prepared before the host knows the tokens of the previous step. These tokens are *in flight*.
+//! The counts that the host prepares for a row leave out its token in flight, and the kernel counts this token.
 
 #[cfg(feature = "cuda")]
 use std::collections::HashSet;
@@ -33,7 +34,7 @@ impl Penalties {
     /// The penalties that change nothing.
     pub const NONE: Self = Self { repetition: 1.0, frequency: 0.0, presence: 0.0 };
 
-    /// Returns the new logit of a token that was generated `generated` times. If 0, only the prompt contains it.
+    /// Returns the new logit of a token that was generated `generated` times. 0 means that only the prompt contains it.
     pub fn apply(&self, logit: f32, generated: u32) -> f32 {
         let logit = if logit > 0.0 { logit / self.repetition } else { logit * self.repetition };
         match generated {
@@ -46,7 +47,7 @@ impl Penalties {
 /// The edits of one row of logits. Tokens outside the vocabulary are ignored.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RowEdits {
-    /// Values to add to the logits of tokens, at most one per token.
+    /// (token, value) pairs, at most one per token. The value is added to the logit of the token.
     pub values: Vec<(u32, f32)>,
     pub penalties: Penalties,
     /// The tokens with penalties, each once, with the number of times that each was generated.
@@ -66,7 +67,7 @@ impl RowEdits {
         self.values.is_empty() && self.penalties == Penalties::NONE
     }
 
-    /// Applies the penalties to `logits`, f32 `[vocab]`, after the values were added.
+    /// Applies the penalties to `logits`, f32 `[vocab]`. The caller has already added the values.
     /// `in_flight` is a generated token that `seen` does not count.
     pub fn penalize(&self, logits: &mut [f32], in_flight: Option<u32>) {
         let mut is_seen = false;

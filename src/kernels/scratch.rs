@@ -17,7 +17,7 @@ pub const MAX_ARENA_BYTES: usize = 128 << 20;
 /// Tensors start at multiples of this many elements, so that vector loads are aligned.
 const ALIGNMENT: usize = 256;
 
-/// Numbers of elements, one for each dtype.
+/// A number of elements for each dtype.
 type Counts = Vec<(DType, usize)>;
 
 /// Memory for the intermediate results of two layers.

@@ -22,7 +22,7 @@ use crate::kernels::norm::{Addend, add_norm};
 use crate::kernels::quantized::{PlaneBytes, QuantizedMatrix, WeightFormat};
 use crate::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
 
-/// The result of one operation in one dtype.
+/// The result of comparing one operation, in one dtype, with its reference on the CPU.
 #[derive(Clone, Debug)]
 pub struct Check {
     pub name: String,
@@ -109,7 +109,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     checks
 }
 
-/// Returns the checks of attention with every backend that can run.
+/// Checks attention with every backend that can run in this dtype on this device.
 fn attention_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
     let mut checks = Vec::new();
     for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
@@ -128,7 +128,7 @@ fn attention_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
     checks
 }
 
-/// Returns the checks of quantized matrices in every format.
+/// Checks the operations on quantized matrices in every format.
 fn quantized_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
     let mut checks = Vec::new();
     for format in WeightFormat::ALL {

@@ -2,7 +2,7 @@
 #include "constants.cuh"
 #include "headers/common.cuh"
 
-// Sets the ids, and other words of the same buffer.
+// Writes the token ids of a step, and the other words of its input buffer (see `StepInputs` in step_inputs.rs).
 //   description: u32, in host memory or on the device:
 //     ids [rows]
 //     sources [rows]: 0, or 1 + the index of the row's id in `tokens`

@@ -12,9 +12,9 @@ use super::launch::{Arguments, HostWords, Launch, LaunchShape, module};
 pub struct StepInputs {
     /// The token ids. An id with a source is ignored.
     pub ids: Vec<u32>,
-    /// For each id, the index of the token that replaces it, or `None`.
+    /// For each id, the index of the token of the previous step that replaces it, or `None`.
     pub sources: Vec<Option<u32>>,
-    /// The words after the ids.
+    /// The words after the ids, which change in every step. A batch graph has its positions and cache rows here.
     pub words: Vec<u32>,
     /// The index and the new value of each changed word. Index 0 is the first word after `words`. Indexes are unique.
     pub changes: Vec<(u32, u32)>,

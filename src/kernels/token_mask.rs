@@ -19,7 +19,6 @@ impl TokenMask {
         Self { words }
     }
 
-    /// Returns the words of the mask.
     pub fn words(&self) -> &[u32] {
         &self.words
     }
@@ -31,7 +30,7 @@ impl TokenMask {
         }
     }
 
-    /// Forbids a token.
+    /// Forbids a token. Ignores a token outside the vocabulary.
     pub fn forbid(&mut self, id: u32) {
         if let Some(word) = self.words.get_mut(id as usize / 32) {
             *word &= !(1 << (id % 32));

@@ -58,7 +58,7 @@ mod with_cuda {
     }
 
     impl CopyStream {
-        /// Creates the stream.
+        /// Creates a stream for copies to the GPU of `device`.
         ///
         /// The device's event tracking must be off (`device::open` turns it off).
         /// Otherwise, cudarc would make the two streams wait for each other.
@@ -85,7 +85,7 @@ mod with_cuda {
         next: usize,
     }
 
-    /// Page-locked, initialized host memory.
+    /// One staging buffer: page-locked, initialized host memory.
     struct Pinned {
         start: NonNull<u8>,
         len: usize,

@@ -91,14 +91,14 @@ __device__ __forceinline__ float normalizer(float maximum, float total, float si
     return __fdividef(keep, total * keep + exp2_fast(sink - base));
 }
 
-// cap · tanh(x / cap)
+// Returns cap · tanh(x / cap).
 __device__ __forceinline__ float soft_cap(float x, float cap) {
     return cap - __fdividef(2.0f * cap, 1.0f + exp2_fast(2.0f * LOG2_E / cap * x));
 }
 
 // ---- the work of a block ----
 
-// The query rows of a block.
+// The query rows that a block computes: one row tile of one KV head.
 template <typename C> struct Rows {
     int kv_head, heads, group;  // group: query heads of a KV head
     int first_token;            // the index in q of the sequence's first token

@@ -19,7 +19,7 @@ use crate::kernels::scratch;
 /// The maximum number of splits. Each split is a thread block that processes some of a row tile's keys.
 const MAX_SPLITS: usize = 64;
 
-/// The number of splits with [`SumOrder::Fixed`].
+/// The number of splits with [`SumOrder::Fixed`]. Sums would change with the number of splits.
 const FIXED_SPLITS: usize = 4;
 
 /// The largest sliding window, in keys, for which the keys of a row tile are not split across thread blocks.

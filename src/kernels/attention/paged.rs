@@ -88,12 +88,12 @@ impl Queries {
         Ok(Self { spans, positions, sequences, tiles: RefCell::default(), counters: RefCell::default() })
     }
 
-    /// Returns the tokens of each sequence.
+    /// Returns the new tokens of each sequence.
     pub fn spans(&self) -> &[QuerySpan] {
         &self.spans
     }
 
-    /// Returns the number of tokens of all sequences.
+    /// Returns the total number of tokens.
     pub fn tokens(&self) -> usize {
         self.spans.iter().map(|span| span.tokens).sum()
     }
@@ -115,7 +115,7 @@ impl Queries {
         self.spans.iter().all(|span| span.tokens == tokens).then_some(tokens)
     }
 
-    /// Returns the row tiles of all sequences with few query rows if `few` is true, or with many query rows otherwise.
+    /// Returns the row tiles of the sequences for which [`QuerySpan::is_few`] equals `few`.
     ///
     /// The result is u32 `[tiles, 4]`. The columns are the index of the sequence, the index of the tile within
     /// the sequence, the first token of the sequence, and the number of tokens of the sequence.

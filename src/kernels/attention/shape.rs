@@ -16,7 +16,7 @@ pub struct AttentionShape {
 }
 
 impl AttentionShape {
-    /// Checks the inputs of [`attention`](super::attention()) and returns their sizes.
+    /// Returns the sizes of the inputs of [`attention`](super::attention()). Fails if the inputs do not match.
     pub(super) fn of_inputs(inputs: AttentionInputs) -> Result<Self> {
         let AttentionInputs { q, layer, queries, blocks, sinks, .. } = inputs;
         let shape = Self::of_tensors(q, layer, sinks)?;
@@ -27,7 +27,7 @@ impl AttentionShape {
         Ok(shape)
     }
 
-    /// Checks q, k, v and the sinks, and returns their sizes.
+    /// Returns the sizes of q, k and v. Fails if q, k, v and the sinks do not match.
     pub(super) fn of_tensors(q: &Tensor, layer: CachedLayer, sinks: Option<&Tensor>) -> Result<Self> {
         let CachedLayer { k, v } = layer;
         let (tokens, heads, head_dim) = q.dims3()?;

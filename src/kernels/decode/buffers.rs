@@ -56,7 +56,7 @@ pub struct RmsNormParams<'t> {
     pub eps: f32,
 }
 
-/// Returns an error if `fits` is false. The message contains `what`, and the dtype and shape of `tensor`.
+/// Fails unless `fits` is true. The error message contains `what`, and the dtype and shape of `tensor`.
 pub(super) fn check(what: &str, fits: bool, tensor: &Tensor) -> Result<()> {
     if fits {
         return Ok(());
@@ -64,7 +64,7 @@ pub(super) fn check(what: &str, fits: bool, tensor: &Tensor) -> Result<()> {
     bail!("cannot plan a decode step: unsupported dtype or shape for {what}: {:?} {:?}", tensor.dtype(), tensor.dims())
 }
 
-/// Returns an error unless `tensor` has exactly `size` elements of type f32.
+/// Fails unless `tensor` has exactly `size` elements of type f32.
 pub(super) fn check_f32(what: &str, tensor: &Tensor, size: usize) -> Result<()> {
     check(what, tensor.dtype() == DType::F32 && tensor.elem_count() == size, tensor)
 }

@@ -117,13 +117,14 @@ pub(super) fn check_embedding(buffers: &StepBuffers, embedding: &Matrix) -> Resu
 pub(super) fn dense_table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str)> {
     match embedding {
         Matrix::Dense(table) => Ok((Some(table), dtype_suffix(table.dtype())?)),
-        // The kernels read no table. Any suffix names a kernel that exists.
+        // Without a table, the kernels of all dtypes compute the same.
         Matrix::Quantized(_) => Ok((None, "bf16")),
         Matrix::Concatenated(_) => bail!("internal error: an embedding of several matrices"),
     }
 }
 
-/// Adds the lookup of the sampled token's embedding if the embedding is quantized. Otherwise, adds nothing.
+/// Adds a launch that looks up the sampled token's embedding if the table is quantized.
+/// Adds nothing for a dense table, because the sampling kernel reads it.
 pub(super) fn add_quantized_embedding(
     launches: &mut LaunchList,
     buffers: &StepBuffers,

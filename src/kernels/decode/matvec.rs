@@ -21,7 +21,7 @@ pub fn has_decode_kernel(device: &CudaDevice, weight: &Matrix, inputs: usize) ->
     Ok(fits && !matches!(weight, Matrix::Concatenated(_)))
 }
 
-/// Returns the bytes of shared memory that `inputs` input vectors need.
+/// Returns the size in bytes of the shared memory for `inputs` input vectors.
 pub(super) fn input_bytes(weight: &Matrix, inputs: usize) -> usize {
     let (_, columns) = weight.dims();
     match weight {
@@ -56,7 +56,7 @@ pub(super) fn matvec_kernel(weight: &Matrix, name: &str) -> String {
     }
 }
 
-/// Returns an error unless `weight` has shape `[rows, columns]` and a kernel supports it for activations in `dtype`.
+/// Fails unless `weight` has shape `[rows, columns]` and a kernel supports it for activations in `dtype`.
 pub(super) fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: DType) -> Result<()> {
     let (has_kernel, kind) = match weight {
         Matrix::Dense(weight) => (weight.dtype() == dtype, weight.dtype().as_str()),

@@ -19,7 +19,7 @@ struct Mxfp4Tiles {
     int groups;  // the number of 64-column groups in a row
 };
 
-// Multiplies 16 rows × 32 columns of weights by x. The results are multiples of 2^-126.
+// Multiplies 16 rows × 32 columns of weights by x. Each weight enters as its value times 2^-126 (see e2m1.cuh).
 // Columns of B with even numbers hold the upper part of x, and columns with odd numbers hold the lower part (split_x).
 // The results for row g are c[0] (upper) and c[1] (lower); for row g + 8, they are c[2] and c[3].
 // An MMA always computes eight columns, so the redundant columns add no cost.
@@ -109,7 +109,7 @@ template <int STEP, int DEPTH> struct TileStream {
     }
 };
 
-// The groups in flight per warp in the gate and up products, and in the down product.
+// DEPTH of a TileStream (groups in flight per warp) in the gate and up products, and in the down product.
 constexpr int UP_DEPTH = 3, DOWN_DEPTH = 5;
 
 // Computes h[n], the clamped SwiGLU output of the n-th chosen expert.

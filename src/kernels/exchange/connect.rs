@@ -11,8 +11,7 @@ use super::mailbox::RankMailbox;
 use super::sizes::{ExchangeTimes, LARGE_ELEMENTS, SMALL_ELEMENTS};
 use crate::device::{Exchange, World};
 
-/// Adds a direct exchange between the GPUs to `world`.
-/// Returns `world` unchanged if the GPUs cannot exchange data directly.
+/// Returns `world` with a direct exchange between the GPUs, or unchanged if the GPUs cannot exchange data directly.
 pub fn connect(world: World, device: &CudaDevice) -> CandleResult<World> {
     match connected(&world, device)? {
         Ok(exchange) => {
@@ -58,7 +57,7 @@ pub fn measure(world: &World, device: &CudaDevice) -> CandleResult<Result<Exchan
         Err(reason) => return Ok(Err(reason)),
     };
     let time = |elements: usize| -> CandleResult<f64> {
-        // If ranks share a GPU, more than this many operations would fill the launch queue and block the other ranks.
+        // If ranks share a GPU, many more operations would fill the launch queue, which would block the other ranks.
         const OPERATIONS: usize = 100;
         let x = Tensor::new(vec![1f32; elements], &Device::Cuda(device.clone()))?;
         device.cuda_stream().synchronize().w()?;

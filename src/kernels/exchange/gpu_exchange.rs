@@ -19,15 +19,15 @@ use crate::kernels::scratch;
 
 /// The maximum time that a GPU waits for the data of another rank.
 const TIMEOUT_SECONDS: i32 = ANSWER_TIME.as_secs() as i32;
-/// The maximum time that the host of a rank waits until the other ranks are ready or have launched, if their hosts may be
-/// loading kernels: a host may take seconds to read the kernels of cuBLAS from a disk. No GPU waits meanwhile.
+/// How long the host of a rank waits for the other ranks to be ready or to have launched, while their hosts may be
+/// loading kernels. Reading the kernels of cuBLAS from a disk can take seconds. No GPU waits meanwhile.
 /// Between the launches of two graphs, no host loads kernels, and [`ANSWER_TIME`] is the limit.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// The value of the control word after the host has ended the exchange.
 /// Other nonzero values are 1 + the rank that did not answer.
 const ENDED: u32 = u32::MAX;
-/// The number of elements from which [`Exchange::sum_rounded`] rounds. The time to exchange fewer elements is mostly
-/// latency, which rounding does not shorten.
+/// The size of the smallest tensor that [`Exchange::sum_rounded`] rounds, in elements. The time to exchange fewer
+/// elements is mostly latency, which rounding does not shorten.
 const MIN_ROUNDED_ELEMENTS: usize = 1 << 18;
 /// The number of checks for the launches of other ranks before a waiting thread starts to yield the core.
 const SPINNING_TURNS: usize = 10_000;
@@ -127,8 +127,8 @@ impl GpuExchange {
         if self.is_capturing() { enqueue() } else { self.launch_within(LOAD_TIMEOUT, &mut enqueue) }
     }
 
-    /// Calls `launch` once every rank is ready, and waits until every rank has launched. Ends the exchange if that takes
-    /// longer than `limit`.
+    /// Calls `launch` once every rank is ready, and waits until every rank has launched. Ends the exchange if one of
+    /// these waits takes longer than `limit`.
     fn launch_within(&self, limit: Duration, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         self.meet(limit, |mailbox| &mailbox.ready);
         let result = launch();
@@ -136,7 +136,7 @@ impl GpuExchange {
         result
     }
 
-    /// Adds 1 to this rank's `counter`, and waits until the counters of all ranks have this value.
+    /// Adds 1 to this rank's `counter`, and waits until the counters of all ranks have reached this value.
     fn meet(&self, limit: Duration, counter: impl Fn(&RankMailbox) -> &AtomicU64) {
         let own = counter(self.own()).fetch_add(1, Ordering::Release) + 1;
         let missing = || self.mailboxes.iter().position(|rank| counter(rank).load(Ordering::Acquire) < own);
@@ -158,7 +158,7 @@ impl GpuExchange {
         }
     }
 
-    /// Ends the exchange because a rank does not answer, unless it has already ended.
+    /// Ends the exchange because `rank` does not answer. Does nothing if the exchange has already ended.
     fn report_missing(&self, rank: usize) {
         let _ = self.control().words()[0].compare_exchange(0, 1 + rank as u32, Ordering::Relaxed, Ordering::Relaxed);
     }
@@ -236,7 +236,8 @@ impl GpuExchange {
             .overlapping())
     }
 
-    /// Sums the parts of `x` that fit in a region, which `launch` adds to `out`. `most` is the number of elements that fit.
+    /// Returns the sum of `x` over all ranks. Each launch sums at most `most` elements, which fit in a region.
+    /// `launch(x, out)` returns the launch for a part of `x` and the same part of the result.
     fn sum_parts(
         &self,
         x: &Tensor,

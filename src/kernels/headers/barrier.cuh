@@ -9,7 +9,7 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Arrives at the barrier.
+// Counts one arrival. Does not wait.
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

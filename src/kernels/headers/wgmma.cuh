@@ -58,8 +58,8 @@ DEFINE_WGMMA(128, "%64, %65, %66, %67", "%68")
 DEFINE_WGMMA(144, "%72, %73, %74, %75", "%76")
 DEFINE_WGMMA(160, "%80, %81, %82, %83", "%84")
 
-// Returns the descriptor of b at a shared memory address: swizzled rows of 128 bytes, in groups of eight that are 1024
-// bytes apart. Addresses and distances in a descriptor are in units of 16 bytes.
+// Returns the descriptor of b at a shared memory address. b has swizzled rows of 128 bytes, in groups of eight. Groups
+// are 1024 bytes apart. Addresses and distances in a descriptor are in units of 16 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
     constexpr uint64_t SWIZZLE_128_BYTES = (uint64_t)1 << 62;
     constexpr uint64_t GROUP_DISTANCE = (uint64_t)(1024 / 16) << 32;
@@ -68,13 +68,13 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
     return SWIZZLE_128_BYTES | GROUP_DISTANCE | LEADING_DISTANCE | (address >> 4 & ADDRESS_MASK);
 }
 
-// Must come before the first wgmma that reads registers that were written since the last one.
+// Required before a wgmma if its registers were written since the previous wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Makes all earlier wgmmas that belong to no group a group.
+// Commits all uncommitted wgmmas of this warpgroup as one group.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most LEFT groups have not ended.
+// Waits until at most LEFT groups of wgmmas are unfinished.
 template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }

@@ -79,7 +79,7 @@ impl Arguments {
         Self::default()
     }
 
-    /// Adds the address of a tensor.
+    /// Adds the address of a tensor, and keeps the tensor alive.
     pub fn tensor(mut self, tensor: &Tensor) -> Result<Self> {
         self.args.push(Arg::tensor(tensor)?);
         self.memory.tensors.push(tensor.clone());
@@ -159,7 +159,7 @@ impl Arguments {
         self.args.iter().map(Arg::pointer).collect()
     }
 
-    /// Fails if a size does not fit in an i32.
+    /// Fails if [`int`](Self::int) has received a size that does not fit in an i32.
     pub(super) fn check(&self) -> Result<()> {
         match self.too_large {
             Some(value) => {

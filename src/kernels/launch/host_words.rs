@@ -42,7 +42,6 @@ impl HostWords {
         self.count
     }
 
-    /// Returns whether the number of words is zero.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }

@@ -19,7 +19,6 @@ pub struct LaunchList {
 
 /// The run time of one kernel of a list, measured without overlap.
 pub struct TimedLaunch {
-    /// The name of the kernel.
     pub name: String,
     pub seconds: f64,
     /// The bytes that the kernel reads and writes in device memory.

@@ -8,7 +8,7 @@
 //   bytes moved: rows · columns · sizeof(T)
 //
 // Each warp multiplies every `parts`-th chunk of one unit by x. A chunk has DENSE_FEW_COLUMNS columns.
-// Each lane multiplies the same 16-byte pieces of W that it next_chunk, so the copies of W need no barrier.
+// Each lane multiplies the same 16-byte pieces of W that it has copied, so the copies of W need no barrier.
 // A piece has eight adjacent columns. mma.sync expects different columns in each lane, but adds up all their products.
 // The columns may therefore be in any order, as long as W and x have the same order.
 #include "constants.cuh"
@@ -67,7 +67,7 @@ __device__ void dense_few(const T* w, const T* x, float* y, int rows, int column
     pdl_wait();
     pdl_launch_dependents();
 
-    // 2. Multiply, while the inputs of the next chunks are being next_chunk.
+    // 2. Multiply, while the inputs of the next chunks are being copied.
     const auto copy_inputs = [&](int first, int buffer) {
         for (int i = threadIdx.x; i < INPUT_PIECES; i += blockDim.x) {
             const int token = i % 32 / 4, column = first * COLUMNS + (i / 32 * 4 + i % 4) * PIECE_COLUMNS;

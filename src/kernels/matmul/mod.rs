@@ -38,7 +38,7 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
     }
 }
 
-/// Computes [`matmul_f32`] for shapes and dtypes that match.
+/// Computes [`matmul_f32`] with candle or cuBLAS. The caller has checked the shapes and dtypes.
 fn product(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     match x.device() {
         #[cfg(feature = "cuda")]

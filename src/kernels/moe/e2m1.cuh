@@ -18,7 +18,7 @@
 
 constexpr uint32_t E2M1_BITS = 0x81C081C0u, E2M1_FREE_LOW = 0x06030603u;
 
-// Returns by how much item `p` of row g (`row` 0) or row g + 8 (`row` 1) is rotated.
+// Returns the number of bits by which the word of item `p` is rotated, for row g (`row` 0) or row g + 8 (`row` 1).
 __host__ __device__ constexpr int e2m1_rotation(int row, int p) {
     return row == 0 ? (p == 0 ? 0 : p == 1 ? 4 : p == 2 ? 10 : 8) : (p == 0 ? 2 : p == 1 ? 6 : p == 2 ? 12 : 14);
 }
@@ -49,8 +49,8 @@ template <int PART> __device__ __forceinline__ void e2m1_items(uint32_t low, uin
     }
 }
 
-// The factor of x if the items are multiplied as they are. With it, products with weights times 2^-126 are normal f32
-// numbers. E2M1_UNIT cancels both factors in the sums.
+// Kernels that multiply the items without converting them first multiply x by E2M1_X_FACTOR. The products of x and
+// weights times 2^-126 are then normal f32 numbers. Multiplying the sums by E2M1_UNIT cancels both factors.
 constexpr float E2M1_X_FACTOR = 0x1p100f, E2M1_UNIT = 0x1p26f;
 
 // Returns 2^(s - 127), where s is byte `index` of a word of scales. Moves s to the exponent field, bits 30 to 23.

@@ -233,7 +233,7 @@ __device__ __forceinline__ void load_x(const T* h, const Output<T>& o, const Til
 //   shared memory: x [steps][max_pairs][128 bytes], then the partial sums f32 [WARPS][32][max_pairs]
 //   max_pairs: 8, 16 or 24; experts with more pairs are processed in several tiles
 //   bytes moved: the weights of each expert with pairs, once per tile of pairs; x and the output once per tile, mostly
-//   L2
+//   in L2
 template <typename T, bool GATE_UP, typename X>
 __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* x, const uint32_t* offsets, int experts,
                                  int chosen, int max_pairs) {

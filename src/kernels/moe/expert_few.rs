@@ -32,7 +32,7 @@ impl FewTile {
         }))
     }
 
-    /// Returns the launch of a product: `gate_up` or `down`.
+    /// Returns the launch that computes `product`, which is `gate_up` or `down`.
     pub fn launch(self, product: &str, dtype: &str, arguments: Arguments) -> Launch {
         Launch::new(module!("expert_few"), format!("expert_few_{product}_{dtype}"), self.shape, arguments).overlapping()
     }

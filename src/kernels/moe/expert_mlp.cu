@@ -89,9 +89,9 @@ __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, 
 
 // ---- matrix multiplication with mma.sync ----
 
-// The tile of a block: at most PAIRS pairs × 256 rows.
-// Each of the eight warps computes COLUMNS · 8 pairs × ROW_TILES · 16 rows: all PAIRS pairs × 32 rows, or 64 pairs × 64
-// rows if PAIRS is 128.
+// The tile of a block: at most PAIRS pairs × 256 weight rows, divided among eight warps.
+// Each warp computes all pairs × 32 rows. If PAIRS is 128, it computes 64 pairs × 64 rows instead.
+// In units of one MMA, a warp has COLUMNS times 8 pairs and ROW_TILES times 16 rows.
 template <int PAIRS_> struct MmaShape {
     static constexpr int PAIRS = PAIRS_, BLOCK_ROW_TILES = EXPERT_MMA_ROW_TILES, STAGES = EXPERT_MMA_STAGES;
     static constexpr int WARPS = EXPERT_MMA_THREADS / 32, COLUMN_WARPS = PAIRS == 128 ? 2 : 1;
@@ -262,7 +262,7 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int BLOCKS_> struct TileSh
     static constexpr int SCALE_BYTES = EXPERT_WGMMA_ROW_TILES * STAGE_SCALE_BYTES;
     static constexpr int W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
 };
-// For many pairs per expert. Wide tiles need fewer passes over the weights.
+// For many pairs per expert. With wide tiles, the weights are read fewer times.
 using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, 1>;
 // For few pairs per expert. Narrow tiles have more pipeline stages and an unrolled loop over columns.
 using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, 1>;
@@ -286,7 +286,8 @@ template <typename S> struct Ring {
     __device__ __forceinline__ uint32_t full(int stage) const { return address + BARRIERS + stage * 16; }
     __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
 };
-// The stage that is copied or multiplied next, and how often the ring was completed: the parity of its barriers.
+// The stage that is copied or multiplied next, and the number of completed rounds of the ring. The parity of
+// `round` is the parity for which a reader waits at the barriers.
 template <int STAGES> struct Position {
     int stage = 0;
     uint32_t round = 0;
@@ -352,7 +353,7 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
         }
     }
     wgmma_wait<0>();
-    // Keeps the compiler from reading the sums before the wait: it does not know that wgmma writes them later.
+    // The compiler does not know that wgmma writes the sums later. This keeps it from reading them before the wait.
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");
     if (lane == 0) barrier_arrive(ring.empty(previous));

@@ -15,7 +15,7 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, modul
 use crate::kernels::scratch;
 use crate::kernels::unsupported;
 
-/// The maximum number of pairs whose rows of x several warps gather together.
+/// Up to this number of pairs, several warps gather each pair's row of x.
 /// With few pairs, one warp per pair would leave most of the GPU idle.
 const GATHER_FEW_PAIRS: usize = 4096;
 

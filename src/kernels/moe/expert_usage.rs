@@ -14,7 +14,7 @@ impl ExpertUsage {
         Ok(Self(Tensor::zeros(2, DType::U32, device)?))
     }
 
-    /// Returns the counters: u32 `[2]`.
+    /// Returns the counters, u32 `[2]`: the number of batches, then the number of experts.
     #[cfg(feature = "cuda")]
     pub(super) fn counters(&self) -> &Tensor {
         &self.0

@@ -35,7 +35,7 @@ template <typename T> struct Dense {
     const T* weights;
 };
 
-// Returns one lane's part of the dot product of x and row `row` of the stacked matrices of all experts.
+// Returns one lane's part of the dot product of x and a weight row. `row` is an index into the rows of all experts.
 // With MXFP4 weights, the lane processes blocks `lane`, `lane` + 32, ...
 template <typename T> __device__ float lane_dot(const Mxfp4& w, size_t row, const T* x, int columns, int lane) {
     const int groups = columns / 32;

@@ -80,7 +80,8 @@ impl ExpertWeights {
     }
 }
 
-/// Returns `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`. If x has rank 3, `x[t, n]` replaces `x[t]`.
+/// Returns `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`.
+/// If x has three dimensions, the input is `x[t, n]` instead of `x[t]`.
 ///
 /// - x: `[tokens, columns]`, shared by a token's experts, or `[tokens, chosen, columns]`
 /// - ids: u32 `[tokens, chosen]`; the caller guarantees that each id is less than `experts`

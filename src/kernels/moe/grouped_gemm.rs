@@ -14,7 +14,8 @@ use crate::kernels::constants::{GROUPED_GEMM_COLUMNS, GROUPED_GEMM_ROWS, GROUPED
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::unsupported;
 
-/// Writes `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`. If x has rank 3, `x[t, n]` replaces `x[t]`.
+/// Writes `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`.
+/// If x has three dimensions, the input is `x[t, n]` instead of `x[t]`.
 ///
 /// - weights: `[experts, rows, columns]`; `columns` is a multiple of 8
 /// - bias: `[experts, rows]`

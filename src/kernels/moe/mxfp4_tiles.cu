@@ -19,7 +19,7 @@ extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* sc
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int j = tile % column_tiles, first_row = tile / column_tiles % row_tiles * 16;
     const size_t expert = tile / column_tiles / row_tiles;
-    uint32_t words[2][2] = {};  // of each block: rows g and g + 8
+    uint32_t words[2][2] = {};  // for each of the two blocks, the words of rows g and g + 8
     for (int i = 0; i < 4; ++i) {
         const int row = first_row + (paired ? 2 * g + i % 2 : g + 8 * (i % 2)), group = 2 * j + i / 2;
         const bool valid = row < rows && group < groups;

@@ -35,8 +35,8 @@ __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted
                                            uint32_t (*next)[ROUTE_EXPERTS], uint16_t* experts_of, int pairs,
                                            int experts) {
     // Each warp sorts `share` consecutive pairs.
-    // next[w][e] is first the number of pairs of expert e in the share of warp w, and then the position in `sorted` of
-    // the next such pair. experts_of[p] is the expert of pair p.
+    // next[w][e] is about the pairs of expert e in the share of warp w: first their number, then the position in
+    // `sorted` of the next one. experts_of[p] is the expert of pair p.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int share = (pairs + THREADS - 1) / THREADS * 32, first = warp * share, end = min(first + share, pairs);
     for (int e = lane; e < experts; e += 32) next[warp][e] = 0;

@@ -12,7 +12,7 @@ struct Routing {
     uint32_t expert[MAX_CHOSEN_EXPERTS];
     float weight[MAX_CHOSEN_EXPERTS];
 
-    // Finds the `count` largest logits, in descending order. Ties go to the lower expert id, and NaN ranks last.
+    // Finds the `count` largest logits, in descending order. Ties go to the lower expert id, and NaN comes last.
     // The routing weights of the first `chosen` experts are a softmax over these experts, or over all if `over_all`.
     // All lanes of the warp must call this function. Each lane handles at most 32 experts, because `taken` has 32 bits.
     // `logit_of(e)` returns the logit of expert e.

@@ -9,9 +9,9 @@ use crate::kernels::scratch;
 
 /// Indices of pairs, sorted by expert: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e, in any order.
 pub(super) struct SortedPairs {
-    /// u32 `[pairs]`
+    /// The indices of the pairs: u32 `[pairs]`.
     pub sorted: Tensor,
-    /// u32 `[experts + 1]`
+    /// Where the pairs of each expert start in `sorted`: u32 `[experts + 1]`.
     pub offsets: Tensor,
 }
 

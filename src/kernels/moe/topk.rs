@@ -40,7 +40,7 @@ pub fn topk_softmax(logits: &Tensor, chosen: usize, softmax: Softmax) -> Result<
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
             // SAFETY: the kernel writes every element of `ids`.
             let ids = unsafe { crate::kernels::scratch::empty((tokens, chosen), DType::U32, logits.device())? };
-            // SAFETY: as above.
+            // SAFETY: the kernel writes every element of `weights`.
             let weights = unsafe { crate::kernels::scratch::empty((tokens, chosen), DType::F32, logits.device())? };
             let arguments = Arguments::new()
                 .tensor(logits)?
@@ -59,7 +59,7 @@ pub fn topk_softmax(logits: &Tensor, chosen: usize, softmax: Softmax) -> Result<
     }
 }
 
-/// Computes [`topk_softmax`] in plain Rust. NaN logits rank last.
+/// Computes [`topk_softmax`] in plain Rust. NaN logits come last.
 pub fn reference(logits: &[f32], experts: usize, chosen: usize, softmax: Softmax) -> (Vec<u32>, Vec<f32>) {
     let (mut ids, mut weights) = (Vec::new(), Vec::new());
     for row in logits.chunks_exact(experts) {

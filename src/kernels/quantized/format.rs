@@ -30,13 +30,13 @@ pub enum WeightFormat {
 /// The size of each plane in bytes, per group or superblock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlaneBytes {
-    /// Bytes per group.
+    /// Bytes for the low bits of the integers, per group.
     pub low: usize,
-    /// Bytes per group.
+    /// Bytes for the high bits of the integers, per group. 0 in formats without a high plane.
     pub high: usize,
-    /// Bytes per group, or 0 if each row has a single scale.
+    /// Bytes for the scales and mins, per group. 0 if each row has a single scale.
     pub scales: usize,
-    /// Bytes per superblock of 256 columns.
+    /// Bytes for the super-scales, per superblock of 256 columns. 0 in formats other than the K formats.
     pub supers: usize,
 }
 

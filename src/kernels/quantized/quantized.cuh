@@ -108,8 +108,8 @@ template <int F> __device__ __forceinline__ void load_group(RawGroup& raw, const
 }
 
 // Returns the quantized integers of quad j (columns 4j to 4j + 3), one byte each. Byte c belongs to column 4j + c.
-// In the low plane, a word holds the bits of consecutive quads, and the first of them is in the low bits of each byte.
-// In the high plane, so does the only word (1 bit per value), or each of two words (2 bits per value).
+// A word of the low plane holds the bits of consecutive quads. The first quad is in the low bits of each byte.
+// The high plane has the same order, in a single word (1 bit per value) or in two words (2 bits per value).
 // `bits` is the number of bits that the low plane holds per value.
 template <int F> __device__ __forceinline__ uint32_t quad(const RawGroup& raw, int j) {
     using L = FormatLayout<F>;
@@ -277,7 +277,7 @@ struct QuantizedInput {
                 low |= (uint32_t)(q[c] & 0xff) << (8 * c);
             }
             uint32_t* words = reinterpret_cast<uint32_t*>(pieces + (j / 4) * stride + group) + j % 4;
-            words[0] = high, words[8 * stride] = low;  // two pieces of `stride` segments of four words later
+            words[0] = high, words[8 * stride] = low;  // two pieces further, that is, 2 · stride segments of 4 words
             if (j % 4 == 0) reinterpret_cast<int*>(sums + group)[j / 4] = sum;
             if (j == 0) scales[group] = scale;
         }
@@ -339,7 +339,7 @@ __device__ __forceinline__ void multiply_group(const RawGroup (&raw)[ROWS], cons
     }
 }
 
-// Calls `then` with the format as a compile-time constant.
+// A format as a compile-time constant. with_format calls `then` with the constant of `format`.
 template <int F> struct FormatConstant {
     static constexpr int value = F;
 };

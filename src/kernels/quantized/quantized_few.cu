@@ -67,7 +67,7 @@ template <typename T, int F> struct GroupScaling {
             min[half] = Pair<T>::both(-s.min[half]);
         }
     }
-    // Returns scale · v + min.
+    // Returns scale · v minus the min of the group (`min` is negated), or scale · v in formats without mins.
     __device__ __forceinline__ Two apply(Two v, int half) const {
         if constexpr (L::has_mins) return __hfma2(v, scale[half], min[half]);
         if constexpr (has_rest) return __hfma2(v, scale[half], __hmul2(v, rest[half]));
@@ -99,7 +99,7 @@ __device__ __forceinline__ uint2 convert_quad(const RawGroup& raw, const GroupSc
     }
 }
 
-// The arguments of a product.
+// The arguments of multiply_few, except the matrices.
 struct Product {
     const void* x;
     const float* x_scales;

@@ -334,7 +334,7 @@ fn eight_bit_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<
 struct QuantizedRows {
     /// u8 `[rows, columns]`, with both dimensions padded as cuBLASLt requires.
     values: Tensor,
-    /// f32 `[tokens]`
+    /// The scale of each row that is not padding: f32 `[tokens]`.
     scales: Tensor,
 }
 

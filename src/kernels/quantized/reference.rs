@@ -7,7 +7,7 @@ use super::format::{GROUP_COLUMNS, WeightFormat};
 use super::quantized_matrix::{InputRounding, QuantizedMatrix};
 use crate::kernels::elements;
 
-/// Returns the dot product of two slices. The eight partial sums let the compiler vectorize the loop.
+/// Returns the dot product of two slices. Adds to eight partial sums, so that the compiler can vectorize the loop.
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0f32; 8];
     let (a, a_rest) = a.as_chunks::<8>();

@@ -1,7 +1,7 @@
 // Edits and masks logits before a token is chosen, and computes log probabilities.
 #include "sampling/sampling.cuh"
 
-// Adds values to logits: logits[row, token] += value.
+// Adds values such as logit biases to logits: logits[row, token] += value.
 //   logits: f32 [rows, vocab]
 //   edits: u32 [count, 3]: row, token, the bits of the f32 value; each token at most once per row
 //   grid: ceil(count / 256); block: 256
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t logit_key(float logit) { return sort_key(isn
 //   logits: f32 [rows, vocab]; chosen: u32 [rows]
 //   ids: u32 [rows, count]; logprobs: f32 [rows, 1 + count], with the chosen token first
 //   grid: rows; block: SAMPLE_THREADS
-//   bytes moved: 4 · vocab per row in each of max(count, 1) + 1 passes; later passes hit L2
+//   bytes moved: 4 · vocab for each read of a row: max(count, 1) + 1 reads; later reads hit L2
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     top_logprobs(const float* logits, const uint32_t* chosen, uint32_t* ids, float* logprobs, int vocab, int count) {
     __shared__ unsigned long long best;

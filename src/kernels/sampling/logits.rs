@@ -7,7 +7,7 @@ use crate::kernels::constants::SAMPLE_THREADS;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
 use crate::kernels::token_mask::TokenMask;
 
-/// A value to add to one logit.
+/// A value to add to one logit, such as a logit bias.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LogitEdit {
     pub row: u32,

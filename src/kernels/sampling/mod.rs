@@ -1,4 +1,4 @@
-//! Kernels that choose a token from each of many rows of logits, and what they take over from the sampler on the host.
+//! Kernels that choose a token from each row of logits, and the state that they take over from the sampler on the host.
 //!
 //! - `sample_rows`: samples a token from each row
 //! - `logits`: edits and masks logits, and computes log probabilities

@@ -6,7 +6,7 @@
 //   tokens: u32 [rows], the chosen tokens, or NO_TOKEN if every logit of the row is NaN or -inf
 //   mailbox: null, or u32 [rows] in host memory: the chosen tokens + 1, or MAILBOX_NO_TOKEN
 //   grid: rows; block: SAMPLE_THREADS
-//   bytes moved: 4 · vocab per row for each pass: 2 passes, 4 more with top-k, 4 more with top-p; later passes hit L2
+//   bytes moved: 4 · vocab for each read of a row: 2 reads, 4 more with top-k, 4 more with top-p; later reads hit L2
 #include "sampling/sampling.cuh"
 
 // One row of logits and its temperature.

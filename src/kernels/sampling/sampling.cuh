@@ -16,7 +16,7 @@ struct SamplingKernelParams {
 static_assert(sizeof(SamplingKernelParams) == 4 * SAMPLE_PARAM_WORDS,
               "SAMPLE_PARAM_WORDS must match SamplingKernelParams");
 
-// Returns the new logit of a token that was generated `generated` times. If 0, only the prompt contains the token.
+// Returns the new logit of a token that was generated `generated` times. 0 means that only the prompt contains it.
 __device__ __forceinline__ float penalize(float logit, uint32_t generated, float repetition, float frequency,
                                           float presence) {
     logit = logit > 0.0f ? logit / repetition : logit * repetition;
