@@ -115,8 +115,8 @@ fn allowed_tokens(sequences: &mut [StepSequence]) -> (Vec<(u32, TokenMask)>, Has
     (masks, problems)
 }
 
-/// Returns the log probability of one token for each row of `logits`, and those of the `top` most likely tokens of the row.
-/// `logits` are f32 `[tokens, vocab]`.
+/// Returns, for each row of `logits`, the log probabilities of its token in `tokens` and of the `top` most likely
+/// tokens. `logits` are f32 `[tokens, vocab]`.
 pub fn logprobs_on_device(logits: &Tensor, tokens: &[u32], top: usize) -> Result<Vec<TokenLogprobs>> {
     let rows = top_logprobs(logits, tokens, top)?.into_iter();
     Ok(rows.map(|RowLogprobs { chosen, top }| TokenLogprobs { chosen, top }).collect())

@@ -8,7 +8,7 @@
 //! - `route`: decides what runs a step, and whether the step can be queued
 //! - `scored_pass`: a forward pass that also returns the logits of prompt tokens
 //! - `solo`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
-//! - `bench`: runs a solo sequence for `inferno bench` and tests: prefill, decode steps and measurements
+//! - `bench`: prefill, decode steps and measurements of a solo sequence, for `inferno bench` and tests
 //! - `decode`: plans the decode graph; `no_decode_graph`: why there is none
 //! - `decode_graph/`: the CUDA graph of fused kernels for a single sequence
 //! - `batch_graph`: the CUDA graphs of decode steps of several sequences, one for each batch size
@@ -179,9 +179,9 @@ impl Runner {
         !self.ranks.is_single()
     }
 
-    /// Checks, while the engine is idle, that all ranks still answer. After a rank did not answer for 5 s,
-    /// [`has_failed_rank`](Self::has_failed_rank) is true. Call this with `is_first` before the engine waits for requests, and then
-    /// every second without it.
+    /// Checks, while the engine is idle, that all ranks still answer. If a rank has not answered for 5 s,
+    /// [`has_failed_rank`](Self::has_failed_rank) becomes true. While the engine waits for requests, it calls this
+    /// function once a second. `is_first` is true for the first call of each wait.
     pub fn ping_ranks(&self, is_first: bool) {
         self.ranks.ping(is_first);
     }

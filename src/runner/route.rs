@@ -16,7 +16,7 @@ pub enum Route {
     Eager,
 }
 
-/// What the decisions depend on in a runner.
+/// The properties of a runner that the decisions depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct RunnerFacts {
     /// Whether the runner has a decode graph.
@@ -27,11 +27,11 @@ pub struct RunnerFacts {
     pub can_queue: bool,
     /// Whether several ranks run the model.
     pub has_several_ranks: bool,
-    /// Whether the results of each sequence must not depend on the others: the option `prompt_parts` of the runner.
+    /// Whether no result may depend on other sequences, because the runner has the option `prompt_parts`.
     pub is_deterministic: bool,
 }
 
-/// What the decisions depend on in a step.
+/// The properties of a step that the decisions depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct StepFacts {
     /// The number of sequences.

@@ -11,10 +11,11 @@ use super::GrammarKind;
 /// The maximum number of grammars to keep. The least recently used grammar is dropped first.
 const MAX_GRAMMARS: usize = 32;
 
-/// The maximum size of a grammar to keep, in bytes of its text. A longer text compiles to a larger grammar.
+/// The maximum size of the text of a grammar to keep, in bytes. This limits the memory of the cache, because longer
+/// texts compile to larger grammars.
 const MAX_TEXT: usize = 64 << 10;
 
-/// The hash of a grammar.
+/// The SHA-256 hash of the text of a grammar.
 pub type GrammarKey = [u8; 32];
 
 /// The most recently used compiled grammars.

@@ -59,7 +59,7 @@ pub struct Free {
     pub replacement: Option<u32>,
 }
 
-/// Returns a list that maps each token to the same next part.
+/// Pairs each of `tokens` with `part`, the part that follows the token.
 pub fn all_to(tokens: &[u32], part: PartId) -> Vec<(u32, PartId)> {
     tokens.iter().map(|&token| (token, part)).collect()
 }

@@ -146,7 +146,8 @@ impl EngineLoop {
         }
     }
 
-    /// Adds the log probabilities of the prompt tokens that a step scored, for a sequence and the forks that wait for it.
+    /// Adds the log probabilities of the prompt tokens that a step scored, for a sequence and the forks that wait for
+    /// it.
     fn deliver_prompt_logprobs(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         let Some(logprobs) = sequence.prompt_scores.as_mut().and_then(PromptScores::take) else { return };
@@ -180,7 +181,7 @@ impl EngineLoop {
         }
     }
 
-    /// Records that the first `cached` tokens of a sequence are in the KV cache, or `None` if the step failed.
+    /// Records that the first `cached` tokens of a sequence are in the KV cache. `cached` is `None` if the step failed.
     fn record_computed(&mut self, id: SequenceId, cached: Option<usize>, was_queued: bool) {
         match cached {
             Some(cached) if !was_queued => self.scheduler.advance(id, cached),

@@ -48,7 +48,7 @@ const MAX_ANSWERS: usize = 128;
 /// The maximum size of the header and the token ids of a saved prefix, in bytes.
 const MAX_PREFIX_HEADER: u64 = 100_000_000;
 
-/// The time between two checks whether a device has failed while a client waits for a call on the engine thread.
+/// How often a client that waits for a call on the engine thread checks whether a device has failed.
 const FAILURE_POLL: Duration = Duration::from_millis(50);
 
 /// The size in bytes up to which prompts are always encoded, so that an error can state the number of tokens.
@@ -328,7 +328,8 @@ impl EngineHandle {
         &self.shared.device
     }
 
-    /// Returns how the decode steps of a request run while it is the only one: as a CUDA graph, or one operation at a time.
+    /// Returns how the decode steps of a request run while it is the only one: as a CUDA graph, or one operation at a
+    /// time.
     pub fn executor(&self) -> Executor {
         self.shared.info.executor
     }
@@ -348,7 +349,7 @@ impl EngineHandle {
         self.shared.counters.histograms()
     }
 
-    /// Removes and returns the times from the cancellation of recent requests by their clients to their end, in seconds.
+    /// Takes the recorded times from the cancellation of a request to its end, in seconds.
     pub(crate) fn take_cancel_times(&self) -> Vec<f64> {
         self.shared.counters.take_cancel_times()
     }
@@ -359,8 +360,8 @@ impl EngineHandle {
         self.failure().is_none() && self.shared.counters.heartbeat.is_regular(limit)
     }
 
-    /// Returns whether the engine can answer no more requests: its thread has ended, because of a shutdown, a panic or a
-    /// fault of a device, or one of several devices has failed.
+    /// Returns whether the engine can answer no more requests: its thread has ended, because of a shutdown, a panic or
+    /// a fault of a device, or one of several devices has failed.
     pub fn has_stopped(&self) -> bool {
         self.failure().is_some() || self.shared.counters.heartbeat.has_stopped()
     }
@@ -371,7 +372,7 @@ impl EngineHandle {
         self.shared.failure.error()
     }
 
-    /// Lets the next step fail. For tests.
+    /// Injects a fault, usually into the next step. For tests.
     #[doc(hidden)]
     pub fn inject_fault(&self, fault: Fault) -> Result<()> {
         self.send(Command::Fail(fault))
@@ -461,7 +462,7 @@ impl EngineHandle {
     }
 }
 
-/// Fails if a request for `n` answers is invalid.
+/// Fails unless `n` is between 1 and [`MAX_ANSWERS`].
 fn check_answer_count(n: usize) -> Result<()> {
     if !(1..=MAX_ANSWERS).contains(&n) {
         bail!("n is {n}: expected a number from 1 to {MAX_ANSWERS}");

@@ -31,7 +31,8 @@ impl ClientEnd {
         if self.is_complete.load(Ordering::Acquire) { FinishReason::Stop } else { FinishReason::Canceled }
     }
 
-    /// Returns the time since the client ended the sequence. `None` if it did not, or set only its cancel flag.
+    /// Returns the time since the client ended the sequence. Returns `None` if the client only set its cancel flag, or
+    /// has not ended the sequence.
     pub fn elapsed(&self) -> Option<Duration> {
         self.at.get().map(Instant::elapsed)
     }

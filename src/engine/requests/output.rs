@@ -10,7 +10,7 @@ use crate::chat::{Channel, Delta, FormatViolations, Parser, ToolCall};
 use crate::language::Language;
 use crate::tokenizer::TextStream;
 
-/// The text output of one generation, split into channels.
+/// Turns the tokens of one answer into text, split into channels.
 pub struct Output {
     language: Arc<Language>,
     reader: Reader,

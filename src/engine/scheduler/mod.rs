@@ -155,7 +155,6 @@ struct ScheduledSequence {
     tokens: Vec<u32>,
     /// Whether the last of `tokens` is a placeholder for the token that a queued step chooses.
     is_last_pending: bool,
-    /// The number of tokens in the prompt.
     prompt_tokens: usize,
     /// If set, chunks of the prompt end at the ends of these parts, and every later token is computed separately.
     prompt_parts: Option<PromptParts>,

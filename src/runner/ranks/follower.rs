@@ -53,7 +53,7 @@ pub fn follow(
 /// The time after which an idle follower checks whether another rank has failed.
 const CHECK_TIME: Duration = Duration::from_secs(1);
 
-/// The reason of the failure of a rank that panicked.
+/// Why a rank whose thread panicked has failed, for the error message.
 pub const PANIC: &str = "its thread panicked";
 
 /// The state of a follower's thread.
