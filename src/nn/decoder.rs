@@ -41,7 +41,7 @@ pub struct Decoder {
     layers: Vec<DecoderLayer>,
     /// The index of the first of these layers in the model.
     first_layer: usize,
-    /// The number of layers of the model.
+    /// The number of layers of the model, on all ranks.
     layer_count: usize,
     pub(crate) norm: Norm,
     /// The output head, with the rows of the vocabulary that this rank computes.

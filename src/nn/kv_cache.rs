@@ -108,7 +108,6 @@ impl CacheLayout {
         self.windows.len()
     }
 
-    /// Returns the group of a layer.
     pub fn group(&self, layer: usize) -> usize {
         self.places[layer - self.first_layer].0
     }
@@ -141,7 +140,7 @@ pub struct BlockTables {
 }
 
 impl BlockTables {
-    /// Creates empty tables.
+    /// Creates an empty block table for each group.
     pub fn new(groups: usize) -> Self {
         Self { groups: vec![Vec::new(); groups] }
     }
@@ -238,7 +237,7 @@ impl KvCache {
         &self.device
     }
 
-    /// Returns the keys and values of a layer.
+    /// Returns the keys and values of the layer with index `layer` in the model.
     pub fn layer(&self, layer: usize) -> CachedLayer<'_> {
         let (_, index) = self.layout.places[layer - self.layout.first_layer];
         let (k, v) = &self.layers[index];

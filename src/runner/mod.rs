@@ -13,7 +13,7 @@
 //! - `decode_graph/`: the CUDA graph of fused kernels for a single sequence
 //! - `batch_graph`: the CUDA graphs of decode steps of several sequences, one for each batch size
 //! - `step_launcher`: launches steps on the GPU of one rank: batch graphs and queued steps
-//! - `queued_steps/`: what queued steps need: buffers on a GPU, and the step whose tokens the host does not know yet
+//! - `queued_steps/`: the steps that are queued, and their buffers on a GPU
 //! - `ranks/`: the other ranks of a model that several devices run together, and their commands
 //! - `no_cuda`: takes the place of `decode_graph`, `step_launcher` and `device_choice` in builds without CUDA
 //! - `step_sequence`: the input and the result of one sequence in a step
@@ -205,7 +205,6 @@ impl Runner {
         self.cache.copy_block(from, to)
     }
 
-    /// Returns the size of the vocabulary.
     pub fn vocab_size(&self) -> usize {
         self.decoder.vocab_size()
     }

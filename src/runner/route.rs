@@ -1,4 +1,5 @@
-//! Decides what runs a step, and whether the step can be queued: pure functions of the runner and the step.
+//! Decides what runs a step, and whether the step can be queued. The decisions depend only on [`RunnerFacts`] and
+//! [`StepFacts`].
 //!
 //! The table in docs/architecture.md lists these decisions. A test compares the table with the functions.
 
@@ -19,7 +20,6 @@ pub enum Route {
 /// The properties of a runner that the decisions depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct RunnerFacts {
-    /// Whether the runner has a decode graph.
     pub has_decode_graph: bool,
     /// Whether the runner has batch graphs, and they can run its model.
     pub has_batch_graphs: bool,
@@ -34,7 +34,6 @@ pub struct RunnerFacts {
 /// The properties of a step that the decisions depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct StepFacts {
-    /// The number of sequences.
     pub sequences: usize,
     /// Whether every sequence has a single input token.
     pub is_decode: bool,

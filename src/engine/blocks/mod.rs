@@ -43,7 +43,7 @@ impl BlockHashes {
     }
 }
 
-/// The blocks of one sequence.
+/// The block tables of one sequence, and how many of its tokens are in the blocks.
 #[derive(Debug, Default)]
 pub struct SequenceBlocks {
     /// One table per group. Entry i is the scratch block if no later token attends to the positions of block i.
@@ -136,7 +136,7 @@ impl BlockManager {
         self.pool.free()
     }
 
-    /// Returns the number of blocks that a sequence uses.
+    /// Returns the number of blocks that a sequence uses, in all groups together.
     pub fn held(&self, sequence: &SequenceBlocks) -> usize {
         sequence.tables.iter().zip(&sequence.first_held).map(|(table, first_held)| table.len() - first_held).sum()
     }

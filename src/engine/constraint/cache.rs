@@ -40,7 +40,7 @@ impl GrammarCache {
         Some(matcher)
     }
 
-    /// Adds a matcher that is at the start of its grammar.
+    /// Adds a matcher, which must be at the start of its grammar.
     pub fn insert(&self, key: GrammarKey, matcher: &Matcher) {
         let mut grammars = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         grammars.retain(|(other, _)| *other != key);

@@ -153,7 +153,7 @@ pub fn with_options(schema: &Value) -> Value {
     schema
 }
 
-/// Returns the sum, over all objects in a schema, of the square of the object's number of optional properties.
+/// Squares the number of optional properties of each object in a schema, and returns the sum of the squares.
 /// The time to compile the schema grows with this sum.
 fn optional_pairs(schema: &Value) -> usize {
     let fields = match schema {

@@ -17,7 +17,7 @@ pub struct HistogramStats {
     pub bounds: &'static [u64],
     /// For each bound, the number of values that are at most as large.
     pub cumulative: Vec<u64>,
-    /// The number of all values.
+    /// The number of values, including those above all bounds.
     pub count: u64,
     pub sum: u64,
 }

@@ -10,7 +10,7 @@
 //! The plan assumes that every sequence continues, and appends a pending token to each sequence.
 //! If a sequence has ended, the queued step computes one unused token for it.
 //! The blocks of an ended sequence are freed at once, because the device runs the steps in order.
-//! The device itself applies penalties on the tokens that the host does not know yet.
+//! The device itself applies the penalties that depend on tokens that the host does not know yet.
 //! A step in which a sequence has a constraint or asks for log probabilities is not queued ahead.
 //!
 //! The files of this folder:

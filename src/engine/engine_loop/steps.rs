@@ -189,8 +189,8 @@ impl EngineLoop {
             None if was_queued => self.scheduler.forget_prefixes(),
             _ => {}
         }
-        // The counter is about the latest request. After a step of several sequences, it is about the last one in the
-        // step: with requests in parallel, only the counters of the prefix cache describe what can be reused.
+        // The counter describes the latest request. After a step of several sequences, it describes the last of them.
+        // With parallel requests, only the counters of the prefix cache show what can be reused.
         self.counters.cached_tokens.store(cached.unwrap_or(0) as u64, Ordering::Relaxed);
     }
 }

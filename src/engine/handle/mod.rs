@@ -125,7 +125,7 @@ impl EngineHandle {
         self.submit_ids(ids, chat, outputs, options, submitted)
     }
 
-    /// Queues one sequence for each output.
+    /// Queues a request whose prompt is already encoded: one sequence for each of `outputs`.
     pub(super) fn submit_ids(
         &self,
         ids: Vec<u32>,
@@ -189,7 +189,7 @@ impl EngineHandle {
         prepare(ConstrainedRequest { compiler, language: language.clone(), constraint, chat, stop_token_ids }).map(Some)
     }
 
-    /// Returns the token ids of a prompt.
+    /// Returns the token ids of a prompt. Renders a conversation first.
     pub(super) fn encode(&self, prompt: Prompt) -> Result<Vec<u32>> {
         match prompt {
             Prompt::Chat { messages, render } => Ok(self.render(&messages, &render)?.ids),
@@ -366,8 +366,8 @@ impl EngineHandle {
         self.failure().is_some() || self.shared.counters.heartbeat.has_stopped()
     }
 
-    /// Returns the error of the device that failed, or `None` if no device has failed. Only several devices that run a
-    /// model together can fail alone. The engine stops after such a failure.
+    /// Returns the error of the device that failed, if several devices run the model and one of them has failed.
+    /// The engine stops after such a failure. With a single device, always returns `None`.
     pub fn failure(&self) -> Option<Error> {
         self.shared.failure.error()
     }

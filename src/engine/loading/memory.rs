@@ -642,7 +642,7 @@ mod tests {
         assert_eq!(second.weight_bytes(), (4 << 30) + (1 << 29) + (1 << 30));
         let capacity = Capacity { context: 4096, chunk: 512 };
         assert_eq!(second.cache_blocks(capacity), one.cache_blocks(capacity));
-        // The two layers are in different groups, so a block holds one layer of either.
+        // The two layers are in different groups, so a block holds one layer in both plans.
         assert_eq!(second.cache_bytes(capacity), one.cache_bytes(capacity));
         assert_eq!(second.layers().len(), 1);
         assert_eq!(plan().with_chunk(Some(8192)).unwrap().with_stage(0..1, 2).chunks, [8192]);

@@ -21,7 +21,7 @@ pub struct Output {
 
 /// Decodes generated tokens to text, with or without a chat format.
 enum Reader {
-    /// The parser of a chat format.
+    /// Separates reasoning, answer and tool calls.
     Chat(Box<Parser>),
     /// A decoder of plain text. All text belongs to the answer.
     Raw(TextStream),

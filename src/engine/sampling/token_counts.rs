@@ -25,7 +25,7 @@ impl TokenCounts {
         counts
     }
 
-    /// Counts a generated token.
+    /// Adds 1 to the count of a token that was generated.
     pub fn add_generated(&mut self, token: u32) {
         *self.count_mut(token) += 1;
     }

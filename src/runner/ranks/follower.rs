@@ -109,7 +109,7 @@ impl Follower {
             }
             RankCommand::CopyBlock { from, to } => self.cache.copy_block(*from, *to)?,
             RankCommand::Cache(call) => call(RankCache { rank: self.world.rank(), cache: &self.cache }),
-            // Every command records progress.
+            // The first rank only wants to see progress, which every command records.
             RankCommand::Ping => {}
             RankCommand::Fail(fault) => fault.strike()?,
         }
