@@ -335,7 +335,7 @@ impl Decoder {
         self.embed_tokens.device().is_cuda()
     }
 
-    /// Returns the ranks that run the model together.
+    /// Returns the world of this rank: the ranks that run the model together.
     pub fn world(&self) -> &World {
         &self.world
     }

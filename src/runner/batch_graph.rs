@@ -34,7 +34,8 @@ pub struct BatchGraphs {
     graphs: BTreeMap<usize, BatchGraph>,
     /// f32 `[MAX_SEQUENCES, vocab]`, shared by all graphs. The first batch allocates it.
     logits: Option<Tensor>,
-    /// The largest batch whose intermediate results fit in the arena, and the arena, which all graphs share.
+    /// The arena for the intermediate results of new graphs, and the largest batch whose results fit in it.
+    /// A larger batch replaces the arena, but earlier graphs keep theirs.
     arena: Option<(usize, Arena)>,
     /// Whether a graph step has failed. From then on, all steps run eagerly.
     has_failed: bool,

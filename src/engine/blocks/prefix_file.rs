@@ -6,8 +6,8 @@
 //! - `group.G.layer.L.k` and `.v`: `[rows, kv_heads, head_dim]` for layer L of group G.
 //!   The rows come from all blocks that a token after the prefix attends to.
 //!
-//! The file holds all layers and all KV heads of the model, regardless of how many ranks run it. So any number of ranks
-//! can read it. Each rank holds only some of the KV heads or some of the layers.
+//! The file holds all layers and all KV heads of the model, although each rank holds only some of them. Engines with
+//! any number of ranks can therefore load it.
 //!
 //! Keys and values are valid only for the model, dtype and build that computed them.
 //! The metadata value `fingerprint` identifies the model, dtype and build.

@@ -401,8 +401,8 @@ impl EngineHandle {
     /// Adds a saved prefix to the prefix cache. Returns the number of tokens in the prefix.
     ///
     /// Returns 0 if the file belongs to another model, dtype or build of inferno.
-    /// Also returns 0 if the cache has no room. The number of devices that run the model may differ.
-    /// Fails if the file cannot be read or is damaged.
+    /// Also returns 0 if the cache has no room. The engine that saved the file may have run on another number of
+    /// devices. Fails if the file cannot be read or is damaged.
     pub fn load_prefix(&self, path: &Path) -> Result<usize> {
         // Read the file on this thread, so that other requests do not wait for it.
         let largest = self.info().cache_bytes.saturating_mul(self.info().ranks as u64);

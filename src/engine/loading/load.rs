@@ -296,7 +296,8 @@ fn allocate(
         attention: options.attention,
         context,
         cache_blocks: memory.cache_blocks(capacity),
-        // Whether a sum is rounded depends on the number of tokens in a step, so on other requests.
+        // Deterministic answers exclude rounding: whether a sum is rounded depends on the number of tokens in the step,
+        // and thus on other requests.
         rounds_partials: dtype == DType::BF16 && !options.deterministic,
         stages: memory.stages.as_deref(),
     };

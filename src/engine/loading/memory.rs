@@ -94,7 +94,7 @@ pub struct MemoryPlan {
     weight_bytes: u64,
     /// Entry i holds the part of each rank if i + 1 ranks divide every layer.
     rank_parts: Arc<[Vec<RankPart>]>,
-    /// The sizes of the parts of the whole model.
+    /// The sizes of the layers, of the output head and of everything else, if a single device holds the whole model.
     parts: PartBytes,
     /// Extra bytes needed during loading, to repack or stack the experts of one layer.
     /// The memory is freed before the KV cache is allocated.

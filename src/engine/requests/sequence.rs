@@ -85,7 +85,8 @@ impl Sequence {
         self.sampler.set_constraint(constraint);
     }
 
-    /// Passes the chosen token to the constraint. Returns the token to use. See [`Sampler::advance`].
+    /// Passes the chosen token to the constraint. Returns the token to use, which can be a different token. See
+    /// [`Sampler::advance`].
     pub fn accept(&mut self, token: ChosenToken) -> Result<ChosenToken> {
         Ok(ChosenToken { id: self.sampler.advance(token.id)?, ..token })
     }
