@@ -47,7 +47,7 @@ pub const SINGLE_VALUE: u64 = 64 * KB;
 /// The largest known config file, a tokenizer_config.json, has 50,000 values.
 const MAX_JSON_VALUES: usize = 1 << 20;
 
-/// Opens a regular file for reading.
+/// Opens a file for reading. Fails for pipes, folders and devices.
 pub fn open(path: &Path) -> Result<File> {
     open_regular(path).with_context(|| cannot_read(path))
 }

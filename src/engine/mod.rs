@@ -60,7 +60,8 @@ pub use requests::{
 };
 pub use sampling::SamplingParams;
 
-/// The time limit for the engine thread to end after a device has failed. It waits for the threads of all ranks.
+/// The time limit for the engine thread to end after a device has failed. To end, the engine thread waits for the
+/// threads of all ranks.
 const END_TIME: Duration = Duration::from_secs(2);
 
 /// A loaded model and the thread that runs it.

@@ -1,7 +1,7 @@
 //! The failure of one of several devices, as the clients of an engine see it.
 //!
-//! The rank that notices a failure reports it to all clients. They need not wait for the engine thread, which may itself
-//! be the thread that hangs.
+//! The rank that notices a failure reports it to all clients. The clients do not wait for the engine thread, because it
+//! may be the thread that hangs.
 
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 

@@ -17,7 +17,7 @@ use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
 use crate::runner::{ChosenToken, Executor, TokenLogprobs};
 
-/// The context length in tokens.
+/// The context length that the engine reports, in tokens.
 const CONTEXT: usize = 32_768;
 
 /// The answer that the engine gives to all requests.

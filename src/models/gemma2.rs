@@ -32,7 +32,6 @@ pub(super) const NAMES: DecoderNames = DecoderNames {
     ..DecoderNames::LLAMA
 };
 
-/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     query_pre_attn_scalar: f64,

@@ -31,7 +31,6 @@ pub const MULTIMODAL: Family =
 /// The tensor name prefixes of text-only checkpoints, multimodal checkpoints, and checkpoints from transformers 5.
 const PREFIXES: [&str; 3] = ["model", "language_model.model", "model.language_model"];
 
-/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     query_pre_attn_scalar: f64,

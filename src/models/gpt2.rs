@@ -29,7 +29,6 @@ const NAMES: DecoderNames = DecoderNames {
     norm: "ln_f",
 };
 
-/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     vocab_size: usize,

@@ -22,7 +22,6 @@ use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "gpt_oss", architecture: "GptOssForCausalLM", read };
 
-/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     vocab_size: usize,

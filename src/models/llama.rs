@@ -18,7 +18,6 @@ use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "llama", architecture: "LlamaForCausalLM", read };
 
-/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     #[serde(default)]

@@ -20,7 +20,6 @@ use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "mistral", architecture: "MistralForCausalLM", read };
 
-/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     #[serde(flatten)]

@@ -19,7 +19,6 @@ pub const FAMILY: Family = Family { model_type: "mixtral", architecture: "Mixtra
 
 const EXPERT_NAMES: ExpertNames = ExpertNames { gate: "w1", up: "w3", down: "w2" };
 
-/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     #[serde(alias = "num_experts")]

@@ -29,7 +29,6 @@ use crate::weights::Checkpoint;
 use crate::weights::compressed::CompressedConfig;
 use crate::weights::gguf::GgufCheckpoint;
 
-/// All supported families.
 const FAMILIES: &[&Family] = &[
     &gpt_oss::FAMILY,
     &llama::FAMILY,

@@ -19,7 +19,6 @@ use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "phi3", architecture: "Phi3ForCausalLM", read };
 
-/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     #[serde(flatten)]

@@ -21,7 +21,6 @@ use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "qwen2", architecture: "Qwen2ForCausalLM", read };
 
-/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     #[serde(default)]

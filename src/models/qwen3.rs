@@ -17,7 +17,6 @@ use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "qwen3", architecture: "Qwen3ForCausalLM", read };
 
-/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     #[serde(default)]

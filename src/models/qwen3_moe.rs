@@ -22,7 +22,6 @@ pub const FAMILY: Family = Family { model_type: "qwen3_moe", architecture: "Qwen
 
 const EXPERT_NAMES: ExpertNames = ExpertNames { gate: "gate_proj", up: "up_proj", down: "down_proj" };
 
-/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     #[serde(default)]

@@ -143,7 +143,7 @@ impl Attention {
         let (q, kv) = (times(&q_heads, spec.head_dim), times(&kv_heads, spec.head_dim));
         let o = weights.at(o_name).columns(q.clone(), q_size);
 
-        // The rows of q, k and v in a fused matrix.
+        // The rows of q, k and v that this rank holds, in a fused matrix.
         let fused =
             [q.clone(), q_size + kv.start..q_size + kv.end, q_size + kv_size + kv.start..q_size + kv_size + kv.end];
         let (fused_rows, fused_size) = (q.len() + 2 * kv.len(), q_size + 2 * kv_size);
@@ -198,7 +198,8 @@ impl Attention {
     }
 
     /// Computes attention for the tokens of all sequences, and writes the new keys and values to the cache.
-    /// Maps x `[tokens, hidden]` to the needed rows of f32 `[tokens, hidden]`, summed over the heads of all ranks.
+    /// Takes x `[tokens, hidden]`. Returns the rows that `needed` selects, summed over the heads of all ranks, f32
+    /// `[rows, hidden]`.
     ///
     /// The result does not include the bias of `o_proj`, which is returned separately, so that
     /// the next norm can add it.
@@ -220,8 +221,8 @@ impl Attention {
         Ok((self.world.sum_partials(&y)?, self.o_proj.bias.as_ref()))
     }
 
-    /// Returns the attention output of the heads of this rank, `[tokens, heads * head_dim]`. The rank must hold at least
-    /// one head.
+    /// Returns the attention output of the heads of this rank, `[tokens, heads * head_dim]`. The rank must hold at
+    /// least one head.
     fn attend(&self, x: &Tensor, layer: usize, pass: &Pass, cache: &KvCache) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
         let AttentionConfig { heads, spec, scale, softcap, .. } = self.config;

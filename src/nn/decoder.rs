@@ -41,7 +41,7 @@ pub struct Decoder {
     layers: Vec<DecoderLayer>,
     /// The index of the first of these layers in the model.
     first_layer: usize,
-    /// The number of layers of the model.
+    /// The number of layers of the model, on all ranks.
     layer_count: usize,
     pub(crate) norm: Norm,
     /// The output head, with the rows of the vocabulary that this rank computes.
@@ -214,8 +214,8 @@ impl Decoder {
         Ok(normed)
     }
 
-    /// Gives the residual stream after a stage to all ranks. On the rank that ran the stage (`is_own`), x is the residual
-    /// stream and y is not yet added to it. Returns their sum, f32 `[rows, hidden]`.
+    /// Returns the residual stream after a stage, f32 `[rows, hidden]`, on all ranks. On the rank that ran the stage
+    /// (`is_own`), it is x + y. The other ranks receive it from this rank.
     fn exchange_stage(&self, is_own: bool, x: &Tensor, y: Option<&Tensor>, rows: usize) -> Result<Tensor> {
         scratch::begin_layer();
         // All other ranks add zeros, so every rank gets the result of the rank that ran the stage.
@@ -280,7 +280,8 @@ impl Decoder {
         (self.first_layer..).zip(&self.layers)
     }
 
-    /// Returns the number of parts that the ranks run one after another: 1 if every rank holds a part of each layer.
+    /// Returns the number of stages, which are the ranges of layers that the ranks run one after another. Returns 1 if
+    /// every rank holds a part of each layer.
     pub(crate) fn stages(&self) -> usize {
         self.world.stages().map_or(1, <[_]>::len)
     }
@@ -307,7 +308,7 @@ impl Decoder {
         row + self.layers.iter().map(DecoderLayer::step_bytes).sum::<u64>() + self.norm.bytes() + self.lm_head.bytes()
     }
 
-    /// Returns what the experts of all layers cost: zeros if the model has no experts.
+    /// Returns the experts per token, and the size of one expert in all layers. Both are 0 if the model has no experts.
     pub fn expert_cost(&self) -> ExpertCost {
         let layers = self.layers.iter().filter_map(|layer| layer.mlp.expert_cost());
         layers.fold(ExpertCost::default(), |sum, layer| ExpertCost {
@@ -334,7 +335,7 @@ impl Decoder {
         self.embed_tokens.device().is_cuda()
     }
 
-    /// Returns the ranks that run the model together.
+    /// Returns the world of this rank: the ranks that run the model together.
     pub fn world(&self) -> &World {
         &self.world
     }

@@ -40,7 +40,7 @@ pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
 pub struct CacheLayout {
     /// The attention window of each group, or `None` for full attention.
     windows: Vec<Option<usize>>,
-    /// The first layer of `places`.
+    /// The index in the model of the first layer in `places`.
     first_layer: usize,
     /// The group of each layer, and the layer's index within the group.
     places: Vec<(usize, usize)>,
@@ -50,7 +50,7 @@ pub struct CacheLayout {
     layers_per_group: usize,
     /// The number of KV heads and the head size. `None` if they differ between layers: [`KvCache::new`] then fails.
     heads: Option<(usize, usize)>,
-    /// The number of elements in one token's keys in one layer: the largest kv_heads · head_dim of all layers.
+    /// The number of elements in one token's keys in one layer. If layers differ, the largest number.
     row: usize,
 }
 
@@ -104,12 +104,10 @@ impl CacheLayout {
         &self.windows
     }
 
-    /// Returns the number of groups.
     pub fn groups(&self) -> usize {
         self.windows.len()
     }
 
-    /// Returns the group of a layer.
     pub fn group(&self, layer: usize) -> usize {
         self.places[layer - self.first_layer].0
     }
@@ -142,7 +140,7 @@ pub struct BlockTables {
 }
 
 impl BlockTables {
-    /// Creates empty tables.
+    /// Creates an empty block table for each group.
     pub fn new(groups: usize) -> Self {
         Self { groups: vec![Vec::new(); groups] }
     }
@@ -165,7 +163,6 @@ impl BlockTables {
         self.groups.iter()
     }
 
-    /// Returns the block table of a group.
     pub fn table(&self, group: usize) -> &[u32] {
         &self.groups[group]
     }
@@ -204,7 +201,7 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// Allocates `blocks` blocks.
+    /// Allocates a cache of `blocks` blocks. Fails if the layers differ in their number of KV heads or head size.
     pub fn new(layout: CacheLayout, blocks: usize, dtype: DType, device: &Device) -> Result<Self> {
         let Some((kv_heads, head_dim)) = layout.heads else {
             bail!("cannot allocate a KV cache for layers with different numbers of KV heads or head sizes");
@@ -232,7 +229,6 @@ impl KvCache {
         &self.layout
     }
 
-    /// Returns the number of blocks.
     pub fn blocks(&self) -> usize {
         self.blocks
     }
@@ -241,7 +237,7 @@ impl KvCache {
         &self.device
     }
 
-    /// Returns the keys and values of a layer.
+    /// Returns the keys and values of the layer with index `layer` in the model.
     pub fn layer(&self, layer: usize) -> CachedLayer<'_> {
         let (_, index) = self.layout.places[layer - self.layout.first_layer];
         let (k, v) = &self.layers[index];

@@ -21,12 +21,12 @@ pub enum Mlp {
     ClampedMoe(ClampedMoe),
 }
 
-/// What the experts of a layer cost, or those of a whole model.
+/// How many experts a token uses, and how large an expert is, in one layer or in a whole model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExpertCost {
     /// The number of experts that each token uses per layer.
     pub per_token: usize,
-    /// The size of one expert in bytes, in all layers together.
+    /// The size of one expert in bytes, summed over the layers.
     pub bytes: u64,
 }
 
@@ -50,7 +50,7 @@ impl Mlp {
         }
     }
 
-    /// Returns what the experts of the layer cost. Returns `None` for a dense MLP.
+    /// Returns the experts per token and the size of one expert, or `None` for a dense MLP.
     pub fn expert_cost(&self) -> Option<ExpertCost> {
         let (per_token, bytes) = match self {
             Mlp::Gated(_) | Mlp::Plain(_) => return None,

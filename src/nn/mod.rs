@@ -1,7 +1,7 @@
 //! The layers from which the families build their decoders.
 //! They run eagerly on any device, using ops from candle and `kernels`.
 //!
-//! - `decoder`, `decoder_config`: the decoder that all families share, and what a family says about it
+//! - `decoder`, `decoder_config`: the decoder that all families share, and its sizes, options and tensor names
 //! - `layer`: attention, then an MLP; `attention`, `rope`, `mlp`, `moe`, `linear`, `norm`: their parts
 //! - `kv_cache`: the paged KV cache; `pass`: the tokens and tables of one forward pass
 //! - `checks`: range checks for numbers from config.json

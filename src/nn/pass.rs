@@ -133,7 +133,6 @@ impl Pass {
         self.sum_order
     }
 
-    /// Returns the attention backend to use.
     pub fn backend(&self) -> AttentionBackend {
         self.backend
     }

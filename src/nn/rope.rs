@@ -66,12 +66,12 @@ pub struct RopeLengths {
     pub context: usize,
 }
 
-/// The rotation frequencies of a model, and the factor for cos and sin.
+/// The rotation frequencies of a model, and the factor by which cos and sin are multiplied.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeFrequencies {
     /// The angle per position for each rotated pair of dims, in radians, `[rotated / 2]`.
     pub inv_freq: Vec<f32>,
-    /// The factor for cos and sin in YaRN and LongRoPE. It is 1 for the other methods.
+    /// The factor by which YaRN and LongRoPE multiply cos and sin. It is 1 for the other methods.
     pub attention_factor: f32,
 }
 

@@ -34,7 +34,8 @@ pub struct BatchGraphs {
     graphs: BTreeMap<usize, BatchGraph>,
     /// f32 `[MAX_SEQUENCES, vocab]`, shared by all graphs. The first batch allocates it.
     logits: Option<Tensor>,
-    /// The largest batch whose intermediate results fit in the arena, and the arena, which all graphs share.
+    /// The arena for the intermediate results of new graphs, and the largest batch whose results fit in it.
+    /// A larger batch replaces the arena, but earlier graphs keep theirs.
     arena: Option<(usize, Arena)>,
     /// Whether a graph step has failed. From then on, all steps run eagerly.
     has_failed: bool,
@@ -77,8 +78,8 @@ impl BatchGraphs {
         !self.has_failed && !decoder.reads_tables_on_host()
     }
 
-    /// Queues a decode step, like [`run`](Self::run), but returns `None` if the graph fails on a single GPU. From then on,
-    /// [`can_run_model`](Self::can_run_model) is false, and all steps must run operation by operation.
+    /// Queues a decode step, like [`run`](Self::run), but returns `None` if the graph fails on a single GPU. From then
+    /// on, [`can_run_model`](Self::can_run_model) is false, and all steps must run operation by operation.
     pub fn try_run(
         &mut self,
         decoder: &Decoder,
@@ -135,8 +136,8 @@ impl BatchGraphs {
     }
 }
 
-/// Returns the number of rows of the graph that runs this many sequences. Each number of rows has a graph of its own, so
-/// larger numbers are rounded up more, to capture fewer graphs.
+/// Returns the number of sequences, rounded up to the number of rows of a graph. There is one graph for each number of
+/// rows, so larger numbers are rounded up more, to capture fewer graphs.
 fn padded(sequences: usize) -> usize {
     match sequences {
         ..=8 => sequences,

@@ -26,7 +26,7 @@ pub trait ChooseToken {
     /// -inf. `choose` never returns a token whose logit is NaN or -inf.
     fn choose(&mut self, logits: &mut [f32]) -> u32;
 
-    /// Returns the values to add to logits before a token is chosen, at most one per token.
+    /// Returns the biases to add to logits before a token is chosen, at most one per token id.
     fn logit_edits(&self) -> Vec<(u32, f32)> {
         Vec::new()
     }

@@ -56,14 +56,15 @@ fn samplers<'a>(sequences: &'a [StepSequence<'_>]) -> impl Iterator<Item = &'a d
 
 /// The rows of logits whose log probabilities are needed. Row i belongs to the sequence with the i-th sampler.
 struct ScoredRows {
-    /// Each row, and how many of the most likely tokens to report.
+    /// The index of each of these rows, and how many of the most likely tokens to report for it.
     rows: Vec<(u32, usize)>,
     /// f32 `[rows, vocab]`, a copy, because edits and penalties change the logits in place.
     logits: Tensor,
 }
 
 impl ScoredRows {
-    /// Copies the rows of `logits`, f32 `[samplers, vocab]`. Returns `None` if no log probabilities are needed.
+    /// Copies the rows of `logits` whose log probabilities are needed. Returns `None` if there are no such rows.
+    /// `logits` are f32 `[samplers, vocab]`.
     fn copy(sequences: &[StepSequence], logits: &Tensor) -> Result<Option<Self>> {
         let rows = (0..).zip(samplers(sequences));
         let rows: Vec<(u32, usize)> = rows.filter_map(|(row, sampler)| Some((row, sampler.top_logprobs()?))).collect();
@@ -115,8 +116,8 @@ fn allowed_tokens(sequences: &mut [StepSequence]) -> (Vec<(u32, TokenMask)>, Has
     (masks, problems)
 }
 
-/// Returns the log probability of one token for each row of `logits`, and those of the `top` most likely tokens of the row.
-/// `logits` are f32 `[tokens, vocab]`.
+/// Returns, for each row of `logits`, the log probabilities of its token in `tokens` and of the `top` most likely
+/// tokens. `logits` are f32 `[tokens, vocab]`.
 pub fn logprobs_on_device(logits: &Tensor, tokens: &[u32], top: usize) -> Result<Vec<TokenLogprobs>> {
     let rows = top_logprobs(logits, tokens, top)?.into_iter();
     Ok(rows.map(|RowLogprobs { chosen, top }| TokenLogprobs { chosen, top }).collect())

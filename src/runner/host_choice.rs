@@ -55,7 +55,7 @@ mod tests {
         const INF: f32 = f32::INFINITY;
         for logits in [[f32::NAN; 3], [-INF; 3], [f32::NAN, -INF, f32::NAN]] {
             let error = choose_on_host(&mut logits.clone(), &mut Last).unwrap_err();
-            // A world of ranks ends unless the error has this type.
+            // An error of another type would end the world of ranks, not only this request.
             assert!(error.is::<NoToken>(), "{error}");
         }
         assert_eq!(choose_on_host(&mut [f32::NAN, -1.0, -INF], &mut Last).unwrap().id, 1);

@@ -8,12 +8,12 @@
 //! - `route`: decides what runs a step, and whether the step can be queued
 //! - `scored_pass`: a forward pass that also returns the logits of prompt tokens
 //! - `solo`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
-//! - `bench`: runs a solo sequence for `inferno bench` and tests: prefill, decode steps and measurements
+//! - `bench`: prefill, decode steps and measurements of a solo sequence, for `inferno bench` and tests
 //! - `decode`: plans the decode graph; `no_decode_graph`: why there is none
 //! - `decode_graph/`: the CUDA graph of fused kernels for a single sequence
 //! - `batch_graph`: the CUDA graphs of decode steps of several sequences, one for each batch size
 //! - `step_launcher`: launches steps on the GPU of one rank: batch graphs and queued steps
-//! - `queued_steps/`: what queued steps need: buffers on a GPU, and the step whose tokens the host does not know yet
+//! - `queued_steps/`: the steps that are queued, and their buffers on a GPU
 //! - `ranks/`: the other ranks of a model that several devices run together, and their commands
 //! - `no_cuda`: takes the place of `decode_graph`, `step_launcher` and `device_choice` in builds without CUDA
 //! - `step_sequence`: the input and the result of one sequence in a step
@@ -179,9 +179,9 @@ impl Runner {
         !self.ranks.is_single()
     }
 
-    /// Checks, while the engine is idle, that all ranks still answer. After a rank did not answer for 5 s,
-    /// [`has_failed_rank`](Self::has_failed_rank) is true. Call this with `is_first` before the engine waits for requests, and then
-    /// every second without it.
+    /// Checks, while the engine is idle, that all ranks still answer. If a rank has not answered for 5 s,
+    /// [`has_failed_rank`](Self::has_failed_rank) becomes true. While the engine waits for requests, it calls this
+    /// function once a second. `is_first` is true for the first call of each wait.
     pub fn ping_ranks(&self, is_first: bool) {
         self.ranks.ping(is_first);
     }
@@ -205,7 +205,6 @@ impl Runner {
         self.cache.copy_block(from, to)
     }
 
-    /// Returns the size of the vocabulary.
     pub fn vocab_size(&self) -> usize {
         self.decoder.vocab_size()
     }

@@ -99,7 +99,7 @@ impl DecodeGraph {
     }
 }
 
-/// The batch graphs of a rank, and the buffers of graphs and queued steps.
+/// The batch graphs of a rank, and the buffers that these graphs share with queued steps.
 pub struct StepLauncher {
     never: Infallible,
 }

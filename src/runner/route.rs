@@ -1,4 +1,5 @@
-//! Decides what runs a step, and whether the step can be queued: pure functions of the runner and the step.
+//! Decides what runs a step, and whether the step can be queued. The decisions depend only on [`RunnerFacts`] and
+//! [`StepFacts`].
 //!
 //! The table in docs/architecture.md lists these decisions. A test compares the table with the functions.
 
@@ -16,10 +17,9 @@ pub enum Route {
     Eager,
 }
 
-/// What the decisions depend on in a runner.
+/// The properties of a runner that the decisions depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct RunnerFacts {
-    /// Whether the runner has a decode graph.
     pub has_decode_graph: bool,
     /// Whether the runner has batch graphs, and they can run its model.
     pub has_batch_graphs: bool,
@@ -27,14 +27,13 @@ pub struct RunnerFacts {
     pub can_queue: bool,
     /// Whether several ranks run the model.
     pub has_several_ranks: bool,
-    /// Whether the results of each sequence must not depend on the others: the option `prompt_parts` of the runner.
+    /// Whether no result may depend on other sequences, because the runner has the option `prompt_parts`.
     pub is_deterministic: bool,
 }
 
-/// What the decisions depend on in a step.
+/// The properties of a step that the decisions depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct StepFacts {
-    /// The number of sequences.
     pub sequences: usize,
     /// Whether every sequence has a single input token.
     pub is_decode: bool,

@@ -1,4 +1,4 @@
-//! Launches steps on the GPU of one rank: as batch graphs, and before the host knows their input tokens.
+//! Launches batch graphs and queued steps on the GPU of one rank.
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -14,7 +14,7 @@ use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 
-/// The batch graphs of a rank, and the buffers of graphs and queued steps.
+/// The batch graphs of a rank, and the buffers that these graphs share with queued steps.
 pub struct StepLauncher {
     batches: BatchGraphs,
     buffers: QueuedStepBuffers,
@@ -36,7 +36,8 @@ impl StepLauncher {
         self.batches.can_run_model(decoder)
     }
 
-    /// Runs a decode step as a batch graph. Returns the logits, f32 `[sequences, vocab]`, which the next step overwrites.
+    /// Runs a decode step as a batch graph. Returns the logits, f32 `[sequences, vocab]`, which the next step
+    /// overwrites.
     pub fn run(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
         let logits = self.batches.run(decoder, cache, sequences, &mut self.buffers)?;
         self.buffers.skip();

@@ -93,7 +93,6 @@ impl ScoreTokens<'_> {
 /// The token that a sequence's sampler chose. `None` if the sequence had no sampler.
 pub type Chosen = Option<Result<ChosenToken>>;
 
-/// A chosen token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChosenToken {
     pub id: u32,

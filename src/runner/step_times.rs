@@ -14,7 +14,6 @@ pub struct StepTime {
     pub sequences: usize,
     /// Whether these steps included prefill. Otherwise, they computed one token of each sequence.
     pub has_prompts: bool,
-    /// The number of steps.
     pub steps: u64,
     pub mean_ms: f64,
 }

@@ -28,7 +28,8 @@ const CHECKPOINT_TOKENS: usize = 1024;
 /// A block's hash covers the salt and all tokens up to the end of the block. The default value has no salt.
 #[derive(Clone, Debug, Default)]
 pub struct BlockHashes {
-    /// The hash of the salt and the prompt parts, or 0. Sequences that differ in either have no hash in common.
+    /// The hash of the cache salt and the prompt parts, or 0 if the sequence has neither. Every block hash includes it,
+    /// so sequences with another salt or other parts share no cached block.
     salt: u128,
     /// If set, the cached prefix that the sequence reuses consists of whole parts.
     prompt_parts: Option<PromptParts>,
@@ -42,7 +43,7 @@ impl BlockHashes {
     }
 }
 
-/// The blocks of one sequence.
+/// The block tables of one sequence, and how many of its tokens are in the blocks.
 #[derive(Debug, Default)]
 pub struct SequenceBlocks {
     /// One table per group. Entry i is the scratch block if no later token attends to the positions of block i.
@@ -52,7 +53,6 @@ pub struct SequenceBlocks {
     first_held: Vec<usize>,
     /// The number of tokens whose keys and values are in the blocks.
     computed: usize,
-    /// The number of tokens in the prompt.
     prompt_tokens: usize,
     /// The number of full blocks that other sequences may reuse, counted from the start of this sequence.
     reusable: usize,
@@ -61,7 +61,6 @@ pub struct SequenceBlocks {
 }
 
 impl SequenceBlocks {
-    /// Returns the block table of each group.
     pub fn tables(&self) -> &BlockTables {
         &self.tables
     }
@@ -116,7 +115,7 @@ impl BlockManager {
         Self { windows, prompt_parts: None, pool: BlockPool::new(blocks), hashers, queried_tokens: 0, hit_tokens: 0 }
     }
 
-    /// Limits reuse to whole parts of prompts. Their keys and values are always the same.
+    /// Limits reuse to whole parts of prompts, whose keys and values do not depend on other sequences.
     pub fn with_prompt_parts(self, prompt_parts: Option<PromptParts>) -> Self {
         Self { prompt_parts, ..self }
     }
@@ -132,12 +131,12 @@ impl BlockManager {
         }
     }
 
-    /// Returns the number of blocks that are not in use.
+    /// Returns the number of blocks that no sequence uses, including blocks with cached contents.
     pub fn free(&self) -> usize {
         self.pool.free()
     }
 
-    /// Returns the number of blocks that a sequence uses.
+    /// Returns the number of blocks that a sequence uses, in all groups together.
     pub fn held(&self, sequence: &SequenceBlocks) -> usize {
         sequence.tables.iter().zip(&sequence.first_held).map(|(table, first_held)| table.len() - first_held).sum()
     }
@@ -428,7 +427,7 @@ impl BlockManager {
         self.release(sequence)
     }
 
-    /// Forgets all cached prefixes.
+    /// Forgets all cached prefixes, so that later sequences compute all their tokens.
     pub fn forget_prefixes(&mut self) {
         self.pool.forget();
     }

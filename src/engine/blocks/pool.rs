@@ -178,7 +178,7 @@ impl BlockPool {
         }
     }
 
-    /// Forgets all cached contents.
+    /// Makes all cached contents unavailable for reuse. Sequences keep their blocks.
     pub fn forget(&mut self) {
         self.cached.clear();
         self.blocks.iter_mut().for_each(|block| block.content = None);

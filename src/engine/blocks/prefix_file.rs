@@ -6,8 +6,8 @@
 //! - `group.G.layer.L.k` and `.v`: `[rows, kv_heads, head_dim]` for layer L of group G.
 //!   The rows come from all blocks that a token after the prefix attends to.
 //!
-//! The file holds all layers and all KV heads of the model, regardless of how many ranks run it. So any number of ranks
-//! can read it. Each rank holds only some of the KV heads or some of the layers.
+//! The file holds all layers and all KV heads of the model, although each rank holds only some of them. Engines with
+//! any number of ranks can therefore load it.
 //!
 //! Keys and values are valid only for the model, dtype and build that computed them.
 //! The metadata value `fingerprint` identifies the model, dtype and build.
@@ -30,13 +30,13 @@ use crate::kernels::rows::copy_rows;
 use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
 use crate::runner::Runner;
 
-/// The metadata key of the fingerprint.
+/// The metadata key for the fingerprint of the model, dtype and build.
 const FINGERPRINT: &str = "fingerprint";
 
 /// The blocks of a prefix in the KV cache.
 struct PrefixBlocks {
     tables: BlockTables,
-    /// For each group, the indices in its block table of the blocks that a token after the prefix attends to.
+    /// For each group, the range of its block table that a token after the prefix attends to.
     visible: Vec<Range<usize>>,
 }
 
@@ -112,7 +112,8 @@ fn add(bytes: Arc<[u8]>, runner: &Runner, blocks: &mut BlockManager) -> Result<u
     written.map(|()| tokens.len())
 }
 
-/// Returns the visible blocks of a rank's part of each layer, under the names of the tensors in the file.
+/// Reads the visible blocks from the cache of one rank, which has only the layers and KV heads of this rank.
+/// Returns one tensor for the keys and one for the values of each layer, with their names in the file.
 fn read_blocks(prefix: &PrefixBlocks, cache: &KvCache) -> Result<Vec<(String, Tensor)>> {
     let mut tensors = Vec::new();
     for (group, layer, pair) in cache.own_layers() {
@@ -132,7 +133,7 @@ fn read_blocks(prefix: &PrefixBlocks, cache: &KvCache) -> Result<Vec<(String, Te
     Ok(tensors)
 }
 
-/// Joins the KV heads that the ranks hold of each tensor. `parts` has the tensors of each rank, in rank order.
+/// Concatenates the KV heads of all ranks. `parts` holds the tensors of each rank, in rank order.
 fn all_heads(parts: Vec<Vec<(String, Tensor)>>) -> Result<Vec<(String, Tensor)>> {
     let mut by_name: BTreeMap<String, Vec<Tensor>> = BTreeMap::new();
     for (name, tensor) in parts.into_iter().flatten() {
@@ -153,7 +154,8 @@ fn write_all_ranks(bytes: Arc<[u8]>, prefix: PrefixBlocks, runner: &Runner) -> R
     Ok(())
 }
 
-/// Writes a rank's part of each layer: the KV heads from `first_head` on of `all_heads` heads.
+/// Writes the layers of one rank to its cache. The file has `all_heads` KV heads. The rank holds those from
+/// `first_head` on.
 fn write_blocks(
     file: &SafeTensors,
     prefix: &PrefixBlocks,

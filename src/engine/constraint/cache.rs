@@ -11,10 +11,11 @@ use super::GrammarKind;
 /// The maximum number of grammars to keep. The least recently used grammar is dropped first.
 const MAX_GRAMMARS: usize = 32;
 
-/// The maximum size of a grammar to keep, in bytes of its text. A longer text compiles to a larger grammar.
+/// The maximum size of the text of a grammar to keep, in bytes. This limits the memory of the cache, because longer
+/// texts compile to larger grammars.
 const MAX_TEXT: usize = 64 << 10;
 
-/// The hash of a grammar.
+/// The SHA-256 hash of the text of a grammar.
 pub type GrammarKey = [u8; 32];
 
 /// The most recently used compiled grammars.
@@ -39,7 +40,7 @@ impl GrammarCache {
         Some(matcher)
     }
 
-    /// Adds a matcher that is at the start of its grammar.
+    /// Adds a matcher, which must be at the start of its grammar.
     pub fn insert(&self, key: GrammarKey, matcher: &Matcher) {
         let mut grammars = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         grammars.retain(|(other, _)| *other != key);

@@ -43,7 +43,7 @@ pub struct GrammarCompiler {
     end: u32,
 }
 
-/// A compiled grammar.
+/// The result of [`GrammarCompiler::compile`].
 #[derive(Clone)]
 pub struct CompiledGrammar {
     /// The name of the grammar, for error messages.
@@ -91,7 +91,7 @@ impl GrammarCompiler {
         self.end
     }
 
-    /// Compiles a grammar.
+    /// Compiles a grammar, or reuses it from the cache.
     ///
     /// Fails with [`Error::InvalidConstraint`] if the grammar is invalid, not supported or too large.
     pub fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar> {
@@ -153,7 +153,7 @@ pub fn with_options(schema: &Value) -> Value {
     schema
 }
 
-/// Returns the sum, over all objects in a schema, of the square of the object's number of optional properties.
+/// Squares the number of optional properties of each object in a schema, and returns the sum of the squares.
 /// The time to compile the schema grows with this sum.
 fn optional_pairs(schema: &Value) -> usize {
     let fields = match schema {

@@ -18,7 +18,7 @@ pub struct ChatPrompt {
     pub has_generation_prompt: bool,
 }
 
-/// A constraint and the request that it belongs to.
+/// A constraint, and what is needed from its request to compile it.
 pub struct ConstrainedRequest {
     pub compiler: Arc<GrammarCompiler>,
     pub language: Arc<Language>,
@@ -30,7 +30,7 @@ pub struct ConstrainedRequest {
 }
 
 impl ConstrainedRequest {
-    /// Returns the tokens that end the answer.
+    /// Returns the stop tokens of the model and of the request.
     pub fn stops(&self) -> Vec<u32> {
         self.language.stop_ids().iter().chain(&self.stop_token_ids).copied().collect()
     }

@@ -36,7 +36,7 @@ pub struct ThreadClock {
 }
 
 impl ThreadClock {
-    /// Creates the clock of this thread.
+    /// Creates a clock for the calling thread.
     pub fn new() -> Self {
         Self {
             // The kernel's id for the CPU clock of a thread, computed as in pthread_getcpuclockid.

@@ -93,7 +93,7 @@ impl Headers<'_> {
         self.request.language.tokenizer.encode(text, ControlTokens::Text)
     }
 
-    /// Returns the header of a message in a channel.
+    /// Returns the header of a message in `channel`, and `part`, the part that follows the header.
     fn message(&self, channel: &str, part: PartId) -> Result<(Vec<u32>, PartId)> {
         let header = [&[self.harmony.channel], &self.encode(channel)?[..], &[self.harmony.message]].concat();
         Ok((header, part))

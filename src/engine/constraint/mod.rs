@@ -1,4 +1,5 @@
-//! Constrains answers to a grammar: a JSON schema, any JSON object, a regular expression, fixed texts, or a Lark grammar.
+//! Constrains answers to a grammar: a JSON schema, any JSON object, a regular expression, fixed texts, or a Lark
+//! grammar.
 //!
 //! - [`GrammarCompiler`] compiles grammars for a vocabulary, with llguidance. Each engine has one, built on first use.
 //! - [`Plan`] describes the whole answer to a request: messages, reasoning, tool calls, and where a grammar applies.
@@ -55,7 +56,7 @@ pub struct Grammar {
     pub kind: GrammarKind,
 }
 
-/// The kinds of grammars.
+/// What a text must match.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum GrammarKind {
     /// A JSON value that matches a schema. Requests fail if llguidance cannot enforce the whole schema.
@@ -71,12 +72,13 @@ pub enum GrammarKind {
 }
 
 impl Constraint {
-    /// Creates a constraint on the text of an answer without tools.
+    /// Creates a constraint with a grammar for the text, and without tools.
     pub fn new(kind: GrammarKind) -> Self {
         Self { answer: Some(Grammar { name: "the grammar".to_string(), kind }), ..Self::default() }
     }
 
-    /// Returns whether every answer must have a required form. Returns false if only optional tools have a grammar.
+    /// Returns whether every answer is limited: its text must match a grammar, or it must call a tool.
+    /// Returns false if only the arguments of optional tools are limited.
     fn is_required(&self) -> bool {
         self.answer.is_some() || self.requires_tool
     }

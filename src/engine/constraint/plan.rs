@@ -12,7 +12,7 @@ pub type PartId = usize;
 /// The part that ends every plan. Only stop tokens are allowed in this part.
 pub const END: PartId = 0;
 
-/// The parts of an answer.
+/// The parts that an answer can consist of, and what is needed to follow an answer through them.
 pub struct Plan {
     pub language: Arc<Language>,
     pub parts: Vec<Part>,
@@ -29,7 +29,7 @@ pub struct Plan {
 
 /// One part of an answer.
 pub enum Part {
-    /// The end of the answer.
+    /// The end of the answer. Only stop tokens are allowed.
     End,
     /// One of several token sequences, such as the possible headers of a message.
     Choice(Vec<(Vec<u32>, PartId)>),
@@ -59,7 +59,7 @@ pub struct Free {
     pub replacement: Option<u32>,
 }
 
-/// Returns a list that maps each token to the same next part.
+/// Pairs each of `tokens` with `part`, the part that follows the token.
 pub fn all_to(tokens: &[u32], part: PartId) -> Vec<(u32, PartId)> {
     tokens.iter().map(|&token| (token, part)).collect()
 }

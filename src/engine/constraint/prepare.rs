@@ -83,11 +83,11 @@ fn run_limited<T: Send + 'static>(
             return Err(too_slow());
         }
     }
-    // The request is not at fault, so this is another kind of error.
+    // The constraint is not at fault, so the error is not `InvalidConstraint`.
     Err(Error::CompilerBusy { wait_s: limits.wait.as_secs_f64() }.into())
 }
 
-/// Creates the plan of the answer.
+/// Creates the plan of the answer. The parts of the plan depend on the chat format.
 fn plan(request: ConstrainedRequest) -> Result<Plan> {
     let stops = request.stops();
     let (parts, start) = match (&request.chat, &request.language.chat) {
@@ -118,7 +118,7 @@ mod tests {
     const SHORT: Duration = Duration::from_millis(100);
     const LONG: Duration = Duration::from_secs(60);
 
-    /// Returns the message of a failure.
+    /// Returns the error message of `run_limited`, which must fail.
     fn failure(cpu: Duration, wait: Duration, compile: fn() -> Result<()>) -> String {
         format!("{:#}", run_limited("field", CompileLimits { cpu, wait }, compile).unwrap_err())
     }

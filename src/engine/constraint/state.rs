@@ -20,7 +20,7 @@ pub struct ConstraintState {
     must_end: bool,
 }
 
-/// The position in a part.
+/// The position of a sequence in its current part.
 #[derive(Clone)]
 enum Progress {
     End,

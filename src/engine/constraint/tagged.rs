@@ -100,7 +100,7 @@ fn choice(tokens: &[(u32, PartId)]) -> Part {
     Part::Choice(tokens.iter().map(|&(token, part)| (vec![token], part)).collect())
 }
 
-/// Returns the grammar of a tool call, without its tags.
+/// Returns a grammar that matches a call of one of `tools`, without the tags around it.
 fn tool_calls(tools: &[ToolGrammar]) -> Grammar {
     let mut lark = String::new();
     let names: Vec<String> = (0..tools.len()).map(|index| format!("call{index}")).collect();

@@ -19,7 +19,7 @@ impl Default for Heartbeat {
 }
 
 impl Heartbeat {
-    /// Records that a step begins.
+    /// Records the current time as the start of a step.
     pub fn begin_step(&self) {
         let milliseconds = self.created.elapsed().as_millis() as u64;
         self.step_started_ms.store(milliseconds + 1, Ordering::Relaxed);

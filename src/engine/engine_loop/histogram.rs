@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Counts values by size. The engine thread updates it without a lock.
 pub struct Histogram {
     bounds: &'static [u64],
-    /// The number of values up to each bound and above the previous bound, and the number of values above all bounds.
+    /// Entry i is the number of values v with `bounds[i - 1] < v <= bounds[i]`. The last entry is the number of values
+    /// above all bounds.
     counts: Vec<AtomicU64>,
     sum: AtomicU64,
 }
@@ -16,7 +17,7 @@ pub struct HistogramStats {
     pub bounds: &'static [u64],
     /// For each bound, the number of values that are at most as large.
     pub cumulative: Vec<u64>,
-    /// The number of all values.
+    /// The number of values, including those above all bounds.
     pub count: u64,
     pub sum: u64,
 }
@@ -28,14 +29,15 @@ impl Histogram {
         Self { bounds, counts, sum: AtomicU64::new(0) }
     }
 
-    /// Counts a value.
+    /// Adds a value to the counts and to the sum.
     pub fn observe(&self, value: u64) {
         let index = self.bounds.partition_point(|bound| *bound < value);
         self.counts[index].fetch_add(1, Ordering::Relaxed);
         self.sum.fetch_add(value, Ordering::Relaxed);
     }
 
-    /// Returns the current values. They can be one value apart if the engine thread counts a value meanwhile.
+    /// Returns the current values. If the engine thread adds a value meanwhile, only `count` or only `sum` may include
+    /// it.
     pub fn stats(&self) -> HistogramStats {
         let mut count = 0;
         let mut cumulative: Vec<u64> = Vec::with_capacity(self.counts.len());

@@ -10,7 +10,7 @@
 //! The plan assumes that every sequence continues, and appends a pending token to each sequence.
 //! If a sequence has ended, the queued step computes one unused token for it.
 //! The blocks of an ended sequence are freed at once, because the device runs the steps in order.
-//! The device itself applies penalties on the tokens that the host does not know yet.
+//! The device itself applies the penalties that depend on tokens that the host does not know yet.
 //! A step in which a sequence has a constraint or asks for log probabilities is not queued ahead.
 //!
 //! The files of this folder:
@@ -50,13 +50,13 @@ const RANK_PING: Duration = Duration::from_secs(1);
 pub enum Command {
     /// Generate one or more answers to a prompt.
     Submit(Vec<Sequence>),
-    /// Call a function with the runner, after all earlier requests.
+    /// Call a function with the runner, once all earlier requests have ended.
     Run(RunnerCall),
-    /// Call a function with the runner, whose KV cache it reads or fills, between two steps.
+    /// Call a function between two steps, to read or fill blocks of the KV cache.
     Cache(CacheCall),
     /// Call a function with the scheduler and the current time between two steps.
     Inspect(InspectCall),
-    /// Let the next step fail.
+    /// Inject a fault, for tests.
     Fail(Fault),
     /// Reject all later requests.
     Drain,
@@ -148,10 +148,10 @@ impl EngineLoop {
         // A rank may fail while the loop waits for commands.
         while !self.has_failed() && self.receive_commands() && !self.has_failed() {
             self.counters.heartbeat.begin_step();
-            // Before the plan, so that the plan can use the blocks of canceled requests.
+            // End canceled requests before the plan, which can then use their blocks.
             self.end_canceled();
             self.admit();
-            // After `admit`, so that a call sees all requests that were submitted before it.
+            // Run these calls after `admit`, so that a call sees all requests that were submitted before it.
             for call in mem::take(&mut self.inspections) {
                 call(&mut self.scheduler, self.clock_start.elapsed());
             }
@@ -231,7 +231,7 @@ impl EngineLoop {
         }
     }
 
-    /// Returns whether a device or a rank has failed, so that no step can run.
+    /// Returns whether a device or a rank has failed. No step can run after that.
     fn has_failed(&self) -> bool {
         self.is_device_broken || self.runner.has_failed_rank()
     }
@@ -265,7 +265,8 @@ impl EngineLoop {
         self.jobs.retain(|job| !matches!(job, Job::Sequences(sequences) if sequences.is_empty()));
     }
 
-    /// Passes the requests in `jobs` to the scheduler, up to the next call. Runs the call once all sequences have ended.
+    /// Passes the requests in `jobs` to the scheduler, up to the next call. Runs the call once all sequences have
+    /// ended.
     fn admit(&mut self) {
         while let Some(job) = self.jobs.pop_front() {
             match job {
@@ -301,7 +302,7 @@ impl EngineLoop {
         }
     }
 
-    /// Ends a sequence and adds the event with the outcome.
+    /// Ends a sequence, and adds the event with its outcome to the outbox.
     fn end(&mut self, id: SequenceId, outcome: Result<FinishReason>) {
         let preemptions = self.scheduler.preemptions(id);
         self.scheduler.finish(id);

@@ -8,7 +8,7 @@ use super::histogram::{Histogram, HistogramStats};
 use crate::engine::requests::ClientEnd;
 use crate::engine::scheduler::Scheduler;
 
-/// The maximum number of times of cancellations that are kept for the next reader.
+/// The maximum number of entries in [`Counters::cancel_times`]. Later times are dropped until a reader takes the list.
 const MAX_CANCEL_TIMES: usize = 10_000;
 
 /// The bounds of the histogram of tokens per step, as in vLLM.
@@ -58,7 +58,7 @@ pub struct EngineStats {
 
 /// Histograms of steps and sequences.
 pub struct Histograms {
-    /// The tokens that each step computed, of all its sequences.
+    /// The number of tokens that each step computed, summed over its sequences.
     pub step_tokens: Histogram,
     /// How often each sequence was preempted before it ended.
     pub preemptions: Histogram,
@@ -96,7 +96,8 @@ pub struct Counters {
     pub queried_tokens: AtomicU64,
     pub hit_tokens: AtomicU64,
     pub histograms: Histograms,
-    /// The times from recent cancellations to the ends of the requests, in seconds. Readers remove them.
+    /// The times from the cancellation of a request to its end, in seconds, for recent cancellations.
+    /// [`take_cancel_times`](Self::take_cancel_times) empties the list.
     cancel_times: Mutex<Vec<f64>>,
     /// Whether the engine thread is making progress.
     pub heartbeat: Arc<Heartbeat>,
@@ -116,7 +117,7 @@ impl Counters {
         write(&self.hit_tokens, blocks.hit_tokens);
     }
 
-    /// Counts a request that its client canceled, and the time since then.
+    /// Counts a request that its client canceled, and records the time since the cancellation.
     pub fn count_canceled(&self, client_end: &ClientEnd) {
         add(&self.canceled, 1);
         let mut times = self.cancel_times.lock().unwrap_or_else(PoisonError::into_inner);
@@ -126,7 +127,7 @@ impl Counters {
         }
     }
 
-    /// Removes and returns the times from recent cancellations to the ends of the requests, in seconds.
+    /// Takes the recorded times from the cancellation of a request to its end, in seconds.
     pub fn take_cancel_times(&self) -> Vec<f64> {
         std::mem::take(&mut *self.cancel_times.lock().unwrap_or_else(PoisonError::into_inner))
     }

@@ -146,7 +146,8 @@ impl EngineLoop {
         }
     }
 
-    /// Adds the log probabilities of the prompt tokens that a step scored, for a sequence and the forks that wait for it.
+    /// Adds the log probabilities of the prompt tokens that a step scored, for a sequence and the forks that wait for
+    /// it.
     fn deliver_prompt_logprobs(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         let Some(logprobs) = sequence.prompt_scores.as_mut().and_then(PromptScores::take) else { return };
@@ -180,7 +181,7 @@ impl EngineLoop {
         }
     }
 
-    /// Records that the first `cached` tokens of a sequence are in the KV cache, or `None` if the step failed.
+    /// Records that the first `cached` tokens of a sequence are in the KV cache. `cached` is `None` if the step failed.
     fn record_computed(&mut self, id: SequenceId, cached: Option<usize>, was_queued: bool) {
         match cached {
             Some(cached) if !was_queued => self.scheduler.advance(id, cached),
@@ -188,8 +189,8 @@ impl EngineLoop {
             None if was_queued => self.scheduler.forget_prefixes(),
             _ => {}
         }
-        // The counter is about the latest request. After a step of several sequences, it is about the last one in the
-        // step: with requests in parallel, only the counters of the prefix cache describe what can be reused.
+        // The counter describes the latest request. After a step of several sequences, it describes the last of them.
+        // With parallel requests, only the counters of the prefix cache show what can be reused.
         self.counters.cached_tokens.store(cached.unwrap_or(0) as u64, Ordering::Relaxed);
     }
 }

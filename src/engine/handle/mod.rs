@@ -48,7 +48,7 @@ const MAX_ANSWERS: usize = 128;
 /// The maximum size of the header and the token ids of a saved prefix, in bytes.
 const MAX_PREFIX_HEADER: u64 = 100_000_000;
 
-/// The time between two checks whether a device has failed while a client waits for a call on the engine thread.
+/// How often a client that waits for a call on the engine thread checks whether a device has failed.
 const FAILURE_POLL: Duration = Duration::from_millis(50);
 
 /// The size in bytes up to which prompts are always encoded, so that an error can state the number of tokens.
@@ -125,7 +125,7 @@ impl EngineHandle {
         self.submit_ids(ids, chat, outputs, options, submitted)
     }
 
-    /// Queues one sequence for each output.
+    /// Queues a request whose prompt is already encoded: one sequence for each of `outputs`.
     pub(super) fn submit_ids(
         &self,
         ids: Vec<u32>,
@@ -189,7 +189,7 @@ impl EngineHandle {
         prepare(ConstrainedRequest { compiler, language: language.clone(), constraint, chat, stop_token_ids }).map(Some)
     }
 
-    /// Returns the token ids of a prompt.
+    /// Returns the token ids of a prompt. Renders a conversation first.
     pub(super) fn encode(&self, prompt: Prompt) -> Result<Vec<u32>> {
         match prompt {
             Prompt::Chat { messages, render } => Ok(self.render(&messages, &render)?.ids),
@@ -328,7 +328,8 @@ impl EngineHandle {
         &self.shared.device
     }
 
-    /// Returns how the decode steps of a request run while it is the only one: as a CUDA graph, or one operation at a time.
+    /// Returns how the decode steps of a request run while it is the only one: as a CUDA graph, or one operation at a
+    /// time.
     pub fn executor(&self) -> Executor {
         self.shared.info.executor
     }
@@ -348,7 +349,7 @@ impl EngineHandle {
         self.shared.counters.histograms()
     }
 
-    /// Removes and returns the times from the cancellation of recent requests by their clients to their end, in seconds.
+    /// Takes the recorded times from the cancellation of a request to its end, in seconds.
     pub(crate) fn take_cancel_times(&self) -> Vec<f64> {
         self.shared.counters.take_cancel_times()
     }
@@ -359,19 +360,19 @@ impl EngineHandle {
         self.failure().is_none() && self.shared.counters.heartbeat.is_regular(limit)
     }
 
-    /// Returns whether the engine can answer no more requests: its thread has ended, because of a shutdown, a panic or a
-    /// fault of a device, or one of several devices has failed.
+    /// Returns whether the engine can answer no more requests: its thread has ended, because of a shutdown, a panic or
+    /// a fault of a device, or one of several devices has failed.
     pub fn has_stopped(&self) -> bool {
         self.failure().is_some() || self.shared.counters.heartbeat.has_stopped()
     }
 
-    /// Returns the error of the device that failed, or `None` if no device has failed. Only several devices that run a
-    /// model together can fail alone. The engine stops after such a failure.
+    /// Returns the error of the device that failed, if several devices run the model and one of them has failed.
+    /// The engine stops after such a failure. With a single device, always returns `None`.
     pub fn failure(&self) -> Option<Error> {
         self.shared.failure.error()
     }
 
-    /// Lets the next step fail. For tests.
+    /// Injects a fault, usually into the next step. For tests.
     #[doc(hidden)]
     pub fn inject_fault(&self, fault: Fault) -> Result<()> {
         self.send(Command::Fail(fault))
@@ -400,8 +401,8 @@ impl EngineHandle {
     /// Adds a saved prefix to the prefix cache. Returns the number of tokens in the prefix.
     ///
     /// Returns 0 if the file belongs to another model, dtype or build of inferno.
-    /// Also returns 0 if the cache has no room. The number of devices that run the model may differ.
-    /// Fails if the file cannot be read or is damaged.
+    /// Also returns 0 if the cache has no room. The engine that saved the file may have run on another number of
+    /// devices. Fails if the file cannot be read or is damaged.
     pub fn load_prefix(&self, path: &Path) -> Result<usize> {
         // Read the file on this thread, so that other requests do not wait for it.
         let largest = self.info().cache_bytes.saturating_mul(self.info().ranks as u64);
@@ -461,7 +462,7 @@ impl EngineHandle {
     }
 }
 
-/// Fails if a request for `n` answers is invalid.
+/// Fails unless `n` is between 1 and [`MAX_ANSWERS`].
 fn check_answer_count(n: usize) -> Result<()> {
     if !(1..=MAX_ANSWERS).contains(&n) {
         bail!("n is {n}: expected a number from 1 to {MAX_ANSWERS}");

@@ -31,7 +31,7 @@ pub struct ModelInfo {
     /// How the decode steps of a request run while it is the only one: `graph` (a CUDA graph) or `eager` (one operation
     /// at a time).
     pub executor: Executor,
-    /// Why there is no decode graph, the fastest executor. `None` if there is one, or with `--deterministic`.
+    /// Why there is no decode graph, the fastest executor. `None` if there is one.
     pub no_decode_graph: Option<NoDecodeGraph>,
     /// Whether answers are independent of other requests.
     pub is_deterministic: bool,

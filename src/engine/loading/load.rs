@@ -182,7 +182,7 @@ fn fingerprint(
     let quantize = options.quantize.map(|quantize| quantize.to_string());
     let build = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
     let (dtype, attention) = (info.dtype, info.attention);
-    // Another number of ranks adds the same values in another order. Deterministic answers depend on this order.
+    // The order in which partial results are added depends on the number of ranks. Deterministic answers depend on it.
     let ranks = prompt_parts.map(|_| (options.devices.count(), options.split));
     format!(
         "{files:?} {config_json:?} {has_long_context} {dtype:?} {quantize:?} {attention} {prompt_parts:?} {ranks:?} {build:?}"
@@ -296,7 +296,8 @@ fn allocate(
         attention: options.attention,
         context,
         cache_blocks: memory.cache_blocks(capacity),
-        // Whether a sum is rounded depends on the number of tokens in a step, so on other requests.
+        // Deterministic answers exclude rounding: whether a sum is rounded depends on the number of tokens in the step,
+        // and thus on other requests.
         rounds_partials: dtype == DType::BF16 && !options.deterministic,
         stages: memory.stages.as_deref(),
     };

@@ -59,9 +59,8 @@ struct LoadedRank {
 }
 
 impl RankLoader<'_> {
-    /// Loads the first rank's part onto `first`, which is already open. Reports only the progress of this rank.
-    ///
-    /// Loads the parts of all other ranks onto their devices, each on a separate thread.
+    /// Loads the part of the first rank onto `first`, an open device, and the part of every other rank on a separate
+    /// thread. `progress` shows only the first rank.
     pub fn load(&self, first: &Device, devices: &Devices, progress: &LoadProgress) -> Result<LoadedRanks> {
         let worlds = World::threads(devices.count()).into_iter();
         let worlds = worlds.map(|world| if self.rounds_partials { world.with_rounded_partials() } else { world });
@@ -175,7 +174,7 @@ fn named(world: &World, error: anyhow::Error) -> anyhow::Error {
     if is_cuda_error && !device::is_out_of_memory(&error) {
         return Error::GpuFailed(failure(world, &error_message(&error))).into();
     }
-    // The error may be about a file, or about the memory, which the caller explains.
+    // The device may not be at fault: the error may be about a file, or about memory, which the caller explains.
     error.context(format!("GPU {} of {}", world.rank() + 1, world.size()))
 }
 

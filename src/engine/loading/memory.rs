@@ -43,8 +43,8 @@ const MAX_CHUNK: usize = 16_384;
 
 /// The maximum default chunk size, in tokens, if each rank holds whole layers.
 ///
-/// A rank waits until the other ranks have run their layers, and gives up after 5 s. With 2,048 tokens, even the largest
-/// layers that fit on a GPU run much faster: the layers of 100 GB take about 0.5 s on an H100.
+/// A rank waits until the other ranks have run their layers, and gives up after 5 s. With 2,048 tokens, even the
+/// largest layers that fit on a GPU run much faster: the layers of 100 GB take about 0.5 s on an H100.
 const MAX_STAGE_CHUNK: usize = 2048;
 
 /// Returns an upper bound on activation memory for each token of a chunk, in bytes.
@@ -92,9 +92,9 @@ pub struct MemoryPlan {
     /// The number of devices that run the model together. All sizes are for the device with the largest part.
     ranks: usize,
     weight_bytes: u64,
-    /// For each number of ranks from 1, the part of each rank if each layer is divided.
+    /// Entry i holds the part of each rank if i + 1 ranks divide every layer.
     rank_parts: Arc<[Vec<RankPart>]>,
-    /// The sizes of the parts of the whole model.
+    /// The sizes of the layers, of the output head and of everything else, if a single device holds the whole model.
     parts: PartBytes,
     /// Extra bytes needed during loading, to repack or stack the experts of one layer.
     /// The memory is freed before the KV cache is allocated.
@@ -186,8 +186,8 @@ impl MemoryPlan {
         }
     }
 
-    /// Divides the layers among ranks with this much free memory each, in bytes. Returns the layers of each rank.
-    /// The parts are proportional to the memory that remains after everything that each rank needs besides layers.
+    /// Divides the layers among ranks. Returns the layers of each rank. `free_bytes` is the free memory of each rank.
+    /// The size of a rank's layers is proportional to its room: its free memory minus what it needs besides layers.
     /// Fails if there are more ranks than layers.
     pub fn stages(&self, free_bytes: &[u64]) -> Result<Vec<Range<usize>>> {
         let (ranks, layers) = (free_bytes.len(), self.parts.layers.len());
@@ -224,7 +224,7 @@ impl MemoryPlan {
         Ok(stages)
     }
 
-    /// Plans the memory of a rank that holds whole layers, those in `layers`. `ranks` is the number of ranks.
+    /// Plans the memory of one of `ranks` ranks. The rank holds the whole layers in `layers`.
     pub fn with_stage(mut self, layers: Range<usize>, ranks: usize) -> Self {
         self.ranks = ranks;
         let PartBytes { layers: layer_bytes, head, other } = &self.parts;
@@ -642,7 +642,7 @@ mod tests {
         assert_eq!(second.weight_bytes(), (4 << 30) + (1 << 29) + (1 << 30));
         let capacity = Capacity { context: 4096, chunk: 512 };
         assert_eq!(second.cache_blocks(capacity), one.cache_blocks(capacity));
-        // The two layers are in different groups, so a block holds one layer of either.
+        // The two layers are in different groups, so a block holds one layer in both plans.
         assert_eq!(second.cache_bytes(capacity), one.cache_bytes(capacity));
         assert_eq!(second.layers().len(), 1);
         assert_eq!(plan().with_chunk(Some(8192)).unwrap().with_stage(0..1, 2).chunks, [8192]);

@@ -11,7 +11,7 @@ pub enum MemoryLimit {
 }
 
 impl MemoryLimit {
-    /// Returns the limit in bytes on a device with `total` bytes.
+    /// Returns the limit in bytes on a device with `total` bytes of memory.
     pub fn bytes(self, total: u64) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes,

@@ -76,13 +76,13 @@ impl RankMemory {
         (self.cache_blocks(capacity) - 1) / self.first().sequence_blocks(capacity.context).max(1)
     }
 
-    /// Returns the size of the largest KV cache of a rank, in bytes.
+    /// Returns the size of the KV cache of the rank with the largest cache, in bytes.
     pub fn cache_bytes(&self, capacity: Capacity) -> u64 {
         let blocks = self.cache_blocks(capacity);
         self.ranks.iter().map(|(plan, _)| plan.block_bytes(blocks)).max().unwrap_or(0)
     }
 
-    /// Returns the size of the largest weights of a rank, in bytes.
+    /// Returns the size of the weights of the rank with the largest part, in bytes.
     pub fn weight_bytes(&self) -> u64 {
         self.ranks.iter().map(|(plan, _)| plan.weight_bytes()).max().unwrap_or(0)
     }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::request::FinishReason;
 
-/// What the client tells the engine when it ends a sequence. The stream and the sequence share it.
+/// What the client tells the engine when the client ends a sequence. The stream and the sequence share this value.
 ///
 /// The client sets it before it closes the event channel. The engine reads it after it has found the channel closed.
 #[derive(Default)]
@@ -26,12 +26,13 @@ impl ClientEnd {
         self.at.get_or_init(Instant::now);
     }
 
-    /// Returns why the sequence ends.
+    /// Returns `Stop` if the client has the complete answer, or else `Canceled`.
     pub fn reason(&self) -> FinishReason {
         if self.is_complete.load(Ordering::Acquire) { FinishReason::Stop } else { FinishReason::Canceled }
     }
 
-    /// Returns the time since the client ended the sequence. `None` if it did not, or set only its cancel flag.
+    /// Returns the time since the client ended the sequence. Returns `None` if the client only set its cancel flag, or
+    /// has not ended the sequence.
     pub fn elapsed(&self) -> Option<Duration> {
         self.at.get().map(Instant::elapsed)
     }

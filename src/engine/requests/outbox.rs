@@ -32,7 +32,7 @@ pub enum SequenceEvent {
 pub struct Outbox(Vec<(UnboundedSender<SequenceEvent>, SequenceEvent)>);
 
 impl Outbox {
-    /// Adds an event.
+    /// Adds an event, which the next [`flush`](Self::flush) sends.
     pub fn add(&mut self, client: &UnboundedSender<SequenceEvent>, event: SequenceEvent) {
         self.0.push((client.clone(), event));
     }

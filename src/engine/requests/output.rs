@@ -10,7 +10,7 @@ use crate::chat::{Channel, Delta, FormatViolations, Parser, ToolCall};
 use crate::language::Language;
 use crate::tokenizer::TextStream;
 
-/// The text output of one generation, split into channels.
+/// Turns the tokens of one answer into text, split into channels.
 pub struct Output {
     language: Arc<Language>,
     reader: Reader,
@@ -21,7 +21,7 @@ pub struct Output {
 
 /// Decodes generated tokens to text, with or without a chat format.
 enum Reader {
-    /// The parser of a chat format.
+    /// Separates reasoning, answer and tool calls.
     Chat(Box<Parser>),
     /// A decoder of plain text. All text belongs to the answer.
     Raw(TextStream),

@@ -9,7 +9,6 @@ use crate::runner::{ScoreTokens, TokenLogprobs};
 pub struct PromptScores {
     /// The number of most likely tokens to report with each token.
     top: usize,
-    /// The number of tokens in the prompt.
     prompt_tokens: usize,
     /// The number of tokens whose log probabilities have been sent.
     /// The first prompt token has no log probability and is not counted.

@@ -28,7 +28,6 @@ pub struct Record {
     /// The time when the answers ended, in RFC 3339 format. Empty in older records.
     #[serde(default)]
     pub created: String,
-    /// The name of the model.
     pub model: String,
     /// The commit of the model, or a hash of the demo's files. `None` for a model loaded from a path.
     pub revision: Option<String>,
@@ -148,7 +147,7 @@ impl EngineRecord {
         texts.into_iter().flatten().map(|text| ALLOCATION_BYTES + text.capacity()).sum()
     }
 
-    /// Describes each setting that differs from `now` and can affect the tokens.
+    /// Returns a description of each setting that differs from `now` and can affect the tokens.
     pub fn differences(&self, now: &Self) -> Vec<String> {
         let none = || "none".to_string();
         let settings = [

@@ -83,7 +83,8 @@ pub struct GenerateOptions {
     pub stop_token_ids: Vec<u32>,
     /// The minimum number of tokens to generate before a stop token. Stop strings end the answer at any time.
     pub min_tokens: usize,
-    /// Values to add to the logits of tokens, before penalties. In effect, -100 bans a token, and 100 selects it.
+    /// The bias that is added to the logit of each of these tokens, before penalties. In effect, -100 bans a token, and
+    /// 100 selects it.
     pub logit_bias: BTreeMap<u32, f32>,
     /// The number of most likely tokens to report for each generated token, with log probabilities.
     /// 0 reports only the log probability of the generated token. `None` reports no log probabilities.
@@ -109,7 +110,8 @@ pub struct GenerateOptions {
     /// The time to the first token then reveals nothing about the prompts of other clients.
     pub cache_salt: Option<String>,
     /// Whether the answer must be independent of other requests, even on an engine that is not
-    /// [`deterministic`](crate::engine::EngineBuilder::deterministic). Slows down this request and all concurrent requests.
+    /// [`deterministic`](crate::engine::EngineBuilder::deterministic). Slows down this request and all concurrent
+    /// requests.
     pub deterministic: bool,
     /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), so that the answer can be recomputed.
     pub keeps_record: bool,

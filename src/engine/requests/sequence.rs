@@ -15,11 +15,11 @@ use crate::engine::constraint::ConstraintState;
 use crate::engine::sampling::{LogitRules, Sampler};
 use crate::runner::{ChosenToken, PromptParts, TokenLogprobs};
 
-/// A request on the engine thread.
+/// One answer to a request, on the engine thread.
 pub struct Sequence {
     prompt: Vec<u32>,
     prompt_tokens: usize,
-    /// Whether the event [`SequenceEvent::Started`] was added.
+    /// Whether [`SequenceEvent::Started`] was added to the outbox.
     has_started: bool,
     generated: usize,
     pub sampler: Sampler,
@@ -30,7 +30,7 @@ pub struct Sequence {
     stop_ids: Vec<u32>,
     /// Limits the reuse of cached prefixes. Set to `None` when the sequence is passed to the scheduler.
     pub cache_salt: Option<String>,
-    /// If set, divides the prompt, so that the answer does not depend on other requests.
+    /// How the prompt is divided, if the answer must not depend on other requests.
     pub prompt_parts: Option<PromptParts>,
     pub tenant: u64,
     pub priority: i32,
@@ -80,12 +80,13 @@ impl Sequence {
         }
     }
 
-    /// Limits the tokens that may be chosen.
+    /// Sets the constraint that the answer must match.
     pub fn constrain(&mut self, constraint: ConstraintState) {
         self.sampler.set_constraint(constraint);
     }
 
-    /// Passes the chosen token to the constraint. Returns the token to use. See [`Sampler::advance`].
+    /// Passes the chosen token to the constraint. Returns the token to use, which can be a different token. See
+    /// [`Sampler::advance`].
     pub fn accept(&mut self, token: ChosenToken) -> Result<ChosenToken> {
         Ok(ChosenToken { id: self.sampler.advance(token.id)?, ..token })
     }
@@ -127,7 +128,6 @@ impl Sequence {
         }
     }
 
-    /// Returns whether a token was generated.
     pub fn has_generated(&self) -> bool {
         self.generated > 0
     }

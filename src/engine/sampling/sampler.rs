@@ -26,14 +26,14 @@ pub struct Sampler {
     /// The number of tokens chosen so far.
     chosen: usize,
     rules: LogitRules,
-    /// Limits the tokens that may be chosen.
+    /// The constraint that the answer must match.
     constraint: Option<ConstraintState>,
 }
 
 /// How to change the logits before penalties, and which log probabilities to compute.
 #[derive(Clone, Debug, Default)]
 pub struct LogitRules {
-    /// Values to add to the logits of tokens.
+    /// The logit bias of each token that has one, as the request specifies.
     pub bias: BTreeMap<u32, f32>,
     /// The tokens that cannot be chosen until `min_tokens` tokens have been chosen.
     pub stop_tokens: Vec<u32>,
@@ -60,7 +60,7 @@ impl Sampler {
         Self { rules, ..self }
     }
 
-    /// Limits the tokens that may be chosen.
+    /// Sets the constraint that the answer must match.
     pub fn set_constraint(&mut self, constraint: ConstraintState) {
         self.constraint = Some(constraint);
     }
@@ -109,7 +109,8 @@ impl Sampler {
         }
     }
 
-    /// Returns the values to add to logits once `chosen` tokens have been chosen.
+    /// Returns the biases to add to logits once `chosen` tokens have been chosen: the request's biases, and -inf for
+    /// stop tokens until the minimum length is reached.
     fn edits_after(&self, chosen: usize) -> Vec<(u32, f32)> {
         let mut edits = self.rules.bias.clone();
         // Allow stop tokens if the constraint requires the answer to end.

@@ -6,8 +6,8 @@ use crate::kernels::row_edits::Penalties;
 
 /// The distinct tokens of a prompt and an answer, with the number of times that each was generated.
 ///
-/// The order is that of the first occurrences. A step on the GPU lists all tokens, so a list must be cheap to read, and
-/// equal sequences must give equal lists.
+/// The tokens are in a list, because every step on the GPU reads all of them. They are in the order of their first
+/// occurrence, so that equal sequences give equal lists.
 #[derive(Default)]
 pub struct TokenCounts {
     counts: Vec<(u32, u32)>,
@@ -25,7 +25,7 @@ impl TokenCounts {
         counts
     }
 
-    /// Counts a generated token.
+    /// Adds 1 to the count of a token that was generated.
     pub fn add_generated(&mut self, token: u32) {
         *self.count_mut(token) += 1;
     }
@@ -56,7 +56,7 @@ mod tests {
         [9, 3, 9].into_iter().for_each(|token| counts.add_generated(token));
         let list = |penalties| counts.with_penalties(penalties).collect::<Vec<_>>();
         assert_eq!(list(Penalties { repetition: 1.1, ..Penalties::NONE }), [(7, 0), (3, 1), (9, 2)]);
-        // Without a repetition penalty, the tokens of the prompt have none.
+        // Without a repetition penalty, no penalty applies to tokens that occur only in the prompt.
         assert_eq!(list(Penalties { presence: -0.5, ..Penalties::NONE }), [(3, 1), (9, 2)]);
         assert_eq!(list(Penalties::NONE), []);
     }

@@ -62,7 +62,9 @@ impl FairQueue {
         own + others.map(of_other).sum::<usize>()
     }
 
-    /// Returns the number of served tokens that the tenant would have after one more of its sequences starts to wait.
+    /// Returns the served tokens of a tenant, adjusted for a new waiting sequence. A tenant without waiting sequences
+    /// gets at least the fewest served tokens of the waiting tenants, so that it gets no credit for the time without
+    /// them.
     fn served_if_waiting(&self, tenant: TenantId, ledger: &TenantLedger) -> u64 {
         // While no sequence is waiting, serving one tenant does not delay any other tenant.
         let Some(fewest) = self.fewest_served(ledger) else { return 0 };

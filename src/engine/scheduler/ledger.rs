@@ -17,22 +17,23 @@ pub struct TenantLedger {
     accounts: BTreeMap<TenantId, Account>,
 }
 
-/// The numbers of one tenant.
+/// The sequences of one tenant, and the tokens served to it.
 #[derive(Default)]
 struct Account {
-    /// The weighted number of tokens served since no sequence was waiting. Comparable between tenants.
+    /// The weighted number of served tokens. `FairQueue` adjusts it when a sequence starts to wait, so that the numbers
+    /// of all tenants are comparable.
     served: u64,
-    /// The number of sequences of the tenant, waiting or not.
+    /// The number of the tenant's sequences that have not ended, waiting or not.
     sequences: usize,
 }
 
 impl TenantLedger {
-    /// Adds sequences to a tenant.
+    /// Counts new sequences of a tenant.
     pub fn join(&mut self, tenant: TenantId, sequences: usize) {
         self.accounts.entry(tenant).or_default().sequences += sequences;
     }
 
-    /// Removes a sequence from its tenant. The sequence must not be waiting.
+    /// Counts a sequence of a tenant as ended. The sequence must not be waiting.
     pub fn leave(&mut self, tenant: TenantId) {
         if let Some(account) = self.accounts.get_mut(&tenant) {
             account.sequences -= 1;
@@ -48,17 +49,16 @@ impl TenantLedger {
         }
     }
 
-    /// Returns the number of tokens served to a tenant.
+    /// Returns the weighted number of tokens served to a tenant.
     pub fn served(&self, tenant: TenantId) -> u64 {
         self.accounts.get(&tenant).map_or(0, |account| account.served)
     }
 
-    /// Sets the number of tokens served to a tenant.
     pub fn set_served(&mut self, tenant: TenantId, served: u64) {
         self.accounts.entry(tenant).or_default().served = served;
     }
 
-    /// Sets the numbers of tokens served to all tenants to 0.
+    /// Sets the served tokens of all tenants to 0.
     pub fn reset(&mut self) {
         self.accounts.values_mut().for_each(|account| account.served = 0);
     }
@@ -68,7 +68,7 @@ impl TenantLedger {
         self.accounts.retain(|_, account| account.sequences > 0 || account.served > served);
     }
 
-    /// Returns the turn of a sequence.
+    /// Returns the turn of a sequence, which depends on the tokens served to its tenant so far.
     pub fn turn(&self, tenant: TenantId, seniority: Seniority) -> Turn {
         Turn::new(self.served(tenant), seniority)
     }

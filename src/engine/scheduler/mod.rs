@@ -155,7 +155,6 @@ struct ScheduledSequence {
     tokens: Vec<u32>,
     /// Whether the last of `tokens` is a placeholder for the token that a queued step chooses.
     is_last_pending: bool,
-    /// The number of tokens in the prompt.
     prompt_tokens: usize,
     /// If set, chunks of the prompt end at the ends of these parts, and every later token is computed separately.
     prompt_parts: Option<PromptParts>,
@@ -207,7 +206,9 @@ impl ScheduledSequence {
         }
     }
 
-    /// Returns the end of a chunk that starts at `start` and has about `tokens` tokens.
+    /// Returns the end of a chunk that starts at `start` and has at most `tokens` tokens. If the prompt is divided into
+    /// parts, the chunk ends where a part ends, even if the first part needs more tokens. A chunk never ends after
+    /// [`next_end`](Self::next_end).
     fn chunk_end(&self, start: usize, tokens: usize) -> usize {
         let end = start.saturating_add(tokens);
         let end = self.prompt_parts.map_or(end, |parts| parts.floor(end).max(parts.next(start)));

@@ -9,7 +9,8 @@ pub type SequenceId = u64;
 /// The difference in arrival time that makes up for one level of priority.
 const AGING: Duration = Duration::from_secs(2);
 
-/// The place of a sequence in the scheduling order. The smallest value gets tokens and blocks first.
+/// The place of a sequence among the sequences of its tenant. The smallest value is the most senior: it gets tokens and
+/// blocks first.
 ///
 /// The place does not depend on the current time, because all sequences age equally.
 /// A long enough wait outweighs any difference in priority, so no sequence waits forever.
@@ -44,8 +45,8 @@ impl Seniority {
     }
 }
 
-/// The turn of a sequence among the sequences of all tenants. The smallest turn comes first: its sequence gets tokens and
-/// blocks before the others.
+/// The turn of a sequence among the sequences of all tenants. The smallest turn comes first: its sequence gets tokens
+/// and blocks before the others.
 ///
 /// Turns are compared by their fields, from first to last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -188,7 +188,7 @@ impl Scheduler {
     }
 
     /// Gives the remaining budget to prompts that [`plan_chunk`](Self::plan_chunk) limited to half of the budget.
-    /// The work of the plan from index `first_chunk` on are the chunks of prompts.
+    /// The entries of `plan.work` from index `first_chunk` on are the chunks of prompts.
     fn give_rest_of_budget(&mut self, first_chunk: usize, budget: &mut usize, plan: &mut StepPlan) {
         for index in first_chunk..plan.work.len() {
             let SequenceWork { id, range, .. } = plan.work[index].clone();

@@ -39,7 +39,7 @@ enum Slot {
     UnnormalizedOutput,
     /// The logits of a router.
     RouterLogits,
-    /// What a rank adds to the result of another rank's layers.
+    /// Zeros, which a rank adds to the residual stream after the layers of another rank.
     Zeros,
 }
 

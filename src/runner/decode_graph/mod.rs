@@ -391,7 +391,7 @@ impl DecodeGraph {
 
 /// The end of a step, which chooses the token either greedily or by sampling.
 struct StepTail {
-    /// The launches after the logits.
+    /// The launches that choose the token from the logits.
     launches: LaunchList,
     /// The graph of the whole step, including `launches`.
     graph: LaunchGraph,

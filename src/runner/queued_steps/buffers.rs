@@ -36,7 +36,7 @@ const EDIT_WORDS: usize = 1 << 18;
 /// The number of words in host memory for a step: its inputs, the sampling parameters of its rows, and the edits.
 const SLOT_WORDS: usize = INPUT_WORDS + PARAM_WORDS + EDIT_WORDS;
 
-/// The buffers of queued steps.
+/// The buffers that the queued steps of a rank share.
 pub struct QueuedStepBuffers {
     /// The tokens of the last queued step, u32 `[MAX_SEQUENCES]`.
     tokens: Tensor,

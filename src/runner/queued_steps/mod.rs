@@ -1,4 +1,4 @@
-//! What queued steps need: the buffers on a GPU, and the step that the host holds until it knows the tokens.
+//! Queued steps: the state that the host keeps until it knows their tokens, and their buffers on a GPU.
 //!
 //! `steps/queue.rs`, `steps/queue_on_gpu.rs` and `steps/queue_on_cpu.rs` queue the steps.
 

@@ -7,7 +7,6 @@ use crate::runner::step_sequence::StepSequence;
 /// How the device chooses the next token of a sequence in a queued step.
 #[derive(Clone)]
 pub struct RowSampling {
-    /// The id of the sequence.
     pub id: u64,
     /// The index of the sequence in the step.
     pub index: usize,

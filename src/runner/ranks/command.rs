@@ -116,7 +116,7 @@ impl OwnedBatch {
         self.borrowed(|batch| decoder.forward(batch, cache))
     }
 
-    /// Runs the batch with the part of a rank like [`forward_scored`]. Returns the logits.
+    /// Runs the batch like [`forward_scored`], with the part of a rank. Returns the logits.
     pub fn forward_scored(&self, decoder: &Decoder, cache: &KvCache, parts: &[Range<usize>]) -> Result<Tensor> {
         self.borrowed(|batch| forward_scored(decoder, batch, cache, parts, |_, _| Ok(())))
     }

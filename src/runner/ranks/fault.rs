@@ -12,7 +12,7 @@ pub enum RankFault {
     Error,
     /// The thread of the rank panics.
     Panic,
-    /// The thread of the rank stops to answer.
+    /// The thread of the rank stops answering, but does not end.
     Hang,
 }
 

@@ -53,7 +53,7 @@ pub fn follow(
 /// The time after which an idle follower checks whether another rank has failed.
 const CHECK_TIME: Duration = Duration::from_secs(1);
 
-/// The reason of the failure of a rank that panicked.
+/// Why a rank whose thread panicked has failed, for the error message.
 pub const PANIC: &str = "its thread panicked";
 
 /// The state of a follower's thread.
@@ -109,7 +109,7 @@ impl Follower {
             }
             RankCommand::CopyBlock { from, to } => self.cache.copy_block(*from, *to)?,
             RankCommand::Cache(call) => call(RankCache { rank: self.world.rank(), cache: &self.cache }),
-            // Every command records progress.
+            // The first rank only wants to see progress, which every command records.
             RankCommand::Ping => {}
             RankCommand::Fail(fault) => fault.strike()?,
         }

@@ -52,7 +52,7 @@ pub struct RankGroup {
     threads: Vec<(Sender<RankCommand>, JoinHandle<()>)>,
     /// The fault that a test injected into the next pass of the first rank.
     fault: Cell<Option<RankFault>>,
-    /// For each follower, its progress, and the time at which the engine noticed it. See [`RankGroup::ping`].
+    /// For each follower, its progress at the last change that [`RankGroup::ping`] noticed, and the time of this call.
     answers: RefCell<Vec<(u64, Instant)>>,
 }
 
@@ -85,7 +85,6 @@ impl RankGroup {
         self.threads.is_empty()
     }
 
-    /// Returns whether a rank has failed.
     pub fn has_failed_rank(&self) -> bool {
         self.world.end_reason().is_some()
     }
@@ -108,7 +107,8 @@ impl RankGroup {
     }
 
     /// Checks, while the engine is idle, that all followers still answer. Ends the world if a follower has not answered
-    /// for [`ANSWER_TIME`]. Call this once before the engine waits for requests, with `is_first`, and then every second.
+    /// for [`ANSWER_TIME`]. While the engine waits for requests, it calls this function once a second. `is_first` is
+    /// true for the first call of each wait.
     pub fn ping(&self, is_first: bool) {
         let mut answers = self.answers.borrow_mut();
         if is_first || answers.len() != self.threads.len() {
@@ -182,7 +182,8 @@ impl RankGroup {
         Ok(logits)
     }
 
-    /// Runs `decoder` like [`forward_scored`], together with the parts of all followers. See [`forward`](Self::forward).
+    /// Runs `decoder` like [`forward_scored`], together with the parts of all followers. See
+    /// [`forward`](Self::forward).
     pub fn forward_scored(
         &self,
         decoder: &Decoder,

@@ -1,7 +1,7 @@
 //! The ranks of a model that several devices run together.
 //!
-//! - `group`: all ranks, as the runner sees them: sends commands to the others, and reports their failures
-//! - `follower`: the thread of one such rank
+//! - `group`: the runner's side: sends commands to the followers, and reports their failures
+//! - `follower`: the thread of a follower, which is a rank other than the first
 //! - `command`: the commands that the first rank sends
 //! - `fault`: faults that tests inject into a rank
 //! - `parts`: the decoder and the KV cache of one rank

@@ -2,7 +2,8 @@
 //!
 //! - `run`: `Runner::step`, which waits for the tokens of the step
 //! - `run_on_gpu`: the parts of `Runner::step` that run only on a GPU, as CUDA graphs
-//! - `queue`: `Runner::queue` and `Runner::take`, which let the host plan a step while the device runs the previous step
+//! - `queue`: `Runner::queue` and `Runner::take`, which let the host plan a step while the device runs the previous
+//! step
 //! - `queue_on_gpu`, `queue_on_cpu`: `Runner::queue` on each device
 
 mod queue;
@@ -16,7 +17,7 @@ use super::decode::Decode;
 use super::route::RunnerFacts;
 
 impl Runner {
-    /// Returns what decides how steps run.
+    /// Returns the properties of this runner that decide how its steps run.
     pub(super) fn facts(&self) -> RunnerFacts {
         let launcher = self.launcher.as_ref();
         RunnerFacts {

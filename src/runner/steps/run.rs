@@ -35,7 +35,7 @@ enum PassKind {
 }
 
 impl PassKind {
-    /// `parts_of_all` are the prompt parts of sequences that have none of their own.
+    /// Returns the kind of pass for a sequence. `parts_of_all` applies if the sequence has no prompt parts of its own.
     fn of(sequence: &StepSequence, parts_of_all: Option<PromptParts>) -> Self {
         match sequence.prompt_parts.or(parts_of_all) {
             None => Self::Together,
@@ -98,7 +98,7 @@ impl Runner {
         Ok(chosen)
     }
 
-    /// Runs one pass as a CUDA graph, or else operation by operation. `sum_order` applies to the operations.
+    /// Runs one pass as a CUDA graph or, if it has no graph, operation by operation in `sum_order`.
     fn run_pass(
         &mut self,
         sequences: &mut [StepSequence],
@@ -194,12 +194,13 @@ impl Runner {
         }
     }
 
-    /// Chooses the next token of each sequence that has a sampler, from the rows of `logits`, on the device of `logits`.
-    /// On a GPU, also starts the decode graph for a single sequence that it can continue.
+    /// Chooses the next token of each sequence that has a sampler, from the rows of `logits`, on the device of
+    /// `logits`. On a GPU, also starts the decode graph for a single sequence that it can continue.
     fn choose_tokens(&mut self, sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
         if logits.device().is_cuda() {
             return match sequences {
-                // Sequences with prompt parts cannot use the decode graph, which computes its sums in the fastest order.
+                // Sequences with prompt parts cannot use the decode graph, which computes its sums in the fastest
+                // order.
                 [sequence] if sequence.prompt_parts.is_none() => {
                     Ok(vec![self.choose_and_start_graph(sequence, logits)?])
                 }
