@@ -28,15 +28,15 @@ pub(super) struct InventoryTensor {
     format: MemoryFormat,
     /// The format, rows and columns of a matrix that is quantized in memory, if known.
     pub quantized: Option<(WeightFormat, usize, usize)>,
-    /// The columns of a matrix that ranks may divide by columns.
+    /// The number of columns of a matrix and of its units. `None` for a vector.
     pub columns: Option<ColumnUnits>,
     /// The size of the first dimension.
     pub rows: Option<usize>,
-    /// Whether the tensor stacks transposed matrices, if only the header is known.
+    /// Whether the file stores stacked matrices transposed, and `columns` takes that into account.
     is_transposed: bool,
 }
 
-/// The number of columns of a matrix that is divided by columns, and of the smallest part of it.
+/// The number of columns of a matrix, and the number of columns in a unit. Ranks divide columns only between units.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ColumnUnits {
     pub columns: usize,
@@ -55,7 +55,7 @@ enum MemoryFormat {
     Bytes(u64),
 }
 
-/// The tensors of a checkpoint.
+/// The tensors of a checkpoint. Computes the sizes that they have in memory, for a whole model or for each rank.
 #[derive(Clone, Debug, Default)]
 pub struct Inventory {
     pub(super) tensors: Vec<InventoryTensor>,
@@ -234,7 +234,7 @@ impl Inventory {
         sum(self.tensors.iter().map(|tensor| tensor.bytes))
     }
 
-    /// Returns the number of parameters.
+    /// Returns the number of parameters. A byte of packed MXFP4 blocks has two, and the MXFP4 scales have none.
     pub fn parameters(&self) -> u64 {
         sum(self.tensors.iter().map(InventoryTensor::parameters))
     }

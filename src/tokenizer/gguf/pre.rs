@@ -94,7 +94,7 @@ const SPECS: &[PreTokenizerSpec] = &[
     PreTokenizerSpec { names: &["falcon"], patterns: &[r"[\p{P}\$\+<=>\^~\|`]+", GPT2, r"[0-9][0-9][0-9]"], ..PLAIN },
 ];
 
-/// Returns the pre-tokenizer with this name.
+/// Returns the pre-tokenizer with this value of `tokenizer.ggml.pre`, or `None` if it is not supported.
 pub fn find(name: &str) -> Option<&'static PreTokenizerSpec> {
     SPECS.iter().find(|spec| spec.names.contains(&name))
 }
