@@ -73,7 +73,7 @@ impl Tokenizer {
         self.table.len()
     }
 
-    /// Encodes text to token ids.
+    /// Encodes text to token ids. `controls` determines how control tokens in the text are treated.
     pub fn encode(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>> {
         self.encoder.encode(text, controls)
     }

@@ -210,7 +210,7 @@ impl Inventory {
             tensor.columns = tensor.column_units(&shape, unit, false);
             self.tensors.push(tensor);
         })?;
-        // Stacked experts with biases are stored transposed, so their first dimension after the experts has the columns.
+        // Stacked experts with biases are stored transposed, as `[experts, columns, rows]`.
         // The bias may be in another shard.
         let biases: HashSet<String> = self.tensors.iter().filter_map(InventoryTensor::biased_experts).collect();
         for tensor in self.tensors.iter_mut().filter(|tensor| biases.contains(&tensor.name)) {

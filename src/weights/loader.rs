@@ -207,7 +207,7 @@ impl<'c> Weights<'c> {
     }
 
     /// Takes part in the shared read of a float matrix, or of stacked float matrices, although this rank holds none of
-    /// the elements: the other ranks wait for it. `shape` is the shape of this rank's part, which has a dimension of 0.
+    /// the elements. The other ranks wait for it. `shape` is the shape of this rank's part, which has a dimension of 0.
     pub(super) fn join_reads(&self, name: &str, shape: &[usize]) -> Result<()> {
         let rows = shape.len() - 2;
         let slice = self.slice(Some(rows), Some(rows + 1)).filter(|slice| slice.dim > 0);
@@ -248,7 +248,7 @@ impl<'c> Weights<'c> {
         Self { quantize: Some(quantize), reader: None, ..self }
     }
 
-    /// Returns the rank that loads these weights.
+    /// Returns the rank whose part of each layer is loaded, or [`World::alone`] after [`undivided`](Self::undivided).
     pub fn world(&self) -> &World {
         &self.world
     }

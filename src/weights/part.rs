@@ -69,8 +69,8 @@ impl Slice {
         })
     }
 
-    /// Returns whether the ranks should read the tensor together: each rank keeps only a run of each row, and the runs are
-    /// too short to be read one by one. The result is the same on all ranks.
+    /// Returns whether the ranks should read the tensor together, because each rank keeps a run of each row that is too
+    /// short to be read on its own. The result is the same on all ranks.
     pub fn has_short_runs(&self, stored: &[usize], dtype: DType, ranks: usize) -> bool {
         let outer: usize = stored[..self.dim].iter().product();
         outer > 1 && self.row_bytes(stored, dtype) / ranks < MIN_RUN_BYTES

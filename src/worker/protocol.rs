@@ -65,7 +65,7 @@ pub struct Loaded {
     pub stop_ids: Vec<u32>,
 }
 
-/// Writes a frame.
+/// Writes a frame. `head` is the header: a request or a response.
 pub fn write(out: &mut impl Write, head: &impl Serialize, body: &[u8]) -> Result<()> {
     let head = serde_json::to_vec(head)?;
     if head.len().max(body.len()) > MAX_BYTES {

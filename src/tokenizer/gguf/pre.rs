@@ -99,7 +99,7 @@ pub fn find(name: &str) -> Option<&'static PreTokenizerSpec> {
     SPECS.iter().find(|spec| spec.names.contains(&name))
 }
 
-/// Returns all supported names.
+/// Returns all supported values of `tokenizer.ggml.pre`, for an error message.
 pub fn names() -> Vec<&'static str> {
     SPECS.iter().flat_map(|spec| spec.names).copied().collect()
 }
