@@ -28,7 +28,7 @@ pub(super) struct InventoryTensor {
     format: MemoryFormat,
     /// The format, rows and columns of a matrix that is quantized in memory, if known.
     pub quantized: Option<(WeightFormat, usize, usize)>,
-    /// The number of columns of a matrix and of its units. `None` for a vector.
+    /// How the columns of a matrix can be divided. `None` for a vector.
     pub columns: Option<ColumnUnits>,
     /// The size of the first dimension.
     pub rows: Option<usize>,
@@ -252,7 +252,7 @@ impl Inventory {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }
 
-    /// Returns the sizes in memory of the parts of a model with `layers` layers.
+    /// Returns the memory that each layer, the output head and all other tensors take. The model has `layers` layers.
     pub fn part_bytes(&self, layers: usize, dtype: DType) -> PartBytes {
         let mut parts = PartBytes { layers: vec![0; layers], ..PartBytes::default() };
         for tensor in &self.tensors {
@@ -280,7 +280,7 @@ impl Inventory {
         layers.into_values().max().unwrap_or(0)
     }
 
-    /// Returns the size of the largest layer of quantized experts after dequantization, in bytes.
+    /// Returns the size in bytes that the largest layer of quantized experts has after dequantization.
     /// In a forward pass over many tokens, a GPU dequantizes the experts of one layer at a time.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();

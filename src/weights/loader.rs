@@ -329,7 +329,8 @@ impl<'c> Weights<'c> {
         self.float_slice(name, &[rows], dtype, self.slice(Some(0), None))
     }
 
-    /// Loads the vectors of stacked matrices in the compute dtype, with shape `[matrices, rows]`.
+    /// Loads one vector for each of several stacked matrices, such as the biases of all experts, in the compute dtype.
+    /// The result has the shape `[matrices, rows]`.
     pub fn stacked_vectors(&self, name: &str, matrices: usize, rows: usize) -> Result<Tensor> {
         self.float_slice(name, &[matrices, rows], self.dtype, self.slice(Some(1), None))
     }

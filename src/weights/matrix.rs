@@ -126,8 +126,8 @@ impl<'c> Weights<'c> {
         })
     }
 
-    /// Takes part in the shared read of a matrix, or of stacked matrices, although this rank holds none of the elements.
-    /// The other ranks wait for it. `shape` is the shape of this rank's part, which has a dimension of 0.
+    /// Takes part in the shared read of a matrix, or of stacked matrices, although this rank holds none of the
+    /// elements. The other ranks wait for it. `shape` is the shape of this rank's part, which has a dimension of 0.
     fn join(&self, name: &str, shape: &[usize]) -> Result<()> {
         let (Some(_), [stack @ .., rows, columns]) = (self.shared_reads(), shape) else { return Ok(()) };
         match self.quantized(name, stack.iter().product(), *rows, *columns)? {

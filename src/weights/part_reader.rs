@@ -191,8 +191,8 @@ impl PartBytes {
         pieces
     }
 
-    /// Returns the pieces of a range of bytes of the tensor. If the part has only some bytes of each row, the range must
-    /// consist of whole rows.
+    /// Cuts a byte range of the tensor into pieces. If the part has only some bytes of each row, the range must consist
+    /// of whole rows.
     fn pieces_of(&self, range: Range<usize>, piece_bytes: usize) -> Vec<Piece> {
         if self.kept_bytes() == self.row_bytes {
             let starts = range.clone().step_by(piece_bytes);

@@ -293,7 +293,7 @@ fn candle_type(ggml_type: GgmlType) -> Result<GgmlDType> {
     })
 }
 
-/// Removes the first bytes of each plane, with these lengths, and returns them.
+/// Splits off the beginning of each plane and returns it. `lengths` has one length in bytes for each plane.
 fn split_planes<'p>(planes: &mut [&'p mut [u8]; 4], lengths: [usize; 4]) -> [&'p mut [u8]; 4] {
     let mut lengths = lengths.into_iter();
     planes.each_mut().map(|plane| {
