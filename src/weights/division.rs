@@ -20,7 +20,7 @@ pub const SHARE_COLUMNS: usize = 32;
 pub struct RankPart {
     /// The size of the loaded weights in memory, in bytes.
     pub weight_bytes: u64,
-    /// The number of KV heads in each layer.
+    /// The number of KV heads that the rank holds in each layer.
     pub kv_heads: Vec<usize>,
 }
 
@@ -156,7 +156,7 @@ impl Inventory {
                         let compute = || share_of_layer(&layers[layer], is_heads, rank, ranks);
                         Some((*axis, *shares.entry((layer, is_heads)).or_insert_with(compute)))
                     }
-                    // No model loads the tensors of layers beyond its own.
+                    // Every rank holds the whole tensor. Layers beyond the last layer of the model count too.
                     _ => None,
                 };
                 weight_bytes = weight_bytes.saturating_add(match share_of {

@@ -224,7 +224,6 @@ impl Inventory {
         Ok(())
     }
 
-    /// Returns true if the inventory has no tensors.
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()
     }

@@ -47,7 +47,7 @@ enum Bytes<'b> {
     },
 }
 
-/// A piece of a part that one thread reads.
+/// A piece of a part. Each piece is read by one thread.
 enum Piece {
     /// `bytes` bytes at the offset `start` of the tensor, and their offset in the part.
     Run { start: usize, bytes: usize, offset: usize },

@@ -59,7 +59,7 @@ pub enum Response {
 #[derive(Serialize, Deserialize)]
 pub struct Loaded {
     pub table: Value,
-    /// The name of the chat format.
+    /// The name of the chat format, or `None` for a base model.
     pub chat: Option<String>,
     pub generation_config: Value,
     pub stop_ids: Vec<u32>,
