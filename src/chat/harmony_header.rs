@@ -30,7 +30,7 @@ pub struct Header {
     pub recipient: Option<String>,
 }
 
-/// The parsed form of a header.
+/// The channel and the recipient that a header names, and text in the header that is content.
 pub struct ParsedHeader {
     pub channel: Channel,
     pub recipient: Option<String>,
@@ -64,7 +64,7 @@ impl Header {
         self.tokens() == 0 && self.channel.is_none() && self.constrain.is_none()
     }
 
-    /// Parses the header.
+    /// Parses the tokens so far. They may already contain content, because models sometimes omit `<|message|>`.
     pub fn parse(&self, tokenizer: &Tokenizer) -> Result<ParsedHeader> {
         let role_text = tokenizer.decode(&self.role)?;
         let channel_text = self.channel.as_ref().map(|ids| tokenizer.decode(ids)).transpose()?;
@@ -115,7 +115,7 @@ impl Header {
     }
 }
 
-/// The names of the channels.
+/// The names that harmony defines for channels.
 pub const CHANNELS: [&str; 3] = ["analysis", "commentary", "final"];
 
 impl ParsedHeader {

@@ -7,9 +7,10 @@
 //!
 //! - `message`, `rendered`: a conversation, and its token ids
 //! - `format`: the chat format of a model
-//! - `harmony`, `harmony_header`, `harmony_parser`, `typescript`: harmony
+//! - `harmony`, `harmony_header`, `harmony_parser`, `typescript`: render and parse harmony
 //! - `template`, `template_functions`, `python`, `injection`: Jinja templates
-//! - `parser`, `channel`: split generated tokens into channels; `tagged_parser`, `tagged_call`: for models with a template
+//! - `parser`, `channel`: split generated tokens into channels
+//! - `tagged_parser`, `tagged_call`: parse the output of models with a template
 //! - `violations`: counts how often a model violates its format
 
 mod channel;

@@ -25,7 +25,7 @@ pub fn today() -> String {
     jiff::Zoned::now().strftime("%Y-%m-%d").to_string()
 }
 
-/// Renders conversations to token ids.
+/// A renderer that replaces the chat format of a model, for example one that runs in a worker.
 pub trait Render: Send + Sync {
     fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered>;
 }

@@ -1,4 +1,4 @@
-//! Reads the text of tool calls of models that use a chat template.
+//! Parses the tool calls that models with a chat template write as text.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};

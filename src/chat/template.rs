@@ -123,7 +123,7 @@ impl Template {
         Ok(Rendered { ids, text })
     }
 
-    /// Runs the template.
+    /// Runs the template and returns the prompt as text, still with the marks of `marker`.
     fn run(
         &self,
         messages: &[Message],

@@ -10,7 +10,7 @@ use crate::runner::Executor;
 use crate::text;
 use crate::tokenizer::ControlTokens;
 
-/// A model in this process.
+/// The [`Backend`] that runs the model in this process, without a server.
 pub struct LocalModel(pub Engine);
 
 impl Backend for LocalModel {

@@ -32,7 +32,6 @@ pub enum ModelId {
 }
 
 impl ModelId {
-    /// Returns the name of the model.
     pub fn name(&self) -> &str {
         match self {
             Self::Local(snapshot) => &snapshot.name,

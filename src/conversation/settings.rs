@@ -19,7 +19,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     SAMPLING_FIELDS.iter().map(|field| field.flag).chain(OTHER_NAMES)
 }
 
-/// Returns whether `name` is a chat setting.
+/// Returns whether `/set` can change `name`. Flags such as `device` are not chat settings.
 pub fn is_setting(name: &str) -> bool {
     names().any(|known| known == name)
 }
@@ -36,7 +36,7 @@ pub enum ReasoningVisibility {
     Hidden,
 }
 
-/// The current settings of a chat.
+/// The current values of all settings that `/set` can change.
 #[derive(Clone, Debug)]
 pub struct ChatSettings {
     pub sampling: SamplingParams,

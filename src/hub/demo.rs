@@ -17,7 +17,7 @@ use super::snapshot::{FileState, Snapshot, Source, VerifiedSnapshot};
 use crate::error::Error;
 use crate::files;
 
-/// The demo model's name.
+/// The name by which users select the demo model.
 pub const NAME: &str = "demo";
 
 /// A hash of the demo's files, which identifies the version of the demo.

@@ -122,7 +122,7 @@ impl Hub {
         self.repo_names().iter().filter_map(missing).collect()
     }
 
-    /// Returns `org/name` if `name` has no organization and only one repository on this machine has this name.
+    /// Adds the organization to `name` if only one repository on this machine has this name. Ignores case.
     ///
     /// Does not complete partial names: `gpt2` is the name of a repository, but also part of longer names.
     pub(super) fn full_name(&self, name: &str) -> String {

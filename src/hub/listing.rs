@@ -32,7 +32,7 @@ impl Listing {
         serde_json::from_slice::<ModelListing>(json)?.check(repo)
     }
 
-    /// Returns the file with this name.
+    /// Looks up a file by its path in the repository.
     pub(super) fn file(&self, name: &str) -> Option<&RemoteFile> {
         self.files.get(name)
     }
@@ -70,7 +70,7 @@ impl FileList {
         Self { files, by_name }
     }
 
-    /// Returns the file with this name.
+    /// Looks up a file by its path in the repository.
     pub(super) fn get(&self, name: &str) -> Option<&RemoteFile> {
         let found = self.by_name.binary_search_by(|&index| path_order(&self.files[index as usize].name, name));
         Some(&self.files[self.by_name[found.ok()?] as usize])

@@ -8,7 +8,8 @@
 //! - `client`, `config`, `limits`: [`Hub`], its caches and its connection settings
 //! - `find`, `snapshot`, `names`, `identity`, `usage`: models on this machine, their names and hashes, and their last use
 //! - `cache`, `disk`, `lock`: the layout of the caches, file operations and locks
-//! - `remote`, `retry`: requests to a hub; `listing`, `inspect`: the files of a repository, and what they contain
+//! - `remote`, `retry`: requests to a hub
+//! - `listing`, `inspect`: the files of a repository on a hub, and descriptions of models that are not downloaded
 //! - `download/`, `filter`, `hash`, `parallel`, `progress`: download files, and check them
 //! - `verify`, `remove`: check, repair and remove downloaded models
 //! - `demo`: the built-in demo model

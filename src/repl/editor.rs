@@ -26,7 +26,7 @@ use crate::text::printable;
 /// A function that returns the possible values of an argument, for completion.
 pub type NameList = Box<dyn Fn() -> Vec<String>>;
 
-/// The user's input at the prompt.
+/// What the user did at the prompt.
 pub enum Input {
     Message(String),
     /// Ctrl-C on an empty line.

@@ -18,7 +18,8 @@ use crate::terminal::modes;
 
 /// The interval, in milliseconds, at which the listener checks whether the answer has ended.
 const TICK_MS: u8 = 20;
-/// Once the answer has ended, this many ticks without input end the wait for the rest of a key or paste.
+/// The number of ticks without input after which the listener stops waiting for the rest of a key or paste.
+/// Applies only once the answer has ended.
 const MAX_QUIET_TICKS: usize = 25;
 
 /// A thread that listens for keys until it is stopped or dropped.

@@ -114,7 +114,7 @@ impl TypeAhead {
         None
     }
 
-    /// Adds a byte of a UTF-8 character.
+    /// Adds a byte of a UTF-8 character. The character becomes part of the draft once it is complete.
     fn push_character_byte(&mut self, byte: u8) -> Option<Key> {
         self.partial.push(byte);
         match std::str::from_utf8(&self.partial) {

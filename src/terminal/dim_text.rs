@@ -64,7 +64,7 @@ impl DimText {
         }
     }
 
-    /// Returns the printed rows.
+    /// Returns the rows that [`take_finished`](Self::take_finished) has returned for printing.
     pub fn printed(&self) -> &[StyledLine] {
         &self.rows[..self.printed]
     }

@@ -18,7 +18,7 @@ pub use notice::{print, print_dim, write_stderr};
 pub use style::{Color, dim, stderr_color, stdout_color, stdout_columns};
 pub use view::TurnView;
 
-/// Saves the terminal modes and restores them when the program ends, even if a signal or a crash ends it.
+/// Saves the terminal modes, and arranges that they are restored when the program ends, even by a signal or a crash.
 pub fn guard() {
     #[cfg(unix)]
     if modes::save() {

@@ -19,7 +19,7 @@ struct Original {
     output: Option<libc::c_int>,
 }
 
-/// Saves the modes of the terminal on stdin, and restores them when the program exits.
+/// Saves the modes of the terminal on stdin, and registers a function that restores them when the program exits.
 /// Returns false if stdin is not a terminal.
 pub(super) fn save() -> bool {
     let Ok(modes) = tcgetattr(stdin().as_fd()) else { return false };

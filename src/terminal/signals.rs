@@ -39,8 +39,8 @@ pub(super) fn restore_modes_on_end() {
     }
 }
 
-/// Returns whether [`restore_modes_on_end`] handles a signal: if it ends the program by default, and if nothing else
-/// handles it.
+/// Returns true for a signal that ends the program by default and that no other code handles.
+/// [`restore_modes_on_end`] handles these signals.
 fn is_handled_here(signal: Signal) -> bool {
     use Signal::*;
     let is_uncatchable = matches!(signal, SIGKILL | SIGSTOP);

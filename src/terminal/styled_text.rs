@@ -175,7 +175,7 @@ impl<'a> Wrapper<'a> {
     }
 }
 
-/// Splits a line into rows of `columns` columns, even inside words, as a terminal does.
+/// Splits a line into rows of at most `columns` columns, even inside words, as a terminal does.
 pub fn rows(line: &[Span], columns: usize) -> Vec<StyledLine> {
     let mut rows = vec![StyledLine::new()];
     let mut width = 0;

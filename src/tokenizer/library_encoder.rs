@@ -9,7 +9,7 @@ use super::guard::guarded;
 use super::table::ControlToken;
 use crate::text::quote;
 
-/// A Unicode noncharacter, which no vocabulary contains.
+/// A Unicode noncharacter, which no vocabulary contains. It is encoded once to find the unknown token.
 const UNKNOWN: &str = "\u{FDD0}";
 
 /// An encoder that calls the `tokenizers` library in this process.

@@ -28,7 +28,7 @@ pub use encode::{ControlTokens, Encode};
 pub use table::{ControlToken, TokenTable};
 pub use text_stream::TextStream;
 
-/// A loaded tokenizer.
+/// Encodes text to token ids and decodes ids to text.
 pub struct Tokenizer {
     table: TokenTable,
     encoder: Box<dyn Encode>,
@@ -64,7 +64,6 @@ impl Tokenizer {
         Self { table, encoder }
     }
 
-    /// Returns the table of tokens.
     pub fn table(&self) -> &TokenTable {
         &self.table
     }
@@ -74,7 +73,7 @@ impl Tokenizer {
         self.table.len()
     }
 
-    /// Encodes text to token ids.
+    /// Encodes text to token ids. `controls` determines how control tokens in the text are treated.
     pub fn encode(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>> {
         self.encoder.encode(text, controls)
     }

@@ -166,7 +166,7 @@ impl TokenTable {
         byte.map_or_else(|| token.replace('▁', " ").into_bytes(), |byte| vec![byte])
     }
 
-    /// Returns the number of tokens.
+    /// Returns the number of tokens. An id can be larger, because ids can have gaps.
     pub fn len(&self) -> usize {
         self.ids.len()
     }

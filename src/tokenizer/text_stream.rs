@@ -41,8 +41,8 @@ impl TextStream {
         Ok(text)
     }
 
-    /// Returns how many of the last ids contain the beginning of a character.
-    /// Returns 0 if all waiting ids together are the beginning of a character.
+    /// Returns how many of the last ids to hold back, because their bytes end with the beginning of a character.
+    /// The result is less than the number of waiting ids, so that the text always advances.
     fn begun_ids(&self, tokenizer: &Tokenizer) -> usize {
         let waiting = &self.ids[self.emitted..];
         let ends_within = |count: &usize| {

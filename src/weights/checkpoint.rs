@@ -64,7 +64,7 @@ impl Checkpoint {
         self.tensors().map(|(_, info)| info.bytes() as u64).sum()
     }
 
-    /// Returns the number of parameters.
+    /// Returns the number of parameters. A byte of packed MXFP4 blocks has two, and the MXFP4 scales have none.
     pub fn parameters(&self) -> u64 {
         let count = |(name, info): (&str, &TensorInfo)| parameter_count(name, info.is_packed(), info.elements() as u64);
         self.tensors().map(count).sum()
@@ -79,7 +79,7 @@ impl Checkpoint {
         stored.unwrap_or(info.dtype.to_string()).to_lowercase()
     }
 
-    /// Returns the size in bytes of a tensor that stays packed or quantized in memory.
+    /// Returns the size in memory of a tensor that stays packed or quantized when it is loaded, in bytes.
     /// Returns `None` for a tensor that is loaded as floats.
     pub(super) fn packed_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
         match self {
@@ -89,7 +89,7 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the number of columns in the smallest part into which a matrix can be divided.
+    /// Returns the number of columns in a unit of a matrix, or 1 for floats. Ranks divide columns only between units.
     /// `columns` is the number of columns of the whole matrix, and `target` the format to which loading quantizes floats.
     pub(super) fn column_unit(&self, name: &str, columns: usize, target: Option<QuantizationTarget>) -> usize {
         let stored = match self {
@@ -170,7 +170,7 @@ impl Checkpoint {
     }
 }
 
-/// Returns the number of columns in the smallest part into which a matrix with this format can be divided.
+/// Returns the number of columns in a unit of this format. Floats, which have no format here, have units of one column.
 fn unit_of(format: Option<WeightFormat>) -> usize {
     format.map_or(1, WeightFormat::column_unit)
 }

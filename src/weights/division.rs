@@ -20,7 +20,7 @@ pub const SHARE_COLUMNS: usize = 32;
 pub struct RankPart {
     /// The size of the loaded weights in memory, in bytes.
     pub weight_bytes: u64,
-    /// The number of KV heads in each layer.
+    /// The number of KV heads that the rank holds in each layer.
     pub kv_heads: Vec<usize>,
 }
 
@@ -35,7 +35,8 @@ enum Shared {
     Vocabulary,
 }
 
-/// The units in which the ranks share one layer.
+/// The sizes that determine how ranks divide one layer: `kv_heads` and `o_proj` for attention, `down_proj` for the MLP
+/// or the experts.
 #[derive(Clone, Copy, Debug, Default)]
 struct LayerUnits {
     kv_heads: usize,
@@ -44,7 +45,8 @@ struct LayerUnits {
 }
 
 impl LayerUnits {
-    /// Returns the number of KV heads of a rank.
+    /// Returns the number of KV heads of this layer that `rank` holds.
+    /// Heads are divided only between units of `o_proj`.
     fn kv_share(&self, rank: usize, ranks: usize) -> usize {
         let unit = match self.o_proj {
             Some(ColumnUnits { columns, unit }) if self.kv_heads > 0 => {
@@ -85,7 +87,7 @@ impl InventoryTensor {
         self.name.split('.').find_map(|part| part.parse().ok())
     }
 
-    /// Returns the size in memory of `len` of `total` rows or columns, in bytes.
+    /// Returns the size in memory of a part of the tensor, in bytes. The part has `len / total` of the rows or columns.
     fn part_bytes(&self, axis: Axis, len: usize, total: usize, dtype: DType) -> u64 {
         let part = |whole: u64| (u128::from(whole) * len as u128 / total.max(1) as u128) as u64;
         match (self.quantized, axis) {
@@ -96,8 +98,9 @@ impl InventoryTensor {
         }
     }
 
-    /// Returns the columns of a matrix that may be divided by columns. `unit` is the number of columns that its format
-    /// can divide.
+    /// Returns the number of columns of a matrix together with its `unit`. Returns `None` for a vector.
+    ///
+    /// `shape` is the shape in the file. `has_bias` is true only for the unpacked experts of gpt-oss.
     pub(super) fn column_units(&self, shape: &[usize], unit: usize, has_bias: bool) -> Option<ColumnUnits> {
         let is_packed_expert = self.name.ends_with("_blocks") || self.name.ends_with("_scales");
         let columns = match shape {
@@ -113,14 +116,14 @@ impl InventoryTensor {
     }
 }
 
-/// Returns whether a part of a tensor name ends here, except for the suffix of a packed tensor or a bias.
+/// Returns whether `rest`, the text after the name of a projection, is empty or one of the known suffixes.
 fn is_suffix(rest: &str) -> bool {
     ["", "_blocks", "_scales", "_bias", "_scale"].contains(&rest)
 }
 
 impl Inventory {
-    /// Returns the part of each of `ranks` ranks if every layer is divided. `kv_heads` is the number of KV heads of each
-    /// layer of the model.
+    /// Returns the part of the model that each of `ranks` ranks holds if every layer is divided.
+    /// `kv_heads` has one entry per layer: the number of KV heads of that layer.
     pub fn rank_parts(&self, kv_heads: &[usize], ranks: usize, dtype: DType) -> Vec<RankPart> {
         let mut layers: Vec<LayerUnits> =
             kv_heads.iter().map(|&kv_heads| LayerUnits { kv_heads, ..LayerUnits::default() }).collect();
@@ -153,7 +156,7 @@ impl Inventory {
                         let compute = || share_of_layer(&layers[layer], is_heads, rank, ranks);
                         Some((*axis, *shares.entry((layer, is_heads)).or_insert_with(compute)))
                     }
-                    // No model loads the tensors of layers beyond its own.
+                    // Every rank holds the whole tensor. Layers beyond the last layer of the model count too.
                     _ => None,
                 };
                 weight_bytes = weight_bytes.saturating_add(match share_of {
@@ -167,7 +170,8 @@ impl Inventory {
     }
 }
 
-/// Returns the number of KV heads or columns that a rank holds in a layer, and their total number.
+/// Returns how many KV heads of a layer a rank holds, and how many the layer has. If `is_heads` is false, counts the
+/// columns of `down_proj` instead.
 fn share_of_layer(layer: &LayerUnits, is_heads: bool, rank: usize, ranks: usize) -> (usize, usize) {
     match (is_heads, layer.down_proj) {
         (true, _) => (layer.kv_share(rank, ranks), layer.kv_heads),

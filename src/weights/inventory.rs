@@ -28,15 +28,15 @@ pub(super) struct InventoryTensor {
     format: MemoryFormat,
     /// The format, rows and columns of a matrix that is quantized in memory, if known.
     pub quantized: Option<(WeightFormat, usize, usize)>,
-    /// The columns of a matrix that ranks may divide by columns.
+    /// How the columns of a matrix can be divided. `None` for a vector.
     pub columns: Option<ColumnUnits>,
     /// The size of the first dimension.
     pub rows: Option<usize>,
-    /// Whether the tensor stacks transposed matrices, if only the header is known.
+    /// Whether the file stores stacked matrices transposed, and `columns` takes that into account.
     is_transposed: bool,
 }
 
-/// The number of columns of a matrix that is divided by columns, and of the smallest part of it.
+/// The number of columns of a matrix, and the number of columns in a unit. Ranks divide columns only between units.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ColumnUnits {
     pub columns: usize,
@@ -55,7 +55,7 @@ enum MemoryFormat {
     Bytes(u64),
 }
 
-/// The tensors of a checkpoint.
+/// The tensors of a checkpoint. Computes the sizes that they have in memory, for a whole model or for each rank.
 #[derive(Clone, Debug, Default)]
 pub struct Inventory {
     pub(super) tensors: Vec<InventoryTensor>,
@@ -210,7 +210,7 @@ impl Inventory {
             tensor.columns = tensor.column_units(&shape, unit, false);
             self.tensors.push(tensor);
         })?;
-        // Stacked experts with biases are stored transposed, so their first dimension after the experts has the columns.
+        // Stacked experts with biases are stored transposed, as `[experts, columns, rows]`.
         // The bias may be in another shard.
         let biases: HashSet<String> = self.tensors.iter().filter_map(InventoryTensor::biased_experts).collect();
         for tensor in self.tensors.iter_mut().filter(|tensor| biases.contains(&tensor.name)) {
@@ -224,7 +224,6 @@ impl Inventory {
         Ok(())
     }
 
-    /// Returns true if the inventory has no tensors.
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()
     }
@@ -234,7 +233,7 @@ impl Inventory {
         sum(self.tensors.iter().map(|tensor| tensor.bytes))
     }
 
-    /// Returns the number of parameters.
+    /// Returns the number of parameters. A byte of packed MXFP4 blocks has two, and the MXFP4 scales have none.
     pub fn parameters(&self) -> u64 {
         sum(self.tensors.iter().map(InventoryTensor::parameters))
     }
@@ -252,7 +251,7 @@ impl Inventory {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }
 
-    /// Returns the sizes in memory of the parts of a model with `layers` layers.
+    /// Returns the memory that each layer, the output head and all other tensors take. The model has `layers` layers.
     pub fn part_bytes(&self, layers: usize, dtype: DType) -> PartBytes {
         let mut parts = PartBytes { layers: vec![0; layers], ..PartBytes::default() };
         for tensor in &self.tensors {
@@ -280,7 +279,7 @@ impl Inventory {
         layers.into_values().max().unwrap_or(0)
     }
 
-    /// Returns the size of the largest layer of quantized experts after dequantization, in bytes.
+    /// Returns the size in bytes that the largest layer of quantized experts has after dequantization.
     /// In a forward pass over many tokens, a GPU dequantizes the experts of one layer at a time.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();

@@ -38,7 +38,7 @@ pub struct Weights<'c> {
     /// The quantization of float matrices during loading, if any.
     pub(super) quantize: Option<QuantizationTarget>,
     pub(super) progress: &'c LoadProgress<'c>,
-    /// The rank that loads the weights.
+    /// The rank whose part of each layer is loaded. [`World::alone`] for layers that are loaded whole.
     world: World,
     /// The part of each tensor that is loaded. `None` if whole tensors are loaded.
     pub(super) part: Option<Part>,
@@ -48,7 +48,7 @@ pub struct Weights<'c> {
     part_reader: Option<Arc<dyn ReadPart>>,
     /// Reads tensors together with the other ranks. `None` if each rank reads alone.
     shared_reads: Option<SharedReads>,
-    /// The rank that loads the weights, even if it loads whole layers.
+    /// The rank that loads the weights. Differs from `world` for layers that are loaded whole.
     loading_world: World,
 }
 
@@ -178,11 +178,11 @@ impl<'c> Weights<'c> {
         Ok(weights)
     }
 
-    /// Returns weights that read tensors together with the other ranks if several ranks need the same bytes, so that each
-    /// byte is read once. All ranks must load their parts at the same time, on different threads.
+    /// Returns weights that share reads with the other ranks: bytes that several ranks need are read only once.
+    /// All ranks must load their parts at the same time, on different threads.
     ///
-    /// Each rank reads alone what no other rank needs, such as the rows that it holds. It also reads alone the scales of
-    /// 8-bit weights and tensors of E4M3 values without scales.
+    /// A rank still reads alone the bytes that no other rank needs, such as the rows that it holds. It also reads alone
+    /// the scales of 8-bit weights, and E4M3 tensors without scales.
     pub fn sharing_reads(self) -> Self {
         let reads = (self.world.size() > 1).then(|| SharedReads {
             world: self.world.clone(),
@@ -206,8 +206,8 @@ impl<'c> Weights<'c> {
         self.shared_reads.as_ref().filter(|_| is_shared)
     }
 
-    /// Takes part in reading a float matrix, or stacked float matrices, of which this rank holds no elements.
-    /// `shape` is the empty shape of this rank's part.
+    /// Takes part in the shared read of a float matrix, or of stacked float matrices, although this rank holds none of
+    /// the elements. The other ranks wait for it. `shape` is the shape of this rank's part, which has a dimension of 0.
     pub(super) fn join_reads(&self, name: &str, shape: &[usize]) -> Result<()> {
         let rows = shape.len() - 2;
         let slice = self.slice(Some(rows), Some(rows + 1)).filter(|slice| slice.dim > 0);
@@ -248,7 +248,7 @@ impl<'c> Weights<'c> {
         Self { quantize: Some(quantize), reader: None, ..self }
     }
 
-    /// Returns the rank that loads these weights.
+    /// Returns the rank whose part of each layer is loaded, or [`World::alone`] after [`undivided`](Self::undivided).
     pub fn world(&self) -> &World {
         &self.world
     }
@@ -329,7 +329,8 @@ impl<'c> Weights<'c> {
         self.float_slice(name, &[rows], dtype, self.slice(Some(0), None))
     }
 
-    /// Loads the vectors of stacked matrices in the compute dtype, with shape `[matrices, rows]`.
+    /// Loads one vector for each of several stacked matrices, such as the biases of all experts, in the compute dtype.
+    /// The result has the shape `[matrices, rows]`.
     pub fn stacked_vectors(&self, name: &str, matrices: usize, rows: usize) -> Result<Tensor> {
         self.float_slice(name, &[matrices, rows], self.dtype, self.slice(Some(1), None))
     }

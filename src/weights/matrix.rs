@@ -94,8 +94,7 @@ impl<'c> Weights<'c> {
         Ok(Matrix::Dense(stored.t()?.contiguous()?))
     }
 
-    /// Returns the number of columns in the smallest part into which a matrix can be divided.
-    /// The number is 1 for floats, and larger for quantized matrices.
+    /// Returns the number of columns in a unit of a matrix, or 1 for floats. Ranks divide columns only between units.
     /// `columns` is the number of columns of the whole matrix.
     pub fn column_unit(&self, name: &str, columns: usize) -> Result<usize> {
         Ok(self.checkpoint.column_unit(&self.full_name(name), columns, self.quantize))
@@ -127,8 +126,8 @@ impl<'c> Weights<'c> {
         })
     }
 
-    /// Takes part in reading a matrix, or stacked matrices, of which this rank holds no elements.
-    /// `shape` is the empty shape of this rank's part.
+    /// Takes part in the shared read of a matrix, or of stacked matrices, although this rank holds none of the
+    /// elements. The other ranks wait for it. `shape` is the shape of this rank's part, which has a dimension of 0.
     fn join(&self, name: &str, shape: &[usize]) -> Result<()> {
         let (Some(_), [stack @ .., rows, columns]) = (self.shared_reads(), shape) else { return Ok(()) };
         match self.quantized(name, stack.iter().product(), *rows, *columns)? {

@@ -2,13 +2,15 @@
 //! The dtype and shape of each tensor are checked before use.
 //!
 //! - `checkpoint`: the tensors of a model under their Hugging Face names, from `safetensors` or `gguf` files
-//! - `source`: reads bytes of files; `safetensors_header`: reads headers without loading a model
+//! - `source`: reads bytes of files
+//! - `safetensors_header`: reads headers without loading a model
 //! - `inventory`, `tensor_info`: what tensors there are, and how much memory they need
 //! - `division`: how ranks divide the tensors, computed from the headers
 //! - `loader`, `matrix`, `mxfp4`: load tensors, matrices and experts for the layers in `nn`
 //! - `read_ahead`, `part_reader`, `part`: background threads that read whole tensors, or the parts of a rank
 //! - `shared_reads`: lets several ranks read each byte of a file only once
-//! - `quantized`, `ggml`, `compressed`: quantized formats of GGUF and of compressed-tensors
+//! - `ggml`, `compressed`: the quantized formats of GGUF and of compressed-tensors
+//! - `quantized`: converts rows in these formats, and floats, to the format of the kernels
 //! - `progress`, `unused`: what has been loaded, and what the model does not use
 
 mod checkpoint;

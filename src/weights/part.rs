@@ -52,14 +52,14 @@ impl Slice {
         Self { dim: self.dim, ranges, total: self.total / size }
     }
 
-    /// Returns the shape of the whole tensor. `shape` is the shape of the part.
+    /// Returns the shape of the tensor in the file, given the shape of the part.
     pub fn stored_shape(&self, shape: &[usize]) -> Vec<usize> {
         let mut stored = shape.to_vec();
         stored[self.dim] = self.total;
         stored
     }
 
-    /// Returns the part of a whole tensor in host memory.
+    /// Joins the selected ranges of `whole`, a whole tensor in host memory, to one tensor.
     pub fn of(&self, whole: &Tensor) -> Result<Tensor> {
         let parts = self.ranges.iter().map(|range| whole.narrow(self.dim, range.start, range.len()));
         let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
@@ -69,9 +69,8 @@ impl Slice {
         })
     }
 
-    /// Returns whether several ranks should read the tensor together, because this many ranks divide its rows, or the
-    /// rows of each of its matrices, into runs that are too short to be read one by one.
-    /// Returns the same value on all ranks.
+    /// Returns whether the ranks should read the tensor together, because each rank keeps a run of each row that is too
+    /// short to be read on its own. The result is the same on all ranks.
     pub fn has_short_runs(&self, stored: &[usize], dtype: DType, ranks: usize) -> bool {
         let outer: usize = stored[..self.dim].iter().product();
         outer > 1 && self.row_bytes(stored, dtype) / ranks < MIN_RUN_BYTES
@@ -82,8 +81,8 @@ impl Slice {
         stored[self.dim..].iter().product::<usize>() * dtype.size_in_bytes()
     }
 
-    /// Reads the part of a tensor to host memory. `shape` is the shape of the part.
-    /// With `shared`, the ranks read the tensor together.
+    /// Reads the selected part of a tensor to host memory. The part has the shape `shape`.
+    /// With `shared`, all ranks read the tensor together, and each rank keeps its own part.
     pub fn read(
         &self,
         name: &str,

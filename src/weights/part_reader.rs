@@ -28,7 +28,7 @@ pub struct PartReader<T: Target> {
     staging: Mutex<Vec<T::Staging>>,
 }
 
-/// The bytes of a part of a tensor in its file.
+/// Which bytes of a tensor belong to a part: the same runs of each row.
 struct PartBytes {
     /// The number of rows of the tensor. All rows have the same size, and `runs` applies to each of them.
     rows: usize,
@@ -37,7 +37,7 @@ struct PartBytes {
     runs: Vec<Range<usize>>,
 }
 
-/// Where a thread reads the bytes of a tensor.
+/// The source of a tensor's bytes: its file, or bytes that a rank has already read to host memory.
 enum Bytes<'b> {
     File(&'b ByteRange),
     /// The bytes of the tensor from the offset `start` on.
@@ -47,7 +47,7 @@ enum Bytes<'b> {
     },
 }
 
-/// A piece of a part that one thread reads.
+/// A piece of a part. Each piece is read by one thread.
 enum Piece {
     /// `bytes` bytes at the offset `start` of the tensor, and their offset in the part.
     Run { start: usize, bytes: usize, offset: usize },
@@ -120,7 +120,7 @@ impl<T: Target> PartReader<T> {
         })
     }
 
-    /// Returns staging buffers of `piece_bytes` bytes, or of `bytes` bytes if a piece is longer.
+    /// Returns staging buffers of at least `bytes` bytes. Reuses earlier buffers unless `bytes` exceeds `piece_bytes`.
     fn take_staging(&self, bytes: usize) -> Result<T::Staging> {
         let kept = self.staging.lock().unwrap_or_else(PoisonError::into_inner).pop();
         match kept {
@@ -191,8 +191,8 @@ impl PartBytes {
         pieces
     }
 
-    /// Returns the pieces of a range of bytes of the tensor. If the part has only some bytes of each row, the range must
-    /// consist of whole rows.
+    /// Cuts a byte range of the tensor into pieces. If the part has only some bytes of each row, the range must consist
+    /// of whole rows.
     fn pieces_of(&self, range: Range<usize>, piece_bytes: usize) -> Vec<Piece> {
         if self.kept_bytes() == self.row_bytes {
             let starts = range.clone().step_by(piece_bytes);

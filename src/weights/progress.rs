@@ -11,7 +11,7 @@ use crate::kernels;
 pub struct LoadProgress<'p> {
     read_bytes: Cell<u64>,
     resident_bytes: Cell<u64>,
-    /// The names of the loaded tensors.
+    /// The names of the loaded tensors. All others in the checkpoint are unused.
     names: RefCell<HashSet<String>>,
     report: &'p dyn Fn(u64),
 }

@@ -176,7 +176,7 @@ impl<'c> MatrixRows<'c> {
         Some(Self::new(format, [rows, columns], InputRounding::None, Box::new(write)))
     }
 
-    /// Returns the rows with these indices, which this rank converts alone.
+    /// Keeps only the rows with these indices. This rank converts them alone.
     pub fn rows(self, indices: Vec<usize>) -> Self {
         let Self { format, columns, rounding, writer, .. } = self;
         let (RowWriter::Alone(write) | RowWriter::Together { write, .. }) = writer;
@@ -186,9 +186,9 @@ impl<'c> MatrixRows<'c> {
         Self::new(format, [rows, columns], rounding, Box::new(write))
     }
 
-    /// Returns the columns of a range, for all rows. Fails if the range does not consist of whole blocks of the format.
+    /// Keeps only a range of the columns. Fails if the range does not consist of whole blocks of the format.
     ///
-    /// With `shared`, the ranks and the name of the matrix, all ranks convert the rows of the whole matrix together.
+    /// If `shared` is set, all ranks convert the whole rows together. It contains the name of the matrix.
     pub(super) fn columns(self, range: Range<usize>, shared: Option<(&SharedReads, String)>) -> Result<Self> {
         let Self { format, rows, columns, rounding, writer } = self;
         let (RowWriter::Alone(write) | RowWriter::Together { write, .. }) = writer;
@@ -210,7 +210,7 @@ impl<'c> MatrixRows<'c> {
         Ok(Self { format, rows, columns: kept_columns, rounding, writer })
     }
 
-    /// Takes part in converting rows that all ranks convert together, for a rank that keeps none of the columns.
+    /// Converts this rank's share of the rows that all ranks convert together. Called by a rank that keeps no columns.
     pub fn join(&self) -> Result<()> {
         match &self.writer {
             RowWriter::Alone(_) => Ok(()),
@@ -293,7 +293,7 @@ fn candle_type(ggml_type: GgmlType) -> Result<GgmlDType> {
     })
 }
 
-/// Removes the first bytes of each plane, with these lengths, and returns them.
+/// Splits off the beginning of each plane and returns it. `lengths` has one length in bytes for each plane.
 fn split_planes<'p>(planes: &mut [&'p mut [u8]; 4], lengths: [usize; 4]) -> [&'p mut [u8]; 4] {
     let mut lengths = lengths.into_iter();
     planes.each_mut().map(|plane| {
@@ -314,7 +314,7 @@ fn plane_rows(
     split.into_par_iter()
 }
 
-/// Copies columns of a row from the planes of the whole row to `planes`. The first column is `start`.
+/// Fills `planes` with the columns of a row from `start` on. `whole` contains the planes of the whole row.
 fn copy_columns(format: WeightFormat, start: usize, whole: [&[u8]; 4], planes: [&mut [u8]; 4]) {
     let before = format.row_bytes(start);
     for (index, (plane, bytes)) in planes.into_iter().zip(whole).enumerate() {

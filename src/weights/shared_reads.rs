@@ -1,13 +1,14 @@
-//! Reads the bytes that several ranks need from the files only once.
+//! Lets the ranks read bytes that several of them need only once.
 //!
-//! All ranks need whole tensors, such as embeddings and norms, and the rows of matrices that are divided by columns: each
-//! rank keeps only a short run of each row. Reading each run alone would cost a system call per row. So each rank reads
-//! some of the rows to host memory, and all ranks copy their columns from there. For N ranks, a rank then copies 2/N of
-//! the bytes of such a matrix on the host: once from the page cache, and once to a staging buffer. If each rank read the
-//! whole matrix, it would copy 1 + 1/N.
+//! All ranks need whole tensors, such as embeddings and norms. They also need all rows of a matrix that is divided by
+//! columns, but each rank keeps only a short run of each row, and reading each run alone would cost a system call per
+//! row. Each rank therefore reads some of the rows to host memory, and all ranks copy their columns from there.
 //!
-//! The same holds for rows that are converted on the host, such as the rows of GGUF files: each rank reads and converts
-//! some of the rows, and all ranks copy what they need of the converted rows.
+//! With N ranks, each rank copies 2/N of the bytes of such a matrix on the host: 1/N from the page cache, and 1/N to a
+//! staging buffer. If each rank read the whole matrix instead, it would copy 1 + 1/N.
+//!
+//! Rows that are converted on the host, such as the rows of GGUF files, are shared in the same way: each rank reads and
+//! converts some of the rows, and all ranks copy what they need from the converted rows.
 
 use std::ops::Range;
 use std::panic::resume_unwind;
@@ -63,8 +64,8 @@ struct RankRows<T> {
 impl SharedReads {
     /// Converts rows of a tensor together with the other ranks, each rank on all cores.
     ///
-    /// A converted row has `row_length` values. `convert` fills a slice with the row with the given index.
-    /// Calls `each` for all rows, in order: with the indices of some rows, and with their values.
+    /// A converted row has `row_length` values. `convert` takes the index of a row and fills a slice with its values.
+    /// Passes all rows to `each` in order: each call gets a range of row indices and the values of these rows.
     pub fn convert_rows<T: Copy + Default + Send + Sync + 'static>(
         &self,
         name: &str,
@@ -100,8 +101,10 @@ impl SharedReads {
         Ok(())
     }
 
-    /// Reads a tensor together with the other ranks, and calls `each` for all its bytes, in order: with their range in
-    /// the tensor, and with the bytes. Each range consists of whole units of `unit` bytes, except at the end.
+    /// Reads a tensor together with the other ranks, and passes all its bytes to `each` in order.
+    ///
+    /// Each call gets a range of offsets in the tensor and the bytes of that range. Ranges consist of whole units of
+    /// `unit` bytes, except at the end of the tensor.
     pub fn read(
         &self,
         name: &str,
@@ -188,7 +191,7 @@ impl SharedReads {
 
 /// Converts all rows of a tensor on the host, on all cores. With `shared`, the ranks convert the rows together.
 ///
-/// A converted row has `row_length` values. `convert` fills a slice with the row with the given index.
+/// A converted row has `row_length` values. `convert` takes the index of a row and fills a slice with its values.
 pub(super) fn convert_all<T: Copy + Default + Send + Sync + 'static>(
     shared: Option<&SharedReads>,
     name: &str,
@@ -211,7 +214,7 @@ pub(super) fn convert_all<T: Copy + Default + Send + Sync + 'static>(
     Ok(all)
 }
 
-/// Fails if another rank has read another tensor or another number of bytes.
+/// Fails if a rank has read the tensor `read` instead of `name`, or if `has_length` is false: the length is wrong.
 fn check(name: &str, read: &str, has_length: bool) -> Result<()> {
     if read != name || !has_length {
         bail!("internal error: a rank has read tensor {read} instead of {name}");

@@ -104,7 +104,7 @@ fn with_capacity<T>(capacity: usize) -> Result<Vec<T>> {
     Ok(vec)
 }
 
-/// A range of bytes in a file.
+/// A range of bytes in an open file, such as the bytes of a tensor.
 #[derive(Clone)]
 pub struct ByteRange {
     pub source: Arc<Source>,
@@ -122,7 +122,7 @@ pub enum StoredBytes<'c> {
 }
 
 impl<'c> StoredBytes<'c> {
-    /// Returns all bytes.
+    /// Reads all bytes of the tensor. Borrows them if they are already in memory.
     pub fn read(&self) -> Result<Cow<'c, [u8]>> {
         Ok(match self {
             Self::File(range) => range.source.read_to_vec(range.start, range.bytes)?.into(),

@@ -23,7 +23,6 @@ impl TensorInfo {
         self.bytes
     }
 
-    /// Returns the number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }

@@ -74,7 +74,7 @@ impl Render for Remote {
     }
 }
 
-/// A running worker.
+/// A worker process and the pipes to it.
 struct Process {
     child: Child,
     stdin: ChildStdin,

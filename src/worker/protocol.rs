@@ -59,13 +59,13 @@ pub enum Response {
 #[derive(Serialize, Deserialize)]
 pub struct Loaded {
     pub table: Value,
-    /// The name of the chat format.
+    /// The name of the chat format, or `None` for a base model.
     pub chat: Option<String>,
     pub generation_config: Value,
     pub stop_ids: Vec<u32>,
 }
 
-/// Writes a frame.
+/// Writes a frame. `head` is the header: a request or a response.
 pub fn write(out: &mut impl Write, head: &impl Serialize, body: &[u8]) -> Result<()> {
     let head = serde_json::to_vec(head)?;
     if head.len().max(body.len()) > MAX_BYTES {

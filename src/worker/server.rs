@@ -38,7 +38,7 @@ fn serve() -> Result<()> {
     Ok(())
 }
 
-/// Answers one request.
+/// Answers one request. `language` is the loaded model, or `None` before [`Request::Load`].
 fn answer(request: Request, body: Vec<u8>, language: &mut Option<Language>) -> Result<(Response, Vec<u8>)> {
     if let Request::Load = request {
         let loaded = language.insert(Language::load(&path(body))?);

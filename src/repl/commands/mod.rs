@@ -103,7 +103,7 @@ const COMMANDS: &[Command] = &[
     },
 ];
 
-/// The outcome of an input line.
+/// What the chat does after an input line.
 pub enum Outcome {
     /// The command has finished. Show this text.
     Done(String),

@@ -94,12 +94,12 @@ const SPECS: &[PreTokenizerSpec] = &[
     PreTokenizerSpec { names: &["falcon"], patterns: &[r"[\p{P}\$\+<=>\^~\|`]+", GPT2, r"[0-9][0-9][0-9]"], ..PLAIN },
 ];
 
-/// Returns the pre-tokenizer with this name.
+/// Returns the pre-tokenizer with this value of `tokenizer.ggml.pre`, or `None` if it is not supported.
 pub fn find(name: &str) -> Option<&'static PreTokenizerSpec> {
     SPECS.iter().find(|spec| spec.names.contains(&name))
 }
 
-/// Returns all supported names.
+/// Returns all supported values of `tokenizer.ggml.pre`, for an error message.
 pub fn names() -> Vec<&'static str> {
     SPECS.iter().flat_map(|spec| spec.names).copied().collect()
 }

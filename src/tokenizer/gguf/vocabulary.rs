@@ -54,7 +54,7 @@ pub struct SpecialIds {
     pub add_eos: bool,
 }
 
-/// The type of a token.
+/// The type of a token, from `tokenizer.ggml.token_type`. It determines which text can become the token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenType {
     Normal,

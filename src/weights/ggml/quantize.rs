@@ -121,8 +121,8 @@ fn fit_affine(
     if max == min || !inverse.is_finite() {
         return (0.0, -min);
     }
-    // Returns the weighted error of the codes that the inverse scale `inverse` and the minimum `from` produce,
-    // if the codes are decoded with `scale` and `min`.
+    // Quantizes the values with the inverse scale `inverse` and the minimum `from`, decodes the codes with `scale` and
+    // `min`, and returns the weighted error.
     let error = |inverse: f32, from: f32, (scale, min): (f32, f32)| {
         let error = |(&x, w): (&f32, f32)| w * cost(scale * code(inverse, from, x) + min - x);
         x.iter().zip(weights).map(error).fold(0.0, |sum, error| sum + error)

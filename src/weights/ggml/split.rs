@@ -13,7 +13,7 @@ use super::types::GgmlType;
 /// - Q4_K and Q5_K: one byte for the scale of the group, and one byte for its minimum.
 /// - Other types: the f16 scale of the block, followed by the f16 minimum in types that have a minimum.
 ///
-/// For K-quants, `d` and `dmin` of the block are not written.
+/// For K-quants, the caller writes `d` and `dmin`, because they apply to the whole block.
 pub fn split_group(ggml_type: GgmlType, bytes: &[u8], group: usize, scales: &mut [u8]) -> [u8; 32] {
     match ggml_type {
         GgmlType::Q2K => scales.copy_from_slice(&bytes[2 * group..][..2]),

@@ -18,7 +18,7 @@ pub struct ArchitectureKeys<'c> {
 }
 
 impl<'c> ArchitectureKeys<'c> {
-    /// Returns the full name of a key.
+    /// Returns the metadata key `name` with the architecture as its prefix.
     pub fn key(&self, name: &str) -> String {
         format!("{}.{name}", self.architecture)
     }

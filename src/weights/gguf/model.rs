@@ -40,7 +40,6 @@ impl GgufModel {
         Ok(model)
     }
 
-    /// Returns the open file.
     pub fn file(&self) -> &GgufCheckpoint {
         &self.file
     }
@@ -54,7 +53,7 @@ impl GgufModel {
         self.tensors.iter().map(|(name, tensor)| (name.as_str(), &tensor.info))
     }
 
-    /// Returns a tensor. Fails if the tensor is missing.
+    /// Returns a tensor by its Hugging Face name. Fails if the tensor is missing.
     pub fn required(&self, name: &str) -> Result<&ModelTensor> {
         self.tensors.get(name).with_context(|| {
             let files: Vec<_> = self.file.files().map(|file| file.display().to_string()).collect();

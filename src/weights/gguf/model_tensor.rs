@@ -25,7 +25,7 @@ pub enum RowMapping {
     RoundRobin(usize),
 }
 
-/// The transformation of the source rows.
+/// How loading changes the values or the layout of the source rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transform {
     None,
