@@ -112,7 +112,7 @@ pub struct RequestTimes {
     pub inference: Histogram,
 }
 
-/// The numbers of tokens and of answers that requests ask for and get.
+/// The number of answers and tokens that each request asks for, and the number of tokens that it gets.
 pub struct RequestSizes {
     prompt_tokens: Histogram,
     computed_tokens: Histogram,
@@ -389,7 +389,7 @@ impl EngineMetrics {
         let stats = engine.stats();
         self.running.set(stats.running as i64);
         self.waiting.set(stats.waiting as i64);
-        // Nothing but a lack of free places or blocks lets a sequence wait.
+        // A sequence waits only for free KV cache blocks or because `--max-sequences` run, so the reason is `capacity`.
         self.waiting_by_reason.with_label_values(&["capacity"]).set(stats.waiting as i64);
         self.waiting_by_reason.with_label_values(&["deferred"]).set(0);
         for (state, value) in [("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)] {

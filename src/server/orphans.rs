@@ -10,13 +10,13 @@ use axum::response::Response;
 use tokio::runtime::Handle;
 use tokio::task::{JoinError, JoinHandle};
 
-/// How long an answer waits for its client. OpenAI's clients retry after half a second.
+/// How long an answer without a client waits for a retry. OpenAI's clients retry after half a second.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// A hash that is the same for a request and its retries.
 pub type RetryKey = [u8; 32];
 
-/// The answers that have no client.
+/// The answers whose clients have disconnected and may retry.
 #[derive(Default)]
 pub struct Orphans(Mutex<State>);
 

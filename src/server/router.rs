@@ -27,8 +27,8 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// The maximum length of a request id that a client chose, in bytes.
 const MAX_ID_LENGTH: usize = 128;
 
-/// The routes that a connection can use although too many connections are open. Health checks must not fail then, because
-/// a supervisor would restart the server.
+/// The routes that connections above the limit can use. If health checks failed under load, a supervisor would restart
+/// the server.
 const SPARE_PATHS: [&str; 3] = ["/health", "/live", "/metrics"];
 
 /// Creates the routes of a server.

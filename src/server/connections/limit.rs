@@ -2,8 +2,8 @@
 
 use prometheus::IntGauge;
 
-/// The number of connections above the limit that the server accepts. It answers their health checks,
-/// and rejects their other requests.
+/// The number of connections that the server accepts above the limit. On these connections, it answers health checks
+/// and rejects all other requests.
 const SPARE: usize = 64;
 
 /// An open connection. Dropping it makes room for another connection.
