@@ -264,7 +264,7 @@ impl Bench {
         Ok(test.with_step_bytes(&self.step_bytes(tokens, depth)?).with_seconds(&seconds))
     }
 
-    /// Measures `concurrency` requests at once. As a warm-up, an equal number of different requests runs first.
+    /// Measures requests of which `concurrency` run at once. First runs `concurrency` different requests as a warm-up.
     fn serving(&self, args: &Args, concurrency: usize) -> Result<Serving> {
         note(&format!("requests at once: {concurrency}"));
         let load = Load {
@@ -308,7 +308,7 @@ impl Bench {
         let mut gaps: Vec<Vec<Duration>> = Vec::new();
         let seconds = self.repeat(|engine, index| {
             let prompt = engine.random_tokens(SEED, depth.max(1));
-            // Do not time the first token, which the prefill produces, or the last token, after which no step follows.
+            // Generate two more tokens than are timed: the prefill produces the first, and no step follows the last.
             let stream = engine.complete_ids(&prompt, chat_options(tokens + 2, SEED + 1 + index))?;
             let mut events = stream.into_iter();
             events.next().transpose()?;

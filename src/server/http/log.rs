@@ -61,7 +61,7 @@ impl RequestLog {
         self
     }
 
-    /// Records who sent the request. Later calls have no effect.
+    /// Records who sent the request. Only the first call has an effect.
     pub fn set_client(&self, client: Client) {
         let _ = self.client.set(client);
     }

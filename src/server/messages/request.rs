@@ -12,12 +12,14 @@ use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 use crate::server::state::Server;
 
-/// The maximum number of stop sequences, and the maximum size of a stop sequence in bytes.
+/// The maximum number of stop sequences.
 const MAX_STOPS: usize = 16;
+/// The maximum size of a stop sequence in bytes.
 const MAX_STOP_BYTES: usize = 1024;
 
-/// The largest thinking budgets, in tokens, that count as low effort and as medium effort.
+/// The largest thinking budget that counts as low effort, in tokens.
 const LOW_BUDGET: i64 = 4096;
+/// The largest thinking budget that counts as medium effort, in tokens.
 const MEDIUM_BUDGET: i64 = 16384;
 
 /// Unsupported fields that would change the output.
