@@ -47,8 +47,8 @@ const REFUSED: &[(&str, &[&str])] = &[
     ("use_beam_search", &["false"]),
 ];
 
-/// Reads the shared fields. Leaves `max_tokens` and log probabilities to the caller, because their fields differ between
-/// the routes.
+/// Reads the shared fields. Leaves `max_tokens` and log probabilities to the caller, because their fields differ
+/// between the routes.
 pub fn read(fields: &mut Fields, server: &Server, engine: &EngineHandle) -> Result<GenerateOptions, ApiError> {
     for (name, neutral) in REFUSED {
         let neutral: Vec<Value> = neutral.iter().filter_map(|text| serde_json::from_str(text).ok()).collect();
