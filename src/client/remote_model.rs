@@ -27,7 +27,7 @@ pub struct RemoteModel {
     last: RefCell<Option<LastAnswer>>,
 }
 
-/// The figures of the last answer.
+/// The token counts and the speed of the last answer.
 struct LastAnswer {
     usage: Option<UsageReport>,
     ttft_s: f64,

@@ -140,7 +140,7 @@ struct EngineMetrics {
     waiting_by_reason: IntGaugeVec,
     lora_info: IntGaugeVec,
     sleep_state: IntGaugeVec,
-    /// The labels of the histograms, which the engine keeps itself.
+    /// The labels of the histograms that the engine keeps itself.
     labels: HashMap<String, String>,
     cancel_latency: Histogram,
     cache_usage: Gauge,

@@ -26,7 +26,7 @@ struct State {
     next: u64,
 }
 
-/// An answer, and the id of the first request for this answer.
+/// An answer without a client, and the id of the first request for it.
 struct Orphan {
     task: AnswerTask,
     request_id: String,
@@ -83,7 +83,7 @@ pub struct Waiter {
 }
 
 impl Waiter {
-    /// Computes an answer in its own task and waits for it.
+    /// Starts a task that computes an answer. The task outlives the waiter, so that a retry can still get the answer.
     pub fn new(
         orphans: &Arc<Orphans>,
         key: RetryKey,
@@ -94,7 +94,7 @@ impl Waiter {
         Self { orphans: orphans.clone(), key, orphan: Some(Orphan { task, request_id }) }
     }
 
-    /// Waits for the orphan with this key. Returns `None` if there is no such orphan.
+    /// Takes over the answer that an earlier attempt with this key left behind, or returns `None` if there is none.
     pub fn adopt(orphans: &Arc<Orphans>, key: RetryKey) -> Option<Self> {
         let orphan = orphans.take(&key)?;
         Some(Self { orphans: orphans.clone(), key, orphan: Some(orphan) })

@@ -36,7 +36,8 @@ pub fn router(server: &Arc<Server>) -> Router {
     log_requests(server, routes(server))
 }
 
-/// Creates the routes for a connection above the limit. It serves one request, and rejects it unless it is a health check.
+/// Creates the routes for a connection above the limit. The connection closes after its first request, and the request
+/// is rejected unless its path is in [`SPARE_PATHS`].
 pub fn spare_router(server: &Arc<Server>) -> Router {
     log_requests(server, routes(server).layer(middleware::from_fn_with_state(server.clone(), reject)))
 }

@@ -24,7 +24,7 @@ pub struct Answers {
     answers: Vec<Answer>,
     /// The number of answers to each prompt.
     per_prompt: usize,
-    /// The index of the answer to poll first. It changes over time, so that all answers progress.
+    /// The index of the answer to poll first. It advances after each result, so that no answer is starved.
     first: usize,
     ending: Pin<Box<dyn Future<Output = ()> + Send>>,
     engine: EngineHandle,
@@ -33,7 +33,7 @@ pub struct Answers {
     is_stream: bool,
     is_deterministic: bool,
     submitted: Instant,
-    /// Why the answers failed.
+    /// The error message if the answers failed.
     failure: Option<String>,
     /// Receives a message when another request cancels the answers.
     cancel: Option<oneshot::Receiver<()>>,
@@ -318,7 +318,7 @@ impl Answers {
     }
 }
 
-/// Records the answers, no matter how they ended.
+/// Updates the metrics, the log and the records, no matter how the answers ended.
 impl Drop for Answers {
     fn drop(&mut self) {
         let metrics = &self.server.metrics;

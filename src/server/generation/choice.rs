@@ -10,7 +10,7 @@ use crate::runner::TokenLogprobs;
 use crate::server::ids;
 use crate::tokenizer::Tokenizer;
 
-/// A piece of an answer.
+/// The next part of an answer: of its reasoning, of its content or of a tool call.
 #[derive(Clone, Debug)]
 pub enum Piece {
     Reasoning(String),
@@ -68,7 +68,7 @@ pub struct Pieces {
     pub is_complete: bool,
 }
 
-/// The state of one answer.
+/// Converts the events of one answer to pieces. OpenAI's API calls an answer a choice.
 pub struct Choice {
     can_call_in_parallel: bool,
     must_call_named: bool,

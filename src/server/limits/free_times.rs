@@ -147,7 +147,7 @@ mod tests {
         }
     }
 
-    /// Long answers end in a few steps, and then short answers follow, as in a burst before the usual load.
+    /// First, a burst of long answers ends in a few steps. Then, the usual load of short answers follows.
     #[test]
     fn long_intervals_of_an_earlier_load_do_not_count() {
         let (start, mut random) = (Instant::now(), Uniform(1));

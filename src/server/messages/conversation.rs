@@ -99,7 +99,7 @@ fn read_assistant(message: &mut Fields) -> Result<Message, ApiError> {
                 }
                 block.take_string("signature")?;
             }
-            // Only the service that encrypted the thinking can read it.
+            // Drop redacted thinking: only the service that encrypted it can read it.
             "redacted_thinking" => {
                 block.take("data");
                 message.ignore("messages[].content[] (redacted_thinking)".to_string());

@@ -144,7 +144,7 @@ impl ResponseObject {
         });
     }
 
-    /// Sets the status and the fields that depend only on the status.
+    /// Sets the status, and from it `completed_at` and `incomplete_details`.
     pub fn set_status(&mut self, status: ResponseStatus) {
         self.status = status;
         self.completed_at = (status == ResponseStatus::Completed).then(now);
