@@ -7,7 +7,7 @@ use crate::server::generation::reply::ReplyHeader;
 use crate::server::generation::usage::Usage;
 use crate::tokenizer::Tokenizer;
 
-/// A whole response.
+/// The body of a response that is not streamed.
 #[derive(Serialize)]
 pub struct Completion<'a> {
     #[serde(flatten)]

@@ -13,7 +13,7 @@ pub const MAX_TOOLS: usize = 512;
 /// The maximum length of a function name.
 const MAX_NAME: usize = 128;
 
-/// The tools of a request.
+/// The tools of a request, and the client's choice which of them the model may or must call.
 #[derive(Debug, Default)]
 pub struct Tools {
     /// The tools that the prompt contains. Empty if the model must not call tools.

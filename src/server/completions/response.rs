@@ -9,7 +9,7 @@ use crate::server::generation::reply::ReplyHeader;
 use crate::server::generation::usage::Usage;
 use crate::tokenizer::Tokenizer;
 
-/// A whole response, or a chunk of a stream.
+/// The body of a response that is not streamed, or a chunk of a stream.
 #[derive(Serialize)]
 pub struct Completion<'a> {
     #[serde(flatten)]

@@ -16,7 +16,7 @@ pub struct OpenConnection {
 impl OpenConnection {
     /// Counts a new connection. Returns `None` if the server must close it at once.
     ///
-    /// Only one task may call this function, so that no other connection is counted meanwhile.
+    /// Only one task may call this function, because it reads the count and then increments it.
     pub fn new(open: &IntGauge, limit: usize) -> Option<Self> {
         let others = usize::try_from(open.get()).unwrap_or_default();
         if others >= limit.saturating_add(SPARE) {

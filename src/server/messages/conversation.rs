@@ -7,7 +7,7 @@ use crate::server::chat::read_content;
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 
-/// Reads `system` and `messages`.
+/// Reads `system` and `messages` into one list. Fails if the last message is an assistant message.
 pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
     let system = read_content(fields, "system")?;
     let mut messages: Vec<Message> = system.filter(|text| !text.is_empty()).map(Message::system).into_iter().collect();

@@ -37,7 +37,7 @@ const REFUSED: &[(&str, &str, &str)] = &[
     ("stop", "null", "use 'stop_sequences'"),
 ];
 
-/// A request for a message.
+/// The body of a request to `/v1/messages` or `/v1/messages/count_tokens`, without `max_tokens`.
 pub struct MessagesRequest {
     pub messages: Vec<Message>,
     pub render: RenderOptions,
@@ -189,7 +189,7 @@ fn read_output_config(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, O
     Ok((effort, format))
 }
 
-/// Reads `stop_sequences`.
+/// Reads `stop_sequences`: at most [`MAX_STOPS`] nonempty strings.
 fn read_stop(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
     let items = fields.take_array("stop_sequences")?.unwrap_or_default();
     let stops: Option<Vec<String>> = items.iter().map(|item| item.as_str().map(str::to_string)).collect();
