@@ -37,7 +37,7 @@ pub fn router(server: &Arc<Server>) -> Router {
 }
 
 /// Creates the routes for a connection above the limit. The connection closes after its first request, and the request
-/// is rejected unless its path is in [`SPARE_PATHS`].
+/// is rejected unless its path is in `SPARE_PATHS`.
 pub fn spare_router(server: &Arc<Server>) -> Router {
     log_requests(server, routes(server).layer(middleware::from_fn_with_state(server.clone(), reject)))
 }
