@@ -72,7 +72,10 @@ def after_name(sampler, name, intent_id, question, values):
 
 
 def asked_name(sampler, name, between, wordings, date):
-    """The user gives a name and asks for it `between` turns later. `wordings` is `ask` (training data) or `test`."""
+    """Returns a case in which the user gives a name and asks for it after `between` other turns.
+
+    `wordings` selects the phrasings: "ask" for the training data, or "test" for the held-out ones.
+    """
     hello = give_name(sampler, name, getattr(sampler.intents["name-given"], wordings))
     others = sampler.other_turns(between, date=date)
     question = sampler.random.choice(getattr(sampler.intents["name-asked"], wordings)).replace("{name}", name)
@@ -103,7 +106,7 @@ def cases(sampler):
         "held-out names and phrasings": [],
         "training phrasings": [],
     }
-    # The cases depend on the order of the random draws, so another order of these calls would change the shares.
+    # Keep the order of these calls: all cases draw from the same random generator, so another order would change them.
     for case in held_out(intents):
         kinds["held-out phrasings"].append(alone(*case))
         kinds["held-out phrasings, third turn"].append(third_turn(sampler, *case))

@@ -34,7 +34,7 @@ def generate(model, writer, prompts, max_tokens, batch):
 
 
 def held_out_tools(names_are_known):
-    """Returns a sampler of held-out values. `names_are_known` says whether its tools are in the training data."""
+    """Returns a sampler of tools with held-out values. If `names_are_known`, the tools are in the training data."""
     sampler = ToolSampler(Sampler(seed=11), held_out=True)
     if names_are_known:
         sampler.known = ToolSampler(Sampler(seed=11)).known
@@ -72,7 +72,7 @@ def values(result):
 
 
 def schema_answers(model, writer, cases, max_tokens, batch):
-    """Completes JSON answers with given braces and keys, as under a schema. Returns the values of each answer."""
+    """Lets the model write only the values of JSON answers, as if a schema forced the rest. Returns the values."""
     answers, prompts = [[] for _ in cases], []
     for conversation, facts in cases:
         think = writer.message("assistant", conversation.turns[0].think, "analysis")[1 + len(writer.text("assistant")) :]
@@ -97,7 +97,7 @@ def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=T
     count, shares = min(limit or CASES, CASES), {}
 
     def report(kind, rows, fails_shown=8):
-        """Each case has a triple in `rows`: whether the completion is correct, the question, and the completion."""
+        """Reports one kind of test. A row per case: whether the completion is correct, the question, the completion."""
         wrong = [row for row in rows if not row[0]]
         shares[kind] = 1 - len(wrong) / len(rows)
         print(f"{kind:35} {len(rows) - len(wrong):5} of {len(rows):5} correct, {shares[kind]:6.1%}", flush=True)

@@ -39,7 +39,7 @@ class ObjectSampler:
         return filled, facts
 
     def chosen(self, facts):
-        """Returns all facts or a random selection, and renames some of their keys."""
+        """Returns all facts or a random selection of them, some with a renamed key."""
         r = self.random
         facts = r.sample(facts, r.randint(1, len(facts))) if r.random() < 0.5 else facts
         renamed = {}

@@ -225,13 +225,13 @@ class ToolSampler:
         return {"type": "function", "function": function}
 
     def question(self, tool):
-        """Returns a question and the arguments in it, as strings."""
+        """Returns a question that needs `tool`, and the values of the arguments in the question, as strings."""
         ask = self.random.choice(tool.ask)
         slots = list(dict.fromkeys(re.findall(r"\{(\w+)\}", ask)))
         values = {name: self.values.sample(tool.kind(name)) for name in slots}
         if self.random.random() < 0.12:
             values = {name: value.lower() for name, value in values.items()}
-        for i, name in enumerate(slots):  # `typed` must not change the names of slots
+        for i, name in enumerate(slots):  # numbers, because `typed` could change the names of slots
             ask = ask.replace("{" + name + "}", "{" + str(i) + "}")
         ask = self.sampler.typed(ask) if not self.held_out else ask
         for i, name in enumerate(slots):

@@ -52,7 +52,7 @@ def tokenizer_texts(sampler, count):
         for turn in conversation.turns:
             yield from (turn.user, turn.think, turn.answer)
     tools = ToolSampler(sampler)
-    for _ in range(count // 5):  # omit arguments and results, so that they are split into short tokens
+    for _ in range(count // 5):  # without arguments and results, so that these get no long tokens
         tool = tools.tool()
         yield developer_text("", [tools.spec(tool)])
         yield from (*tool.ask, f'Call {tool.name}: = . {{"": "", "": }}', "The is and the is.", AFTER_CALL)

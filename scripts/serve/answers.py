@@ -9,8 +9,8 @@ from process import Server
 
 PATH = "/v1/completions"
 
-# The number of requests at once, and the number of prompts that are compared before the next ones.
-# The KV cache holds the prompts of one group, so that they are still there when they are sent again.
+# The number of requests at once, and the number of prompts in a group. A group is small enough for the KV cache, so that
+# its prompts are still cached when they are sent again.
 AT_ONCE = 64
 
 # In deterministic mode, a prompt reuses only whole chunks from the KV cache. Each prompt has one whole chunk.
@@ -39,7 +39,7 @@ async def answer(port, body):
 async def compare(port, group, first):
     """Sends a group of requests in four ways. Returns the answers of each way.
 
-    No request reuses the prompts of the first way, because these have a `cache_salt` of their own.
+    For the first way, each request has its own `cache_salt`. The other ways thus cannot reuse its cached prompts.
     """
 
     async def alone(requests):

@@ -8,9 +8,10 @@ import time
 from client import ask, connect, read_body, read_head, request
 from process import Server
 
-# The context length of the server for malformed bodies, and the number of them at once. A mutation can remove the limit on
-# the length of an answer, so the context must end it soon.
+# The context length of the server that gets malformed bodies. It is short, because a mutation can remove the limit on the
+# length of an answer, which then ends only when the context is full.
 SHORT_CONTEXT = 512
+# The number of malformed bodies to send at once.
 AT_ONCE = 64
 
 ROUTES = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"]
@@ -19,7 +20,7 @@ MAX_BODY = 8 << 20
 
 
 async def read_status(reader):
-    """Returns the status of a response with a JSON body."""
+    """Reads a response. Returns its status. Fails unless its body is JSON."""
     status, headers = await read_head(reader)
     json.loads(b"".join([part async for part in read_body(reader, headers)]))
     return status

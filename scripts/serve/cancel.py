@@ -197,7 +197,7 @@ def shutdown_under_load(options, report):
 
 
 def restart(options, report):
-    """Kills a server while it answers, as a supervisor sees it after a fault, and measures the time to the next one."""
+    """Kills a server while it answers and starts another, as a supervisor does. Measures the time until it is ready."""
     turns, times, answered = (1 if options.short else 3), [], []
     server = Server(options)
     for _ in range(turns):

@@ -15,7 +15,7 @@ PATH = "/v1/completions"
 
 
 async def reject(reader, writer, body):
-    """Sends a request on an open connection. Returns the status, the time to the response, and the suggested wait."""
+    """Sends a request on an open connection. Returns the status, and the response time and suggested wait in seconds."""
     started = time.perf_counter()
     writer.write(request("POST", PATH, body))
     status, headers = await read_head(reader)
@@ -37,7 +37,7 @@ async def burst_statuses(port, bodies):
 
 
 async def suggested_waits(port, prompts, clients, lengths, seconds):
-    """Keeps the server full. Returns the time to each status 429, and the suggested and the actual wait after it."""
+    """Keeps the server full. Returns the response times of status 429, and pairs of suggested and actual wait."""
     chooser, ends, end = random.Random(4), [], time.perf_counter() + seconds
 
     async def one():
@@ -200,7 +200,8 @@ async def send_grammars(session, port, at_once):
 
 
 def grammars(options, report):
-    # Alternate, because the speed of the machine can drift. The p99 of one run varies by more than the target allows.
+    # Alternate runs with and without hostile grammars, because the speed of the machine can drift. Repeat them, because
+    # the p99 of one run varies by more than the target allows.
     seconds, turns = (5, 1) if options.short else (8, 5)
     with Server(options) as server:
         prompts = Prompts(server.port)
@@ -239,7 +240,7 @@ def grammars(options, report):
 
 
 def constrained(options, report):
-    """Compares streams that run beside unconstrained streams with streams that run beside constrained streams."""
+    """Measures how much constrained streams slow down the unconstrained streams that run beside them."""
     item = {"type": "object", "properties": {"name": {"type": "string"}, "ids": {"type": "array"}}, "required": ["name"]}
     schema = {"type": "array", "items": item, "minItems": 100}
     turns, count = (3, 8) if options.short else (6, 16)
@@ -247,7 +248,7 @@ def constrained(options, report):
         prompts = Prompts(server.port)
 
         async def gap(**fields):
-            """Returns the median time between tokens of the streams without a constraint."""
+            """Returns the median time between tokens of streams that run beside other streams with `fields`."""
             others = [prompts.completion(32, 120, stream=True, **fields) for _ in range(count)]
             other_streams = asyncio.gather(*(ask(server.port, "/v1/completions", body) for body in others))
             answers = await streams(server.port, prompts, count, 100)

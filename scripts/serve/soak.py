@@ -11,7 +11,7 @@ from process import Server
 
 PATH = "/v1/completions"
 
-# A request counts as hung if it takes longer than the server's queue timeout plus a generous time for the answer.
+# A request counts as hung if it takes longer than the server's queue timeout plus 100 s for the answer.
 QUEUE_SECONDS = 20
 HANG_SECONDS = QUEUE_SECONDS + 100
 
@@ -39,7 +39,7 @@ class Load:
         )
 
     async def good(self):
-        """Sends a request and waits for its answer. Returns the number of tokens."""
+        """Sends a request and waits for its answer. Returns the outcome as text, such as "answered" or "status 429"."""
         is_stream = self.random.random() < 0.7
         fields = self.fields(stream=is_stream)
         answer = await asyncio.wait_for(ask(self.port, PATH, fields), HANG_SECONDS)
@@ -100,7 +100,7 @@ class Load:
             self.count("oversized" if fault == "oversized" else f"lost: {type(error).__name__}")
 
     async def run(self, rate, seconds):
-        """Sends `rate` requests per second for `seconds`, at random times. Returns the number of tokens generated."""
+        """Sends `rate` requests per second for `seconds`, at random times. Returns `tokens` at the end of this time."""
         tasks, end = set(), time.perf_counter() + seconds
         while time.perf_counter() < end:
             task = asyncio.ensure_future(self.one())
@@ -113,7 +113,7 @@ class Load:
 
 
 async def saturate(load, clients, seconds):
-    """Keeps `clients` requests in progress. Returns the requests per second and the tokens per second."""
+    """Keeps `clients` requests in progress. Returns the completed requests and generated tokens per second."""
     end, requests = time.perf_counter() + seconds, [0]
 
     async def one():
@@ -140,7 +140,7 @@ async def send(session, port, sizes, clients, peak_s, seconds):
 
 
 def slope(samples):
-    """Returns the growth per second of (time, value) samples: the slope of the least-squares line."""
+    """Returns the growth per second of (time, value) samples, by linear regression."""
     count = len(samples)
     mean_x, mean_y = (sum(sample[index] for sample in samples) / count for index in (0, 1))
     square = sum((x - mean_x) ** 2 for x, _ in samples)

@@ -24,7 +24,7 @@ pub struct Chunks {
     pub last_text: Option<Instant>,
 }
 
-/// The token counts of an answer.
+/// The token counts of an answer, as the server reported them. Not every server reports the optional counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct UsageReport {
     pub prompt_tokens: usize,
@@ -34,9 +34,9 @@ pub struct UsageReport {
 }
 
 impl Chunks {
-    /// Reads the data of an event. Returns the new text, and whether the stream is complete.
+    /// Reads the data of an event. Returns the new text, and [`Flow::Stop`] at the end of the answer.
     ///
-    /// Also accepts a whole answer, which servers without streaming send.
+    /// The data is a chunk of a stream, or a whole answer from a server that does not stream.
     pub fn push(&mut self, data: &str) -> Result<(Vec<Delta>, Flow)> {
         if data.trim() == "[DONE]" {
             return Ok((Vec::new(), Flow::Stop));

@@ -35,7 +35,7 @@ const MAX_BODY_BYTES: u64 = 16 << 20;
 /// The maximum number of bytes to read from the body of an error response.
 const MAX_ERROR_BYTES: u64 = 64 << 10;
 
-/// How often a request checks whether it was canceled.
+/// The interval at which a request in progress checks whether it was canceled.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The maximum number of events that wait to be displayed. While the queue is full, reading from the server pauses.
@@ -57,7 +57,7 @@ pub enum Flow {
     Stop,
 }
 
-/// The way in which a stream ended.
+/// The reason why [`Connection::stream`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamEnd {
     /// The caller returned [`Flow::Stop`].
@@ -317,7 +317,7 @@ impl Refusal {
         is_too_long.then_some("context_length_exceeded")
     }
 
-    /// Returns the error message from the body, or the status if the body is empty.
+    /// Returns the error message in the body, the whole body if it has no such message, or the status if it is empty.
     fn message(&self) -> String {
         match error_message(&self.json()) {
             Some(message) => message,
@@ -327,7 +327,7 @@ impl Refusal {
     }
 }
 
-/// Returns the error message from a JSON response, in any of the forms that servers use.
+/// Returns the error message in a JSON response. Looks in each field where a server may put the message.
 pub fn error_message(json: &Value) -> Option<String> {
     let texts = [&json["error"]["message"], &json["error"], &json["message"], &json["detail"]];
     texts.into_iter().find_map(Value::as_str).map(|message| library_error(&message))

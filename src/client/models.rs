@@ -26,7 +26,8 @@ pub fn list(connection: &Connection) -> Result<Vec<ServedModel>> {
 }
 
 fn read(model: &Value) -> Option<ServedModel> {
-    // The fields for the context length in responses of vLLM and inferno, OpenRouter, LM Studio, and llama-server.
+    // Servers name the field for the context length differently. From left to right: vLLM and inferno, OpenRouter,
+    // LM Studio, llama-server.
     let fields =
         [&model["max_model_len"], &model["context_length"], &model["max_context_length"], &model["meta"]["n_ctx"]];
     Some(ServedModel {

@@ -27,7 +27,7 @@ pub struct RemoteModel {
     last: RefCell<Option<LastAnswer>>,
 }
 
-/// The figures of the last answer.
+/// The token counts and the speed of the last answer.
 struct LastAnswer {
     usage: Option<UsageReport>,
     ttft_s: f64,
@@ -77,7 +77,7 @@ impl RemoteModel {
         let mut body = fields;
         body["model"] = json!(self.model.name);
         let url = self.connection.url.root_route("/tokenize");
-        // A server that is busy or slow now may count the next text, so an error does not end the counting.
+        // On an error, leave `can_count` set: a server that is busy now may answer the next request.
         let response = self.connection.post_if_supported(&url, &body).ok()?;
         let count = response.and_then(|json| json["count"].as_u64());
         self.can_count.set(count.is_some());

@@ -76,7 +76,7 @@ pub struct Args {
 
 /// The prompt length of the first request, in tokens. Later requests are measured with this length too.
 const FIRST_PROMPT: usize = 512;
-/// The context positions for the first and the last token of a chat test, which are generated but not timed.
+/// The context positions that a chat test needs for its first and last token. They are generated but not timed.
 const EXTRA_POSITIONS: usize = 2;
 /// The seed for random tokens and for sampling.
 const SEED: u64 = 1;
@@ -187,7 +187,7 @@ impl Bench {
         (1..=self.repetitions as u64).map(|index| run(&self.engine, index)).collect()
     }
 
-    /// Measures prefill, decode and chat at each depth: with this many tokens in the KV cache.
+    /// Measures prefill, decode and chat at each of `depths`, the numbers of tokens already in the KV cache.
     fn tests(&self, prompts: &[usize], decode: usize, depths: &[usize]) -> Result<Vec<Test>> {
         let mut tests = Vec::new();
         for &depth in depths {
@@ -208,7 +208,7 @@ impl Bench {
         self.engine.with_runner(move |runner| (depth..depth + tokens).map(|depth| runner.step_bytes(depth)).collect())
     }
 
-    /// Measures the time to first token for the first request, then for several prompt lengths.
+    /// Measures the time to first token: once for the first request after loading, then for several prompt lengths.
     fn first_tokens(&self, prompts: &[usize]) -> Result<FirstToken> {
         note("time to first token");
         let cold_ms = 1e3 * first_token_s(&self.engine, FIRST_PROMPT, SEED)?;
@@ -264,7 +264,7 @@ impl Bench {
         Ok(test.with_step_bytes(&self.step_bytes(tokens, depth)?).with_seconds(&seconds))
     }
 
-    /// Measures `concurrency` requests at once. As a warm-up, an equal number of different requests runs first.
+    /// Measures requests of which `concurrency` run at once. First runs `concurrency` different requests as a warm-up.
     fn serving(&self, args: &Args, concurrency: usize) -> Result<Serving> {
         note(&format!("requests at once: {concurrency}"));
         let load = Load {
@@ -308,7 +308,7 @@ impl Bench {
         let mut gaps: Vec<Vec<Duration>> = Vec::new();
         let seconds = self.repeat(|engine, index| {
             let prompt = engine.random_tokens(SEED, depth.max(1));
-            // Do not time the first token, which the prefill produces, or the last token, after which no step follows.
+            // Generate two more tokens than are timed: the prefill produces the first, and no step follows the last.
             let stream = engine.complete_ids(&prompt, chat_options(tokens + 2, SEED + 1 + index))?;
             let mut events = stream.into_iter();
             events.next().transpose()?;

@@ -22,11 +22,12 @@ use crate::text::printable;
 /// The maximum number of threads that serve connections. The engine has its own thread.
 const MAX_THREADS: usize = 4;
 
-/// The default value of `--max-sequences`, and its limit.
+/// The largest value of `--max-sequences`, and its default.
 const SEQUENCE_LIMIT: u16 = MAX_SEQUENCES as u16;
 const _: () = assert!(MAX_SEQUENCES == 256, "the help of --max-sequences and docs/tuning.md give this limit");
 
-/// The number of open files for other purposes than connections: the model, records, and connections above the limit.
+/// The number of file descriptors that `--max-connections` must leave free: for the model, for records, and for
+/// connections above the limit, which the server accepts only to answer health checks.
 #[cfg(unix)]
 const OTHER_FILES: usize = 256;
 
@@ -164,7 +165,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let server = Server::new(options)?;
     let serving = start(&runtime, &server, listener);
 
-    // The port is open while the model loads, so that health checks get a response.
+    // From here on, health checks get a response while the model loads.
     hub.record_use(&snapshot);
     let path = snapshot.path.clone();
     let hashes = args.receipt_key.as_ref().map(|_| std::thread::spawn(move || hub::file_hashes(&path)));
@@ -277,8 +278,8 @@ fn announce(url: &str, snapshot: &Snapshot, has_key: bool) {
     }
 }
 
-/// Raises the limit on open files to the maximum, because each connection is an open file.
-/// Returns the number of connections that the limit leaves room for, at most `wanted`.
+/// Returns how many connections the process can have open, at most `wanted`. First raises the limit on open files as
+/// far as possible, because each connection is an open file.
 fn allow_connections(wanted: usize) -> usize {
     #[cfg(unix)]
     {

@@ -16,12 +16,13 @@ use crate::chat::{FormatViolation, FormatViolations};
 use crate::engine::{EngineHandle, EngineHistograms, EngineStats, HistogramStats};
 use crate::nn::kv_cache::BLOCK_TOKENS;
 
-/// The prefix of all metric names, and the prefix of the additional names for vLLM dashboards.
+/// The prefix of all metric names.
 const PREFIX: &str = "inferno_";
+/// The prefix of the additional names for dashboards that were made for vLLM.
 const VLLM_PREFIX: &str = "vllm:";
 
-/// The names, without a prefix, of the metrics that inferno and vLLM share. vLLM calls `iteration_tokens`
-/// `iteration_tokens_total`, a name that Prometheus reserves for counters.
+/// The names, without a prefix, of the metrics that inferno and vLLM share. There is one exception: vLLM's name for
+/// `iteration_tokens` is `iteration_tokens_total`, but Prometheus reserves the ending `_total` for counters.
 const VLLM_NAMES: &[&str] = &[
     "cache_config_info",
     "e2e_request_latency_seconds",
@@ -67,11 +68,11 @@ const TOKENS: &[f64] = &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1
 const CANCEL_SECONDS: &[f64] = &[0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0];
 const CHOICES: &[f64] = &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
 
-/// The sources of prompt tokens, with vLLM's names.
+/// The values of the label `source` of prompt tokens: vLLM's names for computed tokens and for reused tokens.
 const COMPUTED: &str = "local_compute";
 const CACHED: &str = "local_cache_hit";
 
-/// All label values in use. Their counters start at 0, so that Prometheus does not miss the first increase.
+/// The label values whose counters exist from the start, at 0, so that Prometheus does not miss the first increase.
 const FINISH_REASONS: &[&str] = &["stop", "length", "tool_calls"];
 const REJECTION_REASONS: &[&str] = &["queue"];
 const STATUS_CODES: &[&str] =
@@ -112,7 +113,7 @@ pub struct RequestTimes {
     pub inference: Histogram,
 }
 
-/// The numbers of tokens and of answers that requests ask for and get.
+/// The number of answers and tokens that each request asks for, and the number of tokens that it gets.
 pub struct RequestSizes {
     prompt_tokens: Histogram,
     computed_tokens: Histogram,
@@ -139,7 +140,7 @@ struct EngineMetrics {
     waiting_by_reason: IntGaugeVec,
     lora_info: IntGaugeVec,
     sleep_state: IntGaugeVec,
-    /// The labels of the histograms, which the engine keeps itself.
+    /// The labels of the histograms that the engine keeps itself.
     labels: HashMap<String, String>,
     cancel_latency: Histogram,
     cache_usage: Gauge,
@@ -389,7 +390,7 @@ impl EngineMetrics {
         let stats = engine.stats();
         self.running.set(stats.running as i64);
         self.waiting.set(stats.waiting as i64);
-        // Nothing but a lack of free places or blocks lets a sequence wait.
+        // A sequence waits only for free KV cache blocks or because `--max-sequences` run, so the reason is `capacity`.
         self.waiting_by_reason.with_label_values(&["capacity"]).set(stats.waiting as i64);
         self.waiting_by_reason.with_label_values(&["deferred"]).set(0);
         for (state, value) in [("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)] {

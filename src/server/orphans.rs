@@ -10,13 +10,13 @@ use axum::response::Response;
 use tokio::runtime::Handle;
 use tokio::task::{JoinError, JoinHandle};
 
-/// How long an answer waits for its client. OpenAI's clients retry after half a second.
+/// How long an answer without a client waits for a retry. OpenAI's clients retry after half a second.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// A hash that is the same for a request and its retries.
 pub type RetryKey = [u8; 32];
 
-/// The answers that have no client.
+/// The answers whose clients have disconnected and may retry.
 #[derive(Default)]
 pub struct Orphans(Mutex<State>);
 
@@ -26,7 +26,7 @@ struct State {
     next: u64,
 }
 
-/// An answer, and the id of the first request for this answer.
+/// An answer without a client, and the id of the first request for it.
 struct Orphan {
     task: AnswerTask,
     request_id: String,
@@ -83,7 +83,7 @@ pub struct Waiter {
 }
 
 impl Waiter {
-    /// Computes an answer in its own task and waits for it.
+    /// Starts a task that computes an answer. The task outlives the waiter, so that a retry can still get the answer.
     pub fn new(
         orphans: &Arc<Orphans>,
         key: RetryKey,
@@ -94,7 +94,7 @@ impl Waiter {
         Self { orphans: orphans.clone(), key, orphan: Some(Orphan { task, request_id }) }
     }
 
-    /// Waits for the orphan with this key. Returns `None` if there is no such orphan.
+    /// Takes over the answer that an earlier attempt with this key left behind, or returns `None` if there is none.
     pub fn adopt(orphans: &Arc<Orphans>, key: RetryKey) -> Option<Self> {
         let orphan = orphans.take(&key)?;
         Some(Self { orphans: orphans.clone(), key, orphan: Some(orphan) })

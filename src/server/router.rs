@@ -27,8 +27,8 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// The maximum length of a request id that a client chose, in bytes.
 const MAX_ID_LENGTH: usize = 128;
 
-/// The routes that a connection can use although too many connections are open. Health checks must not fail then, because
-/// a supervisor would restart the server.
+/// The routes that connections above the limit can use. If health checks failed under load, a supervisor would restart
+/// the server.
 const SPARE_PATHS: [&str; 3] = ["/health", "/live", "/metrics"];
 
 /// Creates the routes of a server.
@@ -36,7 +36,8 @@ pub fn router(server: &Arc<Server>) -> Router {
     log_requests(server, routes(server))
 }
 
-/// Creates the routes for a connection above the limit. It serves one request, and rejects it unless it is a health check.
+/// Creates the routes for a connection above the limit. The connection closes after its first request, and the request
+/// is rejected unless its path is in `SPARE_PATHS`.
 pub fn spare_router(server: &Arc<Server>) -> Router {
     log_requests(server, routes(server).layer(middleware::from_fn_with_state(server.clone(), reject)))
 }

@@ -47,7 +47,7 @@ impl Build {
     pub fn new(engine: &EngineHandle) -> Self {
         let (version, commit) = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
         let attention = engine.info().attention.to_string();
-        // The decode tests run without the engine's queue. Without a decode graph, they run one operation at a time.
+        // The decode tests bypass the engine's queue. Without a decode graph, each of their steps is eager.
         let executor = if engine.no_decode_graph().is_none() { engine.executor() } else { Executor::Eager };
         Self { version, commit, executor, attention }
     }
@@ -207,14 +207,14 @@ impl Test {
         format!("{kind}{}{depth}", self.tokens)
     }
 
-    /// Sets the mean number of bytes that a decode step of this test reads.
+    /// Sets the mean of `steps`, the bytes that each decode step of this test reads.
     pub fn with_step_bytes(mut self, steps: &[StepBytes]) -> Self {
         let mean = |part: fn(&StepBytes) -> u64| steps.iter().map(part).sum::<u64>() / steps.len() as u64;
         self.step_bytes = Some(StepBytes { weights: mean(|step| step.weights), cache: mean(|step| step.cache) });
         self
     }
 
-    /// Computes the speed from the duration of each repetition, in seconds.
+    /// Computes the speed from `seconds`, the duration of each repetition.
     pub fn with_seconds(mut self, seconds: &[f64]) -> Self {
         self.tok_per_s = Stats::new(seconds.iter().map(|seconds| self.tokens as f64 / seconds).collect());
         self.bytes_per_s = self.step_bytes.map(|bytes| bytes.total() as f64 * self.tok_per_s.mean);

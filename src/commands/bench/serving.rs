@@ -21,7 +21,7 @@ pub enum Lengths {
     SharegptLike,
 }
 
-/// The requests of one measurement.
+/// The number, lengths and timing of the requests in one measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
     /// The maximum number of requests that run at once.
@@ -38,7 +38,7 @@ pub struct Load {
     pub seed: u64,
 }
 
-/// The result of one measurement.
+/// The figures of one measurement, which ran the requests of a [`Load`].
 #[derive(Clone, Debug, Serialize)]
 pub struct Serving {
     pub concurrency: usize,
@@ -63,7 +63,7 @@ pub struct Serving {
     pub hit_rate: f64,
     /// The number of times that a request gave up its blocks because the KV cache was full.
     pub preemptions: u64,
-    /// The times of the engine's steps.
+    /// How long the engine's steps took.
     pub steps: Vec<StepTime>,
     /// The mean number of different experts per layer that a decode step used. `None` if they were not counted.
     pub experts_per_step: Option<f64>,
@@ -84,14 +84,14 @@ pub struct Percentiles {
 }
 
 impl Serving {
-    /// Sets the bytes that a decode step of all requests reads.
+    /// Sets the bytes that a decode step of all requests reads, and computes the read bandwidth from them.
     pub fn set_step_bytes(&mut self, bytes: StepBytes) {
         let steps_per_s = self.decode_tok_per_s.map(|tok_per_s| tok_per_s / self.concurrency as f64);
         self.step_bytes = Some(bytes);
         self.read_bytes_per_s = steps_per_s.map(|steps_per_s| steps_per_s * bytes.total() as f64);
     }
 
-    /// Sets the share of the measured memory bandwidth.
+    /// Computes which share of the measured memory bandwidth the decode steps used.
     pub fn set_bandwidth_share(&mut self, bandwidth: Option<&Bandwidth>) {
         self.bandwidth_share =
             self.read_bytes_per_s.zip(bandwidth).map(|(rate, bandwidth)| rate / bandwidth.read_bytes_per_s);
@@ -109,7 +109,7 @@ impl Percentiles {
     }
 }
 
-/// The times of one request.
+/// The times at which one request was submitted and received its tokens, and its token counts.
 struct RequestTimes {
     submitted: Instant,
     tokens: Vec<Instant>,

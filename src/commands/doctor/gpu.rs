@@ -92,7 +92,7 @@ fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>) -> Finding 
         );
     }
     if found.0 > built.0 && !device::has_machine_code(found) {
-        // The driver compiles the PTX of the kernels for this GPU at startup.
+        // The build has no machine code for this GPU, so the driver compiles the PTX of the kernels at startup.
         let what = format!(
             "{what}: this build is for compute capability {}, so models start and run more slowly",
             number(built)

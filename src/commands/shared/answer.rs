@@ -37,7 +37,7 @@ pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     Ok(exit_code(&turn))
 }
 
-/// Returns a warning if the model ran out of tokens before it started its answer.
+/// Returns a warning for a turn whose reasoning used up all tokens, or `None` for any other turn.
 fn missing_answer(turn: &Turn) -> Option<String> {
     let summary = &turn.summary;
     if !turn.text.is_empty() || turn.reasoning.is_empty() || summary.finish_reason != FinishReason::Length {
@@ -158,7 +158,7 @@ fn figures(session: &Session, turn: &Turn) -> Result<Value> {
     Ok(object)
 }
 
-/// Adds `fields` to a JSON object.
+/// Adds all entries of the JSON object `fields` to the JSON object `object`.
 fn extend(object: &mut Value, fields: Value) {
     if let (Value::Object(object), Value::Object(fields)) = (object, fields) {
         object.extend(fields);

@@ -133,7 +133,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     let model = known.map(|known| known.name).or(typed_model.or(saved_model).map(String::as_str));
 
     let (mut configured, path) = read_configuration(model, arguments)?;
-    // The configuration file may also set flags that this subcommand does not have.
+    // Drop the flags of other subcommands, which the configuration file may also set.
     configured.retain(|flag, _| flags.contains(&flag.as_str()));
     for (flag, values) in &configured {
         parser.check(flag, values).map_err(|reason| Error::usage(format!("{path}: {reason}")))?;
@@ -145,7 +145,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
             Some(_) => line.requested.retain(|flag, _| flag == "device" || is_setting(flag)),
             None => drop(line.requested.insert("model".to_string(), vec![saved.model.clone()])),
         }
-        // The conversation keeps its own system prompt. Limits that `/set` removed stay removed.
+        // A resumed conversation keeps its own system prompt. A limit that the user removed with `/set` stays removed.
         configured.remove("system");
         configured.retain(|flag, _| !line.requested.get(flag).is_some_and(|values| is_removed_limit(flag, values)));
     }

@@ -123,12 +123,12 @@ impl LoadArgs {
         }
     }
 
-    /// Sets the number of full-context sequences that the KV cache can hold.
+    /// Makes the KV cache large enough for this number of full-context sequences.
     pub fn set_sequences(&mut self, sequences: usize) {
         self.sequences = sequences;
     }
 
-    /// Sets the context and the prompt chunk, in tokens, unless --context or --chunk was given.
+    /// Sets the values of --context and --chunk, in tokens, that apply if these flags were not given.
     pub fn set_default_sizes(&mut self, context: usize, chunk: usize) {
         self.context.get_or_insert(context);
         self.chunk.get_or_insert(chunk);

@@ -15,7 +15,7 @@ use crate::text::{printable, size};
 /// The minimum time between two progress lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The minimum size in bytes of a file for which the start of verification is reported.
+/// The size in bytes from which a downloaded file gets a progress line when its verification starts.
 const LARGE_BYTES: u64 = 1_000_000_000;
 
 /// How progress is shown.
@@ -48,7 +48,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// Returns what happened to the bytes that progress lines count.
+    /// Returns the word after the byte counts in a progress line, as in `1 GB of 2 GB fetched`.
     fn participle(self) -> &'static str {
         match self {
             Self::Download => "fetched",
@@ -220,7 +220,7 @@ impl Progress for ProgressView {
         let file_bytes = file.done;
         self.total.set_position(state.done_bytes);
         // The first report of a download contains the bytes from an earlier run, which do not count toward the rate.
-        // A verification has read all bytes that it reports.
+        // A verification reads every byte in this run, so all of its bytes count.
         if is_first && self.operation == Operation::Download {
             self.total.reset_eta();
             state.lines.initial_bytes = state.lines.initial_bytes.saturating_add(file_bytes);

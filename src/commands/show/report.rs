@@ -62,7 +62,7 @@ pub struct File {
     pub bytes: Option<u64>,
 }
 
-/// The GPU memory that the model needs, in bytes. With several GPUs, of the GPU with the largest part.
+/// The GPU memory that the model needs, in bytes. With several GPUs, describes the GPU that holds the largest part.
 #[derive(Serialize)]
 pub struct MemoryNeeds {
     /// The number of GPUs that run the model together.
@@ -201,7 +201,7 @@ fn needs(
         Some(model) => MemoryPlan::new(inventory, model.architecture.as_ref(), dtype, DeviceKind::Gpu),
         None => {
             let context = sizes.context.and_then(|context| usize::try_from(context).ok());
-            // The sizes of an unsupported family have not been validated.
+            // For an unsupported family, nothing has checked the values in config.json yet.
             let max_context = context.filter(|context| (1..=1 << 40).contains(context));
             let (Some(layers), Some(max_context)) = (sizes.cache_layers(config), max_context) else {
                 return Ok(None);

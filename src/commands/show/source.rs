@@ -64,7 +64,7 @@ impl Metadata {
         }
     }
 
-    /// Sets the license if it is not known yet.
+    /// Sets the license, unless the metadata already has one.
     fn or_license(self, license: Option<String>) -> Self {
         Self { license: self.license.or(license), ..self }
     }

@@ -107,7 +107,7 @@ fn facts(out: &mut String, report: &Report) {
     fact("context", context);
 }
 
-/// Returns the base of RoPE and how its frequencies are scaled. Each fact starts with a comma.
+/// Returns the base of RoPE and its frequency scaling, to append to the context length. Each fact starts with a comma.
 fn rope_facts(rope: &Rope) -> String {
     let theta = rope.theta.map(|theta| format!(", rope theta {theta}")).unwrap_or_default();
     if rope.scaling == "default" {

@@ -1,4 +1,4 @@
-//! Reads the messages of a conversation.
+//! Reads the messages of a chat completion request.
 
 use serde_json::Value;
 
@@ -6,7 +6,7 @@ use crate::chat::{Message, Role, ToolCall};
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 
-/// Reads `messages`.
+/// Reads the field `messages`. Fails if it is missing or empty.
 pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
     let items = fields.take_array("messages")?;
     let items = items.ok_or_else(|| fields.invalid("messages", "expected an array of messages"))?;

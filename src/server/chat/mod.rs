@@ -72,8 +72,8 @@ impl Shape {
         self.shows_reasoning || !matches!(piece, Piece::Reasoning(_))
     }
 
-    /// Returns the log probabilities of a piece of content. Returns `None` for other pieces, or if the request did not
-    /// ask for log probabilities.
+    /// Returns the log probabilities of a piece of content, or `None` for a piece of another kind.
+    /// Always returns `None` unless the request asked for log probabilities.
     fn logprobs(self, piece: &Piece, answers: &Answers) -> Option<Logprobs> {
         let is_content = matches!(piece, Piece::Content(..));
         let tokens = response::scored_tokens(piece);

@@ -61,7 +61,8 @@ impl ChatRequest {
     }
 }
 
-/// Reads `logprobs` and `top_logprobs`.
+/// Reads `logprobs` and `top_logprobs`. Returns the number of alternatives to list for each token, or `None` if the
+/// request asks for no log probabilities.
 fn read_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
     let has_logprobs = fields.take_bool("logprobs")?.unwrap_or(false);
     match fields.take_integer("top_logprobs", 0..=MAX_LOGPROBS as i64)? {

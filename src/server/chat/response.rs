@@ -7,7 +7,7 @@ use crate::server::generation::reply::ReplyHeader;
 use crate::server::generation::usage::Usage;
 use crate::tokenizer::Tokenizer;
 
-/// A whole response.
+/// The body of a response that is not streamed.
 #[derive(Serialize)]
 pub struct Completion<'a> {
     #[serde(flatten)]
@@ -143,7 +143,7 @@ impl WholeMessage {
 }
 
 impl ChunkDelta {
-    /// Returns the first delta of an answer.
+    /// Returns the first delta of an answer, which contains the role and no text.
     pub fn role() -> Self {
         Self { role: Some("assistant"), content: Some(String::new()), ..Self::default() }
     }
@@ -168,7 +168,7 @@ impl ChunkDelta {
 }
 
 impl TokenLogprob {
-    /// Returns the number of most likely tokens listed with this token.
+    /// Returns how many alternatives `top_logprobs` lists.
     pub fn alternatives(&self) -> usize {
         self.top_logprobs.len()
     }
@@ -186,7 +186,7 @@ impl TokenLogprob {
     }
 }
 
-/// Returns the tokens of a piece that have log probabilities.
+/// Returns the scored tokens of a piece of content. Pieces of other kinds have none.
 pub fn scored_tokens(piece: &Piece) -> &[ScoredToken] {
     match piece {
         Piece::Content(_, tokens) => tokens,

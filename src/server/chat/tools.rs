@@ -13,7 +13,7 @@ pub const MAX_TOOLS: usize = 512;
 /// The maximum length of a function name.
 const MAX_NAME: usize = 128;
 
-/// The tools of a request.
+/// The tools of a request, and the client's choice which of them the model may or must call.
 #[derive(Debug, Default)]
 pub struct Tools {
     /// The tools that the prompt contains. Empty if the model must not call tools.
@@ -70,7 +70,7 @@ impl Tools {
             tools.push(ToolGrammar { name, arguments });
         }
         let is_any = answer.is_none() && tools.iter().all(|tool| tool.arguments.is_none());
-        // With a named tool, several calls would all call this tool.
+        // A client that names a tool wants one call of it. With parallel calls, the model could call it repeatedly.
         let can_call_in_parallel = can_call_in_parallel && !self.is_named();
         (!is_any).then_some(Constraint { answer, tools, requires_tool, can_call_in_parallel })
     }

@@ -73,7 +73,7 @@ fn check_prompt_logprobs(answers: &Answers) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Turns pieces into choices, for whole and streamed responses.
+/// Turns the pieces of answers into the entries of `choices`, for whole and streamed responses.
 struct Texts {
     /// For each choice, the prompt to repeat before its text.
     echoes: Vec<Option<String>>,
@@ -83,7 +83,8 @@ struct Texts {
 }
 
 impl Texts {
-    /// Creates the state of all choices. `echoes` holds the prompts to repeat. Each prompt has `choices` answers.
+    /// Creates the state of all choices. `echoes` has one entry per prompt, and `choices` is the number of answers to
+    /// each prompt.
     fn new(echoes: &[Option<String>], choices: usize, has_logprobs: bool) -> Self {
         let echoes: Vec<_> = echoes.iter().flat_map(|echo| std::iter::repeat_n(echo.clone(), choices)).collect();
         Self { offsets: vec![0; echoes.len()], echoes, has_logprobs }

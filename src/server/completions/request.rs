@@ -87,7 +87,7 @@ fn read_prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
     Ok(prompts)
 }
 
-/// Returns the text of a prompt.
+/// Returns the text of a prompt. If the prompt consists of token ids, decodes them.
 fn text_of(prompt: &Prompt, engine: &EngineHandle) -> anyhow::Result<String> {
     match prompt {
         Prompt::Text(text) => Ok(text.clone()),

@@ -9,7 +9,7 @@ use crate::server::generation::reply::ReplyHeader;
 use crate::server::generation::usage::Usage;
 use crate::tokenizer::Tokenizer;
 
-/// A whole response, or a chunk of a stream.
+/// The body of a response that is not streamed, or a chunk of a stream.
 #[derive(Serialize)]
 pub struct Completion<'a> {
     #[serde(flatten)]
@@ -103,7 +103,7 @@ fn text_of(id: u32, tokenizer: &Tokenizer) -> String {
 
 /// Returns the offset of each token of a prompt in the text of the prompt, in characters.
 ///
-/// The text may lack the control token at the start of the prompt, and the space that some tokenizers add.
+/// The text may lack the control token at the start of the prompt, and the space that some tokenizers put before it.
 fn echo_offsets(tokens: &[u32], echo: &str, tokenizer: &Tokenizer) -> Vec<usize> {
     let (mut offsets, mut byte, mut characters) = (Vec::with_capacity(tokens.len()), 0, 0);
     for &id in tokens {

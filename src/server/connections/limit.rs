@@ -2,8 +2,8 @@
 
 use prometheus::IntGauge;
 
-/// The number of connections above the limit that the server accepts. It answers their health checks,
-/// and rejects their other requests.
+/// The number of connections that the server accepts above the limit. On these connections, it answers health checks
+/// and rejects all other requests.
 const SPARE: usize = 64;
 
 /// An open connection. Dropping it makes room for another connection.
@@ -16,7 +16,7 @@ pub struct OpenConnection {
 impl OpenConnection {
     /// Counts a new connection. Returns `None` if the server must close it at once.
     ///
-    /// Only one task may call this function, so that no other connection is counted meanwhile.
+    /// Only one task may call this function, because it reads the count and then increments it.
     pub fn new(open: &IntGauge, limit: usize) -> Option<Self> {
         let others = usize::try_from(open.get()).unwrap_or_default();
         if others >= limit.saturating_add(SPARE) {

@@ -42,7 +42,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// The maximum time for sending the last responses during shutdown.
 const CLOSE_TIME: Duration = Duration::from_secs(2);
 
-/// The same time after the engine has failed. It is short, so that the server can restart soon.
+/// Replaces [`CLOSE_TIME`] after the engine has failed. It is short, so that the server can restart soon.
 const FAILED_CLOSE_TIME: Duration = Duration::from_millis(250);
 
 /// Opens the port of a server. Port 0 selects a free port.
@@ -83,7 +83,7 @@ pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Fu
         if server.has_failed() { (FAILED_CLOSE_TIME, FAILED_CLOSE_TIME) } else { (timeouts.drain, CLOSE_TIME) };
     let is_late = tokio::time::timeout(drain_time, server.admission.wait_until_idle()).await.is_err();
     if is_late {
-        // Clients receive an error event, not just a closed connection.
+        // End the requests first, so that clients receive an error event, not just a closed connection.
         server.end();
         let _ = tokio::time::timeout(close_time, server.admission.wait_until_idle()).await;
     }

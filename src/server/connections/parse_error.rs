@@ -13,9 +13,10 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use crate::server::http::error::ApiError;
 use crate::server::metrics::Metrics;
 
-/// The first bytes of hyper's responses. The responses of routes contain other headers before the length.
+/// The first bytes of hyper's own responses, with the status and the message of the response that replaces each.
 ///
-/// No other write starts with these bytes, because the line breaks in JSON bodies and events are escaped.
+/// Nothing else that the server writes starts with these bytes. Responses of routes have other headers before the
+/// length, and the JSON in bodies and events contains no unescaped line breaks.
 const HEADS: [(&[u8], StatusCode, &str); 3] = [
     (
         b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n",
@@ -38,7 +39,7 @@ const HEADS: [(&[u8], StatusCode, &str); 3] = [
 pub struct ParseErrorBody<S> {
     stream: S,
     metrics: Arc<Metrics>,
-    /// The rest of the response that replaces the response that hyper is writing.
+    /// The bytes of the replacement response that have not been written yet.
     rest: Vec<u8>,
 }
 
@@ -47,7 +48,7 @@ impl<S> ParseErrorBody<S> {
         Self { stream, metrics, rest: Vec::new() }
     }
 
-    /// Starts to replace a response of hyper. Returns whether this write is such a response.
+    /// Returns whether hyper is writing a response of its own. If so, prepares the replacement.
     fn replaces(&mut self, bytes: &[u8]) -> bool {
         if !self.rest.is_empty() {
             return true;
@@ -65,7 +66,8 @@ impl<S> ParseErrorBody<S> {
 }
 
 impl<S: AsyncWrite + Unpin> ParseErrorBody<S> {
-    /// Writes the rest of the replacement. Returns `accepted`, the length of hyper's response.
+    /// Writes the rest of the replacement. Then returns `accepted`, the length of hyper's own response, because hyper
+    /// must not write that response again.
     fn write_rest(&mut self, context: &mut Context<'_>, accepted: usize) -> Poll<io::Result<usize>> {
         while !self.rest.is_empty() {
             let written = ready!(Pin::new(&mut self.stream).poll_write(context, &self.rest))?;

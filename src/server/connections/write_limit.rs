@@ -28,7 +28,7 @@ impl<S> WriteLimit<S> {
         Self { stream, limit, deadline: Box::pin(tokio::time::sleep(limit)), is_waiting: false, accepted: 0 }
     }
 
-    /// Checks the outcome of a write of `offered` bytes against the limit.
+    /// Returns the outcome of a write of `offered` bytes, or an error if the write has been waiting for too long.
     fn check(
         &mut self,
         context: &mut Context<'_>,

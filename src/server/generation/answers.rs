@@ -24,7 +24,7 @@ pub struct Answers {
     answers: Vec<Answer>,
     /// The number of answers to each prompt.
     per_prompt: usize,
-    /// The index of the answer to poll first. It changes over time, so that all answers progress.
+    /// The index of the answer to poll first. It advances after each result, so that no answer is starved.
     first: usize,
     ending: Pin<Box<dyn Future<Output = ()> + Send>>,
     engine: EngineHandle,
@@ -33,7 +33,7 @@ pub struct Answers {
     is_stream: bool,
     is_deterministic: bool,
     submitted: Instant,
-    /// Why the answers failed.
+    /// The error message if the answers failed.
     failure: Option<String>,
     /// Receives a message when another request cancels the answers.
     cancel: Option<oneshot::Receiver<()>>,
@@ -279,7 +279,7 @@ impl Answers {
         pieces
     }
 
-    /// Adds the answers to the server's record of requests.
+    /// Adds a record of the request and its answers to the server's recorder.
     fn record(&mut self) {
         let options = &self.server.options;
         let (id, model, revision) = (self.log.id.clone(), options.model.clone(), options.record.revision.clone());
@@ -318,7 +318,7 @@ impl Answers {
     }
 }
 
-/// Records the answers, no matter how they ended.
+/// Updates the metrics, the log and the records, no matter how the answers ended.
 impl Drop for Answers {
     fn drop(&mut self) {
         let metrics = &self.server.metrics;
@@ -334,7 +334,7 @@ impl Drop for Answers {
         let longest = self.answers.iter().map(|answer| answer.stream.counts().completion_tokens).max();
         metrics.sizes.max_generation_tokens.observe(longest.unwrap_or(0) as f64);
         let has_ended = self.answers.iter().all(|answer| answer.summary.is_some());
-        // The log has one line for all answers. Unless all have ended, it reports why the rest did not.
+        // The log has one line for all answers. It reports how the first answer ended, or why not all answers ended.
         let summary = self.summary(0).filter(|_| has_ended && self.failure.is_none());
         let finish = finish_name(summary, self.failure.is_some(), self.is_canceled);
         self.record();
@@ -351,7 +351,7 @@ impl Drop for Answers {
     }
 }
 
-/// Returns how an answer finished, for the log and the records. `summary` is `None` if the answer has not ended.
+/// Returns the finish reason of an answer for the log and the records. `summary` is `None` if the answer was cut off.
 fn finish_name(summary: Option<&Summary>, has_failed: bool, is_canceled: bool) -> &'static str {
     use crate::engine::FinishReason::*;
     match summary.map(|summary| &summary.finish_reason) {

@@ -10,7 +10,7 @@ use crate::runner::TokenLogprobs;
 use crate::server::ids;
 use crate::tokenizer::Tokenizer;
 
-/// A piece of an answer.
+/// The next part of an answer: of its reasoning, of its content or of a tool call.
 #[derive(Clone, Debug)]
 pub enum Piece {
     Reasoning(String),
@@ -64,11 +64,11 @@ pub struct Pieces {
     pub pieces: Vec<Piece>,
     /// Set by the last event.
     pub finish: Option<Finish>,
-    /// Whether the answer is complete, although the model would continue.
+    /// Whether the server must end the answer, because the model started another tool call but only one is allowed.
     pub is_complete: bool,
 }
 
-/// The state of one answer.
+/// Converts the events of one answer to pieces. OpenAI's API calls an answer a choice.
 pub struct Choice {
     can_call_in_parallel: bool,
     must_call_named: bool,
@@ -132,7 +132,8 @@ impl Choice {
         let mut out = Pieces::default();
         let (deltas, summary) = match event {
             Event::Token { id, deltas, logprobs } => {
-                // A control token without text ends a header. The tokens of a header belong to no channel.
+                // A control token without text ends a message header. Drop the tokens of the header, because they are
+                // part of no channel.
                 if deltas.is_empty() && tokenizer.is_control(id) && !self.keeps_all_tokens {
                     self.pending.clear();
                 } else {
@@ -226,7 +227,7 @@ impl Choice {
     }
 }
 
-/// Returns the tokens that have log probabilities.
+/// Converts pending tokens. Omits tokens without log probabilities.
 fn scored(tokens: Vec<PendingToken>) -> Vec<ScoredToken> {
     let scored = |PendingToken { id, logprobs }| Some(ScoredToken { id, logprobs: logprobs? });
     tokens.into_iter().filter_map(scored).collect()

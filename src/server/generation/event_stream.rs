@@ -24,7 +24,7 @@ const BATCH_BYTES: usize = 16 << 10;
 /// The content type of server-sent events.
 const EVENT_STREAM: &str = "text/event-stream; charset=utf-8";
 
-/// Writes the events of one API.
+/// Writes answers as the events of one API.
 pub trait EventWriter: Send + 'static {
     /// Returns the content type of the stream.
     fn content_type(&self) -> &'static str {
@@ -37,7 +37,7 @@ pub trait EventWriter: Send + 'static {
     /// Writes the pieces of one answer.
     fn write(&mut self, index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer);
 
-    /// Writes the events that follow the end of all answers.
+    /// Writes the last events, after all answers have ended.
     fn finish(&mut self, answers: &Answers, out: &mut EventBuffer);
 
     /// Writes the error that ended the answers.

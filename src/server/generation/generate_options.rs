@@ -16,8 +16,9 @@ use crate::server::state::Server;
 /// The maximum number of answers to one prompt.
 pub const MAX_CHOICES: i64 = 8;
 
-/// The maximum number of stop strings or stop tokens, and the maximum size of a stop string in bytes.
+/// The maximum number of stop strings, and of stop tokens.
 const MAX_STOPS: usize = 16;
+/// The maximum size of a stop string in bytes.
 const MAX_STOP_BYTES: usize = 1024;
 
 /// The maximum size of a cache salt in bytes.
@@ -46,7 +47,8 @@ const REFUSED: &[(&str, &[&str])] = &[
     ("use_beam_search", &["false"]),
 ];
 
-/// Reads sampling parameters, stop conditions and priorities. Leaves `max_tokens` and log probabilities to the caller.
+/// Reads the shared fields. Leaves `max_tokens` and log probabilities to the caller, because their fields differ
+/// between the routes.
 pub fn read(fields: &mut Fields, server: &Server, engine: &EngineHandle) -> Result<GenerateOptions, ApiError> {
     for (name, neutral) in REFUSED {
         let neutral: Vec<Value> = neutral.iter().filter_map(|text| serde_json::from_str(text).ok()).collect();
@@ -187,8 +189,8 @@ pub struct StreamOptions {
 }
 
 impl StreamOptions {
-    /// Returns the field `usage` of a chunk. With `include_usage`, the field is null in all chunks but the last, unless
-    /// every chunk contains the usage.
+    /// Returns the field `usage` of any chunk but the last. Without `include_usage`, chunks lack the field (`None`).
+    /// With it, the field is null (`Some(None)`), or the usage so far if every chunk contains it.
     pub fn chunk_usage(self, so_far: impl FnOnce() -> Usage) -> Option<Option<Usage>> {
         self.has_usage.then(|| self.has_continuous_usage.then(so_far))
     }

@@ -42,8 +42,8 @@ pub async fn collect(headers: &HeaderMap, body: Body, timeouts: &Timeouts) -> Re
 
 fn check_headers(headers: &HeaderMap) -> Result<(), ApiError> {
     let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or_default());
-    // Before a web page of another site sends JSON, the browser asks the server for permission.
-    // Before the page sends plain text, the browser does not ask.
+    // Accept only JSON: browsers ask the server for permission before a page of another site sends JSON, but not before
+    // it sends plain text.
     let media_type = text(CONTENT_TYPE).unwrap_or_default().split(';').next().unwrap_or_default().trim();
     if !media_type.eq_ignore_ascii_case("application/json") {
         let message = "cannot read the body: send JSON with the header 'Content-Type: application/json'";

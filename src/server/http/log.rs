@@ -61,7 +61,7 @@ impl RequestLog {
         self
     }
 
-    /// Records who sent the request. Later calls have no effect.
+    /// Records who sent the request. Only the first call has an effect.
     pub fn set_client(&self, client: Client) {
         let _ = self.client.set(client);
     }
@@ -120,7 +120,7 @@ impl Drop for RequestLog {
                 tracing::debug!(target: TARGET, id, method, path, status, duration_ms, "request")
             }
             None => {
-                // A client can vanish while its request is being submitted.
+                // Without an answer, status 499 means that the client disconnected while its request was submitted.
                 let finish = (status == CLIENT_CLOSED).then_some("canceled");
                 tracing::info!(target: TARGET, id, method, path, status, duration_ms, finish, traceparent, "request")
             }

@@ -67,7 +67,8 @@ impl Admission {
         (!self.has_room(&state, client, count)).then(|| self.expected_wait(&state, count))
     }
 
-    /// Returns the expected time until `ahead` other sequences and one more have ended. `None` before the first end.
+    /// Returns the expected time until a sequence with `ahead` others before it can start, which is when `ahead + 1`
+    /// sequences have ended. Returns `None` before the first end.
     pub fn expected_start(&self, ahead: usize) -> Option<Duration> {
         self.lock().ends.expected_wait(Instant::now(), ahead + 1)
     }

@@ -1,4 +1,4 @@
-//! Estimates when places become free, from the times at which sequences ended.
+//! Estimates when there will be room for new sequences, from the times at which earlier sequences ended.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -55,7 +55,7 @@ impl FreeTimes {
     }
 
     /// Removes the older intervals if they are much longer than the recent ones. Otherwise, a few long intervals would
-    /// determine the estimates, because they are longer than the time since the last end most often.
+    /// dominate [`expected_wait`](Self::expected_wait), which ignores intervals shorter than the current wait.
     fn forget_earlier_load(&mut self) {
         let Some(older) = self.ends.len().checked_sub(RECENT).filter(|older| *older > 0) else { return };
         let sum_s =
@@ -78,7 +78,7 @@ impl FreeTimes {
         let next = sum.checked_div(longer).unwrap_or(elapsed);
         let total: Duration = self.ends.iter().map(|(interval, _)| interval).sum();
         let sequences: usize = self.ends.iter().map(|(_, sequences)| sequences).sum();
-        // The next end is expected to free as many places as the recent ends did on average.
+        // Expect as many sequences at the next end as the recorded ends had on average.
         let per_end = sequences.checked_div(self.ends.len())?;
         let others = count.saturating_sub(per_end.max(1)) as f64 * total.as_secs_f64() / sequences.max(1) as f64;
         Duration::try_from_secs_f64(next.as_secs_f64() + others).ok()
@@ -147,7 +147,7 @@ mod tests {
         }
     }
 
-    /// Long answers end in a few steps, and then short answers follow, as in a burst before the usual load.
+    /// First, a burst of long answers ends in a few steps. Then, the usual load of short answers follows.
     #[test]
     fn long_intervals_of_an_earlier_load_do_not_count() {
         let (start, mut random) = (Instant::now(), Uniform(1));

@@ -8,14 +8,14 @@ use super::block::{Block, Caller, SIGNATURE};
 use super::events::{BlockDelta, BlockStart, Event, EventSink};
 use crate::server::generation::choice::Piece;
 
-/// The blocks so far. Only the last block may be open.
+/// The content blocks of an answer so far. Only the last block may be open.
 pub struct Content {
     shows_thinking: bool,
     blocks: Vec<Block>,
     is_open: bool,
     /// The arguments of the open call so far.
     arguments: String,
-    /// The index of the block of each call.
+    /// For each tool call, the index of its block.
     calls: Vec<usize>,
 }
 
@@ -52,7 +52,7 @@ impl Content {
                 self.calls.push(self.blocks.len() - 1);
             }
             Piece::ToolArguments { index, text } => {
-                // If this block has ended, the arguments are complete. Only an empty object can still arrive.
+                // Skip a call whose block has ended. Only the `{}` of a call without arguments can arrive this late.
                 if self.calls.get(index).is_some_and(|&block| block + 1 == self.blocks.len()) && self.is_open {
                     self.extend(&text, events);
                 }

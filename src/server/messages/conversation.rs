@@ -7,7 +7,7 @@ use crate::server::chat::read_content;
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 
-/// Reads `system` and `messages`.
+/// Reads `system` and `messages` into one list. Fails if the last message is an assistant message.
 pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
     let system = read_content(fields, "system")?;
     let mut messages: Vec<Message> = system.filter(|text| !text.is_empty()).map(Message::system).into_iter().collect();
@@ -99,7 +99,7 @@ fn read_assistant(message: &mut Fields) -> Result<Message, ApiError> {
                 }
                 block.take_string("signature")?;
             }
-            // Only the service that encrypted the thinking can read it.
+            // Drop redacted thinking: only the service that encrypted it can read it.
             "redacted_thinking" => {
                 block.take("data");
                 message.ignore("messages[].content[] (redacted_thinking)".to_string());

@@ -25,7 +25,7 @@ impl EventSink for EventBuffer {
     }
 }
 
-/// An event.
+/// An event of a streamed message, as Anthropic's API defines it.
 #[derive(Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Event<'a> {

@@ -121,7 +121,7 @@ impl Progress {
     }
 }
 
-/// Returns the reason for the end of an answer.
+/// Converts the finish reason of an answer to the stop reason of Anthropic's API.
 fn stop(finish: Finish, answers: &Answers) -> StopDelta {
     let summary = answers.summary(0);
     let is_context_full = summary.is_some_and(|summary| summary.context_used >= summary.context);

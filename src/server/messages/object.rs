@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::block::Block;
 use crate::server::generation::usage::Usage;
 
-/// A whole response.
+/// The body of a response that is not streamed, and the message in the event `message_start` of a stream.
 #[derive(Serialize)]
 pub struct MessageObject {
     pub id: String,

@@ -12,12 +12,14 @@ use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 use crate::server::state::Server;
 
-/// The maximum number of stop sequences, and the maximum size of a stop sequence in bytes.
+/// The maximum number of stop sequences.
 const MAX_STOPS: usize = 16;
+/// The maximum size of a stop sequence in bytes.
 const MAX_STOP_BYTES: usize = 1024;
 
-/// The largest thinking budgets, in tokens, that count as low effort and as medium effort.
+/// The largest thinking budget that counts as low effort, in tokens.
 const LOW_BUDGET: i64 = 4096;
+/// The largest thinking budget that counts as medium effort, in tokens.
 const MEDIUM_BUDGET: i64 = 16384;
 
 /// Unsupported fields that would change the output.
@@ -35,7 +37,7 @@ const REFUSED: &[(&str, &str, &str)] = &[
     ("stop", "null", "use 'stop_sequences'"),
 ];
 
-/// A request for a message.
+/// The body of a request to `/v1/messages` or `/v1/messages/count_tokens`, without `max_tokens`.
 pub struct MessagesRequest {
     pub messages: Vec<Message>,
     pub render: RenderOptions,
@@ -187,7 +189,7 @@ fn read_output_config(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, O
     Ok((effort, format))
 }
 
-/// Reads `stop_sequences`.
+/// Reads `stop_sequences`: at most [`MAX_STOPS`] nonempty strings.
 fn read_stop(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
     let items = fields.take_array("stop_sequences")?.unwrap_or_default();
     let stops: Option<Vec<String>> = items.iter().map(|item| item.as_str().map(str::to_string)).collect();

@@ -39,7 +39,7 @@ pub struct Part<'a> {
     end: Option<End>,
 }
 
-/// The text of a part.
+/// The text and the tool calls of a part, in the fields of its route.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Content {
@@ -135,7 +135,7 @@ impl Text {
         std::mem::replace(self, empty)
     }
 
-    /// Takes the text. Leaves the tool calls, which may be incomplete.
+    /// Takes the text and its log probabilities. Leaves the tool calls, because they may be incomplete.
     pub fn take_text(&mut self) -> Option<Self> {
         let calls = std::mem::take(&mut self.calls);
         let text = self.take();

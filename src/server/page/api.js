@@ -2,7 +2,7 @@
 
 import { EventParser } from "./sse.js";
 
-/** A request that failed. `title` says what happened and `message` why, both in words for the reader. */
+/** A request that failed. The page shows the user `title`, which says what happened, and `message`, which says why. */
 export class ApiError extends Error {
   constructor(title, message, status = 0) {
     super(message);
@@ -22,7 +22,7 @@ const TITLES = {
 
 const INVALID = "The server sent an invalid answer";
 
-/** Sends requests with the key. */
+/** Sends requests to the server, with the API key if there is one. */
 export class Api {
   #loadKey;
   #askForKey;
@@ -102,7 +102,7 @@ async function errorOf(response) {
   return new ApiError(title, sentence(message) + advice, response.status);
 }
 
-/** The server's messages start in lower case and have no full stop. */
+/** Turns an error message of the server, which starts in lower case and has no full stop, into a sentence. */
 function sentence(message) {
   const text = message.charAt(0).toUpperCase() + message.slice(1);
   return /[.!?]$/.test(text) ? text : `${text}.`;

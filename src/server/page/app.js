@@ -51,13 +51,13 @@ chat.addEventListener("open", () => {
   history.replaceState(null, "", leaf ? `#${id}` : "#");
   document.title = title ? `${visibleText(title)} · inferno` : "inferno";
   setSidebar(false);
-  if (matchMedia("(hover: hover)").matches) composer.focus(); // on a phone this would open the keyboard
+  if (matchMedia("(hover: hover)").matches) composer.focus(); // on a phone, focus would open the keyboard
   showContext();
 });
 
 chat.addEventListener("running", () => {
   composer.setRunning(Boolean(chat.runningNode));
-  if (models.length === 0 && !chat.runningNode && chat.conversation.leaf) connect(); // the key may be known now
+  if (models.length === 0 && !chat.runningNode && chat.conversation.leaf) connect(); // the request may have asked for the key
   if (document.activeElement === document.body && matchMedia("(hover: hover)").matches) composer.focus();
   showContext();
 });
@@ -84,7 +84,7 @@ byId("model").addEventListener("change", ({ target }) => {
 
 for (const dialog of document.querySelectorAll("dialog")) {
   dialog.addEventListener("click", ({ target }) => {
-    if (target === dialog || target.closest("[data-close]")) dialog.close(); // `dialog` itself is the backdrop
+    if (target === dialog || target.closest("[data-close]")) dialog.close(); // a click on the backdrop has `dialog` as its target
   });
 }
 
@@ -119,16 +119,16 @@ async function start() {
   });
   if (!isKept) showToast("This browser does not allow the page to keep conversations. They last until you close it.");
   await list.refresh();
-  if (!chat.conversation.leaf) openFromAddress(); // someone may have typed a message already
+  if (!chat.conversation.leaf) openFromAddress(); // unless the user has already sent a message
 }
 
-/** Opens the conversation that the address names, or a new one. */
+/** Opens the conversation whose id is in the page's URL, or a new one. */
 function openFromAddress() {
   const id = location.hash.slice(1);
   if (id !== chat.conversation.id || !id) chat.open(list.find(id));
 }
 
-/** Asks the server for its models until it answers. */
+/** Asks the server for its models, and tries again until the server answers. */
 async function connect() {
   clearTimeout(connectTimer);
   try {
@@ -160,7 +160,7 @@ function showContext() {
   byId("context").textContent = used && limit ? `${formatCount(used)} of ${formatCount(limit)} tokens of context used` : "";
 }
 
-/** Shows or hides the sidebar on a narrow screen. On a wide one it is always visible. */
+/** Shows or hides the sidebar on a narrow screen. On a wide screen, the sidebar is always visible. */
 function setSidebar(isOpen) {
   const wasOpen = document.body.classList.contains("sidebar-open");
   document.body.classList.toggle("sidebar-open", isOpen);

@@ -1,4 +1,4 @@
-// The open conversation and the answers that stream, without anything that is shown.
+// The state of the chat: the open conversation, and the answers that are streaming. Contains no user interface.
 
 import { addNode, newConversation, pathTo, requestMessages, showBranch, siblings } from "./conversation.js";
 
@@ -14,9 +14,9 @@ export class Chat extends EventTarget {
   #store;
   #settings;
   #running = new Map(); // the id of a conversation → { conversation, node, abort }
-  #removed = new Set(); // the ids of conversations that an answer must not save again
+  #removed = new Set(); // the ids of deleted conversations, which an answer in progress must not save again
 
-  /** `settings` is the object that the settings dialog changes. */
+  /** Each request reads `settings` anew, because the settings dialog changes this object. */
   constructor(api, store, settings) {
     super();
     this.#api = api;
@@ -25,36 +25,36 @@ export class Chat extends EventTarget {
     this.conversation = newConversation();
   }
 
-  /** Opens a conversation, or without one starts a new one. */
+  /** Opens a conversation. Without an argument, starts a new one. */
   open(conversation = newConversation()) {
     this.conversation = this.#current(conversation);
     this.#emit("open");
     this.#emit("running");
   }
 
-  /** Returns the node that streams in the open conversation, or undefined. */
+  /** Returns the node of the answer that is streaming in the open conversation, or undefined. */
   get runningNode() {
     return this.#running.get(this.conversation.id)?.node;
   }
 
-  /** Whether an answer streams in this conversation. */
+  /** Returns whether an answer is streaming in the conversation with this id. */
   isRunning(id) {
     return this.#running.has(id);
   }
 
-  /** Sends a message after the shown branch. */
+  /** Appends a message to the shown branch and asks the model for an answer. */
   send(text, files) {
     const user = addNode(this.conversation, this.conversation.leaf, { role: "user", text, files });
     return this.#answer(user);
   }
 
-  /** Sends another version of a user's message, in a new branch. */
+  /** Adds a new version of a user's message as a branch, and asks the model for an answer. */
   edit(node, text) {
     const user = addNode(this.conversation, node.parent, { role: "user", text, files: node.files });
     return this.#answer(user);
   }
 
-  /** Asks for another answer. Replaces an answer that is empty because of an error. */
+  /** Asks for another answer to the same message. Removes the old answer if it is empty because of an error. */
   regenerate(node) {
     const { conversation } = this;
     const isEmpty = node.error && !node.text && !node.reasoning;
@@ -62,7 +62,7 @@ export class Chat extends EventTarget {
     return this.#answer(conversation.nodes[node.parent]);
   }
 
-  /** Shows the alternative that is `step` places after `node`. */
+  /** Shows another version of `node`: the next one if `step` is 1, the previous one if it is -1. */
   switchBranch(node, step) {
     const all = siblings(this.conversation, node);
     const next = all[all.indexOf(node) + step];
@@ -72,7 +72,7 @@ export class Chat extends EventTarget {
     this.#save(this.conversation);
   }
 
-  /** Stops the answer in this conversation, by default the open one. */
+  /** Stops the answer in the conversation with this id, by default in the open conversation. */
   stop(id = this.conversation.id) {
     this.#running.get(id)?.abort.abort();
   }
@@ -98,13 +98,13 @@ export class Chat extends EventTarget {
     this.#emit("removed", conversation);
   }
 
-  /** Brings a deleted conversation back. */
+  /** Saves a deleted conversation again, to undo its deletion. */
   restore(conversation) {
     this.#removed.delete(conversation.id);
     return this.#save(conversation);
   }
 
-  /** Returns the object that changes, if this conversation is open or an answer streams in it. */
+  /** Returns the object in use for this conversation if it is open or being answered, and `conversation` otherwise. */
   #current(conversation) {
     if (conversation.id === this.conversation.id) return this.conversation;
     return this.#running.get(conversation.id)?.conversation ?? conversation;
@@ -120,7 +120,7 @@ export class Chat extends EventTarget {
     this.#save(conversation);
     let lastSave = Date.now();
     try {
-      node.model = this.#settings.model || (await this.#api.models())[0].id; // empty if the page has no list yet
+      node.model = this.#settings.model || (await this.#api.models())[0].id; // the setting is empty before the page has a list of models
       const request = this.#request(node.model, requestMessages(conversation, user.id, this.#settings.system));
       const timer = new Timer(node);
       for await (const chunk of this.#api.chat(request, abort.signal)) {
@@ -165,7 +165,7 @@ export class Chat extends EventTarget {
   }
 }
 
-/** Writes the chunks of a stream into a node and measures their times. */
+/** Adds the chunks of a stream to the node of an answer, and measures when they arrive. */
 class Timer {
   #node;
   #start = performance.now();

@@ -1,4 +1,4 @@
-// The box in which one writes a message and attaches text files.
+// The box for writing a message and attaching text files.
 
 import { byId, el, growWithText, icon, iconButton } from "./dom.js";
 import { formatBytes } from "./text.js";
@@ -40,7 +40,7 @@ export class Composer {
     this.#prompt.focus();
   }
 
-  /** Says whether an answer streams: the button then stops it. */
+  /** Sets whether an answer is streaming. While it is, the button stops the answer instead of sending a message. */
   setRunning(isRunning) {
     this.#isRunning = isRunning;
     this.#button.replaceChildren(icon(isRunning ? "stop" : "send"));
@@ -50,7 +50,7 @@ export class Composer {
   }
 
   #press(event) {
-    if (event.isComposing) return; // Enter confirms a word of an input method
+    if (event.isComposing) return; // in an input method, Enter confirms a word
     if (event.key === "Enter" && !event.shiftKey) {
       event.preventDefault();
       if (!this.#isRunning) this.#submit();

@@ -37,14 +37,14 @@ function titleOf(node) {
   return shorten(node.text, TITLE_LENGTH) || node.files?.[0]?.name || "Untitled";
 }
 
-/** Returns the messages from the first one to the node `id`, by default those of the shown branch. */
+/** Returns the messages from the first message to the node `id`. By default, returns the shown branch. */
 export function pathTo(conversation, id = conversation.leaf) {
   const path = [];
   for (let node = conversation.nodes[id]; node; node = conversation.nodes[node.parent]) path.push(node);
   return path.reverse();
 }
 
-/** Returns the alternatives to a node, itself included, the oldest first. */
+/** Returns all versions of a message, including `node` itself, oldest first. */
 export function siblings(conversation, node) {
   return children(conversation, node.parent);
 }
@@ -61,13 +61,13 @@ export function showBranch(conversation, node) {
   conversation.leaf = leaf.id;
 }
 
-/** Returns the messages that a request sends so that the model answers after the node `id`. */
+/** Returns the messages of a request whose answer follows the node `id`, in the format of OpenAI's API. */
 export function requestMessages(conversation, id, system) {
   const messages = pathTo(conversation, id).map((node) => ({ role: node.role, content: contentOf(node) }));
   return system ? [{ role: "system", content: system }, ...messages] : messages;
 }
 
-/** Returns the text of a message with its files in front, each in a fenced block below its name. */
+/** Returns the content of a message: each attached file as its name and a fenced block, then the text. */
 export function contentOf(node) {
   const files = (node.files ?? []).map(({ name, text }) => {
     const longest = Math.max(2, ...Array.from(text.matchAll(/`+/g), (match) => match[0].length));

@@ -6,7 +6,7 @@ import { visibleText } from "./text.js";
 
 const DAY = 24 * 60 * 60 * 1000;
 
-/** Shows the conversations, the newest first. */
+/** Shows all conversations, newest first. */
 export class ConversationList {
   #chat;
   #store;
@@ -14,7 +14,7 @@ export class ConversationList {
   #conversations = new Map(); // by id
   #renaming = null;
 
-  /** `onRemove(conversation)` is called after a conversation was deleted. */
+  /** Calls `onRemove(conversation)` after the user has deleted a conversation. */
   constructor(chat, store, onRemove) {
     this.#chat = chat;
     this.#store = store;
@@ -43,13 +43,13 @@ export class ConversationList {
     return this.#conversations.get(id);
   }
 
-  /** Returns all conversations, the newest first. */
+  /** Returns all conversations, newest first. */
   all() {
     return [...this.#conversations.values()].sort((a, b) => b.updated - a.updated);
   }
 
   #show() {
-    if (this.#renaming) return; // keeps the text field
+    if (this.#renaming) return; // a new list would replace the text field for the new title
     const groups = new Map();
     for (const conversation of this.all()) {
       const name = ageOf(conversation.updated);

@@ -40,12 +40,12 @@ export function iconButton(name, label, onclick) {
   return el("button", { type: "button", class: "icon-button", title: label, "aria-label": label, onclick }, icon(name));
 }
 
-/** Copies `text` to the clipboard. Resolves to whether that worked. */
+/** Copies `text` to the clipboard. Resolves to whether the browser allowed it. */
 export async function copyText(text) {
   if (navigator.clipboard) {
     return navigator.clipboard.writeText(text).then(() => true, () => false);
   }
-  // Over plain http from another machine, a browser has no `navigator.clipboard`.
+  // Browsers offer `navigator.clipboard` only over HTTPS and on localhost.
   const area = el("textarea", { class: "visually-hidden" });
   area.value = text;
   (document.querySelector("dialog[open]") ?? document.body).append(area);
@@ -55,7 +55,7 @@ export async function copyText(text) {
   return isCopied;
 }
 
-/** Creates a button that copies the result of `read` and confirms it for a moment. */
+/** Creates a button that copies the text that `read` returns, and then shows a confirmation for a moment. */
 export function copyButton(label, read) {
   const button = iconButton("copy", label, async () => {
     const isCopied = await copyText(read());

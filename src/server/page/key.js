@@ -1,13 +1,13 @@
-// Asks for the key if the server has one.
+// Asks the user for the API key if the server requires one.
 
 import { byId } from "./dom.js";
 import { loadKey, saveKey } from "./store.js";
 
 let question = null; // the promise of the open dialog
 
-/** Asks for a key. Resolves to whether there is another one than the `refused` key (null if the request had none). */
+/** Asks for a key. Resolves to whether there is a new key. `refused` is the key of the failed request, or null. */
 export function askForKey(refused = null) {
-  if (loadKey() !== refused) return Promise.resolve(true); // another request has asked meanwhile
+  if (loadKey() !== refused) return Promise.resolve(true); // the user has entered a key since the request
   question ??= ask(refused).finally(() => {
     question = null;
   });

@@ -16,13 +16,13 @@ export class MarkdownView {
   #text = "";
   #start = 0; // where the last block starts
   #open = []; // the elements of the last block and of blocks whose first line is not complete
-  #code = null; // shows the last block if that is code
+  #code = null; // the view of the last block, if it is a block of code
 
   constructor(element) {
     this.#element = element;
   }
 
-  /** Shows `text`, which must start with the text shown before. `isComplete` says that no more will follow. */
+  /** Shows `text`, which must start with the text of the last update. `isComplete` is true for the last update. */
   update(text, isComplete) {
     this.#text = text.replaceAll("\r", ""); // "\r\n" would otherwise split between two updates
     const lines = this.#text.slice(this.#start).split("\n");
@@ -66,12 +66,12 @@ class CodeView {
     this.update(text);
   }
 
-  /** Whether `update` can show this block. The language changes while its line arrives. */
+  /** Returns whether `update` can show this block. It cannot if the language has changed, as while its line arrives. */
   canShow(block) {
     return block.type === "code" && block.language === this.#language;
   }
 
-  /** Shows `text`. In chunks of lines, so that the browser lays out only the last chunk when text arrives. */
+  /** Shows `text` in chunks of lines, so that the browser lays out only the last chunk when more text arrives. */
   update(text) {
     if (!text.startsWith(this.#text)) {
       this.#code.replaceChildren();
@@ -118,7 +118,10 @@ function inline(tag, text, properties = {}) {
   return withDirection(element);
 }
 
-/** Lets the first letter decide the direction. Set last, because Chromium computes it again for each node it adds. */
+/**
+ * Sets the direction of the text from its first letter. Call it after adding all children, because Chromium computes
+ * the direction again for each child.
+ */
 function withDirection(element) {
   element.dir = "auto";
   return element;

@@ -1,7 +1,7 @@
 // The block structure of Markdown: CommonMark with tables and task lists of GitHub, without HTML and link definitions.
 //
 // The parser reads line by line and never changes a block after a later one has started. MarkdownView relies on this.
-// Every pattern here takes linear time, because the text is hostile.
+// The text can be hostile, so every pattern here takes linear time.
 
 const MAX_DEPTH = 12;
 const MAX_COLUMNS = 64;
@@ -57,7 +57,7 @@ function isBlank(line) {
   return line.trim() === "";
 }
 
-/** The columns of white space before the text; a tab ends at a multiple of four. */
+/** Returns the number of columns of white space before the text. A tab ends at a multiple of four. */
 function indentation(line) {
   let columns = 0;
   for (const character of line) {
@@ -143,7 +143,7 @@ function isMathStart(text) {
   return text.startsWith("\\[") || text.startsWith("$$");
 }
 
-/** Parses display math, which ends at its closing marks. Without them, the lines up to a blank one are a paragraph. */
+/** Parses display math up to its closing marks. Without these, the lines up to a blank line become a paragraph. */
 function parseMath(lines, at) {
   const opening = lines[at].trim().slice(0, 2);
   const closing = opening === "$$" ? "$$" : "\\]";
@@ -158,7 +158,7 @@ function parseMath(lines, at) {
   return [{ type: "paragraph", text: paragraphText(lines, at, end) }, end];
 }
 
-/** Whether a line ends the paragraph before it. */
+/** Returns whether a line starts a block that ends the paragraph before it. */
 function isInterruption(line) {
   if (indentation(line) >= 4) return false;
   const text = line.trim();
@@ -184,7 +184,7 @@ function parseQuote(lines, at, depth) {
   return [{ type: "quote", blocks: parseBlocks(inner, depth + 1) }, end];
 }
 
-/** Whether a line can be part of a paragraph that the next line continues. */
+/** Returns whether a line can be part of a paragraph that continues on the next line. */
 function isParagraphLine(line) {
   return !isBlank(line) && !openingFence(line) && !isHeading(line.trim()) && !isRule(line.trim());
 }
@@ -245,7 +245,7 @@ function itemLines(lines, at, marker) {
       continue;
     }
     const indent = indentation(line);
-    // Models often indent a nested list by two columns where CommonMark asks for three.
+    // Below `1.`, CommonMark requires a nested list to be indented by three columns, but models often use two.
     const isNested = indent >= marker.content || (indent >= marker.indent + 2 && !fence && listMarker(line) !== null);
     if (!isNested && (fence || !isParagraphLine(inner.at(-1)) || isInterruption(line) || listMarker(line))) break;
     const content = removeColumns(line, marker.content);

@@ -122,7 +122,7 @@ class Scanner {
     }
   }
 
-  /** Takes math as it is written, so that its underscores and backslashes stay. Returns whether it ends at `closing`. */
+  /** Takes math verbatim, including underscores and backslashes. Returns false if `closing` does not follow. */
   #math(closing) {
     const end = this.#missing.has(closing) ? -1 : this.#source.indexOf(closing, this.#at + 2);
     if (end < 0) {
@@ -193,7 +193,7 @@ class Scanner {
     if (!bracket.isImage) this.#brackets = this.#brackets.filter((other) => other.isImage); // a link contains no link
   }
 
-  /** Takes `(address "title")`. Returns the address, or null. */
+  /** Takes the `(address "title")` of a link. Returns the address, or null if the text has another form. */
   #destination() {
     const match = this.#match(DESTINATION);
     if (!match) return null;
@@ -249,7 +249,7 @@ class Scanner {
   }
 }
 
-/** Maps the length of a run of backticks to the places of these runs, the last one first. */
+/** Returns a map from each length of a run of backticks to the positions of these runs, last first. */
 function backtickRuns(source) {
   const runs = new Map();
   for (const match of source.matchAll(/`+/g)) {
@@ -282,7 +282,7 @@ function isPunctuation(character) {
   return /[\p{P}\p{S}]/u.test(character);
 }
 
-/** Removes punctuation that ends the sentence around an address, and a closing parenthesis without an opening one. */
+/** Removes what belongs to the sentence around an address: final punctuation, and an unmatched closing parenthesis. */
 function trimAddress(address) {
   let open = 0;
   for (const character of address) open += character === "(" ? 1 : character === ")" ? -1 : 0;
@@ -306,7 +306,7 @@ function entityText([, decimal, hexadecimal, name]) {
 /** Finds the pairs among the delimiters from index `from` on, as CommonMark's "process emphasis" does. */
 function pairDelimiters(tokens, from) {
   const open = [];
-  const bottoms = new Map(); // below this length of `open` there is no opener for such a closer
+  const bottoms = new Map(); // for each kind of closer, the index in `open` below which no opener matches
   for (let at = from; at < tokens.length; at += 1) {
     const closer = tokens[at];
     if (closer.type !== "delimiter") continue;
@@ -327,7 +327,7 @@ function pairDelimiters(tokens, from) {
     if (closer.canOpen && closer.length > 0) open.push(closer);
   }
   for (let at = from; at < tokens.length; at += 1) {
-    if (tokens[at].type === "delimiter") tokens[at].type = "marks"; // not to be paired again around a link
+    if (tokens[at].type === "delimiter") tokens[at].type = "marks"; // must not pair with marks outside of the link
   }
 }
 
@@ -350,7 +350,7 @@ function pair(opener, closer) {
   closer.closes.push(element);
 }
 
-/** Creates the nodes for the tokens. Elements that are nested too deep are left out, their text stays. */
+/** Creates the nodes for the tokens. Beyond the maximum depth, adds only the text of elements. */
 function emit(parent, tokens) {
   const stack = [parent];
   const finish = []; // one function for each open element
@@ -420,7 +420,7 @@ function finishLink(node, address) {
   }
 }
 
-/** Whether `text` is this address in ASCII, so that no letter can pass for another one. */
+/** Returns whether `text` is this address in ASCII. Other letters could look like ASCII and hide the real address. */
 function isAddressOf(text, url) {
   return /^[!-~]+$/.test(text) && URL.canParse(text) && new URL(text).href === url.href;
 }

@@ -5,8 +5,8 @@ import { announce, byId, copyButton, el, growWithText, icon, iconButton } from "
 import { MarkdownView } from "./markdown.js";
 import { formatBytes, formatCount, formatDuration, formatNumber, formatSeconds, visibleText } from "./text.js";
 
-const MAX_RENDER_SHARE = 0.2; // of the time while an answer streams
-const BOTTOM = 40; // pixels from the end that count as the end
+const MAX_RENDER_SHARE = 0.2; // the share of the time that rendering may take while an answer streams
+const BOTTOM = 40; // the distance from the end, in pixels, that still counts as the end
 
 /** Shows the messages of a `Chat` and keeps the end in sight while an answer streams, unless the reader scrolls up. */
 export class MessagesView {
@@ -31,7 +31,7 @@ export class MessagesView {
     chat.addEventListener("progress", () => this.#schedule());
     this.#scroller.addEventListener("scroll", () => this.#noticeScroll(), { passive: true });
     byId("jump").addEventListener("click", () => this.scrollToEnd());
-    // Images never load, but fonts, the window and opened thoughts change the height of the messages.
+    // The height of the messages changes when a font loads, the window is resized or thoughts are opened.
     new ResizeObserver(() => this.#isAtEnd && this.scrollToEnd()).observe(byId("messages"));
   }
 
@@ -97,7 +97,7 @@ export class MessagesView {
 
   #noticeScroll() {
     const { scrollTop, scrollHeight, clientHeight } = this.#scroller;
-    // Text that arrived since the last frame also moves the end away. Only the reader scrolls up.
+    // New text also increases the distance from the end. Only a smaller `scrollTop` shows that the reader scrolled up.
     if (scrollHeight - scrollTop - clientHeight < BOTTOM) this.#isAtEnd = true;
     else if (scrollTop < this.#lastTop) this.#isAtEnd = false;
     this.#lastTop = scrollTop;
@@ -227,7 +227,7 @@ class AnswerView {
   }
 }
 
-/** The reasoning before an answer, folded. */
+/** The reasoning before an answer. It is collapsed until the reader opens it. */
 class ThoughtsView {
   #summary = el("summary");
   #text = el("div", { class: "thoughts-text", dir: "auto" });
@@ -247,7 +247,7 @@ class ThoughtsView {
     }
     const time = formatDuration(thinkingSeconds ?? 0);
     this.#summary.textContent = isThinking ? `Thinking, ${time}` : `Thought for ${time}`;
-    // A character outside of the first plane must not arrive in two halves, or `visibleText` could not recognize it.
+    // Wait for the second half of a surrogate pair, because `visibleText` recognizes only whole characters.
     const end = isRunning && /[\ud800-\udbff]$/.test(reasoning) ? reasoning.length - 1 : reasoning.length;
     this.#text.append(visibleText(reasoning.slice(this.#shown, end)));
     this.#shown = end;

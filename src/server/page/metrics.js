@@ -27,7 +27,7 @@ export function total(metrics, name) {
   return metrics.get(name)?.reduce((sum, { value }) => sum + value, 0);
 }
 
-/** Returns a histogram as a map from the upper bound of each bucket to the count up to it, in the order of the bounds. */
+/** Returns a histogram as a map from the upper bound of each bucket to its cumulative count, in ascending order. */
 export function histogram(metrics, name) {
   const buckets = new Map();
   for (const { labels, value } of metrics.get(`${name}_bucket`) ?? []) {

@@ -15,7 +15,7 @@ export class Search {
   #results = [];
   #selected = 0;
 
-  /** `list` has the conversations, `commands` are `[{ name, icon, run }]`. */
+  /** Searches in the conversations of `list` and in `commands`, which are `[{ name, icon, run }]`. */
   constructor(list, commands, openConversation) {
     this.#list = list;
     this.#commands = commands;

@@ -6,7 +6,7 @@ import { formatCount, formatNumber, formatSeconds } from "./text.js";
 
 const PREFIX = "inferno_";
 const INTERVAL = 1000;
-const SAMPLES = 61; // one minute and the state before it
+const SAMPLES = 61; // a minute of samples, plus the one before it for the first rate
 const CHART = { width: 240, height: 40 };
 
 /** The panel. `api` reads the metrics. */
@@ -14,7 +14,7 @@ export class ServerView {
   #api;
   #panel = byId("server");
   #toggle = byId("toggle-server");
-  #samples = []; // the states of the last minute, the newest last
+  #samples = []; // the metrics of the last minute, newest last
   #timer = null;
   #note = el("p", { class: "note", role: "status" });
   #rows = new Map(); // the name of a row → its value
@@ -55,7 +55,7 @@ export class ServerView {
     );
   }
 
-  /** A large number with its course over the last minute, and rows with further values. */
+  /** Creates a card: a large number, a chart of its values over the last minute, and rows with other values. */
   #card(title, name, unit, rows) {
     const value = el("strong", {}, "–");
     const line = svg("path", { class: "line" });
@@ -128,12 +128,12 @@ export class ServerView {
     return this.#samples.map(({ metrics }) => total(metrics, name));
   }
 
-  /** The increase of a counter a second, between each two samples. */
+  /** Returns the increase of a counter per second, between each sample and the next. */
   #rates(name) {
     return this.#samples.slice(1).map(({ time, metrics }, index) => {
       const before = this.#samples[index];
       const increase = total(metrics, name) - total(before.metrics, name);
-      return Math.max(0, (increase * 1000) / (time - before.time)); // a counter starts again with the server
+      return Math.max(0, (increase * 1000) / (time - before.time)); // counters start at 0 again after a restart of the server
     });
   }
 

@@ -8,7 +8,7 @@ import { forgetKey, loadKey, saveSettings } from "./store.js";
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const TEXTS = ["system", "reasoning_effort", "theme"];
 
-/** Connects the dialog with the `settings` object, which it changes, and with the conversations in `store`. */
+/** Sets up the dialog. It changes the object `settings`, and exports and imports the conversations in `store`. */
 export function initSettings(settings, store, onImport) {
   const dialog = byId("settings");
   const { elements } = dialog.querySelector("form");

@@ -1,4 +1,5 @@
-// What the browser keeps: conversations in IndexedDB, settings in localStorage, the key in sessionStorage.
+// The data that the browser keeps: conversations in IndexedDB, settings in localStorage, and the key in sessionStorage
+// or, if the user wants it remembered, in localStorage.
 
 const DATABASE = "inferno";
 const CONVERSATIONS = "conversations";
@@ -22,7 +23,7 @@ export class ConversationStore {
     return database !== null;
   }
 
-  /** Returns all conversations, the newest first. */
+  /** Returns all conversations, newest first. */
   async all() {
     const all = (await this.#run("readonly", (store) => store.getAll())) ?? [...this.#memory.values()];
     return all.sort((a, b) => b.updated - a.updated);
@@ -44,7 +45,7 @@ export class ConversationStore {
 
   /** Resolves to the result of an operation, or to undefined if there is no database. */
   async #run(mode, operation) {
-    const database = await this.#database; // operations wait until it is open
+    const database = await this.#database; // waits until the database is open
     if (!database) return undefined;
     return new Promise((resolve, reject) => {
       const transaction = database.transaction(CONVERSATIONS, mode);
@@ -91,7 +92,7 @@ export function loadKey() {
   return sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY);
 }
 
-/** Saves the key until the tab closes, or with `isRemembered` until someone forgets it. */
+/** Saves the key until the tab closes or, if `isRemembered`, until the user deletes it. */
 export function saveKey(key, isRemembered) {
   forgetKey();
   (isRemembered ? localStorage : sessionStorage).setItem(KEY, key);

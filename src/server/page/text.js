@@ -42,7 +42,7 @@ export function formatCount(count) {
   return INTEGER.format(count);
 }
 
-/** Formats a rate or another positive number with two or three significant digits: 0.42, 9.3, 148, 9,150. */
+/** Formats a rate or another positive number with at most two decimals: 0.42, 9.3, 148, 9,150. */
 export function formatNumber(value) {
   if (value >= 100) return INTEGER.format(value);
   return value >= 10 ? value.toFixed(0) : value.toFixed(value >= 1 || value === 0 ? 1 : 2);
@@ -57,7 +57,7 @@ export function formatSeconds(seconds) {
   return `${Math.floor(whole / 60)} min ${whole % 60} s`;
 }
 
-/** Formats how long something took that people notice: "0.2 s", "12.5 s", "2 min 5 s". */
+/** Formats a duration without milliseconds: "0.2 s", "12.5 s", "2 min 5 s". */
 export function formatDuration(seconds) {
   return seconds < 1 ? `${seconds.toFixed(1)} s` : formatSeconds(seconds);
 }

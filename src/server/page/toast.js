@@ -1,4 +1,4 @@
-// A message at the bottom of the page that goes away after a few seconds.
+// A message at the bottom of the page that disappears after a few seconds.
 
 import { byId, el } from "./dom.js";
 
@@ -6,7 +6,7 @@ const TIME = 8000;
 
 let timer = null;
 
-/** Shows a message, with a button that calls `run` if `label` is given. */
+/** Shows a message. If `label` is given, adds a button that calls `run`. */
 export function showToast(message, label = null, run = null) {
   const toast = byId("toast");
   const hide = () => {

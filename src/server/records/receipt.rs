@@ -122,7 +122,7 @@ impl Receipt {
         }
     }
 
-    /// Returns whether the receipt belongs to a record, given the bytes of its JSON.
+    /// Returns whether the receipt belongs to a record. `record` is the exact JSON of the record.
     pub fn is_of(&self, record: &[u8]) -> bool {
         sha256([record]) == self.record_sha256
     }

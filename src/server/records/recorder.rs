@@ -21,7 +21,7 @@ use crate::server::ids;
 /// The maximum number of records that wait to be written.
 const MAX_WAITING: usize = 256;
 
-/// Keeps the most recent records.
+/// Keeps the most recent records in memory and, if there is a folder, writes all records to it.
 pub struct Recorder {
     /// The maximum memory for records, in bytes.
     limit: usize,

@@ -12,7 +12,7 @@ pub trait EventSink {
     fn send(&mut self, name: &'static str, event: Event<'_>);
 }
 
-/// Drops events. A response that is not streamed has no events.
+/// Discards all events. Used for responses that are not streamed.
 pub struct NoEvents;
 
 impl EventSink for NoEvents {
@@ -42,7 +42,7 @@ struct NumberedEvent<'a> {
     event: Event<'a>,
 }
 
-/// The content of an event.
+/// The fields of an event, except its name and number.
 #[derive(Serialize)]
 #[serde(untagged)]
 pub enum Event<'a> {
@@ -56,7 +56,7 @@ pub enum Event<'a> {
         place: Place<'a>,
         part: Part<'a>,
     },
-    /// More text.
+    /// The next piece of a text or of the arguments of a call.
     Delta {
         #[serde(flatten)]
         place: Place<'a>,

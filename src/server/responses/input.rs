@@ -15,7 +15,7 @@ use crate::server::http::error::ApiError;
 /// The maximum length, in bytes, of an id that a client chose.
 const MAX_ID: usize = 128;
 
-/// The input of a request.
+/// The conversation that a request asks the model to continue.
 pub struct Input {
     /// The conversation up to the end of the previous response.
     pub earlier: Vec<Arc<Item>>,

@@ -10,8 +10,9 @@ use crate::server::ids;
 /// The prefix of `encrypted_content`. It distinguishes inferno's reasoning from the reasoning of other services.
 const REASONING_PREFIX: &str = "inferno-";
 
-/// The estimated memory in bytes of an item and of a log probability, each without its text.
+/// The estimated memory of an item without its text, in bytes.
 const ITEM_BYTES: usize = 512;
+/// The estimated memory of a log probability without its text, in bytes.
 const LOGPROB_BYTES: usize = 128;
 
 /// An item of the input or the output of a response.

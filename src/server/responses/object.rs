@@ -11,8 +11,9 @@ use crate::server::generation::usage::Usage;
 use crate::server::http::error::ApiError;
 use crate::server::ids;
 
-/// The estimated memory in bytes of a JSON value and of a response, each without its text.
+/// The estimated memory of a JSON value without its text, in bytes.
 const VALUE_BYTES: usize = 96;
+/// The estimated memory of a response without its items, texts and JSON values, in bytes.
 const OBJECT_BYTES: usize = 2048;
 
 /// A response, with the same fields in the same order as in OpenAI's API.
@@ -143,7 +144,7 @@ impl ResponseObject {
         });
     }
 
-    /// Sets the status and the fields that depend only on the status.
+    /// Sets the status, and from it `completed_at` and `incomplete_details`.
     pub fn set_status(&mut self, status: ResponseStatus) {
         self.status = status;
         self.completed_at = (status == ResponseStatus::Completed).then(now);

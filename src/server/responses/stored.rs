@@ -14,8 +14,9 @@ use crate::server::client::Client;
 use crate::server::http::body::json_response;
 use crate::server::http::error::ApiError;
 
-/// The default and the maximum number of listed items.
+/// The number of items to list if the request has no `limit`.
 const DEFAULT_LIMIT: usize = 20;
+/// The maximum value of `limit`.
 const MAX_LIMIT: usize = 100;
 
 /// Returns a response that is stored or still in progress.

@@ -11,7 +11,7 @@ use crate::server::http::error::ApiError;
 /// The keys of a function in `tools`, in the order in which the response repeats them.
 const FUNCTION_KEYS: [&str; 4] = ["name", "description", "parameters", "strict"];
 
-/// The tools of a request.
+/// The tools of a request, for the prompt and for the response, which repeats them.
 pub struct Tools {
     /// The functions that the model may or must call.
     pub functions: chat::Tools,
