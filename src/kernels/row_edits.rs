@@ -148,7 +148,7 @@ pub fn edit_rows(
     unsafe { launch.enqueue(device) }
 }
 
-/// Returns the words that describe the edits to the kernel, in the order that `row_edits.cu` lists.
+/// Encodes the edits as u32 words for the kernel, in the layout of `description` in `row_edits.cu`.
 #[cfg(feature = "cuda")]
 fn description(rows: &[EditedRow], vocab: usize) -> Vec<u32> {
     let mut words = vec![0; rows.len() * ROW_EDITS_WORDS];

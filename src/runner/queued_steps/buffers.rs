@@ -20,8 +20,8 @@ use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
 /// The maximum number of steps whose tokens the host has not taken: a running step, and a step that waits for it.
 const DEPTH: usize = 2;
 
-/// The number of steps that have their own words in host memory. A step reads its words until it ends, and step n is
-/// queued only after step n - `DEPTH` has ended.
+/// The number of steps that have their own words in host memory. A step reads its words until it ends. Step n is queued
+/// only after step n - `DEPTH` has ended, so `DEPTH` slots would be enough. The other slots are a margin.
 const SLOTS: usize = 2 * DEPTH;
 
 /// The number of words in host memory for the inputs of a step.
