@@ -21,7 +21,8 @@ pub enum Mlp {
     ClampedMoe(ClampedMoe),
 }
 
-/// How many experts a token uses, and how large an expert is, in one layer or in a whole model.
+/// The experts per token and the bytes of one expert, in one layer or in a whole model. For a model, `per_token` is the
+/// maximum over its layers, and `bytes` is the sum of one expert from each layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExpertCost {
     /// The number of experts that each token uses per layer.

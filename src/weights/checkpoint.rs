@@ -170,7 +170,7 @@ impl Checkpoint {
     }
 }
 
-/// Returns the number of columns in a unit of this format. Floats, which have no format here, have units of one column.
+/// Returns [`WeightFormat::column_unit`], or 1 for `None`: float weights can be divided between any columns.
 fn unit_of(format: Option<WeightFormat>) -> usize {
     format.map_or(1, WeightFormat::column_unit)
 }

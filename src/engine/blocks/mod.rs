@@ -29,7 +29,7 @@ const CHECKPOINT_TOKENS: usize = 1024;
 #[derive(Clone, Debug, Default)]
 pub struct BlockHashes {
     /// The hash of the cache salt and the prompt parts, or 0 if the sequence has neither. Every block hash includes it,
-    /// so sequences with another salt or other parts share no cached block.
+    /// so two sequences share cached blocks only if they have the same salt and the same size of parts.
     salt: u128,
     /// If set, the cached prefix that the sequence reuses consists of whole parts.
     prompt_parts: Option<PromptParts>,

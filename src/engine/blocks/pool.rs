@@ -9,16 +9,17 @@ pub type BlockId = u32;
 /// A block that no sequence owns. Unused table entries refer to it, and no result depends on its contents.
 pub const SCRATCH_BLOCK: BlockId = 0;
 
-/// The tokens of one full block, and the hash of the tokens before it.
+/// The tokens of one full block, and the hash of everything before it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockContent {
     pub key: BlockKey,
-    /// The hash of all tokens before the block.
+    /// The hash of the salt and of all tokens before the block.
     pub parent: u128,
     pub tokens: Box<[u32]>,
 }
 
-/// The key of a cached block: its group of layers, and the hash of all tokens up to the end of the block.
+/// The key of a cached block: its group of layers, and the hash of the salt and of all tokens up to the end
+/// of the block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockKey {
     pub group: usize,

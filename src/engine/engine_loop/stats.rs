@@ -127,7 +127,8 @@ impl Counters {
         }
     }
 
-    /// Takes the recorded times from the cancellation of a request to its end, in seconds.
+    /// Removes and returns the recorded cancel latencies: the seconds between a client's cancellation and the end of its
+    /// request.
     pub fn take_cancel_times(&self) -> Vec<f64> {
         std::mem::take(&mut *self.cancel_times.lock().unwrap_or_else(PoisonError::into_inner))
     }

@@ -41,7 +41,8 @@ pub enum Transform {
     Mxfp4Scales,
 }
 
-/// Returns the dtype that [`TensorInfo`] reports for this GGUF type: F32 for all quantized types.
+/// Returns the dtype that [`TensorInfo`] reports for a tensor of this GGUF type. For quantized types, this is F32, the
+/// type that their values are dequantized to. MXFP4 experts are split into U8 tensors instead.
 pub fn default_dtype(ggml_type: GgmlType) -> Dtype {
     match ggml_type {
         GgmlType::F16 => Dtype::F16,
