@@ -186,7 +186,7 @@ pub fn info(_: &Device) -> Result<DeviceInfo> {
     Ok(DeviceInfo::cpu())
 }
 
-/// Returns [`info`]. A build without the feature `cuda` has no GPU memory to release.
+/// Returns [`info()`]. A build without the feature `cuda` has no GPU memory to release.
 #[cfg(not(feature = "cuda"))]
 pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
     info(device)

@@ -2,7 +2,7 @@
 //! grammar.
 //!
 //! - [`GrammarCompiler`] compiles grammars for a vocabulary, with llguidance. Each engine has one, built on first use.
-//! - [`Plan`] describes the whole answer to a request: messages, reasoning, tool calls, and where a grammar applies.
+//! - [`plan::Plan`] describes the whole answer to a request: messages, reasoning, tool calls, and where a grammar applies.
 //!   `harmony` and `tagged` create the plan for a chat format.
 //! - [`ConstraintState`] is the position of one sequence in its plan. It computes the tokens that may come next.
 //!

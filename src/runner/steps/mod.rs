@@ -1,4 +1,4 @@
-//! The methods of [`Runner`](super::Runner) that run steps.
+//! The methods of [`Runner`] that run steps.
 //!
 //! - `run`: `Runner::step`, which waits for the tokens of the step
 //! - `run_on_gpu`: the parts of `Runner::step` that run only on a GPU, as CUDA graphs
