@@ -3,7 +3,7 @@
 //! - `run`: `Runner::step`, which waits for the tokens of the step
 //! - `run_on_gpu`: the parts of `Runner::step` that run only on a GPU, as CUDA graphs
 //! - `queue`: `Runner::queue` and `Runner::take`, which let the host plan a step while the device runs the previous
-//! step
+//!   step
 //! - `queue_on_gpu`, `queue_on_cpu`: `Runner::queue` on each device
 
 mod queue;
