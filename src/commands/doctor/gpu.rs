@@ -45,7 +45,10 @@ pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
             driver = Some(format!("{name}, CUDA up to {}", facts.cuda_version));
         }
         let finding = match device::info(&device) {
-            Ok(info) => gpu(ordinal, &info, device::built_compute_capability()),
+            Ok(info) => {
+                let is_native = info.compute_capability.is_some_and(device::has_machine_code);
+                gpu(ordinal, &info, device::built_compute_capability(), is_native)
+            }
             Err(error) => Finding::fail("GPU", one_line(&error), "nvidia-smi"),
         };
         let usable = finding.status != Status::Fail;
@@ -75,7 +78,9 @@ fn no_gpu(error: &anyhow::Error, seen: Option<String>) -> Finding {
 }
 
 /// Checks that this build's kernels can run on the GPU and that at least half of the GPU memory is free.
-fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>) -> Finding {
+/// `built` is the lowest compute capability that the kernels run on. `is_native` tells whether the build contains machine
+/// code for this GPU.
+fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>, is_native: bool) -> Finding {
     let what = format!("{ordinal}: {info}");
     let (Some(built), Some(found)) = (built, info.compute_capability) else { return Finding::pass("GPU", what) };
     let rebuild = format!("CUDA_COMPUTE_CAP={}{} cargo install --locked --path . --features cuda", found.0, found.1);
@@ -91,7 +96,7 @@ fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>) -> Finding 
             rebuild,
         );
     }
-    if found.0 > built.0 && !device::has_machine_code(found) {
+    if found.0 > built.0 && !is_native {
         // The build has no machine code for this GPU, so the driver compiles the PTX of the kernels at startup.
         let what = format!(
             "{what}: this build is for compute capability {}, so models start and run more slowly",
@@ -158,12 +163,16 @@ mod tests {
 
     #[test]
     fn gpu_is_checked_against_the_builds_compute_capability() {
-        let check = |found, built, free_bytes| {
+        // A release build also contains machine code for later GPUs than the lowest that it supports.
+        let check_with = |found, built, natives: &[(u32, u32)], free_bytes| {
             let info = DeviceInfo { name: "X".into(), compute_capability: Some(found), free_bytes, total_bytes: 100 };
-            let finding = gpu(0, &info, Some(built));
+            let finding = gpu(0, &info, Some(built), found == built || natives.contains(&found));
             assert_eq!(finding.next.is_none(), finding.status == Status::Pass);
             (finding.status, finding.next.unwrap_or_default())
         };
+        let check = |found, built, free_bytes| check_with(found, built, &[], free_bytes);
+        assert_eq!(check_with((9, 0), (8, 0), &[(8, 6), (9, 0)], 90).0, Status::Pass);
+        assert_eq!(check_with((12, 0), (8, 0), &[(8, 6), (9, 0)], 90).0, Status::Warn);
         assert_eq!(check((9, 0), (9, 0), 90).0, Status::Pass);
         assert_eq!(check((8, 9), (8, 0), 90).0, Status::Pass);
         assert_eq!(check((9, 0), (9, 0), 10).0, Status::Warn);

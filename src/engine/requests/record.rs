@@ -101,8 +101,8 @@ impl Record {
             [Some(&self.id), Some(&self.created), Some(&self.model), self.revision.as_ref(), self.error.as_ref()];
         let texts = texts.into_iter().flatten().map(|text| ALLOCATION_BYTES + text.capacity()).sum::<usize>();
         let requests = self.requests.iter().map(RecordedRequest::heap_bytes).sum::<usize>();
-        let spare = self.requests.capacity() * size_of::<RecordedRequest>();
-        size_of::<Self>() + texts + self.engine.heap_bytes() + spare + requests
+        let entries = ALLOCATION_BYTES + self.requests.capacity() * size_of::<RecordedRequest>();
+        size_of::<Self>() + texts + self.engine.heap_bytes() + entries + requests
     }
 
     /// Fails if this build cannot read the version of the record.
