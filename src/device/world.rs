@@ -479,14 +479,14 @@ mod tests {
 
     #[test]
     fn a_rank_that_does_not_answer_ends_the_world_with_its_name() {
-        let limit = Duration::from_millis(300);
+        let limit = Duration::from_secs(1);
         let value = || Arc::new(());
         let ends = on_threads(3, |world| {
             let meeting = world.meeting.clone().unwrap();
             if world.rank() == 1 {
                 // The others wait longer than their limit while this rank makes progress.
                 for _ in 0..20 {
-                    std::thread::sleep(limit / 6);
+                    std::thread::sleep(limit / 10);
                     world.tick();
                 }
                 meeting.exchange(1, value(), limit).unwrap();

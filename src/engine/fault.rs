@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 
 use crate::runner::RankFault;
 
-/// What goes wrong in the next step.
+/// What goes wrong, usually in the next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The step fails. Later steps work.
@@ -16,8 +16,8 @@ pub enum Fault {
     Device,
     /// The engine thread panics.
     Panic,
-    /// A rank fails: the first rank in its next pass, and any other rank at once.
-    Rank { rank: usize, fault: RankFault },
+    /// A rank fails at a planned step: the first rank in its next pass, and any other rank at once.
+    Rank(PlannedFault),
 }
 
 impl Fault {
@@ -27,7 +27,7 @@ impl Fault {
             Fault::Step => bail!("injected fault of a step"),
             Fault::Device => bail!("injected fault of the device"),
             Fault::Panic => panic!("injected panic of the engine thread"),
-            Fault::Rank { .. } => Ok(()),
+            Fault::Rank(_) => Ok(()),
         }
     }
 }
@@ -45,7 +45,7 @@ pub struct PlannedFault {
 pub enum FaultTime {
     /// Before the rank loads its part of the model.
     Load,
-    /// Before this step. Before step 0, the engine is idle.
+    /// Before this step, or at once if a later step has begun. Before step 0, the engine is idle.
     Step(u64),
 }
 

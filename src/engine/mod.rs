@@ -51,7 +51,7 @@ pub use constraint::{Constraint, Grammar, GrammarKind, ToolGrammar};
 pub use engine_loop::EngineStats;
 pub(crate) use engine_loop::{EngineHistograms, HistogramStats};
 #[doc(hidden)]
-pub use fault::Fault;
+pub use fault::{Fault, FaultTime, PlannedFault};
 pub use handle::{Divergence, EngineHandle, MAX_LOGPROBS, ReplayedToken, RequestPreview};
 pub use loading::{LoadOptions, LoadTimes, MemoryLimit, ModelInfo, memory};
 pub use requests::{

@@ -107,7 +107,7 @@ pub struct EngineLoop {
     queued_step: Option<QueuedWork>,
     /// The fault that a test injected into the next step.
     fault: Option<Fault>,
-    /// The fault that the environment plans for a later step.
+    /// The fault of a rank that the environment or a test plans for a later step.
     planned_fault: Option<PlannedFault>,
     /// Whether the device stopped working, so that every later step would fail.
     is_device_broken: bool,
@@ -144,7 +144,7 @@ impl EngineLoop {
     ///
     /// Unfinished requests then fail, because their channels close.
     pub fn run(mut self) {
-        self.strike_planned_fault(0);
+        self.strike_planned_fault();
         // A rank may fail while the loop waits for commands.
         while !self.has_failed() && self.receive_commands() && !self.has_failed() {
             self.counters.heartbeat.begin_step();
@@ -166,7 +166,7 @@ impl EngineLoop {
                 continue;
             }
             stats::add(&self.counters.steps, 1);
-            self.strike_planned_fault(self.counters.steps.load(Ordering::Relaxed));
+            self.strike_planned_fault();
             self.run_plan(plan);
         }
         self.outbox.flush();
@@ -203,7 +203,10 @@ impl EngineLoop {
                     call(&self.runner, self.scheduler.blocks_mut());
                 }
                 Ok(Command::Inspect(call)) => self.inspections.push(call),
-                Ok(Command::Fail(Fault::Rank { rank, fault })) => self.runner.inject(rank, fault),
+                Ok(Command::Fail(Fault::Rank(planned))) => {
+                    self.planned_fault = Some(planned);
+                    self.strike_planned_fault();
+                }
                 Ok(Command::Fail(fault)) => self.fault = Some(fault),
                 Ok(Command::Drain) => self.is_draining = true,
                 Ok(Command::Run(call)) => self.jobs.push_back(Job::Call(call)),
@@ -236,9 +239,10 @@ impl EngineLoop {
         self.is_device_broken || self.runner.has_failed_rank()
     }
 
-    /// Lets a rank fail if a fault is planned for step `step`.
-    fn strike_planned_fault(&mut self, step: u64) {
-        let is_due = |planned: &mut PlannedFault| planned.time == FaultTime::Step(step);
+    /// Lets a rank fail if a fault is planned for the current step or an earlier one.
+    fn strike_planned_fault(&mut self) {
+        let steps = self.counters.steps.load(Ordering::Relaxed);
+        let is_due = |planned: &mut PlannedFault| matches!(planned.time, FaultTime::Step(step) if step <= steps);
         if let Some(PlannedFault { rank, fault, .. }) = self.planned_fault.take_if(is_due) {
             self.runner.inject(rank, fault);
         }

@@ -198,7 +198,7 @@ mod tests {
         };
         let started = Instant::now();
         let error = load_all(worlds.next().unwrap(), worlds.collect(), |world| world, run, run).unwrap_err();
-        assert!(started.elapsed() < Duration::from_secs(6));
+        assert!(started.elapsed() < Duration::from_secs(45));
         error
     }
 

@@ -50,7 +50,7 @@ fn download_of_sixty_thousand_files_starts_at_once() {
     assert_eq!(line, "60000 files, 60.0 MB\n");
     println!("the first line of output arrived after {elapsed:.1?}");
     // On an idle machine, the command takes less than 2 s. Allow more, because other tests use the CPU too.
-    assert!(elapsed < Duration::from_secs(8), "{elapsed:?}");
+    assert!(elapsed < Duration::from_secs(30), "{elapsed:?}");
 }
 
 #[test]

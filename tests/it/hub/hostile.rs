@@ -366,9 +366,9 @@ fn redirects_never_take_the_token_to_another_host() {
 #[test]
 fn download_ends_without_waiting_for_the_end_of_the_body() {
     let start = Instant::now();
-    let limits = Limits { connections: 1, stall_timeout: Duration::from_secs(10), ..fast_limits() };
+    let limits = Limits { connections: 1, stall_timeout: Duration::from_secs(60), ..fast_limits() };
     survives(|machine| Hub::new(HubConfig { limits: limits.clone(), ..machine.config() }), &[Fault::NoLength]);
-    assert!(start.elapsed() < Duration::from_secs(9));
+    assert!(start.elapsed() < Duration::from_secs(45));
 }
 
 #[test]

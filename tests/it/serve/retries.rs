@@ -92,10 +92,14 @@ fn streams_and_requests_of_other_clients_are_canceled_at_once() {
     let server = Server::start(&[]);
     let (first, retry) = ([("x-stainless-retry-count", "0")], [("x-stainless-retry-count", "1")]);
     for (headers, is_stream) in [(&first[..], false), (&first, true), (&retry, true), (&[], false)] {
-        lose(&server, headers, &endless(is_stream));
-        let lost = Instant::now();
-        server.wait_until_idle();
-        assert!(lost.elapsed() < Duration::from_millis(1900), "{:?}", lost.elapsed());
+        // The server would wait 2 s for a retry. Try again if the machine was busy.
+        let is_canceled_at_once = || {
+            lose(&server, headers, &endless(is_stream));
+            let lost = Instant::now();
+            server.wait_until_idle();
+            lost.elapsed() < Duration::from_millis(1900)
+        };
+        assert!((0..5).any(|_| is_canceled_at_once()), "{headers:?}, stream: {is_stream}");
     }
     // Requests with a retry count must also have a valid content type and body.
     let headers = [("Content-Type", "text/plain"), ("x-stainless-retry-count", "0")];
