@@ -20,7 +20,7 @@ use crate::hub::Hub;
 use crate::kernels::bandwidth;
 use crate::runner::StepBytes;
 use crate::text::printable;
-use report::{Build, DeviceFacts, FirstToken, Gaps, Memory, Model, Report, Stats, Test, TestKind};
+use report::{Build, DeviceFacts, FirstToken, Gaps, Memory, Model, Report, Stats, Test, TestKind, TestResult};
 use serving::{Lengths, Load, Serving};
 
 /// Measure how fast a model runs
@@ -131,7 +131,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     }
     // Measure the bandwidth after `at_end_bytes`, because the allocator keeps the buffers of this measurement.
     let bandwidth = bandwidth::measure(engine.device())?;
-    tests.iter_mut().for_each(|test| test.set_bandwidth_share(bandwidth.as_ref()));
+    tests.iter_mut().for_each(|result| result.set_bandwidth_share(bandwidth.as_ref()));
     serving.iter_mut().for_each(|serving: &mut Serving| serving.set_bandwidth_share(bandwidth.as_ref()));
 
     let report = Report {
@@ -188,7 +188,7 @@ impl Bench {
     }
 
     /// Measures prefill, decode and chat at each of `depths`, the numbers of tokens already in the KV cache.
-    fn tests(&self, prompts: &[usize], decode: usize, depths: &[usize]) -> Result<Vec<Test>> {
+    fn tests(&self, prompts: &[usize], decode: usize, depths: &[usize]) -> Result<Vec<TestResult>> {
         let mut tests = Vec::new();
         for &depth in depths {
             self.fill_cache(depth)?;
@@ -233,8 +233,8 @@ impl Bench {
     }
 
     /// Measures the prefill of a prompt after `depth` cached tokens.
-    fn prompt(&self, tokens: usize, depth: usize) -> Result<Test> {
-        let test = Test::new(TestKind::Prompt, tokens, depth);
+    fn prompt(&self, tokens: usize, depth: usize) -> Result<TestResult> {
+        let test = Test { kind: TestKind::Prompt, tokens, depth };
         note(&test.name());
         let seconds = self.repeat(|engine, index| {
             let prompt = engine.random_tokens(SEED + 1 + index, tokens);
@@ -245,12 +245,12 @@ impl Bench {
                 Ok(started.elapsed().as_secs_f64())
             })?
         })?;
-        Ok(test.with_seconds(&seconds))
+        Ok(TestResult::of_prompt(test, &seconds))
     }
 
     /// Measures decoding without sampling or detokenization.
-    fn decode(&self, tokens: usize, depth: usize) -> Result<Test> {
-        let test = Test::new(TestKind::Decode, tokens, depth);
+    fn decode(&self, tokens: usize, depth: usize) -> Result<TestResult> {
+        let test = Test { kind: TestKind::Decode, tokens, depth };
         note(&test.name());
         let seconds = self.repeat(|engine, index| {
             let first = engine.random_tokens(SEED + 1 + index, 1)[0];
@@ -261,7 +261,7 @@ impl Bench {
                 Ok(started.elapsed().as_secs_f64())
             })?
         })?;
-        Ok(test.with_step_bytes(&self.step_bytes(tokens, depth)?).with_seconds(&seconds))
+        Ok(TestResult::of_decode(test, &seconds, &self.step_bytes(tokens, depth)?, None))
     }
 
     /// Measures requests of which `concurrency` run at once. First runs `concurrency` different requests as a warm-up.
@@ -302,8 +302,8 @@ impl Bench {
     }
 
     /// Measures decoding as in a chat, with sampling and detokenization.
-    fn chat(&self, tokens: usize, depth: usize) -> Result<Test> {
-        let test = Test::new(TestKind::Chat, tokens, depth);
+    fn chat(&self, tokens: usize, depth: usize) -> Result<TestResult> {
+        let test = Test { kind: TestKind::Chat, tokens, depth };
         note(&test.name());
         let mut gaps: Vec<Vec<Duration>> = Vec::new();
         let seconds = self.repeat(|engine, index| {
@@ -324,10 +324,8 @@ impl Bench {
             Ok(seconds)
         })?;
         // Skip the gaps of the first run, which is the warm-up.
-        Ok(test
-            .with_step_bytes(&self.step_bytes(tokens, depth)?)
-            .with_seconds(&seconds)
-            .with_gaps(Gaps::new(gaps[1..].concat())))
+        let gaps = Gaps::new(gaps[1..].concat());
+        Ok(TestResult::of_decode(test, &seconds, &self.step_bytes(tokens, depth)?, Some(gaps)))
     }
 }
 

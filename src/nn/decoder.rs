@@ -16,7 +16,6 @@ use super::norm::Norm;
 use super::pass::{LogitRows, Pass, StepBatch};
 use super::rope::RotaryEmbedding;
 use crate::device::World;
-use crate::error::Error;
 use crate::kernels::SumOrder;
 use crate::kernels::scratch;
 use crate::kernels::{
@@ -241,15 +240,12 @@ impl Decoder {
     }
 
     /// Sets the attention backend for later passes. Returns the backend that will run, which is never `Auto`.
-    /// Fails if a layer cannot use the backend.
-    pub fn set_attention_backend(&mut self, backend: AttentionBackend) -> Result<AttentionBackend> {
+    /// Fails with the reason if a layer cannot use the backend.
+    pub fn set_attention_backend(&mut self, backend: AttentionBackend) -> Result<AttentionBackend, String> {
         let (on_gpu, mut chosen) = (self.is_on_gpu(), backend);
         for (_, layer) in self.own_layers() {
             let config = &layer.self_attn.config;
-            chosen = match backend.choose(on_gpu, layer.self_attn.dtype(), config.spec.head_dim, config.softcap) {
-                Ok(chosen) => chosen,
-                Err(reason) => return Err(Error::Usage(format!("--attention {backend}: {reason}")).into()),
-            };
+            chosen = backend.choose(on_gpu, layer.self_attn.dtype(), config.spec.head_dim, config.softcap)?;
         }
         self.backend = backend;
         Ok(chosen)

@@ -26,7 +26,7 @@ pub struct Report {
     pub memory: Option<Memory>,
     pub seed: u64,
     pub repetitions: u32,
-    pub tests: Vec<Test>,
+    pub tests: Vec<TestResult>,
     /// `None` with `--concurrency`.
     pub first_token: Option<FirstToken>,
     /// One measurement for each value of `--concurrency`.
@@ -163,6 +163,7 @@ impl FirstToken {
     }
 }
 
+/// What a test measures.
 #[derive(Clone, Copy, Serialize)]
 pub enum TestKind {
     #[serde(rename = "pp")]
@@ -173,29 +174,16 @@ pub enum TestKind {
     Chat,
 }
 
-/// The results of one test, such as `pp512`. Each test is one row of the table.
-#[derive(Serialize)]
+/// A test, such as `pp512`.
+#[derive(Clone, Copy, Serialize)]
 pub struct Test {
-    kind: TestKind,
-    tokens: usize,
+    pub kind: TestKind,
+    pub tokens: usize,
     /// The number of cached tokens before the test.
-    depth: usize,
-    tok_per_s: Stats,
-    /// The mean number of bytes that a decode step reads. `None` for a prompt test.
-    step_bytes: Option<StepBytes>,
-    bytes_per_s: Option<f64>,
-    share_of_read_bandwidth: Option<f64>,
-    /// The time between consecutive tokens. `None` except for chat tests.
-    gaps: Option<Gaps>,
+    pub depth: usize,
 }
 
 impl Test {
-    pub fn new(kind: TestKind, tokens: usize, depth: usize) -> Self {
-        let tok_per_s = Stats { mean: 0.0, sd: 0.0, samples: Vec::new() };
-        let (step_bytes, bytes_per_s, share_of_read_bandwidth, gaps) = (None, None, None, None);
-        Self { kind, tokens, depth, tok_per_s, step_bytes, bytes_per_s, share_of_read_bandwidth, gaps }
-    }
-
     /// Returns the name of the test in llama-bench style, such as `pp512` or `tg128 @ d4096`.
     pub fn name(&self) -> String {
         let kind = match self.kind {
@@ -206,24 +194,37 @@ impl Test {
         let depth = if self.depth > 0 { format!(" @ d{}", self.depth) } else { String::new() };
         format!("{kind}{}{depth}", self.tokens)
     }
+}
 
-    /// Sets the mean of `steps`, the bytes that each decode step of this test reads.
-    pub fn with_step_bytes(mut self, steps: &[StepBytes]) -> Self {
+/// The results of one test. Each is one row of the table.
+#[derive(Serialize)]
+pub struct TestResult {
+    #[serde(flatten)]
+    test: Test,
+    tok_per_s: Stats,
+    /// The mean number of bytes that a decode step reads. `None` for a prompt test.
+    step_bytes: Option<StepBytes>,
+    bytes_per_s: Option<f64>,
+    share_of_read_bandwidth: Option<f64>,
+    /// The time between consecutive tokens. `None` except for chat tests.
+    gaps: Option<Gaps>,
+}
+
+impl TestResult {
+    /// Creates the result of a prompt test. `seconds` is the duration of each repetition.
+    pub fn of_prompt(test: Test, seconds: &[f64]) -> Self {
+        let tok_per_s = Stats::new(seconds.iter().map(|seconds| test.tokens as f64 / seconds).collect());
+        Self { test, tok_per_s, step_bytes: None, bytes_per_s: None, share_of_read_bandwidth: None, gaps: None }
+    }
+
+    /// Creates the result of a test that decodes. `steps` is how much each of its steps reads, and `gaps` the time
+    /// between tokens in a chat test.
+    pub fn of_decode(test: Test, seconds: &[f64], steps: &[StepBytes], gaps: Option<Gaps>) -> Self {
         let mean = |part: fn(&StepBytes) -> u64| steps.iter().map(part).sum::<u64>() / steps.len() as u64;
-        self.step_bytes = Some(StepBytes { weights: mean(|step| step.weights), cache: mean(|step| step.cache) });
-        self
-    }
-
-    /// Computes the speed from `seconds`, the duration of each repetition.
-    pub fn with_seconds(mut self, seconds: &[f64]) -> Self {
-        self.tok_per_s = Stats::new(seconds.iter().map(|seconds| self.tokens as f64 / seconds).collect());
-        self.bytes_per_s = self.step_bytes.map(|bytes| bytes.total() as f64 * self.tok_per_s.mean);
-        self
-    }
-
-    pub fn with_gaps(mut self, gaps: Gaps) -> Self {
-        self.gaps = Some(gaps);
-        self
+        let step_bytes = StepBytes { weights: mean(|step| step.weights), cache: mean(|step| step.cache) };
+        let result = Self::of_prompt(test, seconds);
+        let bytes_per_s = step_bytes.total() as f64 * result.tok_per_s.mean;
+        Self { step_bytes: Some(step_bytes), bytes_per_s: Some(bytes_per_s), gaps, ..result }
     }
 
     /// Sets the fraction of the measured read bandwidth that the test achieved.
@@ -324,14 +325,14 @@ impl Report {
 
     fn speed(&self) -> String {
         let mut rows = vec![["test", "tok/s", "", "MB/token", "GB/s", "of read"].map(String::from)];
-        for test in &self.tests {
+        for result in &self.tests {
             rows.push([
-                test.name(),
-                format!("{:.1}", test.tok_per_s.mean),
-                format!("± {:.1}", test.tok_per_s.sd),
-                test.step_bytes.map_or(String::new(), |bytes| format!("{:.1}", bytes.total() as f64 / 1e6)),
-                test.bytes_per_s.map_or(String::new(), |rate| format!("{:.1}", rate / 1e9)),
-                test.share_of_read_bandwidth.map_or(String::new(), percent),
+                result.test.name(),
+                format!("{:.1}", result.tok_per_s.mean),
+                format!("± {:.1}", result.tok_per_s.sd),
+                result.step_bytes.map_or(String::new(), |bytes| format!("{:.1}", bytes.total() as f64 / 1e6)),
+                result.bytes_per_s.map_or(String::new(), |rate| format!("{:.1}", rate / 1e9)),
+                result.share_of_read_bandwidth.map_or(String::new(), percent),
             ]);
         }
         aligned(&rows)
@@ -347,8 +348,8 @@ impl Report {
         }
         let mut text = aligned(&rows);
         let mut rows = vec![["between tokens, ms", "p50", "p99", "max"].map(String::from)];
-        for test in &self.tests {
-            if let Some(Gaps { p50_ms, p99_ms, max_ms }) = test.gaps {
+        for TestResult { test, gaps, .. } in &self.tests {
+            if let Some(Gaps { p50_ms, p99_ms, max_ms }) = gaps {
                 let [p50, p99, max] = [p50_ms, p99_ms, max_ms].map(|ms| format!("{ms:.2}"));
                 rows.push([test.name(), p50, p99, max]);
             }

@@ -64,8 +64,16 @@ pub fn parts(
         _ => text(is_required),
     };
     let first = if has_generation_prompt { first } else { opened(&first) };
-    let mut parts = vec![Part::End, Part::Choice(first), Part::Choice(opened(&later))];
-    parts.extend([text(is_required), answer, text(is_required)]);
+    let before_tools: [(PartId, Part); TOOLS] = [
+        (END, Part::End),
+        (FIRST, Part::Choice(first)),
+        (NEXT, Part::Choice(opened(&later))),
+        (ANALYSIS, text(is_required)),
+        (FINAL, answer),
+        (PREAMBLE, text(is_required)),
+    ];
+    debug_assert!(before_tools.iter().enumerate().all(|(index, (id, _))| index == *id), "an id is an index");
+    let mut parts: Vec<Part> = before_tools.into_iter().map(|(_, part)| part).collect();
     for tool in &constraint.tools {
         parts.push(match &tool.arguments {
             Some(arguments) => {

@@ -103,7 +103,8 @@ impl RankLoader<'_> {
             None => Weights::new(checkpoint, device, dtype, progress)?,
         };
         let mut decoder = config.architecture.build(&weights, context)?;
-        let attention = decoder.set_attention_backend(attention)?;
+        let unsupported = |reason| Error::Usage(format!("--attention {attention}: {reason}"));
+        let attention = decoder.set_attention_backend(attention).map_err(unsupported)?;
         drop(weights);
         device.synchronize()?;
         let started = Instant::now();

@@ -3,12 +3,23 @@
 use anyhow::Result;
 
 use super::config_fields as fields;
-use super::layout::{ArchitectureLayout, OuterNames};
+use super::layout::{ArchitectureLayout, OuterNames, STANDARD_PARTS};
 use crate::error::Error;
 
-const OUTER: OuterNames = OuterNames { embed_tokens: "model.embed_tokens", layers: "model.layers", norm: "model.norm" };
-const GPT2_OUTER: OuterNames =
-    OuterNames { embed_tokens: "transformer.wte", layers: "transformer.h", norm: "transformer.ln_f" };
+const OUTER: OuterNames = OuterNames {
+    embed_tokens: "model.embed_tokens",
+    embed_positions: None,
+    layers: "model.layers",
+    norm: "model.norm",
+    has_norm_bias: false,
+};
+const GPT2_OUTER: OuterNames = OuterNames {
+    embed_tokens: "transformer.wte",
+    embed_positions: Some("transformer.wpe"),
+    layers: "transformer.h",
+    norm: "transformer.ln_f",
+    has_norm_bias: true,
+};
 
 const Q_NORM: (&str, &str) = ("attn_q_norm", "self_attn.q_norm");
 const K_NORM: (&str, &str) = ("attn_k_norm", "self_attn.k_norm");
@@ -28,6 +39,7 @@ const LLAMA: ArchitectureLayout = ArchitectureLayout {
     transposed: false,
     outer: &OUTER,
     parts: &[],
+    standard_parts: STANDARD_PARTS,
     biased: &["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"],
     add_fields: fields::llama,
 };
@@ -99,6 +111,7 @@ const LAYOUTS: &[ArchitectureLayout] = &[
             ("ffn_up", "mlp.c_fc"),
             ("ffn_down", "mlp.c_proj"),
         ],
+        standard_parts: &[],
         biased: &["attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down"],
         add_fields: fields::gpt2,
         ..PLAIN

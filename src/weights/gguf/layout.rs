@@ -23,27 +23,32 @@ pub struct ArchitectureLayout {
     pub permuted: bool,
     /// Whether the file stores each norm weight as the Hugging Face value plus 1.
     pub norms_plus_one: bool,
-    /// Whether the Hugging Face checkpoint stores matrices transposed, as in the `Conv1D` layers of GPT-2.
+    /// Whether the Hugging Face checkpoint stores the matrices of layers transposed, as in the `Conv1D` layers of GPT-2.
     pub transposed: bool,
     /// The Hugging Face names of tensors outside the layers.
     pub outer: &'static OuterNames,
-    /// The GGUF and Hugging Face names of layer tensors that differ from [`STANDARD_PARTS`].
+    /// The GGUF and Hugging Face names of layer tensors. They take precedence over `standard_parts`.
     pub parts: &'static [(&'static str, &'static str)],
+    /// [`STANDARD_PARTS`], or nothing if `parts` is complete.
+    pub standard_parts: &'static [(&'static str, &'static str)],
     /// The GGUF names of the layer tensors that may have a bias.
     pub biased: &'static [&'static str],
     /// The function that adds the fields of this architecture to config.json.
     pub add_fields: AddFields,
 }
 
-/// The Hugging Face names of the embedding, the layers and the final norm.
+/// The Hugging Face names of the embeddings, the layers and the final norm.
 pub struct OuterNames {
     pub embed_tokens: &'static str,
+    /// The learned position embeddings, if the architecture has them.
+    pub embed_positions: Option<&'static str>,
     pub layers: &'static str,
     pub norm: &'static str,
+    pub has_norm_bias: bool,
 }
 
 /// The GGUF and Hugging Face names of layer tensors in Llama and most other architectures.
-const STANDARD_PARTS: &[(&str, &str)] = &[
+pub const STANDARD_PARTS: &[(&str, &str)] = &[
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
@@ -78,9 +83,9 @@ impl ArchitectureLayout {
             let (part, suffix) = name.rsplit_once('.')?;
             return match (part, suffix) {
                 ("token_embd", "weight") => tensor(self.outer.embed_tokens, suffix),
-                ("position_embd", "weight") if self.transposed => tensor("transformer.wpe", suffix),
+                ("position_embd", "weight") => tensor(self.outer.embed_positions?, suffix),
                 ("output_norm", "weight") => tensor(self.outer.norm, suffix),
-                ("output_norm", "bias") if self.transposed => tensor(self.outer.norm, suffix),
+                ("output_norm", "bias") if self.outer.has_norm_bias => tensor(self.outer.norm, suffix),
                 ("output", "weight") => tensor("lm_head", suffix),
                 _ => None,
             };
@@ -93,8 +98,7 @@ impl ArchitectureLayout {
         if part == "attn_rot_embd" {
             return Some(Role::NotAWeight);
         }
-        let standard = if self.transposed { &[] } else { STANDARD_PARTS };
-        let (_, module) = self.parts.iter().chain(standard).find(|(gguf, _)| *gguf == part)?;
+        let (_, module) = self.parts.iter().chain(self.standard_parts).find(|(gguf, _)| *gguf == part)?;
         match suffix {
             "weight" if part == "attn_sinks" => Some(Role::Tensor(format!("{}.{layer}.{module}", self.outer.layers))),
             "bias" if !self.biased.contains(&part) => None,
