@@ -2,7 +2,7 @@
 //! The inputs include outliers, unusual sizes and cache rows filled with NaN.
 //! Some tests check the references against independently computed values.
 //!
-//! `quantized.rs` tests the kernels of quantized matrices. `decode_graph.rs` tests the fused kernels of decode steps.
+//! `quantized/mod.rs` tests the kernels of quantized matrices. `decode_graph.rs` tests the fused kernels of decode steps.
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::kernels::SumOrder;

@@ -61,7 +61,7 @@ fn experts_in_separate_tensors_load() {
 }
 
 /// The logits may differ only because of the order of summation.
-/// `tests/it/gguf/blocks.rs` and `tests/it/quantized.rs` check that the dequantized values are equal bit for bit.
+/// `tests/it/gguf/blocks.rs` and `tests/it/quantized/mod.rs` check that the dequantized values are equal bit for bit.
 #[test]
 fn quantized_and_dequantized_weights_give_equal_logits() {
     let ids: Vec<u32> = (0..32).map(|i| i * 7 % 64).collect();

@@ -25,7 +25,7 @@ type File = (&'static str, &'static str);
 
 macro_rules! file {
     ($name:literal) => {
-        ($name, include_str!(concat!("page/", $name)))
+        ($name, include_str!($name))
     };
 }
 

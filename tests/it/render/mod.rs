@@ -86,7 +86,7 @@ fn texts(out: &[u8], size: WindowSize) -> String {
     terminal.screen().contents()
 }
 
-const ORDINARY: &str = include_str!("render/ordinary.md");
+const ORDINARY: &str = include_str!("ordinary.md");
 
 #[test]
 fn markdown_is_laid_out_with_styles() {
