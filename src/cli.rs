@@ -68,7 +68,7 @@ pub fn main() -> ExitCode {
         // The reader closed the pipe, as in `| head`. That is not an error.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            // Every error has context, except errors from writing to stdout.
+            // An outermost `io::Error` comes from writing to stdout. All other errors have context.
             let has_no_context = |error: &anyhow::Error| error.chain().next()?.downcast_ref().map(is_disk_full);
             let error = match has_no_context(&error) {
                 Some(true) => error.context("cannot write the output"),

@@ -11,7 +11,7 @@ const QUOTED_CHARACTERS: usize = 80;
 /// The maximum number of characters of a library's message that [`library_error`] shows.
 const LIBRARY_CHARACTERS: usize = 300;
 
-/// The maximum length of an error message, in characters. Only long lists of models and untrusted strings exceed it.
+/// The maximum length of an error message, in characters. Only long lists of models or untrusted strings are longer.
 const MESSAGE_CHARACTERS: usize = 4000;
 
 /// Removes control characters and bidirectional embeddings, overrides and isolates. Keeps newlines and tabs.
@@ -43,13 +43,13 @@ pub fn printable(text: &str) -> String {
 
 /// Quotes an untrusted string, such as one from a file or a hub, for use in a message.
 ///
-/// The result is a single line. It shows at most 80 characters of the string.
+/// The result is a single line, with at most 80 characters of the string.
 /// Quotes, backslashes, control characters and invisible characters are escaped.
 pub fn quote(untrusted: &str) -> String {
     format!("'{}'", excerpt(untrusted).replace('\'', "\\'"))
 }
 
-/// Escapes and shortens a string like [`quote`], but does not add or escape quotes. Use it for tensor names and keys.
+/// Escapes and shortens a string like [`quote`], but does not add or escape quotes. Used for tensor names and keys.
 pub fn excerpt(untrusted: &str) -> String {
     let mut out = String::new();
     for c in untrusted.chars().take(QUOTED_CHARACTERS) {
@@ -173,7 +173,7 @@ pub fn error_message(error: &anyhow::Error) -> String {
     start.chain(['…']).chain(end).collect()
 }
 
-/// Returns the text of [`error_message`] as a single line.
+/// Returns the text of [`error_message`] as a single line, with `; ` between the original lines.
 pub fn one_line(error: &anyhow::Error) -> String {
     let text = error_message(error);
     text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ")

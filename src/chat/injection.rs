@@ -2,8 +2,9 @@
 //!
 //! A template joins its own control tokens and the messages into one string.
 //! In that string, an `<|im_end|>` from a message looks like an `<|im_end|>` from the template.
-//! Before rendering, this module marks every control token in a message with a character that no message contains.
-//! After rendering, marked text is encoded as ordinary text.
+//! Before rendering, this module inserts a mark into every control token in a message.
+//! The mark is a character that no message contains.
+//! After rendering, text with marks is encoded as ordinary text, without the marks.
 //!
 //! Most conversations need no marks. Their text is encoded all at once, as in transformers.
 
@@ -14,16 +15,16 @@ use crate::tokenizer::{ControlTokens, Tokenizer};
 /// The possible marks: Unicode noncharacters, which are reserved for internal use.
 const MARKS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 
-/// Marks control tokens in messages with a character that no message contains.
+/// Marks control tokens in messages before rendering, and encodes the rendered text.
 pub struct Marker<'t> {
     tokenizer: &'t Tokenizer,
     mark: char,
-    /// For each byte, whether a control token starts with it. `control_at` skips all other bytes.
+    /// Entry `b` is true if a control token starts with the byte `b`.
     first_bytes: [bool; 256],
 }
 
 impl<'t> Marker<'t> {
-    /// Creates a marker. `texts` must contain all texts that will be marked.
+    /// Creates a marker. `texts` must contain all texts that will be marked. Fails if they contain every possible mark.
     pub fn new<'s>(tokenizer: &'t Tokenizer, texts: impl Iterator<Item = &'s str> + Clone) -> Result<Self> {
         let unused = |mark: &char| !texts.clone().any(|text| text.contains(*mark));
         let Some(mark) = MARKS.into_iter().find(unused) else {
@@ -36,9 +37,9 @@ impl<'t> Marker<'t> {
         Ok(Self { tokenizer, mark, first_bytes })
     }
 
-    /// Returns `text` with a mark inside every control token, except the control tokens in `allowed`.
+    /// Returns `text` with a mark after the first character of every control token that is not in `allowed`.
     ///
-    /// If normalization creates a control token in the text, adds a mark after every character instead.
+    /// If normalization would create further control tokens, the result has a mark after every character.
     pub fn mark(&self, text: &str, allowed: &[&str]) -> Result<String> {
         let mut out = String::with_capacity(text.len());
         if self.becomes_control(text)? {
@@ -51,7 +52,7 @@ impl<'t> Marker<'t> {
                 out.push(self.mark);
             }
         }
-        // If the text ends with the start of a control token, the template may write the rest after it.
+        // A control token may start at the end of the text and continue in the template.
         let is_start_of = |control: &str| control.char_indices().skip(1).any(|(at, _)| text.ends_with(&control[..at]));
         if !out.ends_with(self.mark) && self.tokenizer.controls().any(|(control, _)| is_start_of(control)) {
             out.push(self.mark);
@@ -71,7 +72,7 @@ impl<'t> Marker<'t> {
         Ok(found > spelled)
     }
 
-    /// Returns the longest control token that starts at offset `at` in `text`.
+    /// Returns the longest control token that starts at byte `at` of `text`.
     fn control_at(&self, text: &str, at: usize) -> Option<&str> {
         let rest = &text[at..];
         if !rest.bytes().next().is_some_and(|byte| self.first_bytes[usize::from(byte)]) {

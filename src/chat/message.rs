@@ -22,7 +22,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// Returns the name of the role, as used in templates and harmony.
+    /// Returns the role's name in JSON, templates and harmony.
     pub fn as_str(self) -> &'static str {
         match self {
             Role::System => "system",
@@ -34,7 +34,7 @@ impl Role {
     }
 }
 
-/// How much a model reasons. No value turns reasoning off: gpt-oss was not trained to answer without it.
+/// How much a model reasons. There is no value for no reasoning: gpt-oss was not trained to answer without it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ReasoningEffort {
     Low,
@@ -70,7 +70,7 @@ impl FromStr for ReasoningEffort {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Message {
     pub role: Role,
-    /// The text of the message. Empty if the JSON value is null, which is common in messages with tool calls.
+    /// The text of the message. Empty if the JSON value is null or absent, as in many messages with tool calls.
     pub content: String,
     /// The assistant's reasoning before the answer.
     pub reasoning: Option<String>,
@@ -100,7 +100,7 @@ impl Message {
         Self::new(Role::Assistant, content)
     }
 
-    /// Returns all strings in the message, including its tool calls.
+    /// Returns all strings in the message and in its tool calls.
     pub fn texts(&self) -> Vec<&str> {
         let mut texts = vec![self.content.as_str()];
         let optional = [&self.reasoning, &self.tool_call_id, &self.name];
@@ -124,7 +124,7 @@ pub struct ToolCall {
     pub id: Option<String>,
     /// The name of the function, without harmony's `functions.` prefix.
     pub name: String,
-    /// The arguments as the model wrote them, usually valid JSON.
+    /// The arguments as text. Usually valid JSON, but a model may write any text.
     pub arguments: String,
 }
 
@@ -163,7 +163,9 @@ struct WirePart {
     text: Option<String>,
 }
 
-/// A tool call in JSON: `{"id", "type", "function": {"name", "arguments"}}`, or flat, as in OpenAI's Responses API.
+/// A tool call in JSON: nested as in Chat Completions, or flat as in the Responses API.
+///
+/// `{"id", "type", "function": {"name", "arguments"}}` or `{"id", "name", "arguments"}`.
 #[derive(Deserialize)]
 struct WireToolCall {
     #[serde(default)]

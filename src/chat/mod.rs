@@ -1,7 +1,7 @@
-//! Chat formats, which render messages to token ids and parse generated ids into channels of text.
+//! Chat formats: they render messages to token ids and parse generated ids into channels of text.
 //!
-//! gpt-oss uses harmony, which this module implements.
-//! All other models use a Jinja template.
+//! Models whose vocabulary contains harmony's control tokens, such as gpt-oss, use harmony.
+//! All other chat models use a Jinja template.
 //! In both cases, text from users and tools never becomes a control token.
 //! The parsers accept malformed output and drop only headers, control tokens, tags and whitespace around tags.
 //!

@@ -9,12 +9,12 @@ use super::tagged_parser::TaggedParser;
 use super::violations::FormatViolations;
 use crate::tokenizer::Tokenizer;
 
-/// A parser that splits generated tokens into channels, one token at a time.
+/// A parser of harmony output, or of output with tags such as `<think>`.
 ///
 /// Each call takes the tokenizer as an argument, so one struct can own both the parser and the tokenizer.
 pub struct Parser(ParserKind);
 
-/// The parser for harmony output or for output with tags, such as `<think>`.
+/// The parser of one kind of chat format.
 pub enum ParserKind {
     Harmony(Box<HarmonyParser>),
     Tagged(Box<TaggedParser>),
@@ -49,7 +49,7 @@ impl Parser {
         }
     }
 
-    /// Returns how many times the model violated its format and the parser had to guess.
+    /// Returns the total number of format violations in the output.
     pub fn violation_count(&self) -> usize {
         self.violations().total()
     }

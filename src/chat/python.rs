@@ -1,4 +1,4 @@
-//! Formats JSON like Python's `json.dumps`, because the training data of models is in that format.
+//! Formats JSON like Python's `json.dumps`, as in the prompts that models were trained on.
 
 use std::io::{self, Write};
 
@@ -14,7 +14,7 @@ pub fn json_dumps(value: &Value) -> String {
     dumps(value, default).unwrap_or_else(|_| value.to_string())
 }
 
-/// Formats JSON like `json.dumps(value, ensure_ascii=False, indent=.., separators=..)`.
+/// Formats JSON like `json.dumps` with `ensure_ascii=False` and the options in `style`.
 pub fn dumps(value: &impl Serialize, style: Style) -> Result<String> {
     let mut out = Vec::new();
     let formatter = PythonFormatter { style, depth: 0, has_items: false };
@@ -22,12 +22,12 @@ pub fn dumps(value: &impl Serialize, style: Style) -> Result<String> {
     Ok(String::from_utf8(out)?)
 }
 
-/// The options of `json.dumps`.
+/// The options `indent` and `separators` of `json.dumps`.
 #[derive(Clone, Debug, Default)]
 pub struct Style {
     /// The indentation of one level. `None` writes everything on one line.
     pub indent: Option<String>,
-    /// The separators between items, and between a key and its value.
+    /// The text between items, and the text between a key and its value. `None` selects Python's defaults.
     pub separators: Option<(String, String)>,
 }
 

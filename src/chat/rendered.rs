@@ -13,8 +13,8 @@ pub struct RenderOptions {
     pub reasoning_effort: ReasoningEffort,
     /// The current date as `YYYY-MM-DD`.
     ///
-    /// The caller keeps the same date for a whole session.
-    /// A new date at midnight would change the first tokens of the prompt and invalidate the KV cache.
+    /// Callers use one date for a whole session.
+    /// A new date at midnight would change the start of the prompt, so the prefix cache could not be used.
     pub date: String,
     /// Whether the prompt ends with the start of an assistant message.
     pub add_generation_prompt: bool,
@@ -25,7 +25,7 @@ pub fn today() -> String {
     jiff::Zoned::now().strftime("%Y-%m-%d").to_string()
 }
 
-/// A renderer that replaces the chat format of a model, for example one that runs in a worker.
+/// Renders conversations in place of the template of a `ChatFormat`, for example in a worker process.
 pub trait Render: Send + Sync {
     fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered>;
 }

@@ -9,14 +9,14 @@ use super::python;
 /// The token before the calls of Mistral's models. A list of calls follows, or the name of one call.
 pub const MISTRAL_CALLS: &str = "[TOOL_CALLS]";
 
-/// The tokens of newer Mistral models before the id and before the arguments of a call.
+/// The tokens before the id and before the arguments of a call, in newer Mistral models.
 pub const MISTRAL_ID: &str = "[CALL_ID]";
 pub const MISTRAL_ARGUMENTS: &str = "[ARGS]";
 
 /// The token before the calls of Llama 3.
 pub const LLAMA_CALLS: &str = "<|python_tag|>";
 
-/// A call in JSON.
+/// A tool call as a JSON object.
 #[derive(Deserialize)]
 struct Call {
     name: String,
@@ -35,12 +35,12 @@ impl From<Call> for ToolCall {
     }
 }
 
-/// Reads complete tool calls. Returns `None` if the text has none of these forms:
+/// Parses the whole text of one or more tool calls. Returns `None` unless the text has one of these forms:
 ///
 /// - `{"name": "f", "arguments": {}}`: Hermes and Qwen
 /// - `{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}`: Llama 3
 /// - `[{"name": "f", "arguments": {}}]`: Mistral
-/// - `f[ARGS]{}` or `f[CALL_ID]123[ARGS]{}`: newer Mistral models
+/// - `f[ARGS]{}` or `f[CALL_ID]123[ARGS]{}`: newer Mistral models; the id is dropped
 pub fn read_calls(text: &str) -> Option<Vec<ToolCall>> {
     let text = text.trim();
     if let Some((head, arguments)) = text.split_once(MISTRAL_ARGUMENTS) {

@@ -5,7 +5,7 @@
 //! The parser therefore recognizes a tag in both forms: as a token and as text.
 //!
 //! Tool calls are part of the answer, between `<tool_call>` and `</tool_call>`. In the formats of Mistral and Llama 3,
-//! they begin with `[TOOL_CALLS]` or `<|python_tag|>`, and end with the answer.
+//! a call begins with `[TOOL_CALLS]` or `<|python_tag|>`, and ends with the answer or where another call begins.
 //! The parser recognizes tool call tags only as tokens, because an answer may quote the tags as text.
 //!
 //! Other control tokens are dropped.
@@ -31,7 +31,7 @@ const MAX_NEWLINES: usize = 2;
 pub struct TaggedParser {
     channel: Channel,
     stream: TextStream,
-    /// Text that may be the start of a tag, or newlines that are dropped if a tag follows.
+    /// Text that may be the start of a tag, or whitespace that is dropped if a tag follows.
     held: String,
     /// The number of newlines that may still be dropped after the last tag.
     skip_newlines: usize,
@@ -86,7 +86,7 @@ impl TaggedParser {
                 self.violations.add_if(self.channel != Channel::Answer, FormatViolation::MissingToken);
                 self.start_tool_call(true, &mut out);
             }
-            // A second token starts another call.
+            // If the channel is already a tool call, the token starts another call.
             (MISTRAL_CALLS | LLAMA_CALLS, _) => {
                 self.violations.add_if(self.channel == Channel::Reasoning, FormatViolation::MissingToken);
                 self.start_tool_call(false, &mut out);
@@ -149,7 +149,7 @@ impl TaggedParser {
         self.emit(&certain, out);
     }
 
-    /// Returns the offset from which the held text may still be part of a tag.
+    /// Returns the offset from which text must stay held: a tag, or whitespace before a tag, may begin there.
     fn undecided_start(&self) -> usize {
         let Some((tag, _)) = self.tag() else { return self.held.len() };
         if self.channel == Channel::Answer {
@@ -162,7 +162,7 @@ impl TaggedParser {
         self.held[..at].trim_end_matches('\n').len()
     }
 
-    /// Emits the held text, without whitespace before the tag, and switches to the channel `next`.
+    /// Emits the held text without whitespace before the tag, reads a complete tool call, and switches to `next`.
     fn enter(&mut self, next: Channel, out: &mut Vec<Delta>) {
         let held = std::mem::take(&mut self.held);
         let text = match self.channel {
@@ -178,7 +178,7 @@ impl TaggedParser {
         self.skip_newlines = MAX_NEWLINES;
     }
 
-    /// Appends text to the output. Drops newlines directly after a tag.
+    /// Appends text to the output and to the current tool call. Drops newlines directly after a tag.
     fn emit(&mut self, text: &str, out: &mut Vec<Delta>) {
         let mut text = text;
         while let Some(rest) = text.strip_prefix('\n').filter(|_| self.skip_newlines > 0) {

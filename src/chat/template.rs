@@ -26,8 +26,8 @@ use super::template_functions;
 use crate::files;
 use crate::tokenizer::Tokenizer;
 
-/// The maximum number of template engine steps. This many steps take about one second.
-/// A long conversation needs about 1% of this limit.
+/// The maximum number of steps of the template engine, which take about one second.
+/// A long conversation needs about 1% of them.
 const FUEL: u64 = 20_000_000;
 const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
@@ -39,7 +39,7 @@ const ASSISTANT_TAGS: [&str; 2] = ["<think>", "</think>"];
 
 /// A compiled chat template.
 pub struct Template {
-    /// The name of the template file.
+    /// The name of the file that contains the template.
     file: String,
     source: String,
     /// The compiled template, or the compile error.
@@ -76,7 +76,9 @@ impl Template {
         Ok(Some(Self::new(file, source, special_tokens(&config, &special_map))))
     }
 
-    /// Creates a template that was read from `file`. `special_tokens` are the tokens that the template can use by name.
+    /// Creates a template from its `source`. Error messages name `file`.
+    ///
+    /// `special_tokens` contains pairs of a variable name and its text, such as `bos_token` and `<s>`.
     pub fn new(file: &str, source: String, special_tokens: Vec<(String, String)>) -> Self {
         let dialect = Dialect {
             developer_role: has_word(&source, "developer"),
@@ -92,7 +94,7 @@ impl Template {
         Self { file: file.to_string(), source, environment: OnceLock::new(), special_tokens, dialect }
     }
 
-    /// Returns the name of the template file.
+    /// Returns the name of the file that contains the template.
     pub fn name(&self) -> &str {
         &self.file
     }
@@ -145,7 +147,7 @@ impl Template {
             ("strftime_now".to_string(), template_functions::strftime_now(options.date.clone())),
         ];
         context.extend(self.special_tokens.iter().map(|(name, token)| (name.clone(), Value::from(token.as_str()))));
-        // Some templates reject efforts that they do not know, so do not pass the default (medium).
+        // Omit the default effort (medium), because some templates reject efforts that they do not know.
         if options.reasoning_effort != ReasoningEffort::Medium {
             context.push(("reasoning_effort".into(), Value::from(options.reasoning_effort.to_string())));
         }
@@ -164,7 +166,7 @@ impl Template {
         Ok(String::from_utf8(out.0)?)
     }
 
-    /// Returns a message as the dictionary that templates expect, without keys for absent values.
+    /// Returns a message as the dictionary that templates expect. An optional field without a value has no key.
     fn message(&self, message: &Message, marker: &Marker, arguments: Arguments) -> Result<Json> {
         let allowed = if message.role == Role::Assistant { &ASSISTANT_TAGS[..] } else { &[] };
         let mark = |text: &str| marker.mark(text, allowed);
@@ -214,14 +216,14 @@ enum Arguments {
     Strings,
 }
 
-/// The error when a template fails for a reason other than `raise_exception` or the step limit.
+/// An error while a template runs. Calls of `raise_exception` and the step limit have other errors.
 ///
-/// If the conversation contains tool calls, `render` then passes their arguments as strings and tries again.
+/// If the conversation contains tool calls, `render` tries again with their arguments as strings.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct TemplateFailed(String);
 
-/// Compiles a template.
+/// Creates an environment that contains the compiled template, and limits its steps and its recursion.
 fn environment(source: &str) -> std::result::Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
@@ -233,7 +235,7 @@ fn environment(source: &str) -> std::result::Result<Environment<'static>, Error>
     Ok(environment)
 }
 
-/// Returns an error message with the file, the line and all causes.
+/// Returns an error message with the file, the line if known, and all causes.
 fn explain(file: &str, error: &Error) -> String {
     let line = error.line().map(|line| format!(", line {line}")).unwrap_or_default();
     let mut text = format!("the chat template ({file}{line}) failed: {}", error.kind());
@@ -248,7 +250,7 @@ fn explain(file: &str, error: &Error) -> String {
     text
 }
 
-/// An output buffer of limited size.
+/// An output buffer that holds at most `MAX_OUTPUT_BYTES`.
 struct LimitedOutput(Vec<u8>);
 
 impl io::Write for LimitedOutput {
@@ -265,7 +267,7 @@ impl io::Write for LimitedOutput {
     }
 }
 
-/// Reads a JSON object from an optional file. Returns an empty object if the file does not exist.
+/// Reads a JSON object from a file. Returns an empty object if the file does not exist.
 fn read_json(path: &Path) -> Result<Json> {
     let Some(value) = files::read_json_if_present::<Json>(path, files::TOKENIZER_CONFIG)? else {
         return Ok(json!({}));
@@ -276,7 +278,7 @@ fn read_json(path: &Path) -> Result<Json> {
     Ok(value)
 }
 
-/// Returns the template from `chat_template`: a string, or a list of `{name, template}`.
+/// Returns the template in `value`, which is a string or a list of `{name, template}` objects.
 ///
 /// From a list, returns the template named `default`, or the first template if none has this name.
 fn named_template(value: &Json) -> Option<&str> {
@@ -290,7 +292,9 @@ fn named_template(value: &Json) -> Option<&str> {
     source.filter(|source| !source.is_empty())
 }
 
-/// Returns the special tokens from tokenizer_config.json or special_tokens_map.json.
+/// Returns the variable names and the texts of the special tokens.
+///
+/// `config` is tokenizer_config.json. `map` is special_tokens_map.json, for tokens that `config` does not define.
 ///
 /// Each token is a string, or an object with the string in `content`.
 fn special_tokens(config: &Json, map: &Json) -> Vec<(String, String)> {

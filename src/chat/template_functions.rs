@@ -38,7 +38,7 @@ pub fn raised(error: &Error) -> Option<String> {
 
 /// Returns the function `strftime_now(format)`.
 ///
-/// The function always formats midnight on the session's date, so the start of the prompt never changes.
+/// The function always formats midnight on the session's date, so that the start of the prompt never changes.
 pub fn strftime_now(date: String) -> Value {
     Value::from_function(move |format: String| -> Result<String, Error> {
         let failed = |error: jiff::Error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}"));
@@ -47,7 +47,7 @@ pub fn strftime_now(date: String) -> Value {
     })
 }
 
-/// Formats JSON like `json.dumps` with the defaults of transformers.
+/// The filter `tojson`: formats JSON like `json.dumps` with the defaults of transformers.
 ///
 /// By default, escapes neither HTML nor non-ASCII characters, and keeps the order of keys.
 fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<Value, Error> {
@@ -126,7 +126,7 @@ fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Res
 
 /// Replaces `{% generation %}` blocks, which mark assistant tokens for training, with `{% with %}` blocks.
 ///
-/// Does not change whitespace control or line numbers.
+/// The result has the same whitespace control and the same line numbers.
 pub fn replace_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

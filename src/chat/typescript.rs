@@ -2,15 +2,14 @@
 //!
 //! The output matches openai/harmony v0.0.8 byte for byte, because the models were trained on exactly this text.
 //! The code follows `template_tools_section` and `json_schema_to_typescript` in that library's `src/encoding.rs`.
-//! This module also reproduces the library's bugs: in a property description, only the first line starts with `//`.
+//! It also reproduces the library's bugs. For example, only the first line of a property description starts with `//`.
 
 use anyhow::{Result, anyhow};
 use serde_json::Value;
 
 /// Returns the `# Tools` section of a developer message.
 ///
-/// Each tool is an object in OpenAI's format or only its inner `function` object.
-/// OpenAI's format is `{"type": "function", "function": {"name", "description", "parameters"}}`.
+/// Each tool is `{"type": "function", "function": {"name", "description", "parameters"}}`, or only the inner object.
 pub fn tools_section(tools: &[Value]) -> Result<String> {
     let mut out = String::from("# Tools\n\n## functions\n\nnamespace functions {\n");
     for tool in tools {
@@ -78,7 +77,7 @@ fn type_of(schema: &Value, indent: &str) -> String {
     }
 }
 
-/// Returns the type of a schema, with `| null` if the schema is nullable.
+/// Returns the type of a schema, with `| null` if `nullable` is true in the schema.
 fn nullable_type_of(schema: &Value, indent: &str) -> String {
     let name = type_of(schema, indent);
     let nullable = schema.get("nullable").and_then(Value::as_bool).unwrap_or(false);
@@ -122,7 +121,7 @@ fn object(schema: &Value, indent: &str) -> String {
     out
 }
 
-/// Writes a property of an object.
+/// Writes the comments and the type of a property. The name `key` ends with `?` if the property is optional.
 fn property_of(out: &mut String, key: &str, property: &Value, indent: &str) {
     if let Some(title) = text(property, "title") {
         out.push_str(&format!("{indent}// {title}\n{indent}//\n"));

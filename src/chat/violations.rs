@@ -16,7 +16,7 @@ pub enum FormatViolation {
 impl FormatViolation {
     pub const ALL: [Self; 4] = [Self::UnexpectedToken, Self::MissingToken, Self::InvalidHeader, Self::InvalidToolCall];
 
-    /// Returns the name in metrics.
+    /// Returns the name of this violation in metrics.
     pub fn name(self) -> &'static str {
         match self {
             Self::UnexpectedToken => "unexpected_token",
@@ -32,12 +32,11 @@ impl FormatViolation {
 pub struct FormatViolations([usize; FormatViolation::ALL.len()]);
 
 impl FormatViolations {
-    /// Counts a violation.
     pub fn add(&mut self, kind: FormatViolation) {
         self.0[kind as usize] += 1;
     }
 
-    /// Counts a violation if `is_violated` is true.
+    /// Counts a violation of this kind if `is_violated` is true.
     pub fn add_if(&mut self, is_violated: bool, kind: FormatViolation) {
         self.0[kind as usize] += usize::from(is_violated);
     }

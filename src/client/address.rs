@@ -10,7 +10,7 @@ use ureq::http::Uri;
 pub struct ServerUrl(String);
 
 impl ServerUrl {
-    /// Parses a URL. Adds `/v1` if the URL has no path.
+    /// Parses an HTTP or HTTPS URL. Adds `/v1` if the URL has no path.
     pub fn parse(text: &str) -> Result<Self, String> {
         let text = text.trim().trim_end_matches('/');
         let problem = |expected: &str| Err(format!("cannot use the URL {}: {expected}", crate::text::quote(text)));
@@ -38,14 +38,14 @@ impl ServerUrl {
         self.0.parse::<Uri>().is_ok_and(|url| url.scheme_str() == Some("https"))
     }
 
-    /// Returns whether the server is on this machine.
+    /// Returns whether the host is `localhost` or a loopback address.
     pub fn is_local(&self) -> bool {
         let host = self.0.parse::<Uri>().ok().and_then(|url| url.host().map(str::to_lowercase)).unwrap_or_default();
         let address = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(&host).parse::<IpAddr>();
         host == "localhost" || address.is_ok_and(|address| address.is_loopback())
     }
 
-    /// Returns the URL of a route outside of OpenAI's API, such as `/tokenize`.
+    /// Returns the URL of a route that is not under `/v1`, such as `/tokenize`.
     pub fn root_route(&self, route: &str) -> String {
         format!("{}{route}", self.0.strip_suffix("/v1").unwrap_or(&self.0))
     }

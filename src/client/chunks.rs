@@ -16,7 +16,7 @@ const MAX_CALLS: usize = 128;
 #[derive(Debug, Default)]
 pub struct Chunks {
     pub usage: Option<UsageReport>,
-    /// The decode speed that the server measured, in tokens per second.
+    /// The decode speed that llama-server measured, in tokens per second.
     pub tok_per_s: Option<f64>,
     pub tool_calls: Vec<ToolCall>,
     pub finish: Option<FinishReason>,
@@ -34,7 +34,7 @@ pub struct UsageReport {
 }
 
 impl Chunks {
-    /// Reads the data of an event. Returns the new text, and [`Flow::Stop`] at the end of the answer.
+    /// Reads the data of an event. Returns the new text, and [`Flow::Stop`] if the stream ends with this event.
     ///
     /// The data is a chunk of a stream, or a whole answer from a server that does not stream.
     pub fn push(&mut self, data: &str) -> Result<(Vec<Delta>, Flow)> {
@@ -106,11 +106,11 @@ impl Chunks {
                 reasoning_tokens: count(&usage["completion_tokens_details"]["reasoning_tokens"]),
             });
         }
-        // llama-server reports the speed that it measured.
         self.tok_per_s = chunk["timings"]["predicted_per_second"].as_f64().or(self.tok_per_s);
     }
 
     /// Returns the decode speed in tokens per second, or 0 if it is unknown.
+    /// If the server does not report a speed, it is calculated from the times of the first and the last text.
     pub fn tok_per_s(&self) -> f64 {
         if let Some(speed) = self.tok_per_s.filter(|speed| speed.is_finite()) {
             return speed;

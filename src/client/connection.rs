@@ -26,7 +26,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The maximum time for a request that generates no tokens.
 const SHORT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The maximum time without any data in a stream. A request can be queued, and its prefill can be long.
+/// The maximum time without any data in a stream. It is long, because a request may wait in the server's queue.
 const STREAM_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The maximum size of a response that is not a stream, in bytes.
@@ -38,7 +38,7 @@ const MAX_ERROR_BYTES: u64 = 64 << 10;
 /// The interval at which a request in progress checks whether it was canceled.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The maximum number of events that wait to be displayed. While the queue is full, reading from the server pauses.
+/// The maximum number of events that wait for `on_event`. While the queue is full, reading from the server pauses.
 const WAITING_EVENTS: usize = 256;
 
 /// A client of one server. It keeps connections open between requests.
@@ -60,9 +60,9 @@ pub enum Flow {
 /// The reason why [`Connection::stream`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamEnd {
-    /// The caller returned [`Flow::Stop`].
+    /// `on_event` returned [`Flow::Stop`].
     Complete,
-    /// The server closed the stream.
+    /// The server closed the stream before `on_event` returned [`Flow::Stop`].
     Closed,
     Canceled,
 }
@@ -82,7 +82,7 @@ struct Refusal {
     body: Vec<u8>,
 }
 
-/// A guard that closes all connections of an agent on drop. This ends a request in progress.
+/// Closes all connections of an agent on drop, which ends a request in progress.
 struct CloseOnDrop(Option<Agent>);
 
 impl Drop for CloseOnDrop {
@@ -115,8 +115,9 @@ fn new_agent(url: &ServerUrl, tls: &TlsConfig) -> Agent {
 }
 
 impl Connection {
-    /// Creates a connection. `ca_cert` is a PEM file with the certificates of the authorities to trust.
-    /// Without `ca_cert`, the connection trusts the built-in authorities.
+    /// Creates a client without connecting to the server.
+    ///
+    /// `ca_cert` is a PEM file with the certificate authorities to trust instead of the built-in ones.
     pub fn new(url: ServerUrl, key: Option<String>, ca_cert: Option<&Path>) -> Result<Self> {
         // `ca_cert` may come from `SSL_CERT_FILE`, which is often set for other programs. Without TLS, it is ignored.
         let tls = match ca_cert.filter(|_| url.is_encrypted()) {
@@ -136,7 +137,7 @@ impl Connection {
 
     /// Sends a JSON body to a URL that not every server supports, and parses the JSON response.
     ///
-    /// Returns `None` if the server does not support the URL: if it responds with status 404 or 405, or without JSON.
+    /// Returns `None` if the server does not support the URL: it responds with status 404 or 405, or without JSON.
     pub fn post_if_supported(&self, url: &str, body: &Value) -> Result<Option<Value>> {
         let request = self.agent.borrow().post(url).content_type("application/json");
         let request = self.authorized(request).config().timeout_global(Some(SHORT_TIMEOUT)).build();
@@ -209,7 +210,7 @@ impl Connection {
         })
     }
 
-    /// Returns the body of a response. Fails if its status is not a success.
+    /// Returns the body of a response. Fails if the request failed, or if the status is not a success.
     fn read_body(&self, response: Result<Response<Body>, ureq::Error>) -> Result<Vec<u8>> {
         let mut response = response.map_err(|error| self.failure(&error))?;
         if !response.status().is_success() {
@@ -244,7 +245,7 @@ impl Connection {
     }
 }
 
-/// Reads the certificates in a PEM file. Skips private keys.
+/// Reads the certificates in a PEM file. Skips other items, such as private keys.
 fn read_certificates(path: &Path) -> Result<RootCerts> {
     let problem = |cause: String| Error::usage(format!("cannot use the certificates in {}: {cause}", path.display()));
     let pem = files::read(path, MAX_CERTIFICATES).map_err(|error| problem(format!("{error:#}")))?;
@@ -317,7 +318,7 @@ impl Refusal {
         is_too_long.then_some("context_length_exceeded")
     }
 
-    /// Returns the error message in the body, the whole body if it has no such message, or the status if it is empty.
+    /// Returns the error message in the body. Without one, returns the whole body, or the status if the body is empty.
     fn message(&self) -> String {
         match error_message(&self.json()) {
             Some(message) => message,

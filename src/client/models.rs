@@ -19,7 +19,7 @@ pub struct ServedModel {
     pub owner: Option<String>,
 }
 
-/// Lists the models of a server.
+/// Lists the models of a server. Skips models without an id.
 pub fn list(connection: &Connection) -> Result<Vec<ServedModel>> {
     let json = connection.get("/models")?;
     Ok(json["data"].as_array().into_iter().flatten().filter_map(read).collect())
@@ -37,7 +37,7 @@ fn read(model: &Value) -> Option<ServedModel> {
     })
 }
 
-/// Finds a model by its name or by a unique part of its name.
+/// Finds a model by its name or by a part of its name. Fails if no name or several names contain the part.
 pub fn find<'m>(models: &'m [ServedModel], name: &str, connection: &Connection) -> Result<&'m ServedModel> {
     if let Some(model) = models.iter().find(|model| model.name == name) {
         return Ok(model);

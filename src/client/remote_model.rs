@@ -22,7 +22,7 @@ use crate::text::escaped;
 pub struct RemoteModel {
     connection: Rc<Connection>,
     model: ServedModel,
-    /// Whether the server may support the route `/tokenize`. Set to false once its response shows that it does not.
+    /// False once the server's response has shown that the server does not support the route `/tokenize`.
     can_count: Cell<bool>,
     last: RefCell<Option<LastAnswer>>,
 }
@@ -69,7 +69,7 @@ impl RemoteModel {
     }
 
     /// Returns the token count from the route `/tokenize`, which inferno and vLLM have.
-    /// Returns `None` if the request fails.
+    /// Returns `None` if the server does not support the route, or if the request fails.
     fn count(&self, fields: Value) -> Option<usize> {
         if !self.can_count.get() {
             return None;
@@ -99,7 +99,7 @@ impl RemoteModel {
     }
 }
 
-/// Returns a message in JSON. Omits the reasoning, because chat formats drop the reasoning of earlier turns.
+/// Returns a message as JSON: only its role and text, because chat formats drop the reasoning of earlier turns.
 fn wire_message(message: &Message) -> Value {
     json!({ "role": message.role.as_str(), "content": message.content })
 }

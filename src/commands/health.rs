@@ -88,7 +88,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     bail!("{server} is not {}: {reason} (status {})", if args.live { "alive" } else { "ready" }, status.as_u16())
 }
 
-/// Returns the URL of a server without `/v1` at its end, so that users can pass the base URL of API clients.
+/// Returns `url` without `/v1` at its end, because users may pass the base URL of an API client.
+/// Fails if the URL starts with neither `http://` nor `https://`.
 fn base_url(url: &str) -> Result<String> {
     let base = url.trim_end_matches('/');
     let base = base.strip_suffix("/v1").unwrap_or(base);

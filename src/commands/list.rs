@@ -161,7 +161,7 @@ pub fn table(models: &[Model]) -> String {
     rows.iter().map(line).collect()
 }
 
-/// Formats a time as `now`, `5 min ago`, `3 h ago` or `12 days ago`.
+/// Formats a past time as `now`, `5 min ago`, `3 h ago`, `1 day ago` or `12 days ago`.
 fn ago(time: Timestamp) -> String {
     match Timestamp::now().duration_since(time).as_secs() {
         ..60 => "now".to_string(),

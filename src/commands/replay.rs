@@ -68,7 +68,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     Ok(if is_equal { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Reads the record from a file, or from a server.
+/// Reads the record from a file or, if there is no such file, from a server.
 fn read(args: &Args) -> Result<Record> {
     let path = Path::new(&args.record);
     if path.is_file() {

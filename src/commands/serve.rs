@@ -278,8 +278,8 @@ fn announce(url: &str, snapshot: &Snapshot, has_key: bool) {
     }
 }
 
-/// Returns how many connections the process can have open, at most `wanted`. First raises the limit on open files as
-/// far as possible, because each connection is an open file.
+/// Raises the limit on open files as far as possible, because each connection is an open file.
+/// Returns `wanted`, or fewer connections if the limit does not allow as many.
 fn allow_connections(wanted: usize) -> usize {
     #[cfg(unix)]
     {

@@ -19,7 +19,7 @@ use crate::error::Error;
 use crate::files;
 use crate::text::library_error;
 
-/// The version of the file format. Newer versions of inferno may write a higher number.
+/// The version of the file format. Journals with a higher version cannot be read.
 const VERSION: u32 = 1;
 
 #[derive(Serialize, Deserialize)]
@@ -55,7 +55,7 @@ pub struct SavedConversation {
     pub model: String,
     pub settings: SettingValues,
     pub messages: Vec<Message>,
-    /// A description of the first damaged line, if any. `messages` omits that line and all later lines.
+    /// A description of the first damaged line, if any. That line and all later lines were not read.
     pub damage: Option<String>,
 }
 
@@ -127,6 +127,8 @@ impl Journal {
     }
 
     /// Opens a conversation to continue it. Without a name, opens the most recent resumable conversation.
+    ///
+    /// If a line is damaged, makes a backup copy, then removes that line and all later lines.
     pub fn open(name: Option<&str>) -> Result<(Journal, SavedConversation)> {
         let (name, path) = find(name)?;
         let file = OpenOptions::new().read(true).append(true).open(&path);
@@ -148,7 +150,7 @@ impl Journal {
         &self.name
     }
 
-    /// Returns the path of the conversation's saved KV cache, next to the journal.
+    /// Returns the path at which the conversation's KV cache is saved, next to the journal.
     pub fn prefix_path(&self) -> PathBuf {
         self.path.with_extension("kv")
     }
@@ -171,7 +173,7 @@ impl Journal {
         }])
     }
 
-    /// Renames the conversation. Fails if another conversation has that name.
+    /// Renames the conversation and its saved KV cache. Fails if the name is invalid or taken.
     pub fn rename(&mut self, name: &str) -> Result<()> {
         let name = validate_name(name)?;
         if name == self.name {
@@ -219,7 +221,7 @@ impl Journal {
     }
 }
 
-/// Reads a conversation without opening it for writing.
+/// Reads a conversation without locking it. Without a name, reads the most recent resumable conversation.
 pub fn read_saved(name: Option<&str>) -> Result<SavedConversation> {
     Ok(read(&find(name)?.1)?.0)
 }
@@ -282,7 +284,7 @@ fn is_resumable(path: &Path) -> bool {
     !is_open(path) && read(path).map_or(true, |(saved, _)| saved.has_question() || saved.damage.is_some())
 }
 
-/// Returns `name` if it is allowed as the name of a conversation.
+/// Returns `name`, or an error if `name` is not allowed for a conversation.
 fn validate_name(name: &str) -> Result<&str> {
     let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     if name.is_empty() || name.len() > 100 || name.starts_with(['.', '-']) || !name.chars().all(is_allowed) {

@@ -62,7 +62,7 @@ pub struct LoadedModel {
 #[error("no model is loaded")]
 pub struct NoModelLoaded;
 
-/// Returns an error if the model has no chat format.
+/// Fails if the model has no chat format.
 pub fn require_chat_format(language: &Language, name: &str) -> Result<()> {
     match language.chat {
         Some(_) => Ok(()),

@@ -87,7 +87,7 @@ fn next_question(dialog: &[Message], index: usize) -> Option<usize> {
     (index + 1..dialog.len()).find(|&later| dialog[later].role == Role::User)
 }
 
-/// Returns a warning once 80% of the context is used.
+/// Returns a warning if at least 80% of the context is used.
 pub fn warning(summary: &TurnSummary, overflow: Overflow) -> Option<String> {
     let (used, context) = summary.context_use()?;
     let is_full = summary.is_context_full();

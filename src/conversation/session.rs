@@ -49,7 +49,7 @@ pub struct Session {
     /// Files that are attached to the next message.
     pub attached: Vec<Attachment>,
     pub recording: Recording,
-    /// The date in the prompt. It is fixed for the whole session.
+    /// The date in the prompt, which stays the same for the whole session.
     ///
     /// A new date would change the start of the prompt and require a prefill of the whole conversation.
     date: String,
@@ -197,7 +197,9 @@ impl Session {
         Ok(visible)
     }
 
-    /// Returns whether the system prompt, the attached files and `text` alone fit in the context.
+    /// Returns whether the system prompt, the attached files and `text` fit in the context without earlier messages.
+    ///
+    /// Returns true with `raw`, and if the number of tokens or the context length is unknown.
     pub fn fits_alone(&self, text: &str) -> bool {
         let mut messages = visible_messages(&self.messages, usize::MAX);
         messages.push(Message::user(with_attachments(&self.attached, text)));
@@ -209,7 +211,7 @@ impl Session {
         self.messages.iter().rposition(|message| message.role == Role::User)
     }
 
-    /// Removes the last question and its answer. Returns the question.
+    /// Removes the last question and its answer. Returns the question, or `None` if there is no question.
     pub fn undo(&mut self) -> Result<Option<String>> {
         let Some(question) = self.last_question() else { return Ok(None) };
         let text = self.messages[question].content.clone();
@@ -255,7 +257,7 @@ impl Session {
         self.record(Change::Messages)
     }
 
-    /// Switches to another model. If the new model cannot be loaded, loads the old model again.
+    /// Switches to another model. If the new model cannot be loaded, loads the old model again and returns the error.
     ///
     /// Returns a message for each setting that is invalid.
     /// Fails with [`NoModelLoaded`] if the old model cannot be loaded either.
@@ -299,7 +301,7 @@ impl Session {
         })
     }
 
-    /// Returns the value of a setting as text.
+    /// Returns the value of a setting as text, or `chosen by the server`.
     pub fn setting(&self, name: &str) -> String {
         let is_chosen_by_server = self.backend().defaults().is_none() && settings::has_server_default(name);
         if is_chosen_by_server && !self.all_settings().contains_key(name) {
@@ -359,7 +361,7 @@ impl Session {
         let (recording, saved) = open_saved(name)?;
         self.requested.retain(|name, _| !settings::is_setting(name));
         self.requested.extend(saved.settings.clone().into_iter().filter(|(name, _)| settings::is_setting(name)));
-        // A request to a server contains only the settings that the user chose. The other values are not sent.
+        // For a server, the defaults are placeholders: a request contains only the settings that the user chose.
         let defaults = self.backend().defaults().unwrap_or_else(SamplingParams::greedy);
         let problems = self.reset_settings(defaults);
         let damage = self.continue_with(recording, saved)?;
@@ -405,7 +407,7 @@ impl Session {
     }
 }
 
-/// Opens a saved conversation. Turns off recording if INFERNO_NOHISTORY is set.
+/// Opens a saved conversation. Does not record its next turns if INFERNO_NOHISTORY disables saving.
 fn open_saved(name: &str) -> Result<(Recording, SavedConversation)> {
     if !state_folder::is_enabled() {
         return Ok((Recording::Off, journal::read_saved(Some(name))?));

@@ -1,15 +1,17 @@
-//! The folder for conversations and the input history. Only the owner can read its files.
+//! The folder for conversations and the input history. Only its owner can access the folders that inferno creates.
 
 use std::fs::DirBuilder;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Returns whether conversations and the input history are saved. INFERNO_NOHISTORY=1 disables saving.
+/// Returns whether conversations and the input history are saved.
+///
+/// INFERNO_NOHISTORY disables saving, unless its value is empty or 0.
 pub fn is_enabled() -> bool {
     std::env::var_os("INFERNO_NOHISTORY").is_none_or(|value| value.is_empty() || value == "0")
 }
 
-/// Returns `$XDG_STATE_HOME/inferno`, or else `~/.local/state/inferno`.
+/// Returns `$XDG_STATE_HOME/inferno`, or else `~/.local/state/inferno`. `None` if there is no home directory.
 pub fn path() -> Option<PathBuf> {
     let state = std::env::var_os("XDG_STATE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
     let state = state.or_else(|| Some(std::env::home_dir()?.join(".local/state")))?;

@@ -41,7 +41,7 @@ pub fn open(ordinal: usize) -> Result<Device> {
     Ok(Device::Cuda(device))
 }
 
-/// Returns the number of visible GPUs, or 0 if NVIDIA's libraries cannot be loaded.
+/// Returns the number of visible GPUs, or 0 if NVIDIA's libraries or driver cannot be used.
 pub fn gpu_count() -> usize {
     if libraries::load().is_err() {
         return 0;
@@ -68,7 +68,8 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     Ok(())
 }
 
-/// Releases the unused memory of this process's pool to the driver, so that it counts as free, and returns [`info`].
+/// Returns [`info`] after releasing unused memory of the allocator's pool to the driver.
+/// The driver counts memory in the pool as used.
 pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
     if let Device::Cuda(cuda) = device {
         let stream = cuda.cuda_stream();

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// What [`info`](super::info()) returns about a device.
+/// The properties of a device that [`info`](super::info()) reads.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceInfo {
     pub name: String,

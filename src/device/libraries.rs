@@ -10,7 +10,7 @@
 //! The linker prefers these definitions over the libraries' own.
 //! rustc passes `--as-needed`, so the linker drops a library if the program uses none of its functions.
 //!
-//! A call to a library function that is not listed below still works, but it makes the linker keep that library.
+//! A call to any other function of a library still works, but makes the linker keep that library.
 //! The test `startup_loads_no_nvidia_library` detects such calls.
 //! Debug builds with GNU ld always keep the libraries, because GNU ld also counts calls in unreachable code.
 
@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use libloading::Library;
 
-/// The address of a library function. It is valid after [`load`] has succeeded.
+/// The address of a library function. Before [`load`] has set it, the address of [`called_before_load`].
 type Address = AtomicPtr<c_void>;
 
 /// The file name of a library, with the names and addresses of its functions.
@@ -33,7 +33,7 @@ type LibraryTable = (&'static str, &'static [(&'static str, &'static Address)]);
 pub struct LoadError {
     /// One line that starts with the library's name.
     pub reason: String,
-    /// What to do about it, such as a command to run.
+    /// The user's next step, such as a command to run.
     pub hint: &'static str,
 }
 
@@ -109,7 +109,7 @@ fn other_directories() -> Vec<PathBuf> {
 
 /// The jump target of every function until [`load`] replaces it.
 extern "C" fn called_before_load() -> ! {
-    // `eprintln!` panics if stderr is closed or its disk is full.
+    // Do not use `eprintln!`, which panics if stderr is closed or its disk is full.
     let message = "error: internal error: inferno called an NVIDIA library before loading it\n";
     let _ = std::io::Write::write_all(&mut std::io::stderr(), message.as_bytes());
     std::process::abort()

@@ -130,7 +130,7 @@ impl FromStr for Devices {
 /// The maximum number of devices that can run one model together.
 pub const MAX_RANKS: usize = 8;
 
-/// Opens a device. On a GPU, candle uses only one stream, so its event tracking across streams is turned off.
+/// Opens a device. Turns off candle's event tracking on a GPU, because candle uses only one stream.
 ///
 /// `kernels::upload` copies on a second stream and records its own events to order the copies.
 pub fn open(choice: DeviceChoice) -> Result<Device> {
@@ -152,7 +152,7 @@ fn open_cuda(_: usize) -> Result<Device> {
     Err(crate::error::Error::no_gpu("this build of inferno has no GPU support", next).into())
 }
 
-/// Returns true if an error means that a GPU allocation failed. Searches the message for the driver's error name.
+/// Returns whether a GPU allocation failed. Searches the error message for the driver's error name.
 pub fn is_out_of_memory(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("OUT_OF_MEMORY")
 }
@@ -162,7 +162,7 @@ pub fn default_dtype(device: &Device) -> DType {
     if device.is_cuda() { DType::BF16 } else { DType::F32 }
 }
 
-/// Returns the compute capability that the kernels are built for, or `None` in a build without GPU support.
+/// Returns the lowest compute capability that the kernels are built for, or `None` in a build without GPU support.
 pub fn built_compute_capability() -> Option<(u32, u32)> {
     let number: u32 = option_env!("INFERNO_COMPUTE_CAP")?.parse().ok()?;
     Some((number / 10, number % 10))

@@ -31,7 +31,7 @@ const PROGRESS_POLL: Duration = Duration::from_millis(100);
 #[derive(Clone, Debug, Default)]
 pub struct World {
     rank: usize,
-    /// Exchanges tensors between devices. `None` if tensors are copied without an [`Exchange`].
+    /// Exchanges tensors between the devices. `None` if the ranks exchange tensors through `meeting`.
     exchange: Option<Arc<dyn Exchange>>,
     /// Where the threads of all ranks exchange values. `None` in a world of one rank.
     meeting: Option<Arc<Meeting>>,
@@ -43,7 +43,8 @@ pub struct World {
 
 /// Exchanges tensors between the devices of all ranks.
 ///
-/// Operations are queued on the device and return at once. All ranks must queue the same operations in the same order.
+/// An operation is queued on the device, and its call returns at once.
+/// All ranks must queue the same operations in the same order.
 pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Returns whether operations can be queued now. Returns the same value on all ranks.
     ///
@@ -52,12 +53,13 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// A running kernel of another rank may itself be waiting for the loading rank, which would be a deadlock.
     fn can_queue(&self) -> bool;
 
-    /// Calls `launch`, which launches a CUDA graph that contains operations, at the same time as the other ranks: waits
-    /// until every rank is ready to launch, launches, and waits until every rank has launched. `sum` and
-    /// `concat_columns` launch their operations in the same way.
+    /// Calls `launch` at the same time as the other ranks. `launch` launches a CUDA graph that contains operations.
     ///
-    /// While a GPU waits for another GPU, the host of neither may call the driver for anything that waits for a GPU, such
-    /// as loading a kernel or allocating memory. Such a call would hold a lock that a rank needs to launch its operation.
+    /// Waits until every rank is ready to launch, calls `launch`, and waits until every rank has launched.
+    /// `sum` and `concat_columns` launch their operations in the same way.
+    ///
+    /// While one GPU waits for another, neither rank may make a driver call that waits for a GPU, such as loading a
+    /// kernel or allocating memory. The call would hold a lock that the other rank needs to launch its operation.
     fn launch_together(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()>;
 
     /// Implements [`World::sum`].
@@ -84,7 +86,7 @@ impl World {
         Self::default()
     }
 
-    /// Returns one world for each of `size` ranks. Each rank runs on a thread of its own.
+    /// Returns one world for each of `size` ranks. The caller moves each world to a thread of its own.
     pub fn threads(size: usize) -> Vec<Self> {
         let meeting = (size > 1).then(|| Arc::new(Meeting::new(size)));
         (0..size).map(|rank| Self { rank, meeting: meeting.clone(), ..Self::default() }).collect()
@@ -111,7 +113,7 @@ impl World {
         self.stages.as_deref()
     }
 
-    /// Returns the exchange between devices, or `None` if tensors are copied without an [`Exchange`].
+    /// Returns the exchange between devices, or `None` if the ranks exchange tensors without an [`Exchange`].
     pub fn exchange(&self) -> Option<&Arc<dyn Exchange>> {
         self.exchange.as_ref()
     }
@@ -135,8 +137,8 @@ impl World {
     }
 
     /// Returns the sum of x over all ranks. x has the same shape and dtype on all ranks.
-    /// Without an [`Exchange`], waits until all ranks have called this function. If a rank makes no progress while
-    /// this rank waits, the world ends.
+    /// If no [`Exchange`] can queue the sum, waits until all ranks have called this function.
+    /// If a rank makes no progress during this wait, the world ends.
     pub fn sum(&self, x: &Tensor) -> Result<Tensor> {
         match (&self.meeting, &self.exchange) {
             (None, _) => Ok(x.clone()),
@@ -148,9 +150,9 @@ impl World {
         }
     }
 
-    /// Returns the sum over all ranks of x, a partial result of a matrix product. Like [`sum`](Self::sum), but with
-    /// [`with_rounded_partials`](Self::with_rounded_partials), an [`Exchange`] may round the parts of a large tensor to
-    /// bf16 before it adds them in f32. All ranks still get the same bits.
+    /// Like [`sum`](Self::sum), for x that is a partial result of a matrix product.
+    /// With [`with_rounded_partials`](Self::with_rounded_partials), an [`Exchange`] may round large tensors to bf16
+    /// before it adds them in f32. All ranks still get the same bits.
     pub fn sum_partials(&self, x: &Tensor) -> Result<Tensor> {
         match &self.exchange {
             Some(exchange) if self.rounds_partials && exchange.can_queue() => exchange.sum_rounded(x),
@@ -159,7 +161,7 @@ impl World {
     }
 
     /// Returns the columns of all ranks side by side, in rank order. x holds this rank's [`share`] of `columns`.
-    /// Without an [`Exchange`], waits until all ranks have called this function.
+    /// If no [`Exchange`] can queue the operation, waits until all ranks have called this function.
     pub fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor> {
         match (&self.meeting, &self.exchange) {
             (None, _) => Ok(x.clone()),
@@ -197,7 +199,7 @@ impl World {
         }
     }
 
-    /// Calls `launch`, which launches a CUDA graph that contains exchanges, at the same time as the other ranks.
+    /// Calls `launch` at the same time as the other ranks. `launch` launches a CUDA graph that contains exchanges.
     /// See [`Exchange::launch_together`]. Without an [`Exchange`], calls `launch` at once.
     pub fn launch_together(&self, mut launch: impl FnMut() -> Result<()>) -> Result<()> {
         match &self.exchange {
@@ -238,7 +240,7 @@ impl World {
         self.end(&no_answer(rank, self.size()));
     }
 
-    /// Sets a function to call when the world ends because of a failure. Its argument is the reason.
+    /// Sets a function to call when the world ends because of a failure. The function receives the reason.
     /// Only one function can be set. If the world has already ended, calls the function at once.
     pub fn on_failure(&self, call: impl FnOnce(&str) + Send + 'static) {
         let Some(meeting) = &self.meeting else { return };
@@ -249,7 +251,7 @@ impl World {
         }
     }
 
-    /// Ends the world without a failure, because the model is no longer needed.
+    /// Ends the world because the model is dropped. Does not call the function of [`on_failure`](Self::on_failure).
     pub fn close(&self) {
         if let Some(meeting) = &self.meeting {
             meeting.lock().on_failure = None;
@@ -257,8 +259,8 @@ impl World {
         self.end("the engine has stopped");
     }
 
-    /// Records that this rank makes progress. During work that takes longer than the other ranks wait, such as running
-    /// many layers, a rank must call this function at least once per time limit.
+    /// Records that this rank makes progress. During long work, such as running many layers, a rank must call this
+    /// function at least once per [`ANSWER_TIME`]. Otherwise, a rank that waits for it ends the world.
     pub fn tick(&self) {
         if let Some(meeting) = &self.meeting {
             meeting.progress[self.rank].fetch_add(1, Ordering::Relaxed);

@@ -8,8 +8,8 @@ pub(super) struct SoloSequence {
     /// The tokens whose keys and values are in the cache.
     pub cached: Vec<u32>,
     pub tables: BlockTables,
-    /// The largest position written since the last reset, plus one. `Runner::rewind` uses it to determine whether
-    /// blocks of a sliding window were overwritten.
+    /// The largest position written since the last reset, plus one.
+    /// `Runner::rewind` determines from this position whether blocks of a sliding window were overwritten.
     pub written: usize,
 }
 

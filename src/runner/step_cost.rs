@@ -5,7 +5,7 @@ use serde::Serialize;
 /// The bytes that one decode step must read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct StepBytes {
-    /// The bytes of the chosen experts, one row of the embedding, and all other weights.
+    /// The bytes of the weights, with only the chosen experts and only one row of the embedding.
     pub weights: u64,
     /// The bytes of the cached keys and values that the token attends to.
     pub cache: u64,
@@ -29,7 +29,7 @@ pub struct KernelTime {
     pub bytes: u64,
 }
 
-/// The numbers of kernel launches and CUDA graph nodes in one decode step.
+/// How many kernels and CUDA graph nodes one decode step launches.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct LaunchCounts {
     pub kernels: usize,

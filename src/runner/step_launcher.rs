@@ -22,7 +22,7 @@ pub struct StepLauncher {
 }
 
 impl StepLauncher {
-    /// Creates a launcher without graphs. The first step of each batch size captures a graph.
+    /// Creates a launcher without graphs. The first step of each padded batch size captures a graph.
     /// Returns `None` if the device is not a GPU.
     pub fn new(device: &Device, limits: RunnerLimits, options: RunnerOptions) -> Result<Option<Self>> {
         let Device::Cuda(gpu) = device else { return Ok(None) };
@@ -36,16 +36,16 @@ impl StepLauncher {
         self.batches.can_run_model(decoder)
     }
 
-    /// Runs a decode step as a batch graph. Returns the logits, f32 `[sequences, vocab]`, which the next step
-    /// overwrites.
+    /// Launches a decode step as a batch graph, without waiting for the GPU.
+    /// Returns the logits, f32 `[sequences, vocab]`. The next step overwrites the logits.
     pub fn run(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
         let logits = self.batches.run(decoder, cache, sequences, &mut self.buffers)?;
         self.buffers.skip();
         Ok(logits)
     }
 
-    /// Runs a decode step like [`run`](Self::run), but returns `None` if the graph fails on a single GPU. The step must
-    /// then run operation by operation.
+    /// Launches a decode step like [`run`](Self::run). Returns `None` if the graph fails on a single GPU.
+    /// After `None`, the caller must run the step operation by operation.
     pub fn try_run(
         &mut self,
         decoder: &Decoder,
@@ -57,8 +57,9 @@ impl StepLauncher {
         Ok(logits)
     }
 
-    /// Queues the forward pass of all sequences and the choice of their next tokens. All ranks have the same logits and
-    /// parameters, so their GPUs choose the same tokens. Returns the index of the step.
+    /// Queues the forward pass of all sequences, and the choice of a token for each entry of `samplings`.
+    /// Returns the index of the step, for [`wait`](Self::wait).
+    /// All ranks have the same logits and sampling parameters, so their GPUs choose the same tokens.
     pub fn queue(
         &mut self,
         decoder: &Decoder,

@@ -17,7 +17,7 @@ pub struct StepSequence<'s> {
     /// The input tokens.
     pub ids: &'s [u32],
     /// Whether the input is the token that the last queued step chooses for this sequence.
-    /// `ids` then holds a single placeholder.
+    /// If true, `ids` holds a single placeholder.
     pub awaits_input: bool,
     /// The position of the first input token. The keys and values of all earlier positions are in the cache.
     pub position: usize,
@@ -28,7 +28,8 @@ pub struct StepSequence<'s> {
     /// The maximum number of tokens that the sequence may still generate, including this step's token.
     /// The decode graph queues no steps beyond this limit.
     pub limit: usize,
-    /// If set, the results do not depend on other sequences. The other sequences of the step may have `None`.
+    /// How the prompt is divided into passes, so that the results do not depend on other sequences.
+    /// If `None`, the runner's option `prompt_parts` applies.
     pub prompt_parts: Option<PromptParts>,
     /// The prompt tokens whose log probabilities the step computes, if any.
     pub scores: Option<ScoreTokens<'s>>,
@@ -68,7 +69,7 @@ impl<'s> StepSequence<'s> {
     }
 }
 
-/// Tokens of a prompt whose log probabilities a step computes. Each token follows an input token of the step.
+/// Prompt tokens whose log probabilities a step computes. Each token follows an input token of the step.
 pub struct ScoreTokens<'s> {
     /// The index of the input token before the first of `tokens`.
     pub first: usize,
@@ -80,7 +81,7 @@ pub struct ScoreTokens<'s> {
 }
 
 impl ScoreTokens<'_> {
-    /// Returns the tokens that follow the input tokens in `range`, for a pass with only these input tokens.
+    /// Returns the tokens to score in a pass with only the input tokens in `range`, or `None` if there are none.
     pub(super) fn part(&mut self, range: Range<usize>) -> Option<ScoreTokens<'_>> {
         let Self { first, tokens, top, logprobs } = self;
         let start = range.start.clamp(*first, *first + tokens.len());

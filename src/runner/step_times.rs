@@ -1,4 +1,4 @@
-//! The durations of steps, grouped by the number of sequences.
+//! The mean durations of steps, grouped by the number of sequences and by whether there are chunks of prompts.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,18 +7,18 @@ use serde::Serialize;
 
 use super::step_sequence::StepSequence;
 
-/// The mean duration of the steps with a similar number of sequences.
+/// The mean duration of the steps of one kind.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct StepTime {
     /// The number of sequences in each of these steps, rounded up to a power of two.
     pub sequences: usize,
-    /// Whether these steps included prefill. Otherwise, they computed one token of each sequence.
+    /// Whether each of these steps had a sequence with several input tokens, which are a chunk of a prompt.
     pub has_prompts: bool,
     pub steps: u64,
     pub mean_ms: f64,
 }
 
-/// For each kind of step, the number and the total duration of the steps since the last call of [`take`](Self::take).
+/// The number and the total duration of the steps of each kind, since the last call of [`take`](Self::take).
 #[derive(Default)]
 pub(super) struct StepTimes(BTreeMap<StepKind, (u64, Duration)>);
 

@@ -1,4 +1,4 @@
-//! Random ids of requests, answers and tool calls.
+//! Random ids, API keys and seeds.
 
 use ring::rand::{SecureRandom, SystemRandom};
 
@@ -19,7 +19,7 @@ fn random<const N: usize>() -> [u8; N] {
     bytes
 }
 
-/// Returns the hexadecimal digits of bytes.
+/// Returns bytes as lower-case hexadecimal digits.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -78,7 +78,7 @@ const REJECTION_REASONS: &[&str] = &["queue"];
 const STATUS_CODES: &[&str] =
     &["200", "304", "400", "401", "403", "404", "405", "408", "413", "415", "429", "499", "500", "503"];
 
-/// The counters and histograms of a server.
+/// All metrics of a server.
 pub struct Metrics {
     registry: Registry,
     has_vllm_names: bool,
@@ -94,14 +94,14 @@ pub struct Metrics {
     engine: EngineMetrics,
 }
 
-/// The connections and the HTTP responses of a server.
+/// The counts of connections and of HTTP responses.
 pub struct HttpMetrics {
     pub responses: IntCounterVec,
     pub connections: IntGauge,
     pub refused_connections: IntCounter,
 }
 
-/// The durations of the parts of a request.
+/// The durations of requests and of their parts.
 pub struct RequestTimes {
     pub first_token: Histogram,
     pub inter_token: Histogram,
@@ -113,7 +113,7 @@ pub struct RequestTimes {
     pub inference: Histogram,
 }
 
-/// The number of answers and tokens that each request asks for, and the number of tokens that it gets.
+/// The numbers of prompt tokens and generated tokens of requests, and the values of `n` and `max_tokens`.
 pub struct RequestSizes {
     prompt_tokens: Histogram,
     computed_tokens: Histogram,
@@ -354,7 +354,7 @@ impl EngineMetrics {
         })
     }
 
-    /// Creates the copies of the engine's counters.
+    /// Creates the copies of the engine's counters, each with the function that reads the engine's value.
     fn totals(make: &Maker) -> Result<Vec<(IntCounter, ReadTotal)>> {
         let total = |name, help, read: ReadTotal| Ok((make.counter(name, help)?, read));
         [
@@ -390,7 +390,8 @@ impl EngineMetrics {
         let stats = engine.stats();
         self.running.set(stats.running as i64);
         self.waiting.set(stats.waiting as i64);
-        // A sequence waits only for free KV cache blocks or because `--max-sequences` run, so the reason is `capacity`.
+        // A sequence waits only because too few KV cache blocks are free, or because `--max-sequences` sequences run.
+        // vLLM calls both reasons `capacity`.
         self.waiting_by_reason.with_label_values(&["capacity"]).set(stats.waiting as i64);
         self.waiting_by_reason.with_label_values(&["deferred"]).set(0);
         for (state, value) in [("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)] {
@@ -409,7 +410,7 @@ impl EngineMetrics {
     }
 }
 
-/// Returns a histogram in Prometheus's form.
+/// Converts a histogram of the engine to Prometheus's type.
 fn family(name: &str, help: &str, labels: &HashMap<String, String>, stats: &HistogramStats) -> MetricFamily {
     let bucket = |(bound, count): (&u64, &u64)| {
         let mut bucket = Bucket::default();
@@ -444,10 +445,10 @@ pub fn cache_usage(stats: &EngineStats) -> f64 {
     stats.used_blocks as f64 / stats.blocks.max(1) as f64
 }
 
-/// Creates metrics and registers them.
+/// Creates metrics with the same labels, and registers them.
 struct Maker<'r> {
     registry: &'r Registry,
-    /// The labels of all metrics.
+    /// The labels of every metric.
     labels: HashMap<String, String>,
 }
 

@@ -12,12 +12,12 @@ use super::records::RecordOptions;
 pub struct ServerOptions {
     /// The name of the model in requests and responses.
     pub model: String,
-    /// The keys that clients may send. Without keys, every client has access.
+    /// The valid API keys. Without keys, every client has access, except web pages of other sites.
     pub api_keys: Vec<String>,
-    /// The origins of web pages that may read responses. `*` allows every origin.
+    /// The origins of web pages that may use the API. `*` allows every origin.
     pub cors_origins: Vec<String>,
     /// Whether the server's own chat page may use the API under any host name, not only under a loopback address.
-    /// This is safe only if every client has access: an attacker's page can point its own host name at the server.
+    /// True is safe only if every client has access: an attacker's page can point its own host name at the server.
     pub is_open: bool,
     /// The maximum number of sequences that run at once.
     pub max_sequences: usize,
@@ -26,7 +26,7 @@ pub struct ServerOptions {
     /// The maximum number of open connections.
     pub max_connections: usize,
     pub timeouts: Timeouts,
-    /// The certificate and the private key. If it is `None`, the server uses plain HTTP.
+    /// The certificate and the private key. `None` for plain HTTP.
     pub tls: Option<Arc<ServerConfig>>,
     pub record: RecordOptions,
     /// Whether `/metrics` also lists metrics under the names that vLLM uses.
@@ -48,7 +48,7 @@ pub struct Timeouts {
     /// The time between keep-alive messages while a stream has no events.
     pub ping: Duration,
     /// How long after the shutdown signal the server still accepts requests, but reports itself as unhealthy.
-    /// Routers see this state and stop sending requests.
+    /// Routers then stop sending requests.
     pub drain_delay: Duration,
     /// The time limit for running requests once the server rejects new requests.
     pub drain: Duration,

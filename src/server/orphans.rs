@@ -26,13 +26,13 @@ struct State {
     next: u64,
 }
 
-/// An answer without a client, and the id of the first request for it.
+/// The task that computes an answer, and the id of the first request for this answer.
 struct Orphan {
     task: AnswerTask,
     request_id: String,
 }
 
-/// A task that computes a response. Dropping it cancels the answer.
+/// A task that computes a response. Dropping this value cancels the answer.
 struct AnswerTask(JoinHandle<Response>);
 
 impl Drop for AnswerTask {

@@ -1,10 +1,10 @@
 //! Lets the retry of a request receive the answer to the first attempt.
 //!
 //! Clients such as OpenAI's retry a request if the connection breaks. For some requests, the server therefore
-//! keeps generating the answer for a short time, and a retry with the same body and key receives this answer.
-//! This applies only to requests with an idempotency key, and to requests whose header `x-stainless-retry-count`
-//! is not 0. In the first request of OpenAI's clients, the count is 0. If the connection of such a request breaks,
-//! the server cancels the answer at once, because most of these clients do not come back.
+//! keeps generating the answer for a short time. A retry with the same path, body and key receives this answer.
+//! These are the requests with an idempotency key, and those whose header `x-stainless-retry-count` is not 0.
+//! In the first request of OpenAI's clients, the count is 0. If its connection breaks and the request has no
+//! idempotency key, the server cancels the answer at once, because most of these clients do not come back.
 //! A stream ends with its connection, because clients do not retry a stream that has begun.
 
 use std::sync::Arc;
@@ -29,10 +29,10 @@ const RETRY_COUNT: &str = "x-stainless-retry-count";
 /// The request header with a key that is the same in a request and its retries.
 const IDEMPOTENCY_KEY: &str = "idempotency-key";
 
-/// The request headers that can change the answer. The hash of a request includes them.
+/// The request headers that can change the answer. The hash of a request includes these headers.
 const OPTIONS: [&str; 2] = ["x-inferno-strict", "x-inferno-deterministic"];
 
-/// The response header with the id of the first request for the answer.
+/// The header of a response to a retry, with the id of the first request for the answer.
 const JOINED: HeaderName = HeaderName::from_static("x-inferno-joined");
 
 /// Runs a request, or waits for the answer to an earlier attempt.

@@ -27,8 +27,8 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// The maximum length of a request id that a client chose, in bytes.
 const MAX_ID_LENGTH: usize = 128;
 
-/// The routes that connections above the limit can use. If health checks failed under load, a supervisor would restart
-/// the server.
+/// The routes that connections above the limit can use.
+/// If health checks failed under load, a supervisor would restart the server.
 const SPARE_PATHS: [&str; 3] = ["/health", "/live", "/metrics"];
 
 /// Creates the routes of a server.
@@ -36,8 +36,8 @@ pub fn router(server: &Arc<Server>) -> Router {
     log_requests(server, routes(server))
 }
 
-/// Creates the routes for a connection above the limit. The connection closes after its first request, and the request
-/// is rejected unless its path is in `SPARE_PATHS`.
+/// Creates the routes for connections above the limit. Requests are rejected unless their path is in `SPARE_PATHS`.
+/// Each connection closes after its first request.
 pub fn spare_router(server: &Arc<Server>) -> Router {
     log_requests(server, routes(server).layer(middleware::from_fn_with_state(server.clone(), reject)))
 }
@@ -148,7 +148,7 @@ async fn log_request(State(server): State<Arc<Server>>, mut request: Request, ne
     response
 }
 
-/// Returns the id that the client chose, or a new id.
+/// Returns the id that the client chose, if it is valid, or a new id.
 fn request_id(headers: &HeaderMap) -> String {
     let chosen = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok());
     let is_valid = |id: &&str| (1..=MAX_ID_LENGTH).contains(&id.len()) && id.chars().all(|c| c.is_ascii_graphic());

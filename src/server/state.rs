@@ -22,7 +22,7 @@ const MAX_STEP: Duration = Duration::from_secs(60);
 /// The interval at which the server checks whether the engine thread has ended.
 const ENGINE_POLL: Duration = Duration::from_millis(50);
 
-/// A server: its options, its model and the requests in progress.
+/// The options, the model and the requests of a server.
 pub struct Server {
     pub options: ServerOptions,
     pub admission: Arc<Admission>,

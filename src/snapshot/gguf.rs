@@ -13,7 +13,7 @@ use crate::error::Error;
 /// The maximum number of parts in a split model.
 pub const MAX_PARTS: u32 = 1024;
 
-/// One GGUF model. `path` is its single file or its first part.
+/// One GGUF model. `path` is the single file, or the first part of a split model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GgufFile {
     pub path: PathBuf,
@@ -47,7 +47,7 @@ pub struct PartName<'n> {
 }
 
 impl<'n> PartName<'n> {
-    /// Parses a file name. Returns `None` if it is not the name of a part.
+    /// Parses a file name. Returns `None` if the file is not part of a split model.
     pub fn parse(file_name: &'n str) -> Option<Self> {
         let (rest, count) = file_name.strip_suffix(".gguf")?.rsplit_once("-of-")?;
         let (prefix, number) = rest.rsplit_once('-')?;
@@ -64,7 +64,8 @@ impl<'n> PartName<'n> {
     }
 }
 
-/// Returns the file names of all parts of a model, given the first part or the single file.
+/// Returns the file names of all parts of a model. `first` is the first part or the single file.
+/// Returns only `first` if the name claims more than `MAX_PARTS` parts.
 pub fn part_names(first: &str) -> Vec<String> {
     match PartName::parse(first) {
         Some(part) if (1..=MAX_PARTS).contains(&part.count) => {
@@ -74,7 +75,7 @@ pub fn part_names(first: &str) -> Vec<String> {
     }
 }
 
-/// Returns the GGUF file for `path`: `path` itself, or the only model in the directory.
+/// Returns `path` if it is a GGUF file, or the only GGUF model in the directory `path`.
 ///
 /// Returns `None` if the directory has safetensors weights or no GGUF model.
 /// Fails if the directory has several GGUF models. The error lists them.
@@ -112,7 +113,7 @@ pub fn models_in(dir: &Path) -> Vec<GgufFile> {
     files.into_iter().map(GgufFile::from_first_part).collect()
 }
 
-/// Returns the total size of all parts of a model in bytes, given the first part.
+/// Returns the total size of the parts of a model that exist, in bytes. `first` is the first part or the single file.
 pub fn total_bytes(first: &Path) -> u64 {
     GgufFile::from_first_part(first.to_path_buf()).bytes
 }
@@ -131,7 +132,7 @@ pub fn is_model_name(path: &str) -> bool {
 
 /// Returns the tag of a GGUF file, such as `Q4_K_M` for `Llama-3.2-1B-Q4_K_M.gguf`.
 ///
-/// The tag is the last word of the name, after a `-` or `.`. It distinguishes the models in one repository.
+/// The tag is the last word of the name, after a `-` or `.`, and distinguishes the models in one repository.
 pub fn tag(path: &str) -> &str {
     let stem = stem(path);
     stem.rsplit(['-', '.']).next().unwrap_or(stem)
@@ -150,7 +151,7 @@ pub fn matches_tag(path: &str, tag: &str) -> bool {
     path == tag || path.ends_with(&format!("/{tag}")) || is_suffix
 }
 
-/// Splits `name:Q4_K_M` into the name and the tag.
+/// Splits a model name such as `name:Q4_K_M` into the name and the tag. The tag is optional.
 pub fn split_tag(model: &str) -> (&str, Option<&str>) {
     match model.rsplit_once(':') {
         Some((name, tag)) if !name.is_empty() && !tag.is_empty() => (name, Some(tag)),

@@ -18,7 +18,7 @@ use gguf::GgufFile;
 pub use paths::is_safe_path;
 use safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 
-/// The files that a model's directory must contain.
+/// Which files of a model must be present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Required {
     /// config.json and tokenizer.json, which are enough to tokenize text.

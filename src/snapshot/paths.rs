@@ -2,7 +2,8 @@
 
 use std::path::{Component, Path};
 
-/// Returns true if `name`, joined to a directory, stays inside it. Rejects control characters and backslashes.
+/// Returns true if `name`, joined to a directory, stays inside the directory.
+/// Returns false for names with control characters, backslashes or more than 512 bytes.
 ///
 /// Every name from a server or a shard index is checked before it is used as a path.
 pub fn is_safe_path(name: &str) -> bool {

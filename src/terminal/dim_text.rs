@@ -56,7 +56,7 @@ impl DimText {
         wrap_dim(&self.rest, columns)
     }
 
-    /// Finishes the last row and removes empty rows at the end.
+    /// Finishes the last row, and removes empty rows at the end that have not been printed.
     pub fn finish(&mut self, columns: usize) {
         self.rows.extend(wrap_dim(&std::mem::take(&mut self.rest), columns));
         while self.rows.len() > self.printed && self.rows.last().is_some_and(Vec::is_empty) {
@@ -74,7 +74,7 @@ impl DimText {
         self.printed -= rows;
     }
 
-    /// Returns a one-line summary of the reasoning.
+    /// Returns a one-line summary of the reasoning. `is_open` tells whether the reasoning continues.
     pub fn folded(&self, is_open: bool, has_keys: bool) -> StyledLine {
         let words = format!("{} {}", self.words, if self.words == 1 { "word" } else { "words" });
         let text = match (is_open, has_keys) {

@@ -15,7 +15,7 @@ pub struct WindowSize {
 }
 
 impl WindowSize {
-    /// Returns the size of the terminal on stdout, or 24 × 80 if it is unknown.
+    /// Returns the size of the terminal on stdout. Unknown sizes default to 24 rows and 80 columns.
     pub fn now() -> WindowSize {
         let (rows, columns) = console::Term::stdout().size_checked().unwrap_or((24, 80));
         // A reported size of 0 means that the size is unknown.
@@ -23,9 +23,9 @@ impl WindowSize {
         WindowSize { rows: known_or(rows, 24), columns: known_or(columns, 80) }
     }
 
-    /// Returns the maximum width of a line.
+    /// Returns the maximum width of a line, in columns.
     ///
-    /// The last column stays free, because terminals differ in where they put the cursor after writing to it.
+    /// The last column stays free, because terminals differ in where the cursor goes after a character in that column.
     pub fn text_columns(self) -> usize {
         self.columns.saturating_sub(1).max(1)
     }
@@ -43,7 +43,7 @@ impl Row {
     }
 }
 
-/// The open rows, which may still change, below the finished lines. The cursor is at the end of the last open row.
+/// The open rows below the finished lines. The cursor is at the end of the last open row.
 pub struct LiveRegion {
     size: WindowSize,
     shown: Vec<Row>,
@@ -141,7 +141,7 @@ impl LiveRegion {
         self.shown.clear();
     }
 
-    /// Reopens the finished `lines` that are still in the window. Returns the number of reopened lines.
+    /// Reopens the last of the finished `lines`, as many as are still in the window. Returns their number.
     ///
     /// Each line must occupy exactly one row.
     pub fn reopen(&mut self, lines: &[StyledLine]) -> usize {

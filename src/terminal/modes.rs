@@ -51,10 +51,11 @@ pub fn stop_process() {
     std::thread::sleep(Duration::from_millis(100));
 }
 
-/// Restores the modes that [`save`] saved. Does nothing if this program is in the background.
+/// Restores the modes that [`save`] saved, and resets the text style and bracketed paste.
+/// Does nothing if this program is in the background.
 ///
-/// Signal handlers can call this function at any point.
-/// It therefore does not allocate, lock or panic, and calls only async-signal-safe functions.
+/// Signal handlers can call this function at any point. The function therefore does not allocate, lock or panic,
+/// and calls only async-signal-safe functions.
 pub(super) fn restore() {
     let Some(original) = ORIGINAL.get() else { return };
     // SAFETY: `tcgetpgrp` and `getpgrp` take no pointers.
@@ -86,7 +87,7 @@ pub fn set_bracketed_paste(on: bool) {
 
 /// Writes to the terminal without locking stdout or stderr, because another thread may hold the lock.
 ///
-/// Gives up if output is paused (Ctrl-S). Async-signal-safe, like [`restore`].
+/// Gives up after 100 ms if output is paused (Ctrl-S). This function is async-signal-safe, like [`restore`].
 fn write(text: &str) {
     let Some(output) = ORIGINAL.get().and_then(|original| original.output) else { return };
     let mut ready = libc::pollfd { fd: output, events: libc::POLLOUT, revents: 0 };

@@ -8,7 +8,7 @@ use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction
 
 use super::modes;
 
-/// The actions that [`restore_modes_on_end`] replaced, indexed by signal number.
+/// The actions that [`restore_modes_on_end`] replaced, indexed by signal number. `None` for all other signals.
 static PREVIOUS: OnceLock<[Option<libc::sigaction>; 64]> = OnceLock::new();
 
 /// Makes a write beyond the file size limit (`ulimit -f`) fail. By default, SIGXFSZ would end the program.
@@ -62,7 +62,7 @@ extern "C" fn restore_and_end(number: libc::c_int, info: *mut libc::siginfo_t, _
     // SAFETY: the system passes a valid siginfo to a handler with SA_SIGINFO.
     let is_from_kernel = unsafe { (*info).si_code } > 0;
     // A fault recurs when this handler returns. The previous action then runs, such as Rust's stack overflow report.
-    // Raise any other signal again. It stays pending until this handler returns.
+    // Raise any other signal again. The raised signal stays pending until this handler returns.
     let recurs = is_from_kernel && matches!(number, libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE);
     let previous = PREVIOUS.get().and_then(|previous| previous[number as usize]).filter(|_| recurs);
     // SAFETY: an all-zero sigaction is the default action.

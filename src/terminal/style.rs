@@ -11,7 +11,7 @@ pub enum Color {
     Off,
 }
 
-/// Returns whether to use color on stderr. NO_COLOR (no-color.org) turns it off.
+/// Returns whether to use color on stderr. `NO_COLOR` (no-color.org) and `TERM=dumb` turn color off.
 pub fn stderr_color() -> Color {
     color(std::io::stderr().is_terminal())
 }

@@ -105,7 +105,7 @@ fn push(line: &mut StyledLine, cell: Cell) {
 
 /// Wraps text at spaces, at line breaks and next to wide (East Asian) characters. Splits words wider than `columns`.
 ///
-/// The `textwrap` crate does not support styles. It would count escape sequences as visible columns.
+/// The `textwrap` crate does not support styles, and would count escape sequences as visible columns.
 pub fn wrap(text: &[Span], columns: usize) -> Vec<StyledLine> {
     let columns = columns.max(1);
     let mut wrapper = Wrapper { columns, lines: Vec::new(), line: Vec::new(), width: 0, space: None };
@@ -139,12 +139,12 @@ struct Wrapper<'a> {
     lines: Vec<StyledLine>,
     line: StyledLine,
     width: usize,
-    /// The space before the next word. It is dropped if the word starts a new line.
+    /// The space before the next word. Dropped if the word starts a new line.
     space: Option<Cell<'a>>,
 }
 
 impl<'a> Wrapper<'a> {
-    /// Appends a word and leaves `word` empty.
+    /// Appends a word, on a new line if needed. Leaves `word` empty.
     fn push_word(&mut self, word: &mut Vec<Cell<'a>>) {
         if word.is_empty() {
             return;

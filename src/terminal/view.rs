@@ -12,9 +12,9 @@ use crate::chat::{Channel, Delta};
 
 /// The minimum pause after a frame (one update of the screen). Pieces that arrive during the pause are drawn together.
 const MIN_FRAME: Duration = Duration::from_millis(12);
-/// The pause after a frame, as a multiple of the frame's drawing time. It is clamped to `MIN_FRAME` and `MAX_FRAME`.
+/// The pause after a frame, as a multiple of the frame's drawing time. At least `MIN_FRAME`, at most `MAX_FRAME`.
 const REST_FACTOR: u32 = 100;
-/// The maximum pause after a frame. It keeps the output smooth on slow terminals.
+/// The maximum pause after a frame. Longer pauses would make the output jerky on slow terminals.
 const MAX_FRAME: Duration = Duration::from_millis(80);
 
 /// The view of one assistant turn while it streams.
@@ -91,7 +91,7 @@ impl TurnView {
         Ok(())
     }
 
-    /// Folds or unfolds the reasoning.
+    /// Folds or unfolds the reasoning. Draws a frame if the setting changed.
     pub fn fold_reasoning(&mut self, folds: bool, size: WindowSize, out: &mut dyn Write) -> io::Result<()> {
         if folds == self.folds_reasoning {
             return Ok(());

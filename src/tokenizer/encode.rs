@@ -1,4 +1,4 @@
-//! The `Encode` trait and the handling of control tokens.
+//! The `Encode` trait, and how encoders treat control tokens.
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};

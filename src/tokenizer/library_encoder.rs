@@ -9,7 +9,7 @@ use super::guard::guarded;
 use super::table::ControlToken;
 use crate::text::quote;
 
-/// A Unicode noncharacter, which no vocabulary contains. It is encoded once to find the unknown token.
+/// A Unicode noncharacter, which no vocabulary contains. Encoding this text yields the unknown token.
 const UNKNOWN: &str = "\u{FDD0}";
 
 /// An encoder that calls the `tokenizers` library in this process.
@@ -44,7 +44,7 @@ impl LibraryEncoder {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Encodes text without producing control tokens.
+    /// Encodes text without producing control tokens. Fails if a single character becomes a control token.
     fn encode_text(&self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
         let piece_ids = self.encode_raw(text, false, true)?;
         if !piece_ids.iter().any(|id| self.control_ids.binary_search(id).is_ok()) {

@@ -1,7 +1,7 @@
 //! Encodes text to token ids and decodes token ids to text. The streaming decoder never splits a character.
 //!
-//! The `tokenizers` library from Hugging Face is used to load a tokenizer from tokenizer.json or GGUF metadata.
-//! Malformed files can make that library panic (huggingface/tokenizers #2094), so every call catches panics.
+//! Tokenizers come from tokenizer.json or GGUF metadata, and use the `tokenizers` library from Hugging Face.
+//! Malformed files can make this library panic (huggingface/tokenizers #2094), so every call catches panics.
 //! An invalid file causes an error, never a crash.
 //!
 //! With a hostile file, encoding can take unbounded time and memory.
@@ -28,7 +28,7 @@ pub use encode::{ControlTokens, Encode};
 pub use table::{ControlToken, TokenTable};
 pub use text_stream::TextStream;
 
-/// Encodes text to token ids and decodes ids to text.
+/// The vocabulary of a model, with its encoder and decoder.
 pub struct Tokenizer {
     table: TokenTable,
     encoder: Box<dyn Encode>,
@@ -83,7 +83,7 @@ impl Tokenizer {
         self.table.controls().iter().map(|control| (control.content.as_str(), control.id))
     }
 
-    /// Returns whether `id` is a control token.
+    /// Returns whether `id` is the id of a control token.
     pub fn is_control(&self, id: u32) -> bool {
         self.table.is_control(id)
     }
@@ -98,12 +98,12 @@ impl Tokenizer {
         self.table.decode(ids)
     }
 
-    /// Returns the id of the token with exactly this text.
+    /// Returns the id of a token as the vocabulary spells it, or `None` if there is no such token.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.table.id(token)
     }
 
-    /// Returns the token for an id as the vocabulary spells it, such as `Ġthe` or `▁the`.
+    /// Returns the token with this id as the vocabulary spells it, such as `Ġthe` or `▁the`.
     pub fn token(&self, id: u32) -> Option<&str> {
         self.table.token(id)
     }

@@ -1,4 +1,4 @@
-//! The tokens of a vocabulary and the decoder that turns tokens into text.
+//! The tokens of a vocabulary, and the decoder that turns tokens into text.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use super::guard::guarded;
 const MAX_TOKEN_BYTES: usize = 4 << 10;
 /// The maximum size of all tokens together, in bytes.
 const MAX_TABLE_BYTES: usize = 256 << 20;
-/// The maximum number of steps in a decoder. Known decoders have up to four.
+/// The maximum number of steps in a decoder. Known decoders have up to four steps.
 const MAX_DECODER_STEPS: usize = 32;
 /// The maximum factor by which a decoder may lengthen text. Known decoders only shorten it: `▁` becomes a space.
 const MAX_DECODER_GROWTH: usize = 2;
@@ -48,7 +48,7 @@ pub struct TokenTable {
     normalizes_controls: bool,
 }
 
-/// The JSON part of a serialized [`TokenTable`]: everything except the tokens.
+/// The JSON part of a serialized [`TokenTable`]. The other part is the list of all tokens.
 #[derive(Serialize, Deserialize)]
 struct Header {
     controls: Vec<ControlToken>,
@@ -100,7 +100,7 @@ impl TokenTable {
         Ok(Self { text, ids, ends, controls, control_ids, decoder, is_byte_level, normalizes_controls })
     }
 
-    /// Adds a token. Its id must be larger than all ids in the table.
+    /// Adds a token. `id` must be larger than all ids in the table.
     fn push(&mut self, id: u32, token: &str) -> Result<()> {
         if token.len() > MAX_TOKEN_BYTES {
             bail!("cannot load the tokenizer: token {id} has {} bytes; the limit is {MAX_TOKEN_BYTES}", token.len());
@@ -114,7 +114,8 @@ impl TokenTable {
         Ok(())
     }
 
-    /// Returns the header as JSON, and the tokens as bytes: the id, the length and the text of each token.
+    /// Returns the header as JSON, and the tokens as bytes: for each token, its id and its length as little-endian u32,
+    /// then its text.
     pub fn to_parts(&self) -> Result<(Value, Vec<u8>)> {
         let header = Header {
             controls: self.controls.clone(),
@@ -152,7 +153,7 @@ impl TokenTable {
         Ok(table)
     }
 
-    /// Returns the bytes of a token, which can be part of a character. Returns no bytes for an id that has no token.
+    /// Returns the bytes of a token, which may end inside a character. Returns no bytes for an id that has no token.
     pub fn bytes(&self, id: u32) -> Vec<u8> {
         let Some(token) = self.token(id) else { return Vec::new() };
         if self.is_control(id) {

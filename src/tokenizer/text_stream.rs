@@ -12,7 +12,7 @@ pub struct TextStream {
     emitted: usize,
 }
 
-/// The number of ids after which invalid characters are returned as U+FFFD. A valid character needs fewer ids.
+/// The number of held ids at which incomplete characters are returned as U+FFFD. A valid character needs fewer ids.
 const MAX_HELD_IDS: usize = 8;
 
 impl TextStream {
@@ -29,7 +29,7 @@ impl TextStream {
         Self { ids: context.to_vec(), emitted: context.len() }
     }
 
-    /// Adds an id and returns the text that is now complete, if any.
+    /// Adds an id. Returns the text that this id completes, or an empty string.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
         self.ids.push(id);
         let is_full = self.ids.len() - self.emitted >= MAX_HELD_IDS;

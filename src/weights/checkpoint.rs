@@ -90,7 +90,7 @@ impl Checkpoint {
     }
 
     /// Returns the number of columns in a unit of a matrix, or 1 for floats. Ranks divide columns only between units.
-    /// `columns` is the number of columns of the whole matrix, and `target` the format to which loading quantizes floats.
+    /// `columns` is the number of columns of the whole matrix. Loading quantizes floats to the format `target`, if any.
     pub(super) fn column_unit(&self, name: &str, columns: usize, target: Option<QuantizationTarget>) -> usize {
         let stored = match self {
             Self::Gguf(model) => model.stored_type(name).and_then(quantized::format),
@@ -102,7 +102,7 @@ impl Checkpoint {
         unit_of(stored.or_else(|| target?.format(columns)))
     }
 
-    /// Returns the format, rows and columns of a matrix that is quantized in the file.
+    /// Returns the format, rows and columns of a matrix that is quantized in the file, or `None` for other tensors.
     pub(super) fn quantized_shape(&self, name: &str, info: &TensorInfo) -> Option<(WeightFormat, usize, usize)> {
         match (self, info.shape.as_slice()) {
             (Self::Gguf(model), _) => {
@@ -123,7 +123,7 @@ impl Checkpoint {
     pub(super) fn matrix_shape(&self, name: &str) -> Option<(usize, usize)> {
         match self {
             Self::Gguf(model) => model.matrix_shape(name).ok()?,
-            // GPT-2 stores these matrices as `[in, out]`.
+            // GPT-2 stores its matrices (`c_attn`, `c_fc`, `c_proj`) as `[in, out]`.
             Self::Safetensors(_) if name.contains(".c_") => None,
             Self::Safetensors(checkpoint) => match checkpoint.info(name)?.shape.as_slice() {
                 [rows @ .., columns] if !rows.is_empty() => Some((rows.iter().product(), *columns)),
@@ -142,7 +142,7 @@ impl Checkpoint {
     }
 
     /// Returns the metadata of a tensor and the location of its bytes.
-    /// Fails for a GGUF file, because it stores tensors in a different layout.
+    /// Fails for a GGUF file, whose tensors have a different layout.
     pub fn view(&self, name: &str) -> Result<TensorView<'_>> {
         match self {
             Self::Safetensors(checkpoint) => checkpoint.view(name),

@@ -130,7 +130,7 @@ struct Group {
 /// The quantization arguments of weights or inputs. `observer` is ignored, because it matters only during calibration.
 #[derive(Deserialize)]
 struct QuantizationArgs {
-    /// The number of bits. Some tools write an object with one number per layer.
+    /// The number of bits. Some tools write an object with one number per layer, which is not supported.
     #[serde(default = "eight")]
     num_bits: Value,
     #[serde(default, rename = "type")]
@@ -219,7 +219,8 @@ impl CompressedConfig {
         Ok(Self { rules: rules.collect::<Result<_>>()?, ignore: ignore.collect::<Result<_>>()? })
     }
 
-    /// Returns a short name with the bit widths of weights and activations, such as `w8a8 int8`.
+    /// Returns the bit widths of weights and activations, and the type of the codes, such as `w8a8 int8`.
+    /// If layers differ, describes the first rule with a scheme.
     pub fn name(&self) -> String {
         let Some(scheme) = self.rules.iter().find_map(|(_, scheme)| *scheme) else { return "unquantized".into() };
         let activations = if scheme.activations == Activations::Unquantized { 16 } else { 8 };

@@ -1,7 +1,7 @@
 //! How ranks divide the tensors of a model, computed from the file headers alone.
 //!
 //! Loading divides tensors in the `load` functions of the layers in `nn`. This module repeats their rules, so that the
-//! memory of each rank is known before loading. Tests compare the two for all families and formats.
+//! memory of each rank is known before loading. Tests compare the results of both for all families and formats.
 
 use std::collections::HashMap;
 
@@ -24,7 +24,7 @@ pub struct RankPart {
     pub kv_heads: Vec<usize>,
 }
 
-/// A dimension of a model that ranks share.
+/// A dimension of a model that is divided among ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shared {
     /// KV heads, each with its query heads.
@@ -35,8 +35,8 @@ enum Shared {
     Vocabulary,
 }
 
-/// The sizes that determine how ranks divide one layer: `kv_heads` and `o_proj` for attention, `down_proj` for the MLP
-/// or the experts.
+/// The sizes that determine how ranks divide one layer.
+/// Attention depends on `kv_heads` and `o_proj`, and the MLP or the experts depend on `down_proj`.
 #[derive(Clone, Copy, Debug, Default)]
 struct LayerUnits {
     kv_heads: usize,
@@ -82,7 +82,7 @@ impl InventoryTensor {
         }
     }
 
-    /// Returns the index of the tensor's layer: the first number in its name.
+    /// Returns the index of the tensor's layer: the first number in its name. `None` for tensors outside of layers.
     pub(super) fn layer(&self) -> Option<usize> {
         self.name.split('.').find_map(|part| part.parse().ok())
     }
@@ -98,7 +98,8 @@ impl InventoryTensor {
         }
     }
 
-    /// Returns the number of columns of a matrix together with its `unit`. Returns `None` for a vector.
+    /// Returns the number of columns of a matrix, and `unit`. Ranks divide the columns only at multiples of `unit`.
+    /// Returns `None` for a vector.
     ///
     /// `shape` is the shape in the file. `has_bias` is true only for the unpacked experts of gpt-oss.
     pub(super) fn column_units(&self, shape: &[usize], unit: usize, has_bias: bool) -> Option<ColumnUnits> {
@@ -106,7 +107,7 @@ impl InventoryTensor {
         let columns = match shape {
             // MXFP4 packs 32 columns into each group.
             [_, _, groups, ..] if is_packed_expert => groups * SHARE_COLUMNS,
-            // GPT-2 and the unpacked experts of gpt-oss store these matrices transposed.
+            // GPT-2 and the unpacked experts of gpt-oss store matrices as `[in, out]`.
             [columns, _] if self.name.contains(".c_") => *columns,
             [_, columns, _] if has_bias => *columns,
             [_, .., columns] => *columns,
@@ -156,7 +157,7 @@ impl Inventory {
                         let compute = || share_of_layer(&layers[layer], is_heads, rank, ranks);
                         Some((*axis, *shares.entry((layer, is_heads)).or_insert_with(compute)))
                     }
-                    // Every rank holds the whole tensor. Layers beyond the last layer of the model count too.
+                    // Every rank holds the whole tensor, even if its layer is beyond the last layer of the model.
                     _ => None,
                 };
                 weight_bytes = weight_bytes.saturating_add(match share_of {
@@ -170,8 +171,8 @@ impl Inventory {
     }
 }
 
-/// Returns how many KV heads of a layer a rank holds, and how many the layer has. If `is_heads` is false, counts the
-/// columns of `down_proj` instead.
+/// Returns how many KV heads of a layer a rank holds, and how many the layer has.
+/// If `is_heads` is false, counts the columns of `down_proj` instead.
 fn share_of_layer(layer: &LayerUnits, is_heads: bool, rank: usize, ranks: usize) -> (usize, usize) {
     match (is_heads, layer.down_proj) {
         (true, _) => (layer.kv_share(rank, ranks), layer.kv_heads),

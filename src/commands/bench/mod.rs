@@ -1,6 +1,6 @@
 //! `inferno bench`: measures how fast a model runs.
 //!
-//! Follows llama-bench: random token ids as prompts, batch size 1, and one warm-up run before the measured runs.
+//! Without `--concurrency`, follows llama-bench: prompts of random token ids, batch size 1, one warm-up run per test.
 
 mod report;
 mod serving;
@@ -76,7 +76,7 @@ pub struct Args {
 
 /// The prompt length of the first request, in tokens. Later requests are measured with this length too.
 const FIRST_PROMPT: usize = 512;
-/// The context positions that a chat test needs for its first and last token. They are generated but not timed.
+/// The context positions for the two tokens that a chat test generates but does not time: the first and the last.
 const EXTRA_POSITIONS: usize = 2;
 /// The seed for random tokens and for sampling.
 const SEED: u64 = 1;
@@ -187,8 +187,13 @@ impl Bench {
         (1..=self.repetitions as u64).map(|index| run(&self.engine, index)).collect()
     }
 
+<<<<<<< HEAD:src/commands/bench/mod.rs
     /// Measures prefill, decode and chat at each of `depths`, the numbers of tokens already in the KV cache.
     fn tests(&self, prompts: &[usize], decode: usize, depths: &[usize]) -> Result<Vec<TestResult>> {
+=======
+    /// Measures prefill, decode and chat. Each of `depths` is a number of tokens in the KV cache before the test.
+    fn tests(&self, prompts: &[usize], decode: usize, depths: &[usize]) -> Result<Vec<Test>> {
+>>>>>>> words-2:src/commands/bench.rs
         let mut tests = Vec::new();
         for &depth in depths {
             self.fill_cache(depth)?;
@@ -203,7 +208,7 @@ impl Bench {
         Ok(tests)
     }
 
-    /// Returns how many bytes each of `tokens` decode steps reads, if the first step starts with `depth` cached tokens.
+    /// Returns the bytes that each of `tokens` decode steps reads. The first step starts with `depth` cached tokens.
     fn step_bytes(&self, tokens: usize, depth: usize) -> Result<Vec<StepBytes>> {
         self.engine.with_runner(move |runner| (depth..depth + tokens).map(|depth| runner.step_bytes(depth)).collect())
     }
@@ -264,7 +269,7 @@ impl Bench {
         Ok(TestResult::of_decode(test, &seconds, &self.step_bytes(tokens, depth)?, None))
     }
 
-    /// Measures requests of which `concurrency` run at once. First runs `concurrency` different requests as a warm-up.
+    /// Measures requests, at most `concurrency` at once, after a warm-up with `concurrency` other requests.
     fn serving(&self, args: &Args, concurrency: usize) -> Result<Serving> {
         note(&format!("requests at once: {concurrency}"));
         let load = Load {

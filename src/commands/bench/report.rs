@@ -20,7 +20,7 @@ pub struct Report {
     pub inferno: Build,
     pub model: Model,
     pub device: DeviceFacts,
-    /// The memory bandwidth, which is not measured on a CPU.
+    /// The measured memory bandwidth. `None` on a CPU, or if too little GPU memory is free.
     pub bandwidth: Option<Bandwidth>,
     pub load: LoadTimes,
     pub memory: Option<Memory>,
@@ -47,7 +47,7 @@ impl Build {
     pub fn new(engine: &EngineHandle) -> Self {
         let (version, commit) = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
         let attention = engine.info().attention.to_string();
-        // The decode tests bypass the engine's queue. Without a decode graph, each of their steps is eager.
+        // Decode tests call the runner directly. Without a decode graph, the runner then runs each step eagerly.
         let executor = if engine.no_decode_graph().is_none() { engine.executor() } else { Executor::Eager };
         Self { version, commit, executor, attention }
     }
@@ -156,7 +156,7 @@ struct Warm {
 }
 
 impl FirstToken {
-    /// Creates the result. Each pair is a prompt length in tokens and a time to first token in milliseconds.
+    /// Creates the result. The first argument is the prompt length and the time in milliseconds of the first request.
     pub fn new((prompt_tokens, ms): (usize, f64), warm: Vec<(usize, Stats)>) -> Self {
         let warm = warm.into_iter().map(|(prompt_tokens, ms)| Warm { prompt_tokens, ms }).collect();
         Self { cold: Cold { prompt_tokens, ms }, warm }
@@ -206,7 +206,7 @@ pub struct TestResult {
     step_bytes: Option<StepBytes>,
     bytes_per_s: Option<f64>,
     share_of_read_bandwidth: Option<f64>,
-    /// The time between consecutive tokens. `None` except for chat tests.
+    /// The time between consecutive tokens, which only chat tests measure.
     gaps: Option<Gaps>,
 }
 
@@ -217,8 +217,7 @@ impl TestResult {
         Self { test, tok_per_s, step_bytes: None, bytes_per_s: None, share_of_read_bandwidth: None, gaps: None }
     }
 
-    /// Creates the result of a test that decodes. `steps` is how much each of its steps reads, and `gaps` the time
-    /// between tokens in a chat test.
+    /// Creates the result of a decode or chat test. `steps` must not be empty.
     pub fn of_decode(test: Test, seconds: &[f64], steps: &[StepBytes], gaps: Option<Gaps>) -> Self {
         let mean = |part: fn(&StepBytes) -> u64| steps.iter().map(part).sum::<u64>() / steps.len() as u64;
         let step_bytes = StepBytes { weights: mean(|step| step.weights), cache: mean(|step| step.cache) };

@@ -26,7 +26,6 @@ pub enum Lengths {
 pub struct Load {
     /// The maximum number of requests that run at once.
     pub concurrency: usize,
-    /// The number of requests.
     pub requests: usize,
     /// Prompt tokens per request. The maximum if `lengths` is `SharegptLike`.
     pub input: usize,
@@ -38,7 +37,7 @@ pub struct Load {
     pub seed: u64,
 }
 
-/// The figures of one measurement, which ran the requests of a [`Load`].
+/// The results of running the requests of a [`Load`].
 #[derive(Clone, Debug, Serialize)]
 pub struct Serving {
     pub concurrency: usize,
@@ -46,7 +45,7 @@ pub struct Serving {
     pub input_tokens: usize,
     pub output_tokens: usize,
     pub rate: Option<f64>,
-    /// The time from the first request to the last token.
+    /// The time from the start of the measurement to the last token.
     pub seconds: f64,
     /// Generated tokens of all requests, divided by `seconds`.
     pub output_tok_per_s: f64,
@@ -68,7 +67,7 @@ pub struct Serving {
     /// The mean number of different experts per layer that a decode step used. `None` if they were not counted.
     pub experts_per_step: Option<f64>,
     /// The bytes that a decode step of all requests must read, halfway through the answers.
-    /// `None` if the model has experts whose use was not counted, or if the lengths differ.
+    /// `None` with `--rate`, with lengths that differ, or if the model has experts whose use was not counted.
     pub step_bytes: Option<StepBytes>,
     /// `step_bytes` divided by the time of a decode step.
     pub read_bytes_per_s: Option<f64>,
@@ -76,7 +75,7 @@ pub struct Serving {
     pub bandwidth_share: Option<f64>,
 }
 
-/// The median and the 99th percentile.
+/// The median and the 99th percentile of a time, in milliseconds.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Percentiles {
     pub p50: f64,
@@ -91,7 +90,7 @@ impl Serving {
         self.read_bytes_per_s = steps_per_s.map(|steps_per_s| steps_per_s * bytes.total() as f64);
     }
 
-    /// Computes which share of the measured memory bandwidth the decode steps used.
+    /// Sets the share of the measured memory bandwidth that the decode steps used.
     pub fn set_bandwidth_share(&mut self, bandwidth: Option<&Bandwidth>) {
         self.bandwidth_share =
             self.read_bytes_per_s.zip(bandwidth).map(|(rate, bandwidth)| rate / bandwidth.read_bytes_per_s);
@@ -117,7 +116,7 @@ struct RequestTimes {
     cached_tokens: usize,
 }
 
-/// Runs the requests and measures them.
+/// Runs the requests of `load`. The caller sets the figures of the engine, such as `preemptions`.
 pub fn measure(engine: &EngineHandle, load: &Load) -> Result<Serving> {
     let lengths: Vec<(usize, usize)> = (0..load.requests as u64).map(|index| load.request_lengths(index)).collect();
     let prompts: Vec<Vec<u32>> = lengths

@@ -34,6 +34,7 @@ pub fn run(device: &Device) -> Vec<Check> {
 }
 
 /// Returns the maximum error of the GPU's logits, relative to the largest absolute CPU logit of the same step.
+/// Returns NaN if the GPU computes a NaN.
 fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) -> Result<f32> {
     let folder = TemporaryFolder::new()?;
     let dir = folder.0.as_path();
@@ -143,7 +144,7 @@ fn write_checkpoint(dir: &Path) -> Result<()> {
         ((state >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 3.4
     };
     let tensors = shapes.into_iter().map(|(name, shape)| {
-        // Norm weights are near 1. Matrices are scaled to preserve the magnitude of their inputs.
+        // Norm weights are near 1. Matrices are scaled so that outputs are about as large as inputs.
         let (center, scale) = match shape[..] {
             [_, columns] => (0.0, (columns as f32).powf(-0.5)),
             _ => (1.0, 0.1),

@@ -77,9 +77,10 @@ fn no_gpu(error: &anyhow::Error, seen: Option<String>) -> Finding {
     Finding::fail("GPU", what, if has_cuda { next } else { "cargo install --locked --path . --features cuda" })
 }
 
-/// Checks that this build's kernels can run on the GPU and that at least half of the GPU memory is free.
-/// `built` is the lowest compute capability that the kernels run on. `is_native` tells whether the build contains machine
-/// code for this GPU.
+/// Checks that this build's kernels can run on the GPU, and that at least half of the GPU memory is free.
+///
+/// `built` is the lowest compute capability that the kernels run on. `None` without GPU support.
+/// `is_native` is true if the build contains machine code for this GPU.
 fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>, is_native: bool) -> Finding {
     let what = format!("{ordinal}: {info}");
     let (Some(built), Some(found)) = (built, info.compute_capability) else { return Finding::pass("GPU", what) };
@@ -163,7 +164,7 @@ mod tests {
 
     #[test]
     fn gpu_is_checked_against_the_builds_compute_capability() {
-        // A release build also contains machine code for later GPUs than the lowest that it supports.
+        // A release build contains machine code for the compute capability `built` and for some later ones: `natives`.
         let check_with = |found, built, natives: &[(u32, u32)], free_bytes| {
             let info = DeviceInfo { name: "X".into(), compute_capability: Some(found), free_bytes, total_bytes: 100 };
             let finding = gpu(0, &info, Some(built), found == built || natives.contains(&found));

@@ -50,7 +50,7 @@ struct HubModels {
 }
 
 impl HubModels {
-    /// Finds a model by its name or by a unique part of its name.
+    /// Finds a model by its name or by a unique part of its name, at the revision in the configuration file, if any.
     fn find_snapshot(&self, name: &str) -> Result<Snapshot> {
         let snapshot = self.hub.find(name, None)?;
         // Report invalid settings of the new model now, while the old model is still loaded.
@@ -91,7 +91,7 @@ impl ModelSource for HubModels {
     }
 }
 
-/// Returns the revision in `org/name@revision`.
+/// Returns the revision in `org/name@revision`, or `None` if no revision was typed.
 fn revision_in(model: &str) -> Option<&str> {
     Some(model.split_once('@')?.1)
 }

@@ -27,7 +27,7 @@ pub fn select(url: &str, args: &Args, is_one_shot: bool) -> Result<Option<Select
     let found = args.model.as_deref().map(|name| client::find(&models, name, &connection));
     let model = match found {
         Some(Ok(model)) => model,
-        // A resumed conversation can come from another server.
+        // A resumed conversation may come from another server, whose model this server does not have.
         Some(Err(error)) if args.resume.is_none() => return Err(error),
         Some(Err(_)) | None => match default_model(&models, &connection, is_one_shot)? {
             Some(model) => model,

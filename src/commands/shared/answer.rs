@@ -62,7 +62,7 @@ fn draw(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Tu
     turn
 }
 
-/// Writes the answer without rendering its Markdown.
+/// Writes the answer to stdout without rendering its Markdown, and the reasoning to stderr.
 fn write(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Turn> {
     let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
     let (is_terminal, color) = (std::io::stdout().is_terminal(), stderr_color());

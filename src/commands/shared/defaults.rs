@@ -29,11 +29,11 @@ use crate::error::Error;
 use crate::files;
 use crate::hub::Hub;
 
-/// The flags that select and load a model, which `play` and `serve` share.
+/// The flags about the model that can be set outside the command line, for `play` and for `serve`.
 const MODEL_FLAGS: [&str; 10] =
     ["attention", "chunk", "context", "deterministic", "device", "dtype", "eager", "quantize", "revision", "split"];
 
-/// All flags of `play` that can be set outside the command line, sorted by name.
+/// The flags of `play` that can be set outside the command line, sorted by name.
 static PLAY_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
     let own = ["hide-reasoning", "max-tokens", "overflow", "plain", "reasoning", "stop", "system", "url"];
     let sampling: Vec<&str> = SAMPLING_FIELDS.iter().map(|field| field.flag).collect();
@@ -68,7 +68,7 @@ static CONFIGURATION_KEYS: LazyLock<Vec<&str>> = LazyLock::new(|| sorted(&[&PLAY
 /// Kubernetes sets `INFERNO_PORT` to a URL if a service is named `inferno`.
 const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
 
-/// The flags of `health` that can be set outside the command line. `serve` reads the same settings for these flags.
+/// The flags of `health` that can be set outside the command line. They share their settings with flags of `serve`.
 const HEALTH_FLAGS: [&str; 3] = ["host", "port", "tls-cert"];
 
 /// The flags of `bench`, `perplexity` and `replay` that can be set outside the command line.
@@ -173,7 +173,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     Ok(line)
 }
 
-/// Reads flags from environment variables such as `INFERNO_TOP_P`. Empty variables count as unset.
+/// Reads flags from environment variables such as `INFERNO_TOP_P`. Skips overridden flags and empty variables.
 fn read_environment(flags: &[&str], parser: &Parser, is_overridden: &dyn Fn(&str) -> bool) -> Result<SettingValues> {
     let mut settings = SettingValues::new();
     for flag in flags.iter().filter(|flag| !is_overridden(flag) && !NOT_IN_ENVIRONMENT.contains(flag)) {
@@ -198,7 +198,7 @@ fn typed_values(matches: &ArgMatches, flags: &[&str]) -> SettingValues {
     settings
 }
 
-/// Returns true if a conversation removed this limit, as with `/set max-tokens none`.
+/// Returns whether a conversation removed this limit, as with `/set max-tokens none`.
 fn is_removed_limit(flag: &str, values: &[String]) -> bool {
     matches!(flag, "max-tokens" | "stop") && values == ["none"]
 }
@@ -224,7 +224,7 @@ fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) 
     (fitting, rejected)
 }
 
-/// Parses the command line with values from other sources as flag defaults.
+/// The command line and clap's description of it. Parses the command line again with other default values.
 struct Parser<'a> {
     command: Command,
     subcommand: &'a str,
@@ -232,7 +232,6 @@ struct Parser<'a> {
 }
 
 impl Parser<'_> {
-    /// Parses the command line with `defaults` as the default values of flags.
     fn parse_with_defaults(&self, defaults: &SettingValues) -> Result<ArgMatches, clap::Error> {
         let command = defaults
             .iter()
@@ -254,8 +253,8 @@ impl Parser<'_> {
     }
 }
 
-/// Lets sources other than the command line set switches to true or false. A switch is a flag that takes no value on the
-/// command line.
+/// Lets sources other than the command line set a switch to true or false.
+/// A switch is a flag that takes no value on the command line.
 fn with_switch_values(command: Command, subcommand: &str, flags: &[&str]) -> Command {
     command.mut_subcommand(subcommand, |command| {
         flags.iter().fold(command, |command, flag| {
@@ -267,7 +266,7 @@ fn with_switch_values(command: Command, subcommand: &str, flags: &[&str]) -> Com
     })
 }
 
-/// Returns the command with new default values for a flag.
+/// Returns the command with new default values for a flag of a subcommand.
 fn with_default(command: Command, subcommand: &str, flag: &str, values: &[String]) -> Command {
     let values = values.to_vec();
     command.mut_subcommand(subcommand, |command| command.mut_arg(id(flag), |arg| arg.default_values(values)))
@@ -306,7 +305,7 @@ fn id(flag: &str) -> String {
     flag.replace('-', "_")
 }
 
-/// Reads the settings for a model from the configuration file. Also returns the path of the file.
+/// Reads the configuration file. Returns its settings for all models and for `model`, and the path of the file.
 fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(SettingValues, String)> {
     let Some(path) = configuration_path() else { return Ok((SettingValues::new(), String::new())) };
     let shown_path = path.display().to_string();
@@ -347,7 +346,7 @@ fn full_name(model: &str, arguments: &ArgMatches) -> String {
     found.map_or_else(|_| model.to_string(), |snapshot| snapshot.name)
 }
 
-/// Returns true if a configuration section applies to a model. A section is named after a model, repository or path.
+/// Returns whether a configuration section applies to a model. A section is named after a model, repository or path.
 fn is_name_of(section: &str, model: &str) -> bool {
     let is_repository = model.split_once(':').is_some_and(|(repository, _)| repository == section);
     let path = |name: &str| std::fs::canonicalize(name).ok();

@@ -154,7 +154,7 @@ impl LoadArgs {
         self.gpus.as_ref().unwrap_or(&self.device)
     }
 
-    /// Loads a snapshot. Shows a progress bar and a line about the device on stderr.
+    /// Loads a snapshot. If stderr is a terminal, shows a progress bar and a line about the device.
     pub fn load(&self, snapshot: &Snapshot) -> Result<Engine> {
         self.load_with_language_check(snapshot, &|_| Ok(()))
     }
@@ -211,7 +211,6 @@ impl LoadArgs {
     }
 }
 
-/// Parses the value of `--gpus`.
 fn parse_gpus(text: &str) -> Result<Devices, String> {
     parse_gpu_count(text).map(Devices::gpus)
 }

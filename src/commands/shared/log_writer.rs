@@ -1,6 +1,6 @@
 //! Writes log lines to stderr on a separate thread.
 //!
-//! A write to stderr blocks while nothing reads from it, for example while a terminal's output is paused.
+//! A write to stderr blocks while nothing reads from stderr, for example while a terminal's output is paused.
 //! A server must keep running, so it drops log lines instead of waiting.
 
 use std::io::{self, Write};
@@ -44,7 +44,7 @@ impl LogWriter {
     }
 }
 
-/// Waits until all lines are written, for at most one second.
+/// Waits up to one second until all lines are written. Does not wait if the queue is full.
 pub fn flush() {
     let (sender, receiver) = sync_channel(1);
     if SENDER.get().is_some_and(|lines| lines.try_send(Message::Flush(sender)).is_ok()) {

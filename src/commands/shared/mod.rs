@@ -26,7 +26,7 @@ pub fn playable(hub: &Hub) -> Result<Vec<Snapshot>> {
     Ok(snapshots)
 }
 
-/// Parses a time limit in seconds.
+/// Parses a time limit in seconds, from 0.001 to 1,000,000.
 pub fn seconds(text: &str) -> Result<f64, String> {
     let seconds = text.parse::<f64>().ok().filter(|seconds| (0.001..=1e6).contains(seconds));
     seconds.ok_or_else(|| "expected a number of seconds from 0.001 to 1000000".to_string())

@@ -15,7 +15,7 @@ use crate::text::{printable, size};
 /// The minimum time between two progress lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The size in bytes from which a downloaded file gets a progress line when its verification starts.
+/// The minimum size of a downloaded file that gets a progress line when its verification starts, in bytes.
 const LARGE_BYTES: u64 = 1_000_000_000;
 
 /// How progress is shown.
@@ -57,7 +57,7 @@ impl Operation {
     }
 }
 
-/// Shows the progress of a download or a verification.
+/// The progress bars or progress lines of one download or verification.
 pub struct ProgressView {
     style: ProgressStyle,
     operation: Operation,
@@ -302,7 +302,6 @@ mod tests {
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut lines = LineTimer::new(start);
         let (mb, total) = (1_000_000, 400_000_000);
-        // The 100 MB from an earlier run do not count toward the rate.
         lines.initial_bytes = 100 * mb;
         assert_eq!(lines.next_line(at(4), 130 * mb, total, Operation::Download), None);
         let line = lines.next_line(at(5), 150 * mb, total, Operation::Download).unwrap();

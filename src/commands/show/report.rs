@@ -46,7 +46,7 @@ pub struct Report {
     pub gpu: Gpu,
 }
 
-/// What the command line asks for.
+/// The flags that determine the memory plan.
 #[derive(Clone, Copy)]
 pub struct Requested {
     /// The context length in tokens.
@@ -93,7 +93,7 @@ pub struct MemoryNeeds {
     pub estimated: bool,
 }
 
-/// The GPU that the model would run on.
+/// This machine's first GPU, on which the model would run.
 #[derive(Serialize)]
 pub struct Gpu {
     #[serde(serialize_with = "serialize_gpu")]

@@ -30,7 +30,8 @@ pub struct Source {
 /// A model's config, chat template, license and tensor list.
 pub struct Metadata {
     pub config: Result<Value>,
-    /// The parsed tokenizer_config.json, or null if there is no such file. For GGUF, an object with the chat template.
+    /// The content of tokenizer_config.json, or null if the file is missing or invalid.
+    /// For GGUF, an object with the chat template.
     pub tokenizer_config: Value,
     /// The name of the file or GGUF key that `tokenizer_config` was read from.
     pub tokenizer_config_name: &'static str,
@@ -39,7 +40,7 @@ pub struct Metadata {
 }
 
 impl Metadata {
-    /// Reads all metadata from a GGUF file.
+    /// Reads all metadata from a GGUF file. An error in `file` becomes part of the metadata.
     fn from_gguf(file: Result<GgufCheckpoint>) -> Self {
         let tokenizer_config_name = "tokenizer.chat_template";
         let file = match file {

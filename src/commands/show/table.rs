@@ -1,4 +1,4 @@
-//! Formats the report as text, at most 120 columns wide.
+//! Formats the report as text for a terminal with 120 columns.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;

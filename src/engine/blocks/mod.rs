@@ -20,7 +20,7 @@ use crate::runner::PromptParts;
 
 pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BLOCK};
 
-/// At every multiple of this many tokens, a sliding-window group keeps the blocks of its window cached for longer.
+/// Sliding-window groups evict the blocks in the window before each multiple of this many tokens last.
 const CHECKPOINT_TOKENS: usize = 1024;
 
 /// The hashes of the full blocks of a sequence.
@@ -28,8 +28,8 @@ const CHECKPOINT_TOKENS: usize = 1024;
 /// A block's hash covers the salt and all tokens up to the end of the block. The default value has no salt.
 #[derive(Clone, Debug, Default)]
 pub struct BlockHashes {
-    /// The hash of the cache salt and the prompt parts, or 0 if the sequence has neither. Every block hash includes it,
-    /// so two sequences share cached blocks only if they have the same salt and the same size of parts.
+    /// The hash of the cache salt and the prompt parts, or 0 if the sequence has neither.
+    /// Every block hash includes this hash, so sequences share cached blocks only if their salts and parts are equal.
     salt: u128,
     /// If set, the cached prefix that the sequence reuses consists of whole parts.
     prompt_parts: Option<PromptParts>,
@@ -81,7 +81,7 @@ pub struct BlockCopy {
 /// Counters of blocks and of prefix cache hits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockStats {
-    /// Blocks in the pool.
+    /// Blocks that sequences can use: all blocks except the scratch block.
     pub total: usize,
     /// Blocks that a sequence uses.
     pub used: usize,
@@ -89,9 +89,9 @@ pub struct BlockStats {
     pub cached: usize,
     /// Blocks whose reusable contents have been evicted so far.
     pub evicted: u64,
-    /// Prompt tokens looked up in the prefix cache so far.
+    /// Tokens looked up in the prefix cache so far.
     pub queried_tokens: u64,
-    /// Prompt tokens found in the prefix cache so far.
+    /// Tokens found in the prefix cache so far.
     pub hit_tokens: u64,
 }
 
@@ -242,8 +242,8 @@ impl BlockManager {
 
     /// Returns the hashes of a new sequence. The sequence reuses only blocks of sequences with the same salt and parts.
     ///
-    /// If the prompt is divided into parts, the sequence reuses only whole parts. Sequences whose prompts are not
-    /// divided like this compute keys and values in different passes, so the last bits may differ.
+    /// If the prompt is divided into parts, the sequence reuses only whole parts. Keys and values from passes of other
+    /// sizes may differ in their last bits.
     pub fn hashes(&self, salt: Option<&str>, prompt_parts: Option<PromptParts>) -> BlockHashes {
         let key = (salt.is_some() || prompt_parts.is_some()).then(|| {
             self.hash(|mut hasher| {
@@ -420,7 +420,7 @@ impl BlockManager {
         sequence.hashes
     }
 
-    /// Undoes [`start`](Self::start) for a sequence that cannot run yet. Returns its hashes.
+    /// Undoes [`start`](Self::start), including its counts, for a sequence that cannot run yet. Returns the hashes.
     pub fn abandon(&mut self, sequence: SequenceBlocks) -> BlockHashes {
         self.queried_tokens -= sequence.queried_tokens as u64;
         self.hit_tokens -= sequence.computed as u64;

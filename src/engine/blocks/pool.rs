@@ -18,15 +18,16 @@ pub struct BlockContent {
     pub tokens: Box<[u32]>,
 }
 
-/// The key of a cached block: its group of layers, and the hash of the salt and of all tokens up to the end
-/// of the block.
+/// The key of a cached block: its group of layers, and a hash of its content.
+///
+/// The hash covers the salt and all tokens up to the end of the block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockKey {
     pub group: usize,
     pub hash: u128,
 }
 
-/// How soon a released block with cached content is evicted. Blocks with the same value are evicted in release order.
+/// How soon a released block with cached content is evicted. Blocks of equal retention are evicted in release order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Retention {
     /// Evict the block after all `EvictFirst` blocks.
@@ -137,7 +138,7 @@ impl BlockPool {
         (content.parent == parent && *content.tokens == *tokens).then_some(id)
     }
 
-    /// Adds a reference to a block. If the block was free, it is removed from the free blocks.
+    /// Adds a reference to a block, and removes the block from the free blocks. Ignores the scratch block.
     pub fn retain(&mut self, id: BlockId) {
         if id == SCRATCH_BLOCK {
             return;
@@ -149,7 +150,7 @@ impl BlockPool {
         self.blocks[id as usize].references += 1;
     }
 
-    /// Removes a reference. After the last reference, `retention` determines how soon the block's content is evicted.
+    /// Removes a reference. A block without references becomes free, and `retention` determines how soon it is evicted.
     pub fn release(&mut self, id: BlockId, retention: Retention) {
         if id == SCRATCH_BLOCK {
             return;
@@ -168,7 +169,7 @@ impl BlockPool {
         }
     }
 
-    /// Makes the content of a full block reusable. Does nothing if a block with this content is already cached.
+    /// Makes the content of a full block reusable. Does nothing if this block or a block with the same key is cached.
     pub fn publish(&mut self, id: BlockId, content: BlockContent) {
         if id == SCRATCH_BLOCK || self.blocks[id as usize].content.is_some() {
             return;

@@ -6,8 +6,8 @@
 //! - `group.G.layer.L.k` and `.v`: `[rows, kv_heads, head_dim]` for layer L of group G.
 //!   The rows come from all blocks that a token after the prefix attends to.
 //!
-//! The file holds all layers and all KV heads of the model, although each rank holds only some of them. Engines with
-//! any number of ranks can therefore load it.
+//! The file holds all layers and all KV heads of the model, although each rank holds only some of them.
+//! Engines with any number of ranks can therefore load the file.
 //!
 //! Keys and values are valid only for the model, dtype and build that computed them.
 //! The metadata value `fingerprint` identifies the model, dtype and build.
@@ -80,7 +80,7 @@ pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks
     Ok(computed)
 }
 
-/// Reads a file that [`save`] wrote, and adds its prefix to the prefix cache. `bytes` is the content of the file.
+/// Adds the prefix in a file that [`save`] wrote to the prefix cache. `bytes` is the content of the file.
 /// Returns the number of tokens in the prefix.
 ///
 /// Returns 0 if the fingerprint differs, or if the cache has too few free blocks. Fails if the content is damaged.
@@ -154,8 +154,9 @@ fn write_all_ranks(bytes: Arc<[u8]>, prefix: PrefixBlocks, runner: &Runner) -> R
     Ok(())
 }
 
-/// Writes the layers of one rank to its cache. The file has `all_heads` KV heads. The rank holds those from
-/// `first_head` on.
+/// Writes the layers of one rank to its cache.
+///
+/// The KV heads of the rank start at head `first_head` of the `all_heads` heads in the file.
 fn write_blocks(
     file: &SafeTensors,
     prefix: &PrefixBlocks,

@@ -1,4 +1,4 @@
-//! Keeps compiled grammars, because clients send the same schema with every request.
+//! Keeps compiled grammars, because many clients send the same schema with every request.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
@@ -11,11 +11,11 @@ use super::GrammarKind;
 /// The maximum number of grammars to keep. The least recently used grammar is dropped first.
 const MAX_GRAMMARS: usize = 32;
 
-/// The maximum size of the text of a grammar to keep, in bytes. This limits the memory of the cache, because longer
-/// texts compile to larger grammars.
+/// The maximum size of the text of a grammar to keep, in bytes.
+/// This limits the memory of the cache, because longer texts compile to larger grammars.
 const MAX_TEXT: usize = 64 << 10;
 
-/// The SHA-256 hash of the text of a grammar.
+/// The SHA-256 hash of the kind and the text of a grammar.
 pub type GrammarKey = [u8; 32];
 
 /// The most recently used compiled grammars.

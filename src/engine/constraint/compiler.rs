@@ -17,10 +17,10 @@ use crate::tokenizer::TokenTable;
 /// The longest token that a grammar can use, in bytes. llguidance's trie allows 1,024.
 const MAX_TOKEN_BYTES: usize = 1000;
 
-/// The maximum size of all tokens that a grammar can use, in bytes. llguidance's trie allows 4 million nodes.
+/// The maximum size of all tokens in llguidance's trie together, in bytes. The trie can have 4 million nodes.
 const MAX_TRIE_BYTES: usize = 4_000_000;
 
-/// The maximum number of optional properties of an object.
+/// The maximum number of optional properties, if one object has all of them. See [`optional_pairs`].
 /// llguidance takes about 150 ms for this many properties. The time grows quadratically and is not limited.
 const MAX_OPTIONAL: usize = 1000;
 
@@ -54,7 +54,7 @@ pub struct CompiledGrammar {
 impl GrammarCompiler {
     /// Builds the tables for a vocabulary. Takes about a second for 200,000 tokens.
     ///
-    /// `vocab_size` is the number of logits. Fails if the model has no stop token.
+    /// `vocab_size` is the number of logits. Fails if the model has no stop token, or if its tokens are too large.
     pub fn new(table: &TokenTable, vocab_size: usize, stop_ids: &[u32]) -> Result<Self> {
         let is_usable = |id: &u32| (*id as usize) < vocab_size && !table.bytes(*id).is_empty();
         let Some(end) = stop_ids.iter().copied().find(is_usable) else {
@@ -73,7 +73,7 @@ impl GrammarCompiler {
         let mut factory = panic_utils::catch_unwind(build)?;
         factory.quiet();
         let limits = factory.limits_mut();
-        // These limits allow about 20 ms for a grammar and 10 ms for a mask.
+        // These limits allow about 20 ms of CPU time for a grammar and 10 ms for a mask.
         (limits.initial_lexer_fuel, limits.step_lexer_fuel, limits.step_max_items) = (1_000_000, 100_000, 50_000);
         // A lexer state takes up to 2 kB of memory.
         limits.max_lexer_states = 50_000;

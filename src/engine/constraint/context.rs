@@ -18,7 +18,7 @@ pub struct ChatPrompt {
     pub has_generation_prompt: bool,
 }
 
-/// A constraint, and what is needed from its request to compile it.
+/// A constraint, and the parts of its request that determine how the constraint is compiled.
 pub struct ConstrainedRequest {
     pub compiler: Arc<GrammarCompiler>,
     pub language: Arc<Language>,

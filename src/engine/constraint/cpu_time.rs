@@ -22,7 +22,7 @@ impl MaskBudget {
     }
 }
 
-/// Returns the CPU time of this thread so far.
+/// Returns the CPU time of the calling thread so far.
 #[cfg(unix)]
 pub fn thread_time() -> Duration {
     use nix::time::{ClockId, clock_gettime};
@@ -54,7 +54,7 @@ impl ThreadClock {
     }
 }
 
-/// Returns zero, because the CPU time of a thread is not available.
+/// Returns zero, because this system has no clock for the CPU time of a thread.
 #[cfg(not(unix))]
 pub fn thread_time() -> Duration {
     Duration::ZERO

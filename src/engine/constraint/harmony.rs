@@ -12,7 +12,7 @@ use super::plan::{END, Free, Part, PartId, all_to};
 use crate::chat::{Harmony, harmony_recipient};
 use crate::tokenizer::ControlTokens;
 
-/// The first message of the answer: its header, without `<|start|>assistant` if the prompt ends with it.
+/// The header of the first message. It omits `<|start|>assistant` if the prompt ends with this text.
 const FIRST: PartId = 1;
 /// The header of a later message.
 const NEXT: PartId = 2;
@@ -107,7 +107,7 @@ impl Headers<'_> {
         Ok((header, part))
     }
 
-    /// Returns the headers of all messages that are not reasoning.
+    /// Returns the headers of all messages except reasoning, each with the part that follows the header.
     fn later(&self) -> Result<Vec<(Vec<u32>, PartId)>> {
         let constraint = &self.request.constraint;
         let mut headers = Vec::new();

@@ -1,12 +1,11 @@
-//! Constrains answers to a grammar: a JSON schema, any JSON object, a regular expression, fixed texts, or a Lark
-//! grammar.
+//! Constrains answers to a grammar: a JSON schema, any JSON object, a regular expression, fixed texts or Lark.
 //!
 //! - [`GrammarCompiler`] compiles grammars for a vocabulary, with llguidance. Each engine has one, built on first use.
 //! - [`plan::Plan`] describes the whole answer to a request: messages, reasoning, tool calls, and where a grammar applies.
 //!   `harmony` and `tagged` create the plan for a chat format.
 //! - [`ConstraintState`] is the position of one sequence in its plan. It computes the tokens that may come next.
 //!
-//! Reasoning is never constrained. A plan follows the control tokens of the chat format, not its text.
+//! Reasoning is never constrained. A plan follows the control tokens of the chat format, and the text of `</think>`.
 //! A constraint is never dropped: if its grammar becomes too expensive to follow, the request fails.
 
 mod cache;
@@ -44,7 +43,7 @@ pub struct Constraint {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ToolGrammar {
     pub name: String,
-    /// The grammar of the arguments. `None` allows any text.
+    /// The grammar of the arguments. `None` allows any text in harmony, and any JSON object in other formats.
     pub arguments: Option<Grammar>,
 }
 

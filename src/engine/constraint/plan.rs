@@ -12,7 +12,7 @@ pub type PartId = usize;
 /// The part that ends every plan. Only stop tokens are allowed in this part.
 pub const END: PartId = 0;
 
-/// The parts that an answer can consist of, and what is needed to follow an answer through them.
+/// The possible parts of an answer, and the data that all sequences of a request share.
 pub struct Plan {
     pub language: Arc<Language>,
     pub parts: Vec<Part>,
@@ -23,7 +23,7 @@ pub struct Plan {
     pub vocab_size: usize,
     /// The token that represents the end of the text in the masks of a matcher.
     pub end: u32,
-    /// The CPU time that all sequences of the request may still spend on masks.
+    /// Limits the CPU time that all sequences of the request together spend on masks.
     pub masks: MaskBudget,
 }
 
@@ -39,9 +39,9 @@ pub enum Part {
     Grammar {
         /// Boxed, because it is much larger than the other parts.
         grammar: Box<CompiledGrammar>,
-        /// The tokens that may come in place of the text.
+        /// The tokens that may come in place of the text, each with the part that follows.
         instead: Vec<(u32, PartId)>,
-        /// The tokens that may come after the whole text.
+        /// The tokens that may come after the whole text, each with the part that follows.
         after: Vec<(u32, PartId)>,
     },
 }
@@ -49,11 +49,11 @@ pub enum Part {
 /// Any text, up to a token or a tag.
 #[derive(Default)]
 pub struct Free {
-    /// The tokens that end the text.
+    /// The tokens that end the text, each with the part that follows.
     pub exits: Vec<(u32, PartId)>,
     /// A tag that ends the part, for vocabularies without a token for the tag.
     pub tag: Option<(&'static str, PartId)>,
-    /// The tokens that are not allowed here, because they end the answer or start another message too early.
+    /// The tokens that are not allowed here: they end the answer, or start a message or a tool call, too early.
     pub premature: Vec<u32>,
     /// The token that replaces a premature token. If `None`, a premature token is an error.
     pub replacement: Option<u32>,

@@ -39,8 +39,8 @@ struct CompileLimits {
 
 /// Compiles the grammars of a request. Returns the constraint state of a sequence before its first token.
 ///
-/// Fails with [`Error::InvalidConstraint`] if a grammar is invalid, not supported or too large. Fails with
-/// [`Error::CompilerBusy`] if the machine is too busy.
+/// Fails with [`Error::InvalidConstraint`] if a grammar is invalid, not supported or too expensive.
+/// Fails with [`Error::CompilerBusy`] if the machine is too busy.
 pub fn prepare(request: ConstrainedRequest) -> Result<ConstraintState> {
     let name = request.constraint.answer.as_ref().map_or("tools", |answer| &answer.name).to_string();
     let limits = CompileLimits { cpu: MAX_COMPILE_CPU, wait: MAX_COMPILE_WAIT };
@@ -101,7 +101,7 @@ fn plan(request: ConstrainedRequest) -> Result<Plan> {
     Ok(Plan { language: request.language, parts, start, stops, vocab_size, end, masks: MaskBudget::default() })
 }
 
-/// Returns the parts of a text completion, which has no chat format.
+/// Returns the parts of a text completion, which has no chat format, and the id of the first part.
 fn text_parts(request: &ConstrainedRequest, stops: &[u32]) -> Result<(Vec<Part>, PartId)> {
     match &request.constraint.answer {
         Some(answer) if !request.constraint.requires_tool => {

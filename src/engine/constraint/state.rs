@@ -16,7 +16,7 @@ pub struct ConstraintState {
     plan: Arc<Plan>,
     part: PartId,
     progress: Progress,
-    /// Whether the last mask allowed only tokens that end the answer.
+    /// Whether the last mask allowed only stop tokens, or only tokens after the whole text of a grammar.
     must_end: bool,
 }
 
@@ -63,12 +63,12 @@ impl ConstraintState {
         };
     }
 
-    /// Returns whether the plan limits the tokens that may come next.
+    /// Returns whether [`allowed_tokens`](Self::allowed_tokens) limits the next token.
     pub fn is_constrained(&self) -> bool {
         !matches!(self.progress, Progress::Free { .. })
     }
 
-    /// Returns whether the last mask allowed only tokens that end the answer.
+    /// Returns whether the last mask allowed only stop tokens, or only tokens after the whole text of a grammar.
     pub fn must_end(&self) -> bool {
         self.must_end
     }
@@ -115,7 +115,7 @@ impl ConstraintState {
         Ok(Some(mask))
     }
 
-    /// Records the next token. Returns the token to use: a replacement if the answer must not end yet.
+    /// Records the next token. Returns `token`, or the replacement if `token` is premature.
     pub fn advance(&mut self, token: u32) -> Result<u32> {
         let plan = self.plan.clone();
         let mut token = token;

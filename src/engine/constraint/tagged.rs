@@ -2,7 +2,7 @@
 //!
 //! The grammar of the answer applies from the first token, or from the end of the reasoning.
 //! Tool calls are JSON objects in the format of Hermes and Qwen.
-//! Constrained tool calls require a vocabulary with control tokens for the tags of tool calls.
+//! Constrained tool calls require that `<tool_call>` and `</tool_call>` are control tokens.
 
 use std::fmt::Write;
 
@@ -24,7 +24,7 @@ const TOOL: PartId = 4;
 /// The text after a tool call.
 const AFTER_TOOL: PartId = 5;
 
-/// The control tokens for the tags of tool calls.
+/// The control tokens `<tool_call>` and `</tool_call>`.
 #[derive(Clone, Copy)]
 struct ToolTags {
     open: u32,

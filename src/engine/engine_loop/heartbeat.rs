@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The start time of the engine thread's current step.
+/// The start time of the engine thread's current step, and whether the thread has ended.
 pub struct Heartbeat {
     created: Instant,
     /// Milliseconds from `created` to the start of the current step, plus 1. 0 while the engine is idle.

@@ -2,16 +2,16 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counts values by size. The engine thread updates it without a lock.
+/// Counts values in ranges between bounds. One thread adds values without a lock, and any thread can read the counts.
 pub struct Histogram {
     bounds: &'static [u64],
-    /// Entry i is the number of values v with `bounds[i - 1] < v <= bounds[i]`. The last entry is the number of values
-    /// above all bounds.
+    /// Entry i is the number of values v with `bounds[i - 1] < v <= bounds[i]`.
+    /// The last entry is the number of values above all bounds.
     counts: Vec<AtomicU64>,
     sum: AtomicU64,
 }
 
-/// The values of a histogram at one time.
+/// The counts and the sum of a histogram.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HistogramStats {
     pub bounds: &'static [u64],
@@ -36,8 +36,7 @@ impl Histogram {
         self.sum.fetch_add(value, Ordering::Relaxed);
     }
 
-    /// Returns the current values. If the engine thread adds a value meanwhile, only `count` or only `sum` may include
-    /// it.
+    /// Returns the current values. A value that is added meanwhile may be included only in `count` or only in `sum`.
     pub fn stats(&self) -> HistogramStats {
         let mut count = 0;
         let mut cumulative: Vec<u64> = Vec::with_capacity(self.counts.len());

@@ -1,9 +1,8 @@
 //! The methods of [`Runner`] that run steps.
 //!
 //! - `run`: `Runner::step`, which waits for the tokens of the step
-//! - `run_on_gpu`: the parts of `Runner::step` that run only on a GPU, as CUDA graphs
-//! - `queue`: `Runner::queue` and `Runner::take`, which let the host plan a step while the device runs the previous
-//!   step
+//! - `run_on_gpu`: the parts of `Runner::step` that run or start CUDA graphs
+//! - `queue`: `Runner::queue` and `Runner::take`, for steps that are queued while the previous step runs
 //! - `queue_on_gpu`, `queue_on_cpu`: `Runner::queue` on each device
 
 mod queue;

@@ -1,6 +1,6 @@
 //! Steps that are queued before the host knows the tokens of the previous step.
 //!
-//! While the device runs a step, the host plans and queues the next step, so the device never waits for the host.
+//! While the device runs a step, the host plans and queues the next step, so the device need not wait for the host.
 //! `queue_on_gpu` and `queue_on_cpu` contain the code for each device.
 
 use std::time::Instant;
@@ -15,11 +15,11 @@ use crate::runner::step_sequence::{Chosen, StepSequence};
 impl Runner {
     /// Queues a step without waiting for its tokens, which [`take`](Self::take) returns.
     ///
-    /// At most one earlier step may have tokens that were not taken. Sequences with
-    /// [`awaits_input`](StepSequence::awaits_input) use the tokens of the earlier step as input.
+    /// Call [`take`](Self::take) for all earlier steps first, except the last one. Sequences with
+    /// [`awaits_input`](StepSequence::awaits_input) use the tokens of the last step as input.
     ///
-    /// Returns `None` and does nothing if the step cannot be queued and must run with [`step`](Self::step). `runner/route.rs`
-    /// decides this.
+    /// Does nothing and returns `None` if the step must run with [`step`](Self::step) instead.
+    /// `runner/route.rs` decides which steps are queued.
     pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
         let Some(route) = queued_route(self.facts(), StepFacts::of(sequences)) else { return Ok(None) };
         self.check_tokens(sequences)?;
@@ -30,7 +30,7 @@ impl Runner {
         self.queue_on_cpu(sequences).map(Some)
     }
 
-    /// Waits for the tokens of a queued step. Steps must be taken in the order in which they were queued.
+    /// Waits for the tokens of a queued step and returns them. Take the steps in the order in which they were queued.
     ///
     /// Calls `record` with the index and the token of each sequence whose token the step chose.
     pub fn take(&mut self, step: QueuedStep, record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {

@@ -38,7 +38,7 @@ impl Runner {
         }
         let chosen = self.run_passes(known, &mut || ())?;
         let tokens = sequences.iter().zip(&chosen).filter_map(|(sequence, chosen)| {
-            // A sequence for which no token could be chosen ends with an error. Any token can be its next input.
+            // If no token could be chosen, the sequence will end with an error, so its next input does not matter.
             Some((sequence.id, chosen.as_ref()?.as_ref().map_or(0, |chosen| chosen.id)))
         });
         self.queued_tokens = tokens.collect::<HashMap<_, _>>();
@@ -46,8 +46,8 @@ impl Runner {
     }
 }
 
-/// Chooses a token on the CPU like a queued step on a GPU: from what the sampler knew when the step was queued, and from
-/// the token in flight, which the sampler does not know.
+/// A sampler that chooses tokens on the CPU as a queued step does on a GPU.
+/// `sampler` does not know the token of the previous step, `in_flight`, when the next token is chosen.
 struct QueuedSampler<'s> {
     sampler: &'s dyn ChooseToken,
     edits: RowEdits,

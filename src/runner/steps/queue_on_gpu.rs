@@ -1,4 +1,4 @@
-//! Queues steps on a GPU, as CUDA graphs where possible.
+//! Queues steps on a GPU, as batch graphs or operation by operation.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! Steps of one or more sequences: prefill chunks and decode tokens together.
+//! `Runner::step`, which runs chunks of prompts and decode tokens together.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -23,14 +23,14 @@ use crate::runner::step_times::StepKind;
 /// The memory plan has room for several copies of these logits.
 const SCORED_ROWS: usize = 64;
 
-/// The pass of a step that a sequence belongs to, in the order in which the passes run.
+/// The kind of pass that computes a sequence. The passes of a step run in the order of the variants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum PassKind {
     /// One pass of sequences whose results may depend on each other.
     Together,
     /// One pass of single tokens, whose results do not depend on each other.
     SingleTokens,
-    /// A pass for each part of a prompt, so that the results do not depend on other sequences.
+    /// One pass for each part of each prompt, so that the results do not depend on other sequences.
     PromptParts,
 }
 
@@ -48,7 +48,7 @@ impl PassKind {
 impl Runner {
     /// Runs one step. Returns the chosen token of each sequence.
     ///
-    /// Calls `meanwhile` at least once: while a GPU runs the step, or before the step runs on a CPU.
+    /// Calls `meanwhile` at least once: on a CPU before the step, and on a GPU usually while the GPU computes.
     ///
     /// Returns an error if the whole step failed. The cache may then hold some of the step's keys and values.
     /// If no token can be chosen for one sequence, only its [`Chosen`] is an error.
@@ -114,7 +114,7 @@ impl Runner {
         self.choose_tokens(sequences, &logits)
     }
 
-    /// Fails if a step has too many tokens.
+    /// Fails if the sequences together have more input tokens than the chunk size.
     pub(super) fn check_tokens(&self, sequences: &[StepSequence]) -> Result<()> {
         let tokens: usize = sequences.iter().map(|sequence| sequence.ids.len()).sum();
         if tokens > self.limits.chunk {
@@ -124,7 +124,7 @@ impl Runner {
     }
 
     /// Runs a chunk of a prompt: one pass for each of its parts.
-    /// A part with only one token uses the fixed order of additions of decode steps.
+    /// A part of one token adds in the fixed order, as decode steps do.
     fn run_prompt_parts(&mut self, sequence: &mut StepSequence) -> Result<Chosen> {
         let StepSequence { ids, position, prompt_parts, .. } = *sequence;
         let parts = prompt_parts.or(self.options.prompt_parts);
@@ -158,9 +158,9 @@ impl Runner {
         if !has_scores(sequences) {
             return self.ranks.forward(&self.decoder, &batch, &self.cache);
         }
-        // The tokens of the batch whose logits are needed, in parts.
+        // Ranges of tokens in the batch whose logits are needed.
         let mut parts = Vec::new();
-        // For each part, its sequence and the range of its scored tokens.
+        // For each of these ranges, the index of its sequence and the range in `scores.tokens`.
         let mut scored = Vec::new();
         let mut start = 0;
         for (index, sequence) in sequences.iter().enumerate() {
@@ -194,13 +194,12 @@ impl Runner {
         }
     }
 
-    /// Chooses the next token of each sequence that has a sampler, from the rows of `logits`, on the device of
-    /// `logits`. On a GPU, also starts the decode graph for a single sequence that it can continue.
+    /// Chooses the next token of each sequence that has a sampler, on the device of `logits`.
+    /// On a GPU, also starts the decode graph if it can continue the only sequence.
     fn choose_tokens(&mut self, sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
         if logits.device().is_cuda() {
             return match sequences {
-                // Sequences with prompt parts cannot use the decode graph, which computes its sums in the fastest
-                // order.
+                // The decode graph adds in the fastest order. Sequences with prompt parts need a fixed order.
                 [sequence] if sequence.prompt_parts.is_none() => {
                     Ok(vec![self.choose_and_start_graph(sequence, logits)?])
                 }

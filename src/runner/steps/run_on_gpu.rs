@@ -1,4 +1,4 @@
-//! The parts of a step that run only on a GPU, as CUDA graphs.
+//! The parts of `Runner::step` that run or start CUDA graphs.
 
 use anyhow::{Result, bail};
 use candle_core::Tensor;
@@ -30,8 +30,8 @@ impl Runner {
         }
     }
 
-    /// Runs a decode step on the graph of its batch size. Returns `None` if the graph failed and the step must run
-    /// operation by operation.
+    /// Runs a decode step on the graph of its batch size.
+    /// Returns `None` if the graph failed and the step must run operation by operation.
     fn run_batch_graph(
         &mut self,
         sequences: &mut [StepSequence],
@@ -50,7 +50,7 @@ impl Runner {
         choose_on_device(sequences, &logits).map(Some)
     }
 
-    /// Runs a decode step of one sequence on the decode graph.
+    /// Runs a decode step of one sequence on the decode graph. The inner error fails only the sequence.
     fn run_decode_graph(&mut self, sequence: &mut StepSequence, meanwhile: &mut dyn FnMut()) -> Result<Result<u32>> {
         let (&[input], Some(sampler), Decode::Graph(graph)) =
             (sequence.ids, sequence.sampler.as_deref_mut(), &mut self.decode)

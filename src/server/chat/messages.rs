@@ -6,7 +6,7 @@ use crate::chat::{Message, Role, ToolCall};
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 
-/// Reads the field `messages`. Fails if it is missing or empty.
+/// Reads the field `messages`. Fails if the field is missing or empty, or if a message is invalid.
 pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
     let items = fields.take_array("messages")?;
     let items = items.ok_or_else(|| fields.invalid("messages", "expected an array of messages"))?;
@@ -53,7 +53,8 @@ fn read_message(fields: &mut Fields) -> Result<Message, ApiError> {
     })
 }
 
-/// Reads the text in the field `name`: a string, or an array of text parts.
+/// Reads the text in the field `name`: a string, or an array of text parts, which are joined.
+/// Returns `None` if the field is missing.
 pub fn read_content(fields: &mut Fields, name: &str) -> Result<Option<String>, ApiError> {
     let parts = match fields.take(name) {
         None => return Ok(None),
@@ -75,7 +76,7 @@ pub fn read_content(fields: &mut Fields, name: &str) -> Result<Option<String>, A
         };
         let text = part.take_string(field)?;
         content.push_str(&text.ok_or_else(|| part.invalid(field, "expected a string"))?);
-        // Clients may send back messages from earlier responses. Ignore the fields that only responses use.
+        // Clients send back messages of earlier responses, so do not report fields that only responses use.
         drop((part.take("annotations"), part.take("logprobs")));
         part.ignored().into_iter().for_each(|name| fields.ignore(name));
     }

@@ -27,7 +27,7 @@ pub use request::{ChatRequest, read_reasoning};
 pub use response::{TokenLogprob, scored_tokens};
 pub use tools::{MAX_TOOLS, ToolChoice, Tools, check_function, read as read_tools};
 
-/// Handles a chat completion request.
+/// Answers a chat completion request, with a stream if the request asks for one.
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
@@ -60,7 +60,7 @@ pub async fn create(
     Ok(reply::with_ignored(response, &chat.ignored))
 }
 
-/// The optional parts of an answer that the client asked for.
+/// Which optional parts the client wants in an answer.
 #[derive(Clone, Copy)]
 struct Shape {
     shows_reasoning: bool,
@@ -72,8 +72,8 @@ impl Shape {
         self.shows_reasoning || !matches!(piece, Piece::Reasoning(_))
     }
 
-    /// Returns the log probabilities of a piece of content, or `None` for a piece of another kind.
-    /// Always returns `None` unless the request asked for log probabilities.
+    /// Returns the log probabilities of a piece of content.
+    /// Returns `None` for other pieces, and if the request did not ask for log probabilities.
     fn logprobs(self, piece: &Piece, answers: &Answers) -> Option<Logprobs> {
         let is_content = matches!(piece, Piece::Content(..));
         let tokens = response::scored_tokens(piece);
@@ -114,7 +114,7 @@ struct ChunkWriter {
     header: ReplyHeader,
     stream: StreamOptions,
     shape: Shape,
-    /// For each answer, whether its first chunk, which contains the role, was written.
+    /// For each answer, whether the chunk with its role was written.
     has_role: Vec<bool>,
 }
 

@@ -11,21 +11,21 @@ use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 use crate::server::state::Server;
 
-/// A chat completion request.
+/// The engine request of a chat completion, and how to format the response.
 pub struct ChatRequest {
     pub request: Request,
     pub choices: usize,
     pub stream: StreamOptions,
     pub shows_reasoning: bool,
     pub can_call_in_parallel: bool,
-    /// Whether the model must call one specific tool.
+    /// Whether the client named the tool that the model must call.
     pub must_call_named: bool,
     /// The request fields that have no effect.
     pub ignored: Vec<String>,
 }
 
 impl ChatRequest {
-    /// Reads the fields of a request.
+    /// Reads a request. Fails if a field has an invalid or unsupported value.
     pub fn read(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
         generate_options::check_model(&mut fields, server)?;
         let messages = messages::read(&mut fields)?;
@@ -61,8 +61,8 @@ impl ChatRequest {
     }
 }
 
-/// Reads `logprobs` and `top_logprobs`. Returns the number of alternatives to list for each token, or `None` if the
-/// request asks for no log probabilities.
+/// Reads `logprobs` and `top_logprobs`. Returns the number of alternatives to list for each token.
+/// Returns `None` if the request asks for no log probabilities.
 fn read_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
     let has_logprobs = fields.take_bool("logprobs")?.unwrap_or(false);
     match fields.take_integer("top_logprobs", 0..=MAX_LOGPROBS as i64)? {

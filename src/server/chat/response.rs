@@ -28,7 +28,7 @@ pub struct WholeChoice {
 #[derive(Serialize)]
 pub struct WholeMessage {
     role: &'static str,
-    /// Null if the answer consists of tool calls only.
+    /// `null` if the answer has tool calls but no text.
     content: Option<String>,
     refusal: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -68,7 +68,7 @@ pub struct ChunkDelta {
     tool_calls: Vec<WireCall>,
 }
 
-/// A tool call, or the next part of a tool call.
+/// A tool call of a whole message, or one part of a streamed tool call.
 #[derive(Serialize)]
 struct WireCall {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -117,7 +117,6 @@ impl Default for WholeMessage {
 }
 
 impl WholeMessage {
-    /// Adds a piece of the answer.
     pub fn push(&mut self, piece: Piece) {
         match piece {
             Piece::Reasoning(text) => self.reasoning.get_or_insert_default().push_str(&text),
@@ -143,12 +142,11 @@ impl WholeMessage {
 }
 
 impl ChunkDelta {
-    /// Returns the first delta of an answer, which contains the role and no text.
+    /// Returns the first delta of an answer, which contains the role and empty content.
     pub fn role() -> Self {
         Self { role: Some("assistant"), content: Some(String::new()), ..Self::default() }
     }
 
-    /// Returns the delta for a piece of the answer.
     pub fn new(piece: Piece) -> Self {
         match piece {
             Piece::Reasoning(text) => Self { reasoning: Some(text), ..Self::default() },

@@ -10,10 +10,10 @@ use crate::server::http::error::ApiError;
 /// The maximum number of tools in a request.
 pub const MAX_TOOLS: usize = 512;
 
-/// The maximum length of a function name.
+/// The maximum length of a function name, in bytes.
 const MAX_NAME: usize = 128;
 
-/// The tools of a request, and the client's choice which of them the model may or must call.
+/// The tools of a request, and which of them the model may or must call.
 #[derive(Debug, Default)]
 pub struct Tools {
     /// The tools that the prompt contains. Empty if the model must not call tools.
@@ -33,7 +33,7 @@ pub enum ToolChoice {
 
 impl Tools {
     /// Creates the tools of a request from functions in the format of chat completions.
-    /// Fails if `choice` requires a function that `functions` does not contain.
+    /// Fails if `choice` requires a tool but there is none, or if it names a function that is not in `functions`.
     pub fn new(fields: &Fields, functions: Vec<Value>, choice: ToolChoice) -> Result<Self, ApiError> {
         match &choice {
             ToolChoice::Required if functions.is_empty() => {
@@ -48,12 +48,12 @@ impl Tools {
         Ok(Self { shown, choice })
     }
 
-    /// Returns whether the model must call one specific tool.
+    /// Returns whether the client named the tool that the model must call.
     pub fn is_named(&self) -> bool {
         matches!(self.choice, ToolChoice::Named(_))
     }
 
-    /// Returns the constraint on an answer whose text must match `answer`.
+    /// Returns the constraint on the text and the tool calls of an answer. If `answer` is set, the text must match it.
     /// Returns `None` if any text and any tool call are allowed.
     pub fn constraint(&self, answer: Option<Grammar>, can_call_in_parallel: bool) -> Option<Constraint> {
         let requires_tool = self.is_named() || self.choice == ToolChoice::Required;
@@ -70,13 +70,14 @@ impl Tools {
             tools.push(ToolGrammar { name, arguments });
         }
         let is_any = answer.is_none() && tools.iter().all(|tool| tool.arguments.is_none());
-        // A client that names a tool wants one call of it. With parallel calls, the model could call it repeatedly.
+        // A client that names a tool wants one call. With parallel calls, the model could call the tool repeatedly.
         let can_call_in_parallel = can_call_in_parallel && !self.is_named();
         (!is_any).then_some(Constraint { answer, tools, requires_tool, can_call_in_parallel })
     }
 }
 
-/// Returns the schema of a function's arguments, which are always an object.
+/// Returns the schema of a function's arguments. Without `parameters`, only an empty object matches.
+/// The type defaults to `object`.
 fn arguments_schema(parameters: &Value) -> Value {
     let Value::Object(parameters) = parameters else {
         return json!({ "type": "object", "properties": {}, "additionalProperties": false });
@@ -112,7 +113,7 @@ fn check_tool(path: &str, item: Value) -> Result<(), ApiError> {
     check_function(&mut function.ok_or_else(|| tool.invalid("function", "expected an object"))?)
 }
 
-/// Checks the name, the description and the parameters of a function.
+/// Checks the name of a function and the types of its other fields.
 pub fn check_function(function: &mut Fields) -> Result<(), ApiError> {
     let is_name_char = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
     let is_name = |name: &String| (1..=MAX_NAME).contains(&name.len()) && name.chars().all(is_name_char);

@@ -22,11 +22,11 @@ use crate::tokenizer::Tokenizer;
 use request::CompletionRequest;
 use response::{Completion, Logprobs, WireChoice};
 
-/// The maximum number of prompt log probabilities in a response, including those of alternative tokens. Each takes up
-/// to 100 bytes until the response is sent.
+/// The maximum number of prompt log probabilities in a response, including the alternatives to each token.
+/// Each log probability takes up to 100 bytes until the response is sent.
 const MAX_PROMPT_LOGPROBS: usize = 1 << 19;
 
-/// Handles a text completion request.
+/// Answers a text completion request, with a stream if the request asks for one.
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
@@ -77,20 +77,20 @@ fn check_prompt_logprobs(answers: &Answers) -> Result<(), ApiError> {
 struct Texts {
     /// For each choice, the prompt to repeat before its text.
     echoes: Vec<Option<String>>,
-    /// For each choice, the number of characters written so far.
+    /// For each choice, the length of its text so far, in characters.
     offsets: Vec<usize>,
     has_logprobs: bool,
 }
 
 impl Texts {
-    /// Creates the state of all choices. `echoes` has one entry per prompt, and `choices` is the number of answers to
-    /// each prompt.
+    /// Creates the state of all choices.
+    /// `echoes` has one entry per prompt, and `choices` is the number of answers to each prompt.
     fn new(echoes: &[Option<String>], choices: usize, has_logprobs: bool) -> Self {
         let echoes: Vec<_> = echoes.iter().flat_map(|echo| std::iter::repeat_n(echo.clone(), choices)).collect();
         Self { offsets: vec![0; echoes.len()], echoes, has_logprobs }
     }
 
-    /// Returns the next part of a choice.
+    /// Returns the next part of a choice: `pieces` and, in the first part, the prompt to repeat.
     fn choice(&mut self, index: usize, pieces: Pieces, answers: &Answers) -> WireChoice {
         let tokenizer: &Tokenizer = answers.engine().tokenizer();
         let echo = self.echoes[index].take();

@@ -11,10 +11,10 @@ use crate::server::state::Server;
 /// The maximum number of answers to one request, over all prompts.
 const MAX_ANSWERS: usize = 128;
 
-/// The maximum length of an answer if the request does not set `max_tokens`, as in OpenAI's API.
+/// The default of `max_tokens`, as in OpenAI's API.
 const DEFAULT_TOKENS: i64 = 16;
 
-/// A text completion request.
+/// The engine requests of a text completion, and how to format the response.
 pub struct CompletionRequest {
     /// One request per prompt.
     pub requests: Vec<Request>,
@@ -29,7 +29,7 @@ pub struct CompletionRequest {
 }
 
 impl CompletionRequest {
-    /// Reads the fields of a request.
+    /// Reads a request. Fails if a field has an invalid or unsupported value.
     pub fn read(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
         generate_options::check_model(&mut fields, server)?;
         let prompts = read_prompts(&mut fields)?;

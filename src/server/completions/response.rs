@@ -52,7 +52,7 @@ pub struct Logprobs {
     text_offset: Vec<usize>,
 }
 
-/// The most likely tokens with their log probabilities, as an object.
+/// The most likely tokens with their log probabilities, serialized as an object.
 struct Alternatives(Vec<(String, f32)>);
 
 impl Serialize for Alternatives {
@@ -62,7 +62,7 @@ impl Serialize for Alternatives {
 }
 
 impl Logprobs {
-    /// Adds tokens whose text starts at `offset`.
+    /// Adds generated tokens. Their text starts at `offset`, in characters.
     pub fn extend(&mut self, tokens: &[ScoredToken], mut offset: usize, tokenizer: &Tokenizer) {
         for token in tokens {
             self.push(token.id, Some(&token.logprobs), offset, tokenizer);
@@ -70,7 +70,7 @@ impl Logprobs {
         }
     }
 
-    /// Adds the tokens of a prompt, whose text is `echo`.
+    /// Adds the tokens of a prompt. `echo` is the text of the prompt.
     pub fn add_prompt(&mut self, prompt: &ScoredPrompt, echo: &str, tokenizer: &Tokenizer) {
         let offsets = echo_offsets(&prompt.tokens, echo, tokenizer);
         let logprobs = std::iter::once(None).chain(prompt.logprobs.iter().map(Some));
@@ -103,7 +103,7 @@ fn text_of(id: u32, tokenizer: &Tokenizer) -> String {
 
 /// Returns the offset of each token of a prompt in the text of the prompt, in characters.
 ///
-/// The text may lack the control token at the start of the prompt, and the space that some tokenizers put before it.
+/// `echo` may lack the control token at the start of the prompt, and the space that a tokenizer puts before the text.
 fn echo_offsets(tokens: &[u32], echo: &str, tokenizer: &Tokenizer) -> Vec<usize> {
     let (mut offsets, mut byte, mut characters) = (Vec::with_capacity(tokens.len()), 0, 0);
     for &id in tokens {

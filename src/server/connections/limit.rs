@@ -2,21 +2,21 @@
 
 use prometheus::IntGauge;
 
-/// The number of connections that the server accepts above the limit. On these connections, it answers health checks
-/// and rejects all other requests.
+/// The number of connections that the server accepts above the limit.
+/// On these connections, the server reports its health and its metrics, and rejects all other requests.
 const SPARE: usize = 64;
 
-/// An open connection. Dropping it makes room for another connection.
+/// An open connection. Dropping this value makes room for another connection.
 pub struct OpenConnection {
     open: IntGauge,
-    /// Whether more connections than the limit are open, so that only health checks get an answer.
+    /// Whether the connection is above the limit.
     pub is_spare: bool,
 }
 
 impl OpenConnection {
     /// Counts a new connection. Returns `None` if the server must close it at once.
     ///
-    /// Only one task may call this function, because it reads the count and then increments it.
+    /// Only one task may call this function, because reading and incrementing the count are two operations.
     pub fn new(open: &IntGauge, limit: usize) -> Option<Self> {
         let others = usize::try_from(open.get()).unwrap_or_default();
         if others >= limit.saturating_add(SPARE) {

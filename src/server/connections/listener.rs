@@ -26,14 +26,14 @@ use crate::server::state::Server;
 /// The maximum number of connections that wait to be accepted.
 const BACKLOG: u32 = 4096;
 
-/// The size of the system's buffer for unsent data. With a small buffer, the server soon notices that a client does not
-/// read.
+/// The size of the system's buffer for unsent data.
+/// With a small buffer, the server soon notices that a client does not read.
 const SEND_BUFFER_BYTES: u32 = 128 << 10;
 
-/// The size of the buffer for the headers of a request, and for the response.
+/// The maximum size of the buffer for the headers of a request, and of the buffer for the response.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// The maximum time for receiving the headers of a request if too many connections are open.
+/// The maximum time for receiving the headers of a request on a connection above the limit.
 const SPARE_HEADER_TIME: Duration = Duration::from_secs(1);
 
 /// The pause after a failure to accept a connection, for example because too many files are open.
@@ -42,10 +42,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// The maximum time for sending the last responses during shutdown.
 const CLOSE_TIME: Duration = Duration::from_secs(2);
 
-/// Replaces [`CLOSE_TIME`] after the engine has failed. It is short, so that the server can restart soon.
+/// Replaces [`CLOSE_TIME`] after the engine has failed. A short time lets the server restart soon.
 const FAILED_CLOSE_TIME: Duration = Duration::from_millis(250);
 
-/// Opens the port of a server. Port 0 selects a free port.
+/// Opens the port of a server, on the first address of `host`. Port 0 selects a free port.
 pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
     let what = || format!("cannot listen on {host}:{port}");
     let mut addresses = lookup_host((host, port)).await.with_context(what)?;
@@ -125,11 +125,11 @@ async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<Gra
     }
 }
 
-/// Prepares a connection, and serves its requests.
+/// Performs the TLS handshake of a connection, if the server has a certificate, and serves its requests.
 async fn connect(stream: TcpStream, router: Router, server: Arc<Server>, watcher: Watcher, place: OpenConnection) {
     let timeouts = &server.options.timeouts;
     let header_time = if place.is_spare { timeouts.header.min(SPARE_HEADER_TIME) } else { timeouts.header };
-    // Send each event immediately.
+    // Do not delay small packets, such as the events of a stream.
     let _ = stream.set_nodelay(true);
     let stream = WriteLimit::new(stream, timeouts.write);
     let Some(tls) = &server.options.tls else {

@@ -1,8 +1,8 @@
-//! Connections: accepting, encrypting and closing them. Its modules are:
+//! Accepts, encrypts and closes connections:
 //!
 //! - `listener`: accepts connections, and closes them when the server shuts down
 //! - `limit`: limits the number of open connections
-//! - `parse_error`: adds a body to the responses to requests that are not valid HTTP
+//! - `parse_error`: adds a body to the error responses for requests that are not valid HTTP
 //! - `tls`: reads the certificate and the private key
 //! - `write_limit`: closes connections whose clients do not read
 

@@ -1,6 +1,6 @@
-//! Adds a JSON body to the responses that hyper sends to a request that it cannot parse.
+//! Adds a JSON body to hyper's responses to requests that hyper cannot parse.
 //!
-//! hyper writes these responses itself, without a body, before a request reaches a route. It has no option to change them.
+//! hyper sends these responses without a body, before a request reaches a route, and has no option to change them.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -13,10 +13,10 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use crate::server::http::error::ApiError;
 use crate::server::metrics::Metrics;
 
-/// The first bytes of hyper's own responses, with the status and the message of the response that replaces each.
+/// The first bytes of each of hyper's own responses, and the status and the message of its replacement.
 ///
-/// Nothing else that the server writes starts with these bytes. Responses of routes have other headers before the
-/// length, and the JSON in bodies and events contains no unescaped line breaks.
+/// Nothing else that the server writes starts with these bytes: responses of routes have other headers before the
+/// length, and JSON in bodies and events contains no unescaped line breaks.
 const HEADS: [(&[u8], StatusCode, &str); 3] = [
     (
         b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n",
@@ -66,8 +66,8 @@ impl<S> ParseErrorBody<S> {
 }
 
 impl<S: AsyncWrite + Unpin> ParseErrorBody<S> {
-    /// Writes the rest of the replacement. Then returns `accepted`, the length of hyper's own response, because hyper
-    /// must not write that response again.
+    /// Writes the rest of the replacement.
+    /// Then returns `accepted`, the length of hyper's own response, so that hyper does not write that response again.
     fn write_rest(&mut self, context: &mut Context<'_>, accepted: usize) -> Poll<io::Result<usize>> {
         while !self.rest.is_empty() {
             let written = ready!(Pin::new(&mut self.stream).poll_write(context, &self.rest))?;

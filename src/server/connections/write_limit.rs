@@ -8,18 +8,18 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep};
 
-/// The number of bytes that a client must accept within the time limit. With a minimum of one byte,
-/// a client could keep its connection open by reading one byte at a time.
+/// The number of bytes that a client must accept within the time limit.
+/// With a minimum of one byte, a client could keep its connection open by reading one byte at a time.
 const MIN_BYTES: usize = 4 << 10;
 
-/// A stream whose writes fail if the other side accepts less than a few kilobytes within a time limit.
+/// A stream whose writes fail if the other side accepts fewer than `MIN_BYTES` bytes within a time limit.
 pub struct WriteLimit<S> {
     stream: S,
     limit: Duration,
     /// The time at which a waiting write fails.
     deadline: Pin<Box<Sleep>>,
     is_waiting: bool,
-    /// The bytes that were accepted since the deadline was set.
+    /// The number of bytes that were accepted since the deadline was set.
     accepted: usize,
 }
 

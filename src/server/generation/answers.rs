@@ -24,7 +24,7 @@ pub struct Answers {
     answers: Vec<Answer>,
     /// The number of answers to each prompt.
     per_prompt: usize,
-    /// The index of the answer to poll first. It advances after each result, so that no answer is starved.
+    /// The index of the answer to poll first. The index advances after each result, so that no answer is starved.
     first: usize,
     ending: Pin<Box<dyn Future<Output = ()> + Send>>,
     engine: EngineHandle,
@@ -47,7 +47,7 @@ struct Answer {
     choice: Choice,
     last_token: Option<Instant>,
     recorded: RecordedAnswer,
-    /// Set when the answer has ended.
+    /// `None` until the answer has ended.
     summary: Option<Box<Summary>>,
 }
 
@@ -69,7 +69,7 @@ pub struct Job {
     /// The number of answers to each prompt.
     pub choices: usize,
     pub can_call_in_parallel: bool,
-    /// Whether the model must call one specific tool.
+    /// Whether the client named the tool that the model must call.
     pub must_call_named: bool,
     /// Whether log probabilities include tokens without text, such as stop tokens.
     pub keeps_all_tokens: bool,
@@ -78,7 +78,7 @@ pub struct Job {
     pub prompt_field: &'static str,
 }
 
-/// Submits a job. Fails with 429 if the server has no room for the job's answers.
+/// Submits a job. Fails with status 429 if the queue has no room for all answers of the job.
 pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Result<Answers, ApiError> {
     let engine = server.open_engine()?.clone();
     let submitted = Instant::now();
@@ -142,7 +142,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
 }
 
 impl Answers {
-    /// Returns the number of answers.
+    /// Returns the number of answers to all prompts.
     pub fn len(&self) -> usize {
         self.answers.len()
     }
@@ -171,13 +171,13 @@ impl Answers {
         self.submitted.elapsed()
     }
 
-    /// Returns the prompt of an answer with its log probabilities, if the request asked for them. The log probabilities
-    /// are complete once the first pieces of the answer have arrived.
+    /// Returns the prompt of an answer with its log probabilities, if the request asked for them.
+    /// The log probabilities are complete once the first pieces of the answer have arrived.
     pub fn scored_prompt(&self, index: usize) -> Option<&ScoredPrompt> {
         self.answers.get(index)?.stream.scored_prompt()
     }
 
-    /// Returns the stop string that ended an answer.
+    /// Returns the stop string that ended an answer, if any.
     pub fn stop_string(&self, index: usize) -> Option<&str> {
         self.answers.get(index)?.stream.stop_string()
     }
@@ -279,7 +279,7 @@ impl Answers {
         pieces
     }
 
-    /// Adds a record of the request and its answers to the server's recorder.
+    /// Adds a record of the request and its answers to the server's recorder, if the request is recorded.
     fn record(&mut self) {
         let options = &self.server.options;
         let (id, model, revision) = (self.log.id.clone(), options.model.clone(), options.record.revision.clone());
@@ -334,7 +334,7 @@ impl Drop for Answers {
         let longest = self.answers.iter().map(|answer| answer.stream.counts().completion_tokens).max();
         metrics.sizes.max_generation_tokens.observe(longest.unwrap_or(0) as f64);
         let has_ended = self.answers.iter().all(|answer| answer.summary.is_some());
-        // The log has one line for all answers. It reports how the first answer ended, or why not all answers ended.
+        // The log line for all answers reports how the first answer ended, or why not all answers ended.
         let summary = self.summary(0).filter(|_| has_ended && self.failure.is_none());
         let finish = finish_name(summary, self.failure.is_some(), self.is_canceled);
         self.record();
@@ -351,7 +351,8 @@ impl Drop for Answers {
     }
 }
 
-/// Returns the finish reason of an answer for the log and the records. `summary` is `None` if the answer was cut off.
+/// Returns the finish reason of an answer for the log and the records.
+/// `summary` is `None` if the answer failed, or was dropped before it ended.
 fn finish_name(summary: Option<&Summary>, has_failed: bool, is_canceled: bool) -> &'static str {
     use crate::engine::FinishReason::*;
     match summary.map(|summary| &summary.finish_reason) {

@@ -10,7 +10,7 @@ use crate::runner::TokenLogprobs;
 use crate::server::ids;
 use crate::tokenizer::Tokenizer;
 
-/// The next part of an answer: of its reasoning, of its content or of a tool call.
+/// The next part of an answer's reasoning, of its content or of one of its tool calls.
 #[derive(Clone, Debug)]
 pub enum Piece {
     Reasoning(String),
@@ -34,7 +34,7 @@ pub struct ScoredToken {
     pub logprobs: TokenLogprobs,
 }
 
-/// Returns a log probability that JSON can represent. JSON has no -inf, the log probability of an impossible token.
+/// Returns the log probability, but at least -9999. JSON cannot represent -inf, the value for impossible tokens.
 pub fn finite_logprob(logprob: f32) -> f32 {
     logprob.max(-9999.0)
 }
@@ -74,7 +74,7 @@ pub struct Choice {
     must_call_named: bool,
     /// Whether tokens without text, such as stop tokens, are part of the content.
     keeps_all_tokens: bool,
-    /// The tokens whose text has not been released yet.
+    /// The tokens since the last piece.
     pending: Vec<PendingToken>,
     calls: Vec<SentCall>,
     /// The number of tool calls that were sent.
@@ -83,7 +83,7 @@ pub struct Choice {
     is_complete: bool,
 }
 
-/// A generated token whose text has not been released yet.
+/// A generated token that is not part of a piece yet.
 struct PendingToken {
     id: u32,
     logprobs: Option<TokenLogprobs>,
@@ -112,7 +112,8 @@ impl Choice {
         }
     }
 
-    /// Sets whether the model must call one specific tool. Such an answer ends with `stop`, as in OpenAI's API.
+    /// Sets whether the client named the tool that the model must call. If so, the answer ends with `stop`, as in
+    /// OpenAI's API.
     pub fn with_named_call(self, must_call_named: bool) -> Self {
         Self { must_call_named, ..self }
     }
@@ -127,7 +128,7 @@ impl Choice {
         self.reasoning_tokens
     }
 
-    /// Adds an event. `calls` are the tool calls of the answer so far.
+    /// Adds an event and returns its pieces. `calls` are the tool calls of the answer so far.
     pub fn push(&mut self, event: Event, calls: &[ToolCall], tokenizer: &Tokenizer) -> Pieces {
         let mut out = Pieces::default();
         let (deltas, summary) = match event {
@@ -171,8 +172,8 @@ impl Choice {
         out
     }
 
-    /// Takes the last pending tokens, which cover `bytes` bytes of text. Drops all earlier pending
-    /// tokens, which belong to headers and tags.
+    /// Removes all pending tokens. Returns only the last ones, which cover `bytes` bytes of text.
+    /// The tokens before them belong to headers and tags.
     fn release(&mut self, bytes: usize, tokenizer: &Tokenizer) -> Vec<PendingToken> {
         let (mut start, mut covered) = (self.pending.len(), 0);
         while start > 0 && covered < bytes {
@@ -184,7 +185,8 @@ impl Choice {
         tokens
     }
 
-    /// Sends the new parts of the tool calls. At the end, `summary` is set, and calls without a name become content.
+    /// Adds the new parts of the tool calls to `out`. `summary` is set only at the end of the answer.
+    /// At the end, calls without a name become content.
     fn send_calls(&mut self, calls: &[ToolCall], summary: Option<&Summary>, out: &mut Pieces) {
         self.calls.resize(calls.len().max(self.calls.len()), SentCall::default());
         for (sent, call) in self.calls.iter_mut().zip(calls) {
@@ -291,7 +293,6 @@ mod tests {
         pieces.iter().map(text).collect()
     }
 
-    /// The tokens of a harmony answer become pieces of reasoning, content and tool calls.
     #[test]
     fn harmony_becomes_reasoning_content_and_calls() {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");

@@ -52,7 +52,7 @@ pub fn read_output_format(config: &mut Fields) -> Result<Option<Grammar>, ApiErr
     Ok(Some(grammar))
 }
 
-/// Reads the fields of a JSON schema.
+/// Reads the field `schema`, and checks the types of `name`, `description` and `strict`.
 fn read_schema(fields: &mut Fields) -> Result<Grammar, ApiError> {
     fields.take_string("name")?;
     fields.take_string("description")?;

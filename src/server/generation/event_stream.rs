@@ -21,12 +21,10 @@ use crate::server::http::error::ApiError;
 /// The number of bytes after which a batch of events is sent, even if more events are ready.
 const BATCH_BYTES: usize = 16 << 10;
 
-/// The content type of server-sent events.
 const EVENT_STREAM: &str = "text/event-stream; charset=utf-8";
 
 /// Writes answers as the events of one API.
 pub trait EventWriter: Send + 'static {
-    /// Returns the content type of the stream.
     fn content_type(&self) -> &'static str {
         EVENT_STREAM
     }
@@ -34,7 +32,7 @@ pub trait EventWriter: Send + 'static {
     /// Writes the events that precede the first token.
     fn begin(&mut self, _out: &mut EventBuffer) {}
 
-    /// Writes the pieces of one answer.
+    /// Writes pieces of the answer with this index.
     fn write(&mut self, index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer);
 
     /// Writes the last events, after all answers have ended.
@@ -61,21 +59,20 @@ pub trait EventWriter: Send + 'static {
 pub struct EventBuffer(String);
 
 impl EventBuffer {
-    /// Adds an event. JSON has no line breaks, so the event is a single line.
+    /// Adds an event. Its data is a single line, because the JSON is written without line breaks.
     pub fn push(&mut self, event: &impl Serialize) {
         if let Some(json) = to_json(event) {
             self.push_text(&json);
         }
     }
 
-    /// Adds an event with a name.
     pub fn push_named(&mut self, name: &str, event: &impl Serialize) {
         // Writing to a string cannot fail.
         let _ = writeln!(self.0, "event: {name}");
         self.push(event);
     }
 
-    /// Adds an object on a line of its own, without the fields of an event.
+    /// Adds an object as a line of JSON, for streams that are not server-sent events.
     pub fn push_line(&mut self, object: &impl Serialize) {
         if let Some(json) = to_json(object) {
             self.0.push_str(&json);
@@ -132,7 +129,6 @@ struct EventStream {
 }
 
 impl EventStream {
-    /// Ends the stream.
     fn end(&mut self) {
         self.writer.end(&mut self.buffer);
         self.answers = None;

@@ -47,8 +47,7 @@ const REFUSED: &[(&str, &[&str])] = &[
     ("use_beam_search", &["false"]),
 ];
 
-/// Reads the shared fields. Leaves `max_tokens` and log probabilities to the caller, because their fields differ
-/// between the routes.
+/// Reads the shared fields. The caller sets `max_tokens` and log probabilities, whose fields differ between routes.
 pub fn read(fields: &mut Fields, server: &Server, engine: &EngineHandle) -> Result<GenerateOptions, ApiError> {
     for (name, neutral) in REFUSED {
         let neutral: Vec<Value> = neutral.iter().filter_map(|text| serde_json::from_str(text).ok()).collect();
@@ -86,7 +85,7 @@ fn read_sampling(fields: &mut Fields, options: &mut GenerateOptions) -> Result<(
     for field in SAMPLING_FIELDS {
         let Some(value) = fields.take(field.name) else { continue };
         let text = match (field.name, value.as_i64()) {
-            // vLLM's clients send -1 to keep all tokens.
+            // To keep all tokens, vLLM's clients send -1. inferno uses 0.
             ("top_k", Some(-1)) => "0".to_string(),
             ("seed", Some(seed)) => (seed as u64).to_string(),
             _ if value.is_number() => value.to_string(),
@@ -138,7 +137,7 @@ fn read_logit_bias(fields: &mut Fields) -> Result<BTreeMap<u32, f32>, ApiError> 
     entries.iter().map(|pair| entry(pair).ok_or_else(problem)).collect()
 }
 
-/// Reads an array of token ids.
+/// Reads an array of at most `limit` token ids. Returns `None` if the field is missing.
 pub fn read_token_ids(fields: &mut Fields, name: &str, limit: usize) -> Result<Option<Vec<u32>>, ApiError> {
     let Some(items) = fields.take_array(name)? else { return Ok(None) };
     if items.len() > limit {
@@ -152,7 +151,7 @@ pub fn token_ids(items: &[Value]) -> Option<Vec<u32>> {
     items.iter().map(|item| u32::try_from(item.as_u64()?).ok()).collect()
 }
 
-/// Reads `model`. Fails if it names a model other than the server's. Without the field, the server uses its model.
+/// Fails if the field `model` names a model other than the server's. The field is optional.
 pub fn check_model(fields: &mut Fields, server: &Server) -> Result<(), ApiError> {
     match fields.take_string("model")? {
         Some(model) if model != server.options.model => {
@@ -163,7 +162,7 @@ pub fn check_model(fields: &mut Fields, server: &Server) -> Result<(), ApiError>
     }
 }
 
-/// Reads `stream` and `stream_options`.
+/// Reads `stream` and `stream_options`. Fails if `stream_options` is set but `stream` is not true.
 pub fn read_stream(fields: &mut Fields) -> Result<StreamOptions, ApiError> {
     let is_stream = fields.take_bool("stream")?.unwrap_or(false);
     let Some(mut nested) = fields.take_object("stream_options")? else {
@@ -178,19 +177,19 @@ pub fn read_stream(fields: &mut Fields) -> Result<StreamOptions, ApiError> {
     Ok(StreamOptions { is_stream, has_usage, has_continuous_usage: has_usage && has_continuous_usage })
 }
 
-/// How a response is sent.
+/// Whether a response is streamed, and which chunks contain the usage.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StreamOptions {
     pub is_stream: bool,
-    /// Whether the stream ends with a chunk that contains the usage.
+    /// Whether the last chunk of the stream contains the usage.
     pub has_usage: bool,
     /// Whether every chunk contains the usage so far.
     pub has_continuous_usage: bool,
 }
 
 impl StreamOptions {
-    /// Returns the field `usage` of any chunk but the last. Without `include_usage`, chunks lack the field (`None`).
-    /// With it, the field is null (`Some(None)`), or the usage so far if every chunk contains it.
+    /// Returns the field `usage` of a chunk that is not the last one.
+    /// `None` if the chunk lacks the field, and `Some(None)` if the field is null.
     pub fn chunk_usage(self, so_far: impl FnOnce() -> Usage) -> Option<Option<Usage>> {
         self.has_usage.then(|| self.has_continuous_usage.then(so_far))
     }

@@ -1,4 +1,4 @@
-//! The parts of a response that all generating routes share.
+//! The headers and fields of responses that several generating routes share.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -15,10 +15,10 @@ use crate::server::state::Server;
 /// The response header that lists the request fields that have no effect.
 const IGNORED: HeaderName = HeaderName::from_static("x-inferno-ignored");
 
-/// The request header that makes the server reject requests with fields that have no effect.
+/// If this request header is `1`, the server rejects the request if some of its fields have no effect.
 const STRICT: &str = "x-inferno-strict";
 
-/// The request header that makes the answer independent of other requests, as the field `deterministic` does.
+/// If this request header is `1`, the answer does not depend on other requests, as with the field `deterministic`.
 const DETERMINISTIC: &str = "x-inferno-deterministic";
 
 /// The version and the commit of inferno that computed an answer.
@@ -67,9 +67,9 @@ pub fn is_deterministic(headers: &HeaderMap) -> bool {
     headers.get(DETERMINISTIC).is_some_and(|value| value == "1")
 }
 
-/// Lists the ignored fields in a header of the response.
+/// Lists up to 32 ignored fields in a header of the response.
 pub fn with_ignored(mut response: Response, ignored: &[String]) -> Response {
-    // Field names come from the client and can contain any character.
+    // Field names come from the client and can contain characters that a header must not contain.
     let is_safe = |c: char| c.is_ascii_graphic() && c != ',' || c == ' ';
     let name = |name: &String| name.chars().take(64).map(|c| if is_safe(c) { c } else { '?' }).collect::<String>();
     let names: Vec<String> = ignored.iter().take(32).map(name).collect();

@@ -1,4 +1,4 @@
-//! The token counts of a response.
+//! The field `usage` of OpenAI's responses.
 
 use serde::Serialize;
 

@@ -9,7 +9,7 @@ use crate::server::client::Client;
 use crate::server::options::ServerOptions;
 use crate::server::page;
 
-/// The routes that are open to every client. The server's web page is open, too.
+/// The routes that need no API key, in addition to the server's web page.
 const OPEN_PATHS: [&str; 2] = ["/health", "/live"];
 
 /// The header in which clients of Anthropic's API send the key.
@@ -32,7 +32,7 @@ impl Access {
         Self { keys, origins: options.cors_origins.clone(), is_open: options.is_open }
     }
 
-    /// Checks whether a request has access. Returns the client that sent it.
+    /// Returns the client that sent a request. Fails if the request has no access.
     pub fn check(&self, path: &str, headers: &HeaderMap) -> Result<Client, ApiError> {
         if OPEN_PATHS.contains(&path) || page::is_page(path) {
             return Ok(Client::default());
@@ -57,8 +57,8 @@ impl Access {
         }
     }
 
-    /// Rejects requests from web pages of other sites. Otherwise, any page that a person on this machine opens could
-    /// use the model, because no key is required.
+    /// Rejects requests from web pages of other sites.
+    /// Otherwise, any page that a person on this machine opens could use the model, because no key is required.
     fn check_origin(&self, origin: Option<&HeaderValue>, target: Option<&HeaderValue>) -> Result<(), ApiError> {
         let Some(origin) = origin else { return Ok(()) };
         let origin = origin.to_str().unwrap_or_default();

@@ -14,7 +14,7 @@ use crate::server::options::Timeouts;
 /// The maximum size of a body in bytes.
 pub const MAX_BODY_BYTES: usize = 8 << 20;
 
-/// The maximum nesting depth of a body. It is limited because parsing and rendering are recursive.
+/// The maximum nesting depth of a body. Parsing and rendering are recursive, so deep nesting could overflow the stack.
 const MAX_DEPTH: usize = 64;
 
 /// The maximum number of JSON values in a body. A value takes much more memory than its text.
@@ -26,7 +26,8 @@ pub async fn read_json(request: Request, timeouts: &Timeouts) -> Result<Fields, 
     parse(&collect(&parts.headers, body, timeouts).await?)
 }
 
-/// Reads the bytes of a JSON body.
+/// Reads a JSON body without parsing it.
+/// Fails if the body is too large or arrives too slowly, or if the headers do not declare uncompressed JSON.
 pub async fn collect(headers: &HeaderMap, body: Body, timeouts: &Timeouts) -> Result<Bytes, ApiError> {
     check_headers(headers)?;
     match tokio::time::timeout(timeouts.body, Limited::new(body, MAX_BODY_BYTES).collect()).await {
@@ -42,8 +43,8 @@ pub async fn collect(headers: &HeaderMap, body: Body, timeouts: &Timeouts) -> Re
 
 fn check_headers(headers: &HeaderMap) -> Result<(), ApiError> {
     let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or_default());
-    // Accept only JSON: browsers ask the server for permission before a page of another site sends JSON, but not before
-    // it sends plain text.
+    // Accept only JSON. Before a page of another site can send JSON, the browser asks the server for permission.
+    // Plain text needs no permission.
     let media_type = text(CONTENT_TYPE).unwrap_or_default().split(';').next().unwrap_or_default().trim();
     if !media_type.eq_ignore_ascii_case("application/json") {
         let message = "cannot read the body: send JSON with the header 'Content-Type: application/json'";
@@ -112,7 +113,8 @@ impl Fields {
         Self { map, path: String::new(), ignored: Vec::new() }
     }
 
-    /// Creates the fields of an object inside the body. `path` names the object, such as `messages[0]`.
+    /// Creates the fields of an object inside the body. Fails if `value` is not an object.
+    /// `path` is the path of the object, such as `messages[0]`.
     pub fn nested(path: &str, value: Value) -> Result<Self, ApiError> {
         match value {
             Value::Object(map) => Ok(Self { map, path: format!("{path}."), ignored: Vec::new() }),
@@ -130,12 +132,12 @@ impl Fields {
         ApiError::invalid(self.path(name), problem)
     }
 
-    /// Returns whether a field has not been used yet.
+    /// Returns whether a field is present and has not been used yet.
     pub fn has(&self, name: &str) -> bool {
         self.map.get(name).is_some_and(|value| !value.is_null())
     }
 
-    /// Removes and returns a field.
+    /// Removes and returns a field. Returns `None` if the field is absent or null.
     pub fn take(&mut self, name: &str) -> Option<Value> {
         self.map.remove(name).filter(|value| !value.is_null())
     }
@@ -197,7 +199,7 @@ impl Fields {
         }
     }
 
-    /// Returns the recorded notes and the names of all unused fields, without array indexes: `messages[].x`.
+    /// Returns the recorded notes and the names of all unused fields. Array indexes are left out, as in `messages[].x`.
     pub fn ignored(self) -> Vec<String> {
         let Self { map, path, mut ignored } = self;
         let path = path.replace(|c: char| c.is_ascii_digit(), "");

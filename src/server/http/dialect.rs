@@ -56,8 +56,8 @@ impl OllamaError {
     }
 }
 
-/// Adapts a response whose route belongs to an API other than OpenAI's. Rewrites errors, and adds the request id header
-/// that Anthropic's clients read.
+/// Rewrites the errors of ollama's and Anthropic's routes in the shape of these APIs.
+/// Adds the header with the request id to responses of Anthropic's routes.
 pub fn adapt(path: &str, request_id: &str, mut response: Response) -> Response {
     let is_below = |route: &str| path.strip_prefix(route).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
     let is_message = is_below("/v1/messages");

@@ -79,7 +79,7 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, "invalid_request_error", message)
     }
 
-    /// Creates a 404 error for an id that a field of the request contains.
+    /// Creates a 404 error for an unknown id in a field of the request.
     pub fn unknown_id(param: impl Into<String>, code: Option<&'static str>, message: String) -> Self {
         Self { param: Some(param.into()), code, ..Self::not_found(message) }
     }
@@ -113,19 +113,19 @@ impl ApiError {
         Self { code: Some("unavailable"), retry_after: Some(retry_after), ..error }
     }
 
-    /// Creates a 500 error for a failure in the engine.
+    /// Creates a 500 error for a failure inside the server.
     pub fn internal(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
     }
 
     /// Converts an error of [`submit`](crate::EngineHandle::submit).
-    /// An error without a type of its own becomes a 400 error.
+    /// An error that `from_engine` does not recognize becomes a 400 error.
     pub fn from_submit(error: &anyhow::Error, param: &'static str) -> Self {
         Self::from_engine(error, param).unwrap_or_else(|| Self::bad_request(error_message(error)))
     }
 
     /// Converts an error of a [`RequestStream`](crate::RequestStream).
-    /// An error without a type of its own becomes a 500 error.
+    /// An error that `from_engine` does not recognize becomes a 500 error.
     pub fn from_stream(error: &anyhow::Error) -> Self {
         Self::from_engine(error, "messages").unwrap_or_else(|| Self::internal(error_message(error)))
     }
@@ -153,7 +153,7 @@ impl ApiError {
         }
     }
 
-    /// Returns the message, shortened if it is very long.
+    /// Returns the message, cut off after `MAX_MESSAGE_CHARS` characters.
     pub fn message(&self) -> String {
         match self.message.char_indices().nth(MAX_MESSAGE_CHARS) {
             Some((end, _)) => format!("{}…", &self.message[..end]),
@@ -161,7 +161,6 @@ impl ApiError {
         }
     }
 
-    /// Returns the JSON body.
     pub fn body(&self) -> String {
         let message = self.message();
         let error = WireError { message: &message, kind: self.kind, param: self.param.as_deref(), code: self.code };
@@ -169,7 +168,7 @@ impl ApiError {
     }
 }
 
-/// Returns a time in whole seconds, at least 1.
+/// Rounds a time up to whole seconds. Returns at least 1.
 fn whole_seconds(time: Duration) -> u64 {
     time.as_secs_f64().ceil().max(1.0) as u64
 }

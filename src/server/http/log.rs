@@ -14,13 +14,13 @@ pub const TARGET: &str = "inferno::requests";
 /// The status in the log if the client closed the connection before the response was ready.
 const CLIENT_CLOSED: u16 = 499;
 
-/// The log entry of a request. It is written when its last owner, the handler or the response body, drops it.
+/// The log entry of a request, which the handler and the response body share. Dropping this value writes the entry.
 pub struct RequestLog {
     pub id: String,
     method: Method,
     path: String,
     traceparent: Option<String>,
-    /// Whether the answer must be independent of other requests.
+    /// Whether a header of the request asks for an answer that does not depend on other requests.
     pub is_deterministic: bool,
     started: Instant,
     metrics: Arc<Metrics>,
@@ -55,7 +55,6 @@ impl RequestLog {
         Self { id, method, path, traceparent, is_deterministic, started: Instant::now(), metrics, client, outcome }
     }
 
-    /// Sets whether a header of the request asks for an answer that does not depend on other requests.
     pub fn with_determinism(mut self, is_deterministic: bool) -> Self {
         self.is_deterministic = is_deterministic;
         self
@@ -83,8 +82,8 @@ impl RequestLog {
         self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns true if the request only checks the state of the server. Such requests can be frequent, so they are
-    /// logged only at the debug level.
+    /// Returns true if the request only checks the state of the server.
+    /// Such requests can be frequent, so they are logged only at the debug level.
     fn is_check(&self) -> bool {
         matches!(self.path.as_str(), "/health" | "/live" | "/metrics" | "/v1/loads")
     }
@@ -120,7 +119,7 @@ impl Drop for RequestLog {
                 tracing::debug!(target: TARGET, id, method, path, status, duration_ms, "request")
             }
             None => {
-                // Without an answer, status 499 means that the client disconnected while its request was submitted.
+                // Status 499 means that the client disconnected before there was an answer, for example in the queue.
                 let finish = (status == CLIENT_CLOSED).then_some("canceled");
                 tracing::info!(target: TARGET, id, method, path, status, duration_ms, finish, traceparent, "request")
             }

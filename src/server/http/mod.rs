@@ -1,4 +1,4 @@
-//! HTTP without the meaning of the routes. Its modules are:
+//! The parts of HTTP that all routes share. Its modules are:
 //!
 //! - `auth`: API keys, and protection against web pages of other sites
 //! - `body`: reads request bodies and their fields, and writes JSON responses

@@ -13,8 +13,8 @@ const MAX_RETRY: Duration = Duration::from_secs(60);
 /// The shortest wait that the server suggests, because `retry-after-ms` has whole milliseconds.
 const MIN_RETRY: Duration = Duration::from_millis(1);
 
-/// With several clients, each client can use at most this multiple of the remaining room. A single active client
-/// therefore leaves a fifth of the room for other clients, and two active clients leave a ninth.
+/// With several clients, each client can use at most this multiple of the remaining room.
+/// A single active client therefore leaves a fifth of the room to other clients. Two active clients leave a ninth.
 const MAX_SHARE_OF_ROOM: usize = 4;
 
 /// Counts the sequences that are waiting or running, and rejects sequences above the limit.
@@ -27,7 +27,7 @@ pub struct Admission {
 
 /// The sequences that are waiting or running, and the times at which sequences ended.
 struct State {
-    /// The number of sequences of each client.
+    /// For each client, the number of its sequences that are waiting or running.
     admitted: Vec<usize>,
     ends: FreeTimes,
 }
@@ -67,13 +67,14 @@ impl Admission {
         (!self.has_room(&state, client, count)).then(|| self.expected_wait(&state, count))
     }
 
-    /// Returns the expected time until a sequence with `ahead` others before it can start, which is when `ahead + 1`
-    /// sequences have ended. Returns `None` before the first end.
+    /// Returns the expected time until a waiting sequence with `ahead` others before it can start.
+    /// It can start once `ahead + 1` sequences have ended. Returns `None` if no sequence has ended yet.
     pub fn expected_start(&self, ahead: usize) -> Option<Duration> {
         self.lock().ends.expected_wait(Instant::now(), ahead + 1)
     }
 
-    /// Returns the wait to suggest to a client whose request could not start in time, while `ahead` other sequences wait.
+    /// Returns the wait to suggest to a client whose request did not start in time.
+    /// `ahead` is the number of other sequences that are waiting.
     pub fn wait_to_start(&self, ahead: usize) -> Duration {
         suggested_wait(&self.lock().ends, ahead + 1)
     }
@@ -128,7 +129,7 @@ impl Admission {
 /// Returns the expected time until `count` sequences have ended, within the limits for suggestions to clients.
 fn suggested_wait(ends: &FreeTimes, count: usize) -> Duration {
     let now = Instant::now();
-    // Before the first end, only a lower bound is known: no sequence has ended yet.
+    // Before the first end, only a lower bound is known: the time in which no sequence has ended.
     let wait = ends.expected_wait(now, count).unwrap_or_else(|| ends.elapsed(now));
     wait.clamp(MIN_RETRY, MAX_RETRY)
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 /// The number of recent ends of sequences from which waits are estimated.
 const ENDS: usize = 64;
 
-/// The number of ends that show that the load has changed.
+/// The number of the latest ends, which are compared with the older ends to detect a change of the load.
 const RECENT: usize = 8;
 
 /// If the mean of the older intervals is more than this multiple of the mean of the [`RECENT`] ones, the older
@@ -33,7 +33,7 @@ impl FreeTimes {
         self.last = now;
     }
 
-    /// Returns the time since a sequence last ended.
+    /// Returns the time since the last end or restart.
     pub fn elapsed(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.last)
     }
@@ -69,8 +69,8 @@ impl FreeTimes {
 
     /// Returns the expected time until `count` more sequences have ended. `None` before the first end.
     ///
-    /// The estimate of the next end uses only the recorded intervals that were longer than the time since the last end,
-    /// and takes the mean of their remaining times. If no interval was longer, the wait is expected to double.
+    /// Only the intervals that were longer than the time since the last end count for the estimate of the next end.
+    /// The estimate is their mean remaining time, or the time since the last end if no interval was longer.
     pub fn expected_wait(&self, now: Instant, count: usize) -> Option<Duration> {
         let elapsed = self.elapsed(now);
         let rests = self.ends.iter().filter_map(|(interval, _)| interval.checked_sub(elapsed));
@@ -99,8 +99,8 @@ mod tests {
         }
     }
 
-    /// Simulates a server where `per_end` sequences end after each interval. Samples the waits for `count` places at
-    /// evenly spaced times. Returns the mean suggested wait and the mean true wait.
+    /// Simulates a server where `per_end` sequences end after each interval. At evenly spaced times, samples the wait
+    /// until `count` sequences have ended. Returns the mean suggested wait and the mean true wait.
     fn waits(per_end: usize, count: usize, mut interval_s: impl FnMut(&mut Uniform) -> f64) -> (f64, f64) {
         let (start, mut random) = (Instant::now(), Uniform(1));
         let mut ends = vec![0.0];

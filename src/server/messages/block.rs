@@ -6,8 +6,8 @@ use serde_json::Value;
 /// The signature of thinking blocks. Clients send back only blocks that have a signature. inferno ignores the value.
 pub const SIGNATURE: &str = "inferno";
 
-/// A content block. Anthropic's API requires the fields of type `()`. They are null,
-/// because inferno has no values for them.
+/// A content block.
+/// Anthropic's API requires the fields of type `()`. They are null, because inferno has no values for them.
 #[derive(Debug, PartialEq, Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Block {

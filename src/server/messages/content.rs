@@ -13,7 +13,7 @@ pub struct Content {
     shows_thinking: bool,
     blocks: Vec<Block>,
     is_open: bool,
-    /// The arguments of the open call so far.
+    /// The JSON text of the open tool call's arguments so far.
     arguments: String,
     /// For each tool call, the index of its block.
     calls: Vec<usize>,
@@ -29,7 +29,6 @@ impl Content {
         std::mem::take(&mut self.blocks)
     }
 
-    /// Adds a piece of the answer.
     pub fn push(&mut self, piece: Piece, events: &mut impl EventSink) {
         match piece {
             Piece::Reasoning(_) if !self.shows_thinking => {}
@@ -118,7 +117,7 @@ impl Content {
     }
 }
 
-/// Parses the arguments of a call. The API requires an object, so any other value becomes the only field of an object.
+/// Parses the arguments of a call. The API requires an object, so any other text becomes `{"arguments": text}`.
 fn parse(arguments: &str) -> Value {
     match serde_json::from_str(arguments) {
         Ok(Value::Object(map)) => Value::Object(map),

@@ -1,4 +1,4 @@
-//! Reads the body of a request for a message.
+//! Reads the body of a request to `/v1/messages` or `/v1/messages/count_tokens`.
 
 use serde_json::{Value, json};
 
@@ -37,7 +37,7 @@ const REFUSED: &[(&str, &str, &str)] = &[
     ("stop", "null", "use 'stop_sequences'"),
 ];
 
-/// The body of a request to `/v1/messages` or `/v1/messages/count_tokens`, without `max_tokens`.
+/// A request without `max_tokens`, which `/v1/messages/count_tokens` does not have.
 pub struct MessagesRequest {
     pub messages: Vec<Message>,
     pub render: RenderOptions,
@@ -57,7 +57,7 @@ pub fn read_max_tokens(fields: &mut Fields) -> Result<usize, ApiError> {
 }
 
 impl MessagesRequest {
-    /// Reads the fields of a request.
+    /// Reads a request. Fails if a field has an invalid or unsupported value.
     pub fn read(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
         generate_options::check_model(&mut fields, server)?;
         for (name, neutral, hint) in REFUSED {
@@ -170,7 +170,7 @@ fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool),
     }
 }
 
-/// Reads `output_config`. Returns the effort and the grammar of the answer.
+/// Reads `output_config`. Returns the reasoning effort and the grammar of the answer, if they are set.
 fn read_output_config(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, Option<Grammar>), ApiError> {
     let Some(mut config) = fields.take_object("output_config")? else { return Ok((None, None)) };
     let effort = match config.take_string("effort")?.as_deref() {
@@ -189,7 +189,7 @@ fn read_output_config(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, O
     Ok((effort, format))
 }
 
-/// Reads `stop_sequences`: at most [`MAX_STOPS`] nonempty strings.
+/// Reads `stop_sequences`: at most [`MAX_STOPS`] strings of 1 to [`MAX_STOP_BYTES`] bytes.
 fn read_stop(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
     let items = fields.take_array("stop_sequences")?.unwrap_or_default();
     let stops: Option<Vec<String>> = items.iter().map(|item| item.as_str().map(str::to_string)).collect();

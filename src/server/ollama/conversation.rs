@@ -20,7 +20,7 @@ pub fn read(fields: &mut Fields) -> Result<Option<Vec<Message>>, ApiError> {
     Ok(Some(messages))
 }
 
-/// Returns a message with the field names of a chat completion.
+/// Renames the fields of a message to those of a chat completion. Fails if the message has images.
 fn renamed((index, mut item): (usize, Value)) -> Result<Value, ApiError> {
     let Some(message) = item.as_object_mut() else { return Ok(item) };
     let has_images = |images: Value| !images.is_null() && images != json!([]);
@@ -32,7 +32,7 @@ fn renamed((index, mut item): (usize, Value)) -> Result<Value, ApiError> {
             message.insert(to.to_string(), value);
         }
     }
-    // Assistant messages with tool calls often have no content.
+    // `content` is often missing, for example in assistant messages with tool calls.
     let content = message.entry("content").or_insert(Value::Null);
     if content.is_null() {
         *content = json!("");

@@ -51,7 +51,6 @@ pub async fn generate(
     generate_with(Route::Generate, OllamaRequest::read_generate, &server, log, request).await
 }
 
-/// A function that reads the body of a request.
 type Read = fn(Fields, &Server, &EngineHandle) -> Result<OllamaRequest, ApiError>;
 
 async fn generate_with(

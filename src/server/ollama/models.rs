@@ -77,7 +77,7 @@ fn models(server: &Server, state: ModelState) -> Result<Response, ApiError> {
         name,
         model: name,
         size: engine.info().weight_bytes,
-        // ollama sends the hash of a manifest. Any stable hash works here, because clients only compare it.
+        // ollama sends the hash of a manifest. Any stable hash works here, because clients only compare hashes.
         digest: ids::hex(digest(&SHA256, name.as_bytes()).as_ref()),
         details: details(engine),
         state,

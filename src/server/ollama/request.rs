@@ -18,7 +18,7 @@ const REFUSED_OPTIONS: &[(&str, &[&str])] =
 
 /// A request to `/api/chat` or `/api/generate`.
 pub struct OllamaRequest {
-    /// `None` if the request has no prompt.
+    /// `None` if the request has no prompt, so that it only loads the model.
     pub request: Option<Request>,
     pub has_logprobs: bool,
     pub shows_thinking: bool,
@@ -27,8 +27,7 @@ pub struct OllamaRequest {
     pub ignored: Vec<String>,
 }
 
-/// Reads the field `model` or `name`. The tag `latest` is optional, as in ollama.
-/// Fails if the server does not serve the model.
+/// Fails unless the field `model` or `name` names the served model. As in ollama, the tag `latest` is optional.
 pub fn check_model(fields: &mut Fields, server: &Server) -> Result<(), ApiError> {
     let (model, name) = (fields.take_string("model")?, fields.take_string("name")?);
     let served = &server.options.model;

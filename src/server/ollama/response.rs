@@ -1,4 +1,4 @@
-//! The objects of a response, whole and streamed.
+//! The JSON objects of ollama's responses, whole and streamed.
 
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -39,7 +39,7 @@ pub struct Part<'a> {
     end: Option<End>,
 }
 
-/// The text and the tool calls of a part, in the fields of its route.
+/// The text and the tool calls of a part, under the field names of its route.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Content {
@@ -75,7 +75,7 @@ struct WireFunction {
     arguments: Value,
 }
 
-/// The fields of the last part. Durations are in nanoseconds.
+/// The fields that only the last part has. Durations are in nanoseconds.
 #[derive(Serialize)]
 struct End {
     done_reason: &'static str,
@@ -110,7 +110,6 @@ impl Text {
         Self { shows_thinking, has_logprobs, content, thinking, logprobs, calls }
     }
 
-    /// Adds a piece of the answer.
     pub fn push(&mut self, piece: Piece, answers: &Answers) {
         if self.has_logprobs {
             let entry = |token| TokenLogprob::new(token, answers.engine().tokenizer());
@@ -148,7 +147,7 @@ impl Text {
     }
 }
 
-/// Creates a part of an answer. The last part contains the token counts and durations of the answer.
+/// Creates a part of an answer. `ended` is set only for the last part, which contains token counts and durations.
 pub fn part<'a>(route: Route, model: &'a str, text: Text, ended: Option<&Answers>) -> Part<'a> {
     let Text { content, thinking, logprobs, calls, .. } = text;
     let call = |(index, (name, arguments)): (usize, (String, String))| WireCall {
@@ -164,7 +163,7 @@ pub fn part<'a>(route: Route, model: &'a str, text: Text, ended: Option<&Answers
     Part { model, created_at: now(), content, logprobs, done: ended.is_some(), end: ended.map(end) }
 }
 
-/// Creates the response to a request without a prompt.
+/// Creates the response to a request without a prompt, which only loads the model.
 pub fn load_response(route: Route, model: &str) -> Part<'_> {
     let end = End { done_reason: "load", figures: None };
     Part { done: true, end: Some(end), ..part(route, model, Text::new(false, false), None) }

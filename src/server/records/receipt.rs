@@ -1,8 +1,8 @@
 //! Receipts: signed statements about which model, build and options computed the answers to a request.
 //!
 //! A receipt is a JSON Web Signature (RFC 7515) in compact form, `HEADER.PAYLOAD.SIGNATURE`.
-//! It is signed with Ed25519 (RFC 8037).
-//! It contains hashes instead of prompts and answers. The record of the request contains the prompts and answers.
+//! The algorithm of the signature is Ed25519 (RFC 8037).
+//! A receipt contains hashes instead of prompts and answers, which are in the record of the request.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::receipt_key::{PublicKey, ReceiptKey};
 use crate::engine::{EngineRecord, Record, RecordedAnswer, RecordedRequest, SamplingParams};
 
-/// The only valid header of a receipt. A header with a different algorithm, for example, makes the receipt invalid.
+/// The only valid header of a receipt. In particular, no other algorithm is accepted.
 const HEADER: &str = r#"{"alg":"EdDSA","typ":"inferno-receipt"}"#;
 
 /// The version of the payload.
@@ -25,7 +25,7 @@ const VERSION: u32 = 1;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Receipt {
     version: u32,
-    /// The id that the server assigned to the request.
+    /// The id of the request. The client can choose the id.
     pub id: String,
     /// The time at which the answers ended, in the format of RFC 3339.
     pub created: String,
@@ -50,7 +50,7 @@ pub struct Receipt {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RequestReceipt {
     pub prompt: TokensReceipt,
-    /// The sampling parameters, including the seed. Answer number i uses the seed plus i.
+    /// The sampling parameters, including the seed. The answer at index i uses the seed plus i.
     pub sampling: SamplingParams,
     pub answers: Vec<AnswerReceipt>,
 }
@@ -134,7 +134,7 @@ impl TokensReceipt {
     }
 }
 
-/// Returns the SHA-256 of several pieces in hexadecimal.
+/// Returns the SHA-256 of the concatenated pieces in hexadecimal.
 fn sha256(pieces: impl IntoIterator<Item = impl AsRef<[u8]>>) -> String {
     let mut hash = Hash::new(&SHA256);
     pieces.into_iter().for_each(|piece| hash.update(piece.as_ref()));

@@ -17,8 +17,8 @@ use crate::files;
 /// The maximum size of a key file in bytes. Typical key files are smaller than 1 KB.
 const MAX_KEY_BYTES: u64 = 1 << 20;
 
-/// The bytes before the 32 bytes of a private key in PKCS#8 (RFC 8410).
-/// ring writes a newer form, which OpenSSL 3 rejects.
+/// The PKCS#8 header (RFC 8410) before the 32 bytes of a private key.
+/// ring writes a newer version of PKCS#8, which OpenSSL 3 rejects.
 const PKCS8_START: &[u8] = b"\x30\x2e\x02\x01\x00\x30\x05\x06\x03\x2b\x65\x70\x04\x22\x04\x20";
 
 /// The private key that signs receipts.

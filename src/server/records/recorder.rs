@@ -1,7 +1,7 @@
 //! Keeps records of the most recent requests, so that their answers can be reproduced.
 //!
-//! Records contain prompts and answers. The recorder keeps records in memory.
-//! If the options contain a folder, it also writes the records to this folder. A client can read only its own records.
+//! Records contain prompts and answers, so a client can read only its own records. The most recent records stay in
+//! memory. If the options contain a folder, all records are also written to this folder.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -26,7 +26,7 @@ pub struct Recorder {
     /// The maximum memory for records, in bytes.
     limit: usize,
     ring: Mutex<Ring>,
-    /// Writes records to the folder. It is `None` if there is no folder, and after [`finish`](Self::finish).
+    /// Writes records to the folder. `None` if there is no folder, and after [`finish`](Self::finish).
     writer: Mutex<Option<Writer>>,
 }
 
@@ -60,7 +60,8 @@ impl Recorder {
         self.limit > 0 || lock(&self.writer).is_some()
     }
 
-    /// Adds a record. Drops the oldest records if the memory limit is exceeded.
+    /// Adds a record. Drops the oldest records from memory if all records together exceed the limit.
+    /// A record that alone exceeds the limit is not kept in memory.
     pub fn add(&self, client: Client, record: Record) {
         let record = Arc::new(record);
         if let Some(writer) = &*lock(&self.writer)
@@ -81,7 +82,7 @@ impl Recorder {
         }
     }
 
-    /// Returns a client's newest record with the given request id.
+    /// Returns a client's newest record with this request id, if the record is still in memory.
     pub fn get(&self, client: Client, id: &str) -> Option<Arc<Record>> {
         let ring = lock(&self.ring);
         let entry = ring.entries.iter().rev().find(|entry| entry.client == client && entry.record.id == id);

@@ -63,7 +63,7 @@ fn unknown_response(id: &str, missing: &str) -> ApiError {
     ApiError::unknown_id("previous_response_id", Some("previous_response_not_found"), message)
 }
 
-/// Subtracts the size of a stored item from the budget.
+/// Subtracts the size of a stored item from the budget. Fails if the item exceeds the budget.
 /// Without a budget, a small request could build a huge conversation from references to stored items.
 fn spend(budget: &mut usize, item: &Item, param: &str) -> Result<(), ApiError> {
     *budget = budget.checked_sub(item.bytes()).ok_or_else(|| {

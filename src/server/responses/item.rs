@@ -7,7 +7,7 @@ use crate::chat::Role;
 use crate::server::chat::TokenLogprob;
 use crate::server::ids;
 
-/// The prefix of `encrypted_content`. It distinguishes inferno's reasoning from the reasoning of other services.
+/// The prefix of `encrypted_content` if the reasoning comes from inferno and not from another service.
 const REASONING_PREFIX: &str = "inferno-";
 
 /// The estimated memory of an item without its text, in bytes.
@@ -147,7 +147,7 @@ impl Serialize for Item {
     }
 }
 
-/// Returns the value of `encrypted_content`. It is not secret: the response also contains the text itself.
+/// Returns the value of `encrypted_content`. The value is not encrypted, because the response also contains the text.
 fn encode_reasoning(text: &str) -> String {
     format!("{REASONING_PREFIX}{}", ids::hex(text.as_bytes()))
 }

@@ -42,7 +42,7 @@ pub fn messages<'a>(instructions: Option<&str>, items: impl Iterator<Item = &'a 
     messages
 }
 
-/// Returns the last message if it can be extended (`is_open`), or a new assistant message.
+/// Returns the last message if `is_open` is true. Otherwise, adds an assistant message and sets `is_open`.
 fn assistant<'m>(messages: &'m mut Vec<Message>, is_open: &mut bool) -> &'m mut Message {
     if !std::mem::replace(is_open, true) || messages.is_empty() {
         messages.push(Message::assistant(""));

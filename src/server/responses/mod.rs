@@ -107,7 +107,7 @@ pub async fn count_tokens(
     Ok(reply::with_ignored(json_response(&tokens)?, &request.ignored))
 }
 
-/// A response in progress.
+/// A response while its answer is generated.
 struct Progress {
     object: ResponseObject,
     input: Vec<Arc<Item>>,

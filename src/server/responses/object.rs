@@ -102,7 +102,7 @@ struct ResponseUsage {
 #[derive(Clone, Copy, Serialize)]
 struct InputDetails {
     cached_tokens: usize,
-    /// Always 0. OpenAI charges for tokens written to its cache, but inferno does not.
+    /// Always 0. OpenAI charges extra for these tokens, but in inferno, writing to the cache costs nothing.
     cache_write_tokens: usize,
 }
 
@@ -144,7 +144,7 @@ impl ResponseObject {
         });
     }
 
-    /// Sets the status, and from it `completed_at` and `incomplete_details`.
+    /// Sets the status, and the fields that depend on the status: `completed_at` and `incomplete_details`.
     pub fn set_status(&mut self, status: ResponseStatus) {
         self.status = status;
         self.completed_at = (status == ResponseStatus::Completed).then(now);
@@ -171,7 +171,6 @@ impl ResponseObject {
 
 #[cfg(test)]
 impl Settings {
-    /// Returns settings for tests.
     pub fn example() -> Self {
         let reasoning = ReasoningSettings { effort: "low".to_string(), summary: None };
         Self {
@@ -202,7 +201,7 @@ impl Settings {
     }
 }
 
-/// Returns the estimated memory use of a JSON value, in bytes.
+/// Returns the estimated memory of a JSON value, in bytes.
 fn value_bytes(value: &Value) -> usize {
     VALUE_BYTES
         + match value {

@@ -9,7 +9,7 @@ use crate::server::chat::{TokenLogprob, scored_tokens};
 use crate::server::generation::choice::Piece;
 use crate::tokenizer::Tokenizer;
 
-/// The optional parts of an answer that the client requested.
+/// Which optional parts the client wants in an answer.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Shape {
     pub shows_reasoning: bool,
@@ -35,7 +35,6 @@ impl Output {
         std::mem::take(&mut self.items)
     }
 
-    /// Adds a piece of the answer.
     pub fn push(&mut self, piece: Piece, tokenizer: &Tokenizer, events: &mut impl EventSink) {
         let tokens = scored_tokens(&piece).iter().filter(|_| self.shape.has_logprobs);
         let tokens = tokens.map(|token| TokenLogprob::new(token, tokenizer)).collect();

@@ -1,4 +1,4 @@
-//! Reads the body of a request for a response.
+//! Reads the body of a request to `/v1/responses` or `/v1/responses/input_tokens`.
 
 use std::sync::Arc;
 
@@ -39,7 +39,7 @@ const REFUSED: &[(&str, &str, &str)] = &[
     ("truncation", "\"disabled\"", "inferno never shortens a conversation"),
 ];
 
-/// A request for a response.
+/// The engine request of a response, and the fields that the response repeats.
 pub struct ResponseRequest {
     pub messages: Vec<Message>,
     pub render: RenderOptions,
@@ -54,7 +54,7 @@ pub struct ResponseRequest {
 }
 
 impl ResponseRequest {
-    /// Reads the fields of a request.
+    /// Reads a request. Fails if a field has an invalid or unsupported value.
     pub fn read(
         mut fields: Fields,
         server: &Server,
@@ -156,7 +156,7 @@ fn read_include(fields: &mut Fields) -> Result<Shape, ApiError> {
     Ok(shape)
 }
 
-/// Reads `max_tool_calls`, which limits how often the model calls OpenAI's own tools. It has no effect in inferno.
+/// Reads `max_tool_calls`, which has no effect in inferno, because this field limits only calls of OpenAI's own tools.
 fn read_max_tool_calls(fields: &mut Fields) -> Result<Option<i64>, ApiError> {
     let limit = fields.take_integer("max_tool_calls", 1..=i64::from(u32::MAX))?;
     if limit.is_some() {
@@ -174,7 +174,7 @@ fn repeated(fields: &mut Fields, name: &str) -> Result<Option<String>, ApiError>
     Ok(value)
 }
 
-/// Reads `metadata`, which is stored with the response.
+/// Reads `metadata`: up to [`MAX_METADATA`] strings, which the response repeats.
 fn read_metadata(fields: &mut Fields) -> Result<Map<String, Value>, ApiError> {
     match fields.take("metadata") {
         None => Ok(Map::new()),

@@ -11,7 +11,7 @@ use super::object::{ResponseObject, ResponseStatus};
 use crate::server::client::Client;
 
 /// The maximum memory for the responses of one client, in bytes.
-/// If it is exceeded, the least recently used responses are dropped.
+/// Above this limit, the least recently used responses are dropped.
 const MAX_BYTES: usize = 64 << 20;
 
 /// The maximum time that a response is kept after its last use.
@@ -36,7 +36,7 @@ pub struct StoredResponse {
 #[derive(Default)]
 struct Responses {
     ended: HashMap<String, Entry>,
-    /// Maps an item id to the id of its response, and to the item's index in the input followed by the output.
+    /// Maps an item id to the id of its response, and to the item's index in [`StoredResponse::items`].
     items: HashMap<String, (String, usize)>,
     /// The ids of the responses in the order of their last use.
     order: BTreeMap<u64, String>,
@@ -75,12 +75,12 @@ impl ClientStore {
         self.with(|responses| responses.insert(response, Instant::now()));
     }
 
-    /// Returns a response that has ended.
+    /// Returns a response that has ended, or `None` if it is not stored.
     pub fn get(&self, id: &str) -> Option<Arc<StoredResponse>> {
         self.with(|responses| responses.get(id, Instant::now()))
     }
 
-    /// Returns an item of a stored response.
+    /// Returns an item of a stored response, or `None` if no stored response has the item.
     pub fn item(&self, id: &str) -> Option<Arc<Item>> {
         self.with(|responses| responses.item(id, Instant::now()))
     }
@@ -116,7 +116,7 @@ impl ClientStore {
         self.with(|responses| {
             let running = responses.running.get_mut(id)?;
             if let Some(cancel) = running.cancel.take() {
-                // This call fails if the response has just ended. The error can be ignored.
+                // This call fails only if the response has just ended, so there is nothing to cancel.
                 let _ = cancel.send(());
             }
             running.object.set_status(ResponseStatus::Cancelled);
@@ -203,7 +203,7 @@ impl Responses {
         self.order.remove(&last_use);
         self.bytes -= bytes;
         for item in response.items() {
-            // A client may have sent the item again with a later response, which then owns it.
+            // If a client sent the item again, the item belongs to the later response.
             if self.items.get(&item.id).is_some_and(|(owner, _)| owner == id) {
                 self.items.remove(&item.id);
             }

@@ -19,7 +19,7 @@ const DEFAULT_LIMIT: usize = 20;
 /// The maximum value of `limit`.
 const MAX_LIMIT: usize = 100;
 
-/// Returns a response that is stored or still in progress.
+/// Returns a stored response, or the current state of a response that will be stored.
 pub async fn get(
     Extension(client): Extension<Client>,
     Extension(store): Extension<Arc<Store>>,

@@ -1,4 +1,4 @@
-//! Reads the tools of a request.
+//! Reads the tools of a request in the format of the Responses API.
 
 use std::collections::HashSet;
 
@@ -73,7 +73,7 @@ fn pick(item: &Value, keys: &[&str]) -> Value {
 /// Reads a `tool_choice` that is an object.
 ///
 /// Returns the names of the functions that the model may call (`None` for all functions),
-/// and whether the model must call a function.
+/// and which of them it must call, if any.
 fn read_choice<'c>(fields: &Fields, choice: &'c Value) -> Result<(Option<HashSet<&'c str>>, ToolChoice), ApiError> {
     let kind = match choice["mode"].as_str() {
         None | Some("auto") => Some(ToolChoice::Auto),

@@ -23,8 +23,8 @@ struct Admission {
     /// Whether the queue has room.
     accepted: bool,
     starts_now: bool,
-    /// Seconds until the request would start. If the request is not accepted, seconds until a new
-    /// attempt is worthwhile. Null if unknown.
+    /// Seconds until the request would start. `None` if unknown.
+    /// If the request is not accepted, seconds until a new attempt is worthwhile.
     expected_wait_s: Option<f64>,
     requests_ahead: usize,
     prompt_tokens: usize,
@@ -53,10 +53,9 @@ struct Misfit {
     reason: String,
 }
 
-/// The value of the field `object`.
 const OBJECT: &str = "admission";
 
-/// Reports what would happen to a chat completion request.
+/// Reports when a chat completion request would start, and how many tokens and blocks it would need.
 pub async fn preview(
     State(server): State<Arc<Server>>,
     Extension(client): Extension<Client>,

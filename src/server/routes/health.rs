@@ -21,7 +21,7 @@ struct Status {
     status: &'static str,
 }
 
-/// Responds with 200 if routers may send requests: the model is loaded,
+/// Responds with 200 if routers may send requests: the model is loaded, the engine makes progress,
 /// and the server is not shutting down. A busy server is healthy.
 pub async fn health(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     server.healthy_engine()?;
@@ -49,7 +49,7 @@ pub async fn metrics(State(server): State<Arc<Server>>) -> Result<Response, ApiE
 
 #[derive(Serialize)]
 struct Loads {
-    /// The time in RFC 3339 format. SMG ignores a report whose time is a number.
+    /// The time in RFC 3339 format. The router SMG ignores a report whose time is a number.
     timestamp: String,
     dp_rank_count: usize,
     loads: [Load; 1],

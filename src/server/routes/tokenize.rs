@@ -51,7 +51,6 @@ pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Re
     Ok(reply::with_ignored(json_response(&tokens)?, &ignored))
 }
 
-/// A function that encodes the input of a request.
 type EncodeInput = Box<dyn FnOnce(&EngineHandle) -> anyhow::Result<Vec<u32>> + Send>;
 
 /// Reads `prompt`, or `messages` and `tools`.

@@ -9,7 +9,7 @@ use super::super::styled_text::{Span, Style, StyledLine};
 /// The grammars of all supported languages. Unpacking them on first use takes about 10 ms.
 static SYNTAXES: LazyLock<SyntaxSet> = LazyLock::new(SyntaxSet::load_defaults_newlines);
 
-/// The style of each scope. The innermost scope in this list determines the style of the text.
+/// The styles of scopes and their subscopes. If several entries match a scope, the first one applies.
 static COLORS: LazyLock<Vec<(Scope, Style)>> = LazyLock::new(|| {
     let (green, yellow, blue, magenta, cyan) =
         (Style::color(2), Style::color(3), Style::color(4), Style::color(5), Style::color(6));
@@ -76,7 +76,8 @@ fn highlight(parse: &mut ParseState, scopes: &mut ScopeStack, text: &str) -> Opt
     Some(line)
 }
 
-/// Returns bytes `start..end` of `text` in the style of the innermost scope that is in [`COLORS`].
+/// Returns bytes `start..end` of `text` in the style of the innermost scope that matches an entry of [`COLORS`].
+/// Returns `None` if the range is empty.
 fn span(text: &str, start: usize, end: usize, scopes: &ScopeStack) -> Option<Span> {
     let part = text.get(start..end.min(text.len())).filter(|part| !part.is_empty())?;
     let style_of = |scope: &Scope| COLORS.iter().find(|(name, _)| name.is_prefix_of(*scope)).map(|(_, style)| *style);

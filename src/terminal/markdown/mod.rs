@@ -57,7 +57,7 @@ impl Markdown {
         self.columns = columns;
     }
 
-    /// Appends text and returns the lines that are now finished.
+    /// Appends text. Returns the lines that this text finished.
     pub fn push(&mut self, text: &str) -> Vec<StyledLine> {
         let mut finished = Vec::new();
         for c in text.chars() {
@@ -197,7 +197,7 @@ impl OpenCode {
         highlighted
     }
 
-    /// Returns whether a line is the closing fence.
+    /// Returns whether a line is the closing fence, which may be longer than the opening fence.
     fn is_closed_by(&self, line: &str) -> bool {
         let line = line.trim_end();
         let fence = line.trim_start_matches(' ');

@@ -1,12 +1,13 @@
-//! Lays out tables. The widest columns shrink if the table does not fit in the window.
+//! Lays out tables. If a table does not fit in the window, its widest columns shrink. If it has too many columns, each
+//! cell gets lines of its own.
 
 use pulldown_cmark::Alignment;
 
 use super::super::styled_text::{Span, Style, StyledLine, width, wrap};
 
-/// The width of the separator between two columns.
+/// The width of the separator between two columns, in characters.
 const SEPARATOR: usize = 3;
-/// The minimum width of a column.
+/// The minimum width of a column, in characters.
 const MIN_COLUMN: usize = 4;
 
 /// Lays out rows of cells. The first row is the header.
@@ -66,7 +67,7 @@ fn stack_cells(rows: &[Vec<StyledLine>], columns: usize) -> Vec<StyledLine> {
     lines
 }
 
-/// Returns the width of each column. If the table is too wide, the widest columns shrink.
+/// Returns the width of each column in characters. If the table is too wide, the widest columns shrink.
 fn column_widths(rows: &[Vec<StyledLine>], columns: usize) -> Vec<usize> {
     let count = rows.iter().map(Vec::len).max().unwrap_or(0);
     let mut widths: Vec<usize> = (0..count)

@@ -27,7 +27,7 @@ use vocabulary::TokenType;
 
 pub use vocabulary::{MAX_MERGES, MAX_TOKENS, SpecialIds, Vocabulary};
 
-/// Builds a `tokenizers` tokenizer from a vocabulary.
+/// Builds a tokenizer of the `tokenizers` library from a vocabulary. Fails if the vocabulary is invalid or unsupported.
 pub fn build(vocabulary: &Vocabulary) -> Result<tokenizers::Tokenizer> {
     vocabulary.check_lengths()?;
     let ids = vocabulary.ids()?;
@@ -195,7 +195,7 @@ fn component<T: DeserializeOwned>(json: Value) -> Result<T> {
     guarded("load the tokenizer", || serde_json::from_value(json))
 }
 
-/// Returns the JSON of the byte-level pre-tokenizer and decoder, which map bytes to characters and back.
+/// Returns the JSON of the byte-level pre-tokenizer, which maps bytes to characters. The decoder has the same JSON.
 ///
 /// The pre-tokenizer's built-in regex is off, because separate `Split` steps apply the patterns.
 fn byte_level_json() -> Value {

@@ -15,7 +15,7 @@ pub struct PreTokenizerSpec {
     pub ignore_merges: bool,
     /// Whether encoding adds BOS before the text by default. The file can override the default.
     pub add_bos: bool,
-    /// Whether the model's tokenizer.json normalizes text to NFC. llama.cpp does not normalize text.
+    /// Whether text is normalized to NFC, as in the model's tokenizer.json. llama.cpp does not normalize text.
     pub nfc: bool,
 }
 

@@ -54,7 +54,7 @@ pub struct SpecialIds {
     pub add_eos: bool,
 }
 
-/// The type of a token, from `tokenizer.ggml.token_type`. It determines which text can become the token.
+/// The type of a token, from `tokenizer.ggml.token_type`. The type determines which text can become the token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenType {
     Normal,
@@ -66,7 +66,7 @@ pub enum TokenType {
     Byte,
 }
 
-/// Known stop tokens. The metadata of most files names only one stop token. In gpt-oss, `<|end|>` ends only a message.
+/// Known stop tokens. Most files name only one stop token in their metadata.
 const STOPS: &[&str] = &[
     "<|eot_id|>",
     "<|eom_id|>",
