@@ -1,5 +1,5 @@
 //! The list of tensors in a checkpoint, read from the file headers.
-//! The list is enough to compute the size of a model before downloading it.
+//! inferno can therefore compute the size of a model before downloading it.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::Path;
@@ -20,7 +20,7 @@ use crate::snapshot::safetensors::{self, ShardIndex};
 #[derive(Clone, Debug)]
 pub(super) struct InventoryTensor {
     pub name: String,
-    /// The dtype in the file in lower case, such as `bf16`, `f8_e4m3` or `q4_k`.
+    /// The dtype in the file, in lower case, such as `bf16`, `f8_e4m3` or `q4_k`.
     dtype: String,
     elements: u64,
     /// The size in the file, in bytes.
@@ -30,13 +30,13 @@ pub(super) struct InventoryTensor {
     pub quantized: Option<(WeightFormat, usize, usize)>,
     /// How the columns of a matrix can be divided. `None` for a vector.
     pub columns: Option<ColumnUnits>,
-    /// The size of the first dimension.
+    /// The size of the first dimension. `None` for a scalar.
     pub rows: Option<usize>,
-    /// Whether the file stores stacked matrices transposed, and `columns` takes that into account.
+    /// Whether `columns` already takes into account that the file stores the stacked matrices transposed.
     is_transposed: bool,
 }
 
-/// The number of columns of a matrix, and the number of columns in a unit. Ranks divide columns only between units.
+/// The number of columns of a matrix. Ranks divide the columns only between units of `unit` columns.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ColumnUnits {
     pub columns: usize,
@@ -96,7 +96,7 @@ const GROUPS: [&str; 7] = ["embedding", "attention", "mlp", "experts", "norms", 
 
 /// Name fragments of tensors that no model loads.
 /// They match RoPE frequencies, attention masks, input scales, shapes of packed weights, and vision modules.
-/// Input scales are read as numbers, not loaded as tensors.
+/// Input scales are in this list because they are read as single numbers.
 const NEVER_LOADED: [&str; 7] = [
     "rotary_emb.inv_freq",
     ".attn.bias",
@@ -233,7 +233,7 @@ impl Inventory {
         sum(self.tensors.iter().map(|tensor| tensor.bytes))
     }
 
-    /// Returns the number of parameters. A byte of packed MXFP4 blocks has two, and the MXFP4 scales have none.
+    /// Returns the number of parameters. A byte of packed MXFP4 blocks counts as two, and MXFP4 scales do not count.
     pub fn parameters(&self) -> u64 {
         sum(self.tensors.iter().map(InventoryTensor::parameters))
     }
@@ -246,12 +246,13 @@ impl Inventory {
     }
 
     /// Returns the size of the loaded weights in memory, in bytes.
-    /// The size includes tensors that some models skip: MTP layers, and an output head if the embeddings are tied.
+    /// The size includes tensors that some models skip: layers for multi-token prediction, and an output head
+    /// if the embeddings are tied.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }
 
-    /// Returns the memory that each layer, the output head and all other tensors take. The model has `layers` layers.
+    /// Returns the sizes in memory of the parts of a model with `layers` layers.
     pub fn part_bytes(&self, layers: usize, dtype: DType) -> PartBytes {
         let mut parts = PartBytes { layers: vec![0; layers], ..PartBytes::default() };
         for tensor in &self.tensors {
@@ -279,8 +280,9 @@ impl Inventory {
         layers.into_values().max().unwrap_or(0)
     }
 
-    /// Returns the size in bytes that the largest layer of quantized experts has after dequantization.
+    /// Returns the dequantized size, in bytes, of the largest layer of quantized experts.
     /// In a forward pass over many tokens, a GPU dequantizes the experts of one layer at a time.
+    /// Packed MXFP4 experts are not counted.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
         for tensor in self
@@ -384,7 +386,7 @@ impl InventoryTensor {
     }
 }
 
-/// Sums the bytes of each dtype, to find the dtype that stands for a whole checkpoint.
+/// The total size of the tensors of each dtype, in bytes.
 #[derive(Default)]
 struct BytesByDtype(BTreeMap<String, u64>);
 
@@ -396,7 +398,7 @@ impl BytesByDtype {
         }
     }
 
-    /// Returns the lowercase name of the dtype that accounts for the most bytes.
+    /// Returns the dtype with the most bytes, in lower case.
     fn main(self) -> Option<String> {
         self.0.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype.to_lowercase())
     }

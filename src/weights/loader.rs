@@ -52,8 +52,8 @@ pub struct Weights<'c> {
     loading_world: World,
 }
 
-/// The maximum size, in bytes, of a tensor whose dtype is converted on the host.
-/// Larger tensors are converted on the device.
+/// The maximum size, in bytes, of an F32, F16 or BF16 tensor that is converted on the host.
+/// Larger tensors of safetensors files are converted on the device.
 const MAX_HOST_CONVERSION_BYTES: usize = 1 << 20;
 
 /// The methods of [`ReadAhead`] without its type parameter, for use as a trait object.
@@ -72,7 +72,7 @@ impl<T: Target> TensorReader for ReadAhead<T> {
     }
 }
 
-/// The method of [`PartReader`] without its type parameter, for use as a trait object.
+/// The methods of [`PartReader`] without its type parameter, for use as a trait object.
 trait ReadPart {
     fn read(&self, tensor: &ByteRange, dtype: DType, shape: &[usize], slice: Option<&Slice>) -> Result<Tensor>;
     fn read_shared(
@@ -159,7 +159,7 @@ impl<'c> Weights<'c> {
         Self { reader: Some(Arc::new(reader)), ..Self::without_reader(checkpoint, device, dtype, progress) }
     }
 
-    /// Returns weights that a rank of `world` loads to `device`. Layers load only the parts that this rank holds.
+    /// Returns weights that the rank of `world` loads to `device`. Layers load only the parts that this rank holds.
     /// Nothing is read ahead. On a GPU, several threads read each large tensor.
     pub fn of_rank(
         checkpoint: &'c Checkpoint,
@@ -181,8 +181,8 @@ impl<'c> Weights<'c> {
     /// Returns weights that share reads with the other ranks: bytes that several ranks need are read only once.
     /// All ranks must load their parts at the same time, on different threads.
     ///
-    /// A rank still reads alone the bytes that no other rank needs, such as the rows that it holds. It also reads alone
-    /// the scales of 8-bit weights, and E4M3 tensors without scales.
+    /// Each rank reads these bytes alone: rows that no other rank holds, the scales of 8-bit weights,
+    /// and E4M3 tensors without scales.
     pub fn sharing_reads(self) -> Self {
         let reads = (self.world.size() > 1).then(|| SharedReads {
             world: self.world.clone(),
@@ -192,22 +192,23 @@ impl<'c> Weights<'c> {
         Self { shared_reads: reads, ..self }
     }
 
-    /// Returns how the ranks read tensors together, or `None` if each rank reads alone.
+    /// Returns the shared reader of all ranks, or `None` if each rank reads alone.
     pub(super) fn shared_reads(&self) -> Option<&SharedReads> {
         self.shared_reads.as_ref()
     }
 
-    /// Returns how the ranks read a float tensor of a GGUF file together, or `None` if this rank reads it alone.
+    /// Returns the shared reader for a float tensor of a GGUF file, or `None` if this rank reads the tensor alone.
     ///
-    /// A rank that holds no rows of a matrix does not load it, so a matrix that is divided by rows is not shared.
-    /// All ranks load all transposed matrices.
+    /// A rank that holds no rows of a matrix does not load it, so matrices that are divided by rows are not shared.
+    /// Transposed matrices are always shared, because all ranks load them.
     fn shared_gguf_reads(&self, model: &GgufModel, name: &str, slice: Option<&Slice>) -> Option<&SharedReads> {
         let is_shared = slice.is_none_or(|slice| slice.dim > 0) || model.is_transposed(name);
         self.shared_reads.as_ref().filter(|_| is_shared)
     }
 
-    /// Takes part in the shared read of a float matrix, or of stacked float matrices, although this rank holds none of
-    /// the elements. The other ranks wait for it. `shape` is the shape of this rank's part, which has a dimension of 0.
+    /// Takes part in the shared read of a float matrix, or of stacked float matrices.
+    /// This rank holds none of the elements, but the other ranks wait for it.
+    /// `shape` is the shape of this rank's part, which has a dimension of 0.
     pub(super) fn join_reads(&self, name: &str, shape: &[usize]) -> Result<()> {
         let rows = shape.len() - 2;
         let slice = self.slice(Some(rows), Some(rows + 1)).filter(|slice| slice.dim > 0);
@@ -259,14 +260,14 @@ impl<'c> Weights<'c> {
     }
 
     /// Returns weights that load only the rows in `ranges` of each tensor. In the file, each tensor has `total` rows.
-    /// The shape passed to a loading function is then the shape of the loaded part.
+    /// Loading functions of the result take the shape of the loaded part.
     pub fn rows(&self, ranges: impl Into<Vec<Range<usize>>>, total: usize) -> Self {
         self.part(Axis::Rows, ranges.into(), total)
     }
 
     /// Returns weights that load only the columns in `range` of each matrix, and whole biases.
     /// In the file, each matrix has `total` columns.
-    /// The shape passed to a loading function is then the shape of the loaded part.
+    /// Loading functions of the result take the shape of the loaded part.
     pub fn columns(&self, range: Range<usize>, total: usize) -> Self {
         self.part(Axis::Columns, vec![range], total)
     }
@@ -314,17 +315,17 @@ impl<'c> Weights<'c> {
     }
 
     /// Loads a whole float tensor of exactly this shape in the compute dtype.
-    /// The file may store it as F32, F16, BF16 or F8_E4M3.
+    /// The file may store it as F32, F16, BF16, F8_E4M3, or any supported GGUF type.
     pub fn float(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
         self.float_as(name, shape, self.dtype)
     }
 
-    /// Loads a float tensor of exactly this shape and converts it to `dtype`.
+    /// Like [`float`](Self::float), but converts the tensor to `dtype`.
     pub fn float_as(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
         self.float_slice(name, shape, dtype, None)
     }
 
-    /// Loads a vector with one value for each row of a matrix, such as a bias.
+    /// Loads a vector with one value per row of a matrix, such as a bias, as `dtype`.
     pub fn vector(&self, name: &str, rows: usize, dtype: DType) -> Result<Tensor> {
         self.float_slice(name, &[rows], dtype, self.slice(Some(0), None))
     }
@@ -350,8 +351,8 @@ impl<'c> Weights<'c> {
             return self.float_from_e4m3(&name, &stored_shape, dtype, slice);
         }
         let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], &stored_shape)?;
-        // Convert small tensors, such as norms and biases, on the host. The first conversion on a GPU takes a second
-        // if the driver's cache does not contain compiled copies of candle's conversion kernels.
+        // Convert small tensors, such as norms and biases, on the host. The first conversion on a GPU takes about 1 s
+        // if the driver must first compile candle's conversion kernels.
         let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= MAX_HOST_CONVERSION_BYTES;
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let whole = model.shared_float(&name, dtype, self.shared_gguf_reads(model, &name, slice.as_ref()));

@@ -15,9 +15,12 @@ use crate::kernels::matrix::Matrix;
 use crate::kernels::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
 
 impl<'c> Weights<'c> {
-    /// Loads the `[rows, columns]` matrix `name` of each `(module, rows)` in `parts` and concatenates their rows.
-    /// A matrix that is quantized in the file stays quantized. With a quantization target, a float matrix is quantized
-    /// if the target supports its row length. All other matrices are loaded as floats in the compute dtype.
+    /// Loads the matrix `name` of each module in `parts` and concatenates the rows of these matrices.
+    /// Each part is a module and its number of rows.
+    ///
+    /// A matrix that is quantized in the file stays quantized.
+    /// If there is a quantization target, a float matrix is quantized if the target supports its row length.
+    /// All other matrices are loaded as floats in the compute dtype.
     pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
         let all_rows: usize = parts.iter().map(|(_, rows)| rows).sum();
         if let Some((weights, _)) = parts.first()
@@ -77,8 +80,8 @@ impl<'c> Weights<'c> {
         }
     }
 
-    /// Loads a matrix `[rows, columns]` that checkpoints store as `[columns, rows]`.
-    /// Quantized matrices in GGUF files are stored as `[rows, columns]`.
+    /// Loads a matrix `[rows, columns]` that Hugging Face checkpoints store as `[columns, rows]`.
+    /// GGUF files store it as `[rows, columns]`.
     pub fn transposed(&self, name: &str, rows: usize, columns: usize) -> Result<Matrix> {
         if matches!(self.checkpoint, Checkpoint::Gguf(_))
             && let Some(found) = self.quantized(name, 1, rows, columns)?
@@ -126,8 +129,9 @@ impl<'c> Weights<'c> {
         })
     }
 
-    /// Takes part in the shared read of a matrix, or of stacked matrices, although this rank holds none of the
-    /// elements. The other ranks wait for it. `shape` is the shape of this rank's part, which has a dimension of 0.
+    /// Takes part in the shared read of a matrix, or of stacked matrices.
+    /// This rank holds none of the elements, but the other ranks wait for it.
+    /// `shape` is the shape of this rank's part, which has a dimension of 0.
     fn join(&self, name: &str, shape: &[usize]) -> Result<()> {
         let (Some(_), [stack @ .., rows, columns]) = (self.shared_reads(), shape) else { return Ok(()) };
         match self.quantized(name, stack.iter().product(), *rows, *columns)? {
@@ -136,7 +140,7 @@ impl<'c> Weights<'c> {
         }
     }
 
-    /// Returns all rows of a matrix that is quantized in the file or during loading.
+    /// Returns all rows of a matrix that is quantized in the file or during loading, or `None` for a float matrix.
     fn quantized_rows(&self, name: &str, rows: usize, columns: usize) -> Result<Option<MatrixRows<'c>>> {
         let name = self.full_name(name);
         let info = self.checkpoint.required(&name)?;
@@ -147,7 +151,7 @@ impl<'c> Weights<'c> {
                 (found, _) => found,
             },
             Checkpoint::Safetensors(checkpoint) => match self.quantize {
-                // Only quantized matrices have a scale. Embeddings and the modules in `ignore` have no scale.
+                // Only quantized matrices have a scale. The modules in `ignore` have none.
                 _ if checkpoint.info(&format!("{name}_scale")).is_some() => {
                     Some(self.compressed(checkpoint, &name, [rows, columns])?)
                 }
@@ -239,8 +243,8 @@ impl<'c> Weights<'c> {
         Ok(MatrixRows::new(format, shape, rounding, Box::new(write)))
     }
 
-    /// Loads the float `[rows, columns]` matrix `name` of each `(module, rows)` in `parts` and concatenates their rows.
-    /// The result has the compute dtype.
+    /// Loads the float matrix `name` of each module in `parts` and concatenates the rows of these matrices.
+    /// Each part is a module and its number of rows. The result has the compute dtype.
     pub fn stacked(parts: &[(Weights, usize)], name: &str, columns: usize) -> Result<Tensor> {
         if let [(weights, rows)] = parts {
             return weights.float_slice(name, &[*rows, columns], weights.dtype, weights.slice(Some(0), Some(1)));

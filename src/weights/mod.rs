@@ -4,14 +4,15 @@
 //! - `checkpoint`: the tensors of a model under their Hugging Face names, from `safetensors` or `gguf` files
 //! - `source`: reads bytes of files
 //! - `safetensors_header`: reads headers without loading a model
-//! - `inventory`, `tensor_info`: what tensors there are, and how much memory they need
+//! - `inventory`, `tensor_info`: the tensors of a checkpoint and their sizes in memory
 //! - `division`: how ranks divide the tensors, computed from the headers
 //! - `loader`, `matrix`, `mxfp4`: load tensors, matrices and experts for the layers in `nn`
-//! - `read_ahead`, `part_reader`, `part`: background threads that read whole tensors, or the parts of a rank
-//! - `shared_reads`: lets several ranks read each byte of a file only once
+//! - `read_ahead`: background threads that read whole tensors
+//! - `part_reader`, `part`: read the part of each tensor that a rank holds
+//! - `shared_reads`: reads bytes only once if several ranks need them
 //! - `ggml`, `compressed`: the quantized formats of GGUF and of compressed-tensors
 //! - `quantized`: converts rows in these formats, and floats, to the format of the kernels
-//! - `progress`, `unused`: what has been loaded, and what the model does not use
+//! - `progress`, `unused`: record the loaded tensors, and find tensors that the model does not use
 
 mod checkpoint;
 pub mod compressed;

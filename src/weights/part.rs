@@ -1,4 +1,4 @@
-//! The part of a tensor that a rank loads, when several ranks run a model together.
+//! The part of a tensor that a rank loads if several ranks run a model together.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -27,8 +27,8 @@ pub(super) enum Axis {
 }
 
 impl Part {
-    /// Returns the ranges of a tensor to load, or `None` if the tensor does not have the divided dimension.
-    /// In that case, the whole tensor is loaded.
+    /// Returns the ranges of a tensor to load.
+    /// Returns `None` if the tensor does not have the divided dimension, so that the whole tensor is loaded.
     /// `rows` and `columns` are the indices of the row dimension and the column dimension.
     pub fn slice(&self, rows: Option<usize>, columns: Option<usize>) -> Option<Slice> {
         let dim = if self.axis == Axis::Rows { rows? } else { columns? };
@@ -59,7 +59,7 @@ impl Slice {
         stored
     }
 
-    /// Joins the selected ranges of `whole`, a whole tensor in host memory, to one tensor.
+    /// Concatenates the selected ranges of `whole`, which is a whole tensor in host memory.
     pub fn of(&self, whole: &Tensor) -> Result<Tensor> {
         let parts = self.ranges.iter().map(|range| whole.narrow(self.dim, range.start, range.len()));
         let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
@@ -69,8 +69,8 @@ impl Slice {
         })
     }
 
-    /// Returns whether the ranks should read the tensor together, because each rank keeps a run of each row that is too
-    /// short to be read on its own. The result is the same on all ranks.
+    /// Returns whether a rank's run of a row, averaged over all ranks, is too short to be read on its own.
+    /// If so, the ranks should read whole rows together. The result is the same on all ranks.
     pub fn has_short_runs(&self, stored: &[usize], dtype: DType, ranks: usize) -> bool {
         let outer: usize = stored[..self.dim].iter().product();
         outer > 1 && self.row_bytes(stored, dtype) / ranks < MIN_RUN_BYTES
@@ -82,7 +82,7 @@ impl Slice {
     }
 
     /// Reads the selected part of a tensor to host memory. The part has the shape `shape`.
-    /// With `shared`, all ranks read the tensor together, and each rank keeps its own part.
+    /// If `shared` is given, all ranks read the tensor together, and each rank keeps its own part.
     pub fn read(
         &self,
         name: &str,
@@ -129,7 +129,7 @@ impl Slice {
     }
 }
 
-/// Runs of at least this many bytes are read one by one. Shorter runs are read together with the bytes between them.
+/// Runs of about this many bytes or more are read one by one. Shorter runs are read as parts of whole rows.
 pub(super) const MIN_RUN_BYTES: usize = 64 << 10;
 
 impl StoredBytes<'_> {

@@ -1,8 +1,7 @@
 //! Uses several threads to read parts of large tensors to a device.
 //!
 //! Each thread takes the next piece of the part, reads it into a staging buffer, and queues the copy to the device.
-//! If the part consists of columns of a matrix, only a short run of the bytes of each row belongs to the part.
-//! A thread then reads whole rows, and keeps only the columns of the part.
+//! If only short runs of each row belong to the part, a thread reads whole rows and keeps only these runs.
 
 use std::ops::Range;
 use std::panic::resume_unwind;
@@ -23,12 +22,12 @@ use crate::kernels::upload::Target;
 pub struct PartReader<T: Target> {
     target: T,
     options: ReadAheadOptions,
-    /// The staging buffers that no thread is using. They are reused, because creating page-locked memory takes
-    /// milliseconds.
+    /// The staging buffers that no thread is using.
+    /// They are reused, because allocating page-locked memory takes milliseconds.
     staging: Mutex<Vec<T::Staging>>,
 }
 
-/// Which bytes of a tensor belong to a part: the same runs of each row.
+/// The bytes of a tensor that belong to a part: the same runs of each row.
 struct PartBytes {
     /// The number of rows of the tensor. All rows have the same size, and `runs` applies to each of them.
     rows: usize,
@@ -162,7 +161,7 @@ impl PartBytes {
     }
 
     fn has_long_runs(&self) -> bool {
-        // Ranks whose parts differ in size decide together whether runs are short, so a run can be shorter than the limit.
+        // `Slice::has_short_runs` compares the average run of all ranks with the limit, so a single run can be shorter.
         self.rows == 1 || self.runs.iter().all(|run| run.len() >= MIN_RUN_BYTES / 2)
     }
 
@@ -191,8 +190,8 @@ impl PartBytes {
         pieces
     }
 
-    /// Cuts a byte range of the tensor into pieces. If the part has only some bytes of each row, the range must consist
-    /// of whole rows.
+    /// Cuts a byte range of the tensor into pieces.
+    /// If the part has only some bytes of each row, the range must consist of whole rows.
     fn pieces_of(&self, range: Range<usize>, piece_bytes: usize) -> Vec<Piece> {
         if self.kept_bytes() == self.row_bytes {
             let starts = range.clone().step_by(piece_bytes);

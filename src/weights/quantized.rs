@@ -105,7 +105,7 @@ pub fn format(ggml_type: GgmlType) -> Option<WeightFormat> {
 /// The index of the plane with the scales.
 const SCALES_PLANE: usize = 2;
 
-/// The rows of one matrix before they are packed.
+/// The rows of one matrix, which are converted to the memory format when the matrix is built.
 pub struct MatrixRows<'c> {
     pub format: WeightFormat,
     pub rows: usize,
@@ -118,12 +118,12 @@ pub struct MatrixRows<'c> {
 enum RowWriter<'c> {
     /// This rank converts the rows alone.
     Alone(WriteRow<'c>),
-    /// All ranks convert the rows of a matrix with more columns together, and this rank keeps some columns of each row.
+    /// All ranks convert whole rows of `columns` columns together. This rank keeps only the columns in `kept`.
     Together { reads: SharedReads, name: String, columns: usize, kept: Range<usize>, write: WriteRow<'c> },
 }
 
-/// A function that writes the row with the given index to the low, high, scales and supers planes of a matrix.
-/// It may use the thread's `RowBuffer` to read the row.
+/// A function that writes the row with the given index to its four planes: low, high, scales and supers.
+/// The function may use the thread's `RowBuffer` to read the row.
 pub type WriteRow<'c> = Box<dyn Fn(usize, &mut RowBuffer, [&mut [u8]; 4]) -> Result<()> + Sync + 'c>;
 
 impl<'c> MatrixRows<'c> {
@@ -186,9 +186,9 @@ impl<'c> MatrixRows<'c> {
         Self::new(format, [rows, columns], rounding, Box::new(write))
     }
 
-    /// Keeps only a range of the columns. Fails if the range does not consist of whole blocks of the format.
+    /// Keeps only a range of the columns. Fails if the range starts or ends within a block of the format.
     ///
-    /// If `shared` is set, all ranks convert the whole rows together. It contains the name of the matrix.
+    /// `shared` contains the name of the matrix. If `shared` is given, all ranks convert the whole rows together.
     pub(super) fn columns(self, range: Range<usize>, shared: Option<(&SharedReads, String)>) -> Result<Self> {
         let Self { format, rows, columns, rounding, writer } = self;
         let (RowWriter::Alone(write) | RowWriter::Together { write, .. }) = writer;
@@ -249,7 +249,8 @@ impl<'c> MatrixRows<'c> {
         }
     }
 
-    /// Builds one matrix from the rows of several matrices with the same format, using all cores.
+    /// Builds one matrix from the rows of several matrices, using all cores.
+    /// All parts must have the same format, number of columns and input rounding.
     pub fn build(parts: &[&Self], device: &Device) -> Result<QuantizedMatrix> {
         let [first, ..] = parts else { bail!("cannot build a matrix without rows") };
         let (format, columns) = (first.format, first.columns);
@@ -348,7 +349,7 @@ fn pack_row(ggml_type: GgmlType, format: WeightFormat, bytes: &[u8], planes: [&m
     }
 }
 
-/// Quantizes a row to int8 or E4M3. The scale maps the largest magnitude to 127 or 448.
+/// Quantizes a row to int8 or E4M3. The scale maps the largest magnitude to 127 (int8) or 448 (E4M3).
 fn quantize_row_8bit(format: WeightFormat, values: &[f32], planes: [&mut [u8]; 4]) {
     let [low, _, scales, _] = planes;
     let max = values.iter().fold(0.0f32, |max, value| max.max(value.abs()));
@@ -363,7 +364,7 @@ fn quantize_row_8bit(format: WeightFormat, values: &[f32], planes: [&mut [u8]; 4
     scales.copy_from_slice(&scale.to_le_bytes());
 }
 
-/// Converts elements of a float dtype to f32.
+/// Converts F32, F16, BF16 or E4M3 elements to f32. Fails for other dtypes.
 pub fn read_floats(dtype: Dtype, bytes: &[u8], values: &mut [f32]) -> Result<()> {
     let ggml_type = match dtype {
         Dtype::F32 => GgmlType::F32,

@@ -4,7 +4,7 @@
 //! The threads read the tensors in the order of the list passed to [`ReadAhead::start`].
 //! If [`ReadAhead::take`] needs a tensor whose read has not started, that tensor is read next,
 //! even if it exceeds the read-ahead limit. `take` therefore never waits forever.
-//! It returns once all copies of its tensor are queued, which may be before they complete.
+//! `take` returns once all copies of its tensor are queued. The copies may still be running.
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -66,7 +66,7 @@ struct Shared<T: Target> {
     read_requests: Vec<ReadRequest>,
     options: ReadAheadOptions,
     queue: Mutex<Queue<T::Memory>>,
-    /// Notified when a change to the queue may let a waiting thread continue.
+    /// Notified when the queue changes so that a waiting thread may continue.
     changed: Condvar,
 }
 

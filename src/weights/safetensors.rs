@@ -72,7 +72,7 @@ impl SafetensorsCheckpoint {
         checkpoint.with_config(dir)
     }
 
-    /// Reads `quantization_config` from config.json, if the directory has one.
+    /// Reads `quantization_config`, if config.json has one, and lists packed weights as I8 matrices.
     fn with_config(mut self, dir: &Path) -> Result<Self> {
         // Ignore a broken config.json here. Reading the model's config reports the error.
         if let Ok(json) = files::read_json(&dir.join("config.json"), files::CONFIG) {
@@ -175,11 +175,11 @@ impl SafetensorsCheckpoint {
         self.tensors.iter().map(|(name, stored)| (name.as_str(), &stored.info))
     }
 
-    /// Returns a read request for every tensor that a model with this compute dtype can load.
-    /// The requests are roughly in loading order.
+    /// Returns requests for all F32, F16, BF16 and U8 tensors that are not empty, roughly in loading order.
+    /// `dtype` is the compute dtype.
     ///
     /// The q, k and v projections of a layer form one request if all three have the compute dtype.
-    /// Concatenating them on the device would need twice the memory.
+    /// Reading them separately and concatenating them on the device would take twice the memory.
     pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         let mut usable: Vec<_> = self.tensors.iter().filter(|(_, stored)| stored.info.bytes() > 0).collect();
         usable.sort_by_key(|(name, _)| loading_order(name));

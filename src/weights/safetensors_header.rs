@@ -80,7 +80,7 @@ pub fn read<'h>(
     if let Some(invalid) = invalid {
         bail!("the header of {file} is invalid: {invalid}");
     }
-    // If the tensors have no gaps or overlaps, the end of the last tensor equals the total size of all tensors.
+    // If the tensors have no gaps or overlaps, the last tensor ends at the total size of all tensors.
     ensure!(total == end, "the header of {file} is invalid: the tensors have {total} bytes but end at byte {end}");
     if let Some(data_bytes) = data_bytes.filter(|bytes| *bytes != end) {
         bail!("the header of {file} lists {end} bytes of tensors, but the file has {data_bytes} bytes of data");

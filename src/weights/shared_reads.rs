@@ -1,14 +1,14 @@
-//! Lets the ranks read bytes that several of them need only once.
+//! Reads each byte of a file only once, even if several ranks need it.
 //!
-//! All ranks need whole tensors, such as embeddings and norms. They also need all rows of a matrix that is divided by
-//! columns, but each rank keeps only a short run of each row, and reading each run alone would cost a system call per
-//! row. Each rank therefore reads some of the rows to host memory, and all ranks copy their columns from there.
+//! All ranks need some tensors whole, such as embeddings and norms. If a matrix is divided by columns, each rank keeps
+//! only a short run of each row, but reading only these runs would cost a system call per row.
+//! Each rank therefore reads some of the rows to host memory, and all ranks copy their columns from there.
 //!
 //! With N ranks, each rank copies 2/N of the bytes of such a matrix on the host: 1/N from the page cache, and 1/N to a
-//! staging buffer. If each rank read the whole matrix instead, it would copy 1 + 1/N.
+//! staging buffer. If each rank read the whole matrix instead, it would copy 1 + 1/N of the bytes.
 //!
-//! Rows that are converted on the host, such as the rows of GGUF files, are shared in the same way: each rank reads and
-//! converts some of the rows, and all ranks copy what they need from the converted rows.
+//! If rows are converted on the host, as for GGUF files, each rank reads and converts some of the rows.
+//! All ranks copy what they need from the converted rows.
 
 use std::ops::Range;
 use std::panic::resume_unwind;
@@ -28,7 +28,7 @@ const SEGMENT_BYTES: usize = 64 << 20;
 /// The smallest number of bytes that a thread reads.
 const MIN_THREAD_BYTES: usize = 1 << 20;
 
-/// The unit in which ranks divide a tensor that has no rows.
+/// The unit, in bytes, in which ranks divide a tensor that they read whole.
 pub(super) const PAGE_BYTES: usize = 4096;
 
 /// Reads tensors together with the other ranks. All ranks must read the same tensors in the same order.
@@ -44,7 +44,7 @@ pub(super) struct SharedReads {
 /// The bytes that one rank has read.
 struct RankBytes {
     tensor: String,
-    /// The buffer, which may be longer than the part.
+    /// Only the first `length` bytes are used.
     buffer: Arc<Vec<u8>>,
     length: usize,
 }
@@ -65,7 +65,7 @@ impl SharedReads {
     /// Converts rows of a tensor together with the other ranks, each rank on all cores.
     ///
     /// A converted row has `row_length` values. `convert` takes the index of a row and fills a slice with its values.
-    /// Passes all rows to `each` in order: each call gets a range of row indices and the values of these rows.
+    /// Passes all rows to `each` in order. One call gets a range of row indices and the values of these rows.
     pub fn convert_rows<T: Copy + Default + Send + Sync + 'static>(
         &self,
         name: &str,
@@ -103,8 +103,8 @@ impl SharedReads {
 
     /// Reads a tensor together with the other ranks, and passes all its bytes to `each` in order.
     ///
-    /// Each call gets a range of offsets in the tensor and the bytes of that range. Ranges consist of whole units of
-    /// `unit` bytes, except at the end of the tensor.
+    /// One call gets a range of offsets in the tensor and the bytes of that range.
+    /// A range consists of whole units of `unit` bytes, except at the end of the tensor.
     pub fn read(
         &self,
         name: &str,
@@ -162,7 +162,7 @@ impl SharedReads {
         let mut buffer = self.take_buffer(range.len())?;
         self.fill(tensor, range.clone(), &mut buffer[..range.len()])?;
         let buffer = Arc::new(buffer);
-        // The next call can use the previous buffer again: the ranks have copied from it before they met for this one.
+        // `take_buffer` reuses this buffer as soon as no rank holds it.
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner).push(buffer.clone());
         Ok(buffer)
     }
@@ -189,7 +189,7 @@ impl SharedReads {
     }
 }
 
-/// Converts all rows of a tensor on the host, on all cores. With `shared`, the ranks convert the rows together.
+/// Converts all rows of a tensor on all cores. If `shared` is given, the ranks convert the rows together.
 ///
 /// A converted row has `row_length` values. `convert` takes the index of a row and fills a slice with its values.
 pub(super) fn convert_all<T: Copy + Default + Send + Sync + 'static>(
@@ -214,7 +214,7 @@ pub(super) fn convert_all<T: Copy + Default + Send + Sync + 'static>(
     Ok(all)
 }
 
-/// Fails if a rank has read the tensor `read` instead of `name`, or if `has_length` is false: the length is wrong.
+/// Fails if a rank has read the tensor `read` instead of `name`, or if it has read a wrong length (`!has_length`).
 fn check(name: &str, read: &str, has_length: bool) -> Result<()> {
     if read != name || !has_length {
         bail!("internal error: a rank has read tensor {read} instead of {name}");

@@ -53,7 +53,7 @@ impl Source {
         self.file.metadata().ok()?.modified().ok()
     }
 
-    /// Tells the operating system that this range of the file will be read soon. Errors are ignored.
+    /// On Linux, tells the kernel that this range of the file will be read soon. Errors are ignored.
     pub(super) fn advise(&self, offset: u64, bytes: usize) {
         #[cfg(target_os = "linux")]
         {
@@ -114,7 +114,7 @@ pub struct ByteRange {
     pub bytes: usize,
 }
 
-/// The bytes of one tensor, which are in a local file or were fetched from a hub.
+/// The bytes of one tensor, in a local file or in memory.
 #[derive(Clone)]
 pub enum StoredBytes<'c> {
     File(ByteRange),
@@ -130,7 +130,7 @@ impl<'c> StoredBytes<'c> {
         })
     }
 
-    /// Returns the bytes as a tensor in host memory.
+    /// Returns the bytes as a tensor in host memory. `dtype` must be U8, F32, F16 or BF16.
     pub fn tensor(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         Ok(match dtype {
             DType::U8 => Tensor::from_vec(self.read()?.into_owned(), shape, &Device::Cpu)?,

@@ -3,17 +3,17 @@
 use candle_core::DType;
 use safetensors::tensor::Dtype;
 
-/// The header entry of one tensor.
+/// The dtype, shape and size of one tensor, from a file header.
 #[derive(Clone, Debug)]
 pub struct TensorInfo {
-    /// The dtype in the file. Quantized GGUF tensors count as F32, and packed MXFP4 experts as U8.
+    /// The dtype in the file. Quantized GGUF tensors count as F32, packed MXFP4 experts as U8, and packed int8 as I8.
     pub dtype: Dtype,
     pub shape: Vec<usize>,
     bytes: usize,
 }
 
 impl TensorInfo {
-    /// Creates the entry of a tensor. `bytes` is the size of the tensor in the file.
+    /// `bytes` is the size of the tensor in the file.
     pub(super) fn new(dtype: Dtype, shape: Vec<usize>, bytes: usize) -> Self {
         Self { dtype, shape, bytes }
     }
@@ -49,7 +49,7 @@ impl TensorInfo {
     }
 }
 
-/// Returns the number of parameters in a tensor. This is usually its number of elements.
+/// Returns the number of parameters in a tensor, which is usually the number of elements.
 /// Packed MXFP4 blocks have two parameters per byte. MXFP4 scales and `weight_shape` have no parameters.
 pub(super) fn parameter_count(name: &str, is_bytes: bool, elements: u64) -> u64 {
     let has_no_parameters = if is_bytes { name.ends_with("_scales") } else { name.ends_with(".weight_shape") };

@@ -13,7 +13,7 @@ use crate::text::excerpt;
 /// - attention masks that GPT-2 stores
 /// - activation and KV cache scales from calibration in compressed checkpoints
 /// - the shapes and group indices of packed weights
-/// - zero points, which are all zero because only symmetric quantization is supported
+/// - zero points, which are 0 in symmetric quantization, the only supported kind
 const WITHOUT_EFFECT: [&str; 12] = [
     ".attn.bias",
     ".attn.masked_bias",
@@ -29,7 +29,7 @@ const WITHOUT_EFFECT: [&str; 12] = [
     "_zero_point",
 ];
 
-/// A substring of the names of RoPE tables. inferno ignores these tables and computes RoPE from config.json.
+/// Names of RoPE tables contain this text. inferno ignores the tables and computes RoPE from config.json.
 const TABLE: &str = "rotary_emb.";
 
 /// The name of a matrix that occurs only in layers for multi-token prediction (MTP).
@@ -51,7 +51,7 @@ impl Weights<'_> {
     }
 
     /// Fails if a tensor of the layers in `own` was not loaded, unless it is known to have no effect.
-    /// Logs a warning about tensors that were not loaded and belong to none of the model's `layers` layers.
+    /// Logs a warning if other tensors, outside the model's `layers` layers, were not loaded.
     /// `self` must have the prefix of the layers, such as `model.layers`.
     pub fn check_all_loaded(&self, own: Range<usize>, layers: usize) -> Result<()> {
         let is_unused = |name: &str| {

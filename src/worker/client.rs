@@ -27,7 +27,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts a worker that loads the tokenizer, chat format and sampling defaults of the model at `dir`.
+    /// Starts a worker for the model at `dir`. The returned tokenizer and chat format send requests to the worker.
     pub fn load(dir: &Path) -> Result<Language> {
         let dir = std::path::absolute(dir)?;
         let (process, Loaded { table, chat, generation_config, stop_ids }, tokens) = Process::start(&dir)?;

@@ -27,8 +27,8 @@ pub struct Budget {
 impl Budget {
     /// Returns the budget of a request with this body.
     ///
-    /// Loading the 28 MB tokenizer.json of gpt-oss takes 140 MB of memory and 0.5 s.
-    /// Encoding takes about 120 bytes of memory and 0.5 µs per byte of text.
+    /// Loading the 28 MB tokenizer.json of gpt-oss takes 140 MB of memory and 0.5 s of CPU time.
+    /// Encoding takes about 120 bytes of memory and 0.5 µs of CPU time per byte of text.
     /// Budgets are 2 to 16 times these amounts, plus a constant for encoding and rendering.
     pub fn of(request: &Request, body: &[u8]) -> Self {
         let text_bytes = request.text_bytes(body) as u64;
@@ -48,7 +48,7 @@ impl Budget {
         Duration::from_secs(30 + 10 * self.cpu_s)
     }
 
-    /// Limits this process to the budget. If the process exceeds the budget, SIGXCPU or a failed allocation ends it.
+    /// Limits further memory and CPU time. Beyond the budget, SIGXCPU or a failed allocation ends this process.
     pub fn enforce(self) -> Result<()> {
         let usage = getrusage(UsageWho::RUSAGE_SELF)?;
         let used_s = usage.user_time().tv_sec() + usage.system_time().tv_sec() + 1;

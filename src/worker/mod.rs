@@ -1,13 +1,13 @@
 //! Runs the tokenizer and the chat template of a model in a worker process with limits on memory, CPU time and stack.
 //!
 //! Tokenizers and templates are untrusted: a template is a program,
-//! and a hostile tokenizer can take unbounded time and memory. The operating system can limit only a whole process.
+//! and a hostile tokenizer can take unbounded time and memory. The operating system can limit only whole processes.
 //! The worker runs the same executable with a hidden argument, so `main` must call [`init`] first.
 //! The worker lives as long as the model.
 //! If a request exceeds a limit, the worker ends, the request fails, and the next request starts a new worker.
 //!
-//! Programs that do not call [`init`] run tokenizers and templates in their own process.
-//! In that case, only the steps, the recursion depth and the output of templates are limited.
+//! Programs that do not call [`init`], or do not run on Linux, use tokenizers and templates in their own process.
+//! Without a worker, only the steps, the recursion depth and the output of templates are limited.
 
 #[cfg(target_os = "linux")]
 mod client;

@@ -30,7 +30,7 @@ pub enum Request {
 }
 
 impl Request {
-    /// Returns the total size of the texts in the request and its body, in bytes.
+    /// Returns the size of the text to encode, or of the messages and tools to render, in bytes.
     pub fn text_bytes(&self, body: &[u8]) -> usize {
         match self {
             Request::Load => 0,
@@ -103,12 +103,12 @@ fn read_bytes(input: &mut impl Read, length: usize) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Returns token ids as little-endian bytes.
+/// Converts token ids to bytes, 4 per id, little-endian.
 pub fn ids_to_bytes(ids: &[u32]) -> Vec<u8> {
     ids.iter().flat_map(|id| id.to_le_bytes()).collect()
 }
 
-/// Returns the token ids in a body.
+/// The inverse of [`ids_to_bytes`].
 pub fn ids_from_bytes(bytes: &[u8]) -> Vec<u32> {
     bytes.as_chunks().0.iter().map(|id| u32::from_le_bytes(*id)).collect()
 }

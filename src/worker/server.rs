@@ -1,4 +1,4 @@
-//! The server side of a worker: serves requests until standard input ends.
+//! The server side of a worker: reads requests from standard input and writes responses to standard output.
 
 use std::ffi::OsString;
 use std::io::{BufReader, BufWriter, stdin, stdout};
@@ -69,7 +69,8 @@ fn path(bytes: Vec<u8>) -> PathBuf {
     OsString::from_vec(bytes).into()
 }
 
-/// Closes all inherited files except the standard streams. An open file of NVIDIA's driver could hold GPU memory.
+/// Closes all inherited files except the standard streams.
+/// Otherwise, an open file of NVIDIA's driver could keep GPU memory allocated.
 fn close_inherited_files() {
     let Ok(files) = std::fs::read_dir("/proc/self/fd") else { return };
     let numbers: Vec<i32> = files.flatten().filter_map(|file| file.file_name().to_str()?.parse().ok()).collect();

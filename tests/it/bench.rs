@@ -37,7 +37,7 @@ fn bench_json_has_all_figures() {
         assert!(positive(&model[figure]), "{figure}");
     }
     assert!(json["device"]["name"].as_str().unwrap().starts_with("CPU"));
-    // On a CPU, `bench` measures neither bandwidth nor memory, and the eager executor neither counts nor times kernels.
+    // On a CPU, `bench` does not measure bandwidth or memory, and does not count or time kernels.
     for unknown in ["bandwidth", "memory", "launches_per_token", "kernels"] {
         assert!(json.get(unknown).unwrap().is_null(), "{unknown}");
     }
@@ -176,8 +176,8 @@ fn build(case: &str) -> Decoder {
     models::read_config(&dir).unwrap().architecture.build(&weights, 64).unwrap()
 }
 
-/// The sizes come from tests/golden/*/config.json. Weights in bf16 take 2 bytes per value.
-/// Norms, attention biases, sinks and the router are f32 and take 4 bytes per value.
+/// The sizes come from tests/golden/*/config.json. bf16 weights have 2 bytes per value.
+/// Norms, attention biases, sinks and the router are f32, with 4 bytes per value.
 #[test]
 fn step_bytes_match_a_count_by_hand() {
     // gpt_oss: vocabulary 113, hidden size 64, expert size 96, 10 heads, 2 KV heads, head dim 16, 4 of 7 experts.
@@ -249,7 +249,7 @@ fn gpu_memory_gives_the_rest_of_the_limit_to_the_cache() {
     let figure = |model: &Value, name: &str| model[name].as_u64().unwrap();
     let plain = model(&[]);
     assert_eq!(figure(&plain, "cache_sequences"), 1);
-    // The cache sizes differ by 200 MB to within one block, because each size is a whole number of blocks.
+    // Each cache size is a whole number of blocks, so the sizes differ by 200 MB plus or minus one block.
     let [small, large] = ["1000MB", "1200MB"].map(|limit| model(&["--gpu-memory", limit]));
     let block_bytes = figure(&plain, "cache_bytes") / figure(&plain, "cache_blocks");
     let added = figure(&large, "cache_bytes") - figure(&small, "cache_bytes");

@@ -1,4 +1,4 @@
-//! Property tests of the block manager: random operations, checked against a model of the contents of every block.
+//! Tests of the block manager. Random operations are checked against a model of what each block contains.
 
 use std::collections::HashSet;
 
@@ -10,13 +10,13 @@ use crate::support::Random;
 /// The entry that a step writes at one position: the index of the KV cache group, and a digest of the tokens so far.
 type Entry = (usize, u64);
 
-/// A block manager, and a model of the KV cache that it manages.
+/// A block manager, and the expected state of the KV cache that it manages.
 struct Model {
     windows: Vec<Option<usize>>,
     manager: BlockManager,
     /// The entry that was last written at each position of every block.
     contents: Vec<[Option<Entry>; BLOCK_TOKENS]>,
-    /// The entry at the last position of every full block committed since the last call to `forget_prefixes`.
+    /// The last entry of every block that has become full since the last call to `forget_prefixes`.
     committed: HashSet<Entry>,
     sequences: Vec<Sequence>,
     /// The tokens and hashes of released sequences.
@@ -32,7 +32,7 @@ struct Model {
 struct Seen {
     hits: usize,
     copies: usize,
-    /// Copies of cached blocks that no other sequence uses. They were made only to keep the cached block unchanged.
+    /// Copies that were made only to keep a cached block unchanged, because no other sequence used the block.
     copies_of_cached: usize,
     refused: usize,
     evicted: u64,
@@ -41,17 +41,17 @@ struct Seen {
 struct Sequence {
     blocks: SequenceBlocks,
     tokens: Vec<u32>,
-    /// The end of the positions that the sequence may write to.
+    /// The sequence may write to all positions below this one.
     granted: usize,
-    /// The largest number of tokens for which a single call to `grow` has made room so far.
+    /// The largest number of tokens that one call to `grow` has made room for.
     chunk: usize,
-    /// The index of the text that the next tokens are taken from.
+    /// The index of the text that the next tokens come from.
     text: usize,
 }
 
 const MAX_TOKENS: usize = 420;
 
-/// Returns the digest of the tokens up to each position.
+/// Returns, for each position, a digest of the tokens up to and including it.
 fn digests(tokens: &[u32]) -> Vec<u64> {
     let next = |digest: &mut u64, &token: &u32| {
         *digest = (*digest ^ u64::from(token)).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
@@ -387,7 +387,6 @@ fn prefixes_are_found_up_to_the_last_full_block_before_the_last_token() {
             assert_eq!(hit(&mut manager, &prompt), blocks_of(len - 1));
             let longer: Vec<_> = prompt.iter().copied().chain([7]).collect();
             assert_eq!(hit(&mut manager, &longer), blocks_of(len), "windows {windows:?}, {len} cached tokens");
-            // Look up prompts that differ from the cached tokens at one position.
             for position in [0, 1, 62, 63, 64, 65, 127, 128, 129, 191, 192, 193].into_iter().filter(|&p| p < len) {
                 let mut other = longer.clone();
                 other[position] = 999_999;
@@ -397,7 +396,6 @@ fn prefixes_are_found_up_to_the_last_full_block_before_the_last_token() {
                     "windows {windows:?}, prompt of {len} tokens that differs at position {position}"
                 );
             }
-            // Look up prompts that are prefixes of the cached tokens.
             for end in [1, 63, 64, 65, 66, 127, 128, 129].into_iter().filter(|&end| end <= len) {
                 assert_eq!(
                     hit(&mut manager, &prompt[..end]),
@@ -437,7 +435,7 @@ fn the_tail_of_the_sequence_that_was_released_first_is_evicted_first() {
         assert_eq!(manager.stats().evicted as usize, 2 * groups);
         assert_eq!(hit(&mut manager, &first), 3 * BLOCK_TOKENS, "{groups} groups");
         assert_eq!(hit(&mut manager, &second), 5 * BLOCK_TOKENS);
-        // Release the third text, then look up the first two. The third text is then the least recently used.
+        // Use the first two texts after the third, so that the third is the least recently used.
         manager.release(third);
         hit(&mut manager, &first);
         hit(&mut manager, &second);
@@ -458,7 +456,7 @@ fn windows_before_checkpoints_and_prompt_ends_survive_longer() {
         let mut blocks = compute(&mut manager, &text[..1500], 512);
         continue_to(&mut manager, &mut blocks, &text, 512);
         manager.release(blocks);
-        // The windows at 1,024, 2,048 and 3,072 tokens, at the end of the prompt and at the end of the answer are kept.
+        // The windows before 1,024, 2,048 and 3,072 tokens and before the ends of prompt and answer are kept.
         let first = |position: usize| first_visible(Some(window), position) / BLOCK_TOKENS;
         let kept: usize = [(1024, 1024), (2048, 2048), (3072, 3072), (1472, 1500), (4000, 4000)]
             .map(|(position, end)| end / BLOCK_TOKENS - first(position))

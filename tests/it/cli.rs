@@ -235,14 +235,14 @@ fn missing_model_error_names_the_download_command() {
 #[test]
 fn broken_weights_error_names_the_file() {
     let weights = "model.safetensors";
-    // Truncate the file: to nothing, inside the 8-byte header length, after it, inside the header, inside the data.
+    // Truncate the file to nothing, within or after the 8-byte header length, within the header, or within the data.
     for length in [0, 5, 8, 1000, 100_000] {
         let (_folder, path) = copy_of_demo();
         let file = fs::OpenOptions::new().write(true).open(path.join(weights)).unwrap();
         file.set_len(length).unwrap();
         assert_fails(&ask(&path, &[]), 1, &[weights]);
     }
-    // Corrupt the header: a length beyond the file, an absurd length, invalid JSON, wrong offsets, an unknown dtype.
+    // Corrupt the header: a length beyond the file, a huge length, invalid JSON, wrong offsets, an unknown dtype.
     let rewrite = |change: &dyn Fn(Vec<u8>) -> Vec<u8>| {
         let (folder, path) = copy_of_demo();
         let bytes = fs::read(path.join(weights)).unwrap();

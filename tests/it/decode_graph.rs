@@ -31,8 +31,8 @@ const CONTEXT: usize = 160;
 const CHUNK: usize = 32;
 const INF: f32 = f32::INFINITY;
 
-/// Families whose router may choose different experts in the graph than in the eager decoder.
-/// The graph and the eager decoder round the router's input differently, which can change the choice in a near tie.
+/// Families whose router may choose other experts in the graph than in the eager decoder.
+/// The two round the router's input differently, which can change the choice in a near tie.
 const ROUTED: [&str; 2] = ["mixtral", "qwen3_moe"];
 
 struct Model {
@@ -93,7 +93,7 @@ impl Model {
         self.forward(prompt, 0, &self.cache);
     }
 
-    /// Runs `ids` on the eager decoder, starting at `position`. Returns the logits of the last token.
+    /// Computes `ids`, starting at `position`, with the eager decoder. Returns the logits of the last token.
     fn forward(&self, ids: &[u32], position: usize, cache: &KvCache) -> Tensor {
         let mut logits = None;
         for (index, chunk) in ids.chunks(CHUNK).enumerate() {
@@ -341,7 +341,7 @@ fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
     (0..tokens as u32).map(|i| (i * 31 + 7) % vocab).collect()
 }
 
-/// Compares the graph with transformers: greedy tokens, and the logits at every position, computed step by step.
+/// Compares the logits of every step with transformers. In f16, also compares the greedy tokens.
 #[test(gpu)]
 fn graph_steps_match_transformers() {
     let device = gpu();
@@ -363,7 +363,7 @@ fn graph_steps_match_transformers() {
             println!("{}: logits are off by {error:e}", model.name);
             assert!(error < tolerance, "{}: logits are off by {error:e}", model.name);
 
-            // In bf16, rounding may change the greedy token in a near tie. In f16, the greedy tokens must match.
+            // In bf16, rounding may change the greedy token in a near tie.
             if dtype == DType::F16 {
                 let (prompt, want) = (ids("greedy_prompt"), ids("greedy"));
                 let (last, rest) = prompt.split_last().unwrap();
@@ -455,8 +455,8 @@ fn graph_replay_matches_single_launches() {
     });
 }
 
-/// Simulates the next turn of a chat: an eager prefill continues from keys and values that the graph wrote, after
-/// queued steps have written beyond the end of the answer.
+/// Simulates the next turn of a chat: an eager prefill continues from keys and values that the graph wrote.
+/// Queued steps have also written beyond the end of the answer.
 #[test(gpu)]
 fn next_turn_continues_from_the_cache_of_graph_steps() {
     for_each_model(|model| {
@@ -608,7 +608,7 @@ fn edited_rows_match_the_reference() {
             let in_flight = in_flight.map(|source| tokens[source as usize]).filter(|&token| token != NO_TOKEN);
             edits.apply(&mut want[*row], in_flight);
         }
-        // If the range in host memory is empty, the description of the edits is copied to the device instead.
+        // With an empty range of host memory, the description of the edits is copied to the device.
         for range in [3..WORDS, 0..0] {
             let edited = logits.to_device(&device).unwrap();
             for rows in rows.chunks(2) {
@@ -634,7 +634,7 @@ fn edited_rows_match_the_reference() {
     }
 }
 
-/// A token mask changes only its own row of logits, in the same way as masking on the host.
+/// A token mask changes only its own row of logits, exactly as masking on the host does.
 #[test(gpu)]
 fn masked_rows_match_masking_on_the_host() {
     let device = gpu();
@@ -665,8 +665,8 @@ fn logits_with(special: &[(usize, f32)]) -> Vec<f32> {
     logits
 }
 
-/// The sampling kernel treats NaN, infinite and equal logits in the same way as the sampler on the host.
-/// Even in greedy decoding, this kernel chooses the first token after a prompt, so the cases include greedy decoding.
+/// The sampling kernel treats NaN, infinite and equal logits as the sampler on the host does.
+/// The cases include greedy decoding, because this kernel chooses the first token after every prompt.
 #[test(gpu)]
 fn special_logits_are_sampled_as_on_the_host() {
     let (device, dir) = (gpu(), tempfile::tempdir().unwrap());

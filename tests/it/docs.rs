@@ -1,6 +1,7 @@
-//! Checks that the pages in `docs/` list all flags, environment variables, exit codes and configuration keys.
-//! Also compares documented speeds and memory with benches/results, and checks that tests, flags, metrics and links in
-//! `docs/` exist, and that `docs/unsafe.md` lists all unsafe code.
+//! Checks the documentation:
+//! - `docs/` lists all flags, environment variables, exit codes, configuration keys and unsafe code.
+//! - The tests, flags, metrics, files and links that the pages name exist.
+//! - Documented speeds and memory sizes agree with benches/results.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -43,7 +44,7 @@ fn cli_page_matches_the_help_of_every_command() {
     }
 }
 
-/// Checks paths in backticks, such as `engine/handle/mod.rs`, which can leave out the first folders.
+/// The pages name source files in backticks. A path such as `engine/handle/mod.rs` may leave out the first folders.
 #[test]
 fn source_files_that_the_pages_name_exist() {
     let mut files = vec![repository().join("build.rs")];
@@ -253,7 +254,7 @@ fn flags_on_the_pages_about_the_server_exist() {
     }
 }
 
-/// Compares these pages only with docs/serving.md, because a test of `/metrics` compares that page with the server.
+/// All metrics on these pages must be in docs/serving.md, which another test compares with `/metrics`.
 #[test]
 fn metrics_on_the_pages_about_the_server_exist() {
     let serving = page("docs/serving.md");
@@ -294,7 +295,7 @@ fn defaults_on_the_tuning_page_are_those_of_the_program() {
     assert!(count > 6, "{count} rows");
 }
 
-/// Returns the numbers in a text that have at least three digits, a comma or a decimal point.
+/// Returns the numbers in a text that have at least three characters, counting commas and decimal points.
 fn numbers(text: &str) -> BTreeSet<&str> {
     let is_part = |c: char| c.is_ascii_digit() || c == ',' || c == '.';
     let numbers = text.split(|c| !is_part(c)).map(|word| word.trim_matches([',', '.']));
@@ -441,7 +442,7 @@ fn unsafe_page_lists_exactly_the_unsafe_code() {
     }
     let mut listed = BTreeSet::new();
     let text = page("docs/unsafe.md");
-    // In the first cell of a row, a file is followed by its functions. A method may have its type: `Type::method`.
+    // The first cell of a row names a file, then its functions. A method may include its type: `Type::method`.
     for cell in text.lines().filter_map(|line| line.strip_prefix("| `")?.split(" | ").next()) {
         let mut file = "";
         for name in cell.split('`').step_by(2) {

@@ -236,7 +236,7 @@ fn finish_reason_says_why_a_generation_ended() {
     let cancel = Arc::new(AtomicBool::new(true));
     let canceled = ask(&engine, &messages, |options| options.cancel = Some(cancel));
     assert_eq!((canceled.summary.finish_reason, canceled.tokens.len()), (FinishReason::Canceled, 0));
-    // After all these requests, the engine must still answer like a new engine.
+    // The engine must still answer like a new engine.
     let again = ask(&engine, &messages, |_| ());
     assert_eq!(again.tokens, ask(&demo(512), &messages, |_| ()).tokens);
 }
@@ -321,7 +321,6 @@ fn canceled_prefill_stops_at_the_next_chunk() {
         idle.prompt_tokens
     );
     assert_eq!((idle.generated_tokens, idle.canceled), (0, 1));
-    // The engine still accepts the next prompt.
     assert_eq!(Answer::read(endless(&engine, Some(3))).tokens.len(), 3);
 }
 
@@ -410,7 +409,7 @@ fn one_async_task_reads_two_streams() {
     assert_eq!(first, second);
 }
 
-/// Replaces a token's embedding with NaN. Every logit at and after this token is then NaN.
+/// Replaces a token's embedding with NaN, which makes all logits NaN from this token on.
 fn break_embedding(dir: &Path, token: u32) {
     let file = dir.join("model.safetensors");
     let mut tensors = safetensors::load(&file, &Device::Cpu).unwrap();
@@ -566,8 +565,8 @@ fn requested_count() -> Option<usize> {
     Some(text.parse().expect("INFERNO_TEST_REQUESTS must be a number"))
 }
 
-/// Asserts that many requests leave all blocks free. With `INFERNO_TEST_REQUESTS`, also asserts that `used_bytes`, the
-/// memory in use, does not grow.
+/// Asserts that many requests leave all blocks free.
+/// With `INFERNO_TEST_REQUESTS`, also asserts that memory in use, `used_bytes`, grows by less than 8 MiB.
 fn assert_memory_stays_flat(engine: &EngineHandle, prompts: Vec<Vec<u32>>, used_bytes: impl Fn() -> u64) {
     let (warm_up, requested) = (48, requested_count());
     let count = requested.unwrap_or(48);
@@ -584,7 +583,6 @@ fn assert_memory_stays_flat(engine: &EngineHandle, prompts: Vec<Vec<u32>>, used_
     }
 }
 
-/// After many requests, all blocks must be free. With `INFERNO_TEST_REQUESTS`, memory must not grow after a warm-up.
 #[test]
 #[cfg(target_os = "linux")]
 fn many_requests_leave_memory_flat() {
@@ -751,7 +749,7 @@ fn graph_step_without_a_token_fails_and_leaves_the_engine_usable() {
     // A request that ends before the broken step succeeds, with greedy decoding and with sampling.
     assert_eq!(generate(&engine, prompt, SamplingParams::greedy(), last + 1).tokens, tokens[..=last]);
     assert_eq!(generate(&engine, prompt, sampling(|p| p.top_k = 1), last + 1).tokens, tokens[..=last]);
-    // A different kernel chooses the first token after a prompt. It must also fail on NaN logits.
+    // The kernel that chooses the first token after a prompt is a different one, and must also fail on NaN logits.
     for sampling in [SamplingParams::greedy(), sampling(|p| p.seed = 1)] {
         let options = GenerateOptions { sampling, ..options() };
         let (seen, error) = read(&[&prompt[..], &tokens[last..=last]].concat(), options);
@@ -808,7 +806,7 @@ fn canceled_generation_leaves_the_graph_usable() {
                 stream.next_blocking().unwrap().unwrap();
             }
             drop(stream);
-            // Queued steps of the canceled request may still write to cache rows after the request's last token.
+            // Queued steps of the canceled request may still write to positions after its last token.
             let next = [&model.prompt[..], &[tokens, 7]].concat();
             let answer = generate(&engine, &next, SamplingParams::greedy(), 6);
             assert_greedy(&engine, &next, &answer.tokens);

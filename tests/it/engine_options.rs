@@ -71,7 +71,7 @@ fn check_rules(engine: &EngineHandle, prompt: &[u32]) {
     assert_eq!(answer(engine, prompt, bias(11, 100.0)).tokens, [11; 12]);
     assert_eq!(answer(engine, prompt, bias(11, 0.0)).tokens, plain);
 
-    // The stop token is the token at index `last`. It does not occur earlier in the answer.
+    // The stop token is the token at index `last`, which does not occur earlier in the answer.
     let last = (2..12).find(|&last| !plain[..last].contains(&plain[last])).unwrap_or(0);
     let stop = |min_tokens| GenerateOptions { stop_token_ids: vec![plain[last]], min_tokens, ..endless(12) };
     let stopped = answer(engine, prompt, stop(0));
@@ -122,7 +122,7 @@ fn options_that_use_logits_work_on_a_gpu() {
     for name in ["llama_graph", "gpt_oss_graph"] {
         let model = GraphModel::new(name);
         check_logprobs(&model.graph(), &model.prompt, 0.1);
-        // Biases and `min_tokens` change which kernels run, and kernels round differently. So run all steps eagerly.
+        // Run all steps eagerly. Otherwise, biases and `min_tokens` change the kernels, and with them the rounding.
         check_rules(&model.load(110, Executor::Eager), &model.prompt);
     }
 }

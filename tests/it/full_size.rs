@@ -59,7 +59,7 @@ fn full_size_logits_agree_with_transformers() {
         let (kl_bf16, top1_bf16) = compare(&got, &reference["bf16"]);
         println!("{what}: mean KL {kl:.3e}, top-1 agreement {:.1} %", 100.0 * top1);
         println!("  against transformers bf16: mean KL {kl_bf16:.3e}, top-1 agreement {:.1} %", 100.0 * top1_bf16);
-        // Allow somewhat more error than transformers has in bf16, because rounding depends on the order of summation.
+        // Allow more error than transformers has in bf16, because rounding depends on the order of summation.
         assert!(kl <= 1.5 * their_kl, "{what}: mean KL is {kl:e}, but {their_kl:e} for transformers in bf16");
         assert!(
             top1 >= their_top1 - 0.03,
@@ -137,7 +137,7 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
 }
 
 /// Returns the tokens of an answer, and the mean KL divergence of its log probabilities from those of a prefill.
-/// The divergence counts all tokens except the 20 most likely ones as a single token.
+/// For the divergence, all tokens except the 20 most likely ones count as a single token.
 fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (Vec<u32>, f64) {
     let tokens: Vec<u32> = events.iter().filter_map(Event::token).collect();
     let logits = engine.logits(&[prompt, &tokens[..tokens.len() - 1]].concat()).unwrap();
@@ -186,7 +186,7 @@ fn scored_answers(engine: &Engine) -> Vec<ScoredAnswer> {
     prompts.into_iter().zip(streams).map(read).collect()
 }
 
-/// Returns the mean absolute difference between the log probabilities of the prompt in `answer` and in a prefill.
+/// Compares the prompt's log probabilities in `answer` with a prefill. Returns the mean absolute difference.
 fn prompt_difference(engine: &Engine, answer: &ScoredAnswer) -> f64 {
     let rows = engine.logits(&answer.prompt).unwrap().to_vec2::<f32>().unwrap();
     let differences = rows.iter().zip(&answer.prompt[1..]).zip(&answer.prompt_logprobs).map(|((row, &next), got)| {
@@ -197,9 +197,8 @@ fn prompt_difference(engine: &Engine, answer: &ScoredAnswer) -> f64 {
     differences.sum::<f64>() / answer.prompt_logprobs.len() as f64
 }
 
-/// Two GPUs may differ from one only by rounding errors, in prefill, in decode steps and in the log probabilities of
-/// prompts. Each limit is about 1.5 times the difference between two ways to compute the same values on one GPU, such
-/// as decode steps and a prefill.
+/// Two GPUs may differ from one GPU only by rounding errors. The limits are about 1.5 times the difference
+/// between two computations of the same values on one GPU, such as decode steps and a prefill.
 #[test(full_size)]
 fn full_size_two_gpus_agree_with_one() {
     let builder = || Engine::builder(model()).context(1024).sequences(16);
@@ -307,8 +306,8 @@ fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
         "{} of 64 answers differ; indices of the first different tokens: {first_differences:?}",
         first_differences.len()
     );
-    // A prompt that runs alone uses the same kernels as the reference prefill. Concurrent prompts share steps, so
-    // their keys and values are rounded independently of the reference. This at most doubles the error.
+    // A prompt that runs alone uses the same kernels as the reference prefill, so both are rounded in the same way.
+    // Concurrent prompts share steps and are rounded differently, so their error may be twice as large.
     assert!(
         at_once <= 2.0 * alone,
         "mean KL is {at_once:e} for concurrent requests, but {alone:e} for single requests"

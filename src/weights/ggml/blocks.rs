@@ -1,11 +1,11 @@
-//! Dequantizes a single block of each type. `bytes` is the block, and `values` receives its elements.
+//! One function per ggml type. Each dequantizes a single block, `bytes`, to `values`.
 //!
-//! In the layouts, `d` is the scale of a block, and `m` is its minimum. A quantized integer is named `q`.
+//! In the layouts, `d` is the scale of a block, and `m` is its minimum. Both are f16. A quantized integer is named `q`.
 //! In K-quants, `d` is the scale of the group scales, and `dmin` is the scale of the group minimums (mins).
 //!
 //! Each byte of nibbles holds one element from each half of a group of 32, 64 or 128 elements.
 //! Each byte of 2-bit integers holds one element from each quarter of a group of 128 elements.
-//! Adjacent elements are therefore in adjacent bytes.
+//! Within a half or a quarter, adjacent elements are in adjacent bytes.
 
 use half::f16;
 
@@ -63,8 +63,8 @@ pub fn q8_0(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: 16 bytes of scale and min nibbles, 64 bytes of 2-bit integers, d, dmin.
-/// Each scale byte holds the scale and the min of 16 elements.
+/// Layout: 16 scale bytes, 64 bytes of 2-bit integers, d, dmin.
+/// In each scale byte, the low nibble is the scale of 16 elements, and the high nibble is their min.
 pub fn q2_k(bytes: &[u8], values: &mut [f32]) {
     let (scales, low, d, dmin) = (&bytes[..16], &bytes[16..80], half(bytes, 80), half(bytes, 82));
     for (i, value) in values.iter_mut().enumerate() {
@@ -79,7 +79,7 @@ pub fn q3_k(bytes: &[u8], values: &mut [f32]) {
     let (high, low, scales, d) = (&bytes[..32], &bytes[32..96], &bytes[96..108], half(bytes, 108));
     for (i, value) in values.iter_mut().enumerate() {
         let scale = q3_k_scale(scales, i / 16);
-        // If the third bit is 0, the integer is negative: -4 to -1.
+        // A third bit of 0 subtracts 4, so q is -4 to 3.
         let q = f32::from(two_bits(low, i)) - if high[i % 32] >> (i / 32) & 1 == 0 { 4.0 } else { 0.0 };
         *value = d * (f32::from(scale) - 32.0) * q;
     }
@@ -107,7 +107,7 @@ pub fn q5_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: 128 bytes with the low 4 bits, 64 bytes with the high 2 bits, 16 signed scales, d.
+/// Layout: 128 bytes with the low 4 bits, 64 bytes with the high 2 bits, 16 signed 8-bit scales, d.
 pub fn q6_k(bytes: &[u8], values: &mut [f32]) {
     let (low, high, scales, d) = (&bytes[..128], &bytes[128..192], &bytes[192..208], half(bytes, 208));
     for (i, value) in values.iter_mut().enumerate() {
@@ -116,16 +116,16 @@ pub fn q6_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Twice the E2M1 value of each nibble. The table in ggml holds integers, so -0 becomes 0.
+/// Twice the E2M1 value of each nibble. As in ggml, whose table holds integers, -0 becomes 0.
 const TWICE_E2M1: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
 
 /// Layout: an E8M0 scale, 16 bytes of nibbles.
 /// The low nibbles hold the first 16 elements.
-/// In safetensors files of gpt-oss, the low nibbles hold the even elements.
+/// The safetensors files of gpt-oss differ: their low nibbles hold the even elements.
 pub fn mxfp4(bytes: &[u8], values: &mut [f32]) {
     // d is half of 2^(e - 127), because the table holds doubled values.
-    // The two smallest scales are subnormal.
-    // ggml reads the exponent 255 as 2^128, although the standard defines it as NaN.
+    // For e = 0 and e = 1, d is subnormal.
+    // As in ggml, e = 255 means 2^128, although the E8M0 standard defines it as NaN.
     let e = u32::from(bytes[0]);
     let d = f32::from_bits(if e < 2 { 0x0020_0000 << e } else { (e - 1) << 23 });
     for (i, value) in values.iter_mut().enumerate() {
@@ -133,19 +133,19 @@ pub fn mxfp4(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Returns scale `s` of 16. The first 8 bytes hold the low 4 bits of all scales.
-/// The last 4 bytes hold the high 2 bits.
+/// Returns scale `s` of 16, plus 32.
+/// The first 8 bytes hold the low 4 bits of all scales, and the last 4 bytes hold their high 2 bits.
 pub fn q3_k_scale(scales: &[u8], s: usize) -> u8 {
     (scales[s % 8] >> (4 * (s / 8))) & 15 | ((scales[8 + s % 4] >> (2 * (s / 4))) & 3) << 4
 }
 
-/// Returns nibble `i`. The low nibbles of `bytes` are the first half, and the high nibbles are the second half.
+/// Returns nibble `i` of a group. The low nibbles of `bytes` are its first half, and the high nibbles its second half.
 fn nibble(bytes: &[u8], i: usize) -> u8 {
     if i < bytes.len() { bytes[i] & 15 } else { bytes[i - bytes.len()] >> 4 }
 }
 
-/// Returns 2-bit value `i` of 256. Each run of 32 bytes holds 128 values.
-/// The lowest two bits of the 32 bytes hold the first 32 values, the next two bits hold the next 32, and so on.
+/// Returns 2-bit value `i` of 256. Each run of 32 bytes holds 128 values:
+/// the lowest two bits of the bytes are the first 32 values, the next two bits are the next 32, and so on.
 fn two_bits(bytes: &[u8], i: usize) -> u8 {
     bytes[32 * (i / 128) + i % 32] >> (2 * (i % 128 / 32)) & 3
 }
@@ -155,7 +155,7 @@ pub fn bit(bytes: &[u8], i: usize) -> u8 {
     bytes[i / 8] >> (i % 8) & 1
 }
 
-/// Returns scale `s` and min `s`. There are 8 scales and 8 mins, with 6 bits each.
+/// Returns scale `s` and min `s`. The block has 8 scales and 8 mins of 6 bits each.
 /// The first four scales and mins are the low 6 bits of the first 8 bytes.
 /// The last four have their low 4 bits in the last 4 bytes and their high 2 bits at the top of the first 8 bytes.
 pub fn scale_and_min(scales: &[u8], s: usize) -> (u8, u8) {

@@ -1,9 +1,8 @@
-//! The element types of GGUF files: block sizes, dequantization and quantization in plain Rust.
+//! The element types of GGUF files: block sizes, dequantization, and quantization to K-quants, in plain Rust.
 //! Tests use this code as the reference for the kernels.
 //!
-//! The block layouts are from `ggml/src/ggml-common.h` in ggml-org/llama.cpp.
-//! Dequantized values are bit-identical to the results of `gguf-py/gguf/quants.py` in that repository,
-//! because the order of operations is the same.
+//! Source: ggml-org/llama.cpp, `ggml/src/ggml-common.h` (block layouts) and `gguf-py/gguf/quants.py`.
+//! Dequantization uses the same order of operations as `quants.py`, so the values are bit-identical.
 
 mod blocks;
 mod dequantize;

@@ -1,8 +1,8 @@
 //! Quantizes floats to K-quant blocks (Q2_K to Q6_K) without an importance matrix.
 //!
-//! Source: the `quantize_row_*_ref` functions in `ggml/src/ggml-quants.c`.
-//! This code replaces the ports in candle, which are from an older version of ggml.
+//! Source: the `quantize_row_*_ref` functions in `ggml/src/ggml-quants.c` of ggml-org/llama.cpp.
 //! The order of operations is the same as in ggml, so the blocks are bit-identical.
+//! candle's ports of these functions are not used, because they follow an older version of ggml.
 
 use half::f16;
 
@@ -11,13 +11,13 @@ use super::types::{GgmlType, SUPER_BLOCK};
 /// Clamps a value to a range and rounds it to the nearest integer, with ties to even.
 ///
 /// Adding 1.5 · 2^23 rounds the value, because floats of that magnitude have no fractional bits.
-/// The standard `round_ties_even` is slower: it compiles to a function call on targets without SSE 4.1.
+/// `f32::round_ties_even` is slower: it compiles to a function call on targets without SSE 4.1.
 fn nearest(value: f32, min: f32, max: f32) -> f32 {
     const ROUNDING: f32 = 12_582_912.0;
     value.clamp(min, max) + ROUNDING - ROUNDING
 }
 
-/// Groups whose largest magnitude is below this limit are quantized as zeros.
+/// In Q3_K and Q6_K, groups whose largest magnitude is below this limit are quantized as zeros.
 const SMALLEST_MAGNITUDE: f32 = 1e-15;
 
 /// Quantizes 256 finite values to one block. Returns false if the type is not a K-quant.
@@ -33,7 +33,7 @@ pub fn quantize(ggml_type: GgmlType, values: &[f32], block: &mut [u8]) -> bool {
     true
 }
 
-/// Quantized values with a scale and a minimum per group. The scales and minimums are themselves quantized.
+/// A block of quantized values with a scale and a minimum per group, which are also quantized.
 struct TwoLevels {
     d: f16,
     dmin: f16,
@@ -43,9 +43,8 @@ struct TwoLevels {
 }
 
 impl TwoLevels {
-    /// Quantizes `x` in groups of `group` values, with codes up to `max_code`.
-    /// The scales and minimums of the groups are quantized to codes up to `levels`.
-    /// `fit` returns the scale and the minimum of a group.
+    /// Quantizes `x` in groups of `group` values, to codes from 0 to `max_code`.
+    /// `fit` returns the scale and the minimum of a group. Both are quantized to codes from 0 to `levels`.
     fn new(x: &[f32], group: usize, max_code: f32, levels: f32, fit: impl Fn(&[f32]) -> (f32, f32)) -> Self {
         let fits: Vec<(f32, f32)> = x.chunks_exact(group).map(fit).collect();
         let largest = |part: fn(&(f32, f32)) -> f32| fits.iter().map(part).fold(0.0, f32::max);
@@ -98,7 +97,8 @@ impl TwoLevels {
 /// Fits `code * scale - minimum` to the values with weighted least squares.
 /// Returns the scale and the minimum, both non-negative.
 ///
-/// For each `step` from 0 to `steps`, tries an initial scale at which `x` spans `max_code + first + 0.1 * step` codes.
+/// Starts with the scale at which `x` spans `max_code` codes. Then, for each `step` from 0 to `steps`,
+/// tries an initial scale at which `x` spans `max_code + first + 0.1 * step` codes.
 fn fit_affine(
     x: &[f32],
     weight: impl Fn(f32) -> f32,
@@ -121,8 +121,8 @@ fn fit_affine(
     if max == min || !inverse.is_finite() {
         return (0.0, -min);
     }
-    // Quantizes the values with the inverse scale `inverse` and the minimum `from`, decodes the codes with `scale` and
-    // `min`, and returns the weighted error.
+    // Returns the weighted error of values that are quantized with the inverse scale `inverse` and the minimum `from`,
+    // and decoded with `scale` and `min`.
     let error = |inverse: f32, from: f32, (scale, min): (f32, f32)| {
         let error = |(&x, w): (&f32, f32)| w * cost(scale * code(inverse, from, x) + min - x);
         x.iter().zip(weights).map(error).fold(0.0, |sum, error| sum + error)
@@ -270,8 +270,8 @@ fn q6_k(x: &[f32], block: &mut [u8]) {
 
 /// Quantizes 16 values to codes from -32 to 31 and returns their scale (`make_qx_quants` in ggml).
 ///
-/// The codes are stored with an offset of 32.
-/// Tries several scales and keeps the scale with the smallest error, weighted by the squared values.
+/// `codes` receives each code plus 32.
+/// Tries 19 scales and keeps the one with the smallest error, weighted by the squared values.
 fn fit_q6(x: &[f32], codes: &mut [u8]) -> f32 {
     let max = x.iter().fold(0.0f32, |max, x| if x.abs() > max.abs() { *x } else { max });
     if max.abs() < SMALLEST_MAGNITUDE {
@@ -302,7 +302,7 @@ fn fit_q6(x: &[f32], codes: &mut [u8]) -> f32 {
 
 /// Quantizes 16 values to codes from -4 to 3 and returns their scale (`make_q3_quants` in ggml).
 ///
-/// The codes are stored with an offset of 4.
+/// `codes` receives each code plus 4.
 fn fit_q3(x: &[f32], codes: &mut [u8]) -> f32 {
     let max = x.iter().fold(0.0f32, |max, x| if x.abs() > max.abs() { *x } else { max });
     if max.abs() < SMALLEST_MAGNITUDE {

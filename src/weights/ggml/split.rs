@@ -7,9 +7,10 @@ use super::types::GgmlType;
 ///
 /// `group` is the index of the group in the block.
 /// The integers are unsigned, except for the signed bytes of Q8_0.
+/// F32, F16, BF16 and MXFP4 are not split: their integers are 0.
 ///
 /// The scales depend on the type:
-/// - Q2_K, Q3_K and Q6_K: one byte per 16 elements. In Q2_K, this byte also holds the minimum.
+/// - Q2_K, Q3_K and Q6_K: one byte per 16 elements. In Q2_K, its high nibble is the minimum.
 /// - Q4_K and Q5_K: one byte for the scale of the group, and one byte for its minimum.
 /// - Other types: the f16 scale of the block, followed by the f16 minimum in types that have a minimum.
 ///

@@ -4,7 +4,7 @@ use std::fmt;
 
 use anyhow::{Result, bail};
 
-/// The storage type of a tensor's elements. Each row is a whole number of blocks.
+/// The type in which a GGUF file stores the elements of a tensor. Each row is a whole number of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum GgmlType {
     F32,
@@ -99,7 +99,7 @@ impl GgmlType {
         self.properties().1
     }
 
-    /// Returns the number of elements in a block.
+    /// Returns the number of elements in a block: 1 for F32, F16 and BF16.
     pub fn block_length(self) -> usize {
         self.properties().2
     }

@@ -48,7 +48,7 @@ const LLAMA: ArchitectureLayout = ArchitectureLayout {
 const PLAIN: ArchitectureLayout =
     ArchitectureLayout { permuted: false, biased: &[], add_fields: fields::none, ..LLAMA };
 
-/// Every supported architecture.
+/// The supported architectures. Error messages list them in this order.
 const LAYOUTS: &[ArchitectureLayout] = &[
     LLAMA,
     ArchitectureLayout { name: "mistral", ..LLAMA },

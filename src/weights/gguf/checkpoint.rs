@@ -54,17 +54,17 @@ pub struct GgufTensorView<'c> {
 }
 
 impl GgufCheckpoint {
-    /// Opens a file and parses its header without reading tensor data.
-    /// If the file is part of a split model, all parts are opened.
+    /// Opens a file and parses its header.
+    /// If the file is part of a split model, opens all parts.
     pub fn open(path: &Path) -> Result<Self> {
         Self::from_parts(split::open_parts(path, &LocalParts)?)
     }
 
-    /// Opens a model on a hub. Only headers and RoPE factors are fetched.
-    /// With a large vocabulary, a header takes about 16 MB.
+    /// Opens a model on a hub. Fetches only headers and RoPE factors.
+    /// A header with a large vocabulary has about 16 MB.
     ///
     /// `files` lists the parts and their sizes in bytes. `read` fetches a range of a file.
-    /// The checkpoint lists all tensors, but reading a tensor that was not fetched fails.
+    /// The checkpoint lists all tensors. Reading a tensor that was not fetched fails.
     pub fn open_remote(files: &[(String, u64)], read: &ReadRange) -> Result<Self> {
         let (first, _) = files.first().context("cannot open a GGUF model: the list of files is empty")?;
         Self::from_parts(split::open_parts(Path::new(first), &RemoteParts { files, read })?)
@@ -89,12 +89,12 @@ impl GgufCheckpoint {
         self.parts[0].metadata()
     }
 
-    /// Returns the architecture of the model, such as `llama`. Most metadata keys start with this name.
+    /// Returns the architecture of the model, such as `llama`. Keys such as `llama.block_count` start with this name.
     pub fn architecture(&self) -> Result<&str> {
         self.metadata().required("general.architecture", Metadata::string)
     }
 
-    /// Returns the number of layers.
+    /// Returns the number of layers. Fails if the number is missing or exceeds [`MAX_BLOCKS`].
     pub fn block_count(&self) -> Result<usize> {
         let key = format!("{}.block_count", self.architecture()?);
         let blocks = self.metadata().required(&key, Metadata::u32)?;
@@ -105,7 +105,7 @@ impl GgufCheckpoint {
     }
 
     /// Returns the number of query heads and the number of key/value heads.
-    /// The number of key/value heads defaults to the number of query heads.
+    /// The number of key/value heads defaults to the number of query heads. Fails if either is 0.
     pub fn head_counts(&self) -> Result<(usize, usize)> {
         let (architecture, metadata) = (self.architecture()?, self.metadata());
         let heads = metadata.required(&format!("{architecture}.attention.head_count"), Metadata::u32)?;
@@ -117,7 +117,7 @@ impl GgufCheckpoint {
         Ok((heads as usize, kv_heads as usize))
     }
 
-    /// Returns the quantization of the file, such as `Q4_K_M`.
+    /// Returns the quantization of the model, such as `Q4_K_M`.
     /// If the metadata does not specify a known quantization, returns the tensor type with the most bytes.
     pub fn quantization(&self) -> Option<String> {
         let file_type = self.metadata().u32("general.file_type").ok().flatten();
@@ -177,6 +177,7 @@ impl GgufCheckpoint {
     }
 
     /// Returns the table entry of a tensor and the location of its bytes.
+    /// Fails if the tensor is missing, or if it is remote and was not fetched.
     pub fn view(&self, name: &str) -> Result<GgufTensorView<'_>> {
         let info = self.required(name)?;
         let part = &self.parts[info.part];
@@ -186,7 +187,7 @@ impl GgufCheckpoint {
         Ok(GgufTensorView { info, file: &part.path, bytes })
     }
 
-    /// Returns the values of a tensor as f32. Dequantizes them if necessary.
+    /// Reads a tensor and converts its values to f32.
     pub fn values(&self, name: &str) -> Result<Vec<f32>> {
         let view = self.view(name)?;
         let bytes = view.bytes.read().with_context(|| format!("cannot load tensor {name}"))?;

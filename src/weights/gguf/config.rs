@@ -1,10 +1,10 @@
 //! Converts GGUF metadata to the fields of config.json and generation_config.json.
-//! Each model family therefore reads and validates the same fields for every file format.
+//! Model families therefore read and validate the same fields for every file format.
 //!
 //! Missing keys have the same defaults as in llama.cpp (ggml-org/llama.cpp, `src/llama-model.cpp`):
 //! - one key/value head per query head
 //! - a head size equal to the hidden size divided by the number of heads
-//! - a rope_theta of 10,000 and no RoPE scaling
+//! - a rope_theta of 10,000 (Gemma 3: 1,000,000) and no RoPE scaling
 
 use anyhow::Result;
 use serde_json::{Map, Value, json};
@@ -17,20 +17,19 @@ use super::metadata::{Metadata, Value as MetadataValue};
 impl GgufCheckpoint {
     /// Returns the metadata as the contents of a config.json.
     ///
-    /// Fails if a config.json cannot express the metadata. For an unknown architecture, the error is
-    /// [`Error::UnsupportedArchitecture`](crate::error::Error::UnsupportedArchitecture).
+    /// Fails if a required key is missing, or if a config.json cannot express a value.
+    /// Fails with [`UnsupportedArchitecture`](crate::error::Error::UnsupportedArchitecture) for unknown architectures.
     pub fn config(&self) -> Result<Value> {
         config(self)
     }
 
     /// Returns the sampling defaults as the contents of a generation_config.json.
-    /// Fields that the file does not set are null.
+    /// Fields that the file does not set are null. `do_sample` is true if the temperature is above 0.
     pub fn generation_config(&self) -> Result<Value> {
         generation_config(&self.metadata())
     }
 }
 
-/// Returns the metadata as the fields of a config.json.
 fn config(file: &GgufCheckpoint) -> Result<Value> {
     let keys = ArchitectureKeys { file, architecture: file.architecture()? };
     let layout = architectures::find(keys.architecture)?;
@@ -65,7 +64,6 @@ fn config(file: &GgufCheckpoint) -> Result<Value> {
     Ok(Value::Object(fields))
 }
 
-/// Returns the fields of a generation_config.json. Fields that the file does not set are null.
 fn generation_config(metadata: &Metadata) -> Result<Value> {
     let float = |name: &str| Ok::<_, anyhow::Error>(metadata.f32(&format!("general.sampling.{name}"))?.map(widen));
     let top_k = match metadata.get("general.sampling.top_k")? {

@@ -13,7 +13,7 @@ pub fn none(_: &ArchitectureKeys, _: &mut Map<String, Value>) -> Result<()> {
 }
 
 /// Adds the fields of Llama, Mistral and Mixtral. In most GGUF files, all three have the architecture `llama`.
-/// Old Mistral files do not specify the sliding window, so they are loaded as Llama.
+/// Mistral files without a sliding window are loaded as Llama.
 pub fn llama(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Result<()> {
     fields.insert("mlp_bias".into(), keys.has("blk.0.ffn_down.bias").into());
     if keys.size("expert_count")?.is_some_and(|experts| experts > 0) {
@@ -49,7 +49,7 @@ pub fn qwen3_moe(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Re
     let layers: Vec<usize> = (0..keys.file.block_count()?).filter(dense).collect();
     fields.insert("mlp_only_layers".into(), layers.into());
     fields.insert("moe_intermediate_size".into(), keys.required_size("expert_feed_forward_length")?.into());
-    // If the key is missing, normalize the weights of the chosen experts, as llama.cpp always does.
+    // By default, normalize the weights of the chosen experts, as llama.cpp does for this architecture.
     let normalized = keys.file.metadata().bool(&keys.key("expert_weights_norm"))?;
     fields.insert("norm_topk_prob".into(), normalized.unwrap_or(true).into());
     Ok(())
@@ -66,9 +66,9 @@ pub fn phi3(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Result<
 
 /// Adds the fields that Gemma 2 and Gemma 3 share.
 ///
-/// Most of these models derive the attention scale from the head size.
+/// If the file does not specify the attention scale, it is derived from the head size.
 /// The largest model of each generation uses hidden size / number of heads instead.
-/// That model is recognized by its number of layers, `layers_of_largest`.
+/// Only this model has `layers_of_largest` layers.
 fn gemma(keys: &ArchitectureKeys, fields: &mut Map<String, Value>, layers_of_largest: usize) -> Result<()> {
     let (heads, _) = keys.file.head_counts()?;
     let scalar = match keys.float("attention.scale")?.filter(|scale| *scale > 0.0) {

@@ -11,7 +11,7 @@ pub struct Cursor<'b> {
     file_bytes: u64,
 }
 
-/// The error returned when a value is in the file, but beyond the bytes that were fetched.
+/// The error for a value that is in the file, but beyond the bytes that were fetched.
 /// The field is the number of bytes to fetch from the beginning of the file.
 #[derive(Debug, thiserror::Error)]
 #[error("the first {0} bytes of the file are needed")]
@@ -24,7 +24,7 @@ impl<'b> Cursor<'b> {
     }
 
     /// Creates a cursor at the start of a file with `file_bytes` bytes. Only the beginning, `head`, was fetched.
-    /// Reading past `head` fails with [`NeedsMoreBytes`].
+    /// Reading past `head`, but not past the end of the file, fails with [`NeedsMoreBytes`].
     pub fn from_head(head: &'b [u8], file_bytes: u64) -> Self {
         let fetched = head.len().min(usize::try_from(file_bytes).unwrap_or(usize::MAX));
         Self { bytes: &head[..fetched], position: 0, file_bytes }
@@ -38,7 +38,7 @@ impl<'b> Cursor<'b> {
         self.file_bytes.saturating_sub(self.position as u64)
     }
 
-    /// Reads the next `bytes` bytes.
+    /// Returns the next `bytes` bytes and moves the cursor past them.
     #[inline]
     pub fn take(&mut self, bytes: u64) -> Result<&'b [u8]> {
         // `position` may be past the end of `bytes`.

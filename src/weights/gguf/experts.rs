@@ -80,8 +80,9 @@ impl Experts<'_> {
         Ok(())
     }
 
-    /// Stacks the matrices `[experts, rows, columns]` or the biases `[experts, rows]` of all experts.
+    /// Returns a tensor that stacks the matrices or the biases of all experts.
     /// `sources` contains only down tensors, or alternating gate and up tensors.
+    /// The result has shape `[experts, rows, columns]`, or `[experts, rows]` for biases.
     fn stack(&self, sources: &[String], gate_up: GateUpLayout) -> Result<ModelTensor> {
         let infos = sources.iter().map(|name| self.file.required(name)).collect::<Result<Vec<_>>>()?;
         let (first, name) = (infos[0], &sources[0]);
@@ -122,8 +123,8 @@ enum GateUpLayout {
     Interleaved,
 }
 
-/// Splits stacked MXFP4 matrices into elements and scales.
-/// Elements have shape `[experts, rows, columns / 32, 16]`, and scales have shape `[experts, rows, columns / 32]`.
+/// Splits a tensor of stacked MXFP4 matrices into a tensor of elements and a tensor of scales.
+/// Their shapes are `[experts, rows, columns / 32, 16]` and `[experts, rows, columns / 32]`.
 fn packed(tensor: ModelTensor) -> (ModelTensor, ModelTensor) {
     let ModelTensor { info, sources, rows, .. } = tensor;
     let groups = info.elements() / GgmlType::Mxfp4.block_length();

@@ -32,7 +32,7 @@ pub struct GgufTensorInfo {
     pub bytes: usize,
     /// The index of the part that contains the tensor.
     pub(super) part: usize,
-    /// The byte offset of the tensor in the file of that part.
+    /// The byte offset of the tensor in the file of its part.
     pub(super) start: usize,
 }
 
@@ -77,7 +77,7 @@ impl Header {
         Ok(Self { version, values, tensors })
     }
 
-    /// Returns the metadata. `bytes` must be the bytes that the header was parsed from.
+    /// Returns the metadata. `bytes` must be the beginning of the parsed file, with the whole header.
     pub fn metadata<'c>(&'c self, bytes: &'c [u8]) -> Metadata<'c> {
         Metadata::new(bytes, &self.values)
     }
@@ -175,7 +175,7 @@ fn read_row(cursor: &mut Cursor) -> Result<UncheckedTensor> {
     if elements.is_none_or(|elements| elements > i64::MAX as u64) {
         bail!("shape {shape:?} has too many elements");
     }
-    // For the same reason, check the size in bytes as if every outer dimension of 0 were 1.
+    // The size in bytes is checked in the same way: every outer dimension of 0 counts as 1.
     let bytes = |rows| ggml_type.bytes(columns, rows).and_then(|bytes| usize::try_from(bytes).ok());
     let all_rows = bytes(shape.iter().skip(1).map(|&length| length.max(1)).product());
     let (Some(_), Some(bytes)) = (all_rows, bytes(shape.iter().skip(1).product())) else {
@@ -187,7 +187,7 @@ fn read_row(cursor: &mut Cursor) -> Result<UncheckedTensor> {
 }
 
 /// Checks that a tensor lies within the file and computes its offset in the file.
-/// `data` is the offset in the file at which the data section starts.
+/// `data` is the offset of the data section in the file.
 fn check_offset(row: UncheckedTensor, alignment: u64, data: u64, file_bytes: u64) -> Result<GgufTensorInfo> {
     let UncheckedTensor { mut info, offset } = row;
     if !offset.is_multiple_of(alignment) {

@@ -46,6 +46,7 @@ impl<'c> ArchitectureKeys<'c> {
     }
 
     /// Returns the head size. The default is the hidden size divided by the number of heads.
+    /// Fails if keys and values have different head sizes.
     pub fn head_dim(&self) -> Result<u64> {
         let (heads, hidden) = (self.file.head_counts()?.0 as u64, self.required_size("embedding_length")?);
         let head_dim = match self.size("attention.key_length")? {
@@ -62,8 +63,8 @@ impl<'c> ArchitectureKeys<'c> {
         }
     }
 
-    /// Returns the vocabulary size: the value of `vocab_size` if the file has this key. Otherwise, the number of tokens
-    /// or, if the file has no tokens, the number of rows of the embedding.
+    /// Returns the vocabulary size from the first of these that the file has:
+    /// the key `vocab_size`, the list of tokens, the rows of the embedding.
     pub fn vocab_size(&self) -> Result<Option<u64>> {
         let rows = self.file.info("token_embd.weight").and_then(|info| info.shape.first()).map(|rows| *rows as u64);
         let tokens = match self.file.metadata().get("tokenizer.ggml.tokens")? {
@@ -75,7 +76,8 @@ impl<'c> ArchitectureKeys<'c> {
 
     /// Returns the attention type of each layer, as in `layer_types` of config.json.
     ///
-    /// The key `attention.sliding_window_pattern` holds a boolean per layer (true: sliding window) or a period n.
+    /// The key `attention.sliding_window_pattern` holds a boolean or an integer per layer, or a period n.
+    /// True or a nonzero integer means a sliding window.
     /// With a period, every n-th layer has full attention, and the other layers have a sliding window.
     /// A period of 0 means full attention in every layer.
     /// If the key is missing, the period is `default_period`.
@@ -120,7 +122,7 @@ impl<'c> ArchitectureKeys<'c> {
             Ok(Some(values.into_iter().map(widen).collect()))
         };
         let original = self.size("rope.scaling.original_context_length")?;
-        // For Llama 3, the converter computes one divisor per frequency and stores the divisors as a tensor.
+        // For Llama 3, the converter stores one divisor per frequency, which is what longrope factors are.
         let [freqs, short, long] = ROPE_FACTOR_TENSORS;
         if let Some(factors) = factors(freqs)? {
             return Ok(Some(json!({

@@ -2,7 +2,7 @@
 
 /// The maximum number of metadata keys. Real files have about 50.
 pub const MAX_KEYS: u64 = 1 << 16;
-/// The maximum number of tensors in one file. The largest models, with one tensor per expert, have about 50,000.
+/// The maximum number of tensors in one file. Models with one tensor per expert have up to about 50,000.
 pub const MAX_TENSORS: u64 = 1 << 17;
 /// The maximum number of tensors in all parts of a split model.
 pub const MAX_SPLIT_TENSORS: usize = 1 << 19;
@@ -10,7 +10,7 @@ pub const MAX_SPLIT_TENSORS: usize = 1 << 19;
 pub const MAX_KEY_BYTES: usize = (1 << 16) - 1;
 /// The format's limit on the length of a tensor name, in bytes.
 pub const MAX_NAME_BYTES: usize = 64;
-/// The maximum number of values in an array. The longest arrays in real files contain up to 450,000 BPE merges.
+/// The maximum number of values in an array. The longest arrays in real files are lists of up to 450,000 BPE merges.
 pub const MAX_ARRAY_VALUES: u64 = 1 << 22;
 /// The format's limit on the number of dimensions of a tensor.
 pub const MAX_DIMENSIONS: u32 = 4;

@@ -14,7 +14,7 @@ use crate::text::excerpt;
 use crate::weights::tensor_info::TensorInfo;
 
 /// Returns the tensors of the model, keyed by Hugging Face name.
-/// Fails if the file has a tensor that is not part of the architecture.
+/// Fails if a tensor of the file is not part of the architecture, or if its layer or shape is invalid.
 pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor>> {
     let layout = architectures::find(file.architecture()?)?;
     let layers = file.block_count()?;

@@ -203,7 +203,7 @@ pub struct ValueLocation {
 }
 
 impl ValueLocation {
-    /// Skips the value at the cursor and returns its location.
+    /// Reads the type at the cursor, skips the value that follows, and returns its location.
     pub fn read(cursor: &mut Cursor) -> Result<Self> {
         let kind = ValueType::from_id(cursor.u32()?)?;
         let location = Self { kind, start: cursor.position() };
@@ -212,7 +212,7 @@ impl ValueLocation {
     }
 }
 
-/// The metadata of a file. Getters return `None` for a missing key and fail for a value of the wrong type.
+/// The metadata of a file. Getters return `None` for a missing key. Typed getters fail for a value of another type.
 #[derive(Clone, Copy)]
 pub struct Metadata<'c> {
     bytes: &'c [u8],

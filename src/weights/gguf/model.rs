@@ -1,6 +1,6 @@
 //! A GGUF file as a checkpoint: tensors under their Hugging Face names.
 //!
-//! Quantized matrices keep their blocks ([`GgufModel::quantized`]).
+//! Quantized matrices stay quantized ([`GgufModel::quantized`]).
 //! MXFP4 experts of gpt-oss stay packed ([`GgufModel::packed`]).
 //! All other tensors are loaded as floats ([`GgufModel::float`]).
 
@@ -26,7 +26,8 @@ pub struct GgufModel {
 }
 
 impl GgufModel {
-    /// Maps the tensors of the file to tensors of the model. Fails if the architecture or a tensor is unknown.
+    /// Maps the tensors of the file to tensors of the model.
+    /// Fails if the architecture is not supported, or if a tensor is unknown or invalid.
     pub fn new(file: GgufCheckpoint) -> Result<Self> {
         let tensors = map_tensors(&file).with_context(|| format!("cannot use {}", file.path().display()))?;
         let model = Self { file, tensors };
@@ -69,7 +70,7 @@ impl GgufModel {
         if is_unchanged { self.file.view(&tensor.sources[0]).map(Some) } else { Ok(None) }
     }
 
-    /// Returns the element type of a tensor in the file.
+    /// Returns the type of the first GGUF tensor that a model tensor is built from.
     pub fn stored_type(&self, name: &str) -> Option<GgmlType> {
         self.file.info(self.tensors.get(name)?.sources.first()?).map(|info| info.ggml_type)
     }
@@ -87,7 +88,7 @@ impl GgufModel {
         format!("{:?}, built from {}", tensor.info.shape, sources.join(" and "))
     }
 
-    /// Returns the rows of a matrix that keeps its quantized blocks, or `None` for a tensor that is loaded as floats.
+    /// Returns the rows of a matrix that stays quantized, or `None` for a tensor that is loaded as floats.
     pub fn quantized(&self, name: &str) -> Result<Option<MatrixRows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
         let source = self.source_rows(self.required(name)?)?;
@@ -138,12 +139,13 @@ impl GgufModel {
         })
     }
 
-    /// Returns a tensor as floats of `dtype` in host memory. The rows are dequantized on all cores.
+    /// Returns a tensor as floats of `dtype` (F32, F16 or BF16) in host memory.
+    /// Rows that must be converted are converted on all cores.
     pub fn float(&self, name: &str, dtype: DType) -> Result<Tensor> {
         self.shared_float(name, dtype, None)
     }
 
-    /// Like [`float`](Self::float), but with `shared`, the ranks read and dequantize the tensor together.
+    /// Like [`float`](Self::float). If `shared` is given, the ranks read and dequantize the tensor together.
     pub(in crate::weights) fn shared_float(
         &self,
         name: &str,
@@ -165,7 +167,7 @@ impl GgufModel {
         make().with_context(|| format!("tensor {name}"))
     }
 
-    /// Returns whether the file stores the matrix, or each matrix of a stack, transposed.
+    /// Returns whether the Hugging Face checkpoint stores the matrix, or each matrix of a stack, transposed.
     pub fn is_transposed(&self, name: &str) -> bool {
         self.tensors.get(name).is_some_and(|tensor| tensor.transform == Transform::Transposed)
     }
@@ -203,7 +205,7 @@ impl GgufModel {
         self.shared_packed(name, None)
     }
 
-    /// Like [`packed`](Self::packed), but with `shared`, the ranks read and convert the tensor together.
+    /// Like [`packed`](Self::packed). If `shared` is given, the ranks read and convert the tensor together.
     pub(in crate::weights) fn shared_packed(&self, name: &str, shared: Option<&SharedReads>) -> Result<Tensor> {
         let tensor = self.required(name)?;
         let rows = self.source_rows(tensor)?;

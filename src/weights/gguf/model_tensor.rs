@@ -19,9 +19,9 @@ pub struct ModelTensor {
 pub enum RowMapping {
     /// Row i of the tensor is row i of its only source.
     Identity,
-    /// Each head has this many rows. In the file, rows from the first and the second half of the head alternate.
+    /// In the file, the rows of the first and the second half of each head alternate. Holds the rows per head.
     InterleavedHalves(usize),
-    /// The tensor takes this many rows from each source in turn.
+    /// The tensor takes rows from each source in turn. Holds the rows per turn.
     RoundRobin(usize),
 }
 
@@ -41,8 +41,8 @@ pub enum Transform {
     Mxfp4Scales,
 }
 
-/// Returns the dtype that [`TensorInfo`] reports for a tensor of this GGUF type. For quantized types, this is F32, the
-/// type that their values are dequantized to. MXFP4 experts are split into U8 tensors instead.
+/// Returns the dtype that [`TensorInfo`] reports for a tensor of this GGUF type: F32 for quantized types.
+/// The MXFP4 experts of gpt-oss are the exception: they are split into U8 tensors.
 pub fn default_dtype(ggml_type: GgmlType) -> Dtype {
     match ggml_type {
         GgmlType::F16 => Dtype::F16,

@@ -13,8 +13,8 @@ use super::limits::MAX_HEADER_BYTES;
 use super::metadata::Metadata;
 use crate::weights::source::{ByteRange, Source, StoredBytes};
 
-/// How many bytes [`read_header`] reads from the start of a file. It tries these sizes in turn,
-/// until the bytes contain the whole header.
+/// The numbers of bytes that [`read_header`] reads from the start of a file.
+/// It tries them in turn, until the bytes contain the whole header.
 const READ_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, MAX_HEADER_BYTES];
 
 /// One file of a model, with its parsed header.
@@ -29,7 +29,7 @@ pub struct GgufPart {
 /// The tensor data of a file.
 pub enum TensorData {
     Local(Arc<Source>),
-    /// RoPE factors that were fetched from a remote file, keyed by file offset. Tensors in `head` are not included.
+    /// The fetched RoPE factors of a remote file, keyed by file offset. RoPE factors in `head` are not included.
     Remote(BTreeMap<usize, Vec<u8>>),
 }
 

@@ -12,7 +12,7 @@ use super::tensor_names::ROPE_FACTOR_TENSORS;
 /// The maximum size in bytes of a RoPE factor tensor to fetch. Such a tensor has one factor per pair of head dims.
 const MAX_TENSOR_BYTES: usize = 64 << 10;
 
-/// A function that fetches a range of the named file. If the file ends early, the result is shorter than the range.
+/// A function that fetches a byte range of the named file. If the file ends early, the result is shorter.
 pub type ReadRange<'r> = dyn Fn(&str, Range<u64>) -> Result<Vec<u8>> + 'r;
 
 /// The files of a model on a hub.

@@ -80,7 +80,7 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
 /// The split metadata of one part.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct SplitInfo {
-    /// Counted from 0.
+    /// The number of the part, counted from 0.
     number: u32,
     count: u32,
     tensors: Option<u32>,

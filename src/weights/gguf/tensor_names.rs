@@ -1,7 +1,7 @@
 //! The naming scheme of tensors in GGUF files.
 
 /// The tensors with RoPE factors: for all contexts, for short contexts, and for long contexts.
-/// Hugging Face models have these factors in config.json, so the tensors do not count as parameters or weights.
+/// Hugging Face models store these factors in config.json, so the tensors do not count as parameters or weights.
 pub const ROPE_FACTOR_TENSORS: [&str; 3] =
     ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"];
 

@@ -24,7 +24,7 @@ impl GgufCheckpoint {
     }
 }
 
-/// Returns the vocabulary, borrowed from the file, without validating it. `Tokenizer::from_gguf` validates it.
+/// Returns the vocabulary in the metadata. Only `Tokenizer::from_gguf` validates its contents.
 pub fn vocabulary<'c>(metadata: &Metadata<'c>) -> Result<Vocabulary<'c>> {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     let id = |name: &str| metadata.u32(&key(name));

@@ -38,7 +38,7 @@ fn harmony_agrees_with_openai_harmony() {
     }
 }
 
-/// The demo model was trained only on prompts that `scripts/demo/harmony.py` rendered.
+/// The demo model was trained on prompts that `scripts/demo/harmony.py` rendered, so inferno must render the same text.
 #[test]
 fn demo_prompts_agree_with_the_training_script() {
     let tokenizer = Tokenizer::from_dir(&demo_dir()).unwrap();

@@ -165,7 +165,7 @@ fn unfinished_headers_are_answers_only_as_a_last_resort() {
     check("<|channel|>ana", &[]);
     check("<|channel|>analysis", &[]);
     check("<|channel|>commentary to", &[]);
-    // The model, not a limit, ended the message inside the header, so the text of the header becomes the answer.
+    // The model itself ended the message inside the header, so the text of the header becomes the answer.
     check("<|start|>assistant<|channel|>fin<|end|>", &[(Answer, "assistant fin")]);
     check("<|channel|>", &[]);
     check("", &[]);
@@ -216,7 +216,7 @@ fn random_tokens_never_lose_text() {
         }
         let mut ids = tokenizer.encode(&text, ControlTokens::Parse).unwrap();
         if round % 4 == 0 {
-            // Insert an id that has no token, and a byte that is not valid UTF-8.
+            // Insert an id without a token and a byte that is not valid UTF-8. They may split the words in brackets.
             ids.insert(numbers.below(ids.len() + 1), 9_999_999);
             ids.insert(numbers.below(ids.len() + 1), 0xff);
             expected.clear();

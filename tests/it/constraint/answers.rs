@@ -63,7 +63,7 @@ fn answers_match_their_schemas() {
     assert_eq!(engine.stats().used_blocks, 0);
 }
 
-/// On a GPU, the decode graph runs reasoning steps but not constrained steps. Some batches contain both kinds of steps.
+/// On a GPU, reasoning runs on the decode graph, but constrained steps do not. The test also batches both kinds.
 #[test(gpu)]
 fn answers_match_their_schemas_on_a_gpu() {
     let builder = inferno::Engine::builder(crate::support::demo_dir()).context(2048).sequences(8);
@@ -214,6 +214,5 @@ fn a_canceled_constraint_frees_its_sequence() {
     assert_eq!(summary.finish_reason, FinishReason::Canceled);
     engine.with_runner(|_| ()).unwrap();
     assert_eq!(engine.stats().used_blocks, 0);
-    // The engine must still answer other requests.
     assert!(!Answer::read(engine.submit(question().options(greedy())).unwrap()).text.is_empty());
 }

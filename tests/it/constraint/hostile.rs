@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::{question, refusal, sampled};
 use crate::support::engine::demo;
 
-/// The time limit for compiling a hostile grammar, with a margin for a busy machine.
+/// The maximum time for compiling a hostile grammar, with a margin for a busy machine.
 const LIMIT: Duration = Duration::from_secs(20);
 
 #[test]
@@ -28,7 +28,7 @@ fn what_cannot_be_enforced_is_refused() {
         (GrammarKind::JsonSchema(json!(false)), ""),
         // An integer matches both subschemas, so inferno cannot enforce that exactly one subschema matches.
         (GrammarKind::JsonSchema(json!({ "oneOf": [{ "type": "integer" }, { "type": "number" }] })), "oneOf"),
-        // The llguidance options that would disable checks have no effect.
+        // The llguidance option `lenient` has no effect: the unsupported keyword `not` is still refused.
         (object("x-guidance", json!({ "lenient": true })), ""),
         (GrammarKind::Regex("(".to_string()), ""),
         (GrammarKind::Regex(r"(?=look)ahead".to_string()), ""),
@@ -153,7 +153,7 @@ fn abusive() -> Vec<(&'static str, GrammarKind)> {
 #[test]
 fn abusive_grammars_are_refused_or_stay_within_limits() {
     let engine = demo(256);
-    // The first constraint builds tables for the vocabulary, so submit one before measuring the time.
+    // The first constraint builds tables for the vocabulary, which must not count as compile time.
     refusal(&engine, GrammarKind::Regex("(".to_string()));
     for (name, kind) in abusive() {
         let started = Instant::now();
@@ -201,7 +201,7 @@ fn objects_with_many_optional_properties_are_refused() {
 #[test]
 fn spent_fuel_is_an_error() {
     let engine = demo(2048);
-    // The grammar is ambiguous: each letter adds possible parses. The text must have at least 600 letters.
+    // The grammar is ambiguous: each letter multiplies the possible parses. The text must have at least 600 letters.
     let kind = GrammarKind::Lark("start: e{600} \"z\"\ne: \"x\" | e e | e e e | e e e e".to_string());
     let constraint = Some(Constraint::new(kind));
     let stream = engine.submit(question().options(GenerateOptions { constraint, ..sampled(3) })).unwrap();

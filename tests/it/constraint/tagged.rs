@@ -1,6 +1,6 @@
 //! Tests of constraints in a chat format with tags around reasoning and tool calls.
 //!
-//! The tests rename control tokens of the demo model: `<think>` and `</think>` are the tokens around its reasoning.
+//! The tests rename control tokens of the demo model to `<think>` and `</think>`, the tags around reasoning.
 
 use std::fs;
 
@@ -22,7 +22,7 @@ fn tagged_demo(start: &str, has_tools: bool) -> (TempDir, Engine) {
     demo_with(start, if has_tools { &["<tool_call>", "</tool_call>"] } else { &[] })
 }
 
-/// Like [`tagged_demo`], but renames control tokens to `tool_tokens`, which can come from any tool call format.
+/// Like [`tagged_demo`], but renames up to two control tokens to `tool_tokens`, for any tool call format.
 fn demo_with(start: &str, tool_tokens: &[&str]) -> (TempDir, Engine) {
     let (folder, path) = copy_of_demo();
     let file = path.join("tokenizer.json");

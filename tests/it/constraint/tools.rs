@@ -59,7 +59,7 @@ fn a_tool_call_can_follow_another_one() {
     for can_call_in_parallel in [true, false] {
         let tools = vec![tool("list_models")];
         let constraint = Constraint { tools, requires_tool: true, can_call_in_parallel, ..Constraint::default() };
-        // The bias makes the model continue after every message that may be followed by another message.
+        // The bias for `<|end|>` makes the model write another message wherever the constraint allows one.
         let logit_bias = [(end, 100.0)].into();
         let options = GenerateOptions { constraint: Some(constraint), logit_bias, max_tokens: Some(200), ..sampled(0) };
         let answer = Answer::read(engine.submit(question().options(options)).unwrap());

@@ -179,7 +179,7 @@ fn experts_with_too_many_elements_are_an_error() {
     assert!(error.contains("2 experts of shape [4611686018427387904, 0] have too many elements"), "{error}");
 }
 
-/// Found by fuzzing: the loader allocated a buffer for one row of a tensor that has no rows.
+/// The loader must not allocate a buffer for a row of a tensor that has no rows. Fuzzing found this case.
 #[test]
 fn empty_tensor_with_huge_rows_loads() {
     let writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);
