@@ -1,10 +1,10 @@
 //! Runs the tests in this binary in place of libtest.
 //!
 //! libtest can ignore a test only at compile time. This harness decides at run time which tests to ignore.
-//! A test is reported as ignored if the GPU, the model or whatever else it needs is missing.
+//! A test whose [`Need`] is not met is reported as ignored, unless `--ignored` or `--include-ignored` is given.
 //! The last lines of output explain how to run the ignored tests.
 //!
-//! libtest's options work as usual: `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture`.
+//! These options of libtest work: `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture`.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::borrow::Cow;
@@ -44,7 +44,7 @@ pub enum Need {
     Gpu,
     Fixtures,
     FullSize,
-    /// A program that starts without an NVIDIA driver.
+    /// A build of inferno that starts without an NVIDIA driver.
     NoDriver,
     /// The right to mount filesystems.
     Mount,
@@ -98,8 +98,8 @@ pub fn fail_without_cuda() {
     panic!("this build does not include CUDA; run: {}", Need::Gpu.command());
 }
 
-/// Returns the tests of the modules that `main.rs` compiles only with CUDA.
-/// They are reported as ignored, or as failed if a GPU is expected.
+/// Returns stand-ins for the tests of the modules that `main.rs` compiles only with CUDA.
+/// Each of them is reported as ignored, or as failed if its need is met.
 #[cfg(not(feature = "cuda"))]
 fn tests_of_cuda_builds() -> Vec<Test> {
     let modules: &[(&str, &str)] = cuda_modules!();
@@ -205,7 +205,7 @@ pub fn print(text: std::fmt::Arguments) {
     }
 }
 
-/// Installs a panic hook that adds panic messages to the captured output.
+/// Installs a panic hook that adds panic messages to the captured output. Without capture, the default hook runs.
 fn install_panic_hook() {
     let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

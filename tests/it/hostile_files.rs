@@ -24,7 +24,7 @@ const CPU: [&str; 2] = ["--device", "cpu"];
 
 /// A model in a temporary home directory. Tests can edit its files.
 struct Model {
-    /// The home directory, which contains the model.
+    /// The home directory. Besides the model, it contains `text.txt`, the input of `perplexity`.
     home: TempDir,
     /// The path of the model: a folder or a GGUF file.
     dir: PathBuf,
@@ -174,7 +174,7 @@ fn llama() -> Writer {
     sizes("llama").raw("llama.attention.layer_norm_rms_epsilon", F32, 1e-5f32.to_le_bytes())
 }
 
-/// Returns the GGUF metadata that every architecture needs.
+/// Returns the GGUF metadata that every architecture needs, with tiny sizes.
 fn sizes(architecture: &str) -> Writer {
     let sizes = [
         ("block_count", 2),
@@ -296,7 +296,7 @@ fn quantization_configs_are_limited() {
     model.perplexity();
 }
 
-/// To suggest the closest known type, inferno computes edit distances, which are slow for long names.
+/// inferno suggests the closest known type by edit distance, but not for long names, because this would take long.
 #[test]
 fn long_model_types_are_refused_quickly() {
     let model = Model::with_config(|config| config["model_type"] = "x".repeat(990_000).into());

@@ -1,5 +1,5 @@
 //! Tests of untrusted chat templates, tokenizers and prompts.
-//! inferno must answer or report one error, within limits on time and memory.
+//! Each command must answer or report one error, within limits on time and memory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,8 @@ use crate::support::at_home;
 use crate::support::bounded::{Bounded, bounded, bounded_with_input};
 use crate::support::program::copy_of_demo;
 
-/// A copy of the demo model without harmony's `<|start|>` token, so inferno uses chat_template.jinja.
+/// A copy of the demo model in which `<|start|>` has another name.
+/// inferno therefore does not use the harmony format, but chat_template.jinja.
 struct Model {
     folder: TempDir,
     path: PathBuf,
@@ -300,7 +301,7 @@ fn text_never_becomes_a_control_token_through_a_normalizer() {
     assert!(converted > 20, "{converted}");
 }
 
-/// Asserts that the template adds `expected` control tokens to a conversation, and that `texts` add none.
+/// Asserts that a conversation of `texts` has `expected` control tokens, which is the number that the template adds.
 #[track_caller]
 fn assert_controls(model: &Model, texts: &[&str], expected: usize) {
     let language = worker::load_language(&model.path).unwrap();
@@ -346,8 +347,8 @@ fn text_never_becomes_a_short_or_a_split_control_token() {
     }
 }
 
-/// A JSON escape in tool call arguments can stand for U+FDD0, which `chat::injection` may use as a mark.
-/// A U+FDD0 in a message must appear unchanged in the rendered text.
+/// `chat::injection` may use U+FDD0 as a mark. Tool call arguments can contain this character as a JSON escape.
+/// The character must appear unchanged in the rendered text.
 #[test]
 fn spelled_noncharacters_are_kept() {
     let model = Model::with_template("{{ messages[0].tool_calls[0].function.arguments | tojson }}");

@@ -46,7 +46,7 @@ fn conversation(home: &TempDir, args: &[&str], questions: &[&str]) {
     leave(chat);
 }
 
-/// Returns the questions in a journal, in order.
+/// Returns the questions in a journal, in order. A `messages` record replaces all earlier messages.
 fn questions(path: &Path) -> Vec<String> {
     let mut questions = Vec::new();
     for line in fs::read_to_string(path).unwrap().lines() {
@@ -79,7 +79,7 @@ fn resume_restores_all_settings_and_ignores_invalid_ones() {
     let (mut chat, banner) = resume(&home, &[]);
     assert!(banner.contains("1 question"), "{banner}");
     assert_eq!(shown(&mut chat), (true, true));
-    // Loading the model again keeps these settings.
+    // `/model` loads the model again, but keeps the settings.
     assert!(chat.say("/model demo").contains("switched to"));
     assert_eq!(shown(&mut chat), (true, true));
     leave(chat);

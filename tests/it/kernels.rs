@@ -23,7 +23,7 @@ use crate::support::{Random, devices, golden, gpu_with_dtypes, relative_error, v
 
 fn rounding(dtype: DType) -> f32 {
     match dtype {
-        // The kernels sum up to thousands of terms, in a different order than the references.
+        // A sum can have thousands of terms. Kernels and references add the terms in different orders.
         DType::F32 => 1e-5,
         DType::F16 => 1e-3,
         _ => 8e-3,
@@ -123,7 +123,6 @@ fn add_norm_matches_its_reference() {
             let run = |device: &Device, dtype| {
                 let on_device = |tensor: &Tensor| tensor.to_device(device).unwrap();
                 let (y, y_bias, bias) = (on_device(&y), on_device(&y_bias), bias.as_ref().map(on_device));
-                // If the number of tokens is even, y has a bias.
                 let y = has_y.then_some(Addend { rows: &y, bias: (tokens % 2 == 0).then_some(&y_bias) });
                 add_norm(&on_device(&x), y, &on_device(&weight), bias.as_ref(), 1e-5, dtype).unwrap()
             };
@@ -480,7 +479,7 @@ fn expert_mlp_matches_separate_products() {
     for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
         for Case { tokens, experts, chosen, hidden: columns, intermediate } in cases {
             let mut noise = Random(9);
-            // The inputs are about as large as normalized activations, so the sums stay near the clamp limit.
+            // The inputs are about as large as normalized activations. Much larger sums would all be clamped.
             let x = (noise.tensor(&[tokens, columns], dtype) * 0.5).unwrap();
             let mut stack = |rows: usize, columns: usize| {
                 let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0..256);
@@ -622,8 +621,8 @@ fn products_of_few_tokens_match_their_reference() {
     let device = gpu();
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
     // Each case is (rows, columns). The cases cover several warps per row, one warp per row, an uneven last block,
-    // fewer parts of a row than warps, and more inputs than two buffers hold. The last two cases are unsupported: 40
-    // rows are not a multiple of 16, and 65,536 rows are too many.
+    // fewer parts of a row than warps, and more inputs than two buffers hold.
+    // The last two cases are unsupported: 40 rows are not a multiple of 16, and 65,536 rows are too many.
     let cases =
         [(16, 64), (5120, 2880), (2880, 4096), (4112, 64), (28_672, 192), (4096, 14_336), (40, 64), (65_536, 64)];
     for (rows, columns) in cases {
@@ -652,7 +651,7 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
     use crate::support::gpu;
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
-    // The matrix sizes of gpt-oss-20b and Llama-3.1-8B, and one unusual size.
+    // Matrix sizes of gpt-oss-20b and Llama-3.1-8B, and one unusual size.
     for (rows, columns) in [(5120, 2880), (2880, 4096), (201_088, 2880), (28_672, 4096), (4096, 14_336), (33, 72)] {
         for dtype in [DType::BF16, DType::F16, DType::F32] {
             let mut noise = Random(rows as u64);
@@ -671,7 +670,7 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
                     );
                 }
             }
-            // In the product of all tokens, token 130 has a different position in its group than in `product(130, 1)`.
+            // The input of `product(130, 1)` has token 130 in another row than `x`. The row must not matter.
             let all = values(&matmul_f32(&x, &weight, SumOrder::Fixed).unwrap().narrow(0, 130, 1).unwrap());
             assert!(
                 all == product(130, 1),

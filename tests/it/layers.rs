@@ -23,7 +23,7 @@ const LAYERS: &[&[&str]] = &[
     &["cli"],
 ];
 
-/// A module imports only from lower layers. Modules of the same layer do not import each other.
+/// A module imports only from lower layers, not from its own layer.
 #[test]
 fn no_module_imports_from_its_layer_or_above() {
     for reference in Sources::read().references() {
@@ -31,7 +31,7 @@ fn no_module_imports_from_its_layer_or_above() {
         if module == target {
             continue;
         }
-        // A path through a re-export in `lib.rs` (`crate::Name`) does not name the module, so its layer is unknown.
+        // A path through a re-export in `lib.rs` (`crate::Name`) does not show which module defines the name.
         let place = format!("{}:{}", reference.file.display(), reference.line);
         assert!(target.starts_with(char::is_lowercase), "{place}: import {target} from the module that defines it");
         assert!(layer(target) < layer(module), "{place}: {module} may not import {target}");
@@ -153,10 +153,10 @@ impl Sources {
         references
     }
 
-    /// Follows imports and re-exports. Returns the path where a name is defined.
+    /// Follows imports and re-exports. Returns the path of the definition that `path` leads to.
     fn definition(&self, path: &[String]) -> ModulePath {
         let mut path = path.to_vec();
-        // Stop after 20 steps. No chain of imports is that long.
+        // Stop after 20 steps, because imports can form a cycle.
         for _ in 0..20 {
             let Some(length) = (0..path.len()).rev().find(|length| self.0.contains_key(&path[..*length])) else {
                 break;
@@ -228,7 +228,7 @@ impl Sources {
 }
 
 impl Source {
-    /// Collects names and paths. `module` is the module of the file, and `scope` is the innermost inline module.
+    /// Collects names and paths. `module` is the module of the file. `scope` is that module or an inline module in it.
     fn scan(&mut self, tokens: TokenStream, module: &ModulePath, scope: &ModulePath) {
         let tokens: Vec<TokenTree> = tokens.into_iter().collect();
         let is_top = module == scope;
@@ -339,7 +339,8 @@ impl Source {
         self.imports.insert(name, target);
     }
 
-    /// Resolves a path in the code to its full path. Returns `None` if the path leads out of the crate.
+    /// Returns the full path that a path in the code stands for.
+    /// Returns `None` if the path starts with neither `crate`, `self`, `super` nor an imported name of this crate.
     fn resolve(&self, path: &[String], scope: &ModulePath) -> Option<ModulePath> {
         let mut base = scope.clone();
         let rest = match path[0].as_str() {

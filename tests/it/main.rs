@@ -3,8 +3,9 @@
 //! - kernels and layers: `kernels`, `quantized`, `decode_graph`
 //! - models against transformers: `golden`, `families`, `gguf`, `compressed`, `tokenizer`, `chat`, `full_size`
 //! - several devices: `ranks`, `rank_mistakes`, `rank_faults`, `ranks_on_gpus`
-//! - engine: `engine`, `engine_options`, `queued_steps`, `deterministic`, `prompt_logprobs`, `prefix_file`, `constraint`;
-//!   its parts with a virtual clock or random operations: `scheduler`, `fairness`, `blocks`
+//! - engine: `engine`, `engine_options`, `queued_steps`, `deterministic`, `prompt_logprobs`, `prefix_file`,
+//!   `constraint`
+//! - parts of the engine, with a virtual clock or random operations: `scheduler`, `fairness`, `blocks`
 //! - weights and memory: `weights`, `memory`, `truncated`; the hub: `hub`, `show`
 //! - server: `serve`
 //! - command line and terminal: `cli`, `configuration`, `conversation`, `journal`, `terminal`, `terminal_variants`,
@@ -17,7 +18,7 @@
 #[macro_use]
 extern crate inferno_test_macros;
 
-/// Passes printed text to the harness, which shows only the output of failed tests.
+/// Passes printed text to the harness. Captured text is shown only if the test fails.
 #[allow(unused_macros)]
 macro_rules! println {
     () => { crate::harness::print(format_args!("\n")) };

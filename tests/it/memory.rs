@@ -19,7 +19,7 @@ use crate::support::{demo_dir, golden, golden_models};
 /// Formats with blocks of 32 values (q8_0), with blocks of 256 values (q4_k, q3_k), and without blocks (int8).
 const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
-/// Checks that the estimate equals the number of bytes in memory after loading, in f32 and bf16.
+/// Checks that the estimated size of the weights equals the number of bytes after loading, in f32 and bf16.
 fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();
     let architecture = models::read_config(path).unwrap().architecture;
@@ -33,8 +33,8 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
         let decoder = architecture.build(&weights, 32).unwrap();
         let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
         assert_eq!(inventory.loaded_bytes(dtype), progress.resident_bytes(), "{name} {what} in {dtype:?}");
-        // A decode step of a dense model reads one embedding row, and all weights except an embedding that is not tied
-        // to the output matrix.
+        // A decode step of a dense model reads one embedding row and all other weights.
+        // It also reads the whole embedding if the embedding is tied to the output matrix.
         let is_dense = !name.contains("oss") && !name.contains("moe") && !name.contains("mixtral") && name != "demo";
         if let (true, true, Some(embedding)) =
             (is_dense, quantize.is_none(), checkpoint.info("model.embed_tokens.weight"))
@@ -116,7 +116,7 @@ fn estimates_of_gguf_files_equal_the_loaded_bytes() {
     }
     let (_folder, path) = saved(&convert_with_separate_experts(&golden("mixtral")));
     each_quantization("mixtral.gguf, separate experts", &path);
-    // K-quants, whose blocks are wider than an attention head.
+    // These files contain K-quants, whose blocks are wider than an attention head.
     for family in ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"] {
         let path = golden("gguf_quantized").join(format!("{family}.gguf"));
         check(&format!("quantized {family}.gguf"), &path, None);
@@ -128,9 +128,9 @@ fn estimates_of_gguf_files_equal_the_loaded_bytes() {
     }
 }
 
-/// For most models, an estimate from the headers alone equals the estimate from the whole files.
-/// For compressed-tensors models, the headers do not show the layout after loading, so the estimate may be low.
-/// Loading may pad rows to a multiple of 32 columns and give each row its own scale.
+/// Without compressed-tensors, an estimate from the headers alone equals the estimate from the whole files.
+/// With compressed-tensors, the estimate may be low, because the headers do not show the layout after loading:
+/// rows may be padded to a multiple of 32 columns, and each row may get its own scale.
 #[test]
 fn estimates_from_headers_agree_with_estimates_from_files() {
     for case in golden_models(|_| true).into_iter().chain(["trained"]) {

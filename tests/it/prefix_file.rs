@@ -25,7 +25,7 @@ fn check_round_trip(load: &dyn Fn() -> Engine, folder: &Path, length: usize) {
     let prompt = first.random_tokens(length as u64, length);
     let generated = answer(&first, &prompt).tokens;
     let blocks = length / BLOCK_TOKENS * BLOCK_TOKENS;
-    // With the generated tokens, the saved text may have one more full block than the prompt.
+    // The generated tokens may complete another block, so the saved prefix can be longer than the prompt's full blocks.
     let all = [&prompt[..], &generated[..7]].concat();
     let saved = first.save_prefix(&all, &path).unwrap();
     assert!(saved >= blocks && saved <= all.len(), "{saved}");
@@ -98,7 +98,8 @@ fn a_named_pipe_is_no_saved_prefix() {
     assert_eq!(answer(&engine, &[1, 2, 3]).tokens.len(), 8, "the engine must still answer");
 }
 
-/// Loads the demo model onto several ranks. It has 6 layers and 2 KV heads, so the third and fourth rank hold no heads.
+/// Loads the demo model, which has 6 layers and 2 KV heads, onto several ranks.
+/// With tensor parallelism, the third and fourth rank hold no heads.
 fn demo_on(ranks: usize, split: Split, context: usize) -> Engine {
     let devices = vec!["cpu"; ranks].join(",").parse().unwrap();
     Engine::builder(demo_dir()).devices(devices).split(split).context(context).load().unwrap()
@@ -170,7 +171,7 @@ fn several_ranks_ignore_the_prefix_of_another_model_and_reject_a_damaged_one() {
         let shape = b"\"shape\":[192,2,40]";
         let mut damaged = bytes.clone();
         let mut changed = 0;
-        // Change the shape in the header but keep the number of elements, so only the check of the shape detects it.
+        // Change the shape in the header, but keep the number of elements. Only a check of the shape finds this damage.
         for start in 0..damaged.len() - shape.len() {
             if damaged[start..].starts_with(shape) {
                 damaged[start..start + shape.len()].copy_from_slice(b"\"shape\":[192,1,80]");

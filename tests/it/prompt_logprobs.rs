@@ -8,7 +8,7 @@ use inferno::{Engine, EngineHandle, GenerateOptions, Request, RequestStream};
 use crate::support::demo_dir;
 use crate::support::engine::{GraphModel, demo, greedy};
 
-/// How many of the most likely tokens to report at each position.
+/// The number of most likely tokens reported at each position.
 const TOP: usize = 3;
 
 fn options(max_tokens: usize) -> GenerateOptions {

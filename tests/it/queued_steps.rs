@@ -1,6 +1,6 @@
 //! Tests of queued steps on the CPU. A queued step is planned before the tokens of the previous step are known.
 //!
-//! On a GPU, most steps are queued (see docs/architecture.md), so the batch tests in `engine.rs` also cover queued steps.
+//! On a GPU, most steps are queued (see docs/architecture.md), so the batch tests in `engine.rs` cover them too.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ pub fn demo() -> EngineBuilder<'static> {
     Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(320).sequences(2).chunk(64)
 }
 
-/// Returns a request's prompt and options. Requests differ in length, sampling parameters and finish reason.
+/// Returns a prompt and options. The requests differ in length, sampling parameters and finish reason.
 fn request(engine: &Engine, index: usize) -> (Vec<u32>, GenerateOptions) {
     let sampling = match index % 3 {
         0 => SamplingParams::greedy(),
@@ -106,7 +106,7 @@ fn steps_are_queued_ahead_unless_the_host_needs_the_logits() {
 
 #[test]
 fn queued_and_other_steps_mix() {
-    // A step that reports log probabilities must wait for the previous tokens. Only some requests ask for them.
+    // A step that reports log probabilities must wait for the previous tokens. Some requests ask for log probabilities.
     let change = |index: usize, options: &mut GenerateOptions| {
         edit_logits(index, options);
         if index.is_multiple_of(7) {
@@ -122,7 +122,7 @@ fn deterministic_answers_are_the_same_as_without_queued_steps() {
     check(demo().queue_on_cpu(true).load().unwrap(), demo().load().unwrap(), edit_logits);
 }
 
-/// A sampler that does not know its last token edits the logits and chooses a token like a sampler that knows it.
+/// A sampler that does not know the last token must edit logits and choose tokens like one that knows the last token.
 #[test]
 fn choices_with_a_token_in_flight_match_the_sampler_that_knows_the_token() {
     const VOCAB: usize = 40;
@@ -175,8 +175,8 @@ fn choices_with_a_token_in_flight_match_the_sampler_that_knows_the_token() {
     assert!(repeated > 100 && new > 100, "{repeated} repeated tokens, {new} new tokens");
 }
 
-/// Batches of 1 to 9 requests get the same answers from queued steps as from steps that wait. `--deterministic` makes
-/// the answers independent of the batch, so that they can be compared.
+/// Batches of 1 to 9 requests get the same answers from queued steps as from steps that wait.
+/// `--deterministic` makes an answer independent of its batch.
 #[test(gpu)]
 fn answers_with_edited_logits_are_the_same_on_a_gpu() {
     for name in ["mistral", "gpt_oss_graph"] {

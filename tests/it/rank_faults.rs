@@ -19,7 +19,7 @@ const FAULTS: [RankFault; 3] = [RankFault::Error, RankFault::Panic, RankFault::H
 /// The number of ranks in these tests. With tensor parallelism, the third rank holds no KV heads of the demo model.
 const RANKS: usize = 3;
 
-/// Longer than anything takes here on a busy machine, and shorter than a wait that does not end.
+/// The time limit for each wait in these tests. It also suffices on a busy machine.
 const LONG: Duration = Duration::from_secs(45);
 
 /// What the engine does while a rank fails.
@@ -47,7 +47,7 @@ fn expected(rank: usize, fault: RankFault) -> String {
     format!("GPU {} of {RANKS} {what}; the others were stopped", rank + 1)
 }
 
-/// The step before which a rank fails. It runs before the prompts or answers of the test are complete.
+/// Returns the number of the step before which a rank fails. The prompts or answers of the test need more steps.
 fn step(work: Work) -> u64 {
     match work {
         Work::Idle => 0,
@@ -86,7 +86,7 @@ fn check(rank: usize, fault: RankFault, work: Work, split: Split) {
         thread::sleep(Duration::from_millis(10));
     }
     let noticed = started.elapsed();
-    // A rank may take 5 s to answer.
+    // A rank that hangs is noticed after 5 s.
     assert!(fault != RankFault::Hang || noticed > Duration::from_millis(4900), "{name}: {noticed:?}");
     assert_eq!(engine.failure().unwrap().to_string(), expected(rank, fault), "{name}");
     assert!(engine.has_stopped() && !engine.is_responsive(Duration::from_secs(3600)), "{name}");
@@ -114,7 +114,7 @@ fn a_rank_that_fails_ends_the_engine_with_an_error_that_names_the_rank() {
                 (Work::Decode, Split::Layers),
                 (Work::QueuedDecode, Split::Tensor),
             ] {
-                // The first rank runs on the engine thread. While the engine is idle, this thread waits for requests.
+                // The first rank runs on the engine thread. While this thread waits for requests, it cannot fail.
                 for rank in usize::from(work == Work::Idle)..RANKS {
                     scope.spawn(move || check(rank, fault, work, split));
                 }

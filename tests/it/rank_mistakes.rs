@@ -1,8 +1,8 @@
 //! Classic mistakes of tensor parallelism, each of which must change the logits.
 //!
 //! The tests in `ranks` compare logits with those of transformers. These tests show that the comparison finds mistakes.
-//! To imitate a mistake, each rank loads its part from its own copy of the checkpoint. The copies are edited so that
-//! the ranks get the values that they would get if the code made the mistake.
+//! To imitate a mistake, each rank loads its part from its own edited copy of the checkpoint.
+//! The rank thus gets the values that it would get if the code made the mistake.
 
 use std::fs;
 use std::path::Path;
@@ -85,7 +85,8 @@ fn altered(case: &str, edit: &dyn Fn(&mut Stored)) -> (TempDir, bool) {
     (folder, has_changed)
 }
 
-/// Returns the relative error of the logits, compared with transformers. Rank i loads its part from `folders[i]`.
+/// Returns the relative error of the first rank's logits, compared with transformers.
+/// Rank i loads its part from `folders[i]`.
 fn logits_error(case: &str, folders: &[&Path]) -> f32 {
     let (ids, expected) = expected(&golden(case).join("golden.safetensors"));
     let logits = on_ranks(RANKS, |world| {
@@ -113,8 +114,8 @@ fn assert_found(mistake: &str, case: &str, edit: impl Fn(usize, &mut Stored)) {
     assert!(error > 2e-4, "{mistake} in {case}: the logits are off by only {error:e}");
 }
 
-/// Returns a `source` for [`Stored::move_rows`] that puts the first rows where the part of the second rank starts, as
-/// if that rank did not add the start of its part to row numbers.
+/// Returns a `source` for [`Stored::move_rows`] that copies the first rows to the part of the second rank.
+/// This imitates a rank that does not add the start of its part to row numbers.
 fn unsliced(rows: usize, unit: usize) -> impl Fn(usize) -> usize {
     let start = share(rows, unit, 1, RANKS).start;
     move |row| row.checked_sub(start).unwrap_or(row)

@@ -1,7 +1,7 @@
 //! Tests of several ranks that run one model together, as threads on the CPU.
 //!
 //! The ranks hold different parts of each matrix. The logits must agree with transformers as closely as on one rank.
-//! The logits must also be equal bit for bit on all ranks. Otherwise, the ranks would choose different tokens.
+//! The logits must also be equal bit for bit on all ranks. Otherwise, the ranks could choose different tokens.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -103,7 +103,7 @@ pub fn assert_ranks_agree(name: &str, ranks: &[Vec<f32>], expected: &[f32], tole
     assert!(error < tolerance, "{name} on {} ranks: the logits are off by {error:e}", ranks.len());
 }
 
-/// Returns the token ids and the logits that transformers computed, from the safetensors file of a golden model.
+/// Reads the token ids, and the logits that transformers computed, from the safetensors file of a golden model.
 pub fn expected(file: &Path) -> (Vec<u32>, Vec<f32>) {
     let golden = safetensors::load(file, &Device::Cpu).unwrap();
     let ids = golden["ids"].to_vec1::<i64>().unwrap();
@@ -121,8 +121,8 @@ fn logits_of_every_family_agree_with_transformers() {
     }
 }
 
-/// A rank that holds whole layers computes them like a single rank, and the head gives the same bits for any number of
-/// rows. So all ranks have exactly the logits of one rank.
+/// A rank computes its whole layers like a single rank. The head gives the same bits for any number of rows.
+/// All ranks therefore have exactly the logits of one rank.
 #[test]
 fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
     let check = |name: &str, path: &Path, ids: &[u32], expected: &[f32], tolerance: f32| {
@@ -148,8 +148,8 @@ fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
     }
 }
 
-/// Each rank scales the inputs of o_proj and down_proj by the largest value in its own columns, as vLLM does.
-/// With dynamic scales, the results therefore match the results of one rank only to about 8 bits.
+/// With dynamic scales, each rank scales the inputs of o_proj and down_proj by the largest value in its own columns,
+/// as vLLM does. The results therefore match the results of one rank only to about 8 bits.
 /// With scales from the file (fp8_static), all ranks round every input like one rank, so rounding adds no error:
 /// make_compressed.py chooses tokens for which the order of summation never moves an input across a rounding boundary.
 #[test]
@@ -285,7 +285,7 @@ fn engines_of_several_ranks_answer_like_one_rank() {
     }
 }
 
-/// A rank needs at least one layer, but can do without a part of each matrix.
+/// With `Split::Layers`, every rank needs a layer. With `Split::Tensor`, a rank may hold no part of a matrix.
 #[test]
 fn layers_are_divided_among_no_more_ranks_than_there_are_layers() {
     let layers = models::read_config(&demo_dir()).unwrap().architecture.cache_layers().len();

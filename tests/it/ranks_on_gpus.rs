@@ -20,8 +20,8 @@ use crate::ranks::{CONTEXT, assert_ranks_agree, expected, logits_on, on_ranks, s
 use crate::support::engine::{Answer, GraphModel, assert_greedy, generate, generate_at_once, two_gpus};
 use crate::support::{GoldenKind, golden, golden_models, logits_of};
 
-/// Lets only one of these tests run at a time. While a GPU waits for another GPU, no program may load kernels or
-/// allocate memory on either GPU, as another test would.
+/// Lets only one of these tests run at a time, because another test would load kernels and allocate memory.
+/// While one GPU waits for another, no program may do so on either GPU.
 fn one_at_a_time() -> MutexGuard<'static, ()> {
     static GPUS: Mutex<()> = Mutex::new(());
     GPUS.lock().unwrap_or_else(PoisonError::into_inner)
@@ -38,8 +38,8 @@ fn on_gpus<T: Send>(size: usize, work: impl Fn(&World, &Device, &dyn Exchange) -
     })
 }
 
-/// Returns the elements of `x`. Synchronizes before the copy to the host: on a shared GPU, a copy that waits for an
-/// exchange would keep the other ranks from launching kernels.
+/// Returns the elements of `x`. Synchronizes before the copy to the host:
+/// on a shared GPU, a copy that waits for an exchange would keep the other ranks from launching kernels.
 fn on_host(x: &Tensor) -> Vec<f32> {
     x.device().synchronize().unwrap();
     x.flatten_all().unwrap().to_vec1().unwrap()
@@ -52,7 +52,7 @@ fn gpus_exchange_tensors_of_all_sizes() {
     for size in [2, 3, 4] {
         on_gpus(size, |world, device, exchange| {
             for round in 0..3 {
-                // The last tensor is larger than a region of a mailbox.
+                // The last two tensors are larger than a region of a mailbox.
                 for count in [1, 3, 4, 2880, 2881, 8 * 2880, 5_000_000, 5_000_003] {
                     let x: Vec<f32> = (0..count).map(|i| value(world.rank(), i + round)).collect();
                     let x = Tensor::from_vec(x, count, device).unwrap();
@@ -90,7 +90,7 @@ fn gpus_exchange_tensors_of_all_sizes() {
 }
 
 /// Runs many sums in a row and compares each one with the sum that was computed beforehand.
-/// `INFERNO_TEST_EXCHANGES` sets the number of sums.
+/// `INFERNO_TEST_EXCHANGES` sets the number of sums, which is 10,000 by default.
 #[test(gpu)]
 fn many_sums_in_a_row_are_exact() {
     const TENSORS: usize = 16;
@@ -105,7 +105,7 @@ fn many_sums_in_a_row_are_exact() {
         let parts: Vec<_> = (0..TENSORS).map(|k| tensor(&|i| value(world.rank(), k, i))).collect();
         let expected = |k, i| (0..size).map(|rank| value(rank, k, i)).sum::<f32>();
         let expected: Vec<_> = (0..TENSORS).map(|k| tensor(&|i| expected(k, i))).collect();
-        // Load all kernels before the first sum.
+        // Load all kernels before the first sum: while a rank waits for another rank, no kernels can be loaded.
         let zeros = parts[0].zeros_like().unwrap();
         let mut error = (&zeros - zeros.clone()).unwrap().abs().unwrap().maximum(&zeros).unwrap();
         device.synchronize().unwrap();
@@ -185,8 +185,8 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
     assert!(errors.iter().all(|error| error.contains("GPU 2 of 2 does not answer")), "{errors:?}");
 }
 
-/// A first launch may take long, because hosts load kernels before it. Between two launches of graphs, they load none,
-/// so a host that hangs there is noticed within the short time limit for a GPU.
+/// A first launch may take long, because hosts load kernels before it. Between two launches of graphs, they load none.
+/// A host that hangs between the launches is therefore noticed within the short time limit for a GPU.
 #[test(gpu)]
 fn a_host_that_does_not_launch_its_graph_ends_the_world() {
     let _guard = one_at_a_time();
@@ -205,7 +205,7 @@ fn a_host_that_does_not_launch_its_graph_ends_the_world() {
 }
 
 /// Runs each golden model token by token on the decode graphs of two ranks.
-/// Only models that are split over both ranks have decode graphs.
+/// Skips models for which a rank has no decode graph.
 #[test(gpu)]
 fn decode_graphs_of_ranks_agree_with_transformers() {
     let _guard = one_at_a_time();
@@ -263,7 +263,7 @@ fn graph_logits(
     Some(ids.iter().enumerate().flat_map(step).collect())
 }
 
-/// Runs two ranks on two GPUs, or on the same GPU if there is only one.
+/// Runs two ranks on two GPUs, or on the same GPU if there is only one. Some cases run eight ranks on one GPU.
 #[test(gpu)]
 fn ranks_on_gpus_agree_with_transformers() {
     let _guard = one_at_a_time();
@@ -314,7 +314,7 @@ fn engines_of_several_gpus_answer_many_requests() {
     for split in [Split::Tensor, Split::Layers] {
         let together = answers(&engine(two_gpus(), split));
         assert!(together.iter().all(|tokens| tokens.len() == 40));
-        // A near tie can change a greedy token, so a few answers may differ.
+        // In a near tie, rounding can change the greedy token, so a few answers may differ.
         let same = together.iter().zip(&alone).filter(|(a, b)| a == b).count();
         println!("{split:?}: {same} of 12 answers are the same as on one GPU");
         assert!(same >= 10, "{split:?}: only {same} of 12 answers are the same as on one GPU");

@@ -19,7 +19,7 @@ fn most_blocks(windows: &[Option<usize>], tokens: usize, chunk: usize) -> usize 
     windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
 }
 
-/// A simulated request, with the length of its answer.
+/// A simulated request.
 #[derive(Clone, Debug)]
 struct Request {
     prompt: Vec<u32>,
@@ -35,7 +35,8 @@ struct Request {
     /// The number of forks of this request. The forks follow their parent in the list of requests.
     forks: usize,
     is_fork: bool,
-    /// If set, divides the prompt. The passes of this sequence end at the ends of these parts.
+    /// The division of the prompt into parts, if set. Otherwise, the configuration decides.
+    /// No pass crosses the end of a part.
     prompt_parts: Option<PromptParts>,
 }
 
@@ -76,8 +77,8 @@ struct Tracked {
     ahead: usize,
 }
 
-/// The sort key of a waiting sequence. The smallest key starts first. Sequences that were preempted twice come first.
-/// Then the order is by arrival plus 2 seconds per priority level (in nanoseconds), by arrival, and by id.
+/// The sort key of a waiting sequence: whether the sequence was preempted fewer than twice,
+/// its arrival plus 2 s per priority level (in nanoseconds), its arrival, and its id. The smallest key starts first.
 type Rank = (bool, i128, Duration, SequenceId);
 
 struct Simulator<'a> {
@@ -91,8 +92,9 @@ struct Simulator<'a> {
     unfinished: BTreeSet<SequenceId>,
     /// The submitted sequences that are waiting to run, except pending forks. The most senior sequence comes first.
     waiting: BTreeSet<Rank>,
-    /// The sequences that the current plan preempted, if the plan also started forks. Forks start without a reserve of
-    /// free blocks, so a fork can displace a running sequence after the plan has admitted a new sequence.
+    /// The sequences that the current plan preempted, if the plan also started forks.
+    /// Forks start without a reserve of free blocks.
+    /// A fork can therefore displace a running sequence after the plan has admitted a new sequence.
     displaced: BTreeSet<SequenceId>,
     /// Submitted forks that are waiting for the prompt of another sequence.
     pending: BTreeSet<SequenceId>,
@@ -125,7 +127,7 @@ struct Summary {
     /// The number of forks that started with the blocks of another sequence.
     forked: usize,
     hit_tokens: u64,
-    /// The number of chunks that exceed half of the token budget.
+    /// The number of chunks that exceed the limit in `Simulator::check_chunks`, about half of the token budget.
     long_chunks: usize,
     steps: usize,
     duration: Duration,
@@ -222,8 +224,8 @@ impl<'a> Simulator<'a> {
             self.scheduler.submit(NewSequence { arrival, ..new });
         }
         let rank = self.rank(id);
-        // While a sequence is waiting, every step computes at least one token of a sequence that arrived earlier or
-        // is more senior. A sequence is preempted at most twice, so each of its tokens is computed at most three times.
+        // While a sequence is waiting, every step computes at least one token of an earlier or a more senior sequence.
+        // A sequence is preempted at most twice, so each of its tokens is computed at most three times.
         let steps = |id: SequenceId| {
             let Request { prompt, answer, .. } = &self.scenario.requests[id as usize];
             // A step that is planned ahead can compute a token after the end of an answer.
@@ -256,7 +258,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Finds the forks that no longer wait for the prompt of another sequence.
+    /// Marks the pending forks that the plan started as running. Moves pending forks without a parent to `waiting`.
     fn update_forks(&mut self, plan: &StepPlan) {
         for id in self.pending.clone() {
             if plan.expired.contains(&id) || self.scheduler.parent(id).is_some() {
@@ -322,7 +324,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Checks that a plan keeps every guarantee of the scheduler, and updates the simulator.
+    /// Checks a plan against the guarantees of the scheduler, and updates the simulator.
     fn check(&mut self, plan: &StepPlan) {
         self.steps += 1;
         self.check_expired(plan);
@@ -408,8 +410,8 @@ impl<'a> Simulator<'a> {
 
     /// Returns the running sequences whose prompts the plan leaves unfinished.
     fn undone(&self, plan: &StepPlan, decoding: &BTreeSet<SequenceId>) -> BTreeSet<SequenceId> {
-        // A sequence with pending forks leaves its last prompt token to the next step. With prompt parts, every sequence
-        // leaves its last prompt token to the next step, and then computes one token per step.
+        // A sequence with pending forks leaves its last prompt token to the next step.
+        // A sequence with prompt parts does so too, and then computes one token per step.
         let parents: BTreeSet<_> = self.pending.iter().filter_map(|&fork| self.scheduler.parent(fork)).collect();
         let is_done = |id: &SequenceId| {
             let last = self.scenario.requests[*id as usize].prompt.len() - 1;
@@ -420,16 +422,16 @@ impl<'a> Simulator<'a> {
             let is_complete = self.awaits_last_token(*id);
             is_complete || decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == end)
         };
-        // With several tenants, a plan may leave out a running sequence. This happens if the only way to free blocks
-        // for it would be to preempt a newly started sequence of another tenant.
+        // With several tenants, a plan may leave out a running sequence that finds no free blocks,
+        // because a newly started sequence of another tenant is not preempted for it.
         let has_work = |id: &SequenceId| !self.has_tenants || plan.work.iter().any(|work| work.id == *id);
         self.tracked_running().into_iter().filter(|id| has_work(id) && !is_done(id)).collect()
     }
 
     /// Checks that a chunk exceeds half of the token budget only if the step completes all other running prompts.
     fn check_chunks(&mut self, plan: &StepPlan, undone: &BTreeSet<SequenceId>) {
-        // With prompt parts, a step rounds its remaining budget up to whole parts, so a chunk can be almost one part
-        // longer.
+        // With prompt parts, a step rounds its remaining budget up to whole parts.
+        // A chunk can therefore be longer by almost one part.
         let part = self.part_tokens();
         let longest = self.scenario.config.token_budget.div_ceil(2).max(part.unwrap_or(1)) + part.unwrap_or(0);
         for SequenceWork { id, .. } in plan.work.iter().filter(|work| work.range.len() > longest) {
@@ -575,8 +577,8 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns the digest of the keys and values at a position. It depends on all tokens up to the position, on the
-    /// pass and on the group.
+    /// Returns the digest of the keys and values at a position.
+    /// The digest depends on all tokens up to the position, on the pass and on the group.
     fn digest(&self, id: SequenceId, group: usize, pass: Range<usize>, position: usize) -> u64 {
         let tokens = self.tracked[id as usize].digests[position];
         digest(digest(tokens, pass.start as u64), pass.end as u64).wrapping_add(group as u64)
@@ -603,7 +605,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Commits a step whose tokens are not known yet.
+    /// Commits a planned step before its tokens are known.
     fn expect(&mut self, plan: StepPlan) {
         for &SequenceWork { id, ref range, is_last } in &plan.work {
             let tracked = &mut self.tracked[id as usize];
@@ -638,7 +640,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Commits a step, and appends the sampled tokens.
+    /// Commits a step, appends the sampled tokens, and ends the sequences that are complete.
     fn finish_step(&mut self, plan: &StepPlan) {
         for &SequenceWork { id, ref range, is_last } in &plan.work {
             self.scheduler.advance(id, range.end);
@@ -680,7 +682,7 @@ fn skewed(random: &mut Random, most: usize) -> usize {
 
 /// Returns a random scheduler and `count` random requests.
 fn random_scenario(seed: u64, count: usize) -> Scenario {
-    // Similar seeds produce similar first random numbers, so mix the seed first.
+    // Similar seeds would produce similar random numbers at first, so hash the seed.
     let mut random = Random(digest(seed, 1));
     let random = &mut random;
     // Short prompts, long answers and few blocks lead to preemptions.
@@ -729,7 +731,7 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
         };
         let text = random.below(texts.len());
         let mut prompt = texts[text][..len].to_vec();
-        // In about half of the prompts, random tokens follow a prefix that other prompts share.
+        // About half of the prompts continue with random tokens after a prefix that other prompts share.
         let shared = random.below(2 * len);
         prompt.iter_mut().skip(shared).for_each(|token| *token = random.below(1000) as u32);
         let room = (context - len).max(1);
@@ -1028,7 +1030,7 @@ fn a_sequence_that_is_preempted_twice_runs_to_its_end() {
 fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget() {
     let mut reached = BTreeSet::new();
     for head_start in 1..4 {
-        // The prompt of sequence 0 needs 10 of 11 blocks. While it is prefilled, sequence 1 grows to three blocks.
+        // The prompt of sequence 0 needs 10 of 11 blocks. During this prefill, sequence 1 grows to three blocks.
         let config = SchedulerConfig { token_budget: 4, max_sequences: 2, context: 640, prompt_parts: None };
         let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 12));
         submit(&mut scheduler, 0, 600, 10);

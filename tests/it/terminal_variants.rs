@@ -1,4 +1,4 @@
-//! Tests of the chat with resized windows, dumb terminals, the C locale and huge pastes.
+//! Tests of the chat in unusual terminals and with unusual input.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -57,7 +57,7 @@ fn folding_and_unfolding_reasoning_changes_no_words() {
     chat.send(b"\x0f");
     let unfolded = wait_for_end(&mut chat);
     assert_eq!(words(&chat.bright_rows()), answers);
-    // On a busy machine, the first reasoning may end before the second Ctrl-O. It then stays folded.
+    // On a busy machine, the first reasoning may end before the second Ctrl-O, and then stays folded.
     assert!(unfolded == plain || unfolded.iter().any(|word| word == "thought:"), "{unfolded:?}\n{plain:?}");
 
     let mut chat = Screen::chat(&home, &LONG);

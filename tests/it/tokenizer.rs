@@ -32,7 +32,7 @@ fn ids_agree_with_llama_cpp() {
         let mut checked = 0;
         for (text, ids) in inputs.iter().zip(&outputs) {
             let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
-            // The expected ids do not start with BOS, and `ControlTokens::Text` does not add it.
+            // llama.cpp's expected ids have no BOS. `ControlTokens::Text` adds none.
             assert_eq!(tokenizer.encode(text, ControlTokens::Text).unwrap(), want, "{model}: {text:?}");
             checked += 1;
         }
@@ -80,14 +80,14 @@ fn a_character_after_incomplete_ones_is_streamed_whole() {
         streamed.push_str(&stream.finish(&tokenizer).unwrap());
         assert!(streamed.ends_with("🙙é"), "{invalid}: {streamed:?}");
     }
-    // If only ids without a token follow, an incomplete character is not held back forever.
+    // An incomplete character must not be held back forever if all later ids have no token.
     let mut stream = TextStream::new();
     stream.push(&tokenizer, id_of(0xF0)).unwrap();
     let text: String = (0..20).map(|_| stream.push(&tokenizer, u32::MAX).unwrap()).collect();
     assert_eq!(text, "\u{FFFD}");
 }
 
-/// Asserts that the token bytes of a text equal the bytes of the text. Some tokenizers add a leading space.
+/// Asserts that the tokens of a text have the bytes of the text, except for a leading space that some tokenizers add.
 fn assert_bytes_are_complete(tokenizer: &Tokenizer, name: &str) {
     let text = "naïve 你好 🦀🏳️‍🌈\n\tfn main() {}  twice";
     let ids = tokenizer.encode(text, ControlTokens::Text).unwrap();

@@ -1,4 +1,6 @@
-//! Compares the logits of GGUF models with the logits that transformers computes from the original checkpoints.
+//! Tests of GGUF models: their logits, invalid files, and the demo model as a GGUF file.
+//!
+//! transformers computes the expected logits from the original checkpoints.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -21,7 +23,7 @@ fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
     let checkpoint = Checkpoint::open(path)?;
     let progress = LoadProgress::silent();
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress)?;
-    // LongRoPE chooses its factors by the context length, so use the context length of golden.rs.
+    // LongRoPE chooses its factors by the context length. golden.rs uses the length 160 too.
     let decoder = config.architecture.build(&weights, 160)?;
     Ok(values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu)?))
 }
@@ -31,7 +33,7 @@ fn error(writer: &Writer) -> String {
     format!("{:#}", logits(&path, &[1, 2, 3]).expect_err("an error"))
 }
 
-/// If `INFERNO_GGUF_OUT` is set, also copies the GGUF files to that folder for `tests/golden/check_gguf.py`.
+/// Copies the GGUF files to the folder `INFERNO_GGUF_OUT`, if set. `tests/golden/check_gguf.py` reads this folder.
 #[test]
 fn logits_agree_with_transformers() {
     for case in golden_models(|model| model.has_gguf) {
@@ -49,7 +51,7 @@ fn logits_agree_with_transformers() {
     }
 }
 
-/// Mixtral files had one tensor per expert matrix until spring 2024.
+/// Mixtral GGUF files from before spring 2024 have one tensor per expert and matrix.
 #[test]
 fn experts_in_separate_tensors_load() {
     let dir = golden("mixtral");
@@ -60,7 +62,7 @@ fn experts_in_separate_tensors_load() {
     assert!(error < 1e-5, "logits are off by {error:e}");
 }
 
-/// The logits may differ only because of the order of summation.
+/// The tolerance allows only for sums in a different order.
 /// `tests/it/gguf/blocks.rs` and `tests/it/quantized/mod.rs` check that the dequantized values are equal bit for bit.
 #[test]
 fn quantized_and_dequantized_weights_give_equal_logits() {
@@ -157,7 +159,7 @@ fn unknown_tensors_and_architectures_are_errors() {
     assert!(error.contains("architecture 'mamba' is not supported") && error.contains("qwen3moe"), "{error}");
 }
 
-/// Only old Mixtral files have a tensor per expert. No converter has ever written gpt-oss files this way.
+/// No converter writes gpt-oss files with one tensor per expert.
 #[test]
 fn gpt_oss_experts_in_separate_tensors_are_an_error() {
     let mut file = Writer::new().string("general.architecture", "gpt-oss").u32("gpt-oss.block_count", 1);
@@ -201,7 +203,6 @@ fn demo_model_plays_from_a_gguf_file() {
     let (folder, file) = saved(&demo_as_gguf());
     assert_eq!(ask(file.to_str().unwrap()), want);
     assert_eq!(ask(folder.path().to_str().unwrap()), want);
-    // The file name alone is enough for a file in the current directory.
     std::fs::copy(&file, home.path().join("copy.gguf")).unwrap();
     assert_eq!(ask("copy.gguf"), want);
 
@@ -238,7 +239,7 @@ fn demo_model_plays_from_a_gguf_file() {
     assert_eq!(ids, wanted);
 }
 
-/// Opening a GGUF file parses its whole header, which takes time, so inferno opens the file only once per load.
+/// inferno opens a GGUF file once per load, because each opening parses the whole header.
 /// The config, vocabulary, chat template, sampling defaults and tensors all come from the same open file.
 #[test]
 fn loading_a_model_opens_its_gguf_file_once() {

@@ -1,6 +1,6 @@
-//! Loads one quantized GGUF file per family, and compares its logits with the expected logits.
+//! Compares the logits of quantized GGUF files with the logits of transformers.
 //!
-//! transformers computes the expected logits from the dequantized weights (`tests/golden/make_gguf_quantized.py`).
+//! `tests/golden/make_gguf_quantized.py` writes the files, and runs transformers on the dequantized weights.
 
 use candle_core::{DType, Device, safetensors};
 use inferno::models;
@@ -31,7 +31,7 @@ fn check(family: &str, device: &Device, dtype: DType) {
     let logits = values(&logits_of(&decoder, &ids, dtype, device).unwrap());
     let error = relative_error(&logits, &values(&expected["logits"]));
     println!("{family} on {:?} in {dtype:?}: logits are off by {error:e}", device.location());
-    // The GPU tolerances match those in golden.rs.
+    // golden.rs has the same tolerances, except on the CPU.
     let tolerance = match (device, dtype) {
         (Device::Cpu, DType::F32) => 1e-5,
         (_, DType::F32) => 1e-4,
@@ -46,8 +46,8 @@ fn check(family: &str, device: &Device, dtype: DType) {
         "{family} in {dtype:?}"
     );
     if dtype == DType::F32 {
-        // Weights take as many bytes in memory as in the file. The exception is gate and up projections whose types
-        // differ from each other: they become f32.
+        // At f32, tensors take as many bytes in memory as in the file, with one exception:
+        // gate and up projections of two different types become f32.
         let two_types = checkpoint.info("model.layers.1.mlp.experts.gate_up_proj");
         let extra_bytes = two_types.map_or(0, |info| 4 * info.elements() as u64 - info.bytes() as u64);
         assert_eq!(two_types.is_some(), ["mixtral", "qwen3_moe"].contains(&family), "{family}");

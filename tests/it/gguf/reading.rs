@@ -1,4 +1,4 @@
-//! Reads a file written by Python's gguf package, and compares the contents with what the package itself reads.
+//! Tests of the GGUF reader. Python's gguf package wrote `tiny.gguf`, and read its contents for `tiny.json`.
 
 use inferno::weights::gguf::{GgufCheckpoint, Metadata, Value, ValueType};
 use inferno::weights::read_ahead::Retention;

@@ -13,7 +13,7 @@ use crate::support::fixtures;
 use crate::support::gguf::vocabulary::{BYTE, CONTROL, Converted, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, converted};
 use crate::support::gguf::writer::Writer;
 
-/// Builds a tokenizer from the header of a GGUF file.
+/// Builds a tokenizer from the metadata of a GGUF file.
 fn tokenizer(writer: &Writer) -> Tokenizer {
     let bytes = writer.bytes();
     let header = Header::parse(&bytes).unwrap();
@@ -29,7 +29,7 @@ fn check_vectors(name: &str, fixtures: &Path, tokenizer: &Tokenizer) {
     let mut checked = 0;
     for (text, ids) in inputs.split("\n__ggml_vocab_test__\n").zip(outputs.lines()) {
         let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
-        // The expected ids do not start with BOS, and `ControlTokens::Text` does not add it.
+        // llama.cpp's expected ids have no BOS. `ControlTokens::Text` adds none.
         assert_eq!(tokenizer.encode(text, ControlTokens::Text).unwrap(), want, "{name}: {text:?}");
         checked += 1;
     }
@@ -53,7 +53,7 @@ fn gguf_vocabulary_agrees_with_llama_cpp() {
     assert_eq!((special.bos, special.eos, special.stop), (Some(50256), Some(50256), vec![50256]));
 }
 
-/// Models with a tokenizer.json: (folder, pre-tokenizer name, name of llama.cpp's test vectors).
+/// Byte-level BPE models with a tokenizer.json, as (folder, pre-tokenizer, name of llama.cpp's test vectors).
 const BYTE_LEVEL: &[(&str, &str, &str)] = &[
     ("gpt2", "gpt-2", "gpt-2"),
     ("Llama-3.1-8B-Instruct", "llama-bpe", "llama-bpe"),
@@ -83,8 +83,9 @@ fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
     vocabulary.tokens.iter().enumerate().map(score).collect()
 }
 
-/// A naive reference implementation of SentencePiece.
-/// Repeatedly merges the adjacent pair that forms the piece with the highest score. Ties go to the leftmost pair.
+/// Returns the token ids of `text`, computed by a slow reference implementation of SentencePiece.
+/// Each merge takes the adjacent pair whose piece has the highest score. Ties go to the leftmost pair.
+/// Text that is not a piece becomes byte tokens.
 fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec<u32> {
     let pieces: HashMap<&str, usize> =
         model.tokens.iter().enumerate().map(|(id, token)| (token.as_str(), id)).collect();
@@ -112,7 +113,7 @@ fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec
     ids
 }
 
-/// Compares ids with [`sentencepiece_reference`]. Some texts contain pieces with equal scores, to test ties.
+/// Compares ids with [`sentencepiece_reference`]. Runs of spaces test ties: in Llama 2, they have the same score.
 #[test(fixtures)]
 fn merges_agree_with_sentencepiece() {
     let fixtures = fixtures();
@@ -142,7 +143,7 @@ fn merges_agree_with_sentencepiece() {
 }
 
 /// Reads the pieces and scores of a SentencePiece model.
-/// In the protobuf message, every field with number 1 is a piece. Fields 1, 2 and 3 of a piece: text, score and type.
+/// In the protobuf message, each field 1 is a piece. A piece has a text (field 1), a score (2) and a type (3).
 fn sentencepiece_model(bytes: &[u8]) -> (Converted, Vec<f32>) {
     let mut found = Converted { tokens: Vec::new(), types: Vec::new(), merges: Vec::new() };
     let mut scores = Vec::new();
@@ -166,7 +167,7 @@ fn sentencepiece_model(bytes: &[u8]) -> (Converted, Vec<f32>) {
     (found, scores)
 }
 
-/// Returns the fields of a protobuf message as (field number, bytes).
+/// Returns the fields of a protobuf message as (field number, bytes). A varint stays encoded.
 fn fields(mut bytes: &[u8]) -> Vec<(u64, &[u8])> {
     fn varint(bytes: &mut &[u8]) -> u64 {
         let mut value = 0;
@@ -247,7 +248,7 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
     assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
 }
 
-/// Compares ids and decoded text with tokenizer.json, both with control tokens parsed and with control tokens as text.
+/// A tokenizer from GGUF metadata and one from tokenizer.json must agree on ids, decoded text and control tokens.
 #[test(fixtures)]
 fn converted_vocabularies_agree_with_tokenizer_json() {
     let fixtures = fixtures();
@@ -336,7 +337,7 @@ fn every_token_type_is_encoded_correctly() {
         let tokenizer = tokenizer(&vocabulary.byte_level(pre));
         let encode = |text, controls| tokenizer.encode(text, controls).unwrap();
         assert_eq!(encode("ab", ControlTokens::Text), [256], "{pre}");
-        // With `ControlTokens::Text`, neither merges nor a whole-word match may produce a control token.
+        // With `ControlTokens::Text`, neither a merge nor a lookup of the whole word may produce a control token.
         assert_eq!(encode("abc", ControlTokens::Text), [256, u32::from(b'c')], "{pre}");
         assert_eq!(encode("abc", ControlTokens::Parse), [257], "{pre}");
         assert_eq!(encode("<think>", ControlTokens::Parse), [258], "{pre}");
@@ -348,7 +349,6 @@ fn every_token_type_is_encoded_correctly() {
     }
 }
 
-/// Tests the pre-tokenizers on texts that they split differently and that llama.cpp's test vectors do not contain.
 #[test]
 fn pre_tokenizers_split_differently() {
     let vocabulary = small(|tokens, types, merges| {

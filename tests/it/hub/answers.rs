@@ -208,7 +208,7 @@ fn malformed_listings_are_one_error() {
 
 #[test]
 fn huge_answers_are_not_read_to_the_end() {
-    // The listing is 200 MB long. The program must stop reading at the limit of 64 MB.
+    // The listing is 200 MiB long. The program must stop reading at the limit of 64 MB.
     let fake = with_listing(vec![b' '; 200 << 20]);
     let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
     output.assert_fails(5, &["the list of files is larger than 64 MB"]);
@@ -221,7 +221,7 @@ fn huge_answers_are_not_read_to_the_end() {
         let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
         output.assert_fails(1, &["model.safetensors.index.json is too large (41.9 MB)"]);
     }
-    // The limit of 100 MB applies to each header and to their total. Here, each header is 90 MB long.
+    // The limit of 100 MB applies to each header and to all headers together. Each of these headers claims 90 MB.
     let name = |number: usize| format!("{number}.safetensors");
     let map: Vec<String> = (0..20).map(|number| format!(r#""{number}":"{}""#, name(number))).collect();
     let index = format!(r#"{{"weight_map":{{{}}}}}"#, map.join(","));

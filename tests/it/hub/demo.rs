@@ -60,7 +60,6 @@ fn many_processes_repair_a_damaged_demo() {
             let output = process.wait_with_output().unwrap();
             assert!(output.status.success(), "{}", text(&output.stderr));
         }
-        // The directory contains exactly the demo's files, and no temporary files.
         assert_eq!(paths_below(&demo), paths_below(&demo_dir()));
         for name in paths_below(&demo) {
             assert!(fs::read(demo.join(&name)).unwrap() == fs::read(demo_dir().join(&name)).unwrap(), "{name}");
@@ -97,7 +96,7 @@ fn leftovers_of_the_demo_are_pruned() {
     let home = TempDir::new().unwrap();
     let demo = demo_path(&home);
     fs::write(demo.join("model.safetensors.123-4.tmp"), [0; 3000]).unwrap();
-    // Earlier versions of inferno wrote the demo to a temporary directory first.
+    // Earlier versions of inferno could leave such a temporary directory.
     let old = demo.with_extension("567-0.tmp");
     fs::create_dir(&old).unwrap();
     fs::write(old.join("config.json"), [0; 1000]).unwrap();
@@ -158,7 +157,6 @@ fn demo_has_no_revisions() {
         assert_fails(&inferno(&home).args(command).output().unwrap(), 3, &["the demo model has no revisions"]);
     }
     assert!(demo.exists(), "a failed command deleted the demo");
-    // `--revision` with a local file is an error, because local files have no revisions.
     let folder = demo.to_str().unwrap();
     let output = inferno(&home).args(["show", folder, "--revision", "x"]).output().unwrap();
     assert_fails(&output, 3, &["local files have no revisions"]);

@@ -49,7 +49,6 @@ fn repair_fetches_only_bad_and_missing_files() {
     assert!(verify(&machine.hub()).is_empty());
     assert!(machine.hub().find(REPO, None).is_ok());
 
-    // Delete two links and truncate a blob.
     let snapshot = machine.repo().join("snapshots").join(COMMIT);
     fs::remove_file(snapshot.join(SHARDS[0])).unwrap();
     fs::remove_file(snapshot.join("config.json")).unwrap();
@@ -81,7 +80,7 @@ fn error_says_why_a_file_cannot_be_repaired() {
     fake.change(|state| state.commit = "e".repeat(40));
     assert!(machine.hub().repair(&checked[0], &()).unwrap_err().to_string().contains("instead of commit"));
 
-    // Only the name of a blob contains a hash, so files that are not links to blobs cannot be verified.
+    // The hash of a file is the name of its blob. Files that are not links to blobs therefore cannot be verified.
     // inferno does not repair the shared cache.
     machine.write_snapshot("shared", "org/other", COMMIT, &COMPLETE);
     let checked = machine.hub().verify(Some("org/other"), None, &()).unwrap();

@@ -19,7 +19,7 @@ use tempfile::TempDir;
 
 use crate::support::fake_hub::{COMMIT, FakeHub, Fault, HubState, INDEX, REPO, SHARDS, etag, pattern};
 
-/// Returns limits with almost no wait before a retry.
+/// Returns limits for fast tests: short waits before retries, and progress that is saved at once.
 fn fast_limits() -> Limits {
     let ms = Duration::from_millis;
     Limits { first_wait: ms(1), max_wait: ms(2_500), save_interval: ms(0), max_failures: 4, ..Limits::default() }
@@ -67,7 +67,7 @@ impl Machine {
         self.dir.path().join("own/models--org--tiny-model")
     }
 
-    /// Writes a snapshot and its ref into a cache. Like some other tools, writes regular files instead of links.
+    /// Writes a snapshot and its ref into a cache. The snapshot has regular files instead of links to blobs.
     fn write_snapshot(&self, cache: &str, repo: &str, commit: &str, files: &[(&str, &[u8])]) -> PathBuf {
         let repo = self.dir.path().join(cache).join(format!("models--{}", repo.replace('/', "--")));
         let snapshot = repo.join("snapshots").join(commit);
@@ -600,12 +600,12 @@ fn files_with_the_same_weak_etag_are_kept_apart() {
         assert!(fs::read(snapshot.path.join(SHARDS[0])).unwrap() == pattern(90_000, first));
         assert!(fs::read(snapshot.path.join(SHARDS[1])).unwrap() == pattern(90_000, second));
     };
-    // Both shards have the same etag.
+    // The listing has neither sizes nor hashes, and both shards have the same etag header.
     fake.change(|state| (state.lists_sizes, state.lists_hashes, state.etag_header) = (false, false, Some("\"5f-61\"")));
     fetch(1, 2);
     fake.change(|state| state.commit = "f".repeat(40));
     fetch(3, 4);
-    // For a large file, the listing contains only the hash of its LFS pointer.
+    // This listing has the hash of each LFS pointer, but no hash of a large file's contents.
     fake.change(|state| {
         state.commit = "e".repeat(40);
         (state.lists_sizes, state.etag_header) = (true, None);

@@ -226,7 +226,7 @@ fn in_shell(shell: &[&str], script: &str, path: &Path, inferno: &Command) -> Com
 fn download_resumes_after_a_full_disk() {
     let (fake, weights) = large(3_000_000);
     let home = TempDir::new().unwrap();
-    // No file may be larger than 1 MB (2,048 blocks of 512 bytes).
+    // No file may be larger than 1 MiB (2,048 blocks of 512 bytes).
     let limited = "ulimit -f 2048; exec \"$@\"";
     let inferno = command(&home, &fake, &["download", REPO]);
     let output = in_shell(&["sh"], limited, home.path(), &inferno).output().unwrap();

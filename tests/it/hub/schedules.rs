@@ -1,6 +1,6 @@
-//! Tests downloads with random schedules of many faults.
+//! Tests downloads from a hub with random faults. A schedule is a sequence of faults.
 //!
-//! Each download must end with the exact model or with an error that names the cause.
+//! Each download must end with the exact model or with an expected error.
 //! No partial file may have the name of a complete file.
 
 use std::collections::BTreeMap;

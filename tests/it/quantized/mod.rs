@@ -92,7 +92,7 @@ fn quantized_floats(quantize: QuantizationTarget, values: &[f32], columns: usize
         .unwrap()
 }
 
-/// Returns one matrix in each format.
+/// Returns one random matrix in each format.
 fn matrices_of_each_format(rows: usize, columns: usize, device: &Device) -> Vec<QuantizedMatrix> {
     let mut matrices: Vec<_> = BLOCKS.iter().map(|of| from_blocks(*of, rows, columns, device).0).collect();
     let values = floats(rows * columns, 7);
@@ -328,7 +328,7 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu() {
     let gpu = gpu();
-    // Row counts: an odd number, numbers greater than the number of warps in a grid, and multiples of 16 for cuBLASLt.
+    // The row counts are odd, greater than the number of warps in a grid, or multiples of 16 (for cuBLASLt).
     // With these column counts, each lane runs its loop once or several times.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();

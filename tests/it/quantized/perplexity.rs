@@ -104,7 +104,7 @@ fn quantized_demo_model_stays_close_to_the_original() {
     }
 }
 
-/// Compares the quantized weights of a trained model with ggml, and the model's losses with transformers.
+/// Compares the quantized weights of a trained model with ggml (int8 and fp8: torch), and its losses with transformers.
 /// The rows have 256 values, so K-quants can be used. `tests/golden/make_trained.py` writes the model.
 #[test]
 fn quantized_model_agrees_with_ggml_and_transformers() {

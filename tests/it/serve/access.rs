@@ -10,7 +10,8 @@ use tempfile::TempDir;
 use super::client::{JSON, Server, chat};
 use crate::support::program::{assert_fails, inferno, run};
 
-/// Requests that need an API key, as (method, path): at least one for each route except `/health` and `/live`.
+/// Requests that need an API key, as (method, path).
+/// The list has at least one request for each route in `router.rs` except `/health` and `/live`.
 const ROUTES: &[(&str, &str)] = &[
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
@@ -138,7 +139,7 @@ fn cors_is_off_by_default() {
         [origin, ("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "authorization")];
     let server = Server::start(&[]);
     assert_eq!(server.send("OPTIONS", "/v1/models", &preflight, b"").header("access-control-allow-origin"), None);
-    // A server without a key refuses all requests from web pages of other sites.
+    // A server without a key refuses requests from web pages, except from pages of this machine.
     let response = server.send("GET", "/v1/models", &[origin], b"");
     response.error(403);
     assert_eq!(response.header("access-control-allow-origin"), None);

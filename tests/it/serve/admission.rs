@@ -40,7 +40,7 @@ fn a_preview_equals_what_happens() {
     assert!(again["cached_tokens"].as_u64().unwrap() >= 64, "{again}");
     assert_eq!(preview(&server, json!({ "cache_salt": "x" }))["cached_tokens"], 0);
 
-    // Two requests are running, and three are waiting.
+    // Start five requests. Two of them run, and three wait.
     let _streams: Vec<TcpStream> = (0..5)
         .map(|place| {
             let stream = server.begin("/v1/chat/completions", &endless(true));
@@ -77,7 +77,7 @@ fn a_preview_checks_the_request() {
     assert_eq!(unknown.header("x-inferno-ignored"), Some("user"));
 }
 
-/// Sends a chat completion request with an API key.
+/// Sends a chat completion request with an API key. Returns the connection.
 fn begin_as(server: &Server, key: &str, body: &Value) -> TcpStream {
     use std::io::Write;
     let mut stream = server.connect();
@@ -87,7 +87,7 @@ fn begin_as(server: &Server, key: &str, body: &Value) -> TcpStream {
     stream
 }
 
-/// Returns the value of a metric. Requests it with the API key `b`.
+/// Returns the value of a metric, requested with the API key `b`.
 fn metric(server: &Server, name: &str) -> f64 {
     let text = server.send("GET", "/metrics", &[("Authorization", "Bearer b")], b"").text();
     let line = text.lines().find(|line| line.starts_with(&format!("{name}{{"))).unwrap();

@@ -41,7 +41,7 @@ fn whole_answers_have_the_shape_of_openai() {
     assert!((1..count("completion_tokens")).contains(&reasoning_tokens), "{usage}");
     assert_eq!(usage["prompt_tokens_details"]["cached_tokens"], 0);
 
-    // The second turn of the same conversation reuses the first blocks of its prompt.
+    // The same request again reuses the cached blocks of its prompt.
     let second = server.chat(json!({})).ok();
     assert!(second["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap() >= 64, "{second}");
     let hidden = server.chat(json!({ "include_reasoning": false })).ok();
@@ -194,7 +194,7 @@ fn completions_continue_texts_and_token_ids() {
     assert_eq!(echo["choices"][0]["text"], "Only this");
 }
 
-/// Sends the requests that lm-evaluation-harness sends to score a continuation, and checks the fields that it reads.
+/// Sends the requests with which lm-evaluation-harness scores continuations. Checks the fields that the harness reads.
 #[test]
 fn echoed_prompts_have_log_probabilities() {
     let server = Server::start(&["--chunk", "16", "--max-sequences", "4"]);

@@ -1,4 +1,4 @@
-//! Tests that a request ends and frees its blocks when its client disconnects, in every phase of the request.
+//! Tests that requests end and free their blocks if clients disconnect or stop reading. Also tests keep-alive pings.
 
 use std::io::{BufReader, Read};
 use std::net::Shutdown;

@@ -19,7 +19,7 @@ pub const HANG: Duration = Duration::from_secs(60);
 /// A running `inferno serve demo`. Dropping it kills the process.
 pub struct Server {
     pub child: Child,
-    /// The URL of the server: its scheme and address.
+    /// The scheme and the address of the server, such as `http://127.0.0.1:8000`.
     pub url: String,
     pub address: String,
     log: Option<JoinHandle<String>>,
@@ -82,7 +82,7 @@ impl Server {
         self.send("POST", path, &[JSON], body.to_string().as_bytes())
     }
 
-    /// Sends a chat completion request with the given fields, at temperature 0.
+    /// Sends a chat completion request with the body that [`chat`] returns.
     pub fn chat(&self, fields: Value) -> Response {
         self.post("/v1/chat/completions", &chat(fields))
     }
@@ -94,7 +94,7 @@ impl Server {
         stream
     }
 
-    /// Returns the value of a metric that has only the common labels.
+    /// Returns the value in the first line of a metric.
     pub fn metric(&self, name: &str) -> f64 {
         let text = self.get("/metrics").text();
         let line = text.lines().find(|line| line.starts_with(name) && line[name.len()..].starts_with('{'));
@@ -150,7 +150,7 @@ impl Drop for Server {
 
 pub const JSON: (&str, &str) = ("Content-Type", "application/json");
 
-/// Returns the body of a chat completion request. Fields that are null are left out.
+/// Returns the body of a chat completion request. `fields` replace the default model, question and temperature of 0.
 pub fn chat(fields: Value) -> Value {
     let mut body = json!({
         "model": "demo",
@@ -186,7 +186,7 @@ pub struct Response {
 }
 
 impl Response {
-    /// Reads a response with its body, which is either chunked or has a `content-length`.
+    /// Reads a response. The body is chunked, has a `content-length`, or is empty.
     pub fn read(stream: &mut impl BufRead) -> Self {
         let mut response = Self::read_head(stream);
         if response.header("transfer-encoding") == Some("chunked") {
@@ -227,7 +227,7 @@ impl Response {
         serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.text()))
     }
 
-    /// Asserts that the response is successful, and returns its JSON.
+    /// Asserts that the status is 200, and returns the JSON of the body.
     pub fn ok(&self) -> Value {
         assert_eq!(self.status, 200, "{}", self.text());
         self.json()
@@ -245,7 +245,7 @@ impl Response {
         json["error"].clone()
     }
 
-    /// Returns the events of a stream, without the last one, which must be `[DONE]`.
+    /// Returns the events of a stream, without comments and without the last event, which must be `[DONE]`.
     pub fn events(&self) -> Vec<Value> {
         assert_eq!(self.status, 200, "{}", self.text());
         assert_eq!(self.header("content-type"), Some("text/event-stream; charset=utf-8"));

@@ -74,7 +74,7 @@ fn single_requests_can_be_deterministic() {
     assert_eq!((response.status, response.header("x-inferno-ignored")), (200, None));
 }
 
-/// Responses of the Messages, Responses and ollama APIs have no fingerprint, but the record of a request says how it ran.
+/// Responses of the Messages, Responses and ollama APIs have no fingerprint, so the test reads the request's record.
 #[test]
 fn the_header_works_on_all_routes() {
     let server = Server::start(&["--record-memory", "1"]);

@@ -1,4 +1,4 @@
-//! Tests of faults in the engine while a server answers requests. The server runs in the test process.
+//! Tests of faults in the engine while a server answers requests. A [`Local`] server runs in the test process.
 
 use std::io::{BufReader, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -83,7 +83,7 @@ fn stream_error(mut stream: BufReader<TcpStream>) -> String {
     json["error"]["message"].as_str().unwrap_or_else(|| panic!("{last}")).to_string()
 }
 
-/// Returns the message of an error with status 500.
+/// Reads a response, which must be an error with status 500. Returns the message of the error.
 fn whole_error(mut response: BufReader<TcpStream>) -> String {
     Response::read(&mut response).error(500)["message"].as_str().unwrap().to_string()
 }

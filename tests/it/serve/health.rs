@@ -1,4 +1,4 @@
-//! Tests of `inferno health`.
+//! Tests of `inferno health`, and of the counters of a new server.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;

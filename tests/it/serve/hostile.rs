@@ -1,4 +1,4 @@
-//! Tests of invalid and abusive requests. None of them may stop or slow the server.
+//! Tests of invalid and abusive requests. None of them may stop the server.
 
 use std::io::{BufReader, Read, Write};
 
@@ -124,7 +124,7 @@ fn requests_that_are_not_http_get_an_error_with_a_body() {
         assert_eq!(error["type"], "invalid_request_error", "{error}");
         assert_eq!(response.header("connection"), Some("close"));
         assert_eq!(response.header("content-type"), Some("application/json"));
-        // The server sends nothing else.
+        // The server must send nothing else.
         let mut rest = Vec::new();
         let _ = reader.read_to_end(&mut rest);
         assert!(rest.is_empty(), "{rest:?}");

@@ -200,7 +200,7 @@ fn settings_come_from_the_configuration_file_and_the_environment() {
         "context = 300\nmax-sequences = 9\ntemperature = 0.5\n[models.demo]\napi-key = [\"k\", \"l\"]\n",
     )
     .unwrap();
-    // Kubernetes sets INFERNO_PORT to a URL if a service is named `inferno`.
+    // Kubernetes sets INFERNO_PORT to a URL if a service is named `inferno`. The server must ignore this URL.
     let variables = [
         ("INFERNO_CONFIG", config.to_str().unwrap()),
         ("INFERNO_CONTEXT", "200"),

@@ -90,7 +90,7 @@ fn collect(events: &[Value]) -> Value {
     message
 }
 
-/// Removes the values that differ between the responses to two equal requests.
+/// Makes responses to equal requests comparable: removes ids, and counts cached tokens as input tokens.
 fn comparable(mut message: Value) -> Value {
     message["id"] = Value::Null;
     let usage = &mut message["usage"];

@@ -1,4 +1,4 @@
-//! Tests of `inferno serve`. A test starts a server process with the demo model and sends requests to it.
+//! Tests of `inferno serve`. Most tests start a server process with the demo model and send requests to it.
 
 mod access;
 mod admission;

@@ -29,7 +29,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Sends requests of all kinds, each with an id. Returns the number of answers by id.
+/// Sends requests of several kinds, each with an id. Returns the number of answers by id.
 fn send_all(server: &Server) -> Vec<(&'static str, usize)> {
     let send = |id: &'static str, path: &str, body: Value| {
         let response = server.send("POST", path, &[JSON, ("x-request-id", id)], body.to_string().as_bytes());
@@ -42,7 +42,7 @@ fn send_all(server: &Server) -> Vec<(&'static str, usize)> {
         body
     };
     let path = "/v1/chat/completions";
-    // These requests have no seed, so the server chooses one.
+    // Without a seed in a request, the server chooses one.
     send("sampled", path, chat(json!({ "temperature": 1.0, "top_p": 0.9, "n": 3 })));
     send("streamed", path, chat(json!({ "temperature": 0.7, "stream": true, "frequency_penalty": 0.5 })));
     let options =
@@ -155,7 +155,7 @@ fn records_can_be_turned_off() {
     response.ok();
     let id = response.header("x-request-id").unwrap().to_string();
     server.get(&format!("/v1/records/{id}")).error(404);
-    // A server without keys cannot tell its clients apart, so no client may read records.
+    // With `--no-auth`, a server cannot tell its clients apart, so no client may read records.
     let server = Server::start(&["--no-auth"]);
     let response = server.chat(json!({ "max_tokens": 3 }));
     let id = response.header("x-request-id").unwrap().to_string();

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::client::{JSON, Response, Server, chat, endless, request};
 
-/// The length of a long answer in tokens.
+/// The number of tokens in the answer to [`long`].
 const TOKENS: u32 = 1500;
 
 const PATH: &str = "/v1/chat/completions";
@@ -92,7 +92,7 @@ fn streams_and_requests_of_other_clients_are_canceled_at_once() {
     let server = Server::start(&[]);
     let (first, retry) = ([("x-stainless-retry-count", "0")], [("x-stainless-retry-count", "1")]);
     for (headers, is_stream) in [(&first[..], false), (&first, true), (&retry, true), (&[], false)] {
-        // The server would wait 2 s for a retry. Try again if the machine was busy.
+        // An answer that waits for a retry runs for another 2 s. Try again if the machine was busy.
         let is_canceled_at_once = || {
             lose(&server, headers, &endless(is_stream));
             let lost = Instant::now();

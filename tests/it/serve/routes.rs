@@ -1,4 +1,4 @@
-//! Tests of all routes except completions.
+//! Tests of the routes for models, tokens, the web page, loads and metrics, and of unknown routes.
 
 use std::collections::BTreeSet;
 use std::io::{BufReader, Write};
@@ -208,7 +208,6 @@ fn serving_page_lists_exactly_the_metrics() {
     let text = server.get("/metrics").text();
     let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
     let mut published: BTreeSet<&str> = types.filter(|name| name.starts_with("inferno_")).collect();
-    // This metric appears only after a rejection.
     published.insert("inferno_admission_rejections_total");
     let page = include_str!("../../../docs/serving.md");
     let names = page.split('`').skip(1).step_by(2);

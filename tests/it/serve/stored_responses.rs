@@ -193,7 +193,7 @@ fn reasoning_comes_back_in_either_field() {
 fn a_running_response_can_be_canceled() {
     let server = Server::start(&["--max-sequences", "1"]);
     let endless = body(json!({ "stream": true, "ignore_eos": true, "max_output_tokens": 3000 }));
-    // One response is running, and another is waiting.
+    // Start one response that runs and one that waits.
     let mut streams = Vec::new();
     for _ in 0..2 {
         let mut stream = BufReader::new(server.begin("/v1/responses", &endless));

@@ -91,7 +91,7 @@ fn remote_file_gives_the_same_report_as_a_local_one() {
 #[test]
 fn header_is_read_until_it_is_complete() {
     let small = llama().bytes().len();
-    // (bytes added to the header, expected byte ranges, bytes of tensor data)
+    // Each case is (bytes added to the header, expected byte ranges, bytes of tensor data).
     let cases = [
         (0, vec![format!("0-{}", small - 1)], 0),
         (3 * MB / 2, vec![format!("0-{}", MB - 1), format!("{MB}-{}", 4 * MB - 1)], 8 * MB),
@@ -234,7 +234,7 @@ fn broken_headers_are_reported() {
     assert!(command(&home, &fake).output().unwrap().status.success());
 }
 
-/// The license in the GGUF file takes precedence over the license in README.md.
+/// A license in the GGUF file takes precedence over the license in README.md, unless it is blank or not a string.
 #[test]
 fn license_is_read_from_the_file_or_the_readme() {
     let license = |writer: Writer| {

@@ -178,7 +178,7 @@ fn remote_needs_the_name_of_a_repository() {
 
 #[test]
 fn remote_fails_without_a_hub() {
-    // No server listens on this port.
+    // The tests' default hub is a port on which no server listens.
     assert_fails(&run(&["show", "org/name", "--remote"]), 5, &["127.0.0.1:1"]);
     let home = TempDir::new().unwrap();
     let output = inferno(&home).args(["show", REPO, "--remote"]).env("HF_HUB_OFFLINE", "1").output().unwrap();

@@ -10,7 +10,7 @@ use nix::libc;
 
 /// The maximum CPU time of the program, in seconds.
 const MAX_SECONDS: f64 = 10.0;
-/// The maximum run time. It exceeds [`MAX_SECONDS`], because other tests may slow the program down.
+/// The maximum wall-clock time. It exceeds [`MAX_SECONDS`], because other tests may slow the program down.
 const HANG: Duration = Duration::from_secs(60);
 /// The maximum resident memory, in bytes.
 const MAX_BYTES: u64 = 1_000_000_000;
@@ -47,7 +47,7 @@ impl Bounded {
 /// Runs a command without input.
 ///
 /// Asserts that no signal or panic ends the command,
-/// and that the command reports a failure in one message of at most 2000 bytes.
+/// and that a failure is reported as one error of at most 2000 bytes, without control characters.
 /// Also asserts that the command uses at most 10 s of CPU time, 60 s of wall-clock time and 1 GB of memory.
 #[track_caller]
 pub fn bounded(command: Command) -> Bounded {
@@ -134,11 +134,10 @@ fn wait(pid: libc::pid_t) -> Option<(ExitStatus, f64)> {
     (ended == pid).then(|| (ExitStatus::from_raw(status), seconds(usage.ru_utime) + seconds(usage.ru_stime)))
 }
 
-/// Returns the peak resident memory of a running process.
-/// `ru_maxrss` cannot be used: this peak also covers the time before `exec`, when the child still had the memory of the
-/// test process.
+/// Returns the peak resident memory of a process in bytes, or `None` before its `exec` and after its end.
+/// `ru_maxrss` would include the time before `exec`, when the child still has the memory of the test process.
 fn peak_resident_bytes(pid: libc::pid_t) -> Option<u64> {
-    // Do not measure the child before `exec`, because it still has the memory of the test process.
+    // Before `exec`, the child still runs the test binary.
     let program = std::fs::read_link(format!("/proc/{pid}/exe")).ok()?;
     if std::env::current_exe().is_ok_and(|this| this == program) {
         return None;

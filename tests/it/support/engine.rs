@@ -13,12 +13,12 @@ use tempfile::TempDir;
 use super::program::copy_of_demo;
 use super::{demo_dir, golden};
 
-/// Loads the demo model on a CPU.
+/// Loads the demo model on the CPU.
 pub fn demo(context: usize) -> Engine {
     Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(context).load().unwrap()
 }
 
-/// Returns the parameters of plain sampling at temperature 1, after `change` has changed them.
+/// Returns parameters for sampling at temperature 1, with the changes that `change` makes.
 pub fn sampling(change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {
     let mut params = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };
     change(&mut params);
@@ -58,7 +58,7 @@ impl Answer {
 pub struct GraphModel {
     _folder: TempDir,
     pub dir: PathBuf,
-    /// A prompt of 38 to 65 tokens.
+    /// The `greedy_prompt` of the golden model.
     pub prompt: Vec<u32>,
 }
 

@@ -18,9 +18,8 @@ pub const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-
 pub struct HubState {
     pub commit: String,
     pub files: BTreeMap<String, Vec<u8>>,
-    /// If true, the listing contains the size and git blob hash of each file (`?blobs=true`). Mirrors may omit them.
+    /// If true, the listing contains the size and the hash of each file (`?blobs=true`). Mirrors may omit both.
     pub lists_sizes: bool,
-    /// If true, the hub supports range requests.
     pub supports_ranges: bool,
     /// The status, `x-error-code` header and body to send instead of the listing.
     pub listing_refused: Option<(u16, &'static str, &'static str)>,
@@ -84,7 +83,7 @@ pub enum Fault {
 pub struct FakeHub {
     pub port: u16,
     pub state: Arc<Mutex<HubState>>,
-    /// The request line and headers of every request.
+    /// The request line and headers of every request since the last call of `lines` or `heads`.
     pub requests: Arc<Mutex<Vec<String>>>,
 }
 

@@ -1,6 +1,7 @@
 //! Shared test helpers: golden models, fixture paths, devices, relative error, random numbers.
 //!
-//! - `program`: runs the program; `bounded`: with limits on time and memory; `session`, `screen`: in a pseudo terminal
+//! - `program`: runs the program; `bounded`: runs the program with limits on time and memory
+//! - `session`, `screen`: run the program in a pseudo terminal
 //! - `engine`: engines, and the answers to their requests
 //! - `gguf`: GGUF files; `fake_hub`: a hub on 127.0.0.1
 
@@ -54,8 +55,8 @@ pub enum GoldenKind {
     Variant,
     /// A model with 8-bit weights in the compressed-tensors format.
     ///
-    /// Most of these models also quantize the activations. If inferno sums in a different order than transformers, a
-    /// quantized activation can change, so the logits agree less closely.
+    /// Most of these models also quantize the activations. Summing in another order than transformers can change
+    /// a quantized activation. The logits then agree less closely.
     Compressed,
 }
 
@@ -115,13 +116,13 @@ pub fn gpu_if_expected() -> Option<Device> {
     is_gpu_expected().then(gpu)
 }
 
-/// Returns a pair for each dtype that the kernels support: the first GPU and the dtype. For tests marked `#[test(gpu)]`.
+/// Returns the first GPU paired with f32, bf16 and f16, for tests marked `#[test(gpu)]`.
 pub fn gpu_with_dtypes() -> Vec<(Device, DType)> {
     let gpu = gpu();
     [DType::F32, DType::BF16, DType::F16].map(|dtype| (gpu.clone(), dtype)).into()
 }
 
-/// Returns the CPU paired with f32 and, if there is a GPU, the first GPU paired with each dtype of the kernels.
+/// Returns the CPU paired with f32, and the pairs of [`gpu_with_dtypes`] if a GPU is expected.
 pub fn devices() -> Vec<(Device, DType)> {
     let mut devices = vec![(Device::Cpu, DType::F32)];
     if is_gpu_expected() {
@@ -147,7 +148,7 @@ pub fn values(tensor: &Tensor) -> Vec<f32> {
 }
 
 /// Returns the folder of the demo model.
-/// If the test binary was copied to another machine, `INFERNO_DEMO` must name this folder.
+/// If the test binary was copied to another machine, `INFERNO_DEMO` must name a copy of the folder.
 pub fn demo_dir() -> PathBuf {
     let folder = std::env::var_os("INFERNO_DEMO").map(PathBuf::from);
     folder.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo")))
@@ -182,7 +183,7 @@ impl Random {
         (self.next() >> 7) as f32 / (1u64 << 24) as f32
     }
 
-    /// Returns a number from an approximately normal distribution. One number in fifty is multiplied by 40.
+    /// Returns a number from an approximately normal distribution. About one in fifty is an outlier, 40 times larger.
     pub fn normal(&mut self) -> f32 {
         let sum: f32 = (0..4).map(|_| self.next() as f32 / (1u64 << 31) as f32 - 0.5).sum();
         if self.next().is_multiple_of(50) { sum * 40.0 } else { sum }
@@ -210,7 +211,7 @@ pub fn at_home(mut command: Command, home: &TempDir) -> Command {
     let prefixes = ["HF_", "INFERNO_", "XDG_", "NO_COLOR", "RUST_LOG"];
     for (variable, _) in std::env::vars_os() {
         let name = variable.to_string_lossy();
-        // Keep INFERNO_REQUIRE_GPU. Only tests read it.
+        // INFERNO_REQUIRE_GPU changes only the tests, so keep it.
         if prefixes.iter().any(|prefix| name.starts_with(prefix)) && name != "INFERNO_REQUIRE_GPU" {
             command.env_remove(&variable);
         }

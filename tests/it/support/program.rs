@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 use super::{at_home, demo_dir};
 
-/// Returns a command that runs inferno with an empty home directory and an unreachable hub.
+/// Returns a command that runs inferno with the home directory `home`, an unreachable hub and no input.
 pub fn inferno(home: &TempDir) -> Command {
     let mut command = at_home(Command::new(env!("CARGO_BIN_EXE_inferno")), home);
     command.stdin(Stdio::null());
@@ -22,7 +22,7 @@ pub fn run(args: &[&str]) -> Output {
     inferno(&TempDir::new().unwrap()).args(args).output().unwrap()
 }
 
-/// Returns the output of a program as text. Panics if it is not UTF-8.
+/// Returns the output of a program as text. Panics on invalid UTF-8.
 pub fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }

@@ -76,7 +76,7 @@ impl Screen {
         self.pid
     }
 
-    /// Waits for output for at most `timeout_ms` milliseconds and reads it. Returns false if none arrived.
+    /// Waits for output for at most `timeout_ms` milliseconds and reads it. Returns false if nothing was read.
     fn pump(&mut self, timeout_ms: u16) -> bool {
         let mut ready = [PollFd::new(self.file.as_fd(), PollFlags::POLLIN)];
         if poll(&mut ready, PollTimeout::from(timeout_ms)).unwrap_or(0) == 0 {

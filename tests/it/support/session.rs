@@ -7,7 +7,7 @@ use tempfile::TempDir;
 
 use super::at_home;
 
-/// Starts a chat on a CPU.
+/// Starts a chat on the CPU.
 pub fn play(home: &TempDir, args: &[&str]) -> PtySession {
     play_with(home, &[args, &["--device", "cpu"]].concat(), &[])
 }
@@ -18,7 +18,7 @@ pub fn play_url(home: &TempDir, url: &str, args: &[&str]) -> PtySession {
     play_with(home, &[&["--url", url], args].concat(), &[])
 }
 
-/// Starts a chat with additional environment variables.
+/// Starts a chat with additional environment variables. `args` must choose a device or a server.
 pub fn play_with(home: &TempDir, args: &[&str], environment: &[(&str, &str)]) -> PtySession {
     let mut command = at_home(Command::new(env!("CARGO_BIN_EXE_inferno")), home);
     command.envs(environment.iter().copied()).arg("play").args(args);

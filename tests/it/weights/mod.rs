@@ -1,4 +1,5 @@
-//! Tests of read-ahead. In any loading order and with any limits, loaded tensors must equal the tensors in the file.
+//! Tests of read-ahead, and of reads that several ranks share.
+//! In any loading order and with any limits, loaded tensors must equal the tensors in the file.
 //! Failed reads, failed allocations and panics must become errors.
 
 mod dtypes;
@@ -290,8 +291,8 @@ fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
     }
 }
 
-/// Each rank converts some of the rows of a matrix and keeps some of the columns. The rows have at least 64 KB, so that no
-/// thread reads more bytes than it converts.
+/// Each rank converts some of the rows of a matrix and keeps some of the columns.
+/// The rows have at least 64 KB, so that no thread reads more bytes than it converts.
 #[test]
 fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
     let (rows, columns) = (40, 65_536);
@@ -357,8 +358,8 @@ fn eight_bit_matrix(rows: usize, columns: usize) -> TempDir {
     folder
 }
 
-/// Loads a quantized GGUF tensor as floats. Its rows have at least 64 KB, so that no thread reads more bytes than it
-/// dequantizes.
+/// Loads a quantized GGUF tensor as floats.
+/// Its rows have at least 64 KB, so that no thread reads more bytes than it dequantizes.
 #[test]
 fn ranks_that_dequantize_rows_together_read_every_byte_once() {
     let (rows, columns) = (33, 65_536);

@@ -18,7 +18,7 @@ pub fn saved(writer: &Writer) -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// Returns blocks of random bytes with scales that are small enough to keep activations finite.
+/// Returns blocks of random bytes. In Q8_0, Q4_K and Q6_K, the scales are small enough to keep activations finite.
 fn random_blocks(ggml_type: GgmlType, elements: usize, random: &mut Random) -> Vec<u8> {
     let mut bytes = vec![0; elements / ggml_type.block_length() * ggml_type.block_bytes()];
     bytes.fill_with(|| random.next() as u8);
