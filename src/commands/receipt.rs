@@ -40,7 +40,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         hint: "get the key from the server that you trust: GET /v1/receipts/key".to_string(),
     })?;
     if let Some(record) = &args.record
-        && !receipt.is_of(&files::read_input(record, MAX_RECORD)?)
+        && !receipt.matches_record(&files::read_input(record, MAX_RECORD)?)
     {
         return Err(Error::Verification {
             what: format!("the receipt in {path} does not belong to the record in {}", record.display()),

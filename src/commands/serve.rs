@@ -153,7 +153,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         listener.map_err(|error| anyhow!("{error:#}\n  to listen on another address or port, use --host or --port"))?;
     let address = listener.local_addr().context("cannot read the address of the server")?;
     if api_keys.is_empty() && !args.no_auth && !address.ip().is_loopback() {
-        let key = server::new_api_key();
+        let key = server::new_api_key()?;
         terminal::write_stderr(&format!("API key for this run: {key}\n"));
         api_keys.push(key);
     }

@@ -55,7 +55,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
             let result = hub.repair(&checked, &progress);
             progress.finish();
             match result {
-                Ok(()) => drop(writeln!(out, "  {} fetched again", parameter_count(faults, "file"))),
+                Ok(()) => drop(writeln!(out, "  {} fetched again", counted(faults, "file"))),
                 // Repair the other models before reporting the error.
                 Err(error) => {
                     let _ = writeln!(out, "  not repaired");
@@ -73,15 +73,14 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if files == 0 {
         return Ok(ExitCode::SUCCESS);
     }
-    let what =
-        format!("found {} in {}", parameter_count(files, "bad or missing file"), parameter_count(models, "model"));
+    let what = format!("found {} in {}", counted(files, "bad or missing file"), counted(models, "model"));
     let model = args.model.map(|model| format!(" {model}")).unwrap_or_default();
     Err(Error::Verification { what, hint: format!("inferno verify{model} --repair") }.into())
 }
 
 fn summary(checked: &VerifiedSnapshot) -> String {
     let good = checked.files.iter().filter(|(_, state)| *state == FileState::Good).count();
-    format!("{}: {good} of {} good", checked.name, parameter_count(checked.files.len(), "file"))
+    format!("{}: {good} of {} good", checked.name, counted(checked.files.len(), "file"))
 }
 
 fn short_revision(checked: &VerifiedSnapshot) -> String {
@@ -102,6 +101,6 @@ fn bad_files(checked: &VerifiedSnapshot) -> String {
     checked.files.iter().filter_map(line).collect()
 }
 
-fn parameter_count(number: usize, noun: &str) -> String {
+fn counted(number: usize, noun: &str) -> String {
     if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
 }

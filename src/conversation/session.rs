@@ -190,7 +190,7 @@ impl Session {
         let (visible, dropped) = overflow::drop_oldest(messages, self.dropped, context, max_tokens, &count_tokens)?;
         if dropped > self.dropped {
             notes.push(format!(
-                "the oldest {dropped} messages no longer fit in the context: the model does not see them"
+                "the model no longer sees the oldest {dropped} messages: they do not fit in the context"
             ));
         }
         self.dropped = dropped;

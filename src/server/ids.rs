@@ -1,5 +1,6 @@
 //! Random ids, API keys and seeds.
 
+use anyhow::{Result, anyhow};
 use ring::rand::{SecureRandom, SystemRandom};
 
 /// Returns `prefix` followed by 24 random hexadecimal digits.
@@ -7,9 +8,11 @@ pub fn new(prefix: &str) -> String {
     format!("{prefix}{}", hex(&random::<12>()))
 }
 
-/// Returns a random API key.
-pub fn api_key() -> String {
-    format!("inferno-{}", hex(&random::<24>()))
+/// Returns a random API key. Fails if the system has no random number generator.
+pub fn api_key() -> Result<String> {
+    let mut bytes = [0; 24];
+    SystemRandom::new().fill(&mut bytes).map_err(|_| anyhow!("cannot make an API key: no random numbers"))?;
+    Ok(format!("inferno-{}", hex(&bytes)))
 }
 
 fn random<const N: usize>() -> [u8; N] {

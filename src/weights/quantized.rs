@@ -254,8 +254,8 @@ impl<'c> MatrixRows<'c> {
     pub fn build(parts: &[&Self], device: &Device) -> Result<QuantizedMatrix> {
         let [first, ..] = parts else { bail!("cannot build a matrix without rows") };
         let (format, columns) = (first.format, first.columns);
-        if columns == 0 || parts.iter().any(|part| part.rows == 0) {
-            bail!("cannot build a matrix of {} rows and {columns} columns", first.rows);
+        if let Some(empty) = parts.iter().find(|part| part.rows * columns == 0) {
+            bail!("cannot build a matrix of {} rows and {columns} columns", empty.rows);
         }
         let rows: usize = parts.iter().map(|part| part.rows).sum();
         let row_bytes = format.row_bytes(columns);

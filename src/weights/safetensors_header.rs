@@ -52,8 +52,9 @@ pub fn read<'h>(
         let elements = shape.iter().try_fold(1u64, |product, &size| product.checked_mul(size));
         let (Some(elements), Some(bytes)) = (elements, last.checked_sub(first)) else {
             let name = excerpt(&name);
-            invalid =
-                Some(format!("tensor {name}: invalid shape ({} dims) or byte range {first} to {last}", shape.len()));
+            invalid = Some(format!(
+                "tensor {name}: the shape has too many elements, or the byte range {first} to {last} is invalid"
+            ));
             return;
         };
         if bits(&dtype).is_some_and(|bits| elements.checked_mul(bits) != bytes.checked_mul(8)) {

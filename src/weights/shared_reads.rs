@@ -94,7 +94,7 @@ impl SharedReads {
             let parts = self.world.all_gather(RankRows { tensor: name.to_string(), values })?;
             for (rank, converted) in parts.iter().enumerate() {
                 let rows = part(rank);
-                check(name, &converted.tensor, converted.values.len() == rows.len() * row_length)?;
+                check(name, &converted.tensor, converted.values.len(), rows.len() * row_length)?;
                 each(rows, &converted.values)?;
             }
         }
@@ -123,7 +123,7 @@ impl SharedReads {
             let parts = self.world.all_gather(RankBytes { tensor: name.to_string(), buffer, length })?;
             for (rank, bytes) in parts.iter().enumerate() {
                 let range = part(rank);
-                check(name, &bytes.tensor, bytes.length == range.len())?;
+                check(name, &bytes.tensor, bytes.length, range.len())?;
                 if !range.is_empty() {
                     each(start + range.start..start + range.end, bytes.bytes())?;
                 }
@@ -214,10 +214,13 @@ pub(super) fn convert_all<T: Copy + Default + Send + Sync + 'static>(
     Ok(all)
 }
 
-/// Fails if a rank has read the tensor `read` instead of `name`, or if it has read a wrong length (`!has_length`).
-fn check(name: &str, read: &str, has_length: bool) -> Result<()> {
-    if read != name || !has_length {
+/// Fails if a rank has read the tensor `read` instead of `name`, or `length` bytes or values instead of `expected`.
+fn check(name: &str, read: &str, length: usize, expected: usize) -> Result<()> {
+    if read != name {
         bail!("internal error: a rank has read tensor {read} instead of {name}");
+    }
+    if length != expected {
+        bail!("internal error: a rank has read {length} of the {expected} units of tensor {name}");
     }
     Ok(())
 }

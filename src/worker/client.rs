@@ -115,7 +115,7 @@ impl Process {
         if let Err(error) = &written
             && error.downcast_ref().is_none_or(|error: &io::Error| error.kind() != io::ErrorKind::BrokenPipe)
         {
-            return Err(anyhow!("cannot send the request to the worker: {error}"));
+            return Err(anyhow!("cannot send the request to the tokenizer process: {error}"));
         }
         let deadline = Instant::now() + budget.wait();
         let mut input = WithDeadline { stdout: &mut self.stdout, deadline };
@@ -152,7 +152,7 @@ impl Process {
             format!("{what} is nested too deeply")
         } else {
             let status = status.map_or_else(|e| e.to_string(), |s| s.to_string());
-            format!("the worker process ended unexpectedly ({status})")
+            format!("the tokenizer process ended unexpectedly ({status})")
         };
         anyhow!("cannot {action} {}: {reason}", dir.display())
     }

@@ -293,7 +293,7 @@ impl Model {
                     assert_eq!(
                         block == SCRATCH_BLOCK,
                         index < first / BLOCK_TOKENS,
-                        "wrong entry {index} in the block table of a sequence with {computed} computed tokens"
+                        "block table entry {index} is wrong after {computed} computed tokens"
                     );
                 }
                 for position in first..computed {

@@ -378,7 +378,7 @@ fn forked_sequences_equal_separate_ones() {
                 shared.step(&mut members, &[1, 1, 1]);
             }
             for member in forks.iter().chain([&parent]) {
-                shared.assert_like_alone(name, &format!("a fork after {prompt} tokens"), member);
+                shared.assert_like_alone(name, &format!("a fork or its parent after {prompt} tokens"), member);
             }
         }
     });
@@ -428,7 +428,10 @@ fn rope_frequencies_agree_with_transformers() {
             variant["inv_freq"].as_array().unwrap().iter().map(|value| value.as_f64().unwrap() as f32).collect();
         assert_eq!(actual.inv_freq.len(), expected.len(), "{name}");
         for (actual, expected) in actual.inv_freq.iter().zip(&expected) {
-            assert!((actual - expected).abs() <= 4.0 * f32::EPSILON * expected, "{name}: {actual} {expected}");
+            assert!(
+                (actual - expected).abs() <= 4.0 * f32::EPSILON * expected,
+                "{name}: frequency {actual}, expected {expected}"
+            );
         }
         let scaling = variant["attention_scaling"].as_f64().unwrap() as f32;
         assert!((actual.attention_factor - scaling).abs() <= 1e-6, "{name}");

@@ -288,10 +288,12 @@ fn text_never_becomes_a_control_token_through_a_normalizer() {
                 let text = format!("a {spelling} b");
                 converted += controls(&tokenizer.encode(&text, ControlTokens::Parse).unwrap());
                 if let Ok(ids) = tokenizer.encode(&text, ControlTokens::Text) {
-                    assert_eq!(controls(&ids), 0, "{text:?} with {normalizer}");
+                    assert_eq!(controls(&ids), 0, "{text:?} has a control token with {normalizer}");
                 }
                 match language.render(&[Message::user(&text), Message::user("ok")], &options()) {
-                    Ok(rendered) => assert_eq!(controls(&rendered.ids), 3, "{text:?} with {normalizer}"),
+                    Ok(rendered) => {
+                        assert_eq!(controls(&rendered.ids), 3, "{text:?} adds a control token with {normalizer}")
+                    }
                     Err(error) => assert!(error.to_string().contains("control token"), "{error}"),
                 }
             }

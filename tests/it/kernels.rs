@@ -189,7 +189,7 @@ fn clamped_swiglu_clamps_like_gpt_oss() {
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     let want = [7.0 * sigmoid(7.0 * 1.702) * -6.0, -20.0 * sigmoid(-20.0 * 1.702) * 4.0];
     for (got, want) in got.iter().zip(want) {
-        assert!((*got as f64 - want).abs() < 1e-5 * want.abs().max(1e-6), "{got} {want}");
+        assert!((*got as f64 - want).abs() < 1e-5 * want.abs().max(1e-6), "got {got}, expected {want}");
     }
 }
 
@@ -786,7 +786,8 @@ fn expert_matmul_matches_its_reference() {
                     let shares = noise.tensor(&[tokens, chosen], DType::F32);
                     let combined =
                         combine(&to_device(&want, &device, dtype), &to_device(&shares, &device, DType::F32)).unwrap();
-                    let what = format!("combine of {tokens} tokens, {chosen} experts, {rows} rows, {dtype:?}");
+                    let what =
+                        format!("combine of {tokens} tokens, {chosen} of {experts} experts, {rows} rows, {dtype:?}");
                     let want_combined = combine(&want.to_dtype(dtype).unwrap(), &shares).unwrap();
                     assert_close(&what, &combined, &want_combined, 1e-5);
                     let device_bias = bias.map(|bias| to_device(bias, &device, dtype));

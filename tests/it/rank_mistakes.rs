@@ -29,7 +29,7 @@ struct Stored<'t> {
 }
 
 impl Stored<'_> {
-    fn is(&self, end: &str) -> bool {
+    fn has_name_end(&self, end: &str) -> bool {
         self.name.ends_with(end)
     }
 
@@ -131,7 +131,7 @@ fn a_bias_that_both_ranks_add_is_found() {
         for bias in biases {
             assert_found(&format!("{bias} added twice"), case, |rank, stored| {
                 // Only the first rank adds the bias. A doubled bias has the same effect as if both ranks added it.
-                if rank == 0 && stored.is(bias) {
+                if rank == 0 && stored.has_name_end(bias) {
                     stored.double();
                 }
             });
@@ -143,7 +143,7 @@ fn a_bias_that_both_ranks_add_is_found() {
 fn sinks_that_are_not_sliced_are_found() {
     for case in ["gpt_oss", "gpt_oss_new"] {
         assert_found("sinks of the first heads", case, |rank, stored| {
-            if rank == 1 && stored.is("sinks") {
+            if rank == 1 && stored.has_name_end("sinks") {
                 stored.move_rows(0, unsliced(stored.shape[0], 1));
             }
         });
@@ -154,7 +154,10 @@ fn sinks_that_are_not_sliced_are_found() {
 fn gate_and_up_rows_that_are_cut_in_the_wrong_place_are_found() {
     // Gate rows and up rows alternate, so a cut at an odd row exchanges gate and up.
     assert_found("a cut at an odd row", "gpt_oss", |rank, stored| {
-        if rank == 1 && ["gate_up_proj_blocks", "gate_up_proj_scales", "gate_up_proj_bias"].iter().any(|e| stored.is(e))
+        if rank == 1
+            && ["gate_up_proj_blocks", "gate_up_proj_scales", "gate_up_proj_bias"]
+                .iter()
+                .any(|e| stored.has_name_end(e))
         {
             let rows = stored.shape[1];
             stored.move_rows(1, |row| (row + 1) % rows);
@@ -162,7 +165,7 @@ fn gate_and_up_rows_that_are_cut_in_the_wrong_place_are_found() {
     });
     // The gate rows come before the up rows, so a part has two ranges of rows. A single range is wrong.
     assert_found("one range of rows", "phi3", |rank, stored| {
-        if stored.is("gate_up_proj.weight") {
+        if stored.has_name_end("gate_up_proj.weight") {
             let size = stored.shape[0] / 2;
             let share = share(size, 32, rank, RANKS);
             let (start, length) = (share.start, share.len());
@@ -178,18 +181,18 @@ fn gate_and_up_rows_that_are_cut_in_the_wrong_place_are_found() {
 fn scales_that_are_not_cut_are_found() {
     for name in ["gate_proj.weight_scale", "up_proj.weight_scale"] {
         assert_found(&format!("{name} of the first rows"), "compressed/int8_weights", |rank, stored| {
-            if rank == 1 && stored.is(name) {
+            if rank == 1 && stored.has_name_end(name) {
                 stored.move_rows(0, unsliced(stored.shape[0], 32));
             }
         });
     }
     assert_found("MXFP4 scales of the first rows", "gpt_oss", |rank, stored| {
-        if rank == 1 && stored.is("gate_up_proj_scales") {
+        if rank == 1 && stored.has_name_end("gate_up_proj_scales") {
             stored.move_rows(1, unsliced(stored.shape[1], 64));
         }
     });
     assert_found("MXFP4 scales of the first columns", "gpt_oss", |rank, stored| {
-        if rank == 1 && stored.is("down_proj_scales") {
+        if rank == 1 && stored.has_name_end("down_proj_scales") {
             stored.move_rows(2, unsliced(stored.shape[2], 1));
         }
     });
@@ -199,7 +202,7 @@ fn scales_that_are_not_cut_are_found() {
 fn an_output_head_in_the_wrong_order_is_found() {
     for case in ["gpt_oss", "phi3", "llama_new"] {
         assert_found("the second rank's rows first", case, |_, stored| {
-            if stored.is("lm_head.weight") {
+            if stored.has_name_end("lm_head.weight") {
                 let (rows, first) = (stored.shape[0], share(stored.shape[0], 1, 0, RANKS).len());
                 stored.move_rows(0, |row| (row + first) % rows);
             }

@@ -200,7 +200,7 @@ impl<'a> Simulator<'a> {
             }
             if self.scenario.plans_ahead {
                 self.finish_queued();
-                self.expect(plan);
+                self.commit_ahead(plan);
             } else {
                 self.finish_step(&plan);
             }
@@ -345,7 +345,7 @@ impl<'a> Simulator<'a> {
             self.check_work(work);
         }
         self.check_stats();
-        let undone = self.undone(plan, &decoding);
+        let undone = self.with_unfinished_prompt(plan, &decoding);
         self.check_chunks(plan, &undone);
         self.check_budget(plan, &undone, has_forked);
         for &(.., id) in &self.waiting {
@@ -377,7 +377,7 @@ impl<'a> Simulator<'a> {
             tracked.is_running = false;
             tracked.computed = 0;
             tracked.preemptions += 1;
-            assert!(tracked.preemptions <= 2, "sequence {id} was preempted too often");
+            assert!(tracked.preemptions <= 2, "sequence {id} was preempted more than twice");
             self.summary.preemptions += 1;
             self.summary.protected += usize::from(tracked.preemptions == 2);
             self.waiting.insert(self.rank(id));
@@ -409,7 +409,7 @@ impl<'a> Simulator<'a> {
     }
 
     /// Returns the running sequences whose prompts the plan leaves unfinished.
-    fn undone(&self, plan: &StepPlan, decoding: &BTreeSet<SequenceId>) -> BTreeSet<SequenceId> {
+    fn with_unfinished_prompt(&self, plan: &StepPlan, decoding: &BTreeSet<SequenceId>) -> BTreeSet<SequenceId> {
         // A sequence with pending forks leaves its last prompt token to the next step.
         // A sequence with prompt parts does so too, and then computes one token per step.
         let parents: BTreeSet<_> = self.pending.iter().filter_map(|&fork| self.scheduler.parent(fork)).collect();
@@ -494,7 +494,7 @@ impl<'a> Simulator<'a> {
         assert!(self.unfinished.contains(&id), "sequence {id} was not submitted, or has already ended");
         assert!(
             !range.is_empty() && range.end <= len,
-            "sequence {id}: positions {range:?} are empty or exceed its {len} tokens"
+            "sequence {id} has {len} tokens, but the step computes {range:?}"
         );
         assert_eq!(self.scheduler.tokens(id).len(), len);
         assert_eq!(is_last, range.end == len);
@@ -508,7 +508,7 @@ impl<'a> Simulator<'a> {
             assert!(range.start.is_multiple_of(BLOCK_TOKENS), "sequence {id} reuses only part of a block");
             assert!(
                 prompt_parts.is_none_or(|parts| parts.floor(range.start) == range.start),
-                "sequence {id} reuses only part of a chunk"
+                "sequence {id} reuses only part of a prompt part"
             );
             if tracked.started.is_none() {
                 tracked.started = Some(self.now);
@@ -606,7 +606,7 @@ impl<'a> Simulator<'a> {
     }
 
     /// Commits a planned step before its tokens are known.
-    fn expect(&mut self, plan: StepPlan) {
+    fn commit_ahead(&mut self, plan: StepPlan) {
         for &SequenceWork { id, ref range, is_last } in &plan.work {
             let tracked = &mut self.tracked[id as usize];
             if tracked.outcome.is_some() {

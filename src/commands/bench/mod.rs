@@ -187,13 +187,8 @@ impl Bench {
         (1..=self.repetitions as u64).map(|index| run(&self.engine, index)).collect()
     }
 
-<<<<<<< HEAD:src/commands/bench/mod.rs
-    /// Measures prefill, decode and chat at each of `depths`, the numbers of tokens already in the KV cache.
-    fn tests(&self, prompts: &[usize], decode: usize, depths: &[usize]) -> Result<Vec<TestResult>> {
-=======
     /// Measures prefill, decode and chat. Each of `depths` is a number of tokens in the KV cache before the test.
-    fn tests(&self, prompts: &[usize], decode: usize, depths: &[usize]) -> Result<Vec<Test>> {
->>>>>>> words-2:src/commands/bench.rs
+    fn tests(&self, prompts: &[usize], decode: usize, depths: &[usize]) -> Result<Vec<TestResult>> {
         let mut tests = Vec::new();
         for &depth in depths {
             self.fill_cache(depth)?;

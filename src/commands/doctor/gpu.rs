@@ -106,7 +106,7 @@ fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>, is_native: 
         return Finding::warn("GPU", what, rebuild);
     }
     if info.free_bytes < info.total_bytes / 2 {
-        return Finding::warn("GPU", format!("{what}: other programs use more than half of its memory"), "nvidia-smi");
+        return Finding::warn("GPU", format!("{what}: more than half of its memory is in use"), "nvidia-smi");
     }
     Finding::pass("GPU", what)
 }

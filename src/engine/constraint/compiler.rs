@@ -112,7 +112,7 @@ impl GrammarCompiler {
         {
             return Err(invalid(
                 &grammar.name,
-                &format!("the objects have more than {MAX_OPTIONAL} optional properties in total"),
+                &format!("the schema has too many optional properties: the limit is {MAX_OPTIONAL} in one object"),
             ));
         }
         let top_level = match &grammar.kind {

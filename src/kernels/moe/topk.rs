@@ -66,11 +66,11 @@ pub fn reference(logits: &[f32], experts: usize, chosen: usize, softmax: Softmax
         let key = |&expert: &usize| if row[expert].is_nan() { f32::NEG_INFINITY } else { row[expert] };
         let mut order: Vec<usize> = (0..experts).collect();
         order.sort_by(|a, b| key(b).partial_cmp(&key(a)).unwrap_or(std::cmp::Ordering::Equal).then(a.cmp(b)));
-        let max = row[order[0]];
+        let max = key(&order[0]);
         let exp = |&expert: &usize| (key(&expert) - max).exp();
         let all: f32 = order.iter().map(exp).sum();
         order.truncate(chosen);
-        let exps: Vec<f32> = order.iter().map(|&expert| (row[expert] - max).exp()).collect();
+        let exps: Vec<f32> = order.iter().map(exp).collect();
         let total: f32 = if softmax == Softmax::OverAll { all } else { exps.iter().sum() };
         weights.extend(exps.iter().map(|e| e / total));
         ids.extend(order.iter().map(|&expert| expert as u32));

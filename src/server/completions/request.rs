@@ -59,7 +59,7 @@ impl CompletionRequest {
 
 /// Reads `prompt`: a text, token ids, or an array of either.
 fn read_prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
-    let expected = "expected a string, an array of strings, or token ids";
+    let expected = "expected a string, token ids, or an array of strings or of arrays of token ids";
     let prompts = match fields.take("prompt") {
         Some(Value::String(text)) => vec![Prompt::Text(text)],
         Some(Value::Array(items)) if items.first().is_some_and(Value::is_number) => {
@@ -82,7 +82,7 @@ fn read_prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
         Prompt::Chat { messages, .. } => messages.is_empty(),
     };
     if prompts.is_empty() || prompts.iter().any(is_empty) {
-        return Err(fields.invalid("prompt", "the prompt is empty"));
+        return Err(fields.invalid("prompt", "every prompt must have text or token ids"));
     }
     Ok(prompts)
 }

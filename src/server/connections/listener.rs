@@ -109,13 +109,13 @@ async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<Gra
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
-                let place = OpenConnection::new(&metrics.http.connections, server.options.max_connections);
-                if place.as_ref().is_none_or(|place| place.is_spare) {
+                let open = OpenConnection::new(&metrics.http.connections, server.options.max_connections);
+                if open.as_ref().is_none_or(|open| open.is_spare) {
                     metrics.http.refused_connections.inc();
                 }
-                let Some(place) = place else { continue };
-                let router = if place.is_spare { &spare_router } else { &router };
-                tokio::spawn(connect(stream, router.clone(), server.clone(), connections.watcher(), place));
+                let Some(open) = open else { continue };
+                let router = if open.is_spare { &spare_router } else { &router };
+                tokio::spawn(connect(stream, router.clone(), server.clone(), connections.watcher(), open));
             }
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection");
@@ -126,9 +126,9 @@ async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<Gra
 }
 
 /// Performs the TLS handshake of a connection, if the server has a certificate, and serves its requests.
-async fn connect(stream: TcpStream, router: Router, server: Arc<Server>, watcher: Watcher, place: OpenConnection) {
+async fn connect(stream: TcpStream, router: Router, server: Arc<Server>, watcher: Watcher, open: OpenConnection) {
     let timeouts = &server.options.timeouts;
-    let header_time = if place.is_spare { timeouts.header.min(SPARE_HEADER_TIME) } else { timeouts.header };
+    let header_time = if open.is_spare { timeouts.header.min(SPARE_HEADER_TIME) } else { timeouts.header };
     // Do not delay small packets, such as the events of a stream.
     let _ = stream.set_nodelay(true);
     let stream = WriteLimit::new(stream, timeouts.write);

@@ -123,7 +123,7 @@ impl Receipt {
     }
 
     /// Returns whether the receipt belongs to a record. `record` is the exact JSON of the record.
-    pub fn is_of(&self, record: &[u8]) -> bool {
+    pub fn matches_record(&self, record: &[u8]) -> bool {
         sha256([record]) == self.record_sha256
     }
 }

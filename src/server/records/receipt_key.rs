@@ -52,7 +52,7 @@ impl ReceiptKey {
         let der = der.map_err(|_| anyhow!("the file has no 'BEGIN PRIVATE KEY'; encrypted keys are not supported"))?;
         // OpenSSL writes keys without the public key, which `from_pkcs8` requires.
         let pair = Ed25519KeyPair::from_pkcs8_maybe_unchecked(der.secret_pkcs8_der());
-        Ok(Self(pair.map_err(|_| anyhow!("it is not an Ed25519 key"))?))
+        Ok(Self(pair.map_err(|_| anyhow!("the key is not an Ed25519 key"))?))
     }
 
     fn create(path: &Path) -> Result<Self> {

@@ -53,13 +53,13 @@ pub enum Event<'a> {
     /// The start or the end of a content part.
     Part {
         #[serde(flatten)]
-        place: Place<'a>,
+        position: EventPosition<'a>,
         part: Part<'a>,
     },
     /// The next piece of a text or of the arguments of a call.
     Delta {
         #[serde(flatten)]
-        place: Place<'a>,
+        position: EventPosition<'a>,
         delta: &'a str,
         #[serde(skip_serializing_if = "Option::is_none")]
         logprobs: Option<&'a [TokenLogprob]>,
@@ -67,7 +67,7 @@ pub enum Event<'a> {
     /// The end of a text, with the complete text.
     Text {
         #[serde(flatten)]
-        place: Place<'a>,
+        position: EventPosition<'a>,
         text: &'a str,
         #[serde(skip_serializing_if = "Option::is_none")]
         logprobs: Option<&'a [TokenLogprob]>,
@@ -75,7 +75,7 @@ pub enum Event<'a> {
     /// The end of the arguments of a call, with the complete arguments.
     Arguments {
         #[serde(flatten)]
-        place: Place<'a>,
+        position: EventPosition<'a>,
         name: &'a str,
         arguments: &'a str,
     },
@@ -83,7 +83,7 @@ pub enum Event<'a> {
 
 /// The item and the content part that an event belongs to.
 #[derive(Clone, Copy, Serialize)]
-pub struct Place<'a> {
+pub struct EventPosition<'a> {
     pub item_id: &'a str,
     pub output_index: usize,
     /// `None` for a function call, which has no content parts.

@@ -2,7 +2,7 @@
 //!
 //! Whole and streamed responses contain the same items, because both are built here.
 
-use super::events::{Event, EventSink, Place};
+use super::events::{Event, EventPosition, EventSink};
 use super::item::{Item, ItemContent, ItemStatus};
 use crate::chat::Role;
 use crate::server::chat::{TokenLogprob, scored_tokens};
@@ -95,8 +95,8 @@ impl Output {
         let item = Item { id: content.new_id(), status: ItemStatus::InProgress, content };
         events.send("response.output_item.added", Event::Item { output_index, item: &item });
         if let Some(part) = item.content.part() {
-            let place = place(&item, output_index);
-            events.send("response.content_part.added", Event::Part { place, part });
+            let position = position(&item, output_index);
+            events.send("response.content_part.added", Event::Part { position, part });
         }
         self.items.push(item);
     }
@@ -105,14 +105,14 @@ impl Output {
     fn extend(&mut self, delta: &str, tokens: Vec<TokenLogprob>, events: &mut impl EventSink) {
         let output_index = self.items.len().saturating_sub(1);
         let Some(item) = self.items.last_mut() else { return };
-        let place = place(item, output_index);
+        let position = position(item, output_index);
         let name = match item.content {
             ItemContent::Message { .. } => "response.output_text.delta",
             ItemContent::Reasoning { .. } => "response.reasoning_text.delta",
             ItemContent::Call { .. } | ItemContent::CallOutput { .. } => "response.function_call_arguments.delta",
         };
         let logprobs = matches!(item.content, ItemContent::Message { .. }).then_some(tokens.as_slice());
-        events.send(name, Event::Delta { place, delta, logprobs });
+        events.send(name, Event::Delta { position, delta, logprobs });
         match &mut item.content {
             ItemContent::Message { text, logprobs, .. } => {
                 text.push_str(delta);
@@ -135,29 +135,29 @@ impl Output {
         let output_index = self.items.len() - 1;
         let Some(item) = self.items.last_mut() else { return };
         item.status = status;
-        let place = place(item, output_index);
+        let position = position(item, output_index);
         match &item.content {
             ItemContent::Message { text, logprobs, .. } => {
-                events.send("response.output_text.done", Event::Text { place, text, logprobs: Some(logprobs) });
+                events.send("response.output_text.done", Event::Text { position, text, logprobs: Some(logprobs) });
             }
             ItemContent::Reasoning { text, .. } => {
-                events.send("response.reasoning_text.done", Event::Text { place, text, logprobs: None });
+                events.send("response.reasoning_text.done", Event::Text { position, text, logprobs: None });
             }
             ItemContent::Call { name, arguments, .. } => {
-                events.send("response.function_call_arguments.done", Event::Arguments { place, name, arguments });
+                events.send("response.function_call_arguments.done", Event::Arguments { position, name, arguments });
             }
             ItemContent::CallOutput { .. } => {}
         }
         if let Some(part) = item.content.part() {
-            events.send("response.content_part.done", Event::Part { place, part });
+            events.send("response.content_part.done", Event::Part { position, part });
         }
         events.send("response.output_item.done", Event::Item { output_index, item });
     }
 }
 
 /// Returns the position of an item and its content part. An item has at most one part.
-fn place(item: &Item, output_index: usize) -> Place<'_> {
-    Place { item_id: &item.id, output_index, content_index: item.content.part().map(|_| 0) }
+fn position(item: &Item, output_index: usize) -> EventPosition<'_> {
+    EventPosition { item_id: &item.id, output_index, content_index: item.content.part().map(|_| 0) }
 }
 
 #[cfg(test)]

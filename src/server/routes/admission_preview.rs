@@ -45,7 +45,7 @@ struct KvCache {
 
 /// The response if the prompt is too long.
 #[derive(Serialize)]
-struct Misfit {
+struct PromptTooLong {
     object: &'static str,
     fits: bool,
     accepted: bool,
@@ -81,7 +81,7 @@ pub async fn preview(
                 return Err(error);
             }
             let reason = error.message();
-            let misfit = Misfit { object: OBJECT, fits: false, accepted: false, starts_now: false, reason };
+            let misfit = PromptTooLong { object: OBJECT, fits: false, accepted: false, starts_now: false, reason };
             return Ok(reply::with_ignored(json_response(&misfit)?, &ignored));
         }
         Err(panic) => return Err(ApiError::internal(format!("cannot preview the request: {panic}"))),

@@ -92,7 +92,7 @@ impl Experts<'_> {
         let (is_stacked, is_bias) = (name.contains("_exps"), name.ends_with(".bias"));
         let matrices = if name.contains("ffn_down") { 1 } else { 2 };
         if first.shape.len() != 1 + usize::from(is_stacked) + usize::from(!is_bias) {
-            bail!("tensor {name}: {:?} is not a valid shape for experts", first.shape);
+            bail!("tensor {name}: shape {:?} is not valid for experts", first.shape);
         }
         let experts = if is_stacked { first.shape[0] } else { sources.len() / matrices };
         let expert_shape = &first.shape[usize::from(is_stacked)..];

@@ -35,7 +35,7 @@ impl GgufModel {
             // Loading reads a vector element by element, but a block-quantized type stores whole blocks.
             let types = tensor.sources.iter().filter_map(|source| model.file.info(source)).map(|info| info.ggml_type);
             if let Some(quantized) = types.into_iter().find(|ggml_type| ggml_type.block_length() != 1) {
-                bail!("tensor {name}: found type {quantized}, expected a vector of floats");
+                bail!("tensor {name}: expected type F32, F16 or BF16, found {quantized}");
             }
         }
         Ok(model)
@@ -239,8 +239,9 @@ impl GgufModel {
         };
         let bytes = |view: &GgufTensorView| view.info.ggml_type.bytes(columns as u64, 1);
         let sources = sources.into_iter().map(|view| {
-            let row_bytes =
-                bytes(&view).with_context(|| format!("row length {columns} is not a multiple of the block length"))?;
+            let row_bytes = bytes(&view).with_context(|| {
+                format!("row length {columns} is not a multiple of the block length of {}", view.info.ggml_type)
+            })?;
             Ok((view.info.ggml_type, StoredRows { bytes: view.bytes, row_bytes: row_bytes as usize }))
         });
         Ok(SourceRows { sources: sources.collect::<Result<_>>()?, columns, mapping: tensor.rows })

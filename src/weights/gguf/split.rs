@@ -55,11 +55,7 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
         check_part(&part, &SplitInfo { number: number - 1, ..split })?;
         head_bytes += part.head.len() as u64;
         if head_bytes > MAX_SPLIT_HEADER_BYTES {
-            bail!(
-                "the headers of the parts of {} are larger than {} in total",
-                name.prefix,
-                size(MAX_SPLIT_HEADER_BYTES)
-            );
+            bail!("the part headers of {} have more than {} in total", name.prefix, size(MAX_SPLIT_HEADER_BYTES));
         }
         found += part.header.tensors.len();
         if found > MAX_SPLIT_TENSORS {

@@ -129,7 +129,7 @@ fn quantized_model_agrees_with_ggml_and_transformers() {
         assert_eq!(
             digest(&trained, quantize),
             integers(&format!("{name}.values"))[0],
-            "{name}: the quantized values differ from ggml"
+            "{name}: the quantized values differ from the reference"
         );
         let run = trained.run(Some(quantize));
         let kl = plain.kl(&run);

@@ -28,5 +28,5 @@ pub fn play_with(home: &TempDir, args: &[&str], environment: &[(&str, &str)]) ->
 
 /// Waits until `text` appears in the output. Returns the output before it.
 pub fn expect(session: &mut PtySession, text: &str) -> String {
-    session.exp_string(text).unwrap_or_else(|error| panic!("waiting for {text:?}: {error}"))
+    session.exp_string(text).unwrap_or_else(|error| panic!("the output does not contain {text:?}: {error}"))
 }

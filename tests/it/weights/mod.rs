@@ -417,7 +417,7 @@ fn parts_read_by_several_threads_equal_parts_read_at_once() {
             assert_eq!(part.dims(), expected.dims());
             assert!(bits(part) == bits(expected), "{threads} threads, pieces of {piece_bytes} bytes");
         }
-        assert_eq!(host.live.load(Ordering::SeqCst), 0, "allocations are left");
+        assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory was not freed");
     }
     let reader = PartReader::new(Host { limit: Some(1000), ..Host::default() }, small(2));
     let error = format!("{:#}", weights.clone().with_part_reader(reader).float("weight", &[1000, 700]).unwrap_err());
