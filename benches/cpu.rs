@@ -49,7 +49,7 @@ fn noise(count: usize) -> Vec<f32> {
 /// Measures how long it takes to sample one token, with different sampling parameters.
 fn sampler(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("sampler");
-    // A few large logits and many small ones, as in a real model.
+    // The cubes of uniform numbers: a few large logits and many small ones, as in a real model.
     let mut logits: Vec<f32> = noise(VOCAB_SIZE).into_iter().map(|x| 12.0 * x * x * x).collect();
     let greedy = SamplingParams::greedy();
     let sampled = SamplingParams { temperature: 1.0, ..greedy.clone() };
@@ -203,7 +203,7 @@ fn commands(criterion: &mut Criterion) -> Result<()> {
         let mut file = File::create(snapshot.join("model.safetensors"))?;
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(&header)?;
-        // Extend the file to the size of the weights. The added part is sparse, so it uses no disk space.
+        // Extend the file to its full size. The weights are a sparse part of the file and use no disk space.
         file.set_len(8 + header.len() as u64 + end)?;
     }
     let run = |args: &[&str]| {

@@ -1,4 +1,5 @@
-//! Measures how fast weights load from the page cache and from disk, with different reader settings.
+//! Measures how long a GPU takes to initialize, and how fast weights load with different reader settings.
+//! Weights load from the page cache and, on Linux, also from disk.
 //!
 //!     INFERNO_FULL_SIZE=DIR cargo bench --features cuda --bench loading
 

@@ -4,8 +4,8 @@
 #
 #   scripts/cuda-toolkit.sh DIR [13|12] && source DIR/env.sh
 #
-# CUDA 13 comes from NVIDIA's Python wheels. The wheels of CUDA 12 contain no nvcc, so nvcc comes from Debian's package of
-# CUDA 12.4, which requires apt-get and Debian's keyring.
+# CUDA 13 comes from NVIDIA's Python wheels. The wheels of CUDA 12 contain no nvcc.
+# For CUDA 12, nvcc comes from Debian's package of CUDA 12.4, which requires apt-get and Debian's keyring.
 #
 # Fills DIR with a standard toolkit tree (bin/nvcc, include, lib64, lib64/stubs/libcuda.so) and env.sh.
 # env.sh sets the variables that cargo, the linker and CUDA programs need.
@@ -40,8 +40,8 @@ wheels() {
   "$dir/venv/bin/pip" install -q --disable-pip-version-check "$@"
 }
 
-# debian_packages FOLDER RELEASE COMPONENT NAME...: unpacks packages of a Debian release. Uses this machine's Debian mirror,
-# but keeps apt's state in a separate folder, so it also works on other Debian releases.
+# debian_packages FOLDER RELEASE COMPONENT NAME...: unpacks packages of a Debian release into FOLDER/tree.
+# Uses this machine's Debian mirror and a separate folder for apt's state, so the machine may run another Debian release.
 debian_packages() {
   local folder=$1 release=$2 component=$3 mirror keys=/usr/share/keyrings/debian-archive-keyring.gpg
   shift 3
@@ -73,7 +73,7 @@ if [ "$version" = 13 ]; then
     nvidia-cuda-runtime==13.0.96 nvidia-cuda-nvrtc==13.0.88 nvidia-cublas==13.1.0.3 nvidia-curand==10.4.0.35
   home=$(echo "$dir"/venv/lib/python3*/site-packages/nvidia/cu13)
 else
-  # nvidia-cuda-nvcc-cu12 contains libdevice and nvcc's headers. NVIDIA withdrew CCCL 12.4; CCCL 12.9 works too.
+  # nvidia-cuda-nvcc-cu12 contains libdevice and nvcc's headers. NVIDIA withdrew CCCL 12.4; CCCL 12.9 works with CUDA 12.4.
   wheels nvidia-cuda-nvcc-cu12==12.4.131 nvidia-cuda-cccl-cu12==12.9.27 nvidia-cuda-runtime-cu12==12.4.127 \
     nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cublas-cu12==12.4.5.8 nvidia-curand-cu12==10.3.5.147
   # nvcc links the static runtime library by default, and the wheel of 12.4 does not contain it.

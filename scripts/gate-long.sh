@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The long form of the gate: the checks of deploy/ and of releases that take too long for .ci/run. Takes about an hour.
+# Runs the checks of releases and of deploy/ that take too long for .ci/run. Takes about an hour.
 #
 #   scripts/gate-long.sh [PART…]
 #
@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 target=${CARGO_TARGET_DIR:-target}
-# One GPU is enough to prove that the kernels compile.
+# Compiling the kernels for one GPU generation is enough for these checks.
 export INFERNO_EXTRA_COMPUTE_CAPS=${INFERNO_EXTRA_COMPUTE_CAPS-}
 
 [ $# -gt 0 ] || set -- cuda12 cpu image routing

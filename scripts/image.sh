@@ -9,8 +9,9 @@
 # --output   writes the image to this file, in Docker's format
 #
 # Requires root, buildah, and mmdebstrap if there is no --base (apt-get install --no-install-recommends buildah mmdebstrap).
-# Uses chroot isolation, so it also runs in a container that may not create namespaces. The containers share the network of
-# this machine, and the tests listen on 127.0.0.1 only. INFERNO_IMAGE_CACHE names buildah's storage folder [a temporary folder].
+# Uses chroot isolation, so it also runs in a container that may not create namespaces.
+# The containers share the network of this machine, and the tests listen on 127.0.0.1 only.
+# INFERNO_IMAGE_CACHE names the storage folder of buildah. Without this variable, buildah uses a temporary folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -104,7 +105,7 @@ port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0));
 inside env INFERNO_DRAIN_DELAY=1 inferno serve demo --device cpu --host 127.0.0.1 --port "$port" > "$scratch/log" 2>&1 &
 server=$!
 health() {
-  # This is the HEALTHCHECK command plus a port, because the containers share this machine's network.
+  # The HEALTHCHECK command with another port, because the containers share this machine's network.
   inside inferno health --port "$port"
 }
 for _ in $(seq 100); do

@@ -5,9 +5,9 @@
     scripts/mutate.py --program PATH --runs 8000 --seed 7 --keep FOLDER   a longer search
     scripts/mutate.py --program PATH --seed 7 --only 123                  repeats one run and shows its output
 
-Each run copies a small model, applies one to four mutations and runs one command of the program. The model comes from
-assets/demo or tests/golden, or it is a GGUF file that this script makes from them. The seed and the number of a run
-determine its model, mutations and command.
+Each run copies a small model, applies one to five mutations and runs one command of the program.
+The models come from assets/demo and tests/golden. The script adds a tokenizer or a chat template to some of them.
+The seed and the number of a run determine its model, mutations and command.
 
 A run fails if the program
 
@@ -18,8 +18,8 @@ A run fails if the program
 - writes control characters or invisible characters to stderr or, in a table, to stdout
 - reports a perplexity that is NaN
 
-The script keeps the folder of a failed run. The folder contains `reproduce.sh`. At the end, the script exits with 1 if
-any run failed.
+The script keeps the folder of a failed run. The folder contains `reproduce.sh`.
+At the end, the script exits with 1 if any run failed.
 """
 
 import argparse
@@ -48,7 +48,7 @@ COMMIT = "0123456789012345678901234567890123456789"
 # MAX_SECONDS, MAX_DATA and HANG_SECONDS have the same values as in tests/it/support/bounded.rs.
 MAX_SECONDS = 10
 MAX_DATA = 1_500_000_000
-# The script kills the program after this time. On a busy machine, MAX_SECONDS of CPU time can take this long.
+# The script kills the program after this time, in seconds. On a busy machine, MAX_SECONDS of CPU time can take this long.
 HANG_SECONDS = 60
 MAX_RESIDENT = 1_500_000_000
 MAX_MESSAGE = 5000
@@ -612,7 +612,7 @@ def mutate_gguf(rng, data):
 
 
 def mutate_bytes(rng, data):
-    """Changes random bytes of a file in any format."""
+    """Changes random bytes of a file in any format. Returns the new contents and a description."""
     kind = rng.randrange(7)
     if kind == 0 or not data:
         new = rng.choice([b"", b"\0", b"{", b"[]", b"null", b"\xef\xbb\xbf{}", b"\xff\xfe{\0}\0", bytes(range(256)) * 16, b"\n" * 1000])
@@ -637,7 +637,7 @@ def mutate_bytes(rng, data):
 
 
 def mutate_file_system(rng, folder, path):
-    """Replaces, adds or deletes a file, or removes its permissions. Returns the description of the change."""
+    """Replaces, adds or deletes a file, or removes its permissions. Returns a description of the change."""
     kind = rng.randrange(13)
     if kind < 4 or leads_outside(folder, path):
         remove(path)
@@ -687,7 +687,7 @@ def mutate_file_system(rng, folder, path):
 
 
 def leads_outside(folder, path):
-    """Returns whether a path resolves to a place outside the run's home folder. The script must not write there."""
+    """Returns whether a path leads outside the run's home folder, where the script must not write, or to itself."""
     home = next(parent for parent in folder.parents if parent.name == "home")
     try:
         return not path.resolve().is_relative_to(home)
@@ -696,7 +696,7 @@ def leads_outside(folder, path):
 
 
 def is_plain(folder, path):
-    """Returns whether a path is a regular file that this script may read and change."""
+    """Returns whether a path is a regular file in the home folder, under 50 MB, that the script can read and write."""
     return not leads_outside(folder, path) and path.is_file() and path.stat().st_size < 50_000_000 and os.access(path, os.R_OK | os.W_OK)
 
 
@@ -752,7 +752,7 @@ def mutate(rng, folder):
 
 
 def mutate_cache(rng, repo):
-    """Changes the refs or snapshots of a cached repository. Returns the description of the change."""
+    """Changes the refs or snapshots of a cached repository. Returns a description of the change."""
     kind = rng.randrange(5)
     if kind == 0:
         text = rng.choice(["", COMMIT[:7], COMMIT[::-1], "../../..", STRANGE, "f" * 100_000, COMMIT + "\n"])
@@ -891,7 +891,7 @@ def command_of(rng, name, home, names, repo):
 
 
 def limit():
-    """Sets resource limits for the program. The child process calls this before exec."""
+    """Sets resource limits for the program. The child process calls this function before exec."""
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, HANG_SECONDS))
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA, MAX_DATA))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -906,7 +906,7 @@ def environment(home):
 
 
 def execute(program, arguments, home, scratch):
-    """Runs the program without input and returns a Result."""
+    """Runs the program with empty standard input. Returns a Result."""
     with open(scratch / "stdout", "w+b") as stdout, open(scratch / "stderr", "w+b") as stderr:
         start = time.monotonic()
         child = subprocess.Popen([program, *arguments], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=home,

@@ -76,7 +76,7 @@ check_links() {
   ! grep -E 'NEEDED.*lib(cu|nv)' "$scratch/needed" || fail "$1 is linked against NVIDIA's libraries"
 }
 
-# check_start COMMAND...: the commands that need no GPU must work. Call it without the toolkit in LD_LIBRARY_PATH.
+# check_start COMMAND...: fails unless the program works without a GPU. LD_LIBRARY_PATH must not contain the toolkit.
 check_start() {
   "$@" --version
   "$@" play demo --device cpu --prompt "What is a token?" > "$scratch/answer"

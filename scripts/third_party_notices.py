@@ -4,8 +4,8 @@
     scripts/third_party_notices.py           writes the file
     scripts/third_party_notices.py --check   fails if the file is out of date
 
-If a crate offers several licenses, the script chooses the one that comes first in `PREFERRED`. It writes each license text
-only once, below the copyright lines of all crates that use it.
+If a crate offers several licenses, the script chooses the one that comes first in `PREFERRED`.
+It writes each license text only once, below the copyright lines of all crates that use it.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTICES = ROOT / "docs" / "third-party-notices.txt"
-# If a crate offers several licenses, the script chooses the one that comes first in this list.
+# Licenses in order of preference.
 PREFERRED = ["0BSD", "MIT", "ISC", "Zlib", "BSD-2-Clause", "BSD-3-Clause", "Unicode-3.0", "CDLA-Permissive-2.0", "Apache-2.0", "MPL-2.0"]
 # Patterns that match the names of license files, for crates with one file per license.
 FILE_NAMES = {"MIT": r"MIT", "Apache-2.0": r"APACHE", "0BSD": r"0BSD", "Zlib": r"ZLIB", "ISC": r"ISC"}
@@ -65,7 +65,7 @@ def chosen_licenses(package):
 
 
 def license_text(package, license):
-    """Returns the license text from the crate's files, or None."""
+    """Returns the text of a license from the files of a crate, or None if the crate has no such file."""
     folder = Path(package["manifest_path"]).parent
     files = sorted(file for file in folder.iterdir() if re.match(r"(?i)(un)?licen[cs]e|copying", file.name) and file.is_file())
     named = [file for file in files if re.search(FILE_NAMES.get(license, license), file.name, re.IGNORECASE)]
@@ -114,7 +114,7 @@ def group_crates(packages):
 
 
 def notices(groups):
-    """Returns the text of the file."""
+    """Returns the contents of docs/third-party-notices.txt."""
     out = [HEADER]
     for group in groups:
         out.append("=" * 100)

@@ -106,7 +106,7 @@ def cases(sampler):
         "held-out names and phrasings": [],
         "training phrasings": [],
     }
-    # Keep the order of these calls: all cases draw from the same random generator, so another order would change them.
+    # Keep the order of these calls. All cases draw from one random generator, so another order would change the cases.
     for case in held_out(intents):
         kinds["held-out phrasings"].append(alone(*case))
         kinds["held-out phrasings, third turn"].append(third_turn(sampler, *case))
@@ -144,7 +144,7 @@ def report(kind, intents, answered, show_failures):
 
 
 def evaluate(snapshot, device="cpu", limit=None, max_tokens=160, batch=192, show_failures=True):
-    """Generates an answer for every test case. Prints and returns the share of correct answers per kind of test."""
+    """Answers up to `limit` test cases of each kind. Prints and returns the share of correct answers per kind."""
     from tokenizers import Tokenizer
 
     from evaluate_tools import scores

@@ -1,6 +1,6 @@
 """Measures how often the demo model calls tools and writes JSON correctly.
 
-The tools and values are not in the training data, except for the kind "calls of known tools".
+The values are not in the training data. Neither are the tools, except in the kinds about known tools.
 
     python evaluate_tools.py SNAPSHOT
     python evaluate_tools.py --dump-prompts ../../tests/golden/demo_prompts.json
@@ -93,11 +93,11 @@ def schema_answers(model, writer, cases, max_tokens, batch):
 
 
 def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=True):
-    """Prints and returns the share of correct completions per kind of test."""
+    """Prints and returns the share of correct completions per kind of test, over up to `limit` cases."""
     count, shares = min(limit or CASES, CASES), {}
 
     def report(kind, rows, fails_shown=8):
-        """Reports one kind of test. A row per case: whether the completion is correct, the question, the completion."""
+        """Reports one kind of test. Each row says whether the completion is correct, the question, and the completion."""
         wrong = [row for row in rows if not row[0]]
         shares[kind] = 1 - len(wrong) / len(rows)
         print(f"{kind:35} {len(rows) - len(wrong):5} of {len(rows):5} correct, {shares[kind]:6.1%}", flush=True)
@@ -147,7 +147,7 @@ def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=T
 
 
 def dump_prompts(path):
-    """Writes conversations, each with its prompt as text."""
+    """Writes conversations with tools, each with its prompt as text, for a test of inferno."""
     snapshot = Path(__file__).parents[2] / "assets/demo/tokenizer.json"
     writer = Writer(Tokenizer.from_file(str(snapshot)))
     sampler, prompts = ToolSampler(Sampler(seed=5)), []

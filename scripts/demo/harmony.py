@@ -1,7 +1,7 @@
 """Renders conversations as token ids in gpt-oss's chat format, and trains the small tokenizer.
 
-inferno must render the same text: `evaluate_tools.py` writes prompts to `tests/golden/demo_prompts.json`, and a test compares
-them with inferno's prompts.
+inferno must render the same text.
+`evaluate_tools.py` writes prompts to `tests/golden/demo_prompts.json`. A test compares these prompts with inferno's.
 """
 
 import re
@@ -154,12 +154,12 @@ class Writer:
             if is_past:
                 message = self.message("assistant", turn.answer, "final")
                 add(message, PAST_WEIGHT, len(message) - len(self.text(turn.answer)) - 1)
-                weights[-1] = 0.0  # <|end|>: a model ends its answer with <|return|>
+                weights[-1] = 0.0  # <|end|>: the model must end its answers with <|return|> instead
         add([self.control["<|start|>"], *self.text("assistant")])
         return ids, weights
 
     def completion(self, conversation):
-        """Returns the token ids of the completion (analysis and answer), and the loss weight of each id."""
+        """Returns the token ids of the last turn's analysis and answer, and the loss weight of each id."""
         turn = conversation.turns[-1]
         analysis = self.message("assistant", thought(turn.think, conversation.effort), "analysis")
         analysis = analysis[1 + len(self.text("assistant")) :]  # the prompt ends with these tokens

@@ -1,11 +1,13 @@
 """gpt-oss in PyTorch with the parameter names of the checkpoint.
 
-Outside of training, it computes the same results as transformers' GptOssForCausalLM. There are two differences:
+Outside of training, the model computes the same results as transformers' GptOssForCausalLM. The code differs in two ways:
 
-- Every expert runs for every token, and experts that are not selected get a routing weight of 0. This is faster at this size.
+- Every expert runs for every token, and experts that are not selected get a routing weight of 0.
+  For a model of this size, this is faster than selecting experts.
 - During training, the forward pass rounds expert weights to MXFP4, so the model adapts to the rounding.
 
-B batch, T tokens, S keys, H query heads, K kv heads, G = H/K, D head dim, C hidden, F intermediate, E experts, V vocabulary.
+Dimensions: B batch, T tokens, S keys, H query heads, K KV heads, D head size, C hidden size, F intermediate size, E experts,
+V vocabulary.
 """
 
 import json
@@ -220,7 +222,7 @@ class GptOss(nn.Module):
                 nn.init.normal_(parameter, std=0.04 / (2 * config.num_hidden_layers) ** 0.5 if into_residual else 0.04)
 
     def forward(self, ids, padding=None, cache=None):
-        """Returns the logits [B, T, V] for ids [B, T], and the load balance of the experts.
+        """Returns the logits [B, T, V] for ids [B, T], and the mean load-balancing loss of the layers.
 
         `padding` [B] is the number of padding positions at the start of each row. `cache` has one list per layer.
         Each call adds keys and values to the cache, so the next call needs only the new ids.

@@ -1,7 +1,8 @@
 """Samples training conversations in which the demo model answers in JSON.
 
-In one kind of sample, the user asks for JSON. In the other kind, the prompt does not mention JSON, as when a server enforces
-a JSON schema. The opening brace then has no loss weight, so that the model does not learn to write JSON unasked.
+In some samples, the user or the system prompt asks for JSON.
+In the others, the prompt does not mention JSON, as when a server enforces a JSON schema.
+The opening brace then has no loss weight, so that the model does not learn to write JSON unasked.
 `python objects.py` prints some conversations.
 """
 
@@ -13,7 +14,7 @@ from tools import NUMBERS, Values, literal
 
 SLOT = re.compile(r"\{(\w+)(?::(\w+))?\}")
 ANSWER_KEYS = ["answer"] * 8 + ["text", "response", "reply", "message", "result", "content", "explanation", "summary"]
-KEY_WEIGHT = 0.1  # for keys that a schema forces
+KEY_WEIGHT = 0.1  # the loss weight of keys that a schema would force
 
 
 def escaped(text):
@@ -84,7 +85,7 @@ class ObjectSampler:
         return self.turn(ask, f"Answer in JSON: {', '.join(keys)}.", facts, True)
 
     def about_inferno(self, date, is_asked):
-        """Returns a turn whose JSON contains the answer to a question about inferno."""
+        """Returns a turn with a question about inferno and an answer in JSON."""
         r, turn = self.random, self.sampler.other_turns(1, date=date)[0]
         facts = [("answer" if is_asked else r.choice(ANSWER_KEYS), "text", turn.answer)]
         command = re.search(r"`([^`]+)`", turn.answer)

@@ -14,7 +14,7 @@ DATA = Path(__file__).parent / "data"
 
 @dataclass
 class Intent:
-    """A question that a user may ask, and its answer."""
+    """A question in several phrasings, and its answer."""
 
     id: str
     answer: str
@@ -62,7 +62,7 @@ def lines(text: str) -> list[str]:
 
 
 def normal(text: str) -> str:
-    """Returns the words of a text in lowercase. Phrasings with the same words count as equal."""
+    """Returns the words of a text in lowercase, to compare phrasings."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
@@ -71,7 +71,7 @@ def load(name: str) -> dict:
 
 
 def expand(pattern: str, choose) -> str:
-    """Replaces each `(this|that|)` with the alternative that `choose` picks."""
+    """Replaces each `(this|that|)` with the alternative that `choose` picks, and removes extra spaces."""
     picked = re.sub(r"\(([^()]*\|[^()]*)\)", lambda m: choose(alternatives(m[1])), pattern)
     return re.sub(r"\s+(?=[?.,!](?:\s|$))|^\s+|\s+$|(?<=\s)\s+", "", picked)
 
@@ -328,7 +328,7 @@ WORD = re.compile(r"[A-Za-z][A-Za-z']*")
 
 
 class Sampler:
-    """A sampler of training conversations. The same seed produces the same conversations."""
+    """Samples training conversations. The same seed produces the same conversations."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
@@ -373,7 +373,7 @@ class Sampler:
         return made_up.capitalize()
 
     def fill(self, text: str) -> str:
-        """Fills the slots that [slots] in talk.toml defines. `turn` fills {name} and {date}."""
+        """Fills the slots that [slots] in talk.toml defines. All other slots stay."""
         choose = lambda m: self.random.choice(self.slots[m[1]]) if m[1] in self.slots else m[0]
         return re.sub(r"\{(\w+)\}", choose, text)
 
@@ -441,7 +441,7 @@ class Sampler:
         return text
 
     def turn(self, intent: Intent, **values: str) -> Turn:
-        """Returns one turn. Replaces {name} and {date} in the question, analysis and answer."""
+        """Returns one turn. Fills the slots in `values`, such as {name}, in the question, analysis and answer."""
         user = self.question(intent)
         parts = [user, intent.think, intent.answer]
         for key, value in values.items():

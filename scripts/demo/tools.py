@@ -1,7 +1,8 @@
 """Samples training conversations in which the demo model may call a tool.
 
-Half of the tools come from data/tools.toml, and the other half are made up. The question contains the arguments, and the
-answer contains every value of the result, so the model learns to copy them. `python tools.py` prints some conversations.
+Half of the tools come from data/tools.toml, and the other half are made up.
+The question contains the arguments, and the answer contains every value of the result, so the model learns to copy them.
+`python tools.py` prints some conversations.
 """
 
 import json
@@ -72,14 +73,14 @@ def enumeration(parts):
 
 
 def literal(kind, text):
-    """Returns the value `text` as JSON. `kind` is the kind of the value."""
+    """Returns a value of a kind, such as `int` or `city`, as JSON."""
     if kind in ("bool", "switch"):
         return "true" if text in [true for true, _ in BOOLS] else "false"
     return text if kind in NUMBERS else json.dumps(text, ensure_ascii=False)
 
 
 class Values:
-    """Samples values of kinds such as `city`, `int` and `date`. Held-out values never occur in training."""
+    """Samples values of kinds such as `city`, `int` and `date`. Training never uses the held-out words and names."""
 
     def __init__(self, sampler: Sampler, held_out=False):
         data = load("tools")
@@ -194,7 +195,7 @@ class ToolSampler:
         return text[0].upper() + text[1:]
 
     def result_format(self, noun):
-        """Returns the result of a made-up tool, with slots for values."""
+        """Returns a template for the result of a made-up tool, with slots for values."""
         r = self.random
         kinds = ["int", "int", "number", "word", "city", "name", "status", "date", "code", "color", "topic", "time"]
         form = r.choices(["object", "nested", "list", "text"], [55, 10, 10, 25])[0]

@@ -31,6 +31,7 @@ from tokenizers import Tokenizer
 from tools import AFTER_CALL, ToolSampler
 
 # Shapes of batches: maximum tokens per sample, samples per batch. A sample goes into the first shape that it fits.
+# Longer samples are dropped.
 SHAPES = [(176, 256), (288, 160), (480, 96), (800, 48), (1600, 24)]
 # Kinds of conversations: the sampler, the share of all samples in percent, and the minimum and maximum number of turns.
 KINDS = [
@@ -52,7 +53,7 @@ def tokenizer_texts(sampler, count):
         for turn in conversation.turns:
             yield from (turn.user, turn.think, turn.answer)
     tools = ToolSampler(sampler)
-    for _ in range(count // 5):  # without arguments and results, so that these get no long tokens
+    for _ in range(count // 5):  # without arguments and results, so that the vocabulary has no long tokens for them
         tool = tools.tool()
         yield developer_text("", [tools.spec(tool)])
         yield from (*tool.ask, f'Call {tool.name}: = . {{"": "", "": }}', "The is and the is.", AFTER_CALL)
@@ -61,7 +62,7 @@ def tokenizer_texts(sampler, count):
 
 
 class Batches(IterableDataset):
-    """An endless stream of batches: ids [B, T + 1], and the loss weight of each id as a target [B, T + 1]."""
+    """An endless stream of batches. A batch consists of ids and their loss weights, both [B, T + 1]."""
 
     def __init__(self, tokenizer_json, seed, shrink):
         self.tokenizer_json, self.seed, self.shrink = tokenizer_json, seed, shrink

@@ -9,8 +9,8 @@ from process import Server
 
 PATH = "/v1/completions"
 
-# The number of requests at once, and the number of prompts in a group. A group is small enough for the KV cache, so that
-# its prompts are still cached when they are sent again.
+# The number of requests at once, and the number of prompts in a group.
+# A group fits in the KV cache, so its prompts are still cached when they are sent again.
 AT_ONCE = 64
 
 # In deterministic mode, a prompt reuses only whole chunks from the KV cache. Each prompt has one whole chunk.
@@ -20,7 +20,7 @@ MAX_TOKENS = 8
 
 
 def bodies(prompts, count):
-    """Returns requests with random prompts, half of them at temperature 0. They ask for log probabilities."""
+    """Returns requests with random prompts and log probabilities, half of them at temperature 0 and half at 1."""
     chooser, found = random.Random(7), []
     for index in range(count):
         fields = prompts.completion(chooser.randint(*PROMPT_TOKENS), MAX_TOKENS, logprobs=1, seed=index)
@@ -39,7 +39,7 @@ async def answer(port, body):
 async def compare(port, group, first):
     """Sends a group of requests in four ways. Returns the answers of each way.
 
-    For the first way, each request has its own `cache_salt`. The other ways thus cannot reuse its cached prompts.
+    In the first way, each request has its own `cache_salt`, so the other ways cannot reuse its cached prompts.
     """
 
     async def alone(requests):

@@ -8,8 +8,8 @@ import time
 from client import ask, connect, read_body, read_head, request
 from process import Server
 
-# The context length of the server that gets malformed bodies. It is short, because a mutation can remove the limit on the
-# length of an answer, which then ends only when the context is full.
+# The context length of the server that gets malformed bodies.
+# A mutation can remove the limit on the length of an answer. A short context then ends the answer.
 SHORT_CONTEXT = 512
 # The number of malformed bodies to send at once.
 AT_ONCE = 64
@@ -36,7 +36,7 @@ async def declared(port, size):
 
 
 async def endless(port):
-    """Sends a body in chunks without an end, until the server responds. Returns the status."""
+    """Sends chunks of a body that never ends, until the server responds. Returns the status."""
     reader, writer = await connect(port)
     head = f"POST {ROUTES[0]} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     writer.write(head.encode())
@@ -100,7 +100,7 @@ def large_bodies(options, report):
 
 
 def malformed():
-    """Returns bodies that are not valid JSON objects, or that are nested too deeply."""
+    """Returns bodies that are not valid JSON objects, are nested too deeply, or contain too many values."""
     deep = [begin * 1_000_000 + end * 1_000_000 for begin, end in ((b"[", b"]"), (b'{"a":', b"}"))]
     return [
         b"", b"null", b"[]", b"1", b'"text"', b"{", b"{]", b"{} {}", b"\xef\xbb\xbf{}", b"\x00", b"\xff\xfe",
@@ -112,7 +112,7 @@ def malformed():
 
 
 def mutated(count, seed):
-    """Returns the routes and bodies of valid requests in which a few random bytes are changed."""
+    """Yields `count` pairs of a route and a body: a valid body in which a few random bytes are changed."""
     chooser = random.Random(seed)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     chat = {"messages": [{"role": "user", "content": "Grüße"}], "max_tokens": 2, "tools": [tool], "n": 1, "stop": ["a"]}

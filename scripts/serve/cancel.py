@@ -13,7 +13,7 @@ PATH = "/v1/completions"
 
 
 async def kill(port, prompts, chooser, longest, counts):
-    """Sends a request and closes the connection at a random phase."""
+    """Opens a connection and closes it in a random phase, from before the request is sent until the answer streams."""
     phase = chooser.choice(["connect", "body", "queue", "prefill", "decode", "whole"])
     counts[phase] = counts.get(phase, 0) + 1
     close = abort if chooser.random() < 0.5 else lambda writer: writer.close()

@@ -46,7 +46,7 @@ def key_header(key):
 
 
 async def connect(port, receive_bytes=None):
-    """Opens a connection. `receive_bytes` is the size of the system's buffer for received data."""
+    """Opens a connection. `receive_bytes` is the size of the system's receive buffer in bytes."""
     if receive_bytes is None:
         return await asyncio.open_connection(HOST, port, limit=1 << 20)
     plain = socket.socket()
@@ -72,7 +72,7 @@ async def read_head(reader):
 
 
 async def read_body(reader, headers):
-    """Yields the parts of a body."""
+    """Yields the body of a response in parts."""
     if headers.get("transfer-encoding") == "chunked":
         while size := int((await reader.readline()).strip() or b"0", 16):
             part = await reader.readexactly(size + 2)
@@ -131,7 +131,7 @@ async def get(port, path, key=None):
 
 
 class Prompts:
-    """A source of random prompts. Prompts share almost no prefix, so the prefix cache does not help."""
+    """Creates random prompts. The prompts have no long common prefix, so the prefix cache does not help."""
 
     TEXT = "A server answers many clients at once. Each client waits for its first token and then reads a stream."
 
@@ -147,6 +147,6 @@ class Prompts:
 
 
 def percentile(values, share):
-    """Returns a percentile. `share` is the fraction of the values below it, such as 0.99."""
+    """Returns a percentile, or 0 if there are no values. `share` is the fraction of the values below the percentile."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0

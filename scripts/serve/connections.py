@@ -12,7 +12,7 @@ from process import Server
 # The number of file descriptors to keep free for files other than these connections.
 OTHER_FILES = 200
 
-# How many times to measure the streams in each case: with idle connections, and without them.
+# How many times to measure the streams with idle connections, and how many times without them.
 IDLE_TURNS = 3
 
 
@@ -104,8 +104,8 @@ def idle_connections(options, report):
     if room < count:
         report.skip(name, "0 errors", f"the limit on open files allows {room} connections")
         count = room
-    # Alternate the two cases, because the speed of the machine can drift. Repeat them, because the p99 of one run varies
-    # by more than the target allows.
+    # Alternate the two cases, because the speed of the machine can drift.
+    # Repeat them, because the p99 of one run varies by more than the target allows.
     alone, during, errors = [], [], 0
     with Server(options, "--header-timeout", "3600") as server:
         prompts = Prompts(server.port)
@@ -137,7 +137,7 @@ def p99_gap(answers):
 
 
 def unsent_bytes(port, client_ports):
-    """Maps the port of each client to the number of unsent bytes in the server's socket, or None if it is closed."""
+    """Maps the port of each client to the unsent bytes in the server's socket, or to None if the socket is closed."""
     unsent = dict.fromkeys(client_ports)
     with open("/proc/net/tcp") as file:
         for line in file.readlines()[1:]:
@@ -149,7 +149,10 @@ def unsent_bytes(port, client_ports):
 
 
 async def watch_slow_readers(server, count, body):
-    """Starts streams and reads nothing. Returns the seconds until each stuck connection closed, and the peak memory."""
+    """Starts streams and reads nothing. Returns the seconds and the server's peak memory in bytes.
+
+    The seconds are the times from the last byte that a client accepted until the server closed its connection.
+    """
     clients = [await connect(server.port, receive_bytes=4096) for _ in range(count)]
     for _, writer in clients:
         writer.transport.pause_reading()

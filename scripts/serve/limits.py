@@ -37,7 +37,7 @@ async def burst_statuses(port, bodies):
 
 
 async def suggested_waits(port, prompts, clients, lengths, seconds):
-    """Keeps the server full. Returns the response times of status 429, and pairs of suggested and actual wait."""
+    """Keeps the server full. Returns the response times of status 429, and pairs of suggested and actual wait in seconds."""
     chooser, ends, end = random.Random(4), [], time.perf_counter() + seconds
 
     async def one():
@@ -93,7 +93,7 @@ def burst(options, report):
 
 
 async def closed_loop(session, port, key, clients, seconds):
-    """Keeps `clients` requests in progress for some time. Returns the number of generated tokens, and the statuses."""
+    """Keeps `clients` requests in progress for `seconds`. Returns the generated tokens and the responses per status."""
     prompts_random, tokens, statuses = random.Random(key), [0], {}
     session.ready()
     end = time.perf_counter() + seconds
@@ -177,7 +177,10 @@ def hostile_grammars():
 
 
 async def send_grammars(session, port, at_once):
-    """Sends hostile grammars until the measurement ends. Returns statuses, rejection times and the slowest grammar."""
+    """Sends hostile grammars until the measurement ends.
+
+    Returns the responses per status, the times to a rejection in seconds, and the time and text of the slowest grammar.
+    """
     fields, free = hostile_grammars(), asyncio.Semaphore(at_once)
     statuses, slowest, times = {}, [0.0, ""], []
 
@@ -200,8 +203,8 @@ async def send_grammars(session, port, at_once):
 
 
 def grammars(options, report):
-    # Alternate runs with and without hostile grammars, because the speed of the machine can drift. Repeat them, because
-    # the p99 of one run varies by more than the target allows.
+    # Alternate runs with and without hostile grammars, because the speed of the machine can drift.
+    # Repeat the runs, because the p99 of one run varies by more than the target allows.
     seconds, turns = (5, 1) if options.short else (8, 5)
     with Server(options) as server:
         prompts = Prompts(server.port)

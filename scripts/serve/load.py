@@ -3,8 +3,9 @@
 
     scripts/serve/load.py --program target/release/inferno --model MODEL [--device cpu] [--out FILE]
 
-Starts the server. For each number of clients, all clients send a random prompt at the same time: first as a warm-up, then
-for a measured stream, then for a whole answer. Requires only Python 3.11 or later.
+Starts the server. For each number of clients, all clients send a random prompt at the same time.
+They do so three times: as a warm-up, for a measured stream, and for a measured answer without streaming.
+Requires only Python 3.11 or later.
 """
 
 import argparse
@@ -33,7 +34,7 @@ async def send_all(port, bodies):
 
 
 def measure(server, prompts, clients, prompt_tokens, max_tokens):
-    """Measures the server with `clients` clients. Returns the measured figures."""
+    """Returns the speed, the times and the CPU use of the server with `clients` requests at once."""
 
     def run(is_stream):
         bodies = [prompts.completion(prompt_tokens, max_tokens, stream=is_stream) for _ in range(clients)]
@@ -59,7 +60,7 @@ def measure(server, prompts, clients, prompt_tokens, max_tokens):
 
 
 def rounded(value):
-    """Rounds all floats in a value to four significant digits."""
+    """Rounds a float, or the floats in nested dicts, to four significant digits."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -69,7 +69,7 @@ class Server:
         return json.loads(self.get("/v1/models")[1])["data"][0]["max_model_len"]
 
     def metrics(self):
-        """Returns all metrics by name. Adds up the values of a metric with several labels."""
+        """Returns inferno's metrics by name, without the prefix `inferno_`. Adds up values with different labels."""
         values = {}
         for line in self.get("/metrics")[1].splitlines():
             if line.startswith("inferno_"):

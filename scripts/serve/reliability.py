@@ -3,9 +3,10 @@
 
     scripts/serve/reliability.py --program target/release/inferno [--short] [--only WORDS] [--out FILE]
 
-Requires only Python 3.11 or later. --short takes about two minutes. Without --short, the run takes about ten minutes plus
---minutes. Exits with code 1 if a row fails. Times are meaningful only on an otherwise idle machine. With --any-speed, slow
-times do not fail.
+Requires only Python 3.11 or later.
+--short takes about two minutes. Without --short, the run takes about ten minutes plus --minutes.
+Exits with code 1 if a row fails. Times are meaningful only on an otherwise idle machine.
+With --any-speed, rows that measure a speed cannot make the script fail.
 """
 
 import argparse

@@ -36,7 +36,10 @@ class Report:
         print(f"skip  {name}: {reason}", flush=True)
 
     def write(self, path):
-        """Writes the report. Returns whether no row failed. With --any-speed, rows that measure a speed cannot fail."""
+        """Writes the report to `path`, if it is given. Returns whether no row failed.
+
+        With --any-speed, rows that measure a speed do not count as failed.
+        """
         failed = [row["name"] for row in self.rows if row["passed"] is False]
         result = {
             "command": command(),

@@ -100,7 +100,7 @@ class Load:
             self.count("oversized" if fault == "oversized" else f"lost: {type(error).__name__}")
 
     async def run(self, rate, seconds):
-        """Sends `rate` requests per second for `seconds`, at random times. Returns `tokens` at the end of this time."""
+        """Sends `rate` requests per second for `seconds`, at random times. Returns `self.tokens` after `seconds`."""
         tasks, end = set(), time.perf_counter() + seconds
         while time.perf_counter() < end:
             task = asyncio.ensure_future(self.one())
@@ -113,7 +113,7 @@ class Load:
 
 
 async def saturate(load, clients, seconds):
-    """Keeps `clients` requests in progress. Returns the completed requests and generated tokens per second."""
+    """Keeps `clients` requests in progress for `seconds`. Returns the requests and the generated tokens per second."""
     end, requests = time.perf_counter() + seconds, [0]
 
     async def one():

@@ -3,7 +3,7 @@
 /// The part of the output that a piece of generated text belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Channel {
-    /// The model's reasoning, which is shown separately from the answer or hidden.
+    /// The model's reasoning. Clients show it separately from the answer, or hide it.
     Reasoning,
     /// Text for the user, including text before a tool call.
     Answer,
@@ -12,7 +12,7 @@ pub enum Channel {
     ToolCall,
 }
 
-/// A piece of generated text and its channel.
+/// A piece of generated text that belongs to a single channel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Delta {
     pub channel: Channel,

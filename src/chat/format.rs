@@ -31,7 +31,7 @@ pub struct TemplateFormat {
 }
 
 impl HarmonyFormat {
-    /// Returns the control tokens of harmony.
+    /// Returns the ids that harmony's control tokens have in the model's vocabulary.
     pub fn control_tokens(&self) -> Harmony {
         self.0
     }
@@ -60,10 +60,11 @@ impl ChatFormat {
         Ok(Template::load(dir)?.map(|template| ChatFormat::Template(TemplateFormat::new(template))))
     }
 
-    /// Creates the chat format from a template that was read from `file`.
+    /// Creates the chat format of a model whose template, if any, was read from `file`.
     ///
     /// `special_tokens` are the tokens that the template can use by name, such as `bos_token`.
-    /// Harmony takes precedence over the template. Returns `None` if the model has neither.
+    /// If the vocabulary has harmony's control tokens, the format is harmony, and the template is ignored.
+    /// Returns `None` if the model has neither harmony nor a nonempty template.
     pub fn from_template(
         tokenizer: &Tokenizer,
         file: &str,
@@ -77,7 +78,9 @@ impl ChatFormat {
         Some(ChatFormat::Template(TemplateFormat::new(template)))
     }
 
-    /// Creates the chat format named `name` without loading its template, which another process renders.
+    /// Creates a chat format for the template `name`, which another process renders.
+    ///
+    /// If the vocabulary has harmony's control tokens, the format is harmony instead.
     pub fn rendered_elsewhere(tokenizer: &Tokenizer, name: String) -> ChatFormat {
         match Harmony::find(tokenizer) {
             Some(harmony) => ChatFormat::Harmony(HarmonyFormat(harmony)),
@@ -95,7 +98,8 @@ impl ChatFormat {
 
     /// Renders a conversation to token ids.
     ///
-    /// Fails if the template is invalid or rejects the conversation, or if harmony cannot render a tool call or result.
+    /// Fails if the template is invalid, rejects the conversation, or runs in another process.
+    /// In harmony, fails if a tool call or a tool result cannot be rendered.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         match self {
             ChatFormat::Harmony(format) => format.0.render(tokenizer, messages, options),
@@ -106,7 +110,7 @@ impl ChatFormat {
         }
     }
 
-    /// Returns the stop token ids of the format. The model's config files can add more ids.
+    /// Returns the stop token ids that the format defines: none for a template. The model's config files can add more.
     pub fn stop_ids(&self) -> Vec<u32> {
         match self {
             ChatFormat::Harmony(format) => format.0.stop_ids(),

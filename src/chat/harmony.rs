@@ -3,11 +3,11 @@
 //! The output matches openai/harmony v0.0.8 (`src/encoding.rs`, `docs/format.md`) token for token.
 //! Like openai/harmony, this code encodes each message text and each part of a message header separately.
 //!
-//! One difference is intentional: this code drops reasoning from every turn up to the last final answer.
+//! One difference is intentional: this code drops all reasoning up to the last final answer.
 //! `docs/format.md` and the model's chat_template.jinja drop the same reasoning.
-//! The library drops reasoning only up to the first final answer. It keeps all reasoning while a tool call is pending.
+//! openai/harmony drops reasoning only up to the first final answer, and none while a tool call is pending.
 //!
-//! This code does not use the chat_template.jinja of gpt-oss, because that template differs from the library:
+//! This code does not use the chat_template.jinja of gpt-oss, because that template differs from openai/harmony:
 //!
 //! - The template writes the content type `json` without `<|constrain|>` before it.
 //! - The template quotes tool results as JSON strings.
@@ -33,7 +33,7 @@ pub struct Harmony {
 }
 
 impl Harmony {
-    /// Looks up the control tokens. Returns `None` if the vocabulary lacks a required control token.
+    /// Looks up the control tokens. Returns `None` if one is missing, except `<|call|>` and `<|constrain|>`.
     pub fn find(tokenizer: &Tokenizer) -> Option<Self> {
         Some(Self {
             start: tokenizer.token_id("<|start|>")?,
@@ -113,9 +113,9 @@ fn split_instructions(messages: &[Message]) -> (String, &[Message]) {
     (texts.join("\n\n"), turns)
 }
 
-/// Returns whether an assistant message is the final answer of its turn.
+/// Returns whether a message is the final answer of an assistant turn.
 ///
-/// Returns false for a message with tool calls, and for a message that was interrupted during reasoning.
+/// Returns false for a message with tool calls, and for a message that contains only reasoning.
 fn is_final(message: &Message) -> bool {
     message.role == Role::Assistant
         && message.tool_calls.is_empty()
@@ -135,9 +135,10 @@ pub fn address(name: &str) -> String {
     if name.contains('.') { name.to_string() } else { format!("functions.{name}") }
 }
 
-/// Returns the name of the function that produced a tool message.
+/// Returns the full name of the function that produced a tool message.
 ///
 /// Uses the name in the message, else the name in the call that the message answers, else the name in the last call.
+/// Fails if there is no call.
 fn function_name(earlier: &[Message], message: &Message) -> Result<String> {
     if let Some(name) = &message.name {
         return Ok(address(name));
@@ -218,7 +219,7 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Writes an assistant message in the order of generation: reasoning, text, tool calls.
+    /// Writes an assistant message in the order of generation: reasoning (if it is kept), text, tool calls.
     fn assistant(&mut self, message: &Message, keep_reasoning: bool) -> Result<()> {
         let author = author("assistant", message);
         let header = Header::from_author(&author);

@@ -17,7 +17,7 @@ pub enum Opening {
     Implied,
 }
 
-/// The token ids of a header that the model has generated so far.
+/// The token ids that the model has generated for a header so far.
 pub struct Header {
     pub opening: Opening,
     /// The ids before `<|channel|>`: the role, and possibly a recipient.
@@ -30,7 +30,7 @@ pub struct Header {
     pub recipient: Option<String>,
 }
 
-/// The channel and the recipient that a header names, and text in the header that is content.
+/// A parsed header: its channel, its recipient, and any content that follows it without `<|message|>`.
 pub struct ParsedHeader {
     pub channel: Channel,
     pub recipient: Option<String>,
@@ -59,7 +59,7 @@ impl Header {
         self.role.len() + self.channel.as_ref().map_or(0, Vec::len) + self.constrain.as_ref().map_or(0, Vec::len)
     }
 
-    /// Returns whether the header is still empty.
+    /// Returns whether the model has generated nothing of the header yet.
     pub fn is_fresh(&self) -> bool {
         self.tokens() == 0 && self.channel.is_none() && self.constrain.is_none()
     }
@@ -167,7 +167,7 @@ fn split_recipient(text: &str) -> Option<(&str, Option<&str>)> {
     })
 }
 
-/// Returns whether a word is a recipient or the start of a recipient.
+/// Returns whether a word is a recipient such as `to=functions.f`, or may become one with more text.
 fn may_be_recipient(word: &str) -> bool {
     word.starts_with("to=") || "to=".starts_with(word)
 }
@@ -200,7 +200,8 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
         return Words { name: Some(first), recipient: Some(recipient), rest, undecided: false };
     }
     if second.is_empty() || (after_second.is_none() && may_be_recipient(second)) {
-        // The text contains only a role so far. An unknown role becomes content if no `<|message|>` follows.
+        // So far, the text contains only a role, or a role and the start of a recipient.
+        // An unknown role becomes content if no `<|message|>` follows.
         let rest = if known { second } else { text };
         return Words { name: Some(first), recipient: None, rest, undecided: true };
     }

@@ -18,7 +18,7 @@ use crate::tokenizer::{TextStream, Tokenizer};
 /// The maximum length of a header in tokens. Longer text without `<|message|>` is content.
 const MAX_HEADER_TOKENS: usize = 64;
 
-/// Splits the harmony tokens of one answer into channels and tool calls.
+/// Splits the generated tokens of one answer into channels and tool calls.
 pub struct HarmonyParser {
     harmony: Harmony,
     state: State,
@@ -26,7 +26,7 @@ pub struct HarmonyParser {
     violations: FormatViolations,
     /// Whether the parser has returned any text or found a tool call.
     has_output: bool,
-    /// Words of headers without a message. They become the answer if the model generates nothing else.
+    /// The words of headers that no message followed. They become the answer if the model generates nothing else.
     header_words: String,
 }
 
@@ -98,7 +98,7 @@ impl HarmonyParser {
         Ok(out)
     }
 
-    /// Finishes parsing and returns the text that was held back.
+    /// Ends the answer and returns the remaining text, whose channel was not certain before.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<Vec<Delta>> {
         let mut out = Vec::new();
         self.close(tokenizer, Ending::Generation, &mut out)?;
@@ -130,8 +130,8 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Starts the content if the current header contains text that cannot belong to a header.
-    /// In that case, the model omitted `<|message|>`.
+    /// Starts the content if the header is too long, or contains text that cannot belong to a header.
+    /// In both cases, the model omitted `<|message|>`.
     fn leave_header_if_text(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
         let State::Header(header) = &self.state else { return Ok(()) };
         let mut parsed = header.parse(tokenizer)?;
