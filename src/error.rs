@@ -1,19 +1,19 @@
-//! Errors that the user can act on. Each error has an exit code, and most messages suggest the next command.
+//! Errors that the user can act on. Each error has an exit code, and most messages suggest what to do next.
 //!
-//! All other errors are plain `anyhow::Error`s. Their context names the file, tensor or layer.
+//! All other errors are plain `anyhow::Error`s.
 
 use std::io::{self, ErrorKind};
 use std::path::PathBuf;
 
 use crate::text::{escaped, quote};
 
-/// An error that the user can act on. Use `downcast_ref` to find this type in an `anyhow::Error`.
+/// An error that the user can act on. Callers find it in an `anyhow::Error` with `downcast_ref`.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot use an NVIDIA GPU: {reason}\n  {hint}")]
     NoGpu { reason: String, hint: String },
 
-    /// One of several GPUs that run a model has failed or does not answer. The message names the GPU.
+    /// One of several GPUs that run a model together has failed or does not answer. The message names this GPU.
     #[error("{0}")]
     GpuFailed(String),
 
@@ -29,7 +29,7 @@ pub enum Error {
     #[error("repository '{}' has no revision '{}'", escaped(repo), escaped(revision))]
     RevisionNotFound { repo: String, revision: String },
 
-    /// A revision was given for the demo or for local files, which have no revisions.
+    /// The user named a revision of the demo or of local files, which have no revisions.
     #[error("cannot find revision '{}' of {}: {why}\n  omit the revision", escaped(revision), escaped(model))]
     NoRevisions { model: String, revision: String, why: &'static str },
 
@@ -45,7 +45,7 @@ pub enum Error {
     Network {
         endpoint: String,
         cause: String,
-        /// True if the same request may succeed later.
+        /// Whether a retry of the request may succeed.
         is_temporary: bool,
     },
 
@@ -56,7 +56,7 @@ pub enum Error {
     )]
     DiskFull { path: PathBuf, needed_bytes: u64, free_bytes: u64 },
 
-    /// A wrong hash or commit, a file that changes on the server, or a damaged file that was not repaired.
+    /// A hash, a commit or the signature of a receipt is wrong, or a file keeps changing on the server.
     #[error("{what}\n  {hint}")]
     Verification { what: String, hint: String },
 
@@ -82,13 +82,13 @@ pub enum Error {
         device: String,
         needed_bytes: u64,
         free_bytes: u64,
-        /// The longest context that would fit, in tokens.
+        /// A shorter context that would fit, in tokens.
         fitting_context: Option<usize>,
-        /// The smallest number of GPUs of this kind that can hold the model and its context.
+        /// The smallest number of equal GPUs (2, 4 or 8) that can hold the model and its context.
         fitting_gpus: Option<usize>,
     },
 
-    /// The model is on this machine, but not in inferno's own cache.
+    /// The command changes only inferno's own cache, but the model is elsewhere on this machine.
     #[error("{0}")]
     NotInOwnCache(String),
 
@@ -106,36 +106,37 @@ pub enum Error {
     )]
     ContextFull { prompt_tokens: usize, context_tokens: usize, limit_tokens: usize },
 
-    /// The engine is draining, so it accepts no new requests.
+    /// The engine rejects new requests while it finishes the requests that it has accepted.
     #[error("cannot accept a request: the engine is draining")]
     Draining,
 
-    /// The request did not start within its maximum waiting time.
+    /// The request did not start within its [`max_wait`](crate::GenerateOptions::max_wait).
     #[error("the request waited longer than its limit")]
     WaitedTooLong,
 
-    /// The constraint of a request is invalid. `name` identifies a part of the constraint, such as a request field.
+    /// The constraint of a request is invalid or not supported. `name` is the part of the request at fault.
     #[error("cannot constrain the answer: {name}: {reason}")]
     InvalidConstraint { name: String, reason: String },
 
-    /// The request asks for a deterministic answer, but the engine cannot give one to a single request.
+    /// The request asks for a deterministic answer, but the chunk size or the attention kernel of the engine
+    /// does not support this for single requests.
     #[error(
         "cannot answer deterministically: {reason}\n  make all answers deterministic: start the engine with --deterministic"
     )]
     NotDeterministic { reason: String },
 
-    /// The grammars of a request could not be compiled in time, although they need little CPU time.
+    /// The grammars of a request were not compiled in time, because the machine is busy with other work.
     #[error("cannot compile the grammars of the request within {wait_s} s: the machine is busy\n  try again")]
     CompilerBusy { wait_s: f64 },
 
-    /// The prompt was rejected before tokenization, because its text is too long for the context.
+    /// The text of the prompt is far too long for the context. The engine did not tokenize the text.
     #[error(
         "the prompt has {:.1} MB of text, but the context holds only {context_tokens} tokens\n  shorten the prompt",
         *prompt_bytes as f64 / 1e6
     )]
     PromptTooLong { prompt_bytes: usize, context_tokens: usize },
 
-    /// The server that `play --url` names does not respond, or its response does not follow OpenAI's API.
+    /// The server at the URL of `play --url` does not respond, or its response does not follow OpenAI's API.
     #[error("cannot reach a server at {url}: {cause}\n  check the URL, and check that the server is running")]
     ServerUnreachable { url: String, cause: String },
 
@@ -158,13 +159,13 @@ impl Error {
         Self::Usage(problem.into()).into()
     }
 
-    /// Returns [`Error::NoGpu`]. The hint is `next`, followed by the command that runs the demo without a GPU.
+    /// Returns [`Error::NoGpu`]. Its hint is `next`, followed by the command that runs the demo without a GPU.
     pub fn no_gpu(reason: impl Into<String>, next: &str) -> Self {
         let hint = format!("{next}\n  or run the demo model without a GPU: inferno play demo --device cpu");
         Self::NoGpu { reason: reason.into(), hint }
     }
 
-    /// Returns the exit code of the process.
+    /// Returns the exit code of a process that ends with this error.
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Draining | Error::WaitedTooLong | Error::CompilerBusy { .. } => 1,
@@ -184,12 +185,12 @@ impl Error {
     }
 }
 
-/// The exit code if a write fails because of a full disk, a quota or a file size limit.
+/// The exit code after a write that failed because of a full disk, a quota or a file size limit.
 const DISK_FULL: u8 = 11;
 
-/// Returns the exit code of the process for an error.
+/// Returns the exit code of a process that ends with this error: 1 for errors without a code of their own.
 ///
-/// Two codes are set elsewhere: clap exits with 2 after a usage error, and Ctrl-C exits with 130.
+/// Other code sets two exit codes: clap exits with 2 if it cannot parse the arguments, and Ctrl-C exits with 130.
 pub fn exit_code(error: &anyhow::Error) -> u8 {
     if let Some(error) = error.downcast_ref::<Error>() {
         return error.exit_code();
@@ -198,7 +199,7 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
     if is_disk_full { DISK_FULL } else { 1 }
 }
 
-/// Returns true if a write failed because of a full disk, a quota or a file size limit (`ulimit -f`).
+/// Returns whether a write failed because of a full disk, a quota or a file size limit (`ulimit -f`).
 pub fn is_disk_full(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge)
 }

@@ -1,10 +1,8 @@
-//! Reads small untrusted files, such as config.json or a saved conversation, and limits their size.
-//! Also creates private files.
+//! Reads untrusted files, such as config.json or a saved conversation, up to a maximum size. Creates private files.
 //!
-//! The type and size of a file are checked after it is opened, so replacing the file on disk cannot bypass the checks.
-//! Only [`read_input`], [`read_input_text`] and [`read_stdin`] accept pipes.
-//! All other functions reject a named pipe immediately.
-//! A plain `open` would block until another program opens the pipe for writing.
+//! The type and size of a file are checked after the file is opened, so nobody can replace the file after the checks.
+//! Only [`read_input`], [`read_input_text`] and [`read_stdin`] accept pipes and devices.
+//! The other functions reject a pipe at once. A plain `open` would wait until another program writes to the pipe.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
@@ -18,21 +16,22 @@ use crate::text::{library_error, size};
 const KB: u64 = 1000;
 const MB: u64 = 1000 * KB;
 
-/// The maximum size of config.json, in bytes. The largest known file takes up 250 KB.
+/// The maximum size of config.json, in bytes. The largest known file has 250 KB.
 pub const CONFIG: u64 = MB;
-/// The maximum size of generation_config.json, in bytes. Known files are smaller than 1 KB.
+/// The maximum size of generation_config.json, in bytes. Known files have less than 1 KB.
 pub const GENERATION_CONFIG: u64 = MB;
-/// The maximum size of a chat template, in bytes. The largest known template takes up 20 KB.
+/// The maximum size of a chat template, in bytes. The largest known template has 20 KB.
 pub const CHAT_TEMPLATE: u64 = MB;
-/// The maximum size of tokenizer_config.json or special_tokens_map.json, in bytes. Known files take up at most 2 MB.
+/// The maximum size of tokenizer_config.json or special_tokens_map.json, in bytes. Known files have at most 2 MB.
 pub const TOKENIZER_CONFIG: u64 = 16 * MB;
-/// The maximum size of tokenizer.json, in bytes. The largest known file takes up 35 MB.
+/// The maximum size of tokenizer.json, in bytes. The largest known file has 35 MB.
 pub const TOKENIZER: u64 = 128 * MB;
-/// The maximum size of a shard index, in bytes. The largest known index takes up 15 MB.
+/// The maximum size of a shard index, in bytes. The largest known index has 15 MB.
 pub const SHARD_INDEX: u64 = 32 * MB;
 /// The maximum size of a saved conversation, in bytes.
 pub const JOURNAL: u64 = 128 * MB;
-/// The maximum size of a conversation for `tokenize --chat`, in bytes: about 4 million tokens of English text.
+/// The maximum size of a conversation for `tokenize --chat`, in bytes. English text of this size has about
+/// 4 million tokens.
 pub const CONVERSATION: u64 = 16 * MB;
 /// The maximum size of a text from `--file`, standard input or an editor, in bytes.
 pub const TEXT: u64 = 256 * MB;
@@ -40,19 +39,19 @@ pub const TEXT: u64 = 256 * MB;
 pub const CONFIGURATION: u64 = MB;
 /// The maximum size of the record of a partial download, in bytes.
 pub const DOWNLOAD_RECORD: u64 = 16 * MB;
-/// The maximum size of a file with a single value, such as a commit hash, an access token or a time, in bytes.
+/// The maximum size, in bytes, of a file with a single value, such as a commit hash, an access token or a time.
 pub const SINGLE_VALUE: u64 = 64 * KB;
 
-/// The maximum number of values in a JSON text. In memory, a value takes up to 50 times the size of its text.
-/// The largest known config file, a tokenizer_config.json, has 50,000 values.
+/// The maximum number of values in a JSON text. A parsed value takes up to 50 times the memory of its text.
+/// The largest known file, a tokenizer_config.json, has 50,000 values.
 const MAX_JSON_VALUES: usize = 1 << 20;
 
-/// Opens a file for reading. Fails for pipes, folders and devices.
+/// Opens a regular file for reading. Fails for pipes, folders and devices.
 pub fn open(path: &Path) -> Result<File> {
     open_regular(path).with_context(|| cannot_read(path))
 }
 
-/// Reads a regular file. Fails if the file has more than `limit` bytes.
+/// Reads a regular file of at most `limit` bytes. Fails for larger files, pipes, folders and devices.
 pub fn read(path: &Path, limit: u64) -> Result<Vec<u8>> {
     let file = open(path)?;
     read_to_limit(&file, limit).with_context(|| cannot_read(path))
@@ -68,28 +67,28 @@ pub fn read_if_present(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
     read_to_limit(&file, limit).with_context(|| cannot_read(path)).map(Some)
 }
 
-/// Reads a UTF-8 file like [`read`].
+/// Reads a file like [`read`]. Fails if the file is not UTF-8.
 pub fn read_text(path: &Path, limit: u64) -> Result<String> {
     to_text(path, read(path, limit)?)
 }
 
-/// Reads a UTF-8 file like [`read`]. Returns `None` if there is no file.
+/// Reads a file like [`read_text`]. Returns `None` if there is no file.
 pub fn read_text_if_present(path: &Path, limit: u64) -> Result<Option<String>> {
     read_if_present(path, limit)?.map(|bytes| to_text(path, bytes)).transpose()
 }
 
-/// Reads a file like [`read`] and parses it as JSON.
+/// Reads a file like [`read`], and parses it like [`parse_json`].
 pub fn read_json<T: DeserializeOwned>(path: &Path, limit: u64) -> Result<T> {
     parse_json(&read(path, limit)?).with_context(|| cannot_read(path))
 }
 
-/// Reads a file like [`read`] and parses it as JSON. Returns `None` if there is no file.
+/// Reads a file like [`read_json`]. Returns `None` if there is no file.
 pub fn read_json_if_present<T: DeserializeOwned>(path: &Path, limit: u64) -> Result<Option<T>> {
     let Some(bytes) = read_if_present(path, limit)? else { return Ok(None) };
     parse_json(&bytes).with_context(|| cannot_read(path)).map(Some)
 }
 
-/// Parses JSON from a file or a server. Fails if the JSON has more than `MAX_JSON_VALUES` values.
+/// Parses untrusted JSON. Fails if `bytes` are not valid JSON, have more than 2^20 values, or do not fit the type `T`.
 pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     parse_json_up_to(MAX_JSON_VALUES, bytes)
 }
@@ -113,9 +112,9 @@ pub fn create_private(path: &Path) -> io::Result<File> {
     options.open(path)
 }
 
-/// Fails if `json` has more than `limit` values. Object keys count as values.
+/// Fails if `json` seems to have more than `limit` values. Object keys count as values.
 ///
-/// The values are counted by punctuation, without parsing. The count can be too high.
+/// Counts punctuation instead of parsing the text, so the count can be too high, but not too low.
 pub fn check_json_values(limit: usize, json: &[u8]) -> Result<()> {
     if count_json_values(json) > limit {
         bail!("it has more than {limit} JSON values");
@@ -130,13 +129,14 @@ pub fn read_head(path: &Path, bytes: u64) -> Result<Vec<u8>> {
     Ok(head)
 }
 
-/// Reads a file or pipe that the user named, as in `--file <(command)`. Fails if there are more than `limit` bytes.
+/// Reads a file, pipe or device that the user named, as in `--file <(command)`.
+/// Fails if there are more than `limit` bytes.
 pub fn read_input(path: &Path, limit: u64) -> Result<Vec<u8>> {
     let file = File::open(path).with_context(|| cannot_read(path))?;
     read_to_limit(&file, limit).with_context(|| cannot_read(path))
 }
 
-/// Reads standard input as UTF-8. Fails if there are more than `limit` bytes.
+/// Reads standard input to its end. Fails if the input has more than `limit` bytes or is not UTF-8.
 pub fn read_stdin(limit: u64) -> Result<String> {
     let mut text = String::new();
     io::stdin().take(limit + 1).read_to_string(&mut text).context("cannot read standard input as UTF-8 text")?;
@@ -146,7 +146,7 @@ pub fn read_stdin(limit: u64) -> Result<String> {
     Ok(text)
 }
 
-/// Reads a UTF-8 file like [`read_input`].
+/// Reads a file like [`read_input`]. Fails if the file is not UTF-8.
 pub fn read_input_text(path: &Path, limit: u64) -> Result<String> {
     to_text(path, read_input(path, limit)?)
 }
@@ -168,7 +168,7 @@ fn open_regular(path: &Path) -> io::Result<File> {
 }
 
 /// Reads a file to its end. Fails if the file has more than `limit` bytes.
-/// Never reads more than `limit + 1` bytes, because the file may grow, and a pipe or device may never end.
+/// Stops after `limit + 1` bytes, because a growing file, a pipe or a device may never end.
 fn read_to_limit(file: &File, limit: u64) -> Result<Vec<u8>> {
     let expected = file.metadata()?.len();
     let mut bytes = Vec::new();
@@ -191,7 +191,7 @@ fn to_text(path: &Path, bytes: Vec<u8>) -> Result<String> {
     }
 }
 
-/// Returns an upper bound on the number of values in a JSON text, without parsing the text.
+/// Returns an upper bound on the number of values in a JSON text: the number of separators outside strings, plus 1.
 fn count_json_values(json: &[u8]) -> usize {
     let (mut count, mut bytes) = (1, json.iter());
     while let Some(byte) = bytes.next() {

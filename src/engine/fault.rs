@@ -7,12 +7,12 @@ use anyhow::{Result, bail};
 
 use crate::runner::RankFault;
 
-/// What goes wrong, usually in the next step.
+/// A fault. All faults except [`Rank`](Self::Rank) strike in the next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The step fails. Later steps work.
     Step,
-    /// The step fails, and the device no longer works. After an illegal memory access, CUDA behaves like this.
+    /// The step fails, and no later step works. CUDA behaves like this after an illegal memory access.
     Device,
     /// The engine thread panics.
     Panic,
@@ -21,7 +21,8 @@ pub enum Fault {
 }
 
 impl Fault {
-    /// Fails or panics like a step with this fault. The fault of a rank strikes on the thread of the rank instead.
+    /// Fails or panics like a step with this fault.
+    /// Does nothing for the fault of a rank, which strikes on the rank's own thread.
     pub fn strike(self) -> Result<()> {
         match self {
             Fault::Step => bail!("injected fault of a step"),
@@ -45,12 +46,14 @@ pub struct PlannedFault {
 pub enum FaultTime {
     /// Before the rank loads its part of the model.
     Load,
-    /// Before this step, or at once if a later step has begun. Before step 0, the engine is idle.
+    /// Before the step with this number, or at once if that step has begun. The first step is 1.
+    /// A fault at step 0 strikes while the engine is idle.
     Step(u64),
 }
 
 impl PlannedFault {
-    /// Returns the fault in the environment variable `INFERNO_FAULT`, such as `1:hang:20` or `0:panic:load`.
+    /// Returns the fault in the environment variable `INFERNO_FAULT`, in the form `RANK:FAULT:TIME`.
+    /// Examples are `1:hang:20` (before step 20) and `0:panic:load`.
     /// Returns `None` if the variable is not set or is invalid.
     pub fn from_env() -> Option<Self> {
         Self::parse(&std::env::var("INFERNO_FAULT").ok()?)
@@ -68,7 +71,7 @@ impl PlannedFault {
         Some(Self { rank: rank.parse().ok()?, fault, time })
     }
 
-    /// Strikes if the fault is planned for this rank while it loads.
+    /// Strikes if the fault is planned for this rank, while it loads.
     pub fn strike_while_loading(self, rank: usize) -> Result<()> {
         if (self.rank, self.time) == (rank, FaultTime::Load) { self.fault.strike() } else { Ok(()) }
     }

@@ -1,18 +1,18 @@
-//! Runs a model on a dedicated thread and serves requests.
+//! Runs a model on a thread of its own and serves requests.
 //!
 //! [`Engine`] loads a model and owns the engine thread. Clients submit a [`Request`] through an [`EngineHandle`].
 //! They receive the answer as events from a [`RequestStream`].
-//! The engine thread handles only token ids. Text is encoded and decoded on the client's thread.
+//! The engine thread handles only token ids. The client's thread encodes and decodes text.
 //! The modules, in the order in which a request meets them:
 //!
 //! - `loading/`: loads a model and plans its memory; runs once, before the engine thread starts
 //! - `handle/`: the client's side of the engine: submits, predicts, scores and replays requests
-//! - `requests/`: the request, its sequence on the engine thread, and the events and text of its answer
-//! - `engine_loop/`: the engine thread: plans, runs and delivers steps, and counts what it does
+//! - `requests/`: the request, its sequences on the engine thread, and the events and text of its answers
+//! - `engine_loop/`: the engine thread: plans, runs and delivers steps, and updates counters
 //! - `scheduler/`: chooses the tokens of each step
 //! - `blocks/`: assigns blocks of the KV cache to sequences, and reuses and saves cached prefixes
 //! - `sampling/`: chooses the next token; `constraint/`: restricts the choice to a grammar
-//! - `rank_failure`: tells clients that one of several devices has failed; `fault`: faults that tests inject
+//! - `rank_failure`: tells clients that one of several devices has failed; `fault`: failures that tests inject
 //! - `scripted`: an engine without a model, for tests
 
 pub mod blocks;
@@ -60,14 +60,14 @@ pub use requests::{
 };
 pub use sampling::SamplingParams;
 
-/// The time limit for the engine thread to end after a device has failed. To end, the engine thread waits for the
-/// threads of all ranks.
+/// How long dropping an engine waits for the engine thread after a device has failed.
+/// The engine thread ends only after the threads of all ranks.
 const END_TIME: Duration = Duration::from_secs(2);
 
 /// A loaded model and the thread that runs it.
 ///
 /// Dereferences to an [`EngineHandle`]. Clone the handle to submit requests from other threads.
-/// Dropping the engine stops the thread and frees the model's memory.
+/// Dropping the engine stops the thread and frees the model's memory. Unfinished requests fail.
 ///
 /// Example with a blocking iterator:
 ///
@@ -86,14 +86,14 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Returns a builder that loads the snapshot in `dir`. `dir` may also be the path of a GGUF file.
+    /// Returns a builder that loads the snapshot in `dir`, or the GGUF file at this path.
     pub fn builder<'o>(dir: impl AsRef<Path>) -> EngineBuilder<'o> {
         EngineBuilder { dir: dir.as_ref().to_path_buf(), options: LoadOptions::default() }
     }
 
-    /// Loads the snapshot in `dir` and starts the engine thread. `dir` may also be the path of a GGUF file.
+    /// Loads the snapshot in `dir`, or the GGUF file at this path, and starts the engine thread.
     ///
-    /// Fails before allocating device memory if the model is not supported or does not fit.
+    /// If the model is not supported or does not fit, fails before it allocates memory for the model.
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Self> {
         let model = loading::load(dir, options)?;
         let (commands, receiver) = mpsc::channel();
@@ -122,7 +122,7 @@ impl Engine {
         Ok(Self { handle: EngineHandle::new(commands, shared), thread })
     }
 
-    /// Returns a handle to this engine. Submitting requests fails once the engine is dropped.
+    /// Returns a handle to this engine. The handle does not keep the engine alive.
     pub fn handle(&self) -> EngineHandle {
         self.handle.clone()
     }
@@ -145,7 +145,7 @@ impl Drop for Engine {
         while self.handle.failure().is_some() && !thread.is_finished() && started.elapsed() < END_TIME {
             thread::sleep(Duration::from_millis(10));
         }
-        // If the engine thread is the rank that hangs, it stays behind. It ends with the process.
+        // Do not join a thread that hangs in a call of its device. The thread ends with the process.
         if self.handle.failure().is_none() || thread.is_finished() {
             let _ = thread.join();
         }
@@ -164,7 +164,7 @@ impl<'o> EngineBuilder<'o> {
         self.devices(device.into())
     }
 
-    /// Sets the devices that run the model together.
+    /// Sets the devices that run the model together. Replaces [`device`](Self::device).
     pub fn devices(mut self, devices: Devices) -> Self {
         self.options.devices = devices;
         self
@@ -182,30 +182,31 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets the context length in tokens. The default is 32,768 or the model's limit, whichever is less, halved until
-    /// the model fits in memory. Models with RoPE scaling can have a shorter default.
+    /// Sets the context length in tokens. The default is 32,768 or the model's default, whichever is less.
+    /// If the model does not fit in memory, the default is halved, down to 2,048.
     pub fn context(mut self, context: usize) -> Self {
         self.options.context = Some(context);
         self
     }
 
-    /// Sets the number of full-context sequences that the KV cache can hold. The default is 1.
+    /// Sets the minimum number of full-context sequences that the KV cache can hold. The default is 1.
     ///
-    /// Requests run concurrently while there are enough blocks for them. All other requests wait.
+    /// More requests can run at once if they need fewer blocks. Requests without enough blocks wait.
     pub fn sequences(mut self, sequences: usize) -> Self {
         self.options.sequences = sequences;
         self
     }
 
-    /// Sets the maximum number of sequences that run at once. The default is 256, which is also the upper limit.
+    /// Sets the maximum number of sequences that run at once. The default is 256.
+    /// The upper limit is 256 or the chunk size, whichever is less.
     pub fn max_sequences(mut self, max_sequences: usize) -> Self {
         self.options.max_sequences = Some(max_sequences);
         self
     }
 
-    /// Sets the amount of device memory to use. The KV cache uses what remains after weights and workspace.
+    /// Sets the memory to use on each device. The KV cache gets what remains after weights and workspace.
     ///
-    /// By default, the cache is only as large as the number of [`sequences`](Self::sequences) requires.
+    /// By default, the cache is only as large as [`sequences`](Self::sequences) requires.
     pub fn memory(mut self, limit: MemoryLimit) -> Self {
         self.options.memory = Some(limit);
         self
@@ -223,40 +224,41 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets whether decode steps run one operation at a time, even if a CUDA graph could run them.
+    /// Sets whether all steps run one operation at a time, even if a CUDA graph could run them. The default is `false`.
     pub fn eager(mut self, eager: bool) -> Self {
         self.options.eager = eager;
         self
     }
 
-    /// Sets whether the tokens and logits of answers must be independent of other requests. The default is `false`.
+    /// Sets whether the tokens and logits of answers must not depend on other requests, prefix caching or preemption.
+    /// The default is `false`.
     pub fn deterministic(mut self, deterministic: bool) -> Self {
         self.options.deterministic = deterministic;
         self
     }
 
-    /// Sets whether each step is planned before the tokens of the previous step are known, even on a CPU.
+    /// Sets whether steps on a CPU are queued before the tokens of the previous step are known, as on a GPU.
     ///
-    /// Engines on a GPU always plan ahead. On a CPU, this is useful only in tests: a CPU runs a step as soon as it is
-    /// planned, so steps do not become faster. The default is `false`.
+    /// This is useful only in tests: a CPU runs a step as soon as it is queued, so steps do not become faster.
+    /// The default is `false`.
     pub fn queue_on_cpu(mut self, queue_on_cpu: bool) -> Self {
         self.options.queue_on_cpu = queue_on_cpu;
         self
     }
 
-    /// Sets the attention kernel on a GPU, for all steps outside the decode graph.
+    /// Sets the attention kernel on a GPU. The decode graph ignores this option: it has a kernel of its own.
     pub fn attention(mut self, attention: AttentionBackend) -> Self {
         self.options.attention = attention;
         self
     }
 
-    /// Sets a progress callback. Its arguments are the number of bytes loaded so far and the total number of bytes.
+    /// Sets a progress callback. Its arguments are the bytes of weights loaded so far and in total.
     pub fn progress(mut self, progress: &'o dyn Fn(u64, u64)) -> Self {
         self.options.progress = progress;
         self
     }
 
-    /// Sets a callback that runs once the device is open.
+    /// Sets a callback that runs when all devices are open. Its argument is the device with the least free memory.
     pub fn on_device(mut self, on_device: &'o dyn Fn(&DeviceInfo)) -> Self {
         self.options.on_device = on_device;
         self
@@ -268,7 +270,7 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Loads the model and starts the engine thread.
+    /// Loads the model and starts the engine thread. See [`Engine::load`] for errors.
     pub fn load(self) -> Result<Engine> {
         Engine::load(&self.dir, &self.options)
     }

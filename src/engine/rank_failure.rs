@@ -1,7 +1,7 @@
-//! The failure of one of several devices, as the clients of an engine see it.
+//! Reports the failure of one of several devices to the clients of an engine.
 //!
-//! The rank that notices a failure reports it to all clients. The clients do not wait for the engine thread, because it
-//! may be the thread that hangs.
+//! The thread that notices the failure sends the error to all clients, without the engine thread,
+//! because the engine thread may be the thread that hangs.
 
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -10,7 +10,7 @@ use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender};
 use super::requests::SequenceEvent;
 use crate::error::Error;
 
-/// Whether a device has failed, and the clients to tell.
+/// Why a device has failed, if one has, and the clients that must be told.
 #[derive(Default)]
 pub struct RankFailure {
     reason: OnceLock<String>,
@@ -23,7 +23,7 @@ impl RankFailure {
         self.reason.get().cloned().map(Error::GpuFailed)
     }
 
-    /// Ends the requests of all clients with an error. Only the first call has an effect.
+    /// Stores `reason`, and ends the requests of all clients with an error. Later calls do nothing.
     pub fn report(&self, reason: &str) {
         if self.reason.set(reason.to_string()).is_ok() {
             for client in self.clients().drain(..) {
@@ -32,10 +32,10 @@ impl RankFailure {
         }
     }
 
-    /// Adds the client of a sequence. If a device has already failed, the request ends at once.
+    /// Adds the client of a sequence. If a device has already failed, the sequence fails at once.
     pub fn add(&self, client: &UnboundedSender<SequenceEvent>) {
         let mut clients = self.clients();
-        // Remove the clients of ended sequences before the list would grow.
+        // Before the list must grow, remove the clients of ended sequences.
         if clients.len() == clients.capacity() {
             clients.retain(|client| client.strong_count() > 0);
         }

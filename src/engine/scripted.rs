@@ -1,4 +1,4 @@
-//! An engine without a model, for tests and fuzz targets of the server.
+//! [`ScriptedEngine`]: an engine without a model, for tests and fuzz targets of the server.
 
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -17,19 +17,20 @@ use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
 use crate::runner::{ChosenToken, Executor, TokenLogprobs};
 
-/// The context length that the engine reports, in tokens.
+/// The context length and the chunk size of the engine, in tokens.
 const CONTEXT: usize = 32_768;
 
-/// The answer that the engine gives to all requests.
+/// The answer to every request.
 #[derive(Clone, Debug, Default)]
 pub struct Script {
-    /// The tokens of the answer, each with the log probability 0. A stop token or a token limit can end it earlier.
+    /// The tokens of the answer, each with the log probability 0.
+    /// A stop token or a token limit can end the answer earlier.
     pub tokens: Vec<u32>,
-    /// Whether the engine fails after the last token.
+    /// Whether the request fails after the last token, unless the answer has ended earlier.
     pub fails: bool,
 }
 
-/// An engine whose answers follow a script. The only supported command is to submit a request.
+/// An engine whose answers follow a script. It answers requests, and ignores all other commands.
 pub struct ScriptedEngine {
     handle: EngineHandle,
     script: Arc<Mutex<Script>>,
@@ -61,7 +62,7 @@ impl ScriptedEngine {
         self.handle.clone()
     }
 
-    /// Sets the answer to all later requests.
+    /// Sets the answer to later requests.
     pub fn set_script(&self, script: Script) {
         *self.script.lock().unwrap_or_else(PoisonError::into_inner) = script;
     }
@@ -93,7 +94,7 @@ fn info(vocab_size: usize) -> ModelInfo {
     }
 }
 
-/// Answers requests until all handles are dropped. Other commands fail, because their reply channels are dropped.
+/// Answers requests until all handles are dropped. Drops other commands, so that clients that wait for a reply fail.
 fn play(commands: &Receiver<Command>, script: &Mutex<Script>, counters: &Counters) {
     while let Ok(command) = commands.recv() {
         let Command::Submit(sequences) = command else { continue };

@@ -1,13 +1,13 @@
-//! The Hugging Face cache layout on disk, used for inferno's own cache and for the shared Hugging Face cache.
+//! Model caches on disk: inferno's own cache and the shared Hugging Face cache, which have the same layout.
 //!
-//! The layout is described in the `huggingface_hub` docs, "Understand caching".
+//! The `huggingface_hub` docs describe the layout in "Understand caching".
 //! Each repository has a directory `models--org--name/`, which contains:
 //!
-//! - `blobs/<etag>`
-//! - `snapshots/<commit>/<file> -> ../../blobs/<etag>`
-//! - `refs/<revision>`
+//! - `blobs/<etag>`: the contents of a file
+//! - `snapshots/<commit>/<file> -> ../../blobs/<etag>`: the files of a commit
+//! - `refs/<revision>`: the commit of a branch or tag
 //!
-//! The `hf-hub` crate provides the directory names. This module handles refs, blobs and links itself for two reasons:
+//! The `hf-hub` crate provides the directory names. This module reads and writes the contents itself, because:
 //!
 //! - `hf-hub` joins etags and revisions to paths without validating them.
 //! - `hf-hub` writes refs in place, so a crash can leave a truncated ref.
@@ -26,20 +26,20 @@ use super::lock::{self, Lock};
 use super::names;
 use crate::files;
 
-/// A cache directory, with one subdirectory per repository.
+/// A cache directory.
 pub(super) struct Cache {
     pub root: PathBuf,
 }
 
 impl Cache {
-    /// Returns the directory of a repository. `name` must be a valid repository name.
+    /// Returns the directory of a repository, which may not exist. `name` must be a valid repository name.
     pub fn repo(&self, name: &str) -> RepoDir {
         let repo = Repo::model(name.to_string());
         let path = self.root.join(repo.folder_name());
         RepoDir { path, layout: HuggingFaceCache::new(self.root.clone()).repo(repo) }
     }
 
-    /// Returns the names of all repositories in the cache, including incomplete repositories.
+    /// Returns the sorted names of all repositories in the cache, including incomplete ones.
     pub fn names(&self) -> Vec<String> {
         let name = |entry: fs::DirEntry| {
             let name = entry.file_name().to_str()?.strip_prefix("models--")?.replace("--", "/");
@@ -58,12 +58,13 @@ pub(super) struct RepoDir {
 }
 
 impl RepoDir {
-    /// Acquires the lock for changing this directory. If another process holds the lock, calls `on_wait` and waits.
+    /// Acquires the lock that guards changes to this directory.
+    /// If another process holds the lock, calls `on_wait`, then waits for the lock.
     pub fn lock(&self, on_wait: impl FnOnce()) -> Result<Lock> {
         lock::acquire(&self.lock_path(), on_wait)
     }
 
-    /// Acquires the lock for this directory without waiting. Returns `None` if another process holds the lock.
+    /// Acquires the lock without waiting. Returns `None` if another process holds the lock.
     pub fn try_lock(&self) -> Result<Option<Lock>> {
         lock::try_acquire(&self.lock_path())
     }
@@ -75,7 +76,7 @@ impl RepoDir {
         with_suffix(&cache.join(".locks").join(name), ".lock")
     }
 
-    /// Returns the path of a snapshot. `commit` must be a commit hash.
+    /// Returns the directory of a snapshot. `commit` must be a commit hash.
     pub fn snapshot(&self, commit: &str) -> PathBuf {
         self.layout.pointer_path(commit)
     }
@@ -85,13 +86,14 @@ impl RepoDir {
         self.path.join("blobs").join(etag)
     }
 
-    /// Resolves a branch, tag or commit prefix to a commit. Returns `None` if the cache has no unique match.
+    /// Resolves a branch, a tag, a commit or a unique commit prefix of at least 7 characters to a commit.
+    /// Returns `None` if the cache has no unique match.
     pub fn commit(&self, revision: &str) -> Option<String> {
         if let Ok(commit) = read_ref(&self.path.join("refs").join(revision)) {
             let commit = commit.trim();
             return names::is_commit(commit).then(|| commit.to_string());
         }
-        // `revision` may be a full commit hash, or a unique prefix of at least 7 characters.
+        // There is no such ref, so `revision` may be a commit or a commit prefix.
         let mut found = self.commits().into_iter().filter(|commit| commit.starts_with(revision));
         match (found.next(), found.next()) {
             (Some(commit), None) if revision.len() >= 7 => Some(commit),
@@ -99,7 +101,7 @@ impl RepoDir {
         }
     }
 
-    /// Returns the commits that have a snapshot, most recently modified first.
+    /// Returns the commits that have a snapshot directory, most recently modified first.
     pub fn commits(&self) -> Vec<String> {
         let mut commits: Vec<(SystemTime, String)> = entries(&self.path.join("snapshots"))
             .filter_map(|entry| {
@@ -111,7 +113,7 @@ impl RepoDir {
         commits.into_iter().map(|(_, commit)| commit).collect()
     }
 
-    /// Returns the commits that the repository's refs point to.
+    /// Returns the commits that refs point to. Skips invalid refs.
     pub fn referenced_commits(&self) -> BTreeSet<String> {
         let commit = |path: PathBuf| {
             let commit = read_ref(&path).ok()?.trim().to_string();
@@ -120,7 +122,7 @@ impl RepoDir {
         files_below(&self.path.join("refs")).into_iter().filter_map(commit).collect()
     }
 
-    /// Returns the name, path and etag of each file in a snapshot. The etag is `None` if the file is not a symlink.
+    /// Returns the name, path and etag of each file in a snapshot. A file that is not a symlink has no etag.
     pub fn snapshot_files(&self, commit: &str) -> Vec<(String, PathBuf, Option<String>)> {
         let dir = self.snapshot(commit);
         let file = |path: PathBuf| {
@@ -132,17 +134,17 @@ impl RepoDir {
         files_below(&dir).into_iter().filter_map(file).collect()
     }
 
-    /// Links a blob into a snapshot as `name`. Without symlink support, creates a hard link or a copy.
+    /// Links a blob into a snapshot as `name`. If symlinks are not supported, creates a hard link or a copy.
     pub fn link(&self, commit: &str, name: &str, etag: &str) -> Result<()> {
         let pointer = self.snapshot(commit).join(name);
         create_dir(pointer.parent().unwrap_or(&pointer))?;
         let blob = self.blob(etag);
-        // `snapshots/<commit>/` is two levels below the repository, and each directory in `name` adds one level.
+        // The file is two levels below the repository, in `snapshots/<commit>/`. Each `/` in `name` adds a level.
         let target = PathBuf::from("../".repeat(2 + name.matches('/').count())).join("blobs").join(etag);
         if fs::read_link(&pointer).is_ok_and(|present| present == target) {
             return Ok(());
         }
-        // Rename the link into place, so other processes never see a missing or partial file.
+        // Rename the finished link into place, so that other processes never see a missing or partial file.
         let (temporary, created) = loop {
             let temporary = temporary_path(&pointer);
             let created = match symlink(&target, &temporary) {
@@ -151,30 +153,30 @@ impl RepoDir {
                 }
                 created => created,
             };
-            // If the name is taken, an earlier process with the same ID has left a file behind. Try the next name.
+            // If an earlier process with the same process id left a file with this name, try the next name.
             if !created.as_ref().is_err_and(|error| error.kind() == ErrorKind::AlreadyExists) {
                 break (temporary, created);
             }
         };
         let renamed = created.and_then(|()| fs::rename(&temporary, &pointer));
-        // `rename` leaves the temporary file if it fails, or if both paths are hard links to one file.
+        // The temporary file still exists if `rename` failed, or if both paths are hard links to one file.
         let _ = fs::remove_file(&temporary);
         renamed.map_err(|error| write_error(error, &pointer, 0))
     }
 
-    /// Returns true if `revision` is `commit` itself, or a ref in this cache that points to `commit`.
+    /// Returns whether `revision` is `commit` itself, or a ref in this cache that points to `commit`.
     pub fn has_ref(&self, revision: &str, commit: &str) -> bool {
         revision == commit || read_ref(&self.path.join("refs").join(revision)).is_ok_and(|c| c == commit)
     }
 
-    /// Points the ref `revision` at `commit`. Call this only after the snapshot is complete.
+    /// Makes the ref `revision` point to `commit`. The snapshot of the commit must be complete.
     pub fn write_ref(&self, revision: &str, commit: &str) -> Result<()> {
         if self.has_ref(revision, commit) {
             return Ok(());
         }
         let path = self.path.join("refs").join(revision);
         create_dir(path.parent().unwrap_or(&path))?;
-        // Flush the snapshot to disk before writing the ref that points to it.
+        // Flush the snapshot's directories first, so that a ref on disk never points to a missing snapshot.
         let files = files_below(&self.snapshot(commit));
         let mut dirs: BTreeSet<&Path> = files.iter().filter_map(|file| file.parent()).collect();
         let (blobs, snapshots) = (self.path.join("blobs"), self.path.join("snapshots"));
@@ -186,12 +188,13 @@ impl RepoDir {
     }
 }
 
-/// Returns true if an error means that the filesystem or the operating system does not support symlinks.
+/// Returns whether an error means that symlinks are not supported here.
+/// Outside Unix, every error counts, because users need a privilege to create symlinks on Windows.
 fn is_unsupported(error: &io::Error) -> bool {
     cfg!(not(unix)) || matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::PermissionDenied)
 }
 
-/// Reads the commit hash in a ref.
+/// Reads a ref. Does not check that it is a commit hash.
 fn read_ref(path: &Path) -> Result<String> {
     files::read_text(path, files::SINGLE_VALUE)
 }

@@ -1,4 +1,4 @@
-//! Defines [`Hub`]. Other files of this module add its methods, such as `find`, `download` and `remove`.
+//! [`Hub`]. Other files of this module add methods to it, such as `find`, `download` and `remove`.
 
 use std::fs;
 use std::path::Path;
@@ -12,10 +12,10 @@ use super::remote::{self, TokenStatus};
 use super::snapshot::Source;
 use crate::error::Error;
 
-/// Gives access to the model caches on this machine and to the hub that models are downloaded from.
+/// Access to the model caches on this machine and to the hub from which models are downloaded.
 pub struct Hub {
     pub(super) config: HubConfig,
-    /// Whether to delete files even on filesystems that do not support file locking.
+    /// Whether to delete files even if the filesystem does not support file locking.
     pub(super) force: bool,
 }
 
@@ -29,7 +29,8 @@ impl Hub {
         Self { config, force: false }
     }
 
-    /// With `force`, [`remove`](Self::remove) and [`prune`](Self::prune) delete files even without file locking.
+    /// Sets whether [`remove`](Self::remove) and [`prune`](Self::prune) delete files even if the filesystem does not
+    /// support file locking.
     pub fn with_force(self, force: bool) -> Self {
         Self { force, ..self }
     }
@@ -38,28 +39,29 @@ impl Hub {
         &self.config
     }
 
-    /// Returns the directory of inferno's own cache, where downloads are stored. The directory may not exist yet.
+    /// Returns the directory of inferno's own cache, to which models are downloaded. The directory may not exist yet.
     pub fn cache_dir(&self) -> &Path {
         &self.config.cache
     }
 
-    /// Returns a warning if a token is set but not sent to the hub, because the connection is not encrypted.
+    /// Returns a warning if a token is set but is not sent to the hub, because the connection is not encrypted.
+    /// Returns `None` if HF_HUB_OFFLINE is set.
     pub fn token_warning(&self) -> Option<String> {
         self.config.token_warning().filter(|_| !self.config.offline)
     }
 
-    /// Returns whether the hub accepts the token. Fails if the hub does not respond. Uses short timeouts.
+    /// Asks the hub whether it accepts the token. Fails if HF_HUB_OFFLINE is set, or if the hub does not respond soon.
     pub fn check_endpoint(&self) -> Result<TokenStatus> {
         self.check_online(|| "cannot contact the hub: HF_HUB_OFFLINE is set".into())?;
         remote::check_endpoint(&self.config)
     }
 
-    /// Returns the free space on the disk that holds inferno's cache, in bytes. Returns `None` if it is unknown.
+    /// Returns the free space on the disk of inferno's own cache, in bytes, or `None` if it is unknown.
     pub fn free_bytes(&self) -> Option<u64> {
         disk::free_bytes(&self.config.cache)
     }
 
-    /// Checks that inferno's cache is writable. Creates the directory, then writes and deletes a test file.
+    /// Fails if inferno's own cache is not writable. Creates its directory, then writes and deletes a test file.
     pub fn check_cache_is_writable(&self) -> Result<()> {
         disk::create_dir(&self.config.cache)?;
         let probe = disk::temporary_path(&self.config.cache.join("probe"));
@@ -67,7 +69,7 @@ impl Hub {
         written.with_context(|| format!("cannot write {}", probe.display()))
     }
 
-    /// Fails if inferno's cache is the same directory as the shared Hugging Face cache, which inferno must not change.
+    /// Fails if inferno's own cache is the directory of the shared Hugging Face cache, which inferno must not change.
     pub(super) fn check_own_cache(&self) -> Result<()> {
         let HubConfig { cache, shared_cache, .. } = &self.config;
         if cache != shared_cache && disk::resolve(cache) != disk::resolve(shared_cache) {
@@ -79,7 +81,7 @@ impl Hub {
         )))
     }
 
-    /// Fails with [`Error::Offline`] if HF_HUB_OFFLINE is set. `what` returns the message.
+    /// Fails with [`Error::Offline`] if HF_HUB_OFFLINE is set. `what` returns the text of the error.
     pub(super) fn check_online(&self, what: impl FnOnce() -> String) -> Result<()> {
         if self.config.offline { Err(Error::Offline { what: what() }.into()) } else { Ok(()) }
     }

@@ -1,7 +1,7 @@
-//! Reads the paths of the caches and the connection settings from environment variables.
+//! [`HubConfig`]: the paths of the caches and the connection settings, from environment variables.
 //!
-//! Variable names and precedence follow the `huggingface_hub` docs, "Environment variables".
-//! A machine that is configured for Hugging Face's Python tools needs no further configuration.
+//! The names and the precedence of the variables follow "Environment variables" in the `huggingface_hub` docs.
+//! A machine that is configured for Hugging Face's Python tools therefore needs no other configuration.
 
 use std::ffi::OsString;
 use std::net::IpAddr;
@@ -19,15 +19,15 @@ use crate::files;
 /// The cache directories and the connection settings for the hub.
 #[derive(Clone)]
 pub struct HubConfig {
-    /// inferno's own cache. inferno writes to no other cache.
+    /// The directory of inferno's own cache. inferno writes to no other cache.
     pub cache: PathBuf,
-    /// The shared Hugging Face cache. inferno never writes to it.
+    /// The directory of the shared Hugging Face cache, to which inferno never writes.
     pub shared_cache: PathBuf,
-    /// `https://huggingface.co` or a mirror, without a trailing slash.
+    /// The URL of the hub, without a trailing slash: `https://huggingface.co` or a mirror.
     pub endpoint: String,
-    /// The access token. It is sent only over https or to a loopback address.
+    /// The access token. inferno sends it only over https or to this machine.
     pub token: Option<String>,
-    /// True if network access is disabled.
+    /// Whether network access is disabled.
     pub offline: bool,
     pub limits: Limits,
 }
@@ -36,13 +36,13 @@ impl HubConfig {
     /// Reads the configuration from the environment of this process.
     pub fn from_env() -> Result<Self> {
         Self::from_vars(|name| match std::env::var_os(name) {
-            // If HOME is not set, read the home directory from the password database.
+            // If HOME is not set, the home directory comes from the user database of the system.
             None if name == "HOME" => std::env::home_dir().map(PathBuf::into_os_string),
             value => value,
         })
     }
 
-    /// Reads the configuration. `var` looks up an environment variable by name. Empty variables count as unset.
+    /// Reads the configuration. `var` returns the value of an environment variable. Empty variables count as unset.
     pub fn from_vars(var: impl Fn(&str) -> Option<OsString>) -> Result<Self> {
         let vars = Variables { var: &|name| var(name).filter(|value| !value.is_empty()) };
         let hf_home = vars.path("HF_HOME").map_or_else(|| vars.below_user_cache("huggingface"), Ok)?;
@@ -67,9 +67,7 @@ impl HubConfig {
         })
     }
 
-    /// Returns the token to send to the endpoint.
-    ///
-    /// Returns `None` if no token is set, or if the token would cross the network unencrypted.
+    /// Returns the token to send to the endpoint, or `None` if no token is set or it would cross a network unencrypted.
     pub(super) fn sent_token(&self) -> Option<&str> {
         let is_safe = self.endpoint.starts_with("https://") || is_loopback(&self.endpoint);
         self.token.as_deref().filter(|_| is_safe)
@@ -85,7 +83,7 @@ impl HubConfig {
         })
     }
 
-    /// Returns the endpoint for use in messages, without the user name and password.
+    /// Returns the endpoint without its user name and password, for messages.
     pub fn endpoint_for_display(&self) -> String {
         match self.endpoint.split_once("://") {
             Some((scheme, rest)) => {
@@ -97,14 +95,14 @@ impl HubConfig {
     }
 }
 
-/// Returns true if the host of a URL is `localhost` or a loopback address.
+/// Returns whether the host of a URL is `localhost` or a loopback address.
 pub fn is_loopback(url: &str) -> bool {
     let Some(host) = url.parse::<Uri>().ok().and_then(|url| url.host().map(str::to_lowercase)) else { return false };
     let address = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(&host).parse::<IpAddr>();
     host == "localhost" || address.is_ok_and(|address| address.is_loopback())
 }
 
-/// Typed access to environment variables.
+/// Reads environment variables as paths, numbers and switches.
 struct Variables<'a> {
     var: &'a dyn Fn(&str) -> Option<OsString>,
 }
@@ -122,9 +120,8 @@ impl Variables<'_> {
         (self.var)("HOME").map(PathBuf::from)
     }
 
-    /// Reads a path from a variable. Expands a leading `~`, as Python's `expanduser` does.
-    ///
-    /// A shell does not expand `~` inside quotes, and systemd does not expand `~` in a service's variables.
+    /// Reads a path from a variable. Expands `~` at the start, because shells do not expand it inside quotes,
+    /// and systemd does not expand it in the variables of a service.
     fn path(&self, name: &str) -> Option<PathBuf> {
         let path = PathBuf::from((self.var)(name)?);
         match (path.strip_prefix("~"), self.home()) {
@@ -160,7 +157,8 @@ fn endpoint(vars: &Variables) -> Result<String> {
     Ok(endpoint)
 }
 
-/// Reads the token from HF_TOKEN, or from the file where `hf auth login` stores it.
+/// Reads the token from HF_TOKEN, or from the file in which `hf auth login` stores it.
+/// Fails if the token is not printable ASCII without spaces.
 fn token(vars: &Variables, hf_home: &Path) -> Result<Option<String>> {
     if vars.is_on("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
         return Ok(None);

@@ -1,6 +1,6 @@
-//! The demo model: a small gpt-oss model that is built into the binary and written to the cache on first use.
+//! The demo model: a small gpt-oss model in the binary, which is written to the cache on first use.
 //!
-//! Several processes may write the demo at the same time. Each file is written under a temporary name and then renamed,
+//! Several processes may write the demo at once. Each process writes a file under a temporary name and renames it,
 //! so other processes never see a partial file, and a valid file is never missing.
 
 use std::fs;
@@ -17,13 +17,13 @@ use super::snapshot::{FileState, Snapshot, Source, VerifiedSnapshot};
 use crate::error::Error;
 use crate::files;
 
-/// The name by which users select the demo model.
+/// The name of the demo model on the command line.
 pub const NAME: &str = "demo";
 
-/// A hash of the demo's files, which identifies the version of the demo.
+/// A hash of the demo's files. Each version of the demo has another hash.
 const REVISION: &str = env!("INFERNO_DEMO_REVISION");
 
-/// The maximum time to wait while another process writes the demo.
+/// The maximum time to wait for another process that holds the lock on the demo.
 const MAX_WAIT: Duration = Duration::from_secs(5);
 
 macro_rules! asset {
@@ -41,9 +41,9 @@ const FILES: &[(&str, &[u8])] = &[
     asset!("model.safetensors"),
 ];
 
-/// Returns a one-line notice about the demo model's limits. Returns `None` for other models.
+/// Returns one line about what the demo model can do, or `None` for other models.
 ///
-/// `has_tools` is true if requests can offer tools.
+/// `has_tools`: whether requests can offer tools.
 pub fn notice(snapshot: &Snapshot, has_tools: bool) -> Option<&'static str> {
     let text = if has_tools {
         "demo model: only answers questions about inferno and calls simple tools"
@@ -53,7 +53,7 @@ pub fn notice(snapshot: &Snapshot, has_tools: bool) -> Option<&'static str> {
     snapshot.is_demo().then_some(text)
 }
 
-/// Returns true if `model` names the demo. Fails if a revision is given too, because the demo has no revisions.
+/// Returns whether `model` is the demo. Fails if `model` is the demo and `revision` is set.
 pub(super) fn is_demo(model: &str, revision: Option<&str>) -> Result<bool> {
     match revision.filter(|_| model == NAME) {
         Some(revision) => Err(Error::NoRevisions {
@@ -66,9 +66,7 @@ pub(super) fn is_demo(model: &str, revision: Option<&str>) -> Result<bool> {
     }
 }
 
-/// Returns the demo's snapshot in `cache`. Writes the files that are missing or have the wrong size.
-///
-/// Each version of the demo has its own directory.
+/// Returns the demo's snapshot in `cache`. If a file is missing or has the wrong size, writes it first.
 pub fn materialize(cache: &Path) -> Result<Snapshot> {
     let path = directory(cache);
     if !FILES.iter().all(|(name, bytes)| has_size(&path.join(name), bytes)) {
@@ -89,18 +87,18 @@ fn has_contents(path: &Path, bytes: &[u8]) -> bool {
     files::read(path, bytes.len() as u64).is_ok_and(|found| found == bytes)
 }
 
-/// Writes each file of the demo for which `is_good` returns false.
+/// Writes the files of the demo for which `is_good` returns false.
 fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
     let path = directory(cache);
     let write = || -> io::Result<()> {
-        // Other processes wait for this lock and then find valid files.
+        // Hold the lock, so that other processes wait and then find valid files.
         let _lock = wait_for_lock(cache);
         create_directory(&cache.join(NAME))?;
         create_directory(&path)?;
         for (name, bytes) in FILES {
             let file = path.join(name);
             if !is_good(&file, bytes) {
-                // Ignore the error if another process has written the file in the meantime.
+                // Ignore the error if another process has written the file meanwhile.
                 write_file(&file, bytes).or_else(|error| if is_good(&file, bytes) { Ok(()) } else { Err(error) })?;
             }
         }
@@ -112,8 +110,8 @@ fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
 
 /// Waits for the lock on the demo.
 ///
-/// Returns `None` if locking fails, or if another process holds the lock for more than [`MAX_WAIT`].
-/// Writing without the lock is safe, but several processes may then write the same files.
+/// Returns `None` if locking fails, or if another process still holds the lock after [`MAX_WAIT`].
+/// Writing without the lock is safe, but several processes may do the same work.
 fn wait_for_lock(cache: &Path) -> Option<Lock> {
     let start = Instant::now();
     loop {
@@ -130,7 +128,7 @@ pub(super) fn try_lock(cache: &Path) -> Result<Option<Lock>> {
     lock::try_acquire(&cache.join(".locks").join("demo.lock"))
 }
 
-/// Creates a directory. Replaces a file or a dangling link at `path`.
+/// Creates a directory and its parents. Replaces a file or a broken symlink at `path`.
 fn create_directory(path: &Path) -> io::Result<()> {
     if path.symlink_metadata().is_ok() && !path.is_dir() {
         fs::remove_file(path)?;
@@ -138,7 +136,7 @@ fn create_directory(path: &Path) -> io::Result<()> {
     fs::create_dir_all(path)
 }
 
-/// Writes a file and flushes it to disk. Replaces any file or directory at `path`.
+/// Writes a file and flushes its data to disk. Replaces a file or a directory at `path`.
 fn write_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
     match disk::replace(path, bytes) {
         Err(error) if error.kind() == ErrorKind::IsADirectory => {
@@ -149,7 +147,7 @@ fn write_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Compares the demo's files on disk with the built-in files. Returns `None` if the demo is not on disk.
+/// Compares the demo's files in `cache` with the built-in files. Returns `None` if this version is not in `cache`.
 pub(super) fn verify(cache: &Path) -> Result<Option<VerifiedSnapshot>> {
     let path = directory(cache);
     if !path.exists() {
@@ -165,12 +163,12 @@ pub(super) fn verify(cache: &Path) -> Result<Option<VerifiedSnapshot>> {
     Ok(Some(VerifiedSnapshot { name, revision, source: Source::BuiltIn, files }))
 }
 
-/// Rewrites the files that are missing or have wrong contents.
+/// Writes the files of the demo that are missing or have wrong contents.
 pub(super) fn repair(cache: &Path) -> Result<()> {
     write_files(cache, has_contents)
 }
 
-/// Deletes every version of the demo from `cache` and returns the number of bytes freed.
+/// Deletes all versions of the demo from `cache`. Returns the size of the deleted files in bytes.
 pub(super) fn remove(cache: &Path) -> Result<u64> {
     let dir = cache.join(NAME);
     if dir.symlink_metadata().is_err() {
@@ -179,7 +177,7 @@ pub(super) fn remove(cache: &Path) -> Result<u64> {
     let _lock = wait_for_lock(cache);
     let bytes = disk::files_below(&dir).iter().filter_map(|path| fs::metadata(path).ok()).map(|m| m.len()).sum();
     match fs::remove_dir_all(&dir) {
-        // Another process deleted the demo in the meantime.
+        // Another process has deleted the demo meanwhile.
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(bytes),
         removed => removed.map(|()| bytes).with_context(|| format!("cannot delete {}", dir.display())),
     }
@@ -187,7 +185,7 @@ pub(super) fn remove(cache: &Path) -> Result<u64> {
 
 /// Returns the sorted paths of temporary files and directories that killed processes left behind.
 ///
-/// The directories come from earlier versions of inferno, which wrote the whole demo to a temporary directory.
+/// Old versions of inferno left directories: they wrote the whole demo to a temporary directory.
 pub(super) fn leftovers(cache: &Path) -> Vec<PathBuf> {
     let versions: Vec<PathBuf> = entries(&cache.join(NAME)).map(|entry| entry.path()).collect();
     let is_leftover = |path: &PathBuf| {

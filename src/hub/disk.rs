@@ -1,4 +1,4 @@
-//! File operations for the cache: directories, temporary names, free space, and writes that survive a power failure.
+//! File operations for the cache: directories, temporary files, free space, and writes that survive a power failure.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use crate::error::Error;
 
-/// Creates a directory and its parents.
+/// Creates a directory and its parents. Errors suggest another cache directory.
 pub(super) fn create_dir(dir: &Path) -> Result<()> {
     fs::create_dir_all(dir).map_err(|error| match error.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => write_error(error, dir, 0),
@@ -18,9 +18,9 @@ pub(super) fn create_dir(dir: &Path) -> Result<()> {
     })
 }
 
-/// Fails if the disk that holds `dir` has less than `needed_bytes` of free space. Creates `dir` if necessary.
+/// Creates `dir` if it does not exist. Fails if its disk is known to have fewer than `needed_bytes` free bytes.
 pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
-    // Create the directory first: an error about the directory is more useful than an error about free space.
+    // Create the directory first, because an error about the directory is more useful than one about free space.
     create_dir(dir)?;
     match free_bytes(dir) {
         Some(free_bytes) if free_bytes < needed_bytes => {
@@ -30,7 +30,8 @@ pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
     }
 }
 
-/// Returns the disk space available to unprivileged users at `dir`, in bytes. `dir` need not exist yet.
+/// Returns the disk space at `dir` for unprivileged users, in bytes, or `None` if it is unknown.
+/// `dir` need not exist yet.
 #[cfg(unix)]
 pub(super) fn free_bytes(dir: &Path) -> Option<u64> {
     let existing = dir.ancestors().find(|dir| dir.exists())?;
@@ -45,9 +46,10 @@ pub(super) fn free_bytes(_dir: &Path) -> Option<u64> {
     None
 }
 
-/// Returns the error for a failed write. `needed_bytes` is the number of bytes left to write, or 0 if unknown.
+/// Returns the error for a failed write: [`Error::DiskFull`] if the disk is full, or else an error with the path.
+/// `needed_bytes` is the number of bytes left to write, or 0 if unknown.
 pub(super) fn write_error(error: io::Error, path: &Path, needed_bytes: u64) -> anyhow::Error {
-    // `FileTooLarge` means that `ulimit -f` or the filesystem limits the size of a file.
+    // `FileTooLarge` means that `ulimit -f` or the filesystem limits the size of files.
     if matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge) {
         let free_bytes = free_bytes(path).unwrap_or(0);
         let full = Error::DiskFull { path: path.to_path_buf(), needed_bytes, free_bytes };
@@ -57,35 +59,37 @@ pub(super) fn write_error(error: io::Error, path: &Path, needed_bytes: u64) -> a
     anyhow::Error::new(error).context(format!("cannot write {}", path.display()))
 }
 
-/// Flushes a directory, so its entries survive a power failure. Ignores errors: some systems cannot flush directories.
+/// Flushes a directory, so that its entries survive a power failure.
+/// Ignores errors, because some systems cannot flush directories.
 pub(super) fn sync_dir(dir: &Path) {
     let _ = File::open(dir).and_then(|dir| dir.sync_all());
 }
 
-/// Returns a unique temporary path next to `path`. The caller renames the finished file to `path`.
+/// Returns a temporary path next to `path`, which no other call of this process returns.
+/// The caller renames the finished file to `path`.
 pub(super) fn temporary_path(path: &Path) -> PathBuf {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     with_suffix(path, &format!(".{}-{}.tmp", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)))
 }
 
-/// Creates a new file with a temporary name next to `path`. Never opens an existing file.
+/// Creates a file with a temporary name next to `path`. Never opens an existing file.
 fn create_temporary(path: &Path) -> io::Result<(PathBuf, File)> {
     loop {
         let temporary = temporary_path(path);
         match File::options().write(true).create_new(true).open(&temporary) {
-            // An earlier process with the same ID left a file with this name behind. Try the next name.
+            // An earlier process with the same process id left a file with this name. Try the next name.
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
             file => return file.map(|file| (temporary, file)),
         }
     }
 }
 
-/// Replaces the file `path` by a file that contains `bytes`, and flushes it to disk.
+/// Creates or replaces the file `path` with the contents `bytes`, and flushes the data to disk.
 ///
-/// Other processes see either the old file or the complete new file. If this fails, the old file is unchanged.
+/// Other processes see either the old file or the complete new file. After an error, the old file is unchanged.
 pub(super) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let (temporary, mut file) = create_temporary(path)?;
-    // Without the flush, a power failure could leave a file of the right size, filled with zeros.
+    // Flush before renaming. Otherwise, a power failure could leave a file of the right size that contains zeros.
     let replaced = file.write_all(bytes).and_then(|()| file.sync_data()).and_then(|()| fs::rename(&temporary, path));
     if replaced.is_err() {
         let _ = fs::remove_file(&temporary);
@@ -93,7 +97,7 @@ pub(super) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     replaced
 }
 
-/// Returns true if a file name has the form that [`temporary_path`] returns.
+/// Returns whether a file name has the form of [`temporary_path`].
 pub(super) fn is_temporary(name: &str) -> bool {
     let numbers = name.strip_suffix(".tmp").and_then(|name| name.rsplit_once('.')?.1.split_once('-'));
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -107,7 +111,8 @@ pub(super) fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     path.into()
 }
 
-/// Returns all files below a directory, sorted. Treats symlinks as files and unreadable directories as empty.
+/// Returns the sorted paths of all files below a directory.
+/// Symlinks count as files. Directories that cannot be read count as empty.
 pub(super) fn files_below(dir: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for entry in entries(dir) {
@@ -121,12 +126,12 @@ pub(super) fn files_below(dir: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Returns the entries of a directory. Returns no entries if the directory is missing or cannot be read.
+/// Returns the entries of a directory, or none if the directory is missing or cannot be read.
 pub(super) fn entries(dir: &Path) -> impl Iterator<Item = fs::DirEntry> {
     fs::read_dir(dir).into_iter().flatten().flatten()
 }
 
-/// Resolves the symlinks in a path. The last components of the path need not exist yet.
+/// Resolves the symlinks in the part of a path that exists.
 pub(super) fn resolve(path: &Path) -> PathBuf {
     let resolve = |dir: &Path| Some(fs::canonicalize(dir).ok()?.join(path.strip_prefix(dir).ok()?));
     path.ancestors().find_map(resolve).unwrap_or_else(|| path.to_path_buf())
@@ -144,7 +149,7 @@ mod tests {
             replace(&path, bytes).unwrap();
             assert_eq!(fs::read(&path).unwrap(), bytes);
         }
-        // A directory cannot be replaced by a file, so the rename fails.
+        // The rename fails, because a file cannot replace a directory.
         let folder = dir.path().join("folder");
         fs::create_dir(&folder).unwrap();
         replace(&folder, b"new").unwrap_err();

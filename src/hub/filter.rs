@@ -1,4 +1,4 @@
-//! Selects which files of a repository to download.
+//! Selects the files of a repository to download.
 
 use anyhow::{Context, Result, bail};
 use globset::{Glob, GlobSet, GlobSetBuilder};
@@ -10,10 +10,10 @@ use crate::snapshot::gguf;
 use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 use crate::text::quote;
 
-/// The maximum number of GGUF models to list in an error message.
+/// The maximum number of GGUF models that an error message lists.
 const MAX_LISTED_MODELS: usize = 30;
 
-/// Small files at the root of a repository. Each one is downloaded if it exists and `--exclude` does not match it.
+/// Files in the root directory that are downloaded with every model, if they exist and `--exclude` does not match them.
 const SMALL_FILES: [&str; 6] = [
     "config.json",
     "generation_config.json",
@@ -23,16 +23,17 @@ const SMALL_FILES: [&str; 6] = [
     "chat_template.jinja",
 ];
 
-/// Glob patterns that select the files to download. Without patterns, a download fetches what the model needs.
+/// Glob patterns that select the files to download. The default selects what inferno needs to run the model.
 #[derive(Clone, Debug, Default)]
 pub struct FileFilter {
-    /// Patterns that replace the default choice of weights. `*` also matches slashes, as in `hf download --include`.
+    /// Patterns of files to download instead of the default weights.
+    /// `*` also matches slashes, as in `hf download --include`.
     pub include: Vec<String>,
     /// Patterns of files to skip.
     pub exclude: Vec<String>,
 }
 
-/// Splits `org/name:Q4_K_M@revision` into the name, the revision, and a filter for files with `Q4_K_M` in their path.
+/// Splits `org/name:Q4_K_M@revision` into the name, the revision, and a filter with the pattern `*Q4_K_M*`.
 pub fn parse_download_name(model: &str, revision: Option<&str>) -> Result<(String, Option<String>, FileFilter)> {
     let (name, revision) = names::split_revision(model, revision)?;
     let (name, tag) = gguf::split_tag(name);
@@ -40,9 +41,8 @@ pub fn parse_download_name(model: &str, revision: Option<&str>) -> Result<(Strin
     Ok((name.to_string(), revision.map(str::to_string), FileFilter { include, ..FileFilter::default() }))
 }
 
-/// A [`FileFilter`] with compiled patterns.
 pub(super) struct CompiledFilter {
-    /// `None` selects the weights that inferno loads.
+    /// `None` selects the default weights.
     include: Option<GlobSet>,
     exclude: GlobSet,
 }
@@ -53,12 +53,13 @@ impl CompiledFilter {
         Ok(Self { include, exclude: compile(&filter.exclude)? })
     }
 
-    /// Returns true if the shard index determines which weights are downloaded.
+    /// Returns whether the choice of weights depends on the shard index, if the repository has one.
     pub fn needs_index(&self) -> bool {
         self.include.is_none()
     }
 
-    /// Returns the files to download, small files first. `index` is the contents of [`INDEX`], if there is one.
+    /// Returns the files to download, small files first. Fails if there are none.
+    /// `index` is the contents of [`INDEX`], if the repository has this file and [`needs_index`](Self::needs_index).
     pub fn choose(&self, repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
         let mut chosen = match &self.include {
             Some(patterns) => included_files(repo, files, patterns)?,
@@ -81,7 +82,8 @@ fn compile(patterns: &[String]) -> Result<GlobSet> {
     Ok(set.build()?)
 }
 
-/// Returns the files that `filter` selects. `index` is the contents of [`INDEX`], if the repository has one.
+/// Returns the files that `filter` selects, for fuzz targets.
+/// `index` is the contents of [`INDEX`], if the repository has this file.
 #[doc(hidden)]
 pub fn choose_files(
     repo: &str,
@@ -96,15 +98,15 @@ fn small_files(files: &FileList) -> Vec<RemoteFile> {
     SMALL_FILES.into_iter().filter_map(|name| files.get(name)).cloned().collect()
 }
 
-/// Returns the small files and the files that `--include` selects.
+/// Returns the small files, the shard index and the files that match `patterns`. Fails if no file matches.
 fn included_files(repo: &str, files: &FileList, patterns: &GlobSet) -> Result<Vec<RemoteFile>> {
     if !files.iter().any(|file| patterns.is_match(&file.name)) {
         bail!("nothing in '{repo}' matches --include; the repository has {}", some_names(files));
     }
     let mut chosen = small_files(files);
-    // `--include '*.safetensors'` selects shards, which cannot be loaded without the index.
+    // Without the index, the shards that `--include '*.safetensors'` selects could not be loaded.
     chosen.extend(files.get(INDEX).cloned());
-    // A linear search is fast, because `chosen` has few files so far.
+    // A linear search is fast enough, because `chosen` has at most 7 files here.
     let is_chosen = |file: &RemoteFile| chosen.iter().any(|other| other.name == file.name);
     let is_new = |file: &&RemoteFile| patterns.is_match(&file.name) && !is_chosen(file);
     let matching: Vec<RemoteFile> = files.iter().filter(is_new).cloned().collect();
@@ -112,14 +114,14 @@ fn included_files(repo: &str, files: &FileList, patterns: &GlobSet) -> Result<Ve
     Ok(chosen)
 }
 
-/// Returns the small files and the weights that inferno loads.
+/// Returns the small files and the default weights: the safetensors files, or else the only GGUF model.
 fn model_files(repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
     let mut chosen = small_files(files);
     if index.is_none() && files.get(SINGLE_FILE).is_none() {
         chosen.extend(only_gguf_model(repo, files)?);
         return Ok(chosen);
     }
-    // Check for these files before fetching gigabytes, because safetensors weights cannot be loaded without them.
+    // Check this before gigabytes are fetched: safetensors weights cannot be loaded without these files.
     for required in ["config.json", "tokenizer.json"] {
         if files.get(required).is_none() {
             bail!("'{repo}' has no {required}, which inferno needs; it has {}", some_names(files));
@@ -138,7 +140,7 @@ fn model_files(repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec
     Ok(chosen)
 }
 
-/// Returns all parts of a GGUF model, given its first part.
+/// Returns all parts of the GGUF model with this first part. Fails if a part is missing.
 fn gguf_parts(repo: &str, files: &FileList, first: &RemoteFile) -> Result<Vec<RemoteFile>> {
     let (folder, name) = first.name.rsplit_once('/').map_or(("", first.name.as_str()), |(folder, name)| (folder, name));
     let path = |name: String| if folder.is_empty() { name } else { format!("{folder}/{name}") };
@@ -150,19 +152,20 @@ fn gguf_parts(repo: &str, files: &FileList, first: &RemoteFile) -> Result<Vec<Re
     gguf::part_names(name).into_iter().map(part).collect()
 }
 
-/// Returns the total size of a GGUF model's parts, or `None` if the hub does not list the size of every part.
+/// Returns the size of a GGUF model in bytes, or `None` if the listing lacks the size of a part.
 fn gguf_bytes(repo: &str, files: &FileList, first: &RemoteFile) -> Option<u64> {
     gguf_parts(repo, files, first).unwrap_or_default().iter().map(|part| part.bytes).sum()
 }
 
-/// Returns the first part of every GGUF model in a repository.
+/// Returns one file for each GGUF model in a repository: its first part, or its only file.
 fn gguf_models(files: &[RemoteFile]) -> Vec<&RemoteFile> {
     files.iter().filter(|file| gguf::is_model_name(&file.name)).collect()
 }
 
-/// Returns the parts of the GGUF model that `tag` selects, or of the only GGUF model.
+/// Returns the parts of the GGUF model that `tag` selects. Without a tag, returns the parts of the only GGUF model,
+/// or `None` if the repository has no GGUF model.
 ///
-/// Returns `None` if the repository has no GGUF model and there is no tag.
+/// Fails if no model matches the tag, or if several models match.
 pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Result<Option<Vec<RemoteFile>>> {
     let models = gguf_models(files);
     let selected: Vec<&&RemoteFile> =
@@ -189,7 +192,7 @@ pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Re
     }
 }
 
-/// Returns the parts of the only GGUF model in a repository. Fails if there is no such model or more than one.
+/// Returns the parts of the only GGUF model in a repository. Fails if there is none or more than one.
 fn only_gguf_model(repo: &str, files: &FileList) -> Result<Vec<RemoteFile>> {
     let models = gguf_models(files);
     match models[..] {
@@ -207,7 +210,7 @@ fn only_gguf_model(repo: &str, files: &FileList) -> Result<Vec<RemoteFile>> {
     }
 }
 
-/// Joins the lines of a model list, and limits the list to [`MAX_LISTED_MODELS`] models.
+/// Joins the first [`MAX_LISTED_MODELS`] lines, followed by the number of lines that are left out.
 fn model_list(mut lines: impl ExactSizeIterator<Item = String>) -> String {
     let mut list: Vec<String> = lines.by_ref().take(MAX_LISTED_MODELS).collect();
     match lines.len() {
@@ -217,7 +220,7 @@ fn model_list(mut lines: impl ExactSizeIterator<Item = String>) -> String {
     list.join("\n")
 }
 
-/// Returns the error message for a repository that has no weights that inferno can load.
+/// Returns the error message for a repository without weights that inferno can load.
 fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
     let has = |suffix: &str| files.iter().any(|file| file.name.ends_with(suffix));
     if let Some(other) = files.iter().find(|file| file.name.ends_with(".safetensors")) {
@@ -236,7 +239,7 @@ fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
     )
 }
 
-/// Formats the first file names of a repository for an error message.
+/// Returns the first file names of a repository and the number of other files, for an error message.
 fn some_names(files: &[RemoteFile]) -> String {
     const SHOWN: usize = 8;
     let names: Vec<String> = files.iter().take(SHOWN).map(|file| quote(&file.name)).collect();
@@ -256,7 +259,7 @@ mod tests {
         FileList::new(names.iter().map(file).collect())
     }
 
-    /// Returns the files that `patterns` select. A leading `!` marks a pattern for --exclude.
+    /// Returns the files that `patterns` select. A pattern for `--exclude` starts with `!`.
     fn choose(names: &[&str], patterns: &[&str], index: Option<&str>) -> Result<Vec<String>> {
         let (exclude, include): (Vec<&str>, Vec<&str>) = patterns.iter().partition(|glob| glob.starts_with('!'));
         let globs = |globs: Vec<&str>| globs.iter().map(|glob| glob.trim_start_matches('!').to_string()).collect();

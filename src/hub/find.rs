@@ -1,4 +1,4 @@
-//! Finds a model on this machine. A model may be a directory, a GGUF file, or a snapshot in either cache.
+//! Finds models on this machine: in a directory, in a GGUF file, or in one of the two caches.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -14,15 +14,15 @@ use crate::error::Error;
 use crate::snapshot::{Required, first_missing_file, gguf};
 
 impl Hub {
-    /// Finds a complete model on this machine. Never uses the network.
+    /// Finds a complete model on this machine. Never uses the network. Writes the demo to the cache if it is missing.
     ///
-    /// `model` is a directory, a GGUF file, or `org/name` with an optional `:Q4_K_M` and `@revision`.
-    /// Part of a name is enough if it matches only one model.
+    /// `model` is `demo`, a directory, a GGUF file, or `org/name` with an optional `:Q4_K_M` and `@revision`.
+    /// Part of a name is enough if only one model matches it. Fails if no model or several models match.
     pub fn find(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
         self.find_with(model, revision, Required::Weights)
     }
 
-    /// Works like [`find`](Self::find), but requires only the model's tokenizer. The weights may be missing.
+    /// Finds a model like [`find`](Self::find), but requires only its tokenizer. Its weights may be missing.
     pub fn find_tokenizer(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
         self.find_with(model, revision, Required::Tokenizer)
     }
@@ -44,7 +44,7 @@ impl Hub {
             return choose_model(snapshot, tag);
         }
 
-        // The user may have typed the name in a different case, without the organization, or only in part.
+        // The user may have typed another case, no organization, or only part of the name.
         let is_complete = |other: &String| self.look_up(other, revision, required).is_some();
         let complete: BTreeSet<String> =
             self.caches().iter().flat_map(|(cache, _)| cache.names()).filter(is_complete).collect();
@@ -61,6 +61,7 @@ impl Hub {
     }
 
     /// Returns the hint for a model that is not on this machine: the command that downloads it.
+    /// The hint names a missing file of the model, or a model with a similar name, if there is one.
     fn download_hint(&self, name: &str, tag: Option<&str>, revision: Option<&str>, required: Required) -> String {
         let revision_flag = revision.map(|revision| format!(" --revision {revision}")).unwrap_or_default();
         let include_flag = tag.map(|tag| format!(" --include '*{tag}*'")).unwrap_or_default();
@@ -85,9 +86,9 @@ impl Hub {
         }
     }
 
-    /// Lists every complete model in both caches, sorted by name.
+    /// Lists the complete models in both caches, sorted by repository name.
     ///
-    /// For each model, the snapshot that [`find`](Self::find) returns precedes the snapshots of all other refs.
+    /// The snapshot that [`find`](Self::find) returns for a repository comes before the snapshots of its other refs.
     pub fn list(&self) -> Result<Vec<Snapshot>> {
         let mut found = Vec::new();
         for name in &self.repo_names() {
@@ -103,7 +104,7 @@ impl Hub {
         Ok(found)
     }
 
-    /// Returns the incomplete models, each with its first missing file.
+    /// Returns the names of the incomplete models in both caches, each with its first missing file.
     ///
     /// Skips repositories in the shared cache that have no tokenizer, because they may not be models.
     pub fn incomplete(&self) -> Vec<(String, String)> {
@@ -122,9 +123,10 @@ impl Hub {
         self.repo_names().iter().filter_map(missing).collect()
     }
 
-    /// Adds the organization to `name` if only one repository on this machine has this name. Ignores case.
+    /// Adds the organization to `name` if exactly one repository on this machine has this name in any organization.
+    /// Otherwise, returns `name`. Ignores case.
     ///
-    /// Does not complete partial names: `gpt2` is the name of a repository, but also part of longer names.
+    /// Does not complete parts of names, because a name such as `gpt2` is also part of longer names.
     pub(super) fn full_name(&self, name: &str) -> String {
         let names = self.repo_names();
         match &names.iter().filter(|other| names::is_same_name(other, name)).collect::<Vec<_>>()[..] {
@@ -133,12 +135,14 @@ impl Hub {
         }
     }
 
-    /// Returns the names of the repositories in both caches, including incomplete repositories.
+    /// Returns the names of all repositories in both caches, including incomplete ones.
     fn repo_names(&self) -> BTreeSet<String> {
         self.caches().iter().flat_map(|(cache, _)| cache.names()).collect()
     }
 
-    /// Returns a snapshot of a repository. Without `revision`, tries `main`, then all snapshots, newest first.
+    /// Returns a snapshot that has the `required` files, or `None` if there is none.
+    ///
+    /// Without `revision`, tries `main` in both caches, then the other snapshots of each cache, newest first.
     pub(super) fn look_up(&self, name: &str, revision: Option<&str>, required: Required) -> Option<Snapshot> {
         let repos: Vec<RepoDir> = self.caches().iter().map(|(cache, _)| cache.repo(name)).collect();
         let wanted = repos.iter().filter_map(|repo| repo.commit(revision.unwrap_or(MAIN)));
@@ -154,7 +158,7 @@ impl Hub {
         })
     }
 
-    /// Fails unless there is at least one name and all `names` are equal. `model` is the name that the user typed.
+    /// Fails if `names` is empty or contains different names. `model` is what the user typed.
     pub(super) fn check_is_one_model<'a>(&self, model: &str, names: impl Iterator<Item = &'a String>) -> Result<()> {
         let names: BTreeSet<&String> = names.collect();
         let hint = match names.len() {
@@ -166,7 +170,8 @@ impl Hub {
     }
 }
 
-/// Finds the model at a path: a file, a directory, or `directory:Q4_K_M`. Returns `None` if there is no model.
+/// Finds the model at a path: a GGUF file, a directory, or `directory:Q4_K_M`. Returns `None` if there is no model.
+/// Fails if there is a model but `revision` is set.
 fn find_path(model: &str, revision: Option<&str>, required: Required) -> Result<Option<Snapshot>> {
     let path = match find_gguf(model)? {
         Some(file) => file,
@@ -180,7 +185,7 @@ fn find_path(model: &str, revision: Option<&str>, required: Required) -> Result<
     Ok(Some(Snapshot { name: model.to_string(), revision: None, path, source: Source::Directory }))
 }
 
-/// Returns the file that a plain directory must contain to count as a model.
+/// Returns the file by which a directory counts as a model.
 fn marker_file(required: Required) -> &'static str {
     match required {
         Required::Tokenizer => "tokenizer.json",
@@ -188,7 +193,7 @@ fn marker_file(required: Required) -> &'static str {
     }
 }
 
-/// Returns the hint for an invalid repository name.
+/// Returns the hint of the error for a name that is neither a model's path nor a repository name.
 fn invalid_name_hint(model: &str, required: Required) -> String {
     let is_path = model.starts_with(['/', '.', '~']) || model.ends_with(".gguf");
     match (Path::new(model).is_dir(), is_path) {
@@ -201,7 +206,8 @@ fn invalid_name_hint(model: &str, required: Required) -> String {
     }
 }
 
-/// Returns the GGUF file that `model` names: a file, a directory with one GGUF model, or `directory:Q4_K_M`.
+/// Returns the GGUF file that `model` names, or `None` if it names none.
+/// `model` is a file, a directory with one GGUF model, or `directory:Q4_K_M`.
 fn find_gguf(model: &str) -> Result<Option<PathBuf>> {
     let path = Path::new(model);
     if path.is_file() {
@@ -211,7 +217,7 @@ fn find_gguf(model: &str) -> Result<Option<PathBuf>> {
     if Path::new(dir).is_dir() { gguf::choose(dir, Path::new(dir), tag) } else { Ok(None) }
 }
 
-/// Returns the model that `tag` selects in a snapshot, which may contain several GGUF files.
+/// Returns the GGUF model that `tag` selects in a snapshot, or the snapshot itself if it has no GGUF files.
 fn choose_model(snapshot: Snapshot, tag: Option<&str>) -> Result<Snapshot> {
     let Some(path) = gguf::choose(&snapshot.name, &snapshot.path, tag)? else { return Ok(snapshot) };
     let name = tag.map_or(snapshot.name.clone(), |tag| format!("{}:{tag}", snapshot.name));

@@ -1,8 +1,8 @@
-//! Checks a file's contents against its etag.
+//! Hashes of files, and etags, which are hashes on the Hugging Face hub.
 //!
-//! The hub's etags are hashes. For large files, the etag is the SHA-256 of the contents.
-//! For small files, the etag is git's blob ID: the SHA-1 of `blob <length>\0` followed by the contents.
-//! Mirrors may send other etags, which cannot be checked.
+//! The etag of a large file is the SHA-256 of its contents.
+//! The etag of a small file is its git blob id: the SHA-1 of `blob <length>\0` followed by the contents.
+//! Mirrors may send other etags, which cannot be verified.
 
 use std::fs::File;
 use std::io::Read;
@@ -13,19 +13,19 @@ use ring::digest::{self, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 
 use crate::files;
 
-/// Removes the quotes and the weak marker `W/` from the value of an ETag header.
+/// Returns the value of an ETag header without its quotes and the marker `W/` of weak etags.
 pub(super) fn bare_etag(etag: &str) -> &str {
     etag.trim_start_matches("W/").trim_matches('"')
 }
 
-/// Returns true if an etag looks like a SHA-1 or SHA-256 hash.
+/// Returns whether an etag has the form of a SHA-1 or SHA-256 hash.
 pub(super) fn is_hash(etag: &str) -> bool {
     matches!(etag.len(), 40 | 64) && etag.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// Returns true if the hash of a file matches `etag`, or if the etag is not a hash.
+/// Returns whether the contents of a file match `etag`. If `etag` is not a hash, returns true without reading the file.
 ///
-/// `progress` receives the number of bytes read so far. If `progress` fails, stops and returns the error.
+/// `progress` receives the number of bytes read so far. If it fails, this function stops and returns the error.
 pub(super) fn matches(path: &Path, etag: &str, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<bool> {
     if !is_hash(etag) {
         return Ok(true);
@@ -44,14 +44,14 @@ pub(super) fn matches(path: &Path, etag: &str, progress: &mut dyn FnMut(u64) -> 
     Ok(hex(hash.finish().as_ref()).eq_ignore_ascii_case(etag))
 }
 
-/// Returns the SHA-256 of a file's contents in hexadecimal.
+/// Returns the SHA-256 of a file's contents as lowercase hexadecimal digits.
 pub(super) fn sha256(path: &Path) -> Result<String> {
     let mut hash = digest::Context::new(&SHA256);
     update(&mut hash, path, files::open(path)?, &mut |_| Ok(()))?;
     Ok(hex(hash.finish().as_ref()))
 }
 
-/// Adds the contents of a file to a hash.
+/// Adds the contents of `file` to `hash`. `path` is for error messages.
 fn update(
     hash: &mut digest::Context,
     path: &Path,
@@ -76,7 +76,7 @@ fn cannot_read(path: &Path) -> String {
     format!("cannot read {}", path.display())
 }
 
-/// Returns a substitute for an etag, `weak-` followed by a hash of `words`. Used if the server sends no hash.
+/// Returns a blob name for a file whose etag is not a hash: `weak-`, followed by a hash of `words`.
 pub(super) fn weak_etag(words: &[&str]) -> String {
     let mut hash = digest::Context::new(&SHA256);
     for word in words {

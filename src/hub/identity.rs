@@ -1,4 +1,4 @@
-//! The hashes that identify a model regardless of its name.
+//! The hashes of a model's files, which identify the model regardless of its name.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,12 +8,12 @@ use anyhow::Result;
 use super::{hash, parallel};
 use crate::snapshot;
 
-/// The maximum number of files to hash at once. More threads would slow down the thread that loads the model.
+/// The maximum number of files to hash in parallel. More threads would slow down loading, which runs meanwhile.
 const MAX_THREADS: usize = 4;
 
-/// Returns the hexadecimal SHA-256 of each file of the model at `path`. The keys of the map are file names.
+/// Returns the hexadecimal SHA-256 of each file of the model at `path`, by file name.
 ///
-/// Reads every file in full. The Hugging Face hub lists the same hashes for large files.
+/// Reads every file in full. For large files, the Hugging Face hub lists these hashes too.
 pub fn file_hashes(path: &Path) -> Result<BTreeMap<String, String>> {
     let hashes = parallel::try_map(&snapshot::model_files(path)?, MAX_THREADS, |file| {
         let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();

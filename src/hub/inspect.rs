@@ -1,7 +1,8 @@
 //! Describes a model on the hub without downloading its weights.
 //!
-//! Reads the small text files, and only the header of each safetensors file.
-//! A GGUF header does not state its length, so the GGUF parser reads ranges as needed ([`Hub::read_range`]).
+//! Reads small text files and the headers of safetensors files.
+//! The length of a GGUF header is not known in advance.
+//! The GGUF parser therefore reads one range of the file after the other with [`Hub::read_range`].
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -27,19 +28,20 @@ use crate::snapshot::gguf;
 use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 use crate::text::quote;
 
-/// The metadata of a model on the hub: its files, configuration and weight headers.
+/// A description of a model on the hub: its files, its configuration and the headers of its weights.
 #[derive(Debug)]
 pub struct RemoteModel {
     /// The model name: `org/name`, or `org/name:Q4_K_M`.
     pub name: String,
     pub commit: String,
-    /// All files of the repository, with their sizes in bytes if the hub lists them.
+    /// The name of each file in the repository, and its size in bytes if the hub lists it.
     pub files: Vec<(String, Option<u64>)>,
-    /// The contents of config.json, tokenizer_config.json and README.md, by file name. README.md may be truncated.
+    /// The contents of config.json, tokenizer_config.json and README.md, by file name, if these files were read.
+    /// README.md may be truncated.
     pub texts: BTreeMap<String, Vec<u8>>,
-    /// The header of each safetensors file that inferno would load.
+    /// The headers of the safetensors files that inferno would load.
     pub headers: Vec<SafetensorsHeader>,
-    /// The parts of a GGUF model with their sizes in bytes. Empty for other models.
+    /// The name and the size in bytes of each file of a GGUF model. Empty for other models.
     pub gguf: Vec<(String, u64)>,
 }
 
@@ -49,37 +51,38 @@ pub struct SafetensorsHeader {
     pub file: String,
     /// The JSON text, without its 8-byte length prefix.
     pub json: Vec<u8>,
-    /// The size of the tensor data after the header, in bytes. `None` if the hub does not list the file size.
+    /// The size of the file after its header, in bytes. `None` if the hub does not list the size of the file.
     pub data_bytes: Option<u64>,
 }
 
-/// The text files to read, and the maximum size of each in bytes.
+/// The text files to read, each with the number of bytes to read at most.
 const TEXTS: [(&str, u64); 3] =
     [("config.json", files::CONFIG), ("tokenizer_config.json", files::TOKENIZER_CONFIG), ("README.md", README_BYTES)];
 
-/// The number of bytes to read from README.md. inferno needs only the front matter, which is shorter.
+/// How many bytes of README.md to read. inferno needs only the front matter, which is shorter.
 const README_BYTES: u64 = 16 << 10;
 
-/// The maximum total size of a model's headers, in bytes. The `safetensors` crate has the same limit for each header.
-/// The headers of real models are smaller than 1 MB each and smaller than 30 MB in total.
+/// The maximum size of a model's headers together, in bytes. The `safetensors` crate has this limit for each header.
+/// Known models have headers of less than 1 MB each and less than 30 MB together.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// The maximum number of shards. Known models have up to 200.
+/// The maximum number of shards. Known models have up to 200 shards.
 const MAX_SHARDS: usize = 2048;
 
-/// The size of the first request for a header, in bytes. Most headers are shorter, so one request is usually enough.
+/// The size of the first request for a header, in bytes. One request is enough for most headers.
 const FIRST_REQUEST_BYTES: u64 = 128 << 10;
 
-/// The maximum number of bytes to skip if a server does not support range requests.
+/// If a server ignores ranges, the maximum number of bytes to skip before the requested range.
 const MAX_SKIPPED_BYTES: u64 = 64 << 20;
 
 /// The number of headers to read in parallel.
 const THREADS: usize = 8;
 
 impl Hub {
-    /// Describes a model on the hub: its files, its configuration, and the headers of its weights. Writes no files.
+    /// Describes a model on the hub. Writes no files. Fails for the demo, which is not on the hub.
     ///
-    /// `org/name:Q4_K_M` selects one of several GGUF models. Use [`read_range`](Self::read_range) to read GGUF headers.
+    /// `org/name:Q4_K_M` selects one of several GGUF models. The caller reads a GGUF header
+    /// with [`read_range`](Self::read_range).
     pub fn inspect(&self, model: &str, revision: Option<&str>) -> Result<RemoteModel> {
         let (name, revision) = names::split_revision(model, revision)?;
         if demo::is_demo(name, revision)? {
@@ -96,7 +99,7 @@ impl Hub {
         Inspection { remote: &remote, listing: &listing }.run(tag)
     }
 
-    /// Reads a byte range from a file of an inspected model. Returns fewer bytes if the file ends first.
+    /// Reads a byte range of a file of an inspected model. Returns fewer bytes if the file ends in the range.
     pub fn read_range(&self, model: &RemoteModel, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
         let (name, _) = gguf::split_tag(&model.name);
         let remote = Remote::new(&self.config, name, &model.commit, &());
@@ -136,9 +139,9 @@ impl Inspection<'_> {
         })
     }
 
-    /// Returns the parts of the GGUF model with their sizes, or an empty list if there is no GGUF model.
+    /// Returns the name and the size in bytes of each file of the GGUF model. The list is empty if there is none.
     ///
-    /// Without a tag, safetensors weights take precedence over GGUF files.
+    /// Without a tag, the list is also empty if the repository has safetensors weights.
     fn gguf_files(&self, tag: Option<&str>) -> Result<Vec<(String, u64)>> {
         let Listing { commit, files } = self.listing;
         let has_safetensors = self.listing.file(INDEX).or(self.listing.file(SINGLE_FILE)).is_some();
@@ -150,7 +153,7 @@ impl Inspection<'_> {
         parts.into_iter().map(with_size).collect()
     }
 
-    /// Reads the small text files. For a GGUF model, whose configuration is in the GGUF file, reads only README.md.
+    /// Reads the files in [`TEXTS`]. For a GGUF model, reads only README.md: its configuration is in the GGUF file.
     fn texts(&self, is_gguf: bool) -> Result<BTreeMap<String, Vec<u8>>> {
         let is_wanted = |name: &str| self.listing.file(name).is_some() && (!is_gguf || name == "README.md");
         let mut texts = BTreeMap::new();
@@ -181,13 +184,14 @@ impl Inspection<'_> {
         shards.into_iter().map(shard).collect()
     }
 
-    /// Reads the headers of all files in parallel.
+    /// Reads the headers of safetensors files in parallel.
     fn headers(&self, files: &[&RemoteFile]) -> Result<Vec<SafetensorsHeader>> {
         let total_bytes = AtomicU64::new(0);
         try_map(files, THREADS, |file| self.header(file, &total_bytes))
     }
 
-    /// Reads a file's header and adds its length to `total_bytes`. Fails if the total exceeds [`MAX_HEADER_BYTES`].
+    /// Reads the header of a file, and adds its length to `total_bytes`.
+    /// Fails if the header is incomplete, or if the total exceeds [`MAX_HEADER_BYTES`].
     fn header(&self, file: &RemoteFile, total_bytes: &AtomicU64) -> Result<SafetensorsHeader> {
         let (remote, name) = (self.remote, &file.name);
         let shown = quote(name);
@@ -235,9 +239,9 @@ impl Inspection<'_> {
     }
 }
 
-/// Requests a range of a file. Returns the response body and whether the server sent only that range.
+/// Requests a range of a file. Returns the response body, and true if the body is this range.
 ///
-/// If the server ignored the range, the body is the whole file. Dropping an unfinished body closes the connection.
+/// If the server ignored the range, the body is the whole file. Dropping the body before its end closes the connection.
 fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Result<(impl Read + use<>, bool)> {
     let first = range.start;
     let response: Response<Body> = remote.get_range(commit, name, range)?;
@@ -247,7 +251,7 @@ fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Resu
         StatusCode::PARTIAL_CONTENT => {
             bail!("cannot read {}: the server sent a different range than requested", quote(name))
         }
-        // The file is empty, so the server cannot satisfy any range request.
+        // A server sends this status for a range from byte 0 only if the file is empty.
         StatusCode::RANGE_NOT_SATISFIABLE if first == 0 => return Ok((Body::builder().data("").into_reader(), true)),
         _ => return Err(remote.refusal(response, Some(name))),
     };

@@ -1,4 +1,4 @@
-//! The limits for the connection to a hub, and their default values.
+//! [`Limits`] and their default values.
 
 use std::time::Duration;
 
@@ -7,35 +7,35 @@ use std::time::Duration;
 pub struct Limits {
     /// The maximum time to open a connection.
     pub connect_timeout: Duration,
-    /// The maximum wait for the headers of a response. Set by HF_HUB_ETAG_TIMEOUT.
-    /// The time limit for the body of a metadata response is this value plus some time for each byte.
+    /// The maximum wait for the headers of a response. HF_HUB_ETAG_TIMEOUT sets this value.
+    /// The body of a metadata response may take this time too, plus some time for each byte.
     pub response_timeout: Duration,
-    /// The maximum pause between two reads of a body. Set by HF_HUB_DOWNLOAD_TIMEOUT.
+    /// The maximum wait for more bytes of a file. HF_HUB_DOWNLOAD_TIMEOUT sets this value.
     pub stall_timeout: Duration,
-    /// The wait before the first retry. Each consecutive failure doubles the wait, up to 15 seconds.
+    /// The maximum wait before the first retry. Each consecutive failure doubles this value, up to 15 s.
+    /// The actual wait is a random time between half of the value and the value.
     pub first_wait: Duration,
-    /// The maximum wait before a retry. The request fails if the server asks for a longer wait with Retry-After.
+    /// If a server asks for a longer wait than this with Retry-After, the request fails.
     pub max_wait: Duration,
-    /// The maximum number of consecutive retries for a part of a file. Sufficient progress resets the count.
+    /// The maximum number of consecutive retries for a part of a file.
+    /// The count starts again after 1 % of the file, but at least 4 KiB and at most 1 MiB, have arrived.
     pub max_failures: u32,
-    /// The maximum number of retries for a metadata request, such as a request for the file list.
+    /// The maximum number of retries of a metadata request, such as a request for the list of files.
     pub max_metadata_failures: u32,
-    /// The maximum number of parallel requests for files.
+    /// The maximum number of parallel requests for files. Values above 64 count as 64.
     pub connections: usize,
     /// The maximum size of a part of a file, in bytes. Each part has its own request.
     pub part_bytes: u64,
-    /// The minimum time between two saves of a file's progress.
-    ///
-    /// A killed process loses only the bytes that arrived since the last save.
+    /// The minimum time between two saves of a file's record. A killed process loses the bytes after the last save.
     pub save_interval: Duration,
 }
 
 impl Limits {
-    /// Returns the number of bytes that must arrive to reset the count of consecutive failures.
+    /// Returns how many bytes must arrive to reset the count of consecutive failures:
+    /// 1 % of the file, but at least 4 KiB and at most 1 MiB.
     ///
-    /// The number is 1% of the file size, but at least 4 KiB and at most 1 MiB.
-    /// A slow connection may receive these bytes over several attempts.
-    /// If a server sends only one byte per attempt, the count reaches its maximum before that many bytes arrive.
+    /// These bytes may arrive over several attempts, so slow connections can finish.
+    /// A server that sends one byte per attempt reaches the maximum number of failures first.
     pub(super) fn min_progress(file_bytes: u64) -> u64 {
         (file_bytes / 100).clamp(4 << 10, 1 << 20)
     }

@@ -1,4 +1,4 @@
-//! The hub's listing of a repository: its commit and its files, validated before use.
+//! [`Listing`]: the commit and the files of a repository, as the hub sent them. Parsing validates all values.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -11,13 +11,13 @@ use serde::{Deserialize, Deserializer};
 use super::names;
 use crate::text::quote;
 
-/// The maximum size of a file, in bytes: 1 PiB. No real file is larger.
+/// The maximum size of a file, and of all files of a repository together: 1 PiB. No real repository is larger.
 pub(super) const MAX_FILE_BYTES: u64 = 1 << 50;
 
-/// The maximum number of files in a repository. Few repositories have more than 10,000.
+/// The maximum number of files in a repository. Few repositories have more than 10,000 files.
 const MAX_FILES: usize = 200_000;
 
-/// The files of a repository at one commit.
+/// A commit of a repository and its files.
 #[derive(Debug)]
 pub struct Listing {
     pub commit: String,
@@ -25,9 +25,9 @@ pub struct Listing {
 }
 
 impl Listing {
-    /// Parses and validates the hub's listing of the repository `repo`.
+    /// Parses and validates the hub's response about the repository `repo`.
     ///
-    /// Fails if the JSON does not have the expected structure, or contains unsafe paths or impossible values.
+    /// Fails if the JSON is malformed or lacks the commit, or if it contains unsafe paths or impossible values.
     pub fn parse(repo: &str, json: &[u8]) -> Result<Self> {
         serde_json::from_slice::<ModelListing>(json)?.check(repo)
     }
@@ -38,28 +38,28 @@ impl Listing {
     }
 }
 
-/// A file in a repository, as listed by the hub.
+/// A file in a repository on the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteFile {
-    /// The path inside the repository, validated so that it cannot point outside the repository.
+    /// The path inside the repository, which cannot point outside it.
     pub name: String,
     pub bytes: Option<u64>,
-    /// The name of the blob: the SHA-256 of a large file, or git's blob SHA-1 of a small file.
+    /// The SHA-256 of a large file, the git blob id of a small file, or another etag that a mirror sent.
     pub etag: Option<String>,
 }
 
 impl RemoteFile {
-    /// Returns true if the hub lists the size and the etag.
+    /// Returns whether the size and the etag are known.
     pub(super) fn has_size_and_etag(&self) -> bool {
         self.bytes.is_some() && self.etag.is_some()
     }
 }
 
-/// The files of a repository in the order of the hub's listing.
+/// The files of a repository in the order in which the hub listed them.
 #[derive(Debug)]
 pub struct FileList {
     files: Vec<RemoteFile>,
-    /// The indices of the files, sorted by file name in [`path_order`].
+    /// Indices in `files`, sorted by file name in [`path_order`].
     by_name: Vec<u32>,
 }
 
@@ -76,7 +76,7 @@ impl FileList {
         Some(&self.files[self.by_name[found.ok()?] as usize])
     }
 
-    /// Fails if two files have the same name, or if the name of a file is also the name of a folder.
+    /// Fails if two files have the same path, or if the path of a file is also the path of a folder.
     fn check(&self, repo: &str) -> Result<()> {
         for pair in self.by_name.windows(2) {
             let [first, second] = [pair[0], pair[1]].map(|index| self.files[index as usize].name.as_str());
@@ -100,13 +100,13 @@ impl Deref for FileList {
     }
 }
 
-/// Orders paths so that the paths below `a/` directly follow `a`, before names such as `a-b`.
+/// Orders paths by their bytes, but `/` first, so that `a` and the paths below `a/` are neighbors.
 fn path_order(a: &str, b: &str) -> Ordering {
     let key = |byte: u8| if byte == b'/' { 0 } else { byte };
     a.bytes().map(key).cmp(b.bytes().map(key))
 }
 
-/// The fields of the hub's response that inferno reads.
+/// The fields of the hub's response that inferno reads, before validation.
 #[derive(Deserialize)]
 struct ModelListing {
     sha: String,
@@ -129,7 +129,7 @@ struct LargeFile {
     size: Option<u64>,
 }
 
-/// Deserializes the list of files. Keeps at most [`MAX_FILES`] + 1 files to limit memory use.
+/// Deserializes the list of files. Keeps at most [`MAX_FILES`] + 1 files, to limit memory.
 fn deserialize_files<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Sibling>, D::Error> {
     struct Files;
 
@@ -157,7 +157,7 @@ fn deserialize_files<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<S
 }
 
 impl ModelListing {
-    /// Validates the hub's response. Rejects unsafe paths and impossible values.
+    /// Converts the response to a [`Listing`]. Fails for unsafe paths and impossible values.
     fn check(self, repo: &str) -> Result<Listing> {
         if !names::is_commit(&self.sha) {
             bail!("the hub sent an invalid commit hash for '{repo}': {}", quote(&self.sha));
@@ -166,7 +166,7 @@ impl ModelListing {
             bail!("the hub lists more than {MAX_FILES} files in '{repo}'; inferno accepts at most {MAX_FILES}");
         }
         let files = self.siblings.into_iter().map(|file| file.check(repo)).collect::<Result<Vec<_>>>()?;
-        // Limit the total, so that later sums of file sizes cannot overflow.
+        // Limit the total too, so that later sums of file sizes cannot overflow.
         let total_bytes = files.iter().filter_map(|file| file.bytes).fold(0u64, u64::saturating_add);
         if total_bytes > MAX_FILE_BYTES {
             bail!("the hub sent an impossible size for '{repo}': {total_bytes} bytes in total");
@@ -183,7 +183,7 @@ impl Sibling {
         if let Some(problem) = names::file_name_problem(&name) {
             bail!("the hub lists {} in '{repo}', which {problem}", quote(&name));
         }
-        // The blob ID of a large file is the hash of its LFS pointer, not of its contents.
+        // The blob id of a large file is the hash of its LFS pointer, so it does not verify the contents.
         let (etag, bytes) = match self.lfs {
             Some(large) => (large.sha256, large.size.or(self.size)),
             None => (self.blob_id, self.size),

@@ -1,4 +1,4 @@
-//! File locks that let only one process at a time change a repository's directory.
+//! File locks, so that only one process at a time changes the directory of a repository.
 
 use std::fs::File;
 use std::path::Path;
@@ -12,7 +12,7 @@ use nix::{
 
 use super::disk::create_dir;
 
-/// A file lock that is held until it is dropped or the process ends.
+/// A lock that is held until this value is dropped or the process ends.
 #[cfg(unix)]
 pub(super) struct Lock(Option<Flock<File>>);
 
@@ -20,7 +20,7 @@ pub(super) struct Lock(Option<Flock<File>>);
 pub(super) struct Lock;
 
 impl Lock {
-    /// Returns false if the filesystem does not support file locking. The lock then has no effect.
+    /// Returns false if the lock has no effect, because the filesystem does not support file locking.
     #[cfg(unix)]
     pub fn is_effective(&self) -> bool {
         self.0.is_some()
@@ -32,9 +32,9 @@ impl Lock {
     }
 }
 
-/// Acquires the lock at `path`. If another process holds the lock, calls `on_wait` and then waits.
+/// Acquires the lock at `path`. If another process holds the lock, calls `on_wait`, then waits for the lock.
 ///
-/// The lock has no effect on filesystems that do not support file locking, such as some network filesystems.
+/// On some network filesystems and outside Unix, the lock has no effect. See [`Lock::is_effective`].
 pub(super) fn acquire(path: &Path, on_wait: impl FnOnce()) -> Result<Lock> {
     if let Some(lock) = try_acquire(path)? {
         return Ok(lock);
@@ -76,7 +76,7 @@ fn wait(_file: File) -> Result<Lock> {
 
 fn open(path: &Path) -> Result<File> {
     create_dir(path.parent().unwrap_or(path))?;
-    // Never truncate or delete this file, because every process must lock the same file.
+    // Nothing may delete this file: all processes must lock the same file.
     let file = File::options().append(true).create(true).open(path);
     file.with_context(|| format!("cannot write {}", path.display()))
 }

@@ -1,16 +1,16 @@
 //! Finds models on this machine and downloads them from a Hugging Face hub.
 //!
-//! A [`Snapshot`] is a directory with the files of a model at one commit.
+//! A [`Snapshot`] contains the files of a model at one commit.
 //! inferno finds models in two caches: its own cache, and the Hugging Face cache that Python tools share.
-//! inferno writes only to its own cache. A plain directory can be used in place of a model name.
+//! inferno writes only to its own cache. Instead of a model's name, a user can pass the path of a directory or file.
 //! The modules are:
 //!
 //! - `client`, `config`, `limits`: [`Hub`], its caches and its connection settings
-//! - `find`, `snapshot`, `names`, `identity`, `usage`: models on this machine, their names and hashes, and their last use
+//! - `find`, `snapshot`, `names`, `identity`, `usage`: models on this machine, their names, hashes and times of use
 //! - `cache`, `disk`, `lock`: the layout of the caches, file operations and locks
 //! - `remote`, `retry`: requests to a hub
 //! - `listing`, `inspect`: the files of a repository on a hub, and descriptions of models that are not downloaded
-//! - `download/`, `filter`, `hash`, `parallel`, `progress`: download files, and check them
+//! - `download/`, `filter`, `hash`, `parallel`, `progress`: download files, and verify their hashes
 //! - `verify`, `remove`: check, repair and remove downloaded models
 //! - `demo`: the built-in demo model
 

@@ -1,4 +1,5 @@
-//! Validates the names of repositories, revisions and blobs before they become part of a path or URL.
+//! Validates names of repositories, revisions, files and blobs before they become part of a path or URL.
+//! Also compares model names.
 
 use std::collections::BTreeSet;
 
@@ -12,12 +13,14 @@ use crate::text::printable;
 /// The default revision of a repository.
 pub(super) const MAIN: &str = "main";
 
-/// Returns true if `model` is a valid repository name, with or without `:Q4_K_M` and `@revision`.
+/// Returns whether `model` is a valid repository name, with or without `:Q4_K_M` and `@revision`.
 pub fn is_repo_name(model: &str) -> bool {
     split_revision(model, None).is_ok_and(|(name, _)| is_repo(gguf::split_tag(name).0))
 }
 
-/// Splits `org/name@revision` into name and revision. Fails if `revision` differs from the revision in `model`.
+/// Splits `org/name@revision` into the name and the revision. Without `@revision`, returns the argument `revision`.
+///
+/// Fails if both revisions are set and differ, or if the revision is not a safe path.
 pub(super) fn split_revision<'a>(model: &'a str, revision: Option<&'a str>) -> Result<(&'a str, Option<&'a str>)> {
     let (name, inline) = match model.split_once('@') {
         Some((name, inline)) => (name, Some(inline)),
@@ -40,7 +43,7 @@ pub(super) fn split_revision<'a>(model: &'a str, revision: Option<&'a str>) -> R
     Ok((name, revision))
 }
 
-/// Returns true if a repository name is valid: `org/name`, or a bare `name` for the hub's oldest models.
+/// Returns whether a repository name is valid: `org/name`, or only `name` for the hub's oldest models.
 pub(super) fn is_repo(repo: &str) -> bool {
     let is_valid = |part: &str| {
         !part.is_empty()
@@ -48,11 +51,11 @@ pub(super) fn is_repo(repo: &str) -> bool {
             && !part.starts_with(['.', '-'])
             && !part.ends_with(['.', '-'])
     };
-    // Directory names in the cache use `--` in place of the slash, so a name cannot contain `--`.
+    // A name cannot contain `--`, because directory names in the cache have `--` in place of the slash.
     repo.len() <= 96 && repo.split('/').count() <= 2 && repo.split('/').all(is_valid) && !repo.contains("--")
 }
 
-/// Fails unless `name` is a valid repository name.
+/// Fails if `name` is not a valid repository name.
 pub(super) fn check_repo(name: &str) -> Result<()> {
     if is_repo(name) {
         return Ok(());
@@ -60,8 +63,7 @@ pub(super) fn check_repo(name: &str) -> Result<()> {
     Err(Error::usage(format!("{name:?} is not a valid repository name: use org/name, as in openai/gpt-oss-20b")))
 }
 
-/// Returns the problem with a file name from a hub, such as `is not a path inside the repository`.
-///
+/// Returns what is wrong with a file name from a hub, such as `is not a path inside the repository`.
 /// Returns `None` for a valid name.
 pub(super) fn file_name_problem(name: &str) -> Option<&'static str> {
     if !is_safe_path(name) {
@@ -71,9 +73,9 @@ pub(super) fn file_name_problem(name: &str) -> Option<&'static str> {
     (printable(name) != name).then_some("has invisible characters in its name")
 }
 
-/// Quotes a word for use in a shell command. Returns the word unchanged if it needs no quotes.
+/// Quotes a word for a shell command. Returns the word unchanged if it needs no quotes.
 ///
-/// inferno prints commands with file names from a hub, and the user may paste these commands into a shell.
+/// inferno suggests commands with file names from a hub, and users paste these commands into a shell.
 pub fn shell_word(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-/:@%+=,".contains(c);
     if !word.is_empty() && !word.starts_with('-') && word.chars().all(is_plain) {
@@ -82,37 +84,37 @@ pub fn shell_word(word: &str) -> String {
     format!("'{}'", word.replace('\'', "'\\''"))
 }
 
-/// Returns true if `commit` is a full git commit hash, either SHA-1 or SHA-256.
+/// Returns whether `commit` has the form of a full git commit hash, SHA-1 or SHA-256.
 pub(super) fn is_commit(commit: &str) -> bool {
     matches!(commit.len(), 40 | 64) && commit.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
-/// Returns true if an etag is safe as the file name of a blob. Mirrors may send etags that are not hashes.
+/// Returns whether an etag is safe as the file name of a blob. Mirrors may send any text as an etag.
 pub(super) fn is_etag(etag: &str) -> bool {
     (1..=128).contains(&etag.len())
         && !etag.starts_with('.')
         && etag.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
 }
 
-/// The characters to percent-encode in a segment of a URL path.
+/// The characters to percent-encode in one segment of a URL path.
 const SEGMENT: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
-/// The characters to percent-encode in a URL path with several segments.
+/// The characters to percent-encode in a URL path: those of [`SEGMENT`] except the slash.
 const PATH: &AsciiSet = &SEGMENT.remove(b'/');
 
-/// Percent-encodes a file name for a URL and keeps its slashes.
+/// Percent-encodes a file name for a URL, except its slashes.
 pub(super) fn encode_path(name: &str) -> String {
     utf8_percent_encode(name, PATH).to_string()
 }
 
-/// Percent-encodes a revision for a URL, including its slashes, because the revision is a single path segment.
+/// Percent-encodes a revision for a URL, including its slashes: the revision is one segment of the path.
 pub(super) fn encode_segment(name: &str) -> String {
     utf8_percent_encode(name, SEGMENT).to_string()
 }
 
 /// Returns the names that match `model`.
 ///
-/// Matching ignores case. Exact matches, with or without the organization, take precedence.
-/// If there are no exact matches and `model` has no organization, every name that contains `model` matches.
+/// If some names equal `model`, with or without their organization, returns these names.
+/// Otherwise, returns all names that contain `model`, unless `model` has an organization. Ignores case.
 pub(super) fn matching<'a>(model: &str, names: &'a BTreeSet<String>) -> Vec<&'a String> {
     let exact: Vec<&String> = names.iter().filter(|name| is_same_name(name, model)).collect();
     let model = model.to_lowercase();
@@ -122,13 +124,14 @@ pub(super) fn matching<'a>(model: &str, names: &'a BTreeSet<String>) -> Vec<&'a 
     names.iter().filter(|name| name.to_lowercase().contains(&model)).collect()
 }
 
-/// Returns true if `model` is the whole name, or the name without its organization. Ignores case.
+/// Returns whether `model` equals `name`, with or without the organization of `name`. Ignores case.
 pub(super) fn is_same_name(name: &str, model: &str) -> bool {
     let last = name.rsplit('/').next().unwrap_or(name);
     name.eq_ignore_ascii_case(model) || last.eq_ignore_ascii_case(model)
 }
 
-/// Returns the name that is most similar to `model`, if `model` could be a misspelling of this name.
+/// Returns the name that is most similar to `model`, if `model` may be a misspelling of it.
+/// At most a quarter of the letters may be wrong, or two letters in short names.
 pub(super) fn nearest<'a>(model: &str, names: &'a [String]) -> Option<&'a String> {
     let model = model.to_lowercase();
     let distance = |name: &String| {

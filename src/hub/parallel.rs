@@ -1,4 +1,4 @@
-//! Runs a function on many items with several threads.
+//! [`try_map`]: applies a function to many items with several threads.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -6,9 +6,9 @@ use std::thread;
 
 use anyhow::Result;
 
-/// Applies `function` to every item, on at most `threads` threads. Returns the results in the order of the items.
+/// Applies `function` to all items on at most `threads` threads. Returns the results in the order of the items.
 ///
-/// After the first failure, starts no further calls, and returns the first error.
+/// After a failure, takes no more items, waits for the running calls, and returns the error that came first.
 pub(super) fn try_map<T: Sync, R: Send>(
     items: &[T],
     threads: usize,

@@ -1,14 +1,14 @@
-//! Sends HTTP requests to a hub and converts unsuccessful responses to errors.
+//! Sends HTTP requests to a hub, and converts unsuccessful responses to errors.
 //!
-//! Requests use the `ureq` crate, because `hf-hub` 0.5 and 1.0 do not verify the SHA-256 of downloads.
-//! `hf-hub` 0.5 also has these problems:
+//! The requests use the `ureq` crate, because `hf-hub` 0.5 and 1.0 do not verify the SHA-256 of downloads.
+//! Version 0.5 of `hf-hub` has other problems too:
 //!
-//! - The token is sent to the host that a download is redirected to.
-//! - The server's etag and commit become part of paths without validation.
-//! - If a server ignores the Range header, the whole file is appended to the partial file.
-//! - The `x-error-code` header is dropped, so a gated repository looks like a missing repository.
+//! - It sends the token to the host to which a download is redirected.
+//! - It makes the server's etag and commit part of paths without validation.
+//! - If a server ignores the Range header, it appends the whole file to the partial file.
+//! - It drops the header `x-error-code`, so a gated repository looks like a missing repository.
 //!
-//! This module resolves redirect URLs without the `url` crate, which would add about 20 dependencies.
+//! This module parses redirect URLs itself, because the `url` crate would add about 20 dependencies.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;
@@ -28,17 +28,17 @@ use super::{hash, names};
 use crate::error::Error;
 use crate::text::{library_error, quote};
 
-/// The maximum size of a listing, in bytes. Even a listing of tens of thousands of files is smaller.
+/// The maximum size of a listing, in bytes. A listing of tens of thousands of files is smaller.
 const MAX_LISTING_BYTES: u64 = 64 << 20;
 
-/// The maximum number of bytes to read from the body of an error response.
+/// How many bytes of the body of an error response to read at most.
 const MAX_ERROR_BYTES: u64 = 64 << 10;
 
-/// The time allowed for each byte of a metadata response, in addition to the response timeout.
-/// A long response that keeps arriving at less than 16 KiB/s therefore fails.
+/// The time that each byte of a metadata response may take, in addition to the response timeout.
+/// A long response therefore fails if it arrives at less than 16 KiB/s.
 const TIME_PER_BYTE: Duration = Duration::from_nanos(1_000_000_000 / (16 << 10));
 
-/// The maximum number of redirects. The hub normally redirects once, to a storage host.
+/// The maximum number of redirects. The hub usually redirects once, to a storage host.
 const MAX_REDIRECTS: usize = 5;
 
 /// A client for one revision of a repository on a hub.
@@ -47,40 +47,41 @@ pub(super) struct Remote<'a> {
     config: &'a HubConfig,
     repo: &'a str,
     revision: &'a str,
-    /// Receives an event for each retry.
+    /// Receives an event before each retry.
     progress: &'a dyn Progress,
 }
 
-/// The kind of response that a request expects, which determines the timeouts.
+/// What a request is for. This determines its timeouts.
 #[derive(Clone, Copy)]
 enum Purpose {
-    /// A short response. The time for the whole body is limited. See [`Remote::read_body`].
+    /// A short response. [`Remote::read_body`] limits the time for the whole body.
     Metadata,
-    /// A file of any length. The timeout applies only to the pauses between reads.
+    /// A file of any length. Only the time between two reads is limited.
     Contents,
 }
 
 /// The response to a GET request.
 pub(super) struct Answer {
     pub response: Response<Body>,
-    /// True if a redirect led to a host other than the endpoint.
+    /// Whether a redirect led to another host than the endpoint.
     pub is_from_other_host: bool,
 }
 
-/// The result of checking the token with a hub.
+/// What a hub says about the token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenStatus {
-    /// There is no token to check.
+    /// No token is set.
     NoToken,
     Accepted,
     Refused,
-    /// The endpoint does not support checking tokens, which is common for mirrors.
+    /// The endpoint cannot check tokens, as is common for mirrors.
     NotSupported,
     /// A token is set but not sent, because the connection to the endpoint is not encrypted.
     NotSent,
 }
 
-/// Checks whether the endpoint responds and accepts the token. Does not follow redirects.
+/// Asks the endpoint whether it accepts the token. Does not follow redirects.
+/// Fails if the endpoint does not respond within seconds, or responds with a server error.
 pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
     let unreachable =
         |cause: String| Error::Network { endpoint: config.endpoint_for_display(), cause, is_temporary: true };
@@ -107,11 +108,11 @@ pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
 fn agent(limits: &Limits) -> Agent {
     Agent::config_builder()
         .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
-        // Lengths and ranges must refer to the bytes of the file, not to the bytes of a compressed stream.
+        // Lengths and ranges must count the bytes of the file, not the bytes of a compressed stream.
         .accept_encoding("identity")
-        // Return error responses as `Ok`, because callers read their headers and bodies.
+        // Return unsuccessful responses as `Ok`, because callers read their headers and bodies.
         .http_status_as_error(false)
-        // Large files are redirected to another host, which must not see the token. `follow` handles redirects.
+        // `follow` handles redirects: the hosts to which large files are redirected must not see the token.
         .max_redirects(0)
         .max_redirects_will_error(false)
         .max_idle_connections_per_host(limits.connections)
@@ -135,13 +136,13 @@ impl<'a> Remote<'a> {
         &self.config.limits
     }
 
-    /// Resolves the revision to a commit and fetches the list of files at that commit.
+    /// Fetches the commit of the revision and the list of its files.
     pub fn listing(&self) -> Result<Listing> {
         let revision = names::encode_segment(self.revision);
         let url = format!("{}/api/models/{}/revision/{revision}?blobs=true", self.config.endpoint, self.repo);
         let mut response = self.with_retries(self.repo, || {
             let mut response = self.follow(&url, None, Purpose::Metadata)?.response;
-            // Read the body here, so the request is retried if the body is truncated.
+            // Read the body here, so that a truncated body causes a retry.
             if response.status().is_success() {
                 let body = self.read_body(&mut response.body_mut().as_reader(), MAX_LISTING_BYTES + 1)?;
                 if body.len() as u64 > MAX_LISTING_BYTES {
@@ -174,11 +175,11 @@ impl<'a> Remote<'a> {
         Ok(listing)
     }
 
-    /// Fetches the size and etag of one file, for hubs whose listing does not include them.
+    /// Fetches the size and the etag of one file, for listings without them.
     pub fn head(&self, commit: &str, name: &str) -> Result<RemoteFile> {
         let mut url = self.file_url(commit, name);
         for _ in 0..=MAX_REDIRECTS {
-            // Use the first response that has the file's hash, not the response of the storage host.
+            // Use the first response that has the file's hash, because a storage host may not send it.
             let request = || self.call(self.prepare(self.agent.head(&url), &url, Purpose::Metadata, true));
             let response = self.with_retries(name, request)?;
             let text = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok());
@@ -196,7 +197,7 @@ impl<'a> Remote<'a> {
                 return Err(self.refusal(response, Some(name)));
             }
             let etag = hash::bare_etag(linked_etag.or(text("etag")).unwrap_or_default());
-            // The content-length of a redirect is the length of the redirect's body, not of the file.
+            // The content-length of a redirect is the length of its own body, not of the file.
             let length = if response.status().is_redirection() { None } else { text("content-length") };
             let bytes = text("x-linked-size").or(length).and_then(|bytes| bytes.parse().ok());
             let bytes = bytes.filter(|bytes| *bytes <= MAX_FILE_BYTES);
@@ -208,22 +209,22 @@ impl<'a> Remote<'a> {
         Err(self.permanent_error(format!("it redirects {} at least {MAX_REDIRECTS} times", quote(name))))
     }
 
-    /// Requests a file, or a range of its bytes. The status shows whether the server honored the range.
+    /// Requests a file or a range of its bytes, without retries. Status 206 means that the server honored the range.
     pub fn get(&self, commit: &str, name: &str, range: Option<Range<u64>>) -> Result<Answer> {
         self.follow(&self.file_url(commit, name), range.map(range_header).as_deref(), Purpose::Contents)
     }
 
     /// Requests a short range of a file, with retries. The caller reads the body with [`read_body`](Self::read_body).
     ///
-    /// A server without range support sends the whole file with status 200, so the caller must limit how much it reads.
+    /// The caller must limit how much it reads: a server that ignores ranges sends the whole file with status 200.
     pub fn get_range(&self, commit: &str, name: &str, range: Range<u64>) -> Result<Response<Body>> {
         let (url, range) = (self.file_url(commit, name), range_header(range));
         self.with_retries(name, || Ok(self.follow(&url, Some(&range), Purpose::Metadata)?.response))
     }
 
-    /// Sends a request and retries temporary failures. `name` is the file or repository to show in messages.
+    /// Sends a request, and retries it after temporary failures. `name` is the file or repository in messages.
     ///
-    /// Stops retrying once the attempts have taken twice the response timeout.
+    /// Does not retry once all attempts together, without the waits, have taken twice the response timeout.
     fn with_retries(&self, name: &str, send: impl Fn() -> Result<Response<Body>>) -> Result<Response<Body>> {
         let limits = self.limits();
         let mut retry = Retry::new(limits, limits.max_metadata_failures);
@@ -253,14 +254,14 @@ impl<'a> Remote<'a> {
 
     /// Reads at most `limit` bytes of a metadata response. Allocates memory only for bytes that have arrived.
     ///
-    /// Fails if the server sends the bytes too slowly.
+    /// Fails if the bytes arrive too slowly. See [`TIME_PER_BYTE`].
     pub fn read_body(&self, body: &mut impl Read, limit: u64) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         self.copy_body(body, limit, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// Discards at most `limit` bytes of a metadata response, with the time limit of [`read_body`](Self::read_body).
+    /// Discards at most `limit` bytes of a metadata response. Fails like [`read_body`](Self::read_body).
     pub fn skip_body(&self, body: &mut impl Read, limit: u64) -> Result<()> {
         self.copy_body(body, limit, &mut io::sink())
     }
@@ -289,7 +290,7 @@ impl<'a> Remote<'a> {
         Ok(())
     }
 
-    /// Reports that the request for `name` will be sent again after `wait`.
+    /// Logs and reports that the request for `name` will be sent again after `wait`.
     pub fn report_retry(&self, name: &str, cause: &str, wait: Duration) {
         tracing::info!(name, cause, wait_ms = wait.as_millis() as u64, "retrying a request");
         self.progress.retrying(name, cause, wait);
@@ -297,13 +298,13 @@ impl<'a> Remote<'a> {
 
     /// Sends a GET request and follows redirects.
     ///
-    /// Sends the token only to the endpoint: never to another host or port, and never over http instead of https.
+    /// Sends the token only to the endpoint's scheme, host and port, and never after a redirect to another host.
     /// [`HubConfig::sent_token`] decides whether the endpoint may receive the token.
     fn follow(&self, url: &str, range: Option<&str>, purpose: Purpose) -> Result<Answer> {
         let mut url = url.to_string();
         let mut is_from_other_host = false;
         for _ in 0..=MAX_REDIRECTS {
-            // Do not send the token if another host redirects back to the endpoint, because that host chose the URL.
+            // If another host redirects back to the endpoint, do not send the token: that host chose the URL.
             is_from_other_host |= !self.is_endpoint(&url);
             let mut request = self.prepare(self.agent.get(&url), &url, purpose, !is_from_other_host);
             if let Some(range) = range {
@@ -316,7 +317,7 @@ impl<'a> Remote<'a> {
                 Some(to) => match self.resolve(&url, to) {
                     Some(next) => url = next,
                     None => {
-                        // Do not show the query, which may contain a signature.
+                        // Do not show the query: it may contain a signature that grants access.
                         let to = quote(to.split(['?', '#']).next().unwrap_or_default());
                         return Err(
                             self.permanent_error(format!("it redirects to {to}, which is not a valid web address"))
@@ -328,7 +329,7 @@ impl<'a> Remote<'a> {
         Err(self.permanent_error(format!("it redirects more than {MAX_REDIRECTS} times")))
     }
 
-    /// Returns the error for an unsuccessful response. `file` is the requested file, or `None` for the listing.
+    /// Returns the error for an unsuccessful response. `file` is the requested file, or `None` for a listing.
     pub fn refusal(&self, mut response: Response<Body>, file: Option<&str>) -> anyhow::Error {
         let status = response.status();
         let text = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
@@ -341,17 +342,17 @@ impl<'a> Remote<'a> {
             (_, "GatedRepo") => gated.into(),
             (_, "RepoNotFound") => no_repository.into(),
             (_, "RevisionNotFound") => no_revision.into(),
-            // Listing the repository succeeded, so only its files are restricted.
+            // The listing was readable, so the repository exists and only its files are restricted.
             (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _) if file.is_some() => gated.into(),
             (StatusCode::UNAUTHORIZED, _) if self.config.sent_token().is_some() => {
                 anyhow::Error::new(gated).context("the hub rejects the token: it is invalid or has expired")
             }
-            // Without a token, the hub hides whether a private repository exists.
+            // Without a token, the hub does not show whether a private repository exists.
             (StatusCode::UNAUTHORIZED, _) => no_repository.into(),
             (StatusCode::FORBIDDEN, _) => gated.into(),
             (StatusCode::NOT_FOUND, _) => match file {
                 Some(file) => anyhow::anyhow!("the hub lists {} in '{repo}' but does not have it", quote(file)),
-                // Mirrors that send no error codes state the cause in the body.
+                // Mirrors that send no `x-error-code` state the cause in the body.
                 None => match self.read_body(&mut response.body_mut().as_reader(), MAX_ERROR_BYTES) {
                     Ok(body) if String::from_utf8_lossy(&body).to_lowercase().contains("invalid rev") => {
                         no_revision.into()
@@ -370,12 +371,12 @@ impl<'a> Remote<'a> {
         }
     }
 
-    /// Returns a network error that a retry may fix.
+    /// Returns a network error after which a retry may succeed.
     pub fn temporary_error(&self, cause: String) -> anyhow::Error {
         Error::Network { endpoint: self.config.endpoint_for_display(), cause, is_temporary: true }.into()
     }
 
-    /// Returns a network error that a retry would not fix.
+    /// Returns a network error after which a retry would fail too.
     fn permanent_error(&self, cause: String) -> anyhow::Error {
         Error::Network { endpoint: self.config.endpoint_for_display(), cause, is_temporary: false }.into()
     }
@@ -384,7 +385,7 @@ impl<'a> Remote<'a> {
         format!("{}/{}/resolve/{commit}/{}", self.config.endpoint, self.repo, names::encode_path(name))
     }
 
-    /// Adds the timeouts for `purpose`, and the token if `with_token` is true and `url` is on the endpoint.
+    /// Adds the timeouts for `purpose`. If `with_token` is true and `url` is on the endpoint, adds the token.
     fn prepare(
         &self,
         mut request: RequestBuilder<WithoutBody>,
@@ -394,8 +395,8 @@ impl<'a> Remote<'a> {
     ) -> RequestBuilder<WithoutBody> {
         if let Purpose::Metadata = purpose {
             let timeout = self.limits().response_timeout;
-            // `read_body` checks the time only when bytes of the body arrive.
-            // The timeout `total` also ends a response that consists only of HTTP chunk headers.
+            // `read_body` checks the time only when bytes of the body arrive. The timeout `total` is for responses
+            // that keep the connection busy without such bytes, for example with HTTP chunk headers.
             let total = timeout.saturating_mul(5);
             request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();
         }
@@ -412,9 +413,9 @@ impl<'a> Remote<'a> {
         request.call().map_err(|error| self.temporary_error(library_error(&error)))
     }
 
-    /// Returns the URL that a redirect leads to. Accepts absolute URLs and paths that start with `/`.
+    /// Returns the URL to which `location` redirects from `url`. `location` is a URL or a path that starts with `/`.
     ///
-    /// Returns `None` for any other location, such as a redirect from https to http.
+    /// Returns `None` for all other locations, and for redirects from https to http.
     fn resolve(&self, url: &str, location: &str) -> Option<String> {
         let scheme_end = url.find("://")?;
         let next = if location.starts_with("//") {
@@ -430,7 +431,7 @@ impl<'a> Remote<'a> {
         (is_https || next.starts_with("http://") && !url.starts_with("https://")).then_some(next)
     }
 
-    /// Returns true if a URL has the scheme, host and port of the endpoint.
+    /// Returns whether a URL has the scheme, host and port of the endpoint.
     fn is_endpoint(&self, url: &str) -> bool {
         let origin = |url: &str| {
             let url: Uri = url.parse().ok()?;
@@ -447,7 +448,7 @@ fn range_header(range: Range<u64>) -> String {
     format!("bytes={}-{}", range.start, range.end.saturating_sub(1))
 }
 
-/// Disables the proxy for requests to this machine, because a proxy could not reach it.
+/// Disables the proxy for requests to this machine: on the proxy's machine, a loopback address means the proxy itself.
 fn bypass_proxy_if_local(request: RequestBuilder<WithoutBody>, url: &str) -> RequestBuilder<WithoutBody> {
     if is_loopback(url) { request.config().proxy(None).build() } else { request }
 }

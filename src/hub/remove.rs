@@ -1,4 +1,4 @@
-//! Removes models from inferno's cache, and prunes files that no model uses.
+//! Removes models from inferno's own cache, and prunes files that no model uses.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -21,41 +21,41 @@ use crate::snapshot::{gguf, is_weights_file};
 /// The result of removing a model.
 #[derive(Debug, PartialEq, Eq)]
 pub struct RemovedModel {
-    /// The name of the removed model: `org/name`, or `org/name:Q4_K_M`.
+    /// The name of the removed model: `demo`, `org/name` or `org/name:Q4_K_M`.
     pub name: String,
     /// The commits from which files were removed. Empty for the demo.
     pub revisions: Vec<String>,
     pub freed_bytes: u64,
-    /// The total size in bytes of the files that were kept because other revisions use them.
+    /// The size in bytes of the files that were kept because other snapshots use them.
     pub shared_bytes: u64,
 }
 
-/// The result of pruning one repository.
+/// The result of pruning one repository or the demo.
 #[derive(Debug, PartialEq, Eq)]
 pub struct PrunedRepo {
     pub name: String,
     /// The number of deleted files.
     pub files: usize,
     pub freed_bytes: u64,
-    /// True if another process holds the lock, so nothing was deleted.
+    /// Whether nothing was deleted because another process holds the lock.
     pub is_busy: bool,
 }
 
 /// The snapshots and files to remove from a repository.
 #[derive(Default)]
 struct Selection {
-    /// The commits from which files are removed.
+    /// The commits whose snapshots lose files, including those in `whole_commits`.
     revisions: Vec<String>,
-    /// The commits whose entire snapshot is removed.
+    /// The commits whose whole snapshot is removed.
     whole_commits: Vec<String>,
-    /// Files to remove from snapshots that are kept.
+    /// The files to remove from snapshots that are kept.
     files: Vec<PathBuf>,
 }
 
 impl Hub {
-    /// Completes a partial name. Returns `None` if `model` is a full name, or does not match exactly one model.
+    /// Completes a partial name. Returns `None` if `model` is a full name, or if no model or several models match.
     ///
-    /// `inferno remove` asks the user to confirm a partial name, because it could match another model on the next run.
+    /// `inferno remove` asks the user to confirm the result, because a partial name may match a model by accident.
     pub fn resolve_partial_name(&self, model: &str) -> Option<String> {
         let (name, _) = names::split_revision(model, None).ok()?;
         let (part, _) = gguf::split_tag(name);
@@ -66,10 +66,10 @@ impl Hub {
         }
     }
 
-    /// Removes one revision or all revisions of a model from inferno's cache.
-    /// With a tag such as `:Q4_K_M`, removes only the GGUF model with this tag.
+    /// Removes one revision or all revisions of a model from inferno's own cache.
+    /// With a tag such as `:Q4_K_M`, removes only the GGUF models that match the tag.
     ///
-    /// Keeps files that other revisions use. Waits while another process uses the same repository.
+    /// Keeps files that other snapshots use. Waits while another process changes the repository.
     pub fn remove(&self, model: &str, revision: Option<&str>, progress: &dyn Progress) -> Result<RemovedModel> {
         let (name, revision) = names::split_revision(model, revision)?;
         if demo::is_demo(name, revision)? {
@@ -81,7 +81,7 @@ impl Hub {
         let (part, tag) = gguf::split_tag(name);
         let own_names = self.own_cache().names().into_iter().collect();
         let matching = names::matching(part, &own_names);
-        // For a model in the shared cache, inferno's cache may have a ref but no snapshot.
+        // inferno's own cache can have a ref but no snapshot of a model that is in the shared cache.
         if matching.iter().all(|name| self.own_cache().repo(name).commits().is_empty()) {
             self.check_is_not_elsewhere(part)?;
         }
@@ -108,9 +108,9 @@ impl Hub {
         Ok(removed)
     }
 
-    /// Deletes the leftovers of interrupted processes, and blobs that no snapshot links to.
+    /// Deletes the leftovers of interrupted processes, and the blobs to which no snapshot links.
     ///
-    /// Skips repositories that another process is using.
+    /// Skips repositories that another process is changing.
     pub fn prune(&self) -> Result<Vec<PrunedRepo>> {
         self.check_own_cache()?;
         let mut pruned = Vec::new();
@@ -130,7 +130,7 @@ impl Hub {
         Ok(pruned)
     }
 
-    /// Deletes the temporary files of the demo. Returns `None` if there are none.
+    /// Deletes the demo's temporary files and directories. Returns `None` if there were none.
     fn prune_demo(&self) -> Result<Option<PrunedRepo>> {
         let cache = &self.config.cache;
         let name = demo::NAME.to_string();
@@ -142,7 +142,7 @@ impl Hub {
         };
         self.check_lock(&lock, &cache.join(demo::NAME))?;
         let (mut files, mut freed_bytes) = (0, 0);
-        // List the files again, because the process that held the lock may have renamed its files.
+        // List the files again, because another process may have renamed its files before it released the lock.
         for path in demo::leftovers(cache) {
             if path.symlink_metadata().is_ok_and(|data| data.is_dir()) {
                 files += files_below(&path).len();
@@ -157,9 +157,9 @@ impl Hub {
         Ok((files > 0).then_some(PrunedRepo { name, files, freed_bytes, is_busy: false }))
     }
 
-    /// Fails if the filesystem does not support locks, because another process may be using the files.
+    /// Fails if the filesystem does not support file locking, because another process may be using the files.
     ///
-    /// `--force` skips this check.
+    /// With `--force`, never fails.
     fn check_lock(&self, lock: &Lock, dir: &Path) -> Result<()> {
         if !lock.is_effective() && !self.force {
             bail!(
@@ -170,7 +170,7 @@ impl Hub {
         Ok(())
     }
 
-    /// Fails if `model` is the path of a file or directory, or a model in the shared cache.
+    /// Fails if `model` matches a model in the shared cache, or is a path.
     fn check_is_not_elsewhere(&self, model: &str) -> Result<()> {
         let [_, (shared, _)] = self.caches();
         let shared_names = shared.names().into_iter().collect();
@@ -187,9 +187,9 @@ impl Hub {
     }
 }
 
-/// Chooses what to remove: whole snapshots, or only the GGUF files that match `tag`.
+/// Chooses what to remove from the snapshots of `commits`: everything, or the GGUF models that match `tag`.
 ///
-/// If a snapshot has no weights other than these GGUF files, chooses the whole snapshot.
+/// If a snapshot has no other weights than these models, chooses the whole snapshot.
 fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Selection> {
     let Some(tag) = tag else {
         return Ok(Selection { revisions: commits.clone(), whole_commits: commits, files: Vec::new() });
@@ -219,7 +219,9 @@ fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Sel
     Ok(selection)
 }
 
-/// Deletes the selected files, or nothing if a directory cannot be read: the directory may contain links to the blobs.
+/// Deletes the selected files, and the blobs to which no other file links.
+///
+/// If a directory cannot be read, deletes nothing: files in it may link to the blobs.
 fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Result<RemovedModel> {
     let Selection { revisions, whole_commits, files } = selection;
     let bytes_before = bytes_below(&repo.path);
@@ -230,7 +232,7 @@ fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Resul
     let (removed_blobs, remaining_blobs) = (linked_blobs(&removed)?, linked_blobs(&remaining)?);
     let refs = read_refs(repo)?;
 
-    // Delete the refs first, then the links, then the blobs, so that no ref or link ever points to a deleted file.
+    // Delete refs before links, and links before blobs, so that no ref or link ever points to something deleted.
     for (path, _) in refs.into_iter().filter(|(_, commit)| whole_commits.contains(commit)) {
         remove_file(&path)?;
     }
@@ -258,9 +260,10 @@ fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Resul
     })
 }
 
-/// Deletes the leftovers and unused blobs in a repository. Returns the sizes of the deleted files.
+/// Deletes the leftovers and unused blobs in a repository, or the whole repository if it has no snapshot files.
+/// Returns the size in bytes of each deleted leftover or blob.
 fn prune_repo(repo: &RepoDir) -> Result<Vec<u64>> {
-    // Read all snapshots before the first deletion: an unreadable snapshot may link to blobs that seem unused.
+    // Read all snapshots before the first deletion. If one cannot be read, blobs may only seem unused.
     let snapshot_files: Vec<PathBuf> =
         walk(&repo.path.join("snapshots"))?.into_iter().filter(|path| !is_leftover(path)).collect();
     let linked = linked_blobs(&snapshot_files)?;
@@ -279,14 +282,14 @@ fn prune_repo(repo: &RepoDir) -> Result<Vec<u64>> {
     Ok(freed)
 }
 
-/// Returns the commits that have a snapshot. Fails if the `snapshots` directory cannot be read.
+/// Returns the commits that have a snapshot directory. Fails if the directory `snapshots` cannot be read.
 fn read_commits(repo: &RepoDir) -> Result<Vec<String>> {
     let entries = read_dir(&repo.path.join("snapshots"))?;
     let names = entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok());
     Ok(names.filter(|name| names::is_commit(name)).collect())
 }
 
-/// Returns the path of each ref and the commit that the ref points to. Fails if a ref cannot be read.
+/// Returns the path and the commit of each ref. Fails if a ref cannot be read.
 fn read_refs(repo: &RepoDir) -> Result<Vec<(PathBuf, String)>> {
     let commit = |path: PathBuf| {
         let commit = files::read_text(&path, files::SINGLE_VALUE)?.trim().to_string();
@@ -295,7 +298,7 @@ fn read_refs(repo: &RepoDir) -> Result<Vec<(PathBuf, String)>> {
     walk(&repo.path.join("refs"))?.into_iter().map(commit).collect()
 }
 
-/// Returns the names of the blobs that snapshot files link to.
+/// Returns the names of the blobs to which `files` link. Fails if a link cannot be read.
 fn linked_blobs(files: &[PathBuf]) -> Result<BTreeSet<String>> {
     let mut etags = BTreeSet::new();
     for path in files {
@@ -307,9 +310,9 @@ fn linked_blobs(files: &[PathBuf]) -> Result<BTreeSet<String>> {
     Ok(etags)
 }
 
-/// Returns all files below a directory, sorted. Symlinks count as files.
+/// Returns the sorted paths of all files below a directory. Symlinks to files count as files.
 ///
-/// Unlike [`files_below`], fails if a directory cannot be read or is a symlink.
+/// Unlike [`files_below`], fails if a directory cannot be read, or if there is a symlink to a directory.
 fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in read_dir(dir)? {
@@ -318,7 +321,7 @@ fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
         if kind.is_dir() {
             files.extend(walk(&path)?);
         } else if kind.is_symlink() && path.is_dir() {
-            // The user may have moved part of the cache to this directory. Do not delete files there.
+            // The user may have moved a part of the cache to another place. Do not delete files there.
             bail!("cannot delete safely: {} is a link to another directory; nothing was deleted there", path.display());
         } else {
             files.push(path);
@@ -328,7 +331,7 @@ fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Returns the entries of a directory. Fails if the directory exists but cannot be read.
+/// Returns the entries of a directory, or none if it does not exist. Fails if it cannot be read.
 fn read_dir(dir: &Path) -> Result<Vec<fs::DirEntry>> {
     match fs::read_dir(dir) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
@@ -340,7 +343,7 @@ fn cannot_read(path: &Path) -> String {
     format!("cannot read {}; nothing was deleted there", path.display())
 }
 
-/// Returns true for files that an interrupted process left behind: unfinished blobs and temporary files.
+/// Returns whether a file is a leftover of an interrupted process: an unfinished or bad blob, or a temporary file.
 fn is_leftover(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let is_in_blobs = path.parent().is_some_and(|dir| dir.ends_with("blobs"));
@@ -351,7 +354,7 @@ fn bytes_below(dir: &Path) -> u64 {
     files_below(dir).iter().map(|path| file_bytes(path)).sum()
 }
 
-/// Returns the size of a file in bytes. A symlink has size 0, because its target is counted separately.
+/// Returns the size of a file in bytes. A symlink counts 0, because its target is counted too.
 fn file_bytes(path: &Path) -> u64 {
     path.symlink_metadata().ok().filter(|data| data.is_file()).map_or(0, |data| data.len())
 }
@@ -362,7 +365,7 @@ fn remove_file(path: &Path) -> Result<()> {
 
 fn remove_dir(dir: &Path) -> Result<()> {
     match fs::remove_dir_all(dir) {
-        // The directory was already gone.
+        // The directory does not exist, so there is nothing to delete.
         Err(_) if entries(dir).next().is_none() && !dir.exists() => Ok(()),
         result => result.with_context(|| format!("cannot delete {}", dir.display())),
     }

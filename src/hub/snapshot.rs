@@ -1,28 +1,28 @@
-//! A model's files on this machine, and the state of each file.
+//! [`Snapshot`] and [`VerifiedSnapshot`]: the files of a model on this machine, and the result of verifying them.
 
 use std::path::PathBuf;
 
 use crate::snapshot::gguf;
 
-/// A model's files on this machine.
+/// The files of a model on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
     /// `org/name`, `org/name:Q4_K_M`, `demo`, or a path as the user typed it.
     pub name: String,
-    /// The commit, or a hash of the demo's files. `None` if the user named a path.
+    /// The commit, or for the demo, a hash of its files. `None` if the user named a path.
     pub revision: Option<String>,
-    /// The directory with the files, or the model's GGUF file (the first part of a split file).
+    /// The directory of the model, or its GGUF file. If a GGUF model has several parts, the first part.
     pub path: PathBuf,
     pub source: Source,
 }
 
 impl Snapshot {
-    /// Returns whether this is the demo model, which is built into the binary.
+    /// Returns whether the model is the demo.
     pub fn is_demo(&self) -> bool {
         self.source == Source::BuiltIn
     }
 
-    /// Returns one snapshot for each complete GGUF model, or the snapshot itself if it has no GGUF models.
+    /// Returns one snapshot for each complete GGUF model in this snapshot, or the snapshot itself if there is none.
     pub fn models(&self) -> Vec<Self> {
         let named = gguf::named_models(&self.name, &self.path);
         if named.is_empty() {
@@ -39,7 +39,7 @@ pub enum Source {
     Inferno,
     /// The snapshot is in the Hugging Face cache that Python tools share.
     HuggingFace,
-    /// The user named a directory or file by its path.
+    /// The user named the path of a directory or file.
     Directory,
     /// The model is the demo, which is built into the binary.
     BuiltIn,
@@ -51,7 +51,7 @@ pub struct VerifiedSnapshot {
     pub name: String,
     pub revision: String,
     pub source: Source,
-    /// The name and state of every file, sorted by name.
+    /// The name and state of each file, sorted by name.
     pub files: Vec<(String, FileState)>,
 }
 
@@ -66,10 +66,10 @@ impl VerifiedSnapshot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileState {
     Good,
-    /// The hash of the contents does not match.
+    /// The contents do not match the expected hash, or cannot be read.
     Corrupt,
-    /// The model needs the file, but it is not on disk.
+    /// The file is not on disk, although the model needs it or the snapshot links to it.
     Missing,
-    /// The expected hash is unknown: the file came from a mirror, or the filesystem does not support symlinks.
+    /// The expected hash is unknown: a mirror sent no hash, or the filesystem does not support symlinks.
     Unknown,
 }

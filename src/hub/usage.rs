@@ -1,6 +1,6 @@
-//! Records when each model was last used. The records are files in inferno's cache.
+//! Records when each model was last used, in the directory `.used` of inferno's own cache.
 //!
-//! File access times are not reliable, because most systems do not record every access.
+//! The access times of model files are not reliable, because most systems do not record every access.
 
 use std::fs;
 use std::path::PathBuf;
@@ -12,7 +12,8 @@ use super::snapshot::{Snapshot, Source};
 use crate::files;
 
 impl Hub {
-    /// Records that a model is in use now, unless the user named it by its path. Ignores write errors.
+    /// Records the current time as the last use of a model. Does nothing if the user named the path of the model.
+    /// Ignores write errors.
     pub fn record_use(&self, snapshot: &Snapshot) {
         if snapshot.source == Source::Directory {
             return;
@@ -23,14 +24,14 @@ impl Hub {
             .and_then(|()| disk::replace(&path, now.as_secs().to_string().as_bytes()));
     }
 
-    /// Returns the time when inferno last used a model. Returns `None` if there is no record.
+    /// Returns when inferno last used a model, or `None` if there is no valid record.
     pub fn last_used(&self, snapshot: &Snapshot) -> Option<SystemTime> {
         let seconds =
             files::read_text(&self.usage_path(&snapshot.name), files::SINGLE_VALUE).ok()?.trim().parse().ok()?;
         SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
     }
 
-    /// Deletes the record of a removed model. For `org/name`, also deletes the records of every `org/name:TAG`.
+    /// Deletes the record of a model. For `org/name`, also deletes the records of all `org/name:TAG`.
     pub(super) fn forget_use(&self, name: &str) {
         let name = file_name(name);
         for entry in disk::entries(&self.config.cache.join(".used")) {
@@ -47,7 +48,7 @@ impl Hub {
     }
 }
 
-/// Converts a model's name to a file name. Replaces each slash or backslash with `--`.
+/// Returns the file name of a model's record: the model's name, with `--` for each slash or backslash.
 fn file_name(name: &str) -> String {
     name.replace(['/', '\\'], "--")
 }

@@ -1,6 +1,6 @@
-//! Verifies and repairs the model files on disk.
+//! Verifies and repairs model files on disk.
 //!
-//! Snapshot files are symlinks to blobs, and a blob's name is its hash, so verification works offline.
+//! Verification works offline: a file in a snapshot is a symlink to a blob, and the name of the blob is its hash.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -20,7 +20,6 @@ use super::{demo, disk, hash, names};
 use crate::error::Error;
 use crate::snapshot::{Required, first_missing_file, gguf, missing_files};
 
-/// A cached snapshot to verify.
 struct Candidate {
     name: String,
     repo: RepoDir,
@@ -29,9 +28,10 @@ struct Candidate {
 }
 
 impl Hub {
-    /// Verifies the hash of every file of a model, at one revision or at every revision on disk.
+    /// Verifies the files of a model, at one revision or at all revisions in both caches.
     ///
-    /// Without `model`, verifies all models in both caches, including incomplete models in inferno's own cache.
+    /// Without `model`, verifies all models in both caches, except models in the shared cache that have no tokenizer.
+    /// Fails if no model or several models match `model`.
     pub fn verify(
         &self,
         model: Option<&str>,
@@ -49,7 +49,7 @@ impl Hub {
             Some(model) => demo::is_demo(model, revision)?,
             None => revision.is_none(),
         };
-        // `demo` selects only the demo, not the models whose names contain "demo".
+        // The name `demo` selects only the demo, and not models whose names contain "demo".
         let names_demo = model.is_some() && verifies_demo;
         let candidates = if names_demo { Vec::new() } else { self.candidates(model, revision) };
         if let Some(model) = model.filter(|_| !names_demo) {
@@ -60,7 +60,7 @@ impl Hub {
         if verifies_demo {
             verified.extend(demo::verify(&self.config.cache)?);
         }
-        // Files of different models may have the same name, so progress reports include the model's name.
+        // If there are several snapshots, reports include the name of the model, because files can have equal names.
         let has_several = candidates.len() > 1;
         let label = |name: &str, file: &str| if has_several { format!("{name}/{file}") } else { file.to_string() };
         let mut sizes = Vec::new();
@@ -70,7 +70,7 @@ impl Hub {
             }
         }
         progress.start(&sizes);
-        // A blob that several revisions share is read only once.
+        // Read a blob only once, even if several snapshots link to it.
         let mut known_blobs = BTreeMap::new();
         for candidate in candidates {
             let report = |file: &str, bytes| progress.file(&label(&candidate.name, file), bytes);
@@ -81,7 +81,8 @@ impl Hub {
         Ok(verified)
     }
 
-    /// Returns the snapshots to verify. Without `model`, skips snapshots in the shared cache that have no tokenizer.
+    /// Returns the snapshots in both caches that match `model` and `revision`.
+    /// Without `model`, skips snapshots in the shared cache that have no tokenizer.
     fn candidates(&self, model: Option<&str>, revision: Option<&str>) -> Vec<Candidate> {
         let all_names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
         let selected = match model {
@@ -97,7 +98,7 @@ impl Hub {
                     None => repo.commits(),
                 };
                 for commit in commits {
-                    // The shared cache may have repositories that are not models, or only a few files of a model.
+                    // A snapshot in the shared cache may not be a language model, or may have only a few files of one.
                     let is_model = source == Source::Inferno
                         || first_missing_file(&repo.snapshot(&commit), Required::Tokenizer).is_none();
                     if is_model || model.is_some() {
@@ -109,7 +110,8 @@ impl Hub {
         candidates
     }
 
-    /// Replaces the damaged files that [`verify`](Self::verify) found. Fails for files outside inferno's own cache.
+    /// Downloads the damaged files that [`verify`](Self::verify) found, or writes them again if the model is the demo.
+    /// Fails if a damaged file is not in inferno's own cache.
     pub fn repair(&self, verified: &VerifiedSnapshot, progress: &dyn Progress) -> Result<()> {
         let damaged: BTreeSet<&str> = verified.damaged_files().map(|(file, _)| file.as_str()).collect();
         if damaged.is_empty() {
@@ -142,8 +144,8 @@ impl Hub {
         let fetched = set_bad_blobs_aside(&repo, revision, &damaged, &mut set_aside)
             .and_then(|()| self.fetch_files(&remote, revision, &repo, files, progress));
         for (blob, bad) in set_aside {
-            // If there is no replacement, restore the corrupt blob, because the snapshot links to it.
-            // Ignore errors here, because `fetched` already holds the error to report.
+            // If there is no replacement, restore the bad blob, because the snapshot links to it.
+            // Ignore errors, because the error in `fetched` is more useful.
             let _ = if blob.exists() {
                 fs::remove_file(&bad).or_else(|_| fs::remove_dir_all(&bad))
             } else {
@@ -154,8 +156,8 @@ impl Hub {
     }
 }
 
-/// Renames the blobs of damaged files, so that the files are downloaded again.
-/// Adds the old and new paths of each blob to `set_aside`.
+/// Renames the bad blobs of damaged files, so that [`Hub::fetch_files`] downloads them again.
+/// Adds the old and the new path of each blob to `set_aside`, even if a later rename fails.
 fn set_bad_blobs_aside(
     repo: &RepoDir,
     commit: &str,
@@ -164,7 +166,7 @@ fn set_bad_blobs_aside(
 ) -> Result<()> {
     for (file, path, etag) in repo.snapshot_files(commit) {
         let Some(etag) = etag.filter(|_| damaged.contains(file.as_str())) else { continue };
-        // Another process may have repaired the file in the meantime. An unreadable file counts as corrupt.
+        // Verify the file again, because another process may have repaired it. A file that cannot be read is bad.
         if path.exists() && !hash::matches(&path, &etag, &mut |_| Ok(())).unwrap_or(false) {
             let blob = repo.blob(&etag);
             let bad = with_suffix(&blob, BAD);
@@ -175,7 +177,8 @@ fn set_bad_blobs_aside(
     Ok(())
 }
 
-/// Returns the name and state of each file in a snapshot. Lists missing files only for inferno's own cache.
+/// Returns the name and state of each file in a snapshot, sorted by name.
+/// In inferno's own cache, includes the missing files that the model needs.
 fn file_states(
     candidate: &Candidate,
     known_blobs: &mut BTreeMap<PathBuf, bool>,
@@ -210,7 +213,7 @@ fn file_state(
             progress(bytes);
             Ok(())
         };
-        // An unreadable file counts as corrupt.
+        // A file that cannot be read counts as corrupt.
         hash::matches(blob, etag, &mut progress).unwrap_or(false)
     });
     if is_good { FileState::Good } else { FileState::Corrupt }

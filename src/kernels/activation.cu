@@ -1,27 +1,27 @@
-// Gated activations. In all kernels, n is the number of elements of out.
+// Gated activations. Each thread computes one of the n elements of out.
 //   grid: ceil(n / 256); block: 256
 #include "headers/activation.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
 
-// The clamped SwiGLU of gpt-oss: out[i] = g·sigmoid(alpha·g)·(u + 1).
-// g is min(x[2i], limit), and u is x[2i + 1] clamped to [-limit, limit].
+// The clamped SwiGLU of gpt-oss: out[i] = g · sigmoid(alpha · g) · (u + 1),
+// where g = min(x[2i], limit), and u = x[2i + 1] clamped to [-limit, limit].
 //   x: T [tokens, 2 · columns]
 //   out: T [tokens, columns]
 //   bytes moved: 3 · n · sizeof(T)
 template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, float alpha, float limit) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    // Comparisons preserve NaN, whereas fminf and fmaxf would return the limit.
+    // Compare instead of calling fminf and fmaxf, which would turn NaN into the limit.
     const float g = to_float(x[2 * (size_t)i]), u = to_float(x[2 * (size_t)i + 1]);
     const float gate = g > limit ? limit : g, up = u > limit ? limit : u < -limit ? -limit : u;
     out[i] = from_float<T>(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
 }
 
-// out = activation(gate) · up, or activation(gate) if up is null.
+// out = activation(gate) · up. If up is null, out = activation(gate).
 //   gate, up: f32 [n]
 //   out: T [n]
-//   bytes moved: n · (8 + sizeof(T)), or n · (4 + sizeof(T)) without up
+//   bytes moved: n · (8 + sizeof(T)), or n · (4 + sizeof(T)) if up is null
 template <typename T> __device__ void gated(const float* gate, const float* up, T* out, int n, int activation) {
     pdl_wait();
     pdl_launch_dependents();
@@ -29,7 +29,7 @@ template <typename T> __device__ void gated(const float* gate, const float* up, 
     if (i < n) out[i] = from_float<T>(activate(gate[i], activation) * (up ? up[i] : 1.0f));
 }
 
-// out = activation(gate) · up, where each row of x holds `columns` gate values followed by `columns` up values.
+// out = activation(gate) · up. Each row of x holds `columns` gate values, then `columns` up values.
 //   x: X [tokens, 2 · columns]
 //   out: T [tokens, columns]
 //   bytes moved: n · (2 · sizeof(X) + sizeof(T))

@@ -1,7 +1,8 @@
 //! Gated activations: SwiGLU and GeGLU (arXiv 2002.05202), and the clamped SwiGLU of gpt-oss.
 //!
-//! The clamped SwiGLU follows the function `swiglu` in `gpt_oss/torch/model.py` of openai/gpt-oss.
-//! It limits gate values from above, limits up values from above and below, and then adds 1 to the up values.
+//! Source of the clamped SwiGLU: the function `swiglu` in `gpt_oss/torch/model.py` of openai/gpt-oss.
+//! It limits gate values to at most `limit`, limits up values to the range from -`limit` to `limit`,
+//! and then adds 1 to the up values.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
@@ -9,9 +10,9 @@ use crate::kernels::{elements, to_f32};
 
 pub use crate::kernels::constants::SWIGLU_ALPHA as ALPHA;
 
-/// Returns the clamped SwiGLU of x, `[.., intermediate]` in x's dtype.
+/// Returns the clamped SwiGLU of x: `[.., intermediate]`, in the dtype of x.
 ///
-/// x `[.., 2 * intermediate]` interleaves gate and up values, starting with a gate value.
+/// x is `[.., 2 * intermediate]`. In each row, gate values (even indices) and up values (odd indices) alternate.
 pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
     let shape = half_width("clamped_swiglu", x)?;
     match x.device() {
@@ -42,12 +43,12 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
 pub enum Activation {
     /// SiLU: x · sigmoid(x).
     Silu,
-    /// GELU (arXiv 1606.08415) with the tanh approximation: `gelu_pytorch_tanh` or `gelu_new` in config.json.
+    /// GELU (arXiv 1606.08415) with the tanh approximation. config.json calls it `gelu_pytorch_tanh` or `gelu_new`.
     GeluTanh,
 }
 
 impl Activation {
-    /// Returns the activation of one gate value, on the CPU.
+    /// Applies the activation function to one gate value, on the CPU.
     pub fn apply(self, x: f32) -> f32 {
         const SQRT_2_OVER_PI: f32 = 0.797_884_6;
         match self {
@@ -56,7 +57,7 @@ impl Activation {
         }
     }
 
-    /// Returns the number that identifies this activation in `activation.cuh`.
+    /// Returns the number of this activation function in `activation.cuh`.
     #[cfg(feature = "cuda")]
     pub fn code(self) -> usize {
         use crate::kernels::constants::{ACTIVATION_GELU_TANH, ACTIVATION_SILU};
@@ -67,9 +68,9 @@ impl Activation {
     }
 }
 
-/// Returns activation(gate) · up in `dtype`, or activation(gate) if `up` is `None`.
+/// Returns activation(gate) · up in `dtype`. If `up` is `None`, returns activation(gate).
 ///
-/// gate and up are f32 tensors of the same shape.
+/// gate and up must be f32 and have equal shapes.
 pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: DType) -> Result<Tensor> {
     let up_fits = up.is_none_or(|up| up.dims() == gate.dims() && up.dtype() == DType::F32);
     if gate.dtype() != DType::F32 || !up_fits {
@@ -106,9 +107,10 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
     }
 }
 
-/// Returns activation(gate) · up, `[.., intermediate]` in `dtype`.
+/// Returns activation(gate) · up: `[.., intermediate]` in `dtype`.
 ///
-/// Each row of x `[.., 2 * intermediate]` holds all gate values, followed by all up values. x is f32 or has `dtype`.
+/// x is `[.., 2 * intermediate]`. Each row holds all gate values, then all up values.
+/// On a GPU, x must be f32 or have `dtype`.
 pub fn gated_halves(x: &Tensor, activation: Activation, dtype: DType) -> Result<Tensor> {
     let out_shape = half_width("gated_halves", x)?;
     let columns = out_shape[out_shape.len() - 1];
@@ -140,7 +142,7 @@ pub fn gated_halves(x: &Tensor, activation: Activation, dtype: DType) -> Result<
     }
 }
 
-/// Returns the shape of x with its last dimension halved.
+/// Returns the shape of x with its last dimension halved. Fails if this dimension is odd.
 fn half_width(op: &str, x: &Tensor) -> Result<Vec<usize>> {
     let mut shape = x.dims().to_vec();
     match shape.last_mut() {
@@ -150,11 +152,11 @@ fn half_width(op: &str, x: &Tensor) -> Result<Vec<usize>> {
     Ok(shape)
 }
 
-/// Computes the clamped SwiGLU in plain Rust.
+/// Returns the clamped SwiGLU of x, computed on the CPU.
 pub fn reference(x: &[f32], limit: f32) -> Vec<f32> {
     x.chunks_exact(2)
         .map(|pair| {
-            // The comparison keeps a NaN gate, as torch.clamp does. f32::min would return the limit.
+            // Compare instead of calling f32::min, which would turn a NaN gate into the limit. torch.clamp keeps NaN.
             let gate = if pair[0] > limit { limit } else { pair[0] };
             let up = pair[1].clamp(-limit, limit);
             gate / (1.0 + (-ALPHA * gate).exp()) * (up + 1.0)

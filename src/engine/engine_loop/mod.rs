@@ -1,17 +1,21 @@
-//! The engine thread's loop: plan, step, deliver. Only this thread uses the model.
+//! The engine thread's loop: plan, step, deliver.
+//!
+//! Only this thread and the threads of the other ranks use the model.
 //!
 //! - `plan`: the [`Scheduler`] decides which tokens of which sequences the next step computes.
 //! - `step`: the [`Runner`] runs the model on these tokens.
 //!   It also chooses the next token of each sequence whose last token is in the step.
-//! - `deliver`: the loop prepares the events of the chosen tokens, and removes sequences that have ended.
-//!   It sends the events while the device runs the next step.
+//! - `deliver`: the loop adds the events of the chosen tokens to the outbox, and removes sequences that have ended.
+//!   If another step is queued, the loop sends the events while the device runs that step.
 //!
-//! On a GPU, the loop plans and queues a step before it knows the tokens of the previous step.
+//! On a GPU, the loop queues most steps before it knows the tokens of the previous step.
+//! `runner/route.rs` decides which steps can be queued.
 //! The plan assumes that every sequence continues, and appends a pending token to each sequence.
 //! If a sequence has ended, the queued step computes one unused token for it.
-//! The blocks of an ended sequence are freed at once, because the device runs the steps in order.
-//! The device itself applies the penalties that depend on tokens that the host does not know yet.
-//! A step in which a sequence has a constraint or asks for log probabilities is not queued ahead.
+//! The blocks of an ended sequence are freed at once. A later step can overwrite these blocks safely,
+//! because the device runs the steps in order.
+//! The device itself applies the penalties on tokens that the host does not know yet.
+//! A step is not queued if one of its sequences has a constraint or asks for log probabilities.
 //!
 //! The files of this folder:
 //!
@@ -48,39 +52,39 @@ const RANK_PING: Duration = Duration::from_secs(1);
 
 /// A message from a client to the engine thread.
 pub enum Command {
-    /// Generate one or more answers to a prompt.
+    /// Generate answers to one prompt, one per sequence.
     Submit(Vec<Sequence>),
-    /// Call a function with the runner, once all earlier requests have ended.
+    /// Call a function with the runner once all requests submitted earlier have ended.
     Run(RunnerCall),
-    /// Call a function between two steps, to read or fill blocks of the KV cache.
+    /// Call a function that reads or fills blocks of the KV cache, between two steps.
     Cache(CacheCall),
-    /// Call a function with the scheduler and the current time between two steps.
+    /// Call a function with the scheduler and the time on its clock, between two steps.
     Inspect(InspectCall),
     /// Inject a fault, for tests.
     Fail(Fault),
     /// Reject all later requests.
     Drain,
-    /// End the thread. Unfinished requests end with an error.
+    /// End the thread. Unfinished requests fail.
     Shutdown,
 }
 
-/// A function that needs exclusive access to the model.
+/// A function that uses the runner while no sequence exists.
 pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
 
 /// A function that reads cached blocks or fills free blocks.
 pub type CacheCall = Box<dyn FnOnce(&Runner, &mut BlockManager) + Send>;
 
-/// A function that inspects the waiting and running sequences.
+/// A function that inspects the scheduler. Its second argument is the time on the scheduler's clock.
 pub type InspectCall = Box<dyn FnOnce(&mut Scheduler, Duration) + Send>;
 
-/// A request or call that has not started.
+/// A request that the scheduler has not received yet, or a call that has not run.
 enum Job {
-    /// Sequences with the same prompt.
+    /// The answers to one request, which share a prompt.
     Sequences(Vec<Sequence>),
     Call(RunnerCall),
 }
 
-/// A queued step, whose tokens are not known yet, and the work in the step.
+/// A queued step and its work. The host does not know the step's tokens yet.
 struct QueuedWork {
     step: QueuedStep,
     work: Vec<SequenceWork>,
@@ -92,29 +96,29 @@ pub struct EngineLoop {
     scheduler: Scheduler,
     commands: Receiver<Command>,
     counters: Arc<Counters>,
-    /// The jobs that have not started. A call at the front waits until all sequences have ended.
+    /// Jobs in the order of submission. A call at the front waits until all sequences have ended.
     jobs: VecDeque<Job>,
-    /// Calls that run once the scheduler has received all jobs that were submitted earlier.
+    /// Calls for the next iteration of the loop, which first passes `jobs` to the scheduler.
     inspections: Vec<InspectCall>,
-    /// The waiting and running sequences of the scheduler.
+    /// The sequences in the scheduler, waiting or running.
     sequences: HashMap<SequenceId, Sequence>,
     next_id: SequenceId,
     /// The zero of the scheduler's clock.
     clock_start: Instant,
     is_draining: bool,
     outbox: Outbox,
-    /// The step that the device runs, or will run next, and whose tokens are not delivered yet.
+    /// The queued step whose tokens are not delivered yet.
     queued_step: Option<QueuedWork>,
-    /// The fault that a test injected into the next step.
+    /// The fault that strikes in the next step, if a test injected one.
     fault: Option<Fault>,
-    /// The fault of a rank that the environment or a test plans for a later step.
+    /// The fault of a rank, planned by `INFERNO_FAULT` or by a test.
     planned_fault: Option<PlannedFault>,
-    /// Whether the device stopped working, so that every later step would fail.
+    /// Whether the device has stopped working. Every later step would fail.
     is_device_broken: bool,
 }
 
 impl EngineLoop {
-    /// Creates the loop. At most `max_sequences` sequences run at once.
+    /// Creates a loop in which at most `max_sequences` sequences run at once.
     pub fn new(runner: Runner, max_sequences: usize, commands: Receiver<Command>, counters: Arc<Counters>) -> Self {
         let RunnerLimits { context, chunk } = runner.limits();
         let prompt_parts = runner.prompt_parts();
@@ -140,18 +144,18 @@ impl EngineLoop {
         }
     }
 
-    /// Runs until shutdown, until all handles are dropped, or until a device fails.
+    /// Runs until a shutdown, until all handles are dropped, or until a device or a rank fails.
     ///
-    /// Unfinished requests then fail, because their channels close.
+    /// When this function returns, unfinished requests fail, because their event channels close.
     pub fn run(mut self) {
         self.strike_planned_fault();
-        // A rank may fail while the loop waits for commands.
+        // Check again after waiting for commands: a rank may have failed meanwhile.
         while !self.has_failed() && self.receive_commands() && !self.has_failed() {
             self.counters.heartbeat.begin_step();
-            // End canceled requests before the plan, which can then use their blocks.
+            // End canceled requests first, so that the plan can use their blocks.
             self.end_canceled();
             self.admit();
-            // Run these calls after `admit`, so that a call sees all requests that were submitted before it.
+            // Run these calls after `admit`, so that each call sees the requests that were submitted before it.
             for call in mem::take(&mut self.inspections) {
                 call(&mut self.scheduler, self.clock_start.elapsed());
             }
@@ -160,7 +164,7 @@ impl EngineLoop {
                 self.end(id, Err(Error::WaitedTooLong.into()));
             }
             if plan.work.is_empty() {
-                // Nothing can run before the tokens of the queued step are known.
+                // If a step is queued, nothing else can run until its tokens are known.
                 self.outbox.flush();
                 self.deliver_queued();
                 continue;
@@ -172,7 +176,8 @@ impl EngineLoop {
         self.outbox.flush();
     }
 
-    /// Receives all commands that have arrived. Blocks while idle. Returns whether the loop should continue.
+    /// Receives all commands that have arrived. Waits for a command if the engine is idle.
+    /// Returns false if the loop must end: after a shutdown command, or if all handles were dropped.
     fn receive_commands(&mut self) -> bool {
         loop {
             let is_idle = self.scheduler.is_idle() && self.jobs.is_empty() && self.queued_step.is_none();
@@ -198,7 +203,7 @@ impl EngineLoop {
                 Ok(Command::Submit(sequences)) => self.jobs.push_back(Job::Sequences(sequences)),
                 Ok(Command::Cache(call)) => {
                     self.deliver_queued();
-                    // The call may fill blocks that the runner's single sequence still counts as cached.
+                    // Forget the tokens that `RunnerCall`s have cached: this call may overwrite their blocks.
                     self.runner.reset();
                     call(&self.runner, self.scheduler.blocks_mut());
                 }
@@ -216,7 +221,7 @@ impl EngineLoop {
         }
     }
 
-    /// Waits for the next command while the engine is idle. Returns [`TryRecvError::Empty`] if a rank fails meanwhile.
+    /// Waits for the next command. Returns [`TryRecvError::Empty`] if a rank fails meanwhile.
     fn wait_for_command(&self) -> Result<Command, TryRecvError> {
         if !self.runner.has_several_ranks() {
             return self.commands.recv().map_err(|_| TryRecvError::Disconnected);
@@ -234,12 +239,12 @@ impl EngineLoop {
         }
     }
 
-    /// Returns whether a device or a rank has failed. No step can run after that.
+    /// Returns whether the device has stopped working or a rank has failed. No step can run after that.
     fn has_failed(&self) -> bool {
         self.is_device_broken || self.runner.has_failed_rank()
     }
 
-    /// Lets a rank fail if a fault is planned for the current step or an earlier one.
+    /// Injects the planned fault if its step is the current step or an earlier one.
     fn strike_planned_fault(&mut self) {
         let steps = self.counters.steps.load(Ordering::Relaxed);
         let is_due = |planned: &mut PlannedFault| matches!(planned.time, FaultTime::Step(step) if step <= steps);
@@ -248,7 +253,7 @@ impl EngineLoop {
         }
     }
 
-    /// Ends the requests that were canceled by their clients, or whose clients have the complete answer.
+    /// Ends the sequences whose clients need no more tokens. See [`Sequence::is_canceled`].
     fn end_canceled(&mut self) {
         let canceled = self.sequences.iter().filter(|(_, sequence)| sequence.is_canceled());
         let canceled: Vec<_> = canceled.map(|(&id, sequence)| (id, sequence.client_end().reason())).collect();
@@ -258,7 +263,7 @@ impl EngineLoop {
         let (counters, outbox) = (&self.counters, &mut self.outbox);
         for job in &mut self.jobs {
             let Job::Sequences(sequences) = job else { continue };
-            // Each flag is read only once, because a client can set it at any time.
+            // Call `is_canceled` only once per sequence: a client can cancel between two calls.
             for sequence in sequences.extract_if(.., |sequence| sequence.is_canceled()) {
                 stats::subtract_one(&counters.waiting);
                 stats::add(&counters.ended, 1);
@@ -269,8 +274,8 @@ impl EngineLoop {
         self.jobs.retain(|job| !matches!(job, Job::Sequences(sequences) if sequences.is_empty()));
     }
 
-    /// Passes the requests in `jobs` to the scheduler, up to the next call. Runs the call once all sequences have
-    /// ended.
+    /// Passes the requests in `jobs` to the scheduler, up to the next call.
+    /// Runs that call if all earlier sequences have ended.
     fn admit(&mut self) {
         while let Some(job) = self.jobs.pop_front() {
             match job {
@@ -306,7 +311,7 @@ impl EngineLoop {
         }
     }
 
-    /// Ends a sequence, and adds the event with its outcome to the outbox.
+    /// Removes a sequence and updates the counters. Adds its last event, a finish reason or an error, to the outbox.
     fn end(&mut self, id: SequenceId, outcome: Result<FinishReason>) {
         let preemptions = self.scheduler.preemptions(id);
         self.scheduler.finish(id);

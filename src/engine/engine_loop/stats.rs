@@ -8,57 +8,57 @@ use super::histogram::{Histogram, HistogramStats};
 use crate::engine::requests::ClientEnd;
 use crate::engine::scheduler::Scheduler;
 
-/// The maximum number of entries in [`Counters::cancel_times`]. Later times are dropped until a reader takes the list.
+/// The maximum number of entries in [`Counters::cancel_times`]. While the list is full, new times are dropped.
 const MAX_CANCEL_TIMES: usize = 10_000;
 
-/// The bounds of the histogram of tokens per step, as in vLLM.
+/// The upper bounds of the buckets for tokens per step, as in vLLM.
 const STEP_TOKENS: &[u64] = &[1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384];
 
-/// The bounds of the histogram of preemptions per sequence.
+/// The upper bounds of the buckets for preemptions per sequence.
 const PREEMPTIONS: &[u64] = &[0, 1, 2, 3, 4, 5, 10, 20];
 
-/// A snapshot of the engine's counters.
+/// A snapshot of the engine's counters. A request for n answers counts as n requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct EngineStats {
     /// Requests that have not started.
     pub waiting: u64,
-    /// Requests in progress.
+    /// Requests that have started and not ended.
     pub running: u64,
-    /// Requests that have ended for any reason other than a shutdown of the engine.
+    /// Requests that have ended, except those that were unfinished when the engine stopped.
     pub ended: u64,
-    /// Requests that the client canceled or dropped before their answers were complete.
+    /// Ended requests that the client canceled or dropped before their answers were complete.
     pub canceled: u64,
-    /// Requests that ended with an error.
+    /// Ended requests that failed.
     pub failed: u64,
-    /// Tokens whose request had already been completed or canceled when the step that generated them began.
-    /// Always 0, unless the engine has a bug.
+    /// Tokens of steps that began after the client had canceled the request or had the complete answer.
+    /// Any other value than 0 shows a bug in the engine.
     pub tokens_after_cancel: u64,
-    /// Prefilled tokens, excluding tokens reused from the KV cache.
-    /// Includes tokens that were recomputed after a preemption.
+    /// Tokens computed by prefill, including tokens recomputed after a preemption.
+    /// Excludes tokens reused from the KV cache.
     pub prompt_tokens: u64,
     pub generated_tokens: u64,
     /// Tokens of the latest request that are in the KV cache.
     /// A prompt that starts with these tokens reuses their full blocks.
     pub cached_tokens: u64,
-    /// Steps that the model ran. A step can compute tokens of several requests.
+    /// Steps that the engine planned, including failed steps. A step can compute tokens of several requests.
     pub steps: u64,
     /// Steps that were queued before the tokens of the previous step were known.
     pub steps_queued_ahead: u64,
-    /// Preemptions: a running request gave up its blocks because the KV cache was full.
+    /// How often a running request gave up its blocks because the KV cache was full.
     pub preemptions: u64,
     /// Blocks in the KV cache.
     pub blocks: u64,
     /// Blocks that running requests use.
     pub used_blocks: u64,
-    /// Tokens that were looked up in the prefix cache.
+    /// Prompt tokens that were looked up in the prefix cache.
     pub queried_tokens: u64,
-    /// Tokens that were found in the prefix cache.
+    /// Prompt tokens that were found in the prefix cache.
     pub hit_tokens: u64,
 }
 
 /// Histograms of steps and sequences.
 pub struct Histograms {
-    /// The number of tokens that each step computed, summed over its sequences.
+    /// The number of tokens in each step that succeeded, over all sequences of the step.
     pub step_tokens: Histogram,
     /// How often each sequence was preempted before it ended.
     pub preemptions: Histogram,
@@ -96,17 +96,17 @@ pub struct Counters {
     pub queried_tokens: AtomicU64,
     pub hit_tokens: AtomicU64,
     pub histograms: Histograms,
-    /// The times from the cancellation of a request to its end, in seconds, for recent cancellations.
-    /// [`take_cancel_times`](Self::take_cancel_times) empties the list.
+    /// Seconds from the cancellation of each request to its end.
+    /// Holds at most [`MAX_CANCEL_TIMES`] entries. [`take_cancel_times`](Self::take_cancel_times) empties the list.
     cancel_times: Mutex<Vec<f64>>,
-    /// Whether the engine thread is making progress.
+    /// Shows when the engine thread began its current step, and whether the thread has stopped.
     pub heartbeat: Arc<Heartbeat>,
-    /// Whether the engine is draining: it rejects new requests and finishes the requests that it has already accepted.
+    /// Whether the engine rejects new requests while it finishes the requests that it has accepted.
     pub is_draining: AtomicBool,
 }
 
 impl Counters {
-    /// Copies the scheduler's statistics to the counters.
+    /// Updates the counters of preemptions, blocks and the prefix cache.
     pub fn publish(&self, scheduler: &Scheduler) {
         let write = |counter: &AtomicU64, value: u64| counter.store(value, Ordering::Relaxed);
         let blocks = scheduler.blocks().stats();
@@ -117,29 +117,26 @@ impl Counters {
         write(&self.hit_tokens, blocks.hit_tokens);
     }
 
-    /// Counts a request that its client canceled, and records the time since the cancellation.
+    /// Counts a canceled request, and records the time since its cancellation if the client ended the stream.
     pub fn count_canceled(&self, client_end: &ClientEnd) {
         add(&self.canceled, 1);
         let mut times = self.cancel_times.lock().unwrap_or_else(PoisonError::into_inner);
-        // Without a reader, the list must not grow forever.
+        // If no reader empties the list, it must not grow without limit.
         if times.len() < MAX_CANCEL_TIMES {
             times.extend(client_end.elapsed().map(|time| time.as_secs_f64()));
         }
     }
 
-    /// Removes and returns the recorded cancel latencies: the seconds between a client's cancellation and the end of its
-    /// request.
+    /// Empties the list of cancel latencies. Returns the seconds from each cancellation to the end of its request.
     pub fn take_cancel_times(&self) -> Vec<f64> {
         std::mem::take(&mut *self.cancel_times.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Returns the current values of the histograms.
     pub fn histograms(&self) -> EngineHistograms {
         let Histograms { step_tokens, preemptions } = &self.histograms;
         EngineHistograms { step_tokens: step_tokens.stats(), preemptions: preemptions.stats() }
     }
 
-    /// Returns the current counter values.
     pub fn snapshot(&self) -> EngineStats {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         EngineStats {

@@ -13,7 +13,7 @@ use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
 use crate::runner::{ChooseToken, Chosen, QueuedStep, StepSequence};
 
 impl EngineLoop {
-    /// Runs or queues one planned step. Delivers the tokens of the previously queued step.
+    /// Runs or queues one planned step. If the previous step was queued, delivers its tokens.
     pub(super) fn run_plan(&mut self, mut plan: StepPlan) {
         if let Some(fault) = self.fault.take() {
             self.deliver_queued();
@@ -40,7 +40,7 @@ impl EngineLoop {
         if self.queued_step.is_some() {
             self.deliver_queued();
             self.end_canceled();
-            // Some sequences may have ended, because they got their last token or because their client left.
+            // Drop the work of sequences that have ended: they got their last token, or their client canceled.
             plan.work.retain(|work| self.scheduler.is_running(work.id));
             if plan.work.is_empty() {
                 return;
@@ -67,7 +67,9 @@ impl EngineLoop {
         }
     }
 
-    /// Records the positions that a queued step will compute, so that the next step can be planned.
+    /// Records a queued step in the scheduler, so that the next step can be planned.
+    ///
+    /// Counts the step's positions as computed, and appends a pending token for each token that the step will choose.
     fn record_queued(&mut self, queued: QueuedWork) {
         for SequenceWork { id, range, is_last } in &queued.work {
             let Some(sequence) = self.sequences.get(id) else { continue };
@@ -79,7 +81,7 @@ impl EngineLoop {
         self.queued_step = Some(queued);
     }
 
-    /// Copies the blocks of a plan, and sends a start event to the clients of its new sequences.
+    /// Runs the block copies of a plan, and adds start events for its new sequences.
     fn prepare(&mut self, plan: &StepPlan) -> Result<()> {
         for copy in &plan.copies {
             self.runner.copy_block(copy.from, copy.to)?;
@@ -94,19 +96,20 @@ impl EngineLoop {
         Ok(())
     }
 
-    /// Queues a prepared step. Returns `None` if the step must wait for the tokens of the previous step.
+    /// Queues a prepared step. Returns `None` if the runner cannot queue such a step.
     fn queue(&mut self, plan: &StepPlan) -> Result<Option<QueuedStep>> {
         let Self { runner, scheduler, sequences, .. } = self;
         runner.queue(&mut inputs(plan, scheduler, sequences)?)
     }
 
-    /// Runs a prepared step. Returns the chosen token of each sequence in the plan.
+    /// Runs a prepared step. Returns one [`Chosen`] for each sequence in the plan.
     fn step(&mut self, plan: &StepPlan) -> Result<Vec<Chosen>> {
         let Self { runner, scheduler, sequences, outbox, .. } = self;
         runner.step(inputs(plan, scheduler, sequences)?, &mut || outbox.flush())
     }
 
-    /// Ends the sequences of a failed step. The step may have written only some of its keys and values.
+    /// Ends the sequences of a failed step with its error.
+    /// Forgets all cached prefixes, because the step may have written only some of its keys and values.
     fn fail(&mut self, work: &[SequenceWork], error: anyhow::Error) {
         let message = format!("{error:#}");
         let mut first = Some(error);
@@ -122,9 +125,9 @@ impl EngineLoop {
         }
     }
 
-    /// Adds the events of a step's tokens, and ends the complete sequences.
+    /// Adds the events of a step's tokens. Ends the sequences that are complete or failed.
     ///
-    /// If `was_queued` is true, [`record_queued`](Self::record_queued) has already recorded the step in the scheduler.
+    /// If `was_queued` is true, [`record_queued`](Self::record_queued) has already advanced the scheduler.
     fn deliver(&mut self, work: &[SequenceWork], chosen: Vec<Chosen>, was_queued: bool) {
         self.counters.publish(&self.scheduler);
         let tokens: usize = work.iter().map(|work| work.range.len()).sum();
@@ -146,8 +149,8 @@ impl EngineLoop {
         }
     }
 
-    /// Adds the log probabilities of the prompt tokens that a step scored, for a sequence and the forks that wait for
-    /// it.
+    /// Adds the log probabilities of the prompt tokens that a step scored.
+    /// Sends these log probabilities to the sequence's waiting forks too, because they share its prefill.
     fn deliver_prompt_logprobs(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         let Some(logprobs) = sequence.prompt_scores.as_mut().and_then(PromptScores::take) else { return };
@@ -160,17 +163,17 @@ impl EngineLoop {
         }
     }
 
-    /// Adds the token that a step chose to its sequence. Returns how the sequence ended, or `None` if it continues.
+    /// Adds the token that a step chose, if any, to its sequence.
+    /// Returns the finish reason or the error that ends the sequence, or `None` if it continues.
     fn outcome_of(&mut self, work: &SequenceWork, chosen: Chosen) -> Option<Result<FinishReason>> {
         let sequence = self.sequences.get_mut(&work.id)?;
         match chosen.map(|chosen| chosen.and_then(|token| sequence.accept(token))) {
-            // The step computed the last token of a sequence that generates none.
+            // The sequence only prefills its prompt, and this step computed the last prompt token.
             None if work.is_last => Some(Ok(FinishReason::Length)),
             None => None,
             Some(Ok(token)) => {
                 stats::add(&self.counters.generated_tokens, 1);
-                // The step may have begun before the request was canceled.
-                // The first token after the cancellation therefore does not count.
+                // Do not count the first token after the cancellation: its step may have begun earlier.
                 if sequence.is_canceled() && sequence.note_canceled() {
                     stats::add(&self.counters.tokens_after_cancel, 1);
                 }
@@ -181,21 +184,22 @@ impl EngineLoop {
         }
     }
 
-    /// Records that the first `cached` tokens of a sequence are in the KV cache. `cached` is `None` if the step failed.
+    /// Records that the first `cached` tokens of a sequence are in the KV cache.
+    /// `cached` is `None` if the sequence failed: its keys and values must not be reused.
     fn record_computed(&mut self, id: SequenceId, cached: Option<usize>, was_queued: bool) {
         match cached {
             Some(cached) if !was_queued => self.scheduler.advance(id, cached),
-            // `record_queued` has already advanced the scheduler, so the tokens of the failed step count as cached.
+            // `record_queued` has already counted the tokens of the failed sequence as cached. Forget all prefixes.
             None if was_queued => self.scheduler.forget_prefixes(),
             _ => {}
         }
-        // The counter describes the latest request. After a step of several sequences, it describes the last of them.
-        // With parallel requests, only the counters of the prefix cache show what can be reused.
+        // The counter describes one sequence: the last one of the latest step.
+        // With parallel requests, use the counters of the prefix cache instead.
         self.counters.cached_tokens.store(cached.unwrap_or(0) as u64, Ordering::Relaxed);
     }
 }
 
-/// Returns the step input of each sequence in a plan.
+/// Returns the step input of each sequence in a plan. Fails if the plan names an unknown sequence.
 fn inputs<'s>(
     plan: &StepPlan,
     scheduler: &'s Scheduler,

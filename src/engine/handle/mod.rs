@@ -36,10 +36,10 @@ use crate::tokenizer::{ControlTokens, Tokenizer};
 pub use preview::RequestPreview;
 pub use replay::{Divergence, ReplayedToken};
 
-/// The maximum size of a prompt in bytes per token of context. Typical text has 3 to 5 bytes per token.
+/// The maximum size of a prompt, in bytes per token of context. Typical text has 3 to 5 bytes per token.
 const MAX_BYTES_PER_TOKEN: usize = 32;
 
-/// The maximum number of most likely tokens to report with each generated token, as in OpenAI's API.
+/// The maximum number of most likely tokens to report for each generated or prompt token, as in OpenAI's API.
 pub const MAX_LOGPROBS: usize = 20;
 
 /// The maximum number of answers to one request, as in OpenAI's API.
@@ -48,10 +48,10 @@ const MAX_ANSWERS: usize = 128;
 /// The maximum size of the header and the token ids of a saved prefix, in bytes.
 const MAX_PREFIX_HEADER: u64 = 100_000_000;
 
-/// How often a client that waits for a call on the engine thread checks whether a device has failed.
+/// The time between two checks for failed devices, while a client waits for a call on the engine thread.
 const FAILURE_POLL: Duration = Duration::from_millis(50);
 
-/// The size in bytes up to which prompts are always encoded, so that an error can state the number of tokens.
+/// Prompts of up to this many bytes are always encoded, so that an error can state their number of tokens.
 const MIN_TEXT_BYTES: usize = 1 << 20;
 
 /// A handle to an engine. Clones refer to the same engine and can be used on any thread.
@@ -61,17 +61,17 @@ pub struct EngineHandle {
     shared: Arc<Shared>,
 }
 
-/// State that clients read without a round trip to the engine thread.
+/// State that clients read without asking the engine thread.
 pub(super) struct Shared {
     pub language: Arc<Language>,
     pub info: ModelInfo,
     pub defaults: SamplingParams,
     pub device: Device,
-    /// Identifies the model files, the dtype and the build. A saved prefix is valid only with the same fingerprint.
+    /// Identifies everything that keys and values depend on. A saved prefix is valid only with the same fingerprint.
     pub fingerprint: String,
     pub counters: Arc<Counters>,
     pub failure: Arc<RankFailure>,
-    /// Compiles grammars. Built on first use. An error is kept, because it depends only on the model.
+    /// The grammar compiler, or the error message if it cannot be built. Set by the first request with a constraint.
     pub grammars: OnceLock<Result<Arc<GrammarCompiler>, String>>,
 }
 
@@ -82,20 +82,25 @@ impl EngineHandle {
 
     /// Queues a request and returns its event stream.
     ///
-    /// Requests of equal priority start in submission order. They run at the same time if they fit in the KV cache.
-    /// A prompt prefix that is already in the KV cache is reused.
+    /// Requests of one tenant with equal priority start in submission order.
+    /// Requests run at the same time if they fit in the KV cache, up to [`ModelInfo::max_sequences`].
+    /// Cached blocks of the prompt are reused, unless [`GenerateOptions::prompt_logprobs`] is set.
     ///
     /// Fails if the prompt is empty, or if a token id or an option is out of range.
     /// Fails if the chat format cannot render the conversation.
-    /// Fails with [`Error::ContextFull`] if the prompt leaves no room for an answer.
+    /// Fails with [`Error::ContextFull`] or [`Error::PromptTooLong`] if the prompt leaves no room for an answer.
+    /// Fails with [`Error::InvalidConstraint`] or [`Error::CompilerBusy`] if the constraint cannot be compiled.
+    /// Fails with [`Error::NotDeterministic`] if the engine cannot answer a single request deterministically.
+    /// Fails if the engine has stopped or is draining.
     pub fn submit(&self, request: Request) -> Result<RequestStream> {
         Ok(self.submit_n(request, 1)?.remove(0))
     }
 
     /// Queues a request for `n` answers to the same prompt, and returns one event stream per answer.
     ///
-    /// The prompt is computed once. The answer at index i is sampled with the request's seed plus i.
-    /// A request for one answer with that seed produces the same answer. See [`submit`](Self::submit) for errors.
+    /// The answers share the prefill. The answer at index i is sampled with the request's seed plus i,
+    /// like a request for one answer with that seed.
+    /// Fails like [`submit`](Self::submit), and if `n` is not between 1 and 128.
     pub fn submit_n(&self, request: Request, n: usize) -> Result<Vec<RequestStream>> {
         let submitted = Instant::now();
         let language = &self.shared.language;
@@ -125,7 +130,7 @@ impl EngineHandle {
         self.submit_ids(ids, chat, outputs, options, submitted)
     }
 
-    /// Queues a request whose prompt is already encoded: one sequence for each of `outputs`.
+    /// Queues a request whose prompt is already encoded. Creates one sequence and one stream for each of `outputs`.
     pub(super) fn submit_ids(
         &self,
         ids: Vec<u32>,
@@ -168,7 +173,8 @@ impl EngineHandle {
         Ok(streams)
     }
 
-    /// Compiles the constraint of a request, if any. The first constraint of an engine takes about one second longer.
+    /// Compiles the constraint of a request, if any.
+    /// The first constraint takes about 1 s longer, because it builds the grammar compiler.
     fn prepare_constraint(
         &self,
         options: &mut GenerateOptions,
@@ -189,7 +195,7 @@ impl EngineHandle {
         prepare(ConstrainedRequest { compiler, language: language.clone(), constraint, chat, stop_token_ids }).map(Some)
     }
 
-    /// Returns the token ids of a prompt. Renders a conversation first.
+    /// Returns the token ids of a prompt. Renders the prompt first if it is a conversation.
     pub(super) fn encode(&self, prompt: Prompt) -> Result<Vec<u32>> {
         match prompt {
             Prompt::Chat { messages, render } => Ok(self.render(&messages, &render)?.ids),
@@ -201,7 +207,7 @@ impl EngineHandle {
         }
     }
 
-    /// Checks that the engine can generate an answer to a prompt with these options.
+    /// Checks the options, except their constraint, and the prompt's length and token ids.
     pub(super) fn check(&self, ids: &[u32], options: &GenerateOptions) -> Result<()> {
         self.check_options(options)?;
         if ids.is_empty() {
@@ -219,9 +225,10 @@ impl EngineHandle {
         Ok(())
     }
 
-    /// Returns how the prompt of a deterministic request is divided.
+    /// Returns how to divide the prompt of a deterministic request.
     ///
-    /// Returns `None` for other requests, and on an engine that is deterministic for all requests.
+    /// Returns `None` if the request is not deterministic, or if the engine answers all requests deterministically.
+    /// Fails if the engine cannot answer a single request deterministically.
     pub(super) fn request_parts(&self, options: &GenerateOptions) -> Result<Option<PromptParts>> {
         let info = self.info();
         match info.request_parts {
@@ -252,7 +259,7 @@ impl EngineHandle {
         Ok(())
     }
 
-    /// Renders a conversation to token ids.
+    /// Renders a conversation to text and token ids.
     ///
     /// Fails with [`Error::PromptTooLong`] before rendering if the conversation is far longer than the context.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
@@ -260,7 +267,7 @@ impl EngineHandle {
         self.shared.language.render(messages, options)
     }
 
-    /// Rejects a prompt that is far too long for the context, without the cost of encoding it.
+    /// Fails if the text of a prompt is far too long for the context, to avoid the cost of encoding the text.
     fn check_text(&self, prompt_bytes: usize) -> Result<()> {
         let context_tokens = self.context();
         if prompt_bytes > MIN_TEXT_BYTES.max(context_tokens.saturating_mul(MAX_BYTES_PER_TOKEN)) {
@@ -269,7 +276,7 @@ impl EngineHandle {
         Ok(())
     }
 
-    /// Submits a conversation and streams the completion. See [`submit`](Self::submit) and [`Prompt::Chat`].
+    /// Submits a conversation and streams the answer. See [`submit`](Self::submit) and [`Prompt::Chat`].
     pub fn chat(
         &self,
         messages: &[Message],
@@ -323,71 +330,68 @@ impl EngineHandle {
         self.stats().cached_tokens as usize
     }
 
-    /// Returns the device that holds the weights and the KV cache.
+    /// Returns the device of the first rank.
     pub fn device(&self) -> &Device {
         &self.shared.device
     }
 
-    /// Returns how the decode steps of a request run while it is the only one: as a CUDA graph, or one operation at a
-    /// time.
+    /// Returns how decode steps run while only one request is active: as a CUDA graph, or one operation at a time.
     pub fn executor(&self) -> Executor {
         self.shared.info.executor
     }
 
-    /// Returns why there is no decode graph, the fastest executor, or `None` if there is one.
+    /// Returns why decode steps cannot use the decode graph, or `None` if they can.
     pub fn no_decode_graph(&self) -> Option<&NoDecodeGraph> {
         self.shared.info.no_decode_graph.as_ref()
     }
 
-    /// Returns the current counters of the engine.
+    /// Returns a snapshot of the engine's counters.
     pub fn stats(&self) -> EngineStats {
         self.shared.counters.snapshot()
     }
 
-    /// Returns the histograms of steps and sequences.
     pub(crate) fn histograms(&self) -> EngineHistograms {
         self.shared.counters.histograms()
     }
 
-    /// Takes the recorded times from the cancellation of a request to its end, in seconds.
+    /// Empties the list of cancel latencies. Returns the seconds from each cancellation to the end of its request.
     pub(crate) fn take_cancel_times(&self) -> Vec<f64> {
         self.shared.counters.take_cancel_times()
     }
 
-    /// Returns whether the engine is making progress: no device has failed, and the engine thread is idle, or its
-    /// current step has taken at most `limit`.
+    /// Returns whether no device has failed and the engine thread is making progress:
+    /// it is idle, or its current step has taken at most `limit`.
     pub fn is_responsive(&self, limit: Duration) -> bool {
         self.failure().is_none() && self.shared.counters.heartbeat.is_regular(limit)
     }
 
-    /// Returns whether the engine can answer no more requests: its thread has ended, because of a shutdown, a panic or
-    /// a fault of a device, or one of several devices has failed.
+    /// Returns whether the engine can answer no more requests, because its thread has ended or a device has failed.
     pub fn has_stopped(&self) -> bool {
         self.failure().is_some() || self.shared.counters.heartbeat.has_stopped()
     }
 
-    /// Returns the error of the device that failed, if several devices run the model and one of them has failed.
-    /// The engine stops after such a failure. With a single device, always returns `None`.
+    /// Returns the error of a failed device if several devices run the model. The engine stops after such a failure.
+    /// With a single device, always returns `None`.
     pub fn failure(&self) -> Option<Error> {
         self.shared.failure.error()
     }
 
-    /// Injects a fault, usually into the next step. For tests.
+    /// Injects a fault, for tests.
     #[doc(hidden)]
     pub fn inject_fault(&self, fault: Fault) -> Result<()> {
         self.send(Command::Fail(fault))
     }
 
-    /// Rejects new requests and waits until all submitted requests have ended.
+    /// Rejects new requests, and waits until all accepted requests have ended.
     pub fn drain(&self) -> Result<()> {
         self.shared.counters.is_draining.store(true, Ordering::Relaxed);
-        // Another thread may have read `is_draining` before it was set, and may submit a request after this command.
-        // The engine thread rejects such a request.
+        // Another thread may have read `is_draining` before this function set the flag, and may submit a request later.
+        // After this command, the engine thread rejects such requests.
         self.send(Command::Drain)?;
         self.with_runner(|_| ())
     }
 
-    /// Saves the keys and values of the longest cached prefix of `ids`. Returns the number of saved tokens.
+    /// Saves the keys and values of the longest cached prefix of `ids` to a file. Returns the number of saved tokens.
     ///
     /// [`load_prefix`](Self::load_prefix) reads the file.
     /// If nothing is cached, writes no file and returns 0.
@@ -400,9 +404,10 @@ impl EngineHandle {
 
     /// Adds a saved prefix to the prefix cache. Returns the number of tokens in the prefix.
     ///
-    /// Returns 0 if the file belongs to another model, dtype or build of inferno.
-    /// Also returns 0 if the cache has no room. The engine that saved the file may have run on another number of
-    /// devices. Fails if the file cannot be read or is damaged.
+    /// Returns 0 if the cache has no room, or if the file does not fit this engine, for example because it comes
+    /// from another model, dtype or build of inferno. The number of devices must be equal only for
+    /// deterministic engines.
+    /// Fails if the file cannot be read or is damaged.
     pub fn load_prefix(&self, path: &Path) -> Result<usize> {
         // Read the file on this thread, so that other requests do not wait for it.
         let largest = self.info().cache_bytes.saturating_mul(self.info().ranks as u64);
@@ -439,8 +444,8 @@ impl EngineHandle {
 
     /// Calls a function on the engine thread with the runner and waits for the result.
     ///
-    /// The call runs between all earlier and all later requests, with exclusive use of the KV cache.
-    /// Fails if the engine has stopped, or if the function panics. A panic stops the engine.
+    /// The call runs when all earlier requests have ended, and delays later requests. It may overwrite the KV cache.
+    /// Fails if the engine stops, for example because the function panics, or if a device fails.
     pub fn with_runner<T: Send + 'static>(&self, call: impl FnOnce(&mut Runner) -> T + Send + 'static) -> Result<T> {
         let (sender, result) = mpsc::sync_channel(1);
         self.send(Command::Run(Box::new(move |runner| {
@@ -450,7 +455,7 @@ impl EngineHandle {
         self.wait_for(&result)
     }
 
-    /// Returns `count` random token ids. The same seed always gives the same ids for a model.
+    /// Returns `count` random token ids, which depend only on the seed and the vocabulary size.
     pub fn random_tokens(&self, seed: u64, count: usize) -> Vec<u32> {
         let vocab_size = self.info().vocab_size as f64;
         (0..count as u64).map(|index| (uniform(seed, index) * vocab_size) as u32).collect()
@@ -462,7 +467,7 @@ impl EngineHandle {
     }
 }
 
-/// Fails unless `n` is between 1 and [`MAX_ANSWERS`].
+/// Fails if `n` is not between 1 and [`MAX_ANSWERS`].
 fn check_answer_count(n: usize) -> Result<()> {
     if !(1..=MAX_ANSWERS).contains(&n) {
         bail!("n is {n}: expected a number from 1 to {MAX_ANSWERS}");

@@ -15,14 +15,15 @@ pub struct RequestPreview {
     pub prompt_tokens: usize,
     /// The maximum number of tokens in each answer.
     pub max_tokens: usize,
-    /// The position in the queue and the needed blocks.
+    /// Whether the request starts now, its position in the queue, and the blocks that it needs.
     pub preview: Preview,
 }
 
 impl EngineHandle {
     /// Predicts whether and when a request for `answers` answers would start.
     ///
-    /// Fails like [`submit_n`](Self::submit_n), except that constraints are not compiled. Waits for the current step.
+    /// Fails like [`submit_n`](Self::submit_n), but does not check the constraint or whether the engine is draining.
+    /// Waits until the current step has ended.
     pub fn preview(&self, request: Request, answers: usize) -> Result<RequestPreview> {
         check_answer_count(answers)?;
         let ids = self.encode(request.prompt)?;
@@ -34,7 +35,7 @@ impl EngineHandle {
         let (sender, result) = mpsc::sync_channel(1);
         self.send(Command::Inspect(Box::new(move |scheduler, now| {
             let new = NewSequence {
-                // This id is larger than all ids in use.
+                // This id and the ids of the forks are larger than all ids in use.
                 id: SequenceId::MAX - answers as SequenceId,
                 prompt: ids,
                 cache_salt: options.cache_salt,

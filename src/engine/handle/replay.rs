@@ -14,18 +14,19 @@ pub struct ReplayedToken {
     pub logprob: Option<f32>,
 }
 
-/// The first difference between an answer and its record.
+/// The first token at which a replayed answer differs from its record.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Divergence {
     /// The number of equal tokens before the difference.
     pub index: usize,
     pub expected: ReplayedToken,
-    /// The replayed token. `None` if the answer ended here.
+    /// The replayed token. `None` if the replayed answer has no more tokens.
     pub got: Option<ReplayedToken>,
 }
 
 impl EngineHandle {
-    /// Recomputes the answer at `index`, up to the end of its record. Returns the first difference, if any.
+    /// Recomputes the answer at `index`, up to the end of its record. Returns the first token id that differs, if any.
+    /// Does not compare log probabilities.
     ///
     /// Fails like [`submit`](Self::submit).
     pub fn replay(&self, request: &RequestRecord, index: usize, answer: &RecordedAnswer) -> Result<Option<Divergence>> {

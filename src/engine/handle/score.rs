@@ -6,14 +6,14 @@ use candle_core::{D, DType, Device, Tensor};
 use super::EngineHandle;
 use crate::runner::Runner;
 
-/// The maximum number of logit rows computed at once. Each row has one f32 per vocabulary entry.
+/// The maximum number of tokens whose logits are computed at once, to limit device memory.
 const LOGITS_ROWS: usize = 256;
 
 impl EngineHandle {
     /// Returns the logits of every token in `ids`, f32 `[tokens, vocab]`, on the CPU.
     ///
-    /// Fails if `ids` do not fit in the context.
-    /// Runs `ids` in chunks. Concatenating the logits of all chunks needs 2 × tokens × vocab × 4 bytes on the device.
+    /// Fails if `ids` do not fit in the context. Waits until all earlier requests have ended.
+    /// Needs 2 × tokens × vocab × 4 bytes on the device, because the logits of all chunks are copied into one tensor.
     pub fn logits(&self, ids: &[u32]) -> Result<Tensor> {
         let ids = ids.to_vec();
         // Return a CPU tensor: the caller's thread could free a GPU tensor while the engine captures a CUDA graph.
@@ -22,8 +22,10 @@ impl EngineHandle {
 
     /// Returns the negative log-likelihood, in nats, of each token after the first, given the preceding tokens.
     ///
-    /// A text longer than the context is split into windows that overlap by half a context.
-    /// After the first window, the model therefore sees at least half a context before each token that it scores.
+    /// A text longer than the context is split into windows. Each window repeats half a context of the previous window,
+    /// so after the first window, the model sees at least half a context before each token that it scores.
+    ///
+    /// Fails if a token id is not in the vocabulary, or if the text or the context has fewer than 2 tokens.
     pub fn negative_log_likelihood(&self, ids: &[u32]) -> Result<Vec<f32>> {
         let vocab_size = self.info().vocab_size;
         if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {
@@ -48,7 +50,7 @@ fn windows_nll(runner: &mut Runner, ids: &[u32]) -> Result<Vec<f32>> {
     while losses.len() + 1 < ids.len() {
         let end = (start + window).min(ids.len());
         let window_losses = window_nll(runner, &ids[start..end])?;
-        // Skip tokens that the previous window already scored with more context.
+        // Skip the tokens that the previous window has scored with more context.
         let known = losses.len() - start;
         losses.extend(&window_losses[known..]);
         start = end - (window / 2).min(end);
@@ -56,7 +58,7 @@ fn windows_nll(runner: &mut Runner, ids: &[u32]) -> Result<Vec<f32>> {
     Ok(losses)
 }
 
-/// Scores a text that fits in the context.
+/// Scores a text that fits in the context. Forgets the runner's cached tokens before and after.
 fn window_nll(runner: &mut Runner, ids: &[u32]) -> Result<Vec<f32>> {
     runner.reset();
     let rows = LOGITS_ROWS.min(runner.limits().chunk);

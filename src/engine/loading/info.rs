@@ -1,4 +1,4 @@
-//! Properties of a loaded model and its load times.
+//! [`ModelInfo`] and [`LoadTimes`].
 
 use candle_core::DType;
 use serde::Serialize;
@@ -7,16 +7,16 @@ use crate::device::DeviceInfo;
 use crate::kernels::attention::AttentionBackend;
 use crate::runner::{Executor, NoDecodeGraph, PromptParts};
 
-/// Properties of a loaded model.
+/// Properties of a loaded model, and the settings with which the engine runs it.
 #[derive(Clone, Debug)]
 pub struct ModelInfo {
-    /// The model family, named as in the `model_type` field of config.json.
+    /// The model family: a value of `model_type` in config.json.
     pub family: &'static str,
     /// The quantization format, such as `mxfp4` or `Q4_K_M`. `None` for unquantized weights.
     pub quantization: Option<String>,
     /// The number of parameters, counted after unpacking quantized weights.
     pub parameters: u64,
-    /// The vocabulary size: the number of logits per token.
+    /// The number of logits per token.
     pub vocab_size: usize,
     /// The longest context that the model supports, in tokens.
     pub max_context: usize,
@@ -24,21 +24,21 @@ pub struct ModelInfo {
     pub context: usize,
     /// The maximum number of tokens in one step.
     pub chunk: usize,
-    /// The dtype of activations.
+    /// The dtype of activations and of the KV cache.
     pub dtype: DType,
-    /// The attention kernel for all steps outside the decode graph. The graph uses its own kernel.
+    /// The attention kernel of all steps outside the decode graph, which has a kernel of its own.
     pub attention: AttentionBackend,
-    /// How the decode steps of a request run while it is the only one: `graph` (a CUDA graph) or `eager` (one operation
-    /// at a time).
+    /// How decode steps run while only one request is active: as a CUDA graph, or one operation at a time.
     pub executor: Executor,
-    /// Why there is no decode graph, the fastest executor. `None` if there is one.
+    /// Why decode steps cannot use the decode graph. `None` if they can.
     pub no_decode_graph: Option<NoDecodeGraph>,
-    /// Whether answers are independent of other requests.
+    /// Whether answers never depend on other requests.
+    /// See [`EngineBuilder::deterministic`](crate::engine::EngineBuilder::deterministic).
     pub is_deterministic: bool,
-    /// How prompts are divided for requests with [`deterministic`](crate::GenerateOptions::deterministic).
+    /// How to divide the prompts of requests with [`deterministic`](crate::GenerateOptions::deterministic).
     /// `None` if the chunk size or the attention kernel does not support deterministic requests.
     pub request_parts: Option<PromptParts>,
-    /// The device with the least free memory.
+    /// The device that had the least free memory before the weights were loaded.
     pub device: DeviceInfo,
     /// The number of devices that run the model together.
     pub ranks: usize,
@@ -48,7 +48,7 @@ pub struct ModelInfo {
     pub cache_bytes: u64,
     /// The number of blocks in the KV cache. A block holds 64 tokens of one group of layers.
     pub cache_blocks: usize,
-    /// The number of full-context sequences that fit in the KV cache at once.
+    /// The number of sequences of `context` tokens that fit in the KV cache at once.
     pub cache_sequences: usize,
     /// The maximum number of sequences that run at once.
     pub max_sequences: usize,
@@ -57,20 +57,20 @@ pub struct ModelInfo {
 
 /// Load times in seconds.
 ///
-/// The tokenizer and the weights load in parallel, so the individual times can add up to more than the total.
+/// The tokenizer loads in parallel with the weights, so the sum of the times can exceed `total_s`.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct LoadTimes {
     /// Time to read config.json and the weight headers.
     pub headers_s: f64,
-    /// Time to load the tokenizer and chat format.
+    /// Time to load and check the tokenizer and the chat format.
     pub tokenizer_s: f64,
-    /// Time to open the device.
+    /// Time to open all devices.
     pub device_s: f64,
-    /// Time to load the weights onto the device.
+    /// Time to load the weights onto all devices.
     pub weights_s: f64,
-    /// Time to allocate the KV cache.
+    /// Time to allocate the KV cache of the first rank.
     pub cache_s: f64,
-    /// Time to plan and capture the decode graph.
+    /// Time to create the runner, including the decode graph if there is one.
     pub graph_s: f64,
     pub total_s: f64,
 }

@@ -1,4 +1,4 @@
-//! Loads a model from a snapshot directory. Checks that the model fits before allocating memory.
+//! Loads a model from a snapshot directory or a GGUF file. Checks that the model fits before allocating memory.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -30,36 +30,37 @@ use crate::worker;
 pub struct LoadOptions<'o> {
     /// The devices that run the model together.
     pub devices: Devices,
-    /// How the devices divide the model.
+    /// How several devices divide the model.
     pub split: Split,
     /// The dtype of activations. `None` selects bf16 on a GPU and f32 on a CPU.
     pub dtype: Option<DType>,
-    /// The context length in tokens. `None` selects 32,768 or the model's limit, whichever is less.
-    /// This default is halved until the model fits in memory. Models with RoPE scaling can have a shorter default.
+    /// The context length in tokens. `None` selects 32,768 or the model's default, whichever is less.
+    /// If the model does not fit in memory, this default is halved, down to 2,048.
     pub context: Option<usize>,
     /// The prefill chunk size in tokens. `None` selects the fastest size that fits in memory.
     pub chunk: Option<usize>,
-    /// The number of full-context sequences that the KV cache can hold. It can hold more sequences if they are shorter.
+    /// The minimum number of full-context sequences that the KV cache can hold. Shorter sequences need fewer blocks.
     pub sequences: usize,
-    /// The maximum number of sequences that run at once. `None` selects 256. The chunk size is another upper limit.
+    /// The maximum number of sequences that run at once. `None` selects 256, which is also the upper limit.
+    /// The chunk size is another upper limit, because each running sequence may need a token of every step.
     pub max_sequences: Option<usize>,
-    /// The memory to use on the device. The KV cache uses what remains after weights and workspace.
-    /// With `None`, the KV cache is only as large as the number of `sequences` requires.
+    /// The memory to use on each device. The KV cache gets what remains after weights and workspace.
+    /// With `None`, the KV cache is only as large as `sequences` requires.
     pub memory: Option<MemoryLimit>,
     /// The format to which floating-point weight matrices are quantized during loading.
     pub quantize: Option<QuantizationTarget>,
-    /// Whether to run decode steps one operation at a time, even if a CUDA graph could run them.
+    /// Whether to run all steps one operation at a time, even if a CUDA graph could run them.
     pub eager: bool,
-    /// Whether the tokens and logits of answers must be independent of other requests, prefix caching and preemption.
-    /// If true, steps are slower, and a prompt reuses less of the prefix cache.
+    /// Whether the tokens and logits of answers must not depend on other requests, prefix caching or preemption.
+    /// If true, steps are slower, and prompts reuse fewer cached tokens.
     pub deterministic: bool,
     /// See [`EngineBuilder::queue_on_cpu`](crate::engine::EngineBuilder::queue_on_cpu).
     pub queue_on_cpu: bool,
-    /// The attention kernel on a GPU, for all steps outside the decode graph.
+    /// The attention kernel on a GPU. The decode graph ignores this option: it has a kernel of its own.
     pub attention: AttentionBackend,
-    /// A progress callback. Its arguments are the number of bytes loaded so far and the total number of bytes.
+    /// A progress callback. Its arguments are the bytes of weights loaded so far and in total.
     pub progress: &'o dyn Fn(u64, u64),
-    /// A callback that runs once the device is open.
+    /// A callback that runs when all devices are open. Its argument is the device with the least free memory.
     pub on_device: &'o dyn Fn(&DeviceInfo),
     /// A function that checks the tokenizer and chat format while the weights load. If it fails, loading fails.
     pub check_language: &'o (dyn Fn(&Language) -> Result<()> + Sync),
@@ -88,19 +89,19 @@ impl Default for LoadOptions<'_> {
     }
 }
 
-/// The parts of an engine before its thread starts.
+/// Everything that an engine needs before its thread starts.
 pub struct EngineParts {
     pub language: Language,
     pub runner: Runner,
     pub defaults: SamplingParams,
     pub info: ModelInfo,
-    /// Identifies the model files, the dtype and the build. A saved prefix is valid only with the same fingerprint.
+    /// Identifies everything that keys and values depend on. A saved prefix is valid only with the same fingerprint.
     pub fingerprint: String,
 }
 
-/// Loads the snapshot in `dir`, which may also be the path of a GGUF file.
+/// Loads the snapshot in `dir`, or the GGUF file at this path.
 ///
-/// Fails before allocating device memory if the model is not supported or does not fit.
+/// If the model is not supported or does not fit, fails before it allocates memory for the model.
 pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let started = Instant::now();
     let (config, checkpoint) = models::open(dir)?;
@@ -119,13 +120,13 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
         let model = load_onto_device(&config, &checkpoint, options, &is_refused, &mut times);
         (language.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), model)
     });
-    // If both threads failed, report the language error. The model error may only say that loading was canceled.
+    // If both threads failed, report the error of the language: the other error may only say that loading was canceled.
     let (language, tokenizer_s) = language?;
     times.tokenizer_s = tokenizer_s;
     let OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences } = model?;
 
     times.total_s = started.elapsed().as_secs_f64();
-    // With LongRoPE, longer contexts use different RoPE factors.
+    // With LongRoPE, contexts longer than the default use other RoPE factors.
     let has_long_context = runner.limits().context > config.architecture.default_context();
     let info = ModelInfo {
         family: config.family.model_type,
@@ -165,7 +166,8 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
 
 /// Returns a string that identifies everything that keys and values depend on.
 ///
-/// It covers the model files, dtype, quantization, RoPE factors, attention kernel, prompt parts and build.
+/// Files are identified by path, size and modification time.
+/// If the engine is deterministic, the string includes the number of ranks and the split.
 fn fingerprint(
     dir: &Path,
     checkpoint: &Checkpoint,
@@ -182,14 +184,15 @@ fn fingerprint(
     let quantize = options.quantize.map(|quantize| quantize.to_string());
     let build = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
     let (dtype, attention) = (info.dtype, info.attention);
-    // The order in which partial results are added depends on the number of ranks. Deterministic answers depend on it.
+    // The number of ranks and the split change how sums are rounded, which matters only for deterministic answers.
     let ranks = prompt_parts.map(|_| (options.devices.count(), options.split));
     format!(
         "{files:?} {config_json:?} {has_long_context} {dtype:?} {quantize:?} {attention} {prompt_parts:?} {ranks:?} {build:?}"
     )
 }
 
-/// Returns how `--deterministic` divides prompts. Fails if the options do not allow it.
+/// Returns how `--deterministic` divides prompts.
+/// Fails if the chunk size or the attention kernel does not support `--deterministic`.
 fn deterministic_parts(chunk: usize, attention: AttentionBackend) -> Result<PromptParts> {
     if attention == AttentionBackend::CandleFlashAttn {
         bail!(Error::Usage("--deterministic does not support --attention flash".into()));
@@ -214,7 +217,7 @@ fn log(info: &ModelInfo) {
     tracing::info!(attention = %info.attention, no_decode_graph, "executor {}", info.executor);
 }
 
-/// The parts of a model that are on the device.
+/// The runner of a loaded model, and values for its [`ModelInfo`].
 struct OnDevice {
     runner: Runner,
     attention: AttentionBackend,
@@ -224,7 +227,8 @@ struct OnDevice {
     cache_sequences: usize,
 }
 
-/// Loads the weights and allocates the KV cache. Stops early if the tokenizer or chat format was already rejected.
+/// Plans the memory and creates the runner.
+/// Fails early if the other thread has already failed to load the tokenizer or the chat format.
 fn load_onto_device(
     config: &ModelConfig,
     checkpoint: &Checkpoint,
@@ -257,7 +261,8 @@ fn load_onto_device(
         if !device::is_out_of_memory(&error) {
             return error;
         }
-        // Another process may have allocated memory since `choose` checked it. Keep the original error as the cause.
+        // Since `choose` checked the memory, another process may have allocated some.
+        // Keep the original error as the cause.
         let device_info = device::info_after_trim(&device).unwrap_or(device_info.clone());
         error.context(memory.first().out_of_memory(capacity.context, &device_info))
     })?;
@@ -266,7 +271,7 @@ fn load_onto_device(
     Ok(OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences })
 }
 
-/// The first device, the dtype and the memory plans for loading a model.
+/// Where and how to load a model. `device` is the first device.
 struct Target<'t> {
     device: &'t Device,
     dtype: DType,
@@ -274,7 +279,8 @@ struct Target<'t> {
     capacity: Capacity,
 }
 
-/// Builds the decoder, the KV cache and the decode graph. Returns the runner and the selected attention kernel.
+/// Builds the decoder and the KV cache of each rank, and a runner for them.
+/// Returns the runner, and the attention kernel that all ranks use.
 fn allocate(
     config: &ModelConfig,
     checkpoint: &Checkpoint,
@@ -296,8 +302,8 @@ fn allocate(
         attention: options.attention,
         context,
         cache_blocks: memory.cache_blocks(capacity),
-        // Deterministic answers exclude rounding: whether a sum is rounded depends on the number of tokens in the step,
-        // and thus on other requests.
+        // Do not round for deterministic answers: whether a sum is rounded depends on the number of tokens in the step,
+        // and this number depends on other requests.
         rounds_partials: dtype == DType::BF16 && !options.deterministic,
         stages: memory.stages.as_deref(),
     };
@@ -314,7 +320,7 @@ fn allocate(
     Ok((runner, attention))
 }
 
-/// Returns the properties of all devices, in rank order.
+/// Opens the other devices. Returns the properties of all devices, in rank order.
 fn device_infos(first: &Device, devices: &Devices) -> Result<Vec<DeviceInfo>> {
     let first_info = device::info(first)?;
     let info = |choice| match choice {

@@ -1,4 +1,4 @@
-//! Loads the parts of a model onto its devices, one part per rank.
+//! Loads a model onto one or more devices, one part per rank.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -21,7 +21,7 @@ use crate::text::{error_message, plain_cuda_errors};
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, Weights};
 
-/// Loads the parts of a model for all ranks.
+/// A loader for the parts of all ranks.
 pub(super) struct RankLoader<'l> {
     pub config: &'l ModelConfig,
     pub checkpoint: &'l Checkpoint,
@@ -32,7 +32,7 @@ pub(super) struct RankLoader<'l> {
     pub context: usize,
     /// The number of blocks in the KV cache of each rank.
     pub cache_blocks: usize,
-    /// Whether ranks may round large partial results to bf16 before they add them.
+    /// Whether ranks may round large partial results to bf16 before they are added.
     pub rounds_partials: bool,
     /// The layers of each rank. `None` if every rank holds a part of each layer.
     pub stages: Option<&'l [Range<usize>]>,
@@ -47,11 +47,10 @@ pub(super) struct LoadedRanks {
     /// The worlds and the parts of all other ranks.
     pub others: Vec<(World, RankParts)>,
     pub attention: AttentionBackend,
-    /// The time that the first rank took to allocate its KV cache, in seconds.
+    /// The time to allocate the KV cache of the first rank, in seconds.
     pub cache_s: f64,
 }
 
-/// The loaded part of one rank.
 struct LoadedRank {
     parts: RankParts,
     attention: AttentionBackend,
@@ -59,8 +58,10 @@ struct LoadedRank {
 }
 
 impl RankLoader<'_> {
-    /// Loads the part of the first rank onto `first`, an open device, and the part of every other rank on a separate
-    /// thread. `progress` shows only the first rank.
+    /// Loads the parts of all ranks in parallel. `progress` shows only the first rank.
+    ///
+    /// This thread loads the part of the first rank onto `first`, which is an open device.
+    /// Every other rank has a thread of its own, which opens its device.
     pub fn load(&self, first: &Device, devices: &Devices, progress: &LoadProgress) -> Result<LoadedRanks> {
         let worlds = World::threads(devices.count()).into_iter();
         let worlds = worlds.map(|world| if self.rounds_partials { world.with_rounded_partials() } else { world });
@@ -90,7 +91,7 @@ impl RankLoader<'_> {
         self.load_rank(exchange::connect(world, &device)?, &device, &LoadProgress::silent())
     }
 
-    /// Builds the decoder and the KV cache of one rank.
+    /// Loads the decoder of one rank, and allocates its KV cache.
     fn load_rank(&self, world: World, device: &Device, progress: &LoadProgress) -> Result<(World, LoadedRank)> {
         if let Some(planned) = PlannedFault::from_env() {
             planned.strike_while_loading(world.rank())?;
@@ -115,10 +116,10 @@ impl RankLoader<'_> {
     }
 }
 
-/// Calls `load_first` for the first rank, and `load_other` for each item of `others` on a separate thread.
+/// Calls `load_first` on this thread, and `load_other` for each item of `others` on a thread of its own.
 ///
-/// If a rank fails or panics, the world ends, so no other rank waits for this rank. Returns the error of the rank that
-/// failed first.
+/// If a rank fails or panics, ends the world, so that no other rank waits for it.
+/// Returns the error of the rank that failed first.
 fn load_all<O: Send, F, T: Send>(
     first: World,
     others: Vec<O>,
@@ -144,8 +145,10 @@ fn load_all<O: Send, F, T: Send>(
     })
 }
 
-/// Calls `load` for the rank of `world`. If it fails, ends the world, and keeps the error in `first_failed` unless
-/// another rank failed earlier.
+/// Calls `load` for the rank of `world`.
+///
+/// If `load` fails or panics, ends the world, and stores the error in `first_failed` if the rank is the first to fail.
+/// In a world with a single rank, does not catch a panic.
 fn guarded<T>(
     world: &World,
     first_failed: &Mutex<Option<anyhow::Error>>,
@@ -160,12 +163,12 @@ fn guarded<T>(
     let mut first_failed = first_failed.lock().unwrap_or_else(PoisonError::into_inner);
     let reason = failure(world, &error_message(&error));
     first_failed.get_or_insert_with(|| named(world, error));
-    // The other ranks now fail too, but only because this rank has failed.
+    // The other ranks fail because of this call. Their errors do not matter.
     world.end(&reason);
     None
 }
 
-/// Adds the name of the rank to its error, except to an error that the user can act on.
+/// Adds the number of the GPU to an error, unless the error is an [`Error`] or there is only one rank.
 fn named(world: &World, error: anyhow::Error) -> anyhow::Error {
     if world.size() == 1 || error.is::<Error>() {
         return error;
@@ -175,7 +178,7 @@ fn named(world: &World, error: anyhow::Error) -> anyhow::Error {
     if is_cuda_error && !device::is_out_of_memory(&error) {
         return Error::GpuFailed(failure(world, &error_message(&error))).into();
     }
-    // The device may not be at fault: the error may be about a file, or about memory, which the caller explains.
+    // The GPU may not be at fault: the error can be about a file, or about a lack of memory, which the caller explains.
     error.context(format!("GPU {} of {}", world.rank() + 1, world.size()))
 }
 

@@ -1,6 +1,6 @@
 //! Computes how much memory a model needs, from its config and weight headers.
 //!
-//! The loader checks that the model fits before it allocates memory. `inferno show` prints the memory needs.
+//! The loader uses this plan before it allocates memory, and `inferno show` prints it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,45 +21,45 @@ use crate::weights::inventory::PartBytes;
 
 /// The longest default context, in tokens.
 const DEFAULT_CONTEXT: usize = 32_768;
-/// If memory is short, the default context is halved down to this length, in tokens.
+/// If memory is short, the default context is halved, but not below this length in tokens.
 const SMALLEST_CONTEXT: usize = 2048;
 
-/// An upper bound on the workspace memory that is independent of the chunk size, in bytes.
-/// cuBLASLt uses 32 MiB. The rest is for decode buffers, decode graphs and the logits of one token.
+/// An upper bound on the workspace that does not depend on the chunk size, in bytes:
+/// 32 MiB for cuBLASLt, and the rest for decode buffers, the decode graph and the logits of one token.
 const WORKSPACE_BYTES: u64 = 192 << 20;
-/// The maximum size of all arenas of batch graphs, in bytes.
-/// A larger arena has twice the size of the previous arena, and existing graphs keep the previous arena.
+/// The maximum size of all arenas of batch graphs together, in bytes. Each new arena has twice the size
+/// of the previous arena, which existing graphs keep. The sum is therefore less than twice the largest size.
 const ARENA_BYTES: u64 = 2 * MAX_ARENA_BYTES as u64;
-/// The smallest value of [`workspace_bytes_per_token`]. Models with wide MLPs need more.
+/// The minimum of [`workspace_bytes_per_token`]. Models with wide MLPs need more.
 const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 
 /// The maximum chunk size in tokens.
 ///
-/// Kernels count the elements of an activation as an i32, so its tokens · columns must be less than 2^31.
-/// With this chunk size, an activation may have 131,071 columns.
+/// Kernels count the elements of an activation (tokens · columns) as an i32.
+/// With this chunk size, an activation can have up to 131,071 columns.
 /// The widest known activation has 106,496 columns: gate and up of Llama 3.1 405B, 2 · 53,248.
-/// Chunks larger than those in [`DeviceKind::chunk_sizes`] are not faster.
+/// Larger chunks than those in [`DeviceKind::chunk_sizes`] are not faster.
 const MAX_CHUNK: usize = 16_384;
 
 /// The maximum default chunk size, in tokens, if each rank holds whole layers.
 ///
-/// A rank waits until the other ranks have run their layers, and gives up after 5 s. With 2,048 tokens, even the
-/// largest layers that fit on a GPU run much faster: the layers of 100 GB take about 0.5 s on an H100.
+/// A rank waits until the other ranks have run their layers, and gives up after 5 s.
+/// A chunk of 2,048 tokens takes much less: with 100 GB of layers on an H100, about 0.5 s.
 const MAX_STAGE_CHUNK: usize = 2048;
 
-/// Returns an upper bound on activation memory for each token of a chunk, in bytes.
+/// Returns an upper bound on the activation memory per token of a chunk, in bytes.
 ///
 /// Activation memory peaks in the down projection of an MLP. With b bytes per element of `dtype`, a token then needs:
 ///
 /// - the outputs of gate_proj and up_proj in f32: 8 · intermediate
-/// - their product in `dtype` and, for some quantized weights, a quantized copy of it: 2b · intermediate
+/// - their product in `dtype`, and a quantized copy of the product for some quantized weights: 2b · intermediate
 /// - three versions of the residual stream, two layer outputs and the MLP output, all in f32: 24 · hidden
 /// - the two normed inputs in `dtype`: 2b · hidden
-/// - a reserve for the accumulators and the quantized input of an 8-bit matrix product: 8 · hidden
+/// - a reserve for 8-bit matrix products, which need accumulators and a quantized input: 8 · hidden
 ///
-/// The up projection needs no more memory: its temporaries, such as 8-bit accumulators, fit in 2b · intermediate.
-/// For example, a token of Llama 3 70B in bf16 needs 504 KiB, and this bound is 624 KiB.
+/// The up projection fits too: its temporaries, such as 8-bit accumulators, need at most 2b · intermediate.
 /// Attention and the experts of all supported families need less memory.
+/// Example: a token of Llama 3 70B in bf16 needs 504 KiB, and this bound is 624 KiB.
 fn workspace_bytes_per_token(hidden_size: usize, intermediate_size: usize, dtype: DType) -> u64 {
     let bytes = dtype.size_in_bytes() as u64;
     let intermediate = (intermediate_size as u64).saturating_mul(8 + 2 * bytes);
@@ -89,26 +89,26 @@ impl DeviceKind {
 /// The memory requirements of a model as a function of its [`Capacity`].
 #[derive(Clone)]
 pub struct MemoryPlan {
-    /// The number of devices that run the model together. All sizes are for the device with the largest part.
+    /// The number of ranks. `weight_bytes`, `layers` and `layout` describe the part of one rank.
     ranks: usize,
     weight_bytes: u64,
-    /// Entry i holds the part of each rank if i + 1 ranks divide every layer.
+    /// Entry i holds the parts of all ranks if i + 1 ranks divide every layer.
     rank_parts: Arc<[Vec<RankPart>]>,
-    /// The sizes of the layers, of the output head and of everything else, if a single device holds the whole model.
+    /// The sizes of each layer, of the output head and of all other weights in the undivided model.
     parts: PartBytes,
-    /// Extra bytes needed during loading, to repack or stack the experts of one layer.
-    /// The memory is freed before the KV cache is allocated.
+    /// Extra bytes needed while loading, to repack or stack the experts of one layer.
+    /// They are freed before the KV cache is allocated.
     loading_bytes: u64,
-    /// Extra bytes needed during a forward pass, for the dequantized experts of one layer.
+    /// Extra bytes needed in a pass, for the dequantized experts of one layer.
     unpacked_bytes: u64,
-    /// An upper bound on activation memory for each token of a chunk, in bytes.
+    /// An upper bound on the activation memory per token of a chunk, in bytes.
     workspace_bytes_per_token: u64,
     layers: Vec<LayerSpec>,
     layout: CacheLayout,
     /// The minimum number of full-context sequences that the KV cache can hold.
     sequences: usize,
-    /// The memory to use on the device, in bytes. The KV cache uses what remains after weights and workspace.
-    /// With `None`, the KV cache is only as large as the number of `sequences` requires.
+    /// The memory to use on the device, in bytes. The KV cache gets what remains after weights and workspace.
+    /// With `None`, the KV cache is only as large as `sequences` requires.
     limit_bytes: Option<u64>,
     /// The size of the logits of one token, in bytes.
     logits_row_bytes: u64,
@@ -116,7 +116,7 @@ pub struct MemoryPlan {
     chunks: Vec<usize>,
     dtype: DType,
     max_context: usize,
-    /// The architecture's limit on the default context. RoPE scaling can make it lower than `max_context`.
+    /// The architecture's limit on the default context, in tokens. With RoPE scaling, it can be below `max_context`.
     default_context: usize,
 }
 
@@ -125,12 +125,12 @@ pub struct MemoryPlan {
 pub struct Capacity {
     /// The context length in tokens.
     pub context: usize,
-    /// The prefill chunk size. One forward pass computes at most this many tokens, summed over all sequences.
+    /// The maximum number of tokens in one step, over all its sequences.
     pub chunk: usize,
 }
 
 impl MemoryPlan {
-    /// Plans memory for a model with these tensors. Its activations have the dtype `dtype`.
+    /// Plans the memory of a model on one device. `dtype` is the dtype of activations and of the KV cache.
     pub fn new(inventory: &Inventory, architecture: &dyn Architecture, dtype: DType, device_kind: DeviceKind) -> Self {
         let (layers, max_context) = (architecture.cache_layers(), architecture.max_position_embeddings());
         Self {
@@ -145,7 +145,8 @@ impl MemoryPlan {
         }
     }
 
-    /// Plans memory for a model of an unsupported family. `layers` describes its KV cache.
+    /// Plans the memory of a model whose family may be unsupported. `layers` describes its KV cache.
+    /// The plan does not account for wide MLPs or for logits.
     pub fn from_layers(
         inventory: &Inventory,
         layers: Vec<LayerSpec>,
@@ -176,9 +177,7 @@ impl MemoryPlan {
         }
     }
 
-    /// Sets the number of full-context sequences that the KV cache can hold. Fails if `sequences` is 0.
-    ///
-    /// The KV cache can hold more sequences if they are shorter.
+    /// Sets the minimum number of full-context sequences that the KV cache can hold. Fails if `sequences` is 0.
     pub fn with_sequences(self, sequences: usize) -> Result<Self> {
         match sequences {
             0 => Err(Error::Usage("cannot load a model for 0 sequences: use 1 or more".into()).into()),
@@ -186,8 +185,10 @@ impl MemoryPlan {
         }
     }
 
-    /// Divides the layers among ranks. Returns the layers of each rank. `free_bytes` is the free memory of each rank.
-    /// The size of a rank's layers is proportional to its room: its free memory minus what it needs besides layers.
+    /// Divides the layers among ranks. Returns the layers of each rank.
+    ///
+    /// `free_bytes` is the free memory of each rank. The ranks get layers in proportion to their room,
+    /// which is their free memory minus the memory for everything but layers. Every rank gets at least one layer.
     /// Fails if there are more ranks than layers.
     pub fn stages(&self, free_bytes: &[u64]) -> Result<Vec<Range<usize>>> {
         let (ranks, layers) = (free_bytes.len(), self.parts.layers.len());
@@ -201,17 +202,17 @@ impl MemoryPlan {
         let total: u128 = self.parts.layers.iter().map(|&bytes| u128::from(bytes)).sum();
         let mut stages = Vec::with_capacity(ranks);
         let mut start = 0;
-        // The bytes of the layers before `end`, and the room on all ranks up to this one.
+        // The bytes of all layers before `end`, and the room on all ranks up to the current rank.
         let mut bytes = 0;
         let mut room_so_far = 0;
         for (rank, free) in free_bytes.iter().enumerate() {
             room_so_far += room(free);
-            // Leave one layer for each of the following ranks.
+            // Leave at least one layer for each later rank.
             let last = layers - (ranks - 1 - rank);
             let mut end = start;
             while end < last {
                 let with_layer = bytes + u128::from(self.parts.layers[end]);
-                // Add the layer if at least half of it belongs to this rank. Every rank gets a layer.
+                // Add the layer if at least half of it lies within this rank's share of the bytes.
                 let is_within = (bytes + with_layer) * total_room <= 2 * total * room_so_far;
                 if end > start && !is_within && rank + 1 < ranks {
                     break;
@@ -224,14 +225,14 @@ impl MemoryPlan {
         Ok(stages)
     }
 
-    /// Plans the memory of one of `ranks` ranks. The rank holds the whole layers in `layers`.
+    /// Plans the memory of one of `ranks` ranks, which holds the whole layers in `layers`.
     pub fn with_stage(mut self, layers: Range<usize>, ranks: usize) -> Self {
         self.ranks = ranks;
         let PartBytes { layers: layer_bytes, head, other } = &self.parts;
         self.weight_bytes = layer_bytes[layers.clone()].iter().sum::<u64>() + head.div_ceil(ranks as u64) + other;
         self.layout = self.layout.of_layers(layers.clone());
         self.layers = self.layers[layers].to_vec();
-        // A chunk size that the user requested stays.
+        // Keep the chunk size that the user requested, even if it is larger.
         if self.chunks.iter().any(|&chunk| chunk <= MAX_STAGE_CHUNK) {
             self.chunks.retain(|&chunk| chunk <= MAX_STAGE_CHUNK);
         }
@@ -240,11 +241,11 @@ impl MemoryPlan {
 
     /// Divides every layer among several ranks, and plans the memory of the rank with the largest part.
     pub fn with_ranks(self, ranks: usize) -> Self {
-        // If parts differ in size, the first rank has the largest part of each tensor.
+        // If a tensor cannot be divided equally, the first rank has the largest part.
         self.with_rank(0, ranks)
     }
 
-    /// Divides every layer among several ranks, and plans the memory of one of them.
+    /// Divides every layer among `ranks` ranks, and plans the memory of rank `rank`.
     pub fn with_rank(mut self, rank: usize, ranks: usize) -> Self {
         if ranks > 1 {
             self.ranks = ranks;
@@ -258,8 +259,8 @@ impl MemoryPlan {
         self
     }
 
-    /// Divides the model among ranks whose devices have equal memory, and plans the memory of the rank with the largest
-    /// part. Fails if there are more ranks than layers to divide.
+    /// Divides the model among devices with equal memory, and plans the memory of the rank with the most weights.
+    /// With [`Split::Layers`], fails if there are more ranks than layers.
     pub fn with_split(self, split: Split, ranks: usize) -> Result<Self> {
         if split == Split::Tensor || ranks == 1 {
             return Ok(self.with_ranks(ranks));
@@ -269,13 +270,12 @@ impl MemoryPlan {
         Ok(plans.max_by_key(|plan| plan.weight_bytes).unwrap_or(self))
     }
 
-    /// Limits the model to this many bytes of device memory.
-    /// The KV cache uses what remains after weights and workspace.
+    /// Sets the memory to use on the device. The KV cache gets what remains after weights and workspace.
     pub fn with_limit(self, limit_bytes: u64) -> Self {
         Self { limit_bytes: Some(limit_bytes), ..self }
     }
 
-    /// Sets the chunk size, if `chunk` is given. Fails if `chunk` is 0 or larger than a kernel can process.
+    /// Sets the chunk size, if `chunk` is given. Fails if it is 0 or larger than kernels can process.
     pub fn with_chunk(self, chunk: Option<usize>) -> Result<Self> {
         match chunk {
             Some(0) => Err(Error::Usage("cannot load a model with --chunk 0: use --chunk 1 or more".into()).into()),
@@ -288,17 +288,17 @@ impl MemoryPlan {
         }
     }
 
-    /// Returns the KV cache shape of each layer.
+    /// Returns the KV heads, head dimension and attention window of each layer.
     pub fn layers(&self) -> &[LayerSpec] {
         &self.layers
     }
 
-    /// Returns the size of the loaded weights in bytes.
+    /// Returns the size of the rank's weights on the device, in bytes.
     pub fn weight_bytes(&self) -> u64 {
         self.weight_bytes
     }
 
-    /// Returns the extra bytes needed during loading, before the KV cache is allocated.
+    /// Returns the extra bytes needed while loading, which are freed before the KV cache is allocated.
     pub fn loading_bytes(&self) -> u64 {
         self.loading_bytes
     }
@@ -308,10 +308,11 @@ impl MemoryPlan {
         &self.layout
     }
 
-    /// Returns the number of blocks in the KV cache: the blocks for all sequences, and the scratch block.
+    /// Returns the number of blocks in the KV cache: the blocks for `sequences` full-context sequences and
+    /// the scratch block, or more if a memory limit leaves room for more.
     pub fn cache_blocks(&self, capacity: Capacity) -> usize {
         let Capacity { context, chunk } = capacity;
-        // All sequences share the `chunk` tokens of a step, so only one sequence can have a full chunk.
+        // Only one sequence can have a full chunk, because all sequences share the `chunk` tokens of a step.
         let others = self.sequence_blocks(context).saturating_mul(self.sequences - 1);
         let needed = self.layout.peak_blocks(context, chunk).saturating_add(others).saturating_add(1);
         let Some(limit) = self.limit_bytes else { return needed };
@@ -325,7 +326,7 @@ impl MemoryPlan {
         self.layout.peak_blocks(context, 1)
     }
 
-    /// Returns the number of full-context sequences that fit if the KV cache uses all free memory of the device.
+    /// Returns the number of full-context sequences that fit if the KV cache gets all free memory of the device.
     pub fn sequences_that_fit(&self, capacity: Capacity, device: &DeviceInfo) -> usize {
         let logit_bytes = self.logit_bytes(capacity.chunk);
         let other_bytes = self.weight_bytes + self.workspace_bytes(capacity) + logit_bytes;
@@ -333,13 +334,13 @@ impl MemoryPlan {
         (blocks as usize).min(self.most_blocks()) / self.sequence_blocks(capacity.context).max(1)
     }
 
-    /// Returns the largest number of blocks for which kernels can count the elements of each cache tensor as an i32.
+    /// Returns the maximum number of blocks. Kernels count the elements of a cache tensor as an i32.
     fn most_blocks(&self) -> usize {
         let elements = self.layers.iter().map(|layer| layer.kv_heads * layer.head_dim * BLOCK_TOKENS).max();
         i32::MAX as usize / elements.unwrap_or(1).max(1)
     }
 
-    /// Returns the size of the KV cache in bytes.
+    /// Returns the size of the planned KV cache, in bytes.
     pub fn cache_bytes(&self, capacity: Capacity) -> u64 {
         self.block_bytes(self.cache_blocks(capacity))
     }
@@ -349,9 +350,8 @@ impl MemoryPlan {
         (blocks as u64).saturating_mul(self.layout.block_bytes(self.dtype))
     }
 
-    /// Returns the memory for one forward pass in addition to the weights and the KV cache, in bytes.
-    ///
-    /// Includes activations, dequantized experts, logits and library buffers.
+    /// Returns the memory that passes need in addition to the weights and the KV cache, in bytes:
+    /// activations, dequantized experts, logits, graphs and library buffers.
     pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
         let chunk_bytes = self.workspace_bytes_per_token.saturating_mul(capacity.chunk as u64);
         let is_batch = self.sequences > 1 || self.limit_bytes.is_some();
@@ -363,18 +363,18 @@ impl MemoryPlan {
             .saturating_add(batch_bytes)
     }
 
-    /// Returns the memory for the logits of several sequences, in bytes.
+    /// Returns the memory for the logits of steps with several sequences, in bytes.
     ///
-    /// Includes a buffer that all batch graphs share, the logits of a step, a copy of the rows to sample from,
-    /// and another copy for log probabilities.
+    /// The sum has four terms: a buffer that all batch graphs share, the logits of a step,
+    /// a copy of the rows to sample from, and another copy for log probabilities.
     fn logit_bytes(&self, chunk: usize) -> u64 {
         ((MAX_SEQUENCES + 3 * MAX_SEQUENCES.min(chunk)) as u64).saturating_mul(self.logits_row_bytes)
     }
 
     /// Returns `(full, sliding)`: KV cache sizes in bytes.
     ///
-    /// `full` is the size per 1,000 tokens of context in the full-attention layers.
-    /// `sliding` is the size of the sliding-window layers at the longest context.
+    /// `full` is the size of the full-attention layers per 1,000 tokens of context.
+    /// `sliding` is the size of the sliding-window layers for one sequence of the longest context.
     pub fn cache_growth(&self, chunk: usize) -> (u64, u64) {
         let (sliding, full): (Vec<LayerSpec>, Vec<LayerSpec>) =
             self.layers.iter().partition(|layer| layer.window.is_some());
@@ -388,13 +388,14 @@ impl MemoryPlan {
         (elements(&full).saturating_mul(1000 * bytes), sliding_bytes)
     }
 
-    /// Returns the peak memory of loading and running the model, in bytes.
+    /// Returns the larger of the memory for loading and the memory for running the model, in bytes.
     pub fn bytes(&self, capacity: Capacity) -> u64 {
         let running = self.cache_bytes(capacity).saturating_add(self.workspace_bytes(capacity) - WORKSPACE_BYTES);
         self.weight_bytes.saturating_add(WORKSPACE_BYTES).saturating_add(running.max(self.loading_bytes))
     }
 
-    /// Limits a chunk size to the largest number of tokens that all sequences together can have.
+    /// Limits a chunk size to the maximum number of tokens in all sequences together.
+    /// With a memory limit, returns `chunk`, because the cache may hold more sequences.
     fn useful_chunk(&self, chunk: usize, context: usize) -> usize {
         match self.limit_bytes {
             Some(_) => chunk,
@@ -402,23 +403,23 @@ impl MemoryPlan {
         }
     }
 
-    /// Returns the capacity for this context with the smallest chunk, which needs the least memory.
+    /// Returns the capacity with this context and the smallest chunk.
     pub fn smallest(&self, context: usize) -> Capacity {
         Capacity { context, chunk: self.useful_chunk(self.chunks.last().copied().unwrap_or(context), context) }
     }
 
-    /// Returns the default context length for a device that has enough memory.
+    /// Returns the default context length in tokens, if the device has enough memory.
     pub fn default_context(&self) -> usize {
         self.max_context.min(self.default_context).min(DEFAULT_CONTEXT)
     }
 
-    /// Returns the longest context that fits with the smallest chunk, or `None` if no context fits.
+    /// Returns the longest context in tokens that fits with the smallest chunk, or `None` if no context fits.
     pub fn largest_context(&self, device: &DeviceInfo) -> Option<usize> {
         let fits = |context| self.fits(self.smallest(context), device);
         if self.max_context == 0 || !fits(1) {
             return None;
         }
-        // Invariant of the binary search: `fitting` fits, `too_long` does not.
+        // Invariant of the binary search: `fitting` fits, and `too_long` does not fit or is above the limit.
         let (mut fitting, mut too_long) = (1, self.max_context + 1);
         while too_long - fitting > 1 {
             let middle = fitting + (too_long - fitting) / 2;
@@ -427,22 +428,24 @@ impl MemoryPlan {
         Some(fitting)
     }
 
-    /// Returns whether the model fits in the free memory of the device. Always true if the total memory is unknown.
+    /// Returns whether the model fits in the memory limit, if any, and in the free memory of the device.
+    /// If the device's total memory is unknown, checks only the limit.
     fn fits(&self, capacity: Capacity, device: &DeviceInfo) -> bool {
         let bytes = self.bytes(capacity);
         self.limit_bytes.is_none_or(|limit| bytes <= limit) && (device.total_bytes == 0 || bytes <= device.free_bytes)
     }
 
-    /// Returns the capacity for this context with the largest chunk that fits.
+    /// Returns the capacity for this context with the best chunk size that fits, or `None` if no size fits.
     fn fit(&self, context: usize, device: &DeviceInfo) -> Option<Capacity> {
         let chunk = |&chunk: &usize| Capacity { context, chunk: self.useful_chunk(chunk, context) };
         let mut capacities = self.chunks.iter().map(chunk);
         capacities.find(|capacity| self.fits(*capacity, device))
     }
 
-    /// Chooses the capacity for the requested context, or for the default context if no context is requested.
+    /// Chooses the capacity for the requested context, or else for the default context.
     ///
     /// If memory is short, reduces the chunk size first, then the default context. Never reduces a requested context.
+    /// Fails if the requested context is invalid, or if nothing fits.
     pub fn choose(&self, requested: Option<usize>, device: &DeviceInfo) -> Result<Capacity> {
         let Some(context) = self.check_context(requested)? else {
             let default = self.default_context();
@@ -467,14 +470,15 @@ impl MemoryPlan {
         Err(Error::Usage(error).into())
     }
 
-    /// Yields `longest`, then repeatedly half the previous context, down to [`SMALLEST_CONTEXT`].
+    /// Yields `longest`, then half of it, and so on down to [`SMALLEST_CONTEXT`].
     fn halvings(&self, longest: usize) -> impl Iterator<Item = usize> {
         let shortest = SMALLEST_CONTEXT.min(longest);
         let next = move |&context: &usize| (context > shortest).then(|| (context / 2).max(shortest));
         std::iter::successors(Some(longest), next)
     }
 
-    /// Returns the error for a context that does not fit. The error suggests a shorter context, if one fits.
+    /// Returns the error for a context that does not fit.
+    /// The error suggests a shorter context that fits, and a number of GPUs that is sufficient, if there are any.
     pub fn out_of_memory(&self, context: usize, device: &DeviceInfo) -> Error {
         let what = format!("this model with a context of {context} tokens");
         let (needed_bytes, free_bytes) = (self.bytes(self.smallest(context)), device.free_bytes);
@@ -555,7 +559,7 @@ mod tests {
         assert!(bytes <= limit && bytes + plan.layout.block_bytes(DType::BF16) > limit, "{bytes}");
         let sequences = plan.cache_blocks(capacity) / plan.sequence_blocks(DEFAULT_CONTEXT);
         assert_eq!(plan.sequences_that_fit(capacity, &device(limit)), sequences);
-        // A limit that is too small for one sequence shortens the default context, and rejects a requested context.
+        // If one sequence does not fit in the limit, the default context shrinks, and a requested context is an error.
         let smallest = Capacity { context: SMALLEST_CONTEXT, chunk: 512 };
         let plan = self::plan().with_limit(self::plan().bytes(smallest) + ARENA_BYTES + (10 << 20));
         assert!(plan.choose(None, &device(80 << 30)).unwrap().context < DEFAULT_CONTEXT);
@@ -588,7 +592,7 @@ mod tests {
     #[test]
     fn out_of_memory_error_names_the_gpus_that_fit() {
         let gpu = |bytes| DeviceInfo { compute_capability: Some((9, 0)), ..device(bytes) };
-        // Of the 10 GB of weights, 1 GB is not divided: every rank holds a copy of it.
+        // Of the 10 GiB of weights, 1 GiB is not divided: every rank holds a copy.
         for (bytes, gpus) in [(9u64 << 30, Some(2)), (5 << 30, Some(4)), (1 << 30, None)] {
             let error = plan().choose(Some(2048), &gpu(bytes)).unwrap_err();
             let Some(Error::OutOfMemory { fitting_gpus, .. }) = error.downcast_ref() else { panic!("{error}") };
@@ -642,7 +646,7 @@ mod tests {
         assert_eq!(second.weight_bytes(), (4 << 30) + (1 << 29) + (1 << 30));
         let capacity = Capacity { context: 4096, chunk: 512 };
         assert_eq!(second.cache_blocks(capacity), one.cache_blocks(capacity));
-        // The two layers are in different groups, so a block holds one layer in both plans.
+        // The two layers are in different groups, so in both plans, a block holds one layer.
         assert_eq!(second.cache_bytes(capacity), one.cache_bytes(capacity));
         assert_eq!(second.layers().len(), 1);
         assert_eq!(plan().with_chunk(Some(8192)).unwrap().with_stage(0..1, 2).chunks, [8192]);
@@ -655,7 +659,7 @@ mod tests {
         let plan = plan();
         assert_eq!(plan.largest_context(&device(80 << 30)), Some(131_072));
         assert_eq!(plan.largest_context(&device(1 << 30)), None);
-        // Above the smallest chunk of 512, only every 64th position adds a block, so test only multiples of 64 there.
+        // Contexts above the smallest chunk (512) need a new block only every 64 tokens, so they are multiples of 64.
         for context in [1, 511, 5056, 131_072] {
             let bytes = plan.bytes(plan.smallest(context));
             assert_eq!(plan.largest_context(&device(bytes)), Some(context));
@@ -677,7 +681,7 @@ mod tests {
         let plan = plan();
         let (per_1000, fixed) = plan.cache_growth(512);
         assert_eq!(per_1000, 1000 * 2 * 8 * 64 * 2);
-        // The window and the chunk fill 10 blocks. They need 11 blocks if they start in the middle of a block.
+        // The window and the chunk fill 10 blocks, but if they start in the middle of a block, they extend over 11.
         assert_eq!(fixed, 11 * 64 * 2 * 8 * 64 * 2);
         let block_bytes = 64 * 2 * 8 * 64 * 2;
         let capacity = Capacity { context: 6400, chunk: 512 };

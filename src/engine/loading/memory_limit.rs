@@ -1,8 +1,8 @@
-//! [`MemoryLimit`]: the amount of device memory that the engine may use.
+//! [`MemoryLimit`], the value of `--gpu-memory`.
 
 use std::str::FromStr;
 
-/// The amount of device memory that the engine may use for weights, KV cache and workspace together.
+/// How much memory of each device the engine may use for weights, KV cache and workspace together.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum MemoryLimit {
     Bytes(u64),
@@ -11,7 +11,7 @@ pub enum MemoryLimit {
 }
 
 impl MemoryLimit {
-    /// Returns the limit in bytes on a device with `total` bytes of memory.
+    /// Returns the limit in bytes for a device with `total` bytes of memory.
     pub fn bytes(self, total: u64) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes,
@@ -23,7 +23,7 @@ impl MemoryLimit {
 impl FromStr for MemoryLimit {
     type Err = String;
 
-    /// Parses a size with a unit, such as `20GB` or `20GiB`, or a fraction, such as `0.9` or `90%`.
+    /// Parses a size in MB, MiB, GB or GiB, such as `20GB`, or a fraction, such as `0.9` or `90%`.
     fn from_str(text: &str) -> Result<Self, String> {
         const UNITS: [(&str, f64); 5] =
             [("GiB", (1u64 << 30) as f64), ("MiB", (1u64 << 20) as f64), ("GB", 1e9), ("MB", 1e6), ("%", 0.0)];

@@ -3,7 +3,7 @@
 //! - `load`: opens the snapshot, checks that the model fits, and loads it; `load_ranks`: loads it onto several devices
 //! - `memory`: the memory plan of one device; `memory_limit`: the part of the device's memory that the plan may use;
 //!   `rank_memory`: the plans of several devices together
-//! - `info`: the properties of the loaded model, and the times that loading took
+//! - `info`: the properties of the loaded model, and the load times
 
 mod info;
 mod load;

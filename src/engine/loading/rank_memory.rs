@@ -1,4 +1,4 @@
-//! The memory plans of all ranks of a model.
+//! [`RankMemory`]: the memory plans of all ranks, which must use the same context, chunk size and number of blocks.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use super::memory_limit::MemoryLimit;
 use crate::device::{DeviceInfo, Devices, Split};
 use crate::error::Error;
 
-/// The memory plan and the device of each rank.
+/// The memory plan of each rank, and the device that the plan is for.
 pub(super) struct RankMemory {
     ranks: Vec<(MemoryPlan, DeviceInfo)>,
     /// The layers of each rank. `None` if every rank holds a part of each layer.
@@ -17,8 +17,11 @@ pub(super) struct RankMemory {
 }
 
 impl RankMemory {
-    /// Divides a model among devices. `plan` is the plan of the whole model, and `infos` are the devices in rank order.
-    /// If `limit` is set, each rank uses at most `limit` of the memory of its device.
+    /// Divides the model of `plan` among ranks. `infos` holds the device of each rank.
+    ///
+    /// If `limit` is set, each rank uses at most this amount of its device's memory.
+    /// Fails if `limit` is set but the size of a device's memory is unknown, or if there are more ranks than layers
+    /// with [`Split::Layers`].
     pub fn new(
         plan: &MemoryPlan,
         devices: &Devices,
@@ -28,14 +31,14 @@ impl RankMemory {
     ) -> Result<Self> {
         let mut usable = infos.to_vec();
         for device in &mut usable {
-            // Ranks on the same device share the memory of the device.
+            // Several ranks can run on one device, and share its memory.
             device.free_bytes /= devices.most_ranks_per_device() as u64;
             if let Some(limit) = limit {
                 if device.total_bytes == 0 {
                     let message = "cannot limit the memory: the memory of this device is unknown";
                     return Err(Error::Usage(message.into()).into());
                 }
-                // Other processes may already use part of the memory that the limit allows.
+                // The limit may be more than the free memory, because of other processes.
                 device.free_bytes = device.free_bytes.min(limit.bytes(device.total_bytes));
             }
         }
@@ -57,7 +60,7 @@ impl RankMemory {
         Ok(Self { ranks: usable.into_iter().enumerate().map(rank).collect(), stages })
     }
 
-    /// Chooses a capacity that fits on every device. See [`MemoryPlan::choose`].
+    /// Chooses the largest capacity that fits on every device. See [`MemoryPlan::choose`].
     pub fn choose(&self, context: Option<usize>) -> Result<Capacity> {
         let capacities = self.ranks.iter().map(|(plan, device)| plan.choose(context, device));
         let capacities = capacities.collect::<Result<Vec<_>>>()?;
@@ -66,23 +69,23 @@ impl RankMemory {
         Ok(Capacity { context, chunk })
     }
 
-    /// Returns the number of blocks in the KV cache of each rank, which is the same for all ranks.
+    /// Returns the number of blocks in each rank's KV cache: the smallest number that a rank's plan allows.
     pub fn cache_blocks(&self, capacity: Capacity) -> usize {
         self.ranks.iter().map(|(plan, _)| plan.cache_blocks(capacity)).min().unwrap_or(0)
     }
 
-    /// Returns the number of full-context sequences that the KV cache can hold.
+    /// Returns the number of sequences of `capacity.context` tokens that the KV cache can hold.
     pub fn cache_sequences(&self, capacity: Capacity) -> usize {
         (self.cache_blocks(capacity) - 1) / self.first().sequence_blocks(capacity.context).max(1)
     }
 
-    /// Returns the size of the KV cache of the rank with the largest cache, in bytes.
+    /// Returns the size of the largest KV cache of a rank, in bytes.
     pub fn cache_bytes(&self, capacity: Capacity) -> u64 {
         let blocks = self.cache_blocks(capacity);
         self.ranks.iter().map(|(plan, _)| plan.block_bytes(blocks)).max().unwrap_or(0)
     }
 
-    /// Returns the size of the weights of the rank with the largest part, in bytes.
+    /// Returns the size of the largest part of the weights on a rank, in bytes.
     pub fn weight_bytes(&self) -> u64 {
         self.ranks.iter().map(|(plan, _)| plan.weight_bytes()).max().unwrap_or(0)
     }

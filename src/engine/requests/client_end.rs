@@ -1,4 +1,4 @@
-//! How and when the client of a sequence ended it.
+//! [`ClientEnd`]: how and when a client ended its sequence.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 use super::request::FinishReason;
 
-/// What the client tells the engine when the client ends a sequence. The stream and the sequence share this value.
+/// How and when a client ended its sequence. The client's stream and the engine's sequence share this value.
 ///
-/// The client sets it before it closes the event channel. The engine reads it after it has found the channel closed.
+/// The client sets the value before it closes the event channel.
+/// The engine reads the value after the channel has closed or the client has set its cancel flag.
 #[derive(Default)]
 pub struct ClientEnd {
     is_complete: AtomicBool,
@@ -21,7 +22,7 @@ impl ClientEnd {
         self.is_complete.store(true, Ordering::Release);
     }
 
-    /// Records that the client ends the sequence now. Later calls have no effect.
+    /// Records the current time as the end of the sequence. Later calls do nothing.
     pub fn end(&self) {
         self.at.get_or_init(Instant::now);
     }
@@ -31,8 +32,8 @@ impl ClientEnd {
         if self.is_complete.load(Ordering::Acquire) { FinishReason::Stop } else { FinishReason::Canceled }
     }
 
-    /// Returns the time since the client ended the sequence. Returns `None` if the client only set its cancel flag, or
-    /// has not ended the sequence.
+    /// Returns the time since the client ended the sequence.
+    /// Returns `None` if the client has not called [`end`](Self::end), for example because it only set its cancel flag.
     pub fn elapsed(&self) -> Option<Duration> {
         self.at.get().map(Instant::elapsed)
     }

@@ -1,11 +1,11 @@
-//! One request: what the client asks for, its state on the engine thread, and the events and the text of its answer.
+//! Requests: what a client asks for, the state of an answer on the engine thread, and its events and text.
 //!
 //! - `request`: the prompt and the options that the client submits
 //! - `sequence`: the state of one answer on the engine thread; `prompt_scores`: the log probabilities of its prompt
-//! - `outbox`: the events that the engine thread sends to the client; `client_end`: what the client sends back when it
-//!   ends the sequence
+//! - `outbox`: the events that the engine thread sends to the client
+//! - `client_end`: how and when the client ended the sequence
 //! - `stream`: the answer on the client's thread; `output`: turns its tokens into text; `stop`: finds stop strings
-//! - `record`: what is needed to recompute an answer later
+//! - `record`: the data to recompute an answer later
 
 mod client_end;
 mod outbox;

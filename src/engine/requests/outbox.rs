@@ -1,4 +1,4 @@
-//! Events that the engine sends to clients while the device runs the next step.
+//! Events from the engine thread to clients. If possible, the engine sends them while the device runs the next step.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,14 +11,14 @@ use crate::runner::{ChosenToken, TokenLogprobs};
 /// A message from the engine thread to the client of a sequence.
 #[derive(Debug)]
 pub enum SequenceEvent {
-    /// The prefill has started. It skips the first `cached_tokens` tokens, which are already in the KV cache.
+    /// The prefill starts. It skips the first `cached_tokens` tokens, which are in the KV cache.
     Started {
         cached_tokens: usize,
         at: Instant,
     },
-    /// The log probabilities of the next prompt tokens. They come before the first generated token.
+    /// The log probabilities of the next prompt tokens. All of them come before the first generated token.
     PromptLogprobs(Arc<Vec<TokenLogprobs>>),
-    /// A generated token and the time at which it was generated.
+    /// A generated token, and the time at which the engine thread received it.
     Token {
         token: ChosenToken,
         at: Instant,
@@ -27,7 +27,7 @@ pub enum SequenceEvent {
     Failed(anyhow::Error),
 }
 
-/// Events to send, in order. Sending is delayed because waking a client's thread takes microseconds.
+/// Events to send, in order. They are collected, because each send wakes a client's thread, which takes microseconds.
 #[derive(Default)]
 pub struct Outbox(Vec<(UnboundedSender<SequenceEvent>, SequenceEvent)>);
 
@@ -37,7 +37,7 @@ impl Outbox {
         self.0.push((client.clone(), event));
     }
 
-    /// Sends all events. Ignores clients that have dropped their streams.
+    /// Sends and removes all events. Skips clients that have dropped their streams.
     pub fn flush(&mut self) {
         for (client, event) in self.0.drain(..) {
             let _ = client.send(event);

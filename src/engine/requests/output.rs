@@ -1,4 +1,4 @@
-//! Converts generated tokens to text on the client's thread. Ends the answer at the first stop string.
+//! [`Output`]: turns generated tokens into text on the client's thread.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::chat::{Channel, Delta, FormatViolations, Parser, ToolCall};
 use crate::language::Language;
 use crate::tokenizer::TextStream;
 
-/// Turns the tokens of one answer into text, split into channels.
+/// Turns the tokens of one answer into text, split into channels. Ends the answer at the first stop string.
 pub struct Output {
     language: Arc<Language>,
     reader: Reader,
@@ -19,9 +19,9 @@ pub struct Output {
     ignore_eos: bool,
 }
 
-/// Decodes generated tokens to text, with or without a chat format.
+/// A decoder for generated tokens, with or without a chat format.
 enum Reader {
-    /// Separates reasoning, answer and tool calls.
+    /// A parser that separates reasoning, answer and tool calls.
     Chat(Box<Parser>),
     /// A decoder of plain text. All text belongs to the answer.
     Raw(TextStream),
@@ -44,7 +44,7 @@ impl Output {
         Self { language, reader, stop, stop_token_ids, ignore_eos: *ignore_eos }
     }
 
-    /// Adds a token. Returns the text that has become final, if any.
+    /// Adds a token. Returns the text that is no longer held back. A stop token adds no text.
     pub fn push(&mut self, token: u32) -> Result<Vec<Delta>> {
         if self.stop_token_ids.contains(&token) {
             return Ok(Vec::new());
@@ -58,7 +58,7 @@ impl Output {
         Ok(self.until_stop(deltas))
     }
 
-    /// Ends the generation. Returns the text that the parser and the stop string search held back.
+    /// Ends the text. Returns what the decoder and the search for stop strings still hold back.
     pub fn finish(&mut self) -> Result<Vec<Delta>> {
         let held = match &mut self.reader {
             Reader::Chat(parser) => parser.finish(&self.language.tokenizer)?,
@@ -69,17 +69,17 @@ impl Output {
         Ok(deltas)
     }
 
-    /// Returns whether a stop string was generated.
+    /// Returns whether the answer text contains a stop string.
     pub fn is_stopped(&self) -> bool {
         self.stop.is_stopped()
     }
 
-    /// Returns the stop string that was generated.
+    /// Returns the stop string that ended the answer, if any.
     pub fn stop_string(&self) -> Option<&str> {
         self.stop.found()
     }
 
-    /// Returns the tool calls generated so far.
+    /// Returns the tool calls so far. Without a chat format, there are none.
     pub fn tool_calls(&self) -> &[ToolCall] {
         match &self.reader {
             Reader::Chat(parser) => parser.tool_calls(),
@@ -87,7 +87,7 @@ impl Output {
         }
     }
 
-    /// Returns how many times the model violated its chat format, by kind.
+    /// Returns how often the model has violated its chat format so far, by kind.
     pub fn violations(&self) -> FormatViolations {
         match &self.reader {
             Reader::Chat(parser) => parser.violations(),
@@ -95,14 +95,14 @@ impl Output {
         }
     }
 
-    /// Ends the answer text at the first stop string. Other channels pass through unchanged.
+    /// Cuts the answer text off at the first stop string. Passes the other channels through unchanged.
     fn until_stop(&mut self, deltas: Vec<Delta>) -> Vec<Delta> {
         let mut passed = Vec::new();
         for delta in deltas {
             if delta.channel == Channel::Answer {
                 passed.extend(answer(self.stop.push(&delta.text)));
             } else {
-                // Emit held-back answer text before this delta.
+                // Emit the held-back answer text first. It cannot grow into a stop string anymore.
                 passed.extend(answer(self.stop.finish()));
                 passed.push(delta);
             }

@@ -1,19 +1,18 @@
-//! Tracks the log probabilities of a prompt's tokens on the engine thread.
+//! [`PromptScores`]: the log probabilities of a prompt's tokens on the engine thread.
 
 use std::mem;
 use std::ops::Range;
 
 use crate::runner::{ScoreTokens, TokenLogprobs};
 
-/// The progress of computing the log probabilities of a prompt's tokens.
+/// Selects the prompt tokens that each step scores, and holds their log probabilities until they are sent.
 pub struct PromptScores {
     /// The number of most likely tokens to report with each token.
     top: usize,
     prompt_tokens: usize,
-    /// The number of tokens whose log probabilities have been sent.
-    /// The first prompt token has no log probability and is not counted.
+    /// The number of tokens whose log probabilities have been sent. The first prompt token has none.
     sent: usize,
-    /// The log probabilities of the current step.
+    /// The log probabilities that the current step computes.
     step: Vec<TokenLogprobs>,
 }
 
@@ -22,9 +21,9 @@ impl PromptScores {
         Self { top, prompt_tokens, sent: 0, step: Vec::new() }
     }
 
-    /// Returns the prompt tokens to score in a step whose input tokens are `tokens[range]`.
+    /// Returns the prompt tokens to score in a step whose input tokens are `tokens[range]`, if there are any.
     ///
-    /// A preempted sequence recomputes some tokens. Tokens that have already been scored are not scored again.
+    /// A preempted sequence computes tokens again, but does not score them again.
     pub fn of_step<'s>(&'s mut self, tokens: &'s [u32], range: Range<usize>) -> Option<ScoreTokens<'s>> {
         self.step.clear();
         let scored = range.start.max(self.sent) + 1..self.prompt_tokens.min(range.end + 1);
@@ -33,7 +32,7 @@ impl PromptScores {
         Some(ScoreTokens { first, tokens, top: self.top, logprobs: &mut self.step })
     }
 
-    /// Takes the log probabilities that the last step computed.
+    /// Takes the log probabilities that the last step computed, or returns `None` if it computed none.
     pub fn take(&mut self) -> Option<Vec<TokenLogprobs>> {
         Some(mem::take(&mut self.step)).filter(|step| !step.is_empty())
     }

@@ -1,4 +1,4 @@
-//! Records of requests and answers. A record contains everything needed to recompute its answers.
+//! Records of requests and answers. With a record and the model, the answers can be recomputed.
 
 use std::collections::BTreeMap;
 
@@ -10,13 +10,13 @@ use crate::engine::constraint::{ChatPrompt, Constraint};
 use crate::engine::loading::ModelInfo;
 use crate::engine::sampling::SamplingParams;
 
-/// The version of the record format. Records of other versions cannot be read.
+/// The version of the record format. This build cannot read records of other versions.
 const VERSION: u32 = 1;
 
 /// The version and the commit of this build.
 const BUILD: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("INFERNO_COMMIT"), ")");
 
-/// The memory that an allocation takes besides its contents, in bytes.
+/// The estimated overhead of a memory allocation, in bytes.
 const ALLOCATION_BYTES: usize = 16;
 
 /// A record of all answers to one client request.
@@ -25,20 +25,20 @@ pub struct Record {
     version: u32,
     /// The request id that the server assigned.
     pub id: String,
-    /// The time when the answers ended, in RFC 3339 format. Empty in older records.
+    /// The time when the record was created, in RFC 3339 format. Empty in records of older builds.
     #[serde(default)]
     pub created: String,
     pub model: String,
-    /// The commit of the model, or a hash of the demo's files. `None` for a model loaded from a path.
+    /// The commit of the model, or a hash of the files of the demo. `None` if the model was loaded from a path.
     pub revision: Option<String>,
     pub engine: EngineRecord,
-    /// One entry for each prompt.
+    /// The prompts of the client request, each with its answers.
     pub requests: Vec<RecordedRequest>,
-    /// The error that ended the request. `None` if the request succeeded.
+    /// The message of the error that ended the request. `None` if the request succeeded.
     pub error: Option<String>,
 }
 
-/// The engine settings that the tokens of an answer can depend on.
+/// The build, the device and the engine settings, on which the tokens of an answer can depend.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EngineRecord {
     pub build: String,
@@ -52,18 +52,17 @@ pub struct EngineRecord {
     pub deterministic: bool,
 }
 
-/// A prompt with its options and its answers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RecordedRequest {
     pub request: RequestRecord,
     pub answers: Vec<RecordedAnswer>,
 }
 
-/// A prompt and all options that affect the tokens of its answers. Answer i uses the seed plus i.
+/// A prompt, and the options that affect the tokens of its answers. Answer i uses the seed plus i.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RequestRecord {
     pub prompt: Vec<u32>,
-    /// The rendered conversation, if the answer has a constraint.
+    /// The rendered conversation, if the request has a constraint.
     pub chat: Option<ChatPrompt>,
     pub sampling: SamplingParams,
     pub stop_token_ids: Vec<u32>,
@@ -81,21 +80,21 @@ pub struct RecordedAnswer {
     pub tokens: Vec<u32>,
     /// The log probability of each token, if the request asked for log probabilities.
     pub logprobs: Vec<f32>,
-    /// How the answer ended: a finish reason, `canceled` or `error`.
+    /// How the answer ended, such as `stop`, `canceled` or `error`.
     pub finish: String,
     pub cached_tokens: usize,
-    /// Seconds to the first token.
+    /// Seconds from submission to the first token.
     pub ttft_s: f64,
 }
 
 impl Record {
-    /// Creates a record without requests.
+    /// Creates a record without requests, dated now.
     pub fn new(id: String, model: String, revision: Option<String>, info: &ModelInfo) -> Self {
         let (created, engine) = (jiff::Timestamp::now().to_string(), EngineRecord::new(info));
         Self { version: VERSION, id, created, model, revision, engine, requests: Vec::new(), error: None }
     }
 
-    /// Returns the approximate size in memory, in bytes.
+    /// Returns the approximate size of the record in memory, in bytes.
     pub fn bytes(&self) -> usize {
         let texts =
             [Some(&self.id), Some(&self.created), Some(&self.model), self.revision.as_ref(), self.error.as_ref()];
@@ -105,7 +104,7 @@ impl Record {
         size_of::<Self>() + texts + self.engine.heap_bytes() + entries + requests
     }
 
-    /// Fails if this build cannot read the version of the record.
+    /// Fails if this build cannot read records of this version.
     pub fn check_version(&self) -> Result<()> {
         match self.version {
             VERSION => Ok(()),
@@ -115,7 +114,7 @@ impl Record {
 }
 
 impl RecordedRequest {
-    /// Returns the approximate size of everything that this entry points to, in bytes.
+    /// Returns the approximate size of the entry's heap allocations, in bytes.
     fn heap_bytes(&self) -> usize {
         let of_answer = |answer: &RecordedAnswer| {
             let (tokens, logprobs) = (4 * answer.tokens.capacity(), 4 * answer.logprobs.capacity());
@@ -147,7 +146,7 @@ impl EngineRecord {
         texts.into_iter().flatten().map(|text| ALLOCATION_BYTES + text.capacity()).sum()
     }
 
-    /// Returns a description of each setting that differs from `now` and can affect the tokens.
+    /// Describes each setting that differs from `now` and can affect the tokens.
     pub fn differences(&self, now: &Self) -> Vec<String> {
         let none = || "none".to_string();
         let settings = [
@@ -170,7 +169,7 @@ impl EngineRecord {
 }
 
 impl RequestRecord {
-    /// Creates the record of a request. `options` must still contain the request's constraint.
+    /// Creates the record of a request. Call this before the constraint is taken out of `options`.
     pub fn new(prompt: &[u32], chat: Option<&ChatPrompt>, options: &GenerateOptions) -> Self {
         Self {
             prompt: prompt.to_vec(),
@@ -186,10 +185,10 @@ impl RequestRecord {
         }
     }
 
-    /// Returns the approximate size of everything that the record points to, in bytes.
+    /// Returns the approximate size of the record's heap allocations, in bytes.
     fn heap_bytes(&self) -> usize {
         let constraint = self.constraint.as_ref().and_then(|constraint| serde_json::to_string(constraint).ok());
-        // In memory, a JSON value takes several times the size of its text.
+        // A parsed JSON value takes several times the memory of its text.
         let constraint = constraint.map_or(0, |text| 8 * text.len());
         let chat = self.chat.as_ref().map_or(0, |chat| chat.text.len());
         let stop_and_bias = 4 * self.stop_token_ids.capacity() + 16 * self.logit_bias.len();
@@ -201,7 +200,7 @@ impl RequestRecord {
 mod tests {
     use super::*;
 
-    /// Records of short requests take far more memory than their tokens.
+    /// In records of short requests, tokens are only a small part of the memory.
     #[test]
     fn the_size_of_a_record_includes_all_its_parts() {
         let request = RequestRecord::new(&[1, 2, 3], None, &GenerateOptions::new(SamplingParams::greedy()));

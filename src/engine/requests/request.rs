@@ -11,29 +11,29 @@ use crate::chat::{Message, ReasoningEffort, RenderOptions, today};
 use crate::engine::constraint::Constraint;
 use crate::engine::sampling::SamplingParams;
 
-/// A prompt and its generation options, for [`EngineHandle::submit`](crate::engine::EngineHandle::submit).
+/// A prompt with generation options, to pass to [`EngineHandle::submit`](crate::engine::EngineHandle::submit).
 #[derive(Clone, Debug)]
 pub struct Request {
     pub prompt: Prompt,
-    /// `None` uses the model's sampling defaults and sets no token limit.
+    /// `None` selects the model's sampling defaults and the defaults of [`GenerateOptions::new`].
     pub options: Option<GenerateOptions>,
 }
 
 /// The prompt of a request: a conversation, a text or token ids.
 #[derive(Clone, Debug)]
 pub enum Prompt {
-    /// A conversation, rendered in the model's chat format. Submitting it fails if the model has no chat format.
+    /// A conversation, to render in the model's chat format. The request fails if the model has no chat format.
     Chat { messages: Vec<Message>, render: RenderOptions },
-    /// A text to continue, without a chat format. All generated text belongs to the answer.
+    /// A text to continue without a chat format. All generated text belongs to the answer.
     Text(String),
-    /// Token ids to continue.
+    /// Token ids to continue without a chat format.
     Ids(Vec<u32>),
 }
 
 impl Request {
     /// Creates a request for the next message of a conversation.
     ///
-    /// The defaults are medium reasoning effort, no tools and today's date.
+    /// Until [`render`](Self::render) sets other options, uses medium reasoning effort, no tools and today's date.
     pub fn chat(messages: impl Into<Vec<Message>>) -> Self {
         let render = RenderOptions {
             tools: Vec::new(),
@@ -54,7 +54,7 @@ impl Request {
         Self { prompt: Prompt::Ids(ids.into()), options: None }
     }
 
-    /// Sets the render options of a conversation. Has no effect on other prompts.
+    /// Sets how to render a conversation. Has no effect on other prompts.
     pub fn render(mut self, options: RenderOptions) -> Self {
         if let Prompt::Chat { render, .. } = &mut self.prompt {
             *render = options;
@@ -62,7 +62,7 @@ impl Request {
         self
     }
 
-    /// Sets the sampling parameters, limits and stop strings.
+    /// Sets the generation options.
     pub fn options(mut self, options: GenerateOptions) -> Self {
         self.options = Some(options);
         self
@@ -76,51 +76,54 @@ impl Request {
 pub struct GenerateOptions {
     pub sampling: SamplingParams,
     /// The maximum number of tokens to generate. `None` allows as many as fit in the context.
+    /// With 0, the request only computes its prompt.
     pub max_tokens: Option<usize>,
     /// Strings that end the answer. The answer does not include them.
     pub stop: Vec<String>,
-    /// Stop tokens in addition to the model's stop tokens. The answer does not include the text of a stop token.
+    /// Tokens that end the answer, in addition to the model's stop tokens. Their text is not part of the answer.
     pub stop_token_ids: Vec<u32>,
-    /// The minimum number of tokens to generate before a stop token. Stop strings end the answer at any time.
+    /// The minimum number of tokens to generate before a stop token. Stop strings and `max_tokens` can end the answer
+    /// earlier.
     pub min_tokens: usize,
-    /// The bias that is added to the logit of each of these tokens, before penalties. In effect, -100 bans a token, and
-    /// 100 selects it.
+    /// Biases from -100 to 100 to add to the logits of these tokens, before penalties.
+    /// In effect, -100 bans a token, and 100 selects it.
     pub logit_bias: BTreeMap<u32, f32>,
-    /// The number of most likely tokens to report for each generated token, with log probabilities.
-    /// 0 reports only the log probability of the generated token. `None` reports no log probabilities.
+    /// How many most likely tokens to report for each generated token, with their log probabilities.
+    /// With 0, only the generated token has a log probability. `None` reports no log probabilities.
     pub logprobs: Option<usize>,
-    /// The number of most likely tokens to report for each prompt token after the first, with log probabilities.
+    /// How many most likely tokens to report for each prompt token after the first, with their log probabilities.
     /// [`RequestStream::scored_prompt`](super::RequestStream::scored_prompt) returns the log probabilities.
-    /// If set, the whole prompt is computed, even if it is cached. `None` reports no log probabilities.
+    /// If set, all prompt tokens are computed, even cached tokens. `None` reports no log probabilities.
     pub prompt_logprobs: Option<usize>,
-    /// The form that the answer must have. `None` allows any answer.
+    /// The constraint that the answer must match. `None` allows any answer.
     pub constraint: Option<Constraint>,
-    /// Whether to keep generating after a stop token of the model, as benchmarks do.
+    /// Whether to generate more tokens after a stop token of the model, as benchmarks do.
+    /// The tokens in `stop_token_ids` still end the answer.
     pub ignore_eos: bool,
-    /// A flag that another thread can set to cancel the request. The request then ends after the current step.
+    /// A flag that another thread can set to cancel the request. The engine ends the request before its next step.
     pub cancel: Option<Arc<AtomicBool>>,
     /// The owner of the request, such as a client with its own API key.
     ///
-    /// Tenants with waiting requests get equal numbers of tokens. A generated token counts as two prompt tokens.
+    /// Tenants that have waiting requests get equal numbers of tokens. A generated token counts as two prompt tokens.
     pub tenant: u64,
     /// The priority among the requests of a tenant: requests with smaller values start first.
     /// A value lower by 1 has the same effect as an arrival 2 seconds earlier.
     pub priority: i32,
-    /// If set, the prompt reuses only cached prefixes of requests with the same salt.
-    /// The time to the first token then reveals nothing about the prompts of other clients.
+    /// If set, the prompt reuses only prefixes that were cached by requests with the same salt.
+    /// The time to the first token then does not reveal which prompts other clients have sent.
     pub cache_salt: Option<String>,
-    /// Whether the answer must be independent of other requests, even on an engine that is not
-    /// [`deterministic`](crate::engine::EngineBuilder::deterministic). Slows down this request and all concurrent
-    /// requests.
+    /// Whether the answer must not depend on other requests, although the engine is not
+    /// [`deterministic`](crate::engine::EngineBuilder::deterministic).
+    /// This slows down the request and all concurrent requests.
     pub deterministic: bool,
-    /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), so that the answer can be recomputed.
+    /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), with which the answer can be recomputed.
     pub keeps_record: bool,
-    /// The maximum time that the request may wait before it starts. After this time, it fails. `None` sets no limit.
+    /// If the request has not started after this time, it fails. `None` sets no limit.
     pub max_wait: Option<Duration>,
 }
 
 impl GenerateOptions {
-    /// Creates options without limits or stop strings.
+    /// Creates options with these sampling parameters. All other options are off.
     pub fn new(sampling: SamplingParams) -> Self {
         Self {
             sampling,
@@ -150,9 +153,9 @@ impl GenerateOptions {
 pub enum FinishReason {
     /// A stop token or a stop string was generated.
     Stop,
-    /// The answer reached `max_tokens`, or the context is full.
+    /// The answer has `max_tokens` tokens, or the context is full.
     Length,
-    /// The model called one or more tools.
+    /// The answer ended as with [`Stop`](Self::Stop), and it contains tool calls.
     ToolCalls,
     /// The client canceled the request. Serialized as `interrupted`.
     #[serde(rename = "interrupted")]

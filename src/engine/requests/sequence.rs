@@ -1,4 +1,4 @@
-//! The state of one sequence on the engine thread: token ids, sampler and limits, but no text.
+//! [`Sequence`]: one answer to a request, on the engine thread. It has token ids but no text.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +15,7 @@ use crate::engine::constraint::ConstraintState;
 use crate::engine::sampling::{LogitRules, Sampler};
 use crate::runner::{ChosenToken, PromptParts, TokenLogprobs};
 
-/// One answer to a request, on the engine thread.
+/// The prompt, sampler, limits and event channel of one answer to a request.
 pub struct Sequence {
     prompt: Vec<u32>,
     prompt_tokens: usize,
@@ -23,19 +23,19 @@ pub struct Sequence {
     has_started: bool,
     generated: usize,
     pub sampler: Sampler,
-    /// The log probabilities of prompt tokens, if the request asked for prompt log probabilities.
+    /// The progress of scoring the prompt, if the request asked for prompt log probabilities.
     pub prompt_scores: Option<PromptScores>,
     max_tokens: Option<usize>,
-    /// The tokens that end the answer.
+    /// The stop tokens of the request. Includes the model's stop tokens, unless the request ignores them.
     stop_ids: Vec<u32>,
-    /// Limits the reuse of cached prefixes. Set to `None` when the sequence is passed to the scheduler.
+    /// See [`GenerateOptions::cache_salt`]. `None` once the scheduler has taken the salt.
     pub cache_salt: Option<String>,
-    /// How the prompt is divided, if the answer must not depend on other requests.
+    /// How the prompt is divided, if this request asked for a deterministic answer.
     pub prompt_parts: Option<PromptParts>,
     pub tenant: u64,
     pub priority: i32,
     pub max_wait: Option<Duration>,
-    /// The caller's cancel flag. Closing the event channel also cancels the sequence.
+    /// See [`GenerateOptions::cancel`].
     cancel: Option<Arc<AtomicBool>>,
     client_end: Arc<ClientEnd>,
     events: UnboundedSender<SequenceEvent>,
@@ -80,39 +80,39 @@ impl Sequence {
         }
     }
 
-    /// Sets the constraint that the answer must match.
+    /// Sets the constraint of the answer.
     pub fn constrain(&mut self, constraint: ConstraintState) {
         self.sampler.set_constraint(constraint);
     }
 
-    /// Passes the chosen token to the constraint. Returns the token to use, which can be a different token. See
-    /// [`Sampler::advance`].
+    /// Passes the chosen token to the constraint, which can replace it. See [`Sampler::advance`].
     pub fn accept(&mut self, token: ChosenToken) -> Result<ChosenToken> {
         Ok(ChosenToken { id: self.sampler.advance(token.id)?, ..token })
     }
 
-    /// Returns the prompt. Later calls return an empty list.
+    /// Moves the prompt out of the sequence. Later calls return an empty list.
     pub fn take_prompt(&mut self) -> Vec<u32> {
         std::mem::take(&mut self.prompt)
     }
 
-    /// Returns whether the client needs no more tokens: it canceled the request, dropped its stream,
-    /// or has the complete answer.
+    /// Returns whether the client needs no more tokens: it has canceled the request, dropped its stream,
+    /// or received the complete answer.
     pub fn is_canceled(&self) -> bool {
         self.events.is_closed() || self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
     }
 
-    /// Returns how and when the client ended the sequence, if [`is_canceled`](Self::is_canceled) is true.
+    /// Returns how and when the client ended the sequence.
+    /// The engine reads this value only after [`is_canceled`](Self::is_canceled) has returned true.
     pub fn client_end(&self) -> &Arc<ClientEnd> {
         &self.client_end
     }
 
-    /// Records that a token was generated for a canceled request. Returns false on the first call.
+    /// Records that a token was generated after the cancellation. Returns false on the first call.
     pub fn note_canceled(&mut self) -> bool {
         std::mem::replace(&mut self.is_noted_as_canceled, true)
     }
 
-    /// Adds the event [`SequenceEvent::Started`]. Later calls do nothing.
+    /// Adds the event [`SequenceEvent::Started`], unless the sequence has already started.
     pub fn start(&mut self, cached_tokens: usize, outbox: &mut Outbox) {
         if !self.has_started {
             self.has_started = true;
@@ -120,7 +120,7 @@ impl Sequence {
         }
     }
 
-    /// Adds the event [`SequenceEvent::PromptLogprobs`].
+    /// Counts log probabilities as sent, and adds their event. Does nothing if the request did not ask for them.
     pub fn add_prompt_logprobs(&mut self, logprobs: &Arc<Vec<TokenLogprobs>>, outbox: &mut Outbox) {
         if let Some(scores) = &mut self.prompt_scores {
             scores.count(logprobs.len());
@@ -136,17 +136,17 @@ impl Sequence {
         self.has_started
     }
 
-    /// Returns whether the request only prefills its prompt, because `max_tokens` is 0.
+    /// Returns whether the request generates no tokens, because `max_tokens` is 0.
     pub fn is_prefill_only(&self) -> bool {
         self.max_tokens == Some(0)
     }
 
-    /// Returns the number of tokens that the sequence may still generate.
+    /// Returns how many more tokens `max_tokens` allows. Does not consider the context length.
     pub fn remaining(&self) -> usize {
         self.max_tokens.map_or(usize::MAX, |max| max.saturating_sub(self.generated))
     }
 
-    /// Counts a generated token and adds its event. Returns the finish reason if the token ends the sequence.
+    /// Counts a generated token and adds its event. Returns a finish reason if the token ends the sequence.
     pub fn push(&mut self, token: ChosenToken, context: usize, outbox: &mut Outbox) -> Option<FinishReason> {
         let is_stop = self.stop_ids.contains(&token.id);
         self.generated += 1;
@@ -160,12 +160,12 @@ impl Sequence {
         }
     }
 
-    /// Adds the event that ends the client's stream with a finish reason.
+    /// Adds the last event of the sequence: a finish reason.
     pub fn finish(&self, reason: FinishReason, outbox: &mut Outbox) {
         outbox.add(&self.events, SequenceEvent::Finished(reason));
     }
 
-    /// Adds the event that ends the client's stream with an error.
+    /// Adds the last event of the sequence: an error.
     pub fn fail(&self, error: anyhow::Error, outbox: &mut Outbox) {
         outbox.add(&self.events, SequenceEvent::Failed(error));
     }

@@ -1,33 +1,32 @@
-//! Finds stop strings in streamed text, even if they span several tokens.
+//! [`StopStrings`]: finds stop strings in streamed text, even if they span several tokens.
 
-/// A filter that ends streamed text at the first stop string. Holds back text that may be the start of a stop string.
+/// A filter that ends streamed text at the first stop string. It holds back text that may begin a stop string.
 pub struct StopStrings {
     stops: Vec<String>,
     held: String,
-    /// The index of the stop string that was found.
+    /// The index in `stops` of the stop string that was found.
     found: Option<usize>,
 }
 
 impl StopStrings {
-    /// Creates a filter for `stops`. Ignores empty strings, which would match immediately.
+    /// Creates a filter for `stops`. Ignores empty strings, because they would match before the first character.
     pub fn new(stops: &[String]) -> Self {
         let stops = stops.iter().filter(|stop| !stop.is_empty()).cloned().collect();
         Self { stops, held: String::new(), found: None }
     }
 
-    /// Returns whether a stop string was found.
     pub fn is_stopped(&self) -> bool {
         self.found.is_some()
     }
 
-    /// Returns the stop string that was found.
+    /// Returns the stop string that ended the text, or `None` if no stop string was found.
     pub fn found(&self) -> Option<&str> {
         self.stops.get(self.found?).map(String::as_str)
     }
 
-    /// Adds a piece of text. Returns all pending text that can no longer be part of a stop string.
+    /// Adds a piece of text. Returns the held-back text that cannot be part of a stop string.
     ///
-    /// Never returns the stop string or any text after it.
+    /// Never returns a stop string or the text after it. If several stop strings match, the earliest match counts.
     pub fn push(&mut self, text: &str) -> String {
         if self.found.is_some() {
             return String::new();
@@ -45,13 +44,13 @@ impl StopStrings {
         std::mem::replace(&mut self.held, held)
     }
 
-    /// Ends the stream. Returns any text that is still held back.
+    /// Ends the stream. Returns the text that is still held back.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 }
 
-/// Returns the length in bytes of the longest proper prefix of `stop` that `text` ends with.
+/// Returns the length in bytes of the longest proper prefix of `stop` that is a suffix of `text`.
 fn longest_prefix_at_end(text: &str, stop: &str) -> usize {
     let ends = stop.char_indices().map(|(at, _)| at).skip(1);
     ends.filter(|&end| text.ends_with(&stop[..end])).max().unwrap_or(0)

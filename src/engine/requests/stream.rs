@@ -1,4 +1,4 @@
-//! The events of one request, as a blocking iterator or an async `Stream`.
+//! [`RequestStream`]: the events of one answer, as a blocking iterator or an async `Stream`.
 
 use std::borrow::BorrowMut;
 use std::pin::Pin;
@@ -23,10 +23,11 @@ use crate::runner::{ChosenToken, Executor, TokenLogprobs};
 /// An event of a [`RequestStream`]: a token or the end.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// A generated token, and the text released with it. `deltas` may be empty, because some text is held back.
+    /// A generated token, and the text that it completes. `deltas` can be empty:
+    /// a token can end in the middle of a character, and the start of a possible stop string is held back.
     /// `logprobs` is `Some` if [`GenerateOptions::logprobs`] is set.
     Token { id: u32, deltas: Vec<Delta>, logprobs: Option<TokenLogprobs> },
-    /// The end of the generation: the remaining held-back text, and the summary.
+    /// The end of the answer: the text that was still held back, and the summary.
     End { deltas: Vec<Delta>, summary: Box<Summary> },
 }
 
@@ -39,7 +40,7 @@ impl Event {
         }
     }
 
-    /// Returns the log probabilities of the generated token, if the request asked for log probabilities.
+    /// Returns the log probabilities of the token. `None` for the end event, or if the request did not ask for them.
     pub fn logprobs(&self) -> Option<&TokenLogprobs> {
         match self {
             Event::Token { logprobs, .. } => logprobs.as_ref(),
@@ -62,7 +63,7 @@ impl Event {
         }
     }
 
-    /// Returns the answer text of this event.
+    /// Returns the text of this event on the answer channel.
     pub fn answer(&self) -> String {
         self.text(Channel::Answer)
     }
@@ -73,7 +74,7 @@ impl Event {
     }
 }
 
-/// Token counts and timings of a generation.
+/// How an answer ended, with its token counts, times and tool calls.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Summary {
     pub finish_reason: FinishReason,
@@ -81,21 +82,22 @@ pub struct Summary {
     /// Prompt tokens reused from the KV cache.
     pub cached_tokens: usize,
     pub completion_tokens: usize,
-    /// Seconds from the [`submit`](crate::engine::EngineHandle::submit) call to the start of the prefill. 0 if no prefill ran.
+    /// Seconds from the call of [`submit`](crate::engine::EngineHandle::submit) to the start of the prefill.
+    /// 0 if the prefill did not start.
     pub queue_s: f64,
-    /// Seconds from the [`submit`](crate::engine::EngineHandle::submit) call to the first token.
-    /// Includes rendering the chat template, tokenizing and waiting in the queue. 0 if no token was generated.
+    /// Seconds from the call of [`submit`](crate::engine::EngineHandle::submit) to the first token, including
+    /// rendering, tokenizing and waiting. 0 if no token was generated.
     pub ttft_s: f64,
-    /// Decode speed in tokens per second, or 0 if fewer than two tokens were generated.
+    /// The decode speed in tokens per second, without the first token. 0 for fewer than two tokens.
     pub tok_per_s: f64,
-    /// Prompt tokens plus completion tokens.
+    /// The sum of `prompt_tokens` and `completion_tokens`.
     pub context_used: usize,
-    /// Context length in tokens.
+    /// The context length of the engine, in tokens.
     pub context: usize,
     /// How decode steps run while only one request is active: as a CUDA graph, or one operation at a time.
     pub executor: Executor,
     pub tool_calls: Vec<ToolCall>,
-    /// The number of times the model violated its chat format.
+    /// How often the model violated its chat format.
     pub format_violations: usize,
 }
 
@@ -103,31 +105,31 @@ pub struct Summary {
 #[derive(Clone, Debug, Default)]
 pub struct ScoredPrompt {
     pub tokens: Vec<u32>,
-    /// The number of most likely tokens reported for each prompt token.
+    /// The number of most likely tokens that the request asked for.
     pub top: usize,
-    /// The log probabilities of all tokens except the first, given the preceding tokens.
-    /// The list is complete when the first event of the stream arrives.
+    /// The log probabilities of all tokens except the first, each given the tokens before it.
+    /// The list is complete when the first event of the stream arrives, unless the request was canceled earlier.
     pub logprobs: Vec<TokenLogprobs>,
 }
 
-/// The token counts of a generation in progress.
+/// The token counts of an answer in progress.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenCounts {
     pub prompt_tokens: usize,
-    /// Prompt tokens reused from the KV cache. 0 until the prefill starts.
+    /// Prompt tokens reused from the KV cache. 0 before the prefill starts.
     pub cached_tokens: usize,
     pub completion_tokens: usize,
-    /// Seconds to the first token, as in [`Summary`]. 0 before the first token.
+    /// See [`Summary::ttft_s`]. 0 before the first token.
     pub ttft_s: f64,
 }
 
-/// The events of one request, returned by [`EngineHandle::submit`](crate::engine::EngineHandle::submit).
+/// The events of one answer, returned by [`EngineHandle::submit`](crate::engine::EngineHandle::submit).
 ///
-/// A `for` loop over the stream, or over a mutable reference to it, blocks until each event arrives.
+/// A `for` loop over the stream, or over a mutable reference to the stream, blocks until each event arrives.
 /// The [`Stream`] implementation yields the same events in any async runtime.
-/// The type does not implement `Iterator`, because its `next` would conflict with `StreamExt::next`.
+/// The type does not implement `Iterator`, because `Iterator::next` would conflict with `StreamExt::next`.
 ///
-/// Dropping the stream cancels the request. The engine ends the request after the current step.
+/// Dropping the stream cancels the request. The engine ends the request before its next step.
 pub struct RequestStream {
     events: UnboundedReceiver<SequenceEvent>,
     output: Output,
@@ -191,7 +193,7 @@ impl RequestStream {
 
     /// Returns the record of the request, if [`GenerateOptions::keeps_record`] is set.
     ///
-    /// All answers to one request share one record.
+    /// All answers to a request share one record.
     pub fn record(&self) -> Option<&Arc<RequestRecord>> {
         self.record.as_ref()
     }
@@ -206,9 +208,9 @@ impl RequestStream {
         self.scored_prompt.as_ref()
     }
 
-    /// Waits for the next event. Returns `None` after the end or an error.
+    /// Waits for the next event. Returns `None` after the end event or an error.
     ///
-    /// Panics if called in a tokio task, which must not block. In a task, use the [`Stream`] implementation.
+    /// Panics if called in an async task of tokio. Use the [`Stream`] implementation there.
     pub fn next_blocking(&mut self) -> Option<Result<Event>> {
         loop {
             if let Some(end) = self.end_if_finished() {
@@ -221,21 +223,21 @@ impl RequestStream {
         }
     }
 
-    /// Cancels the request. The stream ends with [`FinishReason::Canceled`].
+    /// Cancels the request. The next event is the end event, with [`FinishReason::Canceled`].
     pub fn cancel(&mut self) {
         self.finish_as(FinishReason::Canceled);
     }
 
-    /// Ends the request because the caller needs no more of the answer. The stream ends with [`FinishReason::Stop`],
-    /// or with [`FinishReason::ToolCalls`] if the answer contains tool calls. The engine does not count the request
-    /// as canceled.
+    /// Ends the request because the caller needs no more of the answer. The request does not count as canceled.
+    ///
+    /// The stream ends with [`FinishReason::Stop`], or with [`FinishReason::ToolCalls`] if the answer has tool calls.
     pub fn complete(&mut self) {
         self.client_end.complete();
         self.finish_as(FinishReason::Stop);
     }
 
-    /// Returns the tool calls so far. In harmony, a call has its name as soon as its arguments begin.
-    /// In other chat formats, the last call has no name until the call is complete.
+    /// Returns the tool calls so far. The last call can be incomplete. In harmony, a call has a name
+    /// as soon as its arguments begin. In other chat formats, an incomplete call has no name.
     pub fn tool_calls(&self) -> &[ToolCall] {
         self.output.tool_calls()
     }
@@ -245,7 +247,7 @@ impl RequestStream {
         self.output.stop_string()
     }
 
-    /// Returns how many times the model violated its chat format so far, by kind.
+    /// Returns how often the model has violated its chat format so far, by kind.
     pub fn violations(&self) -> FormatViolations {
         self.output.violations()
     }
@@ -260,7 +262,8 @@ impl RequestStream {
         }
     }
 
-    /// Returns the counts and timings so far. The values are final once the stream has ended.
+    /// Returns the summary so far, which is final once the stream has ended.
+    /// Before the end, its finish reason is [`FinishReason::Canceled`].
     pub fn summary(&self) -> Summary {
         let tool_calls = self.output.tool_calls().to_vec();
         let finish_reason = match self.finish.unwrap_or(FinishReason::Canceled) {
@@ -285,12 +288,12 @@ impl RequestStream {
         }
     }
 
-    /// Returns `None` until the generation has finished, then the end event once, then always `Some(None)`.
+    /// Returns `None` until the answer has ended, then the end event once, then `Some(None)` forever.
     fn end_if_finished(&mut self) -> Option<Option<Result<Event>>> {
         if self.has_ended {
             return Some(None);
         }
-        // Cancellation discards tokens that are already queued.
+        // A cancellation discards the events that are still in the channel.
         if self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed)) {
             self.finish_as(FinishReason::Canceled);
         }
@@ -300,14 +303,15 @@ impl RequestStream {
         Some(Some(deltas.map(|deltas| Event::End { deltas, summary: Box::new(self.summary()) })))
     }
 
-    /// Sets the finish reason if none is set. Closes the channel, so that the engine ends this request.
+    /// Sets the finish reason, unless one is set. Closes the channel, so that the engine ends the sequence.
     fn finish_as(&mut self, reason: FinishReason) {
         self.finish.get_or_insert(reason);
         self.client_end.end();
         self.events.close();
     }
 
-    /// Handles a message from the engine thread. Returns `None` if the message produces no event for the client.
+    /// Handles a message from the engine thread, or the end of the channel (`None`).
+    /// Returns `None` if the caller gets no event for the message.
     fn receive(&mut self, event: Option<SequenceEvent>) -> Option<Result<Event>> {
         let result = match event {
             Some(SequenceEvent::Started { cached_tokens, at }) => {
@@ -344,10 +348,10 @@ impl RequestStream {
     }
 }
 
-/// Cancels the request if it has not ended.
+/// Cancels the request, unless it has ended.
 impl Drop for RequestStream {
     fn drop(&mut self) {
-        // The channel closes after this call.
+        // Record the time before the channel closes, which happens after this function.
         self.client_end.end();
     }
 }

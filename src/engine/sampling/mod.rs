@@ -1,8 +1,8 @@
-//! Chooses the next token from logits.
+//! Sampling: chooses the next token of a sequence from logits.
 //!
 //! - `params`: the sampling parameters, and the table of their flags, bounds and fields
-//! - `sampler`: applies the parameters of one sequence on a CPU, and passes them to the sampling kernel on a GPU
-//! - `token_counts`: how often each token of a sequence was generated, for the penalties
+//! - `sampler`: samples the tokens of one sequence on a CPU, or prepares the input of the sampling kernel on a GPU
+//! - `token_counts`: counts the generated tokens of a sequence, for the penalties
 
 mod params;
 mod sampler;

@@ -1,12 +1,9 @@
-//! Sampling parameters, defined in one table.
+//! The sampling parameters, defined in one table.
 //!
-//! Each row of the table defines, for one parameter:
+//! Each row defines the names, the neutral value, the range and the help text of one parameter. The names are:
 //!
-//! - the `inferno play` flag and its help text
-//! - the accepted range
-//! - the name for `/set` in a chat
-//! - the key in `config.toml` and in journals
-//! - the environment variable and the JSON field
+//! - the flag of `inferno play`, which is also the name for `/set` and the key in `config.toml` and in journals
+//! - the JSON field
 //!
 //! On a CPU, [`Sampler`](super::Sampler) applies the parameters. On a GPU, the sampling kernel applies them.
 //! docs/contributing.md lists the code to change for a new parameter.
@@ -26,20 +23,20 @@ macro_rules! sampling_table {
         $field:ident: $type:ty, $flag:literal $value_name:literal, neutral: $neutral:expr, range: $range:expr,
         generation_config: $when:ident, help: $help:literal;
     )*) => {
-        /// The parameters that control how tokens are sampled.
+        /// How to sample tokens: one field per row of the sampling table.
         #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
         pub struct SamplingParams {
             $($(#[$doc])* pub $field: $type,)*
         }
 
         impl SamplingParams {
-            /// Returns the parameters of greedy sampling. Every parameter has its neutral value.
+            /// Returns the parameters of greedy sampling: the neutral value of every row.
             pub fn greedy() -> Self {
                 Self { $($field: $neutral,)* }
             }
         }
 
-        /// All sampling parameters, in the order of the table.
+        /// The rows of the sampling table.
         pub static SAMPLING_FIELDS: &[SamplingField] = &[$(
             SamplingField {
                 name: stringify!($field),
@@ -62,19 +59,19 @@ macro_rules! sampling_table {
 }
 
 sampling_table! {
-    /// The sampling temperature, which divides the logits. 0 always selects the most likely token.
+    /// The temperature, by which logits are divided. 0 always selects the most likely token.
     temperature: f32, "temperature" "X", neutral: 0.0, range: 0.0..=100.0, generation_config: WhenSampling,
     help: "Sampling temperature; 0 always selects the most likely token";
 
-    /// The number of most likely tokens to sample from. 0 keeps all tokens.
+    /// How many of the most likely tokens to sample from. 0 keeps all tokens.
     top_k: usize, "top-k" "K", neutral: 0, range: 0..=usize::MAX, generation_config: WhenSampling,
     help: "Sample only from the K most likely tokens; 0 for all";
 
-    /// The cumulative probability of the most likely tokens to sample from. 1 keeps all tokens.
+    /// The smallest set of most likely tokens with at least this total probability is kept. 1 keeps all tokens.
     top_p: f32, "top-p" "P", neutral: 1.0, range: 0.0..=1.0, generation_config: WhenSampling,
     help: "Sample only from the top tokens with a cumulative probability of P; 1 for all";
 
-    /// The minimum probability of a token, relative to the most likely token. 0 keeps all tokens.
+    /// The minimum probability of a token, divided by the probability of the most likely token. 0 keeps all tokens.
     min_p: f32, "min-p" "P", neutral: 0.0, range: 0.0..=1.0, generation_config: WhenSampling,
     help: "Minimum probability of a token relative to the most likely token; 0 for all";
 
@@ -90,22 +87,22 @@ sampling_table! {
     presence_penalty: f32, "presence-penalty" "X", neutral: 0.0, range: -100.0..=100.0, generation_config: Never,
     help: "Penalty on a token that was generated at least once; 0 for none";
 
-    /// The seed of the random number generator. The same seed gives the same tokens.
+    /// The seed of the random numbers. Equal seeds and prompts give equal tokens if the logits are equal.
     seed: u64, "seed" "SEED", neutral: 0, range: 0..=u64::MAX, generation_config: Never,
     help: "Random seed; the same seed gives the same text [default: random]";
 }
 
-/// A sampling parameter with its names and valid range: one row of the table.
+/// One row of the sampling table: a parameter with its names and its valid range.
 pub struct SamplingField {
-    /// The field name, such as `top_p`. [`SamplingParams`], JSON output and generation_config.json use it.
+    /// The name of the field in [`SamplingParams`], such as `top_p`. JSON and generation_config.json use this name too.
     pub name: &'static str,
-    /// The name of the flag, such as `top-p`. `/set`, `config.toml` and journals use the same name.
+    /// The name of the flag, such as `top-p`. `/set`, `config.toml` and journals use this name too.
     pub flag: &'static str,
     /// The placeholder for the value in `--help`, such as `P` in `--top-p <P>`.
     pub value_name: &'static str,
     /// The description of the flag in `--help`.
     pub help: &'static str,
-    /// Whether generation_config.json can set this parameter.
+    /// When generation_config.json sets this parameter.
     pub generation_config: GenerationConfigUse,
     expected: fn() -> String,
     is_valid: fn(&SamplingParams) -> bool,
@@ -114,7 +111,7 @@ pub struct SamplingField {
     set_json: fn(&mut SamplingParams, &Value),
 }
 
-/// Whether a model's generation_config.json can set a parameter.
+/// When the generation_config.json of a model sets a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GenerationConfigUse {
     Always,
@@ -124,7 +121,7 @@ pub enum GenerationConfigUse {
 }
 
 impl SamplingField {
-    /// Returns the row for a flag. `flag` has no leading dashes.
+    /// Returns the row for a flag without its dashes, such as `top-p`.
     pub fn find(flag: &str) -> Option<&'static SamplingField> {
         SAMPLING_FIELDS.iter().find(|field| field.flag == flag)
     }
@@ -134,14 +131,14 @@ impl SamplingField {
         (self.get)(params)
     }
 
-    /// Sets this parameter from text. The error describes the valid range, such as `expected a number from 0 to 1`.
+    /// Sets this parameter from text. An invalid value is an error such as `expected a number from 0 to 1`.
     pub fn set(&self, params: &mut SamplingParams, text: &str) -> Result<(), String> {
         (self.set_text)(params, text)
     }
 }
 
 impl SamplingParams {
-    /// Checks that every parameter is in range. The error names the first parameter that is out of range.
+    /// Fails if a parameter is out of range or NaN. The error names the first such parameter.
     pub fn validate(&self) -> Result<(), String> {
         match SAMPLING_FIELDS.iter().find(|field| !(field.is_valid)(self)) {
             Some(field) => Err(format!("{} is {}: {}", field.flag, field.get(self), (field.expected)())),
@@ -151,8 +148,8 @@ impl SamplingParams {
 
     /// Reads a model's sampling defaults from generation_config.json. Returns greedy sampling for JSON null.
     ///
-    /// Without `"do_sample": true`, the result is greedy sampling, as in transformers.
-    /// The repetition penalty applies in both cases.
+    /// Without `"do_sample": true`, reads only the repetition penalty. The other parameters are those of
+    /// greedy sampling, as in transformers. Does not check the range of the values.
     pub fn from_generation_config(generation_config: &Value) -> Self {
         let is_sampling = generation_config["do_sample"].as_bool() == Some(true);
         let mut params = Self::greedy();
@@ -177,7 +174,7 @@ impl SamplingParams {
 trait FieldType: FromStr + Display + PartialOrd {
     /// The name of the type in error messages.
     const KIND: &'static str;
-    /// The maximum value of an integer type. Error messages do not show it as an upper bound.
+    /// The maximum value of an integer type. Error messages do not name this value as an upper bound.
     const UNBOUNDED: Option<Self>;
 
     fn from_json(json: &Value) -> Option<Self>;
@@ -210,7 +207,7 @@ impl FieldType for u64 {
     }
 }
 
-/// Formats a range for an error message, such as `expected a number from 0 to 1`.
+/// Returns the error message for a value outside `range`, such as `expected a number from 0 to 1`.
 fn expected<T: FieldType>(range: &RangeInclusive<T>) -> String {
     match T::UNBOUNDED {
         Some(unbounded) if *range.end() == unbounded => format!("expected {}, {} or more", T::KIND, range.start()),
@@ -218,7 +215,8 @@ fn expected<T: FieldType>(range: &RangeInclusive<T>) -> String {
     }
 }
 
-/// Sets `field` to `parsed`. Fails if `parsed` is `None` (the text was not a number), out of range or NaN.
+/// Sets `field` to `parsed`, which is `None` if the text is not a number.
+/// Fails if there is no number, or if the number is out of range or NaN.
 fn set<T: FieldType>(field: &mut T, parsed: Option<T>, range: &RangeInclusive<T>) -> Result<(), String> {
     let value = parsed.filter(|value| range.contains(value)).ok_or_else(|| expected(range))?;
     *field = value;

@@ -1,8 +1,8 @@
-//! Samples a token from logits: penalties, temperature, top-k, top-p and min-p, then a random draw.
+//! [`Sampler`]: applies penalties, temperature, top-k, top-p and min-p to logits, then draws a token.
 //!
-//! The order is the same as in transformers.
-//! Each random number depends only on the seed and the number of earlier draws.
-//! The same seed and prompt therefore give the same text.
+//! The order of these operations is the same as in transformers.
+//! Each random number depends only on the seed and the number of earlier draws,
+//! so equal seeds and logits give equal tokens.
 //! On a GPU, the sampling kernel applies the same rules. `sample.cu` lists the rare differences.
 
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use crate::kernels::sampling::{DeviceSampling, SamplingKernelParams};
 use crate::kernels::token_mask::TokenMask;
 use crate::runner::ChooseToken;
 
-/// Samples the tokens of one answer and counts them for the penalties.
+/// The state for choosing the tokens of one answer: parameters, token counts and constraint.
 pub struct Sampler {
     params: SamplingParams,
     seen: TokenCounts,
@@ -30,15 +30,15 @@ pub struct Sampler {
     constraint: Option<ConstraintState>,
 }
 
-/// How to change the logits before penalties, and which log probabilities to compute.
+/// How a request changes logits before the penalties, and which log probabilities it asks for.
 #[derive(Clone, Debug, Default)]
 pub struct LogitRules {
-    /// The logit bias of each token that has one, as the request specifies.
+    /// The biases of the request, by token id.
     pub bias: BTreeMap<u32, f32>,
-    /// The tokens that cannot be chosen until `min_tokens` tokens have been chosen.
+    /// The tokens that are banned until `min_tokens` tokens have been chosen.
     pub stop_tokens: Vec<u32>,
     pub min_tokens: usize,
-    /// The number of most likely tokens that need log probabilities, in addition to the chosen token.
+    /// How many most likely tokens need log probabilities, besides the chosen token. `None`: no log probabilities.
     pub logprobs: Option<usize>,
 }
 
@@ -55,7 +55,7 @@ impl Sampler {
         }
     }
 
-    /// Sets how to change the logits, and which log probabilities to compute.
+    /// Sets the logit rules.
     pub fn with_rules(self, rules: LogitRules) -> Self {
         Self { rules, ..self }
     }
@@ -65,13 +65,14 @@ impl Sampler {
         self.constraint = Some(constraint);
     }
 
-    /// Passes the chosen token to the constraint. Returns the token to use, which can be a different token.
-    /// Fails if the answer cannot continue as the constraint requires.
+    /// Passes the chosen token to the constraint, if any. Returns the token to use, which can be a different token.
+    /// Fails if the constraint allows no continuation of the answer.
     pub fn advance(&mut self, token: u32) -> Result<u32> {
         self.constraint.as_mut().map_or(Ok(token), |constraint| constraint.advance(token))
     }
 
-    /// Samples the next token. Applies penalties to `logits`, f32 `[vocab]`, in place.
+    /// Samples the next token from f32 logits `[vocab]`, to which biases are already added.
+    /// Applies penalties to `logits` in place.
     pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
         self.penalize(logits);
         let token = self.choose_edited(logits, 0);
@@ -79,7 +80,8 @@ impl Sampler {
         token
     }
 
-    /// Returns the next token for logits with penalties. `in_flight` is the number of chosen tokens not yet counted.
+    /// Returns the next token for logits to which penalties are already applied.
+    /// `in_flight` is the number of chosen tokens that are not counted yet.
     fn choose_edited(&self, logits: &[f32], in_flight: u32) -> u32 {
         if self.params.temperature == 0.0 {
             argmax(logits)
@@ -109,11 +111,11 @@ impl Sampler {
         }
     }
 
-    /// Returns the biases to add to logits once `chosen` tokens have been chosen: the request's biases, and -inf for
-    /// stop tokens until the minimum length is reached.
+    /// Returns the biases to add to the logits after `chosen` tokens: the biases of the request,
+    /// and -inf for stop tokens until the minimum length is reached.
     fn edits_after(&self, chosen: usize) -> Vec<(u32, f32)> {
         let mut edits = self.rules.bias.clone();
-        // Allow stop tokens if the constraint requires the answer to end.
+        // If the constraint requires the answer to end, allow stop tokens.
         let must_end = self.constraint.as_ref().is_some_and(ConstraintState::must_end);
         if chosen < self.rules.min_tokens && !must_end {
             edits.extend(self.rules.stop_tokens.iter().map(|&token| (token, f32::NEG_INFINITY)));
@@ -121,10 +123,10 @@ impl Sampler {
         edits.into_iter().collect()
     }
 
-    /// Draws a token with the random number at index `draw`.
+    /// Draws a token with random number `draw` of the seed.
     fn draw(&self, logits: &[f32], draw: u64) -> u32 {
         let mut candidates = candidates(logits, &self.params);
-        // Sort by id to match the order of the GPU sampling kernel.
+        // Sort by id, as the sampling kernel does: the order decides which token a random number selects.
         if !candidates.is_sorted_by_key(|candidate| candidate.id) {
             candidates.sort_unstable_by_key(|candidate| candidate.id);
         }
@@ -210,16 +212,16 @@ impl ChooseToken for Sampler {
     }
 }
 
-/// A token that may be drawn, with its probability relative to the most likely token, which has weight 1.
+/// A token that can be drawn. Its weight is its probability relative to the most likely token, which has weight 1.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate {
     pub id: u32,
     pub weight: f64,
 }
 
-/// Applies temperature, top-k, top-p and min-p. Returns the candidates that remain.
+/// Applies temperature, top-k, top-p and min-p. Returns the tokens that remain, or none if no logit is above -inf.
 ///
-/// If top-k or top-p applies, the candidates are sorted by descending weight.
+/// With top-k or top-p, the candidates are sorted by descending weight. Otherwise, they are sorted by id.
 pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
     let top = logits.iter().copied().filter(|logit| !logit.is_nan()).fold(f32::NEG_INFINITY, f32::max);
     if top == f32::NEG_INFINITY {
@@ -253,7 +255,7 @@ pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
     all
 }
 
-/// Orders candidates by descending weight, then by id. The id makes unstable sorting deterministic.
+/// Orders candidates by descending weight. Orders equal weights by id, so that unstable sorts are deterministic.
 fn by_weight(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
     b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
 }
@@ -266,10 +268,10 @@ fn keep_top_k(candidates: &mut Vec<Candidate>, count: usize) {
     candidates.sort_unstable_by(by_weight);
 }
 
-/// Keeps the smallest set of most likely tokens whose probabilities sum to at least `p`. The set is never empty.
+/// Keeps the smallest set of most likely tokens whose probabilities sum to at least `p`. Keeps at least one token.
 ///
-/// A vocabulary can have 200,000 tokens, but the kept set usually has only a few dozen tokens.
-/// This function therefore sorts only the top 64 at first, then 8 times as many each time, until the sum is reached.
+/// A vocabulary can have 200,000 tokens, but usually only a few dozen are kept.
+/// This function therefore sorts only the top 64 tokens at first, and 8 times as many while their sum is below `p`.
 fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
     let target = p * candidates.iter().map(|c| c.weight).sum::<f64>();
     let mut head = 64.min(candidates.len());
@@ -291,7 +293,7 @@ fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
     }
 }
 
-/// Returns the id of the highest logit, or the lowest such id in a tie. Ignores NaN logits unless all are NaN.
+/// Returns the id of the highest logit, or the lowest id in a tie. Ignores NaN logits, unless all logits are NaN.
 pub fn argmax(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (id, &logit) in logits.iter().enumerate() {
@@ -302,7 +304,7 @@ pub fn argmax(logits: &[f32]) -> u32 {
     best as u32
 }
 
-/// Returns the random number in [0, 1) at index `counter` of the sequence for `seed`.
+/// Returns random number `counter` of the sequence that `seed` determines, in [0, 1).
 ///
 /// Source: SplitMix64 (Steele et al., OOPSLA 2014).
 pub fn uniform(seed: u64, counter: u64) -> f64 {
@@ -312,7 +314,7 @@ pub fn uniform(seed: u64, counter: u64) -> f64 {
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
         z ^ (z >> 31)
     };
-    // Mix the seed first. Otherwise, two seeds that differ by `GOLDEN` would give the same sequence shifted by one.
+    // Mix the seed first. Otherwise, seeds that differ by `GOLDEN` would give the same sequence, shifted by one.
     let start = mix(seed.wrapping_add(GOLDEN));
     let bits = mix(start.wrapping_add(counter.wrapping_add(1).wrapping_mul(GOLDEN)));
     (bits >> 11) as f64 / (1u64 << 53) as f64

@@ -1,13 +1,13 @@
-//! How often each token of a sequence was generated.
+//! [`TokenCounts`]: how often each token of a sequence was generated.
 
 use std::collections::HashMap;
 
 use crate::kernels::row_edits::Penalties;
 
-/// The distinct tokens of a prompt and an answer, with the number of times that each was generated.
+/// The distinct tokens of a prompt and its answer, and how often each token was generated.
 ///
-/// The tokens are in a list, because every step on the GPU reads all of them. They are in the order of their first
-/// occurrence, so that equal sequences give equal lists.
+/// The counts are in a list, which is passed to the GPU in every step with penalties.
+/// The list is in the order of first occurrence, so that equal sequences give equal lists.
 #[derive(Default)]
 pub struct TokenCounts {
     counts: Vec<(u32, u32)>,
@@ -16,7 +16,7 @@ pub struct TokenCounts {
 }
 
 impl TokenCounts {
-    /// Counts each token of a prompt as seen, and as generated 0 times.
+    /// Adds each token of a prompt with the count 0.
     pub fn of_prompt(prompt: &[u32]) -> Self {
         let mut counts = Self::default();
         for &token in prompt {
@@ -25,13 +25,13 @@ impl TokenCounts {
         counts
     }
 
-    /// Adds 1 to the count of a token that was generated.
+    /// Counts a generated token.
     pub fn add_generated(&mut self, token: u32) {
         *self.count_mut(token) += 1;
     }
 
-    /// Returns the tokens whose logits the penalties change, with the number of times that each was generated.
-    /// Only the repetition penalty applies to tokens that were not generated.
+    /// Returns the tokens whose logits the penalties change, and how often each token was generated.
+    /// Tokens that occur only in the prompt are included only if there is a repetition penalty.
     pub fn with_penalties(&self, penalties: Penalties) -> impl Iterator<Item = (u32, u32)> {
         let counts = if penalties == Penalties::NONE { &[] } else { &self.counts[..] };
         counts.iter().copied().filter(move |&(_, generated)| generated > 0 || penalties.repetition != 1.0)

@@ -1,7 +1,7 @@
-//! Orders the waiting sequences so that every tenant gets the same number of tokens.
+//! Orders the waiting sequences so that all waiting tenants are served equal numbers of tokens.
 //!
 //! The order follows the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
-//! The next sequence to start belongs to the tenant with the fewest served tokens.
+//! Protected sequences start first. The next sequence belongs to the tenant with the fewest served tokens.
 //! A tenant gets no credit for the time in which none of its sequences waited.
 //! The sequences of one tenant start in order of seniority.
 
@@ -13,12 +13,12 @@ use super::order::{Seniority, Turn};
 /// The waiting sequences of all tenants.
 #[derive(Default)]
 pub struct FairQueue {
-    /// The waiting sequences of each tenant, the most senior first. Tenants without waiting sequences have no entry.
+    /// The waiting sequences of each tenant, the most senior first. A tenant without waiting sequences has no entry.
     waiting: BTreeMap<TenantId, BTreeSet<Seniority>>,
 }
 
 impl FairQueue {
-    /// Adds a sequence to the waiting sequences.
+    /// Adds a waiting sequence. Adjusts the served tokens of its tenant in `ledger`.
     pub fn insert(&mut self, tenant: TenantId, seniority: Seniority, ledger: &mut TenantLedger) {
         let served = self.served_if_waiting(tenant, ledger);
         if self.waiting.is_empty() {
@@ -26,13 +26,14 @@ impl FairQueue {
         }
         ledger.set_served(tenant, served);
         self.waiting.entry(tenant).or_default().insert(seniority);
-        // Forget a tenant without sequences once all waiting tenants have been served at least as many tokens.
+        // The ledger can forget a tenant without sequences that was served no more tokens than any waiting tenant:
+        // its next sequence would raise its count to `fewest` anyway.
         if let Some(fewest) = self.fewest_served(ledger) {
             ledger.forget(fewest);
         }
     }
 
-    /// Removes a sequence from the waiting sequences. Has no effect if the sequence is not waiting.
+    /// Removes a waiting sequence. Does nothing if the sequence is not waiting.
     pub fn remove(&mut self, tenant: TenantId, seniority: &Seniority) {
         let Some(waiting) = self.waiting.get_mut(&tenant) else { return };
         waiting.remove(seniority);
@@ -41,16 +42,16 @@ impl FairQueue {
         }
     }
 
-    /// Returns the waiting sequence that starts next, and its tenant.
+    /// Returns the waiting sequence with the first turn, and its tenant.
     pub fn first(&self, ledger: &TenantLedger) -> Option<(TenantId, Seniority)> {
         let firsts = self.waiting.iter().filter_map(|(&id, waiting)| Some((id, *waiting.first()?)));
         firsts.min_by_key(|&(id, seniority)| ledger.turn(id, seniority))
     }
 
-    /// Estimates the number of waiting sequences that would start before a new sequence.
+    /// Estimates how many waiting sequences would start before a new sequence.
     ///
-    /// Counts the more senior sequences of the same tenant, and as many sequences of each other tenant,
-    /// because tenants take turns. The exact number depends on the lengths of answers.
+    /// Counts the more senior sequences of the same tenant and about as many sequences of each other tenant,
+    /// because tenants take turns. The exact number depends on the lengths of the answers.
     pub fn ahead(&self, tenant: TenantId, seniority: Seniority, ledger: &TenantLedger) -> usize {
         let own = self.waiting.get(&tenant).map_or(0, |waiting| waiting.range(..seniority).count());
         let turn = Turn::new(self.served_if_waiting(tenant, ledger), seniority);
@@ -62,17 +63,18 @@ impl FairQueue {
         own + others.map(of_other).sum::<usize>()
     }
 
-    /// Returns the served tokens of a tenant, adjusted for a new waiting sequence. A tenant without waiting sequences
-    /// gets at least the fewest served tokens of the waiting tenants, so that it gets no credit for the time without
-    /// them.
+    /// Returns the served tokens of a tenant to which a waiting sequence is added.
+    ///
+    /// If the tenant had no waiting sequence, raises its number to the fewest served tokens of a waiting tenant.
+    /// The tenant therefore gets no credit for the time in which it did not wait.
     fn served_if_waiting(&self, tenant: TenantId, ledger: &TenantLedger) -> u64 {
-        // While no sequence is waiting, serving one tenant does not delay any other tenant.
+        // If no sequence is waiting, earlier service has delayed no tenant, so all tenants start at 0.
         let Some(fewest) = self.fewest_served(ledger) else { return 0 };
         let served = ledger.served(tenant);
         if self.waiting.contains_key(&tenant) { served } else { served.max(fewest) }
     }
 
-    /// Returns the smallest number of tokens served to a tenant that waits. Returns `None` if no sequence is waiting.
+    /// Returns the fewest tokens served to any waiting tenant, or `None` if no sequence is waiting.
     fn fewest_served(&self, ledger: &TenantLedger) -> Option<u64> {
         self.waiting.keys().map(|&tenant| ledger.served(tenant)).min()
     }
@@ -92,7 +94,7 @@ mod tests {
         queue.first(ledger).map(|(_, seniority)| seniority.id())
     }
 
-    /// Adds waiting sequences, given as pairs of a tenant and an id.
+    /// Adds waiting sequences, given as pairs `(tenant, id)`.
     fn wait(queue: &mut FairQueue, ledger: &mut TenantLedger, sequences: &[(TenantId, u64)]) {
         for &(tenant, id) in sequences {
             ledger.join(tenant, 1);
@@ -122,10 +124,10 @@ mod tests {
         while let Some((tenant, seniority)) = queue.first(&ledger) {
             order.push(seniority.id());
             queue.remove(tenant, &seniority);
-            // Tenant 0 has prompts of 10 tokens. Tenant 1 has prompts of 4 tokens and generates one token.
+            // Tenant 0 has prompts of 10 tokens. Tenant 1 has prompts of 4 tokens, and generates one token (weight 2).
             ledger.serve(tenant, if tenant == 0 { 0..10 } else { 0..5 }, if tenant == 0 { 10 } else { 4 });
         }
-        // After sequences 0 and 3, the weighted token counts of the tenants are 10 and 6. After sequence 4: 10 and 12.
+        // The tenants' weighted token counts are 10 and 6 after sequences 0 and 3, and 10 and 12 after sequence 4.
         assert_eq!(order, [0, 3, 4, 1, 2]);
         queue.insert(1, sequence(5).protected(), &mut ledger);
         queue.insert(0, sequence(6), &mut ledger);
@@ -145,7 +147,7 @@ mod tests {
         );
         ledger.serve(0, 0..1, 1);
         assert_eq!(first(&queue, &ledger), Some(3));
-        // While other tenants wait, a tenant keeps its count of served tokens, even if it has no requests.
+        // While another tenant waits, a tenant that was served more tokens is not forgotten, even without sequences.
         ledger.serve(1, 0..500, 500);
         queue.remove(1, &sequence(3));
         queue.remove(1, &sequence(4));

@@ -1,4 +1,4 @@
-//! Counts the tokens that were served to each tenant.
+//! [`TenantLedger`]: counts the tokens that were served to each tenant.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,22 +8,21 @@ use super::order::{Seniority, Turn};
 /// Identifies the owner of a sequence, such as a client with its own API key.
 pub type TenantId = u64;
 
-/// The weight of a generated token, as in the paper that `fair_queue.rs` names. A prompt token has weight 1.
+/// The weight of a generated token. A prompt token has weight 1. Source: the paper that `fair_queue.rs` cites.
 const GENERATED_WEIGHT: u64 = 2;
 
-/// The number of sequences of each tenant, and the number of tokens served to it.
+/// The number of sequences of each tenant, and the number of tokens served to the tenant.
 #[derive(Default)]
 pub struct TenantLedger {
     accounts: BTreeMap<TenantId, Account>,
 }
 
-/// The sequences of one tenant, and the tokens served to it.
 #[derive(Default)]
 struct Account {
-    /// The weighted number of served tokens. `FairQueue` adjusts it when a sequence starts to wait, so that the numbers
-    /// of all tenants are comparable.
+    /// The weighted number of served tokens. `FairQueue` raises or resets this number when a sequence starts to wait,
+    /// so that a tenant gets no credit for time without waiting sequences.
     served: u64,
-    /// The number of the tenant's sequences that have not ended, waiting or not.
+    /// The number of sequences that have not ended, waiting or not.
     sequences: usize,
 }
 
@@ -33,14 +32,14 @@ impl TenantLedger {
         self.accounts.entry(tenant).or_default().sequences += sequences;
     }
 
-    /// Counts a sequence of a tenant as ended. The sequence must not be waiting.
+    /// Counts a sequence of a tenant as ended. The caller removes the sequence from the `FairQueue` first.
     pub fn leave(&mut self, tenant: TenantId) {
         if let Some(account) = self.accounts.get_mut(&tenant) {
             account.sequences -= 1;
         }
     }
 
-    /// Adds the tokens at the positions in `range` to the tenant's served tokens. The prompt ends at `prompt`.
+    /// Counts the tokens at the positions in `range` as served. The first `prompt` positions are the prompt.
     pub fn serve(&mut self, tenant: TenantId, range: Range<usize>, prompt: usize) {
         let generated = range.end.saturating_sub(range.start.max(prompt)) as u64;
         let tokens = range.len() as u64 + (GENERATED_WEIGHT - 1) * generated;
@@ -63,22 +62,22 @@ impl TenantLedger {
         self.accounts.values_mut().for_each(|account| account.served = 0);
     }
 
-    /// Forgets the tenants without sequences that were served at most `served` tokens.
+    /// Removes the tenants that have no sequences and were served at most `served` weighted tokens.
     pub fn forget(&mut self, served: u64) {
         self.accounts.retain(|_, account| account.sequences > 0 || account.served > served);
     }
 
-    /// Returns the turn of a sequence, which depends on the tokens served to its tenant so far.
+    /// Returns the turn of a sequence of this tenant, given the tokens served so far.
     pub fn turn(&self, tenant: TenantId, seniority: Seniority) -> Turn {
         Turn::new(self.served(tenant), seniority)
     }
 
-    /// Returns whether all sequences belong to the same tenant. If so, the order of turns is the order of seniority.
+    /// Returns whether at most one tenant has sequences. Turns are then in the order of seniority.
     pub fn has_one_tenant(&self) -> bool {
         self.accounts.values().filter(|account| account.sequences > 0).nth(1).is_none()
     }
 
-    /// Returns the number of tenants that are not forgotten.
+    /// Returns the number of tenants in the ledger.
     #[cfg(test)]
     pub fn tenants(&self) -> usize {
         self.accounts.len()

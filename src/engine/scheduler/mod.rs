@@ -1,18 +1,17 @@
-//! Decides which tokens each step computes, for many sequences.
+//! Decides which tokens of which sequences each step computes.
 //!
 //! The scheduler handles token ids and blocks. It uses neither a device nor a clock: the caller passes the time.
 //! A simulator can therefore test the scheduler with millions of requests.
 //!
-//! Prefill and decode are not separate phases. Every sequence has tokens to compute:
-//! the part of its prompt that is not computed yet, or the last sampled token.
-//! A step first takes one token of every decoding sequence, then chunks of prompts, until its token budget is used.
+//! Prefill and decode share steps. A step contains one token of every decoding sequence,
+//! and chunks of prompts up to its token budget.
 //!
-//! Sequences belong to tenants. Waiting tenants get equal numbers of tokens, as `fair_queue.rs` explains.
+//! Sequences belong to tenants. Waiting tenants get equal numbers of tokens: see `fair_queue.rs`.
 //! The sequences of one tenant are ordered by seniority, which depends on priority and arrival.
 //!
-//! If the KV cache runs out of blocks, the sequence with the last turn is preempted.
-//! A preempted sequence gives up its blocks and recomputes its tokens later.
-//! By then, most of these blocks are usually still cached.
+//! If the KV cache runs out of blocks, the running sequence with the last turn is preempted.
+//! A preempted sequence gives up its blocks and waits. When it starts again, it computes its tokens again,
+//! except those in blocks that are still cached.
 
 mod fair_queue;
 mod ledger;
@@ -34,14 +33,14 @@ use order::Seniority;
 pub use ledger::TenantId;
 pub use order::SequenceId;
 
-/// A sequence is admitted only if there are enough free blocks for this many decode steps of all running sequences.
+/// A sequence starts only if there are free blocks for this many more tokens of each running sequence.
 const GROWTH_STEPS: usize = 8;
 
-/// A placeholder for a token that a queued step chooses. The device knows the token, so the value does not matter.
+/// A placeholder for a token that a queued step chooses. Any value works, because the device uses its own token.
 const PENDING_TOKEN: u32 = 0;
 
-/// After this many preemptions, a sequence is admitted only if there are enough blocks for its longest possible answer.
-/// Such a sequence is never preempted again.
+/// After this many preemptions, a sequence is protected: it starts again only if there are enough blocks
+/// for its longest possible answer, and is then never preempted.
 const MAX_PREEMPTIONS: u32 = 2;
 
 /// The limits of a scheduler.
@@ -53,8 +52,8 @@ pub struct SchedulerConfig {
     pub max_sequences: usize,
     /// The maximum number of tokens in a sequence, prompt and answer together.
     pub context: usize,
-    /// If set, chunks of prompts end at the ends of these parts, and every later token is computed separately.
-    /// A step may then exceed its token budget by less than one part.
+    /// If set, all prompts are divided into these parts. Chunks end where a part ends, and the last prompt token and
+    /// all generated tokens are computed one by one. A step may then exceed its token budget by less than one part.
     pub prompt_parts: Option<PromptParts>,
 }
 
@@ -65,34 +64,33 @@ pub struct NewSequence {
     pub prompt: Vec<u32>,
     /// If set, the sequence reuses only the blocks of sequences with the same salt.
     pub cache_salt: Option<String>,
-    /// If set, divides this prompt, as [`SchedulerConfig::prompt_parts`] divides all prompts.
+    /// If set, divides this prompt into parts. See [`SchedulerConfig::prompt_parts`].
     pub prompt_parts: Option<PromptParts>,
-    /// Whether to compute every prompt token, even if it is in the prefix cache.
+    /// Whether to compute all prompt tokens, even those in the prefix cache.
     pub computes_whole_prompt: bool,
-    /// The ids of additional sequences with the same prompt and options. The prompt is computed once for all sequences.
+    /// The ids of additional sequences with the same prompt and options, which share the prefill of this sequence.
     pub forks: Vec<SequenceId>,
     /// The maximum number of tokens to generate.
     pub max_tokens: usize,
-    /// The owner of the sequence. Waiting tenants get equal numbers of tokens.
+    /// The owner of the sequence.
     pub tenant: TenantId,
-    /// The priority among the sequences of a tenant: sequences with smaller values run first.
-    /// A value lower by 1 has the same effect as an arrival 2 seconds earlier.
+    /// The priority among the sequences of a tenant. A value lower by 1 has the same effect as an arrival 2 s earlier.
     pub priority: i32,
     pub arrival: Duration,
-    /// The time at which the sequence expires if it has not started by then.
+    /// The time on the scheduler's clock at which the sequence expires if it has not started.
     pub deadline: Option<Duration>,
 }
 
-/// The work of one step, and the sequences that expired or were preempted while it was planned.
+/// The work of one step, and the sequences that expired or were preempted during planning.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepPlan {
-    /// The work of each sequence: decoding sequences first, then chunks of prompts.
+    /// One entry per sequence in the step: decoding sequences first, then chunks of prompts.
     pub work: Vec<SequenceWork>,
     /// Blocks to copy before the step.
     pub copies: Vec<BlockCopy>,
     /// Sequences that expired while they waited. The scheduler has removed them.
     pub expired: Vec<SequenceId>,
-    /// Sequences that gave up their blocks and wait again.
+    /// Sequences that had to give up their blocks, and wait again.
     pub preempted: Vec<SequenceId>,
 }
 
@@ -102,11 +100,11 @@ pub struct SequenceWork {
     pub id: SequenceId,
     /// The positions whose keys and values the step computes.
     pub range: Range<usize>,
-    /// Whether `range` includes the last known token, so that the next token can be sampled.
+    /// Whether `range` ends with the sequence's last token, so that the step samples the next token.
     pub is_last: bool,
 }
 
-/// The current numbers of waiting and running sequences, and the number of preemptions so far.
+/// The current numbers of waiting and running sequences. `preemptions` is the total so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SchedulerStats {
     pub waiting: usize,
@@ -119,15 +117,15 @@ pub struct SchedulerStats {
 pub struct Preview {
     /// Whether the next step would start the sequence.
     pub starts_now: bool,
-    /// The estimated number of waiting sequences that would start before this sequence.
+    /// The estimated number of waiting sequences that start earlier.
     pub ahead: usize,
     /// The number of prompt tokens that are in the prefix cache.
     pub cached_tokens: usize,
-    /// The number of free blocks that the sequence needs to start.
+    /// The number of blocks that the sequence needs to start, in addition to its cached blocks.
     pub needed_blocks: usize,
-    /// The number of free blocks that the sequence needs for its longest possible answer.
+    /// The number of blocks that the sequence needs for its longest possible answer, in addition to its cached blocks.
     pub longest_blocks: usize,
-    /// The number of unused blocks, minus the blocks that running sequences need for their next tokens.
+    /// The number of free blocks, minus the blocks that running sequences need for their next tokens.
     pub free_blocks: usize,
     pub total_blocks: usize,
 }
@@ -137,49 +135,50 @@ pub struct Scheduler {
     config: SchedulerConfig,
     blocks: BlockManager,
     sequences: BTreeMap<SequenceId, ScheduledSequence>,
-    /// The tokens served to each tenant, which decide the turns of sequences.
+    /// The tokens served to each tenant, which affect the turns of sequences.
     ledger: TenantLedger,
-    /// The sequences without blocks.
+    /// The sequences without blocks, except forks whose parent has not computed the prompt.
     waiting: FairQueue,
     /// The sequences with blocks, the most senior first.
     running: BTreeSet<Seniority>,
-    /// The sequences that the current plan admitted. The plan does not preempt these sequences,
-    /// even if their turns have changed because the plan counted tokens for their tenants.
+    /// The sequences that the current plan has started. The plan does not preempt these sequences,
+    /// even if their turns have become the last because the plan counted tokens for their tenants.
     admitted: Vec<SequenceId>,
     preemptions: u64,
 }
 
-/// The scheduler's state of a sequence that has not ended.
+/// A sequence that has not ended.
 struct ScheduledSequence {
     /// The prompt and all tokens generated so far.
     tokens: Vec<u32>,
-    /// Whether the last of `tokens` is a placeholder for the token that a queued step chooses.
+    /// Whether the last entry of `tokens` is a placeholder for the token that a queued step chooses.
     is_last_pending: bool,
     prompt_tokens: usize,
-    /// If set, chunks of the prompt end at the ends of these parts, and every later token is computed separately.
+    /// See [`SchedulerConfig::prompt_parts`].
     prompt_parts: Option<PromptParts>,
-    /// Whether to compute the whole prompt without reusing cached tokens. Becomes false once the prompt is computed.
+    /// Whether to compute the whole prompt without reusing cached tokens.
+    /// Set to false once all prompt tokens but the last are computed.
     computes_whole_prompt: bool,
     max_tokens: usize,
     tenant: TenantId,
-    /// The number of tokens that were counted for the tenant. Recomputed tokens are not counted again.
+    /// The number of tokens that the ledger has counted. Tokens that are computed again are not counted again.
     served: usize,
     seniority: Seniority,
     deadline: Option<Duration>,
-    /// The blocks of a running sequence. `None` while it waits.
+    /// The blocks of the sequence while it runs. `None` while it waits.
     blocks: Option<SequenceBlocks>,
-    /// The block hashes of a waiting sequence, kept to avoid recomputing them.
-    /// The block hashes of a running sequence are in `blocks`.
+    /// The block hashes of a waiting sequence, so that they are not computed again when it starts.
+    /// While the sequence runs, its block hashes are in `blocks`.
     hashes: BlockHashes,
     preemptions: u32,
-    /// The sequences that share this prompt. They fork once this sequence has computed all prompt tokens but the last.
+    /// The sequences that will fork from this sequence when it has computed all prompt tokens but the last.
     forks: Vec<SequenceId>,
-    /// The sequence from which this sequence will fork. Until the fork, this sequence neither waits nor runs.
+    /// The sequence from which this sequence will fork. Until the fork, this sequence is not in the queue.
     parent: Option<SequenceId>,
 }
 
 impl ScheduledSequence {
-    /// Returns the number of tokens whose keys and values are in the cache, or 0 while the sequence waits.
+    /// Returns the number of tokens whose keys and values are in the sequence's blocks. 0 while the sequence waits.
     fn computed(&self) -> usize {
         self.blocks.as_ref().map_or(0, SequenceBlocks::computed)
     }
@@ -193,9 +192,9 @@ impl ScheduledSequence {
         self.blocks.is_some()
     }
 
-    /// Returns the position up to which the next step can compute.
+    /// Returns the end of the longest range that the next step can compute.
     ///
-    /// Stops before the last prompt token if the sequence has forks, because each fork samples from that token.
+    /// If the sequence has forks, the range ends before the last prompt token, which each fork computes itself.
     /// If the prompt is divided into parts, the last prompt token and all generated tokens are computed one by one.
     fn next_end(&self) -> usize {
         let (last, computed) = (self.prompt_tokens - 1, self.computed());
@@ -206,38 +205,41 @@ impl ScheduledSequence {
         }
     }
 
-    /// Returns the end of a chunk that starts at `start` and has at most `tokens` tokens. If the prompt is divided into
-    /// parts, the chunk ends where a part ends, even if the first part needs more tokens. A chunk never ends after
-    /// [`next_end`](Self::next_end).
+    /// Returns the end of a chunk that starts at `start` and has at most `tokens` tokens.
+    /// A chunk never ends after [`next_end`](Self::next_end).
+    ///
+    /// If the prompt is divided into parts, the chunk ends where a part ends.
+    /// Such a chunk has at least one part, even if the part has more than `tokens` tokens.
     fn chunk_end(&self, start: usize, tokens: usize) -> usize {
         let end = start.saturating_add(tokens);
         let end = self.prompt_parts.map_or(end, |parts| parts.floor(end).max(parts.next(start)));
         end.min(self.next_end())
     }
 
-    /// Returns whether the sequence runs, or ran before it was preempted.
+    /// Returns whether the sequence is running or was running before a preemption.
     fn has_started(&self) -> bool {
         self.is_running() || self.preemptions > 0
     }
 
-    /// Returns whether the last sampled token is the only token that is not computed yet.
+    /// Returns whether the sequence is running, and its last sampled token is the only token to compute.
     fn is_decoding(&self) -> bool {
         self.is_running() && self.left() == 1 && self.computed() >= self.prompt_tokens
     }
 
-    /// Returns whether the sequence has tokens to compute before it decodes.
+    /// Returns whether the sequence has tokens to compute and is not decoding.
     fn needs_prefill(&self) -> bool {
         self.left() > 0 && !self.is_decoding()
     }
 
-    /// Returns the maximum number of tokens in the sequence, including its prompt.
+    /// Returns the maximum number of tokens that the sequence can have, including its prompt.
     fn longest(&self, context: usize) -> usize {
         self.prompt_tokens.saturating_add(self.max_tokens).min(context)
     }
 }
 
 impl Scheduler {
-    /// Creates a scheduler. The blocks must hold at least one sequence of `config.context` tokens.
+    /// Creates a scheduler. Panics if `blocks` cannot hold a sequence of `config.context` tokens,
+    /// or if the limits in `config` contradict each other.
     pub fn new(config: SchedulerConfig, blocks: BlockManager) -> Self {
         let SchedulerConfig { token_budget, max_sequences, context, prompt_parts } = config;
         assert!(
@@ -261,7 +263,9 @@ impl Scheduler {
         }
     }
 
-    /// Adds a sequence and its forks to the waiting queue.
+    /// Adds a sequence to the queue, with its forks.
+    ///
+    /// Panics if an id is already in use, or if the prompt is empty or longer than the context.
     pub fn submit(&mut self, new: NewSequence) {
         let NewSequence { id, prompt, cache_salt, prompt_parts, forks, max_tokens, .. } = new;
         let NewSequence { computes_whole_prompt, tenant, priority, arrival, deadline, .. } = new;
@@ -297,12 +301,12 @@ impl Scheduler {
         self.waiting.insert(tenant, self.sequences[&id].seniority, &mut self.ledger);
     }
 
-    /// Predicts when a sequence and its forks would start if they were submitted now.
+    /// Predicts when a sequence with its forks would start if it were submitted now.
     pub fn preview(&mut self, new: &NewSequence) -> Preview {
         let NewSequence { ref prompt, ref forks, max_tokens, tenant, .. } = *new;
         let SchedulerConfig { token_budget, max_sequences, context, .. } = self.config;
         let running: usize = self.running.iter().map(|seniority| self.demand(seniority)).sum();
-        // The blocks of a cached prefix do not count as free while the sequence runs.
+        // Take the blocks of the cached prefix, so that they do not count as free below.
         let hashes = self.blocks.hashes(new.cache_salt.as_deref(), new.prompt_parts);
         let blocks = if new.computes_whole_prompt {
             self.blocks.start_uncached(prompt, prompt.len(), hashes)
@@ -335,32 +339,32 @@ impl Scheduler {
         &self.sequences[&id].tokens
     }
 
-    /// Returns how the prompt of a sequence is divided, or `None` if its results may depend on other sequences.
+    /// Returns how the prompt of a sequence is divided, if its results must not depend on other sequences.
     pub fn prompt_parts(&self, id: SequenceId) -> Option<PromptParts> {
         self.sequences[&id].prompt_parts
     }
 
-    /// Returns the number of tokens of a sequence whose keys and values are in the cache.
+    /// Returns the number of tokens whose keys and values are in the sequence's blocks.
     pub fn computed(&self, id: SequenceId) -> usize {
         self.sequences[&id].computed()
     }
 
-    /// Returns the sequence that computes a fork's prompt, or `None` if the fork has started or waits on its own.
+    /// Returns the sequence that computes the prompt of a fork, or `None` after the fork and for other sequences.
     pub fn parent(&self, id: SequenceId) -> Option<SequenceId> {
         self.sequences[&id].parent
     }
 
-    /// Returns the forks that wait for the prompt of a sequence.
+    /// Returns the sequences that will fork from a sequence, or an empty list if it has ended.
     pub fn forks(&self, id: SequenceId) -> &[SequenceId] {
         self.sequences.get(&id).map_or(&[], |sequence| &sequence.forks)
     }
 
-    /// Returns the block tables of a running sequence.
+    /// Returns the block tables of a sequence, or `None` if it is not running.
     pub fn tables(&self, id: SequenceId) -> Option<&BlockTables> {
         self.sequences[&id].blocks.as_ref().map(SequenceBlocks::tables)
     }
 
-    /// Returns true if there are no waiting or running sequences.
+    /// Returns whether all sequences have ended.
     pub fn is_idle(&self) -> bool {
         self.sequences.is_empty()
     }
@@ -379,17 +383,17 @@ impl Scheduler {
         &self.blocks
     }
 
-    /// Returns the block manager, to save or add cached prefixes. The caller must not change any sequence's blocks.
+    /// Returns the block manager, to save or add cached prefixes. The caller must not change the blocks of a sequence.
     pub fn blocks_mut(&mut self) -> &mut BlockManager {
         &mut self.blocks
     }
 
-    /// Forgets all cached prefixes, for example after a failed step.
+    /// Forgets all cached prefixes, for example because a failed step may have damaged them.
     pub fn forget_prefixes(&mut self) {
         self.blocks.forget_prefixes();
     }
 
-    /// Records that the keys and values of positions before `end` are in the cache.
+    /// Records that the keys and values of all positions before `end` are in the sequence's blocks.
     pub fn advance(&mut self, id: SequenceId, end: usize) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         sequence.computes_whole_prompt &= end + 1 < sequence.prompt_tokens;
@@ -399,7 +403,7 @@ impl Scheduler {
     }
 
     /// Appends a placeholder for the token that a queued step chooses, so that the next step can be planned.
-    /// [`push`](Self::push) replaces the placeholder. The caller plans at most one step before it calls `push`.
+    /// The caller may plan only one step before it replaces the placeholder with [`push`](Self::push).
     pub fn push_pending(&mut self, id: SequenceId) {
         if let Some(sequence) = self.sequences.get_mut(&id) {
             sequence.tokens.push(PENDING_TOKEN);
@@ -407,7 +411,7 @@ impl Scheduler {
         }
     }
 
-    /// Appends a sampled token to a sequence, or replaces the placeholder for it.
+    /// Appends a sampled token to a sequence. Replaces the placeholder for the token, if there is one.
     pub fn push(&mut self, id: SequenceId, token: u32) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         if mem::take(&mut sequence.is_last_pending) {
@@ -416,7 +420,7 @@ impl Scheduler {
         sequence.tokens.push(token);
     }
 
-    /// Returns whether the last token of a sequence is a placeholder.
+    /// Returns whether the last token of a sequence is a placeholder. See [`push_pending`](Self::push_pending).
     pub fn is_pending(&self, id: SequenceId) -> bool {
         self.sequences.get(&id).is_some_and(|sequence| sequence.is_last_pending)
     }
@@ -426,7 +430,7 @@ impl Scheduler {
         self.sequences.get(&id).is_some_and(ScheduledSequence::is_running)
     }
 
-    /// Removes a sequence that has ended or was canceled. Its blocks stay reusable until they are evicted.
+    /// Removes a sequence that has ended or was canceled. Its cached blocks stay reusable until they are evicted.
     pub fn finish(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.remove(&id) else { return };
         let has_started = sequence.has_started();
@@ -439,7 +443,7 @@ impl Scheduler {
         if let Some(parent) = sequence.parent.and_then(|parent| self.sequences.get_mut(&parent)) {
             parent.forks.retain(|&fork| fork != id);
         }
-        // The first fork takes the place of the sequence, and reuses the blocks that are already computed.
+        // The first fork becomes the parent of the others. It finds the computed blocks in the prefix cache.
         if has_started {
             self.clear_deadlines(&sequence.forks);
         }
@@ -455,7 +459,7 @@ impl Scheduler {
         }
     }
 
-    /// Removes the deadlines of forks, because the computation of their prompt has already started.
+    /// Removes the deadlines of forks. Call this when the prefill of their prompt has started.
     fn clear_deadlines(&mut self, forks: &[SequenceId]) {
         for fork in forks {
             self.sequences.entry(*fork).and_modify(|fork| fork.deadline = None);

@@ -6,17 +6,17 @@ use std::time::Duration;
 /// Identifies a sequence. Later sequences have larger ids.
 pub type SequenceId = u64;
 
-/// The difference in arrival time that makes up for one level of priority.
+/// How much earlier a sequence must arrive to make up for a priority value that is higher by 1.
 const AGING: Duration = Duration::from_secs(2);
 
-/// The place of a sequence among the sequences of its tenant. The smallest value is the most senior: it gets tokens and
-/// blocks first.
+/// The order of the sequences of one tenant. The sequence with the smallest value is the most senior:
+/// it gets tokens and blocks first.
 ///
-/// The place does not depend on the current time, because all sequences age equally.
+/// The value does not depend on the current time, because all sequences age equally.
 /// A long enough wait outweighs any difference in priority, so no sequence waits forever.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Seniority {
-    /// Whether the sequence was preempted so often that it must run next.
+    /// Whether the sequence was preempted so often that it comes before all unprotected sequences.
     is_protected: Reverse<bool>,
     /// The arrival time in nanoseconds, plus [`AGING`] times the priority. A lower `priority` value is more urgent.
     adjusted_arrival: i128,
@@ -31,7 +31,7 @@ impl Seniority {
         Self { is_protected: Reverse(false), adjusted_arrival, arrival, id }
     }
 
-    /// Returns the seniority of a sequence that must run next, because it was preempted too often.
+    /// Returns the seniority of the sequence after too many preemptions: before all unprotected sequences.
     pub fn protected(self) -> Self {
         Self { is_protected: Reverse(true), ..self }
     }
@@ -45,14 +45,13 @@ impl Seniority {
     }
 }
 
-/// The turn of a sequence among the sequences of all tenants. The smallest turn comes first: its sequence gets tokens
-/// and blocks before the others.
+/// The order of the sequences of all tenants. The sequence with the smallest turn gets tokens and blocks first.
 ///
-/// Turns are compared by their fields, from first to last.
+/// The comparison uses the fields in their order, so protected sequences come first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Turn {
     is_protected: Reverse<bool>,
-    /// The number of tokens that were served to the tenant of the sequence.
+    /// The weighted number of tokens that were served to the sequence's tenant.
     served: u64,
     seniority: Seniority,
 }

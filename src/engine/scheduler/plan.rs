@@ -1,4 +1,4 @@
-//! Plans steps: which sequences start, which tokens they compute, and which sequence is preempted if blocks run out.
+//! Plans steps: which sequences start, which tokens they compute, and which sequences are preempted.
 
 use std::collections::BTreeSet;
 use std::mem;
@@ -7,16 +7,17 @@ use std::time::Duration;
 use super::order::{Seniority, SequenceId, Turn};
 use super::{GROWTH_STEPS, MAX_PREEMPTIONS, ScheduledSequence, Scheduler, SequenceWork, StepPlan};
 
-/// The sequences that may compute chunks of their prompts in a step.
+/// The sequences that can compute chunks of their prompts in the planned step.
 struct PrefillCandidates {
-    /// The running sequences that have no chunk in the plan yet.
+    /// The running sequences that need a chunk and have none in the plan yet.
     running: BTreeSet<Seniority>,
-    /// Whether waiting sequences may start.
+    /// Whether waiting sequences may start in this step.
     can_admit: bool,
 }
 
 impl Scheduler {
-    /// Starts the forks of a running sequence once all prompt tokens but the last are computed.
+    /// Starts the forks of a running sequence if all prompt tokens but the last are computed.
+    ///
     /// Each fork computes the last prompt token itself, to sample its own first token. Returns the forks that run.
     fn start_forks(&mut self, id: SequenceId) -> Vec<Seniority> {
         let mut started = Vec::new();
@@ -27,7 +28,7 @@ impl Scheduler {
         let forks = mem::take(&mut parent.forks);
         self.clear_deadlines(&forks);
         for fork in forks {
-            // If a fork cannot run yet, it waits like any other sequence and will find the prompt in the prefix cache.
+            // A fork that cannot run yet waits like any other sequence, and will find the prompt in the prefix cache.
             let can_run = self.running.len() < self.config.max_sequences;
             let parent = self.sequences[&id].blocks.as_ref();
             let blocks = parent.filter(|_| can_run).map(|parent| self.blocks.fork(parent));
@@ -45,7 +46,7 @@ impl Scheduler {
 
     /// Plans the next step at time `now`.
     ///
-    /// An empty plan means that every sequence is waiting for [`push`](Self::push), or that no sequence is left.
+    /// The plan is empty if there are no sequences, or if nothing can run before [`push`](Self::push) is called.
     pub fn plan(&mut self, now: Duration) -> StepPlan {
         let running: Vec<_> = self.running.iter().map(Seniority::id).collect();
         for id in running {
@@ -56,12 +57,12 @@ impl Scheduler {
         let mut budget = self.config.token_budget;
         self.plan_decodes(&mut budget, &mut plan);
         self.plan_prefills(&mut budget, &mut plan);
-        // Planning one sequence can preempt other sequences that are already in the plan.
+        // Remove sequences that were preempted after they had been added to the plan.
         plan.work.retain(|work| self.sequences[&work.id].is_running());
         plan
     }
 
-    /// Removes the waiting sequences whose deadline has passed, unless they have already started once.
+    /// Removes the sequences whose deadline has passed, unless they or their parents have started. Returns their ids.
     fn expire(&mut self, now: Duration) -> Vec<SequenceId> {
         let has_expired = |sequence: &ScheduledSequence| {
             let parent = sequence.parent.and_then(|parent| self.sequences.get(&parent));
@@ -73,12 +74,11 @@ impl Scheduler {
         expired
     }
 
-    /// Returns the turn of a sequence. The earliest turn gets tokens and blocks first.
     fn turn(&self, seniority: Seniority) -> Turn {
         self.ledger.turn(self.sequences[&seniority.id()].tenant, seniority)
     }
 
-    /// Returns the sequence with the first turn.
+    /// Returns the sequence with the first turn among `sequences`.
     fn first_in_turn(&self, sequences: &BTreeSet<Seniority>) -> Option<Seniority> {
         if self.ledger.has_one_tenant() {
             return sequences.first().copied();
@@ -94,7 +94,7 @@ impl Scheduler {
         self.running.iter().copied().max_by_key(|&sequence| self.turn(sequence))
     }
 
-    /// Counts the tokens from `start` to `end` for the tenant of a sequence, except tokens that were already counted.
+    /// Counts the tokens at positions `start..end` as served to the sequence's tenant, unless they were counted before.
     fn serve(&mut self, id: SequenceId, start: usize, end: usize) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         let start = start.max(sequence.served);
@@ -104,7 +104,7 @@ impl Scheduler {
         }
     }
 
-    /// Plans one token of every sequence that decodes. Preempts the sequences with the last turns if blocks run out.
+    /// Plans one token of every decoding sequence. Preempts sequences if blocks run out.
     fn plan_decodes(&mut self, budget: &mut usize, plan: &mut StepPlan) {
         let mut running: Vec<_> = self.running.iter().copied().collect();
         if !self.ledger.has_one_tenant() {
@@ -116,24 +116,24 @@ impl Scheduler {
             let longest = sequence.longest(self.config.context);
             let ahead = longest.min(end + GROWTH_STEPS);
             if sequence.is_last_pending && end >= longest {
-                // The queued step already chooses the last token that fits in the sequence.
+                // The queued step chooses the last token of the sequence, so the sequence needs no other step.
                 continue;
             }
             if sequence.is_decoding() && self.give_blocks(id, end, plan) {
-                // The decode graph queues the next steps before this step has ended.
-                // Allocate blocks for these steps too, but preempt no other sequence to get them.
+                // The decode graph queues later steps before this step has ended.
+                // Allocate blocks for those steps too, but do not preempt other sequences for them.
                 self.try_give_blocks(id, ahead, plan);
                 plan.work.push(SequenceWork { id, range: end - 1..end, is_last: true });
                 *budget -= 1;
             }
         }
-        // Count the tokens only now, so that the order does not change during the loop above.
+        // Count the tokens after the loop above, because they would change the turns during the loop.
         for SequenceWork { id, range, .. } in &plan.work {
             self.serve(*id, range.start, range.end);
         }
     }
 
-    /// Plans prompt chunks of running sequences, and admits waiting sequences.
+    /// Plans the chunks of prompts: of running sequences, and of waiting sequences that can start.
     fn plan_prefills(&mut self, budget: &mut usize, plan: &mut StepPlan) {
         let running = self.running.iter().copied().filter(|other| self.sequences[&other.id()].needs_prefill());
         let mut candidates = PrefillCandidates { running: running.collect(), can_admit: true };
@@ -146,18 +146,19 @@ impl Scheduler {
         self.give_rest_of_budget(first_chunk, budget, plan);
     }
 
-    /// Returns the next sequence to compute a chunk of its prompt, which has the first turn: a running sequence, or a
-    /// waiting sequence, which this function starts. Returns `None` if no sequence is left.
+    /// Returns the sequence with the first turn, which computes the next chunk. Returns `None` if no sequence is left.
+    ///
+    /// If this is a waiting sequence, starts the sequence.
     fn next_prefill(&mut self, candidates: &mut PrefillCandidates, plan: &StepPlan) -> Option<SequenceId> {
         let PrefillCandidates { running, can_admit } = candidates;
-        // Admit no sequence after a preemption: the preempted sequence needs the free blocks to run again.
+        // Start no sequence after a preemption, because the preempted sequence needs the free blocks first.
         *can_admit &= plan.preempted.is_empty() && self.running.len() < self.config.max_sequences;
         let next = self.first_in_turn(running);
         if *can_admit
             && let Some((_, waiting)) = self.waiting.first(&self.ledger)
             && next.is_none_or(|next| self.turn(waiting) < self.turn(next))
         {
-            // If the first waiting sequence cannot start, no other sequence may start before it.
+            // If this sequence cannot start, no other waiting sequence may overtake it.
             *can_admit = self.try_admit(waiting.id());
             if *can_admit {
                 running.extend(self.start_forks(waiting.id()));
@@ -169,14 +170,14 @@ impl Scheduler {
         Some(next.id())
     }
 
-    /// Plans a chunk of a sequence's prompt, unless the sequence was preempted after it became a candidate.
+    /// Plans a chunk of a sequence, unless the sequence was preempted after it became a candidate.
     fn plan_chunk(&mut self, id: SequenceId, budget: &mut usize, plan: &mut StepPlan) {
         let sequence = &self.sequences[&id];
         if !sequence.is_running() {
             return;
         }
         let start = sequence.computed();
-        // A prompt first gets at most half of the token budget, so that other prompts can use the other half.
+        // At first, a prompt gets at most half of the step's token budget. Other prompts can use the other half.
         let tokens = (*budget).min(self.config.token_budget.div_ceil(2));
         let end = sequence.chunk_end(start, tokens);
         let is_last = end == sequence.tokens.len();
@@ -187,8 +188,8 @@ impl Scheduler {
         }
     }
 
-    /// Gives the remaining budget to prompts that [`plan_chunk`](Self::plan_chunk) limited to half of the budget.
-    /// The entries of `plan.work` from index `first_chunk` on are the chunks of prompts.
+    /// Extends chunks that [`plan_chunk`](Self::plan_chunk) limited to half of the budget, if some budget is left.
+    /// The chunks are the entries of `plan.work` from index `first_chunk` on.
     fn give_rest_of_budget(&mut self, first_chunk: usize, budget: &mut usize, plan: &mut StepPlan) {
         for index in first_chunk..plan.work.len() {
             let SequenceWork { id, range, .. } = plan.work[index].clone();
@@ -205,11 +206,11 @@ impl Scheduler {
         }
     }
 
-    /// Starts a waiting sequence if the free blocks cover its demand and the demand of all running sequences.
+    /// Starts a waiting sequence if the free blocks cover its demand and the demands of all running sequences.
     /// Returns whether the sequence has started.
     fn try_admit(&mut self, id: SequenceId) -> bool {
         let Some(sequence) = self.sequences.get_mut(&id) else { return false };
-        // Take the blocks of a cached prefix now, so that they do not count as free blocks below.
+        // Take the blocks of the cached prefix first, so that they do not count as free below.
         let hashes = mem::take(&mut sequence.hashes);
         sequence.blocks = Some(if sequence.computes_whole_prompt {
             self.blocks.start_uncached(&sequence.tokens, sequence.prompt_tokens, hashes)
@@ -232,9 +233,8 @@ impl Scheduler {
         false
     }
 
-    /// Returns the number of additional blocks that a sequence needs for its next [`GROWTH_STEPS`] tokens.
-    ///
-    /// For a sequence that must never be preempted again, returns the number of blocks for its longest possible answer.
+    /// Returns how many more blocks a sequence needs for its current tokens and its next [`GROWTH_STEPS`] tokens.
+    /// A protected sequence needs the blocks for its longest possible answer.
     pub(super) fn demand(&self, seniority: &Seniority) -> usize {
         let sequence = &self.sequences[&seniority.id()];
         let Some(held) = &sequence.blocks else { return 0 };
@@ -243,16 +243,17 @@ impl Scheduler {
         self.blocks.demand(held, tokens, sequence.left().clamp(1, self.config.token_budget))
     }
 
-    /// Allocates blocks to a sequence for all positions below `end`.
+    /// Allocates blocks to a sequence for all positions below `end`. Preempts other sequences if necessary.
     ///
     /// While there are too few free blocks, preempts the sequence with the last turn.
-    /// Returns false if the last turn belongs to the sequence itself or to a sequence that this plan has admitted.
+    /// Returns false if this preempts the sequence `id` itself, or if the sequence with the last turn must not be
+    /// preempted, because it is protected or has started in this plan.
     ///
-    /// A protected sequence is never preempted and never lacks blocks: it can preempt all unprotected sequences.
+    /// A protected sequence always gets its blocks: it can preempt all unprotected sequences, and
     /// [`try_admit`](Self::try_admit) starts a sequence only if there are enough blocks for all protected sequences.
     fn give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         while !self.try_give_blocks(id, end, plan) {
-            // The sequence with the last turn can be the sequence that needs the blocks.
+            // The sequence with the last turn may be `id` itself.
             let victim = self.last_in_turn().filter(|victim| !victim.is_protected());
             let victim = victim.map(|victim| victim.id()).filter(|victim| !self.admitted.contains(victim));
             let Some(victim) = victim else { return false };
@@ -264,7 +265,8 @@ impl Scheduler {
         true
     }
 
-    /// Allocates blocks to a sequence for all positions below `end`. Returns false if there are too few free blocks.
+    /// Allocates blocks to a sequence for all positions below `end`, without preemption.
+    /// Returns false if there are too few free blocks.
     fn try_give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         let held = self.sequences.get_mut(&id).and_then(|sequence| sequence.blocks.as_mut());
         let Some(copies) = held.and_then(|held| self.blocks.grow(held, end)) else { return false };

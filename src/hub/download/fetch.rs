@@ -1,7 +1,7 @@
 //! Fetches files from the hub into the cache, in parallel and in parts.
 //!
-//! An unfinished file is stored as a [`Partial`](super::partial::Partial), so an interrupted download can resume.
-//! A file is renamed to its blob name only once it is complete and its hash matches.
+//! An unfinished file is stored as a [`Partial`](super::partial::Partial), so that an interrupted download can resume.
+//! A complete file gets its blob name only after its hash, if known, has been verified.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -26,10 +26,10 @@ use crate::hub::retry::Retry;
 use crate::snapshot::is_weights_file;
 use crate::text::quote;
 
-/// Fetches files as blobs of `repo` and links them into the snapshot of `commit`.
+/// Fetches files as blobs of `repo`, and links them into the snapshot of `commit`.
 ///
 /// Links the weights last, so that an incomplete snapshot does not count as a model.
-/// Stops at the first failure, and keeps the bytes fetched so far for a later attempt.
+/// After the first failure, stops and keeps the fetched bytes for a later attempt.
 pub(in crate::hub) fn fetch(
     remote: &Remote,
     commit: &str,
@@ -40,7 +40,7 @@ pub(in crate::hub) fn fetch(
     let mut jobs: Vec<Job> = Vec::new();
     let mut by_etag: HashMap<&str, usize> = HashMap::new();
     for file in files {
-        // Files with the same contents share one job.
+        // Files with equal contents share one job.
         match by_etag.entry(&file.etag) {
             Entry::Occupied(index) => jobs[*index.get()].names.push(&file.name),
             Entry::Vacant(entry) => {
@@ -62,7 +62,7 @@ pub(in crate::hub) fn fetch(
     });
     let state = download.state.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
     for job in state.jobs.iter().filter(|job| matches!(job.phase, Phase::Fetching | Phase::Verifying)) {
-        // Ignore errors, such as a full disk, because the previously saved record remains valid.
+        // Ignore errors, such as a full disk, because the record that was saved before is still valid.
         let _ = job.partial.save();
     }
     if let Some(error) = state.failure {
@@ -77,7 +77,7 @@ pub(in crate::hub) fn fetch(
 }
 
 impl Download<'_> {
-    /// Runs tasks on the current thread until none are left or the download fails.
+    /// Runs tasks on this thread until no task is left or the download fails.
     fn run_thread(&self) {
         while let Some(task) = self.next_task() {
             let result = match task {
@@ -91,14 +91,14 @@ impl Download<'_> {
         }
     }
 
-    /// Fetches one part of a file, with retries.
+    /// Fetches one part of a file, with retries. Returns without an error if the part is no longer needed.
     fn fetch_part(&self, job: usize, part: Range<u64>, generation: u32) -> Result<()> {
         let mut transfer = Transfer { download: self, job, part: part.clone(), position: part.start, generation };
         let limits = self.remote.limits();
         let mut retry = Retry::new(limits, limits.max_failures);
         let min_progress = Limits::min_progress(self.state().jobs[job].bytes);
-        // The position at the last reset of `retry`. Bytes before this position do not count as progress:
-        // if the server does not support ranges, each attempt fetches them again.
+        // The position at the last reset of `retry`. Bytes before this position do not count as progress,
+        // because a server that does not support ranges sends them again in each attempt.
         let mut furthest = part.start;
         let result = loop {
             let (cause, retry_after) = match transfer.run() {
@@ -128,7 +128,7 @@ impl Download<'_> {
         result
     }
 
-    /// Returns the error for a file that has no retries left.
+    /// Returns the error for a file whose last retry has failed.
     fn gave_up(&self, job: usize, cause: &str, retry_after: Option<Duration>) -> anyhow::Error {
         let state = self.state();
         let job = &state.jobs[job];
@@ -142,7 +142,7 @@ impl Download<'_> {
         ))
     }
 
-    /// Verifies the hash of a complete file. Deletes a bad file and fetches it again, but only once.
+    /// Verifies the hash of a complete file. If the hash is wrong for the first time, the file is fetched again.
     fn verify(&self, index: usize) -> Result<()> {
         let (etag, bytes, name, checkpoint) = {
             let state = self.state();
@@ -150,19 +150,19 @@ impl Download<'_> {
             (job.etag, job.bytes, job.names[0], job.partial.pending_record())
         };
         let blob = self.repo.blob(etag);
-        // An existing blob was verified before it was renamed into place.
+        // An existing blob needs no check, because it was verified before it got its name.
         let is_good = is_complete(&blob, bytes) || {
             self.progress.verifying(name);
             let mut stop_on_failure = |_| if self.state().failure.is_some() { bail!("stopped") } else { Ok(()) };
             hash::matches(checkpoint.path(), etag, &mut stop_on_failure)?
         };
         if is_good {
-            // Flush before locking the state, so that other threads do not wait for the disk.
+            // Flush while the state is not locked, so that other threads do not wait for the disk.
             checkpoint.sync()?;
         }
         let mut state = self.state();
         if let Err(error) = self.conclude(&mut state.jobs[index], is_good) {
-            // Set the failure while the state is locked, so that no thread takes another task before that.
+            // Set the failure before the state is unlocked, so that no thread takes another task.
             state.failure.get_or_insert(error);
         }
         if state.jobs[index].phase == Phase::Done {
@@ -171,8 +171,8 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Renames a good file to its blob name and links it into the snapshot. [`fetch`] links the weights later.
-    /// Discards a bad file, so that it is fetched again.
+    /// Gives a good file its blob name, and links it into the snapshot. [`fetch`] links weights later.
+    /// Deletes a bad file, so that it is fetched again. Fails if the file was bad before.
     fn conclude(&self, job: &mut Job, is_good: bool) -> Result<()> {
         job.in_flight -= 1;
         if is_good {

@@ -1,4 +1,4 @@
-//! The shared state of a download: the parts left to fetch and the parts already on disk.
+//! The state that the threads of a download share: one [`Job`] per blob, with the parts that are left to fetch.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::fs;
@@ -17,22 +17,22 @@ use crate::hub::progress::Progress;
 use crate::hub::remote::Remote;
 use crate::text::quote;
 
-/// A file with a known size and etag, ready to be fetched.
+/// A file to fetch, with its size and etag.
 pub(in crate::hub) struct WantedFile {
     pub name: String,
     pub bytes: u64,
-    /// The name of the blob: the hash of the contents, or [`hash::weak_etag`] if the hub sends no hash.
+    /// The name of the blob: the hash of the contents, or a [`hash::weak_etag`] if the hub sends no hash.
     pub etag: String,
 }
 
 impl WantedFile {
-    /// Converts a file from the listing. Sends a HEAD request if the listing has no size or no etag for the file.
+    /// Converts a file from the listing. Asks the hub for the size and the etag if the listing lacks one of them.
     pub fn new(remote: &Remote, commit: &str, file: RemoteFile) -> Result<Self> {
         let complete = if file.has_size_and_etag() { file } else { remote.head(commit, &file.name)? };
         let (Some(bytes), Some(etag)) = (complete.bytes, complete.etag) else {
             bail!("cannot download {}: the hub does not send its size", quote(&complete.name));
         };
-        // Different files, or different versions of a file, may share an etag that is not a hash.
+        // An etag that is not a hash may be the etag of several files, or of several versions of a file.
         let etag = if hash::is_hash(&etag) {
             etag
         } else {
@@ -41,30 +41,29 @@ impl WantedFile {
         Ok(Self { name: complete.name, bytes, etag })
     }
 
-    /// Returns the number of bytes of the file that are in the cache.
+    /// Returns how many bytes of the file are in the cache, in the blob or in an unfinished file.
     pub fn present_bytes(&self, repo: &RepoDir) -> u64 {
         let blob = repo.blob(&self.etag);
         if is_complete(&blob, self.bytes) { self.bytes } else { Partial::find(&blob, self.bytes).done_bytes() }
     }
 }
 
-/// Returns true if a blob is on disk with the expected size.
+/// Returns whether a blob is on disk with the expected size.
 pub(in crate::hub) fn is_complete(blob: &Path, bytes: u64) -> bool {
     fs::metadata(blob).is_ok_and(|data| data.is_file() && data.len() == bytes)
 }
 
-/// A running download, shared by its threads.
+/// A running download. Its threads share this value.
 pub(in crate::hub) struct Download<'a> {
     pub remote: &'a Remote<'a>,
     pub commit: &'a str,
     pub repo: &'a RepoDir,
     pub progress: &'a dyn Progress,
     pub state: Mutex<DownloadState<'a>>,
-    /// Notified when there may be new work, or when the download ends.
+    /// Notified after every task, which may have created new tasks or ended the download.
     pub changed: Condvar,
 }
 
-/// The jobs of a download and its first failure.
 pub(in crate::hub) struct DownloadState<'a> {
     pub jobs: Vec<Job<'a>>,
     /// The indices of the jobs that are not done.
@@ -76,21 +75,21 @@ pub(in crate::hub) struct DownloadState<'a> {
 pub(in crate::hub) struct Job<'a> {
     pub etag: &'a str,
     pub bytes: u64,
-    /// All files in the snapshot that link to this blob.
+    /// The files in the snapshot that link to this blob.
     pub names: Vec<&'a str>,
     pub partial: Partial,
     pub phase: Phase,
-    /// Parts that are waiting for a thread.
+    /// The parts that no thread has taken yet.
     pub parts: VecDeque<Range<u64>>,
-    /// The number of threads that are working on this job.
+    /// The number of running tasks of this job.
     pub in_flight: usize,
-    /// Incremented when all fetched bytes are discarded. Transfers of earlier generations then stop.
+    /// The number of times that all fetched bytes were discarded. Transfers of earlier generations stop.
     pub generation: u32,
-    /// True if the server can send only whole files.
+    /// Whether the server ignores ranges and always sends the whole file.
     pub is_whole_only: bool,
-    /// The number of times that a server has sent the whole file instead of a part.
+    /// How often a server has sent the whole file instead of a part.
     pub whole_responses: u32,
-    /// True if the file was already fetched again from the beginning, after a wrong hash or a changed etag.
+    /// Whether the file has had a wrong hash or a changed etag. The second time is an error.
     pub was_bad: bool,
     pub last_save: Instant,
 }
@@ -128,17 +127,18 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Reports the progress of this blob, in bytes, for each file that links to it.
+    /// Reports the bytes that are on disk, for each file that links to this blob.
     pub fn report(&self, progress: &dyn Progress) {
         let done_bytes = match self.phase {
             Phase::Done => self.bytes,
-            // Report less than the full size, because the full size would mean that the file is finished.
+            // Report less than the full size, because the full size means that the file is finished.
             _ => self.partial.done_bytes().min(self.bytes.saturating_sub(1)),
         };
         self.names.iter().for_each(|name| progress.file(name, done_bytes));
     }
 
-    /// Divides the missing bytes into parts.
+    /// Divides the missing bytes into parts of at most `part_bytes` bytes, or into one part per gap
+    /// if the server always sends the whole file.
     fn split_into_parts(&mut self, part_bytes: u64) {
         self.parts.clear();
         for gap in self.partial.gaps() {
@@ -152,7 +152,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Discards all fetched bytes, so the file is fetched from the beginning.
+    /// Discards all fetched bytes, so that the file is fetched from the start.
     pub fn restart(&mut self) -> Result<()> {
         self.generation += 1;
         self.partial.clear();
@@ -166,9 +166,9 @@ impl<'a> Download<'a> {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Returns the next task, in file order. Waits while other threads may still create tasks.
+    /// Returns the next task, in the order of the jobs. Waits while running tasks can still create tasks.
     ///
-    /// Returns `None` if the thread should exit.
+    /// Returns `None` if no task is left or the download has failed.
     pub fn next_task(&self) -> Option<Task> {
         let mut state = self.state();
         loop {
@@ -226,7 +226,7 @@ impl<'a> Download<'a> {
         if is_busy { Search::Busy } else { Search::Finished }
     }
 
-    /// Sleeps for `wait`, or until the download fails. Returns false if the download failed.
+    /// Sleeps for `wait`, or until the download fails. Returns whether the download can go on.
     pub fn sleep(&self, wait: Duration) -> bool {
         let end = Instant::now() + wait;
         let mut state = self.state();
@@ -246,7 +246,7 @@ impl<'a> Download<'a> {
 /// The result of [`Download::find_task`].
 enum Search {
     Found(Task),
-    /// Other threads are working and may create new tasks.
+    /// There is no task, but running tasks can still create some.
     Busy,
     Finished,
 }

@@ -27,15 +27,15 @@ use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
 
-/// The minimum number of file size requests for which to show a message. This many requests take several seconds.
+/// The minimum number of size requests that are announced to the user. This many requests take several seconds.
 const MANY_REQUESTS: usize = 100;
 
 impl Hub {
-    /// Downloads a model into inferno's cache and returns its snapshot. Resumes an interrupted download.
+    /// Downloads a model into inferno's own cache, and returns its snapshot. Resumes an interrupted download.
     ///
     /// `revision` is a branch, tag or commit. The default is `main`.
-    /// Fetches no files if either cache has all selected files.
-    /// Waits while another process downloads the same model.
+    /// Fetches no files if inferno's own cache or the shared cache has all selected files.
+    /// Waits while another process changes the same repository in the cache.
     pub fn download(
         &self,
         repo: &str,
@@ -82,10 +82,10 @@ impl Hub {
             return Ok(snapshot);
         }
         let lock = disk::check_space(&self.config.cache, 0).and_then(|()| repo.lock(|| progress.waiting(name)));
-        // Check the caches again, because the process that held the lock may have downloaded the model.
+        // Check the caches again: another process may have downloaded the model while this process waited for the lock.
         if let Some(snapshot) = self.find_present(name, &listing, filter)? {
-            // Write the ref even for a snapshot in the shared cache, so both caches agree on the newest commit.
-            // A read-only cache is not an error, because the model is complete without the ref.
+            // Write the ref even for a snapshot in the shared cache, so that both caches agree on the newest commit.
+            // If this fails, only log a warning, because the model is complete without the ref.
             let written = lock.and_then(|_lock| repo.write_ref(revision, commit));
             if let Err(error) = written {
                 tracing::warn!(error = format!("{error:#}"), revision, "cannot write the ref");
@@ -103,9 +103,9 @@ impl Hub {
         Ok(Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source: Source::Inferno })
     }
 
-    /// Returns the number of bytes that a download would fetch, not counting files in inferno's cache.
+    /// Returns the number of bytes that a download would fetch. Files that inferno's own cache has do not count.
     ///
-    /// For sharded weights, returns an estimate: the total size of the safetensors files in the root directory.
+    /// For sharded weights, returns an estimate: the size of the missing safetensors files in the root directory.
     pub fn download_bytes(&self, repo: &str, revision: Option<&str>, filter: &FileFilter) -> Result<u64> {
         let (name, revision) = names::split_revision(repo, revision)?;
         names::check_repo(name)?;
@@ -122,7 +122,8 @@ impl Hub {
         Ok(files.iter().filter(|file| !is_present(&path, file)).filter_map(|file| file.bytes).sum())
     }
 
-    /// Adds `files` to the snapshot of `commit`. Fetches only missing files. The caller must hold the repository lock.
+    /// Adds `files` to the snapshot of `commit`. Fetches only the bytes that are missing.
+    /// The caller must hold the repository's lock.
     pub(in crate::hub) fn fetch_files(
         &self,
         remote: &Remote,
@@ -137,7 +138,7 @@ impl Hub {
         }
         let threads = if requests == 0 { 1 } else { remote.limits().connections.clamp(1, 64) };
         let files = try_map(&files, threads, |file| WantedFile::new(remote, commit, file.clone()))?;
-        // Files with the same contents are fetched only once.
+        // Files with equal contents are fetched only once.
         let mut etags = HashSet::new();
         let needed_bytes = files
             .iter()
@@ -148,7 +149,7 @@ impl Hub {
         fetch(remote, commit, repo, &files, progress)
     }
 
-    /// Returns the snapshot of the listed commit if either cache has all selected files.
+    /// Returns the snapshot of the listed commit from the first cache that has all selected files.
     fn find_present(&self, name: &str, listing: &Listing, filter: &CompiledFilter) -> Result<Option<Snapshot>> {
         let index = match listing.file(INDEX) {
             Some(file) if filter.needs_index() => match self.read_present(name, &listing.commit, file)? {
@@ -171,7 +172,7 @@ impl Hub {
         Ok(found)
     }
 
-    /// Reads the shard index from either cache. Returns `None` if neither cache has the index.
+    /// Reads the shard index from the first cache that has it. Returns `None` if no cache has it.
     fn read_present(&self, name: &str, commit: &str, file: &RemoteFile) -> Result<Option<Vec<u8>>> {
         for (cache, _) in self.caches() {
             let dir = cache.repo(name).snapshot(commit);
@@ -182,9 +183,9 @@ impl Hub {
         Ok(None)
     }
 
-    /// Returns the contents of the shard index, from a cache or the hub.
+    /// Returns the contents of the shard index. Downloads the index if no cache has it.
     ///
-    /// Returns `None` if the repository has no index, or if `filter` does not need one.
+    /// Returns `None` if the repository has no index, or if `filter` does not need it.
     fn fetch_index(
         &self,
         remote: &Remote,
@@ -206,12 +207,12 @@ impl Hub {
     }
 }
 
-/// Returns the [`Error::Offline`](crate::error::Error::Offline) message for a download.
+/// Returns the text of [`Error::Offline`](crate::error::Error::Offline) for a download.
 pub(in crate::hub) fn cannot_download(name: &str) -> String {
     format!("cannot download '{name}': HF_HUB_OFFLINE is set")
 }
 
-/// Returns true if the snapshot in `dir` contains `file` and the size matches the hub's listing.
+/// Returns whether the snapshot in `dir` contains `file`. If the listing has a size, compares it.
 fn is_present(dir: &Path, file: &RemoteFile) -> bool {
     let data = fs::metadata(dir.join(&file.name));
     data.is_ok_and(|data| data.is_file() && file.bytes.is_none_or(|bytes| data.len() == bytes))

@@ -1,8 +1,8 @@
-//! A partially downloaded file: its bytes on disk, and a record of which byte ranges are present.
+//! [`Partial`]: a partially downloaded file, and the record of its byte ranges on disk.
 //!
 //! Parts arrive in any order, so the length of `blobs/<etag>.parts` does not show which bytes are present.
-//! `<etag>.parts.json` lists the byte ranges that are safely on disk.
-//! The record is written after the data is flushed, so it is correct even after a crash or a power failure.
+//! The record, `blobs/<etag>.parts.json`, lists the byte ranges that are on disk.
+//! The data is flushed before the record is written, so the record is correct even after a power failure.
 #![allow(clippy::single_range_in_vec_init, reason = "lists with a single range are intended here")]
 
 use std::fs::{self, File};
@@ -20,38 +20,37 @@ use crate::hub::disk::{self, create_dir, with_suffix, write_error};
 
 /// The suffixes of unfinished and corrupt files.
 ///
-/// `.incomplete` files come from Hugging Face's Python tools, which write each file from start to end.
-/// The length of such a file therefore shows which bytes are present.
+/// Hugging Face's Python tools leave `.incomplete` files. They write files from start to end,
+/// so the length of such a file shows which bytes are present.
 pub(in crate::hub) const SUFFIXES: [&str; 4] = [".parts", ".parts.json", ".incomplete", BAD];
 
-/// The suffix of a blob whose contents are wrong. The blob is kept until its replacement arrives.
+/// The suffix of a blob with wrong contents, which is kept until its replacement arrives.
 pub(in crate::hub) const BAD: &str = ".bad";
 
-/// A partially downloaded file.
+/// A partially downloaded file, and the byte ranges that it has.
 pub(in crate::hub) struct Partial {
     path: PathBuf,
     /// The size of the complete file.
     bytes: u64,
     record: Record,
-    /// True if the data was discarded or could not be flushed.
-    /// While this flag is true, pending records that share the flag are not saved.
+    /// Whether data was discarded or could not be flushed. If so, the pending records with this flag are not saved.
     ///
-    /// Never reset to false, because an operating system reports a failed flush only once.
+    /// Never reset to false, because the operating system reports a failed flush only once.
     is_lost: Arc<AtomicBool>,
 }
 
-/// The contents of `<etag>.parts.json`.
+/// The contents of `blobs/<etag>.parts.json`.
 #[derive(Clone, Default, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Record {
-    /// The byte ranges on disk: sorted, nonempty, and separated by gaps.
+    /// The byte ranges on disk: sorted, not empty, and separated by gaps.
     done: Vec<Range<u64>>,
-    /// The server's etag, for blobs whose name is not a hash of their contents.
+    /// The etag that the server sent, if the blob's name is not a hash.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     etag: Option<String>,
 }
 
 impl Record {
-    /// Returns true if the ranges are sorted, nonempty, disjoint, and within a file of `bytes` bytes.
+    /// Returns whether the ranges are sorted, not empty, disjoint, and within a file of `bytes` bytes.
     fn is_valid(&self, bytes: u64) -> bool {
         let mut previous_end = 0;
         self.done.iter().all(|range| {
@@ -63,7 +62,7 @@ impl Record {
 }
 
 impl Partial {
-    /// Determines which bytes of `blob` are already on disk after earlier attempts. Writes nothing.
+    /// Finds out which bytes of `blob` earlier attempts have left on disk. Writes nothing.
     pub fn find(blob: &Path, bytes: u64) -> Self {
         let path = with_suffix(blob, ".parts");
         let json = files::read(&with_suffix(blob, ".parts.json"), files::DOWNLOAD_RECORD).ok();
@@ -78,7 +77,7 @@ impl Partial {
             (None, None) => 0,
         };
         if record.is_valid(bytes) {
-            // The file may have been truncated since the record was written.
+            // Another program may have truncated the file since the record was written.
             record.done.iter_mut().for_each(|range| range.end = range.end.min(length_on_disk));
             record.done.retain(|range| range.start < range.end);
         } else {
@@ -87,7 +86,7 @@ impl Partial {
         Self { path, bytes, record, is_lost: Arc::default() }
     }
 
-    /// Creates the file. Keeps the downloaded bytes if [`find`](Self::find) found a file from an earlier attempt.
+    /// Creates the file, unless an earlier attempt has left one. Renames an `.incomplete` file of Python tools.
     pub fn create(&self, blob: &Path) -> Result<()> {
         create_dir(blob.parent().unwrap_or(blob))?;
         if !self.path.exists() {
@@ -100,19 +99,19 @@ impl Partial {
                 self.pending_record().write_record()?;
                 fs::rename(&incomplete, &self.path).map_err(|error| write_error(error, &self.path, 0))?;
             } else {
-                // Delete any old record, because it does not describe the new file.
+                // A record without its file is useless. Delete it, because it does not describe the new file.
                 delete(&record_path(&self.path))?;
             }
         }
         let file = self.open()?;
-        // Truncate a file that is too long: it is left over from another download with the same blob name.
+        // A file that is too long comes from another download with the same blob name. Truncate the file.
         if file.metadata().is_ok_and(|data| data.len() > self.bytes) {
             file.set_len(self.bytes).map_err(|error| write_error(error, &self.path, 0))?;
         }
         Ok(())
     }
 
-    /// Opens a new file handle for writing.
+    /// Opens or creates the file for writing. Each transfer uses a handle of its own.
     pub fn open(&self) -> Result<File> {
         let mut options = File::options();
         options.write(true).create(true).truncate(false);
@@ -120,7 +119,7 @@ impl Partial {
         {
             use nix::fcntl::OFlag;
             use std::os::unix::fs::OpenOptionsExt;
-            // Accept only regular files: a symlink could point anywhere, and opening a pipe would block.
+            // Accept only regular files: a symlink could point to any file, and opening a pipe would block.
             options.custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits());
         }
         let file = options.open(&self.path).map_err(|error| write_error(error, &self.path, 0))?;
@@ -141,20 +140,20 @@ impl Partial {
         self.record.done.iter().map(|range| range.end - range.start).sum()
     }
 
-    /// Returns the byte ranges that are not on disk yet.
+    /// Returns the byte ranges that are missing.
     pub fn gaps(&self) -> Vec<Range<u64>> {
         let starts = std::iter::once(0).chain(self.record.done.iter().map(|range| range.end));
         let ends = self.record.done.iter().map(|range| range.start).chain(std::iter::once(self.bytes));
         starts.zip(ends).filter(|(start, end)| start < end).map(|(start, end)| start..end).collect()
     }
 
-    /// Records that a range of bytes was written.
+    /// Adds a written byte range to the record in memory.
     pub fn add(&mut self, new: Range<u64>) {
         if new.start >= new.end {
             return;
         }
         let done = &mut self.record.done;
-        // Merge all ranges that touch the new range.
+        // Merge the new range with all ranges that overlap or touch it.
         let first = done.partition_point(|range| range.end < new.start);
         let last = done.partition_point(|range| range.start <= new.end);
         let mut merged = new;
@@ -164,20 +163,20 @@ impl Partial {
         done.splice(first..last, [merged]);
     }
 
-    /// Clears the record, and cancels every [`PendingRecord`] of the old bytes.
+    /// Clears the record in memory, and keeps every earlier [`PendingRecord`] from being saved.
     pub fn clear(&mut self) {
         self.record = Record::default();
-        // After a failed flush, the new flag is also true, so no more records are saved.
+        // If a flush has failed, the new flag is true too, so that no more records are saved.
         let was_lost = self.is_lost.swap(true, Ordering::AcqRel);
         self.is_lost = Arc::new(AtomicBool::new(was_lost));
     }
 
-    /// Returns true if `etag` equals the stored etag. If no etag is stored yet, stores `etag` and returns true.
+    /// Returns whether `etag` equals the stored etag. If no etag is stored yet, stores `etag` and returns true.
     pub fn has_same_etag(&mut self, etag: &str) -> bool {
         *self.record.etag.get_or_insert_with(|| etag.to_string()) == etag
     }
 
-    /// Returns a copy of the record, which the caller can save without locking the `Partial`.
+    /// Returns a copy of the record, which the caller can save after it has unlocked the `Partial`.
     pub fn pending_record(&self) -> PendingRecord {
         PendingRecord { path: self.path.clone(), record: self.record.clone(), is_lost: self.is_lost.clone() }
     }
@@ -197,14 +196,14 @@ impl Partial {
 
     /// Renames the complete file to `blob` and deletes its record.
     pub fn finish(&self, blob: &Path) -> Result<()> {
-        // Flush before renaming. Otherwise, a power failure could leave a blob of the right length, filled with zeros.
+        // Flush before renaming. Otherwise, a power failure could leave a blob of the right size that contains zeros.
         self.pending_record().sync()?;
         fs::rename(&self.path, blob).with_context(|| format!("cannot rename {}", self.path.display()))?;
         self.delete()
     }
 }
 
-/// A copy of a [`Partial`]'s record, ready to be saved.
+/// A copy of the record of a [`Partial`], to be saved.
 pub(in crate::hub) struct PendingRecord {
     path: PathBuf,
     record: Record,
@@ -216,7 +215,7 @@ impl PendingRecord {
         &self.path
     }
 
-    /// Flushes the data, then writes the record. Skips the record if the data was discarded or could not be flushed.
+    /// Flushes the data, then writes the record. Does not write the record if the data was discarded or lost.
     pub fn save(&self) -> Result<()> {
         if self.is_lost.load(Ordering::Acquire) || !self.sync()? || self.is_lost.load(Ordering::Acquire) {
             return Ok(());
@@ -224,7 +223,7 @@ impl PendingRecord {
         self.write_record()
     }
 
-    /// Flushes the data to disk. Returns false if the file does not exist.
+    /// Flushes the data. Returns false if the file does not exist.
     pub fn sync(&self) -> Result<bool> {
         match File::open(&self.path).and_then(|data| data.sync_data()) {
             Ok(()) => Ok(true),

@@ -1,6 +1,6 @@
-//! Requests one part of a file, checks the response, and writes it to disk.
+//! [`Transfer`]: requests one part of a file, checks the response, and writes its body to disk.
 //!
-//! Rejects responses with the wrong range or file size, and never writes outside the requested part.
+//! Rejects a response with the wrong range or file size. Never writes outside the requested part.
 
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::mem;
@@ -17,34 +17,34 @@ use crate::hub::hash;
 use crate::hub::retry::{is_temporary, retry_after};
 use crate::text::{library_error, quote};
 
-/// The maximum number of whole-file responses to range requests before the bytes on disk are discarded.
+/// How many whole-file responses to range requests are retried before the bytes on disk are discarded.
 const MAX_WHOLE_RESPONSES: u32 = 3;
-/// The minimum number of bytes to receive within twice the stall timeout. A slower transfer counts as stalled.
+/// A transfer that receives fewer bytes in twice the stall timeout counts as stalled.
 const MIN_PROGRESS_BYTES: u64 = 64 << 10;
 
-/// The reason that a transfer ended early.
+/// Why a transfer ended before its part was complete.
 pub(in crate::hub) enum Stop {
-    /// Another attempt may succeed. The duration is the wait that the server requested with Retry-After, if any.
+    /// Another attempt may succeed. Holds the cause, and the wait that the server requested with Retry-After, if any.
     Temporary(String, Option<Duration>),
-    /// Another attempt would fail the same way.
+    /// Another attempt would fail too.
     Permanent(anyhow::Error),
-    /// The part is no longer needed.
+    /// The part is no longer needed, because the file is fetched again or the download has failed.
     Obsolete,
 }
 
 /// The transfer of one part of a file, on one thread.
 pub(in crate::hub) struct Transfer<'a, 'b> {
     pub download: &'b Download<'a>,
-    /// The index of the file's job in [`DownloadState::jobs`](super::jobs::DownloadState).
+    /// The index of the job in [`DownloadState::jobs`](super::jobs::DownloadState).
     pub job: usize,
     pub part: Range<u64>,
-    /// The offset in the file where the next bytes are written.
+    /// The offset in the file of the next byte to write.
     pub position: u64,
     pub generation: u32,
 }
 
 impl Transfer<'_, '_> {
-    /// Sends one request and writes the response until the part is complete.
+    /// Sends one request for the rest of the part, and writes the response to disk.
     pub fn run(&mut self) -> Result<(), Stop> {
         let Download { remote, commit, .. } = self.download;
         let (name, bytes) = {
@@ -87,7 +87,7 @@ impl Transfer<'_, '_> {
             status if is_temporary(status) => {
                 return Err(Stop::Temporary(format!("HTTP {status}"), retry_after(response.headers())));
             }
-            // Links to a storage host expire. The next request to the hub returns a new link.
+            // The link to the storage host may have expired. The next request to the hub returns a new link.
             status if is_from_other_host => {
                 return Err(temporary(format!("the storage host responded with HTTP {status}")));
             }
@@ -98,10 +98,11 @@ impl Transfer<'_, '_> {
         self.write_body(response.into_body().into_reader(), name, has_length)
     }
 
-    /// Switches to fetching the whole file, because the server ignores ranges. All other transfers of the file stop.
+    /// Makes this transfer fetch the whole file, because the server ignored the range.
+    /// Stops the other transfers of the file.
     ///
-    /// If some bytes are already on disk, retries after the first few whole-file responses instead of switching,
-    /// because the next response may come from a server that supports ranges.
+    /// If some bytes are on disk, fails with [`Stop::Temporary`] the first few times instead:
+    /// the next response may come from a server that supports ranges.
     fn restart_whole(&mut self) -> Result<(), Stop> {
         let mut state = self.download.state();
         let job = &mut state.jobs[self.job];
@@ -122,8 +123,9 @@ impl Transfer<'_, '_> {
         Ok(())
     }
 
-    /// Restarts the download if the etag of the file has changed. Does not check the etag of a file with a known hash,
-    /// because the hash is verified after the download.
+    /// Restarts the file if its etag has changed since the first response. Fails if this happens again.
+    ///
+    /// Does not check a file whose hash is known, because its contents are verified later.
     fn check_etag(&self, headers: &HeaderMap) -> Result<(), Stop> {
         let Some(etag) = headers.get(header::ETAG).and_then(|etag| etag.to_str().ok()).map(hash::bare_etag) else {
             return Ok(());
@@ -147,7 +149,8 @@ impl Transfer<'_, '_> {
         Err(Stop::Obsolete)
     }
 
-    /// Writes a response body at the current position in the file. Never writes more bytes than requested.
+    /// Writes a response body to the file, from `position` to the end of the part. Fails if the body ends early.
+    /// Never writes more bytes than requested.
     fn write_body(&mut self, mut body: BodyReader, name: &str, has_length: bool) -> Result<(), Stop> {
         let (mut output, path) = {
             let state = self.download.state();
@@ -180,14 +183,15 @@ impl Transfer<'_, '_> {
             output.write_all(&buffer[..count]).map_err(|error| cannot_write(error, left))?;
             self.record_written(count as u64)?;
         }
-        // Read the end of the body, so the connection can be reused. Without a content length, this read could block.
+        // Read the end of the body, so that the connection can be reused. Without a content length, this could block.
         if has_length {
             let _ = body.read(&mut buffer);
         }
         Ok(())
     }
 
-    /// Records that `count` bytes were written, and saves the record if a save is due.
+    /// Records that `count` bytes were written. Saves the record to disk if `save_interval` has passed.
+    /// Returns [`Stop::Obsolete`] if the part is no longer needed.
     fn record_written(&mut self, count: u64) -> Result<(), Stop> {
         let record = {
             let mut state = self.download.state();
@@ -208,7 +212,7 @@ impl Transfer<'_, '_> {
                 job.partial.pending_record()
             })
         };
-        // Save after unlocking the state, because saving waits for the disk.
+        // Save after the state is unlocked, because saving waits for the disk.
         record.map_or(Ok(()), |record| record.save().map_err(Stop::Permanent))
     }
 }
@@ -217,7 +221,7 @@ fn temporary(cause: impl Into<String>) -> Stop {
     Stop::Temporary(cause.into(), None)
 }
 
-/// Explains why a response with status 200 is not the requested file. Returns `None` if the response may be the file.
+/// Returns why a response with status 200 cannot be the file, or `None` if it may be the file.
 fn wrong_file(response: &Response<Body>, name: &str, bytes: u64) -> Option<String> {
     let text = |name: header::HeaderName| response.headers().get(name).and_then(|value| value.to_str().ok());
     let is_page = text(header::CONTENT_TYPE).is_some_and(|kind| kind.starts_with("text/html"));
@@ -234,7 +238,7 @@ fn content_length(headers: &HeaderMap) -> Option<u64> {
     headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.trim().parse().ok()
 }
 
-/// A Content-Range header: `bytes 100-199/200`.
+/// The values of a Content-Range header, such as `bytes 100-199/200`.
 pub(in crate::hub) struct ContentRange {
     pub first: u64,
     last: u64,
@@ -248,7 +252,7 @@ impl ContentRange {
     }
 }
 
-/// Parses the Content-Range header of a partial response.
+/// Parses the Content-Range header of a response. Returns `None` if it is missing or invalid.
 pub(in crate::hub) fn content_range(headers: &HeaderMap) -> Option<ContentRange> {
     let range = headers.get(header::CONTENT_RANGE)?.to_str().ok()?;
     let (first, rest) = range.strip_prefix("bytes ")?.split_once('-')?;
