@@ -1,7 +1,7 @@
 // Measures the read bandwidth of the GPU's memory.
 
 // Fills x with pseudo-random bits. Reading zeros would draw less power and could overstate the bandwidth.
-//   x: [n]
+//   x: 16-byte words [n]
 //   grid, block: any size
 //   bytes moved: 16 · n
 extern "C" __global__ void fill_random(uint4* x, int n) {
@@ -16,8 +16,8 @@ extern "C" __global__ void fill_random(uint4* x, int n) {
 }
 
 // Reads all of x. Each thread issues eight independent 16-byte loads per iteration.
-//   x: [n]; n is a multiple of 8 · blockDim
-//   out: [1]
+//   x: 16-byte words [n]; n is a multiple of 8 · blockDim
+//   out: u32 [1]
 //   grid: any size; block: at most 512
 //   bytes moved: 16 · n
 extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* x, unsigned* out, int n) {
@@ -32,6 +32,6 @@ extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* x, unsig
 #pragma unroll
         for (int j = 0; j < LOADS; ++j) sum += v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
     }
-    // This use of `sum` keeps the compiler from removing the loads. The condition is almost never true.
+    // Without this use of `sum`, the compiler would remove the loads. The condition is almost never true.
     if (sum == 0x5EED5EED) *out = sum;
 }

@@ -1,7 +1,7 @@
 //! Measures the memory bandwidth of a GPU.
 //!
-//! `inferno bench` compares the bandwidth of decode steps with this measurement instead of the data sheet's value,
-//! which no kernel reaches.
+//! `inferno bench` compares the bandwidth of decode steps with this measurement.
+//! The bandwidth in a GPU's data sheet is not a useful reference, because no kernel reaches it.
 
 use anyhow::Result;
 use candle_core::Device;
@@ -20,7 +20,7 @@ pub struct Bandwidth {
 
 /// Measures the memory bandwidth of a GPU. Returns `None` for a CPU, or if less than 160 MiB of GPU memory is free.
 ///
-/// Allocates 4 GiB of GPU memory if at least 5 GiB is free, otherwise a smaller amount.
+/// Allocates 4 GiB of GPU memory if at least 5 GiB is free, otherwise at most 80 % of the free memory.
 pub fn measure(device: &Device) -> Result<Option<Bandwidth>> {
     match device {
         #[cfg(feature = "cuda")]
@@ -55,7 +55,7 @@ mod with_cuda {
         if bytes < GIB / 16 {
             return Ok(None);
         }
-        // Launch as many blocks as the GPU can run at once.
+        // Launch enough blocks to occupy all threads of every multiprocessor.
         use sys::CUdevice_attribute as Attribute;
         let multiprocessors = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let threads = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR)?;
@@ -63,7 +63,7 @@ mod with_cuda {
         let words = bytes / 16;
 
         let candle_device = Device::Cuda(device.clone());
-        // SAFETY: `fill_random` writes all of `from`; nothing reads `to` or `sum`.
+        // SAFETY: `fill_random` writes all of `from` before any kernel reads `from`. Nothing reads `to` or `sum`.
         let (from, to, sum) = unsafe {
             (
                 Tensor::empty(bytes, DType::U8, &candle_device)?,

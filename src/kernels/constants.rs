@@ -1,8 +1,8 @@
 //! Constants shared by the Rust and CUDA code.
 //!
 //! The build script generates `constants.cuh` from this file.
-//! `pub const NAME: usize = 4;` becomes `constexpr int NAME = 4;`, `u32` becomes `unsigned`,
-//! `f32` becomes `float`, and arrays stay arrays.
+//! `pub const NAME: usize = 4;` becomes `constexpr int NAME = 4;`.
+//! `u32` becomes `unsigned`, `f32` becomes `float`, and arrays stay arrays.
 //!
 //! Values must be valid in both Rust and C++.
 //! A value may contain numbers, `+ - * / << >>`, parentheses, and constants defined earlier in this file.
@@ -21,7 +21,7 @@ pub const ACTIVATION_GELU_TANH: usize = 1;
 
 // Rotary embedding (`attention/rope.rs`, `attention/rope.cu`).
 
-/// Heads per warp. With several heads, a warp has more loads in flight and reads the cosines and sines only once.
+/// Heads per warp. With several heads, a warp has more loads in flight, and reads cosines and sines once for all heads.
 pub const ROPE_HEADS_PER_WARP: usize = 4;
 /// The maximum number of tokens for which each head has its own warp.
 /// With few tokens, several heads per warp would leave most of the GPU idle.
@@ -31,10 +31,10 @@ pub const ROPE_FEW_TOKENS: usize = 64;
 
 /// The maximum number of ranks that can exchange data.
 pub const EXCHANGE_MAX_RANKS: usize = 8;
-/// Slots per mailbox. Consecutive operations use consecutive slots.
+/// Slots per mailbox. Operation k uses slot k mod `EXCHANGE_SLOTS`.
 pub const EXCHANGE_SLOTS: usize = 4;
-/// The maximum total number of thread blocks over all ranks.
-/// When tests run all ranks on one GPU, waiting blocks must leave multiprocessors free for the blocks of other ranks.
+/// The maximum number of thread blocks of all ranks together.
+/// If all ranks run on one GPU, as in tests, waiting blocks must leave multiprocessors free for other ranks.
 pub const EXCHANGE_BLOCKS: usize = 128;
 
 // Paged KV cache (`attention/paged.rs`, `attention/paged.cuh`).
@@ -44,19 +44,18 @@ pub const BLOCK_TOKENS: usize = 64;
 
 // Attention without tensor cores (`attention/eager_attention.rs`, `attention/eager_attention.cu`).
 
-/// The largest supported head size. Each lane of a warp keeps a 32nd of a head in registers.
+/// The largest supported head size. Each lane of a warp keeps 1/32 of a head in registers.
 pub const EAGER_MAX_HEAD_DIM: usize = 256;
 
 // Attention on tensor cores (`attention/flash_attention.rs`, `attention/flash_attention.cu`).
 //
-// Each head size has kernels with 16, 64 and 128 query rows per tile.
-// A second 16-row kernel is for large batches.
+// Each head size has two kernels with 16 query rows per tile, one with 64 and one with 128.
 // Arrays have one value per head size, in the order of `FLASH_HEAD_DIMS`.
-// Tile sizes and warp counts were tuned for speed on an H200.
+// Tile sizes and warp counts were tuned on an H200.
 
 /// The supported head sizes.
 pub const FLASH_HEAD_DIMS: [usize; 6] = [16, 64, 80, 96, 128, 256];
-/// Query rows per tile in the decode kernels.
+/// Query rows per tile in the two kernels for decode steps.
 pub const FLASH_FEW_ROWS: usize = 16;
 /// Query rows per tile in the kernel for small prefills.
 pub const FLASH_MEDIUM_ROWS: usize = 64;
@@ -71,7 +70,7 @@ pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
 /// Warps per block in the 16-row kernel for small batches, by head size.
 /// Each warp is a team that computes all 16 rows for its own key tiles.
 pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
-/// Warps per block in the 16-row kernel for large batches, whose thread blocks outnumber the multiprocessors.
+/// Warps per block in the 16-row kernel for large batches: more thread blocks than multiprocessors.
 pub const FLASH_BATCH_TEAMS: usize = 2;
 /// Warps per block in the 64-row kernel.
 pub const FLASH_MEDIUM_WARPS: usize = 4;
@@ -88,9 +87,9 @@ pub const FLASH_REGISTER_ELEMENTS: usize = 160;
 
 // Products of dense matrices with few tokens (`matmul/dense_few.rs`, `matmul/dense_few.cu`).
 
-/// The maximum number of tokens. cuBLAS multiplies the inputs of more tokens.
+/// The maximum number of tokens. With more tokens, cuBLAS computes the product.
 pub const DENSE_FEW_TOKENS: usize = 8;
-/// Weight rows per unit. One warp multiplies a unit, or several warps multiply parts of its columns.
+/// Weight rows per unit. One or more warps multiply a unit: each warp multiplies some of the columns.
 pub const DENSE_FEW_ROWS: usize = 16;
 /// Columns per chunk: 128 bytes of each row.
 pub const DENSE_FEW_COLUMNS: usize = 64;
@@ -135,7 +134,7 @@ pub const MXFP4_TILE_BYTES: usize = 512;
 /// Bytes of scales per tile.
 pub const MXFP4_TILE_SCALE_BYTES: usize = 32;
 
-// Matrix products of routed experts with MXFP4 blocks (`moe/experts.rs`, `moe/experts.cu`).
+// Matrix products of routed experts with MXFP4 weights in blocks (`moe/experts.rs`, `moe/experts.cu`).
 
 /// Weight rows in each thread block's tile.
 pub const EXPERT_GEMM_ROWS: usize = 64;
@@ -202,9 +201,9 @@ pub const QUANTIZED_FEW_THREADS: usize = 256;
 pub const QUANTIZED_FEW_COLUMNS: usize = 128;
 /// Pipeline stages in products with few tokens: the number of steps whose inputs are in shared memory at once.
 pub const QUANTIZED_FEW_STAGES: usize = 4;
-/// The number of counters of finished blocks, which limits the thread blocks of a product with few tokens.
+/// The number of counters of finished blocks in products with few tokens.
 pub const QUANTIZED_FEW_COUNTERS: usize = 8192;
-/// The format codes that kernels take as arguments.
+/// Codes of the formats of quantized matrices. Kernels take a code as an argument.
 pub const FORMAT_Q4_0: usize = 0;
 pub const FORMAT_Q4_1: usize = 1;
 pub const FORMAT_Q5_0: usize = 2;
@@ -217,7 +216,7 @@ pub const FORMAT_Q5_K: usize = 8;
 pub const FORMAT_Q6_K: usize = 9;
 pub const FORMAT_INT8: usize = 10;
 pub const FORMAT_FP8: usize = 11;
-/// Codes that tell a kernel how to quantize the activations.
+/// Codes for the quantization of a kernel's input activations.
 pub const ROUNDING_NONE: usize = 0;
 pub const ROUNDING_INT8_PER_TOKEN: usize = 1;
 pub const ROUNDING_FP8_PER_TOKEN: usize = 2;
@@ -227,7 +226,7 @@ pub const ROUNDING_INT8_STATIC: usize = 4;
 // Kernels of a decode step (`decode/`).
 
 /// The maximum number of warps per block in kernels that multiply by float weights.
-/// Every block reads the whole input vector, so a few large blocks read less than many small blocks.
+/// Every block reads the whole input vector, so few large blocks read less in total than many small blocks.
 pub const DECODE_MAX_WARPS: usize = 24;
 /// Tiles of gate and up rows per block in `decode_gate_up_mxfp4`.
 pub const DECODE_UP_TILES: usize = 3;
@@ -242,14 +241,14 @@ pub const DECODE_DOWN_MAX_CHOSEN: usize = 4;
 
 // Sampling one token from each of many rows of logits (`sampling/sample_rows.cu`, `step_inputs.cu`).
 
-/// The placeholder token id of a row in which every logit is NaN or -inf.
+/// The token id that means "no token", for example for a row in which every logit is NaN or -inf.
 pub const NO_TOKEN: u32 = 0xffffffff;
 
 // Edits of rows of logits (`row_edits.cu`).
 
 /// Threads per block. A block edits one row.
 pub const ROW_EDITS_THREADS: usize = 256;
-/// Words per row in the description that the kernel reads, without the row's values and counts.
+/// The number of u32 words that describe a row, not counting the row's values and counts.
 pub const ROW_EDITS_WORDS: usize = 8;
 
 // The mailbox (`decode/head.cu`, `decode/sample.cu`, `sampling/sample_rows.cu`, `runner`).
@@ -263,7 +262,7 @@ pub const MAILBOX_NO_TOKEN: u32 = 0xffffffff;
 pub const SAMPLE_THREADS: usize = 1024;
 /// The maximum number of logits per thread.
 pub const SAMPLE_IDS_PER_THREAD: usize = 8;
-/// Rounds of the search for the logit threshold of top-k or top-p.
+/// Rounds of the radix search for the logit threshold of top-k or top-p.
 pub const SAMPLE_ROUNDS: usize = 4;
 /// Histogram bins per round. A round determines eight bits of the threshold.
 pub const SAMPLE_BINS: usize = 256;

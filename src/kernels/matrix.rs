@@ -13,14 +13,14 @@ use super::sum_order::SumOrder;
 /// The weight matrix of a linear layer or an embedding, dense or quantized.
 ///
 /// A matrix can have several parts, such as the query, key and value projections.
-/// The parts are stacked vertically and have the same number of columns.
+/// The parts have the same number of columns. The rows of the matrix are the rows of all parts, in order.
 #[derive(Clone, Debug)]
 pub enum Matrix {
     /// A float tensor, `[rows, columns]`.
     Dense(Tensor),
-    /// Quantized parts that a single kernel can process. There is at least one part.
+    /// One or more quantized parts that a single kernel can process.
     Quantized(Vec<QuantizedMatrix>),
-    /// Parts that require different kernels.
+    /// Parts that no single kernel can process together.
     Concatenated(Vec<Matrix>),
 }
 
@@ -50,7 +50,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the format of a quantized matrix if all its parts have the same format. Otherwise, returns `None`.
+    /// Returns the format of the parts, or `None` if the matrix is not quantized or the parts' formats differ.
     pub fn format(&self) -> Option<WeightFormat> {
         match self {
             Self::Quantized(parts) => {
@@ -60,8 +60,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the input quantization that all parts need.
-    /// Returns `None` if the matrix is not quantized, or if the parts need different input quantization.
+    /// Returns the input quantization of the parts, or `None` if the matrix is not quantized or the parts differ.
     pub fn input_rounding(&self) -> Option<InputRounding> {
         match self {
             Self::Quantized(parts) => {
@@ -71,7 +70,7 @@ impl Matrix {
         }
     }
 
-    /// Returns `rows` rows, starting at row `first`. The result shares memory with this matrix.
+    /// Returns the `rows` rows that start at row `first`. The result shares memory with this matrix.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         let (all, _) = self.dims();
         if rows == 0 || first + rows > all {
@@ -95,8 +94,8 @@ impl Matrix {
 
     /// Returns `x · Wᵀ` as f32 `[tokens, rows]`.
     ///
-    /// `x` is `[tokens, columns]`. If the matrix is dense, `x` must have the same dtype as the matrix.
-    /// A dense matrix may be empty.
+    /// `x` is `[tokens, columns]`, in the dtype of the matrix if the matrix is dense.
+    /// The product with an empty dense matrix is zero.
     pub fn matmul(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         match self {
             Self::Dense(weight) if weight.elem_count() == 0 => {
@@ -120,6 +119,7 @@ impl Matrix {
     /// Looks up the rows `ids` and multiplies them by `scale`. Returns f32 `[tokens, columns]`.
     ///
     /// `ids` are u32 `[tokens]`. On a GPU, the caller guarantees that every id is a valid row index.
+    /// Fails if the matrix has several parts.
     pub fn embed(&self, ids: &Tensor, scale: f32) -> Result<Tensor> {
         match self {
             Self::Dense(table) => crate::kernels::rows::embed(table, ids, scale),
@@ -129,7 +129,7 @@ impl Matrix {
     }
 }
 
-/// Returns the index of each stacked part that overlaps `selected`, and the range of that part's selected rows.
+/// Returns the index of each part that overlaps the rows `selected`, and the range of selected rows within the part.
 fn overlaps(part_rows: impl Iterator<Item = usize>, selected: Range<usize>) -> Vec<(usize, Range<usize>)> {
     let mut end = 0;
     let overlap = |(part, rows): (usize, usize)| {

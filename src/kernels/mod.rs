@@ -8,9 +8,9 @@
 //! The fused kernels in `moe::expert_mlp`, `moe::expert_few`, `moe::route` and `decode` run only on a GPU.
 //! Tests compare the fused kernels with the operations that they replace.
 //!
-//! `launch` launches kernels, `scratch` allocates their outputs, `upload` copies weights to a device, and `bandwidth`
-//! measures GPU memory bandwidth. `exchange` combines the tensors of several GPUs. `sampling` has the parameters of the
-//! kernels that choose tokens. `selftest` compares kernels with their references on the current GPU.
+//! `launch` launches kernels, and `scratch` allocates their outputs. `upload` copies weights to a device.
+//! `exchange` combines the tensors of several GPUs. `sampling` has the parameters of the kernels that choose tokens.
+//! `bandwidth` measures GPU memory bandwidth. `selftest` compares kernels with their references on the current GPU.
 
 pub mod activation;
 pub mod attention;
@@ -46,7 +46,7 @@ const _: () = assert!(
     "all devices that run one model must be able to exchange data"
 );
 
-/// Returns the tensor as contiguous f32, the form that `reference` functions need. Copies only if necessary.
+/// Returns the tensor as contiguous f32, as `reference` functions require. Copies only if necessary.
 pub(crate) fn to_f32(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_dtype(DType::F32)?.contiguous()
 }
@@ -56,7 +56,8 @@ pub(crate) fn bytes(tensor: &Tensor) -> u64 {
     (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
 }
 
-/// Returns the elements of a contiguous CPU tensor, given the results of its `storage_and_layout`.
+/// Returns the elements of a CPU tensor. `storage` and `layout` are the results of `Tensor::storage_and_layout`.
+/// Fails if the tensor is not contiguous.
 pub(crate) fn elements<'s, T: WithDType>(storage: &'s Storage, layout: &Layout) -> Result<&'s [T]> {
     match (storage, layout.contiguous_offsets()) {
         (Storage::Cpu(storage), Some((start, end))) => Ok(&storage.as_slice::<T>()?[start..end]),

@@ -1,7 +1,7 @@
 // Residual addition and RMSNorm: sum = x + y, normed = sum / sqrt(mean(sum²) + eps) · weight.
 // With a bias, LayerNorm replaces RMSNorm: the mean of sum is subtracted first, and the bias is added last.
 //   x, y, sum: f32 [tokens, columns]; if y is null, the kernel normalizes x and does not write sum
-//   y_bias: f32 [columns] or null; it is added to y
+//   y_bias: f32 [columns] or null; added to each row of y
 //   weight: f32 [columns]
 //   bias: f32 [columns] or null
 //   normed: T [tokens, columns]
@@ -24,10 +24,10 @@ __device__ float block_sum(float value, float* scratch) {
     return value;
 }
 
-// A thread keeps HELD · WIDTH elements of a row in registers. It reloads all other elements when it needs them.
+// A thread keeps up to HELD · WIDTH elements of a row in registers, and reloads its other elements for each use.
 constexpr int THREADS = ADD_NORM_THREADS, HELD = 2;
 
-// WIDTH adjacent elements of a row, which one instruction loads or stores.
+// WIDTH adjacent elements of a row. One instruction loads or stores all of them.
 template <int WIDTH> struct alignas(4 * WIDTH) Elements {
     float v[WIDTH];
 };
@@ -61,7 +61,7 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     x += row, y += y ? row : 0, sum += y ? row : 0, normed += row;
     const float* const added = y ? sum : x;  // each thread rereads only its own elements
 
-    // 1. Add x, y and the bias of y. All loads of the elements in registers are in flight at the same time.
+    // 1. Add x, y and the bias of y. The loads of all elements that stay in registers are in flight at the same time.
     Elements<WIDTH> held[HELD], other[HELD], biases[HELD], weights[HELD];
     float squares = 0.0f, total = 0.0f, center = 0.0f;
 #pragma unroll

@@ -8,7 +8,7 @@ use crate::kernels::{elements, to_f32};
 /// The addend y of [`add_norm`], such as the output of attention.
 #[derive(Clone, Copy)]
 pub struct Addend<'t> {
-    /// The rows of y: f32 `[tokens, hidden]`.
+    /// y without its bias: f32 `[tokens, hidden]`.
     pub rows: &'t Tensor,
     /// A bias to add to every row, such as the bias of `o_proj`: f32 `[hidden]`.
     pub bias: Option<&'t Tensor>,
@@ -20,7 +20,7 @@ impl<'t> From<&'t Tensor> for Addend<'t> {
     }
 }
 
-/// Returns the sum s = x + y (s = x without `y`) as f32, and the normalized s in `dtype`.
+/// Returns the sum s = x + y as f32, and the normalized s in `dtype`. Without `y`, s is x.
 ///
 /// Without a bias, the norm is RMSNorm: s / sqrt(mean(s²) + eps) · weight.
 /// With a bias, the norm is LayerNorm, which subtracts the mean of s first and adds the bias last.
@@ -66,7 +66,7 @@ pub fn add_norm(
         Device::Cuda(device) => {
             use crate::kernels::constants::ADD_NORM_THREADS;
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
-            // SAFETY: the kernel writes every element of both outputs.
+            // SAFETY: the kernel writes every element of `normed`.
             let normed = unsafe { crate::kernels::scratch::empty((tokens, columns), dtype, x.device())? };
             let sum = match y {
                 // SAFETY: the kernel writes every element of `sum`.

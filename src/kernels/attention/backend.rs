@@ -4,24 +4,26 @@ use candle_core::DType;
 
 use crate::kernels::constants::FLASH_HEAD_DIMS;
 
-/// The attention kernels to use on a GPU.
+/// The kernels that compute attention on a GPU, or the choice among them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AttentionBackend {
-    /// The first of the following backends that supports the queries.
+    /// The first of the following backends that supports the dtype, the head size and the soft cap.
     #[default]
     Auto,
-    /// inferno's tensor-core kernels, `flash_attention.cu`.
+    /// inferno's tensor-core kernels in `flash_attention.cu`, for bf16 and f16.
     Own,
-    /// The kernels of the `candle-flash-attn` crate, in builds with the feature `flash-attn`.
+    /// The tensor-core kernels of the `candle-flash-attn` crate, in builds with the feature `flash-attn`.
     CandleFlashAttn,
-    /// The kernels in `eager_attention.cu`. They are slow but support every compute dtype and head sizes up to 256.
+    /// The kernels in `eager_attention.cu`, or plain Rust on a CPU.
+    /// Both are slow, but support every compute dtype and head sizes up to 256.
     Eager,
 }
 
 impl AttentionBackend {
-    /// Returns the backend to use on this device for this dtype, head size and soft cap. Never returns `Auto`.
+    /// Returns `self`, or the backend that `Auto` selects for this dtype, head size and soft cap.
     ///
-    /// Fails with the reason if `self` does not support this combination.
+    /// `Auto` and `Eager` always succeed, and `Auto` selects `Eager` on a CPU.
+    /// The other backends fail with a reason if they do not support the combination.
     pub fn choose(self, is_on_gpu: bool, dtype: DType, head_dim: usize, softcap: Option<f32>) -> Result<Self, String> {
         let has_tensor_cores = is_on_gpu && matches!(dtype, DType::BF16 | DType::F16);
         let has_own = has_tensor_cores && FLASH_HEAD_DIMS.contains(&head_dim);

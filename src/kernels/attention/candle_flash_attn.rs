@@ -1,16 +1,18 @@
 //! Attention using the `candle-flash-attn` crate (FlashAttention 2).
 //!
-//! The crate's kernels do not support sinks. A sink adds exp(sink) to the softmax denominator, so this module
-//! multiplies the crate's output by sigmoid(lse - sink). lse is the logarithm of the denominator without the sink.
+//! The crate's kernels do not support sinks. A sink adds exp(sink) to the softmax denominator.
+//! This module therefore multiplies the crate's output by sigmoid(lse - sink).
+//! lse is the logarithm of the denominator without the sink.
 //!
-//! The crate does not expose lse in Rust, so this module calls the crate's C function, which may change.
-//! The version of the crate is therefore pinned, and `tests/it/kernels.rs` compares the results with the reference.
+//! The crate's Rust API does not return lse, so this module calls the crate's C function.
+//! The C function may change in any release, so the version of the crate is pinned.
+//! `tests/it/kernels.rs` compares the results with the reference.
 
 use std::ffi::{c_int, c_void};
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor};
-// Links the crate's C library. The crate's Rust functions are not used.
+// Links the crate's C library. This module calls no Rust function of the crate.
 use candle_flash_attn as _;
 
 use super::eager_attention::scale_by_sinks;
@@ -20,7 +22,7 @@ use super::paged::slot;
 use crate::kernels::launch::address;
 
 unsafe extern "C" {
-    /// Declared in `src/ffi.rs` of candle-flash-attn 0.11.1.
+    /// The crate's C function, as `src/ffi.rs` of candle-flash-attn 0.11.1 declares it.
     /// Strides are in elements. `softmax_lse` is f32 `[heads, tokens]`.
     fn run_mha(
         q: *const c_void,
@@ -102,12 +104,12 @@ fn attend(
     // SAFETY: the kernel writes every element of `lse`.
     let lse = unsafe { Tensor::empty((heads, tokens), DType::F32, q.device())? };
     // Set `is_causal` only if there is no window, as the crate's Rust code does.
-    // `left` is the number of visible keys before the query's own key.
+    // `left` is the maximum number of visible keys before a query's own key.
     let (is_causal, left) = mask.window.map_or((1, length), |window| (0, (window - 1).min(length)));
     let (q_row, kv_row) = ((heads * head_dim) as u32, (kv_heads * head_dim) as u32);
     let pointer = |tensor: &Tensor| address(tensor).map(|address| address as *const c_void);
-    // SAFETY: the tensors are contiguous (`address` checks this) and have the sizes and strides that are passed here.
-    // Their memory is allocated and freed in stream order.
+    // SAFETY: `address` checks that the tensors are contiguous. The sizes and strides are those of the tensors.
+    // The tensors' memory is allocated and freed in stream order.
     unsafe {
         run_mha(
             pointer(q)?,

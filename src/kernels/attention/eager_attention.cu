@@ -1,16 +1,17 @@
 // Causal attention over a KV cache, computed without tensor cores.
 // Supports grouped-query attention, and optionally a sliding window, sinks and a soft cap.
-// Used for f32, and for head sizes that flash_attention.cu does not support.
+// The default for f32, and for head sizes that no tensor-core kernel supports.
 //   q, out: T [tokens, heads, head_dim]; head_dim <= EAGER_MAX_HEAD_DIM
 //   k, v: the KV cache; see attention/paged.cuh
-//   positions, sequences: u32 [tokens], the position of each query and the index of its sequence
+//   positions: u32 [tokens], the position of each query
+//   sequences: u32 [tokens], the index of each query's sequence
 //   tables: u32 [sequences, table_blocks], the block table of each sequence
 //   sinks: f32 [heads] or null
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (tokens, heads); block: 32 · warps
 //     Each block computes one query head of one token. Each warp runs an online softmax over its share of the keys.
 //     The results of all warps are merged at the end.
-//     A block has 4 warps if there are many queries, and 32 if there are few, to hide the latency of reading keys.
+//     eager_attention.rs chooses the number of warps.
 //   shared memory: warps · (head_dim + 2) floats
 //   bytes moved: about 2 · head_dim · sizeof(T) from L2 for each token, query head and visible key
 //     Query heads with the same KV head read its keys and values separately.
@@ -73,7 +74,7 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
     float block_top = sinks ? sinks[head] : -INFINITY;
     for (int w = 0; w < warps; ++w) block_top = fmaxf(block_top, tops[w]);
     float block_total = sinks ? expf(sinks[head] - block_top) : 0.0f;
-    // A warp without keys contributes exp(-inf) = 0.
+    // A warp without keys has a maximum of -inf, so it contributes exp(-inf) = 0.
     for (int w = 0; w < warps; ++w) block_total += totals[w] * expf(tops[w] - block_top);
     for (int d = threadIdx.x; d < head_dim; d += blockDim.x) {
         float value = 0.0f;
@@ -84,7 +85,7 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
 
 // Applies sinks to attention output that was computed without sinks: out · sigmoid(lse - sink).
 //   out: T [tokens, heads, head_dim]
-//   lse: f32 [heads, tokens], the logarithm of each softmax denominator
+//   lse: f32 [heads, tokens], the logarithm of each softmax denominator without the sink
 //   sinks: f32 [heads]
 //   bytes moved: out is read and written once
 //   grid: (tokens, heads); block: 32

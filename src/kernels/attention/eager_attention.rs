@@ -1,6 +1,6 @@
 //! Attention without tensor cores, for every compute dtype and for head sizes up to 256.
 //!
-//! This file launches the kernels in `eager_attention.cu` and implements the reference in plain Rust.
+//! Launches the kernels in `eager_attention.cu` on a GPU, and computes attention in plain Rust on a CPU.
 
 use rayon::prelude::*;
 
@@ -42,21 +42,22 @@ mod with_cuda {
             .int(mask.window.unwrap_or(0))
             .float(mask.scale)
             .float(mask.softcap.unwrap_or(0.0));
-        // If there are few thread blocks, each block needs many warps to keep enough loads in flight.
-        // Otherwise, 4 warps are enough.
-        // The keys are divided among the warps of a block, so a fixed summation order needs a fixed number of warps.
+        // With few thread blocks, each block needs many warps to keep enough loads in flight.
+        // With many thread blocks, 4 warps per block are enough.
+        // The number of warps determines the summation order, so a fixed order always uses 32.
         let warps = if tokens * heads <= 512 || sum_order == SumOrder::Fixed { 32 } else { 4 };
         let shared_bytes = warps * (head_dim + 2) * size_of::<f32>();
         let kernel = format!("attention_{}", dtype_suffix(q.dtype())?);
         let shape = LaunchShape::new((tokens, heads, 1), 32 * warps).with_shared_bytes(shared_bytes);
-        // SAFETY: the caller has checked shapes and dtypes, and that the tables cover the positions of all queries.
+        // SAFETY: the caller has checked shapes and dtypes. The tables cover all positions and hold only blocks of
+        // the cache: `PassBlocks::new` or the batch graph has checked this.
         unsafe { Launch::new(module!("eager_attention"), kernel, shape, arguments).enqueue(device) }
     }
 
     /// Applies sinks to attention output that was computed without sinks: out · sigmoid(lse - sink).
     ///
     /// - out: `[tokens, heads, head_dim]`
-    /// - lse: f32 `[heads, tokens]`, the logarithm of each softmax denominator
+    /// - lse: f32 `[heads, tokens]`, the logarithm of each softmax denominator without the sink
     /// - sinks: f32 `[heads]`
     #[cfg(feature = "flash-attn")]
     pub fn scale_by_sinks(device: &CudaDevice, out: &Tensor, lse: &Tensor, sinks: &Tensor) -> Result<()> {
@@ -86,7 +87,7 @@ pub struct ReferenceInputs<'t> {
     pub tables: &'t [Vec<u32>],
 }
 
-/// Computes attention in plain Rust: scores, softmax with the sink in its denominator, and sums of weighted values.
+/// Computes attention in plain Rust, on a CPU. Tests compare the GPU kernels with this function.
 ///
 /// Returns `[tokens, heads, head_dim]`.
 pub fn reference(inputs: ReferenceInputs, shape: AttentionShape, mask: AttentionMask) -> Vec<f32> {

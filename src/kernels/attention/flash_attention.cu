@@ -6,17 +6,16 @@
 //   positions: u32 [tokens], the position of each query. The positions of a sequence are consecutive.
 //     Positions are in device memory, so that a CUDA graph can be replayed at any position.
 //   tables: u32 [sequences, table_blocks], the block table of each sequence
-//   row_tiles: u32 [row tiles, 4] or null: for each row tile, the index of its sequence, its index within the sequence,
-//     and the first token and the number of tokens of the sequence.
-//     If null, every sequence has `tokens` tokens, where `tokens` is a kernel argument.
+//   row_tiles: u32 [row tiles, 4] or null. The columns are the fields of RowTile below.
+//     If null, every sequence has `tokens` tokens.
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile
-//     The row tiles of a sequence read the same keys and values, so only the reads of the first row tile miss L2.
+//     The row tiles of a sequence read mostly the same keys and values, so most of these reads hit L2.
 //
 // A row is one query head of one token. A KV head has group = heads / kv_heads query heads.
 // Row r of KV head k belongs to token r / group of the sequence. Its query head is k · group + r % group.
-// A row tile therefore reads each key and value only once for all query heads of the KV head.
+// A row tile contains several query heads of a KV head, and reads each key and value once for all of them.
 //
 // The keys of a row tile are divided among splits. The last split to finish combines the f32 partial results:
 //   partials: f32 [row tiles, kv_heads, splits, ROWS · (head_dim + 2)]
@@ -34,7 +33,7 @@ constexpr float LOG2_E = 1.44269504f;
 // Softmax weights may grow to 2^8 before the sums are rescaled.
 // This makes rescaling rare, and weights of this size do not overflow f32 or f16.
 constexpr float SLACK = 8.0f;
-// The number of partial results to combine at once. The loads of these results are in flight at the same time.
+// The number of partial results that a thread loads at the same time.
 constexpr int COMBINE_BATCH = 16;
 
 constexpr int head_dim_index(int head_dim) {
@@ -44,8 +43,8 @@ constexpr int head_dim_index(int head_dim) {
 }
 
 // The division of work within a block.
-//   TEAMS = 1 (prompts): all warps use the same tiles of KEYS keys. Each warp computes its own ROWS / WARPS rows.
-//   TEAMS > 1 (decoding): each team is one warp. All teams compute the same 16 rows, each for its own key tiles.
+//   TEAMS = 1 (prompts): all warps process the same key tiles. Each warp computes its own ROWS / WARPS rows.
+//   TEAMS > 1 (decoding): a team is one warp. All teams compute the same 16 rows, each for its own key tiles.
 //   The sums of the teams are merged at the end.
 template <int HEAD_DIM, int TILE_ROWS, bool BATCH = false> struct Tile {
     static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, INDEX = head_dim_index(HEAD_DIM);
@@ -56,7 +55,7 @@ template <int HEAD_DIM, int TILE_ROWS, bool BATCH = false> struct Tile {
     static constexpr int STAGES = FLASH_STAGES;
     static constexpr int M = ROWS / 16 / WARPS;
     static constexpr int MIN_TILES = FEW ? 128 / KEYS : 4;  // a split with fewer key tiles is not worth combining
-    // The minimum number of resident thread blocks per multiprocessor, which limits the registers of a thread.
+    // The minimum number of resident thread blocks per multiprocessor, which limits the registers per thread.
     // With D = 256, the sums of 16 rows occupy 128 registers per thread.
     static constexpr int MIN_BLOCKS = FEW ? 1 : MANY ? (D <= 128 ? 2 : 1) : D <= 64 ? 3 : 2;
     static constexpr int TEAM_THREADS = 32 * WARPS, THREADS = TEAM_THREADS * TEAMS;
@@ -79,8 +78,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// Replaces a maximum of -infinity with zero, because subtracting -infinity from itself gives NaN.
-// The maximum is -infinity only if there are no visible keys. In this case, any finite number works.
+// Replaces a maximum of -infinity with zero, because -infinity - (-infinity) is NaN.
+// The maximum is -infinity if no key is visible. All weights are then zero for any finite maximum.
 __device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
 // Returns the factor that converts weighted sums of values to the output: 1 / (total + 2^(sink - maximum)).
@@ -113,10 +112,9 @@ template <typename C> struct Rows {
     __device__ __forceinline__ int token(int row) const { return (first + min(row, count - 1)) / group; }
 };
 
-// A row tile of a sequence.
 struct RowTile {
     int sequence, tile;       // the index of the sequence, and the index of the tile within it
-    int first_token, tokens;  // the index of the sequence's first token, and its number of tokens
+    int first_token, tokens;  // the index in q of the sequence's first token, and the sequence's length
 };
 
 // Returns the row tile of this thread block. If `tiles` is null, all sequences have `tokens` tokens.
@@ -140,6 +138,7 @@ struct Keys {
 // ---- loading keys and values ----
 
 // Starts copying a tile of keys and values to the buffers of a stage, and commits the copies as one group.
+// If `tile` is past the last tile of this team, commits an empty group.
 //
 // Keys and values after position `newest` become zeros. Their memory may hold NaN, and zero times NaN is NaN.
 // A tile has at most BLOCK_TOKENS keys, so it spans at most two blocks.
@@ -160,7 +159,7 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
         for (uint32_t c = 0; c < (COPIES + THREADS - 1) / THREADS; ++c) {
             const uint32_t copy = thread + c * THREADS;
             if (COPIES % THREADS != 0 && copy >= COPIES) break;
-            const bool even = THREADS % SEGMENTS == 0;  // if true, a thread copies the same segment of each row
+            const bool even = THREADS % SEGMENTS == 0;  // if true, all copies of a thread have the same segment
             const uint32_t j = even ? thread / SEGMENTS + c * (THREADS / SEGMENTS) : copy / SEGMENTS;
             const uint32_t segment = even ? thread % SEGMENTS : copy % SEGMENTS;
             const uint32_t position = key + j;
@@ -188,7 +187,8 @@ __device__ __forceinline__ void load_queries_to_shared(const T* q, T* query_tile
     commit_copies();
 }
 
-// The queries of a warp as mma.sync fragments. A thread holds rows lane/4 and lane/4 + 8 of each group of 16 rows.
+// The queries of a warp as mma.sync fragments.
+// A thread holds elements of rows lane/4 and lane/4 + 8 in each group of 16 rows.
 template <typename C>
 using Queries = uint32_t[C::QUERIES_IN_REGISTERS ? C::M : 1][C::QUERIES_IN_REGISTERS ? C::D / 16 : 1][4];
 
@@ -317,7 +317,7 @@ __device__ __forceinline__ void update_maxima(const Scores<C>& scores, float fac
 }
 
 // Converts scores to weights, adds the weights to the totals, and adds the weighted values to the sums.
-// Processes 16 keys per step, so that exponentials can overlap with the matrix products of the previous step.
+// A step processes 16 keys, so that its exponentials can overlap with the matrix products of the previous step.
 template <typename T, typename C>
 __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float factor, const RowFloats<C>& maxima,
                                                   uint32_t values, RowFloats<C>& totals, Sums<C>& sums) {
@@ -595,7 +595,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
     if (splits == 1) return;
 
-    // 5. The last split to finish combines all partial results. Its arrival resets the counter for the next launch.
+    // 5. The last split to finish combines all partial results. is_last_block resets the counter for the next launch.
     if (is_last_block(arrivals + slot, splits)) combine_splits<T, C>(slot_partials, splits, rows, row_sinks, out);
 }
 
@@ -609,8 +609,9 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
         attention<T, Tile<D, __VA_ARGS__>>(q, k, v, sinks, out, positions, tables, row_tiles, partials, arrivals,      \
                                            table_blocks, tokens, heads, kv_heads, window, scale, softcap);             \
     }
-// Tiles have 16 rows for decoding, 128 rows for long prompts, and 64 rows if 128 would leave multiprocessors idle.
-// Batches of many sequences use blocks with fewer teams, because more such blocks fit on a multiprocessor.
+// `Tile` in flash_attention.rs selects one of these kernels.
+// The 16-row kernels are for decoding. 64 rows are for prompts for which 128 would leave multiprocessors idle.
+// A batch of many sequences uses blocks with fewer teams, because more of these blocks fit on a multiprocessor.
 #define DEFINE_DTYPE(D, T, SUFFIX)                                                                                     \
     DEFINE_KERNEL(16_rows, D, T, SUFFIX, 16)                                                                           \
     DEFINE_KERNEL(16_rows_batch, D, T, SUFFIX, 16, true)                                                               \

@@ -19,7 +19,8 @@ use crate::kernels::scratch;
 /// The maximum number of splits. Each split is a thread block that processes some of a row tile's keys.
 const MAX_SPLITS: usize = 64;
 
-/// The number of splits with [`SumOrder::Fixed`]. Sums would change with the number of splits.
+/// The number of splits with [`SumOrder::Fixed`]. It is constant, because it determines the summation order.
+/// Layers with a small sliding window have one split: see [`MAX_UNSPLIT_WINDOW`].
 const FIXED_SPLITS: usize = 4;
 
 /// The largest sliding window, in keys, for which the keys of a row tile are not split across thread blocks.
@@ -33,17 +34,17 @@ pub struct FlashAttention {
     dtype: DType,
     mask: AttentionMask,
     rows: Rows,
-    /// The number of f32 scratch elements for the partial results of splits.
+    /// The number of f32 scratch elements for the partial results of splits. 0 if there is one split.
     pub partials: usize,
-    /// The number of u32 counters of finished splits.
+    /// The number of u32 counters of finished splits. 0 if there is one split.
     pub arrivals: usize,
 }
 
 /// The rows that a launch computes. A row is one query head of one token.
 enum Rows {
-    /// All rows of sequences that have this many tokens each.
+    /// All rows. Each sequence has `tokens` tokens.
     Uniform { tokens: usize },
-    /// The row tiles in a list, u32 `[tiles, 4]` (see [`Queries::row_tiles`]).
+    /// The rows in a list of row tiles, u32 `[tiles, 4]` (see [`Queries::row_tiles`]).
     Listed(Tensor),
 }
 
@@ -77,8 +78,8 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
         let arrivals = &queries.counters(flash.arrivals.max(1))?;
         let (positions, tables) = (queries.positions(), &blocks.tables);
         let tensors = FlashTensors { q, layer, sinks, positions, tables, out, partials, arrivals };
-        // SAFETY: `launch` checks shapes and dtypes. The caller has checked that the tables cover all positions.
-        // `PassBlocks::new` has checked that the tables hold only blocks of the cache.
+        // SAFETY: `launch` checks shapes and dtypes. The tables cover all positions and hold only blocks of the
+        // cache: `PassBlocks::new` or the batch graph has checked this.
         unsafe { flash.launch(&tensors)?.overlapping().enqueue(device)? };
     }
     Ok(())
@@ -86,7 +87,8 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
 
 impl FlashAttention {
     /// Chooses the kernel for sequences that have `tokens` tokens each.
-    /// q must be bf16 or f16 and have a head size in [`FLASH_HEAD_DIMS`].
+    ///
+    /// Fails if q is not bf16 or f16, or if its head size is not in [`FLASH_HEAD_DIMS`].
     pub fn new(
         device: &CudaDevice,
         q: &Tensor,
@@ -108,8 +110,8 @@ impl FlashAttention {
 
     /// Chooses the kernels for all queries of a pass.
     ///
-    /// Sequences with few tokens, such as decode steps, and sequences with many tokens have separate launches,
-    /// unless all sequences have the same number of tokens.
+    /// If the sequences have different numbers of tokens, there are up to two launches:
+    /// one for sequences with few tokens, as in decoding, and one for sequences with many tokens.
     fn for_pass(
         device: &CudaDevice,
         q: &Tensor,
@@ -140,7 +142,8 @@ impl FlashAttention {
         Ok(launches)
     }
 
-    /// Chooses the kernel for sequences of one token each. Its sums do not depend on the number of sequences.
+    /// Chooses the kernel for sequences of one token each.
+    /// The result for a sequence does not depend on the number of sequences.
     fn with_fixed_order(
         device: &CudaDevice,
         q: &Tensor,
@@ -170,6 +173,7 @@ impl FlashAttention {
         let kv_heads = shape.kv_heads;
         let multiprocessors = multiprocessors(device)?;
         // If there are too few row tiles to fill the GPU, split the keys of each row tile across thread blocks.
+        // `Tile::choose` selects 128-row tiles only if they fill the GPU.
         let wanted = match tile.rows {
             FLASH_FEW_ROWS => multiprocessors / (kv_heads * row_tiles),
             FLASH_MEDIUM_ROWS => 2 * multiprocessors / (kv_heads * row_tiles),
@@ -202,14 +206,13 @@ impl FlashAttention {
         })
     }
 
-    /// Returns a launch of the kernel on `tensors`. Fails if `tensors` do not have the expected shapes and dtypes.
+    /// Returns a launch of the kernel on `tensors`. Fails if a tensor has another shape or dtype than expected.
     ///
-    /// The caller guarantees that the block tables cover the positions of all queries,
-    /// and that the tables contain only blocks of the cache.
+    /// The caller guarantees that the block tables cover all positions and contain only blocks of the cache.
     ///
-    /// An overlapping launch reads the positions, the tables, and the keys and values of earlier steps
-    /// before the previous kernel has ended.
-    /// The caller guarantees that this data was written before the previous kernel started.
+    /// An [`overlapping`](Launch::overlapping) launch starts to read while the previous kernel is still running.
+    /// It reads the positions, the tables, and the keys and values of earlier steps.
+    /// The caller guarantees that all this data was written before the previous kernel started.
     pub fn launch(&self, tensors: &FlashTensors) -> Result<Launch> {
         self.check(tensors)?;
         let AttentionShape { heads, kv_heads, .. } = self.shape;
@@ -238,7 +241,7 @@ impl FlashAttention {
         Ok(Launch::new(module!("flash_attention"), &self.kernel, self.launch_shape, arguments))
     }
 
-    /// Fails if a tensor does not have the shape or dtype that the kernel expects.
+    /// Checks the shapes and dtypes of all tensors except the list of row tiles.
     fn check(&self, tensors: &FlashTensors) -> Result<()> {
         let FlashTensors { q, layer, sinks, positions, tables, out, partials, arrivals } = *tensors;
         let shape = AttentionShape::of_tensors(q, layer, sinks)?;
@@ -267,7 +270,7 @@ impl FlashAttention {
     }
 }
 
-/// Returns the number of splits: 1 if the sliding window is small, otherwise `wanted` limited to [`MAX_SPLITS`].
+/// Returns 1 if the sliding window is small, otherwise `wanted`, but at least 1 and at most [`MAX_SPLITS`].
 fn splits(mask: AttentionMask, wanted: usize) -> usize {
     match mask.window {
         Some(window) if window <= MAX_UNSPLIT_WINDOW => 1,
@@ -279,9 +282,7 @@ fn splits(mask: AttentionMask, wanted: usize) -> usize {
 struct Tile {
     /// The part of the kernel's name that identifies the tile.
     name: &'static str,
-    /// Query rows per tile.
     rows: usize,
-    /// Threads per block.
     threads: usize,
     shared_bytes: usize,
 }
@@ -315,7 +316,7 @@ impl Tile {
         })
     }
 
-    /// Returns the tile for decode steps whose sums must not depend on the number of sequences.
+    /// Returns a 16-row tile for a fixed summation order. The choice depends only on the GPU and the head size.
     fn few(device: &CudaDevice, q: &Tensor) -> Result<Self> {
         let (_, _, head_dim) = q.dims3()?;
         let Some([few, batch, ..]) = Self::for_head_dim(head_dim) else {

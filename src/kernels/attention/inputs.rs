@@ -1,4 +1,4 @@
-//! The inputs of one attention call, which all backends share.
+//! The inputs of one attention call, the same for all backends.
 
 use candle_core::Tensor;
 
@@ -14,7 +14,7 @@ pub struct AttentionInputs<'t> {
     /// The keys and values, in the dtype of `q`. All positions that the queries attend to must have been written.
     pub layer: CachedLayer<'t>,
     pub queries: &'t Queries,
-    /// The block table of each sequence in `queries`.
+    /// The block tables of the sequences in `queries`, and the slots of their new tokens.
     pub blocks: &'t PassBlocks,
     /// The sinks: f32 `[heads]`.
     pub sinks: Option<&'t Tensor>,

@@ -1,6 +1,6 @@
-//! The attention mask: the keys that a query attends to, and the scaling of its scores.
+//! The attention mask, and the scaling of the scores.
 
-/// The causal attention mask of one layer, and the scaling of the scores.
+/// The causal attention mask of one layer, with the scale and the soft cap of its scores.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionMask {
     /// The sliding window: the number of keys that a query attends to, including its own key. `None` means no limit.
@@ -12,7 +12,7 @@ pub struct AttentionMask {
 }
 
 impl AttentionMask {
-    /// Returns the first position that a query at `position` attends to.
+    /// Returns the position of the first key that a query at `position` attends to.
     pub fn first_key(&self, position: usize) -> usize {
         self.window.map_or(0, |window| (position + 1).saturating_sub(window))
     }

@@ -1,8 +1,8 @@
-//! Causal grouped-query attention over a KV cache, with an optional sliding window and optional sinks.
+//! Causal grouped-query attention over a KV cache. The sliding window, the sinks and the soft cap are optional.
 //!
 //! A sink is a learned logit per head that takes part in the softmax but has no value.
 //! The reference for sinks is `sdpa` in `gpt_oss/torch/model.py` of openai/gpt-oss.
-//! With a sliding window of w keys, position i attends to the keys i-w+1 ..= i.
+//! With a sliding window of w keys, position i attends to the positions max(0, i-w+1) ..= i.
 
 mod backend;
 #[cfg(feature = "flash-attn")]
@@ -32,7 +32,7 @@ pub use shape::AttentionShape;
 
 /// Computes attention over the cached keys and values. Returns the output in the shape and dtype of q.
 ///
-/// On a CPU, `backend` must be `Auto` or `Eager`. Both run [`reference()`].
+/// Fails if `backend` does not support the inputs. On a CPU, `Auto` and `Eager` run [`reference()`].
 pub fn attention(inputs: AttentionInputs, backend: AttentionBackend) -> Result<Tensor> {
     let AttentionInputs { q, layer, queries, blocks, sinks, mask, .. } = inputs;
     let shape = AttentionShape::of_inputs(inputs)?;

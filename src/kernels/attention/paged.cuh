@@ -6,7 +6,7 @@
 #include "constants.cuh"
 #include "headers/common.cuh"
 
-// Returns the row of k and v for a position of the sequence with this block table.
+// Returns the row of k and v that holds `position` of the sequence with this block table.
 __device__ __forceinline__ uint32_t cache_row(const uint32_t* table, uint32_t position) {
     return __ldg(table + position / BLOCK_TOKENS) * BLOCK_TOKENS + position % BLOCK_TOKENS;
 }

@@ -24,12 +24,12 @@ pub struct QuerySpan {
     /// The index of the first token among the tokens of all sequences.
     pub first: usize,
     pub tokens: usize,
-    /// The position of the first token.
+    /// The position of the first token in its sequence.
     pub position: usize,
 }
 
 impl QuerySpan {
-    /// Returns true if the kernel for few query rows processes this span. A token has `group` rows per KV head.
+    /// Returns true if this span has few enough rows for the 16-row kernels. A token has `group` rows per KV head.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn is_few(&self, group: usize) -> bool {
         self.tokens * group <= 2 * FLASH_FEW_ROWS
@@ -45,11 +45,11 @@ pub struct Queries {
     sequences: Tensor,
     /// Cached results of `row_tiles`, by (`group`, `rows_per_tile`, `few`). Layers with equal shapes share a result.
     tiles: RefCell<HashMap<(usize, usize, bool), Tensor>>,
-    /// u32: counters of finished splits, which all layers share. They are zero before and after each layer.
+    /// Counters of finished splits, u32, shared by all layers. They are zero before and after each layer.
     counters: RefCell<Option<Tensor>>,
 }
 
-/// The block tables of all sequences of a pass, and the cache rows of the new tokens, for one group of layers.
+/// The block tables of all sequences in a pass, and the cache row of each new token. Each layer group has its own.
 pub struct PassBlocks {
     /// The block tables: u32 `[sequences, blocks]`. Shorter tables are padded with zeros.
     pub tables: Tensor,
@@ -77,9 +77,9 @@ impl Queries {
         })
     }
 
-    /// Creates the queries of sequences with one token each, at `positions`, u32 `[sequences]`.
+    /// Creates the queries of sequences with one token each. `positions` is u32 `[sequences]`.
     ///
-    /// The positions are known only on the device, so each position in `spans` is 0.
+    /// The host does not know the positions, so each position in `spans` is 0.
     #[cfg(feature = "cuda")]
     pub fn one_token_each(positions: Tensor) -> Result<Self> {
         let count = positions.dims1()?;
@@ -108,7 +108,7 @@ impl Queries {
         &self.sequences
     }
 
-    /// Returns the number of tokens per sequence if it is the same for all sequences.
+    /// Returns the number of tokens of each sequence, or `None` if the sequences differ or there are none.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn uniform_tokens(&self) -> Option<usize> {
         let tokens = self.spans.first()?.tokens;
@@ -117,8 +117,9 @@ impl Queries {
 
     /// Returns the row tiles of the sequences for which [`QuerySpan::is_few`] equals `few`.
     ///
-    /// The result is u32 `[tiles, 4]`. The columns are the index of the sequence, the index of the tile within
-    /// the sequence, the first token of the sequence, and the number of tokens of the sequence.
+    /// The result is u32 `[tiles, 4]`. Each row describes a tile:
+    /// - the index of the sequence, and the index of the tile in the sequence
+    /// - the index in q of the sequence's first token, and the number of the sequence's tokens
     ///
     /// A row is one query head of one token. `group` is the number of query heads per KV head.
     /// Tiles with the most keys come first.
@@ -143,7 +144,7 @@ impl Queries {
         Ok(tiles)
     }
 
-    /// Returns at least `count` u32 counters, all zero. A kernel that changes them must reset them to zero.
+    /// Returns at least `count` u32 counters, all zero. A kernel that changes a counter must reset it to zero.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn counters(&self, count: usize) -> Result<Tensor> {
         let mut counters = self.counters.borrow_mut();
@@ -153,7 +154,7 @@ impl Queries {
         }
     }
 
-    /// Checks that `blocks` has one slot per token, and one table per sequence that covers the sequence's last token.
+    /// Fails unless `blocks` has one slot per token, one table per sequence, and enough columns for the last position.
     pub(super) fn check(&self, blocks: &PassBlocks) -> Result<()> {
         let (sequences, columns) = blocks.tables.dims2()?;
         let end = self.spans.iter().map(|span| span.position + span.tokens).max().unwrap_or(0);
@@ -174,7 +175,7 @@ impl PassBlocks {
     /// Copies the block tables of all sequences to the device, and computes the slot of each new token.
     ///
     /// `tables` has one block table per sequence, and `blocks` is the number of blocks in the cache.
-    /// Fails if a table is too short for its sequence, or lists a block that the cache does not have.
+    /// Fails if the number of tables is wrong, a table is too short, or a used block is not in the cache.
     pub fn new(queries: &Queries, tables: &[&[u32]], blocks: usize, device: &Device) -> Result<Self> {
         let ends = queries.spans.iter().map(|span| span.position + span.tokens);
         let used: Vec<usize> = ends.map(|end| end.div_ceil(BLOCK_TOKENS)).collect();
@@ -201,7 +202,7 @@ impl PassBlocks {
     }
 }
 
-/// Returns the row of k and v for `position`, in the sequence with this block table.
+/// Returns the row of k and v that holds `position` of the sequence with this block table.
 pub fn slot(table: &[u32], position: usize) -> u32 {
     table[position / BLOCK_TOKENS] * BLOCK_TOKENS as u32 + (position % BLOCK_TOKENS) as u32
 }

@@ -1,6 +1,6 @@
 //! Splits the output of the fused QKV projection into queries, keys and values, and applies RoPE.
 //!
-//! Before the rotation, adds the bias and applies the QK norms, if the model has them.
+//! Adds the bias and applies the QK norms before the rotation, if the model has a bias and QK norms.
 //! RoPE (RoFormer, arXiv 2104.09864) uses the split-half layout of Hugging Face checkpoints.
 //!
 //! The cosine and sine tables and all arithmetic are f32, because bf16 is too imprecise for large positions.
@@ -46,8 +46,8 @@ pub struct QkNorm<'t> {
 
 /// Splits the output of the fused QKV projection into q, k and v. Writes k and v to the KV cache.
 ///
-/// Adds the bias, applies the norms to q and k, and rotates the first `rotated` elements of every head of q and k.
-/// `rotated` is twice the number of columns in `cos`.
+/// Adds the bias, applies the norms to q and k, and rotates the first elements of each q and k head.
+/// The number of rotated elements is twice the number of columns in `cos`.
 ///
 /// - qkv: f32 `[tokens, (heads + 2 * kv_heads) * head_dim]`
 /// - bias: f32 `[(heads + 2 * kv_heads) * head_dim]`
@@ -127,8 +127,8 @@ pub fn split_qkv(
             let shape = LaunchShape::linear(warps.div_ceil(block / 32), block);
             let kernel = format!("{name}_{}", dtype_suffix(dtype)?);
             let launch = Launch::new(module!("rope"), kernel, shape, arguments).overlapping();
-            // SAFETY: shapes and dtypes are checked above. The caller guarantees that the tables cover all positions,
-            // and that the cache has all slots.
+            // SAFETY: shapes and dtypes are checked above.
+            // The caller guarantees that `cos` and `sin` cover all positions, and that the cache has all slots.
             unsafe { launch.enqueue(device)? };
             Ok(q)
         }
@@ -178,7 +178,7 @@ fn check_inputs(
     Ok(())
 }
 
-/// Copies row i of `from` to row `slots[i]` of `to`, for all i. Copies each run of consecutive slots in one call.
+/// Copies each row i of `from` to row `slots[i]` of `to`. Copies rows with consecutive slots in one call.
 fn scatter_rows(to: &Tensor, from: &Tensor, slots: &[u32]) -> Result<()> {
     let mut first = 0;
     for run in slots.chunk_by(|a, b| a + 1 == *b) {
@@ -188,7 +188,7 @@ fn scatter_rows(to: &Tensor, from: &Tensor, slots: &[u32]) -> Result<()> {
     Ok(())
 }
 
-/// Applies the norms and RoPE in plain Rust.
+/// Applies the norms and RoPE in plain Rust. Does not add a bias.
 ///
 /// Returns x with the heads of q and k normalized and rotated. The heads of v are unchanged.
 ///

@@ -1,4 +1,4 @@
-//! Checks the inputs of an attention call and holds their dimensions.
+//! The dimensions of one attention call, and the checks of its inputs.
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -16,7 +16,7 @@ pub struct AttentionShape {
 }
 
 impl AttentionShape {
-    /// Returns the sizes of the inputs of [`attention`](super::attention()). Fails if the inputs do not match.
+    /// Returns the dimensions of the inputs of [`attention`](super::attention()). Fails if the inputs do not match.
     pub(super) fn of_inputs(inputs: AttentionInputs) -> Result<Self> {
         let AttentionInputs { q, layer, queries, blocks, sinks, .. } = inputs;
         let shape = Self::of_tensors(q, layer, sinks)?;
@@ -27,7 +27,9 @@ impl AttentionShape {
         Ok(shape)
     }
 
-    /// Returns the sizes of q, k and v. Fails if q, k, v and the sinks do not match.
+    /// Returns the dimensions of q, k and v.
+    ///
+    /// Fails if q, k, v and the sinks do not match, or if the head size exceeds [`EAGER_MAX_HEAD_DIM`].
     pub(super) fn of_tensors(q: &Tensor, layer: CachedLayer, sinks: Option<&Tensor>) -> Result<Self> {
         let CachedLayer { k, v } = layer;
         let (tokens, heads, head_dim) = q.dims3()?;

@@ -11,9 +11,8 @@ pub struct StepBuffers {
     /// The residual stream: f32 `[hidden]`.
     pub x: Tensor,
     /// The buffer to which kernels add the outputs of attention and of the MLP: f32 `[hidden]`.
-    /// If the ranks divide each layer, only the first rank may add `x` to the sum over all ranks. On the first rank,
-    /// this is therefore `x`, and on all other ranks, this is a separate buffer of zeros.
-    /// If each rank runs whole layers, this is `x`.
+    /// `partial` is `x` on the first rank, and on every rank that runs whole layers.
+    /// On the other ranks, `partial` is a separate buffer of zeros, so that the sum over all ranks contains `x` once.
     pub partial: Tensor,
     /// The ranks that run the step together.
     pub world: World,
@@ -23,8 +22,8 @@ pub struct StepBuffers {
     pub state: Tensor,
     /// The logits: f32 `[vocab]`.
     pub logits: Tensor,
-    /// For each thread block of the head kernel, its largest logit (as f32 bits) and the token of this logit:
-    /// u32 `[2 * multiprocessors]`.
+    /// The results of the head kernel's thread blocks, u32 `[2 * multiprocessors]`.
+    /// Each result is the bits of the block's largest logit (f32) and the token with this logit.
     pub(super) best: Tensor,
     pub(super) multiprocessors: usize,
 }
@@ -56,7 +55,7 @@ pub struct RmsNormParams<'t> {
     pub eps: f32,
 }
 
-/// Fails unless `fits` is true. The error message contains `what`, and the dtype and shape of `tensor`.
+/// Fails unless `fits` is true. The error message names `what` and the dtype and shape of `tensor`.
 pub(super) fn check(what: &str, fits: bool, tensor: &Tensor) -> Result<()> {
     if fits {
         return Ok(());

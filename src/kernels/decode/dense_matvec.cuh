@@ -1,7 +1,7 @@
 // Matrix-vector products with bf16 or f16 weights, for the decode kernels.
 //
 // A *segment* is 8 consecutive elements (16 bytes) of a row. A lane loads one segment at a time.
-// A *unit* is a set of rows that one warp multiplies at the same time.
+// A *unit* is one or two rows that a warp multiplies at the same time.
 // Units are assigned to the warps of the grid in round-robin order.
 #pragma once
 #include "constants.cuh"
@@ -45,7 +45,7 @@ template <typename T> __device__ __forceinline__ const uint4* as_segments(const 
 // Streams the rows of a matrix through a warp, one unit of ROWS rows at a time.
 // Each lane has DEPTH loads in flight per row.
 // `locate(u, r)` returns the Address of row r of unit u.
-// An Address is a pointer or a struct. For an Address `a`, `a + s` is a pointer to segment s of the row.
+// If `a` is the Address of a row, `a + s` is a pointer to segment s of the row. Address is a pointer or a struct.
 template <typename T, int ROWS, int DEPTH, class Locate, class Address = const uint4*> struct DenseStream {
     const Locate locate;
     const int segments, units, stride, lane;
@@ -105,7 +105,7 @@ template <typename T, int ROWS, int DEPTH, class Locate, class Address = const u
     }
 };
 
-// Multiplies x by the norm weight (`norm`), writes the result to shared memory, and returns 1 / rms(x).
+// Multiplies x by the norm weight (`norm`), writes the result to shared memory, and returns 1 / sqrt(mean(x²) + eps).
 // The caller multiplies the dot products by the returned factor.
 __device__ __forceinline__ float load_normed(const DenseInput& input, const float* x, const float* norm, int columns,
                                              float eps, float* scratch) {

@@ -7,7 +7,7 @@
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the gate and up weights
-// Each unit is one row of gate and the corresponding row of up. It produces one element of h.
+// A unit is one row of gate and the same row of up. Each unit produces one element of h.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/activation.cuh"

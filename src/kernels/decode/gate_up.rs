@@ -19,7 +19,7 @@ pub struct Projection<'t> {
 
 /// Adds a launch that computes `h = activation(gate(norm(x))) · up(norm(x))`.
 ///
-/// `h` is bf16 or f16 `[intermediate]`.
+/// `h` is bf16 or f16 `[intermediate]`. Dense weights have the dtype of `h`.
 pub fn add_gate_up(
     launches: &mut LaunchList,
     buffers: &StepBuffers,

@@ -7,7 +7,7 @@
 __device__ __forceinline__ float soft_capped(float x, float cap) { return cap > 0.0f ? cap * tanhf(x / cap) : x; }
 
 // The largest logit so far and its token. If logits are equal, the lowest token id wins. NaN never wins.
-// The initial value is -inf with NO_TOKEN, which is larger than every token id.
+// The initial value is -inf with NO_TOKEN. NO_TOKEN is larger than every token id.
 struct Argmax {
     float logit;
     uint32_t token;
@@ -17,7 +17,7 @@ struct Argmax {
 };
 
 // Writes the argmax of the block to best[blockIdx.x].
-// In lane 0 of each warp, `own` is the argmax of the warp. The values of `own` in other lanes are ignored.
+// `own` is the argmax of the warp, in lane 0. Other lanes may pass any value.
 // `warps` is shared memory with space for one Argmax per warp.
 __device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* best) {
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = own;
@@ -28,8 +28,8 @@ __device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* 
     }
 }
 
-// Computes the logits of this warp's units. Returns their argmax in lane 0.
-// Each unit is two rows of the weight. Multiplies all dot products by `scale`.
+// Computes the logits of this warp's units. Returns the argmax of these logits in lane 0.
+// Each unit is two rows of the weight. A logit is a dot product times `scale`, with the soft cap applied.
 template <typename Stream, typename Input>
 __device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input, float scale, float softcap,
                                               float* logits, int vocab) {

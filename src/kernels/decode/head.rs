@@ -10,7 +10,7 @@ use crate::kernels::exchange::add_columns;
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, Mailbox, dtype_suffix, module};
 use crate::kernels::matrix::Matrix;
 
-/// The token embedding. Each step looks up the input of the next step in this table.
+/// The token embedding. The embedding of the chosen token is the input of the next step.
 #[derive(Clone)]
 pub struct Embedding {
     /// The embedding table: `[vocab, hidden]`.
@@ -102,7 +102,7 @@ pub fn add_greedy_sampling(
     add_quantized_embedding(launches, buffers, embedding)
 }
 
-/// Returns `(vocab, hidden)`. Fails if the embedding does not have this shape.
+/// Returns the sizes `(vocab, hidden)` of the step. Fails if the embedding has another shape.
 pub(super) fn check_embedding(buffers: &StepBuffers, embedding: &Matrix) -> Result<(usize, usize)> {
     let dims = (buffers.logits.dims1()?, buffers.x.dims1()?);
     if embedding.dims() == dims {
@@ -117,14 +117,14 @@ pub(super) fn check_embedding(buffers: &StepBuffers, embedding: &Matrix) -> Resu
 pub(super) fn dense_table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str)> {
     match embedding {
         Matrix::Dense(table) => Ok((Some(table), dtype_suffix(table.dtype())?)),
-        // Without a table, the kernels of all dtypes compute the same.
+        // Without a table, the dtype in the kernel's name makes no difference.
         Matrix::Quantized(_) => Ok((None, "bf16")),
         Matrix::Concatenated(_) => bail!("internal error: an embedding of several matrices"),
     }
 }
 
-/// Adds a launch that looks up the sampled token's embedding if the table is quantized.
-/// Adds nothing for a dense table, because the sampling kernel reads it.
+/// Adds a launch that looks up the sampled token's embedding in a quantized table.
+/// Adds nothing for a dense table, because the sampling kernel itself looks up the embedding.
 pub(super) fn add_quantized_embedding(
     launches: &mut LaunchList,
     buffers: &StepBuffers,

@@ -14,9 +14,9 @@ use crate::kernels::quantized::{GROUP_COLUMNS, quantized_ops};
 /// Returns true if the decode kernels support `weight` with `inputs` input vectors on this GPU.
 ///
 /// The number of columns must be a multiple of 8, and all input vectors must fit in shared memory.
-/// The weight must not be [`Matrix::Concatenated`].
+/// The weight must not be [`Matrix::Concatenated`]. Dtypes are not checked here.
 pub fn has_decode_kernel(device: &CudaDevice, weight: &Matrix, inputs: usize) -> Result<bool> {
-    // 1 KiB is reserved for static shared memory. No kernel needs more.
+    // 1 KiB is reserved for static shared memory, which is enough for every decode kernel.
     let fits = weight.dims().1.is_multiple_of(8) && input_bytes(weight, inputs) + 1024 <= max_shared_bytes(device)?;
     Ok(fits && !matches!(weight, Matrix::Concatenated(_)))
 }
@@ -40,7 +40,7 @@ pub(super) fn matvec_shape(buffers: &StepBuffers, units: usize, weight: &Matrix)
 /// Returns the launch shape for a kernel with `inputs` input vectors and `units` units of work.
 ///
 /// Each warp processes one unit at a time. The grid has at most one block per multiprocessor.
-/// A block has as many warps as there are units per multiprocessor, clamped between 4 and the kernel's maximum.
+/// A block has units / multiprocessors warps, rounded up, but at least 4 and at most the kernel's maximum.
 pub(super) fn matvec_shape_for(buffers: &StepBuffers, units: usize, weight: &Matrix, inputs: usize) -> LaunchShape {
     let max_warps = if matches!(weight, Matrix::Dense(_)) { DECODE_MAX_WARPS } else { QUANTIZED_WARPS };
     let warps = units.div_ceil(buffers.multiprocessors).clamp(4, max_warps);
@@ -76,7 +76,7 @@ pub(super) fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: 
 }
 
 impl Arguments {
-    /// Adds a weight to the arguments: a dense weight as an address, or a quantized weight as a stack of matrices.
+    /// Adds a weight: a dense weight as an address, or a quantized weight as a stack of matrices.
     pub(super) fn weight(self, weight: &Matrix) -> Result<Self> {
         match weight {
             Matrix::Dense(weight) => self.tensor(weight),
@@ -87,7 +87,7 @@ impl Arguments {
         }
     }
 
-    /// Adds two weights to the arguments: two dense weights as two addresses, or two quantized weights as one stack.
+    /// Adds two weights: dense weights as two addresses, or quantized weights as one stack.
     pub(super) fn two_weights(self, first: &Matrix, second: &Matrix) -> Result<Self> {
         match (first, second) {
             (Matrix::Dense(first), Matrix::Dense(second)) => self.tensor(first)?.tensor(second),

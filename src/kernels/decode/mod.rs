@@ -1,9 +1,9 @@
-//! The fused CUDA kernels of the decode graph, whose steps compute one token of one sequence in static buffers.
+//! The fused CUDA kernels of the decode graph. A step computes one token of one sequence in static buffers.
 //!
 //! Each `add_*` function checks shapes and adds one or more launches to a `LaunchList`.
 //! The list is captured as a CUDA graph, which replays each launch with the same arguments.
 //! The position, the token and the router logits change in every step, so kernels read them from device memory.
-//! A step reads each weight only once, so memory bandwidth limits the speed of these kernels.
+//! A step uses each weight only once, so memory bandwidth limits the speed of these kernels.
 //!
 //! On Hopper and later GPUs, launches overlap (programmatic dependent launch).
 //! A kernel loads its first weights while the previous kernel is still running, and then waits for its input.
@@ -13,7 +13,7 @@
 //! - `x`: the residual stream, f32 `[hidden]`
 //! - `state`: u32 `[4]`, the current position, the current token, the number of finished steps and an unused word
 //!
-//! In the CUDA files, `T` (bf16 or f16) is the dtype of q, k, v, h and unquantized projection weights.
+//! In the CUDA files, `T` is bf16 or f16: the dtype of q, k, v, h and dense projection weights.
 //! Tests compare these kernels with the eager decoder (`tests/it/decode_graph.rs`).
 
 mod buffers;

@@ -1,6 +1,6 @@
 // Routed experts with MXFP4 weights for one token, computed on tensor cores.
 // Each expert is an MLP with clamped SwiGLU and biases, as in gpt-oss.
-// Each thread block determines the chosen experts from the router logits.
+// Each thread block finds the chosen experts itself, from the router logits.
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
@@ -13,14 +13,14 @@
 //   blocks: [experts][rows / 16][columns / 64][lane][16 bytes]
 //   scales: [experts][rows / 16][columns / 64][8][4 bytes]
 // The 16 bytes of a lane are its fragments of A for four mma.m16n8k16 instructions.
-// The fragments contain values of rows g and g + 8, from two MXFP4 blocks (64 columns) of each row. g is lane / 4.
+// With g = lane / 4, the fragments hold values of rows g and g + 8, from 64 columns (two MXFP4 blocks) of each row.
 struct Mxfp4Tiles {
     const uint8_t *blocks, *scales;
     int groups;  // the number of 64-column groups in a row
 };
 
 // Multiplies 16 rows × 32 columns of weights by x. Each weight enters as its value times 2^-126 (see e2m1.cuh).
-// Columns of B with even numbers hold the upper part of x, and columns with odd numbers hold the lower part (split_x).
+// Even columns of B hold the upper part of x, and odd columns hold the lower part (see split_x).
 // The results for row g are c[0] (upper) and c[1] (lower); for row g + 8, they are c[2] and c[3].
 // An MMA always computes eight columns, so the redundant columns add no cost.
 __device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4 x, float (&c)[4]) {
@@ -32,8 +32,9 @@ __device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4
     multiply_add<__nv_bfloat16>(c, items, x.z, x.w);
 }
 
-// Multiplies segment `index` (eight f16 values) of a row by E2M1_X_FACTOR, and splits each product into the sum of two
-// bf16 values, its upper and lower part. A bf16 has 8 significant bits and an f16 has 11, so the sums are exact.
+// Multiplies segment `index` (eight f16 values) of a row by E2M1_X_FACTOR.
+// Splits each product into an upper and a lower part: two bf16 values whose sum is the product.
+// The sum is exact, because an f16 has 11 significant bits and a bf16 has 8.
 //   to: bf16 [row columns / 32][upper, lower][32], so that lanes of even and odd g read different banks
 __device__ __forceinline__ void split_x(uint4 x, int index, uint4* to) {
     const uint32_t words[4] = {x.x, x.y, x.z, x.w};
@@ -97,7 +98,7 @@ template <int STEP, int DEPTH> struct TileStream {
             for (int d = 0; d < DEPTH; ++d) multiply_group(d, x, low, high), load(d, d + DEPTH);
             blocks += ROUND * MXFP4_TILE_BYTES, scales += ROUND * MXFP4_TILE_SCALE_BYTES, x += ROUND * 16;
         }
-        // The last full round and the partial round after it need bounds checks.
+        // In the remaining rounds, loads and products need bounds checks.
         for (; base < groups; base += ROUND) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) {
@@ -109,7 +110,7 @@ template <int STEP, int DEPTH> struct TileStream {
     }
 };
 
-// DEPTH of a TileStream (groups in flight per warp) in the gate and up products, and in the down product.
+// The DEPTH of a TileStream in the gate and up products, and in the down product.
 constexpr int UP_DEPTH = 3, DOWN_DEPTH = 5;
 
 // Computes h[n], the clamped SwiGLU output of the n-th chosen expert.

@@ -14,7 +14,7 @@ pub use crate::kernels::constants::DECODE_DOWN_MAX_CHOSEN as MAX_CHOSEN_MXFP4;
 
 /// The maximum intermediate size of experts with MXFP4 weights.
 ///
-/// The inputs of the down projections of all chosen experts must fit in shared memory.
+/// With this size, the inputs of [`MAX_CHOSEN_MXFP4`] down projections take 192 KiB of shared memory.
 pub const MAX_EXPERT_COLUMNS: usize = 12 << 10;
 
 /// The buffers for intermediate results of a layer with MXFP4 experts.
@@ -23,7 +23,7 @@ pub struct ExpertBuffers {
     pub logits: Tensor,
     /// The normalized input divided by `normed_scale`: f16 `[hidden]`.
     pub(super) normed: Tensor,
-    /// The power of two by which the normalized input is divided to fit in f16: f32 `[1]`.
+    /// A power of two, f32 `[1]`. The normalized input is divided by this value to fit in f16.
     pub(super) normed_scale: Tensor,
     /// The output of SwiGLU for each chosen expert: f16 `[chosen, intermediate]`.
     h: Tensor,

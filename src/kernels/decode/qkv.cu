@@ -10,11 +10,11 @@
 //   k, v: the KV cache; see attention/paged.cuh
 //   table: u32 [blocks], the block table of the sequence
 //   raw: f32 [heads + kv_heads, head_dim] or null
-//     If the model has QK norms, `raw` receives queries and keys before RoPE, as the input of decode_qk_norm.
+//     If the model has QK norms, `raw` receives the queries and keys before RoPE. decode_qk_norm reads them.
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weight
-// Each unit is two rows of the weight. Where RoPE applies, it rotates the outputs of the two rows as a pair.
+// Each unit is two rows of the weight. If RoPE rotates the outputs of these rows, it rotates them as a pair.
 #include "attention/paged.cuh"
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
@@ -38,7 +38,7 @@ template <typename T> struct QkvTarget {
     }
 };
 
-// The two outputs of a unit. The constructor loads their biases, cosine and sine before the dot products are ready.
+// The two outputs of a unit. The constructor loads the biases, cosine and sine before the dot products are computed.
 template <typename T> struct QkvPair {
     int head, first, second;
     float a_bias, b_bias, cos, sin;
@@ -54,8 +54,8 @@ template <typename T> struct QkvPair {
         sin = rotates ? __ldg(to.sin + (size_t)position * half + first) : 0.0f;
     }
 
-    // Adds the biases to the dot products `a` and `b`, applies RoPE, and stores the results.
-    // Does not apply RoPE to results that go to `raw`.
+    // Adds the biases to the dot products `a` and `b`. Stores the results in `raw` if decode_qk_norm follows.
+    // Otherwise, applies RoPE and stores the results in q, k or v.
     // `row` is the row of the KV cache for this position.
     __device__ __forceinline__ void store(const QkvTarget<T>& to, uint32_t row, float a, float b) const {
         const size_t base = (size_t)head * to.head_dim, kv_row = (size_t)row * to.kv_heads;
@@ -123,7 +123,7 @@ __device__ void quantized_qkv(const float* x, const float* norm, const Quantized
 //   raw: f32 [heads + kv_heads, head_dim]
 //   q_norm, k_norm: f32 [head_dim]
 //   cos, sin, state, q, k: see the top of this file
-//   grid and block: one warp per head
+//   grid and block: one warp per head of q and k
 //   bytes moved: (4 + sizeof(T)) · (heads + kv_heads) · head_dim
 template <typename T>
 __device__ void decode_qk_norm(const float* raw, const float* q_norm, const float* k_norm, const float* cos,

@@ -24,7 +24,7 @@ pub struct QkvProjection<'t> {
     pub layer: CachedLayer<'t>,
     /// The block table of the sequence: u32 `[1, blocks]`.
     pub table: &'t Tensor,
-    /// The norms that are applied to query and key heads before RoPE, if the model has them.
+    /// The norms that apply to query heads and key heads before RoPE. `None` if the model has no QK norms.
     pub qk_norm: Option<QkNormBuffers<'t>>,
 }
 
@@ -36,15 +36,15 @@ pub struct QkNormBuffers<'t> {
     /// The weight of the key norm: f32 `[head_dim]`.
     pub k: &'t Tensor,
     pub eps: f32,
-    /// Holds q and k after the projection and before the norm: f32 `[heads + kv_heads, head_dim]`.
+    /// The buffer for q and k between the projection and the norms: f32 `[heads + kv_heads, head_dim]`.
     pub scratch: &'t Tensor,
 }
 
 /// Adds a launch that computes a layer's norm, QKV projection, bias and RoPE.
-/// With QK norms, RoPE moves to a second launch, which applies these norms first.
+/// With QK norms, adds a second launch, which applies the QK norms and then RoPE.
 ///
-/// The launches write q to its buffer, and k and v to the KV cache.
-/// For every position at which the launches run, `cos` and `sin` must have a row, and `table` must have a block.
+/// The launches write q to `projection.q`, and k and v to the KV cache.
+/// `cos`, `sin` and `table` must cover every position at which the launches run.
 pub fn add_qkv(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
@@ -93,7 +93,7 @@ pub fn add_qkv(
         .rounding(weight)?;
     let kernel = matvec_kernel(weight, &format!("qkv_{}", dtype_suffix(dtype)?));
     let launch = Launch::new(module!("qkv"), kernel, matvec_shape(buffers, rows / 2, weight), arguments);
-    // SAFETY: the shapes and dtypes of all tensors are checked above, or by `StepBuffers::new` for `x` and `state`.
+    // SAFETY: the shapes and dtypes of all tensors are checked above. `StepBuffers::new` created `x` and `state`.
     // The caller guarantees that the RoPE tables and the block table cover every position.
     unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
     let Some(norms) = qk_norm else { return Ok(()) };

@@ -1,4 +1,5 @@
-// Loads the input vector for decode kernels with quantized weights, and quantizes it if the checkpoint requires it.
+// Loads the input vector of decode kernels with quantized weights.
+// Quantizes the vector if the checkpoint requires quantized activations.
 #pragma once
 #include "decode/block_sum.cuh"
 #include "quantized/quantized.cuh"
@@ -6,7 +7,8 @@
 // Groups that a lane has in flight per row, for units of two rows (QUANTIZED_DEPTH_2) and one row (QUANTIZED_DEPTH_1).
 constexpr int QUANTIZED_DEPTH_2 = 2, QUANTIZED_DEPTH_1 = 4;
 
-// Writes norm(x) / scale to shared memory, quantized to 8 bits if `rounding` requires it, and returns the scale.
+// Writes norm(x) / scale to shared memory and returns the scale.
+// Quantizes the vector to 8 bits unless `rounding.mode` is ROUNDING_NONE.
 // The caller multiplies the dot products by the scale.
 __device__ __forceinline__ float load_normed(const QuantizedInput& input, const float* x, const float* norm,
                                              int columns, float eps, RoundingArgs rounding, float* scratch) {
@@ -38,7 +40,8 @@ __device__ __forceinline__ float load_normed(const QuantizedInput& input, const 
     return fill_rounded(input, [&](int i) { return weighted(i, quad(i)); }, largest, rms, rounding, scratch);
 }
 
-// Writes y / scale to shared memory, quantized to 8 bits if `rounding` requires it, and returns the scale.
+// Writes y / scale to shared memory and returns the scale.
+// Quantizes the vector to 8 bits unless `rounding.mode` is ROUNDING_NONE.
 // The caller multiplies the dot products by the scale.
 template <typename T>
 __device__ __forceinline__ float load_vector(const QuantizedInput& input, const T* y, int columns,

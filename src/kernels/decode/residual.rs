@@ -12,13 +12,13 @@ use crate::kernels::matrix::Matrix;
 #[derive(Clone, Copy)]
 pub struct PostNorm<'t> {
     pub norm: RmsNormParams<'t>,
-    /// Holds the output of the projection: f32 `[hidden]`.
+    /// The buffer for the output of the projection: f32 `[hidden]`.
     pub scratch: &'t Tensor,
 }
 
 /// Adds a launch that computes `partial += W·y + bias`.
 /// With several ranks, adds a second launch, which writes the sum over all ranks to `x`.
-/// With a `post_norm`, the launches compute `x += norm(W·y + bias)` instead.
+/// With a `post_norm`, the launches compute `x += norm(s)` instead. `s` is W·y summed over all ranks, plus the bias.
 ///
 /// `weight` is `[hidden, columns]`, `y` is bf16 or f16 `[columns]`, and `bias` is f32 `[hidden]`.
 pub fn add_residual(

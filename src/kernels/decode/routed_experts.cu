@@ -1,5 +1,5 @@
 // Routed experts with bf16, f16 or quantized weights and without biases, for one token.
-// Each thread block determines the chosen experts from the router logits.
+// Each thread block finds the chosen experts itself, from the router logits.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/activation.cuh"
@@ -15,7 +15,7 @@
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weights of the chosen experts
-// Each unit is one row of gate and the corresponding row of up. It produces one element of h.
+// A unit is one row of gate and the same row of up, of one chosen expert. Each unit produces one element of h.
 template <typename T>
 __device__ void decode_routed_gate_up(const float* x, const float* norm, const T* weight, const float* logits, T* h,
                                       int experts, int chosen, int rows, int columns, float eps) {
@@ -80,7 +80,7 @@ struct ChosenRows {
     __device__ __forceinline__ ChosenRows() {}
     __device__ __forceinline__ ChosenRows(const uint32_t* experts, int pieces, size_t expert_pieces)
         : experts(experts), pieces(pieces), expert_pieces(expert_pieces), inverse(0xffffffffu / pieces + 1) {}
-    // Returns `piece / pieces`: the position, among the chosen experts, of the expert whose row contains the piece.
+    // Returns `piece / pieces`: n if the piece belongs to the row of the n-th chosen expert.
     // If `pieces` is 1, `inverse` has overflowed to 0 and is not used.
     __device__ __forceinline__ int index_of(int piece) const { return pieces == 1 ? piece : __umulhi(piece, inverse); }
 };
@@ -110,7 +110,7 @@ struct ChosenGroups {
 };
 
 // Computes x += Σ routing weight · down(h) over the chosen experts.
-// For each element of x, treats one row from each chosen expert as a single long row.
+// The rows of all chosen experts form one long row. x[i] increases by the dot product of long row i and the weighted h.
 //   x: f32 [rows]
 //   h: T [chosen, columns]
 //   logits: f32 [experts]
@@ -148,9 +148,9 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
     }
 }
 
-// Writes h to shared memory.
-// Quantizes each expert's row to 8 bits if `rounding` requires it. Multiplies each row by the expert's routing weight.
-// `factors` is shared memory for the quantization scale of each expert's row.
+// Writes h to shared memory. Multiplies each expert's row, or its scales, by the expert's routing weight.
+// Quantizes each row to 8 bits unless `rounding.mode` is ROUNDING_NONE.
+// `factors` is shared memory for the quantization scale of each row.
 template <typename T>
 __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T* h, const Routing& routing,
                                             const ChosenRows& rows, int chosen, int columns, RoundingArgs rounding,

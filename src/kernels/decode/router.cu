@@ -1,4 +1,4 @@
-// Computes the router logits of one token. For MXFP4 experts, also computes their input norm(x) in f16.
+// Computes the router logits of one token. For MXFP4 experts, also computes norm(x) in f16, the input of the experts.
 //
 //   x, norm: f32 [columns]
 //   weight: f32 [experts, columns]
@@ -36,7 +36,7 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
         const int quad = threadIdx.x + i * blockDim.x;
         if (quad < quads) w[i] = load_early(row + quad), n[i] = load_early(norms + quad);
     }
-    // This block writes `slice` elements of norm(x), starting at `first`. This thread starts at element `own`.
+    // This block writes up to `slice` elements of norm(x), starting at `first`. This thread starts at element `own`.
     const int slice = (columns + experts - 1) / experts, first = expert * slice, own = first + threadIdx.x;
     const bool writes_normed = normed && threadIdx.x < slice && own < columns;
     const float own_norm = writes_normed ? __ldg(norm + own) : 0.0f, router_bias = bias ? __ldg(bias + expert) : 0.0f;

@@ -6,8 +6,8 @@
 // Both choose the same tokens, with these exceptions:
 // - If several tokens at the cutoff of top-k or top-p have equal logits, this kernel keeps all of them.
 //   The host keeps only as many tokens as it needs, starting with the lowest token ids.
-// - The host computes probabilities in f64. This kernel computes them in f32, relative to the largest probability,
-//   and truncates them to multiples of 2^-40, so it never chooses a token with a smaller relative probability.
+// - The host computes probabilities in f64. This kernel computes them in f32, relative to the largest probability.
+//   The kernel truncates relative probabilities to multiples of 2^-40, so it never chooses a token below 2^-40.
 //   The choice can differ at the cutoffs of top-p and min-p, or if the draw is near the boundary between two tokens.
 // - nvcc fuses multiplications and additions, so penalized logits can differ in the last bit.
 //
@@ -40,8 +40,7 @@ struct Scratch {
 
 static_assert(sizeof(Scratch) == 4 * SAMPLE_SCRATCH_WORDS, "SAMPLE_SCRATCH_WORDS must match Scratch");
 
-// Waits until all blocks of the grid have called this function.
-// After the barrier, all writes before the barrier are visible to all blocks.
+// Waits until all blocks of the grid have called this function, and makes their earlier writes visible.
 // `expected` is the number of arrivals at earlier barriers. It must be 0 before the first call.
 __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
     __syncthreads();
@@ -56,10 +55,10 @@ __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
     __syncthreads();
 }
 
-// Returns the largest sort key k (see sort_key) such that the tokens with keys >= k together reach the target.
+// Returns the largest sort key k (see sort_key) for which the tokens with keys >= k together reach the target.
 // Ignores tokens with keys below `floor`.
-// If BY_MASS is true, the target is the fraction `share` of the total mass, and `target` is ignored.
-// Otherwise, the target is a number of tokens (`target`), and `share` is ignored.
+// If BY_MASS is true, the target is a probability mass: `share` times the total mass. `target` is ignored.
+// If BY_MASS is false, the target is a number of tokens: `target`. `share` is ignored.
 // Each of the four rounds determines eight bits of the key, from the highest to the lowest.
 template <bool BY_MASS>
 __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
@@ -102,7 +101,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     __shared__ uint32_t winner;
     pdl_wait();
     const SamplingKernelParams params = *reinterpret_cast<const SamplingKernelParams*>(param_words);
-    const uint32_t steps = __ldcg(state + 2);  // read before any block can finish and increment it
+    const uint32_t steps = __ldcg(state + 2);  // read before a block can finish and increment state[2]
     // This block handles the token ids from `first` to `last` - 1.
     // This thread handles the ids first + threadIdx.x + i · SAMPLE_THREADS for i < own_ids.
     const int ids = (vocab + gridDim.x - 1) / gridDim.x, first = blockIdx.x * ids, last = min(first + ids, vocab);
@@ -164,7 +163,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     if (threadIdx.x == SAMPLE_THREADS - 1) scratch->block_masses[blockIdx.x] = block_mass;
     grid_barrier(scratch, expected);
 
-    // 3. Draw a random point below the total mass. All blocks draw the same point.
+    // 3. Draw a random point below the total mass (0 if greedy). All blocks draw the same point.
     // `before` starts as the total mass of all earlier blocks.
     // The winner is the first token at which the cumulative mass exceeds the point.
     unsigned long long before = 0, all = 0;

@@ -35,7 +35,7 @@ impl SamplingBuffers {
         })
     }
 
-    /// Sets the sampling parameters and token counts for the next steps.
+    /// Copies the sampling parameters to the device and, if they have penalties, the token counts.
     pub fn set(&self, sampling: DeviceSampling) -> Result<()> {
         copy_rows(&self.params, &Tensor::new(&sampling.params.words(), self.params.device())?, 0)?;
         if sampling.params.has_penalties() {
@@ -51,13 +51,14 @@ impl SamplingBuffers {
     }
 }
 
-/// Returns whether the threads of one [`add_sample`] launch can hold all logits on this GPU.
+/// Returns true if the threads of one [`add_sample`] launch can hold all logits.
 pub fn can_sample(buffers: &StepBuffers) -> bool {
     let vocab = buffers.logits.elem_count();
     vocab <= sample_blocks(vocab, buffers) * SAMPLE_THREADS * SAMPLE_IDS_PER_THREAD
 }
 
-/// Returns the number of thread blocks. The blocks wait for each other, so all of them must run at the same time.
+/// Returns the number of thread blocks: at most one per multiprocessor.
+/// The blocks wait for each other, so all of them must run at the same time.
 fn sample_blocks(vocab: usize, buffers: &StepBuffers) -> usize {
     vocab.div_ceil(SAMPLE_THREADS).min(buffers.multiprocessors)
 }

@@ -30,9 +30,9 @@ pub fn connect(world: World, device: &CudaDevice) -> CandleResult<World> {
     }
 }
 
-/// Returns the direct exchange of a rank.
+/// Creates and tests the direct exchange of this rank with all other ranks.
 ///
-/// The inner error is the reason why the ranks cannot exchange data directly. It is the same on all ranks.
+/// The inner error is the reason why the ranks cannot exchange data directly. The reason is the same on all ranks.
 /// An outer error means that the ranks have stopped.
 fn connected(world: &World, device: &CudaDevice) -> CandleResult<Result<GpuExchange, String>> {
     let mailboxes = match agree(world, RankMailbox::new(device))? {
@@ -49,7 +49,7 @@ fn connected(world: &World, device: &CudaDevice) -> CandleResult<Result<GpuExcha
     Ok(agree(world, tested)?.map(|_| exchange))
 }
 
-/// Connects the GPUs of all ranks like [`super::connect`], and measures how long they take to exchange data.
+/// Connects the GPUs of all ranks like [`super::connect`], and measures the time of their exchanges.
 /// The inner error is the reason why the GPUs cannot exchange data directly.
 pub fn measure(world: &World, device: &CudaDevice) -> CandleResult<Result<ExchangeTimes, String>> {
     let exchange = match connected(world, device)? {
@@ -57,7 +57,7 @@ pub fn measure(world: &World, device: &CudaDevice) -> CandleResult<Result<Exchan
         Err(reason) => return Ok(Err(reason)),
     };
     let time = |elements: usize| -> CandleResult<f64> {
-        // If ranks share a GPU, many more operations would fill the launch queue, which would block the other ranks.
+        // If ranks share a GPU, many more operations could fill the GPU's launch queue and block the other ranks.
         const OPERATIONS: usize = 100;
         let x = Tensor::new(vec![1f32; elements], &Device::Cuda(device.clone()))?;
         device.cuda_stream().synchronize().w()?;

@@ -3,13 +3,13 @@
 // Every rank has a mailbox to which all ranks can write.
 // A mailbox has EXCHANGE_SLOTS slots, and each slot has one region per sending rank.
 // A rank writes its values to its region in the mailbox of every other rank.
-// It then waits until the values of all other ranks have arrived in its own mailbox.
+// The rank then waits until the values of all other ranks have arrived in its own mailbox.
 // The values need no separate flags, as in TensorRT-LLM's Lamport kernels:
 // a word that has not arrived is EMPTY, a NaN that arithmetic never produces.
 //
-// Operation k uses slot k mod EXCHANGE_SLOTS, and empties the slot of operation k - 1.
-// No rank writes to the emptied slot again before it has received this rank's values of operation k + 1.
-// This rank sends these values after operation k has ended. By then, the slot is empty.
+// Operation k uses slot k mod EXCHANGE_SLOTS, and empties the slot of operation k - 1 in its own mailbox.
+// Another rank writes to this slot again only after it has received this rank's values of operation k + 1.
+// This rank sends those values after operation k has ended. By then, the slot is empty.
 #include <cuda_bf16.h>
 #include <stdint.h>
 
@@ -18,7 +18,7 @@
 
 constexpr uint32_t EMPTY = 0xffffffffu;
 constexpr uint32_t OTHER_NAN = 0x7fffffffu;
-// The number of words that a thread loads before it uses the first one, so that the loads overlap.
+// The number of loads that a thread issues before it uses the first result, so that the loads overlap.
 constexpr int BATCH = 4;
 // The number of polls for a value before a thread checks whether to give up. A normal exchange needs fewer polls.
 constexpr uint32_t CHECK_TURNS = 4096;
@@ -26,8 +26,8 @@ constexpr uint32_t CHECK_TURNS = 4096;
 struct Mailboxes {
     // The mailbox of each rank: u32 [EXCHANGE_SLOTS, ranks, region].
     uint32_t* of[EXCHANGE_MAX_RANKS];
-    // This rank's state, three words: the number of finished operations, the number of words in the largest region
-    // of the last operation, and the counter of arrived blocks.
+    // This rank's state, three words: the number of finished operations,
+    // the number of words in the largest region of the last operation, and the number of arrived blocks.
     uint32_t* state;
     // A word in host memory that all ranks share. Once it is nonzero, the exchange has ended, and threads stop waiting.
     uint32_t* control;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void add_to(uint4& sum, uint4 v) {
     add_to(sum.x, v.x), add_to(sum.y, v.y), add_to(sum.z, v.z), add_to(sum.w, v.w);
 }
 
-// Waits for words from other ranks. Gives up if a rank does not answer, or if the host has ended the exchange.
+// Waits for words from other ranks. Gives up after a timeout, or if the exchange has ended.
 // After a thread gives up, the results are wrong, and the host must not use them.
 class Waiting {
     uint32_t* control;
@@ -111,7 +111,7 @@ class Waiting {
 public:
     __device__ explicit Waiting(const Mailboxes& m) : control(m.control), timeout(m.timeout_seconds * 1000000000ull) {}
 
-    // Loads `v` from `from` again until it has arrived.
+    // Reloads `v` from `from` until it has arrived or this thread gives up.
     template <typename V> __device__ void complete(typename V::Word& v, const uint32_t* from, int sender) {
         for (uint32_t turn = 1; !V::has_arrived(v) && !has_ended; ++turn) {
             if (turn % CHECK_TURNS == 0) has_ended = gives_up(sender);
@@ -120,10 +120,10 @@ public:
     }
 };
 
-// A batch of one thread's words: `start`, `start` + `step` and so on, at most BATCH words, and none at or after `end`.
+// At most BATCH positions in a region: `start`, `start` + `step` and so on, all before `end`.
 struct Batch {
     int start, step, end;
-    // Calls `use(j, i)` for each word: j is its index in the batch, and i is its position in the region.
+    // Calls `use(j, i)` for the j-th position i of the batch.
     template <typename Use> __device__ __forceinline__ void each(Use use) const {
 #pragma unroll
         for (int j = 0; j < BATCH; ++j) {
@@ -133,13 +133,13 @@ struct Batch {
     }
 };
 
-// Calls `use(batch)` for each batch of a thread that handles the words `first`, `first` + `step` and so on.
+// Divides the positions `first`, `first` + `step` and so on into batches, and calls `use(batch)` for each batch.
 template <typename Use> __device__ __forceinline__ void each_batch(int first, int step, int end, Use use) {
     for (int start = first; start < end; start += BATCH * step) use(Batch{start, step, end});
 }
 
-// Stores in `part` the words of a batch that `rank` has sent, and waits for them if necessary.
-// If `rank` is this rank, word j of the batch, at position i, is `own(j, i)`, because a rank sends nothing to itself.
+// Stores the values that `rank` sends for the positions of a batch in `part`. Waits until they have arrived.
+// A rank sends nothing to itself: if `rank` is this rank, `own(j, i)` returns the value for the j-th position i.
 //   slot: the regions of all ranks
 template <typename V, typename Own>
 __device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, const uint32_t* slot, int rank,
@@ -153,9 +153,9 @@ __device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, 
     batch.each([&](int j, int i) { waiting.complete<V>(part[j], region + i, rank); });
 }
 
-// Performs one operation: sends `words` words to all other ranks, empties the slot of the previous operation, and calls
-// `take(slot, waiting, first, step)`, which receives the words of the other ranks.
-// `own_words(i)` returns the words to send that start at word i. None of them is EMPTY.
+// Performs one operation. Sends `words` words to all other ranks, and empties the slot of the previous operation.
+// Then calls `take(slot, waiting, first, step)`, which receives the words of the other ranks.
+// `own_words(i)` returns one or four words to send, starting at word i. None of them is EMPTY.
 // `slot` is the current slot of this rank's mailbox. It starts with the region of rank 0.
 // A thread handles the words that start at `first`, `first` + `step`, and so on.
 // `largest` is the number of words in the largest region of this operation.
@@ -183,8 +183,8 @@ __device__ void exchange(Own own_words, const Mailboxes& m, int words, int large
     for (int i = first / V::SIZE * 4; i < previous; i += step / V::SIZE * 4)
         for (int rank = 0; rank < m.ranks; ++rank)
             if (rank != m.rank) Quad::store(own + last_slot + (size_t)rank * m.region + i, Quad::empty());
-    // The last block that has read the state changes it for the next operation, which starts after this kernel.
-    // Change it now, because the wait for the other ranks hides the latency of the atomic.
+    // The last block to read the state updates the state for the next operation, which starts after this kernel.
+    // The update comes before the wait for the other ranks, which hides the latency of the atomic.
     __syncthreads();
     if (threadIdx.x == 0 && atomicAdd(m.state + 2, 1u) == gridDim.x - 1) {
         Scalar::store(m.state, op + 1);
@@ -234,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(512)
     exchange_sum<Scalar>(x, out, m, words, clears_x);
 }
 
-// Two bf16 values in a word: the first value in the lower half. Never EMPTY.
+// Rounds two f32 values to bf16 and packs them, the first into the lower half. Never returns EMPTY.
 __device__ __forceinline__ uint32_t to_bf16_pair(uint32_t first, uint32_t second) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(__uint_as_float(first), __uint_as_float(second));
     const uint32_t word = *reinterpret_cast<const uint32_t*>(&pair);
@@ -306,7 +306,7 @@ __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailbox
 //   x: f32 [rows, columns of this rank]
 //   out: f32 [rows, columns of all ranks]
 //   largest: rows · columns of the rank with the most columns
-//   exchange_columns_4 needs columns of every rank that are a multiple of 4
+//   exchange_columns_4 requires that every rank's number of columns is a multiple of 4
 //   grid, block: as for exchange_sum_4
 //   bytes moved: 4 · rows · (columns of this rank + columns of all ranks), and the values sent to other ranks
 extern "C" __global__ void __launch_bounds__(512)

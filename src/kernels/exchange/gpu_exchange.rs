@@ -1,4 +1,4 @@
-//! The exchange of one rank with the other ranks: launches the kernels in `exchange.cu`.
+//! The direct exchange of one rank with the other ranks. It launches the kernels in `exchange.cu`.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -19,17 +19,17 @@ use crate::kernels::scratch;
 
 /// The maximum time that a GPU waits for the data of another rank.
 const TIMEOUT_SECONDS: i32 = ANSWER_TIME.as_secs() as i32;
-/// How long the host of a rank waits for the other ranks to be ready or to have launched, while their hosts may be
-/// loading kernels. Reading the kernels of cuBLAS from a disk can take seconds. No GPU waits meanwhile.
-/// Between the launches of two graphs, no host loads kernels, and [`ANSWER_TIME`] is the limit.
+/// How long a rank's host waits for the hosts of other ranks, if these may be loading kernels.
+/// Reading the kernels of cuBLAS from a disk can take seconds. No GPU waits meanwhile.
+/// If a graph directly follows a graph, no host loads kernels, and [`ANSWER_TIME`] is the limit.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// The value of the control word after the host has ended the exchange.
 /// Other nonzero values are 1 + the rank that did not answer.
 const ENDED: u32 = u32::MAX;
-/// The size of the smallest tensor that [`Exchange::sum_rounded`] rounds, in elements. The time to exchange fewer
-/// elements is mostly latency, which rounding does not shorten.
+/// [`Exchange::sum_rounded`] rounds tensors with at least this number of elements.
+/// The time to exchange a smaller tensor is mostly latency, which rounding does not shorten.
 const MIN_ROUNDED_ELEMENTS: usize = 1 << 18;
-/// The number of checks for the launches of other ranks before a waiting thread starts to yield the core.
+/// The number of times that a waiting thread checks the other ranks before it starts to yield the core.
 const SPINNING_TURNS: usize = 10_000;
 const NOT_CAPTURING: sys::CUstreamCaptureStatus = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
 
@@ -85,8 +85,8 @@ pub(super) struct GpuExchange {
     pub mailboxes: Vec<Arc<RankMailbox>>,
     /// True if another rank uses the same GPU.
     shares_gpu: bool,
-    /// True if this rank has launched or captured single operations since it last launched a graph. All ranks do the same,
-    /// so their hosts may be loading kernels.
+    /// True if this rank has launched or captured single operations since it last launched a graph.
+    /// The other ranks have then also done so, and their hosts may still be loading kernels.
     may_load: AtomicBool,
 }
 
@@ -111,8 +111,8 @@ impl GpuExchange {
         self.device.cuda_stream().capture_status().is_ok_and(|status| status != NOT_CAPTURING)
     }
 
-    /// Launches an operation at the same time as the other ranks. While a graph is captured, only captures the operation,
-    /// which runs when the graph is launched.
+    /// Launches an operation at the same time as the other ranks.
+    /// During the capture of a graph, only captures the operation, and does not wait for the other ranks.
     ///
     /// # Safety
     /// As for [`Launch::enqueue`]. All mailboxes live as long as `self`, and `drop` waits for the last launch.
@@ -127,8 +127,8 @@ impl GpuExchange {
         if self.is_capturing() { enqueue() } else { self.launch_within(LOAD_TIMEOUT, &mut enqueue) }
     }
 
-    /// Calls `launch` once every rank is ready, and waits until every rank has launched. Ends the exchange if one of
-    /// these waits takes longer than `limit`.
+    /// Waits until every rank is ready, calls `launch`, and waits until every rank has launched.
+    /// Ends the exchange if one of these waits takes longer than `limit`.
     fn launch_within(&self, limit: Duration, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         self.meet(limit, |mailbox| &mailbox.ready);
         let result = launch();
@@ -136,7 +136,8 @@ impl GpuExchange {
         result
     }
 
-    /// Adds 1 to this rank's `counter`, and waits until the counters of all ranks have reached this value.
+    /// Adds 1 to this rank's `counter`, and waits until the counters of all ranks have reached its new value.
+    /// Stops waiting if the exchange ends. If the wait takes longer than `limit`, ends the exchange.
     fn meet(&self, limit: Duration, counter: impl Fn(&RankMailbox) -> &AtomicU64) {
         let own = counter(self.own()).fetch_add(1, Ordering::Release) + 1;
         let missing = || self.mailboxes.iter().position(|rank| counter(rank).load(Ordering::Acquire) < own);
@@ -194,7 +195,7 @@ impl GpuExchange {
 
     /// Returns the launch shape for `items` items. Each thread handles one or more items.
     fn shape(&self, items: usize) -> LaunchShape {
-        // Spread few items over many blocks, so that threads rarely send more than one batch.
+        // Use small blocks for few items. The items are then spread over more multiprocessors.
         let blocks = EXCHANGE_BLOCKS / self.mailboxes.len();
         let threads = if items <= blocks * 128 { 128 } else { 512 };
         LaunchShape::linear(items.div_ceil(threads).clamp(1, blocks), threads)
@@ -218,10 +219,10 @@ impl GpuExchange {
             .overlapping())
     }
 
-    /// Returns a launch that writes the sum of the ranks' tensors `x`, rounded to bf16, to `out`, which may be `x`.
+    /// Returns a launch that rounds every rank's `x` to bf16 and writes the sum, as f32, to `out`. `out` may be `x`.
     ///
-    /// Both tensors are contiguous f32 and have the same number of elements: a multiple of 8, at most twice the size of a
-    /// [`region`](Self::region).
+    /// Both tensors are contiguous f32 and have the same number of elements.
+    /// This number must be a multiple of 8, and at most twice the size of a [`region`](Self::region).
     fn rounded_sum_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
         let (elements, words) = (x.elem_count(), x.elem_count() / 2);
         let (x_address, out_address) = (address(x)?, address(out)?);
@@ -236,7 +237,7 @@ impl GpuExchange {
             .overlapping())
     }
 
-    /// Returns the sum of `x` over all ranks. Each launch sums at most `most` elements, which fit in a region.
+    /// Returns the sum of `x` over all ranks, in the dtype of `x`. Each launch sums at most `most` elements.
     /// `launch(x, out)` returns the launch for a part of `x` and the same part of the result.
     fn sum_parts(
         &self,
@@ -251,7 +252,7 @@ impl GpuExchange {
         for start in (0..elements).step_by(most) {
             let part = |tensor: &Tensor| tensor.narrow(0, start, most.min(elements - start));
             let launch = launch(&part(&from)?, &part(&sums)?)?;
-            // SAFETY: `launch` checks the tensors.
+            // SAFETY: `launch` checks the tensors. The mailboxes live as long as `self`.
             unsafe { self.enqueue(launch)? };
         }
         out.to_dtype(x.dtype())
@@ -259,7 +260,7 @@ impl GpuExchange {
 
     /// Returns a launch that writes the columns of all ranks to `out`, f32 `[rows, columns]`.
     ///
-    /// `x` is f32 `[rows, columns of this rank]`. The tensor of every rank must fit in a region.
+    /// `x` is f32 `[rows, columns of this rank]`. Every rank's `x` must fit in a region.
     fn columns_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
         let (rows, columns) = out.dims2()?;
         let ranks = self.mailboxes.len();
@@ -283,7 +284,7 @@ impl GpuExchange {
             .overlapping())
     }
 
-    /// Loads all kernels by launching them without values. These launches do not wait for other ranks.
+    /// Loads all kernels: launches each one without values, so that it does not wait for other ranks.
     pub fn load_kernels(&self) -> Result<()> {
         let arguments = || Arguments::new().address(0).address(0).value(self.raw(0), []).int(0);
         for (kernel, has_flag) in [
@@ -310,7 +311,7 @@ impl GpuExchange {
             let x = Tensor::new(vec![value(self.rank); 1024], &device)?;
             let sums = self.sum(&x)?;
             // Synchronize before the copy to the host.
-            // If ranks share a GPU, a copy that waits for the sums would block the launches of the other ranks.
+            // If ranks share a GPU, a copy that waits for the sums could block the launches of the other ranks.
             self.device.cuda_stream().synchronize().w()?;
             let sums = sums.to_vec1::<f32>()?;
             let expected: f32 = (0..ranks).map(value).sum();
@@ -356,7 +357,7 @@ impl Exchange for GpuExchange {
         for start in (0..rows).step_by(most) {
             let part = |tensor: &Tensor| tensor.narrow(0, start, most.min(rows - start));
             let launch = self.columns_launch(&part(&from)?, &part(&out)?)?;
-            // SAFETY: `columns_launch` checks the tensors. The mailboxes live long enough, as in `sum`.
+            // SAFETY: `columns_launch` checks the tensors. The mailboxes live as long as `self`.
             unsafe { self.enqueue(launch)? };
         }
         Ok(out)

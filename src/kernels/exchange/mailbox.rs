@@ -13,17 +13,17 @@ use crate::kernels::launch::HostWords;
 /// The size of the rank's state in bytes. The state follows the mailbox in memory.
 const STATE_BYTES: usize = 256;
 
-/// The mailbox of a rank. Every rank holds a reference, so the mailbox lives until no rank uses it.
+/// The mailbox of a rank. Every rank holds a reference, so the mailbox lives as long as any rank uses it.
 pub(super) struct RankMailbox {
     device: CudaDevice,
     pub context: Arc<CudaContext>,
-    /// The device address. The memory is allocated directly, because other GPUs cannot access candle's memory pool.
+    /// The device address of the mailbox. The memory is not from candle's pool, which other GPUs cannot access.
     pub address: u64,
     /// The control word. All ranks share the control word of the first rank, and the other control words are unused.
     pub control: Arc<HostWords>,
-    /// The number of operations, or CUDA graphs with operations, that this rank has been ready to launch.
+    /// How many times this rank has been ready to launch an operation, or a CUDA graph with operations.
     pub ready: AtomicU64,
-    /// The number of operations, or CUDA graphs with operations, that the host has launched for this rank.
+    /// How many operations, or CUDA graphs with operations, this rank has launched.
     pub launched: AtomicU64,
 }
 

@@ -21,9 +21,10 @@ use candle_core::{Device, Result};
 use crate::device::World;
 
 /// Connects the GPUs of all ranks, and returns the world of this rank.
+/// On a CPU or with a single rank, returns `world` unchanged.
 ///
 /// The ranks exchange data directly if the GPUs can access each other's memory. Otherwise, they use host memory.
-/// Setting the environment variable `INFERNO_EXCHANGE=host` forces copies through the host.
+/// The environment variable `INFERNO_EXCHANGE=host` forces copies through host memory.
 ///
 /// All ranks must call this function, each on its own thread.
 pub fn connect(world: World, device: &Device) -> Result<World> {

@@ -1,14 +1,14 @@
-//! The mailbox size of the exchange between GPUs, the tensor sizes of its benchmark, and the measured times.
+//! The mailbox size of the exchange between GPUs, and the tensor sizes and results of its benchmark.
 
 /// The size of each rank's mailbox in bytes.
-/// A tensor that is larger than a region of the mailbox, such as the outputs of a long chunk, needs several operations.
+/// A tensor that is larger than a region of the mailbox, such as the output of a long chunk, needs several operations.
 pub const MAILBOX_BYTES: usize = 64 << 20;
 
 /// The mean time of one sum over all ranks, for two tensor sizes.
+/// The host queues many sums in a row, without waiting between them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExchangeTimes {
     /// The time for [`SMALL_ELEMENTS`] elements, in seconds.
-    /// The host queues many sums in a row, without waiting between them.
     pub small: f64,
     /// The time for [`LARGE_ELEMENTS`] elements, in seconds.
     pub large: f64,

@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-// Returns the shared memory address of `p` for the instructions below and in tensor_core.cuh.
+// Returns the 32-bit shared memory address of `p`, which PTX instructions take.
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 // Starts copying 16 bytes.

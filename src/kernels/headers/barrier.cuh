@@ -1,4 +1,4 @@
-// Barriers in shared memory (mbarrier, compute capability 8.0 and later) that count threads and asynchronous copies.
+// Barriers in shared memory that count threads and asynchronous copies (mbarrier, compute capability 8.0 and later).
 // A barrier alternates between phases of parity 0 and 1, and starts with parity 0.
 #pragma once
 
@@ -43,7 +43,8 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Copies `bytes` bytes, a multiple of 16, to shared memory (compute capability 9.0 and later).
+// Starts copying `bytes` bytes, a multiple of 16, to shared memory (compute capability 9.0 and later).
+// The barrier counts the bytes when they have arrived.
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)

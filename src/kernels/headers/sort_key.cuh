@@ -3,9 +3,9 @@
 
 #include "headers/common.cuh"
 
-// Maps floats to integers that sort in the same order. The bits of positive floats already do, so setting the sign bit
-// only moves them above all negative floats. The bits of negative floats sort in the opposite order, so all are
-// flipped.
+// Maps floats to integers that sort in the same order. The bits of positive floats already sort in this order.
+// Setting their sign bit moves them above all negative floats.
+// The bits of negative floats sort in reverse order, so all their bits are flipped.
 __device__ __forceinline__ uint32_t sort_key(float value) {
     const uint32_t bits = __float_as_uint(value);
     return bits & F32_SIGN ? ~bits : bits | F32_SIGN;

@@ -12,7 +12,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address
                  : "memory");
 }
 
-// Loads four 8×8 matrices like load_matrices and transposes each matrix.
+// Like load_matrices, but transposes each matrix.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

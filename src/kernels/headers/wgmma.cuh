@@ -8,8 +8,8 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // wgmma<T>(sum, a, b): sum [64, N] += a [64, 16] · b [16, N], with a and b of type T (f16 or bf16).
-// a is in registers. b is in shared memory, in swizzled rows of 128 bytes (see wgmma_descriptor). N is a multiple
-// of 16.
+// a is in registers. b is in shared memory, in swizzled rows of 128 bytes (see wgmma_descriptor).
+// N is a multiple of 16, at most 160.
 #define SUM4(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
 #define SUM8(i) SUM4(i), SUM4(i + 4)
 #define SUMS16 SUM8(0)
@@ -58,8 +58,9 @@ DEFINE_WGMMA(128, "%64, %65, %66, %67", "%68")
 DEFINE_WGMMA(144, "%72, %73, %74, %75", "%76")
 DEFINE_WGMMA(160, "%80, %81, %82, %83", "%84")
 
-// Returns the descriptor of b at a shared memory address. b has swizzled rows of 128 bytes, in groups of eight. Groups
-// are 1024 bytes apart. Addresses and distances in a descriptor are in units of 16 bytes.
+// Returns the descriptor of b at a shared memory address. b has swizzled rows of 128 bytes.
+// Eight rows form a group, and groups are 1024 bytes apart.
+// Addresses and distances in a descriptor are in units of 16 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
     constexpr uint64_t SWIZZLE_128_BYTES = (uint64_t)1 << 62;
     constexpr uint64_t GROUP_DISTANCE = (uint64_t)(1024 / 16) << 32;
@@ -68,7 +69,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
     return SWIZZLE_128_BYTES | GROUP_DISTANCE | LEADING_DISTANCE | (address >> 4 & ADDRESS_MASK);
 }
 
-// Required before a wgmma if its registers were written since the previous wgmma.
+// Required before a wgmma if the thread has written registers of this wgmma since the previous one.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Commits all uncommitted wgmmas of this warpgroup as one group.

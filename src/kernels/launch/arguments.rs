@@ -11,7 +11,8 @@ use candle_core::{Result, Storage, Tensor, bail};
 use super::host_words::HostWords;
 use super::mailbox::Mailbox;
 
-/// Returns the device address of the first element of a contiguous CUDA tensor.
+/// Returns the device address of a tensor's first element.
+/// Fails if the tensor is not contiguous, not on a GPU, or has a dtype that no kernel supports.
 pub fn address(tensor: &Tensor) -> Result<CUdeviceptr> {
     if !tensor.is_contiguous() {
         bail!("a kernel needs a contiguous tensor, got {:?} with strides {:?}", tensor.shape(), tensor.stride());
@@ -61,7 +62,7 @@ impl Arg {
 #[derive(Default)]
 pub struct Arguments {
     args: Vec<Arg>,
-    /// A size that does not fit in an i32. With such a size, the launch must fail: the kernel would read out of bounds.
+    /// A size that does not fit in an i32, if any. The launch then fails, because kernels take sizes as i32.
     too_large: Option<usize>,
     memory: Memory,
 }
@@ -79,7 +80,7 @@ impl Arguments {
         Self::default()
     }
 
-    /// Adds the address of a tensor, and keeps the tensor alive.
+    /// Adds the address of a tensor. The arguments keep the tensor alive.
     pub fn tensor(mut self, tensor: &Tensor) -> Result<Self> {
         self.args.push(Arg::tensor(tensor)?);
         self.memory.tensors.push(tensor.clone());
@@ -113,28 +114,28 @@ impl Arguments {
         self
     }
 
-    /// Adds the address of a mailbox's slots.
+    /// Adds the address of a mailbox's first slot.
     pub fn mailbox(mut self, mailbox: &Arc<Mailbox>) -> Self {
         self.args.push(Arg::Address(mailbox.address(0)));
         self.memory.mailboxes.push(mailbox.clone());
         self
     }
 
-    /// Adds the address of a mailbox's slots, starting at slot `first`, or a null address for `None`.
+    /// Adds the address of slot `first` of a mailbox, or a null address for `None`.
     pub fn mailbox_from(mut self, mailbox: Option<(&Arc<Mailbox>, usize)>) -> Self {
         self.args.push(Arg::Address(mailbox.map_or(0, |(mailbox, first)| mailbox.address(first))));
         self.memory.mailboxes.extend(mailbox.map(|(mailbox, _)| mailbox.clone()));
         self
     }
 
-    /// Adds the address of `words`, starting at word `first`.
+    /// Adds the address of word `first` of `words`.
     pub fn host_words(mut self, words: &Arc<HostWords>, first: usize) -> Self {
         self.args.push(Arg::Address(words.address(first)));
         self.memory.host_words.push(words.clone());
         self
     }
 
-    /// Adds a size as an i32, the type of integer parameters in kernels. If the size does not fit, the launch fails.
+    /// Adds a size as an i32. If the size does not fit in an i32, the launch fails.
     pub fn int(mut self, value: usize) -> Self {
         match i32::try_from(value) {
             Ok(value) => self.args.push(Arg::Int(value)),
@@ -154,7 +155,7 @@ impl Arguments {
         self.int(usize::from(value))
     }
 
-    /// Returns pointers to the arguments' values. They are valid for the lifetime of the arguments.
+    /// Returns pointers to the arguments' values. They are valid until the arguments are changed or dropped.
     pub(super) fn pointers(&self) -> Vec<*mut c_void> {
         self.args.iter().map(Arg::pointer).collect()
     }

@@ -14,12 +14,12 @@ pub fn multiprocessors(device: &CudaDevice) -> Result<usize> {
     attribute(device, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
 }
 
-/// Returns the maximum shared memory per block on the device, in bytes.
+/// Returns the maximum shared memory per block in bytes, including memory that a kernel must opt in to.
 pub fn max_shared_bytes(device: &CudaDevice) -> Result<usize> {
     attribute(device, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 }
 
-/// Returns whether the device's stream has finished all queued work. Fails if queued work failed.
+/// Returns true if the device's stream has finished all queued work. Fails if queued work failed.
 pub fn is_idle(device: &CudaDevice) -> Result<bool> {
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().w()?;

@@ -1,4 +1,4 @@
-//! Launch lists captured as one CUDA graph, so that the host starts a whole decode step with a single call.
+//! CUDA graphs of captured launches. The host starts a graph, such as a whole decode step, with a single call.
 
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, sys};
@@ -11,7 +11,7 @@ use crate::device::capture_lock;
 /// A CUDA graph of captured launches.
 pub struct LaunchGraph {
     graph: CudaGraph,
-    /// Keeps the memory of the launches alive.
+    /// The memory of captured launch lists, which the graph keeps alive.
     _memory: Vec<Memory>,
 }
 
@@ -30,8 +30,9 @@ impl LaunchGraph {
     /// Captures everything that `enqueue` queues on the stream of `device`.
     ///
     /// # Safety
-    /// Memory that `enqueue` allocates must be freed before `enqueue` returns. All other memory that it uses must live
-    /// as long as the graph. No other thread may use the stream during the capture.
+    /// Memory that `enqueue` allocates must be freed before `enqueue` returns.
+    /// All other memory that the launches use must live as long as the graph.
+    /// No other thread may use the stream during the capture.
     pub unsafe fn capture_with(
         device: &CudaDevice,
         enqueue: impl FnOnce() -> anyhow::Result<()>,

@@ -24,8 +24,8 @@ impl HostWords {
     /// Allocates `count` words and sets them to zero.
     pub fn new(device: &CudaDevice, count: usize) -> Result<Arc<Self>> {
         device.cuda_stream().context().bind_to_thread().w()?;
-        // The memory is mapped into the device's address space.
-        // With unified addressing, as on Linux, the host address is also valid on the device.
+        // The flag maps the memory into the device's address space.
+        // With unified addressing, as on 64-bit Linux, the host address is also valid on the device.
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: any length is allowed, and the context is bound. `drop` frees the memory.
         let words = unsafe { result::malloc_host(count * size_of::<AtomicU32>(), flags) }.w()?;
@@ -52,7 +52,7 @@ impl HostWords {
         unsafe { std::slice::from_raw_parts(self.words.as_ptr(), self.count) }
     }
 
-    /// Writes `values` to the words, starting at word `first`. Kernels that are queued later read these values.
+    /// Writes `values` to the words, starting at word `first`. Kernels that are queued later see these values.
     pub fn write(&self, first: usize, values: &[u32]) {
         for (word, &value) in self.words()[first..first + values.len()].iter().zip(values) {
             word.store(value, Ordering::Relaxed);

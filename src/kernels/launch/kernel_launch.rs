@@ -9,8 +9,8 @@ use super::arguments::Arguments;
 use super::module::Module;
 use crate::device::has_machine_code;
 
-/// The bytes of dynamic shared memory that every kernel may use without raising its limit.
-/// The default limit of 48 KiB includes static shared memory, for which 16 KiB is reserved here.
+/// The bytes of dynamic shared memory that a kernel may use without raising its limit.
+/// The default limit is 48 KiB, of which 16 KiB are reserved here for static shared memory.
 const DEFAULT_SHARED_BYTES: usize = 32 << 10;
 
 /// The maximum grid size in y and in z on every GPU. The maximum in x is 2^31 - 1.
@@ -47,7 +47,7 @@ impl LaunchShape {
         Self::linear(count.div_ceil(8), 256)
     }
 
-    /// Repeats the grid `rows` times in y.
+    /// Sets the number of blocks in y to `rows`.
     pub fn with_grid_y(self, rows: usize) -> Self {
         Self { grid: (self.grid.0, rows, self.grid.2), ..self }
     }
@@ -60,7 +60,7 @@ impl LaunchShape {
         self.grid.0 == 0 || self.grid.1 == 0 || self.grid.2 == 0
     }
 
-    /// Fails if the grid has more blocks than a GPU allows.
+    /// Fails if the grid is larger in x, y or z than a GPU allows.
     fn check(&self) -> Result<()> {
         let (x, y, z) = self.grid;
         if x > i32::MAX as usize || y > MAX_GRID_YZ || z > MAX_GRID_YZ {
@@ -92,8 +92,9 @@ impl Launch {
     }
 
     /// Lets the kernel start before the previous kernel has ended, on GPUs that support this.
-    /// Every block must call `pdl_wait` before it reads data that the previous kernel writes,
-    /// and before it writes data that an earlier kernel uses.
+    ///
+    /// Every block must call `pdl_wait` before it reads data that the previous kernel writes.
+    /// It must also call `pdl_wait` before it writes data that an earlier kernel uses.
     pub fn overlapping(self) -> Self {
         Self { overlap: Overlap::Yes, ..self }
     }
@@ -115,7 +116,8 @@ impl Launch {
         unsafe { launch.enqueue(&stream, overlap) }
     }
 
-    /// Checks the launch, looks up the kernel and raises its shared memory limit if needed.
+    /// Loads the kernel, and raises the kernel's shared memory limit if necessary.
+    /// Fails if the grid is empty or too large, or if an argument is too large.
     pub(super) fn prepare(self, device: &CudaDevice) -> Result<PreparedLaunch> {
         let Self { module, kernel, shape, arguments, bytes_moved, .. } = self;
         if shape.is_empty() {
@@ -131,17 +133,17 @@ impl Launch {
     }
 }
 
-/// Raises the kernel's limit on dynamic shared memory to `bytes`.
+/// Raises the kernel's limit on dynamic shared memory to at least `bytes`.
 fn allow_shared_bytes(function: &CudaFunction, bytes: usize) -> Result<()> {
     let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    // The limit is never lowered, because another launch of the same kernel may need more.
+    // Never lower the limit, because another launch of the same kernel may need more shared memory.
     match function.get_attribute(attribute).w()? {
         limit if limit as usize >= bytes => Ok(()),
         _ => function.set_attribute(attribute, bytes as i32).w(),
     }
 }
 
-/// Whether a kernel may start before the previous kernel has ended (programmatic dependent launch).
+/// Whether a kernel can start before the previous kernel has ended (programmatic dependent launch).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Overlap {
     Yes,
@@ -151,8 +153,8 @@ pub(super) enum Overlap {
 impl Overlap {
     /// Returns whether kernels may overlap on a device.
     ///
-    /// Only code for compute capability 9.0 or later contains the waits of `pdl.cuh`. A GPU runs the machine code
-    /// for its own compute capability if the build contains it, and otherwise the code for the build's target.
+    /// Only code for compute capability 9.0 or later contains the waits of `pdl.cuh`.
+    /// A GPU runs the machine code for its own compute capability, or else the code for the build's target.
     pub fn of_device(device: &CudaDevice) -> Result<Self> {
         let (major, minor) = device.cuda_stream().context().compute_capability().w()?;
         let is_target_new = env!("INFERNO_COMPUTE_CAP").parse::<u32>().is_ok_and(|capability| capability >= 90);
@@ -164,7 +166,7 @@ impl Overlap {
     }
 }
 
-/// A launch that has been checked and whose kernel is loaded.
+/// A checked launch, with its kernel loaded.
 pub(super) struct PreparedLaunch {
     pub kernel: String,
     function: CudaFunction,

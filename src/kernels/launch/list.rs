@@ -40,11 +40,12 @@ impl LaunchList {
         self.launches.is_empty()
     }
 
-    /// Appends a launch. The list keeps alive the tensors and mailboxes that the arguments point to.
+    /// Appends a launch. The list keeps the memory of the launch's arguments alive.
     ///
     /// # Safety
     /// The arguments must match the kernel's parameters.
     /// Every address must be valid for all of the kernel's reads and writes, every time the list is queued.
+    /// The kernel must meet the requirements of [`Launch::overlapping`].
     pub unsafe fn add(&mut self, launch: Launch) -> Result<()> {
         self.launches.push(launch.prepare(&self.device)?);
         Ok(())
@@ -83,7 +84,7 @@ impl LaunchList {
         &self.device
     }
 
-    /// Returns the memory that each launch keeps alive.
+    /// Returns the memory of each launch's arguments.
     pub(super) fn memory(&self) -> impl Iterator<Item = &Memory> {
         self.launches.iter().map(|launch| launch.arguments.memory())
     }

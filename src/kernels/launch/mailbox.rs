@@ -43,7 +43,7 @@ impl Mailbox {
             }
             std::hint::spin_loop();
             polls += 1;
-            // If the device failed or has no more work, no word will arrive. Check rarely: each check is slow.
+            // If the device failed or has no more work, no word will arrive. Check rarely, because a check is slow.
             if polls.is_multiple_of(1 << 20) && is_idle(&self.device)? {
                 return match self.take(slot) {
                     0 => bail!("the GPU finished without sending a token"),

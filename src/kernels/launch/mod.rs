@@ -1,11 +1,11 @@
 //! Launches CUDA kernels.
 //!
 //! A [`Launch`] specifies a kernel, the sizes of its grid, blocks and shared memory, and its arguments.
-//! [`Launch::enqueue`] queues a launch immediately. A [`LaunchList`] records launches and queues them together.
+//! [`Launch::enqueue`] queues a launch at once. A [`LaunchList`] records launches, and can queue them many times.
 //! A [`LaunchGraph`] contains launches that were captured as a CUDA graph.
 //!
 //! Every launch goes to the candle device's stream, and candle frees memory in stream order.
-//! A tensor may therefore be dropped as soon as a launch that uses it is queued. No CUDA event needs to track its use.
+//! A tensor may therefore be dropped as soon as the last launch that uses it is queued.
 
 mod arguments;
 mod device;

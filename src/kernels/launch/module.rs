@@ -1,4 +1,4 @@
-//! Compiled CUDA modules, embedded in the binary and loaded once per device.
+//! Compiled CUDA modules. They are embedded in the binary, and each is loaded once per device.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -36,7 +36,7 @@ fn loaded_modules() -> &'static Mutex<LoadedModules> {
 }
 
 impl Module {
-    /// Returns a kernel of this module. Loads the module on its first use on the device.
+    /// Returns a kernel of this module. Loads the module when a kernel is first used on the device.
     pub(super) fn function(&self, device: &CudaDevice, kernel: &str) -> Result<CudaFunction> {
         let mut modules = loaded_modules().lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let module = match modules.get(&(device.id(), self.name)) {

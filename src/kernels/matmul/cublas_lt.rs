@@ -26,7 +26,7 @@ struct ProductTypes {
     input: sys::cudaDataType_t,
     output: sys::cudaDataType_t,
     compute: sys::cublasComputeType_t,
-    /// The bits of the factor 1 in the type of the sums. The bits of the factor 0 are zeros in every type.
+    /// The bits of the factor 1 in the type of the sums, i32 or f32. The bits of the factor 0 are zeros in both types.
     one: u32,
 }
 
@@ -53,7 +53,7 @@ impl ProductTypes {
 const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// Returns x·wᵀ `[tokens, rows]` in a tensor of dtype F32.
-/// For [`EightBitType::Int8`], the elements of the result are i32 bit patterns.
+/// For [`EightBitType::Int8`], the F32 elements hold the bits of i32 sums.
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` are U8 tensors whose bytes are elements of type `kind`.
 /// `tokens` and `columns` are multiples of 16.
@@ -135,7 +135,7 @@ fn checked<T>(result: std::result::Result<T, result::CublasError>) -> Result<T> 
     result.map_err(|error| candle_core::Error::Msg(format!("cuBLASLt: {:?}", error.0)))
 }
 
-/// The descriptors of one matrix product. They may be destroyed while the product is still running.
+/// The cuBLASLt descriptors of one matrix product. They may be destroyed while the product is still running.
 #[derive(Default)]
 struct Descriptors {
     layouts: Vec<sys::cublasLtMatrixLayout_t>,
@@ -145,7 +145,7 @@ struct Descriptors {
 
 impl Drop for Descriptors {
     fn drop(&mut self) {
-        // SAFETY: each descriptor was created once and is no longer used. `drop` cannot report errors.
+        // SAFETY: each descriptor was created once, and nothing uses it after this. `drop` cannot report errors.
         unsafe {
             for layout in self.layouts.drain(..) {
                 let _ = result::destroy_matrix_layout(layout);
@@ -160,7 +160,7 @@ impl Drop for Descriptors {
 fn handle(device: &CudaDevice) -> Result<sys::cublasLtHandle_t> {
     struct Handle {
         handle: sys::cublasLtHandle_t,
-        /// A handle is invalid once its context is destroyed, which happens when the last device is dropped.
+        /// Keeps the context alive, because a handle is invalid once its context is destroyed.
         _context: Arc<CudaContext>,
     }
     // SAFETY: several threads may use one cuBLASLt handle at the same time.

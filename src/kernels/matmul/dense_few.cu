@@ -1,4 +1,5 @@
-// y = x·Wᵀ for up to DENSE_FEW_TOKENS tokens. Reading W limits the speed, so the kernel keeps many reads in flight.
+// y = x·Wᵀ for up to DENSE_FEW_TOKENS tokens.
+// Reading W takes most of the time, so the kernel keeps many reads in flight.
 //   w: T [rows, columns]; rows is a multiple of DENSE_FEW_ROWS, and columns is a multiple of DENSE_FEW_COLUMNS
 //   x: T [tokens, columns]
 //   y: f32 [tokens, rows]
@@ -8,9 +9,9 @@
 //   bytes moved: rows · columns · sizeof(T)
 //
 // Each warp multiplies every `parts`-th chunk of one unit by x. A chunk has DENSE_FEW_COLUMNS columns.
-// Each lane multiplies the same 16-byte pieces of W that it has copied, so the copies of W need no barrier.
-// A piece has eight adjacent columns. mma.sync expects different columns in each lane, but adds up all their products.
-// The columns may therefore be in any order, as long as W and x have the same order.
+// A lane multiplies only the 16-byte pieces of W that it has copied itself, so the copies of W need no barrier.
+// A piece has eight adjacent columns, but mma.sync expects other columns in a lane.
+// Since mma.sync adds the products of all columns, any order of columns works if W and x have the same order.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/barrier.cuh"
@@ -29,7 +30,7 @@ static_assert(TOKENS == 8 && ROWS == 16 && CHUNK_PIECES == 8, "the code below as
 template <typename T>
 __device__ void dense_few(const T* w, const T* x, float* y, int rows, int columns, int tokens, int block_units,
                           int parts) {
-    // If the pieces of a warp were not aligned to 128 bytes, each access would take twice as long.
+    // The pieces of a warp are aligned to 128 bytes. Otherwise, each access would take twice as long.
     extern __shared__ __align__(128) uint4 shared[];
     __shared__ uint64_t barriers[2];  // count the copies to the two buffers of inputs
 
@@ -46,14 +47,14 @@ __device__ void dense_few(const T* w, const T* x, float* y, int rows, int column
         barrier_init(shared_address(&barriers[1]), blockDim.x);
     }
 
-    // 1. Copy the first weights. No running kernel writes them.
+    // 1. Start copying the first weights before pdl_wait(), because no running kernel writes weights.
     int next_chunk = part;
     const auto copy_weights = [&](int stage) {
         if (has_rows && next_chunk < chunks) {
 #pragma unroll
             for (int i = 0; i < LANE_PIECES; ++i) {
-                // Pieces 0 and 1 are the pieces from the two halves of the chunk in row `quad`.
-                // Pieces 2 and 3 are the same pieces in row `quad` + 8.
+                // Pieces 0 and 1 are in row `quad`, one in each half of the chunk.
+                // Pieces 2 and 3 are in the same columns of row `quad` + 8.
                 const T* from = lane_row + (size_t)(i / 2 * 8) * columns + next_chunk * COLUMNS + i % 2 * (COLUMNS / 2);
                 copy_async_or_zero(shared_address(weights + stage * STAGE_PIECES + i * 32), from, true);
             }
@@ -84,7 +85,7 @@ __device__ void dense_few(const T* w, const T* x, float* y, int rows, int column
     for (int first = 0, index = 0; first < chunks; first += INPUT_CHUNKS, ++index) {
         const int buffer = index % 2, end = min(first + INPUT_CHUNKS, chunks);
         if (end < chunks) {
-            __syncthreads();  // no warp reads the other buffer anymore
+            __syncthreads();  // all warps have finished reading the other buffer
             copy_inputs(end, 1 - buffer);
         }
         barrier_wait(shared_address(&barriers[buffer]), index / 2 % 2);

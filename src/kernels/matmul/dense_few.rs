@@ -21,7 +21,7 @@ struct Division {
 
 impl Division {
     /// Divides a matrix of `rows` rows so that each multiprocessor has at most one block.
-    /// Returns `None` if a block would have more units than warps.
+    /// Returns `None` if a block would have more units than warps, or no units.
     fn new(device: &CudaDevice, rows: usize, element_bytes: usize) -> Result<Option<Self>> {
         let block_units = (rows / DENSE_FEW_ROWS).div_ceil(multiprocessors(device)?);
         let parts = DENSE_FEW_WARPS.checked_div(block_units).unwrap_or(0);
@@ -35,7 +35,7 @@ impl Division {
     }
 }
 
-/// Returns whether the kernel supports the product of x and w, which have the same dtype.
+/// Returns true if the kernel supports x·wᵀ on this GPU. x must have the dtype and the number of columns of w.
 pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool> {
     let ((tokens, _), (rows, columns)) = (x.dims2()?, w.dims2()?);
     let fits = match Division::new(device, rows, w.dtype().size_in_bytes())? {
@@ -52,7 +52,7 @@ pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool>
 
 /// Returns x·wᵀ as f32 `[tokens, rows]`.
 ///
-/// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. [`is_supported`] must return true.
+/// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. Fails unless [`is_supported`] returns true.
 pub fn matmul_few(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
     let division = Division::new(device, rows, w.dtype().size_in_bytes())?.filter(|_| columns == w_columns);

@@ -12,8 +12,8 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::sum_order::{SumOrder, each_row};
 
-/// The number of tokens in every cuBLAS product with [`SumOrder::Fixed`].
-/// cuBLAS chooses its algorithm based on the number of tokens.
+/// The number of tokens in every product on a GPU with [`SumOrder::Fixed`].
+/// It is constant, because cuBLAS chooses its algorithm based on the number of tokens.
 #[cfg(feature = "cuda")]
 const FIXED_TOKENS: usize = 64;
 
@@ -29,7 +29,7 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
         (Device::Cpu, SumOrder::Fixed) => each_row(x, |row| product(row, w)),
         #[cfg(feature = "cuda")]
         (Device::Cuda(_), SumOrder::Fixed) => product_of_fixed_tokens(x, w),
-        // Single tokens are rare here, because the decode graph has its own kernels.
+        // A single token goes to cuBLAS. This case is rare, because the decode graph has its own kernels.
         #[cfg(feature = "cuda")]
         (Device::Cuda(device), SumOrder::Fastest) if x.dim(0)? > 1 && dense_few::is_supported(device, x, w)? => {
             dense_few::matmul_few(device, x, w)
@@ -50,8 +50,8 @@ fn product(x: &Tensor, w: &Tensor) -> Result<Tensor> {
 
 /// Multiplies groups of [`FIXED_TOKENS`] tokens. The last group is padded with zeros.
 ///
-/// All products of a matrix then have the same size, so cuBLAS runs the same algorithm.
-/// The algorithm adds up products in the same order for every position in the group. A GPU test checks this.
+/// All products with a matrix then have the same size, so cuBLAS always runs the same algorithm.
+/// The algorithm sums in the same order at every position in the group. A GPU test checks this.
 #[cfg(feature = "cuda")]
 fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let tokens = x.dim(0)?;
@@ -65,7 +65,7 @@ fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Multiplies with cuBLAS and returns f32 sums. candle's matmul would round the sums to the dtype of the inputs.
+/// Computes x·wᵀ as f32 with cuBLAS. candle's matmul would round the result to the dtype of the inputs.
 #[cfg(feature = "cuda")]
 fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (tokens, rows) = (x.dim(0)?, w.dim(0)?);
@@ -81,8 +81,8 @@ fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype.
 ///
 /// # Safety
-/// `out` must point into row 0 of an f32 matrix `[tokens, stride]` in device memory,
-/// at column `stride - rows` or earlier.
+/// `out` must be the address of an element in row 0 of an f32 matrix `[tokens, stride]` in device memory.
+/// The column of this element must be at most `stride - rows`.
 #[cfg(feature = "cuda")]
 pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride: usize) -> Result<()> {
     use candle_core::cuda_backend::WrapErr;

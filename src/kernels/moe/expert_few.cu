@@ -2,18 +2,18 @@
 //
 //   x [tokens, hidden] -> expert_few_gate_up -> h [pairs, intermediate] -> expert_few_down -> y [pairs, hidden]
 //
-// See mxfp4_tiles.cuh for the layout of weights and h. y is [pairs, hidden], in the original order of the pairs.
+// See mxfp4_tiles.cuh for the layout of weights and h. y is in the original order of the pairs.
 //
 // With few pairs, reading and unpacking the weights takes longer than the MMAs.
-// A warp therefore reads a contiguous range of weights directly into registers and unpacks each weight only once for
-// all pairs of a tile.
-// Only mma.sync is used: at this size, it needs fewer cycles per weight than wgmma.
+// A warp therefore reads a contiguous range of weights directly into registers.
+// The warp unpacks each weight only once for all pairs of a tile.
+// With few pairs, mma.sync needs fewer cycles per weight than wgmma, so the kernel uses only mma.sync.
 //
 // A row pair is two row tiles (32 weight rows). The row pairs of all experts are divided evenly among the blocks.
 // Each block divides its row pairs evenly among its warps. A warp's share can start or end inside a row pair.
 // The warp that starts a row pair adds the partial sums of the warps that continue this row pair.
 // The shares depend on the routing of all tokens, and the order of the additions depends on the shares.
-// The results of a token can therefore depend slightly on the other tokens of its batch.
+// The other tokens of a batch can therefore change the last bits of a token's results.
 #include "headers/async_copy.cuh"
 #include "headers/pdl.cuh"
 #include "moe/mxfp4_tiles.cuh"
@@ -28,8 +28,8 @@ struct Matrix {
     int row_tiles, steps;
 };
 
-// A lane's position in the weights. It advances over all column tiles of a row pair, and then to the next row pair.
-// A group is STEPS column tiles.
+// A lane's position in the weights. A group is STEPS column tiles.
+// `next` moves to the next group of the row pair, or to the first group of the next row pair.
 struct Cursor {
     const uint8_t *block, *scale;
     int group, groups, steps;
@@ -64,8 +64,8 @@ template <int N> __device__ __forceinline__ void clear(Sums<N>& sums) {
     for (int i = 0; i < 2 * N * 4; ++i) sums[i / (4 * N)][i / 4 % N][i % 4] = 0.0f;
 }
 
-// With one column of MMAs (N = 1), fewer instructions are needed if the sums of each MXFP4 block are multiplied by its
-// scale, instead of the weights. The weights then keep the factor of convert_items, which is 2^-126 in bf16.
+// With one column of MMAs (N = 1), scaling the sums of each MXFP4 block takes fewer instructions than scaling weights.
+// The weights then keep the factor of convert_items: 2^-126 in bf16, 2^-14 in f16.
 // x and h are multiplied by X_FACTOR, so that their products with such weights are normal f32 numbers.
 // UNIT cancels these factors in the sums.
 template <typename T> struct Factors;
@@ -132,9 +132,8 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, con
 }
 
 // Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x.
-// The rows of x are at `xs` in shared memory: [steps][8 · N rows][128 bytes].
-// For down, `load_x` starts copying the rows to `xs`.
-// For gate_up, `xs` already holds the rows, and `load_x` does nothing.
+// The rows of x are in shared memory at address `xs`: [steps][8 · N rows][128 bytes].
+// For down, `load_x` starts copying the rows. For gate_up, the rows are already there, and `load_x` does nothing.
 template <typename T, bool GATE_UP, int N, typename LoadX>
 __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& o, int rows, const Tile& tile,
                                                    int first, int last, uint32_t xs, float4* partials, LoadX&& load_x) {
@@ -232,8 +231,7 @@ __device__ __forceinline__ void load_x(const T* h, const Output<T>& o, const Til
 //   grid: one block per multiprocessor; block: EXPERT_FEW_THREADS
 //   shared memory: x [steps][max_pairs][128 bytes], then the partial sums f32 [WARPS][32][max_pairs]
 //   max_pairs: 8, 16 or 24; experts with more pairs are processed in several tiles
-//   bytes moved: the weights of each expert with pairs, once per tile of pairs; x and the output once per tile, mostly
-//   in L2
+//   bytes moved: an expert's weights once per tile of pairs; x and the output once per tile, mostly in L2
 template <typename T, bool GATE_UP, typename X>
 __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* x, const uint32_t* offsets, int experts,
                                  int chosen, int max_pairs) {
@@ -241,8 +239,8 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
     const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP, row_pairs = (w.rows + 31) / 32;
     float4* const partials = reinterpret_cast<float4*>(shared + (size_t)steps * max_pairs * 128);
 
-    // `route` writes `offsets` and `sorted`, so gate_up waits for `route` here.
-    // gate_up lets `down` start only after this wait. When `down` starts, `route` has therefore already ended.
+    // gate_up waits here for the kernel that writes `offsets` and `sorted`.
+    // `down` starts only after this wait, so `down` can read `offsets` and `sorted` without waiting.
     if constexpr (GATE_UP) {
         pdl_wait();
         pdl_launch_dependents();
@@ -272,7 +270,7 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
         const uint32_t xs = shared_address(shared);
         __syncthreads();  // slower warps may still read x or partial sums of the previous tile
         const int padded_pairs = (tile.pairs + 7) / 8 * 8;
-        // gate_up needs many registers to read and convert x, so it loads weights only after the conversion.
+        // For gate_up, convert x before loading weights. Doing both at the same time would need too many registers.
         if constexpr (GATE_UP) load_x<T>(x, o, tile, w.columns, steps, chosen, padded_pairs, shared);
         const auto load = [&] {
             if constexpr (!GATE_UP) {
@@ -287,7 +285,7 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
         else
             multiply_row_pairs<T, GATE_UP, 3>(matrix, o, w.rows, tile, first, last, xs, partials, load);
     }
-    pdl_wait();  // blocks without work must also end after the previous kernel
+    pdl_wait();  // a block without work must not end before the previous kernel
 }
 
 //   gate_up: x f32 [tokens, hidden], paired weights, bias [experts, 2 · intermediate] -> tiled h [pairs, intermediate]

@@ -6,10 +6,10 @@ use candle_core::cuda_backend::CudaDevice;
 use crate::kernels::constants::{EXPERT_FEW_STEPS, EXPERT_FEW_THREADS, MXFP4_TILE_COLUMNS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, max_shared_bytes, module, multiprocessors};
 
-/// The maximum number of pairs that a thread block multiplies at once, and the matching launch shape.
+/// The tile size of the kernels in `expert_few.cu`, and the matching launch shape.
 #[derive(Clone, Copy)]
 pub(super) struct FewTile {
-    /// An expert with more pairs is multiplied in several tiles.
+    /// The maximum number of pairs per tile. An expert with more pairs has several tiles.
     pub max_pairs: usize,
     shape: LaunchShape,
 }
@@ -38,8 +38,8 @@ impl FewTile {
     }
 }
 
-/// Returns the shared memory of a thread block in bytes: the 16-bit rows of x or h,
-/// and the f32 partial sums of 32 weight rows for each warp.
+/// Returns the shared memory of a thread block, in bytes.
+/// It holds the 16-bit rows of x or h, and each warp's f32 partial sums of 32 weight rows.
 fn shared_bytes(pairs: usize, columns: usize) -> usize {
     pairs * (2 * columns + EXPERT_FEW_THREADS / 32 * 32 * 4)
 }

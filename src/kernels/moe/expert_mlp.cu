@@ -5,7 +5,7 @@
 //   h -> expert_down -> y [pairs, hidden] -> expert_combine, which computes Σ weights[t, n] · y[t, n] over n
 //
 // See mxfp4_tiles.cuh for the layout of weights, x and h.
-// y is [pairs, hidden], in the original order of the pairs instead of the order of `sorted`.
+// y is in the original order of the pairs, not in the order of `sorted`.
 #include "headers/async_copy.cuh"
 #include "headers/barrier.cuh"
 #include "headers/pdl.cuh"
@@ -14,10 +14,10 @@
 
 // ---- reordering ----
 
-// Copies the input row of each pair's token to `out`, in fragment order.
+// Copies the row of x for each pair to `out`, rounded to T, in fragment order.
 //   x: f32 [tokens, columns]
 //   out: T, tiled [ceil(columns / 64)][tiled_rows][64]
-//   grid and block: one warp per pair in x; n in y, so that n warps divide the columns of a pair
+//   grid and block: in x, one warp per pair; in y, the number of warps that divide the columns of a pair
 //   bytes moved: 4 · tokens · columns + 2 · pairs · columns
 template <typename T>
 __device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint32_t* offsets, T* out, int columns,
@@ -71,7 +71,7 @@ __device__ void expert_combine(const T* y, const float* weights, float* x, int n
 
 // Finds tile `number`. Returns false if `number` is past the last tile.
 // Tiles are ordered by expert.
-// Within an expert, token tiles with the same weight rows are consecutive.
+// Within an expert, tiles with the same weight rows and different pairs are consecutive.
 // Weights are therefore read from DRAM only once, and activations stay in L2.
 template <int ROW_TILES, bool GATE_UP>
 __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, int weight_rows, int max_pairs,
@@ -90,8 +90,8 @@ __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, 
 // ---- matrix multiplication with mma.sync ----
 
 // The tile of a block: at most PAIRS pairs × 256 weight rows, divided among eight warps.
-// Each warp computes all pairs × 32 rows. If PAIRS is 128, it computes 64 pairs × 64 rows instead.
-// In units of one MMA, a warp has COLUMNS times 8 pairs and ROW_TILES times 16 rows.
+// Each warp computes all pairs × 32 rows, or 64 pairs × 64 rows if PAIRS is 128.
+// The MMAs of a warp cover COLUMNS · 8 pairs and ROW_TILES · 16 rows.
 template <int PAIRS_> struct MmaShape {
     static constexpr int PAIRS = PAIRS_, BLOCK_ROW_TILES = EXPERT_MMA_ROW_TILES, STAGES = EXPERT_MMA_STAGES;
     static constexpr int WARPS = EXPERT_MMA_THREADS / 32, COLUMN_WARPS = PAIRS == 128 ? 2 : 1;
@@ -101,7 +101,7 @@ template <int PAIRS_> struct MmaShape {
     static constexpr int X_BYTES = PAIRS * 128, W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
 };
 
-// The stages of the pipeline in shared memory. A stage holds one step of x, and one step of weights with their scales.
+// The stages of the pipeline in shared memory. A stage holds 64 columns of x and of the weights, with their scales.
 template <typename S> struct MmaStages {
     unsigned char* base;
     uint32_t address;
@@ -114,8 +114,8 @@ template <typename S> struct MmaStages {
 };
 
 // Starts copying one step of a tile: 64 columns of x and of the weights.
-// Rows of shared memory past the last pair or weight tile keep old data.
-// The old data affects only results that are not stored.
+// Does not fill the shared memory past the last pair or weight tile.
+// The old data there affects only results that are not stored.
 template <typename S, typename T>
 __device__ __forceinline__ void load_step(const MmaStages<S>& stages, const Weights& w, const Output<T>& o, const T* x,
                                           const Tile& tile, int step) {
@@ -177,7 +177,7 @@ __device__ __forceinline__ void multiply_step(float (&sum)[S::ROW_TILES][S::COLU
             uint32_t b[2][4];
 #pragma unroll
             for (int i = 0; i < 2; ++i) load_matrices(b[i], x + (pair + i * COLUMN_WARPS * 8) * 128 + segment);
-            // MMAs that add to the same sum are spread out, because each waits for the previous one to finish.
+            // MMAs that add to the same sum are not adjacent, because each of them waits for the previous one.
 #pragma unroll
             for (int k = 0; k < 2; ++k)
 #pragma unroll
@@ -243,7 +243,7 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
 
 // ---- matrix multiplication with wgmma (sm_90a) ----
 
-// A stage holds two steps. The two tiles of a row tile are next to each other.
+// A stage holds two steps. The weight tiles of both steps are adjacent for each row tile.
 constexpr int STAGE_TILE_BYTES = 2 * MXFP4_TILE_BYTES, STAGE_SCALE_BYTES = 2 * MXFP4_TILE_SCALE_BYTES;
 
 // The tile of a block: at most PAIRS pairs × 192 rows.
@@ -251,8 +251,8 @@ constexpr int STAGE_TILE_BYTES = 2 * MXFP4_TILE_BYTES, STAGE_SCALE_BYTES = 2 * M
 // gpt-oss has matrices of 2880 and 5760 rows, both multiples of 192.
 // While one warpgroup waits for its products, another can unpack weights.
 // A fourth computing warpgroup would need more registers than a multiprocessor has.
-// With at most UNROLL_PAIRS pairs, the loop over columns is unrolled by two.
-// BLOCKS thread blocks fit on a multiprocessor.
+// If a tile has at most UNROLL_PAIRS pairs, the loop over columns is unrolled by two.
+// BLOCKS is the number of thread blocks that fit on a multiprocessor.
 template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int BLOCKS_> struct TileShape {
     static constexpr int PAIRS = PAIRS_, UNROLL_PAIRS = UNROLL_PAIRS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
     // Registers per thread in the copying warpgroup and in the multiplying warpgroups.
@@ -262,7 +262,7 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int BLOCKS_> struct TileSh
     static constexpr int SCALE_BYTES = EXPERT_WGMMA_ROW_TILES * STAGE_SCALE_BYTES;
     static constexpr int W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
 };
-// For many pairs per expert. With wide tiles, the weights are read fewer times.
+// For many pairs per expert. With wide tiles, the weights are read less often.
 using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, 1>;
 // For few pairs per expert. Narrow tiles have more pipeline stages and an unrolled loop over columns.
 using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, 1>;
@@ -286,8 +286,8 @@ template <typename S> struct Ring {
     __device__ __forceinline__ uint32_t full(int stage) const { return address + BARRIERS + stage * 16; }
     __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
 };
-// The stage that is copied or multiplied next, and the number of completed rounds of the ring. The parity of
-// `round` is the parity for which a reader waits at the barriers.
+// The stage that is copied or multiplied next, and the number of completed rounds of the ring.
+// A reader waits at `full` for the parity of `round`, and the writer waits at `empty` for the other parity.
 template <int STAGES> struct Position {
     int stage = 0;
     uint32_t round = 0;
@@ -353,7 +353,8 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
         }
     }
     wgmma_wait<0>();
-    // The compiler does not know that wgmma writes the sums later. This keeps it from reading them before the wait.
+    // wgmma writes the sums asynchronously, which the compiler does not know.
+    // These empty instructions keep the compiler from reading the sums before the wait.
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");
     if (lane == 0) barrier_arrive(ring.empty(previous));
@@ -377,7 +378,7 @@ __device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::S
 // Three warpgroups multiply. The fourth warpgroup copies data for later steps, including data of the next tile.
 // Bulk copies access memory through the async proxy, like wgmma.
 // With cp.async, each stage would need a fence that waits for all copies.
-//   grid: any number of blocks; BLOCKS blocks fit on a multiprocessor
+//   grid: any number of blocks; each block processes every gridDim.x-th tile
 //   block: EXPERT_WGMMA_THREADS
 //   shared memory: see `wgmma_shared_bytes` in product_kernel.rs
 //   bytes moved: the weights of each expert once per PAIRS pairs; x once per 192 rows, mostly from L2; the output once
@@ -406,10 +407,10 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
         // The copying warpgroup releases most of its registers, so that the multiplying warpgroups can use them.
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::COPY_REGISTERS));
         // Warp 0 copies x, after the previous kernel has ended. The other warps copy weights, and do not wait.
-        // They already read `offsets`, which is complete: the previous kernel, `gather_tokens` or gate_up, lets this
-        // kernel start only after the kernel before it has ended.
-        // In each of these warps, four lanes copy the blocks of one weight tile each, and four other lanes copy the
-        // scales. A warp issues its copies one by one, so the copies are spread over the warps.
+        // All warps may read `offsets` without waiting. The previous kernel is gather_tokens or gate_up.
+        // It lets this kernel start only after the kernels that write `offsets` have ended.
+        // In each of the other warps, four lanes copy the blocks of one weight tile each, and four copy the scales.
+        // A warp issues its copies one by one, so three warps share the copies of weights.
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row_tile = (warp - 1) * LANES + lane % LANES;
         const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
         if (warp == 0) {

@@ -16,7 +16,7 @@ use crate::kernels::scratch;
 use crate::kernels::unsupported;
 
 /// Up to this number of pairs, several warps gather each pair's row of x.
-/// With few pairs, one warp per pair would leave most of the GPU idle.
+/// With so few pairs, one warp per pair would leave most of the GPU idle.
 const GATHER_FEW_PAIRS: usize = 4096;
 
 /// The weights and biases of one linear layer, for all experts.
@@ -29,7 +29,7 @@ pub struct ExpertLinear<'t> {
 
 /// Returns Σ routing weight · down(clamped_swiglu(gate_up(x))) over each token's chosen experts.
 ///
-/// - x: f32 `[tokens, hidden]`; the first kernel rounds it to the dtype of the biases, which is bf16 or f16
+/// - x: f32 `[tokens, hidden]`; the kernels round x to the dtype of the biases, which is bf16 or f16
 /// - routed: the pairs of the tokens in x
 /// - gate_up: `[experts, 2 * intermediate, hidden]` in paired tiles
 /// - down: `[experts, hidden, intermediate]` in plain tiles
@@ -106,7 +106,7 @@ pub fn expert_mlp(
     Ok(out)
 }
 
-/// Gathers the row of x for each pair into tiled rows in `dtype`, in the order of `routed.sorted`.
+/// Copies the row of x for each pair, rounded to `dtype`, in the order of `routed.sorted`. Returns tiled rows.
 fn gather_tokens(
     device: &CudaDevice,
     x: &Tensor,

@@ -1,10 +1,10 @@
-//! Counts the experts that batches use.
+//! Counts the experts that each batch uses.
 
 use candle_core::{DType, Device, Result, Tensor};
 
-/// Device counters of one layer: the number of routed batches, and the number of distinct experts summed over batches.
+/// Device counters of one layer: the number of batches, and the number of distinct experts per batch, added up.
 ///
-/// Only `RoutedPairs::route` increments the counters, and only for batches of up to 256 tokens.
+/// Only `RoutedPairs::route` increments the counters, and only for a batch that it routes in one launch.
 #[derive(Debug)]
 pub struct ExpertUsage(Tensor);
 
@@ -14,13 +14,13 @@ impl ExpertUsage {
         Ok(Self(Tensor::zeros(2, DType::U32, device)?))
     }
 
-    /// Returns the counters, u32 `[2]`: the number of batches, then the number of experts.
+    /// Returns the counters, u32 `[2]`: the number of batches, then the total number of experts.
     #[cfg(feature = "cuda")]
     pub(super) fn counters(&self) -> &Tensor {
         &self.0
     }
 
-    /// Returns the number of batches and the number of experts, and resets both. Waits for the device.
+    /// Returns the number of batches and the total number of experts, and resets both. Waits for the device.
     pub fn take(&self) -> Result<(u64, u64)> {
         let counts: Vec<u32> = self.0.to_vec1()?;
         self.0.zero_set()?;

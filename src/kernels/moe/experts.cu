@@ -1,16 +1,15 @@
 // Matrix products of routed experts: out[p] = W[ids[p]] · x[p / pairs_per_x] + bias[ids[p]] for each pair p.
-//   blocks: u8 [experts, rows, columns / 32, 16], MXFP4 values; the low half of a byte belongs to the even column
-//   scales: u8 [experts, rows, columns / 32], the scales of MXFP4 weights; byte s is 2^(s - 127), or NaN if s is 255
+//   blocks: u8 [experts, rows, columns / 32, 16], E2M1 values; the low half of a byte belongs to the even column
+//   scales: u8 [experts, rows, columns / 32], the scale of each block; byte s is 2^(s - 127), or NaN if s is 255
 //   weights: T [experts, rows, columns], instead of blocks and scales
 //   bias: T [experts, rows] or null
 //   x: T [pairs / pairs_per_x, columns]; `pairs_per_x` consecutive pairs share one row of x
 //   ids: u32 [pairs]
 //   out: T [pairs, rows]
-// `expert_gemv` is for few tokens. `expert_gemm` is for many tokens with MXFP4 weights.
+// `expert_gemv` is for few tokens, f32 and fixed sum orders. `expert_gemm` is for many tokens with MXFP4 weights.
 // `expert_gemm` reads each expert's weights once per 64 (token, expert) pairs instead of once per pair.
 // The pairs of `expert_gemm` must be sorted by expert (sort_by_expert.cu).
-// MXFP4 weights without scales above 2 use expert_mlp.cu, expert_few.cu and decode/mxfp4_experts.cu instead,
-// if the compute dtype is bf16 or f16.
+// With bf16 or f16, most MXFP4 checkpoints use the kernels for tiles instead (see moe/mod.rs).
 // Float weights in bf16 or f16 use grouped_gemm.cu for many tokens.
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -112,7 +111,7 @@ __device__ void load_weights(const Mxfp4& w, T* tile, size_t first_row, int vali
 template <typename T>
 __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uint32_t* sorted, const uint32_t* offsets,
                             T* out, int rows, int columns, int pairs_per_x, int experts) {
-    // Find the expert and the tile of this block. A linear search is fast enough, because there are few experts.
+    // Find the expert and the tile of this block. A linear search over the experts is fast enough.
     int expert = 0, tile_index = blockIdx.y;
     for (; expert < experts; ++expert) {
         const int tiles = (offsets[expert + 1] - offsets[expert] + EXPERT_GEMM_PAIRS - 1) / EXPERT_GEMM_PAIRS;

@@ -25,9 +25,9 @@ use crate::kernels::{bytes, elements, to_f32, unsupported};
 /// The maximum number of (token, expert) pairs in one call. The limit is the maximum grid size in y.
 pub const MAX_PAIRS: usize = 65_535;
 
-/// The minimum number of pairs for a GEMM kernel.
+/// With at least this number of pairs, a GEMM kernel replaces the GEMV kernel.
 ///
-/// A GEMM reads each expert's weights once per tile of pairs, and a GEMV reads them once per pair.
+/// A GEMM reads an expert's weights once per tile of pairs. A GEMV reads them once per pair.
 #[cfg(feature = "cuda")]
 const GEMM_FROM_PAIRS: usize = 64;
 
@@ -38,7 +38,7 @@ pub enum ExpertWeights {
     Mxfp4 { blocks: Tensor, scales: Tensor },
     /// Float weights: `[experts, rows, columns]` in the compute dtype.
     Dense(Tensor),
-    /// Quantized weights: one matrix `[experts * rows, columns]`, and the number of experts.
+    /// Weights in a format of [`QuantizedMatrix`]: one matrix `[experts * rows, columns]`, and the number of experts.
     Quantized(QuantizedMatrix, usize),
     /// MXFP4 weights repacked for tensor cores, used on a GPU if the compute dtype is bf16 or f16.
     #[cfg(feature = "cuda")]
@@ -80,8 +80,9 @@ impl ExpertWeights {
     }
 }
 
-/// Returns `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`.
-/// If x has three dimensions, the input is `x[t, n]` instead of `x[t]`.
+/// Returns `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`, or with `x[t, n]` if x has three dimensions.
+///
+/// Does not support MXFP4 tiles. On a GPU, does not support a bias for quantized weights.
 ///
 /// - x: `[tokens, columns]`, shared by a token's experts, or `[tokens, chosen, columns]`
 /// - ids: u32 `[tokens, chosen]`; the caller guarantees that each id is less than `experts`
@@ -137,7 +138,7 @@ pub fn expert_matmul(
     }
 }
 
-/// Launches the kernels for [`expert_matmul`], which has checked the shapes.
+/// The GPU implementation of [`expert_matmul`], which has checked the shapes.
 #[cfg(feature = "cuda")]
 mod cuda {
     use candle_core::cuda_backend::CudaDevice;
@@ -153,7 +154,7 @@ mod cuda {
         order: SumOrder,
     ) -> Result<Tensor> {
         let ((tokens, chosen), (_, rows, columns)) = (ids.dims2()?, weights.dims()?);
-        // A GEMV computes each pair separately, so its sums do not depend on other tokens.
+        // A GEMV computes each pair separately, so a token's results do not depend on other tokens.
         let needs_gemv = tokens * chosen < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || order == SumOrder::Fixed;
         if let ExpertWeights::Quantized(matrix, experts) = weights {
             if bias.is_some() {
@@ -195,8 +196,8 @@ mod cuda {
         needs_gemv: bool,
     ) -> Result<Tensor> {
         let (rows, columns) = (matrix.dims().0 / experts, matrix.dims().1);
-        // Dequantizing writes the weights of all experts in the compute dtype, and the product reads them again.
-        // Dequantizing therefore pays off only with several pairs per expert.
+        // Dequantizing writes the weights of all experts to memory, and the product reads them again.
+        // With fewer than 4 pairs per expert on average, a product with the quantized weights is faster.
         if needs_gemv || ids.elem_count() < 4 * experts {
             return quantized_ops::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
         }
@@ -211,7 +212,7 @@ mod cuda {
         super::expert_matmul(&rounded, &ExpertWeights::Dense(dense), None, ids, SumOrder::Fastest)
     }
 
-    /// Launches one warp per element of `out`. `weights` contains the first two arguments of the kernel.
+    /// Launches a kernel with one warp per element of `out`. `weights` holds the first two arguments of the kernel.
     #[allow(clippy::too_many_arguments)]
     fn gemv(
         device: &CudaDevice,
@@ -263,7 +264,7 @@ mod cuda {
     }
 }
 
-/// Computes [`expert_matmul`] in plain Rust. x has one row per `pairs_per_x` ids.
+/// Computes [`expert_matmul`] in plain Rust. `pairs_per_x` consecutive ids share one row of x.
 pub fn reference(
     x: &[f32],
     weights: &ExpertWeights,
@@ -273,7 +274,7 @@ pub fn reference(
 ) -> Result<Vec<f32>> {
     let (_, rows, columns) = weights.dims()?;
     let mut out = vec![0f32; ids.len() * rows];
-    // `dot(row, x)` is the dot product of a row of the stacked expert weights and a row of x.
+    // `dot(row, x)` multiplies a weight row by x. `row` is an index into the rows of all experts.
     let fill = |dot: &(dyn Fn(usize, &[f32]) -> f32 + Sync), out: &mut [f32]| {
         out.par_iter_mut().enumerate().for_each(|(index, out)| {
             let (pair, row) = (index / rows, index % rows);
@@ -287,7 +288,7 @@ pub fn reference(
             let ((blocks, b), (scales, s)) = (blocks.storage_and_layout(), scales.storage_and_layout());
             let (blocks, scales) = (elements::<u8>(&blocks, b)?, elements::<u8>(&scales, s)?);
             let groups = columns / MXFP4_BLOCK;
-            // Plain loops over arrays are fast even if the compiler inlines no iterators, as in quick release builds.
+            // Plain loops over arrays are fast even in builds that do not inline iterators.
             let dot = |row: usize, x: &[f32]| {
                 let (blocks, _) = blocks[row * groups * 16..][..groups * 16].as_chunks::<16>();
                 let (x, _) = x.as_chunks::<MXFP4_BLOCK>();

@@ -18,7 +18,7 @@ constexpr int BN = GROUPED_GEMM_ROWS, BK = GROUPED_GEMM_COLUMNS, STAGES = GROUPE
 //   grid: (ceil(rows / BN), ceil(pairs / BM) + experts); a block past the last tile exits immediately
 //   block: GROUPED_GEMM_THREADS
 //   shared memory: STAGES · (BM + BN) · ROW_BYTES
-//   bytes moved: the weights once per tile of pairs, from L2 after the first tile
+//   bytes moved: the weights once per tile of pairs, mostly from L2 after the first tile
 template <typename T, int BM>
 __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const uint32_t* sorted,
                              const uint32_t* offsets, T* out, int rows, int columns, int per_x, int experts) {
@@ -34,7 +34,7 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
     if (threadIdx.x < BM) pair_of[threadIdx.x] = sorted[item.first + first_pair + min((int)threadIdx.x, pairs - 1)];
     __syncthreads();
 
-    // This thread copies segment `segment` of rows `row`, `row` + 32, ... Rows past the end repeat the last row.
+    // This thread copies one segment of each of the rows `row`, `row` + 32, ... Rows past the end repeat the last row.
     const int segment = threadIdx.x % 8, row = threadIdx.x / 8;
     const T *x_rows[BM / 32], *w_rows[BN / 32];
 #pragma unroll
@@ -63,8 +63,8 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
 
     float sums[2][TILES][4] = {};
     const int warp_pair = warp % WM * 32, warp_row = warp / WM * COLUMNS;
-    // The row and segment of x (for A, 16 pairs × 16 columns) and of the weights (for B, 16 rows × 16 columns)
-    // whose addresses this lane passes to ldmatrix.
+    // The rows and segments whose addresses this lane passes to ldmatrix.
+    // A is 16 pairs × 16 columns of x, and B is 16 rows × 16 columns of the weights.
     const int x_row = warp_pair + lane % 16, x_segment = lane / 16;
     const int w_row = warp_row + lane % 8 + lane / 16 * 8, w_segment = lane / 8 % 2;
     for (int step = 0; step < steps; ++step) {
@@ -90,7 +90,8 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
             }
         }
     }
-    // A lane holds two adjacent elements of `out` for pairs lane / 4 and lane / 4 + 8 of each group of 16 pairs.
+    // A lane holds results of pairs lane / 4 and lane / 4 + 8 in each group of 16 pairs.
+    // For each of these pairs, it holds the results of two adjacent weight rows in each group of 8 rows.
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll

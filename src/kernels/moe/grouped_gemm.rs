@@ -14,12 +14,11 @@ use crate::kernels::constants::{GROUPED_GEMM_COLUMNS, GROUPED_GEMM_ROWS, GROUPED
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::unsupported;
 
-/// Writes `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`.
-/// If x has three dimensions, the input is `x[t, n]` instead of `x[t]`.
+/// Writes `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`, or with `x[t, n]` if x has three dimensions.
 ///
 /// - weights: `[experts, rows, columns]`; `columns` is a multiple of 8
 /// - bias: `[experts, rows]`
-/// - x: `[tokens, columns]` or `[tokens, chosen, columns]`; each row is the input of `pairs_per_x` consecutive pairs
+/// - x: `[tokens, columns]` or `[tokens, chosen, columns]`; `pairs_per_x` consecutive pairs share one row
 /// - ids: u32 `[tokens, chosen]`
 /// - out: `[tokens, chosen, rows]`
 ///

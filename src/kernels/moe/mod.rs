@@ -2,8 +2,8 @@
 //!
 //! A *pair* is a token and one of its chosen experts. There are tokens · chosen pairs.
 //!
-//! These kernels compute the matrix products of the experts on a GPU. "Fixed" is `SumOrder::Fixed`, for steps whose sums
-//! must not depend on other tokens. The first row that applies is used:
+//! This table lists the kernels that compute the matrix products of the experts on a GPU.
+//! The first row that applies is used. "Fixed" is `SumOrder::Fixed`.
 //!
 //! | weights | step | kernel |
 //! | --- | --- | --- |
@@ -18,10 +18,10 @@
 //! | quantized | fewer than 64 pairs, f32, fixed, or fewer than 4 pairs per expert | `quantized::quantized_ops`: `expert_matvec` |
 //! | quantized | all others | dequantized to the compute dtype, then as float |
 //!
-//! - On a GPU with a compute dtype of bf16 or f16, `weights::mxfp4` repacks MXFP4 weights into tiles if their sizes allow it.
-//! - `expert_few` also needs hidden and intermediate sizes that are multiples of 192. With less shared memory, its limit
-//!   is lower: half of its largest tile (`product_kernel`).
-//! - `expert_mlp` has tiles of three widths, chosen by the number of pairs per expert (`product_kernel`).
+//! - With bf16 or f16 on a GPU, `weights::mxfp4` repacks MXFP4 weights into tiles if their sizes and scales allow it.
+//! - `expert_few` also needs hidden and intermediate sizes that are multiples of 192.
+//!   If its largest tile that fits in shared memory has fewer than 24 pairs, the limit is half of these pairs.
+//! - `expert_mlp` has tiles of three widths. The average number of pairs per expert decides (`product_kernel`).
 //!
 //! On a CPU, `experts::reference` computes the products.
 

@@ -2,7 +2,7 @@
 //!
 //! Blocks are `[experts, rows, columns / 32, 16]`, as in openai/gpt-oss-20b.
 //! The low half of each byte is the value of an even column, and the high half is the value of the next column.
-//! Scales are `[experts, rows, columns / 32]`. A scale is 2^(byte - 127).
+//! Scales are `[experts, rows, columns / 32]`. A scale is 2^(byte - 127), or NaN if the byte is 255.
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -22,7 +22,7 @@ pub fn e8m0_to_f32(byte: u8) -> f32 {
     }
 }
 
-/// Returns `(experts, rows, columns)`, or an error if the blocks and the scales do not match.
+/// Returns `(experts, rows, columns)`. Fails if the blocks and the scales do not match.
 ///
 /// The blocks are u8 `[experts, rows, columns / 32, 16]`, and the scales are u8 `[experts, rows, columns / 32]`.
 pub(super) fn mxfp4_dims(blocks: &Tensor, scales: &Tensor) -> Result<(usize, usize, usize)> {

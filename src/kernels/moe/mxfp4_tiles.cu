@@ -4,8 +4,8 @@
 // With `paired`, rows 2g and 2g + 1 of each 16-row tile (a gate row and its up row) are stored at g and g + 8.
 // A single lane then holds the products of a gate row and of its up row.
 // Padding values are zero and have a scale of 1.
-// Sets `has_large_scale` if a scale exceeds 2 (byte 128) or is NaN (byte 255).
-// scale_factors would overflow for these scales, so the caller must use other kernels.
+// Sets `has_large_scale` to 1 if a scale exceeds 2 (byte 128) or is NaN (byte 255).
+// scale_factors would overflow for such a scale, so the caller must then use other kernels.
 //   blocks: u8 [experts, rows, columns / 32, 16]
 //   scales: u8 [experts, rows, columns / 32]
 //   grid and block: one warp per tile, experts · ceil(rows / 16) · ceil(columns / 64) in all

@@ -6,7 +6,8 @@
 //     (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
 //   scales: [experts][ceil(rows / 16)][ceil(columns / 64)][g][4 bytes]
 //     The four bytes are the scales of the four blocks listed above.
-//   A word holds the values 8t .. 8t + 7 of a block, except for the last two, which two words share (see e2m1.cuh).
+//     A word holds the values 8t .. 8t + 5 of a block.
+//     The words of rows g and g + 8 together hold the values 8t + 6 and 8t + 7 of both rows (see e2m1.cuh).
 // A lane's 16 bytes are its A fragments for four MMAs with K = 16, so weights never move between lanes.
 //
 // Columns of x, h and y are in *fragment order*.
@@ -19,7 +20,7 @@
 // The rows of x and h are in the order of `sorted` (see sort_by_expert).
 // Each expert's rows start at a multiple of 8, so pairs + 8 · experts rows are always enough.
 // Segment s (16 bytes) of row r is stored at position s ^ (r % 8), and padding columns are zeros.
-// Consecutive rows of 64 columns are then contiguous, and tensor cores read them without bank conflicts.
+// The 64 columns of consecutive rows are then contiguous, and ldmatrix and wgmma read them without bank conflicts.
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -45,8 +46,8 @@ template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word) {
 
 // ---- fragment order ----
 
-// Returns segment `index` (8 columns in fragment order) of a row, rounded to T. Padding columns are zeros.
-// Multiplies each value by `factor`, a power of two.
+// Returns segment `index` of a row: 8 columns in fragment order, multiplied by `factor` and rounded to T.
+// `factor` is a power of two. Padding columns are zeros.
 template <typename T>
 __device__ __forceinline__ uint4 fragment_segment(const float2* row, int index, int columns, float factor = 1.0f) {
     if (index >= columns / 8) return make_uint4(0, 0, 0, 0);
@@ -81,7 +82,7 @@ template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scale
     }
 }
 
-// Converts items of e2m1_items to T. They are the values times 2^-126 (bf16) or 2^-14 (f16).
+// Converts the results of e2m1_items to T: the E2M1 values times 2^-126 (bf16) or 2^-14 (f16).
 template <typename T> __device__ __forceinline__ void convert_items(uint32_t (&items)[4]) {
     // Magnitudes start at bit 9 in f16, and at bit 6 in bf16.
     if constexpr (__is_same(T, __half)) {
@@ -90,7 +91,7 @@ template <typename T> __device__ __forceinline__ void convert_items(uint32_t (&i
     }
 }
 
-// Unpacks items 2·PART and 2·PART + 1 of two rows (see e2m1_items), and multiplies them by the factors of their rows.
+// Unpacks items 2·PART and 2·PART + 1 of two rows (see e2m1_items), and multiplies each by the factor of its row.
 template <typename T, int PART>
 __device__ __forceinline__ void unpack_items(uint32_t low, uint32_t high, uint32_t low_factor, uint32_t high_factor,
                                              uint32_t (&items)[4]) {
@@ -142,7 +143,7 @@ template <typename T> struct Output {
     T* out;  // gate_up: h [pairs, rows / 2], tiled; down: y [pairs, rows]
     int tiled_rows;
     float limit;
-    float h_factor = 1.0f;  // by which h is multiplied, a power of two
+    float h_factor = 1.0f;  // h is multiplied by this power of two
 };
 
 // Returns the biases of rows g and g + 8 of a weight tile, where g = lane / 4.
@@ -170,11 +171,10 @@ template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* 
     *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(words);
 }
 
-// Adds the biases to the sums of 8 tokens × TILES weight tiles, and stores the results.
+// Adds the biases to the sums of 8 tokens (pairs) × TILES weight tiles, and stores the results.
 // For gate_up, applies the clamped SwiGLU before storing.
-// TILES is 1 or 2. If TILES is 2, the index of the first tile is even.
-// For each tile, lane 4g + t passes the sums of row g for tokens 2t and 2t + 1,
-// and then the sums of row g + 8 for the same tokens.
+// TILES is 1 or 2. If TILES is 2, `row_tile` is even.
+// For each weight tile, lane 4g + t passes four sums: row g for tokens 2t and 2t + 1, then row g + 8 for these tokens.
 template <typename T, bool GATE_UP, int TILES>
 __device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& tile, int row_tile, int token,
                                       const float* const (&sums)[TILES], const float2 (&bias)[TILES]) {

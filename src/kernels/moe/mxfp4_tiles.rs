@@ -31,7 +31,7 @@ impl Mxfp4Tiles {
     ///
     /// The blocks are u8 `[experts, rows, columns / 32, 16]`, and the scales are u8 `[experts, rows, columns / 32]`.
     ///
-    /// Returns `None` if a scale exceeds 2 or is NaN, because the tensor-core kernels support neither.
+    /// Returns `None` if a scale exceeds 2 or is NaN, because the kernels for tiles do not support such scales.
     /// No known checkpoint contains such a scale.
     pub fn repack(blocks: &Tensor, scales: &Tensor, order: RowOrder) -> Result<Option<Self>> {
         let (experts, rows, columns) = mxfp4_dims(blocks, scales)?;

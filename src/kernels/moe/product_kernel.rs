@@ -16,18 +16,18 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiproces
 /// The largest average number of pairs per expert at which `expert_few.cu` is faster than `expert_mlp.cu`.
 const FEW_PAIRS_PER_EXPERT: usize = 12;
 
-/// A kernel for the matrix products of all experts. Each of its blocks processes several tiles.
+/// A kernel for the matrix products of all experts. A thread block can process several tiles.
 #[derive(Clone, Copy)]
 pub(super) enum ProductKernel {
     /// A kernel from `expert_few.cu`, for few pairs per expert.
     Few(FewTile),
-    /// A kernel from `expert_mlp.cu`. `name` is the suffix of the kernel's name.
+    /// A kernel from `expert_mlp.cu`. `name` is the last part of the kernel's name.
     Many { name: &'static str, shape: LaunchShape },
 }
 
 impl ProductKernel {
-    /// Chooses the kernel whose tiles suit the number of pairs per expert.
-    /// `gate_up` holds the dimensions of the fused gate and up weights: `(experts, rows, columns)`.
+    /// Chooses the kernel for the average number of pairs per expert.
+    /// `gate_up` is `(experts, rows, columns)`, the dimensions of the fused gate and up weights.
     pub fn choose(device: &CudaDevice, pairs: usize, gate_up: (usize, usize, usize), order: SumOrder) -> Result<Self> {
         let (experts, rows, columns) = gate_up;
         let multiprocessors = multiprocessors(device)?;
@@ -36,8 +36,8 @@ impl ProductKernel {
         if order == SumOrder::Fastest
             && let Some(tile) = FewTile::choose(device, columns, rows / 2)?
         {
-            // The average number of pairs must be at most half a tile, because some experts have more than the average.
             // If an expert has more pairs than a tile, its weights are read again for the next tile.
+            // Some experts have more pairs than the average, so the average must be at most half a tile.
             let limit = FEW_PAIRS_PER_EXPERT.min(tile.max_pairs / 2);
             if pairs <= limit * experts {
                 return Ok(Self::Few(tile));
@@ -66,8 +66,8 @@ impl ProductKernel {
         })
     }
 
-    /// Returns true for a kernel from `expert_few.cu`. Such a kernel reads x directly.
-    /// Kernels from `expert_mlp.cu` read rows of x that were gathered by expert.
+    /// Returns true for a kernel from `expert_few.cu`, which reads x directly.
+    /// Returns false for a kernel from `expert_mlp.cu`, which reads the output of `gather_tokens`.
     pub fn is_for_few_pairs(self) -> bool {
         matches!(self, Self::Few(_))
     }
@@ -84,15 +84,15 @@ impl ProductKernel {
     }
 }
 
-/// Returns the size in bytes of the shared memory that an mma.sync kernel needs.
+/// Returns the shared memory of an mma.sync kernel, in bytes.
 ///
-/// A stage holds `pairs` rows of x and the weight tiles.
+/// A stage holds 64 columns of `pairs` rows of x and of the weights, with the scales of the weights.
 const fn mma_shared_bytes(pairs: usize) -> usize {
     let weight_bytes = EXPERT_MMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
     EXPERT_MMA_STAGES * (pairs * 128 + weight_bytes)
 }
 
-/// Returns the size in bytes of the shared memory that a wgmma kernel needs.
+/// Returns the shared memory of a wgmma kernel, in bytes.
 ///
 /// A stage of the ring buffer holds two steps and two barriers. The ring buffer is aligned to 1024 bytes.
 const fn wgmma_shared_bytes(pairs: usize, stages: usize) -> usize {

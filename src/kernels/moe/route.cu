@@ -2,11 +2,11 @@
 //   x: f32 [tokens, columns]
 //   weight: f32 [experts, columns]
 //   bias: f32 [experts] or null
-//   partials: f32 [slices, tokens, experts], scratch memory: the sums of each slice of columns
-//   ids: u32 [tokens, chosen], scratch memory
+//   partials: f32 [slices, tokens, experts], scratch memory for the sums over each slice of columns
+//   ids: u32 [tokens, chosen], scratch memory for the chosen experts
 //   shares: f32 [tokens, chosen], the routing weights
 //   sorted, offsets: see sort_by_expert
-//   usage: u32 [2] or null: the number of launches and the number of experts with pairs; each launch adds to both
+//   usage: u32 [2] or null, counters to which each launch adds 1 and the number of experts that have pairs
 //   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS
 //   grid: (ceil(tokens / ROUTE_BLOCK_TOKENS), slices, ceil(experts / 32)) with slices = ceil(columns / ROUTE_COLUMNS)
 //   block: 32 · ROUTE_BLOCK_TOKENS, one warp per token and one lane per expert
@@ -23,20 +23,20 @@
 constexpr int TOKENS = ROUTE_BLOCK_TOKENS, THREADS = 32 * TOKENS, WARPS = THREADS / 32, QUADS = ROUTE_COLUMNS / 4;
 
 // Counters of finished blocks: one counter per TOKENS tokens, and one counter for the blocks that have chosen experts.
-// All counters are zero between launches. Each device has its own counters and runs its kernels in order,
-// so two launches never use the same counters at the same time.
+// All counters are zero between launches. Two launches never use the same counters at the same time:
+// a device has its own counters, and runs the launches of this kernel one by one.
 __device__ uint32_t finished[ROUTE_TOKENS / TOKENS + 1];
 
-// Sorts all pairs by expert, like sort_by_expert, and the pairs of each expert in ascending order. The order decides
-// which pairs share a tile in later kernels. A fixed order makes results reproducible bit for bit.
-// Adds the number of experts that have pairs to usage[1], and 1 to usage[0].
+// Sorts all pairs by expert. Unlike sort_by_expert, sorts the pairs of each expert in ascending order.
+// The order decides which pairs share a tile in later kernels, so a fixed order makes results reproducible.
+// Adds 1 to usage[0], and the number of experts that have pairs to usage[1].
 //   next, experts_of: shared memory
 __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* usage,
                                            uint32_t (*next)[ROUTE_EXPERTS], uint16_t* experts_of, int pairs,
                                            int experts) {
-    // Each warp sorts `share` consecutive pairs.
-    // next[w][e] is about the pairs of expert e in the share of warp w: first their number, then the position in
-    // `sorted` of the next one. experts_of[p] is the expert of pair p.
+    // Each warp sorts `share` consecutive pairs. experts_of[p] is the expert of pair p.
+    // next[w][e] is first the number of expert e's pairs in the share of warp w.
+    // Later, it is the position in `sorted` of the next such pair.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int share = (pairs + THREADS - 1) / THREADS * 32, first = warp * share, end = min(first + share, pairs);
     for (int e = lane; e < experts; e += 32) next[warp][e] = 0;
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     route_f32(const float* x, const float* weight, const float* bias, float* partials, uint32_t* ids, float* shares,
               uint32_t* sorted, uint32_t* offsets, uint32_t* usage, int tokens, int columns, int experts, int chosen) {
     __shared__ float4 xs[TOKENS][QUADS];
-    __shared__ float4 weights[32][QUADS + 1];  // one more, so that lanes read different banks
+    __shared__ float4 weights[32][QUADS + 1];  // one float4 more per row, so that lanes read different banks
     __shared__ float logits[TOKENS][ROUTE_EXPERTS];
     __shared__ Routing routing[TOKENS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.x * TOKENS + warp;
@@ -145,8 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
 
-    // 3. Sort the pairs of all tokens. The logits and the weights are no longer needed. With more shared memory of its
-    // own, a block would keep a block of the next kernel from starting early on the same multiprocessor.
+    // 3. Sort the pairs of all tokens. The sort reuses the shared memory of the logits and the weights.
+    // With more shared memory, this block could delay the blocks of the next kernel on this multiprocessor.
     static_assert(sizeof(logits) == WARPS * ROUTE_EXPERTS * sizeof(uint32_t));
     static_assert(sizeof(weights) >= ROUTE_TOKENS * MAX_CHOSEN_EXPERTS * sizeof(uint16_t));
     if (is_last_block(finished + ROUTE_TOKENS / TOKENS, gridDim.x))

@@ -20,8 +20,8 @@ use crate::kernels::unsupported;
 pub struct RoutedPairs {
     /// u32 `[pairs]`: pair t · chosen + n is token t with its n-th chosen expert.
     pub sorted: Tensor,
-    /// u32 `[experts + 1]`: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e. With up to `ROUTE_TOKENS`
-    /// tokens, the pairs of an expert are in ascending order, so that equal inputs produce identical results.
+    /// u32 `[experts + 1]`: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e.
+    /// They are in ascending order if [`route`](Self::route) sorted them in one launch, and otherwise in any order.
     pub offsets: Tensor,
     /// f32 `[tokens, chosen]`: the routing weight of each pair.
     pub shares: Tensor,
@@ -45,13 +45,13 @@ impl RoutedPairs {
         Ok(Self { sorted, offsets, shares })
     }
 
-    /// For each token, chooses the `chosen` experts with the largest router logits x·weightᵀ + bias.
-    /// The routing weights are the softmax over the chosen experts.
+    /// Chooses for each token the `chosen` experts with the largest router logits x·weightᵀ + bias. Sorts the pairs.
+    /// The routing weights are the softmax over a token's chosen experts.
     ///
     /// - x: f32 `[tokens, hidden]`
     /// - weight: f32 `[experts, hidden]`
     /// - bias: f32 `[experts]`
-    /// - usage: counts the experts that the tokens use, if there are at most `ROUTE_TOKENS` tokens
+    /// - usage: counts the batch and its experts if one launch can route all tokens (at most `ROUTE_TOKENS`)
     pub fn route(
         x: &Tensor,
         weight: &Tensor,
@@ -93,7 +93,7 @@ impl RoutedPairs {
         usage: Option<&ExpertUsage>,
     ) -> Result<Self> {
         let ((tokens, columns), (experts, _)) = (x.dims2()?, weight.dims2()?);
-        // SAFETY: the kernel writes every element before a kernel reads it.
+        // SAFETY: the kernel writes every element before this or a later kernel reads it.
         let empty = |shape: &[usize], dtype| unsafe { scratch::empty(shape, dtype, x.device()) };
         let slices = columns.div_ceil(ROUTE_COLUMNS);
         let (partials, ids) = (empty(&[slices, tokens, experts], DType::F32)?, empty(&[tokens, chosen], DType::U32)?);

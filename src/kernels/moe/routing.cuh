@@ -12,10 +12,11 @@ struct Routing {
     uint32_t expert[MAX_CHOSEN_EXPERTS];
     float weight[MAX_CHOSEN_EXPERTS];
 
-    // Finds the `count` largest logits, in descending order. Ties go to the lower expert id, and NaN comes last.
-    // The routing weights of the first `chosen` experts are a softmax over these experts, or over all if `over_all`.
-    // All lanes of the warp must call this function. Each lane handles at most 32 experts, because `taken` has 32 bits.
-    // `logit_of(e)` returns the logit of expert e.
+    // Stores the experts with the `count` largest logits, in descending order. Ties go to the lower id; NaN comes last.
+    // Computes the routing weights of the first `chosen` of these experts.
+    // The weights are a softmax over these experts, or over all experts if `over_all` is true.
+    // `logit_of(e)` returns the logit of expert e. All lanes of the warp must call this function.
+    // There are at most 1024 experts, because a lane handles at most 32: one per bit of `taken`.
     template <typename Logit>
     __device__ __forceinline__ void choose_by(Logit&& logit_of, int experts, int count, int chosen, int lane,
                                               bool over_all = false) {
@@ -26,7 +27,7 @@ struct Routing {
 #pragma unroll
         for (int i = 0; i < HELD; ++i) held[i] = lane + 32 * i < experts ? logit_of(lane + 32 * i) : -INFINITY;
         for (int n = 0; n < count; ++n) {
-            // Key 0 marks an expert that was already chosen; key 1 marks NaN. Both are below the keys of all logits.
+            // Key 0 is an expert that was already chosen, and key 1 is NaN. Both are below the keys of all numbers.
             uint32_t best = 0, id = NO_EXPERT;
             const auto offer = [&](int i, float logit) {
                 const uint32_t key = taken >> i & 1 ? 0u : isnan(logit) ? 1u : sort_key(logit);

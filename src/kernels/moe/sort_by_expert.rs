@@ -11,7 +11,7 @@ use crate::kernels::scratch;
 pub(super) struct SortedPairs {
     /// The indices of the pairs: u32 `[pairs]`.
     pub sorted: Tensor,
-    /// Where the pairs of each expert start in `sorted`: u32 `[experts + 1]`.
+    /// The index in `sorted` of each expert's first pair, then the number of pairs: u32 `[experts + 1]`.
     pub offsets: Tensor,
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "headers/common.cuh"
 
-// A work item: a tile of one expert's pairs, or a part of the work on such a tile.
+// All or part of the work on one tile of an expert's pairs.
 struct WorkItem {
     int expert;
     int index, count;  // the index of this item among the expert's `count` items
