@@ -7,14 +7,15 @@
 //! - `hidden`: hidden size
 //! - `intermediate`: intermediate size of an MLP, or of one expert
 //! - `heads`, `kv_heads`: query heads and key/value heads
-//! - `head_dim`: size of one head; RoPE rotates the first `rotated` elements
+//! - `head_dim`: size of one head
+//! - `rotated`: elements at the start of a head that RoPE rotates
 //! - `positions`: positions that a RoPE table or a position embedding covers
-//! - `blocks`: entries of a block table; a block holds 64 positions of the KV cache
+//! - `blocks`: entries of a block table; each block holds 64 positions of the KV cache
 //! - `experts`: experts per layer
 //! - `chosen`: experts selected per token
 //! - `pairs`: (token, expert) pairs, tokens · chosen
 //! - `out`, `in`: output and input size of a linear layer
-//! - `rows`, `columns`: sizes of any other matrix; `columns` is the length of the input vector
+//! - `rows`, `columns`: the sizes of any other matrix
 //!
 //! In CUDA comments, `T` is the element type that a kernel is compiled for.
 

@@ -1,19 +1,19 @@
 // Edits rows of logits before tokens are chosen. `RowEdits::apply` in row_edits.rs is the reference.
 #include "sampling/sampling.cuh"
 
-// Edits the logits of a row: adds logit biases, or -inf for forbidden tokens, and then applies the row's penalties.
-// The previous step may still be choosing the last token of the row when the host writes the description. The counts in
-// the description therefore leave out this token, and the kernel counts it.
+// Adds values to the logits of a row (logit biases, or -inf for forbidden tokens), then applies the row's penalties.
+// The host may write the description before the previous step has chosen the last token of the row.
+// The counts in the description therefore leave out this token, and the kernel counts it.
 //   logits: f32 [rows, vocab]
 //   tokens: u32, the tokens that the previous step chose, or NO_TOKEN
 //   description: u32, in host memory or on the device:
 //     rows [grid, ROW_EDITS_WORDS]:
 //       word 0: the row of logits; each row occurs at most once
 //       word 1: 0, or 1 + the index of the row's last token in `tokens`
-//       words 2 to 4: indices in `description`: of the row's first value, of its first count, after its last count
+//       words 2 to 4: where in `description` the row's values start, its counts start, and its counts end
 //       words 5 to 7: the bits of the repetition, frequency and presence penalty
-//     values [values, 2]: token, the bits of the f32 value; each token at most once per row
-//     counts [counts, 2]: token, the number of times that it was generated; each token at most once per row
+//     values [values, 2]: a token and the bits of an f32 value; each token at most once per row
+//     counts [counts, 2]: a token and how often it was generated; each token at most once per row
 //   grid: edited rows; block: ROW_EDITS_THREADS
 //   bytes moved: 32 · rows + 16 · values + 16 · counts
 extern "C" __global__ void __launch_bounds__(ROW_EDITS_THREADS)

@@ -1,5 +1,4 @@
-//! Edits rows of logits before tokens are chosen: adds values such as logit biases, then applies penalties
-//! (`row_edits.cu`).
+//! Edits rows of logits before tokens are chosen (`row_edits.cu`): adds values such as biases, then applies penalties.
 //!
 //! A queued step is prepared before the host knows the tokens of the previous step. These tokens are *in flight*.
 //! The counts that the host prepares for a row leave out its token in flight, and the kernel counts this token.
@@ -22,9 +21,9 @@ use super::launch::{Arguments, HostWords, Launch, LaunchShape, module};
 /// The penalties on the logits of tokens that have appeared.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Penalties {
-    /// Divides positive logits and multiplies other logits, also for the tokens of the prompt.
+    /// Divides positive logits and multiplies other logits. Applies even to tokens that occur only in the prompt.
     pub repetition: f32,
-    /// Subtracted once for each time that the token was generated.
+    /// Subtracted as many times as the token was generated.
     pub frequency: f32,
     /// Subtracted once if the token was generated.
     pub presence: f32,
@@ -34,7 +33,7 @@ impl Penalties {
     /// The penalties that change nothing.
     pub const NONE: Self = Self { repetition: 1.0, frequency: 0.0, presence: 0.0 };
 
-    /// Returns the new logit of a token that was generated `generated` times. 0 means that only the prompt contains it.
+    /// Returns the new logit of a token. `generated` is 0 if only the prompt contains the token.
     pub fn apply(&self, logit: f32, generated: u32) -> f32 {
         let logit = if logit > 0.0 { logit / self.repetition } else { logit * self.repetition };
         match generated {
@@ -50,8 +49,8 @@ pub struct RowEdits {
     /// (token, value) pairs, at most one per token. The value is added to the logit of the token.
     pub values: Vec<(u32, f32)>,
     pub penalties: Penalties,
-    /// The tokens with penalties, each once, with the number of times that each was generated.
-    /// The token in flight is not counted.
+    /// (token, count) pairs, at most one per token: the tokens that get penalties, and how often each was generated.
+    /// The count leaves out the token in flight.
     pub seen: Vec<(u32, u32)>,
 }
 
@@ -67,7 +66,7 @@ impl RowEdits {
         self.values.is_empty() && self.penalties == Penalties::NONE
     }
 
-    /// Applies the penalties to `logits`, f32 `[vocab]`. The caller has already added the values.
+    /// Applies the penalties to `logits`, f32 `[vocab]`, but does not add the values.
     /// `in_flight` is a generated token that `seen` does not count.
     pub fn penalize(&self, logits: &mut [f32], in_flight: Option<u32>) {
         let mut is_seen = false;
@@ -103,17 +102,17 @@ impl RowEdits {
 pub struct EditedRow<'e> {
     pub row: usize,
     pub edits: &'e RowEdits,
-    /// The index of the token in flight in the tokens of the previous step, or `None`.
+    /// The index of the token in flight in the tokens of the previous step. `None` if no token is in flight.
     pub in_flight: Option<u32>,
 }
 
-/// Queues the edits of rows of `logits`, f32 `[rows, vocab]`, in place. Each row is edited at most once.
+/// Queues the edits of `rows` in `logits`, f32 `[rows, vocab]`, in place. Fails if `rows` contains a row twice.
 ///
-/// `tokens`, u32, holds the tokens of the previous step. A token that is [`NO_TOKEN`](super::constants::NO_TOKEN)
-/// counts as no token in flight.
+/// `tokens`, u32, are the tokens of the previous step.
+/// [`NO_TOKEN`](super::constants::NO_TOKEN) means that no token is in flight.
 ///
-/// If the description of the edits fits in `range` of `host`, the kernel reads it there, and the host does not wait for
-/// earlier steps. The caller must not write to this range again until the kernel has ended.
+/// If the description of the edits fits in `range` of `host`, the kernel reads it there.
+/// The host then waits for no earlier steps, and the caller must leave the range unchanged until the kernel has ended.
 #[cfg(feature = "cuda")]
 pub fn edit_rows(
     logits: &Tensor,

@@ -1,7 +1,8 @@
 //! Small operations on the rows of a matrix: embedding lookup, bias, soft cap, copy.
 //!
-//! candle has these operations too, but the driver compiles candle's kernels on first use,
-//! which delays the first answer on a new machine. The kernels here are compiled at build time.
+//! candle has these operations, too, but the driver compiles candle's kernels on first use.
+//! Compilation would delay the first answer on a new machine. The kernels here are compiled at build time.
+//!
 //! On a GPU, most forward passes run no candle kernel. The main exceptions are:
 //! - candle casts the input of the experts in Mixtral and Qwen3-MoE, and in gpt-oss if an MXFP4 scale exceeds 2.
 //! - candle concatenates the outputs of q_proj, k_proj and v_proj if their weights require different kernels.
@@ -11,8 +12,8 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// Returns the rows `ids` of an embedding table, multiplied by `scale`, as f32 `[tokens, hidden]`.
 ///
-/// - table: `[vocab, hidden]`
-/// - ids: u32 `[tokens]`. On a GPU, the caller guarantees that each id is less than `vocab`.
+/// - `table` is `[vocab, hidden]`.
+/// - `ids` are u32 `[tokens]`. On a GPU, the caller guarantees that each id is less than `vocab`.
 pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
     match table.device() {
         Device::Cpu => table.index_select(ids, 0)?.to_dtype(DType::F32)? * f64::from(scale),
@@ -36,7 +37,7 @@ pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
     }
 }
 
-/// Adds `bias`, f32 `[columns]`, to every row of `y`, f32 `[tokens, columns]`. Returns the sums.
+/// Returns `y + bias`: adds `bias`, f32 `[columns]`, to every row of `y`, f32 `[tokens, columns]`.
 pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let (_, columns) = y.dims2()?;
     if bias.dims() != [columns] || y.dtype() != DType::F32 || bias.dtype() != DType::F32 {
@@ -87,7 +88,7 @@ pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
 
 /// Copies all rows of `from` into `to`, starting at row `row` of `to`.
 ///
-/// Both tensors must be contiguous and have the same dtype and row size.
+/// Both tensors must be contiguous and have the same dtype and the same dimensions except the first.
 pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {
     let rows_match = to.dims()[1..] == from.dims()[1..] && to.dtype() == from.dtype();
     if !rows_match || row + from.dims()[0] > to.dims()[0] {

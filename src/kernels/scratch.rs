@@ -1,17 +1,18 @@
 //! Memory for the intermediate results of a forward pass.
 //!
-//! Kernels allocate their outputs with [`empty`], which usually takes memory from candle's pool. While a CUDA graph is
-//! captured, however, each allocation becomes a node between two kernels, and kernels with a node between them cannot
-//! overlap. The capture therefore runs with an [`Arena`], which is memory allocated in advance.
+//! Kernels allocate their outputs with [`empty`], which usually takes memory from candle's pool.
+//! While a CUDA graph is captured, however, each such allocation becomes a graph node.
+//! A node between two kernels prevents them from overlapping.
+//! The capture therefore runs with an [`Arena`]: memory that was allocated in advance.
 //!
 //! An arena has two halves, and consecutive layers use different halves. A layer's memory is reused two layers later.
-//! By then, the layer's results are no longer needed, because each layer uses only the results of the previous layer.
+//! By then, its results are no longer needed, because each layer uses only the results of the previous one.
 
 use std::cell::{Cell, RefCell};
 
 use candle_core::{DType, Device, Result, Shape, Tensor};
 
-/// The maximum size of an arena in bytes. Batches that need more memory would gain little from overlapping kernels.
+/// The maximum size of an arena in bytes. Larger batches would gain little from overlapping kernels.
 pub const MAX_ARENA_BYTES: usize = 128 << 20;
 
 /// Tensors start at multiples of this many elements, so that vector loads are aligned.
@@ -27,9 +28,10 @@ pub struct Arena {
     halves: Vec<(DType, [Tensor; 2])>,
 }
 
-/// How [`empty`] allocates on this thread.
+/// How [`empty`] allocates on this thread. Without a mode, it allocates from candle's pool.
 enum Mode {
-    /// Allocates without an arena, and counts the elements of each layer. `largest` holds the largest of these counts.
+    /// Allocates without an arena, and counts the elements of each layer.
+    /// `largest` is the largest count of any layer so far, per dtype.
     Measure { layer: Counts, largest: Counts },
     /// Takes memory from an arena. `used` counts the elements of the current half.
     Take { arena: Arena, half: usize, used: Counts },
@@ -37,7 +39,7 @@ enum Mode {
 
 thread_local! {
     static MODE: RefCell<Option<Mode>> = const { RefCell::new(None) };
-    /// Whether all layers of the current pass have ended.
+    /// Whether all layers of a pass in the current mode have ended.
     static HAS_ENDED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -53,8 +55,8 @@ fn count(counts: &mut Counts, dtype: DType) -> &mut usize {
 /// Allocates an uninitialized tensor.
 ///
 /// # Safety
-/// The caller must write every element before it is read. Within [`Arena::use_for`], the tensor must not be used after
-/// two more layers have begun.
+/// The caller must write every element before it is read.
+/// Within [`Arena::use_for`], the tensor must not be used after two more layers have begun.
 pub unsafe fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
     let shape = shape.into();
     let elements = shape.elem_count();
@@ -107,8 +109,8 @@ pub fn end_layers() {
     HAS_ENDED.set(MODE.with_borrow(Option::is_some));
 }
 
-/// Ends the mode of this thread when it is dropped, even if the pass panics. Later passes would otherwise allocate from
-/// the arena of the failed pass.
+/// Ends the mode of this thread when dropped, even if the pass panics.
+/// Otherwise, later passes would allocate from the arena of the failed pass.
 struct ModeGuard;
 
 impl Drop for ModeGuard {
@@ -118,7 +120,7 @@ impl Drop for ModeGuard {
     }
 }
 
-/// Runs a forward pass in `mode`. Returns the result of the pass and the final state of the mode.
+/// Runs a forward pass in `mode`. Returns the result of the pass and the mode at its end.
 fn run<R>(mode: Mode, pass: impl FnOnce() -> R) -> (R, Option<Mode>) {
     MODE.set(Some(mode));
     let _guard = ModeGuard;
@@ -155,8 +157,8 @@ impl Arena {
         Ok(Self { halves: sizes.0.iter().map(halves).collect::<Result<_>>()? })
     }
 
-    /// Runs a forward pass that allocates its intermediate results in the arena. Results that do not fit in the arena
-    /// are allocated outside it.
+    /// Runs a forward pass that allocates its intermediate results in the arena.
+    /// Results that do not fit in the arena are allocated outside it.
     pub fn use_for<R>(&self, pass: impl FnOnce() -> R) -> R {
         run(Mode::Take { arena: self.clone(), half: 0, used: Counts::new() }, pass).0
     }
@@ -191,7 +193,7 @@ mod tests {
         let arena = Arena::new(&sizes, 2, &Device::Cpu).unwrap();
         let first = [false, false, true];
         assert_eq!(arena.use_for(|| pass(2)), first.repeat(3));
-        // 2,400 floats do not fit in the arena, so each of the other tensors is the first of its dtype there.
+        // 2,400 floats do not fit in the arena. The other tensors of each layer then start at the beginning of a half.
         assert_eq!(arena.use_for(|| pass(8)), [false; 9]);
         assert_eq!(pass(2), [false; 9]);
     }

@@ -1,7 +1,7 @@
 //! Compares operations on a device with their CPU references, using small, irregular shapes.
-//! The kernels for decode steps and sampling (`decode`) are tested in `tests/it/decode_graph.rs` instead.
+//! The kernels of `decode` and `sampling` are tested in `tests/it/decode_graph.rs` instead.
 //!
-//! The comparison shows whether this GPU, driver and build compute correct results.
+//! The checks show whether the GPU, the driver and this build compute correct results.
 //! `tests/it/kernels.rs` tests the kernels in more depth.
 
 use std::time::Instant;
@@ -27,8 +27,8 @@ use crate::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
 pub struct Check {
     pub name: String,
     pub dtype: DType,
-    /// The largest absolute difference divided by the largest absolute reference value, or an error message.
-    /// NaN if a value is not finite or the results have different lengths.
+    /// The largest absolute difference, divided by the largest absolute value of the reference.
+    /// NaN if a value is not finite or the results have different lengths. `Err` if an operation fails.
     pub error: std::result::Result<f32, String>,
     pub tolerance: f32,
     /// The run time of the operation, including the copies to and from the device.
@@ -113,9 +113,9 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
 fn attention_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
     let mut checks = Vec::new();
     for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
-        // The number of tokens affects which kernel a backend chooses and how the kernel divides the work.
+        // The number of tokens affects which kernel a backend chooses and how this kernel divides its work.
         for (what, tokens, position) in [("step", 1, 300), ("few", 7, 290), ("prompt", 130, 11)] {
-            // Skip backends that are not in this build or do not support the dtype, the head size or the soft cap.
+            // Skip backends that are not in this build, or that do not support the dtype, head size or soft cap.
             for (variant, head_dim, softcap) in [("", 64, None), (", head size 256, soft cap", 256, Some(5.0))] {
                 if backend.choose(target.device.is_cuda(), target.dtype, head_dim, softcap).is_ok() {
                     let name = format!("attention {backend}, {what}{variant}");
@@ -132,7 +132,7 @@ fn attention_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
 fn quantized_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
     let mut checks = Vec::new();
     for format in WeightFormat::ALL {
-        // Products with few tokens read the quantized weights. Products with many tokens dequantize them first.
+        // 3 and 33 tokens run on different kernels, or on different tile sizes of a kernel.
         for (what, tokens) in [("few tokens", 3), ("many tokens", 33)] {
             let name = format!("matmul {format:?}, {what}");
             checks.push(check(&name, target, tolerance, &|target| {
@@ -146,7 +146,7 @@ fn quantized_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
     checks
 }
 
-/// The device and dtype that a check tests.
+/// The device and the dtype in which a check runs an operation.
 #[derive(Clone, Copy)]
 struct CheckTarget<'d> {
     device: &'d Device,
@@ -167,7 +167,7 @@ impl CheckTarget<'_> {
     }
 }
 
-/// Returns a 51×512 matrix of pseudo-random bits. Floating-point scales have magnitudes between 2^-7 and 2^-5.
+/// Returns a 51×512 matrix of pseudo-random bits. All floating-point scales are between 2^-7 and 2^-5 in magnitude.
 fn quantized(target: CheckTarget, format: WeightFormat) -> Result<QuantizedMatrix> {
     let (rows, columns) = (51, 512);
     let mut planes = format.row_bytes(columns).map(|bytes| vec![0u8; rows * bytes]);
@@ -196,7 +196,7 @@ fn to_cpu(tensor: &Tensor) -> Result<Tensor> {
 
 /// Runs an operation on the target and on the CPU, and compares the results.
 ///
-/// The CPU computes in f32, from inputs that the target's dtype represents exactly.
+/// The CPU computes in f32, from values that the target's dtype represents exactly.
 fn check(name: &str, target: CheckTarget, tolerance: f32, op: &dyn Fn(CheckTarget) -> Result<Tensor>) -> Check {
     let values = |tensor: Tensor| to_cpu(&tensor)?.flatten_all()?.to_vec1::<f32>();
     let started = Instant::now();
@@ -217,11 +217,10 @@ fn distance(got: &[f32], want: &[f32]) -> f32 {
     got.iter().zip(want).fold(0f32, |max, (got, want)| max.max((got - want).abs())) / scale
 }
 
-/// Returns the relative error that is tolerated for one rounding to `dtype`.
+/// Returns the tolerated relative error, which is about the error of one rounding to `dtype`.
 fn rounding(dtype: DType) -> f32 {
     match dtype {
-        // The reference also computes in f32. Only the order of summation and the last bits of functions such as exp
-        // differ.
+        // The reference is f32, too. Only the order of sums and the last bits of functions such as exp differ.
         DType::F32 => 1e-5,
         DType::F16 => 1e-3,
         _ => 8e-3,
@@ -308,7 +307,7 @@ fn attend(target: CheckTarget, case: AttentionCase, backend: AttentionBackend) -
     let AttentionCase { tokens, position, head_dim, softcap } = case;
     let (heads, kv_heads, blocks) = (6, 2, (position + tokens).div_ceil(BLOCK_TOKENS));
     let rows = blocks * BLOCK_TOKENS;
-    // Every dtype represents these bf16 values exactly, so the values are the same on every target.
+    // Values rounded to bf16 are exact in f16 and f32, too, so they are the same on every target.
     let tensor = |seed, rows, heads| target.put(&noise(seed, &[rows, heads, head_dim], DType::BF16)?);
     let (q, k, v) = (tensor(19, tokens, heads)?, tensor(20, rows, kv_heads)?, tensor(21, rows, kv_heads)?);
     let sinks = target.f32(&noise(22, &[heads], DType::F32)?)?;

@@ -2,12 +2,12 @@
 #include "constants.cuh"
 #include "headers/common.cuh"
 
-// Writes the token ids of a step, and the other words of its input buffer (see `StepInputs` in step_inputs.rs).
+// Writes the token ids and the other words of a step to its input buffer (see `StepInputs` in step_inputs.rs).
 //   description: u32, in host memory or on the device:
 //     ids [rows]
 //     sources [rows]: 0, or 1 + the index of the row's id in `tokens`
 //     words [others]: copied after the ids
-//     changes [changes, 2]: the index of a word in `inputs` and its new value; index 0 is the first word after `words`
+//     changes [changes, 2]: the index of a word, counted from the end of `words`, and the new value of the word
 //   tokens: u32, the tokens that the previous step chose, or NO_TOKEN
 //   inputs: u32: ids [rows], words [others], then the words that `changes` sets
 //   grid: ceil((rows + others + changes) / 256); block: 256
@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (i < rows) {
         const uint32_t source = description[rows + i];
         const uint32_t id = source > 0 ? tokens[source - 1] : description[i];
-        // A sequence without a token will end with an error. Until then, its input can be any valid id.
+        // A sequence for which no token could be chosen ends with an error. Until then, any valid id will do.
         inputs[i] = id == NO_TOKEN ? 0 : id;
     } else if (i < rows + others) {
         inputs[i] = description[rows + i];

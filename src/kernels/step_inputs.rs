@@ -6,11 +6,11 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::launch::{Arguments, HostWords, Launch, LaunchShape, module};
 
-/// The words of a step's input buffer: the ids, then `words`, then words that keep their values unless `changes`
-/// sets them.
+/// The contents of a step's input buffer: `ids`, then `words`, then words that only `changes` sets.
+/// The last words keep their values from step to step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepInputs {
-    /// The token ids. An id with a source is ignored.
+    /// The token ids. Ids with a source are ignored.
     pub ids: Vec<u32>,
     /// For each id, the index of the token of the previous step that replaces it, or `None`.
     pub sources: Vec<Option<u32>>,
@@ -21,12 +21,12 @@ pub struct StepInputs {
 }
 
 impl StepInputs {
-    /// Returns the number of words that describe these inputs to the kernel.
+    /// Returns the length of [`description`](Self::description).
     fn len(&self) -> usize {
         2 * self.ids.len() + self.words.len() + 2 * self.changes.len()
     }
 
-    /// Returns the words that describe these inputs to the kernel, in the order that `step_inputs.cu` lists.
+    /// Returns the words from which the kernel reads these inputs, in the layout of `description` in `step_inputs.cu`.
     fn description(&self) -> Vec<u32> {
         let mut words = Vec::with_capacity(self.len());
         words.extend(&self.ids);
@@ -36,10 +36,10 @@ impl StepInputs {
         words
     }
 
-    /// Writes the inputs to `inputs`, a contiguous u32 vector. An id with a source becomes a token of `tokens`, u32.
+    /// Writes the inputs to `inputs`, a contiguous u32 vector. `tokens`, u32, holds the tokens of the previous step.
     ///
-    /// If the inputs fit in `host`, the kernel reads them there, and the host does not wait for earlier steps. The
-    /// caller must not write to `host` again until the kernel has ended.
+    /// If the inputs fit in `range` of `host`, the kernel reads them there. The host then waits for no earlier steps.
+    /// In this case, the caller must leave the range unchanged until the kernel has ended.
     pub fn write(
         &self,
         inputs: &Tensor,

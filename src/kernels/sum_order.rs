@@ -4,8 +4,8 @@ use candle_core::{Result, Tensor};
 
 /// The order in which kernels add the terms of long sums, such as the dot products of a matrix product.
 ///
-/// Floating-point sums depend on the order of the additions. The fastest order depends on the number of tokens, so the
-/// last bits of a token's result then depend on the other tokens of the pass.
+/// Rounding makes floating-point sums depend on this order. The fastest order depends on the number of tokens.
+/// With the fastest order, the last bits of a token's result depend on how many other tokens are in the pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SumOrder {
     /// The fastest order for the number of tokens in the pass.
@@ -15,7 +15,7 @@ pub enum SumOrder {
     Fixed,
 }
 
-/// Computes `product` for each row of x separately, and stacks the results.
+/// Calls `product` for each row of x separately, and stacks the results.
 pub(crate) fn each_row(x: &Tensor, product: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let tokens = x.dim(0)?;
     if tokens == 1 {

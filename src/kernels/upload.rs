@@ -1,14 +1,14 @@
 //! Uploads weights to a device through staging buffers. The device copies one buffer while a thread fills the next.
 //!
 //! On CUDA, the staging buffers are pinned, and all copies run on one stream that is separate from candle's stream.
-//! Tensor memory comes from candle's stream-ordered pool but is allocated on the copy stream.
-//! Copies therefore never wait for computations. Before using a tensor, candle's stream waits for the tensor's copies.
+//! Tensor memory comes from the pool that candle also uses, but is allocated on the copy stream.
+//! Copies therefore never wait for computations. Candle's stream waits for a tensor's copies before it uses the tensor.
 
 use candle_core::{DType, Result, Tensor};
 
 /// The device that receives an upload. Copies run in the order in which they are queued.
 pub trait Target: Send + Sync + 'static {
-    /// Device memory that several copies fill before it becomes a tensor.
+    /// Device memory that one or more copies fill before it becomes a tensor.
     type Memory: Send + Sync;
     /// The staging buffers of one reader thread.
     type Staging: Send;
@@ -19,7 +19,7 @@ pub trait Target: Send + Sync + 'static {
     /// Allocates `bytes` bytes of uninitialized device memory. `bytes` is at least 1.
     fn allocate(&self, bytes: usize) -> Result<Self::Memory>;
 
-    /// Waits for pending copies from the next staging buffer, then returns the buffer for the caller to fill.
+    /// Waits until no copy reads from the next staging buffer, then returns the buffer for the caller to fill.
     fn buffer<'s>(&self, staging: &'s mut Self::Staging) -> Result<&'s mut [u8]>;
 
     /// Queues a copy of the first `bytes` bytes of the next staging buffer to `offset` in `memory`.
@@ -28,7 +28,7 @@ pub trait Target: Send + Sync + 'static {
     /// Marks `memory` as complete. The caller must have queued copies to all of its bytes.
     fn complete(&self, memory: &mut Self::Memory) -> Result<()>;
 
-    /// Turns `memory` into a tensor. The memory must be complete. Later work on the device sees the uploaded bytes.
+    /// Turns complete `memory` into a tensor. Later work on the device sees the uploaded bytes.
     fn tensor(&self, memory: Self::Memory, dtype: DType, shape: &[usize]) -> Result<Tensor>;
 }
 
@@ -48,7 +48,7 @@ mod with_cuda {
 
     use super::Target;
 
-    /// The number of staging buffers per reader thread. The thread fills one while the copy engine reads the other.
+    /// The number of staging buffers per reader thread: the thread fills one while the GPU copies the other.
     const BUFFERS: usize = 2;
 
     /// A CUDA stream that copies data to the GPU of a candle device.
@@ -61,7 +61,7 @@ mod with_cuda {
         /// Creates a stream for copies to the GPU of `device`.
         ///
         /// The device's event tracking must be off (`device::open` turns it off).
-        /// Otherwise, cudarc would make the two streams wait for each other.
+        /// If it were on, cudarc would make the two streams wait for each other.
         pub fn new(device: &CudaDevice) -> Result<Self> {
             if device.is_event_tracking() {
                 bail!("cannot upload: event tracking is on for this device; open the device with `device::open`");
@@ -71,8 +71,7 @@ mod with_cuda {
         }
     }
 
-    /// Memory allocated on the copy stream. If it does not become a tensor, `drop` frees it after all queued copies
-    /// have ended.
+    /// Memory allocated on the copy stream. Unless it becomes a tensor, it is freed after all queued copies.
     pub struct DeviceMemory {
         bytes: CudaSlice<u8>,
         /// The event recorded after the last copy. `None` until `complete` is called.
@@ -96,7 +95,7 @@ mod with_cuda {
 
     impl Pinned {
         fn new(len: usize, stream: &Arc<CudaStream>) -> Result<Self> {
-            // A waiting thread sleeps, because a spinning thread would take a core from the reader threads.
+            // A thread that waits for this event sleeps. Spinning would take a core from the reader threads.
             let copied = stream.context().new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
             // Flags 0: ordinary cached memory, not write-combined memory.
             // SAFETY: any length is allowed, and creating the event has bound the CUDA context to this thread.
@@ -115,7 +114,7 @@ mod with_cuda {
 
     impl Drop for Pinned {
         fn drop(&mut self) {
-            // If the stream fails, a copy may still be reading the buffer, so the buffer is leaked.
+            // If the stream reports an error, a copy may still be reading the buffer. The buffer is then leaked.
             if self.stream.synchronize().is_ok() {
                 // SAFETY: allocated by `malloc_host`, freed once, and no copy is in progress.
                 let _ = unsafe { result::free_host(self.start.as_ptr().cast()) };
@@ -152,9 +151,9 @@ mod with_cuda {
                 "the copy exceeds its staging buffer or the device memory"
             );
             let address = memory.bytes.device_ptr(&self.stream).0 + offset as u64;
-            // SAFETY: both ranges are checked above. The buffer is written again only after the event `copied`.
-            // The buffer is freed only after the stream has finished.
-            // The memory is freed on this stream, or on a stream that waits for the event `arrived`.
+            // SAFETY: both ranges are checked above.
+            // The buffer is written again only after the event `copied`, and freed only after the stream has finished.
+            // The device memory is freed on this stream, or on a stream that waits for the event `arrived`.
             unsafe {
                 let source = std::slice::from_raw_parts(buffer.start.as_ptr(), bytes);
                 result::memcpy_htod_async(address, source, self.stream.cu_stream()).w()?;

@@ -11,7 +11,7 @@ use crate::tokenizer::Tokenizer;
 use crate::tokenizer::gguf::Vocabulary;
 use crate::weights::gguf::GgufCheckpoint;
 
-/// The tokenizer, chat format, stop tokens and sampling defaults of a GGUF file.
+/// What [`read`] finds in a GGUF file.
 pub struct GgufLanguage {
     pub tokenizer: Tokenizer,
     pub chat: Option<ChatFormat>,
@@ -23,8 +23,8 @@ pub struct GgufLanguage {
 
 /// Reads the tokenizer, chat format, stop tokens and sampling defaults of an open GGUF file.
 ///
-/// The vocabulary in the file takes precedence over tokenizer.json, because it matches the weights.
-/// Files without a vocabulary use the tokenizer.json in the same directory.
+/// The vocabulary in the file takes precedence over a tokenizer.json, because it matches the weights.
+/// A file without a vocabulary needs a tokenizer.json in its directory.
 pub fn read(checkpoint: &GgufCheckpoint) -> Result<GgufLanguage> {
     let broken = || format!("cannot read the tokenizer in {}", checkpoint.path().display());
     let mut stop_ids = BTreeSet::new();
@@ -42,7 +42,7 @@ pub fn read(checkpoint: &GgufCheckpoint) -> Result<GgufLanguage> {
     Ok(GgufLanguage { tokenizer, chat, generation_config, stop_ids: stop_ids.into_iter().collect() })
 }
 
-/// Builds the chat format from the template and special tokens in the file.
+/// Builds the chat format from the chat template and the special tokens in the file.
 fn chat_format(
     checkpoint: &GgufCheckpoint,
     tokenizer: &Tokenizer,
@@ -61,8 +61,8 @@ fn chat_format(
     Ok(ChatFormat::from_template(tokenizer, &file_name(checkpoint), template, named))
 }
 
-/// Loads the tokenizer.json beside a GGUF file that has no vocabulary.
-/// The chat format comes from the GGUF file. If the file has no chat template, it comes from the file's directory.
+/// Loads the tokenizer.json beside a GGUF file that has no vocabulary, and the chat format.
+/// If the GGUF file has no chat template, the chat format comes from the other files in its directory.
 fn from_folder(checkpoint: &GgufCheckpoint) -> Result<(Tokenizer, Option<ChatFormat>)> {
     let dir = checkpoint.path().parent().unwrap_or(Path::new(""));
     let missing = || format!("{} has no vocabulary and needs a tokenizer.json beside it", checkpoint.path().display());

@@ -26,14 +26,14 @@ pub struct Language {
     pub generation_config: Value,
     /// The ids of tokens that end a generation, sorted.
     stop_ids: Vec<u32>,
-    /// If present, this renderer replaces the chat format in `chat`.
+    /// Replaces the renderer of `chat`, for example to render in another process. `chat` must still be present.
     renderer: Option<Box<dyn Render>>,
 }
 
 impl Language {
-    /// Loads the tokenizer, chat format, stop tokens and sampling defaults of a snapshot directory or a GGUF file.
+    /// Loads the tokenizer, chat format, stop tokens and sampling defaults of a snapshot.
     ///
-    /// With a hostile model, loading can take unbounded time and memory. On Linux, `worker::load_language` limits both.
+    /// Loading a hostile model can take unbounded time and memory. On Linux, `worker::load_language` limits both.
     pub fn load(dir: &Path) -> Result<Self> {
         match snapshot::gguf::find(dir)? {
             Some(file) => Self::from_gguf(&GgufCheckpoint::open(&file)?),
@@ -41,7 +41,7 @@ impl Language {
         }
     }
 
-    /// Like [`Self::load`], for a snapshot whose checkpoint is already open. Does not parse GGUF metadata again.
+    /// Like [`Self::load`], but reuses the open `checkpoint`, so GGUF metadata is not parsed again.
     pub fn from_checkpoint(dir: &Path, checkpoint: &Checkpoint) -> Result<Self> {
         match checkpoint {
             Checkpoint::Gguf(model) => Self::from_gguf(model.file()),
@@ -49,7 +49,7 @@ impl Language {
         }
     }
 
-    /// Renders conversations with `renderer` instead of the chat format.
+    /// Makes [`Self::render`] use `renderer` instead of the chat format.
     pub fn with_renderer(self, renderer: Box<dyn Render>) -> Self {
         Self { renderer: Some(renderer), ..self }
     }
@@ -78,12 +78,12 @@ impl Language {
         self.stop_ids.contains(&token)
     }
 
-    /// Returns the ids of all tokens that end a generation, sorted.
+    /// Returns the ids of the tokens that end a generation, sorted.
     pub fn stop_ids(&self) -> &[u32] {
         &self.stop_ids
     }
 
-    /// Renders a conversation to token ids. Fails for a model without a chat format.
+    /// Renders a conversation to token ids. Fails for a base model, even with a renderer.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let chat_format = self.chat_format()?;
         match &self.renderer {
@@ -92,7 +92,7 @@ impl Language {
         }
     }
 
-    /// Returns the chat format. Fails for a base model.
+    /// Returns the chat format. Fails for a base model, which has none.
     pub fn chat_format(&self) -> Result<&ChatFormat> {
         match &self.chat {
             Some(chat) => Ok(chat),

@@ -10,7 +10,7 @@ use crate::chat::ChatFormat;
 use crate::files;
 use crate::tokenizer::Tokenizer;
 
-/// Reads a JSON file from the snapshot. Returns null if the file does not exist.
+/// Reads the JSON file `name` in `dir`. Returns null if the file does not exist.
 pub fn read_json(dir: &Path, name: &str) -> Result<Value> {
     let path = dir.join(name);
     let limit = match name {
@@ -21,7 +21,7 @@ pub fn read_json(dir: &Path, name: &str) -> Result<Value> {
     Ok(files::read_json_if_present(&path, limit)?.unwrap_or_default())
 }
 
-/// Collects stop token ids from every file that can contain them. For some models, no single file lists them all.
+/// Collects stop token ids, sorted, from all config files and the chat format. In some models, no file lists them all.
 pub fn collect(dir: &Path, generation: &Value, tokenizer: &Tokenizer, chat: Option<&ChatFormat>) -> Result<Vec<u32>> {
     let mut ids = BTreeSet::new();
     for json in [&read_json(dir, "config.json")?, generation] {

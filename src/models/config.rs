@@ -17,7 +17,7 @@ use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::text::{excerpt, library_error, quote};
 use crate::weights::Weights;
 
-/// If a config has more fields than this, [`from_json`] does not search for the invalid field.
+/// [`from_json`] searches for the invalid field only in configs with at most this many fields.
 /// The search parses the config once per field. Real configs have up to 100 fields.
 const MAX_FIELDS: usize = 200;
 
@@ -52,7 +52,7 @@ pub(super) enum LayerType {
 }
 
 /// Parses a family's config.json. `defaults` are the values that transformers uses for absent fields.
-/// A default does not replace a field that is `null`.
+/// Defaults do not replace fields that are `null`. Fails if the weights are MXFP4, which only gpt-oss supports.
 pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults: Value) -> Result<T> {
     if json["quantization_config"]["quant_method"] == "mxfp4" {
         bail!("quantization 'mxfp4' is not supported for {family}");
@@ -67,14 +67,14 @@ pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults
     from_json(json)
 }
 
-/// Parses the fields of config.json. If possible, an error names the invalid field.
+/// Parses the fields of config.json. The error names the invalid field if the search below finds it.
 pub(super) fn from_json<T: DeserializeOwned>(json: Value) -> Result<T> {
     let parse = |json: &Value| serde_json::from_value::<T>(json.clone()).map_err(|error| library_error(&error));
     let error = match parse(&json) {
         Ok(config) => return Ok(config),
         Err(error) => error,
     };
-    // serde does not name the invalid field. Find the field whose removal changes the error.
+    // serde does not name the invalid field. Find the first field whose removal changes the error.
     let is_cause = |key: &&String| {
         let mut others = json.clone();
         others.as_object_mut().and_then(|fields| fields.shift_remove(*key));
@@ -86,8 +86,8 @@ pub(super) fn from_json<T: DeserializeOwned>(json: Value) -> Result<T> {
     }
 }
 
-/// Copies the activation from `field` to `hidden_act`, the field that all configs read.
-/// If `field` is absent, the activation is the first of `supported`. Fails if the activation is not in `supported`.
+/// Copies the activation from `field` to `hidden_act`, which the configs read. Fails if it is not in `supported`.
+/// If `field` is absent, the activation is the first of `supported`.
 pub(super) fn normalize_activation(family: &str, json: &mut Value, field: &str, supported: &[&str]) -> Result<()> {
     let name = json[field].as_str().unwrap_or(supported[0]);
     if !supported.contains(&name) {
@@ -116,7 +116,7 @@ pub(super) fn check_eps(key: &str, eps: f64) -> Result<()> {
     check_range(key, eps, 1e-20..=1.0)
 }
 
-/// Fails unless `layer_types` is absent or has exactly one entry per layer.
+/// Fails if `layer_types` is present but does not have exactly one entry per layer.
 pub(super) fn check_layer_types(layer_types: Option<&Vec<LayerType>>, layers: usize) -> Result<()> {
     match layer_types.filter(|types| types.len() != layers) {
         Some(types) => bail!("layer_types has {} entries, but the model has {layers} layers", types.len()),
@@ -139,7 +139,7 @@ impl CommonConfig {
         self.validate_with_partial_rope()
     }
 
-    /// Validates the same fields as `validate`, but allows RoPE on part of a head.
+    /// Like [`Self::validate`], but allows RoPE on part of a head.
     pub fn validate_with_partial_rope(&self) -> Result<()> {
         ModelSizes {
             hidden_size: self.hidden_size,
@@ -159,7 +159,7 @@ impl CommonConfig {
         if rotary_dim > self.head_dim() {
             bail!("partial_rotary_factor rotates {rotary_dim} dims, but head_dim is {}", self.head_dim());
         }
-        // LongRoPE has one list of factors for short contexts and one for long contexts. Check both lists.
+        // LongRoPE has separate factors for short and long contexts. Check both.
         self.frequencies(1)?;
         self.frequencies(self.max_position_embeddings)?;
         Ok(())
@@ -190,8 +190,8 @@ impl CommonConfig {
         self.layers(|_| self.sliding_window.filter(|&window| window < self.max_position_embeddings))
     }
 
-    /// Returns the layer's sliding window, if any. Without `layer_types`, `is_sliding` decides
-    /// which layers have a window.
+    /// Returns the layer's sliding window, if any. `layer_types` decides which layers have one.
+    /// Without `layer_types`, `is_sliding` decides.
     pub fn window(&self, layer: usize, is_sliding: impl Fn(usize) -> bool) -> Option<usize> {
         let sliding = match &self.layer_types {
             Some(types) => types[layer] == LayerType::SlidingAttention,
@@ -220,7 +220,7 @@ impl CommonConfig {
     }
 }
 
-/// The sizes that every model has. They are validated first, because huge sizes could make later products overflow.
+/// The sizes that every model has. They are checked before other fields, because products of huge sizes would overflow.
 pub(super) struct ModelSizes {
     pub hidden_size: usize,
     pub layers: usize,

@@ -1,4 +1,4 @@
-//! The interface of a model family, which parses config.json and builds the decoder.
+//! The interface of a model family. A family parses config.json and builds the decoder.
 
 use anyhow::Result;
 use serde_json::Value;
@@ -11,13 +11,13 @@ use crate::weights::Weights;
 pub struct Family {
     /// The `model_type` in config.json.
     pub model_type: &'static str,
-    /// The name in `architectures` of config.json, which identifies the family if the file has no `model_type`.
+    /// The name in `architectures` of config.json. It identifies the family if config.json has no `model_type`.
     pub architecture: &'static str,
     /// Parses and validates config.json.
     pub read: fn(Value) -> Result<Box<dyn Architecture>>,
 }
 
-/// The validated config of one model, which builds the model's decoder.
+/// The validated config of one model. It builds the model's decoder.
 pub trait Architecture: Send + Sync {
     /// Returns the number of rows in the embedding, which can exceed the number of tokens in the tokenizer.
     fn vocab_size(&self) -> usize;
@@ -26,7 +26,7 @@ pub trait Architecture: Send + Sync {
     fn max_position_embeddings(&self) -> usize;
 
     /// Returns the default limit of the context length. Longer contexts are opt-in.
-    /// With LongRoPE, it is the longest context that uses the short factors. Otherwise, it is the model's maximum.
+    /// With LongRoPE, this is the longest context that uses the short factors. Otherwise, it is the model's maximum.
     fn default_context(&self) -> usize {
         self.max_position_embeddings()
     }
@@ -34,7 +34,7 @@ pub trait Architecture: Send + Sync {
     /// Returns the size of the residual stream.
     fn hidden_size(&self) -> usize;
 
-    /// Returns the `intermediate_size` in config.json. In Mixtral and gpt-oss, this is the size of one expert.
+    /// Returns `intermediate_size` from config.json. In Mixtral and gpt-oss, this is the size of one expert.
     fn intermediate_size(&self) -> usize;
 
     /// Returns the KV cache spec of each layer.

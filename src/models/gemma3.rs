@@ -28,7 +28,7 @@ pub const TEXT: Family = Family { model_type: "gemma3_text", architecture: "Gemm
 pub const MULTIMODAL: Family =
     Family { model_type: "gemma3", architecture: "Gemma3ForConditionalGeneration", read: read_multimodal };
 
-/// The tensor name prefixes of text-only checkpoints, multimodal checkpoints, and checkpoints from transformers 5.
+/// The prefixes of tensor names: in text-only checkpoints, in multimodal checkpoints, and in files of transformers 5.
 const PREFIXES: [&str; 3] = ["model", "language_model.model", "model.language_model"];
 
 #[derive(Debug, Deserialize)]
@@ -69,7 +69,7 @@ fn read_multimodal(mut json: Value) -> Result<Box<dyn Architecture>> {
     read(text)
 }
 
-/// Splits the RoPE fields into one config for full-attention layers and one for sliding-window layers.
+/// Replaces the RoPE fields by two RoPE configs: one for full-attention layers and one, `sliding_rope`, for the others.
 /// Newer files have a `rope_parameters` object with one entry per layer type.
 /// Older files have the fields `rope_theta`, `rope_scaling` and `rope_local_base_freq`.
 fn split_rope(json: &mut Value) -> Result<()> {
@@ -79,7 +79,7 @@ fn split_rope(json: &mut Value) -> Result<()> {
     if !by_type.is_null() && parameters("full_attention").is_none() {
         bail!("rope_parameters has no entry for full_attention");
     }
-    // In older files, `rope_scaling` applies to full-attention layers only.
+    // In older files, `rope_scaling` applies to full-attention layers only, so `sliding_rope` gets no scaling.
     let sliding = parameters("sliding_attention").filter(Value::is_object).unwrap_or_else(|| json!({}));
     json["sliding_rope"] = json!({"rope_theta": local, "rope_parameters": sliding});
     json["rope_parameters"] = parameters("full_attention").unwrap_or(Value::Null);

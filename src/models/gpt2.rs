@@ -80,7 +80,7 @@ impl Config {
         self.n_embd / self.n_head
     }
 
-    /// Returns the factor that a layer applies to its attention scores.
+    /// Returns the factor by which a layer multiplies its attention scores.
     fn attention_scale(&self, layer: usize) -> f32 {
         let size_divisor = if self.scale_attn_weights { (self.head_dim() as f32).sqrt() } else { 1.0 };
         let layer_divisor = if self.scale_attn_by_inverse_layer_idx { (layer + 1) as f32 } else { 1.0 };

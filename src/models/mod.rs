@@ -1,4 +1,4 @@
-//! The model families: one file per architecture, and one entry in `FAMILIES` per `model_type`.
+//! The model families: one file per family, and one entry in `FAMILIES` per `model_type`.
 
 mod config;
 mod family;
@@ -44,7 +44,7 @@ const FAMILIES: &[&Family] = &[
     &gpt2::FAMILY,
 ];
 
-/// The maximum length, in bytes, of a name that [`nearest_name`] compares with the supported names.
+/// The longest name, in bytes, that [`nearest_name`] compares with the supported names.
 const MAX_NAME_BYTES: usize = 100;
 
 /// A model's config, parsed by its family.
@@ -55,7 +55,7 @@ pub struct ModelConfig {
     pub quantization: Option<String>,
 }
 
-/// Reads the config of a snapshot from config.json or from the GGUF file.
+/// Reads the config of the snapshot in `dir`, from the GGUF file if there is one, otherwise from config.json.
 /// Fails with [`Error::UnsupportedArchitecture`] if no family supports the model.
 pub fn read_config(dir: &Path) -> Result<ModelConfig> {
     if let Some(path) = snapshot::gguf::find(dir)? {
@@ -68,8 +68,7 @@ pub fn read_config(dir: &Path) -> Result<ModelConfig> {
     })
 }
 
-/// Reads the config of the snapshot in `dir` and opens its checkpoint.
-/// The header of a GGUF file is parsed only once.
+/// Reads the config of the snapshot in `dir` and opens its checkpoint. Parses the header of a GGUF file only once.
 pub fn open(dir: &Path) -> Result<(ModelConfig, Checkpoint)> {
     let Some(path) = snapshot::gguf::find(dir)? else {
         return Ok((read_config(dir)?, Checkpoint::open(dir)?));
@@ -99,9 +98,8 @@ pub fn parse_config(json: Value) -> Result<ModelConfig> {
     Ok(ModelConfig { family, architecture, quantization })
 }
 
-/// Returns the model type in config.json, whether or not it is supported.
-/// Without a `model_type`, returns the first entry of `architectures`.
-/// Returns `None` if the file cannot be read or has neither field.
+/// Returns the `model_type` in config.json, whether or not it is supported, or else the first entry of `architectures`.
+/// Returns `None` if config.json cannot be read or has neither field.
 pub fn declared_model_type(dir: &Path) -> Option<String> {
     let json: Value = files::read_json(&dir.join("config.json"), files::CONFIG).ok()?;
     json["model_type"].as_str().or(json["architectures"][0].as_str()).map(str::to_string)
@@ -126,7 +124,7 @@ fn find_family(json: &Value) -> Result<&'static Family> {
     })
 }
 
-/// Returns the supported name that is most similar to `found`, if any name is similar enough.
+/// Returns the supported model type or architecture name most similar to `found`, if it is similar enough.
 fn nearest_name(found: &str) -> Option<&'static str> {
     // Skip long names, because comparing two names takes time proportional to the product of their lengths.
     if found.len() > MAX_NAME_BYTES {

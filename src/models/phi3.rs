@@ -1,7 +1,7 @@
 //! Phi-3, Phi-3.5 and Phi-4, but not their vision and MoE variants (arXiv 2404.14219; transformers `modeling_phi3.py`).
 //!
 //! Differences from Llama: fused projections and, in models with long contexts, LongRoPE.
-//! Phi-4-mini applies RoPE to only part of each head.
+//! In Phi-4-mini, RoPE rotates only part of each head.
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
@@ -39,7 +39,7 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
     Ok(Box::new(config))
 }
 
-/// Renames the RoPE types `su` and `yarn` to `longrope`. Older Phi files use these names for LongRoPE.
+/// Renames the RoPE types `su` and `yarn`, which older Phi files use for LongRoPE, to `longrope`.
 /// In other families, `yarn` is a different scaling method.
 fn rename_longrope(scaling: &mut Value) -> Result<()> {
     let Some(fields) = scaling.as_object_mut() else { return Ok(()) };

@@ -67,7 +67,7 @@ impl Config {
         }
     }
 
-    /// Returns true if a layer has experts instead of a dense MLP.
+    /// Returns whether a layer has experts instead of a dense MLP.
     fn is_sparse(&self, layer: usize) -> bool {
         let is_excluded = self.mlp_only_layers.as_ref().is_some_and(|layers| layers.contains(&layer));
         !is_excluded && (layer + 1).is_multiple_of(self.decoder_sparse_step)

@@ -12,7 +12,7 @@ use crate::nn::mlp::Mlp;
 use crate::weights::Weights;
 
 /// The config of a family whose config.json has the fields of [`CommonConfig`].
-/// Each family loads its own attention and MLPs. All families share the other parts of the decoder.
+/// The families differ in how they load attention and MLPs. The rest of the decoder is shared.
 pub(super) trait StandardDecoder: Send + Sync {
     fn common(&self) -> &CommonConfig;
 
@@ -22,7 +22,7 @@ pub(super) trait StandardDecoder: Send + Sync {
     /// Loads the attention and the MLP of one layer.
     fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)>;
 
-    /// Returns the decoder config, which covers everything except attention and the MLPs.
+    /// Returns the config of everything in the decoder except attention and the MLPs.
     fn decoder_config(&self, _: &Weights, context: usize) -> Result<DecoderConfig> {
         self.common().decoder_config(self.layers(), context)
     }

@@ -1,6 +1,7 @@
 //! The self-attention of one layer.
 //!
-//! The steps: project to q, k and v; normalize q and k; apply RoPE; write k and v to the cache; attend; apply o_proj.
+//! The steps: project to q, k and v; normalize q and k, in some models; apply RoPE;
+//! write k and v to the cache; attend; apply o_proj.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -32,16 +33,17 @@ pub struct AttentionConfig {
     pub qkv_bias: Bias,
     pub o_bias: Bias,
     pub sinks: Sinks,
-    /// The norms applied to each head of q and k before RoPE: `q_norm` and `k_norm`, each `[head_dim]`.
+    /// The config of `q_norm` and `k_norm`, which are applied to each head before RoPE.
+    /// `None` if the model has no such norms.
     pub qk_norm: Option<NormConfig>,
     /// The factor by which the attention scores q·k are multiplied.
     pub scale: f32,
-    /// The soft cap, if any. Each score s becomes cap · tanh(s / cap).
+    /// The soft cap of attention scores, if any: a score s becomes cap · tanh(s / cap).
     pub softcap: Option<f32>,
 }
 
 impl AttentionConfig {
-    /// Returns the config of most families: no biases, sinks or q/k norms, and a scale of 1/sqrt(head_dim).
+    /// Returns the config of most families: a scale of 1/sqrt(head_dim), and no biases, sinks, q/k norms or soft cap.
     pub fn new(hidden_size: usize, heads: usize, spec: LayerSpec) -> Self {
         Self {
             hidden_size,
@@ -56,13 +58,13 @@ impl AttentionConfig {
         }
     }
 
-    /// Returns the output size of q_proj, and the output size that k_proj and v_proj share.
+    /// Returns the output size of q_proj, and the output size of k_proj and v_proj.
     fn projection_sizes(&self) -> (usize, usize) {
         (self.heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim)
     }
 
     /// Returns the KV heads that this rank holds. The rank also holds the query heads that attend to these KV heads.
-    /// The columns of `o_proj` can be divided only between blocks of `column_unit` columns.
+    /// The columns of `o_proj` can be divided only at multiples of `column_unit`.
     fn kv_share(&self, world: &World, column_unit: usize) -> Range<usize> {
         let columns = self.heads / self.spec.kv_heads * self.spec.head_dim;
         // The smallest number of KV heads whose query heads fill whole blocks of columns.
@@ -84,10 +86,10 @@ pub struct Attention {
     pub(crate) o_proj: Linear,
     /// f32 `[heads]`
     pub(crate) sinks: Option<Tensor>,
-    /// The norms of q and k.
+    /// The norms of q and k, each `[head_dim]`.
     pub(crate) qk_norm: Option<(Norm, Norm)>,
     pub(crate) rotary: Arc<RotaryEmbedding>,
-    /// The config, with the numbers of heads that this rank holds.
+    /// The config. `heads` and `spec.kv_heads` count only the heads that this rank holds.
     pub(crate) config: AttentionConfig,
     /// The dtype of the layer's input and of the KV cache.
     dtype: DType,
@@ -101,7 +103,7 @@ enum Projections {
     Separate,
     /// `qkv_proj` and `o_proj`. `qkv_proj` contains the rows of q, k and v, in this order.
     Fused,
-    /// Like `Fused`, but the matrices have these names, are stored transposed, and have biases (GPT-2).
+    /// Like `Fused`, but with these names. The matrices are stored transposed and have biases (GPT-2).
     FusedTransposed { qkv: &'static str, o: &'static str },
 }
 
@@ -116,8 +118,7 @@ impl Attention {
         Self::load_heads(weights, config, Projections::Fused, rotary)
     }
 
-    /// Like [`load_fused`](Self::load_fused), but the matrices have different names, are stored
-    /// transposed, and have biases.
+    /// Like [`load_fused`](Self::load_fused), for transposed matrices with biases. The caller names the matrices.
     pub fn load_transposed(
         weights: &Weights,
         config: AttentionConfig,
@@ -143,7 +144,7 @@ impl Attention {
         let (q, kv) = (times(&q_heads, spec.head_dim), times(&kv_heads, spec.head_dim));
         let o = weights.at(o_name).columns(q.clone(), q_size);
 
-        // The rows of q, k and v that this rank holds, in a fused matrix.
+        // The rows of a fused matrix that this rank holds.
         let fused =
             [q.clone(), q_size + kv.start..q_size + kv.end, q_size + kv_size + kv.start..q_size + kv_size + kv.end];
         let (fused_rows, fused_size) = (q.len() + 2 * kv.len(), q_size + 2 * kv_size);
@@ -186,23 +187,21 @@ impl Attention {
         })
     }
 
-    /// Returns the size of all weights in bytes.
+    /// Returns the size in bytes of the weights that this rank holds.
     pub fn bytes(&self) -> u64 {
         let norms = self.qk_norm.as_ref().map_or(0, |(q, k)| q.bytes() + k.bytes());
         self.qkv_proj.bytes() + self.o_proj.bytes() + self.sinks.as_ref().map_or(0, kernels::bytes) + norms
     }
 
-    /// Returns the dtype that inputs must have.
+    /// Returns the dtype of the input and of the KV cache.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
     /// Computes attention for the tokens of all sequences, and writes the new keys and values to the cache.
-    /// Takes x `[tokens, hidden]`. Returns the rows that `needed` selects, summed over the heads of all ranks, f32
-    /// `[rows, hidden]`.
     ///
-    /// The result does not include the bias of `o_proj`, which is returned separately, so that
-    /// the next norm can add it.
+    /// x is `[tokens, hidden]`. Returns the rows that `needed` selects, f32 `[rows, hidden]`, summed over all ranks.
+    /// Also returns the bias of `o_proj`, which is not yet added: the next norm kernel adds it.
     pub fn forward(
         &self,
         x: &Tensor,
@@ -221,8 +220,8 @@ impl Attention {
         Ok((self.world.sum_partials(&y)?, self.o_proj.bias.as_ref()))
     }
 
-    /// Returns the attention output of the heads of this rank, `[tokens, heads * head_dim]`. The rank must hold at
-    /// least one head.
+    /// Returns the attention output of the heads of this rank, `[tokens, heads * head_dim]`.
+    /// The rank must hold at least one head.
     fn attend(&self, x: &Tensor, layer: usize, pass: &Pass, cache: &KvCache) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
         let AttentionConfig { heads, spec, scale, softcap, .. } = self.config;

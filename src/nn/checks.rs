@@ -5,8 +5,8 @@ use std::ops::RangeInclusive;
 
 use anyhow::{Result, bail};
 
-/// The maximum value of a size in config.json, such as `hidden_size`. No known model has a larger size.
-/// The product of two sizes fits in a u64.
+/// The largest allowed size in config.json, such as `hidden_size`. No known model has a larger size.
+/// The product of two such sizes fits in a `usize`.
 pub const MAX_SIZE: usize = 1 << 24;
 
 /// Fails unless `value` is in `range`. Always fails for NaN. `key` names the field in the error.
@@ -17,7 +17,7 @@ pub fn check_range<T: PartialOrd + Debug>(key: &str, value: T, range: RangeInclu
     Ok(())
 }
 
-/// Fails if `value` is present but not in `range`.
+/// Like [`check_range`], but accepts an absent value.
 pub fn check_optional<T: PartialOrd + Debug>(key: &str, value: Option<T>, range: RangeInclusive<T>) -> Result<()> {
     value.map_or(Ok(()), |value| check_range(key, value, range))
 }

@@ -1,4 +1,4 @@
-//! The pre-norm decoder that all families share, and its eager forward pass.
+//! The pre-norm decoder that all families share, and its forward pass, one operation at a time.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -36,20 +36,20 @@ pub struct Decoder {
     pub(crate) embed_tokens: Matrix,
     /// The dtype of activations and of the KV cache.
     dtype: DType,
-    /// The layers that this rank runs. See [`World::stages`].
+    /// The layers that this rank runs. With `--split layers`, these are only some of the model's layers.
     layers: Vec<DecoderLayer>,
-    /// The index of the first of these layers in the model.
+    /// The index in the model of the first element of `layers`.
     first_layer: usize,
-    /// The number of layers of the model, on all ranks.
+    /// The number of layers of the whole model.
     layer_count: usize,
     pub(crate) norm: Norm,
-    /// The output head, with the rows of the vocabulary that this rank computes.
+    /// The output head, with only the rows of the vocabulary that this rank computes.
     pub(crate) lm_head: Linear,
     pub(crate) embed_scale: f32,
     /// `[positions, hidden]`
     pub(crate) embed_positions: Option<Tensor>,
     pub(crate) final_softcap: Option<f32>,
-    /// The KV cache spec of each of these layers, with the KV heads that this rank holds.
+    /// The KV cache spec of each element of `layers`, with the KV heads that this rank holds.
     cache_layers: Vec<LayerSpec>,
     cache_layout: CacheLayout,
     /// The number of positions that the RoPE tables cover.
@@ -102,7 +102,7 @@ impl Decoder {
             backend: AttentionBackend::Auto,
             world,
         };
-        // If each layer is divided, check on the first rank only, because other ranks may hold no part of some tensors.
+        // If ranks divide each layer, some ranks may hold no part of a tensor, so only the first rank checks.
         if decoder.world.is_first() || decoder.world.stages().is_some() {
             layers.check_all_loaded(own, layer_count)?;
         }
@@ -123,8 +123,8 @@ impl Decoder {
         self.forward_pass(&Tensor::new(batch.ids, device)?, &pass, cache, batch.logits, tap)
     }
 
-    /// Runs a batch like `forward`, with token ids that are already on the device: `ids`, u32 `[tokens]`. The caller
-    /// guarantees that these ids are in the vocabulary. `batch.ids` are placeholders.
+    /// Runs a batch like `forward`, with `ids`, u32 `[tokens]`, that are already on the device.
+    /// They replace `batch.ids`, which are placeholders. The caller guarantees that `ids` are in the vocabulary.
     #[cfg(feature = "cuda")]
     pub(crate) fn forward_device_ids(&self, ids: &Tensor, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
         self.validate(batch)?;
@@ -134,8 +134,8 @@ impl Decoder {
 
     /// Runs a prepared pass, whose inputs are already on the device. `ids` are u32 `[tokens]`.
     ///
-    /// With one token per sequence, the pass copies nothing between the host and the GPU, unless the attention backend
-    /// is `CandleFlashAttn`. A CUDA graph can therefore capture the pass.
+    /// With one token per sequence, the pass copies nothing between host and GPU, so a CUDA graph can capture it.
+    /// The attention backend `CandleFlashAttn` is an exception, because it reads block tables on the host.
     /// The caller guarantees that ids and positions are valid, and that the blocks belong to the cache.
     pub(crate) fn forward_pass(
         &self,
@@ -149,9 +149,9 @@ impl Decoder {
         self.logits(&hidden, pass.sum_order())
     }
 
-    /// Runs a batch like `forward` with `LogitRows::All`, but returns the normalized hidden states of all tokens,
-    /// `[tokens, hidden]`. [`logits`](Self::logits) turns rows of hidden states into logits.
-    /// Logits take far more memory than hidden states.
+    /// Runs a batch and returns the normalized hidden states of all its tokens, `[tokens, hidden]`.
+    /// Ignores `batch.logits`.
+    /// [`logits`](Self::logits) turns rows of hidden states into logits, which take far more memory.
     pub fn hidden_states(&self, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
         self.validate(batch)?;
         let device = self.embed_tokens.device();
@@ -168,8 +168,8 @@ impl Decoder {
         })
     }
 
-    /// Runs a pass like `forward_pass`, but without the output head. Returns the normalized hidden states of the tokens
-    /// that `rows` selects, `[rows, hidden]`.
+    /// Runs a pass without the output head.
+    /// Returns the normalized hidden states of the tokens that `rows` selects, `[rows, hidden]`.
     fn hidden_states_of_pass(
         &self,
         ids: &Tensor,
@@ -179,7 +179,7 @@ impl Decoder {
         mut tap: Option<Tap>,
     ) -> Result<Tensor> {
         scratch::begin_layer();
-        // 1. embed: x is the residual stream, and y is the output that the next norm adds to x
+        // 1. embed: x is the residual stream; y is the output that the next norm adds to x
         let mut x = self.embed_tokens.embed(ids, self.embed_scale)?;
         let mut y =
             self.embed_positions.as_ref().map(|table| embed(table, pass.queries().positions(), 1.0)).transpose()?;
@@ -191,7 +191,8 @@ impl Decoder {
                 for (index, layer) in self.own_layers() {
                     self.world.tick();
                     scratch::begin_layer();
-                    // Later layers need the keys and values of every token. After the last layer, only logits follow.
+                    // Later layers need every token for its keys and values.
+                    // After the last layer, only the logits follow.
                     let needed = if index + 1 == self.layer_count { rows } else { LogitRows::All };
                     let (sum, output) = layer.forward(&x, y.as_ref(), index, pass, cache, needed)?;
                     if let Some(tap) = &mut tap {
@@ -213,8 +214,8 @@ impl Decoder {
         Ok(normed)
     }
 
-    /// Returns the residual stream after a stage, f32 `[rows, hidden]`, on all ranks. On the rank that ran the stage
-    /// (`is_own`), it is x + y. The other ranks receive it from this rank.
+    /// Returns the residual stream after a stage, f32 `[rows, hidden]`, on all ranks.
+    /// The rank that ran the stage (`is_own`) contributes x + y. The other ranks receive the result from it.
     fn exchange_stage(&self, is_own: bool, x: &Tensor, y: Option<&Tensor>, rows: usize) -> Result<Tensor> {
         scratch::begin_layer();
         // All other ranks add zeros, so every rank gets the result of the rank that ran the stage.
@@ -226,7 +227,7 @@ impl Decoder {
         Ok(self.world.sum(&result)?)
     }
 
-    /// Fails if a token id is outside the vocabulary, or if a position is beyond the loaded context.
+    /// Fails if a token id is outside the vocabulary, or if a sequence exceeds the context of the loaded model.
     pub(crate) fn validate(&self, batch: &StepBatch) -> Result<()> {
         let vocab_size = self.vocab_size();
         if let Some(id) = batch.ids.iter().find(|&&id| id as usize >= vocab_size) {
@@ -239,8 +240,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// Sets the attention backend for later passes. Returns the backend that will run, which is never `Auto`.
-    /// Fails with the reason if a layer cannot use the backend.
+    /// Sets the attention backend for later passes. Returns the backend that will run: for `Auto`, the chosen one.
+    /// Fails with the reason if a layer of this rank does not support the backend.
     pub fn set_attention_backend(&mut self, backend: AttentionBackend) -> Result<AttentionBackend, String> {
         let (on_gpu, mut chosen) = (self.is_on_gpu(), backend);
         for (_, layer) in self.own_layers() {
@@ -256,7 +257,7 @@ impl Decoder {
         self.backend
     }
 
-    /// Returns true if attention reads block tables on the host. If it does, a CUDA graph cannot capture the pass.
+    /// Returns whether the attention backend reads block tables on the host. A CUDA graph cannot capture such a pass.
     #[cfg(feature = "cuda")]
     pub(crate) fn reads_tables_on_host(&self) -> bool {
         self.layers.iter().any(|layer| {
@@ -276,8 +277,8 @@ impl Decoder {
         (self.first_layer..).zip(&self.layers)
     }
 
-    /// Returns the number of stages, which are the ranges of layers that the ranks run one after another. Returns 1 if
-    /// every rank holds a part of each layer.
+    /// Returns the number of stages: ranges of layers that the ranks run one after another (`--split layers`).
+    /// Returns 1 if the ranks divide each layer.
     pub(crate) fn stages(&self) -> usize {
         self.world.stages().map_or(1, <[_]>::len)
     }
@@ -297,14 +298,15 @@ impl Decoder {
         self.cache_layout.clone()
     }
 
-    /// Returns the number of weight bytes that one decode step reads for one token.
-    /// The step reads all dense weights, the chosen experts, and one row of the embedding.
+    /// Returns how many bytes of this rank's weights a decode step reads for one token.
+    /// This includes all dense weights, the chosen experts, and one row of the embedding.
     pub fn step_bytes(&self) -> u64 {
         let row = self.embed_tokens.bytes() / self.vocab_size() as u64;
         row + self.layers.iter().map(DecoderLayer::step_bytes).sum::<u64>() + self.norm.bytes() + self.lm_head.bytes()
     }
 
-    /// Returns the experts per token, and the size of one expert in all layers. Both are 0 if the model has no experts.
+    /// Returns the number of experts per token, and the size in bytes of one expert summed over this rank's layers.
+    /// Returns 0 for both if no layer has experts.
     pub fn expert_cost(&self) -> ExpertCost {
         let layers = self.layers.iter().filter_map(|layer| layer.mlp.expert_cost());
         layers.fold(ExpertCost::default(), |sum, layer| ExpertCost {
@@ -375,8 +377,8 @@ fn load_layers(
     config.cache_layers.iter().enumerate().take(own.end).skip(own.start).map(load_layer).collect()
 }
 
-/// Loads an embedding `[vocab, hidden]`. A float embedding is quantized only if it is also the output head.
-/// Quantization speeds up the output head, which reads all rows, but not lookups, which read one row per token.
+/// Loads an embedding `[vocab, hidden]`. `--quantize` applies to a float embedding only if it is also the output head.
+/// The output head reads all rows, so quantization makes it faster. A lookup reads only one row per token.
 fn load_embedding(weights: &Weights, vocab_size: usize, hidden_size: usize, is_head: bool) -> Result<Matrix> {
     let weights = if is_head { weights.clone() } else { weights.unquantized() };
     Weights::matrix(&[(weights, vocab_size)], "weight", hidden_size)
@@ -394,7 +396,7 @@ fn load_head(
         let head = weights.at("lm_head").rows([share.clone()], vocab_size);
         return Linear::load(&head, hidden_size, share.len(), Bias::Without);
     }
-    // All ranks hold the whole embedding.
+    // The embedding is not divided: every rank holds all rows.
     match weights.world().size() {
         1 => Ok(Linear::tied(embedding.clone())),
         _ => Ok(Linear::tied(embedding.rows(share.start, share.len())?)),

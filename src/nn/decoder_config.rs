@@ -6,30 +6,30 @@ use super::kv_cache::LayerSpec;
 use super::norm::NormConfig;
 use super::rope::{RopeFrequencies, RotaryEmbedding};
 
-/// The config of a decoder, except for its attention and MLP.
+/// The config of a decoder, without the parts that only its attention and MLPs need.
 pub struct DecoderConfig {
     pub vocab_size: usize,
     pub hidden_size: usize,
     pub norm: NormConfig,
-    /// Whether the output head uses the weights of the embedding.
+    /// Whether the output head shares the weights of the embedding.
     pub tie_word_embeddings: bool,
     pub frequencies: RopeFrequencies,
     /// The RoPE frequencies of sliding-window layers. `None` if all layers use `frequencies`.
     pub sliding_frequencies: Option<RopeFrequencies>,
     pub cache_layers: Vec<LayerSpec>,
-    /// The prefix of all tensor names except `lm_head`, or an empty string.
+    /// The prefix of all tensor names except `lm_head`. Empty in some GPT-2 checkpoints.
     pub prefix: String,
     pub names: DecoderNames,
     /// The factor by which token embeddings are multiplied.
     pub embed_scale: f32,
-    /// The name and length of the learned position embedding, if any.
+    /// The tensor name and the number of positions of the learned position embedding, if any.
     pub learned_positions: Option<(&'static str, usize)>,
-    /// The soft cap, if any. Each logit l becomes cap · tanh(l / cap).
+    /// The soft cap of logits, if any: a logit l becomes cap · tanh(l / cap).
     pub final_softcap: Option<f32>,
 }
 
 impl DecoderConfig {
-    /// Returns a config with the options of Llama. Callers set `cache_layers` and all options that differ.
+    /// Returns a config with Llama's options. Callers set `cache_layers` and every option that differs from Llama.
     pub fn new(vocab_size: usize, hidden_size: usize, norm: NormConfig, frequencies: RopeFrequencies) -> Self {
         Self {
             vocab_size,
@@ -57,7 +57,7 @@ pub struct DecoderNames {
     pub attention_norm: &'static str,
     /// The norm before the MLP.
     pub mlp_norm: &'static str,
-    /// The norms of the attention output and the MLP output.
+    /// The norms of the attention output and of the MLP output, if the model has them.
     pub post_norms: Option<(&'static str, &'static str)>,
     /// The norm before the output head.
     pub norm: &'static str,
@@ -75,7 +75,7 @@ impl DecoderNames {
     };
 }
 
-/// The index, KV cache spec and RoPE tables of the layer that `load_parts` loads.
+/// The index, KV cache spec and RoPE tables of a layer to load.
 pub struct LayerInfo {
     pub index: usize,
     pub spec: LayerSpec,

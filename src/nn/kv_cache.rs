@@ -1,11 +1,12 @@
 //! The paged KV cache: the keys and values of all sequences, in blocks of [`BLOCK_TOKENS`] positions.
 //!
-//! Layers with the same attention window form a group, and a sequence has one block table per group. The sequence keeps
-//! every block of a full-attention group, and only the blocks in the window of a sliding-window group.
+//! Layers with the same attention window form a group, and a sequence has one block table per group.
+//! In full-attention groups, a sequence keeps all its blocks. In sliding-window groups, it keeps those in the window.
 //!
-//! All blocks have room for the same number of layers, so any group can use any free block. Layer i of each group
-//! uses the same tensors, in different blocks. If one window is more common than another, as in Gemma 3, the layers
-//! with the more common window form several groups. This is the design of vLLM's hybrid KV cache manager.
+//! All blocks have room for the same number of layers, so any group can use any free block.
+//! Layer i of each group uses the same tensors, in different blocks.
+//! If one window is more common than another, as in Gemma 3, its layers form several groups.
+//! vLLM's hybrid KV cache manager has the same design.
 
 use std::ops::Range;
 
@@ -22,11 +23,11 @@ pub use crate::kernels::attention::BLOCK_TOKENS;
 pub struct LayerSpec {
     pub kv_heads: usize,
     pub head_dim: usize,
-    /// The number of positions that a sliding-window layer attends to. `None` for full attention.
+    /// The number of positions that a token attends to, including its own. `None` for full attention.
     pub window: Option<usize>,
 }
 
-/// Returns the size in bytes of the keys and values that a token at position `depth` attends to, including its own.
+/// Returns the bytes of all keys and values that a token at position `depth` attends to, including its own.
 pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
     let elements = |layer: &LayerSpec| {
         let positions = layer.window.map_or(depth + 1, |window| window.min(depth + 1));
@@ -35,22 +36,22 @@ pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
     layers.iter().map(|layer| (elements(layer) * dtype.size_in_bytes()) as u64).sum()
 }
 
-/// The groups of layers that share block tables.
+/// How the layers of a cache are divided into groups that share block tables.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheLayout {
     /// The attention window of each group, or `None` for full attention.
     windows: Vec<Option<usize>>,
-    /// The index in the model of the first layer in `places`.
+    /// The index in the model of the first layer of the cache.
     first_layer: usize,
-    /// The group of each layer, and the layer's index within the group.
+    /// For each layer of the cache, its group and its index among the group's layers in the cache.
     places: Vec<(usize, usize)>,
     /// For each group, the number of its layers before `first_layer`.
     earlier_layers: Vec<usize>,
-    /// The number of layers for which a block has room. Some groups may have fewer layers.
+    /// The number of layers for which a block has room. A group may have fewer layers.
     layers_per_group: usize,
-    /// The number of KV heads and the head size. `None` if they differ between layers: [`KvCache::new`] then fails.
+    /// The number of KV heads and the head size of every layer. `None` if layers differ: [`KvCache::new`] then fails.
     heads: Option<(usize, usize)>,
-    /// The number of elements in one token's keys in one layer. If layers differ, the largest number.
+    /// The number of elements in one token's keys in one layer. If layers differ, the largest such number.
     row: usize,
 }
 
@@ -60,7 +61,7 @@ impl CacheLayout {
         let heads = layers.first().map(|layer| (layer.kv_heads, layer.head_dim));
         let heads = heads.filter(|&heads| layers.iter().all(|layer| (layer.kv_heads, layer.head_dim) == heads));
         let row = layers.iter().map(|layer| layer.kv_heads.saturating_mul(layer.head_dim)).max().unwrap_or(0);
-        // Each distinct window and its number of layers, in the order in which the windows first occur.
+        // The distinct windows in order of first occurrence, each with its number of layers.
         let mut classes: Vec<(Option<usize>, usize)> = Vec::new();
         for layer in layers {
             match classes.iter_mut().find(|(window, _)| *window == layer.window) {
@@ -73,8 +74,8 @@ impl CacheLayout {
         for (window, _) in classes {
             let members: Vec<usize> = (0..layers.len()).filter(|&layer| layers[layer].window == window).collect();
             let (first, groups) = (windows.len(), members.len().div_ceil(layers_per_group));
-            // Neighboring layers are in different groups. Any range of layers then has about as many layers of each
-            // group, which saves memory in `of_layers`.
+            // Put neighboring layers into different groups, so that any range of layers is divided evenly.
+            // A block of `of_layers` then needs room for few layers.
             for (index, layer) in members.into_iter().enumerate() {
                 places[layer] = (first + index % groups, index / groups);
             }
@@ -84,8 +85,8 @@ impl CacheLayout {
         Self { windows, first_layer: 0, places, earlier_layers, layers_per_group, heads, row }
     }
 
-    /// Returns the layout of a cache that holds only the layers in `range`. The groups, and thus the block tables, are
-    /// the same as before, but a block has room for fewer layers.
+    /// Returns the layout of a cache that holds only the layers in `range`.
+    /// The groups and block tables stay the same, but a block has room for fewer layers.
     pub fn of_layers(&self, range: Range<usize>) -> Self {
         let mut counts = vec![0; self.groups()];
         let places = self.places[range.clone()].iter().map(|&(group, _)| {
@@ -112,7 +113,7 @@ impl CacheLayout {
         self.places[layer - self.first_layer].0
     }
 
-    /// Returns the size of one block in bytes: the keys and values of all layers of a group.
+    /// Returns the size of one block in bytes: the keys and values of 64 positions in all layers of a group.
     pub fn block_bytes(&self, dtype: DType) -> u64 {
         let row = (self.row as u64).saturating_mul(2 * dtype.size_in_bytes() as u64);
         row.saturating_mul((self.layers_per_group * BLOCK_TOKENS) as u64)
@@ -125,15 +126,15 @@ impl CacheLayout {
     }
 }
 
-/// Returns the maximum number of blocks that a sequence of `tokens` tokens uses at once in a group with this window.
+/// Like [`CacheLayout::peak_blocks`], for a single group with this window.
 pub fn peak_blocks(window: Option<usize>, tokens: usize, chunk: usize) -> usize {
     let all = tokens.div_ceil(BLOCK_TOKENS);
-    // A step attends to its own tokens and the window before them. This range can start and end inside a block.
+    // A step attends to its own tokens and to the window before them. This range can start and end inside a block.
     window.map_or(all, |window| all.min(window.saturating_add(chunk).div_ceil(BLOCK_TOKENS) + 1))
 }
 
-/// The block table of each group, for one sequence. Entry i of a table is the block that holds positions
-/// `i * BLOCK_TOKENS` to `(i + 1) * BLOCK_TOKENS - 1`.
+/// The block tables of one sequence, one per group.
+/// Entry i of a table is the block for positions `i * BLOCK_TOKENS` to `(i + 1) * BLOCK_TOKENS - 1`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlockTables {
     groups: Vec<Vec<u32>>,
@@ -145,7 +146,7 @@ impl BlockTables {
         Self { groups: vec![Vec::new(); groups] }
     }
 
-    /// Creates tables for a sequence of `context` positions that has the cache to itself. Block 0 stays unused.
+    /// Creates tables for a sequence of up to `context` positions that has the cache to itself. Block 0 stays unused.
     ///
     /// Sliding-window groups use their blocks as a ring buffer. A step may compute at most `chunk` tokens.
     pub fn for_one_sequence(layout: &CacheLayout, context: usize, chunk: usize) -> Self {
@@ -190,18 +191,18 @@ impl BlockTables {
     }
 }
 
-/// The keys and values of all sequences.
+/// The keys and values of all sequences, in the layers of one rank.
 pub struct KvCache {
     layout: CacheLayout,
     blocks: usize,
-    /// Entry i holds the keys and values of layer i of each group, both `[rows, kv_heads, head_dim]`.
+    /// Entry i holds the keys and the values of layer i of each group, both `[rows, kv_heads, head_dim]`.
     /// Block b consists of `BLOCK_TOKENS` rows, starting at row `b * BLOCK_TOKENS`.
     layers: Vec<(Tensor, Tensor)>,
     device: Device,
 }
 
 impl KvCache {
-    /// Allocates a cache of `blocks` blocks. Fails if the layers differ in their number of KV heads or head size.
+    /// Allocates a cache of `blocks` blocks, filled with zeros. Fails if layers differ in KV heads or head size.
     pub fn new(layout: CacheLayout, blocks: usize, dtype: DType, device: &Device) -> Result<Self> {
         let Some((kv_heads, head_dim)) = layout.heads else {
             bail!("cannot allocate a KV cache for layers with different numbers of KV heads or head sizes");
@@ -213,7 +214,7 @@ impl KvCache {
     }
 
     /// Allocates a cache for one sequence of `context` positions, and returns its block tables.
-    /// The cache has enough blocks for a step of any size, up to the whole context.
+    /// A step may compute any number of tokens, up to the whole context.
     pub fn for_one_sequence(
         layout: CacheLayout,
         context: usize,
@@ -244,8 +245,8 @@ impl KvCache {
         CachedLayer { k, v }
     }
 
-    /// Returns the keys and values of all layers in this cache, `[rows, kv_heads, head_dim]`. Each layer comes with its
-    /// group and its index among all layers of the group, including the layers on other ranks.
+    /// Returns the keys and values of all layers in this cache, both `[rows, kv_heads, head_dim]`, in layer order.
+    /// Each layer comes with its group, and its index among all layers of the group, including those on other ranks.
     pub fn own_layers(&self) -> impl Iterator<Item = (usize, usize, [&Tensor; 2])> {
         self.layout.places.iter().map(|&(group, index)| {
             let (k, v) = &self.layers[index];
@@ -253,12 +254,12 @@ impl KvCache {
         })
     }
 
-    /// Returns the number of KV heads in this cache.
+    /// Returns the number of KV heads per layer in this cache.
     pub fn kv_heads(&self) -> usize {
         self.layout.heads.map_or(0, |(kv_heads, _)| kv_heads)
     }
 
-    /// Copies block `from` to block `to`: the keys and values of all layers of a group.
+    /// Copies the keys and values of all layers of a group from block `from` to block `to`.
     pub fn copy_block(&self, from: u32, to: u32) -> Result<()> {
         for tensor in self.layers.iter().flat_map(|(k, v)| [k, v]) {
             let rows = tensor.narrow(0, from as usize * BLOCK_TOKENS, BLOCK_TOKENS)?.force_contiguous()?;

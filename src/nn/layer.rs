@@ -12,8 +12,8 @@ use crate::kernels::{norm::Addend, rows::add_bias};
 
 /// A decoder layer. It computes x + attention(norm(x)), then x + mlp(norm(x)).
 ///
-/// x is the residual stream, the sum of the embedding and the outputs of all earlier layers.
-/// x is f32 regardless of the compute dtype, because rounding errors in a narrower dtype would accumulate.
+/// x is the residual stream: the sum of the embedding and the outputs of all earlier layers.
+/// The residual stream is f32 in every compute dtype, because rounding errors in a narrower dtype would accumulate.
 pub(crate) struct DecoderLayer {
     pub(crate) attention_norm: Norm,
     pub(crate) self_attn: Attention,
@@ -28,8 +28,8 @@ pub(crate) struct DecoderLayer {
 impl DecoderLayer {
     /// Runs the layer on the residual stream x and the output y of the previous layer, both f32 `[tokens, hidden]`.
     ///
-    /// Returns the rows of x and y that are needed after this layer. y is not yet added to x: the next norm kernel
-    /// performs the addition.
+    /// Returns the rows of x and y that `needed` selects. y is the output of the MLP. It is not yet added to x:
+    /// the next norm kernel adds it.
     pub(super) fn forward(
         &self,
         x: &Tensor,
@@ -56,7 +56,7 @@ impl DecoderLayer {
         Ok((x, self.mlp_post_norm.as_ref().map(|norm| norm.forward(&y)).transpose()?.unwrap_or(y)))
     }
 
-    /// Returns the number of weight bytes that a decode step reads for one token.
+    /// Returns how many bytes of this rank's weights a decode step reads for one token.
     pub(super) fn step_bytes(&self) -> u64 {
         let norms = self.norms().map(Norm::bytes).sum::<u64>();
         norms + self.self_attn.bytes() + self.mlp.step_bytes()

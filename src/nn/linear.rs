@@ -11,13 +11,13 @@ use crate::weights::Weights;
 
 pub(super) use crate::weights::division::SHARE_COLUMNS;
 
-/// For a matrix that stacks gate_proj and up_proj, in this order, returns the rows that a rank holds.
+/// Returns this rank's rows of a matrix that stacks gate_proj and up_proj, in this order.
 /// `share` is the rank's part of the intermediate size.
 pub(super) fn gate_up_rows(share: &Range<usize>, intermediate_size: usize) -> [Range<usize>; 2] {
     [share.clone(), intermediate_size + share.start..intermediate_size + share.end]
 }
 
-/// Whether a projection has a bias. The family or config.json determines this, not the tensors in the checkpoint.
+/// Whether a projection has a bias. The family or config.json decides this, whatever the checkpoint contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {
     With,
@@ -38,19 +38,19 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// Loads `weight` with shape `[out, in]` and, for a layer with a bias, `bias` with shape `[out]`.
+    /// Loads `weight`, `[out, in]`, and, if the layer has a bias, `bias`, `[out]`.
     pub fn load(weights: &Weights, input: usize, output: usize, bias: Bias) -> Result<Self> {
         Self::load_stacked(&[(weights.clone(), output)], input, bias)
     }
 
-    /// Loads a layer and converts its weight to the float type `dtype`. Inputs must have the same dtype.
+    /// Loads an unquantized layer with its weight in the float type `dtype`. Inputs must have this dtype.
     pub fn load_with_dtype(weights: &Weights, input: usize, output: usize, bias: Bias, dtype: DType) -> Result<Self> {
         let weight = Matrix::Dense(weights.float_as("weight", &[output, input], dtype)?);
         let bias = (bias == Bias::With).then(|| weights.float_as("bias", &[output], DType::F32)).transpose()?;
         Ok(Self { weight, bias })
     }
 
-    /// Loads several projections of the same input as one layer. `parts` lists their weights and output sizes.
+    /// Loads several projections of the same input as one layer. `parts` are their weights and output sizes.
     pub fn load_stacked(parts: &[(Weights, usize)], input: usize, bias: Bias) -> Result<Self> {
         let weight = Weights::matrix(parts, "weight", input)?;
         let biases = match bias {
@@ -68,7 +68,7 @@ impl Linear {
         Ok(Self { weight, bias })
     }
 
-    /// Loads a GPT-2 `Conv1D` layer. The checkpoint stores `weight` as `[in, out]` and `bias` as `[out]`.
+    /// Loads a GPT-2 `Conv1D` layer: its weight is stored transposed, `[in, out]`, and it always has a bias, `[out]`.
     pub fn load_transposed(weights: &Weights, input: usize, output: usize) -> Result<Self> {
         let weight = weights.transposed("weight", output, input)?;
         Ok(Self { weight, bias: Some(weights.vector("bias", output, DType::F32)?) })
@@ -80,7 +80,7 @@ impl Linear {
         Ok(Self { weight: self.weight.rows(first, rows)?, bias })
     }
 
-    /// Returns a layer that shares its weight `[out, in]` with the embedding.
+    /// Creates an output head from the weight of the embedding, `[vocab, hidden]`. It shares memory with the embedding.
     pub fn tied(weight: Matrix) -> Self {
         Self { weight, bias: None }
     }
@@ -90,8 +90,8 @@ impl Linear {
         self.weight.bytes() + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Returns x·Wᵀ summed over all ranks, plus b. Each rank holds some of the columns of x and W.
-    /// Maps x `[tokens, in]` to f32 `[tokens, out]`. All ranks must call this function.
+    /// Maps x `[tokens, in]` to f32 `[tokens, out]`: x·Wᵀ summed over all ranks, plus b.
+    /// Each rank holds some columns of x and W. All ranks must call this function.
     pub fn forward_summed(&self, x: &Tensor, order: SumOrder, world: &World) -> Result<Tensor> {
         self.add_bias(world.sum_partials(&self.matmul(x, order)?)?)
     }
@@ -101,7 +101,8 @@ impl Linear {
         Ok(self.weight.matmul(x, order)?)
     }
 
-    /// Maps x `[tokens, in]` to f32 `[tokens, out]`. If the weight is not quantized, x must have the weight's dtype.
+    /// Maps x `[tokens, in]` to f32 `[tokens, out]`.
+    /// x must have the weight's dtype. If the weight is quantized, x may have any float dtype.
     pub fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         self.add_bias(self.matmul(x, order)?)
     }

@@ -21,18 +21,17 @@ pub enum Mlp {
     ClampedMoe(ClampedMoe),
 }
 
-/// The experts per token and the bytes of one expert, in one layer or in a whole model. For a model, `per_token` is the
-/// maximum over its layers, and `bytes` is the sum of one expert from each layer.
+/// The experts per token and the size of one expert, in one layer or in a whole model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExpertCost {
-    /// The number of experts that each token uses per layer.
+    /// The number of experts that each token uses per layer. In a model, the maximum over its layers.
     pub per_token: usize,
-    /// The size of one expert in bytes, summed over the layers.
+    /// The size of one expert in bytes. In a model, the sum over its layers.
     pub bytes: u64,
 }
 
 impl Mlp {
-    /// Returns the dtype that inputs must have. MoE layers take f32 because their router runs in f32.
+    /// Returns the dtype of the input. MoE layers take f32, because their router runs in f32.
     pub fn dtype(&self) -> DType {
         match self {
             Mlp::Gated(mlp) => mlp.dtype,
@@ -61,7 +60,7 @@ impl Mlp {
         Some(ExpertCost { per_token, bytes })
     }
 
-    /// Returns the counter of used experts, or `None` if the layer has no counter.
+    /// Returns the counter of used experts. Only a [`ClampedMoe`] has one.
     pub fn usage(&self) -> Option<&ExpertUsage> {
         match self {
             Mlp::ClampedMoe(moe) => Some(moe.usage()),
@@ -69,7 +68,7 @@ impl Mlp {
         }
     }
 
-    /// Returns the number of weight bytes that a decode step reads for one token.
+    /// Returns how many bytes of this rank's weights a decode step reads for one token.
     pub fn step_bytes(&self) -> u64 {
         match self {
             Mlp::Gated(mlp) => mlp.gate_up_proj.bytes() + mlp.down_proj.bytes(),
@@ -136,7 +135,7 @@ impl GatedMlp {
         Ok(Self { gate_up_proj, down_proj, activation: kernel_activation(activation)?, dtype, world })
     }
 
-    /// Returns `gate_proj` and `up_proj`, which share memory with this layer.
+    /// Returns `gate_proj` and `up_proj` as two layers, which share memory with this one.
     #[cfg(feature = "cuda")]
     pub(crate) fn gate_and_up(&self) -> Result<[Linear; 2]> {
         let intermediate_size = self.gate_up_proj.weight.dims().0 / 2;
@@ -146,7 +145,7 @@ impl GatedMlp {
         ])
     }
 
-    /// Returns the dtype that inputs must have.
+    /// Returns the dtype of the input.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
@@ -200,14 +199,14 @@ impl PlainMlp {
     }
 }
 
-/// Returns the part of the intermediate size that this rank holds. `down` holds the weights of the down projection.
+/// Returns the part of the intermediate size that this rank holds. `down` are the weights of the down projection.
 fn intermediate_share(down: &Weights, intermediate_size: usize) -> Result<Range<usize>> {
     let unit = SHARE_COLUMNS.max(down.column_unit("weight", intermediate_size)?);
     Ok(down.world().share(intermediate_size, unit))
 }
 
-/// Returns the kernel for an activation. Fails if the activation has no kernel.
-/// Unlike candle's activations, the kernels also perform the multiplication and the cast that follow.
+/// Returns the kernel for an activation. Fails if there is none.
+/// The kernel also performs the multiplication and the cast that follow the activation.
 fn kernel_activation(activation: Activation) -> Result<activation::Activation> {
     match activation {
         Activation::Silu | Activation::Swish => Ok(activation::Activation::Silu),

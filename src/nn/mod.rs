@@ -1,5 +1,4 @@
-//! The layers from which the families build their decoders.
-//! They run eagerly on any device, using ops from candle and `kernels`.
+//! The layers from which the families build their decoders. They run one operation at a time, on any device.
 //!
 //! - `decoder`, `decoder_config`: the decoder that all families share, and its sizes, options and tensor names
 //! - `layer`: attention, then an MLP; `attention`, `rope`, `mlp`, `moe`, `linear`, `norm`: their parts

@@ -21,7 +21,7 @@ use crate::kernels::moe::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
 use crate::kernels::{self, SumOrder};
 use crate::weights::{Weights, mxfp4};
 
-/// The sizes of a [`GatedMoe`] and the method for weighting the chosen experts.
+/// The sizes of a [`GatedMoe`], and how the chosen experts are weighted.
 #[derive(Clone, Copy, Debug)]
 pub struct GatedMoeConfig {
     pub hidden_size: usize,
@@ -32,7 +32,8 @@ pub struct GatedMoeConfig {
 }
 
 impl GatedMoeConfig {
-    /// Fails if the kernels do not support this many experts, in total or per token, or if a size is out of range.
+    /// Fails if the intermediate size is out of range.
+    /// Also fails if the kernels do not support this many experts, in total or per token.
     pub fn validate(&self) -> Result<()> {
         let (chosen, experts) = (self.experts_per_token, self.experts);
         check_size("the intermediate size of experts", self.intermediate_size)?;
@@ -55,7 +56,7 @@ pub struct ExpertNames {
 
 /// A mixture of gated MLPs without biases, as in Qwen3-MoE and Mixtral.
 pub struct GatedMoe {
-    /// The router, in f32 because a rounding error may send a token to a different expert.
+    /// The router. It is f32, because a rounding error could send a token to a different expert.
     pub(crate) router: Linear,
     /// `[experts, 2 * intermediate, hidden]`. Each expert has the gate_proj rows, then the up_proj rows.
     pub(crate) gate_up_proj: ExpertWeights,
@@ -69,7 +70,7 @@ pub struct GatedMoe {
 impl GatedMoe {
     /// Loads the router `gate` and the experts.
     ///
-    /// The experts are separate matrices, such as `experts.7.gate_proj`, or the stacked matrices of transformers 5:
+    /// The experts are separate matrices, such as `experts.7.gate_proj`, or stacked matrices, as in transformers 5:
     /// - `experts.gate_up_proj` with shape `[experts, 2 * intermediate, hidden]`
     /// - `experts.down_proj` with shape `[experts, hidden, intermediate]`
     pub fn load(weights: &Weights, config: GatedMoeConfig, names: &ExpertNames) -> Result<Self> {
@@ -103,12 +104,12 @@ impl GatedMoe {
         Ok(Self { router, gate_up_proj, down_proj, dtype: weights.dtype(), config, world })
     }
 
-    /// Returns the size of one expert in bytes.
+    /// Returns the size in bytes of one expert on this rank.
     pub fn expert_bytes(&self) -> u64 {
         (self.gate_up_proj.bytes() + self.down_proj.bytes()) / self.config.experts as u64
     }
 
-    /// Returns the number of weight bytes that a decode step reads for one token: the router and the chosen experts.
+    /// Returns how many bytes of this rank's weights a decode step reads for one token: router and chosen experts.
     pub fn step_bytes(&self) -> u64 {
         self.router.bytes() + self.expert_bytes() * self.config.experts_per_token as u64
     }
@@ -122,9 +123,9 @@ impl GatedMoe {
         Ok(self.world.sum_partials(&y)?)
     }
 
-    /// Computes the part of [`forward`](Self::forward) that belongs to this rank.
+    /// Computes this rank's part of the sum that [`forward`](Self::forward) returns.
     fn forward_part(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
-        // One kernel grid covers at most MAX_PAIRS (token, expert) pairs.
+        // One launch covers at most MAX_PAIRS (token, expert) pairs. Larger batches are divided.
         let (tokens, limit) = (x.dim(0)?, MAX_PAIRS / self.config.experts_per_token);
         if tokens <= limit {
             return self.forward_grid(x, order);
@@ -149,7 +150,8 @@ impl GatedMoe {
     }
 }
 
-/// Reshapes a matrix of stacked experts from `[experts * rows, columns]` to `[experts, rows, columns]`.
+/// Turns a matrix of stacked experts, `[experts * rows, columns]`, into experts, `[experts, rows, columns]`.
+/// Fails if the parts of the matrix are quantized in different formats.
 fn split_experts(matrix: Matrix, shape: [usize; 3]) -> Result<ExpertWeights> {
     match matrix {
         Matrix::Dense(weights) => Ok(ExpertWeights::Dense(weights.reshape(&shape)?)),
@@ -158,7 +160,7 @@ fn split_experts(matrix: Matrix, shape: [usize; 3]) -> Result<ExpertWeights> {
     }
 }
 
-/// The sizes of a [`ClampedMoe`].
+/// The sizes and the clamp limit of a [`ClampedMoe`].
 #[derive(Clone, Copy, Debug)]
 pub struct ClampedMoeConfig {
     pub hidden_size: usize,
@@ -171,7 +173,7 @@ pub struct ClampedMoeConfig {
 /// The MoE layer of gpt-oss. The experts have MXFP4 weights, biases, and a clamped SwiGLU.
 /// In `gate_up_proj`, gate rows and up rows alternate.
 pub struct ClampedMoe {
-    /// The router, in f32 because a rounding error may send a token to a different expert.
+    /// The router. It is f32, because a rounding error could send a token to a different expert.
     pub(crate) router: Linear,
     /// `[experts, 2 * intermediate, hidden]`
     pub(crate) gate_up_proj: ExpertWeights,
@@ -193,7 +195,6 @@ impl ClampedMoe {
         let ClampedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
         let (all, world) = (weights.at("experts"), weights.world());
         let share = world.share(intermediate_size, MXFP4_BLOCK);
-        // Gate rows and up rows alternate.
         let alternating = 2 * share.start..2 * share.end;
         let gate_up_weights = all.rows([alternating], 2 * intermediate_size);
         let down_weights = all.columns(share.clone(), intermediate_size);
@@ -214,7 +215,7 @@ impl ClampedMoe {
         })
     }
 
-    /// Returns the size of one expert in bytes.
+    /// Returns the size in bytes of one expert on this rank, including its biases.
     pub fn expert_bytes(&self) -> u64 {
         let biases = kernels::bytes(&self.gate_up_bias) + kernels::bytes(&self.down_bias);
         (self.gate_up_proj.bytes() + self.down_proj.bytes() + biases) / self.config.experts as u64
@@ -225,7 +226,7 @@ impl ClampedMoe {
         &self.usage
     }
 
-    /// Returns the number of weight bytes that a decode step reads for one token: the router and the chosen experts.
+    /// Returns how many bytes of this rank's weights a decode step reads for one token: router and chosen experts.
     pub fn step_bytes(&self) -> u64 {
         self.router.bytes() + self.expert_bytes() * self.config.experts_per_token as u64
     }
@@ -239,7 +240,7 @@ impl ClampedMoe {
         Ok(self.world.sum_partials(&y)?)
     }
 
-    /// Computes the part of [`forward`](Self::forward) that belongs to this rank.
+    /// Computes this rank's part of the sum that [`forward`](Self::forward) returns.
     fn forward_part(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         let chosen = self.config.experts_per_token;
         #[cfg(feature = "cuda")]

@@ -1,9 +1,9 @@
 //! RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450), computed in f32.
 //!
-//! RMSNorm is x / sqrt(mean(x²) + eps) · w. LayerNorm first subtracts the mean of x, and adds a bias at the end.
+//! RMSNorm is x / sqrt(mean(x²) + eps) · w. LayerNorm also subtracts the mean of x before, and adds a bias after.
 //!
-//! Unlike the norms of candle_nn, the kernel also adds the residual and casts the output to the compute dtype.
-//! The weights stay in f32 even if the output is bf16.
+//! Unlike candle_nn's norms, the kernel also updates the residual stream and casts its output to the compute dtype.
+//! The weights are f32 in every compute dtype.
 
 use anyhow::Result;
 use candle_core::{DType, Tensor};
@@ -59,7 +59,7 @@ impl Norm {
         kernels::bytes(&self.weight) + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Returns x + y as f32 `[tokens, hidden]`, and the normalized sum in `dtype`. Without y, the sum is x.
+    /// Returns x + y as f32 `[tokens, hidden]`, and this sum normalized, in `dtype`. Without y, the sum is x.
     pub fn add_norm(&self, x: &Tensor, y: Option<Addend>, dtype: DType) -> Result<(Tensor, Tensor)> {
         Ok(kernels::norm::add_norm(x, y, &self.weight, self.bias.as_ref(), self.eps, dtype)?)
     }

@@ -16,7 +16,7 @@ pub struct StepBatch<'b> {
     pub ids: &'b [u32],
     pub sequences: &'b [SequenceSpan<'b>],
     pub logits: LogitRows,
-    /// `Fixed` requires one token per sequence.
+    /// The order of additions. `Fixed` requires one token per sequence.
     pub sum_order: SumOrder,
 }
 
@@ -27,7 +27,7 @@ pub struct SequenceSpan<'b> {
     pub tokens: usize,
     /// The position of the first new token. The keys and values of all earlier positions are in the cache.
     pub position: usize,
-    /// The block tables of the sequence. They cover all positions up to the last new token.
+    /// The block tables of the sequence, which cover all positions up to the last new token.
     pub tables: &'b BlockTables,
 }
 
@@ -47,12 +47,13 @@ pub struct Pass {
     blocks: Vec<PassBlocks>,
     backend: AttentionBackend,
     sum_order: SumOrder,
-    /// The index of the last token of each sequence, u32 `[sequences]`, once a layer has asked for it.
+    /// The indices of the last tokens of the sequences, u32 `[sequences]`. Set on first use.
     last_tokens: OnceCell<Tensor>,
 }
 
 impl Pass {
-    /// Computes the position and the cache row of each token. Fails if a sequence lacks blocks for its tokens.
+    /// Computes the position and the cache row of each token.
+    /// Fails if the batch is inconsistent, or if a sequence lacks blocks for its tokens.
     pub(super) fn new(batch: &StepBatch, cache: &KvCache, device: &Device, backend: AttentionBackend) -> Result<Self> {
         let StepBatch { ids, sequences, sum_order, .. } = *batch;
         let tokens: usize = sequences.iter().map(|span| span.tokens).sum();
@@ -108,7 +109,7 @@ impl Pass {
         }
     }
 
-    /// Returns the selected rows of x, which has one row per token.
+    /// Returns the rows of x that `rows` selects. x has one row per token.
     pub(super) fn select(&self, rows: LogitRows, x: &Tensor) -> Result<Tensor> {
         let spans = self.queries.spans();
         if self.row_count(rows) == x.dim(0)? {

@@ -1,10 +1,10 @@
-//! Rotary position embedding (RoPE): the frequencies for each scaling method.
+//! Rotary position embedding (RoPE): its frequencies, for each scaling method, and its cos and sin tables.
 //!
 //! The formulas are from `modeling_rope_utils.py` in transformers.
-//! The config.json fields of transformers 4 and 5 are supported.
+//! The fields of config.json can have the names of transformers 4 or of transformers 5.
 //!
-//! The rotation itself is in `kernels::attention::rope`. Unlike `candle_nn::rotary_emb`, it takes a position per token.
-//! It can also rotate only part of a head, and it fuses the bias, the q/k norm and the cast.
+//! The rotation is in `kernels::attention::rope`. Unlike `candle_nn::rotary_emb`, it takes a position per token.
+//! The rotation kernel can also rotate only part of a head, and includes the bias, the q/k norm and the cast.
 
 use std::f32::consts::PI;
 
@@ -21,7 +21,7 @@ use crate::text::quote;
 const MIN_THETA: f64 = 2.0;
 const MAX_THETA: f64 = 1e15;
 
-/// The range of the RoPE scaling parameters, except `factor`, whose minimum is 1. Real values are between 0.5 and 100.
+/// The range of RoPE scaling parameters. `factor` must also be at least 1. Real values are between 0.5 and 100.
 const MIN_FACTOR: f64 = 1e-3;
 const MAX_FACTOR: f64 = 1e6;
 
@@ -60,7 +60,7 @@ struct RopeParameters {
 /// The context lengths that RoPE frequencies depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeLengths {
-    /// The value in config.json, which is also the default value of `original_max_position_embeddings`.
+    /// The value in config.json. It is the original length, too, if `original_max_position_embeddings` is absent.
     pub max_position_embeddings: usize,
     /// The number of positions that the model is loaded for.
     pub context: usize,
@@ -69,14 +69,14 @@ pub struct RopeLengths {
 /// The rotation frequencies of a model, and the factor by which cos and sin are multiplied.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeFrequencies {
-    /// The angle per position for each rotated pair of dims, in radians, `[rotated / 2]`.
+    /// The angle per position, in radians, of each rotated pair of elements: `[rotated / 2]`.
     pub inv_freq: Vec<f32>,
-    /// The factor by which YaRN and LongRoPE multiply cos and sin. It is 1 for the other methods.
+    /// The factor by which YaRN and LongRoPE multiply cos and sin. 1 for other methods.
     pub attention_factor: f32,
 }
 
 impl RopeFrequencies {
-    /// Returns a zero frequency, which means no rotation, for models with learned positions.
+    /// Returns frequencies that rotate nothing, for models with learned positions: a single frequency of 0.
     pub fn none() -> Self {
         Self { inv_freq: vec![0.0], attention_factor: 1.0 }
     }
@@ -87,26 +87,27 @@ impl RopeConfig {
         self.rope_parameters.as_ref().or(self.rope_scaling.as_ref())
     }
 
-    /// Returns the number of dims per head that are rotated.
+    /// Returns the number of elements per head that RoPE rotates.
     pub fn rotary_dim(&self, head_dim: usize) -> usize {
         let inner = self.parameters().and_then(|parameters| parameters.partial_rotary_factor);
         (head_dim as f64 * inner.or(self.partial_rotary_factor).unwrap_or(1.0)) as usize
     }
 
-    /// Returns the original context length, before RoPE scaling, if config.json specifies it.
+    /// Returns the context length before RoPE scaling, if config.json specifies it.
     fn original_length(&self) -> Option<usize> {
         let inner = self.parameters().and_then(|parameters| parameters.original_max_position_embeddings);
         self.original_max_position_embeddings.or(inner)
     }
 
-    /// Returns the longest context that uses the short factors of LongRoPE, or `None` for other methods.
+    /// Returns the longest context that uses the short factors of LongRoPE.
+    /// Returns `None` for other methods, or if config.json does not specify the original length.
     pub fn short_context(&self) -> Option<usize> {
         let long = self.parameters().is_some_and(|parameters| parameters.long_factor.is_some());
         self.original_length().filter(|_| long)
     }
 
-    /// Computes the frequencies for `dim` rotated dims of a head.
-    /// Fails if a number in the config is out of range, or if a frequency is not a positive number.
+    /// Computes the frequencies for `dim` rotated elements of a head. Without `rope_theta`, `default_theta` applies.
+    /// Fails if a parameter is missing or out of range, or if a frequency is not a positive number.
     pub fn frequencies(&self, dim: usize, lengths: RopeLengths, default_theta: f64) -> Result<RopeFrequencies> {
         let default = RopeParameters::default();
         let parameters = self.parameters().unwrap_or(&default);
@@ -198,7 +199,7 @@ fn llama3(plain: Vec<f32>, parameters: &RopeParameters, factor: f32, original: f
 /// Computes the frequencies of LongRoPE (arXiv 2402.13753) with one of two lists of divisors.
 ///
 /// When a sequence exceeds the original length, transformers switches to the long list and recomputes all keys.
-/// inferno chooses the list when it loads the model, from the context length, so cached keys stay valid.
+/// inferno chooses the list once, from the context length for which it loads the model, so cached keys stay valid.
 /// The results match those of transformers if this context length does not exceed the original length.
 fn longrope(
     plain: Vec<f32>,
@@ -225,7 +226,7 @@ fn longrope(
     Ok(RopeFrequencies { inv_freq, attention_factor: attention_factor as f32 })
 }
 
-/// Computes the frequencies of YaRN (arXiv 2309.00071), which blends interpolated and plain frequencies with a ramp.
+/// Computes the frequencies of YaRN (arXiv 2309.00071), which blends plain and interpolated frequencies with a ramp.
 /// YaRN also scales cos and sin.
 fn yarn(plain: Vec<f32>, parameters: &RopeParameters, factor: f64, theta: f64, original: f64) -> RopeFrequencies {
     let dim = 2 * plain.len();
@@ -269,7 +270,7 @@ pub struct RotaryEmbedding {
 }
 
 impl RotaryEmbedding {
-    /// Computes the tables for positions 0 to `positions` - 1. They take positions · rotated · 4 bytes.
+    /// Computes the tables for positions 0 to `positions` - 1. Together, they take positions · rotated · 4 bytes.
     pub fn new(frequencies: &RopeFrequencies, positions: usize, device: &Device) -> Result<Self> {
         let half = frequencies.inv_freq.len();
         let angle = |i: usize| (i / half) as f32 * frequencies.inv_freq[i % half];

@@ -12,7 +12,7 @@ use crate::conversation::{ReasoningVisibility, Session, Turn};
 use crate::terminal::{Color, TurnView, WindowSize, dim, stdout_color, stdout_columns};
 use crate::text::{printable, without_controls, wrapped};
 
-/// The display of one chat turn. Also handles keys while the answer streams.
+/// Displays one chat turn, and handles keys while the answer streams.
 pub struct TurnDisplay {
     output: TurnOutput,
     /// The visibility of reasoning when the turn started.
@@ -22,7 +22,7 @@ pub struct TurnDisplay {
     /// The number of suspensions (Ctrl-Z) that the display has handled.
     #[cfg(unix)]
     suspensions: usize,
-    /// The input typed before the turn, if there is no key listener.
+    /// The input typed before the turn. Empty if the key listener has it.
     type_ahead: TypeAhead,
 }
 
@@ -31,7 +31,7 @@ enum TurnOutput {
     Plain(PlainText),
 }
 
-/// Prints text as it arrives, without formatting. Without color, labels separate the reasoning from the answer.
+/// Prints text as it arrives. Color marks the reasoning. Without color, labels do.
 struct PlainText {
     hides_reasoning: bool,
     color: Color,
@@ -39,7 +39,7 @@ struct PlainText {
 }
 
 impl TurnDisplay {
-    /// Prepares the display for a turn. Input typed during the turn is appended to `type_ahead`.
+    /// Prepares the display for a turn. A key listener, if one can run, appends input to `type_ahead`.
     pub fn new(session: &Session, type_ahead: TypeAhead) -> Self {
         let settings = &session.settings;
         let hides_reasoning = settings.reasoning == ReasoningVisibility::Hidden;
@@ -91,9 +91,9 @@ impl TurnDisplay {
         Ok(())
     }
 
-    /// Ends the turn. Unless the turn failed, prints its statistics and notes.
+    /// Ends the turn. Prints the statistics and notes of `turn`, which is `None` if the turn failed.
     ///
-    /// Returns the visibility of reasoning in the next turn, and the input that was typed ahead.
+    /// Returns the visibility of reasoning for the next turn, and the input typed ahead.
     pub fn finish(mut self, turn: Option<&Turn>) -> Result<(ReasoningVisibility, TypeAhead)> {
         let mut out = std::io::stdout().lock();
         match &mut self.output {

@@ -23,7 +23,7 @@ use crate::files;
 use crate::terminal;
 use crate::text::printable;
 
-/// A function that returns the possible values of an argument, for completion.
+/// A function that returns the completions of an argument.
 pub type NameList = Box<dyn Fn() -> Vec<String>>;
 
 /// What the user did at the prompt.
@@ -49,10 +49,10 @@ pub struct LineEditor {
     draft: SharedText,
 }
 
-/// Text that a key handler or the rustyline helper shares with the line editor.
+/// Text that a key handler or the helper passes to the line editor.
 type SharedText = Arc<Mutex<Option<String>>>;
 
-/// The longest message to keep in the history, in bytes. A history with longer messages would slow down startup.
+/// The longest message to keep in the history, in bytes. Longer messages would slow down later starts.
 const MAX_HISTORY_BYTES: usize = 64 << 10;
 
 impl LineEditor {
@@ -83,7 +83,7 @@ impl LineEditor {
         Ok(Self { editor, history, sent_to_editor, suspended, draft })
     }
 
-    /// Reads one message. The line initially contains `initial`.
+    /// Reads one message. `initial` is the text on the line at the start.
     pub fn read(&mut self, initial: &str) -> Result<Input> {
         let mut initial = initial.to_string();
         loop {
@@ -116,7 +116,7 @@ impl LineEditor {
         }
     }
 
-    /// Adds a line to the history. Returns the line without the marks of multi-line input.
+    /// Adds a message to the history. Returns the message without the marks of multi-line input.
     pub fn accept(&mut self, line: &str) -> String {
         if !line.trim().is_empty() && line.len() <= MAX_HISTORY_BYTES {
             let _ = self.editor.add_history_entry(line);
@@ -130,7 +130,7 @@ impl LineEditor {
 }
 
 fn put(shared: &SharedText, text: Option<String>) {
-    // The text is valid even if a thread panicked while it held the lock.
+    // The text is valid even if another thread has panicked while it held the lock.
     *shared.lock().unwrap_or_else(PoisonError::into_inner) = text;
 }
 
@@ -138,14 +138,14 @@ fn take(shared: &SharedText) -> Option<String> {
     shared.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
-/// Returns the path of the history file and creates its folder. Returns `None` if the history is disabled.
+/// Returns the path of the history file and creates its folder. `None` if history is disabled or there is no folder.
 fn history_path() -> Option<PathBuf> {
     let folder = state_folder::path().filter(|_| state_folder::is_enabled())?;
     state_folder::create_folder(&folder).ok()?;
     Some(folder.join("history"))
 }
 
-/// Renames a damaged history file, because lines cannot be appended to it. Ignores missing and unreadable files.
+/// Renames a damaged history file, because lines cannot be appended to it. A missing or unreadable file stays.
 fn move_damaged_history_aside(path: &Path, error: &ReadlineError) {
     if let ReadlineError::Io(error) = error
         && matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied)
@@ -161,7 +161,7 @@ fn move_damaged_history_aside(path: &Path, error: &ReadlineError) {
     }
 }
 
-/// Discards pending input after an invalid line, so that it is not read as new messages.
+/// Discards pending input after an invalid line. Otherwise, the rest of a paste would be read as new messages.
 fn discard_input() {
     #[cfg(unix)]
     {
@@ -171,7 +171,7 @@ fn discard_input() {
     }
 }
 
-/// Opens `text` in $VISUAL or $EDITOR and returns the edited text.
+/// Opens `text` in $VISUAL, $EDITOR or vi, and returns the edited text.
 fn edit(text: &str) -> Result<String> {
     let variable = |name| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
     let editor = variable("VISUAL").or_else(|| variable("EDITOR")).unwrap_or_else(|| "vi".to_string());
@@ -197,7 +197,7 @@ fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
     Ok(edited.trim_end().to_string())
 }
 
-/// A key handler for Ctrl-G and Ctrl-Z that stores the text of the line and ends the input.
+/// The handler of Ctrl-G and Ctrl-Z: stores the text of the line and ends the input.
 struct EndLine(SharedText);
 
 impl ConditionalEventHandler for EndLine {
@@ -207,7 +207,7 @@ impl ConditionalEventHandler for EndLine {
     }
 }
 
-/// The rustyline helper, which completes words on Tab and decides whether Enter ends the message.
+/// The rustyline helper: completes words on Tab, and decides whether Enter ends the message.
 struct LineHelper {
     files: FilenameCompleter,
     model_names: NameList,
@@ -249,7 +249,7 @@ impl Validator for LineHelper {
 impl Hinter for LineHelper {
     type Hint = String;
 
-    /// Stores the line as the draft. rustyline calls `hint` whenever the line changes. Never returns a hint.
+    /// Stores the line as the draft, because rustyline calls `hint` after each change. Never returns a hint.
     fn hint(&self, line: &str, _: usize, _: &Context<'_>) -> Option<String> {
         put(&self.draft, Some(line.to_string()));
         None

@@ -1,7 +1,7 @@
 //! Handles keys while an answer streams.
 //!
 //! While the listener runs, the terminal sends each key immediately and does not echo it. Ctrl-C still raises a signal.
-//! The original terminal modes are always restored afterwards.
+//! When the listener ends, it restores the terminal modes.
 
 use std::fs::File;
 use std::io::{IsTerminal, Read, stdin};
@@ -18,8 +18,8 @@ use crate::terminal::modes;
 
 /// The interval, in milliseconds, at which the listener checks whether the answer has ended.
 const TICK_MS: u8 = 20;
-/// The number of ticks without input after which the listener stops waiting for the rest of a key or paste.
-/// Applies only once the answer has ended.
+/// The number of ticks without input after which the listener abandons an incomplete key or paste.
+/// Applies only after the answer has ended.
 const MAX_QUIET_TICKS: usize = 25;
 
 /// A thread that listens for keys until it is stopped or dropped.
@@ -38,9 +38,9 @@ struct Shared {
 }
 
 impl KeyListener {
-    /// Starts listening. Appends all input to `type_ahead`.
+    /// Starts listening. Appends the input to `type_ahead`.
     ///
-    /// If stdin is not a terminal or its modes cannot be set, returns `type_ahead` unchanged as the error.
+    /// Returns `type_ahead` unchanged as the error if stdin is not a terminal or its modes cannot be set.
     pub fn start(type_ahead: TypeAhead) -> Result<KeyListener, TypeAhead> {
         let Some((input, original_modes)) = open_terminal() else { return Err(type_ahead) };
         let mut modes = original_modes.clone();
@@ -65,12 +65,12 @@ impl KeyListener {
         self.shared.toggles.load(Ordering::Relaxed)
     }
 
-    /// Returns how many times the program was suspended. Each time, other programs may have written to the terminal.
+    /// Returns how many times the program was suspended. During a suspension, other programs may write to the terminal.
     pub fn suspensions(&self) -> usize {
         self.shared.suspensions.load(Ordering::Relaxed)
     }
 
-    /// Stops listening and returns the input so far.
+    /// Stops listening. Returns all input that was typed ahead.
     pub fn stop(mut self) -> TypeAhead {
         self.join()
     }
@@ -106,7 +106,7 @@ fn listen(
     modes: &Termios,
 ) -> TypeAhead {
     let mut quiet_ticks = 0;
-    // If the answer ends during a paste, read the rest of the paste. Otherwise, the rest would look like typed lines.
+    // If the answer ends during a paste, read the rest of the paste. The prompt would take its line breaks for Enter.
     while !shared.should_end.load(Ordering::Relaxed) || (type_ahead.is_incomplete() && quiet_ticks < MAX_QUIET_TICKS) {
         let mut waiting = [PollFd::new(input.as_fd(), PollFlags::POLLIN)];
         match poll(&mut waiting, PollTimeout::from(TICK_MS)) {
@@ -137,7 +137,7 @@ fn listen(
     type_ahead
 }
 
-/// Suspends the program, as Ctrl-Z normally does. Sets `modes` again only if the program resumes in the foreground.
+/// Suspends the program, as Ctrl-Z usually does. Sets `modes` again only if the program resumes in the foreground.
 fn suspend(original_modes: &Termios, modes: &Termios) {
     modes::set_bracketed_paste(false);
     let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, original_modes);

@@ -32,14 +32,13 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
         terminal::print_dim(&format!("continuing {}", commands::summary(&session)));
     }
     terminal::print_dim("/help lists the commands, Ctrl-C stops an answer, /exit leaves");
-    // Print a blank line between the introduction and the first prompt.
     terminal::print("");
 
     let mut was_interrupted = false;
     let mut type_ahead = TypeAhead::default();
     loop {
         if cancel.swap(false, Ordering::Relaxed) {
-            // The answer was cut short, so let the user review the lines typed ahead before sending them.
+            // Ctrl-C stopped the answer, so let the user review the messages typed ahead before they are sent.
             type_ahead.hold();
         }
         let input = match next_input(&mut editor, &mut type_ahead)? {
@@ -56,7 +55,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             }
             Input::End => break,
         };
-        // Ignore a Ctrl-C that the user pressed in $EDITOR, because it was meant for the editor.
+        // Ignore a Ctrl-C that the user pressed in $EDITOR: it was meant for the editor.
         cancel.store(false, Ordering::Relaxed);
         was_interrupted = false;
         if input.trim().is_empty() {
@@ -107,7 +106,7 @@ fn context_full(session: &Session, message: &str) -> String {
     }
 }
 
-/// Returns the next message that was typed ahead, or prompts for one.
+/// Returns the next message that was typed ahead. If there is none, prompts for one.
 fn next_input(editor: &mut LineEditor, type_ahead: &mut TypeAhead) -> Result<Input> {
     match type_ahead.next_message() {
         Some(line) => {
@@ -118,7 +117,7 @@ fn next_input(editor: &mut LineEditor, type_ahead: &mut TypeAhead) -> Result<Inp
     }
 }
 
-/// Streams one turn: reasoning, answer and statistics. Without a message, answers the last question again.
+/// Streams one turn: reasoning, answer and statistics. If `message` is `None`, answers the last question again.
 fn show_turn(session: &mut Session, message: Option<&str>, type_ahead: &mut TypeAhead) -> Result<()> {
     let mut display = TurnDisplay::new(session, std::mem::take(type_ahead));
     let turn = match message {

@@ -10,7 +10,7 @@ pub fn is_incomplete(input: &str) -> bool {
     }
 }
 
-/// Returns a message without the quotes or backslashes that mark it as multi-line.
+/// Returns a message without the quotes or backslashes that made it multi-line.
 pub fn message(input: &str) -> String {
     match input.trim().strip_prefix(QUOTES) {
         Some(text) => text.strip_suffix(QUOTES).unwrap_or(text).trim().to_string(),

@@ -1,7 +1,7 @@
-//! Input that the user types while an answer streams: queued messages and the draft of the next one.
+//! Input that the user types while an answer streams: complete messages, and the draft of the next one.
 //!
-//! The `vte` crate is not suitable, because it parses program output instead of keys.
-//! `vte` would treat Alt-] and Alt-P as the start of a control string and swallow the keys that follow.
+//! The `vte` crate is not suitable, because it parses the output of programs, not keys.
+//! `vte` would treat Alt-] and Alt-P as the start of a control string, and swallow the keys that follow.
 //! In addition, `vte` cannot report that a sequence is incomplete.
 
 use std::collections::VecDeque;
@@ -32,7 +32,7 @@ pub struct TypeAhead {
     follows_return: bool,
 }
 
-/// An incomplete escape sequence from a key that types no character, such as an arrow key.
+/// How much of an escape sequence has arrived. Keys that type no character, such as arrow keys, send such sequences.
 #[derive(Default, PartialEq)]
 enum EscapeState {
     #[default]
@@ -40,15 +40,15 @@ enum EscapeState {
     Escape,
     /// The bytes after `ESC [`.
     Csi(Vec<u8>),
-    /// The state after `ESC O`. One more byte completes the sequence.
+    /// `ESC O`. One more byte completes the sequence.
     Ss3,
 }
 
-/// The maximum length of an escape sequence. No key sends a longer sequence.
+/// The maximum length of an escape sequence, in bytes. No key sends a longer one.
 const MAX_SEQUENCE_BYTES: usize = 32;
 
 impl TypeAhead {
-    /// Adds a byte. Returns the [`Key`] if the byte is Ctrl-O or Ctrl-Z.
+    /// Adds a byte of input. Returns a [`Key`] if the byte is Ctrl-O or Ctrl-Z outside a paste.
     pub fn push_byte(&mut self, byte: u8) -> Option<Key> {
         match std::mem::take(&mut self.escape) {
             EscapeState::None => return self.push_text_byte(byte),
@@ -57,7 +57,7 @@ impl TypeAhead {
                     b'[' => EscapeState::Csi(Vec::new()),
                     b'O' => EscapeState::Ss3,
                     0x1b => EscapeState::Escape,
-                    // Ignore Alt plus a character.
+                    // Alt and a character: ignore both.
                     _ => EscapeState::None,
                 }
             }
@@ -81,7 +81,7 @@ impl TypeAhead {
     fn push_text_byte(&mut self, byte: u8) -> Option<Key> {
         let follows_return = std::mem::replace(&mut self.follows_return, byte == b'\r');
         if byte < 0x20 && !self.partial.is_empty() {
-            // A control character cannot continue the incomplete UTF-8 character.
+            // The control character ends an incomplete UTF-8 character.
             self.partial.clear();
             self.draft.push(char::REPLACEMENT_CHARACTER);
         }
@@ -114,7 +114,7 @@ impl TypeAhead {
         None
     }
 
-    /// Adds a byte of a UTF-8 character. The character becomes part of the draft once it is complete.
+    /// Adds a byte of a UTF-8 character. A complete character goes to the draft.
     fn push_character_byte(&mut self, byte: u8) -> Option<Key> {
         self.partial.push(byte);
         match std::str::from_utf8(&self.partial) {
@@ -123,7 +123,7 @@ impl TypeAhead {
             Err(error) if error.error_len().is_none() => return None,
             Err(_) => {
                 self.draft.push(char::REPLACEMENT_CHARACTER);
-                // The byte that made the character invalid may start a valid character.
+                // The byte that makes the character invalid may start another character.
                 if self.partial.len() > 1 {
                     self.partial.clear();
                     return self.push_text_byte(byte);
@@ -142,19 +142,19 @@ impl TypeAhead {
         }
     }
 
-    /// Handles a pause in the input. After a pause, a lone escape byte counts as the Esc key.
+    /// Handles a pause in the input. An escape byte before a pause is the Esc key, not the start of a sequence.
     pub fn pause(&mut self) {
         if self.escape == EscapeState::Escape {
             self.escape = EscapeState::None;
         }
     }
 
-    /// Returns whether a paste, an escape sequence or a character is incomplete.
+    /// Returns whether a paste, an escape sequence or a UTF-8 character is incomplete.
     pub fn is_incomplete(&self) -> bool {
         self.is_pasting || self.escape != EscapeState::None || !self.partial.is_empty()
     }
 
-    /// Abandons an incomplete paste, escape sequence or character.
+    /// Ends an incomplete paste. Drops an incomplete escape sequence or UTF-8 character.
     pub fn abandon_incomplete(&mut self) {
         self.is_pasting = false;
         self.escape = EscapeState::None;
@@ -171,7 +171,7 @@ impl TypeAhead {
         std::mem::take(&mut self.draft)
     }
 
-    /// Moves all queued messages into the draft, so that the user can review them before sending.
+    /// Puts all queued messages before the draft, so that the user can review them before sending.
     pub fn hold(&mut self) {
         let draft = self.take_draft();
         let lines: Vec<String> = self.messages.drain(..).chain((!draft.is_empty()).then_some(draft)).collect();

@@ -1,10 +1,10 @@
-//! Batched decode steps as CUDA graphs, one graph for each batch size.
+//! Batched decode steps as CUDA graphs, with one graph per padded batch size.
 //!
-//! A graph replays the operations of [`Decoder::forward_pass`], so it supports every model that runs on a GPU, and
-//! computes the same results as the eager decoder. The host launches one graph instead of hundreds of kernels.
+//! A graph replays the operations of [`Decoder::forward_pass`], with the same results except for rounding.
+//! The host launches one graph instead of hundreds of kernels.
 //!
-//! Batches are padded to a few sizes, so that few graphs are needed. A padding row repeats the last sequence. It
-//! therefore uses the same experts as this sequence, and writes identical keys and values to the same cache row.
+//! Batches are padded to a few sizes, so that few graphs are needed. A padding row repeats the last sequence.
+//! The padding therefore uses no other experts, and writes the same keys and values to the same cache row.
 
 use std::collections::BTreeMap;
 
@@ -25,40 +25,40 @@ use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BLOCK_TOKENS, KvCache};
 use crate::nn::pass::{LogitRows, Pass};
 
-/// The graphs of a model, by batch size.
+/// The graphs of a model, one per padded batch size.
 pub struct BatchGraphs {
     device: CudaDevice,
-    /// The number of entries in each block table.
+    /// The number of entries in each block table: enough blocks for the context.
     table_blocks: usize,
     sum_order: SumOrder,
     graphs: BTreeMap<usize, BatchGraph>,
-    /// f32 `[MAX_SEQUENCES, vocab]`, shared by all graphs. The first batch allocates it.
+    /// f32 `[MAX_SEQUENCES, vocab]`, shared by all graphs. Allocated for the first batch.
     logits: Option<Tensor>,
-    /// The arena for the intermediate results of new graphs, and the largest batch whose results fit in it.
-    /// A larger batch replaces the arena, but earlier graphs keep theirs.
+    /// The arena for the intermediate results of new graphs, and the largest batch size for which it has room.
+    /// If a larger batch needs a new arena, earlier graphs keep the old one.
     arena: Option<(usize, Arena)>,
-    /// Whether a graph step has failed. From then on, all steps run eagerly.
+    /// Whether a batch graph has failed. If so, [`can_run_model`](Self::can_run_model) returns false.
     has_failed: bool,
 }
 
-/// The graph of one batch size, and its buffers.
+/// The graph of one padded batch size, and its buffers.
 struct BatchGraph {
-    /// u32: ids and positions, the cache rows to write for each group, and the block tables of each group.
+    /// u32: ids, positions, the cache rows to write in each group, the block tables of each group.
     inputs: Tensor,
-    /// The block tables that `inputs` contains. Only changes are sent to the device.
+    /// The host's copy of the block tables in `inputs`. Only entries that differ are sent to the device.
     tables: Vec<u32>,
     ids: Tensor,
     pass: Pass,
     /// f32 `[batch, vocab]`
     logits: Tensor,
-    /// The memory for the graph's intermediate results. `None` if the graph allocates this memory itself.
+    /// The memory for the graph's intermediate results. `None` if they are allocated inside the graph.
     arena: Option<Arena>,
     /// `None` until the first step of this size has run.
     graph: Option<LaunchGraph>,
 }
 
 impl BatchGraphs {
-    /// Creates an empty set of graphs for sequences of up to `context` positions. `run` captures the graphs.
+    /// Creates an empty set of graphs for sequences of up to `context` positions. `run` adds graphs.
     pub fn new(device: &CudaDevice, context: usize, sum_order: SumOrder) -> Self {
         let table_blocks = context.div_ceil(BLOCK_TOKENS);
         Self {
@@ -72,14 +72,14 @@ impl BatchGraphs {
         }
     }
 
-    /// Returns whether decode steps can run as graphs. They cannot with the backend `CandleFlashAttn`, or after a graph
-    /// step has failed.
+    /// Returns whether decode steps can run as batch graphs. Returns false after a batch graph has failed.
+    /// Also returns false for the attention backend `CandleFlashAttn`, which reads block tables on the host.
     pub fn can_run_model(&self, decoder: &Decoder) -> bool {
         !self.has_failed && !decoder.reads_tables_on_host()
     }
 
-    /// Queues a decode step, like [`run`](Self::run), but returns `None` if the graph fails on a single GPU. From then
-    /// on, [`can_run_model`](Self::can_run_model) is false, and all steps must run operation by operation.
+    /// Queues a decode step, like [`run`](Self::run). On a single GPU, returns `None` if the batch graph fails.
+    /// Later steps must then run operation by operation: [`can_run_model`](Self::can_run_model) returns false.
     pub fn try_run(
         &mut self,
         decoder: &Decoder,
@@ -89,10 +89,10 @@ impl BatchGraphs {
     ) -> Result<Option<Tensor>> {
         match self.run(decoder, cache, sequences, buffers) {
             Ok(logits) => Ok(Some(logits)),
-            // The other ranks do not know that the step failed on this rank, so they would not run it eagerly.
+            // The other ranks do not know about the failure, so they would not repeat the step eagerly.
             Err(error) if decoder.world().size() > 1 => Err(error),
             Err(error) => {
-                // The failed step changed only keys and values in the cache, which the eager step writes again.
+                // The failed step may have written keys and values to the cache. The eager step writes them again.
                 tracing::warn!(%error, "cannot run batches as CUDA graphs");
                 self.has_failed = true;
                 self.graphs.clear();
@@ -104,8 +104,7 @@ impl BatchGraphs {
     }
 
     /// Queues a decode step of at most `MAX_SEQUENCES` sequences. [`can_run_model`](Self::can_run_model) must be true.
-    /// Returns the logits, f32 `[sequences, vocab]`. The next step overwrites the logits.
-    /// `buffers` copies the inputs to the device.
+    /// Returns the logits, f32 `[sequences, vocab]`, which the next step overwrites. The inputs go through `buffers`.
     pub fn run(
         &mut self,
         decoder: &Decoder,
@@ -136,8 +135,8 @@ impl BatchGraphs {
     }
 }
 
-/// Returns the number of sequences, rounded up to the number of rows of a graph. There is one graph for each number of
-/// rows, so larger numbers are rounded up more, to capture fewer graphs.
+/// Returns the padded batch size for this number of sequences.
+/// Each padded size needs a graph of its own, so there are fewer sizes for larger batches.
 fn padded(sequences: usize) -> usize {
     match sequences {
         ..=8 => sequences,
@@ -147,7 +146,7 @@ fn padded(sequences: usize) -> usize {
 }
 
 impl BatchGraph {
-    /// Creates the input buffers of a batch. The graph writes its output to `logits`, f32 `[size, vocab]`.
+    /// Creates the buffers of a batch of `size` rows. The graph will write its output to `logits`, f32 `[size, vocab]`.
     fn new(
         size: usize,
         table_blocks: usize,
@@ -171,7 +170,7 @@ impl BatchGraph {
         Ok(Self { ids: part(0, 1)?, pass, logits, tables, arena: None, graph: None, inputs })
     }
 
-    /// Returns the ids, positions and cache rows of all sequences, and the changes to their block tables.
+    /// Returns the ids, positions and cache rows of the padded batch, and the changes to its block tables.
     fn inputs(
         &mut self,
         decoder: &Decoder,
@@ -215,8 +214,7 @@ impl BatchGraph {
         Ok(StepInputs { ids, sources, words, changes })
     }
 
-    /// Runs the first step of this size, and captures it as a graph. Replaces `arena` if it is too small. See
-    /// [`BatchGraphs::arena`].
+    /// Runs the first step of this size and captures it as a graph. Replaces `arena` if it is too small for this size.
     fn capture_first_step(
         &mut self,
         device: &CudaDevice,
@@ -224,8 +222,8 @@ impl BatchGraph {
         cache: &KvCache,
         arena: &mut Option<(usize, Arena)>,
     ) -> Result<()> {
-        // Run the first step without a graph. It loads all kernels and allocates the counters of finished attention
-        // splits. A capture allows neither loading nor allocating.
+        // Run the step without a graph first, because a capture can neither load kernels nor allocate memory.
+        // The first run loads all kernels and allocates the counters of finished attention splits.
         let (result, sizes) = LayerSizes::measure(|| self.forward(decoder, cache));
         result?;
         let size = self.ids.dims1()?;
@@ -242,17 +240,17 @@ impl BatchGraph {
             None => self.forward(decoder, cache),
         };
         // SAFETY: `forward_pass` frees all memory that it allocates, except for the logits, which `forward` frees.
-        // `Runner` drops the graphs before the decoder and the cache, and `BatchGraph` owns its buffers, including the
-        // arena. Only the engine thread uses the stream after loading.
+        // `Runner` drops the graphs before the decoder and the cache. `BatchGraph` owns its buffers and the arena.
+        // Only the engine thread uses the stream after loading.
         let graph = unsafe { LaunchGraph::capture_with(device, forward)? };
-        // Run the step again, as a graph. cuBLAS may have chosen other algorithms for the capture than for the first
-        // step, but all steps of a size must use the same algorithms.
+        // Run the step again, as a graph. During the capture, cuBLAS may have chosen other algorithms than before.
+        // All steps of a size must use the same algorithms.
         decoder.world().launch_together(|| graph.enqueue())?;
         self.graph = Some(graph);
         Ok(())
     }
 
-    /// Computes the logits of the current inputs.
+    /// Computes the logits of the current inputs and copies them to `logits`.
     fn forward(&self, decoder: &Decoder, cache: &KvCache) -> Result<()> {
         let logits = decoder.forward_pass(&self.ids, &self.pass, cache, LogitRows::Last, None)?;
         Ok(copy_rows(&self.logits, &logits, 0)?)

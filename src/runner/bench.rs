@@ -1,6 +1,4 @@
-//! Prefill and greedy decode steps for `inferno bench`, `inferno doctor` and tests.
-//!
-//! Also reports the bytes that a step reads, the number of launches, and the time of each kernel.
+//! Prefill, greedy decode steps and measurements of a single sequence, for `bench` and tests.
 
 use anyhow::{Context, Result, bail};
 use candle_core::{D, Tensor};
@@ -12,11 +10,11 @@ use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
 use crate::nn::mlp::ExpertCost;
 use crate::nn::pass::LogitRows;
 
-/// The sequence id that the functions in this file pass to the decode graph.
+/// The sequence id of the single sequence in the decode graph.
 const SOLO: u64 = u64::MAX;
 
 impl Runner {
-    /// Prefills `tokens` after the cached tokens, in chunks, and waits for the device.
+    /// Prefills `tokens` after the cached tokens, one chunk at a time, and waits for the device.
     pub fn fill(&mut self, tokens: &[u32]) -> Result<()> {
         for chunk in tokens.chunks(self.limits.chunk) {
             self.forward_solo(chunk, LogitRows::Last)?;
@@ -24,9 +22,8 @@ impl Runner {
         Ok(self.device.synchronize()?)
     }
 
-    /// Runs `count` greedy steps after the cached tokens and waits for the device.
-    ///
-    /// The input of the first step is `first`. Returns the chosen tokens in order.
+    /// Runs `count` greedy decode steps after the cached tokens, with `first` as the input of the first step.
+    /// Returns the chosen tokens in order.
     pub fn decode_steps(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
         let mut chosen = Vec::with_capacity(count);
         let mut token = first;
@@ -48,9 +45,10 @@ impl Runner {
         Ok(chosen)
     }
 
-    /// Runs `count` greedy steps as individual launches, for comparison with the graph.
+    /// Runs `count` greedy steps of the decode graph as individual launches, for comparison with the graph.
     ///
-    /// Empties the cache afterwards. Fails if there is no graph.
+    /// Empties the cache afterwards.
+    /// Fails without a decode graph, with several ranks, or if the steps exceed the context.
     pub fn decode_steps_ungraphed(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
         if !self.ranks.is_single() {
             bail!("models on several GPUs run decode steps only as graphs");
@@ -67,7 +65,7 @@ impl Runner {
     /// Empties the cache, then runs `ids`, one decode step per token.
     /// Returns the logits of every token, f32 `[tokens, vocab]`.
     ///
-    /// [`logits`](Self::logits) computes the logits by prefill instead.
+    /// In contrast, [`logits`](Self::logits) computes the logits by prefill.
     pub fn step_logits(&mut self, ids: &[u32]) -> Result<Tensor> {
         self.reset();
         let mut rows = Vec::with_capacity(ids.len());
@@ -87,7 +85,7 @@ impl Runner {
         Ok(graph.logits().unsqueeze(0)?.force_contiguous()?)
     }
 
-    /// Starts the graph after the cached tokens, with `token` as its first input. Returns false if there is no graph.
+    /// Starts the decode graph after the cached tokens, with `token` as its first input. Returns false without a graph.
     fn start_graph(&mut self, token: u32) -> Result<bool> {
         let Decode::Graph(graph) = &mut self.decode else { return Ok(false) };
         let (position, tables) = (self.solo.cached.len(), self.solo.tables.clone());
@@ -96,25 +94,25 @@ impl Runner {
         Ok(true)
     }
 
-    /// Waits for the next token of the graph, and records the step's input token `input` as cached.
-    /// `limit` is the maximum number of tokens still to generate.
+    /// Waits for the next token of the decode graph, and records `input`, the input token of its step, as cached.
+    /// `limit` is the maximum number of tokens still to generate, including this one.
     fn solo_graph_step(&mut self, input: u32, limit: usize) -> Result<u32> {
         let Decode::Graph(graph) = &mut self.decode else { bail!("no decode graph was planned") };
         let token = self.ranks.next_token(graph, limit)?;
         self.solo.cached.push(input);
-        // Steps that are already queued write to the positions after this token.
+        // Steps that are already queued write keys and values after the cached tokens.
         self.solo.written = self.solo.written.max(self.solo.cached.len() + graph.queued_steps());
         Ok(token)
     }
 
-    /// Rewinds to the first `len` cached tokens.
+    /// Keeps only the first `len` cached tokens. Prefills them again if removed tokens have overwritten some of them.
     pub fn rewind(&mut self, len: usize) -> Result<()> {
         if len > self.solo.cached.len() {
             bail!("cannot rewind to {len} tokens: only {} are cached", self.solo.cached.len());
         }
         self.stop_graph();
-        // Sliding-window groups use their blocks as a ring buffer, so later tokens may have overwritten keys and values
-        // in the window.
+        // Sliding-window groups use their blocks as a ring buffer. Removed tokens may therefore have overwritten keys
+        // and values in the window of the remaining tokens.
         let overwritten = self.cache.layout().windows().iter().flatten().any(|&window| {
             let rows = peak_blocks(Some(window), self.limits.context, self.limits.chunk) * BLOCK_TOKENS;
             let window_start = (len + 1).saturating_sub(window) / BLOCK_TOKENS * BLOCK_TOKENS;
@@ -129,14 +127,14 @@ impl Runner {
         Ok(self.device.synchronize()?)
     }
 
-    /// Returns the number of bytes that a decode step reads after `depth` cached tokens.
+    /// Returns the number of bytes that the first rank reads in a decode step after `depth` cached tokens.
     pub fn step_bytes(&self, depth: usize) -> StepBytes {
         let cache = kv_cache::step_bytes(self.decoder.cache_layers(), depth, self.dtype());
         StepBytes { weights: self.decoder.step_bytes(), cache }
     }
 
-    /// Returns the number of bytes that a decode step reads for `sequences` sequences with `depth` cached tokens each.
-    /// `experts` is the number of distinct experts that the step uses per layer.
+    /// Returns the number of bytes that the first rank reads in a decode step of `sequences` sequences.
+    /// Each sequence has `depth` cached tokens. `experts` is the mean number of distinct experts used per layer.
     pub fn batch_bytes(&self, sequences: usize, depth: usize, experts: f64) -> StepBytes {
         let one = self.step_bytes(depth);
         let ExpertCost { per_token, bytes } = self.decoder.expert_cost();
@@ -149,19 +147,19 @@ impl Runner {
         self.decoder.expert_cost().per_token
     }
 
-    /// Returns the mean number of distinct experts used per layer and decode step since the last call, or since the
-    /// model was loaded. Returns `None` if the model has no experts, or if no step counted them.
+    /// Returns the mean number of distinct experts used per layer and decode step since the last call.
+    /// Returns `None` if no step has counted experts.
     pub fn take_used_experts(&mut self) -> Result<Option<f64>> {
         self.decoder.take_used_experts()
     }
 
-    /// Returns the mean durations of the steps since the last call.
+    /// Returns the mean durations of steps since the last call, by kind of step.
     pub fn take_step_times(&mut self) -> Vec<StepTime> {
         self.times.take()
     }
 
-    /// Times each kernel of a decode step after the cached tokens. Returns `None` if there is no graph, or if
-    /// several ranks run the model.
+    /// Times each kernel of a decode step after the cached tokens.
+    /// Returns `None` without a decode graph, with several ranks, or if the context is full.
     pub fn kernel_times(&mut self) -> Result<Option<Vec<KernelTime>>> {
         if !self.ranks.is_single() || self.solo.cached.len() >= self.limits.context || !self.start_graph(0)? {
             return Ok(None);
@@ -170,8 +168,8 @@ impl Runner {
         let Decode::Graph(graph) = &mut self.decode else { return Ok(None) };
         let mut times = graph.kernel_times()?;
         let cache = kv_cache::step_bytes(self.decoder.cache_layers(), self.solo.cached.len(), dtype);
-        // The bytes that attention reads depend on the number of cached tokens.
-        // Report them only if all layers use the same attention kernel.
+        // The number of bytes that attention reads depends on the number of cached tokens.
+        // Report it only if all layers use the same attention kernel.
         let mut attention = times.iter_mut().filter(|time| time.name.starts_with("flash_attention"));
         if let (Some(time), None) = (attention.next(), attention.next()) {
             time.bytes = cache;
@@ -180,7 +178,7 @@ impl Runner {
         Ok(Some(times))
     }
 
-    /// Counts the launches of a decode step. Returns `None` if there is no graph.
+    /// Counts the launches of a step of the decode graph. Returns `None` if there is no decode graph.
     pub fn launch_counts(&self) -> Result<Option<LaunchCounts>> {
         let Decode::Graph(graph) = &self.decode else { return Ok(None) };
         let (kernels, graph_nodes) = (graph.launches(), graph.nodes()?);

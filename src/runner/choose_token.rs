@@ -6,14 +6,14 @@ use crate::kernels::row_edits::RowEdits;
 use crate::kernels::sampling::DeviceSampling;
 use crate::kernels::token_mask::TokenMask;
 
-/// The error of a decode step in which every logit is NaN or -inf.
+/// The error of a step in which every logit of a sequence is NaN or -inf.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "cannot choose a token: every logit is NaN or -inf; the weights are corrupt, or values overflow in this --dtype"
 )]
 pub(super) struct NoToken;
 
-/// The error message of a decode step in which every allowed token has a logit of NaN or -inf.
+/// The error message for a sequence whose allowed tokens all have logits of NaN or -inf.
 pub(super) const NO_ALLOWED_TOKEN: &str =
     "cannot choose a token: the request's constraint and its other options together rule out every token";
 
@@ -21,61 +21,63 @@ pub(super) const NO_ALLOWED_TOKEN: &str =
 pub trait ChooseToken {
     /// Returns the next token for `logits`, f32 `[vocab]`. May modify the logits in place.
     ///
-    /// The caller has applied [`logit_edits`](Self::logit_edits), and set the logits of tokens outside
-    /// [`allowed_tokens`](Self::allowed_tokens) to -inf. The caller guarantees that at least one logit is greater than
-    /// -inf. `choose` never returns a token whose logit is NaN or -inf.
+    /// The caller has added [`logit_edits`](Self::logit_edits) to the logits.
+    /// All tokens outside [`allowed_tokens`](Self::allowed_tokens) have a logit of -inf.
+    /// At least one logit is greater than -inf.
+    /// `choose` never returns a token whose logit is NaN or -inf.
     fn choose(&mut self, logits: &mut [f32]) -> u32;
 
-    /// Returns the biases to add to logits before a token is chosen, at most one per token id.
+    /// Returns the values to add to logits before a token is chosen, at most one per token id.
     fn logit_edits(&self) -> Vec<(u32, f32)> {
         Vec::new()
     }
 
-    /// Returns how many of the most likely tokens to report with log probabilities, in addition to the chosen token.
-    /// `None` means that no log probabilities are reported, not even that of the chosen token.
+    /// Returns how many of the most likely tokens are reported with log probabilities, besides the chosen token.
+    /// `None` means that no log probabilities are reported, not even the chosen token's.
     fn top_logprobs(&self) -> Option<usize> {
         None
     }
 
-    /// Returns true if only some tokens may be chosen next.
+    /// Returns whether a constraint limits the next token.
     fn is_constrained(&self) -> bool {
         false
     }
 
     /// Returns the tokens that may be chosen next, or `None` if any token may be chosen.
     ///
-    /// The runner calls this once per step, before [`logit_edits`](Self::logit_edits) and after it has queued the
-    /// forward pass. On a GPU, the forward pass runs during this call. An error ends only this sequence.
+    /// The runner calls this once per step, before [`logit_edits`](Self::logit_edits) and after it has queued the pass.
+    /// On a GPU, the pass therefore runs during this call. An error ends only this sequence.
     fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
         Ok(None)
     }
 
-    /// Returns true if the choice needs the whole row of logits, so that the decode graph cannot choose the token.
+    /// Returns whether the choice needs the whole row of logits. If it does, the decode graph cannot choose the token.
     fn needs_logits(&self) -> bool {
         self.is_constrained() || self.top_logprobs().is_some() || !self.logit_edits().is_empty()
     }
 
-    /// Returns true if a queued step can choose the next token, before the host has received the previous token. This
-    /// is false if the tokens are constrained, or if the request asks for log probabilities.
+    /// Returns whether a queued step can choose the next token before the host has received the previous token.
+    /// False if a constraint limits the tokens, or if the request asks for log probabilities.
     fn can_queue(&self) -> bool {
         false
     }
 
-    /// Returns the edits of logits before a queued step chooses a token. `in_flight` is the number of chosen tokens
-    /// that were not [recorded](Self::record) yet. The penalties leave out these tokens.
+    /// Returns the edits of the logits from which a queued step chooses a token.
+    /// `in_flight` is the number of tokens that were chosen but not [recorded](Self::record) yet.
+    /// The penalties leave out these tokens.
     fn queued_edits(&self, in_flight: u32) -> RowEdits {
         let _ = in_flight;
         RowEdits::default()
     }
 
-    /// Returns the next token for `logits`, f32 `[vocab]`, which already have the [edits](Self::queued_edits).
-    /// Does not count the token. The caller guarantees the same as for [`choose`](Self::choose).
+    /// Returns the next token for `logits`, f32 `[vocab]`, to which [`queued_edits`](Self::queued_edits) were applied.
+    /// Does not record the token. The caller guarantees the same as for [`choose`](Self::choose).
     fn choose_queued(&self, logits: &[f32], in_flight: u32) -> u32;
 
-    /// Counts a token that a queued step or the device chose, for later choices.
+    /// Records a token that a queued step or the device has chosen, so that later choices count it.
     fn record(&mut self, token: u32);
 
-    /// Returns the parameters and token counts for the sampling kernel, or `None` for greedy sampling.
+    /// Returns the parameters and token counts for the sampling kernel. `None` is greedy sampling without penalties.
     /// The kernel chooses the same tokens as `choose`, except for the rare differences that `sample.cu` lists.
     fn on_device(&self) -> Option<DeviceSampling>;
 }

@@ -1,4 +1,4 @@
-//! Plans the decode graph, which runs the decode steps of a single sequence.
+//! Plans the decode graph.
 
 use std::fmt;
 
@@ -11,11 +11,11 @@ use super::no_decode_graph::NoDecodeGraph;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 
-/// How the decode steps of a request run while it is the only one.
+/// How the decode steps of a request run while it is the only request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Executor {
-    /// A CUDA graph: the decode graph, or else a batch graph of one sequence.
+    /// As a CUDA graph: the decode graph, or a batch graph of one sequence.
     Graph,
     /// One operation at a time, without a graph.
     Eager,
@@ -30,14 +30,14 @@ impl fmt::Display for Executor {
     }
 }
 
-/// The decode graph, which runs the decode steps of a single sequence, if there is one.
+/// The decode graph, or the reason why there is none.
 pub(super) enum Decode {
     Graph(Box<DecodeGraph>),
     NoGraph(NoDecodeGraph),
 }
 
 impl Decode {
-    /// Plans the decode graph. Every rank must call this function, so that either all ranks have a graph or none.
+    /// Plans the decode graph. Every rank must call this function. Either all ranks get a graph or none.
     pub fn plan_together(
         decoder: &Decoder,
         cache: &KvCache,
@@ -59,7 +59,7 @@ impl Decode {
         planned
     }
 
-    /// Plans the decode graph, or returns `NoGraph` with the reason if the decoder is not supported.
+    /// Plans the decode graph of this rank. Returns `NoGraph` with the reason if the decoder is not supported.
     fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<Self> {
         if !decoder.is_on_gpu() {
             return Ok(Decode::NoGraph(NoDecodeGraph::NotOnGpu));

@@ -11,7 +11,8 @@ use super::step_sequence::{Chosen, ChosenToken, StepSequence};
 use crate::kernels::sampling::{LogitEdit, RowLogprobs, edit_logits, mask_logits, sample_rows, top_logprobs};
 use crate::kernels::token_mask::TokenMask;
 
-/// Chooses the next token of each sequence on the GPU, which avoids copying the logits to the host.
+/// Chooses the next token of each sequence on the GPU. Only tokens and log probabilities are copied to the host.
+/// Waits for the device.
 pub fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
     if sequences.iter().all(|sequence| sequence.sampler.is_none()) {
         return Ok(sequences.iter().map(|_| None).collect());
@@ -54,17 +55,17 @@ fn samplers<'a>(sequences: &'a [StepSequence<'_>]) -> impl Iterator<Item = &'a d
     sequences.iter().filter_map(|sequence| sequence.sampler.as_deref())
 }
 
-/// The rows of logits whose log probabilities are needed. Row i belongs to the sequence with the i-th sampler.
+/// The rows of logits whose log probabilities were requested. Row i of the logits belongs to the i-th sampler.
 struct ScoredRows {
-    /// The index of each of these rows, and how many of the most likely tokens to report for it.
+    /// The index of each requested row, and how many of its most likely tokens to report.
     rows: Vec<(u32, usize)>,
-    /// f32 `[rows, vocab]`, a copy, because edits and penalties change the logits in place.
+    /// f32 `[rows, vocab]`: a copy, because edits and penalties change the original in place.
     logits: Tensor,
 }
 
 impl ScoredRows {
-    /// Copies the rows of `logits` whose log probabilities are needed. Returns `None` if there are no such rows.
-    /// `logits` are f32 `[samplers, vocab]`.
+    /// Copies the rows of `logits`, f32 `[samplers, vocab]`, whose log probabilities were requested.
+    /// Returns `None` if there are no such rows.
     fn copy(sequences: &[StepSequence], logits: &Tensor) -> Result<Option<Self>> {
         let rows = (0..).zip(samplers(sequences));
         let rows: Vec<(u32, usize)> = rows.filter_map(|(row, sampler)| Some((row, sampler.top_logprobs()?))).collect();
@@ -76,8 +77,8 @@ impl ScoredRows {
         Ok(Some(Self { rows, logits }))
     }
 
-    /// Returns the log probabilities of `tokens`, the token that each sampler chose. The entry of a row that is not
-    /// scored is `None`.
+    /// Returns an entry for each of `tokens`, the tokens that the samplers chose.
+    /// The entry is `None` if the sampler requested no log probabilities.
     fn logprobs(&self, tokens: &[Option<u32>]) -> Result<Vec<Option<TokenLogprobs>>> {
         let mut logprobs = vec![None; tokens.len()];
         let chosen: Vec<u32> = self.rows.iter().map(|&(row, _)| tokens[row as usize].unwrap_or(0)).collect();
@@ -101,8 +102,8 @@ fn sampled_rows(sequences: &[StepSequence], logits: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// Returns a mask for each row of logits whose sampler allows only some tokens, and an error for each row whose mask
-/// could not be computed. Row i belongs to the sequence with the i-th sampler.
+/// Returns a mask for each row whose sampler allows only some tokens. Row i belongs to the i-th sampler.
+/// An error replaces the mask of a row if the mask cannot be computed.
 fn allowed_tokens(sequences: &mut [StepSequence]) -> (Vec<(u32, TokenMask)>, HashMap<u32, Error>) {
     let (mut masks, mut problems) = (Vec::new(), HashMap::new());
     let samplers = sequences.iter_mut().filter_map(|sequence| sequence.sampler.as_deref_mut());
@@ -116,8 +117,8 @@ fn allowed_tokens(sequences: &mut [StepSequence]) -> (Vec<(u32, TokenMask)>, Has
     (masks, problems)
 }
 
-/// Returns, for each row of `logits`, the log probabilities of its token in `tokens` and of the `top` most likely
-/// tokens. `logits` are f32 `[tokens, vocab]`.
+/// Returns the log probabilities of each row's token in `tokens` and of the row's `top` most likely tokens.
+/// `logits` are f32 `[tokens, vocab]`.
 pub fn logprobs_on_device(logits: &Tensor, tokens: &[u32], top: usize) -> Result<Vec<TokenLogprobs>> {
     let rows = top_logprobs(logits, tokens, top)?.into_iter();
     Ok(rows.map(|RowLogprobs { chosen, top }| TokenLogprobs { chosen, top }).collect())

@@ -6,7 +6,7 @@ use super::choose_token::{ChooseToken, NO_ALLOWED_TOKEN, NoToken};
 use super::logprobs::TokenLogprobs;
 use super::step_sequence::ChosenToken;
 
-/// Chooses a token on the host. Like the kernels in `head.cu` and `sample.cu`, fails if every logit is NaN or -inf.
+/// Chooses a token on the host. Fails if every logit, or every allowed token's logit, is NaN or -inf.
 pub(super) fn choose_on_host(logits: &mut [f32], sampler: &mut dyn ChooseToken) -> Result<ChosenToken> {
     let allowed = sampler.allowed_tokens()?;
     let unedited = sampler.top_logprobs().map(|count| (logits.to_vec(), count));
@@ -55,7 +55,7 @@ mod tests {
         const INF: f32 = f32::INFINITY;
         for logits in [[f32::NAN; 3], [-INF; 3], [f32::NAN, -INF, f32::NAN]] {
             let error = choose_on_host(&mut logits.clone(), &mut Last).unwrap_err();
-            // An error of another type would end the world of ranks, not only this request.
+            // An error of another type would end the world, not only this request.
             assert!(error.is::<NoToken>(), "{error}");
         }
         assert_eq!(choose_on_host(&mut [f32::NAN, -1.0, -INF], &mut Last).unwrap().id, 1);

@@ -1,9 +1,9 @@
-//! The settings of a runner.
+//! The limits and options of a runner, and how it divides prompts for deterministic answers.
 
 use crate::kernels::SumOrder;
 use crate::nn::kv_cache::BLOCK_TOKENS;
 
-/// The maximum number of sequences in a step. Each sequence has one row of logits.
+/// The maximum number of sequences in a step, and the number of rows in the buffers for their tokens and logits.
 pub const MAX_SEQUENCES: usize = 256;
 
 /// The maximum sizes of a sequence and of a step.
@@ -20,15 +20,15 @@ pub struct RunnerLimits {
 pub struct RunnerOptions {
     /// Whether all steps run one operation at a time instead of as CUDA graphs.
     pub eager: bool,
-    /// If set, the results of a sequence do not depend on other sequences. See [`PromptParts`].
+    /// If set, the results of a sequence are deterministic: they do not depend on other sequences. See [`PromptParts`].
     pub prompt_parts: Option<PromptParts>,
-    /// Whether steps are queued even on a CPU. A CPU runs a queued step immediately, so queuing saves no time.
+    /// Whether steps are queued even on a CPU. A CPU runs them immediately, so this saves no time.
     /// Tests use this option to reproduce the order of events on a GPU.
     pub queue_on_cpu: bool,
 }
 
 impl RunnerOptions {
-    /// Returns the order of additions in decode steps.
+    /// Returns the order of additions in decode steps, which is fixed if results are deterministic.
     pub fn sum_order(self) -> SumOrder {
         if self.prompt_parts.is_some() { SumOrder::Fixed } else { SumOrder::Fastest }
     }
@@ -39,35 +39,35 @@ impl RunnerOptions {
 /// Each token is always computed by the same kernels with the same sizes:
 /// - The prompt without its last token is divided at multiples of [`tokens`](Self::tokens).
 ///   Each part runs in its own pass.
-/// - The last token of the prompt, and every generated token, is a row of a decode step, whose kernels add in a fixed
-///   order ([`SumOrder::Fixed`]).
+/// - The last token of the prompt and every generated token are rows of decode steps.
+///   The kernels of these steps add in a fixed order ([`SumOrder::Fixed`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PromptParts {
     tokens: usize,
 }
 
 impl PromptParts {
-    /// The maximum number of tokens in a part. Larger parts would be faster,
-    /// but a prompt reuses only whole parts from the prefix cache.
+    /// The maximum number of tokens in a part. Larger parts would be faster to compute.
+    /// But prompts reuse only whole parts from the prefix cache.
     const MAX_TOKENS: usize = 512;
 
-    /// Creates the division for passes of at most `chunk` tokens. Returns `None` if `chunk` is smaller than a block.
+    /// Creates the division for passes of at most `chunk` tokens. Returns `None` if `chunk` is less than a block.
     pub fn new(chunk: usize) -> Option<Self> {
         let tokens = chunk.min(Self::MAX_TOKENS) / BLOCK_TOKENS * BLOCK_TOKENS;
         (tokens > 0).then_some(Self { tokens })
     }
 
-    /// Returns the number of tokens between two boundaries, a multiple of the block size.
+    /// Returns the number of tokens in a whole part, which is a multiple of the block size.
     pub fn tokens(self) -> usize {
         self.tokens
     }
 
-    /// Returns the last boundary at or before `position`.
+    /// Returns the last boundary between parts at or before `position`.
     pub fn floor(self, position: usize) -> usize {
         position / self.tokens * self.tokens
     }
 
-    /// Returns the first boundary after `position`.
+    /// Returns the first boundary between parts after `position`.
     pub fn next(self, position: usize) -> usize {
         self.floor(position) + self.tokens
     }

@@ -12,9 +12,9 @@ pub struct TokenLogprobs {
 }
 
 impl TokenLogprobs {
-    /// Computes the log probabilities of `chosen` and of the `count` most likely tokens.
+    /// Computes the log probabilities of `chosen` and of the `count` most likely tokens from `logits`, `[vocab]`.
     ///
-    /// NaN logits count as -inf. Among tokens with equal logits, the lower token id comes first.
+    /// NaN logits count as -inf. Of tokens with equal logits, the token with the lower id comes first.
     pub fn from_logits(logits: &[f32], chosen: u32, count: usize) -> Self {
         let value = |id: usize| if logits[id].is_nan() { f32::NEG_INFINITY } else { logits[id] };
         let largest = (0..logits.len()).map(value).fold(f32::NEG_INFINITY, f32::max);

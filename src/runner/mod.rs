@@ -1,5 +1,5 @@
-//! Runs the steps of a model on its device. On a GPU, decode steps run as CUDA graphs: one graph for each batch size,
-//! and another graph, with fused kernels, for a single sequence.
+//! Runs the steps of a model on its device. On a GPU, decode steps usually run as CUDA graphs:
+//! batch graphs, one for each batch size, or the decode graph, which has fused kernels for a single sequence.
 //!
 //! A [`Runner`] handles token ids, positions and block tables.
 //! Its callers handle requests, text and sampling parameters. The modules are:
@@ -8,18 +8,18 @@
 //! - `route`: decides what runs a step, and whether the step can be queued
 //! - `scored_pass`: a forward pass that also returns the logits of prompt tokens
 //! - `solo`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
-//! - `bench`: prefill, decode steps and measurements of a solo sequence, for `inferno bench` and tests
+//! - `bench`: prefill, decode steps and measurements of a solo sequence, for `bench` and tests
 //! - `decode`: plans the decode graph; `no_decode_graph`: why there is none
-//! - `decode_graph/`: the CUDA graph of fused kernels for a single sequence
-//! - `batch_graph`: the CUDA graphs of decode steps of several sequences, one for each batch size
+//! - `decode_graph/`: the decode graph
+//! - `batch_graph`: the batch graphs
 //! - `step_launcher`: launches steps on the GPU of one rank: batch graphs and queued steps
 //! - `queued_steps/`: the steps that are queued, and their buffers on a GPU
 //! - `ranks/`: the other ranks of a model that several devices run together, and their commands
 //! - `no_cuda`: takes the place of `decode_graph`, `step_launcher` and `device_choice` in builds without CUDA
-//! - `step_sequence`: the input and the result of one sequence in a step
-//! - `choose_token`: the interface of samplers; `host_choice`, `device_choice`: choose tokens on the host and on a GPU
+//! - `step_sequence`: the input and the result of a sequence in a step
+//! - `choose_token`: the interface of samplers; `host_choice`, `device_choice`: choose tokens on the host or on a GPU
 //! - `logprobs`: the log probabilities of a token
-//! - `limits`: the settings of a runner, and how prompts are divided for deterministic answers
+//! - `limits`: the limits and options of a runner, and how prompts are divided for deterministic answers
 //! - `step_cost`: the bytes, launches and kernel times of a decode step; `step_times`: the durations of all steps
 
 #[cfg(feature = "cuda")]
@@ -79,12 +79,12 @@ pub use step_cost::{KernelTime, LaunchCounts, StepBytes};
 pub use step_sequence::{Chosen, ChosenToken, ScoreTokens, StepSequence};
 pub use step_times::StepTime;
 
-/// A decoder on its device, with the KV cache of all sequences.
+/// A model on its device, with the KV cache of all sequences.
 pub struct Runner {
     /// Launches batch graphs and queued steps. `None` on a CPU, with `--eager`, or if the ranks cannot run graphs.
-    /// Declared first, so that the graphs are dropped before the decoder and the cache, whose memory they use.
+    /// Declared first, because the graphs must be dropped before the decoder and the cache, whose memory they use.
     launcher: Option<StepLauncher>,
-    /// All ranks, which run every pass together. `decoder` and `cache` are the part of the first rank.
+    /// All ranks, which run every pass together. `decoder` and `cache` belong to the first rank.
     ranks: RankGroup,
     decoder: Decoder,
     cache: KvCache,
@@ -92,11 +92,11 @@ pub struct Runner {
     options: RunnerOptions,
     decode: Decode,
     device: Device,
-    /// The tokens that `bench`, `perplexity` and `logits` run on. These commands have the cache to themselves.
+    /// The single sequence of `bench`, `perplexity` and `logits`, which have the cache to themselves.
     solo: SoloSequence,
-    /// The tokens of the last step that was queued on a CPU, by sequence id.
+    /// The token of each sequence in the last step that was queued on a CPU, by sequence id.
     queued_tokens: HashMap<u64, u32>,
-    /// The time at which the tokens of a queued step were last taken.
+    /// When the tokens of a queued step were last taken.
     last_taken: Instant,
     times: StepTimes,
 }
@@ -116,8 +116,8 @@ impl Runner {
         Self::with_ranks(World::alone(), parts, Vec::new(), limits, device, options)
     }
 
-    /// Creates a runner for a model that several ranks run together. `world` and `parts` belong to the first rank,
-    /// which runs on the calling thread. `others` are all other ranks.
+    /// Creates a runner for a model that several ranks run together.
+    /// `world` and `parts` belong to the first rank, which runs on the calling thread. `others` are all other ranks.
     ///
     /// All caches must have the same number of blocks, enough for one sequence of `limits.context` positions.
     pub fn with_ranks(
@@ -149,12 +149,11 @@ impl Runner {
         })
     }
 
-    /// Returns the limits on the positions of a sequence and the tokens of a step.
     pub fn limits(&self) -> RunnerLimits {
         self.limits
     }
 
-    /// Returns how prompts are divided, or `None` if results may depend on other sequences.
+    /// Returns how prompts are divided, or `None` if results are not deterministic.
     pub fn prompt_parts(&self) -> Option<PromptParts> {
         self.options.prompt_parts
     }
@@ -179,19 +178,21 @@ impl Runner {
         !self.ranks.is_single()
     }
 
-    /// Checks, while the engine is idle, that all ranks still answer. If a rank has not answered for 5 s,
-    /// [`has_failed_rank`](Self::has_failed_rank) becomes true. While the engine waits for requests, it calls this
-    /// function once a second. `is_first` is true for the first call of each wait.
+    /// Checks that all ranks still answer.
+    /// If a rank has not answered for 5 s, [`has_failed_rank`](Self::has_failed_rank) becomes true.
+    ///
+    /// While the engine waits for requests, it calls this function once a second.
+    /// `is_first` is true for the first call of each wait.
     pub fn ping_ranks(&self, is_first: bool) {
         self.ranks.ping(is_first);
     }
 
-    /// Lets a rank fail: the first rank in its next pass, and any other rank at once. For tests.
+    /// Lets a rank fail, for tests: the first rank in its next pass, any other rank after the commands it has received.
     pub fn inject(&self, rank: usize, fault: RankFault) {
         self.ranks.inject(rank, fault);
     }
 
-    /// Calls a function with the KV cache of every rank. Returns the results in rank order.
+    /// Calls a function with the KV cache of every rank. Returns the results in rank order. See [`RankCache`].
     pub fn with_caches<T: Send + 'static>(
         &self,
         call: impl Fn(RankCache) -> Result<T> + Send + Sync + 'static,
@@ -199,7 +200,7 @@ impl Runner {
         self.ranks.with_caches(&self.cache, call)
     }
 
-    /// Copies the keys and values in block `from` of the cache to block `to`.
+    /// Copies block `from` of the cache to block `to`, on all ranks.
     pub fn copy_block(&self, from: u32, to: u32) -> Result<()> {
         self.ranks.copy_block(from, to)?;
         self.cache.copy_block(from, to)
@@ -219,7 +220,7 @@ impl Runner {
         &self.device
     }
 
-    /// Returns how the decode steps of a request run while it is the only one.
+    /// Returns how the decode steps of a request run while it is the only request.
     pub fn executor(&self) -> Executor {
         let (facts, step) = (self.facts(), StepFacts::ONE_TOKEN);
         match queued_route(facts, step).unwrap_or_else(|| route(facts, step)) {

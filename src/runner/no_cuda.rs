@@ -1,6 +1,7 @@
 //! Takes the place of `decode_graph`, `step_launcher` and `device_choice` in builds without CUDA.
 //!
-//! The interfaces are the same, so the rest of the runner is the same in both builds. The types have no values.
+//! The functions are the same, so the rest of the runner does not depend on the build.
+//! [`DecodeGraph`] and [`StepLauncher`] cannot be created, so their methods never run.
 
 use std::convert::Infallible;
 
@@ -18,14 +19,14 @@ use crate::kernels::sampling::DeviceSampling;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BlockTables, KvCache};
 
-/// The result of planning a decode step.
+/// The result of planning the decode graph.
 pub enum DecodePlan {
     #[expect(dead_code, reason = "there are no decode graphs")]
     Graph(Box<DecodeGraph>),
     Unsupported(NoDecodeGraph),
 }
 
-/// A captured decode step for one sequence.
+/// The decode graph. It cannot be created without CUDA.
 pub struct DecodeGraph {
     never: Infallible,
 }
@@ -99,7 +100,7 @@ impl DecodeGraph {
     }
 }
 
-/// The batch graphs of a rank, and the buffers that these graphs share with queued steps.
+/// Launches batch graphs and queued steps. It cannot be created without CUDA.
 pub struct StepLauncher {
     never: Infallible,
 }
@@ -137,12 +138,12 @@ impl StepLauncher {
     }
 }
 
-/// Fails: in builds without CUDA, logits are never on a GPU.
+/// Always fails. Without CUDA, logits are never on a GPU, so this function is never called.
 pub fn choose_on_device(_: &mut [StepSequence], _: &Tensor) -> Result<Vec<Chosen>> {
     bail!("internal error: a build without CUDA cannot choose tokens on a GPU")
 }
 
-/// Fails: in builds without CUDA, logits are never on a GPU.
+/// Always fails. Without CUDA, logits are never on a GPU, so this function is never called.
 pub fn logprobs_on_device(_: &Tensor, _: &[u32], _: usize) -> Result<Vec<TokenLogprobs>> {
     bail!("internal error: a build without CUDA cannot compute log probabilities on a GPU")
 }

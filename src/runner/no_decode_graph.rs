@@ -4,42 +4,42 @@ use std::fmt;
 
 use candle_core::DType;
 
-/// Why a runner has no decode graph. On a GPU, batch graphs then run the decode steps of a single sequence, unless
-/// `--eager` was given or the ranks cannot run graphs.
+/// Why a runner has no decode graph.
+/// The decode steps of a single sequence then run as batch graphs if possible, or else operation by operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NoDecodeGraph {
     /// The user passed `--eager`.
     Requested,
-    /// The user passed `--deterministic`. The decode graph adds in another order than batch graphs.
+    /// The user passed `--deterministic`. The decode graph does not add in the fixed order that this requires.
     Deterministic,
     NotOnGpu,
-    /// Several devices run the model together. They exchange data through the host, or one device
-    /// holds no part of a layer.
+    /// Several devices run the model together.
+    /// The devices exchange data through the host, or one of them holds no part of a layer or of the output head.
     SeveralDevices,
     /// The graph supports only bf16 and f16.
     Dtype(DType),
-    /// No decode attention kernel supports this head size.
+    /// The decode graph has no attention kernel for this head size.
     HeadDim(usize),
-    /// No decode kernel supports this part of the model, such as LayerNorm or a quantized router.
+    /// The decode graph has no kernel for this part of the model, such as LayerNorm or a quantized router.
     Layer(&'static str),
-    /// `gate_proj` and `up_proj` have different formats, or quantize their inputs differently.
+    /// `gate_proj` and `up_proj` have different formats, or they quantize their inputs differently.
     MixedGateUp,
-    /// No single kernel computes `q_proj`, `k_proj` and `v_proj` together.
+    /// No single kernel computes `q_proj`, `k_proj` and `v_proj`.
     /// Only some of them are quantized, only some are FP8, or they quantize their inputs differently.
     /// A mix of GGUF types is supported.
     IncompatibleQkv,
     /// The experts of gpt-oss are not in MXFP4, or a scale exceeds 2.
     ExpertFormat,
-    /// The kernels do not support this many experts, or this many chosen experts per token.
+    /// The kernels do not support this many experts per layer or per token.
     ExpertCount {
         chosen: usize,
         experts: usize,
     },
-    /// No decode kernel supports matrices with this many columns. The number is too large or not a multiple of 8.
+    /// No decode kernel supports matrices with this many columns: too many, or not a multiple of 8.
     RowLength(usize),
     /// The vocabulary is too large for one launch of the sampling kernel on this GPU.
     VocabularySize(usize),
-    /// Planning failed because of a bug in inferno. Holds the error message.
+    /// Planning failed because of a bug in inferno. Contains the error message.
     PlanFailed(String),
 }
 

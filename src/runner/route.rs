@@ -1,7 +1,6 @@
-//! Decides what runs a step, and whether the step can be queued. The decisions depend only on [`RunnerFacts`] and
-//! [`StepFacts`].
+//! Decides what runs a step, and whether the step is queued, from [`RunnerFacts`] and [`StepFacts`] alone.
 //!
-//! The table in docs/architecture.md lists these decisions. A test compares the table with the functions.
+//! The table in docs/architecture.md lists these decisions. A test compares it with the functions below.
 
 use super::limits::MAX_SEQUENCES;
 use super::step_sequence::StepSequence;
@@ -9,39 +8,39 @@ use super::step_sequence::StepSequence;
 /// What runs a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route {
-    /// The CUDA graph of fused kernels for a single sequence. It chooses the token and queues its own steps.
+    /// The decode graph, for a single sequence. It chooses the token and queues its own steps.
     DecodeGraph,
-    /// The CUDA graph of a batch size.
+    /// A batch graph.
     BatchGraph,
     /// The decoder, one operation at a time.
     Eager,
 }
 
-/// The properties of a runner that the decisions depend on.
+/// The properties of a runner that decide what runs a step.
 #[derive(Clone, Copy, Debug)]
 pub struct RunnerFacts {
     pub has_decode_graph: bool,
-    /// Whether the runner has batch graphs, and they can run its model.
+    /// Whether the runner has batch graphs that can run its model.
     pub has_batch_graphs: bool,
-    /// Whether steps can be queued. False on a CPU, except in tests, and for ranks that exchange data through the host.
+    /// Whether steps can be queued. False on a CPU, except in tests, and if ranks exchange data through the host.
     pub can_queue: bool,
     /// Whether several ranks run the model.
     pub has_several_ranks: bool,
-    /// Whether no result may depend on other sequences, because the runner has the option `prompt_parts`.
+    /// Whether no result may depend on other sequences, because the runner has `prompt_parts` (`--deterministic`).
     pub is_deterministic: bool,
 }
 
-/// The properties of a step that the decisions depend on.
+/// The properties of a step that decide what runs it.
 #[derive(Clone, Copy, Debug)]
 pub struct StepFacts {
     pub sequences: usize,
     /// Whether every sequence has a single input token.
     pub is_decode: bool,
-    /// Whether some sequence gets a token.
+    /// Whether a token is chosen for some sequence.
     pub chooses_tokens: bool,
-    /// Whether a queued step can choose every token of the step.
+    /// Whether a queued step could choose the tokens of all sequences.
     pub samplers_can_queue: bool,
-    /// Whether the step has a single sequence whose sampler needs the whole row of logits.
+    /// Whether the step has a single sequence, and its sampler needs the whole row of logits.
     pub needs_logits: bool,
     /// Whether the step computes log probabilities of prompt tokens.
     pub has_scores: bool,
@@ -50,7 +49,7 @@ pub struct StepFacts {
 }
 
 impl StepFacts {
-    /// A decode step of one sequence, whose token needs no constraint and no logits on the host.
+    /// A decode step of one sequence whose token can be chosen without logits on the host.
     pub const ONE_TOKEN: Self = Self {
         sequences: 1,
         is_decode: true,
@@ -75,7 +74,7 @@ impl StepFacts {
     }
 }
 
-/// Decides what runs a step that is not queued.
+/// Decides what runs a step that [`queued_route`] has not queued.
 pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
     // Batch graphs add in a fixed order only if the whole runner is deterministic.
     let is_separate = step.has_deterministic_sequence && !runner.is_deterministic;
@@ -86,8 +85,8 @@ pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
         if runner.has_decode_graph && step.chooses_tokens {
             return Route::DecodeGraph;
         }
-        // Such a step is rare: `queued_route` and the decode graph run almost all steps of one sequence. A batch graph
-        // runs it only if the order of additions must be fixed, or if there are several ranks.
+        // Few steps of one sequence get here: they usually run on the decode graph or are queued.
+        // A batch graph is needed only for a fixed order of additions, or for several ranks.
         if !runner.is_deterministic && !runner.has_several_ranks {
             return Route::Eager;
         }
@@ -95,13 +94,13 @@ pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
     batch_route(runner, step)
 }
 
-/// Decides what runs a step that is queued before the tokens of the previous step are known. Returns `None` if the step
-/// cannot be queued.
+/// Decides what runs a step that is queued before the tokens of the previous step are known.
+/// Returns `None` if the step cannot be queued, or if the decode graph runs it.
 pub fn queued_route(runner: RunnerFacts, step: StepFacts) -> Option<Route> {
     let can_choose = runner.can_queue && step.chooses_tokens && step.samplers_can_queue;
-    // Parts of prompts run in separate passes, whose tokens do not stay on the device.
+    // Deterministic prompts are divided into parts. These run in separate passes, which leave no tokens on the device.
     let is_separate = if runner.is_deterministic { !step.is_decode } else { step.has_deterministic_sequence };
-    // The decode graph queues its own steps. It starts from the logits of the last part of the prompt.
+    // The decode graph queues its own steps. It starts from the logits of the last chunk of the prompt.
     let is_graph = runner.has_decode_graph && step.sequences == 1 && !step.needs_logits;
     if !can_choose || step.has_scores || is_separate || is_graph || step.sequences > MAX_SEQUENCES {
         return None;

@@ -9,12 +9,12 @@ use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::StepBatch;
 
-/// Runs a batch one operation at a time. Calls `on_logits` with the index of each part of `parts` and the part's logits,
-/// f32 `[tokens of the part, vocab]`. A part is a range of the batch's tokens.
+/// Runs a batch one operation at a time. `parts` are ranges of its tokens.
+/// Calls `on_logits` with the index of each part and the part's logits, f32 `[tokens of the part, vocab]`.
 /// Returns the logits of each sequence's last token, f32 `[sequences, vocab]`.
 ///
-/// All ranks must call this function with the same batch and the same parts. The logits of a whole prompt would take far
-/// more memory than its hidden states, so the caller divides the tokens into small parts.
+/// All ranks must call this function with the same batch and the same parts.
+/// Small parts save memory, because the logits of a whole prompt are far larger than its hidden states.
 pub fn forward_scored(
     decoder: &Decoder,
     batch: &StepBatch,

@@ -7,21 +7,22 @@ use super::{Runner, RunnerLimits};
 use crate::kernels::SumOrder;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 
-/// Runs one sequence at a time. Overwrites the blocks of all other sequences, which must have ended.
+/// Methods that run one sequence at a time. They overwrite the blocks of all other sequences, which must have ended.
 impl Runner {
-    /// Returns the number of cached tokens of the single sequence.
+    /// Returns how many tokens of the sequence are cached.
     pub fn cached_tokens(&self) -> usize {
         self.solo.cached.len()
     }
 
-    /// Forgets the cached tokens. The next tokens start at position 0.
+    /// Forgets the cached tokens, so the next tokens start at position 0.
     pub fn reset(&mut self) {
         self.stop_graph();
         self.solo.cached.clear();
         self.solo.written = 0;
     }
 
-    /// Runs `ids`, at most `limits.chunk` tokens, after the cached tokens. Returns the f32 rows that `logits` selects.
+    /// Runs `ids`, at most `limits.chunk` tokens, after the cached tokens.
+    /// Returns f32 logits `[rows, vocab]`, with the rows that `logits` selects.
     pub(super) fn forward_solo(&mut self, ids: &[u32], logits: LogitRows) -> Result<Tensor> {
         let (position, RunnerLimits { context, chunk }) = (self.solo.cached.len(), self.limits);
         if ids.len() > chunk || position + ids.len() > context {
@@ -40,7 +41,8 @@ impl Runner {
         Ok(logits)
     }
 
-    /// Runs `chunk`, at most `limits.chunk` tokens, after the cached tokens. Returns f32 logits `[tokens, vocab]`.
+    /// Runs `chunk`, at most `limits.chunk` tokens, after the cached tokens.
+    /// Returns the logits of every token, f32 `[tokens, vocab]`.
     pub fn chunk_logits(&mut self, chunk: &[u32]) -> Result<Tensor> {
         self.forward_solo(chunk, LogitRows::All)
     }

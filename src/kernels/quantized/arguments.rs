@@ -10,7 +10,7 @@ use crate::kernels::constants::{
 };
 use crate::kernels::launch::{Arguments, address};
 
-/// The C layout of `QuantizedMatrix` in `quantized.cuh`.
+/// Mirrors `QuantizedMatrix` in `quantized.cuh`. `planes` are device addresses, 0 for planes that the format lacks.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct RawMatrix {
@@ -19,7 +19,7 @@ struct RawMatrix {
     rows: i32,
 }
 
-/// The C layout of `QuantizedStack` in `quantized.cuh`.
+/// Mirrors `QuantizedStack` in `quantized.cuh`.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct RawStack {
@@ -56,7 +56,7 @@ impl RawStack {
 }
 
 impl Arguments {
-    /// Adds an argument: a vertical stack of quantized matrices. All matrices must have the same number of columns.
+    /// Adds one argument: a vertical stack of 1 to `MAX_STACKED_MATRICES` matrices with the same number of columns.
     pub fn stack(self, matrices: &[QuantizedMatrix]) -> Result<Self> {
         Ok(self.value(RawStack::new(matrices)?, matrices.iter().flat_map(QuantizedMatrix::tensors)))
     }

@@ -4,10 +4,10 @@ use crate::kernels::constants;
 
 /// The number of columns in a group. A lane of a warp reads one group at a time.
 pub const GROUP_COLUMNS: usize = 32;
-/// The number of columns in a superblock of the K formats. Its groups share the super-scales.
+/// The number of columns in a superblock of the K formats: eight groups with common super-scales.
 pub const SUPERBLOCK_COLUMNS: usize = 256;
 
-/// The quantization format of a matrix.
+/// How the values of a matrix are quantized. The `Q` formats are ggml's, in another memory layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum WeightFormat {
@@ -27,16 +27,16 @@ pub enum WeightFormat {
     Fp8 = constants::FORMAT_FP8 as i32,
 }
 
-/// The size of each plane in bytes, per group or superblock.
+/// The size in bytes of each plane, per group or superblock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlaneBytes {
-    /// Bytes for the low bits of the integers, per group.
+    /// Bytes per group for the low bits of the values.
     pub low: usize,
-    /// Bytes for the high bits of the integers, per group. 0 in formats without a high plane.
+    /// Bytes per group for the high bits of the values. 0 in formats without a high plane.
     pub high: usize,
-    /// Bytes for the scales and mins, per group. 0 if each row has a single scale.
+    /// Bytes per group for the scales and mins. 0 if each row has a single f32 scale.
     pub scales: usize,
-    /// Bytes for the super-scales, per superblock of 256 columns. 0 in formats other than the K formats.
+    /// Bytes per superblock for the super-scales. 0 in formats other than the K formats.
     pub supers: usize,
 }
 
@@ -73,8 +73,8 @@ impl WeightFormat {
         PlaneBytes { low, high, scales, supers }
     }
 
-    /// Returns the number of columns in a unit. The columns of a unit share scales or bytes,
-    /// so a matrix can be divided only between units.
+    /// Returns the number of columns in a unit: a superblock in the K formats, a group in the others.
+    /// Divisions of a matrix must not split a unit.
     pub fn column_unit(self) -> usize {
         if self.plane_bytes().supers > 0 { SUPERBLOCK_COLUMNS } else { GROUP_COLUMNS }
     }
@@ -84,7 +84,7 @@ impl WeightFormat {
         self.plane_bytes().scales == 0
     }
 
-    /// Returns the size in bytes of one row in each plane, in the order low, high, scales, supers.
+    /// Returns the bytes of one row in each plane: low, high, scales, supers. A partial group counts as a whole group.
     pub fn row_bytes(self, columns: usize) -> [usize; 4] {
         let PlaneBytes { low, high, scales, supers } = self.plane_bytes();
         let groups = columns.div_ceil(GROUP_COLUMNS);
@@ -92,7 +92,7 @@ impl WeightFormat {
         [low * groups, high * groups, scales, supers * (columns / SUPERBLOCK_COLUMNS)]
     }
 
-    /// Returns the size in bytes of a matrix with this format.
+    /// Returns the total size in bytes of the planes of a matrix.
     pub fn bytes(self, rows: u64, columns: u64) -> u64 {
         (self.row_bytes(columns as usize).iter().sum::<usize>() as u64).saturating_mul(rows)
     }

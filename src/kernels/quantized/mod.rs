@@ -1,8 +1,8 @@
 //! Matrices that stay quantized in memory. The operations are matrix products, embedding lookup and dequantization.
 //!
-//! All formats share one memory layout. Each lane of a warp reads a group of 32 columns at a time.
-//! The bits of each quantized integer `q` are split across **planes**.
-//! In each plane, all groups have the same power-of-two size in bytes, so loads are aligned.
+//! All formats share one memory layout. A *group* is 32 columns of a row. A lane of a warp reads a group at a time.
+//! The bits of each quantized value `q` are split across **planes**.
+//! Each plane stores a power of two of bytes per group (`supers`: per superblock of 256 columns), so loads are aligned.
 //!
 //! | plane  | contents for each group of 32 columns |
 //! | ------ | ------------------------------------- |
@@ -12,9 +12,10 @@
 //! | supers | in the K formats, two f16 super-scales for each 256 columns: one for scales, one for mins |
 //!
 //! The value of an element is `scale · (q - zero) - min`, where `zero` is the zero point of the format.
+//! In `Fp8`, `q` is an E4M3 value. In all other formats, `q` is an integer.
 //! The ggml formats take as many bytes as in GGUF files, with two exceptions:
-//! - In Q3_K, Q4_K and Q5_K, the 12 scale bytes of each 256 columns become 16 bytes.
-//! - In Q3_K and Q6_K, the single super-scale of each 256 columns is followed by two unused bytes.
+//! - In Q3_K, Q4_K and Q5_K, the scales and mins of a superblock take 16 bytes instead of 12.
+//! - In Q3_K and Q6_K, a superblock has only one super-scale. Two unused bytes follow it.
 //!
 //! A group consists of eight *quads*, numbered 0 to 7. A quad is four consecutive columns.
 //! In each plane, the bits of column `i` (0 to 3) in quad `j` have these positions within the bytes of the group:

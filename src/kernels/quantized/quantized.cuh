@@ -3,9 +3,9 @@
 // A *group* is 32 columns of a row. A lane reads one group at a time.
 // The input vector is quantized to 16-bit integers with one scale per group.
 // The largest value of a group keeps 15 significant bits. In bf16, it would keep 8.
-// The high and low bytes are stored separately, because dp4a multiplies bytes. All dp4a results are exact.
+// dp4a multiplies bytes, so the high and low bytes of the integers are stored separately. All dp4a results are exact.
 // Only the scales and mins are applied in floating point.
-// With FP8 weights, the input vector is not quantized, and all arithmetic is in floating point.
+// With FP8 weights, the input vector is stored as floats, and all arithmetic is in floating point.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -28,7 +28,7 @@ enum WeightFormat {
     FP8 = FORMAT_FP8,
 };
 
-// A quantized matrix or a range of rows of a larger matrix.
+// A quantized matrix, or some of its rows. Planes that the format lacks are null.
 struct QuantizedMatrix {
     const uint8_t *low, *high, *scales, *supers;
     int format, rows;
@@ -40,12 +40,12 @@ struct QuantizedStack {
     int row_ends[MAX_STACKED_MATRICES];
 };
 
-// The number of bytes per group in each plane, and how the values of a group are scaled.
+// The number of bytes per group in each plane, and how a value is computed from its bits q.
 //   low: bytes for the low bits of q
-//   high: bytes for the high bits of q
+//   high: bytes for the high bits of q, or 0 if there is no high plane
 //   scales: bytes for scales and mins, or 0 if each row has a single f32 scale
 //   zero: the zero point, which is subtracted from q
-//   has_half_scales: whether each half of the group has its own scale
+//   has_half_scales: whether each half of a group has its own scale
 template <int F> struct FormatLayout {
     static constexpr bool has_row_scale = F == INT8 || F == FP8, has_supers = F >= Q2_K && F <= Q6_K;
     static constexpr int low = F == Q2_K || F == Q3_K ? 8 : F == Q8_0 || has_row_scale ? 32 : 16;
@@ -56,8 +56,8 @@ template <int F> struct FormatLayout {
     static constexpr bool has_mins = F == Q4_1 || F == Q5_1 || F == Q2_K || F == Q4_K || F == Q5_K;
 };
 
-// The low bit, the low two bits and the low four bits of each byte of a word. Quantized values are unpacked four at a
-// time: a shift of the whole word also moves bits of each byte into its neighbor, and the mask removes these bits.
+// Masks for the low 1, 2 or 4 bits of each byte. Four quantized values are unpacked at once by shifting a whole word.
+// The shift moves bits of each byte into its neighbor, and the mask removes these bits.
 constexpr uint32_t LOW_BIT = 0x01010101u, LOW_2_BITS = 0x03030303u, LOW_4_BITS = 0x0f0f0f0fu;
 
 // The largest integer of a quantized input. Its high byte is 127, the largest signed byte, and its low byte is 0.
@@ -66,7 +66,7 @@ constexpr float MAX_QUANTIZED_INPUT = 127 * 256;
 // The largest E4M3 value.
 constexpr float E4M3_MAX = 448.0f;
 
-// The smallest normal f32 value. Dividing by a smaller scale could overflow.
+// The smallest normal f32 value, and the smallest scale. Dividing by a smaller scale could overflow.
 constexpr float F32_MIN_NORMAL = 1.17549435e-38f;
 
 // A group in registers. `words` contains the words of the low plane, followed by the words of the high plane.
@@ -96,8 +96,8 @@ template <int F> __device__ __forceinline__ void load_group(RawGroup& raw, const
         const uint4 v = load_stream_16(low + 16);
         raw.words[4] = v.x, raw.words[5] = v.y, raw.words[6] = v.z, raw.words[7] = v.w;
     }
-    // The high plane follows the low plane. Formats with 8 low words have no high plane. The code for it is then never
-    // run, but is still compiled: `& 7` keeps its index inside the array.
+    // The words of the high plane follow those of the low plane. With 8 low words, there is no high plane.
+    // The branches below are then compiled but never run, and `& 7` keeps their indices inside the array.
     constexpr int high_word = L::low / 4;
     if (L::high == 4) raw.words[high_word & 7] = load_stream_4(m.high + group * 4);
     if (L::high == 8) {
@@ -125,7 +125,7 @@ template <int F> __device__ __forceinline__ uint32_t quad(const RawGroup& raw, i
     return q;
 }
 
-// Converts four quantized integers to floats and subtracts the zero point.
+// Converts four quantized values to floats and subtracts the zero point. In FP8, the zero point is 0.
 template <int F> __device__ __forceinline__ float4 to_floats(uint32_t q) {
     if (F == FP8) {
         const auto pair = [](uint32_t two) {
@@ -134,16 +134,16 @@ template <int F> __device__ __forceinline__ float4 to_floats(uint32_t q) {
         const float2 a = pair(q & 0xffff), b = pair(q >> 16);
         return make_float4(a.x, a.y, b.x, b.y);
     }
-    // The float 2^23 has the bits 0x4b000000, and its last mantissa bit is worth 1. With its low byte set to q, its
-    // value is therefore 2^23 + q. Signed bytes are first made unsigned by adding 128, which flips their highest bit.
-    // `offset` includes this 128.
+    // 2^23 as a float has the bits 0x4b000000, and its last mantissa bit is worth 1.
+    // Replacing its low byte by q therefore gives 2^23 + q.
+    // For signed bytes, flipping the highest bit adds 128, so q is not negative. `offset` includes the 128.
     constexpr bool is_signed = FormatLayout<F>::low == 32;
     constexpr uint32_t TWO_TO_23_BITS = 0x4b000000u;
     constexpr float TWO_TO_23 = 8388608.0f;
     constexpr float offset = TWO_TO_23 + (is_signed ? 128 : FormatLayout<F>::zero);
     if (is_signed) q ^= 0x80808080u;
-    // Each digit of a selector chooses a byte of the result, lowest byte last: 0 to 3 are the bytes of q, 4 and 7 are
-    // the lowest and the highest byte of 2^23 (0x00 and 0x4b).
+    // The digits of a selector choose the bytes of the result, lowest byte last. Digits 0 to 3 are bytes of q.
+    // Digits 4 and 7 are the lowest and the highest byte of 2^23 (0x00 and 0x4b).
     const auto one = [=](int selector) { return __uint_as_float(__byte_perm(q, TWO_TO_23_BITS, selector)) - offset; };
     return make_float4(one(0x7440), one(0x7441), one(0x7442), one(0x7443));
 }
@@ -154,8 +154,9 @@ struct Scaling {
 };
 template <int F> __device__ __forceinline__ Scaling scaling(const RawGroup& raw) {
     const float2 super = __half22float2(*reinterpret_cast<const __half2*>(&raw.supers));
-    // The two bytes of a K-quant belong to the two halves of the group. In Q4_K and Q5_K, they are a scale and a min.
-    // In Q2_K, the low four bits of each byte are a scale, and the high four bits are a min.
+    // In K formats, `raw.scales` has two bytes. In Q3_K and Q6_K, they are the signed scales of the two halves.
+    // In Q4_K and Q5_K, they are the scale and the min of the whole group.
+    // In Q2_K, each half has one byte, with the scale in the low four bits and the min in the high four bits.
     const int first = raw.scales & 0xff, second = raw.scales >> 8 & 0xff;
     if (FormatLayout<F>::has_row_scale) return {{1.0f, 1.0f}, {0.0f, 0.0f}};
     if (F == Q2_K)
@@ -204,13 +205,13 @@ __device__ __forceinline__ EightValues dequantize8(const QuantizedMatrix& m, int
     const Scaling s = scaling<F>(raw);
     const float scale = L::has_row_scale ? __ldg(reinterpret_cast<const float*>(m.scales) + row) : s.scale[p / 2],
                 min = s.min[p / 2];
-    // Rounds the product before subtracting the min, as ggml does.
+    // Without fma, the product is rounded before the min is subtracted, as in ggml.
     const auto value = [=](float q) { return __fsub_rn(__fmul_rn(scale, q), min); };
     const auto four = [=](float4 q) { return make_float4(value(q.x), value(q.y), value(q.z), value(q.w)); };
     return {four(to_floats<F>(first)), four(to_floats<F>(second))};
 }
 
-// The input vector in shared memory. The layout avoids bank conflicts between lanes that read neighboring groups.
+// The input vector in shared memory. Its layout avoids bank conflicts when the lanes of a warp read consecutive groups.
 // If the vector is stored as integers:
 //   pieces[0][g], pieces[1][g]: the high bytes of columns 0 to 15 and columns 16 to 31 of group g
 //   pieces[2][g], pieces[3][g]: the low bytes of the same columns (integer = 256 · high + low, both signed)
@@ -238,11 +239,11 @@ struct QuantizedInput {
     }
 
     // Stores the vector. quad(i) returns columns 4i to 4i + 3, with zeros past the last column.
-    // If INTEGERS is true and the vector is stored as integers, quad(i) must return integers of at most
-    // MAX_QUANTIZED_INPUT in magnitude. These integers are stored exactly, with a scale of 1. All threads of the block
-    // must call this function and then __syncthreads().
+    // With INTEGERS, these columns must be integers of at most MAX_QUANTIZED_INPUT in magnitude.
+    // Such integers are stored exactly, with a scale of 1.
+    // All threads of the block must call this function and then __syncthreads().
     template <bool INTEGERS, class Quad> __device__ __forceinline__ void fill(Quad quad) const {
-        // Rounds the number of quads up to whole warps, because all lanes of a warp take part in the shuffles.
+        // The number of quads is rounded up to whole warps, because all lanes of a warp take part in the shuffles.
         for (int i = threadIdx.x; i < (8 * groups + 31) / 32 * 32; i += blockDim.x) {
             const int group = i / 8, j = i % 8;
             const bool is_inside = group < groups;
@@ -268,8 +269,8 @@ struct QuantizedInput {
             int sum = q[0] + q[1] + q[2] + q[3];
             sum += __shfl_xor_sync(0xffffffffu, sum, 1), sum += __shfl_xor_sync(0xffffffffu, sum, 2);
             if (!is_inside) continue;
-            // The low byte is signed. Adding 128 before the shift makes the high byte one larger if the low byte is
-            // negative, so that 256 · high + low is exactly q.
+            // The low byte is signed. If it is negative, adding 128 before the shift makes the high byte one larger.
+            // 256 · high + low is therefore exactly q.
             uint32_t high = 0, low = 0;
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
@@ -289,7 +290,7 @@ __device__ __forceinline__ float dot4(float4 a, float4 b, float sum) {
 }
 __device__ __forceinline__ int word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Multiplies one group of each of ROWS rows by the same group of the input. Adds the dot products to `sum`.
+// Multiplies a group of each of ROWS rows by the same group of the input. Adds the products, with scales, to `sum`.
 template <int F, int ROWS>
 __device__ __forceinline__ void multiply_integers(const RawGroup (&raw)[ROWS], const QuantizedInput& x, int group,
                                                   float (&sum)[ROWS]) {
@@ -339,7 +340,7 @@ __device__ __forceinline__ void multiply_group(const RawGroup (&raw)[ROWS], cons
     }
 }
 
-// A format as a compile-time constant. with_format calls `then` with the constant of `format`.
+// A format as a compile-time constant. with_format passes the constant for `format` to `then`.
 template <int F> struct FormatConstant {
     static constexpr int value = F;
 };
@@ -368,11 +369,11 @@ struct ContiguousRows {
     __device__ __forceinline__ int scale_row(int row, int) const { return row; }
 };
 
-// Multiplies the rows of a stack by input vectors. Each warp processes one unit of ROWS rows at a time.
+// Multiplies the rows of a stack by input vectors. A *unit* is ROWS rows, which must have the same format.
+// Each warp processes one unit at a time. The warps of the grid take units in round-robin order.
 // Each lane has DEPTH groups of each row in flight. Near the end of a unit, it loads the first groups of the next unit.
-// Units are assigned to the warps of the grid in round-robin order.
-// `locate(u, r, matrix)` finds row r of unit u: it sets `matrix` to the index of the matrix and returns the row index.
-// All rows of a unit must have the same format.
+// `locate(u, r, matrix)` sets `matrix` to the index of the matrix that has row r of unit u.
+// The function returns the index of this row in the matrix.
 template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> struct QuantizedStream {
     struct UnitRows {
         int row[ROWS], matrix[ROWS];
@@ -425,8 +426,8 @@ template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> stru
         }
     }
 
-    // Adds the dot products of a group to `sum`. The groups of a gathered row come from different rows of the matrix,
-    // so their row scales are applied here instead of at the end of the row.
+    // Adds the dot products of a group to `sum`. The groups of a gathered row come from different rows of the matrix.
+    // The row scales are therefore applied here. For other rows, `multiply` applies the row scale to the whole sum.
     template <int F>
     __device__ __forceinline__ void add_group(const RawGroup (&raw)[ROWS], const QuantizedInput& x, int group,
                                               float (&sum)[ROWS]) const {
@@ -494,12 +495,13 @@ __device__ __forceinline__ float round_scaled(float v, int rounding) {
     return rounds_to_int8(rounding) ? fminf(fmaxf(rintf(v), -128.0f), 127.0f) : round_to_e4m3(v);
 }
 // Returns the scale for quantizing a vector to 8 bits. `largest` is the largest magnitude in the vector.
+// In static modes, this is `static_scale`. In other modes, it maps `largest` to the largest 8-bit value.
 __device__ __forceinline__ float rounding_scale(float largest, int rounding, float static_scale) {
     // Integers from -128 to 127 span 255 steps, so a step is 2 · largest / 255.
     const float scale = rounding == ROUNDING_INT8_PER_TOKEN  ? largest / 127.5f
                         : rounding == ROUNDING_FP8_PER_TOKEN ? largest / E4M3_MAX
                                                              : static_scale;
-    // If the vector contains a NaN or an infinity, the scale is NaN, which makes all results NaN.
+    // If the vector contains a NaN or an infinity, the scale is NaN, even in static modes. All results are then NaN.
     return !isfinite(largest) ? __uint_as_float(F32_NAN) : scale < F32_MIN_NORMAL ? F32_MIN_NORMAL : scale;
 }
 
@@ -517,7 +519,7 @@ __device__ __forceinline__ float max_magnitude(float4 v) {
     return max_magnitude(max_magnitude(v.x, v.y), max_magnitude(v.z, v.w));
 }
 
-// Returns the largest magnitude of `value` among all threads of the block. Every thread receives the result.
+// Returns the largest magnitude that any thread of the block passes as `value`. Every thread receives the result.
 // `scratch` holds one float per warp.
 __device__ __forceinline__ float block_max_magnitude(float value, float* scratch) {
     for (int offset = 16; offset > 0; offset /= 2)

@@ -3,9 +3,10 @@
 // A warp reads weights directly into registers and converts each of them to T only once for all tokens of a tile.
 // Neighboring tiles of tokens read the same weights at about the same time, mostly from the L2 cache.
 //
-// The unit of work is a *step* of one tile of weight rows: ROWS rows times STEP_COLUMNS columns. All steps are divided
-// evenly among the blocks, so a block can start or end inside a tile of rows. The last of the blocks that share a tile
-// adds their sums. The order of the additions depends only on the sizes of the matrices and the number of blocks.
+// The unit of work is a *step* of one tile of weight rows: ROWS rows times STEP_COLUMNS columns.
+// All steps are divided evenly among the blocks, so a block can start or end inside a tile of rows.
+// If several blocks share a tile, the last block to finish adds their sums, in block order.
+// The order of additions depends only on the sizes of the matrices and the number of blocks.
 //
 // MMA fragments: a lane with t = lane % 4 reads group t of a step, that is, columns 32t to 32t + 31 of its weight rows.
 // The MMAs multiply the quads of these groups one after another: MMA j multiplies quad j of all four groups.
@@ -19,7 +20,7 @@ constexpr int STAGES = QUANTIZED_FEW_STAGES, STEP_COLUMNS = QUANTIZED_FEW_COLUMN
 // Weight rows per tile: each warp multiplies a *row pair*, that is, two row tiles of an MMA (32 rows).
 constexpr int ROW_PAIRS = QUANTIZED_FEW_THREADS / 32, ROWS = 32 * ROW_PAIRS;
 
-// The counters of finished blocks, one for each tile of rows that blocks share. They are zero between launches.
+// Counters of finished blocks, one per tile of tokens and shared tile of rows. They are zero between launches.
 // Each device has its own counters and runs its kernels in order, so two launches never share a counter.
 __device__ uint32_t finished[QUANTIZED_FEW_COUNTERS];
 
@@ -46,8 +47,9 @@ template <> struct Pair<__nv_bfloat16> {
 };
 
 // The scales and mins of a group.
-// Rounding a scale to bf16 shifts all values of its group in the same direction. In formats without mins, the scale is
-// therefore stored as the sum of two bf16 values. With mins, a second value would require two more instructions.
+// Rounding a scale to bf16 shifts all values of its group in the same direction.
+// In formats without mins, the scale is therefore the sum of two bf16 values: `scale` and `rest`.
+// With mins, a second value would require two more instructions.
 template <typename T, int F> struct GroupScaling {
     using L = FormatLayout<F>;
     using Two = typename Pair<T>::Type;
@@ -93,13 +95,13 @@ __device__ __forceinline__ uint2 convert_quad(const RawGroup& raw, const GroupSc
                 s.apply(__hsub2(*reinterpret_cast<const Two*>(&biased), zero), L::has_half_scales ? j / 4 : 0);
             return *reinterpret_cast<const uint32_t*>(&w);
         };
-        // The digits of a selector choose the bytes of the result, lowest byte last: 0 to 3 are the bytes of q, and 4
-        // is the high byte of BIAS. Each result is two values BIAS + q.
+        // The digits of a selector choose the bytes of the result, lowest byte last.
+        // Digits 0 to 3 are the bytes of q, and 4 is the high byte of BIAS. Each result is two values BIAS + q.
         return make_uint2(convert(0x4140), convert(0x4342));
     }
 }
 
-// The arguments of multiply_few, except the matrices.
+// The arguments of multiply_few, except the matrices and their number.
 struct Product {
     const void* x;
     const float* x_scales;
@@ -107,8 +109,8 @@ struct Product {
     int tokens, columns, stride;
 };
 
-// A range of steps in one matrix of the stack.
-// Tiles before `first_tile` and rows before `first_row` belong to earlier matrices.
+// A range of steps in one matrix of the stack. The steps are numbered across all matrices.
+// The tiles before `first_tile` and the rows before `first_row` belong to earlier matrices.
 struct Range {
     int matrix, first_tile, first_row, begin, end;
 };
@@ -123,7 +125,7 @@ template <typename T, int N> struct Block {
     const int lane = threadIdx.x % 32, row_pair = threadIdx.x / 32;
     const int first_token = blockIdx.y * N;
 
-    // Starts copying one step of x for all tokens, in the order in which lanes read it.
+    // Starts copying one step of x for the N tokens of the tile, in the order in which lanes read it.
     __device__ __forceinline__ void copy_x(int step, uint32_t stage) const {
         constexpr int SEGMENTS = STAGE_BYTES / 16, THREADS = QUANTIZED_FEW_THREADS;
 #pragma unroll
@@ -168,7 +170,7 @@ template <typename T, int N> struct Block {
         }
     }
 
-    // Multiplies the weights of all steps in a range by N tokens.
+    // Multiplies the weights of all steps in a range by N tokens. All the steps belong to the same matrix.
     template <int F> __device__ __forceinline__ void run(const Range& range) const {
         const QuantizedMatrix matrix = weights.matrices[range.matrix];
         const uint32_t stages = shared_address(shared);
@@ -226,9 +228,9 @@ template <typename T, int N> struct Block {
         }
     }
 
-    // Finishes steps `first` to `end` - 1, which belong to one tile of rows. If no other block has steps of this tile,
-    // stores the sums in y. Otherwise, each block stores its sums in `partials`, and the last block to finish adds
-    // the sums of all blocks and stores the results in y.
+    // Finishes steps `first` to `end` - 1, which belong to one tile of rows.
+    // If no other block has steps of this tile, stores the sums in y. Otherwise, stores them in `partials`.
+    // The last block to finish then adds the sums of all blocks and stores the results in y.
     template <int F> __device__ void finish(const Range& range, int first, int end, Sums<N>& sums) const {
         constexpr int VECTORS = 2 * TOKEN_TILES;
         const auto vector = [&](int i) -> float4& {
@@ -238,7 +240,7 @@ template <typename T, int N> struct Block {
         if (end - first < steps) {
             const auto block_of = [&](int step) { return (int)(((long long)gridDim.x * (step + 1) - 1) / total); };
             const int first_block = block_of(tile * steps), last_block = block_of(tile * steps + steps - 1);
-            // A block has one slot for the tile that it ends or continues, and one slot for the tile that it starts.
+            // A block has two slots: slot 1 for the tile that it starts, slot 0 for the tile that it continues.
             const auto slot = [&](int block) {
                 const size_t at = ((size_t)blockIdx.y * gridDim.x + block) * 2 + (block == first_block ? 1 : 0);
                 return reinterpret_cast<float4*>(p.partials) + (at * ROW_PAIRS + row_pair) * VECTORS * 32 + lane;
@@ -257,7 +259,6 @@ template <typename T, int N> struct Block {
                     sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
                 }
         }
-        // Apply the scales of rows and tokens.
         const QuantizedMatrix& matrix = weights.matrices[range.matrix];
         const int row = (tile - range.first_tile) * ROWS + row_pair * 32 + lane / 4;
 #pragma unroll
@@ -283,7 +284,7 @@ template <typename T, int N> struct Block {
 // Computes y[t] = x_scales[t] · W·x[t], where W is the vertical stack of `count` matrices.
 //   x: T [tokens, columns]; columns is a multiple of 8
 //   x_scales: f32 [tokens], or null for scales of 1
-//   y: f32 [tokens, stride]; only as many columns are written as W has rows
+//   y: f32 [tokens, stride]; only the first columns are written, one per row of W
 //   partials: f32 [ceil(tokens / N), grid.x, 2, ROWS, N], scratch memory
 //   grid: (at most the number of steps, ceil(tokens / N)); block: QUANTIZED_FEW_THREADS
 //   shared memory: T [STAGES, N, STEP_COLUMNS]

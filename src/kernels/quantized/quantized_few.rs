@@ -12,14 +12,14 @@ use crate::kernels::constants::{
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module, multiprocessors};
 use crate::kernels::scratch;
 
-/// The maximum number of tokens. With more tokens, it is faster to dequantize the weights and use cuBLAS.
+/// The most tokens for which this kernel is used by default. With more, dequantizing the weights for cuBLAS is faster.
 const MAX_TOKENS: usize = 128;
 /// The number of weight rows in a tile.
 const ROWS: usize = QUANTIZED_FEW_THREADS;
 /// The maximum number of blocks that share a tile of rows. The last block to finish adds the sums of all blocks.
 const MAX_SHARES: usize = 8;
 
-/// Returns the number of tokens per tile, and the number of thread blocks per multiprocessor.
+/// Returns the number of tokens per tile, and the number of thread blocks that a multiprocessor can run at once.
 fn tile(tokens: usize) -> (usize, usize) {
     match tokens {
         ..=8 => (8, 2),
@@ -30,12 +30,12 @@ fn tile(tokens: usize) -> (usize, usize) {
     }
 }
 
-/// Returns whether the kernel is faster than the alternatives for this number of tokens.
+/// Returns whether, for this number of tokens, the kernel is faster than `quantized_matvec` and dequantized weights.
 pub fn is_fastest(tokens: usize) -> bool {
     (2..=MAX_TOKENS).contains(&tokens)
 }
 
-/// Returns whether the kernel supports this product, for any number of tokens.
+/// Returns whether the kernel supports this product. The number of tokens does not matter.
 pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
         // Copies to shared memory must be aligned to 16 bytes, that is, to 8 columns.
@@ -46,7 +46,8 @@ pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> 
 /// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
 ///
 /// `x` is contiguous, `[tokens, columns]`, in f16 or bf16. [`is_supported`] must be true.
-/// 8-bit inputs, and weights with one scale per row, are converted to this dtype exactly. Other weights are rounded.
+/// Values quantized to 8 bits (inputs, and weights with one scale per row) are exact in the dtype of `x`.
+/// Other weights are rounded to this dtype.
 pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order: SumOrder) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
     let (x, scales) = match parts[0].input_rounding {
@@ -57,8 +58,8 @@ pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, or
         }
     };
     let (tile_tokens, resident) = tile(tokens);
-    // The number of blocks determines how the sum of a row is split into partial sums. A fixed order of additions
-    // therefore requires a number of blocks that does not depend on the number of tokens.
+    // The number of blocks determines how the sum of a row is split into partial sums.
+    // For a fixed order of additions, the number of blocks must not depend on the number of tokens.
     let resident = if order == SumOrder::Fixed { 1 } else { resident };
     let tiles: usize = parts.iter().map(|part| part.dims().0.div_ceil(ROWS)).sum();
     let steps = tiles * columns.div_ceil(QUANTIZED_FEW_COLUMNS);

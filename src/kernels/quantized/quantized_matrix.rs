@@ -4,7 +4,7 @@ use candle_core::{Device, Result, Tensor, bail};
 
 use super::format::{GROUP_COLUMNS, SUPERBLOCK_COLUMNS, WeightFormat};
 
-/// How a matrix product quantizes its input (the activations) to 8 bits. W8A8 and FP8 checkpoints specify this.
+/// How a matrix product quantizes its input (the activations) to 8 bits. The checkpoint specifies this (W8A8, FP8).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum InputRounding {
     /// The input is not quantized.
@@ -31,7 +31,7 @@ pub struct QuantizedMatrix {
 }
 
 impl QuantizedMatrix {
-    /// Creates a matrix and copies its planes to `device`. Each plane holds all rows consecutively.
+    /// Creates a matrix and copies its planes to `device`. Each plane holds its rows one after another.
     ///
     /// Returns an error if the sizes of the planes or the number of columns do not match the format.
     pub fn new(format: WeightFormat, columns: usize, planes: [Vec<u8>; 4], device: &Device) -> Result<Self> {
@@ -58,7 +58,7 @@ impl QuantizedMatrix {
         Ok(Self { format, columns, planes: tensors, input_rounding: InputRounding::None })
     }
 
-    /// Returns the planes that this format uses.
+    /// Returns the planes that exist in this format.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         self.planes.iter().flatten()
     }

@@ -1,16 +1,16 @@
-// The kernels for quantized matrices that run outside the decode graph:
+// Operations on quantized matrices. Other kernels are in quantized_few.cu and kernels/decode.
 // - matrix-vector products, for few tokens
-// - dequantization of weights and 8-bit quantization of activations, for many tokens
+// - dequantization of weights, and 8-bit quantization of activations, for many tokens
 // - embedding lookup
 #include "quantized/quantized.cuh"
 
-// Computes y[t] = W·x[t / per_x].
+// Matrix-vector products: y[t] = W·x[t / per_x].
 //   x: T [tokens / per_x, columns]; `per_x` consecutive rows of y share one row of x
 //   y: S [tokens, stride], where S is f32 or T; only the first `rows` columns are written
 //   ids: u32 [tokens] or null; with ids, W is the matrix of expert ids[t] and has `rows` rows
 //   grid: (blocks, tokens); block: 32 · QUANTIZED_WARPS
 //   shared memory: see `input_bytes` in quantized_ops.rs
-//   bytes moved: the size of W for each token
+//   bytes moved: the size of W, for each token
 // Each warp multiplies two rows of W at a time. These two rows are one unit of the `QuantizedStream`.
 template <typename T, typename S>
 __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns,
@@ -44,7 +44,7 @@ __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t
     }
 }
 
-// Multiplies eight values by `factor` and stores them in columns 8i to 8i + 7 of a row.
+// Multiplies eight values by `factor` and stores them in columns 8i to 8i + 7 of a row that has `columns` columns.
 template <typename T> __device__ __forceinline__ void store(T* row, int i, int columns, EightValues v, float factor) {
     const float values[8] = {v.first.x,  v.first.y,  v.first.z,  v.first.w,
                              v.second.x, v.second.y, v.second.z, v.second.w};
@@ -114,9 +114,9 @@ __device__ void round_rows(const T* x, uint8_t* q, float* scales, int columns, i
     }
 }
 
-// Quantizes each row of x to 8 bits.
+// Quantizes each row of x to int8 or E4M3 and stores the values as T.
 //   x: T [tokens, columns]
-//   y: T [tokens, columns]: the 8-bit values, multiplied by the scale of their row if `scales` is null
+//   y: T [tokens, columns]; without `scales`, the values are multiplied by the scale of their row
 //   scales: f32 [tokens] or null
 //   bytes moved: x twice, y once
 //   grid: tokens; block: 256

@@ -1,10 +1,11 @@
 //! Operations on quantized matrices: matrix products, dequantization and embedding lookup.
 //!
-//! On a GPU, products with one token, and products with up to 8 tokens in f32, read the quantized weights once per
-//! token (`quantized_matvec`). Products with 2 to 128 tokens in f16 or bf16 convert each weight once (`quantized_few`).
-//! Products with more tokens run on tensor cores, in one of two ways:
-//! - as int8 or FP8 products, if weights and activations are both 8-bit and cuBLASLt supports the type and shape
-//! - otherwise, as products with dequantized weights
+//! On a GPU, a product usually runs in the first of these ways that fits:
+//! - as an int8 or FP8 product of cuBLASLt, if weights and activations are both 8-bit: int8 for 2 or more tokens,
+//!   FP8 for more than 32 tokens
+//! - with `quantized_few`, for 2 to 128 tokens in f16 or bf16: converts each weight once per tile of tokens
+//! - with `quantized_matvec`, for up to 8 tokens: reads the quantized weights once per token
+//! - with dequantized weights
 
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -35,7 +36,7 @@ use crate::kernels::matmul::gemm;
 use crate::kernels::sum_order::{SumOrder, each_row};
 use crate::kernels::{elements, to_f32, unsupported};
 
-/// The maximum number of tokens for matrix-vector products, which read the quantized weights once per token.
+/// The maximum number of tokens for `quantized_matvec`, which reads the quantized weights once per token.
 /// With more tokens, it is faster to dequantize the weights and use tensor cores.
 ///
 /// A Q4_0 weight has 4.5 bits. Dequantizing to bf16 moves 36.5 bits per weight: 4.5 read, 16 written, 16 read again.
@@ -178,8 +179,8 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
         bail!("cannot multiply: x has shape {:?}, and the matrix has shape {:?}", x.dims(), part.dims());
     }
     let has_few = quantized_few::is_supported(parts, columns, x.dtype());
-    // Tensor cores multiply 8-bit inputs by 8-bit weights without converting the weights. They accumulate FP8 products
-    // with a precision of only about 13 bits, so products with few tokens use floats instead.
+    // Tensor cores multiply 8-bit inputs by 8-bit weights without converting the weights.
+    // Sums of FP8 products on tensor cores have only about 13 significant bits, so few tokens are multiplied as floats.
     let eight_bit_types = parts.iter().map(|part| eight_bit_type(device, part)).collect::<Result<Vec<_>>>()?;
     let uses_eight_bits = eight_bit_types.iter().all(|eight_bit_type| match eight_bit_type {
         Some(EightBitType::Int8) => tokens > 1,
@@ -224,7 +225,7 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
     Ok(out)
 }
 
-/// Returns true if `matvec` can run, that is, if its input vector fits in the shared memory of a thread block.
+/// Returns whether the input vector of `matvec` fits in the shared memory of a thread block.
 /// 1 KiB is reserved for static shared memory.
 #[cfg(feature = "cuda")]
 fn can_matvec(device: &CudaDevice, part: &QuantizedMatrix) -> Result<bool> {
@@ -267,7 +268,7 @@ fn matvec(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, output: Outpu
     unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device) }
 }
 
-/// Multiplies `x` by the weights of each token's chosen experts. `ids` lists the chosen experts.
+/// Multiplies `x` by the weights of the experts `ids` that each token has chosen.
 /// Returns the products as `[tokens, chosen, rows]` in the dtype of `x`.
 ///
 /// `experts` is `[number of experts * rows, columns]`. `ids` are u32 `[tokens, chosen]`.
@@ -332,9 +333,9 @@ fn eight_bit_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<
 /// Rows of int8 or E4M3 values, with one scale per row.
 #[cfg(feature = "cuda")]
 struct QuantizedRows {
-    /// u8 `[rows, columns]`, with both dimensions padded as cuBLASLt requires.
+    /// u8 `[tokens, columns]`. Both dimensions are padded as cuBLASLt requires.
     values: Tensor,
-    /// The scale of each row that is not padding: f32 `[tokens]`.
+    /// f32 `[tokens]`: one scale per row, without padding.
     scales: Tensor,
 }
 
@@ -345,8 +346,8 @@ impl QuantizedRows {
         let (tokens, columns) = x.dims2()?;
         // cuBLASLt requires dimensions that are multiples of 16. The low plane is already padded to groups of 32.
         let (padded_columns, padded_tokens) = (columns.next_multiple_of(GROUP_COLUMNS), tokens.next_multiple_of(16));
-        // SAFETY: the kernel writes one row per token. Padding rows stay uninitialized, and their
-        // products are not used.
+        // SAFETY: the kernel writes one row per token. Padding rows stay uninitialized.
+        // The products of padding rows are not used.
         let values = unsafe { crate::kernels::scratch::empty((padded_tokens, padded_columns), DType::U8, x.device())? };
         // SAFETY: the kernel writes one scale per token.
         let scales = unsafe { crate::kernels::scratch::empty(tokens, DType::F32, x.device())? };
@@ -365,7 +366,7 @@ impl QuantizedRows {
     }
 }
 
-/// Multiplies rows of int8 or E4M3 values by 8-bit weights on tensor cores.
+/// Multiplies `x` by 8-bit weights on tensor cores, applies the scales, and writes the products to `output`.
 #[cfg(feature = "cuda")]
 fn matmul_eight_bit(
     device: &CudaDevice,

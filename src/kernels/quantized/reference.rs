@@ -32,7 +32,7 @@ pub fn with_host_planes<R>(matrix: &QuantizedMatrix, then: impl FnOnce(&HostPlan
     then(&HostPlanes { format: matrix.format, row_bytes: matrix.format.row_bytes(matrix.columns), planes })
 }
 
-/// Borrowed planes of a matrix in host memory.
+/// The planes of a matrix in host memory.
 pub struct HostPlanes<'p> {
     pub format: WeightFormat,
     pub row_bytes: [usize; 4],
@@ -40,7 +40,7 @@ pub struct HostPlanes<'p> {
 }
 
 impl HostPlanes<'_> {
-    /// Dequantizes row `row` into `values`.
+    /// Dequantizes row `row` into `values`, which holds one f32 per column.
     pub fn row(&self, row: usize, values: &mut [f32]) {
         let [low, high, scales, supers] =
             std::array::from_fn(|i| &self.planes[i][row * self.row_bytes[i]..][..self.row_bytes[i]]);
@@ -122,7 +122,7 @@ pub fn pack(q: &[u8; 32], low: &mut [u8], high: &mut [u8]) {
     }
 }
 
-/// The scale and min of each half of a group (16 columns), and the zero point of the format.
+/// The scale and min of each half of a group (16 columns), and the zero point. A row scale is the scale of both halves.
 struct Scaling {
     scales: [f32; 2],
     mins: [f32; 2],
@@ -178,7 +178,7 @@ impl Scaling {
 /// The largest finite E4M3 value. `F8E4M3::MAX` in float8 0.7 is 416, which is one step too small.
 pub const E4M3_MAX: f32 = 448.0;
 
-/// Quantizes `x` to 8 bits and returns the dequantized values. `x` is f32 `[tokens, columns]`.
+/// Quantizes `x`, f32 `[tokens, columns]`, and returns the dequantized values. [`InputRounding::None`] changes nothing.
 pub fn round_input(x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
     if rounding == InputRounding::None {
         return Ok(x.clone());

@@ -7,14 +7,13 @@ use super::quantized_matrix::InputRounding;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::scratch;
 
-/// Quantizes `x` to 8 bits and returns the dequantized values in the same dtype. `x` is `[tokens, columns]`.
+/// Quantizes `x`, `[tokens, columns]`, to 8 bits. Returns the dequantized values in the dtype of `x`.
 pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
     launch_round_floats(device, x, rounding, None)
 }
 
-/// Quantizes `x` to 8 bits. Returns the 8-bit values in the dtype of `x`, and the scales, f32 `[tokens]`.
-///
-/// `x` is `[tokens, columns]`. f16 and bf16 hold the values exactly.
+/// Quantizes `x`, `[tokens, columns]`, to 8 bits.
+/// Returns the 8-bit values in the dtype of `x`, which holds them exactly, and the scales, f32 `[tokens]`.
 pub fn round_without_scale(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<(Tensor, Tensor)> {
     // SAFETY: the kernel writes one scale per token.
     let scales = unsafe { scratch::empty(x.dim(0)?, DType::F32, x.device())? };

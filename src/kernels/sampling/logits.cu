@@ -28,10 +28,10 @@ extern "C" __global__ void __launch_bounds__(256)
     logits[(size_t)masked[blockIdx.y] * vocab + id] = -INFINITY;
 }
 
-// Returns the sort key of a logit. NaN has the same key as -inf.
+// Returns a key that orders logits by size. NaN has the same key as -inf.
 __device__ __forceinline__ uint32_t logit_key(float logit) { return sort_key(isnan(logit) ? -INFINITY : logit + 0.0f); }
 
-// Computes the log probabilities of one chosen token per row and of the `count` most likely tokens.
+// Computes the log probabilities of each row's chosen token and of the row's `count` most likely tokens.
 // Of tokens with equal logits, the token with the lower id comes first.
 //   logits: f32 [rows, vocab]; chosen: u32 [rows]
 //   ids: u32 [rows, count]; logprobs: f32 [rows, 1 + count], with the chosen token first

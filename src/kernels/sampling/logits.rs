@@ -39,10 +39,10 @@ pub fn edit_logits(logits: &Tensor, edits: &[LogitEdit]) -> Result<()> {
     unsafe { launch.enqueue(device) }
 }
 
-/// Sets the logit of every token to -inf, in place, unless the row's mask allows the token.
+/// Sets logits to -inf, in place, for all tokens that the mask of their row does not allow.
 /// [`TokenMask::apply`] is the reference.
 ///
-/// `logits` is f32 `[rows, vocab]`. `masks` contains row indices with their masks, each row at most once.
+/// `logits` is f32 `[rows, vocab]`. `masks` are (row, mask) pairs, at most one per row.
 pub fn mask_logits(logits: &Tensor, masks: &[(u32, TokenMask)]) -> Result<()> {
     let (device, rows, vocab) = check(logits)?;
     let words = vocab.div_ceil(32);
@@ -73,6 +73,7 @@ pub struct RowLogprobs {
 }
 
 /// Returns the log probabilities of each row's `chosen` token and of the row's `count` most likely tokens.
+/// Waits for the device.
 ///
 /// `logits` is f32 `[rows, vocab]`. NaN logits count as -inf.
 /// Of tokens with equal logits, the token with the lower id comes first.

@@ -1,4 +1,4 @@
-//! Kernels that choose a token from each row of logits, and the state that they take over from the sampler on the host.
+//! Kernels that choose a token from each row of logits, and the parameters that the host passes to them.
 //!
 //! - `sample_rows`: samples a token from each row
 //! - `logits`: edits and masks logits, and computes log probabilities
@@ -18,7 +18,7 @@ pub use sample_rows::{queue_rows, sample_rows};
 #[cfg(feature = "cuda")]
 pub use crate::kernels::constants::{MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS};
 
-/// The parameters of the sampling kernel (the struct of the same name in `sampling.cuh`).
+/// The parameters of the sampling kernels. `sampling.cuh` has a struct with the same name.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplingKernelParams {
     pub temperature: f32,
@@ -50,7 +50,7 @@ impl SamplingKernelParams {
         }
     }
 
-    /// Returns whether any penalty is set. Without penalties, the kernel does not use `seen`.
+    /// Returns whether any penalty is set. If not, the kernels do not need [`DeviceSampling::seen`].
     #[cfg(feature = "cuda")]
     pub(in crate::kernels) fn has_penalties(&self) -> bool {
         self.repetition_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
@@ -86,10 +86,11 @@ impl SamplingKernelParams {
     }
 }
 
-/// The parameters and token counts that the sampling kernel takes over from the sampler on the host.
+/// The parameters and token counts that the host's sampler hands over to a sampling kernel.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceSampling {
     pub params: SamplingKernelParams,
-    /// The tokens that have appeared, each with 1 + the number of times it was generated. Empty without penalties.
+    /// (token, 1 + count) pairs: the tokens that have appeared, and how often each was generated.
+    /// Empty without penalties.
     pub seen: Vec<(u32, u32)>,
 }

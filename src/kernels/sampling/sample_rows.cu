@@ -1,12 +1,12 @@
 // Samples one token from each row of logits, with temperature, top-k, top-p and min-p.
-// For equal logits, parameters and draw counts, chooses the same tokens as sample.cu.
+// Chooses the same tokens as sample.cu, given the same logits, parameters and numbers of earlier draws.
 // Ignores the penalties in `params`. To apply them, launch apply_penalties or edit_rows (row_edits.cu) first.
 //   logits: f32 [rows, vocab]
 //   params: SamplingKernelParams [rows]; temperature 0 chooses the largest logit
 //   tokens: u32 [rows], the chosen tokens, or NO_TOKEN if every logit of the row is NaN or -inf
 //   mailbox: null, or u32 [rows] in host memory: the chosen tokens + 1, or MAILBOX_NO_TOKEN
 //   grid: rows; block: SAMPLE_THREADS
-//   bytes moved: 4 · vocab for each read of a row: 2 reads, 4 more with top-k, 4 more with top-p; later reads hit L2
+//   bytes moved: 4 · vocab per read of a row: 2 reads, 4 more with top-k, 4 more with top-p; later reads hit L2
 #include "sampling/sampling.cuh"
 
 // One row of logits and its temperature.
@@ -28,8 +28,8 @@ struct Row {
     }
 };
 
-// Returns the largest sort key k (see sort_key) such that the tokens with keys >= k together reach the target.
-// See `threshold` in sample.cu for the parameters.
+// Returns the largest sort key k (see sort_key) such that the tokens with keys >= k reach the target.
+// With BY_MASS, the target is a total mass, otherwise a number of tokens. See `threshold` in sample.cu.
 template <bool BY_MASS>
 __device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsigned long long target,
                               unsigned long long* warps) {
@@ -110,9 +110,8 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
         return key < floor || mass < min_mass ? 0ull : mass;
     };
 
-    // 3. Draw a random point below the total mass.
-    // The winner is the first token at which the cumulative mass exceeds the point.
-    // Each warp sums a contiguous range of ids, so that prefix sums follow the order of the ids.
+    // 3. Draw a random point below the total mass. The winner is the first token whose cumulative mass exceeds it.
+    // Each warp sums a contiguous range of ids, so that the cumulative mass follows the order of the ids.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int ids = (vocab + 31) / 32, begin = warp * ids, end = min(begin + ids, vocab);
     unsigned long long own = 0;
@@ -145,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     }
 }
 
-// Applies penalties to the logits of tokens that appeared before.
+// Applies penalties to the logits of tokens that have appeared before.
 //   logits: f32 [rows, vocab]
 //   params: SamplingKernelParams [rows]
 //   seen: u32 [count, 3]: row, token, 1 + the number of times that the token was generated; each token once per row

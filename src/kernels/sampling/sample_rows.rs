@@ -9,7 +9,8 @@ use super::{DeviceSampling, SamplingKernelParams};
 use crate::kernels::constants::{NO_TOKEN, SAMPLE_PARAM_WORDS, SAMPLE_THREADS};
 use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchShape, Mailbox, module};
 
-/// Samples a token from each row of `logits`, f32 `[rows, vocab]`. Applies penalties to `logits` in place.
+/// Samples a token from each row of `logits`, f32 `[rows, vocab]`, and waits for the tokens.
+/// Applies penalties to `logits` in place.
 ///
 /// `rows` has the sampling parameters of each row, or `None` for greedy sampling without penalties.
 /// The result of a row is `None` if every logit is NaN or -inf.
@@ -32,7 +33,8 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
         let seen = Tensor::from_vec(seen, (entries, 3), logits.device())?;
         let arguments = Arguments::new().tensor(logits)?.tensor(&params)?.tensor(&seen)?.int(entries).int(vocab);
         let shape = LaunchShape::one_thread_each(entries);
-        // SAFETY: shapes and dtypes are checked above. The row and the token of every entry are within the bounds of `logits`.
+        // SAFETY: shapes and dtypes are checked above.
+        // The row and the token of every entry are within the bounds of `logits`.
         unsafe { Launch::new(module!("sample_rows"), "apply_penalties", shape, arguments).enqueue(device)? };
     }
     // SAFETY: the kernel writes every element of `tokens`.
@@ -48,10 +50,13 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
 /// Queues sampling from each row of `logits`, f32 `[rows, vocab]`, and does not wait for the tokens.
 ///
 /// The kernel writes the tokens to the first elements of `tokens`, which is u32.
-/// It also writes each token + 1, or [`MAILBOX_NO_TOKEN`](super::MAILBOX_NO_TOKEN), to a slot of `mailbox`,
-/// starting at `first_slot`. The kernel reads the parameters from the words of `host`, starting at `first_word`.
-/// The caller must not write to these words again until the tokens have arrived.
-/// Ignores the penalties in `rows`: the caller applies them first, with [`edit_rows`](crate::kernels::row_edits::edit_rows).
+/// The kernel also writes each token + 1, or [`MAILBOX_NO_TOKEN`](super::MAILBOX_NO_TOKEN), to a slot of `mailbox`,
+/// starting at `first_slot`.
+///
+/// The kernel reads the parameters from words of `host`, starting at `first_word`.
+/// The caller must leave these words unchanged until the tokens have arrived.
+///
+/// Ignores the penalties in `rows`. [`edit_rows`](crate::kernels::row_edits::edit_rows) must apply them first.
 pub fn queue_rows(
     logits: &Tensor,
     rows: &[SamplingKernelParams],
@@ -77,7 +82,7 @@ pub fn queue_rows(
     unsafe { Launch::new(module!("sample_rows"), "sample_rows", shape, arguments).enqueue(device) }
 }
 
-/// Returns the device of `logits` and its shape, `(rows, vocab)`. Fails if `logits` does not have `rows` rows.
+/// Returns the device and the shape of `logits`, `(rows, vocab)`. Fails unless they are f32 `[rows, vocab]` on a GPU.
 fn check(logits: &Tensor, rows: usize) -> Result<(&CudaDevice, usize, usize)> {
     let (count, vocab) = logits.dims2()?;
     match logits.device() {

@@ -1,4 +1,4 @@
-// The parameters, random numbers and prefix sums that all sampling kernels use.
+// The parameters, random numbers and bin search that the sampling kernels share.
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -16,7 +16,7 @@ struct SamplingKernelParams {
 static_assert(sizeof(SamplingKernelParams) == 4 * SAMPLE_PARAM_WORDS,
               "SAMPLE_PARAM_WORDS must match SamplingKernelParams");
 
-// Returns the new logit of a token that was generated `generated` times. 0 means that only the prompt contains it.
+// Returns the new logit of a token. `generated` is 0 if only the prompt contains the token.
 __device__ __forceinline__ float penalize(float logit, uint32_t generated, float repetition, float frequency,
                                           float presence) {
     logit = logit > 0.0f ? logit / repetition : logit * repetition;
@@ -33,11 +33,11 @@ __device__ __forceinline__ unsigned long long mix(unsigned long long z) {
 // Returns a random number in [0, 1) from a seed and a counter, using SplitMix64.
 __device__ __forceinline__ double uniform(unsigned long long seed, unsigned long long counter) {
     const unsigned long long golden = 0x9E3779B97F4A7C15ull;  // 2^64 divided by the golden ratio
-    // A double has 53 bits of precision, so this keeps the highest 53 of the 64 bits.
+    // A double has 53 bits of precision. Keeps the highest 53 of the 64 random bits.
     return (double)(mix(mix(seed + golden) + (counter + 1) * golden) >> 11) / 9007199254740992.0;  // 2^53
 }
 
-// Returns the inclusive prefix sum of `value` over the threads of the block. `warps` is shared memory for 32 values.
+// Returns the inclusive prefix sum of `value` over the threads of the block. `warps` holds one value per warp.
 __device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long value, unsigned long long* warps) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long 
 // `value` is the mass or the count of bin SAMPLE_BINS - 1 - threadIdx.x, or 0 in threads without a bin.
 // Sums the bins from the highest down and chooses the bin at which the sum reaches `target`.
 // Subtracts the sum of the bins above the chosen bin from `target`.
-// If BY_MASS is true, the first round sets the target to the fraction `share` of the total mass.
+// If BY_MASS is true, the first round first sets `target` to the fraction `share` of the total mass.
 template <bool BY_MASS>
 __device__ __forceinline__ void choose_bin(unsigned long long value, bool is_first_round, float share,
                                            unsigned long long& target, uint32_t& prefix, unsigned long long* warps) {

@@ -7,7 +7,7 @@ use crate::chat::Role;
 use crate::conversation::{Recording, Session};
 use crate::files;
 
-/// Writes the conversation to a new file. Returns a message for the user.
+/// Writes the conversation to a new file. Returns a message for the user. Errors are such messages, too.
 pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
     let (format, path) = arguments.split_once(char::is_whitespace).unwrap_or((arguments, ""));
     let document = match format {
@@ -30,7 +30,7 @@ pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
     let cannot_write = |error| format!("cannot write {path}: {error}");
     let mut file = files::create_private(&target).map_err(cannot_write)?;
     file.write_all(document.as_bytes()).map_err(|error| {
-        // Remove the incomplete file. Otherwise, repeating the command would fail, because the file exists.
+        // Remove the incomplete file. Otherwise, repeating the command would fail, because files are not replaced.
         let _ = std::fs::remove_file(&target);
         cannot_write(error)
     })?;

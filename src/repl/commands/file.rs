@@ -6,13 +6,13 @@ use super::paths;
 use crate::conversation::{Attachment, Session};
 use crate::files;
 
-/// The maximum file size, in bytes per token of context. Most texts have fewer than five bytes per token.
+/// The maximum file size in bytes per token of context. Most texts have fewer than five bytes per token.
 const MAX_BYTES_PER_TOKEN: u64 = 16;
 
-/// The context length, in tokens, to assume for a server that does not report its context length.
+/// The context length, in tokens, that is assumed if a server does not report one.
 const UNKNOWN_CONTEXT: usize = 1 << 20;
 
-/// Attaches a file, lists the attached files, or detaches them. Returns a message for the user.
+/// Attaches a file, lists the attached files, or detaches all of them. Returns a message for the user.
 pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
     match path {
         "" if session.attached.is_empty() => return Ok("nothing is attached; /file PATH attaches a text file".into()),
@@ -36,13 +36,13 @@ pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
     Ok(format!("attached to the next message: {path} ({size})"))
 }
 
-/// Reads a text file and rejects it if it is too large for the context.
+/// Reads a text file. Fails if the file is too large for a context of `context` tokens.
 ///
-/// Checks the size in bytes instead of tokens, because tokenizing a huge file would take minutes.
+/// The limit is in bytes, because tokenizing a huge file would take minutes.
 fn read(path: &str, context: usize) -> Result<String, String> {
     let path = paths::expand_home(path);
     let metadata = std::fs::metadata(&path).map_err(|error| error.to_string())?;
-    // Reading a pipe or a device may never end. `files::open` checks the type again, in case the file was replaced.
+    // A pipe or a device may never end. `files::open` checks the type again, in case the file has been replaced.
     if !metadata.is_file() {
         return Err("not a regular file".to_string());
     }

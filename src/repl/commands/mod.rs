@@ -13,7 +13,7 @@ struct Command {
     name: &'static str,
     arguments: &'static str,
     summary: &'static str,
-    /// The additional text of `/help NAME`.
+    /// More text for `/help NAME`.
     details: &'static str,
 }
 
@@ -105,12 +105,12 @@ const COMMANDS: &[Command] = &[
 
 /// What the chat does after an input line.
 pub enum Outcome {
-    /// The command has finished. Show this text.
+    /// The command has finished, and the chat prints this text.
     Done(String),
     Leave,
     /// Answer the last question again.
     Regenerate,
-    /// Load another model.
+    /// Switch to the model with this name.
     SwitchModel(String),
     /// The line is a message for the model.
     NotACommand,
@@ -121,7 +121,7 @@ pub fn names() -> Vec<String> {
     COMMANDS.iter().map(|command| format!("/{}", command.name)).collect()
 }
 
-/// Returns the words that Tab can complete after a command. Empty if the arguments are not from a fixed list.
+/// Returns the words that Tab can complete after `command`. Empty if its arguments are not from a fixed list.
 pub fn arguments(command: &str) -> Vec<String> {
     let words: Vec<&str> = match command {
         "/set" => conversation::setting_names().collect(),
@@ -132,12 +132,12 @@ pub fn arguments(command: &str) -> Vec<String> {
     words.into_iter().map(str::to_string).collect()
 }
 
-/// Runs `line` if it is a slash command. Otherwise, returns [`Outcome::NotACommand`].
+/// Runs `line` if it is a slash command. Returns [`Outcome::NotACommand`] if it is a message.
 pub fn run(line: &str, session: &mut Session) -> Outcome {
     let line = line.trim();
     let (name, arguments) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
     let arguments = arguments.trim();
-    // Multi-line input is a message, even if it starts like a command. Only `/system` accepts several lines.
+    // Multi-line input is a message, even if it starts with a command. Only `/system` accepts several lines.
     if line.contains('\n') && name != "/system" {
         return Outcome::NotACommand;
     }
@@ -163,7 +163,7 @@ pub fn run(line: &str, session: &mut Session) -> Outcome {
         "/context" => info::context(session).map_err(message),
         "/model" if arguments.is_empty() => Ok(models(session)),
         "/model" => return Outcome::SwitchModel(arguments.to_string()),
-        // A message can start with a path, such as /etc/hosts. A slash followed only by lowercase letters is a command.
+        // A message can start with a path, such as /etc/hosts. Only a slash and lowercase letters count as a command.
         _ if name.len() > 1 && name.starts_with('/') && name[1..].chars().all(|c| c.is_ascii_lowercase()) => {
             Err(unknown_command(&name[1..]))
         }
@@ -180,7 +180,7 @@ fn unknown_command(name: &str) -> String {
     format!("unknown command /{name}; /help lists the commands")
 }
 
-/// If the old conversation was saved, appends its name to `text`.
+/// Appends the name of the old conversation to `text` if that conversation was saved.
 fn with_saved_name(text: &str, old_name: Option<String>) -> String {
     old_name.map_or_else(|| text.to_string(), |name| format!("{text}; the old conversation is saved as {name}"))
 }
@@ -278,7 +278,7 @@ fn load(name: &str, session: &mut Session) -> Result<String, String> {
     Ok(warning.into_iter().chain([summary]).collect::<Vec<_>>().join("\n"))
 }
 
-/// Describes the conversation in one line.
+/// Describes the conversation in one line: the number of questions, and the last one.
 pub fn summary(session: &Session) -> String {
     let mut questions = session.messages.iter().filter(|message| message.role == Role::User);
     let (count, last) = (questions.clone().count(), questions.next_back());

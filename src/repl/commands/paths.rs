@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// Removes quotes around a path, and the backslashes that Tab completion puts before spaces.
+/// Removes the quotes around a path, or the backslashes that Tab completion puts before spaces.
 pub fn unquote(path: &str) -> String {
     let path = path.trim();
     for quote in ['"', '\''] {

@@ -1,4 +1,4 @@
-//! The launches of one decoder layer and the buffers between them.
+//! The launches of the decoder layers in the decode graph, and the buffers between these launches.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -27,11 +27,11 @@ enum Slot {
     Queries,
     /// The output of attention.
     Attended,
-    /// The partial results of the attention splits, each of which covers a part of the cache.
+    /// The partial results of attention splits. A split covers a part of the cache.
     Partials,
     /// The counters of finished attention splits.
     Arrivals,
-    /// The input of the down projection.
+    /// The input of the MLP's down projection.
     Intermediate,
     /// The queries and keys before QK norm.
     UnnormalizedQk,
@@ -39,11 +39,11 @@ enum Slot {
     UnnormalizedOutput,
     /// The logits of a router.
     RouterLogits,
-    /// Zeros, which a rank adds to the residual stream after the layers of another rank.
+    /// Zeros: what a rank contributes to the sum after the layers of another rank.
     Zeros,
 }
 
-/// The buffers between kernels. Layers with the same shapes share buffers.
+/// The buffers between the kernels of all layers. Layers with the same shapes share buffers.
 #[derive(Default)]
 pub(super) struct Scratch {
     tensors: HashMap<(Slot, Vec<usize>, DType), Tensor>,
@@ -59,7 +59,7 @@ impl Scratch {
         })
     }
 
-    /// Returns a buffer of zeros with the shape of `x`.
+    /// Returns a buffer of zeros with the shape and dtype of `x`.
     pub fn zeros(&mut self, x: &Tensor) -> Result<Tensor> {
         self.tensor(Slot::Zeros, x.dims(), x.dtype(), x.device())
     }
@@ -69,7 +69,7 @@ pub(super) fn rms_norm(norm: &Norm) -> RmsNormParams<'_> {
     RmsNormParams { weight: &norm.weight, eps: norm.eps }
 }
 
-/// Returns the parameters of a post-norm with its scratch buffer, f32 `[hidden]`, or `None` if there is no post-norm.
+/// Returns the parameters of a post-norm with its scratch buffer, f32 `[hidden]`, or `None` without a post-norm.
 fn post_norm<'t>(norm: &'t Option<Norm>, scratch: &'t Tensor) -> Option<PostNorm<'t>> {
     norm.as_ref().map(|norm| PostNorm { norm: rms_norm(norm), scratch })
 }
@@ -80,7 +80,7 @@ fn projection(linear: &Linear) -> Projection<'_> {
 
 /// Adds the launches for a layer's attention: norm, QKV projection, attention, output projection.
 ///
-/// `table` is u32 `[1, blocks]`, the block table of the sequence. It must have a block for the position of every step.
+/// `table`, u32 `[1, blocks]`, is the block table of the sequence. It must cover the position of every step that runs.
 pub(super) fn add_attention(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
@@ -117,15 +117,15 @@ pub(super) fn add_attention(
         q: &queries,
         layer: cache,
         sinks: sinks.as_ref(),
-        // The kernel reads the position from `state`, so the graph can be replayed at any position.
+        // The kernel reads the position from `state` on the device, so the graph can be replayed at any position.
         positions: &buffers.state.narrow(0, 0, 1)?,
         tables: table,
         out: &attended.unsqueeze(0)?,
         partials: &scratch.tensor(Slot::Partials, &[flash.partials.max(1)], DType::F32, device)?,
         arrivals: &scratch.tensor(Slot::Arrivals, &[flash.arrivals.max(1)], DType::U32, device)?,
     };
-    // The attention kernel may read the keys and values of earlier positions while the QKV projection is running.
-    // This is safe, because these keys and values were written before the projection started.
+    // The attention kernel may start while the QKV projection is still running.
+    // At first, the kernel reads only the keys and values that earlier steps have written.
     let launch = flash.launch(&tensors)?;
     // SAFETY: `FlashAttention::launch` checks the shapes and dtypes.
     // `DecodeGraph` runs a step only if the block table covers its position.
@@ -179,7 +179,7 @@ pub(super) fn add_gated_moe(
     };
     let device = buffers.x.device();
     let logits = scratch.tensor(Slot::RouterLogits, &[config.experts], DType::F32, device)?;
-    // A rank may hold only a part of the columns.
+    // With several ranks, a rank holds only some of the columns.
     let (_, columns) = down.dims();
     let h = scratch.tensor(Slot::Intermediate, &[config.experts_per_token, columns], *dtype, device)?;
     let norm = rms_norm(&layer.mlp_norm);
@@ -202,7 +202,7 @@ pub(super) fn add_clamped_moe(
     };
     let Matrix::Dense(router_weight) = &router.weight else { bail!("the decode graph needs an unquantized router") };
     if scratch.experts.is_none() {
-        // A rank may hold only a part of the columns.
+        // With several ranks, a rank holds only some of the columns.
         let (_, _, columns) = down.dims();
         let (count, chosen) = (config.experts, config.experts_per_token);
         scratch.experts = Some(ExpertBuffers::new(&buffers.x, count, chosen, columns)?);

@@ -1,10 +1,10 @@
 //! The decode step as a CUDA graph.
 //!
 //! [`DecodeGraph::plan`] turns the decoder's layers into a fixed list of fused kernel launches on static buffers.
-//! It then captures the list as a graph.
+//! The list is captured as a graph.
 //!
 //! Each token costs the host one graph launch. The token stays on the device as the input of the next step.
-//! The host reads the token from a mailbox while that step runs.
+//! Meanwhile, the host reads it from a mailbox.
 
 mod layers;
 mod support;
@@ -29,16 +29,16 @@ use crate::nn::mlp::Mlp;
 use layers::{Scratch, add_attention, add_clamped_moe, add_gated_mlp, add_gated_moe, rms_norm};
 use support::unsupported_reason;
 
-/// The number of extra steps to queue while the host waits for a token.
+/// The number of further steps to queue before the host waits for a token.
 const AHEAD: usize = 2;
 /// The number of mailbox slots. It must exceed the number of steps that can be queued at once, `1 + AHEAD`.
 const MAILBOX_SLOTS: usize = 64;
 const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
 
-/// The result of planning a decode step.
+/// The result of planning the decode graph.
 pub enum DecodePlan {
     Graph(Box<DecodeGraph>),
-    /// The reason why the graph does not support the decoder.
+    /// Why the graph does not support the decoder.
     Unsupported(NoDecodeGraph),
 }
 
@@ -47,27 +47,27 @@ pub struct DecodeGraph {
     device: CudaDevice,
     buffers: StepBuffers,
     embedding: Embedding,
-    /// The maximum number of positions in a sequence. The RoPE tables cover all of them.
+    /// The maximum number of positions in the sequence. The RoPE tables cover all of them.
     context: usize,
     mailbox: Arc<Mailbox>,
     sampling_buffers: SamplingBuffers,
     /// The launches of a step, up to its logits.
     layers: LaunchList,
-    /// Chooses the most likely token. `None` if there are several ranks, where `sampled` also makes greedy choices.
+    /// Chooses the most likely token. `None` with several ranks, where `sampled` makes greedy choices, too.
     greedy: Option<StepTail>,
     sampled: StepTail,
     sampling: Sampling,
-    /// The number of steps queued since decoding started. Step s writes its token to slot s mod `mailbox.slots()`.
+    /// The number of steps queued for the current sequence. Step s writes its token to slot s mod `mailbox.slots()`.
     queued: usize,
-    /// The number of tokens taken from the mailbox since decoding started.
+    /// The number of tokens of the current sequence that were taken from the mailbox.
     taken: usize,
-    /// The number of steps from the start of decoding until the context or the last block is full.
+    /// The number of steps of the current sequence that fit in the context and in its blocks.
     possible: usize,
-    /// The id of the sequence being decoded, and the position at which decoding started.
+    /// The id of the current sequence, and the position at which its decoding started.
     sequence: Option<(u64, usize)>,
     /// The block table of each group of layers, u32 `[1, blocks]`.
     tables: Vec<Tensor>,
-    /// The number of entries of each table that were copied to the device.
+    /// The number of entries of each block table on the device.
     blocks: Vec<usize>,
     /// The number of blocks in the KV cache.
     cache_blocks: usize,
@@ -174,7 +174,7 @@ impl DecodeGraph {
                 self.context
             );
         }
-        // If a call below fails, `continues` must return false.
+        // If a call below fails, the graph must not continue the previous sequence.
         self.stop();
         self.set_sampling(sampling)?;
         let id = Tensor::new(&[token], self.buffers.x.device())?;
@@ -184,8 +184,8 @@ impl DecodeGraph {
         self.begin(sequence, position, 0, tables)
     }
 
-    /// Starts a sequence: sets the step counts and copies the block tables to the device.
-    /// `queued` is the number of steps that the caller has already queued.
+    /// Makes `sequence` the current sequence: sets the step counts and copies the block tables to the device.
+    /// `queued` is the number of its steps that the caller has already queued.
     fn begin(&mut self, sequence: u64, position: usize, queued: usize, tables: &BlockTables) -> Result<()> {
         (self.queued, self.taken) = (queued, 0);
         self.sequence = Some((sequence, position));
@@ -193,17 +193,17 @@ impl DecodeGraph {
         self.set_tables(tables)
     }
 
-    /// Returns whether the graph is decoding this sequence, and the input of the next step is at `position`.
+    /// Returns whether `sequence` is the current sequence, and the input of its next step is at `position`.
     pub fn continues(&self, sequence: u64, position: usize) -> bool {
         self.sequence.is_some_and(|(current, start)| current == sequence && start + self.taken == position)
     }
 
-    /// Forgets the sequence. Call [`start`](Self::start) or [`start_from`](Self::start_from) before the next step.
+    /// Forgets the current sequence. The next step requires [`start`](Self::start) or [`start_from`](Self::start_from).
     pub fn stop(&mut self) {
         self.sequence = None;
     }
 
-    /// Updates the device copy of each table that has grown. Later steps can use the positions in the new blocks.
+    /// Copies block tables that have grown to the device. Later steps can use the positions in the new blocks.
     pub fn set_tables(&mut self, tables: &BlockTables) -> Result<()> {
         let Some((_, start)) = self.sequence else { bail!("no sequence was started") };
         for ((device, blocks), table) in self.tables.iter().zip(&mut self.blocks).zip(tables.iter()) {
@@ -222,7 +222,7 @@ impl DecodeGraph {
     }
 
     /// Starts decoding after `tokens` cached tokens.
-    /// Chooses the first new token from the last cached token's `logits`, f32 `[1, vocab]`.
+    /// Chooses the first new token from the logits of the last cached token: `logits`, f32 `[1, vocab]`.
     pub fn start_from(
         &mut self,
         sequence: u64,
@@ -245,8 +245,8 @@ impl DecodeGraph {
         copy_rows(&self.buffers.logits, &logits, 0)?;
         let state = Tensor::new(&[tokens as u32 - 1, 0, 0, 0], logits.device())?;
         copy_rows(&self.buffers.state, &state, 0)?;
-        // The argmax kernel reads the maxima that the head kernel writes, but no head kernel ran for these logits.
-        // The sampling kernel reads only the logits, so it also makes the first greedy choice.
+        // The argmax kernel reads maxima from the head kernel, which has not run for these logits.
+        // The sampling kernel reads only the logits, so it makes the first choice even if sampling is greedy.
         if self.sampling == Sampling::Greedy {
             self.sampling_buffers.set(DeviceSampling { params: SamplingKernelParams::greedy(), seen: Vec::new() })?;
         }
@@ -254,7 +254,7 @@ impl DecodeGraph {
         self.begin(sequence, tokens - 1, 1, tables)
     }
 
-    /// Waits for all queued steps, then sets the sampling mode and parameters of later steps.
+    /// Waits for all queued steps, then sets how later steps choose their tokens.
     fn set_sampling(&mut self, sampling: Option<DeviceSampling>) -> Result<()> {
         self.drain()?;
         self.sampling = match sampling {
@@ -272,7 +272,7 @@ impl DecodeGraph {
         Ok(())
     }
 
-    /// Returns the launches and the graph for the current sampling mode.
+    /// Returns the launches and the graph for the current kind of sampling.
     fn tail(&self) -> &StepTail {
         match (self.sampling, &self.greedy) {
             (Sampling::Greedy, Some(greedy)) => greedy,
@@ -280,10 +280,10 @@ impl DecodeGraph {
         }
     }
 
-    /// Waits for the next token. First queues its step and up to `AHEAD` later steps, but none beyond `limit`.
+    /// Waits for the next token. First queues its step and up to `AHEAD` later steps.
     ///
     /// `limit` is the maximum number of tokens still to generate, including this one.
-    /// Steps at positions beyond the context or the last block are never queued.
+    /// Steps after the last of these tokens are never queued, nor are steps beyond the context or the last block.
     pub fn next(&mut self, limit: usize) -> Result<u32> {
         let limit = self.steps_left(limit)?;
         while self.queued - self.taken < limit.min(1 + AHEAD) {
@@ -293,7 +293,7 @@ impl DecodeGraph {
         self.take_token()
     }
 
-    /// Returns how many more tokens can be generated, at most `limit`. Fails if no more tokens can be generated.
+    /// Returns how many more tokens can be generated, at most `limit`. Fails if the number is 0.
     pub fn steps_left(&self, limit: usize) -> Result<usize> {
         match limit.min(self.possible - self.taken) {
             0 => bail!("cannot decode a token: the context is full or the request's limit is reached"),
@@ -301,13 +301,13 @@ impl DecodeGraph {
         }
     }
 
-    /// Returns whether [`set_tables`](Self::set_tables) would change a table.
+    /// Returns whether [`set_tables`](Self::set_tables) would copy a table.
     pub fn needs_tables(&self, tables: &BlockTables) -> bool {
         let used = self.tables.iter().zip(tables.iter()).map(|(device, table)| table.len().min(device.dims()[1]));
         !used.eq(self.blocks.iter().copied())
     }
 
-    /// Counts one more queued step. Fails if the context or the last block is full.
+    /// Counts one more queued step. Fails if the context or the blocks are full.
     fn count_step(&mut self) -> Result<()> {
         if self.queued == self.possible {
             bail!("cannot decode a token: the context is full");
@@ -324,7 +324,7 @@ impl DecodeGraph {
         }
     }
 
-    /// Returns the number of queued steps whose tokens have not been taken. These steps also write to the cache.
+    /// Returns the number of queued steps whose tokens have not been taken. These steps may still write to the cache.
     pub fn queued_steps(&self) -> usize {
         self.queued - self.taken
     }
@@ -345,7 +345,7 @@ impl DecodeGraph {
         Ok(word)
     }
 
-    /// Returns the logits of the last step that ran, f32 `[vocab]`.
+    /// Returns the buffer for the logits of a step, f32 `[vocab]`. Each step overwrites it.
     pub fn logits(&self) -> &Tensor {
         &self.buffers.logits
     }
@@ -355,12 +355,12 @@ impl DecodeGraph {
         self.layers.len() + self.tail().launches.len()
     }
 
-    /// Returns the number of nodes in the graph of a step.
+    /// Returns the number of nodes in the graph of a step: kernels and copies.
     pub fn nodes(&self) -> Result<usize> {
         Ok(self.tail().graph.nodes()?)
     }
 
-    /// Runs one step as individual launches and times each kernel.
+    /// Runs one step as individual launches, and returns the number of calls, time and bytes of each kernel.
     pub fn kernel_times(&mut self) -> Result<Vec<KernelTime>> {
         self.count_step()?;
         let mut times: Vec<KernelTime> = Vec::new();
@@ -380,7 +380,7 @@ impl DecodeGraph {
         Ok(times)
     }
 
-    /// Runs one step as individual launches instead of the graph, for tests. Returns its token.
+    /// Runs one step as individual launches instead of the graph, for comparison. Returns its token.
     pub fn next_ungraphed(&mut self) -> Result<u32> {
         self.count_step()?;
         self.layers.enqueue()?;
@@ -389,11 +389,11 @@ impl DecodeGraph {
     }
 }
 
-/// The end of a step, which chooses the token either greedily or by sampling.
+/// The end of a step: chooses the token, either greedily or by sampling.
 struct StepTail {
-    /// The launches that choose the token from the logits.
+    /// The launches after the logits.
     launches: LaunchList,
-    /// The graph of the whole step, including `launches`.
+    /// The graph of the whole step: `DecodeGraph::layers`, then `launches`.
     graph: LaunchGraph,
 }
 
@@ -410,7 +410,8 @@ const _: fn() = || {
 
 impl Drop for DecodeGraph {
     fn drop(&mut self) {
-        // Wait, because queued steps write to the buffers that are about to be freed. `drop` cannot return an error.
+        // Queued steps write to the buffers that are about to be freed, so wait for them.
+        // `drop` cannot return an error.
         let _ = self.device.cuda_stream().synchronize();
     }
 }

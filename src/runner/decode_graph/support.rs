@@ -1,4 +1,4 @@
-//! Checks whether the decode graph supports a decoder.
+//! Checks whether the decode graph supports a model.
 
 use anyhow::Result;
 use candle_core::DType;
@@ -14,7 +14,7 @@ use crate::nn::mlp::Mlp;
 use crate::nn::moe::ClampedMoe;
 use crate::runner::NoDecodeGraph;
 
-/// Returns why the decode graph cannot run this decoder, or `None` if it supports the decoder.
+/// Returns why the decode graph cannot run this rank's part of the model, or `None` if it can.
 pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Result<Option<NoDecodeGraph>> {
     let dtype = decoder.dtype();
     if !matches!(dtype, DType::BF16 | DType::F16) {
@@ -37,7 +37,7 @@ pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Resu
     Ok(None)
 }
 
-/// Returns true if the attention or the MLP of some layer, or the output head, has no part on this rank.
+/// Returns whether this rank holds no part of the output head, or of the attention or MLP of one of its layers.
 fn holds_nothing(decoder: &Decoder) -> bool {
     let is_empty = |mlp: &Mlp| match mlp {
         Mlp::Gated(mlp) => mlp.down_proj.weight.dims().1 == 0,
@@ -49,13 +49,13 @@ fn holds_nothing(decoder: &Decoder) -> bool {
         || decoder.own_layers().any(|(_, layer)| layer.self_attn.config.heads == 0 || is_empty(&layer.mlp))
 }
 
-/// Returns whether any norm of a layer is a LayerNorm.
+/// Returns whether any norm of a layer, including its q/k norms, is a LayerNorm.
 fn has_layer_norm(layer: &DecoderLayer) -> bool {
     let qk_norms = layer.self_attn.qk_norm.iter().flat_map(|(q, k)| [q, k]);
     layer.norms().chain(qk_norms).any(|norm| norm.bias.is_some())
 }
 
-/// Returns why the decode graph cannot run this layer, or `None` if it supports the layer.
+/// Returns why the decode graph cannot run this layer, or `None` if it can.
 fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option<NoDecodeGraph>> {
     let head_dim = layer.self_attn.config.spec.head_dim;
     if !FLASH_HEAD_DIMS.contains(&head_dim) {
@@ -81,11 +81,11 @@ fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option
     Ok(None)
 }
 
-/// A weight matrix and the number of input vectors that one decode step multiplies by it.
+/// A weight matrix, and the number of input vectors that one decode step multiplies by it.
 type Product = (Matrix, usize);
 
-/// Returns why the decode graph cannot run this MLP, or `None` if it supports the MLP.
-/// `unsupported_layer` checks separately whether the matrices have decode kernels.
+/// Returns why the decode graph cannot run this MLP, or `None` if it can.
+/// The caller checks whether the matrices have decode kernels.
 fn unsupported_mlp(mlp: &Mlp) -> Result<Option<NoDecodeGraph>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {
@@ -126,7 +126,7 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<NoDecodeGraph>> {
     })
 }
 
-/// Returns the weight matrices of an MLP, except the router and MXFP4 experts, which have kernels of their own.
+/// Returns the weight matrices of an MLP, except routers and MXFP4 experts, which have kernels of their own.
 fn mlp_products(mlp: &Mlp) -> Result<Vec<Product>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {

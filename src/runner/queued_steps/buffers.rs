@@ -1,5 +1,5 @@
-//! The buffers through which queued steps receive their inputs and send their tokens.
-//! A queued step reads its input tokens from the device, where the previous step stored them.
+//! The buffers through which queued steps get their inputs and return their tokens.
+//! The tokens of a step also stay on the device, where the next step reads its input.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,36 +17,36 @@ use crate::runner::choose_token::NoToken;
 use crate::runner::limits::MAX_SEQUENCES;
 use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
 
-/// The maximum number of steps whose tokens the host has not taken: a running step, and a step that waits for it.
+/// The maximum number of steps whose tokens the host has not taken: one that runs, and one that waits for it.
 const DEPTH: usize = 2;
 
-/// The number of steps that have their own words in host memory. A step reads its words until it ends. Step n is queued
-/// only after step n - `DEPTH` has ended, so `DEPTH` slots would be enough. The other slots are a margin.
+/// The number of steps that have their own words in host memory. A step reads its words until it ends.
+/// Step n is queued only after step n - `DEPTH` has ended, so `DEPTH` slots would be enough. The others are a margin.
 const SLOTS: usize = 2 * DEPTH;
 
-/// The number of words in host memory for the inputs of a step.
+/// The number of u32 words in host memory for the inputs of a step.
 const INPUT_WORDS: usize = 1 << 17;
 
-/// The number of words in host memory for the sampling parameters of a step's rows.
+/// The number of u32 words in host memory for the sampling parameters of a step's rows.
 const PARAM_WORDS: usize = MAX_SEQUENCES * SAMPLE_PARAM_WORDS;
 
-/// The number of words in host memory for the edits of a step's logits. A token with a penalty needs two words.
+/// The number of u32 words in host memory for the edits of a step's logits. Each token with a penalty needs two words.
 const EDIT_WORDS: usize = 1 << 18;
 
-/// The number of words in host memory for a step: its inputs, the sampling parameters of its rows, and the edits.
+/// The number of u32 words in host memory for a step: inputs, sampling parameters and edits.
 const SLOT_WORDS: usize = INPUT_WORDS + PARAM_WORDS + EDIT_WORDS;
 
-/// The buffers that the queued steps of a rank share.
+/// The buffers that all queued steps of a rank share.
 pub struct QueuedStepBuffers {
     /// The tokens of the last queued step, u32 `[MAX_SEQUENCES]`.
     tokens: Tensor,
-    /// `MAX_SEQUENCES` slots for each of `DEPTH` steps.
+    /// `MAX_SEQUENCES` mailbox slots for each of `DEPTH` steps.
     mailbox: Arc<Mailbox>,
     /// `SLOT_WORDS` words for each of `SLOTS` steps.
     host: Arc<HostWords>,
     /// The number of steps queued so far, which is the index of the next step.
     steps: usize,
-    /// The index in `tokens` of the token of each sequence in the last queued step, by sequence id.
+    /// The index in `tokens` of each sequence's token, by sequence id.
     rows: HashMap<u64, u32>,
 }
 
@@ -61,12 +61,12 @@ impl QueuedStepBuffers {
         })
     }
 
-    /// Returns the index in `tokens` of a sequence's input, or `None` if the host knows the input.
+    /// Returns the index in `tokens` of a sequence's input token, or `None` if the host knows this token.
     pub fn source(&self, sequence: &StepSequence) -> Result<Option<u32>> {
         self.token_index(sequence.id, sequence.awaits_input)
     }
 
-    /// Returns the index in `tokens` of the token in flight of sequence `id`, or `None` if it has no token in flight.
+    /// Returns the index in `tokens` of the token of sequence `id`, or `None` if the sequence does not await its input.
     fn token_index(&self, id: u64, awaits_input: bool) -> Result<Option<u32>> {
         match self.rows.get(&id) {
             _ if !awaits_input => Ok(None),
@@ -75,20 +75,20 @@ impl QueuedStepBuffers {
         }
     }
 
-    /// Copies the inputs of the next step to `target`, u32. The caller queues the step right after this call.
+    /// Copies the inputs of the next step to `target`, u32. The caller queues the step right after that.
     pub fn write_inputs(&mut self, inputs: &StepInputs, target: &Tensor) -> Result<()> {
         let start = self.steps % SLOTS * SLOT_WORDS;
         Ok(inputs.write(target, &self.tokens, &self.host, start..start + INPUT_WORDS)?)
     }
 
-    /// Counts a step whose tokens do not stay on the device.
+    /// Counts a step that leaves no tokens on the device.
     pub fn skip(&mut self) {
         self.steps += 1;
         self.rows.clear();
     }
 
-    /// Queues sampling from `logits`, f32 `[rows, vocab]`, with a row for each of `samplings`. Edits `logits` in place.
-    /// Returns the index of the step.
+    /// Queues edits of `logits`, f32 `[rows, vocab]`, in place, then sampling of a token from each row.
+    /// Row i belongs to entry i of `samplings`. Returns the index of the step.
     pub fn choose(&mut self, samplings: &[RowSampling], logits: &Tensor) -> Result<usize> {
         let params: Vec<_> = samplings.iter().map(|row| row.params).collect();
         let rows = (0..).zip(samplings).map(|(row, sampling)| (sampling.id, row)).collect();
@@ -107,8 +107,8 @@ impl QueuedStepBuffers {
         Ok(index)
     }
 
-    /// Waits for the tokens of step `index`, one for each sequence that needs a token. Calls `record` with the index of
-    /// each sequence and its token.
+    /// Waits for the tokens of step `index`, one for each sequence that needs a token.
+    /// Calls `record` with the index of each of these sequences and its token.
     pub fn wait(&self, index: usize, needs_token: &[bool], record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
         let mut slot = index % DEPTH * MAX_SEQUENCES;
         let mut chosen = Vec::with_capacity(needs_token.len());
@@ -128,7 +128,7 @@ impl QueuedStepBuffers {
     }
 }
 
-/// Returns the token that a word of the mailbox stands for, or [`NoToken`].
+/// Returns the token in a mailbox word, or fails with [`NoToken`].
 fn decode_token(word: u32) -> Result<ChosenToken> {
     match word {
         MAILBOX_NO_TOKEN => Err(NoToken.into()),

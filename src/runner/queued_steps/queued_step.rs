@@ -1,11 +1,11 @@
-//! A queued step, whose tokens the host does not know yet.
+//! [`QueuedStep`]: a step whose tokens the host does not know yet.
 
 use std::time::Instant;
 
 use crate::runner::step_sequence::Chosen;
 use crate::runner::step_times::StepKind;
 
-/// A queued step, whose tokens [`Runner::take`](crate::runner::Runner::take) returns.
+/// A queued step. [`Runner::take`](crate::runner::Runner::take) returns its tokens.
 pub struct QueuedStep {
     pub(in crate::runner) kind: StepKind,
     pub(in crate::runner) queued_at: Instant,
@@ -14,8 +14,8 @@ pub struct QueuedStep {
 
 /// Where the tokens of a queued step are.
 pub(in crate::runner) enum QueuedTokens {
-    /// The step ran when it was queued.
+    /// The step has already run, on a CPU.
     Known(Vec<Chosen>),
-    /// The device sends the tokens of step `index`: one token for each sequence that needs one.
+    /// The device will send a token for each sequence that needs one. `index` is the number of the step.
     Sent { index: usize, needs_token: Vec<bool> },
 }

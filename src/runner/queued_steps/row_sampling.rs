@@ -1,4 +1,4 @@
-//! [`RowSampling`]: the sampling parameters of a sequence in a queued step.
+//! [`RowSampling`]: how a queued step chooses the token of a sequence.
 
 use crate::kernels::row_edits::RowEdits;
 use crate::kernels::sampling::SamplingKernelParams;
@@ -10,14 +10,14 @@ pub struct RowSampling {
     pub id: u64,
     /// The index of the sequence in the step.
     pub index: usize,
-    /// Whether the sequence has a token in flight: the previous step chooses it, and the sampler does not know it.
+    /// Whether the sequence has a token in flight: the previous step chooses it, and the sampler does not know it yet.
     pub awaits_input: bool,
     pub params: SamplingKernelParams,
     pub edits: RowEdits,
 }
 
 impl RowSampling {
-    /// Returns an entry for each sequence that has a sampler.
+    /// Returns an entry for each sequence that has a sampler, in order.
     pub fn of_sequences(sequences: &[StepSequence]) -> Vec<Self> {
         let sampling = |(index, sequence): (usize, &StepSequence)| {
             let &StepSequence { id, awaits_input, ref sampler, .. } = sequence;

@@ -19,36 +19,37 @@ use crate::runner::route::Route;
 use crate::runner::scored_pass::forward_scored;
 use crate::runner::step_sequence::StepSequence;
 
-/// A command for a follower.
+/// A command that the first rank sends to a follower.
 #[derive(Clone)]
 pub enum RankCommand {
     /// Runs a batch one operation at a time.
     Forward(Arc<OwnedBatch>),
-    /// Runs a batch one operation at a time, and computes the logits of parts of its tokens. See [`forward_scored`].
+    /// Runs a batch one operation at a time, and computes the logits of the given ranges of tokens.
+    /// See [`forward_scored`].
     Score(Arc<OwnedBatch>, Arc<[Range<usize>]>),
-    /// Runs a decode step as a CUDA graph.
+    /// Runs a decode step as a batch graph.
     Batch(Arc<OwnedStep>),
-    /// Queues a step whose tokens stay on the GPU. It runs as the route says.
+    /// Queues a step whose tokens stay on the GPU. The route says what runs the step.
     Queue(Route, Arc<OwnedStep>, Arc<[RowSampling]>),
     /// Runs a command on the decode graph.
     Graph(GraphCommand),
     /// Copies a block of the KV cache.
     CopyBlock { from: u32, to: u32 },
-    /// Calls a function with the KV cache of the rank.
+    /// Calls a function with the follower's KV cache.
     Cache(CacheCall),
-    /// Does nothing. The first rank sends it to see whether the follower still answers.
+    /// Does nothing. The first rank sends pings to learn whether the follower still answers.
     Ping,
     /// Lets the rank fail. For tests.
     Fail(RankFault),
 }
 
-/// The KV cache of a rank.
+/// The KV cache of a rank, with the number of the rank.
 pub struct RankCache<'c> {
     pub rank: usize,
     pub cache: &'c KvCache,
 }
 
-/// A function that reads or writes the KV cache of each rank.
+/// A function to call with the KV cache of a rank.
 pub type CacheCall = Arc<dyn Fn(RankCache) + Send + Sync>;
 
 /// A command for the decode graphs of all ranks.
@@ -56,7 +57,7 @@ pub type CacheCall = Arc<dyn Fn(RankCache) + Send + Sync>;
 pub enum GraphCommand {
     /// See [`DecodeGraph::start`].
     Start { sequence: u64, position: usize, token: u32, sampling: Option<DeviceSampling>, tables: BlockTables },
-    /// See [`DecodeGraph::start_from`]. Uses the logits of the rank's last pass.
+    /// See [`DecodeGraph::start_from`]. Starts from the logits of the rank's last pass.
     StartFrom { sequence: u64, tokens: usize, sampling: Option<DeviceSampling>, tables: BlockTables },
     /// See [`DecodeGraph::set_tables`].
     SetTables(BlockTables),
@@ -65,8 +66,8 @@ pub enum GraphCommand {
 }
 
 impl GraphCommand {
-    /// Runs the command on the graph of a rank. `logits` are the logits of the rank's last pass, f32 `[1, vocab]`.
-    /// Returns the token of `Next`.
+    /// Runs the command on the graph of a rank. `logits`, f32 `[1, vocab]`, come from the rank's last pass.
+    /// Returns the token of `Next`, and `None` for other commands.
     pub fn run(&self, graph: &mut DecodeGraph, logits: Option<&Tensor>) -> Result<Option<u32>> {
         match self {
             Self::Start { sequence, position, token, sampling, tables } => {
@@ -83,7 +84,7 @@ impl GraphCommand {
     }
 }
 
-/// A copy of a [`StepBatch`] for the threads of the followers.
+/// A [`StepBatch`] that owns its data, for the threads of followers.
 pub struct OwnedBatch {
     ids: Vec<u32>,
     spans: Vec<OwnedSpan>,
@@ -91,7 +92,7 @@ pub struct OwnedBatch {
     sum_order: SumOrder,
 }
 
-/// A copy of a [`SequenceSpan`].
+/// A [`SequenceSpan`] that owns its data.
 struct OwnedSpan {
     tokens: usize,
     position: usize,
@@ -111,12 +112,12 @@ impl From<&StepBatch<'_>> for OwnedBatch {
 }
 
 impl OwnedBatch {
-    /// Runs the batch with the part of a rank. Returns the logits.
+    /// Runs the batch on one rank. Returns the logits.
     pub fn forward(&self, decoder: &Decoder, cache: &KvCache) -> Result<Tensor> {
         self.borrowed(|batch| decoder.forward(batch, cache))
     }
 
-    /// Runs the batch like [`forward_scored`], with the part of a rank. Returns the logits.
+    /// Runs the batch on one rank like [`forward_scored`]. Returns only the logits of each sequence's last token.
     pub fn forward_scored(&self, decoder: &Decoder, cache: &KvCache, parts: &[Range<usize>]) -> Result<Tensor> {
         self.borrowed(|batch| forward_scored(decoder, batch, cache, parts, |_, _| Ok(())))
     }
@@ -134,10 +135,10 @@ impl OwnedSpan {
     }
 }
 
-/// A copy of the sequences of a step for the threads of the followers.
+/// The sequences of a step, with their data, for the threads of followers.
 pub struct OwnedStep(Vec<OwnedSequence>);
 
-/// A copy of a [`StepSequence`] without its sampler. Followers choose no tokens on the host.
+/// A [`StepSequence`] that owns its data. It has no sampler, because followers choose no tokens on the host.
 struct OwnedSequence {
     id: u64,
     ids: Vec<u32>,
@@ -155,7 +156,7 @@ impl OwnedStep {
         Self(sequences.iter().map(owned).collect())
     }
 
-    /// Returns the sequences without samplers.
+    /// Returns the sequences, without samplers.
     pub fn sequences(&self) -> Vec<StepSequence<'_>> {
         self.0.iter().map(OwnedSequence::as_step_sequence).collect()
     }

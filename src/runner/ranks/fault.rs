@@ -12,12 +12,12 @@ pub enum RankFault {
     Error,
     /// The thread of the rank panics.
     Panic,
-    /// The thread of the rank stops answering, but does not end.
+    /// The thread of the rank stops answering but does not end.
     Hang,
 }
 
 impl RankFault {
-    /// Fails, panics or hangs.
+    /// Returns an error, panics, or never returns.
     pub fn strike(self) -> Result<()> {
         match self {
             RankFault::Error => bail!("injected fault of a rank"),

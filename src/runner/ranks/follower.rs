@@ -19,7 +19,7 @@ use crate::runner::limits::{RunnerLimits, RunnerOptions};
 use crate::runner::step_launcher::StepLauncher;
 use crate::text::error_message;
 
-/// Runs the commands of the first rank until the first rank stops or a command fails.
+/// Runs the commands of the first rank until the first rank stops, a command fails, or another rank fails.
 pub fn follow(
     world: &World,
     parts: RankParts,
@@ -39,7 +39,7 @@ pub fn follow(
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
             }
-            // If the first rank hangs, only the followers can notice it.
+            // If the first rank hangs, only the followers can notice that.
             world.check()?;
         }
     };
@@ -50,21 +50,21 @@ pub fn follow(
     }
 }
 
-/// The time after which an idle follower checks whether another rank has failed.
+/// How often an idle follower checks whether another rank has failed.
 const CHECK_TIME: Duration = Duration::from_secs(1);
 
-/// Why a rank whose thread panicked has failed, for the error message.
+/// The reason of a failure if the thread of a rank has panicked. See [`failure`].
 pub const PANIC: &str = "its thread panicked";
 
 /// The state of a follower's thread.
 struct Follower {
-    /// Declared first, so that the graphs are dropped before the decoder and the cache, whose memory they use.
+    /// Declared first, because the graphs must be dropped before the decoder and the cache, whose memory they use.
     decode: Decode,
     launcher: Option<StepLauncher>,
     decoder: Decoder,
     cache: KvCache,
     world: World,
-    /// The logits of the last pass, f32 `[1, vocab]`, if the pass returned a single row.
+    /// The logits of the last pass, f32 `[1, vocab]`. `None` if the pass returned several rows.
     logits: Option<Tensor>,
 }
 
@@ -102,28 +102,29 @@ impl Follower {
             RankCommand::Graph(command) => {
                 let Decode::Graph(graph) = &mut self.decode else { bail!("internal error: a rank has no graph") };
                 match command.run(graph, self.logits.as_ref()) {
-                    // The first rank has the same logits, and reports the error to the client.
+                    // The first rank fails at the same step with the same error, and reports it to the client.
                     Err(error) if error.is::<NoToken>() => {}
                     result => drop(result?),
                 }
             }
             RankCommand::CopyBlock { from, to } => self.cache.copy_block(*from, *to)?,
             RankCommand::Cache(call) => call(RankCache { rank: self.world.rank(), cache: &self.cache }),
-            // The first rank only wants to see progress, which every command records.
+            // A ping only has to cause progress, which the caller records after each command.
             RankCommand::Ping => {}
             RankCommand::Fail(fault) => fault.strike()?,
         }
         Ok(())
     }
 
-    /// Keeps the logits of a pass for the decode graph. Does not keep logits of several rows, which can be large.
+    /// Keeps the logits of a pass, so that the decode graph can start from them.
+    /// Logits of several rows can be large, so they are dropped.
     fn keep(&mut self, logits: Tensor) -> Result<()> {
         self.logits = (logits.dim(0)? == 1).then_some(logits);
         Ok(())
     }
 }
 
-/// Returns the error message that all ranks receive if the rank of `world` fails because of `reason`.
+/// Returns the error message for all ranks if the rank of `world` has failed because of `reason`.
 pub fn failure(world: &World, reason: &str) -> String {
     format!("GPU {} of {} failed: {reason}; the others were stopped", world.rank() + 1, world.size())
 }

@@ -1,8 +1,8 @@
-//! The ranks that run a model, as the first rank sees them: one, or several if several devices run the model together.
+//! The ranks that run a model, as the first rank sees them.
 //!
-//! The runner is the first rank. Every other rank is a follower: a thread with its own part of the weights and
-//! of the KV cache. Followers run the same passes as the runner at the same time. Within a pass, the ranks
-//! exchange partial results through [`World`].
+//! The runner is the first rank. Every other rank is a follower: a thread with its part of the weights and KV cache.
+//! Followers run the same passes as the runner, at the same time.
+//! Within a pass, the ranks exchange partial results through [`World`].
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -35,29 +35,29 @@ use crate::runner::scored_pass::forward_scored;
 use crate::runner::step_sequence::StepSequence;
 use crate::text::error_message;
 
-/// The time limit for the threads of the followers to end after a failure. A rank that hangs may never end.
+/// How long to wait for the threads of followers to end after a failure. A rank that hangs may never end.
 const END_TIME: Duration = Duration::from_secs(1);
 
-/// The time limit for a call with the KV caches of all ranks, such as saving a prefix.
+/// How long to wait for a call with the KV caches of all ranks, such as saving a prefix.
 const CACHE_CALL_TIME: Duration = Duration::from_secs(60);
 
-/// The time between two checks whether a rank has failed or its thread has ended.
+/// How often to check whether a rank has failed or its thread has ended.
 const POLL: Duration = Duration::from_millis(20);
 
-/// The ranks that run a model. If the model runs on a single device, the only rank is the runner itself.
+/// The ranks that run a model. On a single device, the runner itself is the only rank.
 pub struct RankGroup {
     /// The world of the first rank.
     world: World,
-    /// The threads of the followers.
+    /// For each follower, the channel for its commands, and its thread.
     threads: Vec<(Sender<RankCommand>, JoinHandle<()>)>,
-    /// The fault that a test injected into the next pass of the first rank.
+    /// The fault that a test has injected into the next pass of the first rank.
     fault: Cell<Option<RankFault>>,
-    /// For each follower, its progress at the last change that [`RankGroup::ping`] noticed, and the time of this call.
+    /// For each follower, the last progress that [`RankGroup::ping`] saw, and when it first saw this progress.
     answers: RefCell<Vec<(u64, Instant)>>,
 }
 
 impl RankGroup {
-    /// Starts a thread for each rank in `others`. These are all ranks of `world` except the first.
+    /// Starts a thread for each rank in `others`, which are all ranks except the first.
     pub fn start(
         world: World,
         others: Vec<(World, RankParts)>,
@@ -80,7 +80,7 @@ impl RankGroup {
         &self.world
     }
 
-    /// Returns whether the model runs on a single device.
+    /// Returns whether only one rank runs the model.
     pub fn is_single(&self) -> bool {
         self.threads.is_empty()
     }
@@ -89,26 +89,27 @@ impl RankGroup {
         self.world.end_reason().is_some()
     }
 
-    /// Returns whether CUDA graphs can contain the exchange of data between ranks. This requires an exchange that does
-    /// not go through the host.
+    /// Returns whether CUDA graphs can contain the exchange of data between ranks.
+    /// CUDA graphs cannot contain an exchange through the host.
     pub fn supports_graphs(&self) -> bool {
         self.is_single() || self.world.exchange().is_some()
     }
 
-    /// Returns an error if a rank has failed. Call this after the host has received the results of a step: if a rank
-    /// failed during the step, the results are wrong.
+    /// Returns an error if a rank has failed. Call this after the host has received the results of a step.
+    /// The results are wrong if a rank has failed during the step.
     pub fn check(&self) -> Result<()> {
         let checked = self.world.check();
-        // With RUST_BACKTRACE, the error of `check` also contains a backtrace.
+        // Return only the reason. With RUST_BACKTRACE, the error of `check` also contains a backtrace.
         match self.world.end_reason() {
             Some(reason) => Err(Error::GpuFailed(reason).into()),
             None => Ok(checked?),
         }
     }
 
-    /// Checks, while the engine is idle, that all followers still answer. Ends the world if a follower has not answered
-    /// for [`ANSWER_TIME`]. While the engine waits for requests, it calls this function once a second. `is_first` is
-    /// true for the first call of each wait.
+    /// Checks that all followers still answer. Ends the world if one has not answered for [`ANSWER_TIME`].
+    ///
+    /// While the engine waits for requests, it calls this function once a second.
+    /// `is_first` is true for the first call of each wait.
     pub fn ping(&self, is_first: bool) {
         let mut answers = self.answers.borrow_mut();
         if is_first || answers.len() != self.threads.len() {
@@ -121,12 +122,12 @@ impl RankGroup {
             } else if since.elapsed() > ANSWER_TIME {
                 self.world.end_without_answer(index + 1);
             }
-            // If the follower has ended, it has already ended the world.
+            // The send fails only if the follower has ended. It has then already ended the world.
             let _ = sender.send(RankCommand::Ping);
         }
     }
 
-    /// Lets a rank fail: the first rank in its next pass, and any other rank after its previous commands.
+    /// Lets a rank fail: the first rank in its next pass, any other rank after the commands it has received.
     pub fn inject(&self, rank: usize, fault: RankFault) {
         match rank.checked_sub(1).and_then(|index| self.threads.get(index)) {
             Some((sender, _)) => _ = sender.send(RankCommand::Fail(fault)),
@@ -134,8 +135,8 @@ impl RankGroup {
         }
     }
 
-    /// Calls a function with the KV cache of every rank, between two passes. `cache` is the cache of the first rank.
-    /// Returns the results in rank order. If a call returns an error, the ranks continue to work.
+    /// Calls a function with the KV cache of every rank, between two passes. `cache` belongs to the first rank.
+    /// Returns the results in rank order. Fails if a call returns an error, but does not end the world.
     pub fn with_caches<T: Send + 'static>(
         &self,
         cache: &KvCache,
@@ -158,7 +159,7 @@ impl RankGroup {
             match receiver.recv_timeout(POLL) {
                 Ok((rank, result)) => all[rank] = Some(result),
                 Err(RecvTimeoutError::Timeout) if started.elapsed() <= CACHE_CALL_TIME => {}
-                // If all followers have dropped the call, no answer will come.
+                // The time is over, or all followers have dropped the call. No answer will come.
                 Err(_) => self.world.end_without_answer(missing),
             }
             self.check()?;
@@ -166,15 +167,15 @@ impl RankGroup {
         all.into_iter().flatten().collect()
     }
 
-    /// Runs `decoder`, the part of the first rank, together with the parts of all followers.
+    /// Runs a batch on `decoder`, the first rank's part of the model, and on all followers. Returns the logits.
     ///
-    /// If a rank fails, this pass and all later passes fail on every rank with the error of the failed rank, because
-    /// the keys and values of the ranks may no longer match.
+    /// If a rank fails, this pass and all later passes fail with the error of this rank.
+    /// The keys and values of the ranks may then no longer match.
     pub fn forward(&self, decoder: &Decoder, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
         if self.is_single() {
             return decoder.forward(batch, cache);
         }
-        // If the ranks rejected an invalid batch, all later passes would fail. Reject the batch before the ranks start.
+        // A pass that fails on the ranks makes all later passes fail. Reject an invalid batch before the ranks start.
         decoder.validate(batch)?;
         let logits = self.together(RankCommand::Forward(Arc::new(batch.into())), || decoder.forward(batch, cache))?;
         logits.device().synchronize()?;
@@ -182,8 +183,7 @@ impl RankGroup {
         Ok(logits)
     }
 
-    /// Runs `decoder` like [`forward_scored`], together with the parts of all followers. See
-    /// [`forward`](Self::forward).
+    /// Like [`forward`](Self::forward), but runs the batch with [`forward_scored`].
     pub fn forward_scored(
         &self,
         decoder: &Decoder,
@@ -203,12 +203,12 @@ impl RankGroup {
         Ok(logits)
     }
 
-    /// Returns whether all ranks can queue steps before the host knows the tokens of the previous step.
+    /// Returns whether all ranks can queue a step before the host knows the tokens of the previous step.
     pub fn can_queue(&self) -> bool {
         self.is_single() || self.world.exchange().is_some_and(|exchange| exchange.can_queue())
     }
 
-    /// Queues a step on all followers, together with `run`, which queues the step on the first rank.
+    /// Queues a step on all followers, while `run` queues it on the first rank.
     pub fn queue<T>(
         &self,
         route: Route,
@@ -222,7 +222,7 @@ impl RankGroup {
         self.together(RankCommand::Queue(route, Arc::new(OwnedStep::new(sequences)), samplings.into()), run)
     }
 
-    /// Runs a decode step as a CUDA graph on all followers, while `run` runs the step on the first rank.
+    /// Runs a decode step as a batch graph on all followers, while `run` runs it on the first rank.
     pub fn run_batch<T>(
         &self,
         device: &Device,
@@ -230,16 +230,16 @@ impl RankGroup {
         run: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         let result = self.together(RankCommand::Batch(Arc::new(OwnedStep::new(sequences))), run)?;
-        // Wait for the step if ranks share a GPU. A copy to the host would also wait, but would keep the
-        // other ranks from launching kernels.
+        // If ranks share a GPU, wait for the step. A later copy to the host would wait, too.
+        // But this wait would keep the other ranks from launching kernels.
         if self.world.exchange().is_some_and(|exchange| !exchange.can_queue()) {
             device.synchronize()?;
         }
         Ok(result)
     }
 
-    /// Runs a command on the decode graphs of all ranks. `graph` is the first rank's graph, and `logits` are the logits
-    /// of the first rank's last pass. Returns the token of [`GraphCommand::Next`].
+    /// Runs a command on the decode graphs of all ranks. Returns the token of [`GraphCommand::Next`].
+    /// `graph` is the first rank's graph, and `logits` come from the first rank's last pass.
     pub fn run_graph(
         &self,
         graph: &mut DecodeGraph,
@@ -249,7 +249,7 @@ impl RankGroup {
         if self.is_single() {
             return command.run(graph, logits);
         }
-        // Fail here if no step is left. If the ranks failed instead, the world would end.
+        // Fail here if no step is left. If the followers failed, the world would end.
         if let GraphCommand::Next { limit } = command {
             graph.steps_left(limit)?;
         }
@@ -257,22 +257,22 @@ impl RankGroup {
         self.send(&RankCommand::Graph(command.clone()))?;
         let token = self.guarded(|| command.run(graph, logits));
         match &token {
-            // `NoToken` ends only the request, because all ranks return this error at the same step.
+            // `NoToken` must end only the request, and all ranks return it at the same step.
             Err(error) if !error.is::<NoToken>() => self.fail(error),
             _ => {}
         }
-        // The results of a step in which a rank failed are wrong.
+        // If a rank has failed during the step, the token is wrong.
         self.check()?;
         token
     }
 
-    /// Returns the next token of the decode graphs of all ranks. See [`DecodeGraph::next`].
+    /// Waits for the next token of the decode graphs of all ranks. See [`DecodeGraph::next`].
     pub fn next_token(&self, graph: &mut DecodeGraph, limit: usize) -> Result<u32> {
         let token = self.run_graph(graph, GraphCommand::Next { limit }, None)?;
         token.context("internal error: a step has no token")
     }
 
-    /// Sends a command to all followers and calls `run` on the first rank. If `run` fails, the world ends.
+    /// Sends a command to all followers and calls `run` on the first rank. The world ends if `run` fails.
     fn together<T>(&self, command: RankCommand, run: impl FnOnce() -> Result<T>) -> Result<T> {
         self.check()?;
         self.send(&command)?;
@@ -283,7 +283,7 @@ impl RankGroup {
         })
     }
 
-    /// Calls `run` on the first rank. Returns an error if `run` panics.
+    /// Calls `run` on the first rank, unless a test has injected a fault. Turns a panic into an error.
     fn guarded<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<T> {
         let run = || {
             self.fault.take().map_or(Ok(()), RankFault::strike)?;
@@ -297,7 +297,7 @@ impl RankGroup {
         self.world.end(&failure(&self.world, &error_message(error)));
     }
 
-    /// Copies a block in the cache of every follower.
+    /// Copies a block in the caches of all followers.
     pub fn copy_block(&self, from: u32, to: u32) -> Result<()> {
         self.send(&RankCommand::CopyBlock { from, to })
     }
@@ -324,9 +324,9 @@ impl Drop for RankGroup {
             while has_failed && !thread.is_finished() && started.elapsed() < END_TIME {
                 thread::sleep(POLL);
             }
-            // After a failure, a rank that hangs stays behind. It ends with the process.
+            // After a failure, a thread that hangs is left behind. It ends with the process.
             if !has_failed || thread.is_finished() {
-                // The thread has already reported its error to the first rank.
+                // The thread has already reported its error, if any, to the first rank.
                 let _ = thread.join();
             }
         }

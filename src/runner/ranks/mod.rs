@@ -1,6 +1,6 @@
-//! The ranks of a model that several devices run together.
+//! The ranks of a model that one or more devices run together.
 //!
-//! - `group`: the runner's side: sends commands to the followers, and reports their failures
+//! - `group`: the side of the first rank, which sends commands to the followers and reports their failures
 //! - `follower`: the thread of a follower, which is a rank other than the first
 //! - `command`: the commands that the first rank sends
 //! - `fault`: faults that tests inject into a rank

@@ -3,7 +3,7 @@
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 
-/// The part of a model that one rank holds.
+/// The part of a model that one rank holds, and its KV cache.
 pub struct RankParts {
     pub decoder: Decoder,
     pub cache: KvCache,
