@@ -197,8 +197,8 @@ def mutate_tree(rng, root):
     return replace(hostile(rng))
 
 
-# Returns a key and a value for config.json. The value often has the right type but is extreme or inconsistent.
 def config_addition(rng):
+    """Returns a key and a value for config.json. The value often has the right type but is extreme or inconsistent."""
     number = rng.choice([0, 1e-9, 0.5, 1, 2, 8, 40, 1e9, -1, 1e30])
     size = rng.choice([0, 1, 2, 3, 8, 16, 64, 128, 1000, 4096, 2**31, 2**40])
     rope = rng.choice(["yarn", "llama3", "linear", "longrope", "dynamic", "default", "su"])

@@ -136,8 +136,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(H * D, C)
         self.sinks = nn.Parameter(torch.zeros(H))
 
-    def forward(self, x, cos, sin, hidden, past):
-        """`hidden` [B or 1, 1, T, S] is true for masked keys. `past` holds cached keys and values; None disables the cache."""
+    def forward(self, x, cos, sin, masked, past):
+        """`masked` [B or 1, 1, T, S] is true for masked keys. `past` holds cached keys and values; None disables the cache."""
         split = lambda y, heads: y.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
         q = rotate(split(self.q_proj(x), self.heads), cos, sin).to(x.dtype)  # [B, H, T, D]
         k = rotate(split(self.k_proj(x), self.kv_heads), cos, sin).to(x.dtype)  # [B, K, S, D]
@@ -147,7 +147,7 @@ class Attention(nn.Module):
         groups = self.heads // self.kv_heads
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         scores = (q @ k.transpose(2, 3)).float() * self.head_dim**-0.5
-        scores = scores.masked_fill(hidden, -math.inf)
+        scores = scores.masked_fill(masked, -math.inf)
         sinks = self.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]  # the sink affects only the softmax
         return self.o_proj((weights.to(v.dtype) @ v).transpose(1, 2).flatten(2))
@@ -199,8 +199,8 @@ class Layer(nn.Module):
         self.mlp = Mlp(config)
         self.dropout = nn.Dropout(0.0)
 
-    def forward(self, x, cos, sin, hidden, past=None):
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, hidden, past))
+    def forward(self, x, cos, sin, masked, past=None):
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, masked, past))
         y, balance = self.mlp(self.post_attention_layernorm(x))
         return x + self.dropout(y), balance
 
@@ -239,8 +239,8 @@ class GptOss(nn.Module):
         x = self.model.embed_tokens(ids)
         balance = 0
         for i, layer in enumerate(self.model.layers):
-            hidden = sliding if self.config.layer_types[i] == "sliding_attention" else full
-            x, used = layer(x, cos, sin, hidden, cache[i] if cache else None)
+            masked = sliding if self.config.layer_types[i] == "sliding_attention" else full
+            x, used = layer(x, cos, sin, masked, cache[i] if cache else None)
             balance = balance + used / len(self.model.layers)
         return self.lm_head(self.model.norm(x)), balance
 

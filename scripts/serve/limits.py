@@ -94,13 +94,13 @@ def burst(options, report):
 
 async def closed_loop(session, port, key, clients, seconds):
     """Keeps `clients` requests in progress for `seconds`. Returns the generated tokens and the responses per status."""
-    prompts_random, tokens, statuses = random.Random(key), [0], {}
+    chooser, tokens, statuses = random.Random(key), [0], {}
     session.ready()
     end = time.perf_counter() + seconds
 
     async def one():
         while time.perf_counter() < end:
-            ids = [prompts_random.randint(100, 1000) for _ in range(16)]
+            ids = [chooser.randint(100, 1000) for _ in range(16)]
             fields = {"prompt": ids, "max_tokens": 32, "ignore_eos": True}
             answer = await ask(port, PATH, fields, key=key)
             statuses[answer.status] = statuses.get(answer.status, 0) + 1

@@ -147,7 +147,7 @@ fn function_name(earlier: &[Message], message: &Message) -> Result<String> {
     let answered = |call: &&&ToolCall| call.id.is_some() && call.id == message.tool_call_id;
     match calls.iter().rev().find(answered).or(calls.last()) {
         Some(call) => Ok(address(&call.name)),
-        None => bail!("cannot render a tool message: it has no name and follows no tool call"),
+        None => bail!("cannot render a tool message: it has no name, and no earlier message calls a tool"),
     }
 }
 

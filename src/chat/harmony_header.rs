@@ -35,11 +35,11 @@ pub struct ParsedHeader {
     pub channel: Channel,
     pub recipient: Option<String>,
     /// Whether the header follows the format.
-    pub well_formed: bool,
+    pub is_well_formed: bool,
     /// Text that belongs to the content, not to the header.
     pub rest: String,
     /// Whether later tokens may show that `rest` is part of the header.
-    pub undecided: bool,
+    pub is_undecided: bool,
     /// All words of the header. They become the answer if the model generates no other text.
     pub words: String,
 }
@@ -70,7 +70,7 @@ impl Header {
         let channel_text = self.channel.as_ref().map(|ids| tokenizer.decode(ids)).transpose()?;
         let constrain_text = self.constrain.as_ref().map(|ids| tokenizer.decode(ids)).transpose()?;
 
-        let Words { name: role, mut recipient, mut rest, mut undecided } = read_role(&role_text, self.opening);
+        let Words { name: role, mut recipient, mut rest, mut is_undecided } = read_role(&role_text, self.opening);
         recipient = recipient.or(self.recipient.as_deref());
         let mut channel = None;
         if let Some(text) = &channel_text {
@@ -78,12 +78,12 @@ impl Header {
             let words = read_channel(text);
             channel = words.name;
             recipient = words.recipient.or(recipient);
-            (rest, undecided) = (words.rest, words.undecided);
+            (rest, is_undecided) = (words.rest, words.is_undecided);
         }
         if let Some(text) = &constrain_text {
             // The content type ends at the first character that is not valid in a name, as in `json{"a": 1}`.
             let text = text.trim_start();
-            (rest, undecided) = (text.trim_start_matches(is_name_character).trim_start(), false);
+            (rest, is_undecided) = (text.trim_start_matches(is_name_character).trim_start(), false);
         }
 
         let role = role.unwrap_or_default();
@@ -107,9 +107,9 @@ impl Header {
         Ok(ParsedHeader {
             channel,
             recipient: recipient.map(str::to_string),
-            well_formed: self.channel.is_some() && CHANNELS.contains(&name) && !foreign && !repeated,
+            is_well_formed: self.channel.is_some() && CHANNELS.contains(&name) && !foreign && !repeated,
             rest: rest.to_string(),
-            undecided,
+            is_undecided,
             words: words.join(" "),
         })
     }
@@ -121,7 +121,7 @@ pub const CHANNELS: [&str; 3] = ["analysis", "commentary", "final"];
 impl ParsedHeader {
     /// Closes the header at `<|message|>`. Undecided words become part of the header.
     pub fn closed(mut self) -> Self {
-        if self.undecided {
+        if self.is_undecided {
             self.rest.clear();
         }
         self
@@ -145,7 +145,7 @@ struct Words<'t> {
     /// The text after the name and recipient.
     rest: &'t str,
     /// Whether later tokens may show that `rest` is part of the header.
-    undecided: bool,
+    is_undecided: bool,
 }
 
 /// Returns the first word and the text after it. The second value is `None` if the word may be incomplete.
@@ -197,13 +197,13 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
     }
     if let Some((recipient, tail)) = tail.and_then(split_recipient) {
         let rest = tail.unwrap_or_default();
-        return Words { name: Some(first), recipient: Some(recipient), rest, undecided: false };
+        return Words { name: Some(first), recipient: Some(recipient), rest, is_undecided: false };
     }
     if second.is_empty() || (after_second.is_none() && may_be_recipient(second)) {
         // So far, the text contains only a role, or a role and the start of a recipient.
         // An unknown role becomes content if no `<|message|>` follows.
         let rest = if known { second } else { text };
-        return Words { name: Some(first), recipient: None, rest, undecided: true };
+        return Words { name: Some(first), recipient: None, rest, is_undecided: true };
     }
     match opening {
         // The words after a role are content, because the model omitted <|message|>.
@@ -217,7 +217,7 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
 /// Any further words are content, because the model omitted `<|message|>`.
 fn read_channel(text: &str) -> Words<'_> {
     let trimmed = text.trim_start();
-    let mut words = Words { undecided: true, ..Words::default() };
+    let mut words = Words { is_undecided: true, ..Words::default() };
     let mut rest = trimmed;
     if !trimmed.starts_with("to=") {
         // The content may follow the name without a space, as in `final你好` or `finalHello`.
@@ -225,7 +225,7 @@ fn read_channel(text: &str) -> Words<'_> {
         let known = CHANNELS.iter().find(|name| trimmed.starts_with(**name));
         let (name, tail) = trimmed.split_at(known.map_or(name_end, |name| name.len()));
         words.name = (!name.is_empty()).then_some(name);
-        words.undecided = tail.is_empty() || tail.starts_with(char::is_whitespace);
+        words.is_undecided = tail.is_empty() || tail.starts_with(char::is_whitespace);
         rest = tail.trim_start();
     }
     // The recipient may come before or after the content type.
@@ -233,11 +233,11 @@ fn read_channel(text: &str) -> Words<'_> {
     if let Some((recipient, tail)) = split_recipient(rest).or_else(|| split_recipient(after_type?)) {
         words.recipient = Some(recipient);
         rest = tail.unwrap_or_default();
-        words.undecided &= split_word(rest).1.is_none_or(str::is_empty);
+        words.is_undecided &= split_word(rest).1.is_none_or(str::is_empty);
     } else if let Some(second) = after_type {
-        words.undecided &= !second.contains(char::is_whitespace) && may_be_recipient(second);
+        words.is_undecided &= !second.contains(char::is_whitespace) && may_be_recipient(second);
     }
-    words.undecided &= rest.chars().all(|c| is_name_character(c) || c.is_whitespace());
+    words.is_undecided &= rest.chars().all(|c| is_name_character(c) || c.is_whitespace());
     words.rest = rest;
     words
 }

@@ -139,7 +139,7 @@ impl HarmonyParser {
             if parsed.rest.is_empty() {
                 parsed.rest = std::mem::take(&mut parsed.words);
             }
-        } else if parsed.rest.is_empty() || parsed.undecided || parsed.rest.ends_with('\u{FFFD}') {
+        } else if parsed.rest.is_empty() || parsed.is_undecided || parsed.rest.ends_with('\u{FFFD}') {
             // U+FFFD at the end marks an incomplete character, which the next token may complete.
             return Ok(());
         }
@@ -165,7 +165,7 @@ impl HarmonyParser {
         match &self.state {
             State::Header(header) => {
                 let parsed = header.parse(tokenizer)?;
-                self.violations.add_if(!parsed.well_formed, FormatViolation::InvalidHeader);
+                self.violations.add_if(!parsed.is_well_formed, FormatViolation::InvalidHeader);
                 self.open(parsed.closed(), out);
             }
             // The content continues after a second <|message|>.
@@ -224,14 +224,14 @@ impl HarmonyParser {
                 if ending == Ending::Generation
                     && header.channel.is_some()
                     && started
-                    && (parsed.rest.is_empty() || parsed.undecided)
+                    && (parsed.rest.is_empty() || parsed.is_undecided)
                 {
                     return Ok(());
                 }
                 self.violations.add(FormatViolation::MissingToken);
                 // The message ended without `<|message|>`, so undecided words after the channel are content.
                 // If the generation was cut off, undecided words are part of the header instead.
-                let cut_off = ending == Ending::Generation && header.channel.is_some() && parsed.undecided;
+                let cut_off = ending == Ending::Generation && header.channel.is_some() && parsed.is_undecided;
                 if cut_off || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
                     push_words(&mut self.header_words, &parsed.words);
                 } else {

@@ -206,7 +206,7 @@ impl<'a> Remote<'a> {
             };
             return Ok(RemoteFile { name: name.to_string(), bytes: Some(bytes), etag: Some(etag.to_string()) });
         }
-        Err(self.permanent_error(format!("it redirects {} at least {MAX_REDIRECTS} times", quote(name))))
+        Err(self.permanent_error(format!("it redirects {} more than {MAX_REDIRECTS} times", quote(name))))
     }
 
     /// Requests a file or a range of its bytes, without retries. Status 206 means that the server honored the range.
@@ -319,9 +319,9 @@ impl<'a> Remote<'a> {
                     None => {
                         // Do not show the query: it may contain a signature that grants access.
                         let to = quote(to.split(['?', '#']).next().unwrap_or_default());
-                        return Err(
-                            self.permanent_error(format!("it redirects to {to}, which is not a valid web address"))
-                        );
+                        return Err(self.permanent_error(format!(
+                            "it redirects to {to}, which is not a valid web address, or is not encrypted"
+                        )));
                     }
                 },
             }

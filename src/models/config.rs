@@ -134,7 +134,9 @@ impl CommonConfig {
     pub fn validate(&self) -> Result<()> {
         let (rotary_dim, head_dim) = (self.rope.rotary_dim(self.head_dim()), self.head_dim());
         if rotary_dim != head_dim {
-            bail!("partial_rotary_factor rotates {rotary_dim} of {head_dim} dims, which this family does not support");
+            bail!(
+                "partial_rotary_factor rotates {rotary_dim} of {head_dim} dimensions, which this family does not support"
+            );
         }
         self.validate_with_partial_rope()
     }

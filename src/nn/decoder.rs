@@ -235,7 +235,7 @@ impl Decoder {
         }
         let end = batch.sequences.iter().map(|span| span.position + span.tokens).max().unwrap_or(0);
         if end > self.context {
-            bail!("the batch ends at position {end}, but the model was loaded for {} positions", self.context);
+            bail!("the batch needs {end} positions, but the model was loaded for {} positions", self.context);
         }
         Ok(())
     }

@@ -144,7 +144,7 @@ mod tests {
         ("– with a constraint, or with log probabilities", &[GPU], &[ONE_CONSTRAINED]),
         ("– of a model that the decode graph does not support", &[NO_DECODE_GRAPH], &[ONE]),
         ("– of such a model, with a constraint that does not limit the next token", &[NO_DECODE_GRAPH], &[ONE_UNLIMITED]),
-        ("– the same on several GPUs", &[RunnerFacts { has_several_ranks: true, ..NO_DECODE_GRAPH }], &[ONE_UNLIMITED]),
+        ("– of such a model, with such a constraint, on several GPUs", &[RunnerFacts { has_several_ranks: true, ..NO_DECODE_GRAPH }], &[ONE_UNLIMITED]),
         ("decode step of 2 to 256 sequences", &[GPU, NO_DECODE_GRAPH], &[StepFacts { sequences: 2, ..MANY }, MANY]),
         ("– some with a constraint, or with log probabilities", &[GPU, NO_DECODE_GRAPH], &[MANY_CONSTRAINED]),
         ("step with chunks of prompts", &[GPU], &[CHUNKS]),

@@ -183,7 +183,11 @@ impl EngineHandle {
         let Some(constraint) = options.constraint.take() else { return Ok(None) };
         let invalid = |name: &str, reason: String| Error::InvalidConstraint { name: name.to_string(), reason };
         if options.ignore_eos {
-            return Err(invalid("ignore_eos", "an answer with a constraint must be able to end".to_string()).into());
+            return Err(invalid(
+                "ignore_eos",
+                "it cannot be combined with a constraint, because a constrained answer must be able to end".to_string(),
+            )
+            .into());
         }
         let (language, vocab_size) = (&self.shared.language, self.info().vocab_size);
         let compiler = self.shared.grammars.get_or_init(|| {

@@ -620,7 +620,7 @@ mod tests {
         let stages = |gib: &[u64]| plan.stages(&gib.iter().map(|gib| gib << 30).collect::<Vec<_>>()).unwrap();
         assert_eq!(stages(&[20, 20]), [0..5, 5..10]);
         assert_eq!(stages(&[20, 20, 20]), [0..3, 3..7, 7..10]);
-        assert_eq!(stages(&[10, 26]), [0..2, 2..10], "of 7.8 and 23.8 GiB that remain, 2.5 and 7.5 layers");
+        assert_eq!(stages(&[10, 26]), [0..2, 2..10], "7.8 and 23.8 GiB remain, which is 2.5 and 7.5 of the 10 layers");
         assert_eq!(stages(&[0, 20]), [0..1, 1..10], "every rank has a layer");
         assert_eq!(stages(&[20, 0, 0]), [0..8, 8..9, 9..10]);
         // The memory of a CPU may be unknown.

@@ -30,16 +30,18 @@ impl RankMemory {
         limit: Option<MemoryLimit>,
     ) -> Result<Self> {
         let mut usable = infos.to_vec();
+        // Several ranks can run on one device, and share its memory.
+        let ranks = devices.most_ranks_per_device() as u64;
         for device in &mut usable {
-            // Several ranks can run on one device, and share its memory.
-            device.free_bytes /= devices.most_ranks_per_device() as u64;
+            device.free_bytes /= ranks;
             if let Some(limit) = limit {
                 if device.total_bytes == 0 {
-                    let message = "cannot limit the memory: the memory of this device is unknown";
-                    return Err(Error::Usage(message.into()).into());
+                    let message =
+                        format!("cannot use --gpu-memory: the size of the memory of {} is unknown", device.name);
+                    return Err(Error::Usage(message).into());
                 }
                 // The limit may be more than the free memory, because of other processes.
-                device.free_bytes = device.free_bytes.min(limit.bytes(device.total_bytes));
+                device.free_bytes = device.free_bytes.min(limit.bytes(device.total_bytes) / ranks);
             }
         }
         let stages = match split {

@@ -69,7 +69,7 @@ sampling_table! {
 
     /// The smallest set of most likely tokens with at least this total probability is kept. 1 keeps all tokens.
     top_p: f32, "top-p" "P", neutral: 1.0, range: 0.0..=1.0, generation_config: WhenSampling,
-    help: "Sample only from the top tokens with a cumulative probability of P; 1 for all";
+    help: "Sample only from the fewest top tokens with a total probability of at least P; 1 for all";
 
     /// The minimum probability of a token, divided by the probability of the most likely token. 0 keeps all tokens.
     min_p: f32, "min-p" "P", neutral: 0.0, range: 0.0..=1.0, generation_config: WhenSampling,
@@ -89,7 +89,7 @@ sampling_table! {
 
     /// The seed of the random numbers. Equal seeds and prompts give equal tokens if the logits are equal.
     seed: u64, "seed" "SEED", neutral: 0, range: 0..=u64::MAX, generation_config: Never,
-    help: "Random seed; the same seed gives the same text [default: random]";
+    help: "Random seed; the same seed and prompt give the same text [default: random]";
 }
 
 /// One row of the sampling table: a parameter with its names and its valid range.

@@ -171,7 +171,7 @@ impl Transfer<'_, '_> {
                 (window_start, start_position) = (Instant::now(), self.position);
             }
             let count = match body.read(&mut buffer) {
-                Ok(0) => return Err(temporary("the server closed the connection")),
+                Ok(0) => return Err(temporary("the response ended early")),
                 Ok(count) => count,
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 Err(error) => return Err(temporary(library_error(&error))),

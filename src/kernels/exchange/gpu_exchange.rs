@@ -315,8 +315,11 @@ impl GpuExchange {
             self.device.cuda_stream().synchronize().w()?;
             let sums = sums.to_vec1::<f32>()?;
             let expected: f32 = (0..ranks).map(value).sum();
-            if self.missing_rank().is_some() || sums.iter().any(|&sum| sum != expected) {
-                bail!("test operation {round} returned the sum {} instead of {expected}", sums[0]);
+            if let Some(rank) = self.missing_rank() {
+                bail!("GPU {} did not answer in test operation {round}", rank + 1);
+            }
+            if let Some(sum) = sums.iter().find(|&&sum| sum != expected) {
+                bail!("test operation {round} returned the sum {sum} instead of {expected}");
             }
         }
         Ok(())

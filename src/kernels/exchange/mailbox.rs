@@ -64,7 +64,7 @@ impl RankMailbox {
                 .result()
                 .w()?;
             if can_access == 0 {
-                bail!("GPUs cannot access each other's memory");
+                bail!("the GPUs cannot access each other's memory");
             }
             match sys::cuCtxEnablePeerAccess(peer.context.cu_ctx(), 0) {
                 sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),

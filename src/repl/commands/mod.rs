@@ -24,7 +24,7 @@ const COMMANDS: &[Command] = &[
         name: "clear",
         arguments: "",
         summary: "start a new conversation",
-        details: "Keeps the system prompt and the settings. The old conversation is saved; /load opens it.",
+        details: "Keeps the system prompt and the settings. If the old conversation was saved, /load opens it.",
     },
     Command {
         name: "undo",
@@ -64,14 +64,14 @@ const COMMANDS: &[Command] = &[
         name: "file",
         arguments: "[PATH]",
         summary: "attach a text file to the next message",
-        details: "Repeat it to attach more files. Without a path, it lists the attached files. `/file none` detaches \
-                  them.",
+        details: "Repeat the command to attach more files. Without a path, the command lists the attached files. \
+                  `/file none` detaches all files.",
     },
     Command {
         name: "save",
         arguments: "NAME",
         summary: "name this conversation",
-        details: "Every conversation is saved after each turn. To open one by name, type /load NAME or run \
+        details: "Conversations are saved after each turn, except with --raw. To open one by name, type /load NAME or run \
                   `inferno play --resume NAME`. `/save NAME --cache` also saves the KV cache of the conversation. Its \
                   next turn then needs no prefill of the old messages. The file can take several GB.",
     },

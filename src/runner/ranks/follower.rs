@@ -92,15 +92,21 @@ impl Follower {
                 self.keep(logits)?;
             }
             RankCommand::Batch(step) => {
-                let Some(launcher) = &mut self.launcher else { bail!("internal error: a graph without a GPU") };
+                let Some(launcher) = &mut self.launcher else {
+                    bail!("internal error: a rank without a GPU cannot run a batch graph")
+                };
                 launcher.run(&self.decoder, &self.cache, &step.sequences())?;
             }
             RankCommand::Queue(route, step, samplings) => {
-                let Some(launcher) = &mut self.launcher else { bail!("internal error: a queue without a GPU") };
+                let Some(launcher) = &mut self.launcher else {
+                    bail!("internal error: a rank without a GPU cannot queue a step")
+                };
                 launcher.queue(&self.decoder, &self.cache, *route, &step.sequences(), samplings)?;
             }
             RankCommand::Graph(command) => {
-                let Decode::Graph(graph) = &mut self.decode else { bail!("internal error: a rank has no graph") };
+                let Decode::Graph(graph) = &mut self.decode else {
+                    bail!("internal error: a rank has no decode graph")
+                };
                 match command.run(graph, self.logits.as_ref()) {
                     // The first rank fails at the same step with the same error, and reports it to the client.
                     Err(error) if error.is::<NoToken>() => {}

@@ -269,7 +269,7 @@ impl RankGroup {
     /// Waits for the next token of the decode graphs of all ranks. See [`DecodeGraph::next`].
     pub fn next_token(&self, graph: &mut DecodeGraph, limit: usize) -> Result<u32> {
         let token = self.run_graph(graph, GraphCommand::Next { limit }, None)?;
-        token.context("internal error: a step has no token")
+        token.context("internal error: the decode graph returned no token")
     }
 
     /// Sends a command to all followers and calls `run` on the first rank. The world ends if `run` fails.
@@ -306,7 +306,7 @@ impl RankGroup {
         for (sender, _) in &self.threads {
             if sender.send(command.clone()).is_err() {
                 self.check()?;
-                bail!("internal error: a rank has stopped");
+                bail!("internal error: the thread of a rank has ended");
             }
         }
         Ok(())
