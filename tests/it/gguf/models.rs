@@ -108,7 +108,7 @@ fn metadata_that_contradicts_the_tensors_is_an_error() {
     let cases: &[(&[(&str, u32)], &str)] = &[
         (&[("attention.head_count", 5)], "llama.attention.head_count"),
         (&[("attention.head_count", 0)], "llama.attention.head_count (0) and "),
-        (&[("attention.head_count", 12)], "rotates 8 of 4 dims"),
+        (&[("attention.head_count", 12)], "rotates 8 of 4 dimensions"),
         (&[("block_count", 2)], "llama.block_count is 2"),
         (&[("block_count", 4)], "model.layers.3."),
         (&[("block_count", 1 << 20)], "llama.block_count"),
