@@ -75,6 +75,7 @@ fn harmony(criterion: &mut Criterion, demo: &Language) -> Result<()> {
         reasoning_effort: ReasoningEffort::Medium,
         date: "2026-01-31".into(),
         add_generation_prompt: true,
+        template_variables: serde_json::Map::new(),
     };
     let prompt = demo.render(&[Message::user("What is the KV cache?")], &options)?;
     let text = SENTENCE.repeat(60);

@@ -633,7 +633,7 @@ def mutate_bytes(rng, data):
         end = min(len(data), at + rng.randrange(1, 64))
         return data[:end] + data[at:end] * rng.choice([1, 100]) + data[end:], f"repeat bytes {at}..{end}"
     new = rng.choice(NUMBERS[:18]).to_bytes(8, "little")[: rng.choice([1, 2, 4, 8])]
-    return data[:at] + new + data[at + len(new) :], f"overwrite byte {at} with {new.hex()}"
+    return data[:at] + new + data[at + len(new) :], f"overwrite bytes {at}..{at + len(new)} with {new.hex()}"
 
 
 def mutate_file_system(rng, folder, path):

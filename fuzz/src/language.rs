@@ -99,7 +99,7 @@ fn tokenizer() -> &'static Tokenizer {
 }
 
 fn harmony() -> ChatFormat {
-    ChatFormat::from_template(tokenizer(), "", None, Vec::new()).expect("harmony")
+    ChatFormat::from_template(tokenizer(), "", None, None, Vec::new()).expect("harmony")
 }
 
 fn control_id(text: &str) -> u32 {
@@ -191,7 +191,10 @@ pub fn chat_messages(data: &[u8]) {
     let template = without_harmony();
     for (tokenizer, format) in [
         (tokenizer(), harmony()),
-        (template, ChatFormat::from_template(template, "template", Some(TEMPLATE), Vec::new()).expect("a template")),
+        (
+            template,
+            ChatFormat::from_template(template, "template", Some(TEMPLATE), None, Vec::new()).expect("a template"),
+        ),
     ] {
         let render = |messages: &[Message]| format.render(tokenizer, messages, &options());
         let controls = |ids: &[u32]| ids.iter().filter(|&&id| tokenizer.is_control(id)).count();
@@ -232,6 +235,7 @@ fn options() -> RenderOptions {
         reasoning_effort: ReasoningEffort::Medium,
         date: "2026-01-31".into(),
         add_generation_prompt: true,
+        template_variables: serde_json::Map::new(),
     }
 }
 

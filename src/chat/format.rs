@@ -63,18 +63,24 @@ impl ChatFormat {
     /// Creates the chat format of a model whose template, if any, was read from `file`.
     ///
     /// `special_tokens` are the tokens that the template can use by name, such as `bos_token`.
-    /// If the vocabulary has harmony's control tokens, the format is harmony, and the template is ignored.
+    /// `tool_use` is the template for conversations with tools, if the model has another one for them.
+    /// If the vocabulary has harmony's control tokens, the format is harmony, and the templates are ignored.
     /// Returns `None` if the model has neither harmony nor a nonempty template.
     pub fn from_template(
         tokenizer: &Tokenizer,
         file: &str,
         template: Option<&str>,
+        tool_use: Option<&str>,
         special_tokens: Vec<(String, String)>,
     ) -> Option<ChatFormat> {
         if let Some(harmony) = Harmony::find(tokenizer) {
             return Some(ChatFormat::Harmony(HarmonyFormat(harmony)));
         }
         let template = Template::new(file, template.filter(|template| !template.is_empty())?.into(), special_tokens);
+        let template = match tool_use.filter(|template| !template.is_empty()) {
+            Some(source) => template.with_tool_use(file, source.into()),
+            None => template,
+        };
         Some(ChatFormat::Template(TemplateFormat::new(template)))
     }
 

@@ -89,7 +89,11 @@ impl HarmonyParser {
             self.message_marker(tokenizer, &mut out)?;
         } else if Some(id) == harmony.constrain {
             match &mut self.state {
-                State::Header(header) => header.constrain = Some(Vec::new()),
+                State::Header(header) => {
+                    self.violations.add_if(header.constrain.is_some(), FormatViolation::UnexpectedToken);
+                    // Keep the tokens after the first mark, so that they count toward the limit of a header.
+                    header.constrain.get_or_insert_default();
+                }
                 _ => self.violations.add(FormatViolation::UnexpectedToken),
             }
         } else if !tokenizer.is_control(id) {

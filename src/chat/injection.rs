@@ -8,6 +8,8 @@
 //!
 //! Most conversations need no marks. Their text is encoded all at once, as in transformers.
 
+use std::collections::HashMap;
+
 use anyhow::{Result, bail};
 
 use crate::tokenizer::{ControlTokens, Tokenizer};
@@ -67,18 +69,34 @@ impl<'t> Marker<'t> {
         }
         let unknown = self.tokenizer.encode(&self.mark.to_string(), ControlTokens::Text)?;
         let found = self.tokenizer.encode(text, ControlTokens::Parse)?;
-        let found = found.into_iter().filter(|id| self.tokenizer.is_control(*id) && !unknown.contains(id)).count();
-        let spelled = text.char_indices().filter(|&(at, _)| self.control_at(text, at).is_some()).count();
-        Ok(found > spelled)
+        let mut spelled: HashMap<u32, usize> = HashMap::new();
+        for (at, _) in text.char_indices() {
+            if let Some((_, id)) = self.control_and_id_at(text, at) {
+                *spelled.entry(id).or_default() += 1;
+            }
+        }
+        // Compare each control token by itself. A token that normalization destroys must not make up for another one.
+        let mut found = found.into_iter().filter(|id| self.tokenizer.is_control(*id) && !unknown.contains(id));
+        Ok(found.any(|id| match spelled.get_mut(&id) {
+            Some(count) if *count > 0 => {
+                *count -= 1;
+                false
+            }
+            _ => true,
+        }))
     }
 
     /// Returns the longest control token that starts at byte `at` of `text`.
     fn control_at(&self, text: &str, at: usize) -> Option<&str> {
+        self.control_and_id_at(text, at).map(|(control, _)| control)
+    }
+
+    fn control_and_id_at(&self, text: &str, at: usize) -> Option<(&str, u32)> {
         let rest = &text[at..];
         if !rest.bytes().next().is_some_and(|byte| self.first_bytes[usize::from(byte)]) {
             return None;
         }
-        self.tokenizer.controls().map(|(control, _)| control).find(|c| !c.is_empty() && rest.starts_with(c))
+        self.tokenizer.controls().find(|(control, _)| !control.is_empty() && rest.starts_with(control))
     }
 
     /// Encodes rendered text. Returns the ids and the text without marks.

@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use super::message::{Message, ReasoningEffort};
 
@@ -9,7 +10,7 @@ use super::message::{Message, ReasoningEffort};
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RenderOptions {
     /// Tools in OpenAI's format: `{"type": "function", "function": {"name", "description", "parameters"}}`.
-    pub tools: Vec<serde_json::Value>,
+    pub tools: Vec<Value>,
     pub reasoning_effort: ReasoningEffort,
     /// The current date as `YYYY-MM-DD`.
     ///
@@ -18,6 +19,8 @@ pub struct RenderOptions {
     pub date: String,
     /// Whether the prompt ends with the start of an assistant message.
     pub add_generation_prompt: bool,
+    /// More variables for the Jinja template, such as `enable_thinking` for Qwen3. Harmony has no variables.
+    pub template_variables: Map<String, Value>,
 }
 
 /// Returns today's date in the local time zone, as `YYYY-MM-DD`.

@@ -27,7 +27,7 @@ pub const END_TOOL_CALL: &str = "</tool_call>";
 /// The maximum number of newlines to drop after a tag. Models write `</think>\n\n`.
 const MAX_NEWLINES: usize = 2;
 
-/// Splits the tokens of one answer into reasoning, answer text and tool calls.
+/// Splits the tokens of one completion into reasoning, answer and tool calls.
 pub struct TaggedParser {
     channel: Channel,
     stream: TextStream,

@@ -33,21 +33,31 @@ const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
 const NAME: &str = "chat_template";
 
-/// The tags around reasoning. The marker leaves them unchanged in assistant messages, because templates search for
-/// them to remove earlier reasoning.
+/// The tags around reasoning. The marker leaves them unchanged in the content and the reasoning of assistant messages,
+/// because templates search for them to remove earlier reasoning.
 const ASSISTANT_TAGS: [&str; 2] = ["<think>", "</think>"];
 
-/// A compiled chat template.
+/// The variables that a request cannot set.
+pub const RESERVED_VARIABLES: [&str; 5] = ["messages", "tools", "documents", "add_generation_prompt", "strftime_now"];
+
+/// The chat template of a model. Some models have another template for conversations with tools.
 pub struct Template {
+    default: Source,
+    /// The template named `tool_use`, which replaces `default` if the request has tools.
+    tool_use: Option<Source>,
+    /// The special tokens by name, such as `bos_token`.
+    special_tokens: Vec<(String, String)>,
+}
+
+/// One Jinja template.
+struct Source {
     /// The name of the file that contains the template.
     file: String,
-    source: String,
+    text: String,
     /// The compiled template, or the compile error.
     ///
     /// Compiled on first use, because compilation can fail or crash, and some commands need no template.
     environment: OnceLock<std::result::Result<Environment<'static>, String>>,
-    /// The special tokens by name, such as `bos_token`.
-    special_tokens: Vec<(String, String)>,
     dialect: Dialect,
 }
 
@@ -66,58 +76,62 @@ impl Template {
     pub fn load(dir: &Path) -> Result<Option<Self>> {
         let config = read_json(&dir.join("tokenizer_config.json"))?;
         let path = dir.join("chat_template.jinja");
-        let (file, source) = if let Some(source) = files::read_text_if_present(&path, files::CHAT_TEMPLATE)? {
-            ("chat_template.jinja", source)
-        } else {
-            let Some(source) = config.get("chat_template").and_then(named_template) else { return Ok(None) };
-            ("tokenizer_config.json", source.to_string())
-        };
         let special_map = read_json(&dir.join("special_tokens_map.json"))?;
-        Ok(Some(Self::new(file, source, special_tokens(&config, &special_map))))
+        let special_tokens = special_tokens(&config, &special_map);
+        if let Some(source) = files::read_text_if_present(&path, files::CHAT_TEMPLATE)? {
+            return Ok(Some(Self::new("chat_template.jinja", source, special_tokens)));
+        }
+        let Some((default, tool_use)) = config.get("chat_template").and_then(named_templates) else { return Ok(None) };
+        let file = "tokenizer_config.json";
+        let template = Self::new(file, default.to_string(), special_tokens);
+        Ok(Some(match tool_use {
+            Some(source) => template.with_tool_use(file, source.to_string()),
+            None => template,
+        }))
     }
 
     /// Creates a template from its `source`. Error messages name `file`.
     ///
     /// `special_tokens` contains pairs of a variable name and its text, such as `bos_token` and `<s>`.
     pub fn new(file: &str, source: String, special_tokens: Vec<(String, String)>) -> Self {
-        let dialect = Dialect {
-            developer_role: has_word(&source, "developer"),
-            reasoning_keys: ["reasoning_content", "reasoning", "thinking"]
-                .into_iter()
-                .filter(|key| has_word(&source, key))
-                .collect(),
-            null_content: [".content", "'content']", "\"content\"]"]
-                .iter()
-                .flat_map(|content| [format!("{content} is none"), format!("{content} is not none")])
-                .any(|test| source.contains(&test)),
-        };
-        Self { file: file.to_string(), source, environment: OnceLock::new(), special_tokens, dialect }
+        Self { default: Source::new(file, source), tool_use: None, special_tokens }
+    }
+
+    /// Sets the template for conversations with tools.
+    pub fn with_tool_use(self, file: &str, source: String) -> Self {
+        Self { tool_use: Some(Source::new(file, source)), ..self }
     }
 
     /// Returns the name of the file that contains the template.
     pub fn name(&self) -> &str {
-        &self.file
+        &self.default.file
+    }
+
+    /// Returns the template for a conversation, as transformers chooses it.
+    fn source(&self, options: &RenderOptions) -> &Source {
+        self.tool_use.as_ref().filter(|_| !options.tools.is_empty()).unwrap_or(&self.default)
     }
 
     /// Renders a conversation to token ids.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
-        let tools = Json::Array(options.tools.clone());
+        let (tools, variables) = (Json::Array(options.tools.clone()), Json::Object(options.template_variables.clone()));
         // Parsing arguments turns escapes such as \ufdd0 into characters. The mark must differ from these characters.
         let calls = messages.iter().flat_map(|message| &message.tool_calls);
         let arguments: Vec<Json> = calls.filter_map(|call| serde_json::from_str(&call.arguments).ok()).collect();
-        let written = messages.iter().flat_map(Message::texts).chain(strings_of(&tools));
+        let written = messages.iter().flat_map(Message::texts).chain(strings_of(&tools)).chain(strings_of(&variables));
         let written = written.chain(arguments.iter().flat_map(strings_of));
         let marker = Marker::new(tokenizer, written.collect::<Vec<_>>().into_iter())?;
-        let tools = map_strings(&tools, &|text| marker.mark(text, &[]))?;
+        let mark = |value: &Json| map_strings(value, &|text| marker.mark(text, &[]));
+        let inputs = Inputs { messages, tools: mark(&tools)?, variables: mark(&variables)?, options };
 
         // In OpenAI's format, the arguments of a tool call are a string that contains JSON.
         // Nearly every template expects an object instead, so try objects first.
         // The few templates that expect a string fail on an object.
-        let objects = self.run(messages, &tools, options, &marker, Arguments::Objects);
+        let objects = self.run(&inputs, &marker, Arguments::Objects);
         let has_calls = messages.iter().any(|message| !message.tool_calls.is_empty());
         let text = match objects {
             Err(error) if has_calls && error.is::<TemplateFailed>() => {
-                self.run(messages, &tools, options, &marker, Arguments::Strings).map_err(|_| error)?
+                self.run(&inputs, &marker, Arguments::Strings).map_err(|_| error)?
             }
             result => result?,
         };
@@ -126,18 +140,12 @@ impl Template {
     }
 
     /// Runs the template and returns the prompt as text, still with the marks of `marker`.
-    fn run(
-        &self,
-        messages: &[Message],
-        tools: &Json,
-        options: &RenderOptions,
-        marker: &Marker,
-        arguments: Arguments,
-    ) -> Result<String> {
-        let compile = || environment(&self.source).map_err(|error| explain(&self.file, &error));
-        let environment = self.environment.get_or_init(compile).as_ref().map_err(|cause| anyhow!("{cause}"))?;
-        let messages: Vec<Json> =
-            messages.iter().map(|message| self.message(message, marker, arguments)).collect::<Result<_>>()?;
+    fn run(&self, inputs: &Inputs, marker: &Marker, arguments: Arguments) -> Result<String> {
+        let Inputs { messages, tools, variables, options } = inputs;
+        let source = self.source(options);
+        let messages =
+            messages.iter().map(|message| source.dialect.message(message, marker, arguments)).collect::<Result<_>>()?;
+        let messages = Json::Array(messages);
         let tools = if options.tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) };
         let mut context = vec![
             ("messages".to_string(), Value::from(Serde(&messages))),
@@ -151,7 +159,41 @@ impl Template {
         if options.reasoning_effort != ReasoningEffort::Medium {
             context.push(("reasoning_effort".into(), Value::from(options.reasoning_effort.to_string())));
         }
-        let context = Value::from_pairs(context);
+        let variables = variables.as_object().into_iter().flatten();
+        let variables = variables.filter(|(name, _)| !RESERVED_VARIABLES.contains(&name.as_str()));
+        context.extend(variables.map(|(name, value)| (name.clone(), Value::from(Serde(value)))));
+        source.render(Value::from_pairs(context))
+    }
+}
+
+/// What a template renders. `tools` and `variables` have marks.
+struct Inputs<'r> {
+    messages: &'r [Message],
+    tools: Json,
+    variables: Json,
+    options: &'r RenderOptions,
+}
+
+impl Source {
+    fn new(file: &str, text: String) -> Self {
+        let dialect = Dialect {
+            developer_role: has_word(&text, "developer"),
+            reasoning_keys: ["reasoning_content", "reasoning", "thinking"]
+                .into_iter()
+                .filter(|key| has_word(&text, key))
+                .collect(),
+            null_content: [".content", "'content']", "\"content\"]"]
+                .iter()
+                .flat_map(|content| [format!("{content} is none"), format!("{content} is not none")])
+                .any(|test| text.contains(&test)),
+        };
+        Self { file: file.to_string(), text, environment: OnceLock::new(), dialect }
+    }
+
+    /// Runs the template. Fails with [`TemplateFailed`] unless it calls `raise_exception` or exceeds the step limit.
+    fn render(&self, context: Value) -> Result<String> {
+        let compile = || environment(&self.text).map_err(|error| explain(&self.file, &error));
+        let environment = self.environment.get_or_init(compile).as_ref().map_err(|cause| anyhow!("{cause}"))?;
         let mut out = LimitedOutput(Vec::new());
         let template = environment.get_template(NAME)?;
         if let Err(error) = template.render_captured_to(context, &mut out) {
@@ -165,27 +207,30 @@ impl Template {
         }
         Ok(String::from_utf8(out.0)?)
     }
+}
 
+impl Dialect {
     /// Returns a message as the dictionary that templates expect. An optional field without a value has no key.
     fn message(&self, message: &Message, marker: &Marker, arguments: Arguments) -> Result<Json> {
         let allowed = if message.role == Role::Assistant { &ASSISTANT_TAGS[..] } else { &[] };
-        let mark = |text: &str| marker.mark(text, allowed);
+        let mark_content = |text: &str| marker.mark(text, allowed);
+        let mark = |text: &str| marker.mark(text, &[]);
         let role = match message.role {
-            Role::Developer if !self.dialect.developer_role => Role::System,
+            Role::Developer if !self.developer_role => Role::System,
             role => role,
         };
         let mut dict = Map::new();
         dict.insert("role".into(), json!(role.as_str()));
-        let absent = self.dialect.null_content && message.content.is_empty() && !message.tool_calls.is_empty();
-        dict.insert("content".into(), if absent { Json::Null } else { json!(mark(&message.content)?) });
+        let absent = self.null_content && message.content.is_empty() && !message.tool_calls.is_empty();
+        dict.insert("content".into(), if absent { Json::Null } else { json!(mark_content(&message.content)?) });
         for (key, value) in [("name", &message.name), ("tool_call_id", &message.tool_call_id)] {
             if let Some(value) = value {
                 dict.insert(key.into(), json!(mark(value)?));
             }
         }
         if let Some(reasoning) = &message.reasoning {
-            for key in &self.dialect.reasoning_keys {
-                dict.insert((*key).into(), json!(mark(reasoning)?));
+            for key in &self.reasoning_keys {
+                dict.insert((*key).into(), json!(mark_content(reasoning)?));
             }
         }
         if !message.tool_calls.is_empty() {
@@ -278,18 +323,17 @@ fn read_json(path: &Path) -> Result<Json> {
     Ok(value)
 }
 
-/// Returns the template in `value`, which is a string or a list of `{name, template}` objects.
+/// Returns the default template in `value`, and the template for conversations with tools.
 ///
-/// From a list, returns the template named `default`, or the first template if none has this name.
-fn named_template(value: &Json) -> Option<&str> {
-    let source = match value {
-        Json::Array(list) => {
-            let is_default = |entry: &&Json| entry["name"] == "default";
-            list.iter().find(is_default).or(list.first())?["template"].as_str()
-        }
-        value => value.as_str(),
-    };
-    source.filter(|source| !source.is_empty())
+/// `value` is a string, or a list of `{name, template}` objects. From a list, the default is the template named
+/// `default`, or the first template if none has this name. The template named `tool_use` is the one for tools.
+fn named_templates(value: &Json) -> Option<(&str, Option<&str>)> {
+    let source = |value: &'_ Json| value.as_str().is_some_and(|source| !source.is_empty());
+    let Json::Array(list) = value else { return Some((value.as_str().filter(|_| source(value))?, None)) };
+    let named = |name: &str| list.iter().find(|entry| entry["name"] == name).map(|entry| &entry["template"]);
+    let default = named("default").or_else(|| Some(&list.first()?["template"]))?;
+    let tool_use = named("tool_use").filter(|template| source(template)).and_then(Json::as_str);
+    Some((default.as_str().filter(|_| source(default))?, tool_use))
 }
 
 /// Returns the variable names and the texts of the special tokens.

@@ -14,9 +14,11 @@ pub fn install(environment: &mut Environment<'static>) {
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
     });
-    // In Python, strings are iterable sequences, and templates rely on that.
+    // In Jinja for Python, a sequence has a length and items, so strings and mappings are sequences too.
     environment.add_test("iterable", |value: &Value| value.kind() == ValueKind::String || value.try_iter().is_ok());
-    environment.add_test("sequence", |value: &Value| matches!(value.kind(), ValueKind::String | ValueKind::Seq));
+    environment.add_test("sequence", |value: &Value| {
+        matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map)
+    });
 }
 
 /// The error returned when a template calls `raise_exception`.
@@ -106,7 +108,12 @@ fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Res
             Ok(Value::from(text.strip_suffix(suffix).unwrap_or(text)))
         }
         "rsplit" => {
-            let (separator, limit): (&str, Option<usize>) = from_args(args)?;
+            let (separator, limit): (&str, Option<i64>) = from_args(args)?;
+            if separator.is_empty() {
+                return Err(Error::new(ErrorKind::InvalidOperation, "rsplit: empty separator"));
+            }
+            // A negative limit means no limit.
+            let limit = limit.and_then(|limit| usize::try_from(limit).ok());
             let mut parts: Vec<&str> =
                 text.rsplitn(limit.map_or(usize::MAX, |limit| limit.saturating_add(1)), separator).collect();
             parts.reverse();

@@ -55,6 +55,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
                 reasoning_effort: args.reasoning,
                 date: args.date.clone().unwrap_or_else(today),
                 add_generation_prompt: !args.no_generation_prompt,
+                template_variables: serde_json::Map::new(),
             };
             let rendered = language.render(&messages, &options)?;
             (rendered.ids, rendered.text)

@@ -105,6 +105,7 @@ impl Session {
             reasoning_effort: self.settings.reasoning_effort,
             date: self.date.clone(),
             add_generation_prompt: true,
+            template_variables: serde_json::Map::new(),
         }
     }
 

@@ -65,7 +65,7 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Implements [`World::sum`].
     fn sum(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Like [`sum`](Self::sum), but may round the parts of a large tensor to bf16, to send half as many bytes.
+    /// Like [`sum`](Self::sum), but may round each rank's `x` to bf16 before the addition, to send half as many bytes.
     fn sum_rounded(&self, x: &Tensor) -> Result<Tensor>;
 
     /// Implements [`World::concat_columns`].

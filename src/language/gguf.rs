@@ -57,8 +57,8 @@ fn chat_format(
     ];
     let token = |id: u32| vocabulary.tokens.get(id as usize).map(|token| token.to_string());
     let named = named.into_iter().filter_map(|(name, id)| Some((name.to_string(), token(id?)?))).collect();
-    let template = checkpoint.chat_template()?;
-    Ok(ChatFormat::from_template(tokenizer, &file_name(checkpoint), template, named))
+    let (template, tool_use) = (checkpoint.chat_template(None)?, checkpoint.chat_template(Some("tool_use"))?);
+    Ok(ChatFormat::from_template(tokenizer, &file_name(checkpoint), template, tool_use, named))
 }
 
 /// Loads the tokenizer.json beside a GGUF file that has no vocabulary, and the chat format.
@@ -67,9 +67,9 @@ fn from_folder(checkpoint: &GgufCheckpoint) -> Result<(Tokenizer, Option<ChatFor
     let dir = checkpoint.path().parent().unwrap_or(Path::new(""));
     let missing = || format!("{} has no vocabulary and needs a tokenizer.json beside it", checkpoint.path().display());
     let tokenizer = Tokenizer::from_dir(dir).with_context(missing)?;
-    let template = checkpoint.chat_template()?;
+    let (template, tool_use) = (checkpoint.chat_template(None)?, checkpoint.chat_template(Some("tool_use"))?);
     let chat = match template {
-        Some(_) => ChatFormat::from_template(&tokenizer, &file_name(checkpoint), template, Vec::new()),
+        Some(_) => ChatFormat::from_template(&tokenizer, &file_name(checkpoint), template, tool_use, Vec::new()),
         None => ChatFormat::load(dir, &tokenizer)?,
     };
     Ok((tokenizer, chat))

@@ -2,20 +2,19 @@
 //!
 //! gpt-oss has MXFP4 experts, attention sinks, a sliding window on every second layer, and YaRN.
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::config::{self, LayerType, ModelSizes};
 use super::family::{Architecture, Family};
-use crate::kernels::moe::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
 use crate::nn::attention::{Attention, AttentionConfig, Sinks};
 use crate::nn::decoder::Decoder;
 use crate::nn::decoder_config::{DecoderConfig, LayerInfo};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
-use crate::nn::moe::{ClampedMoe, ClampedMoeConfig};
+use crate::nn::moe::{ClampedMoe, ClampedMoeConfig, check_routing};
 use crate::nn::norm::NormConfig;
 use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::weights::Weights;
@@ -34,6 +33,7 @@ struct Config {
     num_local_experts: usize,
     #[serde(alias = "experts_per_token")]
     num_experts_per_tok: usize,
+    #[serde(default = "default_sliding_window")]
     sliding_window: Option<usize>,
     layer_types: Option<Vec<LayerType>>,
     max_position_embeddings: usize,
@@ -47,6 +47,10 @@ struct Config {
     tie_word_embeddings: bool,
     #[serde(flatten)]
     rope: RopeConfig,
+}
+
+fn default_sliding_window() -> Option<usize> {
+    Some(128)
 }
 
 fn default_eps() -> f64 {
@@ -84,13 +88,7 @@ impl Config {
             max_position_embeddings: self.max_position_embeddings,
         }
         .validate()?;
-        let (chosen, experts) = (self.num_experts_per_tok, self.num_local_experts);
-        if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
-            bail!(
-                "cannot route each token to {chosen} of {experts} experts: the limits are 1 to {MAX_CHOSEN_EXPERTS} \
-                 experts per token, and {MAX_EXPERTS} experts"
-            );
-        }
+        check_routing(self.num_experts_per_tok, self.num_local_experts)?;
         config::check_layer_types(self.layer_types.as_ref(), self.num_hidden_layers)?;
         config::check_window(self.sliding_window)?;
         config::check_scale("swiglu_limit", Some(self.swiglu_limit))?;

@@ -36,7 +36,7 @@ pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
     layers.iter().map(|layer| (elements(layer) * dtype.size_in_bytes()) as u64).sum()
 }
 
-/// How the layers of a cache are divided into groups that share block tables.
+/// The division of a cache's layers into groups. The layers of a group share one block table per sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheLayout {
     /// The attention window of each group, or `None` for full attention.

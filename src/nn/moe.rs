@@ -32,19 +32,22 @@ pub struct GatedMoeConfig {
 }
 
 impl GatedMoeConfig {
-    /// Fails if the intermediate size is out of range.
-    /// Also fails if the kernels do not support this many experts, in total or per token.
+    /// Fails if the intermediate size is out of range. Also fails like [`check_routing`].
     pub fn validate(&self) -> Result<()> {
-        let (chosen, experts) = (self.experts_per_token, self.experts);
         check_size("the intermediate size of experts", self.intermediate_size)?;
-        if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
-            bail!(
-                "cannot route each token to {chosen} of {experts} experts: the limits are 1 to {MAX_CHOSEN_EXPERTS} \
-                 experts per token, and {MAX_EXPERTS} experts"
-            );
-        }
-        Ok(())
+        check_routing(self.experts_per_token, self.experts)
     }
+}
+
+/// Fails if the kernels cannot route each token to `chosen` of `experts` experts.
+pub fn check_routing(chosen: usize, experts: usize) -> Result<()> {
+    if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
+        bail!(
+            "cannot route each token to {chosen} of {experts} experts: the limits are 1 to {MAX_CHOSEN_EXPERTS} \
+             experts per token, and {MAX_EXPERTS} experts"
+        );
+    }
+    Ok(())
 }
 
 /// The names of an expert's three matrices, as in `experts.7.gate_proj.weight`.

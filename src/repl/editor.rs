@@ -116,7 +116,8 @@ impl LineEditor {
         }
     }
 
-    /// Adds a message to the history. Returns the message without the marks of multi-line input.
+    /// Adds a message to the history, unless the message is blank or too long.
+    /// Returns the message without the `"""` or the `\` at line ends that made it multi-line.
     pub fn accept(&mut self, line: &str) -> String {
         if !line.trim().is_empty() && line.len() <= MAX_HISTORY_BYTES {
             let _ = self.editor.add_history_entry(line);

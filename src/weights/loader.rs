@@ -260,14 +260,14 @@ impl<'c> Weights<'c> {
     }
 
     /// Returns weights that load only the rows in `ranges` of each tensor. In the file, each tensor has `total` rows.
-    /// Loading functions of the result take the shape of the loaded part.
+    /// Methods of the result that load a tensor expect the shape of this part, not the shape in the file.
     pub fn rows(&self, ranges: impl Into<Vec<Range<usize>>>, total: usize) -> Self {
         self.part(Axis::Rows, ranges.into(), total)
     }
 
     /// Returns weights that load only the columns in `range` of each matrix, and whole biases.
     /// In the file, each matrix has `total` columns.
-    /// Loading functions of the result take the shape of the loaded part.
+    /// Methods of the result that load a tensor expect the shape of this part, not the shape in the file.
     pub fn columns(&self, range: Range<usize>, total: usize) -> Self {
         self.part(Axis::Columns, vec![range], total)
     }

@@ -81,6 +81,7 @@ fn options() -> RenderOptions {
         reasoning_effort: ReasoningEffort::Medium,
         date: "2026-01-31".into(),
         add_generation_prompt: true,
+        template_variables: serde_json::Map::new(),
     }
 }
 

@@ -58,7 +58,7 @@ impl Metadata {
         };
         Self {
             config: file.config(),
-            tokenizer_config: json!({"chat_template": file.chat_template().ok().flatten()}),
+            tokenizer_config: json!({"chat_template": file.chat_template(None).ok().flatten()}),
             tokenizer_config_name,
             license: license.map(|license| license.chars().take(80).collect()),
             inventory: Checkpoint::from_gguf(file).map(|checkpoint| Inventory::from_checkpoint(&checkpoint, None)),
@@ -220,7 +220,7 @@ fn license_title(text: &str, file: &str) -> Option<String> {
     Some(format!("{} ({file})", title.chars().take(60).collect::<String>()))
 }
 
-/// Returns `license:` from the front matter of a README, or `license_name:` if the license is `other`.
+/// Returns the license in the front matter of a README. If `license` is missing or `other`, returns `license_name`.
 fn front_matter_license(readme: &str) -> Option<String> {
     let mut lines = readme.trim_start_matches('\u{feff}').lines();
     if lines.next()?.trim_end() != "---" {

@@ -242,8 +242,8 @@ impl BlockManager {
 
     /// Returns the hashes of a new sequence. The sequence reuses only blocks of sequences with the same salt and parts.
     ///
-    /// If the prompt is divided into parts, the sequence reuses only whole parts. Keys and values from passes of other
-    /// sizes may differ in their last bits.
+    /// If the prompt is divided into parts, the sequence reuses only whole parts. After half a part, it would compute the
+    /// other half in a smaller pass, which could change the last bits of keys and values.
     pub fn hashes(&self, salt: Option<&str>, prompt_parts: Option<PromptParts>) -> BlockHashes {
         let key = (salt.is_some() || prompt_parts.is_some()).then(|| {
             self.hash(|mut hasher| {

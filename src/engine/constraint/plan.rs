@@ -16,7 +16,7 @@ pub const END: PartId = 0;
 pub struct Plan {
     pub language: Arc<Language>,
     pub parts: Vec<Part>,
-    /// The id of the first part.
+    /// The id of the part where the answer starts.
     pub start: PartId,
     /// The tokens that end the sequence.
     pub stops: Vec<u32>,

@@ -101,7 +101,8 @@ fn plan(request: ConstrainedRequest) -> Result<Plan> {
     Ok(Plan { language: request.language, parts, start, stops, vocab_size, end, masks: MaskBudget::default() })
 }
 
-/// Returns the parts of a text completion, which has no chat format, and the id of the first part.
+/// Returns the parts of a text completion, which has no chat format, and the id of the part where it starts.
+/// Fails if the request requires a tool call.
 fn text_parts(request: &ConstrainedRequest, stops: &[u32]) -> Result<(Vec<Part>, PartId)> {
     match &request.constraint.answer {
         Some(answer) if !request.constraint.requires_tool => {

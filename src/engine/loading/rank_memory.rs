@@ -62,7 +62,7 @@ impl RankMemory {
         Ok(Self { ranks: usable.into_iter().enumerate().map(rank).collect(), stages })
     }
 
-    /// Chooses the largest capacity that fits on every device. See [`MemoryPlan::choose`].
+    /// Returns the smallest context and the smallest chunk that a rank's plan chooses. See [`MemoryPlan::choose`].
     pub fn choose(&self, context: Option<usize>) -> Result<Capacity> {
         let capacities = self.ranks.iter().map(|(plan, device)| plan.choose(context, device));
         let capacities = capacities.collect::<Result<Vec<_>>>()?;

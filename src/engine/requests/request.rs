@@ -40,6 +40,7 @@ impl Request {
             reasoning_effort: ReasoningEffort::Medium,
             date: today(),
             add_generation_prompt: true,
+            template_variables: serde_json::Map::new(),
         };
         Self { prompt: Prompt::Chat { messages: messages.into(), render }, options: None }
     }

@@ -36,7 +36,8 @@ pub use order::SequenceId;
 /// A sequence starts only if there are free blocks for this many more tokens of each running sequence.
 const GROWTH_STEPS: usize = 8;
 
-/// A placeholder for a token that a queued step chooses. Any value works, because the device uses its own token.
+/// A placeholder for the token of a queued step, which the host does not know yet.
+/// Its value does not matter, because the next step reads the token on the device.
 const PENDING_TOKEN: u32 = 0;
 
 /// After this many preemptions, a sequence is protected: it starts again only if there are enough blocks

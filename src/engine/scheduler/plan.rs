@@ -253,7 +253,6 @@ impl Scheduler {
     /// [`try_admit`](Self::try_admit) starts a sequence only if there are enough blocks for all protected sequences.
     fn give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         while !self.try_give_blocks(id, end, plan) {
-            // The sequence with the last turn may be `id` itself.
             let victim = self.last_in_turn().filter(|victim| !victim.is_protected());
             let victim = victim.map(|victim| victim.id()).filter(|victim| !self.admitted.contains(victim));
             let Some(victim) = victim else { return false };

@@ -10,8 +10,8 @@
 //
 // Each warp multiplies every `parts`-th chunk of one unit by x. A chunk has DENSE_FEW_COLUMNS columns.
 // A lane multiplies only the 16-byte pieces of W that it has copied itself, so the copies of W need no barrier.
-// A piece has eight adjacent columns, but mma.sync expects other columns in a lane.
-// Since mma.sync adds the products of all columns, any order of columns works if W and x have the same order.
+// A lane holds eight adjacent columns, while the fragments of mma.sync give lane l the columns 2i, 2i + 1, 2i + 8 and
+// 2i + 9, i = l % 4. mma.sync adds the products of all columns, so any order works if W and x have the same order.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/barrier.cuh"

@@ -73,7 +73,8 @@ impl Runner {
     }
 
     /// Chooses the next token of one sequence from the logits of an eager step, such as the last prefill step.
-    /// With a decode graph, the token also stays on the device as the input of the next step.
+    /// If there is a decode graph and the sampler does not need the logits on the host, starts the graph.
+    /// The graph chooses the token, and keeps it on the device as the input of the next step.
     pub(super) fn choose_and_start_graph(&mut self, sequence: &mut StepSequence, logits: &Tensor) -> Result<Chosen> {
         let graph = match &mut self.decode {
             Decode::Graph(graph) if !needs_logits(sequence) => graph,

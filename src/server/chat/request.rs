@@ -1,9 +1,9 @@
 //! Reads the body of a chat completion request.
 
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use super::{messages, tools};
-use crate::chat::{ReasoningEffort, RenderOptions, today};
+use crate::chat::{ChatFormat, RESERVED_VARIABLES, ReasoningEffort, RenderOptions, today};
 use crate::engine::{EngineHandle, MAX_LOGPROBS, Request};
 use crate::server::generation::constraint;
 use crate::server::generation::generate_options::{self, StreamOptions};
@@ -37,6 +37,7 @@ impl ChatRequest {
         fields.refuse("web_search_options", &[], "")?;
         fields.refuse("echo", &[json!(false)], "")?;
         fields.refuse("add_generation_prompt", &[json!(true)], "")?;
+        let template_variables = read_template_variables(&mut fields, engine)?;
         let (reasoning_effort, shows_reasoning) = read_reasoning(&mut fields)?;
         let mut options = generate_options::read(&mut fields, server, engine)?;
         let limit = i64::from(u32::MAX);
@@ -54,11 +55,40 @@ impl ChatRequest {
         options.constraint = tools.constraint(format.or(structured), can_call_in_parallel);
         let must_call_named = tools.is_named();
         let date = today();
-        let render = RenderOptions { tools: tools.shown, reasoning_effort, date, add_generation_prompt: true };
+        let render = RenderOptions {
+            tools: tools.shown,
+            reasoning_effort,
+            date,
+            add_generation_prompt: true,
+            template_variables,
+        };
         let request = Request::chat(messages).render(render).options(options);
         let ignored = fields.ignored();
         Ok(Self { request, choices, stream, shows_reasoning, can_call_in_parallel, must_call_named, ignored })
     }
+}
+
+/// Reads `chat_template_kwargs`: more variables for the chat template, such as `enable_thinking`.
+///
+/// Harmony has no template. With harmony, only `reasoning_effort` has an effect.
+pub fn read_template_variables(fields: &mut Fields, engine: &EngineHandle) -> Result<Map<String, Value>, ApiError> {
+    const FIELD: &str = "chat_template_kwargs";
+    let mut variables = match fields.take(FIELD) {
+        None => return Ok(Map::new()),
+        Some(Value::Object(variables)) => variables,
+        Some(_) => return Err(fields.invalid(FIELD, "expected an object")),
+    };
+    if let Some(name) = variables.keys().find(|name| RESERVED_VARIABLES.contains(&name.as_str())) {
+        return Err(fields.invalid(FIELD, format!("'{name}' cannot be set: the server sets it")));
+    }
+    if !matches!(engine.language().chat, Some(ChatFormat::Harmony(_))) {
+        return Ok(variables);
+    }
+    if let Some(effort) = variables.remove("reasoning_effort").filter(|_| !fields.has("reasoning_effort")) {
+        fields.put("reasoning_effort", effort);
+    }
+    variables.keys().for_each(|name| fields.ignore(format!("{FIELD}.{name}")));
+    Ok(Map::new())
 }
 
 /// Reads `logprobs` and `top_logprobs`. Returns the number of alternatives to list for each token.

@@ -144,21 +144,16 @@ impl Choice {
             }
             Event::End { deltas, summary } => (deltas, Some(summary)),
         };
-        for Delta { channel, text } in merged(deltas) {
+        let deltas = merged(deltas);
+        let tokens = self.release(&deltas, tokenizer);
+        for (Delta { channel, text }, tokens) in deltas.into_iter().zip(tokens) {
             match channel {
                 Channel::Reasoning => {
-                    self.reasoning_tokens += self.release(text.len(), tokenizer).len();
+                    self.reasoning_tokens += tokens.len();
                     out.pieces.push(Piece::Reasoning(text));
                 }
-                Channel::Answer => {
-                    let tokens = if self.keeps_all_tokens {
-                        std::mem::take(&mut self.pending)
-                    } else {
-                        self.release(text.len(), tokenizer)
-                    };
-                    out.pieces.push(Piece::Content(text, scored(tokens)));
-                }
-                Channel::ToolCall => self.pending.clear(),
+                Channel::Answer => out.pieces.push(Piece::Content(text, scored(tokens))),
+                Channel::ToolCall => {}
             }
         }
         if summary.is_some() && self.keeps_all_tokens {
@@ -172,16 +167,32 @@ impl Choice {
         out
     }
 
-    /// Removes all pending tokens. Returns only the last ones, which cover `bytes` bytes of text.
-    /// The tokens before them belong to headers and tags.
-    fn release(&mut self, bytes: usize, tokenizer: &Tokenizer) -> Vec<PendingToken> {
-        let (mut start, mut covered) = (self.pending.len(), 0);
-        while start > 0 && covered < bytes {
-            start -= 1;
-            covered += tokenizer.table().bytes(self.pending[start].id).len();
+    /// Returns the pending tokens of each delta, and drops the other ones, which belong to headers and tags.
+    /// Without deltas, all tokens stay pending.
+    ///
+    /// The tokens of the last delta are the last tokens that cover its text. Those of the delta before it come before
+    /// them, and so on. If all tokens are kept, the first delta gets them.
+    fn release(&mut self, deltas: &[Delta], tokenizer: &Tokenizer) -> Vec<Vec<PendingToken>> {
+        if deltas.is_empty() {
+            return Vec::new();
         }
-        let tokens = self.pending.split_off(start);
-        self.pending.clear();
+        let mut pending = std::mem::take(&mut self.pending);
+        let mut tokens: Vec<_> = deltas
+            .iter()
+            .rev()
+            .map(|delta| {
+                let (mut start, mut covered) = (pending.len(), 0);
+                while start > 0 && covered < delta.text.len() {
+                    start -= 1;
+                    covered += tokenizer.table().bytes(pending[start].id).len();
+                }
+                pending.split_off(start)
+            })
+            .collect();
+        tokens.reverse();
+        if self.keeps_all_tokens {
+            tokens[0].splice(..0, pending);
+        }
         tokens
     }
 
@@ -324,6 +335,31 @@ mod tests {
         assert_eq!(String::from_utf8(bytes).unwrap(), "One moment.");
         let reasoning = tokenizer.encode("Let me look 🦀.", crate::tokenizer::ControlTokens::Text).unwrap();
         assert_eq!(choice.reasoning_tokens(), reasoning.len());
+    }
+
+    #[test]
+    fn one_event_can_end_the_reasoning_and_start_the_answer() {
+        let (mut choice, tokenizer) = (Choice::new(true), demo());
+        let encode = |text: &str| tokenizer.encode(text, crate::tokenizer::ControlTokens::Text).unwrap();
+        let (thought, answer) = (encode("Let me think about that."), encode("Yes, of course."));
+        let ids = [&thought[..], &answer].concat();
+        let logprobs = || Some(TokenLogprobs { chosen: 0.0, top: Vec::new() });
+        let mut pieces = Vec::new();
+        for (index, &id) in ids.iter().enumerate() {
+            let deltas = if index + 1 < ids.len() {
+                Vec::new()
+            } else {
+                vec![
+                    Delta { channel: Channel::Reasoning, text: "Let me think about that.".into() },
+                    Delta { channel: Channel::Answer, text: "Yes, of course.".into() },
+                ]
+            };
+            pieces.extend(choice.push(Event::Token { id, deltas, logprobs: logprobs() }, &[], &tokenizer).pieces);
+        }
+        assert_eq!(text(&pieces), "r:Let me think about that. c:Yes, of course. ");
+        assert_eq!(choice.reasoning_tokens(), thought.len());
+        let [_, Piece::Content(_, scored)] = &pieces[..] else { panic!("expected reasoning, then content") };
+        assert_eq!(scored.iter().map(|token| token.id).collect::<Vec<_>>(), answer);
     }
 
     #[test]

@@ -82,6 +82,7 @@ impl MessagesRequest {
             reasoning_effort: effort.or(thinking).unwrap_or_default(),
             date: today(),
             add_generation_prompt: true,
+            template_variables: serde_json::Map::new(),
         };
         let ignored = fields.ignored();
         Ok(Self { messages, render, options, shows_thinking, can_call_in_parallel, is_stream, ignored })

@@ -151,6 +151,7 @@ fn capabilities(engine: &EngineHandle) -> Vec<&'static str> {
             reasoning_effort: Default::default(),
             date: "2000-01-01".to_string(),
             add_generation_prompt: true,
+            template_variables: serde_json::Map::new(),
         };
         engine.render(&[Message::user("Hi")], &render).map_or(0, |rendered| rendered.ids.len())
     };

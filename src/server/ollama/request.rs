@@ -117,11 +117,15 @@ impl Shared {
         }
         self.options.constraint = tools.constraint(self.format.or(structured), true);
         let has_logprobs = self.options.logprobs.is_some();
+        // Some templates, such as Qwen3's, can turn thinking off.
+        let without_thinking = (!self.shows_thinking).then(|| ("enable_thinking".to_string(), json!(false)));
+        let template_variables = without_thinking.into_iter().collect();
         let render = RenderOptions {
             tools: tools.shown,
             reasoning_effort: self.effort,
             date: today(),
             add_generation_prompt: true,
+            template_variables,
         };
         let request = prompt.map(|prompt| match prompt {
             Prompt::Chat(messages) => Request::chat(messages).render(render),

@@ -120,6 +120,7 @@ impl ResponseRequest {
                 reasoning_effort: effort,
                 date,
                 add_generation_prompt: true,
+                template_variables: serde_json::Map::new(),
             },
             options,
             settings,

@@ -36,7 +36,7 @@ pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Re
     let mut fields = read_json(request, &server.options.timeouts).await?;
     check_model(&mut fields, &server)?;
     let wants_strings = fields.take_bool("return_token_strs")?.unwrap_or(false);
-    let encode = read_input(&mut fields)?;
+    let encode = read_input(&mut fields, &engine)?;
     let ignored = fields.ignored();
     reply::check_strict(&headers, &ignored)?;
     let max_model_len = engine.context();
@@ -54,7 +54,7 @@ pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Re
 type EncodeInput = Box<dyn FnOnce(&EngineHandle) -> anyhow::Result<Vec<u32>> + Send>;
 
 /// Reads `prompt`, or `messages` and `tools`.
-fn read_input(fields: &mut Fields) -> Result<EncodeInput, ApiError> {
+fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<EncodeInput, ApiError> {
     if let Some(prompt) = fields.take_string("prompt")? {
         let controls = if fields.take_bool("add_special_tokens")?.unwrap_or(true) {
             ControlTokens::Default
@@ -69,6 +69,7 @@ fn read_input(fields: &mut Fields) -> Result<EncodeInput, ApiError> {
         reasoning_effort: ReasoningEffort::default(),
         date: today(),
         add_generation_prompt: fields.take_bool("add_generation_prompt")?.unwrap_or(true),
+        template_variables: chat::read_template_variables(fields, engine)?,
     };
     Ok(Box::new(move |engine| Ok(engine.render(&messages, &options)?.ids)))
 }

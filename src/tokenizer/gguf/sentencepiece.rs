@@ -19,7 +19,7 @@ use super::vocabulary::{MAX_MERGES, TokenType, Vocabulary};
 /// Llama 2 has a sum of 2 million.
 const MAX_WORK: usize = 1 << 29;
 
-/// Returns the merges that reproduce the scores, in order of priority.
+/// Returns the BPE merges that tokenize as the SentencePiece scores do, the highest score first.
 pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     let scores = vocabulary.scores.as_ref().context("metadata key tokenizer.ggml.scores is missing")?;
     let normal = |token: &str| ids.get(token).is_some_and(|id| is_normal(vocabulary, *id as usize));

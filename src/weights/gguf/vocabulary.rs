@@ -18,9 +18,10 @@ impl GgufCheckpoint {
         }
     }
 
-    /// Returns the Jinja chat template in the file, or `None` if the file has no template.
-    pub fn chat_template(&self) -> Result<Option<&str>> {
-        chat_template(&self.metadata(), None)
+    /// Returns the Jinja chat template with this name, such as `tool_use`, or the default template if `name` is `None`.
+    /// Returns `None` if the file has no such template.
+    pub fn chat_template(&self, name: Option<&str>) -> Result<Option<&str>> {
+        chat_template(&self.metadata(), name)
     }
 }
 

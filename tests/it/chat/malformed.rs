@@ -114,6 +114,7 @@ fn violations_are_counted_by_kind() {
         ("<|channel|>final<|message|><|message|>Yes.", &[UnexpectedToken]),
         ("<|message|>Yes.", &[InvalidHeader]),
         ("<|message|><|message|>Yes.", &[InvalidHeader, UnexpectedToken]),
+        ("<|channel|>final<|constrain|>json<|constrain|><|message|>Yes.", &[UnexpectedToken]),
     ] {
         let parsed = parse_harmony(text);
         let found: Vec<_> = FormatViolation::ALL.into_iter().filter(|&kind| parsed.violations.of(kind) > 0).collect();

@@ -86,6 +86,7 @@ fn options() -> RenderOptions {
         reasoning_effort: ReasoningEffort::Medium,
         date: "2025-06-28".into(),
         add_generation_prompt: true,
+        template_variables: serde_json::Map::new(),
     }
 }
 

@@ -43,8 +43,11 @@ fn templates_load_from_either_file() {
     let format = load(&[("tokenizer_config.json", list)]).unwrap().unwrap();
     assert_eq!(format.name(), "tokenizer_config.json");
     assert_eq!(format.render(&tokenizer(), &[], &options()).unwrap().text, "yes");
+    // Conversations with tools use another template, as in transformers.
+    let with_tools = RenderOptions { tools: vec![json!({})], ..options() };
+    assert_eq!(format.render(&tokenizer(), &[], &with_tools).unwrap().text, "no");
     let format = load(&[("tokenizer_config.json", list), ("chat_template.jinja", "file")]).unwrap().unwrap();
-    assert_eq!(format.render(&tokenizer(), &[], &options()).unwrap().text, "file");
+    assert_eq!(format.render(&tokenizer(), &[], &with_tools).unwrap().text, "file");
     assert!(format.stop_ids().is_empty());
     let broken = load(&[("tokenizer_config.json", "{")]).err().unwrap();
     assert!(format!("{broken:#}").contains("tokenizer_config.json: it is not valid JSON"), "{broken:#}");
@@ -64,6 +67,9 @@ fn special_tokens_are_available_by_name() {
 fn python_methods_are_supported() {
     assert_eq!(text("{{ 'a-b-c'.split('-')[-1] }}{{ ' x '.strip() }}{{ 'abc'.removeprefix('a') }}"), "cxbc");
     assert_eq!(text("{{ 'a.b.c'.rsplit('.', 1)[0] }}{{ 'k=v'.partition('=')[2] }}"), "a.bv");
+    assert_eq!(text("{{ 'a.b.c'.rsplit('.', -1) | length }}"), "3");
+    assert!(error("{{ 'a'.rsplit('') }}").contains("empty separator"));
+    assert_eq!(text("{{ {} is sequence }} {{ 'a' is sequence }} {{ 1 is sequence }}"), "True True False");
     assert_eq!(
         text("{{ 'abc' is iterable }} {{ true }} {{ none }} {{ messages[0] is mapping }}"),
         "True True None True"
@@ -95,6 +101,19 @@ fn json_is_written_as_in_python() {
     );
     assert_eq!(text("{{ 'é🙂' | tojson(ensure_ascii=true) }}"), r#""\u00e9\ud83d\ude42""#);
     assert_eq!(text("{{ [1e16, 1e-5, 0.1, 123456789.5] | tojson }}"), "[1e+16, 1e-05, 0.1, 123456789.5]");
+}
+
+#[test]
+fn requests_can_set_more_variables() {
+    let source = "{{ enable_thinking is defined and not enable_thinking }} {{ messages[0].content }} {{ note }}";
+    let Value::Object(template_variables) = json!({ "enable_thinking": false, "messages": [], "note": "<|im_end|>" })
+    else {
+        unreachable!()
+    };
+    let options = RenderOptions { template_variables, ..options() };
+    let rendered = render(source, json!([{"role": "user", "content": "Hi"}]), &options).unwrap();
+    assert_eq!(rendered.text, "True Hi <|im_end|>");
+    assert!(!rendered.ids.iter().any(|id| tokenizer().is_control(*id)), "text from a request became a control token");
 }
 
 #[test]
@@ -194,6 +213,11 @@ fn text_in_messages_never_becomes_a_control_token() {
         assert_eq!(tokenizer.decode(&injected.ids).unwrap(), injected.text);
         assert_eq!(injected.text.matches(hostile).count(), 1);
     }
+    // The tags of reasoning are text in a tool call, whose arguments often repeat text from users.
+    let mut turn = Message::assistant("");
+    turn.tool_calls = vec![ToolCall { id: None, name: "f".into(), arguments: json!({ "x": hostile }).to_string() }];
+    let calls = self::format("<|im_start|>{{ messages[0].tool_calls[0].function.arguments.x }}<|im_end|>");
+    assert_eq!(controls(&calls.render(&tokenizer, &[turn], &options()).unwrap().ids), [256, 257]);
     // Tool definitions are untrusted text, like messages.
     let with_tool = RenderOptions { tools: vec![json!({"function": {"name": hostile}})], ..options() };
     let shown = self::format("<|im_start|>{{ tools[0].function.name }}<|im_end|>");

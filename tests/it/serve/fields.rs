@@ -61,7 +61,9 @@ fn invalid_fields_are_errors_that_name_the_field() {
         (json!({ "use_beam_search": true }), "use_beam_search"),
         (json!({ "prediction": {} }), "prediction"),
         (json!({ "modalities": ["text", "audio"] }), "modalities"),
-        (json!({ "chat_template_kwargs": { "x": 1 } }), "chat_template_kwargs"),
+        (json!({ "chat_template_kwargs": 1 }), "chat_template_kwargs"),
+        (json!({ "chat_template_kwargs": { "messages": [] } }), "chat_template_kwargs"),
+        (json!({ "chat_template": "{{ messages }}" }), "chat_template"),
         (json!({ "cache_salt": "" }), "cache_salt"),
         (json!({ "cache_salt": 1 }), "cache_salt"),
         (json!({ "priority": 1e10 }), "priority"),
@@ -180,6 +182,17 @@ fn fields_without_effect_are_named_and_can_be_refused() {
 }
 
 /// SMG adds `logprobs` and `stream` to requests. vllm-router adds the other fields.
+#[test]
+fn harmony_uses_only_the_effort_of_the_template_variables() {
+    let server = Server::start(&[]);
+    let ask = |variables: Value| server.chat(json!({ "max_tokens": 2, "chat_template_kwargs": variables }));
+    let response = ask(json!({ "reasoning_effort": "high", "enable_thinking": false }));
+    response.ok();
+    assert_eq!(response.header("x-inferno-ignored"), Some("chat_template_kwargs.enable_thinking"));
+    let error = ask(json!({ "reasoning_effort": "enormous" })).error(400);
+    assert_eq!(error["param"], "reasoning_effort");
+}
+
 #[test]
 fn fields_that_routers_add_do_not_change_the_answer() {
     let server = Server::start(&[]);
